@@ -1,0 +1,1 @@
+"""rlsys: RLHF training with one controller and Ray worker groups."""

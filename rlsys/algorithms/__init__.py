@@ -1,0 +1,1 @@
+"""Advantage estimators, policy losses, KL and corrections: pure tensor functions."""

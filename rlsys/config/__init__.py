@@ -1,0 +1,1 @@
+"""Typed configuration with verl's key names; imports neither torch nor ray."""

@@ -1,0 +1,1 @@
+"""Prompt rows, cursors and chat templates."""

@@ -1,0 +1,1 @@
+"""Training engines behind the TrainEngine protocol."""

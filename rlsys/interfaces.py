@@ -1,0 +1,147 @@
+"""The protocols that hold the house together; implementations differ only behind them.
+
+Letters: B rows, R response tokens, V vocabulary. Tensors named by the DataProto fields are padded: prompts on the
+left, responses on the right; every per-token output is aligned with `responses` and has shape (B, R).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+    from torch import Tensor
+
+    from rlsys.protocol import DataProto
+    from rlsys.types import (
+        ModelRequest,
+        ModelResponse,
+        SamplingParams,
+        StepReport,
+        TransferReport,
+        WeightLayout,
+    )
+
+Output = Literal["log_probs", "entropy", "values", "sum_pi_squared"]
+Part = Literal["params", "grads", "optimizer"]
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """A loss as a sum and the count it is to be divided by, so that splitting a batch never changes the gradient.
+
+    `total` is a scalar that requires grad; `count` a plain number (tokens, sequences); `metrics` maps a name to its own
+    (sum, count). Engines add the parts of all micro-batches and ranks and divide once.
+    """
+
+    total: Tensor
+    count: float
+    metrics: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+
+LossFn = Callable[[Mapping[str, "Tensor"], "TensorDict"], LossSum]
+"""(outputs of one micro-batch, its rows) -> LossSum; outputs are (b, R) tensors by name."""
+
+
+@runtime_checkable
+class TrainEngine(Protocol):
+    """A model, its optimizer and their shards; every method is collective over the engine's ranks."""
+
+    @property
+    def dp_rank(self) -> int: ...
+    @property
+    def dp_size(self) -> int: ...
+    @property
+    def is_collect(self) -> bool:
+        """Whether this rank's results are the ones to collect (one rank per data-parallel group)."""
+        ...
+
+    def forward(self, batch: DataProto, outputs: Sequence[Output], *, temperature: float = 1.0) -> dict[str, Tensor]:
+        """Per-token outputs (B, R) of this rank's rows in their order, float32, zero where response_mask is 0."""
+        ...
+
+    def forward_backward(
+        self,
+        batch: DataProto,
+        loss_fn: LossFn,
+        *,
+        outputs: Sequence[Output] = ("log_probs",),
+        temperature: float = 1.0,
+    ) -> dict[str, float]:
+        """Accumulate gradients of the loss sum; returns the metrics as global means plus `loss`."""
+        ...
+
+    def optim_step(self) -> StepReport:
+        """Divide by the global count since the last step, clip, refuse a non-finite norm, step, zero, schedule."""
+        ...
+
+    def weight_layout(self) -> WeightLayout: ...
+    def local_tensors(self) -> Mapping[str, Tensor]:
+        """The local tensors that `weight_layout` speaks of, by name; read-only views of the live parameters."""
+        ...
+
+    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """Full HF tensors gathered bucket by bucket: the slow path, the oracle and the fallback."""
+        ...
+
+    def save(self, path: Path, what: Literal["resume", "export"]) -> None: ...
+    def load(self, path: Path) -> None: ...
+    def move(self, parts: Sequence[Part], device: str) -> None: ...
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Token in, token out; serves one weight version at a time and stamps it on every token it makes."""
+
+    def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        """Complete a batch of requests; answers are in the order of the requests."""
+        ...
+
+    async def sample(self, token_ids: Sequence[int], params: SamplingParams, session: str = "") -> ModelResponse: ...
+
+    def compute_log_prob(self, batch: DataProto, *, temperature: float = 1.0) -> Tensor:
+        """Log-probabilities (B, R) of the given responses under the served weights."""
+        ...
+
+    def pause(self) -> None: ...
+    def resume(self) -> None: ...
+    def weight_layout(self) -> WeightLayout: ...
+    def local_tensors(self) -> Mapping[str, Tensor]: ...
+    def begin_update(self) -> None:
+        """Stop serving; the engine is quarantined until `finish_update`."""
+        ...
+
+    def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None: ...
+    def finish_update(self, version: int) -> None: ...
+    def sleep(self, tags: Sequence[str]) -> None: ...
+    def wake(self, tags: Sequence[str]) -> None: ...
+    def health(self) -> dict[str, Any]: ...
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class WeightTransfer(Protocol):
+    """Moves weights from a trainer group into a rollout group; one object per pair, held by the controller."""
+
+    def connect(self) -> None:
+        """Exchange both layouts once and prepare; raises by a deadline, never hangs."""
+        ...
+
+    def push(self, version: int) -> TransferReport: ...
+    def close(self) -> None: ...
+
+
+class ExperienceSource(Protocol):
+    """Where training batches come from: synchronous, one ahead or streaming, under one `max_staleness`."""
+
+    def next(self) -> DataProto | None:
+        """A graded batch ready for training, or None when the data is exhausted."""
+        ...
+
+    def weights_pushed(self, version: int) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""Graders and the killable pool they run in."""

@@ -1,0 +1,1 @@
+"""PPOActor, PPOCritic, LMEngine, RWEngine: an engine and a loss each."""

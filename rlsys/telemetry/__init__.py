@@ -1,0 +1,1 @@
+"""Logging, metrics, trackers, progress, traces and rollout dumps."""

@@ -1,0 +1,153 @@
+"""Plain records that cross between rooms: requests, responses, weight updates.
+
+Token ids are Python ints in the vocabulary of the served model; log-probabilities are natural logarithms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+from uuid import uuid4
+
+
+class Finish(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn. `temperature=0` is greedy; `top_k=-1` and `top_p=1` switch truncation off.
+
+    `seed` and the request's own position determine every draw, so equal requests give equal tokens.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_new_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of a dataset, tokenised, with what its grader needs."""
+
+    token_ids: tuple[int, ...]
+    uid: str
+    data_source: str
+    ground_truth: Any = None
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """A prompt to complete: token ids in. `session` keeps the turns of one episode on one server."""
+
+    input_ids: tuple[int, ...]
+    gconfig: SamplingParams
+    rid: str = field(default_factory=lambda: uuid4().hex)
+    session: str = ""
+
+
+@dataclass(frozen=True)
+class ModelResponse:
+    """A completion, token ids out; all tuples have one entry per output token.
+
+    `output_logprobs` are of the full distribution at the request's temperature (what the trainer recomputes);
+    `sampled_logprobs` are of the distribution that was sampled from, after top-k and top-p truncation.
+    `output_versions` is the weight version that produced each token, stamped by the engine.
+    """
+
+    rid: str
+    input_tokens: tuple[int, ...]
+    output_tokens: tuple[int, ...]
+    output_logprobs: tuple[float, ...]
+    sampled_logprobs: tuple[float, ...]
+    output_versions: tuple[int, ...]
+    stop_reason: Finish
+
+    @property
+    def version(self) -> int:
+        """The oldest weight version among the tokens, -1 for an empty completion."""
+        return min(self.output_versions, default=-1)
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        return self.output_logprobs
+
+
+@dataclass(frozen=True)
+class WeightUpdateMeta:
+    """What an update of served weights carries: its version and, for transfers through files, where they lie."""
+
+    version: int
+    model_name: str = ""
+    weights_path: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TransferReport:
+    """What a weight push moved. `checksum` is over all HF tensors and does not depend on how they were sharded."""
+
+    version: int
+    num_bytes: int
+    seconds: float
+    checksum: str
+    executor: str
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What an optimizer step did. `applied` is False when a non-finite gradient norm refused it."""
+
+    grad_norm: float
+    lr: float
+    applied: bool
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of an HF tensor: `shape` elements from `start` in each dimension."""
+
+    tensor: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A box of an HF tensor and where this rank keeps it: the same shape inside a local tensor at `local_start`."""
+
+    box: Box
+    local: str
+    local_start: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """Everything one rank holds. `full_shapes` and `dtypes` (torch names, e.g. "float32") are keyed by HF tensor name.
+
+    `aliases` maps a tied HF name to the name under which its data is held (e.g. lm_head.weight).
+    """
+
+    rank: int
+    host: str
+    shards: tuple[Shard, ...]
+    full_shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, str]
+    aliases: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,51 @@
+"""The errors a person meets, one class per kind of cause."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class ConfigError(Exception):
+    """A setting is wrong; the message names the key, its value and what to write instead."""
+
+
+class DataError(Exception):
+    """An input row or file is wrong; the message names the file and the row."""
+
+
+class CheckpointError(Exception):
+    """A checkpoint is missing, incomplete, corrupt or belongs to another model."""
+
+
+class WeightTransferError(Exception):
+    """Weights did not reach a rollout engine whole; the engine must not serve until the next good push."""
+
+
+class DeadlineError(TimeoutError):
+    """Somebody did not answer in time; the message names who, at which stage, and what to check."""
+
+    def __init__(self, who: str, stage: str, deadline_s: float, hint: str = "") -> None:
+        self.who, self.stage, self.deadline_s = who, stage, deadline_s
+        text = f"{who} did not answer within {deadline_s:g} s at stage '{stage}'"
+        super().__init__(f"{text}: {hint}" if hint else text)
+
+
+@dataclass(frozen=True)
+class FailedWorker:
+    """Where a worker failed and what it said last."""
+
+    role: str
+    rank: int
+    host: str
+    stage: str
+    cause: str
+    log_tail: str = ""
+
+
+class WorkerError(RuntimeError):
+    """A worker died, hung or raised: one error with role, rank, host, stage, first cause and log tail."""
+
+    def __init__(self, failed: FailedWorker) -> None:
+        self.failed = failed
+        text = f"{failed.role} rank {failed.rank} on {failed.host} failed at stage '{failed.stage}': {failed.cause}"
+        super().__init__(f"{text}\n--- last lines of its log ---\n{failed.log_tail}" if failed.log_tail else text)

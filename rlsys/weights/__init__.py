@@ -1,0 +1,1 @@
+"""Weight layouts, transfer executors and sharding managers."""

@@ -1,0 +1,1 @@
+"""The controller: entry points, the loop and what it is built from."""

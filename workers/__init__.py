@@ -1,0 +1,1 @@
+"""Ray-dispatchable roles: each binds a library object to @register methods."""
