@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from rlsys.protocol.columns import (
     concat_arrays,
     concat_meta,
     concat_tensors,
+    map_tensors,
     named_entries,
     object_array,
     tensors_of,
@@ -30,6 +32,10 @@ from rlsys.protocol.columns import (
     union_numpy_dict,
     union_tensor_dict,
 )
+from rlsys.protocol.disk import read_file, write_file
+from rlsys.protocol.readonly import is_readonly, map_readonly, own, plain, readonly, readonly_array
+from rlsys.protocol.values import WireError
+from rlsys.protocol.wire import decode, encode
 
 Index = list[int] | list[bool] | np.ndarray | Tensor
 
@@ -386,13 +392,68 @@ class DataProto:
         padded = DataProto.concat([self, self.select_idxs([row]).repeat(padding_size)])
         self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
 
-    # ---- devices -----------------------------------------------------------------------------------------------
+    # ---- devices, memory, wire and disk ------------------------------------------------------------------------
 
     def to(self, device: str | torch.device) -> DataProto:
         """Move the tensors, in place."""
         if self.batch is not None:
             self.batch = self.batch.to(device)
         return self
+
+    def writable(self) -> DataProto:
+        """Copy, in place and once, whatever aliases the memory it was received in; then everything may be written."""
+        self.batch = map_tensors(self.batch, lambda tensor: plain(tensor).clone() if is_readonly(tensor) else tensor)
+        copied = {key: map_readonly(array, own) for key, array in self.non_tensor_batch.items()}
+        self.non_tensor_batch, self.meta_info = copied, map_readonly(self.meta_info, own)
+        return self
+
+    def readonly(self) -> DataProto:
+        """The same memory in a DataProto whose tensors refuse to be written (ReadOnlyError)."""
+        batch = map_tensors(self.batch, readonly)
+        columns = {key: readonly_array(array) for key, array in self.non_tensor_batch.items()}
+        return type(self)(batch=batch, non_tensor_batch=columns, meta_info=self.meta_info)
+
+    def to_buffers(self) -> tuple[bytes, list[memoryview]]:
+        """The wire form: a typed header and the raw memory of every tensor and number array, not copied.
+
+        TypeError naming the key of an object that has no wire form. CUDA tensors are copied to the CPU first.
+        """
+        return encode(self.batch, self.non_tensor_batch, self.meta_info)
+
+    @classmethod
+    def from_buffers(cls, header: bytes | memoryview, buffers: Sequence[Any]) -> DataProto:
+        """The inverse of `to_buffers` over the same memory, read-only but for bytearrays; WireError if malformed."""
+        parts = decode(header, buffers)
+        return cls(batch=parts.batch, non_tensor_batch=parts.non_tensor_batch, meta_info=parts.meta_info)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        header, buffers = self.to_buffers()
+        carry = pickle.PickleBuffer if protocol >= 5 else bytearray
+        return _from_wire, (type(self), header, *map(carry, buffers))
+
+    def __copy__(self) -> DataProto:
+        return type(self)(batch=self.batch, non_tensor_batch=self.non_tensor_batch, meta_info=self.meta_info)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
+        batch = map_tensors(self.batch, lambda tensor: plain(tensor).clone())
+        columns, meta_info = copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo)
+        return type(self)(batch=batch, non_tensor_batch=columns, meta_info=meta_info)
+
+    def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
+        """Write the wire form with checksums; the file appears whole or not at all."""
+        write_file(filepath, *self.to_buffers())
+
+    @staticmethod
+    def load_from_disk(filepath: str | os.PathLike[str]) -> DataProto:
+        """Read what `save_to_disk` wrote, writable; WireError naming the file if it is truncated or corrupt."""
+        try:
+            return DataProto.from_buffers(*read_file(filepath))
+        except WireError as error:
+            raise WireError(f"{filepath}: {error}") from error
+
+
+def _from_wire(cls: type[DataProto], header: bytes, *buffers: Any) -> DataProto:
+    return cls.from_buffers(header, buffers)
 
 
 def _row_index(idxs: Index) -> Tensor:
