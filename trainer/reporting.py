@@ -1,0 +1,143 @@
+"""What a person sees of a run: progress, metrics, timeline, memory and what was generated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlsys.config.schema_trainer import TrainerConfig
+from rlsys.protocol import DataProto
+from rlsys.telemetry.log import get_logger
+from rlsys.telemetry.memory import snapshot
+from rlsys.telemetry.metrics import StageTimer, data_metrics, reduce_metrics, throughput_metrics, timing_metrics
+from rlsys.telemetry.progress import Progress
+from rlsys.telemetry.trace import Tracer
+from rlsys.telemetry.trackers import Tracking
+
+log = get_logger(__name__)
+
+
+class Reporter:
+    """Collects the metrics of a step and hands them on once, when the step is finished."""
+
+    def __init__(self, trainer: TrainerConfig, resolved: Mapping[str, Any], *, num_devices: int) -> None:
+        self._cfg, self._resolved = trainer, resolved
+        self.root = Path(trainer.default_local_dir)
+        self._num_devices = num_devices
+        self._progress: Progress | None = None
+        self._tracking: Tracking | None = None
+        self._tracer: Tracer | None = None
+        self._stack = ExitStack()
+        self._timer = StageTimer(self._traced, self._shown)
+        self._metrics: dict[str, float] = {}
+        self._tokens = (0, 0)
+
+    @property
+    def stage(self) -> StageTimer:
+        """`with stage("update_actor"):` times a stage, shows it and puts it on the timeline."""
+        return self._timer
+
+    def start(self, step: int, total_steps: int) -> None:
+        """Open trackers and progress; `step` is the last one already done."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._tracer = self._stack.enter_context(Tracer(self.root / "timeline.json", process_name="controller"))
+        self._tracking = self._stack.enter_context(
+            Tracking(
+                self._cfg.project_name,
+                self._cfg.experiment_name,
+                loggers=self._cfg.logger,
+                config=self._resolved,
+                default_dir=self.root,
+                resume_step=step or None,
+            )
+        )
+        self._progress = self._stack.enter_context(
+            Progress(total_steps=total_steps, first_step=step, title=self._cfg.experiment_name)
+        )
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        self._metrics.update(metrics)
+
+    def add_lists(self, metrics: Mapping[str, Any]) -> None:
+        """Metrics collected from ranks: lists become one number."""
+        self._metrics.update(reduce_metrics(metrics))
+
+    def batch_metrics(self, batch: DataProto) -> None:
+        """What the trained batch looked like."""
+        rows = batch.batch
+        mask = rows["attention_mask"]
+        response = int(mask[:, -rows["responses"].shape[1] :].sum())
+        self._tokens = (int(mask.sum()) - response, response)
+        self.add(
+            data_metrics(
+                attention_mask=mask,
+                response_mask=rows["response_mask"],
+                token_level_scores=rows["token_level_scores"],
+                token_level_rewards=rows["token_level_rewards"],
+                advantages=rows["advantages"],
+                returns=rows["returns"],
+                values=rows.get("values"),
+            )
+        )
+        versions = rows["weight_versions"][rows["weight_versions"] >= 0]
+        if versions.numel():
+            step = int(batch.meta_info["global_steps"])
+            self.add({"training/staleness": float(step - 1 - versions.double().mean())})
+
+    def add_entropy(self, entropy: torch.Tensor, mask: torch.Tensor) -> None:
+        count = mask.sum().clamp(min=1)
+        self.add({"actor/entropy": float((entropy.double() * mask).sum() / count)})
+
+    def finish_step(self, step: int) -> dict[str, float]:
+        """Write the step's metrics everywhere; a checkpoint of the step may be published only after this."""
+        seconds = self._timer.drain()
+        prompt, response = self._tokens
+        metrics = {
+            **self._metrics,
+            **timing_metrics(seconds, num_prompt_tokens=prompt, num_response_tokens=response),
+            **throughput_metrics(
+                num_tokens=prompt + response, step_s=seconds.get("step", 0.0), num_devices=self._num_devices
+            ),
+            **snapshot().metrics(),
+            "training/global_step": float(step),
+        }
+        self._metrics = {}
+        if self._tracking is not None:
+            self._tracking.log(metrics, step)
+        if self._progress is not None:
+            self._progress.step_done(
+                step,
+                reward=metrics.get("critic/score/mean"),
+                tokens_per_s=metrics["perf/throughput"],
+                staleness=metrics.get("training/staleness"),
+            )
+        return metrics
+
+    def generations(self, rows: list[tuple[str, str, float]], step: int) -> None:
+        if self._tracking is not None and rows:
+            self._tracking.log_generations(rows, step)
+
+    def close(self) -> None:
+        """Close everything; safe to call twice."""
+        self._stack.close()
+        self._progress = self._tracking = self._tracer = None
+
+    @contextmanager
+    def _traced(self, stage: str) -> Iterator[None]:
+        if self._tracer is None:
+            yield
+        else:
+            with self._tracer.span(stage):
+                yield
+
+    @contextmanager
+    def _shown(self, stage: str) -> Iterator[None]:
+        if self._progress is None:
+            yield
+        else:
+            with self._progress.stage(stage):
+                yield

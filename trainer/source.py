@@ -1,0 +1,171 @@
+"""Where training batches come from: prompts, completions and rewards, made when asked for or one step ahead.
+
+With `max_staleness` 0 a batch is made by the weights of the step that trains on it. With 1 the next batch is already
+being made while the current one trains (rollouts have processes of their own), so its weights are one version behind.
+The same object serves both; only the moment of making differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlsys.protocol import DataProto
+from rlsys.utils.errors import ConfigError, DeadlineError
+from trainer.timing import Stages
+
+PENDING = "pending.dp"
+
+
+class PromptCursor(Protocol):
+    """Rows in a fixed order that can be resumed anywhere."""
+
+    def next_batch(self, num_prompts: int) -> DataProto | None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+Generate = Callable[..., DataProto]
+"""(prompts, *, step, call, stages) -> the same rows with their completions."""
+Grade = Callable[..., DataProto]
+"""(batch, *, stages) -> the batch with token_level_scores and what the graders returned."""
+
+
+@dataclass(frozen=True)
+class GroupFilter:
+    """DAPO's dynamic sampling: keep prompts whose samples differ in `metric`."""
+
+    keep: Callable[[DataProto], np.ndarray]
+    max_calls: int
+
+
+class RolloutSource:
+    """Makes one training batch a step, in step order, each a function of the data order, seeds and weights only."""
+
+    def __init__(
+        self,
+        *,
+        cursor: PromptCursor,
+        generate: Generate,
+        grade: Grade,
+        prompts_per_step: int,
+        prompts_per_call: int,
+        num_samples: int,
+        group_filter: GroupFilter | None,
+        max_staleness: int,
+        deadline_s: float,
+    ) -> None:
+        self._cursor = cursor
+        self._generate, self._grade = generate, grade
+        self._prompts_per_step, self._prompts_per_call = prompts_per_step, prompts_per_call
+        self._num_samples = num_samples
+        self._filter = group_filter
+        self._ahead = max_staleness > 0
+        self._deadline_s = deadline_s
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="source") if self._ahead else None
+        self._pending: Future[DataProto | None] | None = None
+        self._step = 0
+
+    def next(self) -> DataProto | None:
+        """The graded batch of the next step, or None when the data is exhausted."""
+        if self._pool is None:
+            self._step += 1
+            return self._make(self._step)
+        batch = self._take() if self._pending is not None else self._submit_and_take()
+        self._submit()
+        return batch
+
+    def settle(self) -> None:
+        """Wait until nothing is being generated, so that weights may change and a checkpoint may be taken."""
+        if self._pending is not None:
+            try:
+                self._pending.result(self._deadline_s)
+            except TimeoutError as error:
+                raise DeadlineError("the rollout fleet", "generate one step ahead", self._deadline_s) from error
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cursor": self._cursor.state_dict(), "step": self._step, "ahead": self._pending is not None}
+
+    def save_pending(self, folder: Path) -> None:
+        """Keep the batch made ahead, so that a resumed run trains on the very same one."""
+        self.settle()
+        if self._pending is not None and (batch := self._pending.result()) is not None:
+            batch.save_to_disk(str(folder / PENDING))
+
+    def load(self, state: Mapping[str, Any], folder: Path) -> None:
+        self._cursor.load_state_dict(state["cursor"])
+        self._step = state["step"]
+        if state["ahead"] and self._pool is not None:
+            path = folder / PENDING
+            self._pending = Future()
+            self._pending.set_result(DataProto.load_from_disk(str(path)) if path.exists() else None)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self) -> None:
+        assert self._pool is not None
+        self._step += 1
+        self._pending = self._pool.submit(self._make, self._step)
+
+    def _submit_and_take(self) -> DataProto | None:
+        self._submit()
+        return self._take()
+
+    def _take(self) -> DataProto | None:
+        self.settle()
+        assert self._pending is not None
+        batch, self._pending = self._pending.result(), None
+        return batch
+
+    def _make(self, step: int) -> DataProto | None:
+        stages = Stages()
+        kept: list[DataProto] = []
+        num_kept = num_made = call = 0
+        while num_kept < self._prompts_per_step:
+            prompts = self._cursor.next_batch(self._prompts_per_call)
+            if prompts is None:
+                return None
+            batch = self._generate(prompts, step=step, call=call, stages=stages)
+            batch = self._grade(batch, stages=stages)
+            call += 1
+            num_made += len(batch)
+            if self._filter is not None:
+                batch = batch.select_idxs(self._filter.keep(batch))
+                self._check_calls(call, num_kept + len(batch) // self._num_samples)
+            kept.append(batch)
+            num_kept += len(batch) // self._num_samples
+        whole = kept[0] if len(kept) == 1 else DataProto.concat(kept)
+        whole = whole[: self._prompts_per_step * self._num_samples]
+        whole.meta_info["source_metrics"] = {
+            **stages.metrics(),
+            "rollout/num_gen_batches": float(call),
+            "rollout/filtered_rows": float(num_made - num_kept * self._num_samples),
+        }
+        return whole
+
+    def _check_calls(self, calls: int, num_kept: int) -> None:
+        assert self._filter is not None
+        if num_kept < self._prompts_per_step and 0 < self._filter.max_calls <= calls:
+            raise ConfigError(
+                f"after {calls} generated batches only {num_kept} of {self._prompts_per_step} prompts have samples that"
+                " differ; raise algorithm.filter_groups.max_num_gen_batches or data.gen_batch_size, or choose data"
+                " that the model neither always nor never solves"
+            )
+
+
+def row_seeds(seed: int, step: int, num_rows: int, *, first_row: int = 0) -> np.ndarray:
+    """One 63-bit seed a row from (seed, step, row): the same draws wherever and whenever a row is generated."""
+    with np.errstate(over="ignore"):
+        rows = np.arange(first_row, first_row + num_rows, dtype=np.uint64)
+        x = rows + np.uint64(0x9E3779B97F4A7C15) * np.uint64(step + 1) + np.uint64(seed) * np.uint64(0xD1342543DE82EF95)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+        x = x ^ (x >> np.uint64(31))
+    return (x >> np.uint64(1)).astype(np.int64)
