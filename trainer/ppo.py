@@ -57,9 +57,9 @@ class RayPPOTrainer:
         self.store = CheckpointStore(
             self.root,
             keep={"actor": config.trainer.max_actor_ckpt_to_keep}
-            | ({"critic": config.trainer.max_critic_ckpt_to_keep} if self.plan.use_critic else {}),
+            | ({"critic": config.trainer.max_critic_ckpt_to_keep} if self.plan.critic else {}),
         )
-        self.reporter = Reporter(config, self.root, num_devices=self.plan.train_ranks)
+        self.reporter = Reporter(config.trainer, config.model_dump(mode="json"), num_devices=self.plan.pools.total_ranks)
         self.stage = self.reporter.stage
         self.global_step = 0
         self.weight_version = -1
@@ -132,7 +132,7 @@ class RayPPOTrainer:
         """Evaluate, report and save what is due after a step."""
         if self._test_due:
             self.evaluate()
-        self.reporter.finish_step(self.global_step, self.total_steps)
+        self.reporter.finish_step(self.global_step)
         if self._save_due:
             self.save()
 

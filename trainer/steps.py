@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 LOG_PROB_FIELDS = ["input_ids", "attention_mask", "position_ids", "responses", "prompts", "response_mask"]
 UPDATE_FIELDS = [*LOG_PROB_FIELDS, "old_log_probs", "advantages"]
-OPTIONAL_UPDATE_FIELDS = ["ref_log_prob", "rollout_log_probs", "rollout_is_weights", "token_level_rewards"]
+OPTIONAL_UPDATE_FIELDS = ["ref_log_prob", "rollout_log_probs", "rollout_is_weights", "selected_tokens"]
 VALUE_UPDATE_FIELDS = [*LOG_PROB_FIELDS, "values", "returns"]
 
 
@@ -24,11 +24,11 @@ def balance(trainer: RayPPOTrainer, batch: DataProto) -> DataProto:
     batch.meta_info["global_token_num"] = lengths
     batch.meta_info["global_steps"] = trainer.global_step
     batch.meta_info["temperature"] = trainer.cfg.actor_rollout_ref.rollout.temperature
-    if trainer.cfg.trainer.balance_batch and trainer.plan.dp_size > 1:
-        order = balance_rows(lengths, num_ranks=trainer.plan.dp_size, mini_batch_rows=trainer.plan.mini_batch_samples)
+    if trainer.cfg.trainer.balance_batch and trainer.plan.actor.dp_size > 1:
+        order = balance_rows(lengths, num_ranks=trainer.plan.actor.dp_size, mini_batch_rows=trainer.plan.actor.mini_batch_samples)
         batch.reorder(order)
         lengths = [lengths[row] for row in order]
-    trainer.reporter.add(seqlen_metrics(lengths, num_ranks=trainer.plan.dp_size))
+    trainer.reporter.add(seqlen_metrics(lengths, num_ranks=trainer.plan.actor.dp_size))
     return batch
 
 

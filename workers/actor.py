@@ -26,7 +26,7 @@ class ActorWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the model and its optimizer."""
-        self.engine = build_actor_engine(self.cfg, self.run, self)
+        self.engine = build_actor_engine(self.cfg, self.run)
         self._register_dispatch_collect_info(MESH, self.engine.dp_rank, self.engine.is_collect)
         self.actor = PPOActor(self.engine, actor_settings(self.cfg, self.run, dp_size=self.engine.dp_size))
         self.sender = WeightSender(self.engine, name=self.run.weights_name)
@@ -39,7 +39,7 @@ class ActorWorker(Worker):
     @register(dispatch_mode=BY_MESH)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob` (B, R) of the base model, with the adapters switched off."""
-        with self.engine.disable_adapter():
+        with self.engine.adapters_disabled():
             found = self.actor.compute_logp(data)
         return DataProto.from_dict({"ref_log_prob": found.batch["old_log_probs"]})
 

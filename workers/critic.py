@@ -24,7 +24,7 @@ class CriticWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the model and its optimizer."""
-        self.engine = build_critic_engine(self.cfg, self.run, self)
+        self.engine = build_critic_engine(self.cfg, self.run)
         self._register_dispatch_collect_info(MESH, self.engine.dp_rank, self.engine.is_collect)
         self.critic = PPOCritic(self.engine, critic_settings(self.cfg, self.run, dp_size=self.engine.dp_size))
 

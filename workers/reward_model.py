@@ -23,7 +23,7 @@ class RewardModelWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the frozen model."""
-        self.engine = build_reward_engine(self.cfg, self.run, self)
+        self.engine = build_reward_engine(self.cfg, self.run)
         self._register_dispatch_collect_info(MESH, self.engine.dp_rank, self.engine.is_collect)
         self.model = RWEngine(self.engine)
 

@@ -25,7 +25,7 @@ class SupervisedWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the model and its optimizer."""
-        self.engine = build_supervised_engine(self.cfg, self.run, self, value_head=self.kind == "rm")
+        self.engine = build_supervised_engine(self.cfg, self.run, value_head=self.kind == "rm")
         self._register_dispatch_collect_info(MESH, self.engine.dp_rank, self.engine.is_collect)
         self.role: Any = LMEngine(self.engine) if self.kind == "lm" else RWEngine(self.engine)
 
