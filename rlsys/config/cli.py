@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from rlsys.config.arguments import Arguments, parse_arguments
 from rlsys.config.load import Loaded, load
+from rlsys.config.plan import plan_text
 from rlsys.config.schema import EvalConfig, PPOConfig, RMConfig, SFTConfig
 from rlsys.config.schema_base import Section
 from rlsys.utils.errors import ConfigError
@@ -16,7 +17,7 @@ from rlsys.utils.errors import ConfigError
 S = TypeVar("S", bound=Section)
 
 EXIT_CONFIG_ERROR = 2
-_PROGRAMS = {
+_PROGRAMS: dict[type[Section], str] = {
     PPOConfig: "trainer.main_ppo",
     SFTConfig: "trainer.main_sft",
     RMConfig: "trainer.main_rm",
@@ -52,11 +53,7 @@ def as_yaml(config: Section) -> str:
 
 
 def _announce(loaded: Loaded[S], arguments: Arguments) -> S:
-    text = f"rlsys: {loaded.headline}"
-    if isinstance(loaded.config, PPOConfig):
-        from rlsys.config.plan import plan_text
-
-        text += f"\n{plan_text(loaded.config)}"
+    text = "\n".join(filter(None, (f"rlsys: {loaded.headline}", plan_text(loaded.config))))
     if arguments.dry_run:
         _print_notes(loaded)
         _say_and_leave(f"{text}\nrlsys: --dry-run: nothing was started")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import sys
 import textwrap
 from functools import cache
@@ -49,7 +50,13 @@ def _key_text(schema: type[Section], section: type[Section], path: str, name: st
     key = f"{path}.{name}" if path else name
     field = leaves(schema)[key]
     words = f"{describe(section, name)} [{allowed(field)}]"
-    return f"  {key}={shown(default_of(field))}\n{textwrap.indent(textwrap.fill(words, _WIDTH), ' ' * 6)}"
+    default = default_of(field)
+    follows = re.fullmatch(r"\$\{(\.?)([\w.]+)\}", default) if isinstance(default, str) else None
+    if follows:
+        head = f"{key}   (follows {f'{path}.' if follows[1] and path else ''}{follows[2]})"
+    else:
+        head = f"{key}={shown(default)}"
+    return f"  {head}\n{textwrap.indent(textwrap.fill(words, _WIDTH), ' ' * 6)}"
 
 
 def describe(section: type[Section], name: str) -> str:

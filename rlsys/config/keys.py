@@ -99,7 +99,7 @@ def _words(annotation: Any, metadata: tuple[Any, ...], value: Any) -> str:
         return f"one of {names}" if len(args) > 1 else names
     if origin is tuple:
         each = _words(args[0], (), None)
-        return f"a list of {len(args)}: each {each}" if args[-1] is not Ellipsis else f"a list; each item {each}"
+        return f"{len(args)} in a list, each {each}" if args[-1] is not Ellipsis else f"{each}, or a list of such"
     if origin is dict:
         return "keys and values, e.g. {a: 1}"
     if annotation is bool:

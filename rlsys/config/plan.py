@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlsys.config.pools import Pools, resolve_pools
-from rlsys.config.schema import PPOConfig
+from rlsys.config.schema import PPOConfig, SupervisedConfig
+from rlsys.config.schema_base import Section
+from rlsys.config.schema_trainer import RunConfig
 
 
 @dataclass(frozen=True)
@@ -126,21 +128,49 @@ def total_steps(num_rows: int, batch_size: int, total_epochs: int, total_trainin
     return total_training_steps if total_training_steps is not None else num_rows // batch_size * total_epochs
 
 
-def plan_text(cfg: PPOConfig) -> str:
-    """The plan as people read it, a line for each subject."""
+def plan_text(cfg: Section) -> str:
+    """The plan of any job as people read it, a line for each subject."""
+    lines = _ppo_lines(cfg) if isinstance(cfg, PPOConfig) else []
+    if isinstance(cfg, SupervisedConfig):
+        lines = _supervised_lines(cfg)
+    return "\n".join(f"  {name:<11}{words}" for name, words in lines if words)
+
+
+def _ppo_lines(cfg: PPOConfig) -> list[tuple[str, str]]:
+    from rlsys.config.memory import memory_words
+
     plan, trainer = plan_batches(cfg), cfg.trainer
-    lines = [
+    return [
         ("step", _step_words(cfg, plan)),
         ("actor", _role_words(plan.actor)),
         ("critic", _role_words(plan.critic) if plan.critic else "none"),
         ("reference", "yes, for the KL term" if plan.use_reference else "none"),
         ("advantages", f"{cfg.algorithm.adv_estimator}; loss {cfg.actor_rollout_ref.actor.policy_loss.loss_mode}"),
-        ("length", _length_words(cfg)),
-        ("workers", _worker_words(plan.pools, trainer.device, trainer.backend)),
+        ("length", _length_words(trainer.total_training_steps, trainer.total_epochs, cfg.data.train_batch_size)),
+        ("workers", _worker_words(plan.pools, trainer)),
+        ("memory", memory_words(cfg)),
         ("weights", _weights_words(trainer.max_staleness, trainer.sync_freq)),
         ("output", trainer.default_local_dir),
     ]
-    return "\n".join(f"  {name:<11}{words}" for name, words in lines)
+
+
+def _supervised_lines(cfg: SupervisedConfig) -> list[tuple[str, str]]:
+    data, trainer = cfg.data, cfg.trainer
+    role = role_plan(
+        data.train_batch_size,
+        mini_batch_samples=data.train_batch_size,
+        dp_size=trainer.nnodes * trainer.n_gpus_per_node // cfg.engine.ulysses_sequence_parallel_size,
+        epochs=1,
+        micro_batch_samples=data.micro_batch_size_per_gpu,
+        max_tokens=data.max_token_len_per_gpu if data.use_dynamic_bsz else None,
+    )
+    pools = Pools(trainer.nnodes, trainer.n_gpus_per_node, trainer.nnodes * trainer.n_gpus_per_node, 0, False, 0)
+    return [
+        ("step", f"{data.train_batch_size} rows of {data.max_length} tokens at most; {_rank_words(role)}"),
+        ("length", _length_words(trainer.total_training_steps, trainer.total_epochs, data.train_batch_size)),
+        ("workers", _worker_words(pools, trainer)),
+        ("output", trainer.default_local_dir),
+    ]
 
 
 def _step_words(cfg: PPOConfig, plan: BatchPlan) -> str:
@@ -149,35 +179,36 @@ def _step_words(cfg: PPOConfig, plan: BatchPlan) -> str:
     return f"{plan.prompts} prompts x {plan.answers} = {plan.samples} samples of {tokens}{generated}"
 
 
+def _many(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
 def _role_words(role: RolePlan) -> str:
     epochs = f" x {role.epochs} epochs" if role.epochs > 1 else ""
-    steps = (
-        f"{role.mini_batches} mini-batch{'es' if role.mini_batches > 1 else ''} of {role.mini_batch_samples} samples"
-    )
-    if role.max_tokens is not None:
+    steps = f"{_many(role.mini_batches, 'mini-batch')} of {role.mini_batch_samples} samples{epochs}"
+    return f"{steps} = {_many(role.optimizer_steps, 'optimizer step')}; {_rank_words(role)}"
+
+
+def _rank_words(role: RolePlan) -> str:
+    if role.micro_batches is None:
         micro = f"micro-batches of {role.max_tokens} tokens"
     else:
-        micro = (
-            f"{role.micro_batches} micro-batch{'es' if role.micro_batches != 1 else ''} of {role.micro_batch_samples}"
-        )
-    return (
-        f"{steps}{epochs} = {role.optimizer_steps} optimizer steps; each rank: {role.rank_samples} samples in {micro}"
+        micro = f"{_many(role.micro_batches, 'micro-batch')} of {role.micro_batch_samples}"
+    return f"each rank: {role.rank_samples} in {micro}"
+
+
+def _length_words(steps: int | None, epochs: int, batch: int) -> str:
+    return _many(steps, "step") if steps is not None else f"{_many(epochs, 'epoch')} of (rows / {batch}) steps"
+
+
+def _worker_words(pools: Pools, trainer: RunConfig) -> str:
+    where = {"auto": "GPU where there is one, else CPU", "cpu": "CPU", "cuda": "GPU"}[trainer.device]
+    generate = (
+        " and generate" if pools.colocated else f", {pools.rollout_ranks} generate" if pools.rollout_ranks else ""
     )
-
-
-def _length_words(cfg: PPOConfig) -> str:
-    trainer = cfg.trainer
-    if trainer.total_training_steps is not None:
-        return f"{trainer.total_training_steps} steps"
-    return f"{trainer.total_epochs} epochs of rows / {cfg.data.train_batch_size} steps"
-
-
-def _worker_words(pools: Pools, device: str, backend: str) -> str:
-    where = {"auto": "GPU where there is one, else CPU", "cpu": "CPU", "cuda": "GPU"}[device]
-    train = f"{pools.nodes} x {pools.train_per_node} train"
-    generate = " and generate" if pools.colocated else f", {pools.rollout_ranks} generate"
     grade = f", {pools.reward_model_ranks} run the reward model" if pools.reward_model_ranks else ""
-    return f"{train}{generate}{grade} ({where}; {'Ray actors' if backend == 'ray' else 'in this process'})"
+    backend = "Ray actors" if trainer.backend == "ray" else "in this process"
+    return f"{pools.nodes} x {pools.train_per_node} train{generate}{grade} ({where}; {backend})"
 
 
 def _weights_words(max_staleness: int, sync_freq: int) -> str:

@@ -12,6 +12,7 @@ from rlsys.config.schema_model import ShardConfig
 from rlsys.config.words import note, wrong
 
 ACTOR, CRITIC, REF = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref"
+ROLLOUT, LOG_PROB = "actor_rollout_ref.rollout", "log_prob_max_token_len_per_gpu"
 
 
 def check_ppo_batches(cfg: PPOConfig) -> Iterator[str]:
@@ -81,29 +82,22 @@ def _micro_batches(cfg: PPOConfig, role: str, section: ActorConfig | CriticConfi
 def _budgets(cfg: PPOConfig) -> Iterator[str]:
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     actor, ref, rollout = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.ref, cfg.actor_rollout_ref.rollout
+    shared = actor.ulysses_sequence_parallel_size
     budgets = [
-        (f"{ACTOR}.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu, actor.use_dynamic_bsz, actor),
-        (
-            "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
-            rollout.log_prob_max_token_len_per_gpu,
-            rollout.log_prob_use_dynamic_bsz,
-            actor,
-        ),
+        (f"{ACTOR}.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu, actor.use_dynamic_bsz, shared),
+        (f"{ROLLOUT}.{LOG_PROB}", rollout.log_prob_max_token_len_per_gpu, rollout.log_prob_use_dynamic_bsz, shared),
     ]
     if needs_reference(cfg):
-        key = f"{REF}.log_prob_max_token_len_per_gpu"
-        budgets.append((key, ref.log_prob_max_token_len_per_gpu, ref.log_prob_use_dynamic_bsz, ref))
+        dynamic, sequence = ref.log_prob_use_dynamic_bsz, ref.ulysses_sequence_parallel_size
+        budgets.append((f"{REF}.{LOG_PROB}", ref.log_prob_max_token_len_per_gpu, dynamic, sequence))
     if needs_critic(cfg):
-        critic = cfg.critic
+        dynamic, sequence = cfg.critic.use_dynamic_bsz, cfg.critic.ulysses_sequence_parallel_size
         for name in ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu"):
-            budgets.append((f"{CRITIC}.{name}", getattr(critic, name), critic.use_dynamic_bsz, critic))
+            budgets.append((f"{CRITIC}.{name}", getattr(cfg.critic, name), dynamic, sequence))
     if cfg.reward.reward_model.enable:
-        grader = cfg.reward.reward_model
-        key = "reward.reward_model.forward_max_token_len_per_gpu"
-        if grader.use_dynamic_bsz and grader.forward_max_token_len_per_gpu < longest:
-            yield wrong(key, grader.forward_max_token_len_per_gpu, _too_small(longest, 1, key))
-    for key, budget, dynamic, section in budgets:
-        sequence = section.ulysses_sequence_parallel_size
+        grader, key = cfg.reward.reward_model, "reward.reward_model.forward_max_token_len_per_gpu"
+        budgets.append((key, grader.forward_max_token_len_per_gpu, grader.use_dynamic_bsz, 1))
+    for key, budget, dynamic, sequence in budgets:
         if dynamic and budget * sequence < longest:
             yield wrong(key, budget, _too_small(longest, sequence, key))
 
@@ -142,7 +136,7 @@ def _generated(cfg: PPOConfig) -> Iterator[str]:
 
 def check_supervised_batches(cfg: SupervisedConfig) -> Iterator[str]:
     """Rows over ranks, and texts into budgets."""
-    data = cfg.data  # type: ignore[attr-defined]
+    data = cfg.data
     ranks, sequence = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node, cfg.engine.ulysses_sequence_parallel_size
     key = "engine.ulysses_sequence_parallel_size"
     if ranks % sequence:

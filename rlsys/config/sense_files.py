@@ -44,7 +44,7 @@ def check_ppo_files(cfg: PPOConfig) -> Iterator[str]:
 
 def check_supervised_files(cfg: SupervisedConfig) -> Iterator[str]:
     """Data, model and output folder of an SFT or reward-model run."""
-    data = cfg.data  # type: ignore[attr-defined]
+    data = cfg.data
     yield from _rows("data.train_files", data.train_files)
     yield from _rows("data.val_files", data.val_files)
     yield from _dataset_class(data)
