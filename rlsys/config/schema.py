@@ -10,7 +10,7 @@ from rlsys.config.schema_actor import (
 )
 from rlsys.config.schema_algorithm import AlgorithmConfig, RewardConfig
 from rlsys.config.schema_base import Count, Positive, Seconds, Section, Strategy
-from rlsys.config.schema_data import DataConfig, PromptsConfig, RMDataConfig, RowsConfig, SFTDataConfig
+from rlsys.config.schema_data import DataConfig, PromptsConfig, RMDataConfig, SFTDataConfig, SupervisedDataConfig
 from rlsys.config.schema_model import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig
 from rlsys.config.schema_trainer import (
     EvalRunConfig,
@@ -55,6 +55,7 @@ class SupervisedOptimConfig(OptimConfig):
 class SupervisedConfig(Section):
     """What SFT and reward-model training share."""
 
+    data: SupervisedDataConfig
     model: ModelConfig
     engine: SupervisedEngineConfig
     optim: SupervisedOptimConfig
@@ -98,6 +99,3 @@ class EvalConfig(Section):
     reward: RewardConfig
     trainer: EvalRunConfig
     ray_kwargs: RayKwargsConfig
-
-
-__all__ = ["EvalConfig", "PPOConfig", "RMConfig", "RowsConfig", "SFTConfig"]

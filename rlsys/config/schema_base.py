@@ -50,6 +50,11 @@ def _expand(path: str) -> str:
     return str(Path(path).expanduser()) if path.startswith("~") else path
 
 
+def is_path_rule(rule: object) -> bool:
+    """Whether a validation rule is the one that marks a path."""
+    return isinstance(rule, AfterValidator) and rule.func is _expand
+
+
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, BeforeValidator(_text), Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_texts)]
