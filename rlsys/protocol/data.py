@@ -7,6 +7,7 @@ and `meta_info` what is true of all rows. Names and semantics are verl's (verl.p
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from rlsys.protocol.columns import (
     concat_tensors,
     map_tensors,
     named_entries,
-    object_array,
+    object_rows,
     tensors_of,
     type_info,
     union_meta,
@@ -148,7 +149,7 @@ class DataProto:
             if isinstance(value, Tensor):
                 batch[key] = value
             elif isinstance(value, NonTensorStack):
-                non_tensors[key] = object_array(item.data for item in value)
+                non_tensors[key] = object_rows([item.data for item in value])
             elif isinstance(value, NonTensorData):
                 meta_info[key] = value.data
         assert not non_tensors or num_batch_dims == 1, "only support num_batch_dims=1 when there are non tensors"
@@ -180,7 +181,7 @@ class DataProto:
         if isinstance(item, list | np.ndarray | Tensor):
             return self.select_idxs(item)
         if isinstance(item, int | np.integer):
-            row = None if self.batch is None else self.batch[int(item)]
+            row = None if self.batch is None else self.batch[item]
             columns = {key: array[item] for key, array in self.non_tensor_batch.items()}
             return DataProtoItem(batch=row, non_tensor_batch=columns, meta_info=self.meta_info)
         raise TypeError(f"Indexing with {type(item)} is not supported")
@@ -318,6 +319,8 @@ class DataProto:
         )
         times = torch.as_tensor(repeat_times)
         assert times.ndim == 1, f"repeat_times must have one dimension, got shape {tuple(times.shape)}"
+        if len(times) != len(self):
+            raise RuntimeError(f"{len(times)} repeat_times for {len(self)} rows")
         return self.select_idxs(torch.arange(len(self)).repeat_interleave(times))
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
@@ -342,7 +345,7 @@ class DataProto:
         assert self.is_padding_enabled() or len(self) % chunks == 0, (
             f"only support equal chunk. Got size of DataProto {len(self)} and chunk {chunks}."
         )
-        return [self.slice(start, end) for start, end in _chunk_bounds(len(self), chunks)]
+        return [self.slice(start, end) for start, end in chunk_bounds(len(self), chunks, even=self.batch is None)]
 
     def split(self, split_size: int) -> list[DataProto]:
         """Split into parts of `split_size` rows, the last one shorter, without copying."""
@@ -465,6 +468,12 @@ def _row_index(idxs: Index) -> Tensor:
     return rows if rows.dtype == torch.bool else rows.long()
 
 
-def _chunk_bounds(num_rows: int, chunks: int) -> list[tuple[int, int]]:
-    size = -(-num_rows // chunks)
-    return [(min(i * size, num_rows), min((i + 1) * size, num_rows)) for i in range(chunks)]
+def chunk_bounds(num_rows: int, chunks: int, *, even: bool = False) -> list[tuple[int, int]]:
+    """First and last + 1 row of each chunk: cut as torch.chunk does (the last ones short or empty) or evenly."""
+    if even:
+        size, longer = divmod(num_rows, chunks)
+        starts = [i * size + min(i, longer) for i in range(chunks + 1)]
+    else:
+        size = -(-num_rows // chunks)
+        starts = [min(i * size, num_rows) for i in range(chunks + 1)]
+    return list(itertools.pairwise(starts))
