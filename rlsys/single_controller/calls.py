@@ -31,8 +31,8 @@ SPOKEN_ERRORS = (ConfigError, DataError, CheckpointError, WeightTransferError)
 """Errors that mean the same to a person wherever they arise; they are raised on the driver as they are."""
 
 _SECONDARY = re.compile(
-    r"gloo|nccl|DistBackendError|DistNetworkError|DistStoreError|TCPStore|broken ?pipe|connection (closed|reset|refused)"
-    r"|process group.*(abort|timeout)",
+    r"gloo|nccl|DistBackendError|DistNetworkError|DistStoreError|TCPStore|broken ?pipe"
+    r"|connection (closed|reset|refused)|process group.*(abort|timeout)",
     re.IGNORECASE,
 )
 

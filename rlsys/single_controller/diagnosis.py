@@ -25,7 +25,10 @@ _STATES = {
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Where a worker runs. `start_ticks` tells it from a later process with its id; `logs` are the files its output goes to (empty when it goes elsewhere)."""
+    """Where a worker runs. `start_ticks` tells it from a later process with its id.
+
+    `logs` are the files its output goes to, empty when it goes elsewhere.
+    """
 
     pid: int
     start_ticks: int

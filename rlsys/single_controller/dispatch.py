@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MAGIC_ATTR = "__rlsys_registered__"
 """The attribute in which `register` leaves a method's `Registration`."""
 
-DispatchFn = Callable[..., tuple[Any, ...]]
+DispatchFn = Callable[..., Any]
 CollectFn = Callable[["WorkerGroup", list[Any]], Any]
 PartsFn = Callable[["WorkerGroup"], Sequence[int]]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -61,7 +61,7 @@ class Registration(TypedDict):
 
 @dataclass(frozen=True)
 class Split:
-    """Arguments for every rank. The last `num_padding[rank]` rows a rank gets are repeated ones, to be cut off again."""
+    """Arguments for every rank. The last `num_padding[rank]` rows of a rank are repeated ones, cut off again later."""
 
     args: tuple[list[Any], ...] = ()
     kwargs: dict[str, list[Any]] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Mode:
-    """How to spread a call and gather its results; `parts_fn` names the ranks whose rows, in that order, are the result."""
+    """How to spread a call and gather its results; `parts_fn` names the ranks whose rows, in order, are the result."""
 
     dispatch_fn: DispatchFn
     collect_fn: CollectFn
@@ -259,7 +259,7 @@ def _split_by_rows(
             parts, num_padding = split_rows(value, chunks, pads=pads or _wants_padding(value))
             padding = tuple(num_padding[dp_rank] for dp_rank in dp_ranks)
         elif is_future(value):
-            parts = [FutureRows(tuple(source_of(value)), index, chunks, pads) for index in range(chunks)]
+            parts = [FutureRows(tuple(source_of(value) or ()), index, chunks, pads) for index in range(chunks)]
         else:
             parts = [value] * chunks
         spread[name] = [parts[dp_rank] for dp_rank in dp_ranks]

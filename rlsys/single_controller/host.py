@@ -83,20 +83,23 @@ class WorkerHost:
     def set_environment(self, values: Mapping[str, str]) -> None:
         """Set variables before anything that reads them is imported.
 
-        A rank that sees exactly one CUDA device finds it at index 0, whatever its place on the host.
+        A rank that sees exactly one CUDA device finds it at index 0, whatever its place on the host. Unless told a
+        number of threads, the ranks of a host share its cores.
         """
         os.environ.update(values)
+        if "OMP_NUM_THREADS" not in values:
+            os.environ["OMP_NUM_THREADS"] = str(max(1, num_cores() // int(values.get("LOCAL_WORLD_SIZE", 1))))
         if len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
             os.environ["LOCAL_RANK"] = "0"
 
-    def construct(self, cls: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Header, None]:
-        """Build the worker."""
+    def build(self, made: tuple[type, Sequence[Any], Mapping[str, Any]]) -> tuple[Header, None]:
+        """Build the worker from its class and arguments."""
+        cls, args, kwargs = made
 
         def build() -> None:
             self._worker = cls(*args, **kwargs)
 
-        header, _ = answer(build)
-        return header, None
+        return answer(build)[0], None
 
     def call(self, spec: CallSpec, *values: Any) -> tuple[Header, Any]:
         """Run one method of the worker; failures are told in the header, never raised."""
@@ -117,6 +120,11 @@ class WorkerHost:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._loop.run_forever, name="worker-event-loop", daemon=True).start()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+def num_cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def run_method(worker: Any, spec: CallSpec, values: Sequence[Any], fetch: Callable[[Any], Any]) -> tuple[Any, int]:
@@ -145,8 +153,8 @@ def without_padding(result: Any, num_padding: int, method: str) -> Any:
         return result
     if not is_rows(result) or len(result) < num_padding:
         raise ValueError(
-            f"{num_padding} rows were repeated to split the batch evenly, but the result of '{method}' has no rows to cut "
-            "off again; pass a batch whose rows divide by the number of data-parallel ranks"
+            f"{num_padding} rows were repeated to split the batch evenly, but the result of '{method}' has no rows to "
+            "cut off again; pass a batch whose rows divide by the number of data-parallel ranks"
         )
     return result[: len(result) - num_padding]
 

@@ -23,7 +23,7 @@ class Slot:
 
 
 class ResourcePool:
-    """Slots for processes: `process_on_nodes[i]` of them on the i-th node. At most `max_colocate_count` groups share it."""
+    """Slots for processes: `process_on_nodes[i]` of them on node i, shared by at most `max_colocate_count` groups."""
 
     def __init__(self, process_on_nodes: Sequence[int] = (), max_colocate_count: int = 10) -> None:
         if any(count < 1 for count in process_on_nodes):
@@ -151,7 +151,7 @@ def _no_room(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> str:
     pools = "; ".join(f"pool '{need.name}' {list(need.process_on_nodes)} processes" for need in needs)
     key = "trainer.n_gpus_per_node or trainer.nnodes"
     return (
-        f"the cluster has {has}, the plan needs {cpus:g} CPUs and {gpus:g} GPUs ({pools}, each list entry on one node); "
+        f"the cluster has {has}, the plan needs {cpus:g} CPUs and {gpus:g} GPUs ({pools}; an entry is one node); "
         f"lower {key}, use trainer.device=cpu if there are no GPUs, or give Ray more with ray_kwargs.ray_init.num_cpus"
     )
 

@@ -1,7 +1,7 @@
 """Batches as the controller sees them: something with rows that can be sliced and concatenated.
 
-The arithmetic of who gets which rows is here; it works on any type with `len`, slices, `chunk` and `concat` (DataProto),
-so that a worker process which never sees a DataProto never imports torch.
+The arithmetic of who gets which rows is here; it works on any type with `len`, slices, `chunk` and `concat`, so that a
+worker process which never sees a DataProto never imports torch.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Worker:
         return int(self._environment.get("LOCAL_WORLD_SIZE", 1))
 
     def get_master_addr_port(self) -> tuple[str, str]:
-        """Where the group's process group meets; ConfigError when its ranks cannot meet (local backend, several ranks)."""
+        """Where the group's process group meets; ConfigError when it cannot (local backend with several ranks)."""
         if "MASTER_ADDR" not in self._environment:
             raise ConfigError(NO_PROCESS_GROUP)
         return self._environment["MASTER_ADDR"], self._environment["MASTER_PORT"]
@@ -68,9 +68,8 @@ class Worker:
     def _query_dispatch_collect_info(self, mesh_name: str) -> MeshRank:
         if mesh_name not in self._meshes:
             known = ", ".join(sorted(self._meshes)) or "none"
-            raise ValueError(
-                f"{type(self).__name__} never called _register_dispatch_collect_info('{mesh_name}', ...); registered: {known}"
-            )
+            who = type(self).__name__
+            raise ValueError(f"{who} never called _register_dispatch_collect_info('{mesh_name}', ...); known: {known}")
         return self._meshes[mesh_name]
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
@@ -86,7 +85,7 @@ class Worker:
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 NO_PROCESS_GROUP = (
-    "the local backend runs ranks one after another in one process, so several of them cannot form a torch process group; "
+    "the local backend runs ranks one after another in one process, so several cannot form a torch process group; "
     "set trainer.n_gpus_per_node=1 and trainer.nnodes=1, or trainer.backend=ray"
 )
 

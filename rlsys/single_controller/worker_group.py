@@ -79,9 +79,9 @@ class Backend(ABC):
 class WorkerGroup:
     """Workers of one class (or one role of a colocated class), driven together.
 
-    Every method the class registered is a method of the group. Blocking calls return the collected results; a failure of
-    any rank raises one `WorkerError` (or the worker's own `ConfigError`, `DataError`, ...), silence past the deadline of
-    the stage (the method's name) a `DeadlineError`.
+    Every method the class registered is a method of the group. Blocking calls return the collected results; a failure
+    of any rank raises one `WorkerError` (or the worker's own `ConfigError`, `DataError`, ...), silence past the
+    deadline of the stage (the method's name) a `DeadlineError`.
     """
 
     def __init__(self, backend: Backend, cls: type, *, role: str, target: str | None = None) -> None:
