@@ -97,12 +97,15 @@ def _checked(cluster: Cluster) -> Cluster:
 
 
 def _set_defaults_for_local_cluster() -> None:
-    """What Ray's own processes read from the environment; a variable that is set stays as it is."""
+    """What Ray's own processes read from the environment; a variable that is set stays as it is.
+
+    Ray switches token authentication on for local clusters by itself, and says so in a warning that helps nobody here.
+    """
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     defaults = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_process_group_cleanup_enabled": "1",
         "RAY_kill_worker_timeout_milliseconds": "1000",
-        "RAY_AUTH_MODE": "token",
     }
     has_token = "RAY_AUTH_TOKEN_PATH" in os.environ or (Path.home() / ".ray" / "auth_token").exists()
     if not has_token:
@@ -113,13 +116,21 @@ def _set_defaults_for_local_cluster() -> None:
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """Let a local cluster use 127.0.0.1 as its address, as Ray itself does on laptops with other systems."""
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
+    """Let a local cluster use 127.0.0.1 as its address, as Ray itself does on laptops with other systems.
+
+    Ray has no argument for this: it reads a variable, this process when it imports ray and its servers when they start.
+    """
+    name, before = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER
+    variable = os.environ.get(name)
+    ray_constants.ENABLE_RAY_CLUSTER, os.environ[name] = False, "0"
     try:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+        if variable is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = variable
 
 
 def runtime_env(given: Mapping[str, Any]) -> dict[str, Any]:
