@@ -1,0 +1,60 @@
+"""Futures of DataProto: rows that stay with the workers that made them until another worker uses them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rlsys.protocol.data import DataProto
+
+
+@dataclass
+class DataProtoFuture:
+    """Rows that workers still have: handed from group to group, fetched only where they are used.
+
+    `futures` each have `.get(deadline_s)` that gives a DataProto (or are one); `collect_fn` joins what they give and
+    `dispatch_fn` takes this receiver's part of it. Both must survive the way to the receiver (module level functions).
+    """
+
+    collect_fn: Callable[[list[DataProto]], DataProto]
+    futures: list[Any]
+    dispatch_fn: Callable[[DataProto], DataProto] | None = None
+
+    @staticmethod
+    def concat(data: list[Any]) -> DataProtoFuture:
+        return DataProtoFuture(collect_fn=DataProto.concat, futures=list(data))
+
+    def chunk(self, chunks: int) -> list[DataProtoFuture]:
+        """One future for each of `chunks` contiguous parts; nothing is fetched."""
+        return [
+            DataProtoFuture(
+                collect_fn=self.collect_fn,
+                futures=self.futures,
+                dispatch_fn=partial(_part_of, index=index, chunks=chunks, dispatch_fn=self.dispatch_fn),
+            )
+            for index in range(chunks)
+        ]
+
+    def get(self, deadline_s: float | None = None) -> DataProto:
+        """Wait for all futures, at most `deadline_s` together, collect and dispatch; TypeError for foreign results."""
+        end_s = None if deadline_s is None else time.monotonic() + deadline_s
+        parts = [_resolve(future, end_s) for future in self.futures]
+        rows = parts[0] if len(parts) == 1 and self.collect_fn is DataProto.concat else self.collect_fn(parts)
+        return rows if self.dispatch_fn is None else self.dispatch_fn(rows)
+
+
+def _part_of(
+    rows: DataProto, *, index: int, chunks: int, dispatch_fn: Callable[[DataProto], DataProto] | None
+) -> DataProto:
+    return (rows if dispatch_fn is None else dispatch_fn(rows)).chunk(chunks)[index]
+
+
+def _resolve(future: Any, end_s: float | None) -> DataProto:
+    remaining_s = None if end_s is None else max(0.0, end_s - time.monotonic())
+    rows = future if isinstance(future, DataProto) else future.get(remaining_s)
+    if not isinstance(rows, DataProto):
+        raise TypeError(f"a DataProtoFuture got a {type(rows)} instead of a DataProto")
+    return rows
