@@ -1,9 +1,9 @@
 """One child of the reward pool: a guard that never runs a grader's code, and the grader it forks.
 
-The pool starts `python -m rlsys.rewards.child WORK_FD CONTROL_FD TMP_DIR OWNER_PID`. The guard forks the grader, collects its
-output, and ends when the grader ends or the pool closes CONTROL_FD (which also happens when the pool's process is
-killed). Ending means killing everything that descends from the grader, also what has left its process group, removing
-TMP_DIR, and telling the pool how the grader ended. The grader serves WORK_FD in its main thread.
+The pool starts `python -m rlsys.rewards.child WORK_FD CONTROL_FD TMP_DIR OWNER_PID`. The guard forks the grader,
+collects its output, and ends when the grader ends or the pool closes CONTROL_FD (which also happens when the pool's
+process is killed). Ending means killing everything that descends from the grader, also what has left its process group,
+removing TMP_DIR, and telling the pool how the grader ended. The grader serves WORK_FD in its main thread.
 """
 
 from __future__ import annotations

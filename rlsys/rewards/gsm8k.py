@@ -17,7 +17,8 @@ def extract_solution(solution_str: str, *, method: Literal["strict", "flexible"]
         raise ValueError(f"method={method!r}: must be 'strict' or 'flexible'")
     if method == "strict":
         return _clean(found[-1]) if (found := MARKED.findall(text)) else None
-    return next((a for f in reversed(NUMBER.findall(text)) if any(c.isdigit() for c in (a := _clean(f)))), None)
+    numbers = [_clean(found) for found in NUMBER.findall(text) if any(c.isdigit() for c in found)]
+    return numbers[-1] if numbers else None
 
 
 def _clean(number: str) -> str:

@@ -28,6 +28,7 @@ CONCURRENT_WINDOW = 64
 GRACE_S = 0.3
 END_S = 0.8
 MAX_FAILED_STARTS = 3
+LOST: dict[str, Any] = {"event": "ended", "cause": "was lost with its guard", "tail": ""}
 
 
 class Batch:
@@ -255,9 +256,9 @@ class Pump:
     def _read_control(self, child: Child) -> None:
         try:
             data = child.control.recv(1 << 16)
-            messages = list(child.control_frames.feed(data)) if data else [{"event": "ended", "cause": "", "tail": ""}]
+            messages = list(child.control_frames.feed(data)) if data else [LOST]
         except (OSError, FrameError):
-            messages = [{"event": "ended", "cause": "was lost with its guard", "tail": ""}]
+            messages = [LOST]
         for message in messages:
             if message["event"] == "started":
                 child.grader_pid = int(message["pid"])
@@ -267,6 +268,8 @@ class Pump:
                     self._read_work(child)
             if child.state != "ending":
                 self._end(child, child.culprit(), "")
+            if message is LOST:
+                _kill_group(child.grader_pid)
             self._forget(child, f"{message['cause']}{_tail(str(message['tail']))}")
             return
 

@@ -35,7 +35,8 @@ def fault_c_loop(_): return pow(7, 10 ** 9)
 def fault_regex(_):
     import re; return re.match(r"(a+)+$", "a" * 60 + "b") is not None
 def fault_block_signals(_):
-    for s in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}: signal.signal(s, signal.SIG_IGN) if s.value < 32 else None
+    for s in range(1, 32):
+        if s not in (signal.SIGKILL, signal.SIGSTOP): signal.signal(s, signal.SIG_IGN)
     time.sleep(100)
 def fault_fork(marker):
     if os.fork() == 0:
@@ -309,7 +310,7 @@ def test_a_grader_that_hangs_while_loading_is_a_config_error(grader_file: Callab
     path = grader_file("import time; time.sleep(100)")
     with (
         RewardPool(Grader(path=path), num_workers=1, start_timeout_s=0.3) as pool,
-        pytest.raises(ConfigError, match="no answer within 0.3 s"),
+        pytest.raises(ConfigError, match=r"no answer within 0\.3 s"),
     ):
         pool.start()
 
@@ -396,11 +397,12 @@ def test_a_child_killed_or_stopped_from_outside_is_replaced(
         assert sum(r.status != "ok" for r in results) <= 1
         again = pool.score([item("1")])[0]
     assert again.status == "ok"
-    assert not is_alive(seen["pid"])
-    assert not is_alive(seen["guard"])
+    wait_until_gone(seen["pid"])
+    wait_until_gone(seen["guard"])
 
 
 def test_the_owner_side_imports_nothing_heavy() -> None:
-    code = "import sys, rlsys.rewards.pool; print(sorted({'torch','numpy','math_verify','sympy','ray'} & set(sys.modules)))"
+    heavy = "{'torch', 'numpy', 'math_verify', 'sympy', 'ray'}"
+    code = f"import sys, rlsys.rewards.pool; print(sorted({heavy} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"
