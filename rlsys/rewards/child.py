@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import importlib.util
 import inspect
 import math
 import os
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rlsys.rewards.frames import FrameBuffer, encode, plain, receive
+from rlsys.utils.plugins import load_from_file
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -201,15 +201,9 @@ def load_grader(path: str | None, name: str) -> ComputeScore:
 
         warm_up()
         return compute_score
-    spec = importlib.util.spec_from_file_location("rlsys_custom_reward", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    grade = getattr(module, name, None)
+    grade = load_from_file(path, name, key="custom_reward_function")
     if not callable(grade):
-        raise AttributeError(f"it has no function {name!r}")
+        raise TypeError(f"{name} is not a function")
     return grade
 
 

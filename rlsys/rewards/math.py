@@ -18,6 +18,8 @@ ANSWER_LINE = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 THOUGHT_THEN_BOX = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 TAIL_CHARS = 300
 
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that it has no time limit of its own
+
 
 def compute_score(solution_str: str, ground_truth: Any, *, timeout_s: float = 5.0) -> dict[str, Any]:
     """1 when the last boxed expression equals the ground truth, 0 otherwise and without a box."""
@@ -26,8 +28,8 @@ def compute_score(solution_str: str, ground_truth: Any, *, timeout_s: float = 5.
 
 def compute_score_anywhere(solution_str: str, ground_truth: Any, *, timeout_s: float = 5.0) -> dict[str, Any]:
     """As `compute_score`, but without a box the last expression of the text counts."""
-    boxed = last_boxed(solution_str)
-    return graded(solution_str[-TAIL_CHARS:] if boxed is None else boxed, ground_truth, timeout_s=timeout_s)
+    answer = last_boxed(solution_str) or last_expression(solution_str[-TAIL_CHARS:], timeout_s=timeout_s)
+    return graded(answer, ground_truth, timeout_s=timeout_s)
 
 
 def compute_score_dapo(solution_str: str, ground_truth: Any, *, timeout_s: float = 5.0) -> dict[str, Any]:
@@ -62,13 +64,21 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
+def last_expression(text: str, *, timeout_s: float = 5.0) -> str | None:
+    """The expression that math-verify takes for the answer of a text in prose. Raises TimeoutError."""
+    from math_verify import parse
+
+    with time_limit(timeout_s):
+        found = parse(text, parsing_timeout=None)  # pyrefly: ignore[bad-argument-type]
+    return str(found[-1]) if found else None
+
+
 def equal(answer: str, ground_truth: str, *, timeout_s: float = 5.0) -> bool:
     """Whether two answers are the same text or the same mathematical object. Raises TimeoutError."""
     if answer.strip() == ground_truth.strip():
         return True
     from math_verify import parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     with time_limit(timeout_s):
         gold = parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=None)  # pyrefly: ignore[bad-argument-type]
         found = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)  # pyrefly: ignore[bad-argument-type]

@@ -52,12 +52,20 @@ def check_data_sources(data_sources: Iterable[str]) -> None:
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **reward_kwargs: Any
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any = None,
+    *,
+    memory_limit_mb: int | None = None,
+    **reward_kwargs: Any,
 ) -> Any:
-    """Grade by data source; `reward_kwargs` go to the grader."""
+    """Grade by data source; `reward_kwargs` go to the grader, `memory_limit_mb` to those that run programs."""
     target = route(data_source)
     if target is None:
         raise ValueError(_no_route(repr(data_source)))
+    if memory_limit_mb is not None and target.startswith("code:"):
+        reward_kwargs["memory_limit_mb"] = memory_limit_mb
     return _load(target)(solution_str, ground_truth, **reward_kwargs)
 
 
