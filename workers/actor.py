@@ -29,7 +29,7 @@ class ActorWorker(Worker):
         self.engine = build_actor_engine(self.cfg, self.run)
         self._register_dispatch_collect_info(MESH, self.engine.dp_rank, self.engine.is_collect)
         self.actor = PPOActor(self.engine, actor_settings(self.cfg, self.run, dp_size=self.engine.dp_size))
-        self.sender = WeightSender(self.engine, name=self.run.weights_name)
+        self.sender = WeightSender(self.engine)
 
     @register(dispatch_mode=BY_MESH)
     def compute_log_prob(self, data: DataProto) -> DataProto:

@@ -1,0 +1,81 @@
+"""The rollout: an engine that completes prompts with the weights it was last given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlsys.config.schema_actor import ActorRolloutRefConfig
+from rlsys.protocol import DataProto
+from rlsys.rollout.batch import generate_sequences
+from rlsys.rollout.hf import HFRollout
+from rlsys.single_controller.base import Dispatch, Worker, register
+from rlsys.types import SamplingParams, WeightLayout
+from workers.engines import EngineRun
+from workers.weights import WeightReceiver
+
+
+class HFRolloutWorker(Worker):
+    """One replica: a transformers model on this process's device."""
+
+    def __init__(self, config: ActorRolloutRefConfig, run: EngineRun) -> None:
+        self.cfg, self.run = config, run
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the engine; its weights come with the first push."""
+        if self.run.num_threads:
+            torch.set_num_threads(self.run.num_threads)
+        rollout = self.cfg.rollout
+        assert self.cfg.model.path is not None
+        self.engine = HFRollout.from_path(
+            self.cfg.model.path,
+            load_format="dummy",
+            dtype=self.run.compute_dtype(rollout.dtype),
+            device=self.run.device,
+            seed=rollout.seed,
+            max_num_seqs=rollout.max_num_seqs,
+            rank=self.rank,
+        )
+        self.receiver = WeightReceiver(self.engine)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Complete prompts; `meta_info["sampling"]` says how, the column `rollout_seed` seeds each row."""
+        params = SamplingParams(**prompts.meta_info["sampling"])
+        return generate_sequences(self.engine, prompts, params=params, pad_token_id=prompts.meta_info["pad_token_id"])
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """`rollout_log_probs` (B, R) of given responses under the served weights."""
+        found = self.engine.compute_log_prob(data, temperature=data.meta_info["temperature"])
+        return DataProto.from_dict({"rollout_log_probs": found})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_layout(self) -> WeightLayout:
+        return self.engine.weight_layout()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def open_weight_transfer(self, spec: Any) -> Any:
+        return self.receiver.open(spec, self.rank)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, version: int) -> Any:
+        return self.receiver.receive(version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sleep(self, tags: tuple[str, ...]) -> None:
+        self.engine.sleep(tags)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wake(self, tags: tuple[str, ...]) -> None:
+        self.engine.wake(tags)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def health(self) -> dict[str, Any]:
+        return self.engine.health()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close_weight_transfer(self) -> None:
+        self.receiver.close()
