@@ -12,8 +12,6 @@ from rlsys.config.cli import main_config
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the configuration, then run; the exit code is 0, 1 for a failed run or 2 for a wrong configuration."""
     config = main_config(sys.argv[1:] if argv is None else argv, RMConfig)
-    if config is None:
-        return 0
     from trainer.supervised import run_rm
 
     return run_rm(config)

@@ -18,10 +18,10 @@ from rlsys.types import TransferReport
 from trainer import steps
 from trainer.checkpoint import CheckpointStore, TrainerState, load_state, save_state
 from trainer.evaluate import Evaluator
-from trainer.groups import Role, WorkerGroups, start_groups
+from trainer.groups import Role, WorkerGroups
 from trainer.reporting import Reporter
 from trainer.residency import Holder
-from trainer.runtime import Runtime, assemble
+from trainer.runtime import Runtime, assemble, launch
 
 log = get_logger(__name__)
 
@@ -85,7 +85,7 @@ class RayPPOTrainer:
     def init_workers(self) -> None:
         """Start the worker groups, load their models and connect weights, rollouts, rewards and data."""
         with self.stage("start_workers"):
-            self._groups = start_groups(self)
+            self._groups = launch(self)
         with self.stage("connect"):
             self._runtime = assemble(self)
         self.total_steps = self.runtime.total_steps
@@ -99,16 +99,13 @@ class RayPPOTrainer:
                 self.evaluate()
             while not self.cfg.trainer.val_only and self.global_step < self.total_steps:
                 with self.stage("step"):
-                    batch = self.next_batch()
-                    if batch is None:
-                        break
-                    self.step(batch)
+                    self.step(self.next_batch())
                 self.finish_step()
 
-    def next_batch(self) -> DataProto | None:
+    def next_batch(self) -> DataProto:
         """The next graded batch from the rollouts."""
+        self.runtime.residency.enter(Holder.ROLLOUT)
         with self.stage("source"):
-            self.runtime.residency.enter(Holder.ROLLOUT)
             return self.source.next()
 
     def step(self, batch: DataProto) -> DataProto:

@@ -17,30 +17,28 @@ import numpy as np
 
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import ConfigError, DeadlineError
-from trainer.timing import Stages
 
 PENDING = "pending.dp"
 
 
-class PromptCursor(Protocol):
-    """Rows in a fixed order that can be resumed anywhere."""
+class Prompts(Protocol):
+    """Prompts in a fixed order that can be resumed anywhere."""
 
-    def next_batch(self, num_prompts: int) -> DataProto | None: ...
+    def next(self) -> DataProto: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-Generate = Callable[..., DataProto]
-"""(prompts, *, step, call, stages) -> the same rows with their completions."""
-Grade = Callable[..., DataProto]
-"""(batch, *, stages) -> the batch with token_level_scores and what the graders returned."""
+Make = Callable[..., tuple[DataProto, dict[str, float]]]
+"""(prompts, *, step, call) -> graded answers, those of a prompt neighbouring rows, and metrics."""
+Keep = Callable[[DataProto], tuple[DataProto, dict[str, float]]]
 
 
 @dataclass(frozen=True)
 class GroupFilter:
     """DAPO's dynamic sampling: keep prompts whose samples differ in `metric`."""
 
-    keep: Callable[[DataProto], np.ndarray]
+    keep: Keep
     max_calls: int
 
 
@@ -50,29 +48,25 @@ class RolloutSource:
     def __init__(
         self,
         *,
-        cursor: PromptCursor,
-        generate: Generate,
-        grade: Grade,
+        prompts: Prompts,
+        make: Make,
         prompts_per_step: int,
-        prompts_per_call: int,
         num_samples: int,
         group_filter: GroupFilter | None,
         max_staleness: int,
         deadline_s: float,
     ) -> None:
-        self._cursor = cursor
-        self._generate, self._grade = generate, grade
-        self._prompts_per_step, self._prompts_per_call = prompts_per_step, prompts_per_call
+        self._prompts, self._answers = prompts, make
+        self._rows_per_step = prompts_per_step * num_samples
         self._num_samples = num_samples
         self._filter = group_filter
-        self._ahead = max_staleness > 0
         self._deadline_s = deadline_s
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="source") if self._ahead else None
-        self._pending: Future[DataProto | None] | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="source") if max_staleness > 0 else None
+        self._pending: Future[DataProto] | None = None
         self._step = 0
 
-    def next(self) -> DataProto | None:
-        """The graded batch of the next step, or None when the data is exhausted."""
+    def next(self) -> DataProto:
+        """The graded batch of the next step."""
         if self._pool is None:
             self._step += 1
             return self._make(self._step)
@@ -89,21 +83,20 @@ class RolloutSource:
                 raise DeadlineError("the rollout fleet", "generate one step ahead", self._deadline_s) from error
 
     def state_dict(self) -> dict[str, Any]:
-        return {"cursor": self._cursor.state_dict(), "step": self._step, "ahead": self._pending is not None}
+        return {"prompts": self._prompts.state_dict(), "step": self._step, "ahead": self._pending is not None}
 
     def save_pending(self, folder: Path) -> None:
         """Keep the batch made ahead, so that a resumed run trains on the very same one."""
         self.settle()
-        if self._pending is not None and (batch := self._pending.result()) is not None:
-            batch.save_to_disk(str(folder / PENDING))
+        if self._pending is not None:
+            self._pending.result().save_to_disk(str(folder / PENDING))
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
-        self._cursor.load_state_dict(state["cursor"])
+        self._prompts.load_state_dict(state["prompts"])
         self._step = state["step"]
         if state["ahead"] and self._pool is not None:
-            path = folder / PENDING
             self._pending = Future()
-            self._pending.set_result(DataProto.load_from_disk(str(path)) if path.exists() else None)
+            self._pending.set_result(DataProto.load_from_disk(str(folder / PENDING)))
 
     def close(self) -> None:
         if self._pool is not None:
@@ -114,50 +107,44 @@ class RolloutSource:
         self._step += 1
         self._pending = self._pool.submit(self._make, self._step)
 
-    def _submit_and_take(self) -> DataProto | None:
+    def _submit_and_take(self) -> DataProto:
         self._submit()
         return self._take()
 
-    def _take(self) -> DataProto | None:
+    def _take(self) -> DataProto:
         self.settle()
         assert self._pending is not None
         batch, self._pending = self._pending.result(), None
         return batch
 
-    def _make(self, step: int) -> DataProto | None:
-        stages = Stages()
+    def _make(self, step: int) -> DataProto:
         kept: list[DataProto] = []
-        num_kept = num_made = call = 0
-        while num_kept < self._prompts_per_step:
-            prompts = self._cursor.next_batch(self._prompts_per_call)
-            if prompts is None:
-                return None
-            batch = self._generate(prompts, step=step, call=call, stages=stages)
-            batch = self._grade(batch, stages=stages)
+        metrics: dict[str, float] = {}
+        num_kept = call = 0
+        while num_kept < self._rows_per_step:
+            batch, found = self._answers(self._prompts.next(), step=step, call=call)
+            metrics |= found
             call += 1
-            num_made += len(batch)
             if self._filter is not None:
-                batch = batch.select_idxs(self._filter.keep(batch))
-                self._check_calls(call, num_kept + len(batch) // self._num_samples)
+                batch, found = self._filter.keep(batch)
+                metrics |= found
             kept.append(batch)
-            num_kept += len(batch) // self._num_samples
+            num_kept += len(batch)
+            self._check_calls(call, num_kept)
         whole = kept[0] if len(kept) == 1 else DataProto.concat(kept)
-        whole = whole[: self._prompts_per_step * self._num_samples]
-        whole.meta_info["source_metrics"] = {
-            **stages.metrics(),
-            "rollout/num_gen_batches": float(call),
-            "rollout/filtered_rows": float(num_made - num_kept * self._num_samples),
-        }
+        whole = whole[: self._rows_per_step]
+        whole.meta_info["source_metrics"] = {**metrics, "rollout/num_gen_batches": float(call)}
         return whole
 
     def _check_calls(self, calls: int, num_kept: int) -> None:
-        assert self._filter is not None
-        if num_kept < self._prompts_per_step and 0 < self._filter.max_calls <= calls:
-            raise ConfigError(
-                f"after {calls} generated batches only {num_kept} of {self._prompts_per_step} prompts have samples that"
-                " differ; raise algorithm.filter_groups.max_num_gen_batches or data.gen_batch_size, or choose data"
-                " that the model neither always nor never solves"
-            )
+        if self._filter is None or num_kept >= self._rows_per_step or not 0 < self._filter.max_calls <= calls:
+            return
+        raise ConfigError(
+            f"after {calls} generated batches only {num_kept // self._num_samples} of "
+            f"{self._rows_per_step // self._num_samples} prompts have samples that differ; raise "
+            "algorithm.filter_groups.max_num_gen_batches or data.gen_batch_size, or choose data that the model "
+            "neither always nor never solves"
+        )
 
 
 def row_seeds(seed: int, step: int, num_rows: int, *, first_row: int = 0) -> np.ndarray:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rlsys.batching import balance_rows, seqlen_metrics
 from rlsys.protocol import DataProto
+from trainer.estimate import estimate
 from trainer.residency import Holder
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def values(trainer: RayPPOTrainer, batch: DataProto) -> DataProto:
 def advantages(trainer: RayPPOTrainer, batch: DataProto) -> DataProto:
     """Shape rewards, correct for the rollout's own distribution, and estimate advantages; all on the controller."""
     with trainer.stage("adv"):
-        batch, metrics = trainer.runtime.estimate(batch)
+        batch, metrics = estimate(batch, trainer.runtime.advantages, trainer.runtime.kl_ctrl)
     trainer.reporter.add(metrics)
     return batch
 
