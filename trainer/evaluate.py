@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,8 @@ import numpy as np
 from rlsys.protocol import DataProto
 from rlsys.telemetry.validation import validation_metrics
 
-Answer = Callable[[DataProto, int], DataProto]
-"""(prompts, step) -> the same rows with graded completions."""
+Answer = Callable[[DataProto, int, int], DataProto]
+"""(prompts, step, number of the batch) -> graded answers."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Evaluator:
 
     def run(self, step: int) -> dict[str, float]:
         """`val-core/*` and `val-aux/*` by verl's names."""
-        graded = [self.answer(prompts, step) for prompts in self.batches()]
+        graded = [self.answer(prompts, step, call) for call, prompts in enumerate(self.batches())]
         whole = graded[0] if len(graded) == 1 else DataProto.concat(graded)
         self.dump(whole, step)
         infos = {"reward": whole.batch["token_level_scores"].sum(-1).tolist(), **numeric_columns(whole)}
@@ -48,8 +47,3 @@ def numeric_columns(batch: DataProto) -> dict[str, list[Any]]:
 
 def _is_numeric(values: np.ndarray) -> bool:
     return all(isinstance(value, int | float | bool | np.number) for value in values)
-
-
-def validation_file(folder: str | None, root: Path) -> Path:
-    """Where validation answers are written."""
-    return Path(folder) if folder else root / "validation"

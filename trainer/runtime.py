@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlsys.algorithms import KLController, filter_groups
+from rlsys.config import PPOConfig
 from rlsys.config.plan import total_steps
+from rlsys.config.schema_algorithm import FilterGroupsConfig, RewardConfig
+from rlsys.config.schema_data import DataConfig
 from rlsys.data.collate import collate_prompts
 from rlsys.data.cursor import Cursor
 from rlsys.data.dataset import PromptDataset
@@ -17,11 +20,12 @@ from rlsys.protocol import DataProto
 from rlsys.rewards.manager import OverlongBuffer, RewardManager, build_reward_manager, manager_from_file
 from rlsys.rewards.pool import RewardPool
 from rlsys.rewards.records import Grader
+from rlsys.rollout.batch import SEEDS
 from rlsys.types import SamplingParams, TransferReport
-from trainer.answers import VALIDATION_SEED, Answers
+from trainer.answers import VALIDATION_SEED, Answers, Generate
 from trainer.estimate import AdvantageSettings, advantage_settings, kl_controller
 from trainer.evaluate import Evaluator
-from trainer.groups import WorkerGroups
+from trainer.groups import WorkerGroups, deadlines_of, start_groups
 from trainer.residency import Holder, Moves, Residency
 from trainer.source import GroupFilter, RolloutSource
 
@@ -68,3 +72,223 @@ class CollatedPrompts:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.cursor.load_state_dict(state)
+
+
+def launch(trainer: RayPPOTrainer) -> WorkerGroups:
+    """Start the worker groups of a trainer's plan."""
+    cfg = trainer.cfg
+    return start_groups(
+        trainer.role_worker_mapping,
+        trainer.resource_pool_manager,
+        group_cls=trainer.ray_worker_group_cls,
+        deadlines=deadlines_of(cfg.trainer.deadlines),
+    )
+
+
+def assemble(trainer: RayPPOTrainer) -> Runtime:
+    """Connect weights, rollouts, rewards and data of a trainer whose groups run."""
+    cfg, groups = trainer.cfg, trainer.groups
+    pool = reward_pool(cfg.reward)
+    manager = reward_manager(cfg, trainer.tokenizer, pool)
+    fleet = rollout_fleet(groups.rollout, cfg)
+    transfer = connect_weights(groups, cfg, colocated=trainer.plan.pools.colocated)
+    pad = trainer.tokenizer.pad_token_id
+    answers = Answers(
+        generate=fleet,
+        manager=manager,
+        sampling=training_sampling(cfg),
+        num_answers=cfg.actor_rollout_ref.rollout.n,
+        greedy_baseline=cfg.algorithm.adv_estimator == "remax",
+        pad_token_id=pad,
+        stage=trainer.stage,
+    )
+    prompts = trainer.train_sampler or training_prompts(cfg.data, trainer.train_dataset, pad_token_id=pad)
+    source = RolloutSource(
+        prompts=prompts,
+        make=answers.make,
+        prompts_per_step=cfg.data.train_batch_size,
+        num_samples=cfg.actor_rollout_ref.rollout.n,
+        group_filter=_group_filter(cfg.algorithm.filter_groups),
+        max_staleness=cfg.trainer.max_staleness,
+        deadline_s=cfg.trainer.deadlines.generate_s + cfg.trainer.deadlines.reward_s,
+    )
+    return Runtime(
+        source=source,
+        residency=Residency(residency_moves(cfg, groups, trainer.device_name, trainer.plan.pools.colocated)),
+        evaluator=_evaluator(trainer, answers) if trainer.val_dataset is not None else None,
+        advantages=advantage_settings(cfg),
+        kl_ctrl=kl_controller(cfg),
+        push=transfer.push,
+        total_steps=steps_of(cfg, trainer.train_dataset),
+        closers=(source.close, transfer.close, pool.close),
+    )
+
+
+def steps_of(cfg: PPOConfig, dataset: Any) -> int:
+    """Steps of the whole run."""
+    run = cfg.trainer
+    return total_steps(len(dataset), cfg.data.gen_batch_size, run.total_epochs, run.total_training_steps)
+
+
+def training_prompts(data: DataConfig, dataset: PromptDataset, *, pad_token_id: int) -> CollatedPrompts:
+    cursor = Cursor(
+        len(dataset),
+        batch_size=data.gen_batch_size,
+        seed=data.seed,
+        shuffle=data.shuffle,
+        dataset=dataset.fingerprint,
+        batch_size_key="data.gen_batch_size",
+    )
+    return CollatedPrompts(cursor, dataset, data.max_prompt_length, pad_token_id)
+
+
+def training_sampling(cfg: PPOConfig) -> SamplingParams:
+    rollout = cfg.actor_rollout_ref.rollout
+    return SamplingParams(
+        max_new_tokens=cfg.data.max_response_length,
+        temperature=rollout.temperature if rollout.do_sample else 0.0,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        ignore_eos=rollout.ignore_eos,
+        seed=rollout.seed,
+    )
+
+
+def validation_sampling(cfg: PPOConfig) -> SamplingParams:
+    rollout, val = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.rollout.val_kwargs
+    return SamplingParams(
+        max_new_tokens=cfg.data.max_response_length,
+        temperature=val.temperature if val.do_sample else 0.0,
+        top_p=val.top_p,
+        top_k=val.top_k,
+        ignore_eos=rollout.ignore_eos,
+        seed=rollout.seed + VALIDATION_SEED,
+    )
+
+
+def reward_pool(reward: RewardConfig) -> RewardPool:
+    custom = reward.custom_reward_function
+    grader = Grader(path=custom.path, name=custom.name, kwargs=custom.reward_kwargs)
+    return RewardPool(grader, num_workers=reward.num_workers, timeout_s=reward.timeout_s)
+
+
+def reward_manager(cfg: PPOConfig, tokenizer: Any, pool: RewardPool) -> RewardManager:
+    """The configured manager: registered by name, or a class from a file."""
+    chosen, kwargs = cfg.reward.reward_manager, cfg.reward.reward_kwargs
+    overlong = kwargs.overlong_buffer_cfg
+    buffer = None
+    if overlong.enable:
+        buffer = OverlongBuffer(
+            max_response_tokens=kwargs.max_resp_len or cfg.data.max_response_length,
+            num_tokens=overlong.len,
+            penalty_factor=overlong.penalty_factor,
+            log=overlong.log,
+        )
+    if chosen.source == "importlib":
+        return manager_from_file(chosen.module.path, chosen.module.name, tokenizer=tokenizer)
+    return build_reward_manager(
+        chosen.name,
+        tokenizer=tokenizer,
+        pool=pool,
+        reward_fn_key=cfg.data.reward_fn_key,
+        overlong_buffer=buffer,
+        deadline_s=cfg.trainer.deadlines.reward_s,
+    )
+
+
+def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, colocated: bool) -> dict[Holder, Moves]:
+    """What each role does when it gets and gives back memory, as offloading is configured."""
+    moves: dict[Holder, Moves] = {}
+    actor, critic, ref = cfg.actor_rollout_ref.actor.fsdp_config, cfg.critic.fsdp, cfg.actor_rollout_ref.ref.fsdp_config
+    wanted = (
+        (Holder.ACTOR, groups.actor, ("params",) * actor.param_offload + ("optimizer",) * actor.optimizer_offload),
+        (Holder.CRITIC, groups.critic, ("params",) * critic.param_offload + ("optimizer",) * critic.optimizer_offload),
+        (Holder.REFERENCE, groups.ref, ("params",) * ref.param_offload),
+    )
+    for holder, group, parts in wanted:
+        if group is not None and parts:
+            moves[holder] = Moves(partial(group.move, parts, device), partial(group.move, parts, "cpu"))
+    sync_in: list[Callable[[], None]] = []
+    sync_out: list[Callable[[], None]] = []
+    if actor.param_offload:
+        sync_in.append(partial(groups.actor.move, ("params",), device))
+        sync_out.append(partial(groups.actor.move, ("params",), "cpu"))
+    if colocated and device.startswith("cuda"):
+        sleep, wake = groups.rollout.sleep, groups.rollout.wake
+        moves[Holder.ROLLOUT] = Moves(partial(wake, ("weights", "kv_cache")), partial(sleep, ("weights", "kv_cache")))
+        sync_in.append(partial(wake, ("weights",)))
+    if sync_in:
+        moves[Holder.SYNC] = Moves(_all(sync_in), _all(sync_out))
+    return moves
+
+
+def _all(calls: list[Callable[[], None]]) -> Callable[[], None]:
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def _group_filter(settings: FilterGroupsConfig) -> GroupFilter | None:
+    if not settings.enable:
+        return None
+    return GroupFilter(partial(filter_groups, metric=settings.metric or "seq_reward"), settings.max_num_gen_batches)
+
+
+def rollout_fleet(rollout: Any, cfg: PPOConfig) -> Generate:
+    """Rows in, completed rows out, over all rollout ranks (interim)."""
+
+    def generate(rows: DataProto) -> tuple[DataProto, dict[str, float]]:
+        done = rollout.generate_sequences(
+            rows.select(batch_keys=["prompts", "attention_mask", SEEDS], non_tensor_batch_keys=["uid"])
+        )
+        batch = DataProto(
+            batch=done.batch,
+            non_tensor_batch={**rows.non_tensor_batch, **done.non_tensor_batch},
+            meta_info=dict(rows.meta_info),
+        )
+        return batch, {}
+
+    return generate
+
+
+@dataclass(frozen=True)
+class InterimTransfer:
+    groups: WorkerGroups
+
+    def push(self, version: int) -> TransferReport:
+        start = time.perf_counter()
+        num_bytes, checksum = self.groups.rollout.receive_weights(version)[0]
+        return TransferReport(version, num_bytes, time.perf_counter() - start, checksum, "gather")
+
+    def close(self) -> None:
+        pass
+
+
+def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) -> InterimTransfer:
+    return InterimTransfer(groups)
+
+
+def _evaluator(trainer: RayPPOTrainer, answers: Answers) -> Evaluator:
+    """Validation by the same fleet and graders, with the sampling of val_kwargs."""
+    cfg = trainer.cfg
+    dataset, val = trainer.val_dataset, cfg.actor_rollout_ref.rollout.val_kwargs
+    asking = replace(answers, sampling=validation_sampling(cfg), num_answers=val.n, greedy_baseline=False)
+    size = cfg.data.val_batch_size or len(dataset)
+
+    def batches() -> list[DataProto]:
+        return [
+            collate_prompts(
+                [dataset[i] for i in range(start, min(start + size, len(dataset)))],
+                max_prompt_length=cfg.data.max_prompt_length,
+                pad_token_id=trainer.tokenizer.pad_token_id,
+                epoch=0,
+            )
+            for start in range(0, len(dataset), size)
+        ]
+
+    def answer(prompts: DataProto, step: int, call: int) -> DataProto:
+        return asking.make(prompts, step=step, call=call)[0]
+
+    return Evaluator(batches=batches, answer=answer, dump=trainer.dump_validation, seed=cfg.data.seed)

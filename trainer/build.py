@@ -1,0 +1,223 @@
+"""From a configuration to a running trainer: start assets, tokenizer, rows, places and workers."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from rlsys.config import PPOConfig
+from rlsys.config.plan import plan_batches
+from rlsys.data.dataset import PromptDataset
+from rlsys.single_controller.base import ClassWithInitArgs, ResourcePool, ResourcePoolManager, WorkerGroup
+from rlsys.single_controller.local import LocalWorkerGroup
+from rlsys.telemetry.log import get_logger, setup_logging
+from rlsys.telemetry.trackers import check_loggers
+from rlsys.utils.errors import CheckpointError, ConfigError, DataError, DeadlineError, WeightTransferError, WorkerError
+from rlsys.utils.plugins import import_external
+from trainer.estimate import correction_of, loss_mode_of
+from trainer.groups import Role
+from trainer.ppo import RayPPOTrainer
+from trainer.runtime import steps_of
+from trainer.start import with_start_assets
+from workers.actor import ActorWorker
+from workers.critic import CriticWorker
+from workers.engines import EngineRun
+from workers.reference import ReferenceWorker
+from workers.reward_model import RewardModelWorker
+from workers.rollout import HFRolloutWorker
+
+log = get_logger(__name__)
+TOLD_ERRORS = (ConfigError, DataError, CheckpointError, DeadlineError, WeightTransferError, WorkerError)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where workers run: the classes that start them, and what to close at the end."""
+
+    device: str
+    group_cls: Callable[..., WorkerGroup]
+    make_class: Callable[..., ClassWithInitArgs]
+    make_manager: Callable[[Mapping[str, list[int]], Mapping[Role, str]], ResourcePoolManager[Any]]
+    close: Callable[[], None]
+
+
+def run_ppo(config: PPOConfig) -> int:
+    """Train and tell where everything is; exit code 0, or 1 with one clear error."""
+    setup_logging()
+    start = time.perf_counter()
+    trainer = None
+    place = None
+    try:
+        check_loggers(config.trainer.logger)
+        config = with_start_assets(config)
+        place = find_place(config)
+        trainer = build_trainer(config, place)
+        trainer.fit()
+    except TOLD_ERRORS as error:
+        print(f"rlsys: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("rlsys: stopped by the keyboard", file=sys.stderr)
+        return 130
+    finally:
+        if trainer is not None:
+            trainer.close()
+        if place is not None:
+            place.close()
+    print(trainer.reporter.farewell(seconds=time.perf_counter() - start))
+    return 0
+
+
+def build_trainer(config: PPOConfig, place: Place | None = None) -> RayPPOTrainer:
+    """The trainer of a configuration; its workers start with `init_workers()` or `fit()`.
+
+    Without a `place` one is found: the running Ray cluster, a new one, or this process for trainer.backend=local.
+    """
+    config = with_start_assets(config)
+    place = place or find_place(config)
+    model = config.actor_rollout_ref.model
+    if model.external_lib:
+        import_external(model.external_lib)
+    tokenizer = load_tokenizer(config)
+    train, val = prompt_datasets(config, tokenizer)
+    mapping, pools = place_roles(config)
+    run = engine_run(config, place.device, num_steps=steps_of(config, train))
+    worker_args: dict[Role, tuple[Any, ...]] = {
+        Role.Actor: (ActorWorker, config.actor_rollout_ref, run),
+        Role.Rollout: (HFRolloutWorker, config.actor_rollout_ref, run),
+        Role.Critic: (CriticWorker, config.critic, run),
+        Role.RefPolicy: (ReferenceWorker, config.actor_rollout_ref, run),
+        Role.RewardModel: (RewardModelWorker, config.reward.reward_model, run),
+    }
+    return RayPPOTrainer(
+        config,
+        tokenizer,
+        {role: place.make_class(*worker_args[role]) for role in mapping},
+        place.make_manager(pools, mapping),
+        place.group_cls,
+        train_dataset=train,
+        val_dataset=val,
+        device_name=place.device,
+    )
+
+
+def place_roles(config: PPOConfig) -> tuple[dict[Role, str], dict[str, list[int]]]:
+    """Each role's pool, and each pool's processes by node; roles the algorithm does not need are left out."""
+    plan = plan_batches(config)
+    pools = {"train": [plan.pools.train_per_node] * plan.pools.nodes}
+    mapping = {Role.Actor: "train", Role.Rollout: "train"}
+    if not plan.pools.colocated:
+        mapping[Role.Rollout], pools["rollout"] = "rollout", [plan.pools.rollout_ranks]
+    if plan.critic is not None:
+        mapping[Role.Critic] = "train"
+    lora = config.actor_rollout_ref.model
+    if plan.use_reference and not (lora.lora_rank or lora.lora_adapter_path):
+        mapping[Role.RefPolicy] = "train"
+    if config.reward.reward_model.enable:
+        mapping[Role.RewardModel] = "reward_model" if plan.pools.reward_model_ranks else "train"
+        if plan.pools.reward_model_ranks:
+            grader = config.reward.reward_model
+            pools["reward_model"] = [grader.n_gpus_per_node] * grader.nnodes
+    return mapping, pools
+
+
+def find_place(config: PPOConfig) -> Place:
+    """This process, or the Ray cluster that is there or started now."""
+    ranks = plan_batches(config).pools.total_ranks
+    if config.trainer.backend == "local":
+        return _local_place(_device(config.trainer.device, torch.cuda.is_available()))
+    from rlsys.single_controller import ray as on_ray
+
+    cluster = on_ray.connect(
+        config.ray_kwargs.ray_init.model_dump(exclude_none=True),
+        timeline_json_file=config.ray_kwargs.timeline_json_file,
+    )
+    has_gpus = any(node.num_gpus > 0 for node in on_ray.cluster_nodes())
+    device = _device(config.trainer.device, has_gpus)
+    threads = max(1, (os.cpu_count() or 1) // ranks) if device == "cpu" else None
+
+    def group(pool: Any, made: Any, **options: Any) -> WorkerGroup:
+        return on_ray.RayWorkerGroup(pool, made, num_threads=threads, **options)
+
+    def manager(pools: Mapping[str, list[int]], mapping: Mapping[Role, str]) -> ResourcePoolManager[Any]:
+        return on_ray.ResourcePoolManager(pools, mapping, use_gpu=device != "cpu", max_colocate_count=1)
+
+    return Place(device, group, on_ray.RayClassWithInitArgs, manager, cluster.close)
+
+
+def _local_place(device: str) -> Place:
+    def manager(pools: Mapping[str, list[int]], mapping: Mapping[Role, str]) -> ResourcePoolManager[Any]:
+        return ResourcePoolManager(pools, mapping, lambda nodes, share, _: ResourcePool(nodes, share))
+
+    return Place(device, LocalWorkerGroup, ClassWithInitArgs, manager, lambda: None)
+
+
+def _device(wanted: str, has_gpus: bool) -> str:
+    if wanted == "cuda" and not has_gpus:
+        raise ConfigError("trainer.device=cuda, but there is no CUDA device; use trainer.device=auto or cpu")
+    return "cuda" if has_gpus and wanted != "cpu" else "cpu"
+
+
+def engine_run(config: PPOConfig, device: str, *, num_steps: int) -> EngineRun:
+    """What the roles need to know of the run."""
+    plan = plan_batches(config)
+    actor = config.actor_rollout_ref.actor
+    warm = config.trainer.critic_warmup
+    return EngineRun(
+        device=device,
+        nccl_timeout_s=config.actor_rollout_ref.nccl_timeout,
+        temperature=config.actor_rollout_ref.rollout.temperature,
+        max_response_tokens=config.data.max_response_length,
+        samples=plan.samples,
+        num_answers=plan.answers,
+        actor_steps=max(1, (num_steps - warm) * plan.actor.optimizer_steps),
+        critic_steps=num_steps * plan.critic.optimizer_steps if plan.critic else -1,
+        with_entropy=actor.calculate_entropy,
+        loss_mode=loss_mode_of(config),
+        correction=correction_of(config),
+        num_threads=max(1, (os.cpu_count() or 1) // plan.pools.total_ranks) if device == "cpu" else None,
+    )
+
+
+def load_tokenizer(config: PPOConfig) -> Any:
+    """The model's tokenizer, with a pad token (the end token where it has none) and the configured template."""
+    model = config.actor_rollout_ref.model
+    path = model.tokenizer_path or model.path
+    assert path is not None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"actor_rollout_ref.model.path={path}: no tokenizer can be read there: {error}") from error
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if model.custom_chat_template:
+        tokenizer.chat_template = model.custom_chat_template
+    return tokenizer
+
+
+def prompt_datasets(config: PPOConfig, tokenizer: Any) -> tuple[PromptDataset, PromptDataset | None]:
+    """Training and validation prompts."""
+    data = config.data
+    shared: dict[str, Any] = {
+        "prompt_key": data.prompt_key,
+        "reward_fn_key": data.reward_fn_key,
+        "max_prompt_length": data.max_prompt_length,
+        "truncation": data.truncation,
+        "filter_overlong_prompts": data.filter_overlong_prompts,
+        "bad_rows": data.bad_rows,
+        "template_kwargs": data.apply_chat_template_kwargs,
+    }
+    assert data.train_files is not None
+    train = PromptDataset.load([Path(p) for p in data.train_files], tokenizer, max_samples=data.train_max_samples, **shared)
+    if not data.val_files:
+        return train, None
+    val = PromptDataset.load([Path(p) for p in data.val_files], tokenizer, max_samples=data.val_max_samples, **shared)
+    return train, val
