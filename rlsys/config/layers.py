@@ -89,16 +89,24 @@ class Layers:
 
         tree = OmegaConf.create({})
         for path, value in values.items():
-            OmegaConf.update(tree, path, _canonical_inside(value, self._table), force_add=True)
+            try:
+                OmegaConf.update(tree, path, _canonical_inside(value, self._table), force_add=True)
+            except OmegaConfBaseException as error:
+                self._cannot_resolve(path, error)
         for path in paths:
+            if path in self.silent:
+                continue
             try:
                 found = OmegaConf.select(tree, path, throw_on_missing=True)
                 values[path] = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
             except (OmegaConfBaseException, RecursionError) as error:
-                self.silent.add(path)
-                if path in self.given:
-                    given = self.given[path]
-                    self.problems.append(f"{path} = {shown(given.value)} ({given.origin}): {_reason(error)}")
+                self._cannot_resolve(path, error)
+
+    def _cannot_resolve(self, path: str, error: Exception) -> None:
+        self.silent.add(path)
+        if path in self.given:
+            given = self.given[path]
+            self.problems.append(f"{path} = {shown(given.value)} ({given.origin}): {_reason(error)}")
 
     def _place(self, spelling: str, value: Any, origin: str) -> None:
         """Take one setting, or every setting of a section, under whatever name it is known."""
@@ -262,9 +270,14 @@ def _canonical_inside(value: Any, table: dict[str, str]) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, RecursionError):
+    from omegaconf.errors import GrammarParseError
+
+    text = str(error).splitlines()[0] if str(error) else ""
+    if isinstance(error, RecursionError) or "Recursive" in text:
         return "it refers to itself"
-    return str(error).splitlines()[0]
+    if isinstance(error, GrammarParseError):
+        return "the ${...} in it cannot be read; write ${other.key}"
+    return text
 
 
 def _unsupported(value: Any) -> str:

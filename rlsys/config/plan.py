@@ -180,7 +180,8 @@ def _step_words(cfg: PPOConfig, plan: BatchPlan) -> str:
 
 
 def _many(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith('ch') else 's'}"
+    plural = "es" if noun.endswith("batch") else "s"
+    return f"{count} {noun}{'' if count == 1 else plural}"
 
 
 def _role_words(role: RolePlan) -> str:

@@ -131,7 +131,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text at byte {error.start}") from None
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
+        key = getattr(error, "full_key", None)
+        raise ConfigError(f"{path}: {f'{key}: ' if key else ''}{str(error).splitlines()[0]}") from None
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or 'not a mapping of keys to values'}") from None
     except RecursionError:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,9 @@ def _nearby(path: Path) -> str:
     """What lies where a missing file was looked for."""
     if not path.parent.is_dir():
         return f" (nor a folder {path.parent})"
-    names = sorted(item.name for item in path.parent.iterdir() if item.suffix == path.suffix)[:3]
-    return f" (in {path.parent} there are {', '.join(names)})" if names else ""
+    names = sorted(item.name for item in path.parent.iterdir() if item.suffix == path.suffix)
+    near = get_close_matches(path.name, names, n=1, cutoff=0.5) or names[:1]
+    return f" (in {path.parent.absolute()} there is {near[0]})" if near else ""
 
 
 def _model(key: str, model: ModelConfig, longest: int, lengths: str) -> Iterator[str]:

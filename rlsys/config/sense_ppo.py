@@ -67,9 +67,9 @@ def _registered(cfg: PPOConfig) -> Iterator[str]:
     ):
         if name not in known:
             near = get_close_matches(name.replace("-", "_"), known, n=1)
-            hint = f"write {key}={near[0]}" if near else f"choose from {', '.join(known)}"
-            own = "; one of your own is registered by a module named in actor_rollout_ref.model.external_lib"
-            yield wrong(key, name, f"there is none of that name; {hint}{own}")
+            hint = f"write {key}={near[0]}; " if near else ""
+            own = "one of your own is registered by a module named in actor_rollout_ref.model.external_lib"
+            yield wrong(key, name, f"there is none of that name; {hint}choose from {', '.join(known)}; {own}")
 
 
 def _groups(cfg: PPOConfig) -> Iterator[str]:

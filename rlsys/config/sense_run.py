@@ -67,11 +67,11 @@ def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:
         yield note("trainer.max_critic_ckpt_to_keep", trainer.max_critic_ckpt_to_keep, "there is no critic")
     data = cfg.data
     if data.val_files is None and data.train_files is not None:
-        for key, wanted in (("val_only", trainer.val_only), ("test_freq", trainer.test_freq > 0)):
-            if wanted:
-                yield wrong(
-                    f"trainer.{key}", getattr(trainer, key), "there are no validation rows; write data.val_files=<file>"
-                )
+        why = "there are no validation rows; write data.val_files=<file>"
+        if trainer.val_only:
+            yield wrong("trainer.val_only", True, why)
+        elif trainer.test_freq > 0:
+            yield note("trainer.test_freq", trainer.test_freq, why)
     profiler = cfg.global_profiler
     if profiler.tool is None and profiler.steps is not None:
         yield wrong("global_profiler.tool", None, "steps are chosen, but no tool; write global_profiler.tool=torch")
