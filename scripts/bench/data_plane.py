@@ -19,12 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-from scripts.bench.peers import machine, measure, verl_python
+from peers import machine, measure, verl_python  # pyrefly: ignore
 
 PROMPT, RESPONSE = 1024, 3072
-# Pages of the object store that nobody has touched yet cost every side some ten microseconds each; here all are resident.
+# A page of the object store costs whoever touches it first some ten microseconds; here all are resident.
 RESIDENT = {"RAY_preallocate_plasma_memory": "1"}
 SIDES = ("rlsys", "numpy", "verl", "verl-numpy-mode")
 
