@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from rlsys.protocol.memory import join_rows
+
 
 def object_array(values: Iterable[Any]) -> np.ndarray:
     """One entry per value whatever the values are: lists of equal length stay lists, shape (len(values),)."""
@@ -89,7 +91,11 @@ def concat_tensors(batches: Sequence[TensorDict | None]) -> TensorDict | None:
     """Join tensors row by row; all batches must have the same keys, or all be None."""
     if batches[0] is None:
         return None
-    return cast(TensorDict, torch.cat(cast(list[torch.Tensor], batches), dim=0))
+    parts = [tensors_of(batch) for batch in batches]
+    if any(part.keys() != parts[0].keys() for part in parts):
+        raise KeyError(f"batches to concat have different tensors: {[sorted(part) for part in parts]}")
+    joined = {key: join_rows([part[key] for part in parts]) for key in parts[0]}
+    return TensorDict(joined, batch_size=(sum(map(len, batches)),), device=batches[0].device)  # pyrefly: ignore
 
 
 def stack_tensors(items: Sequence[TensorDict | None]) -> TensorDict | None:

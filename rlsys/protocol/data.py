@@ -34,6 +34,8 @@ from rlsys.protocol.columns import (
     union_tensor_dict,
 )
 from rlsys.protocol.disk import read_file, write_file
+from rlsys.protocol.memory import take_rows
+from rlsys.protocol.pieces import join, split
 from rlsys.protocol.readonly import is_readonly, map_readonly, own, plain, readonly, readonly_array
 from rlsys.protocol.values import WireError
 from rlsys.protocol.wire import decode, encode
@@ -290,9 +292,12 @@ class DataProto:
     def select_idxs(self, idxs: Index) -> DataProto:
         """The rows at integer indices, or where a mask is true, as copies."""
         rows = _row_index(idxs)
-        columns = rows.cpu().numpy()
-        num = int(columns.sum()) if columns.dtype == bool else columns.shape[0]
-        return self._with_rows(lambda tensor: tensor[rows.to(tensor.device)], lambda array: array[columns], num)
+        if rows.dtype == torch.bool:
+            if len(rows) != len(self):
+                raise IndexError(f"a mask of {len(rows)} for {len(self)} rows")
+            rows = rows.nonzero().squeeze(-1)
+        places = rows.cpu().numpy()
+        return self._with_rows(lambda tensor: take_rows(tensor, rows), lambda array: array[places], len(rows))
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
         """The rows from `start` to before `end`, without copying."""
@@ -330,7 +335,7 @@ class DataProto:
 
         def unfold(key: str, values: Any) -> Any:
             if key not in keys:
-                return values[rows.to(values.device) if isinstance(values, Tensor) else rows.numpy()]
+                return take_rows(values, rows) if isinstance(values, Tensor) else values[rows.numpy()]
             return values.reshape(values.shape[0] * n_split, values.shape[1] // n_split, *values.shape[2:])
 
         batch = None
@@ -431,8 +436,10 @@ class DataProto:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         header, buffers = self.to_buffers()
-        carry = pickle.PickleBuffer if protocol >= 5 else bytearray
-        return _from_wire, (type(self), header, *map(carry, buffers))
+        if protocol < 5:
+            return _from_wire, (type(self), header, [1] * len(buffers), *map(bytearray, buffers))
+        counts, pieces = split(buffers)
+        return _from_wire, (type(self), header, counts, *map(pickle.PickleBuffer, pieces))
 
     def __copy__(self) -> DataProto:
         return type(self)(batch=self.batch, non_tensor_batch=self.non_tensor_batch, meta_info=self.meta_info)
@@ -455,16 +462,14 @@ class DataProto:
             raise WireError(f"{filepath}: {error}") from error
 
 
-def _from_wire(cls: type[DataProto], header: bytes, *buffers: Any) -> DataProto:
-    return cls.from_buffers(header, buffers)
+def _from_wire(cls: type[DataProto], header: bytes, counts: list[int], *pieces: Any) -> DataProto:
+    return cls.from_buffers(header, join(counts, pieces))
 
 
 def _row_index(idxs: Index) -> Tensor:
-    if isinstance(idxs, np.ndarray):
-        return torch.from_numpy(idxs)
-    if isinstance(idxs, Tensor):
-        return idxs.detach()
-    rows = torch.tensor(idxs)
+    rows = torch.as_tensor(idxs).detach()
+    if rows.ndim != 1:
+        raise IndexError(f"row indices must have one dimension, got shape {tuple(rows.shape)}")
     return rows if rows.dtype == torch.bool else rows.long()
 
 
