@@ -82,7 +82,9 @@ def _varlen(
             key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     ends, longest = packing.cu_seq_lens, packing.max_length
-    return varlen_attn(q, k, v, ends, ends, longest, longest, **options).transpose(0, 1)[None]
+    out = varlen_attn(q, k, v, ends, ends, longest, longest, **options)
+    assert isinstance(out, Tensor)
+    return out.transpose(0, 1)[None]
 
 
 def _sequence_by_sequence(

@@ -25,7 +25,7 @@ UNUSED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model directory in HF layout (`path`), or a configuration to be initialised at random from `seed` (`config`)."""
+    """A model directory in HF layout (`path`), or a configuration to initialise at random from `seed` (`config`)."""
 
     path: str | None = None
     config: Mapping[str, Any] | None = None
@@ -49,7 +49,7 @@ class TensorSource(Protocol):
 def read_config(source: ModelSource) -> Any:
     """The transformers configuration with `override_config` applied (nested mappings are merged).
 
-    ConfigError for an override the configuration does not have, CheckpointError for a directory without a good config.json.
+    ConfigError for an override the configuration does not have, CheckpointError without a good config.json.
     """
     if source.path is None:
         config = AutoConfig.for_model(**dict(source.config or {}))
@@ -70,7 +70,9 @@ def read_config(source: ModelSource) -> Any:
     return config
 
 
-def build(config: Any, *, head: Head, packed: bool, attention: str | None = None, trust_remote_code: bool = False) -> Any:
+def build(
+    config: Any, *, head: Head, packed: bool, attention: str | None = None, trust_remote_code: bool = False
+) -> Any:
     """The model on the meta device, float32, with real buffers: structure without weights.
 
     A scalar head is `score`, Linear(hidden, 1), in the layout of transformers' token classification models.
@@ -106,7 +108,7 @@ def _check_packable(config: Any, packed: bool) -> None:
 
 
 def _fill_buffers(model: Any) -> None:
-    """Give buffers their values off the meta device, through the model's own initialiser; ConfigError if it has none."""
+    """Give buffers their values off the meta device through the model's own initialiser; ConfigError if it has none."""
     for module in model.modules():
         own = [(name, buffer) for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
         if not own:
@@ -154,7 +156,7 @@ class InMemory:
 
 
 class SafetensorsDir:
-    """The safetensors files of a model directory; only the boxes asked for are read. `extra` fills what is not there."""
+    """The safetensors files of a model directory; only boxes asked for are read. `extra` fills what is not there."""
 
     def __init__(self, path: Path, extra: Mapping[str, Tensor] | None = None) -> None:
         files = sorted(path.glob("*.safetensors"))

@@ -27,7 +27,7 @@ def token_stats(
     """Statistics (M,) of softmax(hidden @ weight.T / temperature), differentiable in `hidden` and `weight`.
 
     hidden (M, H), weight (V, H), targets (M,) int64. `outputs` picks among `log_probs` (of the targets, always there),
-    `entropy` (-sum_v p_v log p_v, nats) and `sum_pi_squared` (sum_v p_v^2). ValueError if the temperature is not positive.
+    `entropy` (-sum_v p_v log p_v, nats) and `sum_pi_squared` (sum_v p_v^2). ValueError unless the temperature is > 0.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
@@ -68,7 +68,9 @@ class _TokenStats(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, rows: int, entropy: bool, squares: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         scores_of = _Scores(hidden, weight, scale, rows)
-        log_norm, log_probs, mean, square_sum = hidden.new_zeros(4, len(hidden), dtype=scores_of.dtype).unbind(0)
+        log_norm, log_probs, mean, square_sum = (
+            torch.zeros(len(hidden), dtype=scores_of.dtype, device=hidden.device) for _ in range(4)
+        )
         for part in scores_of.parts():
             scores = scores_of.of(part)
             log_norm[part] = torch.logsumexp(scores, dim=-1)

@@ -54,6 +54,8 @@ def token_rows(batch: Mapping[str, Tensor]) -> TokenRows:
         raise ValueError(f"rows {orphans.nonzero()[:, 0].tolist()} have a response but an empty prompt")
     index = mask.flatten().cumsum(0).view(mask.shape) - 1
     at = index[:, mask.shape[1] - response_length :][response]
+    if not mask.any():
+        return empty_rows(mask.device, len(mask), response_length)
     token_ids = batch["input_ids"][mask]
     return TokenRows(
         token_ids=token_ids,
@@ -67,11 +69,11 @@ def token_rows(batch: Mapping[str, Tensor]) -> TokenRows:
     )
 
 
-def empty_rows(device: torch.device) -> TokenRows:
+def empty_rows(device: torch.device, num_rows: int = 0, response_length: int = 0) -> TokenRows:
     """Two tokens and no response: what a rank runs while others still have rows, so that their collectives match."""
     none = torch.zeros(0, dtype=torch.long, device=device)
     two = torch.arange(2, device=device)
-    return TokenRows(torch.zeros_like(two), two, (2,), none, none, none, none, (0, 0))
+    return TokenRows(torch.zeros_like(two), two, (2,), none, none, none, none, (num_rows, response_length))
 
 
 def padded_to_multiple(rows: TokenRows, multiple: int) -> TokenRows:
@@ -88,7 +90,7 @@ def padded_to_multiple(rows: TokenRows, multiple: int) -> TokenRows:
 
 
 def left_aligned(rows: TokenRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows (b, longest) padded on the right: ids, positions, mask, and the place of each of the N tokens in b*longest."""
+    """Rows (b, longest) padded on the right: ids, positions, mask, and each token's place in b*longest."""
     device = rows.token_ids.device
     lengths = torch.tensor(rows.lengths, device=device)
     columns = torch.arange(max(rows.lengths), device=device)

@@ -1,11 +1,10 @@
-"""The model that engines shard: a transformers backbone with its head, from rows without padding to numbers per token."""
+"""The model that engines shard: a transformers backbone with its head, from unpadded rows to numbers per token."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -94,9 +93,7 @@ class TokenModel(nn.Module):
 
     def _scalars(self, hidden: Tensor, rows: TokenRows, local: tuple[int, int], name: str) -> Tensor:
         here, states = self._select(hidden, rows.before if name == "values" else rows.at, local)
-        scalars = self.model.score(states)[:, 0]
-        if scalars.dtype in (torch.bfloat16, torch.float16):
-            scalars = scalars.float()
+        scalars = self.model.score(states).sum(dim=-1)
         return self._everywhere(scalars, here, len(rows.targets))
 
     def _select(self, hidden: Tensor, index: Tensor, local: tuple[int, int]) -> tuple[Tensor | None, Tensor]:
