@@ -40,7 +40,7 @@ class PolicyLossParams:
     clip_cov_lb: float = 1.0
     clip_cov_ub: float = 5.0
     kl_cov_ratio: float = 0.0002
-    ppo_kl_coef: float = 1.0
+    ppo_kl_coef: float = 0.1
     tau_pos: float = 1.0
     tau_neg: float = 1.05
     dro_beta: float = 1.0
