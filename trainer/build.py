@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,13 +15,14 @@ from transformers import AutoTokenizer
 
 from rlsys.config import PPOConfig
 from rlsys.config.plan import plan_batches
-from rlsys.data.dataset import PromptDataset
+from rlsys.config.schema_data import DataConfig
+from rlsys.data.dataset import PromptDataset, PromptFormat
 from rlsys.single_controller.base import ClassWithInitArgs, ResourcePool, ResourcePoolManager, WorkerGroup
 from rlsys.single_controller.local import LocalWorkerGroup
 from rlsys.telemetry.log import get_logger, setup_logging
 from rlsys.telemetry.trackers import check_loggers
 from rlsys.utils.errors import CheckpointError, ConfigError, DataError, DeadlineError, WeightTransferError, WorkerError
-from rlsys.utils.plugins import import_external
+from rlsys.utils.plugins import load_from_file
 from trainer.estimate import correction_of, loss_mode_of
 from trainer.groups import Role
 from trainer.ppo import RayPPOTrainer
@@ -85,7 +86,7 @@ def build_trainer(config: PPOConfig, place: Place | None = None) -> RayPPOTraine
     place = place or find_place(config)
     model = config.actor_rollout_ref.model
     if model.external_lib:
-        import_external(model.external_lib)
+        importlib.import_module(model.external_lib)
     tokenizer = load_tokenizer(config)
     train, val = prompt_datasets(config, tokenizer)
     mapping, pools = place_roles(config)
@@ -206,18 +207,36 @@ def load_tokenizer(config: PPOConfig) -> Any:
 def prompt_datasets(config: PPOConfig, tokenizer: Any) -> tuple[PromptDataset, PromptDataset | None]:
     """Training and validation prompts."""
     data = config.data
-    shared: dict[str, Any] = {
-        "prompt_key": data.prompt_key,
-        "reward_fn_key": data.reward_fn_key,
-        "max_prompt_length": data.max_prompt_length,
-        "truncation": data.truncation,
-        "filter_overlong_prompts": data.filter_overlong_prompts,
-        "bad_rows": data.bad_rows,
-        "template_kwargs": data.apply_chat_template_kwargs,
-    }
     assert data.train_files is not None
-    train = PromptDataset.load([Path(p) for p in data.train_files], tokenizer, max_samples=data.train_max_samples, **shared)
+    train = _prompts(data, data.train_files, tokenizer, max_samples=data.train_max_samples, shuffle=data.shuffle)
     if not data.val_files:
         return train, None
-    val = PromptDataset.load([Path(p) for p in data.val_files], tokenizer, max_samples=data.val_max_samples, **shared)
+    val = _prompts(data, data.val_files, tokenizer, max_samples=data.val_max_samples, shuffle=data.validation_shuffle)
     return train, val
+
+
+def _prompts(data: DataConfig, files: Sequence[str], tokenizer: Any, *, max_samples: int, shuffle: bool) -> PromptDataset:
+    form = PromptFormat(
+        prompt_key=data.prompt_key,
+        reward_fn_key=data.reward_fn_key,
+        max_prompt_length=data.max_prompt_length,
+        truncation=data.truncation,
+        filter_overlong_prompts=data.filter_overlong_prompts,
+        template_kwargs=data.apply_chat_template_kwargs,
+    )
+    custom = data.custom_cls
+    threads = data.filter_overlong_prompts_workers
+    if custom.path is not None:
+        made = load_from_file(custom.path, custom.name or "Dataset", key="data.custom_cls.path")
+        own = made(data_files=list(files), tokenizer=tokenizer, config=data, processor=None, max_samples=max_samples)
+        return PromptDataset.wrap(own, tokenizer, form, bad_rows=data.bad_rows, num_threads=threads)
+    return PromptDataset.load(
+        list(files),
+        tokenizer,
+        form,
+        max_samples=max_samples,
+        shuffle=shuffle,
+        seed=data.seed,
+        bad_rows=data.bad_rows,
+        num_threads=threads,
+    )

@@ -17,7 +17,7 @@ from rlsys.data.collate import collate_prompts
 from rlsys.data.cursor import Cursor
 from rlsys.data.dataset import PromptDataset
 from rlsys.protocol import DataProto
-from rlsys.rewards.manager import OverlongBuffer, RewardManager, build_reward_manager, manager_from_file
+from rlsys.rewards.manager import OverlongBuffer, RewardManager, build_reward_manager, load_reward_manager
 from rlsys.rewards.pool import RewardPool
 from rlsys.rewards.records import Grader
 from rlsys.rollout.batch import SEEDS
@@ -64,7 +64,7 @@ class CollatedPrompts:
         step = self.cursor.next()
         rows = [self.dataset[index] for index in step.rows]
         return collate_prompts(
-            rows, max_prompt_length=self.max_prompt_tokens, pad_token_id=self.pad_token_id, epoch=step.epoch
+            rows, prompt_length=self.max_prompt_tokens, pad_token_id=self.pad_token_id, epoch=step.epoch
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -185,7 +185,7 @@ def reward_manager(cfg: PPOConfig, tokenizer: Any, pool: RewardPool) -> RewardMa
             log=overlong.log,
         )
     if chosen.source == "importlib":
-        return manager_from_file(chosen.module.path, chosen.module.name, tokenizer=tokenizer)
+        return load_reward_manager(chosen.module.path, chosen.module.name, tokenizer=tokenizer)
     return build_reward_manager(
         chosen.name,
         tokenizer=tokenizer,
@@ -281,7 +281,7 @@ def _evaluator(trainer: RayPPOTrainer, answers: Answers) -> Evaluator:
         return [
             collate_prompts(
                 [dataset[i] for i in range(start, min(start + size, len(dataset)))],
-                max_prompt_length=cfg.data.max_prompt_length,
+                prompt_length=cfg.data.max_prompt_length,
                 pad_token_id=trainer.tokenizer.pad_token_id,
                 epoch=0,
             )
