@@ -11,6 +11,7 @@ from rlsys.algorithms.masked import masked_mean
 from rlsys.algorithms.policy_loss import (
     PolicyLoss,
     PolicyLossParams,
+    log_ratio_of,
     over_tokens,
     register_policy_loss,
     weighted,
@@ -32,7 +33,7 @@ def clip_cov(
 
     `selected` (b, R) names them beforehand, see `select_tokens`; else they are drawn from these rows.
     """
-    log_ratio = log_prob - old_log_prob
+    log_ratio = log_ratio_of(log_prob, old_log_prob)
     ratio = log_ratio.exp()
     plain = -advantages * ratio
     held = -advantages * ratio.clamp(min=1 - params.low, max=1 + params.high)
@@ -63,7 +64,7 @@ def kl_cov(
 
     `selected` (b, R) names them beforehand, see `select_tokens`; else they are taken from these rows.
     """
-    log_ratio = log_prob - old_log_prob
+    log_ratio = log_ratio_of(log_prob, old_log_prob)
     if selected is None:
         selected = _largest_covariance(log_prob.detach(), advantages, response_mask, params)
     penalty = params.ppo_kl_coef * log_ratio.abs()

@@ -269,7 +269,7 @@ def geo_mean(
     A is the row's mean advantage; importance weights enter by their geometric mean. Always seq-mean-token-mean, where
     the loss of a row stands at each of its tokens.
     """
-    log_ratio = log_prob - old_log_prob
+    log_ratio = log_ratio_of(log_prob, old_log_prob)
     held = log_ratio.clamp(min=-params.low, max=params.high)
     sign = torch.sign(advantages)
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * held)
