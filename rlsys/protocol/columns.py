@@ -1,0 +1,194 @@
+"""What DataProto is made of: equality, unions and merges of its three parts, each a plain function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from rlsys.protocol.memory import join_rows
+
+
+def object_array(values: Iterable[Any]) -> np.ndarray:
+    """One entry per value whatever the values are: lists of equal length stay lists, shape (len(values),)."""
+    items = list(values)
+    column = np.empty(len(items), dtype=object)
+    for row, item in enumerate(items):
+        column[row] = item
+    return column
+
+
+def object_rows(rows: Sequence[Any]) -> np.ndarray:
+    """An object array with `rows` as its rows: arrays of one shape are stacked, anything else is one entry a row."""
+    stackable = all(isinstance(row, np.ndarray) for row in rows) and len({row.shape for row in rows}) == 1
+    return np.stack(rows).astype(object) if stackable else object_array(rows)
+
+
+def deep_equal(a: Any, b: Any) -> bool:
+    """Equality of type and value with NaN equal to NaN, through arrays, tensors, lists, tuples and dicts."""
+    return _deep_equal(a, b, ())
+
+
+def _deep_equal(a: Any, b: Any, path: tuple[int, ...]) -> bool:
+    if type(a) is not type(b):
+        return False
+    if id(a) in path:
+        return True
+    if isinstance(a, float | np.floating):
+        return bool(a == b) or (math.isnan(a) and math.isnan(b))
+    path = (*path, id(a))
+    if isinstance(a, np.ndarray):
+        return _arrays_equal(a, b, path)
+    if isinstance(a, torch.Tensor):
+        return tensors_equal(a, b)
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(_deep_equal(value, b[key], path) for key, value in a.items())
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(_deep_equal(x, y, path) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def _arrays_equal(a: np.ndarray, b: np.ndarray, path: tuple[int, ...]) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if a.dtype == object:
+        return all(_deep_equal(x, y, path) for x, y in zip(a.flat, b.flat, strict=True))
+    return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fcmM"))
+
+
+def tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equality of shape and values, whatever the dtypes, with NaN equal to NaN."""
+    if a.shape != b.shape:
+        return False
+    if torch.equal(a, b):
+        return True
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def tensors_of(batch: TensorDict | None) -> dict[str, torch.Tensor]:
+    """The tensors by name, none where there is no batch."""
+    return {} if batch is None else {str(key): cast(torch.Tensor, value) for key, value in batch.items()}
+
+
+def map_tensors(batch: TensorDict | None, change: Callable[[torch.Tensor], torch.Tensor]) -> TensorDict | None:
+    """A new TensorDict with `change` applied to every tensor; rows and device stay."""
+    if batch is None:
+        return None
+    changed = {key: change(tensor) for key, tensor in tensors_of(batch).items()}
+    return TensorDict(changed, batch_size=batch.batch_size, device=batch.device)
+
+
+def named_entries(batch: TensorDict) -> dict[str, Any]:
+    """Everything in a TensorDict by name, non-tensor entries in their containers."""
+    return {str(key): batch.get(key) for key in batch.keys()}  # noqa: SIM118
+
+
+def concat_tensors(batches: Sequence[TensorDict | None]) -> TensorDict | None:
+    """Join tensors row by row; all batches must have the same keys, or all be None."""
+    if batches[0] is None:
+        return None
+    parts = [tensors_of(batch) for batch in batches]
+    if any(part.keys() != parts[0].keys() for part in parts):
+        raise KeyError(f"batches to concat have different tensors: {[sorted(part) for part in parts]}")
+    joined = {key: join_rows([part[key] for part in parts]) for key in parts[0]}
+    return TensorDict(joined, batch_size=(sum(map(len, batches)),), device=batches[0].device)  # pyrefly: ignore
+
+
+def stack_tensors(items: Sequence[TensorDict | None]) -> TensorDict | None:
+    """Make rows out of single items with the same keys."""
+    if items[0] is None:
+        return None
+    return cast(TensorDict, torch.stack(cast(list[torch.Tensor], items)).contiguous())
+
+
+def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
+    """Put the tensors of the second into the first, in place; AssertionError for another size or a differing key."""
+    assert tensor_dict1.batch_size == tensor_dict2.batch_size, (
+        f"a union needs equal batch sizes, got {tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}"
+    )
+    held, added = tensors_of(tensor_dict1), tensors_of(tensor_dict2)
+    for key in held.keys() & added.keys():
+        assert tensors_equal(held[key], added[key]), f"tensors '{key}' differ in a union"
+    for key, tensor in added.items():
+        if key not in held:
+            tensor_dict1[key] = tensor
+    return tensor_dict1
+
+
+def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Put the arrays of the second into the first, in place; AssertionError where a common key differs."""
+    for key, array in tensor_dict2.items():
+        if key in tensor_dict1:
+            assert isinstance(array, np.ndarray), f"'{key}' is a {type(array).__name__}, not an array"
+            assert isinstance(tensor_dict1[key], np.ndarray), f"'{key}' is not an array"
+            assert deep_equal(tensor_dict1[key], array), f"arrays '{key}' differ in a union"
+    tensor_dict1.update(tensor_dict2)
+    return tensor_dict1
+
+
+def union_meta(meta1: dict[str, Any], meta2: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the entries of the second into the first, in place; AssertionError where a common key differs."""
+    for key, value in meta2.items():
+        assert key not in meta1 or _same(meta1[key], value), f"meta_info '{key}' differs in a union"
+    meta1.update(meta2)
+    return meta1
+
+
+def concat_meta(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One meta_info out of several that agree; `metrics` (a dict or a list of dicts each) become a dict of lists."""
+    merged: dict[str, Any] = {}
+    metrics: list[Mapping[str, Any]] = []
+    for meta in metas:
+        for key, value in meta.items():
+            if key == "metrics":
+                metrics.extend([] if value is None else value if isinstance(value, list) else [value])
+            else:
+                assert key not in merged or _same(merged[key], value), f"Conflicting values for meta_info key '{key}'"
+                merged.setdefault(key, value)
+    if metrics:
+        merged["metrics"] = dict_of_lists(metrics)
+    return merged
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b or deep_equal(a, b):
+        return True
+    return (
+        not isinstance(a, np.ndarray | torch.Tensor) and not isinstance(b, np.ndarray | torch.Tensor) and bool(a == b)
+    )
+
+
+def dict_of_lists(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Turn rows into columns; AssertionError where a row has a key that the first one has not."""
+    columns: dict[str, list[Any]] = {key: [] for key in rows[0]} if rows else {}
+    for row in rows:
+        for key, value in row.items():
+            assert key in columns, f"key '{key}' is not in the first of the rows"
+            columns[key].append(value)
+    return columns
+
+
+def concat_arrays(columns: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Join the columns of several row sets; all must have the same keys."""
+    return {key: np.concatenate(parts, axis=0) for key, parts in dict_of_lists(columns).items()}
+
+
+def type_info(value: Any) -> str:
+    """A short description of a value's type, looking into containers."""
+    if isinstance(value, list):
+        kinds = sorted({type_info(item) for item in value[:3]})
+        return f"list[{'|'.join(kinds) if kinds else '...'}]"
+    if isinstance(value, tuple):
+        return f"tuple({', '.join(type_info(item) for item in value)})"
+    if isinstance(value, dict):
+        if not value:
+            return "dict"
+        key, item = next(iter(value.items()))
+        return f"dict[{type_info(key)}: {type_info(item)}]"
+    if isinstance(value, np.ndarray):
+        return f"ndarray{value.shape} ({value.dtype})"
+    return type(value).__name__

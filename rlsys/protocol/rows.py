@@ -1,0 +1,54 @@
+"""Whole-batch helpers known from verl: padding to a divisor, folding the batch dimension, collating single rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rlsys.protocol.columns import dict_of_lists, object_rows, stack_tensors, tensors_of
+from rlsys.protocol.data import DataProto, DataProtoItem
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Append rows of `data`, cyclically, until its length divides; returns it and how many were added."""
+    assert isinstance(data, DataProto), "data must be a DataProto"
+    pad_size = -len(data) % size_divisor
+    if pad_size == 0:
+        return data, 0
+    rows = torch.arange(len(data) + pad_size) % len(data)
+    return data.select_idxs(rows), pad_size
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Drop the last `pad_size` rows."""
+    return data[:-pad_size] if pad_size else data
+
+
+def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
+    """(B, ...) -> (new_batch_size, B // new_batch_size, ...) for every column."""
+    assert len(data) % new_batch_size == 0, f"{len(data)} rows do not fold into {new_batch_size}"
+    return _reshape_rows(data, lambda values: values.reshape(new_batch_size, -1, *values.shape[1:]))
+
+
+def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
+    """Make one batch dimension out of the first `batch_dims` of every column."""
+    return _reshape_rows(data, lambda values: values.reshape(-1, *values.shape[batch_dims:]))
+
+
+def _reshape_rows(data: DataProto, reshape: Callable[[Any], Any]) -> DataProto:
+    tensors = {key: reshape(tensor) for key, tensor in tensors_of(data.batch).items()}
+    arrays = {key: reshape(array) for key, array in data.non_tensor_batch.items()}
+    folded = type(data).from_dict(tensors, arrays, data.meta_info)
+    if folded.batch is not None and data.batch is not None and data.batch.device is not None:
+        folded.to(data.batch.device)
+    return folded
+
+
+def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
+    """Rows out of single items, their objects in object arrays."""
+    batch = None if x[0].batch is None else stack_tensors([item.batch for item in x])
+    columns = dict_of_lists([item.non_tensor_batch for item in x])
+    held = {key: object_rows(values) for key, values in columns.items()}
+    return DataProto(batch=batch, non_tensor_batch=held)
