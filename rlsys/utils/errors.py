@@ -21,6 +21,10 @@ class WeightTransferError(Exception):
     """Weights did not reach a rollout engine whole; the engine must not serve until the next good push."""
 
 
+class RolloutError(RuntimeError):
+    """Completions could not be made; the message names the request or the replica and the cause."""
+
+
 class DeadlineError(TimeoutError):
     """Somebody did not answer in time; the message names who, at which stage, and what to check."""
 
