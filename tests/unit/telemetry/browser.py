@@ -6,15 +6,24 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --remote-debugging-pipe --window-size=1360,860"
-).split()
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--remote-debugging-pipe",
+    "--window-size=1360,860",
+)
 
 
 def find_chromium() -> str | None:
@@ -95,7 +104,7 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
 
     def close(self) -> None:
-        self._child.kill()
+        os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait(timeout=10)
         os.close(self._to)
         os.close(self._from)
