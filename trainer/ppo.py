@@ -17,6 +17,7 @@ from rlsys.telemetry.log import get_logger
 from rlsys.types import TransferReport
 from trainer import steps
 from trainer.checkpoint import CheckpointStore, TrainerState, load_state, save_state
+from trainer.dumps import dump, sample_rows
 from trainer.evaluate import Evaluator
 from trainer.groups import Role, WorkerGroups
 from trainer.reporting import Reporter
@@ -123,6 +124,9 @@ class RayPPOTrainer:
         if self._due(self.cfg.trainer.sync_freq) or self._test_due or self._save_due:
             self.push_weights()
         self.reporter.batch_metrics(batch)
+        if self.cfg.trainer.rollout_data_dir is not None:
+            with self.stage("dump_rollouts"):
+                dump(batch, self.global_step, Path(self.cfg.trainer.rollout_data_dir), self.tokenizer)
         return batch
 
     def finish_step(self) -> None:
@@ -185,6 +189,14 @@ class RayPPOTrainer:
                 self.global_step = state.global_step
             log.info("resumed from %s", folder)
         self.reporter.start(self.global_step, self.total_steps)
+
+    def dump_validation(self, batch: DataProto, step: int) -> None:
+        """Write the validation answers where the configuration asks for them."""
+        folder = self.cfg.trainer.validation_data_dir
+        if folder is not None:
+            dump(batch, step, Path(folder), self.tokenizer)
+        shown = sample_rows(batch, self.tokenizer, self.cfg.trainer.log_val_generations, seed=self.cfg.data.seed)
+        self.reporter.generations(shown, step)
 
     def close(self) -> None:
         """Stop everything this trainer started; safe to call twice."""

@@ -12,10 +12,10 @@ import torch
 from rlsys.config.schema_trainer import TrainerConfig
 from rlsys.protocol import DataProto
 from rlsys.telemetry.log import get_logger
-from rlsys.telemetry.memory import snapshot
+from rlsys.telemetry.memory import MemoryLedger, memory_metrics
 from rlsys.telemetry.metrics import StageTimer, data_metrics, reduce_metrics, throughput_metrics, timing_metrics
 from rlsys.telemetry.progress import Progress
-from rlsys.telemetry.trace import Tracer
+from rlsys.telemetry.trace import Timeline, Tracer
 from rlsys.telemetry.trackers import Tracking
 
 log = get_logger(__name__)
@@ -30,9 +30,11 @@ class Reporter:
         self._num_devices = num_devices
         self._progress: Progress | None = None
         self._tracking: Tracking | None = None
-        self._tracer: Tracer | None = None
         self._stack = ExitStack()
-        self._timer = StageTimer(self._traced, self._shown)
+        self._tracer = Tracer("controller")
+        self._ledger = MemoryLedger("controller")
+        self._timeline: Timeline | None = None
+        self._timer = StageTimer(self._tracer.span, self._ledger.stage, self._shown)
         self._metrics: dict[str, float] = {}
         self._tokens = (0, 0)
 
@@ -44,7 +46,7 @@ class Reporter:
     def start(self, step: int, total_steps: int) -> None:
         """Open trackers and progress; `step` is the last one already done."""
         self.root.mkdir(parents=True, exist_ok=True)
-        self._tracer = self._stack.enter_context(Tracer(self.root / "timeline.json", process_name="controller"))
+        self._timeline = self._stack.enter_context(Timeline(self.root / "timeline.json"))
         self._tracking = self._stack.enter_context(
             Tracking(
                 self._cfg.project_name,
@@ -94,7 +96,9 @@ class Reporter:
 
     def finish_step(self, step: int) -> dict[str, float]:
         """Write the step's metrics everywhere; a checkpoint of the step may be published only after this."""
-        seconds = self._timer.drain()
+        seconds, memory = self._timer.drain(), self._ledger.drain()
+        if self._timeline is not None:
+            self._timeline.add(self._tracer.drain())
         prompt, response = self._tokens
         metrics = {
             **self._metrics,
@@ -102,7 +106,7 @@ class Reporter:
             **throughput_metrics(
                 num_tokens=prompt + response, step_s=seconds.get("step", 0.0), num_devices=self._num_devices
             ),
-            **snapshot().metrics(),
+            **memory_metrics(memory),
             "training/global_step": float(step),
         }
         self._metrics = {}
@@ -121,18 +125,31 @@ class Reporter:
         if self._tracking is not None and rows:
             self._tracking.log_generations(rows, step)
 
+    def validated(self, metrics: Mapping[str, float], step: int) -> None:
+        """Tell the validation result at once; the trackers get it with the step."""
+        core = {name: value for name, value in metrics.items() if name.startswith("val-core/")}
+        log.info("validation at step %d: %s", step, "  ".join(f"{k}={v:.3f}" for k, v in sorted(core.items())))
+        if step == 0 and self._tracking is not None:
+            self._tracking.log(self._metrics, 0)
+            self._metrics = {}
+
+    def farewell(self, *, seconds: float) -> str:
+        """Where everything is that the run left."""
+        lines = [f"rlsys: done in {seconds:.0f} s"]
+        for name, path in (
+            ("metrics", self.root / "metrics.jsonl"),
+            ("rollouts", Path(self._cfg.rollout_data_dir or self.root / "rollouts") / "index.html"),
+            ("timeline", self.root / "timeline.json"),
+            ("checkpoint", self.root / "latest_checkpointed_iteration.txt"),
+        ):
+            if path.exists():
+                lines.append(f"  {name:<11}{path}")
+        return "\n".join(lines)
+
     def close(self) -> None:
         """Close everything; safe to call twice."""
         self._stack.close()
-        self._progress = self._tracking = self._tracer = None
-
-    @contextmanager
-    def _traced(self, stage: str) -> Iterator[None]:
-        if self._tracer is None:
-            yield
-        else:
-            with self._tracer.span(stage):
-                yield
+        self._progress = self._tracking = self._timeline = None
 
     @contextmanager
     def _shown(self, stage: str) -> Iterator[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rlsys.batching import balance_rows, seqlen_metrics
 from rlsys.protocol import DataProto
 from trainer.estimate import estimate
 from trainer.residency import Holder
@@ -26,10 +25,11 @@ def balance(trainer: RayPPOTrainer, batch: DataProto) -> DataProto:
     batch.meta_info["global_steps"] = trainer.global_step
     batch.meta_info["temperature"] = trainer.cfg.actor_rollout_ref.rollout.temperature
     if trainer.cfg.trainer.balance_batch and trainer.plan.actor.dp_size > 1:
+        from rlsys.batching import balance_rows
+
         order = balance_rows(lengths, num_ranks=trainer.plan.actor.dp_size, mini_batch_rows=trainer.plan.actor.mini_batch_samples)
         batch.reorder(order)
         lengths = [lengths[row] for row in order]
-    trainer.reporter.add(seqlen_metrics(lengths, num_ranks=trainer.plan.actor.dp_size))
     return batch
 
 
