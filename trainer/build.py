@@ -17,7 +17,8 @@ from rlsys.config import PPOConfig
 from rlsys.config.plan import plan_batches
 from rlsys.config.schema_data import DataConfig
 from rlsys.data.dataset import PromptDataset, PromptFormat
-from rlsys.single_controller.base import ClassWithInitArgs, ResourcePool, ResourcePoolManager, WorkerGroup
+from rlsys.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
+from rlsys.single_controller.resource_pool import ResourcePoolManager
 from rlsys.single_controller.local import LocalWorkerGroup
 from rlsys.telemetry.log import get_logger, setup_logging
 from rlsys.telemetry.trackers import check_loggers

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config.schema_trainer import DeadlinesConfig
-from rlsys.single_controller.base import ClassWithInitArgs, ResourcePoolManager, WorkerGroup
+from rlsys.single_controller.base import ClassWithInitArgs, WorkerGroup
+from rlsys.single_controller.colocate import create_colocated_worker_cls
+from rlsys.single_controller.resource_pool import ResourcePoolManager
 
 
 class Role(Enum):
@@ -79,9 +81,7 @@ def start_groups(
     manager: ResourcePoolManager[Any],
     *,
     group_cls: Callable[..., WorkerGroup],
-    colocate: Callable[[Mapping[str, ClassWithInitArgs]], ClassWithInitArgs],
     deadlines: Mapping[str, float],
-    worker_env: Mapping[str, str],
 ) -> WorkerGroups:
     """Start one process group per pool, each process playing all roles of its pool, and load the models."""
     manager.create_resource_pool()
@@ -93,10 +93,9 @@ def start_groups(
         for pool, roles in by_pool.items():
             group = group_cls(
                 manager.resource_pool_dict[pool],
-                colocate(roles),
+                create_colocated_worker_cls(roles),
                 role="+".join(roles),
                 deadlines=deadlines,
-                worker_env=worker_env,
             )
             groups |= group.spawn(list(roles))
         for group in groups.values():

@@ -8,7 +8,8 @@ from typing import Any
 from rlsys.config.schema_actor import ActorRolloutRefConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.actor import PPOActor
-from rlsys.single_controller.base import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from rlsys.single_controller.base import Worker
+from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from rlsys.types import WeightLayout
 from workers.engines import EngineRun, actor_settings, build_actor_engine
 from workers.weights import WeightSender

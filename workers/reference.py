@@ -6,7 +6,8 @@ from typing import Any
 
 from rlsys.config.schema_actor import ActorRolloutRefConfig
 from rlsys.protocol import DataProto
-from rlsys.single_controller.base import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from rlsys.single_controller.base import Worker
+from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from workers.engines import EngineRun, build_reference_engine
 
 MESH = "ref"

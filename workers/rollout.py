@@ -10,7 +10,8 @@ from rlsys.config.schema_actor import ActorRolloutRefConfig
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import generate_sequences
 from rlsys.rollout.hf import HFRollout
-from rlsys.single_controller.base import Dispatch, Worker, register
+from rlsys.single_controller.base import Worker
+from rlsys.single_controller.base.decorator import Dispatch, register
 from rlsys.types import SamplingParams, WeightLayout
 from workers.engines import EngineRun
 from workers.weights import WeightReceiver

@@ -9,7 +9,8 @@ from rlsys.config import RMConfig, SFTConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.lm import LMEngine
 from rlsys.roles.reward_model import RWEngine
-from rlsys.single_controller.base import Dispatch, Worker, make_nd_compute_dataproto_dispatch_fn, register
+from rlsys.single_controller.base import Worker
+from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from workers.engines import EngineRun, build_supervised_engine
 
 MESH = "train"
