@@ -29,7 +29,7 @@ def reverse_scan(values: Tensor, decay: float) -> Tensor:
 
 
 def packed_columns(mask: Tensor) -> Tensor | None:
-    """Column of each counting token once a row's tokens are moved to the left (B, R); None if they are there already."""
+    """Column of each counting token once a row's tokens are moved left (B, R); None if they are there already."""
     counts = mask.bool()
     if not (counts[:, 1:] & ~counts[:, :-1]).any():
         return None

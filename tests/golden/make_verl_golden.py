@@ -99,7 +99,7 @@ def actor_config(loss: dict[str, Any] | None = None, **values: Any) -> ActorConf
 def losses(inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
     """(loss, gradient by token) of every policy loss under every aggregation, and with importance weights."""
     results = {}
-    names = "vanilla gspo cispo sapo gpg geo_mean clip_cov kl_cov dppo_tv dppo_kl dro".split()
+    names = ["vanilla", "gspo", "cispo", "sapo", "gpg", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro"]
     modes = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
     for name in names:
         for mode in modes if name == "vanilla" else ["token-mean", "seq-mean-token-mean"]:

@@ -233,7 +233,7 @@ class TestEveryEstimator:
 
 
 def test_equal_rewards_give_exactly_no_advantage() -> None:
-    """0.1 is not representable: a float32 mean of equal rewards is off by an ulp, which 1 / (0 + 1e-6) would blow up."""
+    """0.1 is not representable: the float32 mean of equal rewards is off by an ulp, which 1e-6 would blow up."""
     mask = torch.ones(7, 2, dtype=torch.int64)
     rewards = outcome([0.1] * 7, mask)
     advantages, _ = grpo(token_level_rewards=rewards, response_mask=mask, group_ids=torch.zeros(7, dtype=torch.int64))

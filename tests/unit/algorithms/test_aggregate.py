@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -56,9 +58,7 @@ def test_any_split_of_the_rows_gives_the_same_loss_and_gradient(seed: int, mode:
     whole, count = agg_loss(loss, mask, mode, batch_rows=9)
     (gradient,) = torch.autograd.grad(whole / count, loss)
     bounds = [0, *sorted(cuts), 9]
-    parts = [
-        agg_loss(loss[a:b], mask[a:b], mode, batch_rows=9) for a, b in zip(bounds, bounds[1:], strict=False) if a < b
-    ]
+    parts = [agg_loss(loss[a:b], mask[a:b], mode, batch_rows=9) for a, b in pairwise(bounds) if a < b]
     total, parts_count = sum(t for t, _ in parts), sum(c.double() for _, c in parts)
     (parts_gradient,) = torch.autograd.grad(total / parts_count, loss)
     torch.testing.assert_close(total / parts_count, whole / count, rtol=1e-12, atol=1e-12)
