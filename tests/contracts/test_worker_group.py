@@ -7,15 +7,20 @@ from functools import partial
 from typing import Any
 
 import pytest
-from tests.unit.single_controller.crew import Calculator, MeshCalculator, Rows, Student, Teacher
 
 from rlsys.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
 from rlsys.single_controller.base.decorator import Dispatch, register_dispatch_mode, update_dispatch_mode
 from rlsys.single_controller.calls import wait_any
 from rlsys.single_controller.dispatch import register
 from rlsys.single_controller.local import LocalWorkerGroup
-from rlsys.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, create_colocated_worker_cls
+from rlsys.single_controller.ray import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    create_colocated_worker_cls,
+)
 from rlsys.utils.errors import ConfigError, WorkerError
+from tests.unit.single_controller.crew import Calculator, MeshCalculator, Rows, Student, Teacher
 
 Make = Callable[..., WorkerGroup]
 NUM_RANKS = 2
@@ -166,7 +171,7 @@ def test_an_unknown_method_is_named(group: WorkerGroup) -> None:
 
 
 def test_a_config_error_stays_one_and_says_where(group: WorkerGroup) -> None:
-    with pytest.raises(ConfigError, match="actor.lr=-1 must be positive") as caught:
+    with pytest.raises(ConfigError, match=r"actor\.lr=-1 must be positive") as caught:
         group.refuses()  # type: ignore[attr-defined]
     assert "calc rank 0" in caught.value.__notes__[0]
 

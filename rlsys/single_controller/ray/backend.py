@@ -16,7 +16,7 @@ from rlsys.single_controller.calls import Deadlines, Pending, deadline_for, fini
 from rlsys.single_controller.diagnosis import ProcessInfo
 from rlsys.single_controller.host import CallSpec, RemoteRows
 from rlsys.single_controller.ray.actor import RayPending, host_class
-from rlsys.single_controller.ray.cluster import NAMESPACE, on_node, runtime_env
+from rlsys.single_controller.ray.cluster import NAMESPACE, import_options, on_node
 from rlsys.single_controller.ray.pool import RayResourcePool
 from rlsys.single_controller.worker import rank_environment
 from rlsys.single_controller.worker_group import Backend, ClassWithInitArgs, RankCall
@@ -61,7 +61,7 @@ class RayBackend(Backend):
             **pool.share(),
             "namespace": NAMESPACE,
             "lifetime": "detached" if detached else None,
-            "runtime_env": runtime_env(ray.get_runtime_context().runtime_env),
+            **import_options(),
             **getattr(self._cls_with_init, "options", {}),
         }
         strategies = [PlacementGroupSchedulingStrategy(placed, index) for placed, index in bundles]

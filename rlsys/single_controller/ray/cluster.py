@@ -142,6 +142,16 @@ def runtime_env(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, **({"env_vars": env_vars} if env_vars else {})}
 
 
+def import_options() -> dict[str, Any]:
+    """Options with which actors and tasks can import rlsys, where the job's own environment does not let them.
+
+    That is so when Ray was initialised by somebody else; repeating what the job has would cost a process start.
+    """
+    job = dict(ray.get_runtime_context().runtime_env or {})
+    env = runtime_env(job)
+    return {} if env == job else {"runtime_env": env}
+
+
 def cluster_nodes() -> list[NodeCapacity]:
     """What the living nodes have in all."""
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -156,7 +166,7 @@ def on_node(node_id: str, function: Callable[[ProcessInfo], Any], info: ProcessI
         num_cpus=0,
         max_retries=0,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-        runtime_env=runtime_env(ray.get_runtime_context().runtime_env),
+        **import_options(),
     )
     try:
         return ray.get(task.remote(info), timeout=timeout_s)

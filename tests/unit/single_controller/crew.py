@@ -157,7 +157,7 @@ class Teacher(Student):
         return Rows([value + 100 for value in rows.values])
 
 
-class Sleeper(Worker):
+class Sleeper(Calculator):
     """Takes its time, dies, stops, breeds."""
 
     def __init__(self, sleeps_at_birth_s: float = 0.0, dies_at_birth: int = -1) -> None:
