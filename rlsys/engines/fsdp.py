@@ -235,7 +235,7 @@ class FSDPEngine:
         return self._held().full(bucket_bytes)
 
     def save(self, path: Path, what: Literal["resume", "export"]) -> None:
-        """Write a checkpoint directory that is wholly there or not at all; a CheckpointError leaves an old one alone."""
+        """Write a checkpoint that is there wholly or not at all; a CheckpointError leaves an old one alone."""
         if what == "export":
             self._export(Path(path))
         else:
