@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-import torch
-
 from rlsys.protocol import DataProto
 from rlsys.rewards.manager import RewardManager
-from rlsys.rollout.batch import SEEDS
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.types import SamplingParams
-from trainer.source import row_seeds
 
 Generate = Callable[[DataProto], tuple[DataProto, dict[str, float]]]
-"""Rows with prompts, seeds and `meta_info["sampling"]` -> the same rows completed, in order, and what it took."""
+"""Rows of prompts -> the same rows completed, in order, and what it took."""
 
 VALIDATION_SEED = 1 << 40
 
@@ -35,24 +31,32 @@ class Answers:
     def make(self, prompts: DataProto, *, step: int, call: int = 0) -> tuple[DataProto, dict[str, float]]:
         """Graded answers of a training step, `num_answers` neighbouring rows a prompt."""
         rows = prompts.repeat(self.num_answers, interleave=True)
-        batch, metrics = self._answer(rows, self.sampling, step=step, first_row=call << 20)
+        batch, metrics = self._answer(rows, self.sampling, step=step, call=call)
         if self.greedy_baseline:
-            baseline, _ = self._answer(prompts, _greedy(self.sampling), step=step, first_row=call << 20)
-            scores = baseline.batch["token_level_scores"].sum(-1)
-            batch.batch["reward_baselines"] = scores.repeat_interleave(self.num_answers)
+            baseline, _ = self._answer(prompts, _greedy(self.sampling), step=step, call=call)
+            scores = baseline.tensors["token_level_scores"].sum(-1)
+            batch.tensors["reward_baselines"] = scores.repeat_interleave(self.num_answers)
         return batch, metrics
 
     def _answer(
-        self, rows: DataProto, sampling: SamplingParams, *, step: int, first_row: int
+        self, rows: DataProto, sampling: SamplingParams, *, step: int, call: int
     ) -> tuple[DataProto, dict[str, float]]:
-        seeds = row_seeds(sampling.seed, step, len(rows), first_row=first_row)
-        rows.batch[SEEDS] = torch.from_numpy(seeds)
-        rows.meta_info.update(sampling=asdict(sampling), pad_token_id=self.pad_token_id)
+        rows.meta_info.update(
+            response_length=sampling.max_new_tokens,
+            pad_token_id=self.pad_token_id,
+            temperature=sampling.temperature,
+            do_sample=not sampling.greedy,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            ignore_eos=sampling.ignore_eos,
+            seed=sampling.seed + (call << 32),
+            global_steps=step,
+        )
         with self.stage("gen"):
             batch, metrics = self.generate(rows)
         with self.stage("reward"):
             graded = self.manager.grade(batch)
-        batch.batch["token_level_scores"] = graded.rm_scores
+        batch.tensors["token_level_scores"] = graded.rm_scores
         batch.non_tensor_batch.update(graded.extra)
         batch.meta_info["reward_extra_keys"] = sorted(graded.extra)
         return batch, {**metrics, **graded.metrics}

@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from transformers import AutoTokenizer
-
-from rlsys.config import PPOConfig
-from rlsys.config.plan import plan_batches
+from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.schema_data import DataConfig
 from rlsys.data.dataset import PromptDataset, PromptFormat
-from rlsys.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
-from rlsys.single_controller.resource_pool import ResourcePoolManager
-from rlsys.single_controller.local import LocalWorkerGroup
-from rlsys.telemetry.log import get_logger, setup_logging
+from rlsys.telemetry.log import setup_logging
 from rlsys.telemetry.trackers import check_loggers
-from rlsys.utils.errors import CheckpointError, ConfigError, DataError, DeadlineError, WeightTransferError, WorkerError
 from rlsys.utils.plugins import load_from_file
+from trainer.errors import told
 from trainer.estimate import correction_of, loss_mode_of
 from trainer.groups import Role
+from trainer.place import Place, find_place, load_tokenizer
 from trainer.ppo import RayPPOTrainer
 from trainer.runtime import steps_of
 from trainer.start import with_start_assets
@@ -36,46 +28,27 @@ from workers.reference import ReferenceWorker
 from workers.reward_model import RewardModelWorker
 from workers.rollout import HFRolloutWorker
 
-log = get_logger(__name__)
-TOLD_ERRORS = (ConfigError, DataError, CheckpointError, DeadlineError, WeightTransferError, WorkerError)
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where workers run: the classes that start them, and what to close at the end."""
-
-    device: str
-    group_cls: Callable[..., WorkerGroup]
-    make_class: Callable[..., ClassWithInitArgs]
-    make_manager: Callable[[Mapping[str, list[int]], Mapping[Role, str]], ResourcePoolManager[Any]]
-    close: Callable[[], None]
-
-
 def run_ppo(config: PPOConfig) -> int:
     """Train and tell where everything is; exit code 0, or 1 with one clear error."""
     setup_logging()
     start = time.perf_counter()
-    trainer = None
-    place = None
-    try:
+    with told(sys.stderr) as outcome:
         check_loggers(config.trainer.logger)
         config = with_start_assets(config)
-        place = find_place(config)
-        trainer = build_trainer(config, place)
-        trainer.fit()
-    except TOLD_ERRORS as error:
-        print(f"rlsys: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    except KeyboardInterrupt:
-        print("rlsys: stopped by the keyboard", file=sys.stderr)
-        return 130
-    finally:
-        if trainer is not None:
-            trainer.close()
-        if place is not None:
-            place.close()
-    print(trainer.reporter.farewell(seconds=time.perf_counter() - start))
-    return 0
+        with place_of(config) as place:
+            trainer = build_trainer(config, place)
+            try:
+                trainer.fit()
+            finally:
+                trainer.close()
+        print(trainer.reporter.farewell(seconds=time.perf_counter() - start))
+    return outcome.exit_code
+
+
+def place_of(config: PPOConfig) -> Place:
+    """Where the workers of a PPO run live."""
+    run = config.trainer
+    return find_place(run.backend, run.device, config.ray_kwargs, ranks=plan_batches(config).pools.total_ranks)
 
 
 def build_trainer(config: PPOConfig, place: Place | None = None) -> RayPPOTrainer:
@@ -84,14 +57,14 @@ def build_trainer(config: PPOConfig, place: Place | None = None) -> RayPPOTraine
     Without a `place` one is found: the running Ray cluster, a new one, or this process for trainer.backend=local.
     """
     config = with_start_assets(config)
-    place = place or find_place(config)
+    place = place or place_of(config)
     model = config.actor_rollout_ref.model
     if model.external_lib:
         importlib.import_module(model.external_lib)
-    tokenizer = load_tokenizer(config)
+    tokenizer = load_tokenizer(model)
     train, val = prompt_datasets(config, tokenizer)
     mapping, pools = place_roles(config)
-    run = engine_run(config, place.device, num_steps=steps_of(config, train))
+    run = engine_run(config, place, num_steps=steps_of(config, train))
     worker_args: dict[Role, tuple[Any, ...]] = {
         Role.Actor: (ActorWorker, config.actor_rollout_ref, run),
         Role.Rollout: (HFRolloutWorker, config.actor_rollout_ref, run),
@@ -131,50 +104,13 @@ def place_roles(config: PPOConfig) -> tuple[dict[Role, str], dict[str, list[int]
     return mapping, pools
 
 
-def find_place(config: PPOConfig) -> Place:
-    """This process, or the Ray cluster that is there or started now."""
-    ranks = plan_batches(config).pools.total_ranks
-    if config.trainer.backend == "local":
-        return _local_place(_device(config.trainer.device, torch.cuda.is_available()))
-    from rlsys.single_controller import ray as on_ray
-
-    cluster = on_ray.connect(
-        config.ray_kwargs.ray_init.model_dump(exclude_none=True),
-        timeline_json_file=config.ray_kwargs.timeline_json_file,
-    )
-    has_gpus = any(node.num_gpus > 0 for node in on_ray.cluster_nodes())
-    device = _device(config.trainer.device, has_gpus)
-    threads = max(1, (os.cpu_count() or 1) // ranks) if device == "cpu" else None
-
-    def group(pool: Any, made: Any, **options: Any) -> WorkerGroup:
-        return on_ray.RayWorkerGroup(pool, made, num_threads=threads, **options)
-
-    def manager(pools: Mapping[str, list[int]], mapping: Mapping[Role, str]) -> ResourcePoolManager[Any]:
-        return on_ray.ResourcePoolManager(pools, mapping, use_gpu=device != "cpu", max_colocate_count=1)
-
-    return Place(device, group, on_ray.RayClassWithInitArgs, manager, cluster.close)
-
-
-def _local_place(device: str) -> Place:
-    def manager(pools: Mapping[str, list[int]], mapping: Mapping[Role, str]) -> ResourcePoolManager[Any]:
-        return ResourcePoolManager(pools, mapping, lambda nodes, share, _: ResourcePool(nodes, share))
-
-    return Place(device, LocalWorkerGroup, ClassWithInitArgs, manager, lambda: None)
-
-
-def _device(wanted: str, has_gpus: bool) -> str:
-    if wanted == "cuda" and not has_gpus:
-        raise ConfigError("trainer.device=cuda, but there is no CUDA device; use trainer.device=auto or cpu")
-    return "cuda" if has_gpus and wanted != "cpu" else "cpu"
-
-
-def engine_run(config: PPOConfig, device: str, *, num_steps: int) -> EngineRun:
+def engine_run(config: PPOConfig, place: Place, *, num_steps: int) -> EngineRun:
     """What the roles need to know of the run."""
     plan = plan_batches(config)
     actor = config.actor_rollout_ref.actor
     warm = config.trainer.critic_warmup
     return EngineRun(
-        device=device,
+        device=place.device,
         nccl_timeout_s=config.actor_rollout_ref.nccl_timeout,
         temperature=config.actor_rollout_ref.rollout.temperature,
         max_response_tokens=config.data.max_response_length,
@@ -183,26 +119,11 @@ def engine_run(config: PPOConfig, device: str, *, num_steps: int) -> EngineRun:
         actor_steps=max(1, (num_steps - warm) * plan.actor.optimizer_steps),
         critic_steps=num_steps * plan.critic.optimizer_steps if plan.critic else -1,
         with_entropy=actor.calculate_entropy,
+        with_sum_pi_squared=config.algorithm.adv_estimator.endswith("optimal_token_baseline"),
         loss_mode=loss_mode_of(config),
         correction=correction_of(config),
-        num_threads=max(1, (os.cpu_count() or 1) // plan.pools.total_ranks) if device == "cpu" else None,
+        num_threads=place.threads,
     )
-
-
-def load_tokenizer(config: PPOConfig) -> Any:
-    """The model's tokenizer, with a pad token (the end token where it has none) and the configured template."""
-    model = config.actor_rollout_ref.model
-    path = model.tokenizer_path or model.path
-    assert path is not None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"actor_rollout_ref.model.path={path}: no tokenizer can be read there: {error}") from error
-    if tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if model.custom_chat_template:
-        tokenizer.chat_template = model.custom_chat_template
-    return tokenizer
 
 
 def prompt_datasets(config: PPOConfig, tokenizer: Any) -> tuple[PromptDataset, PromptDataset | None]:
@@ -216,7 +137,9 @@ def prompt_datasets(config: PPOConfig, tokenizer: Any) -> tuple[PromptDataset, P
     return train, val
 
 
-def _prompts(data: DataConfig, files: Sequence[str], tokenizer: Any, *, max_samples: int, shuffle: bool) -> PromptDataset:
+def _prompts(
+    data: DataConfig, files: Sequence[str], tokenizer: Any, *, max_samples: int, shuffle: bool
+) -> PromptDataset:
     form = PromptFormat(
         prompt_key=data.prompt_key,
         reward_fn_key=data.reward_fn_key,

@@ -15,7 +15,7 @@ SHOWN_VALUES = {"log_probs": "old_log_probs", "rollout_log_probs": "rollout_log_
 
 def dump(batch: DataProto, step: int, folder: Path, tokenizer: Any) -> Path:
     """Write all rows of a batch as `{folder}/{step}.jsonl` and bring `{folder}/index.html` up to date."""
-    rows = batch.batch
+    rows = batch.tensors
     lengths = response_lengths(batch)
     tokens = ragged(rows["responses"], lengths)
     values = {name: ragged(rows[key], lengths) for name, key in SHOWN_VALUES.items() if key in set(rows.keys())}
@@ -43,24 +43,24 @@ def sample_rows(batch: DataProto, tokenizer: Any, count: int, *, seed: int) -> l
         return []
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))[:count]
     chosen = batch.select_idxs(order)
-    scores = chosen.batch["token_level_scores"].sum(-1).tolist()
+    scores = chosen.tensors["token_level_scores"].sum(-1).tolist()
     return list(zip(prompt_texts(chosen, tokenizer), response_texts(chosen, tokenizer), scores))
 
 
 def response_lengths(batch: DataProto) -> torch.Tensor:
     """Real tokens of each response (B,)."""
-    width = batch.batch["responses"].shape[1]
-    return batch.batch["attention_mask"][:, -width:].sum(-1)
+    width = batch.tensors["responses"].shape[1]
+    return batch.tensors["attention_mask"][:, -width:].sum(-1)
 
 
 def prompt_texts(batch: DataProto, tokenizer: Any) -> list[str]:
-    width = batch.batch["prompts"].shape[1]
-    pairs = zip(batch.batch["prompts"], batch.batch["attention_mask"][:, :width].bool())
+    width = batch.tensors["prompts"].shape[1]
+    pairs = zip(batch.tensors["prompts"], batch.tensors["attention_mask"][:, :width].bool())
     return tokenizer.batch_decode([row[kept].tolist() for row, kept in pairs], skip_special_tokens=True)
 
 
 def response_texts(batch: DataProto, tokenizer: Any) -> list[str]:
-    pairs = zip(batch.batch["responses"], response_lengths(batch).tolist())
+    pairs = zip(batch.tensors["responses"], response_lengths(batch).tolist())
     return tokenizer.batch_decode([row[:n].tolist() for row, n in pairs], skip_special_tokens=True)
 
 

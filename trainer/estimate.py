@@ -96,8 +96,8 @@ def estimate(
 
 def _mismatch(batch: DataProto) -> dict[str, float]:
     """How far the rollout's log-probs are from the trainer's, where both are there."""
-    rows = batch.batch
-    if "rollout_log_probs" not in rows.keys() or "old_log_probs" not in rows.keys():  # noqa: SIM118
+    rows = batch.tensors
+    if not {"rollout_log_probs", "old_log_probs"} <= set(rows.keys()):
         return {}
     return probs_diff_metrics(
         old_log_probs=rows["old_log_probs"],

@@ -29,7 +29,7 @@ class Evaluator:
         graded = [self.answer(prompts, step, call) for call, prompts in enumerate(self.batches())]
         whole = graded[0] if len(graded) == 1 else DataProto.concat(graded)
         self.dump(whole, step)
-        infos = {"reward": whole.batch["token_level_scores"].sum(-1).tolist(), **numeric_columns(whole)}
+        infos = {"reward": whole.tensors["token_level_scores"].sum(-1).tolist(), **numeric_columns(whole)}
         return validation_metrics(
             [str(source) for source in whole.non_tensor_batch["data_source"]],
             [str(uid) for uid in whole.non_tensor_batch["uid"]],

@@ -60,7 +60,9 @@ class RayPPOTrainer:
             keep={"actor": config.trainer.max_actor_ckpt_to_keep}
             | ({"critic": config.trainer.max_critic_ckpt_to_keep} if self.plan.critic else {}),
         )
-        self.reporter = Reporter(config.trainer, config.model_dump(mode="json"), num_devices=self.plan.pools.total_ranks)
+        self.reporter = Reporter(
+            config.trainer, config.model_dump(mode="json"), num_devices=self.plan.pools.total_ranks
+        )
         self.stage = self.reporter.stage
         self.global_step = 0
         self.weight_version = -1
@@ -96,7 +98,7 @@ class RayPPOTrainer:
         with self.session():
             self.resume()
             self.push_weights()
-            if self.cfg.trainer.val_before_train and self.global_step == 0 or self.cfg.trainer.val_only:
+            if (self.cfg.trainer.val_before_train and self.global_step == 0) or self.cfg.trainer.val_only:
                 self.evaluate()
             while not self.cfg.trainer.val_only and self.global_step < self.total_steps:
                 with self.stage("step"):
@@ -145,7 +147,11 @@ class RayPPOTrainer:
             report = self.runtime.push(self.global_step)
         self.weight_version = report.version
         self.reporter.add(
-            {"weights/bytes": float(report.num_bytes), "weights/seconds": report.seconds, "weights/version": report.version}
+            {
+                "weights/bytes": float(report.num_bytes),
+                "weights/seconds": report.seconds,
+                "weights/version": report.version,
+            }
         )
         return report
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlsys.config.schema_trainer import TrainerConfig
+from rlsys.config.schema_trainer import RunConfig
 from rlsys.protocol import DataProto
 from rlsys.telemetry.log import get_logger
 from rlsys.telemetry.memory import MemoryLedger, memory_metrics
@@ -24,7 +24,7 @@ log = get_logger(__name__)
 class Reporter:
     """Collects the metrics of a step and hands them on once, when the step is finished."""
 
-    def __init__(self, trainer: TrainerConfig, resolved: Mapping[str, Any], *, num_devices: int) -> None:
+    def __init__(self, trainer: RunConfig, resolved: Mapping[str, Any], *, num_devices: int) -> None:
         self._cfg, self._resolved = trainer, resolved
         self.root = Path(trainer.default_local_dir)
         self._num_devices = num_devices
@@ -70,13 +70,11 @@ class Reporter:
 
     def batch_metrics(self, batch: DataProto) -> None:
         """What the trained batch looked like."""
-        rows = batch.batch
-        mask = rows["attention_mask"]
-        response = int(mask[:, -rows["responses"].shape[1] :].sum())
-        self._tokens = (int(mask.sum()) - response, response)
+        rows = batch.tensors
+        self.token_counts(batch)
         self.add(
             data_metrics(
-                attention_mask=mask,
+                attention_mask=rows["attention_mask"],
                 response_mask=rows["response_mask"],
                 token_level_scores=rows["token_level_scores"],
                 token_level_rewards=rows["token_level_rewards"],
@@ -89,6 +87,12 @@ class Reporter:
         if versions.numel():
             step = int(batch.meta_info["global_steps"])
             self.add({"training/staleness": float(step - 1 - versions.double().mean())})
+
+    def token_counts(self, batch: DataProto) -> None:
+        """Prompt and response tokens, for rates."""
+        mask = batch.tensors["attention_mask"]
+        response = int(mask[:, -batch.tensors["responses"].shape[1] :].sum())
+        self._tokens = (int(mask.sum()) - response, response)
 
     def add_entropy(self, entropy: torch.Tensor, mask: torch.Tensor) -> None:
         count = mask.sum().clamp(min=1)
@@ -138,7 +142,7 @@ class Reporter:
         lines = [f"rlsys: done in {seconds:.0f} s"]
         for name, path in (
             ("metrics", self.root / "metrics.jsonl"),
-            ("rollouts", Path(self._cfg.rollout_data_dir or self.root / "rollouts") / "index.html"),
+            ("rollouts", Path(getattr(self._cfg, "rollout_data_dir", None) or self.root / "rollouts") / "index.html"),
             ("timeline", self.root / "timeline.json"),
             ("checkpoint", self.root / "latest_checkpointed_iteration.txt"),
         ):

@@ -30,7 +30,7 @@ LEGAL: Mapping[Holder, tuple[Holder, ...]] = {
     Holder.NONE: (*TRAINED, Holder.SYNC),
     Holder.ROLLOUT: (*TRAINED, Holder.SYNC),
     Holder.SYNC: (*TRAINED, Holder.ROLLOUT),
-    **{holder: (*TRAINED, Holder.SYNC, Holder.ROLLOUT) for holder in TRAINED},
+    **dict.fromkeys(TRAINED, (*TRAINED, Holder.SYNC, Holder.ROLLOUT)),
 }
 
 

@@ -20,7 +20,7 @@ from rlsys.protocol import DataProto
 from rlsys.rewards.manager import OverlongBuffer, RewardManager, build_reward_manager, load_reward_manager
 from rlsys.rewards.pool import RewardPool
 from rlsys.rewards.records import Grader
-from rlsys.rollout.batch import SEEDS
+from rlsys.rollout.fleet import FleetDeadlines, RolloutFleet
 from rlsys.types import SamplingParams, TransferReport
 from trainer.answers import VALIDATION_SEED, Answers, Generate
 from trainer.estimate import AdvantageSettings, advantage_settings, kl_controller
@@ -90,11 +90,11 @@ def assemble(trainer: RayPPOTrainer) -> Runtime:
     cfg, groups = trainer.cfg, trainer.groups
     pool = reward_pool(cfg.reward)
     manager = reward_manager(cfg, trainer.tokenizer, pool)
-    fleet = rollout_fleet(groups.rollout, cfg)
+    fleet = rollout_fleet(trainer)
     transfer = connect_weights(groups, cfg, colocated=trainer.plan.pools.colocated)
     pad = trainer.tokenizer.pad_token_id
     answers = Answers(
-        generate=fleet,
+        generate=generate_by(fleet),
         manager=manager,
         sampling=training_sampling(cfg),
         num_answers=cfg.actor_rollout_ref.rollout.n,
@@ -120,7 +120,7 @@ def assemble(trainer: RayPPOTrainer) -> Runtime:
         kl_ctrl=kl_controller(cfg),
         push=transfer.push,
         total_steps=steps_of(cfg, trainer.train_dataset),
-        closers=(source.close, transfer.close, pool.close),
+        closers=(source.close, fleet.close, transfer.close, pool.close),
     )
 
 
@@ -185,7 +185,15 @@ def reward_manager(cfg: PPOConfig, tokenizer: Any, pool: RewardPool) -> RewardMa
             log=overlong.log,
         )
     if chosen.source == "importlib":
-        return load_reward_manager(chosen.module.path, chosen.module.name, tokenizer=tokenizer)
+        assert chosen.module.path is not None, "checked with the configuration"
+        return load_reward_manager(
+            chosen.module.path,
+            chosen.module.name,
+            tokenizer=tokenizer,
+            pool=pool,
+            reward_fn_key=cfg.data.reward_fn_key,
+            config=cfg,
+        )
     return build_reward_manager(
         chosen.name,
         tokenizer=tokenizer,
@@ -236,19 +244,52 @@ def _group_filter(settings: FilterGroupsConfig) -> GroupFilter | None:
     return GroupFilter(partial(filter_groups, metric=settings.metric or "seq_reward"), settings.max_num_gen_batches)
 
 
-def rollout_fleet(rollout: Any, cfg: PPOConfig) -> Generate:
-    """Rows in, completed rows out, over all rollout ranks (interim)."""
+@dataclass(frozen=True)
+class GroupReplica:
+    """One rank of the rollout group as the fleet sees it."""
+
+    group: Any
+    rank: int
+
+    @property
+    def name(self) -> str:
+        return f"rollout {self.rank}"
+
+    def generate(self, work: Any, deadline_s: float) -> Any:
+        return self.group.execute_rank(
+            self.rank, "generate_sequences", work, deadline_s=deadline_s, stage="generate_sequences"
+        )
+
+    def health(self, deadline_s: float) -> Mapping[str, Any]:
+        return self.group.execute_rank(self.rank, "health", deadline_s=deadline_s)
+
+    def restart(self, deadline_s: float) -> None:
+        self.group.restart_rank(self.rank, deadline_s)
+        self.group.execute_rank(self.rank, "init_model", deadline_s=deadline_s)
+
+
+def rollout_fleet(trainer: RayPPOTrainer) -> RolloutFleet:
+    """The replicas of the rollout group. One that dies is restarted, unless the actor lived in its process too."""
+    cfg, group = trainer.cfg, trainer.groups.rollout
+    rows = cfg.data.gen_batch_size * cfg.actor_rollout_ref.rollout.n
+    share = -(-rows // group.world_size)
+    return RolloutFleet(
+        [GroupReplica(group, rank) for rank in range(group.world_size)],
+        chunk_rows=min(share, cfg.actor_rollout_ref.rollout.max_num_seqs),
+        deadlines=FleetDeadlines(generate_s=cfg.trainer.deadlines.generate_s, restart_s=cfg.trainer.deadlines.start_s),
+        max_restarts=0 if trainer.plan.pools.colocated else 3,
+        max_staleness=cfg.trainer.max_staleness,
+    )
+
+
+def generate_by(fleet: RolloutFleet) -> Generate:
+    """Rows in, completed rows out, with the counts of what it took."""
 
     def generate(rows: DataProto) -> tuple[DataProto, dict[str, float]]:
-        done = rollout.generate_sequences(
-            rows.select(batch_keys=["prompts", "attention_mask", SEEDS], non_tensor_batch_keys=["uid"])
-        )
-        batch = DataProto(
-            batch=done.batch,
-            non_tensor_batch={**rows.non_tensor_batch, **done.non_tensor_batch},
-            meta_info=dict(rows.meta_info),
-        )
-        return batch, {}
+        prompts = rows.select(batch_keys=["prompts", "attention_mask"], non_tensor_batch_keys=[])
+        done = fleet.generate_sequences(prompts)
+        columns = {**rows.non_tensor_batch, **done.non_tensor_batch}
+        return DataProto(done.batch, columns, dict(rows.meta_info)), fleet.metrics()
 
     return generate
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import ConfigError, DeadlineError
 
@@ -145,14 +143,3 @@ class RolloutSource:
             "algorithm.filter_groups.max_num_gen_batches or data.gen_batch_size, or choose data that the model "
             "neither always nor never solves"
         )
-
-
-def row_seeds(seed: int, step: int, num_rows: int, *, first_row: int = 0) -> np.ndarray:
-    """One 63-bit seed a row from (seed, step, row): the same draws wherever and whenever a row is generated."""
-    with np.errstate(over="ignore"):
-        rows = np.arange(first_row, first_row + num_rows, dtype=np.uint64)
-        x = rows + np.uint64(0x9E3779B97F4A7C15) * np.uint64(step + 1) + np.uint64(seed) * np.uint64(0xD1342543DE82EF95)
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
-        x = x ^ (x >> np.uint64(31))
-    return (x >> np.uint64(1)).astype(np.int64)

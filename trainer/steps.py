@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
+from rlsys.batching import balance_rows, seqlen_metrics
 from rlsys.protocol import DataProto
 from trainer.estimate import estimate
 from trainer.residency import Holder
@@ -20,29 +24,32 @@ VALUE_UPDATE_FIELDS = [*LOG_PROB_FIELDS, "values", "returns"]
 def balance(trainer: RayPPOTrainer, batch: DataProto) -> DataProto:
     """Order rows so that each rank gets as many tokens as the others and mini-batches do not depend on the ranks."""
     trainer.reporter.add(batch.meta_info.pop("source_metrics", {}))
-    lengths = batch.batch["attention_mask"].sum(-1).tolist()
+    lengths = batch.tensors["attention_mask"].sum(-1).tolist()
     batch.meta_info["global_token_num"] = lengths
     batch.meta_info["global_steps"] = trainer.global_step
     batch.meta_info["temperature"] = trainer.cfg.actor_rollout_ref.rollout.temperature
-    if trainer.cfg.trainer.balance_batch and trainer.plan.actor.dp_size > 1:
-        from rlsys.batching import balance_rows
-
-        order = balance_rows(lengths, num_ranks=trainer.plan.actor.dp_size, mini_batch_rows=trainer.plan.actor.mini_batch_samples)
-        batch.reorder(order)
-        lengths = [lengths[row] for row in order]
+    ranks, rows = trainer.plan.actor.dp_size, trainer.plan.actor.mini_batch_samples
+    parts = np.array_split(np.arange(len(batch)), ranks)
+    if trainer.cfg.trainer.balance_batch and ranks > 1:
+        order = balance_rows(lengths, num_ranks=ranks, mini_batch_rows=rows)
+        batch.reorder(torch.from_numpy(order))
+        parts = np.array_split(order, ranks)
+    trainer.reporter.add(seqlen_metrics(lengths, parts))
     return batch
 
 
 def old_log_probs(trainer: RayPPOTrainer, batch: DataProto) -> DataProto:
     """Log-probabilities under the weights that are about to be trained, or the rollout's own in bypass mode."""
     if trainer.cfg.algorithm.rollout_correction.bypass_mode:
-        batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+        batch.tensors["old_log_probs"] = batch.tensors["rollout_log_probs"]
         return batch
     trainer.runtime.residency.enter(Holder.ACTOR)
     with trainer.stage("old_log_prob"):
-        found = trainer.groups.actor.compute_log_prob(batch.select(batch_keys=LOG_PROB_FIELDS, non_tensor_batch_keys=[]))
-    if "entropys" in found.batch.keys():
-        trainer.reporter.add_entropy(found.batch.pop("entropys"), batch.batch["response_mask"])
+        found = trainer.groups.actor.compute_log_prob(
+            batch.select(batch_keys=LOG_PROB_FIELDS, non_tensor_batch_keys=[])
+        )
+    if "entropys" in set(found.tensors.keys()):
+        trainer.reporter.add_entropy(found.tensors.pop("entropys"), batch.tensors["response_mask"])
     return batch.union(found)
 
 
@@ -67,8 +74,8 @@ def reward_model_scores(trainer: RayPPOTrainer, batch: DataProto) -> DataProto:
     trainer.runtime.residency.enter(Holder.REWARD_MODEL)
     with trainer.stage("reward_model"):
         rows = batch.select(batch_keys=LOG_PROB_FIELDS, non_tensor_batch_keys=[])
-        scores = trainer.groups.rm.compute_rm_score(rows).batch["rm_scores"]
-    batch.batch["token_level_scores"] = batch.batch["token_level_scores"] + scores
+        scores = trainer.groups.rm.compute_rm_score(rows).tensors["rm_scores"]
+    batch.tensors["token_level_scores"] = batch.tensors["token_level_scores"] + scores
     return batch
 
 
@@ -107,5 +114,5 @@ def update_actor(trainer: RayPPOTrainer, batch: DataProto) -> None:
 
 
 def _fields(batch: DataProto, names: list[str]) -> DataProto:
-    optional = [name for name in OPTIONAL_UPDATE_FIELDS if name in batch.batch.keys() and name not in names]
+    optional = [name for name in OPTIONAL_UPDATE_FIELDS if name in set(batch.tensors.keys()) and name not in names]
     return batch.select(batch_keys=[*names, *optional], non_tensor_batch_keys=[])

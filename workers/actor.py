@@ -34,15 +34,14 @@ class ActorWorker(Worker):
 
     @register(dispatch_mode=BY_MESH)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`old_log_probs` and, where asked for, `entropys` (B, R)."""
-        return self.actor.compute_logp(data, entropy=self.run.with_entropy)
+        """`old_log_probs` and, where asked for, `entropys` and `sum_pi_squared` (B, R)."""
+        return self.actor.compute_logp(data, entropy=self.run.with_entropy, sum_pi_squared=self.run.with_sum_pi_squared)
 
     @register(dispatch_mode=BY_MESH)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob` (B, R) of the base model, with the adapters switched off."""
         with self.engine.adapters_disabled():
-            found = self.actor.compute_logp(data)
-        return DataProto.from_dict({"ref_log_prob": found.batch["old_log_probs"]})
+            return self.actor.compute_logp(data, name="ref_log_prob")
 
     @register(dispatch_mode=BY_MESH)
     def update_actor(self, data: DataProto) -> DataProto:

@@ -20,6 +20,7 @@ from rlsys.models.hf import ModelSource
 from rlsys.models.lora import LoraSettings
 from rlsys.roles.actor import ActorSettings
 from rlsys.roles.critic import CriticSettings
+from rlsys.roles.update import UpdateSettings
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class EngineRun:
     actor_steps: int = -1
     critic_steps: int = -1
     with_entropy: bool = False
+    with_sum_pi_squared: bool = False
     loss_mode: str = "vanilla"
     correction: RolloutCorrection | None = None
     num_threads: int | None = None
@@ -240,11 +242,14 @@ def actor_settings(cfg: ActorRolloutRefConfig, run: EngineRun, *, dp_size: int) 
             kl_loss_coef=actor.kl_loss_coef,
             kl_loss_type=actor.kl_loss_type,
         ),
+        updates=UpdateSettings(
+            mini_batch_rows=actor.ppo_mini_batch_size * run.num_answers // dp_size,
+            epochs=actor.ppo_epochs,
+            shuffle=actor.shuffle,
+            seed=actor.data_loader_seed,
+        ),
         temperature=run.temperature,
-        mini_batch_rows=actor.ppo_mini_batch_size * run.num_answers // dp_size,
-        ppo_epochs=actor.ppo_epochs,
-        shuffle=actor.shuffle,
-        seed=actor.data_loader_seed,
+        calculate_entropy=actor.calculate_entropy,
     )
 
 
@@ -272,10 +277,10 @@ def critic_settings(cfg: CriticConfig, run: EngineRun, *, dp_size: int) -> Criti
         cliprange_value=cfg.cliprange_value,
         loss_agg_mode=cfg.loss_agg_mode,
         loss_scale_factor=cfg.loss_scale_factor or float(run.max_response_tokens),
-        mini_batch_rows=cfg.ppo_mini_batch_size * run.num_answers // dp_size,
-        ppo_epochs=cfg.ppo_epochs,
-        shuffle=cfg.shuffle,
-        seed=cfg.data_loader_seed,
+        updates=UpdateSettings(
+            mini_batch_rows=cfg.ppo_mini_batch_size * run.num_answers // dp_size,
+            epochs=cfg.ppo_epochs,
+            shuffle=cfg.shuffle,
+            seed=cfg.data_loader_seed,
+        ),
     )
-
-

@@ -12,7 +12,7 @@ from rlsys.rollout.batch import generate_sequences
 from rlsys.rollout.hf import HFRollout
 from rlsys.single_controller.base import Worker
 from rlsys.single_controller.base.decorator import Dispatch, register
-from rlsys.types import SamplingParams, WeightLayout
+from rlsys.types import WeightLayout
 from workers.engines import EngineRun
 from workers.weights import WeightReceiver
 
@@ -43,9 +43,8 @@ class HFRolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Complete prompts; `meta_info["sampling"]` says how, the column `rollout_seed` seeds each row."""
-        params = SamplingParams(**prompts.meta_info["sampling"])
-        return generate_sequences(self.engine, prompts, params=params, pad_token_id=prompts.meta_info["pad_token_id"])
+        """Complete prompts as their meta_info says (see rlsys.rollout.batch)."""
+        return generate_sequences(self.engine, prompts)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:

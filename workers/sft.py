@@ -36,9 +36,9 @@ class SupervisedWorker(Worker):
         return DataProto(meta_info={"metrics": self.role.train_batch(data)})
 
     @register(dispatch_mode=BY_MESH)
-    def eval_batch(self, data: DataProto) -> DataProto:
-        """The same metrics without a step."""
-        return DataProto(meta_info={"metrics": self.role.eval_batch(data)})
+    def eval_batch(self, data: DataProto) -> dict[str, tuple[float, float]]:
+        """`val/*` of this rank's rows as (sum, count), without a step."""
+        return self.role.evaluate_lm(data) if self.kind == "lm" else self.role.evaluate_rw(data)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:

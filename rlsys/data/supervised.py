@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rlsys.data.chat import Message, Truncation, encode_conversation
 from rlsys.data.dataset import sample

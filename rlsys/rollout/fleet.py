@@ -201,7 +201,9 @@ class RolloutFleet:
         allowed_s = self.deadlines.generate_s + self.deadlines.health_s + 2 * self.deadlines.restart_s + SPARE_S
         if time.monotonic() - self._last_event_s > allowed_s:
             who = ", ".join(f"{p.replica.name} ({p.state})" for p in self._places if p.running or p.state != "ready")
-            raise DeadlineError(f"rollout fleet: {who or 'no replica'}", "generate", allowed_s, "nothing happens any more")
+            raise DeadlineError(
+                f"rollout fleet: {who or 'no replica'}", "generate", allowed_s, "nothing happens any more"
+            )
 
     # ---- serving -----------------------------------------------------------------------------------------------
 
@@ -391,7 +393,9 @@ class RolloutFleet:
     def metrics(self) -> dict[str, float]:
         """Counts since the start: rows of the ledger, retries, restarts, refused versions, replicas that serve."""
         with self._change:
-            counts = {name: self._counts[name] for name in ("failures", "retries", "restarts", "refused_versions", "aborted")}
+            counts = {
+                name: self._counts[name] for name in ("failures", "retries", "restarts", "refused_versions", "aborted")
+            }
             ready = sum(place.open for place in self._places)
             return {f"rollout/{k}": v for k, v in {**self.ledger.counts(), **counts, "replicas_ready": ready}.items()}
 
