@@ -38,8 +38,8 @@ def balance_rows(
     lengths. ValueError unless every mini-batch divides by `num_ranks`.
     """
     work = _array(lengths if weights is None else weights)
-    step = mini_batch_rows or len(work)
-    if num_ranks < 1 or any(rows % num_ranks for rows in (step, len(work) % step if step else 0)):
+    step = max(len(work), 1) if mini_batch_rows is None else mini_batch_rows
+    if num_ranks < 1 or step < 1 or any(rows % num_ranks for rows in (min(step, len(work)), len(work) % step)):
         raise ValueError(f"mini-batches of {step} out of {len(work)} rows do not divide over {num_ranks} ranks")
     shares: list[list[np.ndarray]] = [[] for _ in range(num_ranks)]
     for start in range(0, len(work), step):
@@ -84,7 +84,9 @@ def micro_batches(
 
 def _pack_under(sizes: np.ndarray, work: np.ndarray, max_tokens: int) -> list[np.ndarray]:
     """As few parts as a balanced partition or best-fit-decreasing reaches."""
-    least = max(-(-int(sizes.sum()) // max_tokens), int((2 * sizes > max_tokens).sum() + 1) // 2, 1)
+    if not len(sizes):
+        return []
+    least = max(-(-int(sizes.sum()) // max_tokens), int((2 * sizes > max_tokens).sum()), 1)
     parts = _balanced_under(sizes, work, max_tokens, least)
     if parts is not None:
         return parts
@@ -110,8 +112,7 @@ def _spread(
     while len(parts) < min(count, len(sizes)):
         largest = max(range(len(parts)), key=lambda i: (len(parts[i]) > 1, work[parts[i]].sum()))
         whole = parts.pop(largest)
-        halves = balanced_partitions(work[whole], 2)
-        parts += [whole[half] for half in halves] if all(map(len, halves)) else [whole[:1], whole[1:]]
+        parts += [whole[half] for half in balanced_partitions(work[whole], 2)]
     return parts + [np.empty(0, np.int64)] * (count - len(parts))
 
 

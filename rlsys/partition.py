@@ -70,10 +70,29 @@ def _longest_first(weights: np.ndarray, order: np.ndarray, num_parts: int) -> np
     return owner
 
 
-def _exchange(weights: np.ndarray, parts: list[np.ndarray], equal_size: bool) -> list[np.ndarray]:
+class _Part:
+    """Weights in ascending order and the indices they come from."""
+
+    def __init__(self, weights: np.ndarray, indices: np.ndarray) -> None:
+        order = np.argsort(weights[indices], kind="stable")
+        self.indices, self.values = indices[order], weights[indices][order]
+
+    def take(self, at: int) -> tuple[int, float]:
+        taken = self.indices[at], self.values[at]
+        self.indices = np.concatenate((self.indices[:at], self.indices[at + 1 :]))
+        self.values = np.concatenate((self.values[:at], self.values[at + 1 :]))
+        return taken
+
+    def put(self, index: int, value: float) -> None:
+        at = self.values.searchsorted(value)
+        self.indices = np.concatenate((self.indices[:at], [index], self.indices[at:]))
+        self.values = np.concatenate((self.values[:at], [value], self.values[at:]))
+
+
+def _exchange(weights: np.ndarray, indices: list[np.ndarray], equal_size: bool) -> list[np.ndarray]:
     """Lower the fullest part by exchanges with the emptiest that has a fitting partner, while that helps."""
-    parts = [part[np.argsort(weights[part], kind="stable")] for part in parts]
-    sums = np.array([weights[part].sum() for part in parts])
+    parts = [_Part(weights, part) for part in indices]
+    sums = np.array([part.values.sum() for part in parts])
     close = max(sums.mean() * CLOSE, 1 if weights.dtype.kind == "i" else 0)
     tries = EXCHANGES * len(parts)
     while tries > 0:
@@ -81,40 +100,36 @@ def _exchange(weights: np.ndarray, parts: list[np.ndarray], equal_size: bool) ->
         for low in np.argsort(sums, kind="stable").tolist():
             gap, tries = sums[high] - sums[low], tries - 1
             if gap <= close:
-                return parts
-            give, take = _best_exchange(weights[parts[high]], weights[parts[low]], gap, moves=not equal_size)
-            if give is None:
-                continue
-            given = parts[high][give : give + 1]
-            taken = parts[low][:0] if take is None else parts[low][take : take + 1]
-            moved = weights[given].sum() - weights[taken].sum()
-            parts[high] = _replace(weights, parts[high], give, taken)
-            parts[low] = _replace(weights, parts[low], take, given)
-            sums[high] -= moved
-            sums[low] += moved
-            break
+                return [part.indices for part in parts]
+            if moved := _exchange_best(parts[high], parts[low], gap, moves=not equal_size):
+                sums[high] -= moved
+                sums[low] += moved
+                break
         else:
-            return parts
-    return parts
+            break
+    return [part.indices for part in parts]
 
 
-def _best_exchange(high: np.ndarray, low: np.ndarray, gap: float, *, moves: bool) -> tuple[int | None, int | None]:
-    """(index in high, index in low or None) whose exchange leaves the least difference; both sorted ascending."""
-    targets = high - gap / 2
-    at = np.searchsorted(low, targets).clip(1, max(len(low) - 1, 1))
-    left = np.abs(low[at - 1] - targets) <= np.abs(low[at.clip(max=len(low) - 1)] - targets)
-    partner = np.where(left, at - 1, at.clip(max=len(low) - 1))
-    moved = high - low[partner]
-    rest = np.abs(gap - 2 * moved)
-    best = int(rest.argmin())
-    if moves:
-        alone = np.abs(gap - 2 * high)
+def _exchange_best(high: _Part, low: _Part, gap: float, *, moves: bool) -> float:
+    """Swap (or move) what leaves the least difference between both parts; how much moved, 0 if nothing helps."""
+    targets = high.values - gap / 2
+    after = np.minimum(low.values.searchsorted(targets), len(low.values) - 1)
+    before = np.maximum(after - 1, 0)
+    nearer = np.abs(low.values[before] - targets) <= np.abs(low.values[after] - targets)
+    partner = np.where(nearer, before, after)
+    rest = np.abs(gap - 2 * (high.values - low.values[partner]))
+    give = int(rest.argmin())
+    if moves and len(high.values) > 1:
+        alone = np.abs(gap - 2 * high.values)
         single = int(alone.argmin())
-        if len(high) > 1 and alone[single] < min(rest[best], gap):
-            return single, None
-    return (best, int(partner[best])) if rest[best] < gap else (None, None)
-
-
-def _replace(weights: np.ndarray, part: np.ndarray, index: int | None, new: np.ndarray) -> np.ndarray:
-    kept = part if index is None else np.delete(part, index)
-    return np.insert(kept, np.searchsorted(weights[kept], weights[new]), new)
+        if alone[single] < min(rest[give], gap):
+            index, value = high.take(single)
+            low.put(index, value)
+            return value
+    if rest[give] >= gap:
+        return 0
+    index, value = high.take(give)
+    index_back, value_back = low.take(int(partner[give]))
+    low.put(index, value)
+    high.put(index_back, value_back)
+    return value - value_back
