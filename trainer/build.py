@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlsys.config import PPOConfig, plan_batches
-from rlsys.config.schema_data import DataConfig
+from rlsys.config.schema_data import PromptsConfig
 from rlsys.data.dataset import PromptDataset, PromptFormat
 from rlsys.telemetry.log import setup_logging
 from rlsys.telemetry.trackers import check_loggers
@@ -27,6 +27,7 @@ from workers.engines import EngineRun
 from workers.reference import ReferenceWorker
 from workers.reward_model import RewardModelWorker
 from workers.rollout import HFRolloutWorker
+
 
 def run_ppo(config: PPOConfig) -> int:
     """Train and tell where everything is; exit code 0, or 1 with one clear error."""
@@ -67,7 +68,7 @@ def build_trainer(config: PPOConfig, place: Place | None = None) -> RayPPOTraine
     run = engine_run(config, place, num_steps=steps_of(config, train))
     worker_args: dict[Role, tuple[Any, ...]] = {
         Role.Actor: (ActorWorker, config.actor_rollout_ref, run),
-        Role.Rollout: (HFRolloutWorker, config.actor_rollout_ref, run),
+        Role.Rollout: (HFRolloutWorker, model, config.actor_rollout_ref.rollout, run),
         Role.Critic: (CriticWorker, config.critic, run),
         Role.RefPolicy: (ReferenceWorker, config.actor_rollout_ref, run),
         Role.RewardModel: (RewardModelWorker, config.reward.reward_model, run),
@@ -130,15 +131,24 @@ def prompt_datasets(config: PPOConfig, tokenizer: Any) -> tuple[PromptDataset, P
     """Training and validation prompts."""
     data = config.data
     assert data.train_files is not None
-    train = _prompts(data, data.train_files, tokenizer, max_samples=data.train_max_samples, shuffle=data.shuffle)
+    train = load_prompts(
+        data, data.train_files, tokenizer, max_samples=data.train_max_samples, shuffle=data.shuffle, seed=data.seed
+    )
     if not data.val_files:
         return train, None
-    val = _prompts(data, data.val_files, tokenizer, max_samples=data.val_max_samples, shuffle=data.validation_shuffle)
+    val = load_prompts(
+        data,
+        data.val_files,
+        tokenizer,
+        max_samples=data.val_max_samples,
+        shuffle=data.validation_shuffle,
+        seed=data.seed,
+    )
     return train, val
 
 
-def _prompts(
-    data: DataConfig, files: Sequence[str], tokenizer: Any, *, max_samples: int, shuffle: bool
+def load_prompts(
+    data: PromptsConfig, files: Sequence[str], tokenizer: Any, *, max_samples: int, shuffle: bool, seed: int
 ) -> PromptDataset:
     form = PromptFormat(
         prompt_key=data.prompt_key,
@@ -160,7 +170,7 @@ def _prompts(
         form,
         max_samples=max_samples,
         shuffle=shuffle,
-        seed=data.seed,
+        seed=seed,
         bad_rows=data.bad_rows,
         num_threads=threads,
     )

@@ -13,6 +13,7 @@ from rlsys.telemetry.validation import validation_metrics
 
 Answer = Callable[[DataProto, int, int], DataProto]
 """(prompts, step, number of the batch) -> graded answers."""
+Dump = Callable[[DataProto, int], None]
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Evaluator:
 
     batches: Callable[[], list[DataProto]]
     answer: Answer
-    dump: Callable[[DataProto, int], None]
+    dump: Dump
     seed: int
 
     def run(self, step: int) -> dict[str, float]:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlsys.algorithms import KLController, filter_groups
-from rlsys.config import PPOConfig
+from rlsys.config import EvalConfig, PPOConfig
 from rlsys.config.plan import total_steps
 from rlsys.config.schema_algorithm import FilterGroupsConfig, RewardConfig
 from rlsys.config.schema_data import DataConfig
@@ -24,7 +24,7 @@ from rlsys.rollout.fleet import FleetDeadlines, RolloutFleet
 from rlsys.types import SamplingParams, TransferReport
 from trainer.answers import VALIDATION_SEED, Answers, Generate
 from trainer.estimate import AdvantageSettings, advantage_settings, kl_controller
-from trainer.evaluate import Evaluator
+from trainer.evaluate import Dump, Evaluator
 from trainer.groups import WorkerGroups, deadlines_of, start_groups
 from trainer.residency import Holder, Moves, Residency
 from trainer.source import GroupFilter, RolloutSource
@@ -90,7 +90,13 @@ def assemble(trainer: RayPPOTrainer) -> Runtime:
     cfg, groups = trainer.cfg, trainer.groups
     pool = reward_pool(cfg.reward)
     manager = reward_manager(cfg, trainer.tokenizer, pool)
-    fleet = rollout_fleet(trainer)
+    fleet = rollout_fleet(
+        groups.rollout,
+        cfg,
+        rows=cfg.data.gen_batch_size * cfg.actor_rollout_ref.rollout.n,
+        restartable=not trainer.plan.pools.colocated,
+        max_staleness=cfg.trainer.max_staleness,
+    )
     transfer = connect_weights(groups, cfg, colocated=trainer.plan.pools.colocated)
     pad = trainer.tokenizer.pad_token_id
     answers = Answers(
@@ -115,7 +121,9 @@ def assemble(trainer: RayPPOTrainer) -> Runtime:
     return Runtime(
         source=source,
         residency=Residency(residency_moves(cfg, groups, trainer.device_name, trainer.plan.pools.colocated)),
-        evaluator=_evaluator(trainer, answers) if trainer.val_dataset is not None else None,
+        evaluator=validation(cfg, trainer.val_dataset, answers, trainer.dump_validation, seed=cfg.data.seed)
+        if trainer.val_dataset is not None
+        else None,
         advantages=advantage_settings(cfg),
         kl_ctrl=kl_controller(cfg),
         push=transfer.push,
@@ -154,8 +162,9 @@ def training_sampling(cfg: PPOConfig) -> SamplingParams:
     )
 
 
-def validation_sampling(cfg: PPOConfig) -> SamplingParams:
-    rollout, val = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.rollout.val_kwargs
+def validation_sampling(cfg: PPOConfig | EvalConfig) -> SamplingParams:
+    rollout = cfg.actor_rollout_ref.rollout
+    val = rollout.val_kwargs
     return SamplingParams(
         max_new_tokens=cfg.data.max_response_length,
         temperature=val.temperature if val.do_sample else 0.0,
@@ -172,7 +181,7 @@ def reward_pool(reward: RewardConfig) -> RewardPool:
     return RewardPool(grader, num_workers=reward.num_workers, timeout_s=reward.timeout_s)
 
 
-def reward_manager(cfg: PPOConfig, tokenizer: Any, pool: RewardPool) -> RewardManager:
+def reward_manager(cfg: PPOConfig | EvalConfig, tokenizer: Any, pool: RewardPool) -> RewardManager:
     """The configured manager: registered by name, or a class from a file."""
     chosen, kwargs = cfg.reward.reward_manager, cfg.reward.reward_kwargs
     overlong = kwargs.overlong_buffer_cfg
@@ -268,17 +277,20 @@ class GroupReplica:
         self.group.execute_rank(self.rank, "init_model", deadline_s=deadline_s)
 
 
-def rollout_fleet(trainer: RayPPOTrainer) -> RolloutFleet:
-    """The replicas of the rollout group. One that dies is restarted, unless the actor lived in its process too."""
-    cfg, group = trainer.cfg, trainer.groups.rollout
-    rows = cfg.data.gen_batch_size * cfg.actor_rollout_ref.rollout.n
+def rollout_fleet(
+    group: Any, cfg: PPOConfig | EvalConfig, *, rows: int, restartable: bool, max_staleness: int = 0
+) -> RolloutFleet:
+    """The ranks of a rollout group as replicas, for calls of about `rows` rows.
+
+    One that dies is restarted, unless the actor lived in its process too.
+    """
     share = -(-rows // group.world_size)
     return RolloutFleet(
         [GroupReplica(group, rank) for rank in range(group.world_size)],
         chunk_rows=min(share, cfg.actor_rollout_ref.rollout.max_num_seqs),
         deadlines=FleetDeadlines(generate_s=cfg.trainer.deadlines.generate_s, restart_s=cfg.trainer.deadlines.start_s),
-        max_restarts=0 if trainer.plan.pools.colocated else 3,
-        max_staleness=cfg.trainer.max_staleness,
+        max_restarts=3 if restartable else 0,
+        max_staleness=max_staleness,
     )
 
 
@@ -311,11 +323,16 @@ def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) ->
     return InterimTransfer(groups)
 
 
-def _evaluator(trainer: RayPPOTrainer, answers: Answers) -> Evaluator:
-    """Validation by the same fleet and graders, with the sampling of val_kwargs."""
-    cfg = trainer.cfg
-    dataset, val = trainer.val_dataset, cfg.actor_rollout_ref.rollout.val_kwargs
-    asking = replace(answers, sampling=validation_sampling(cfg), num_answers=val.n, greedy_baseline=False)
+def validation(
+    cfg: PPOConfig | EvalConfig, dataset: PromptDataset, answers: Answers, dump: Dump, *, seed: int
+) -> Evaluator:
+    """Validation by a fleet and graders, with the sampling of val_kwargs."""
+    asking = replace(
+        answers,
+        sampling=validation_sampling(cfg),
+        num_answers=cfg.actor_rollout_ref.rollout.val_kwargs.n,
+        greedy_baseline=False,
+    )
     size = cfg.data.val_batch_size or len(dataset)
 
     def batches() -> list[DataProto]:
@@ -323,8 +340,7 @@ def _evaluator(trainer: RayPPOTrainer, answers: Answers) -> Evaluator:
             collate_prompts(
                 [dataset[i] for i in range(start, min(start + size, len(dataset)))],
                 prompt_length=cfg.data.max_prompt_length,
-                pad_token_id=trainer.tokenizer.pad_token_id,
-                epoch=0,
+                pad_token_id=answers.pad_token_id,
             )
             for start in range(0, len(dataset), size)
         ]
@@ -332,4 +348,4 @@ def _evaluator(trainer: RayPPOTrainer, answers: Answers) -> Evaluator:
     def answer(prompts: DataProto, step: int, call: int) -> DataProto:
         return asking.make(prompts, step=step, call=call)[0]
 
-    return Evaluator(batches=batches, answer=answer, dump=trainer.dump_validation, seed=cfg.data.seed)
+    return Evaluator(batches=batches, answer=answer, dump=dump, seed=seed)

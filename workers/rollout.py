@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from rlsys.config.schema_actor import ActorRolloutRefConfig
+from rlsys.config.schema_actor import GenerationConfig
+from rlsys.config.schema_model import ModelConfig
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import generate_sequences
-from rlsys.rollout.hf import HFRollout
+from rlsys.rollout.hf import HFRollout, LoadFormat
 from rlsys.single_controller.base import Worker
 from rlsys.single_controller.base.decorator import Dispatch, register
 from rlsys.types import WeightLayout
@@ -20,23 +21,25 @@ from workers.weights import WeightReceiver
 class HFRolloutWorker(Worker):
     """One replica: a transformers model on this process's device."""
 
-    def __init__(self, config: ActorRolloutRefConfig, run: EngineRun) -> None:
-        self.cfg, self.run = config, run
+    def __init__(
+        self, model: ModelConfig, rollout: GenerationConfig, run: EngineRun, load_format: LoadFormat = "dummy"
+    ) -> None:
+        """With `load_format` "dummy" the weights come with the first push, with "auto" from the model's folder."""
+        self.model_cfg, self.cfg, self.run, self.load_format = model, rollout, run, load_format
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the engine; its weights come with the first push."""
+        """Build the engine."""
         if self.run.num_threads:
             torch.set_num_threads(self.run.num_threads)
-        rollout = self.cfg.rollout
-        assert self.cfg.model.path is not None
+        assert self.model_cfg.path is not None, "the start model is resolved before workers start"
         self.engine = HFRollout.from_path(
-            self.cfg.model.path,
-            load_format="dummy",
-            dtype=self.run.compute_dtype(rollout.dtype),
+            self.model_cfg.path,
+            load_format=self.load_format,
+            dtype=self.run.compute_dtype(self.cfg.dtype),
             device=self.run.device,
-            seed=rollout.seed,
-            max_num_seqs=rollout.max_num_seqs,
+            seed=self.cfg.seed,
+            max_num_seqs=self.cfg.max_num_seqs,
             rank=self.rank,
         )
         self.receiver = WeightReceiver(self.engine)
