@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Ragged = Sequence[Sequence[float]]
+MAX_BROWSABLE_ROWS = 512
 _SIGNIFICANT_DIGITS = 6
 
 
@@ -36,20 +37,19 @@ def dump_rollouts(
     extras: Mapping[str, Sequence[Any]] | None = None,
     token_texts: Sequence[Sequence[str]] | None = None,
     token_values: Mapping[str, Ragged] | None = None,
-    max_browsable_rows: int = 512,
+    max_browsable_rows: int = MAX_BROWSABLE_ROWS,
 ) -> Path:
     """Write the samples of one step, replacing an earlier dump of it, and bring the browser page up to date.
 
     `{directory}/{step}.jsonl` has a line a sample: input, output, gts, score, step, the `extras` (parts of the reward)
     and the `token_values`, lists with one number per response token, e.g. token_ids, log_probs, advantages (see
-    `ragged`). `token_texts` (see `token_texts_of`) are the pieces the page colours by them. The page keeps the first
-    `max_browsable_rows` samples. Files appear whole or not at all. Returns the JSONL path; raises ValueError when the
-    columns differ in length.
+    `ragged`). The page keeps the first `max_browsable_rows` samples and colours the pieces in `token_texts` (see
+    `token_texts_of_rows`) by them; a sample beyond the end of `token_texts` is shown without colours. Files appear
+    whole or not at all. Returns the JSONL path; raises ValueError when the columns differ in length.
     """
     extras, token_values = extras or {}, token_values or {}
-    _check_lengths(
-        len(inputs), outputs=outputs, gts=gts, scores=scores, token_texts=token_texts, **extras, **token_values
-    )
+    _check_lengths(len(inputs), {"outputs": outputs, "gts": gts, "scores": scores, **extras, **token_values})
+    token_texts = token_texts or ()
     directory = Path(directory)
     (directory / "browser").mkdir(parents=True, exist_ok=True)
     base = zip(inputs, outputs, gts, scores)
@@ -71,7 +71,7 @@ def dump_rollouts(
             "score": scores[i],
             "extras": {name: column[i] for name, column in extras.items()},
             "values": {name: columns[name][i] for name in token_values},
-            "tokens": None if token_texts is None else list(token_texts[i]),
+            "tokens": list(token_texts[i]) if i < len(token_texts) else None,
         }
         for i in range(min(len(inputs), max_browsable_rows))
     ]
@@ -95,6 +95,21 @@ def ragged(values: Tensor, lengths: Tensor) -> list[list[float]]:
     return [row[:n] for row, n in zip(values.tolist(), lengths.tolist())]
 
 
+def token_texts_of_rows(
+    rows: Sequence[Sequence[int]], decode: Callable[[list[int]], str], *, max_rows: int = MAX_BROWSABLE_ROWS
+) -> list[list[str]]:
+    """`token_texts_of` for the first `max_rows` rows; token pairs seen before are not decoded again."""
+    known: dict[tuple[int, ...], str] = {}
+
+    def decode_once(ids: list[int]) -> str:
+        key = tuple(ids)
+        if key not in known:
+            known[key] = decode(ids)
+        return known[key]
+
+    return [token_texts_of(list(row), decode_once) for row in rows[:max_rows]]
+
+
 def token_texts_of(token_ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
     """The text each token adds; joined they are `decode(token_ids)`.
 
@@ -115,9 +130,9 @@ def token_texts_of(token_ids: Sequence[int], decode: Callable[[list[int]], str])
     return texts
 
 
-def _check_lengths(num: int, **columns: Sequence[Any] | None) -> None:
+def _check_lengths(num: int, columns: Mapping[str, Sequence[Any]]) -> None:
     for name, column in columns.items():
-        if column is not None and len(column) != num:
+        if len(column) != num:
             raise ValueError(f"'{name}' has {len(column)} values for {num} samples")
 
 

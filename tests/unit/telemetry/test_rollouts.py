@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlsys.telemetry.rollouts import browser_page, dump_rollouts, ragged, token_texts_of
+from rlsys.telemetry.rollouts import browser_page, dump_rollouts, ragged, token_texts_of, token_texts_of_rows
 from tests.unit.telemetry.browser import Browser, find_chromium
 
 EVIL = "</script><script>window.pwned=1</script><img src=x onerror='window.pwned=1'>\u2028 ${window.pwned=1} \ud800"
@@ -68,10 +68,11 @@ def test_plain_dump_needs_no_tokens(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("column", ["outputs", "scores", "token_texts"])
+@pytest.mark.parametrize("column", ["outputs", "scores", "extras", "token_values"])
 def test_columns_of_unequal_length_are_refused(tmp_path: Path, column: str) -> None:
-    with pytest.raises(ValueError, match=f"'{column}' has 1 values for 4 samples"):
-        dump(tmp_path, 1, **{column: [[]]})
+    changed: Any = {"x": [[]]} if column in ("extras", "token_values") else [[]]
+    with pytest.raises(ValueError, match="has 1 values for 4 samples"):
+        dump(tmp_path, 1, **{column: changed})
     assert not list(tmp_path.iterdir())
 
 
@@ -90,6 +91,7 @@ def test_page_data_lists_each_step_once_in_order_and_limits_the_samples(tmp_path
     assert [s["step"] for s in steps] == [2, 3, 10]
     assert steps[0] == {"step": 2, "file": "browser/2.js", "rows": 4, "mean": 0.05, "min": -1.0, "max": 1.0}
     assert len(read_script(tmp_path / "browser" / "2.js")["rows"]) == 2
+    assert len((tmp_path / "2.jsonl").read_bytes().splitlines()) == 4
     assert not list(tmp_path.rglob("*.tmp"))
 
 
@@ -129,6 +131,23 @@ def test_token_texts_keep_the_space_a_tokenizer_strips_at_the_start() -> None:
         return "".join(words[i] for i in ids).replace("▁", " ").removeprefix(" ")
 
     assert token_texts_of([0, 1, 2, 3], decode) == ["The", " end", "s", " ."]
+
+
+def test_rows_share_what_was_decoded() -> None:
+    calls = []
+
+    def decode(ids: list[int]) -> str:
+        calls.append(ids)
+        return "".join(f" w{i}" for i in ids)
+
+    rows = [[1, 2, 3], [1, 2, 4], [9]]
+    assert token_texts_of_rows(rows, decode, max_rows=2) == [[" w1", " w2", " w3"], [" w1", " w2", " w4"]]
+    assert len(calls) == len({tuple(ids) for ids in calls})
+
+
+def test_samples_beyond_the_token_texts_are_shown_plain(tmp_path: Path) -> None:
+    dump(tmp_path, 1, token_texts=[["The answer is 6.\nDone"]])
+    assert [row["tokens"] is None for row in read_script(tmp_path / "browser" / "1.js")["rows"]] == [False, *[True] * 3]
 
 
 @pytest.fixture(scope="module")
