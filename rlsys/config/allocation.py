@@ -116,7 +116,11 @@ def _part(text: str, whole: str) -> Part:
         raise ConfigError(f"'{whole}': '{name}' is no name; write e.g. {backend}[actor]:d2")
     if dims.startswith("("):
         return _hybrid(backend, name or "", dims, whole)
-    return Part(backend, name or "", _dims(backend, dims, whole, _DIMS[backend]))
+    part = Part(backend, name or "", _dims(backend, dims, whole, _DIMS[backend]))
+    stage = part.world // part.dims.p
+    if stage % part.dims.e:
+        raise ConfigError(f"'{whole}': e{part.dims.e} does not divide the {stage} ranks of a pipeline stage")
+    return part
 
 
 def _unreadable(text: str, whole: str) -> str:
@@ -144,12 +148,7 @@ def _dims(backend: str, text: str, whole: str, letters: str) -> Dims:
         found[letter] = int(digits)
     if not found or not text[:1].isalpha():
         raise ConfigError(f"'{whole}': {backend} needs sizes, e.g. {backend}:d2; it takes {_listed(letters)}")
-    dims = Dims(**found)
-    if dims.e > 1 and "e" in letters and (dims.d * dims.c * dims.t) % dims.e:
-        raise ConfigError(
-            f"'{whole}': e{dims.e} does not divide the {dims.d * dims.c * dims.t} ranks of a pipeline stage"
-        )
-    return dims
+    return Dims(**found)
 
 
 def _hybrid(backend: str, name: str, text: str, whole: str) -> Part:

@@ -63,6 +63,18 @@ def plain(value: Any) -> Any:
     return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
+def nest(values: dict[str, Any]) -> dict[str, Any]:
+    """The tree of sections that values by path stand for."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *parents, last = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return tree
+
+
 def shown(value: Any) -> str:
     """The value as one would write it, shortened."""
     text = format_value(value)

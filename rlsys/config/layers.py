@@ -14,7 +14,7 @@ from rlsys.config.aliases import (
     table_for,
 )
 from rlsys.config.elsewhere import Elsewhere, known_elsewhere, look_up
-from rlsys.config.keys import default_of, is_open, leaves, nearest, plain, sections, shown
+from rlsys.config.keys import default_of, is_open, leaves, nearest, nest, plain, sections, shown
 from rlsys.config.overrides import Override
 from rlsys.config.schema_base import Section
 
@@ -87,12 +87,13 @@ class Layers:
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
-        tree = OmegaConf.create({})
-        for path, value in values.items():
+        for path in paths:
+            values[path] = _canonical_inside(values[path], self._table)
             try:
-                OmegaConf.update(tree, path, _canonical_inside(value, self._table), force_add=True)
+                OmegaConf.create([values[path]])
             except OmegaConfBaseException as error:
                 self._cannot_resolve(path, error)
+        tree = OmegaConf.create(nest({path: value for path, value in values.items() if path not in self.silent}))
         for path in paths:
             if path in self.silent:
                 continue

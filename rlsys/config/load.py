@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from rlsys.config.arguments import Arguments, parse_arguments
 from rlsys.config.derive import derived_counts, fill_auto
-from rlsys.config.keys import allowed, choices, default_of, leaves, shown
+from rlsys.config.keys import allowed, choices, default_of, leaves, nest, shown
 from rlsys.config.layers import Layers
 from rlsys.config.presets import Preset, default_preset, read_preset
 from rlsys.config.schema import PPOConfig
@@ -56,10 +56,10 @@ def load(arguments: Arguments, schema: type[S]) -> Loaded[S]:
         layers.add_tree(tree, name)
     layers.add_overrides(arguments.overrides)
     values, more = _values(layers)
-    problems += more + _value_problems(values, layers, schema)
-    if problems:
+    config, wrong = _validated(values, layers, schema)
+    problems += more + wrong
+    if config is None or problems:
         raise ConfigError(_listed(problems))
-    config = schema.model_validate(_nest(values))
     problems, notes = check(config)
     if problems:
         raise ConfigError(_listed(problems))
@@ -77,16 +77,14 @@ def _values(layers: Layers) -> tuple[dict[str, Any], list[str]]:
     return values, layers.problems + problems
 
 
-def _value_problems(values: dict[str, Any], layers: Layers, schema: type[Section]) -> list[str]:
-    """What each key says against its value; a key that only follows another is silent where that one speaks."""
+def _validated(values: dict[str, Any], layers: Layers, schema: type[S]) -> tuple[S | None, list[str]]:
+    """The configuration, or what is said against values; a key that only follows another leaves that to the other."""
     try:
-        schema.model_validate(_nest(values))
+        return schema.model_validate(nest(values)), []
     except ValidationError as error:
         wrong = {_leaf(item["loc"], leaves(schema)): None for item in error.errors(include_url=False)}
-    else:
-        return []
     wrong = {path: None for path in wrong if path in layers.given} or wrong
-    return [_value_problem(path, values, layers, schema) for path in wrong if path not in layers.silent]
+    return None, [_value_problem(path, values, layers, schema) for path in wrong if path not in layers.silent]
 
 
 def _value_problem(path: str, values: dict[str, Any], layers: Layers, schema: type[Section]) -> str:
@@ -126,17 +124,6 @@ def _leaf(location: tuple[int | str, ...], known: dict[str, Any]) -> str:
         if path in known:
             return path
     return path
-
-
-def _nest(values: dict[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, value in values.items():
-        *parents, last = path.split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[last] = value
-    return tree
 
 
 def _listed(problems: Sequence[str]) -> str:

@@ -19,11 +19,8 @@ _TRAINED_BYTES = 4 + 8
 
 def parameter_count(facts: Mapping[str, Any]) -> int | None:
     """Parameters of a dense Llama-shaped decoder; None where config.json does not describe one."""
-    if (
-        any(not isinstance(facts.get(key), int) for key in _NEEDED)
-        or facts.get("num_experts")
-        or facts.get("n_experts")
-    ):
+    dense = not any(facts.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if not dense or any(not isinstance(facts.get(key), int) for key in _NEEDED):
         return None
     hidden, heads = facts["hidden_size"], facts["num_attention_heads"]
     head = facts.get("head_dim") or hidden // heads
