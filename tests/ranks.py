@@ -19,7 +19,7 @@ DEADLINE_S = 120.0
 
 
 def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
-    """`work(*args)` on every rank of a fresh process group; the ranks' results in order. AssertionError if one fails."""
+    """`work(*args)` on every rank of a fresh process group; results in rank order. AssertionError if one fails."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as place:
         ranks = [
