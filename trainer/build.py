@@ -6,6 +6,7 @@ import importlib
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from rlsys.config import PPOConfig, plan_batches
@@ -131,24 +132,15 @@ def prompt_datasets(config: PPOConfig, tokenizer: Any) -> tuple[PromptDataset, P
     """Training and validation prompts."""
     data = config.data
     assert data.train_files is not None
-    train = load_prompts(
-        data, data.train_files, tokenizer, max_samples=data.train_max_samples, shuffle=data.shuffle, seed=data.seed
-    )
+    load = partial(load_prompts, data, tokenizer=tokenizer, seed=data.seed)
+    train = load(data.train_files, max_samples=data.train_max_samples, shuffle=data.shuffle)
     if not data.val_files:
         return train, None
-    val = load_prompts(
-        data,
-        data.val_files,
-        tokenizer,
-        max_samples=data.val_max_samples,
-        shuffle=data.validation_shuffle,
-        seed=data.seed,
-    )
-    return train, val
+    return train, load(data.val_files, max_samples=data.val_max_samples, shuffle=data.validation_shuffle)
 
 
 def load_prompts(
-    data: PromptsConfig, files: Sequence[str], tokenizer: Any, *, max_samples: int, shuffle: bool, seed: int
+    data: PromptsConfig, files: Sequence[str], *, tokenizer: Any, max_samples: int, shuffle: bool, seed: int
 ) -> PromptDataset:
     form = PromptFormat(
         prompt_key=data.prompt_key,

@@ -49,7 +49,12 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     tokenizer = load_tokenizer(model)
     assert config.data.val_files is not None
     dataset = load_prompts(
-        config.data, config.data.val_files, tokenizer, max_samples=config.data.val_max_samples, shuffle=False, seed=0
+        config.data,
+        config.data.val_files,
+        tokenizer=tokenizer,
+        max_samples=config.data.val_max_samples,
+        shuffle=False,
+        seed=0,
     )
     ranks = run.nnodes * run.n_gpus_per_node
     with ExitStack() as stack:

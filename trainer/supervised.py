@@ -1,10 +1,9 @@
-"""Training on rows with known answers: SFT on texts, reward models on pairs. The same groups, engine and checkpoints."""
+"""Training on rows with known answers, on the same groups and engine: SFT on texts, reward models on pairs."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from rlsys.data.collate import collate_pairs, collate_texts
 from rlsys.data.cursor import Cursor
 from rlsys.data.supervised import SupervisedDataset, TextFormat, load_pairs, load_texts
 from rlsys.protocol import DataProto, pad_dataproto_to_divisor
-from rlsys.roles.lm import mean_over_ranks
+from rlsys.roles.lm import RankSums, mean_over_ranks
 from rlsys.telemetry.log import setup_logging
 from rlsys.telemetry.trackers import check_loggers
 from trainer.checkpoint import CheckpointStore, TrainerState, load_state, save_state
@@ -133,10 +132,11 @@ class SupervisedTrainer:
         manager = place.make_manager({"train": [run.n_gpus_per_node] * run.nnodes}, {"train": "train"})
         manager.create_resource_pool()
         with self.reporter.stage("start_workers"):
-            self.group: Any = place.group_cls(
+            group: Any = place.group_cls(
                 manager.resource_pool_dict["train"], made, role="train", deadlines=deadlines_of(run.deadlines)
             )
-            self.group.init_model()
+            self.group = group
+            group.init_model()
         self.step = 0
 
     def fit(self) -> None:
@@ -162,7 +162,7 @@ class SupervisedTrainer:
         if self.rows.val is None:
             return {}
         size = self.cfg.data.train_batch_size
-        sums: list[Mapping[str, tuple[float, float]]] = []
+        sums: list[RankSums] = []
         with self.reporter.stage("testing"):
             for start in range(0, len(self.rows.val), size):
                 stop = min(start + size, len(self.rows.val))

@@ -25,6 +25,7 @@ from rlsys.engines.sharding import (
     full_of,
     materialise,
     parameters_by_name,
+    reshard,
     shard_model,
     tied_names,
     weight_layout,
@@ -167,6 +168,7 @@ class FSDPEngine:
             if index is not None:
                 for name, values in found.items():
                     results[name][index] = tokens.scatter(values).to(results[name])
+        reshard(self.model)
         return results
 
     def forward_backward(
