@@ -36,8 +36,8 @@ def problems(
 ) -> list[Problem]:
     """`num` different problems, or all there are.
 
-    Factors have up to `product_digits` digits, other numbers up to `max_digits`; each number of digits and each operator
-    is equally likely, so that small numbers are not rare. Raises ValueError for unknown operators.
+    Factors have up to `product_digits` digits, other numbers up to `max_digits`; each number of digits and each
+    operator is equally likely, so that small numbers are not rare. Raises ValueError for unknown operators.
     """
     if not operators or set(operators) - set("+-*"):
         raise ValueError(f"operators={operators!r}: must be some of + - *")

@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -183,7 +183,7 @@ def _make(home: Path, warm_up: Callable[[Path, Path, WarmUp], None], settings: W
         shutil.rmtree(work, ignore_errors=True)
 
 
-def write_rows(path: Path, rows: list[Mapping[str, Any]]) -> None:
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows as parquet, whole or not at all."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -191,7 +191,7 @@ def write_rows(path: Path, rows: list[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        pq.write_table(pa.Table.from_pylist(rows), beside)
+        pq.write_table(pa.Table.from_pylist(list(rows)), beside)
         beside.rename(path)
     finally:
         beside.unlink(missing_ok=True)

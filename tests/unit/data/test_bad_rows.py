@@ -24,6 +24,7 @@ GOOD: dict[str, Any] = {
     "reward_model": {"style": "rule", "ground_truth": "2"},
     "extra_info": {"split": "train", "index": 0},
 }
+HEAD = "prompt,data_source,ground_truth"
 FORM = PromptFormat(max_prompt_length=64)
 tokenizer = cache(build_tokenizer)
 
@@ -205,13 +206,13 @@ BAD_FILES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "cut json": ("a.json", text(json.dumps([GOOD, GOOD])[:-30]), "whole file: not valid JSON"),
     "json with a text in it": ("a.json", text(json.dumps([GOOD, "x"])), "row 1: a row must be"),
     "empty json list": ("a.json", text("[]"), "it holds no rows"),
-    "csv with too few cells": ("a.csv", text("prompt,data_source,ground_truth\na,b,c\nd,e\n"), "line 3: it has 2 cells"),
+    "csv with too few cells": ("a.csv", text(f"{HEAD}\na,b,c\nd,e\n"), "line 3: it has 2 cells"),
     "csv with too many cells": ("a.csv", text("prompt,data_source\na,b,c\n"), "line 2: it has 3 cells"),
     "csv with an open quote": ("a.csv", text('prompt,data_source\n"a,b\n'), "line 2: unexpected end"),
     "csv with text after a quote": ("a.csv", text('prompt,data_source\n"a"b,c\n'), "line 2: "),
     "csv not UTF-8": ("a.csv", text(b"prompt,data_source,ground_truth\n\xff,b,c\n"), "line 2: the text is not UTF-8"),
     "csv with a column twice": ("a.csv", text("prompt,prompt\na,b\n"), "'prompt' occurs twice"),
-    "csv with an empty cell": ("a.csv", text("prompt,data_source,ground_truth\n,b,c\n"), "line 2: column 'prompt' is null"),
+    "csv with an empty cell": ("a.csv", text(f"{HEAD}\n,b,c\n"), "line 2: column 'prompt' is null"),
     "csv with only a header": ("a.csv", text("prompt,data_source\n"), "it holds no rows"),
     "empty csv": ("a.csv", text(b""), "it holds no rows"),
 }  # fmt: skip
