@@ -104,8 +104,8 @@ class PromptDataset:
     ) -> Self:
         """The rows of all `files`, one file after the other.
 
-        `max_samples` takes so many of them, drawn by `seed` if `shuffle`, else the first; -1 takes all. Raises DataError
-        with file and row, ConfigError for wrong settings and missing files.
+        `max_samples` takes so many of them, drawn by `seed` if `shuffle`, else the first; -1 takes all. Raises
+        DataError with file and row, ConfigError for wrong settings and missing files.
         """
         if max_samples < 1 and max_samples != -1:
             raise ConfigError(f"data.max_samples={max_samples}: must be at least 1, or -1 for all")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date, time
+from decimal import Decimal
 from typing import Any
 
 from rlsys.data.chat import Message
@@ -38,7 +40,7 @@ def read_prompt_row(
 
     A column `ground_truth` stands for a rule-based `reward_model` where that is missing.
     """
-    check_text(values)
+    values = plain(values)
     for name in MEDIA:
         if values.get(name) is not None and len(values[name]) > 0:
             raise ValueError(f"column {name!r}: rows with {name} are not read, only text")
@@ -101,22 +103,33 @@ def _check_prompt_text(text: str, where: str) -> None:
         raise ValueError(f"{where} holds a NUL character")
 
 
-def check_text(value: Any, where: str = "the row", depth: int = 0) -> None:
-    """Raise ValueError where a text is not valid Unicode (half of a surrogate pair) or values nest too deeply."""
+def plain(value: Any, where: str = "the row", depth: int = 0) -> Any:
+    """`value` as lists, dicts, numbers, text and None; times and decimals become text, arrays lists.
+
+    Raises ValueError for anything else, for text that is not valid Unicode, and for values nested too deeply.
+    """
     if depth > 100:
         raise ValueError(f"{where} is nested too deeply")
+    if value is None or isinstance(value, bool | int | float):
+        return value
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"{where}: the text is not valid Unicode at character {error.start}") from error
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            check_text(key, where, depth + 1)
-            check_text(item, f"column {key!r}" if depth == 0 else where, depth + 1)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            check_text(item, where, depth + 1)
+        return value
+    if isinstance(value, Mapping):
+        return {
+            plain(k, where, depth + 1): plain(v, f"column {k!r}" if depth == 0 else where, depth + 1)
+            for k, v in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [plain(item, where, depth + 1) for item in value]
+    if isinstance(value, date | time | Decimal):
+        return str(value)
+    if hasattr(value, "tolist"):
+        return plain(value.tolist(), where, depth + 1)
+    raise ValueError(f"{where} must be text, numbers, lists or objects, this is {_kind(value)}")
 
 
 def _needed(values: Mapping[str, Any], name: str) -> Any:

@@ -12,7 +12,7 @@ from rlsys.data.chat import Message, Truncation, encode_conversation
 from rlsys.data.dataset import sample
 from rlsys.data.files import BadRow, Row, read_rows
 from rlsys.data.policy import BadRowPolicy, read_all
-from rlsys.data.rows import check_text, read_messages, read_prompt
+from rlsys.data.rows import plain, read_messages, read_prompt
 from rlsys.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -122,20 +122,20 @@ def load_pairs(
 
 def read_text(row: Row, tokenizer: PreTrainedTokenizerBase, form: TextFormat) -> Text:
     """One row for SFT. Raises ValueError for a bad one."""
-    check_text(row.values)
+    values = plain(row.values)
     if form.messages_key is not None:
-        messages = read_messages(row.values.get(form.messages_key), form.messages_key)
+        messages = read_messages(values.get(form.messages_key), form.messages_key)
     else:
-        messages = [*_prompt(row, form), *_answer(row.values.get(form.response_key), form.response_key)]
+        messages = [*_prompt(values, form), *_answer(values.get(form.response_key), form.response_key)]
     return encode(tokenizer, messages, form)
 
 
 def read_pair(row: Row, tokenizer: PreTrainedTokenizerBase, form: TextFormat) -> Pair:
     """One row for a reward model; the responses are texts or lists of messages. Raises ValueError for a bad one."""
-    check_text(row.values)
-    prompt = _prompt(row, form)
+    values = plain(row.values)
+    prompt = _prompt(values, form)
     chosen, rejected = (
-        encode(tokenizer, [*prompt, *_answer(row.values.get(key), key)], form)
+        encode(tokenizer, [*prompt, *_answer(values.get(key), key)], form)
         for key in (form.chosen_key, form.rejected_key)
     )
     if list(chosen.response_ids) == list(rejected.response_ids):
@@ -165,8 +165,8 @@ def kept_positions(num_tokens: int, max_tokens: int, how: Truncation) -> list[in
     return [*range(head), *range(num_tokens - (max_tokens - head), num_tokens)]
 
 
-def _prompt(row: Row, form: TextFormat) -> list[Message]:
-    prompt = read_prompt(row.values.get(form.prompt_key), form.prompt_key)
+def _prompt(values: Mapping[str, Any], form: TextFormat) -> list[Message]:
+    prompt = read_prompt(values.get(form.prompt_key), form.prompt_key)
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
