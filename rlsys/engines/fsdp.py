@@ -146,14 +146,13 @@ class FSDPEngine:
 
     def _micro_batches(self, rows: TensorDict, size: MicroBatches) -> Iterator[tuple[Tensor | None, TokenRows]]:
         """(row numbers, tokens) of each micro-batch; None and an idle pack once only other ranks have rows left."""
-        parts = split_rows(rows["attention_mask"].sum(dim=1).tolist(), size)
-        device = self.ranks.device
-        for number in range(max_over_ranks(len(parts))):
-            if number < len(parts):
-                index = torch.tensor(parts[number])
-                yield index, token_rows(rows[index]).to(device)
+        lengths = rows["attention_mask"].sum(dim=1).tolist()
+        for part in split_rows(lengths, size, agree=max_over_ranks, num_sharing=self.ranks.sp_size):
+            if part:
+                index = torch.tensor(part)
+                yield index, token_rows(rows[index]).to(self.ranks.device)
             else:
-                yield None, empty_rows(device)
+                yield None, empty_rows(self.ranks.device)
 
     @torch.no_grad()
     def forward(self, batch: DataProto, outputs: Sequence[Output], *, temperature: float = 1.0) -> dict[str, Tensor]:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from rlsys.batching import TOO_LONG, micro_batches
 
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """A fixed number of `rows` each, or as many rows as fit `max_tokens` real tokens; exactly one of the two."""
+    """A fixed number of `rows` each, or as many rows as fit `max_tokens` real tokens a rank; exactly one of the two.
+
+    Consecutive `rows_together` rows (the two answers of a preference pair) stay in one micro-batch.
+    """
 
     rows: int | None = None
     max_tokens: int | None = None
+    rows_together: int = 1
 
     def __post_init__(self) -> None:
         size = self.rows if self.max_tokens is None else self.max_tokens
@@ -19,19 +25,24 @@ class MicroBatches:
             raise ValueError(f"a micro-batch is so many rows or so many tokens, got {self}")
 
 
-def split_rows(lengths: Sequence[int], size: MicroBatches) -> list[list[int]]:
-    """Row numbers of each micro-batch; a row longer than `max_tokens` gets one of its own."""
-    if size.rows is not None:
-        return [list(range(i, min(i + size.rows, len(lengths)))) for i in range(0, len(lengths), size.rows)]
-    assert size.max_tokens is not None
-    parts: list[list[int]] = []
-    filled: list[int] = []
-    for row in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        at = next((i for i, n in enumerate(filled) if n + lengths[row] <= size.max_tokens), None)
-        if at is None:
-            parts.append([row])
-            filled.append(lengths[row])
-        else:
-            parts[at].append(row)
-            filled[at] += lengths[row]
-    return [sorted(part) for part in parts]
+def split_rows(
+    lengths: Sequence[int], size: MicroBatches, *, agree: Callable[[int], int], num_sharing: int = 1
+) -> list[list[int]]:
+    """Row numbers of each micro-batch, as many as `agree` makes of it (the maximum over ranks), the last ones empty.
+
+    `num_sharing` ranks compute each row together, so a token budget counts for each. ValueError on all ranks if a row
+    alone is over the budget.
+    """
+    if len(lengths) % size.rows_together:
+        raise ValueError(f"{len(lengths)} rows do not come in groups of {size.rows_together}")
+    if size.rows is None and lengths:
+        assert size.max_tokens is not None
+        budget = size.max_tokens * num_sharing
+        parts = micro_batches(lengths, budget, rows_together=size.rows_together, agree=agree)
+        return [part.tolist() for part in parts]
+    step = -(-(size.rows or 1) // size.rows_together) * size.rows_together
+    fixed = [list(range(at, min(at + step, len(lengths)))) for at in range(0, len(lengths), step)]
+    agreed = agree(len(fixed))
+    if agreed >= TOO_LONG:
+        raise ValueError(f"a row on another rank exceeds the budget of {size.max_tokens} tokens a micro-batch")
+    return fixed + [[]] * (agreed - len(fixed))

@@ -81,7 +81,7 @@ Factory = Callable[[Mapping[str, Any], str, Case], Any]
 ENGINES: dict[str, Factory] = {"fsdp": fsdp_engine}
 SPLITS = [
     Case(rows=rows, max_tokens=tokens, packed=packed, gradient_checkpointing=recompute)
-    for rows, tokens in [(1, None), (3, None), (None, 12), (None, 1000)]
+    for rows, tokens in [(1, None), (3, None), (None, 15), (None, 1000)]
     for packed in (True, False)
     for recompute in (False, True)
 ]
