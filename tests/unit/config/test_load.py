@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -476,15 +477,16 @@ def test_tables_do_not_overlap() -> None:
 
 
 @pytest.mark.slow
-def test_presets_are_in_the_wheel(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[3]
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path, root]
-    subprocess.run(command, check=True, timeout=240)
-    names = subprocess.run(
-        [sys.executable, "-m", "zipfile", "-l", next(tmp_path.glob("*.whl"))],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    for preset in preset_names():
-        assert f"rlsys/presets/{preset}.yaml" in names
+def test_the_wheel_finds_its_presets(tmp_path: Path) -> None:
+    source, wheels, installed = tmp_path / "source", tmp_path / "wheels", tmp_path / "installed"
+    ignore = shutil.ignore_patterns(".*", "__pycache__", "build", "tests", "*.egg-info")
+    shutil.copytree(Path(__file__).resolve().parents[3], source, ignore=ignore)
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", wheels, source]
+    subprocess.run(build, check=True, timeout=240)
+    shutil.unpack_archive(next(wheels.glob("*.whl")), installed, format="zip")
+    code = "import sys; from rlsys.config import *; main_config(sys.argv[1:], PPOConfig)"
+    told = subprocess.run(
+        [sys.executable, "-c", code, "--dry-run"], cwd=installed, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "preset quickstart" in told.stdout
+    assert {path.stem for path in (installed / "rlsys" / "presets").iterdir()} == set(preset_names())

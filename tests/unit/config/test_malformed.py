@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from rlsys.config import EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config
+from rlsys.config import EvalConfig, PPOConfig, RMConfig, SFTConfig, load_config, main_config, plan_text
+from rlsys.config.aliases import AREAL, EXPANSIONS, VERL
+from rlsys.config.keys import leaves
 from rlsys.config.schema_base import Section
+from rlsys.utils.errors import ConfigError
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 C = "algorithm.rollout_correction"
@@ -543,3 +548,39 @@ def test_a_wrong_value_is_told_once_and_not_for_the_keys_that_follow_it(capsys: 
     text = message([f"{A}.ppo_mini_batch_size=-1"], PPOConfig, capsys)
     assert text.count("must be") == 1
     assert "critic" not in text
+
+
+KEYS = st.sampled_from([*leaves(PPOConfig), *VERL, *AREAL, *EXPANSIONS, "critic", "data", "nothing.here"])
+NUMBERS = st.sampled_from(["0", "1", "-1", "2", "1e9", "nan", "inf", "1" * 30, "0.5", "1e-400", "1e400"])
+WORDS = st.sampled_from(
+    ["null", "true", "''", "fsdp", "group", "./rows.jsonl", "./model", "${data.seed}", "${.x}", "[]"]
+)
+DICTS = st.sampled_from(["{}", "{a: 1}", "{path: ./model}", "[1,[2]]", "hf:d2+fsdp:d2", "'0.5_2'", "token_k1", "[a,a]"])
+
+
+CHOSEN = st.lists(st.tuples(st.sampled_from(["", "", "+", "++", "~"]), KEYS, NUMBERS | WORDS | DICTS), max_size=4)
+CHECKS = [HealthCheck.function_scoped_fixture]
+
+
+def load_or_be_told(chosen: list[tuple[str, str, str]]) -> None:
+    argv = [f"{op}{key}={value}" for op, key, value in chosen]
+    try:
+        cfg = load_config(argv)
+    except ConfigError as error:
+        check_words(str(error), ())
+    else:
+        assert plan_text(cfg)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=CHECKS)
+@given(CHOSEN)
+def test_any_mixture_of_settings_loads_or_is_told(chosen: list[tuple[str, str, str]]) -> None:
+    load_or_be_told(chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@settings(max_examples=3000, deadline=None, suppress_health_check=CHECKS)
+@given(CHOSEN)
+def test_many_mixtures_of_settings_load_or_are_told(chosen: list[tuple[str, str, str]]) -> None:
+    load_or_be_told(chosen)
