@@ -15,8 +15,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[object]:
-    """One local Ray cluster for all tests that need one; it claims 8 CPUs whatever the machine has."""
+    """One local Ray cluster for all tests that need one; it claims 8 CPUs and 2 GPUs, whatever the machine has."""
     from rlsys.single_controller.ray import connect
 
-    with connect({"num_cpus": 8}) as cluster:
+    with connect({"num_cpus": 8, "num_gpus": 2}) as cluster:
         yield cluster

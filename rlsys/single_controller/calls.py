@@ -230,9 +230,13 @@ def _first_cause(failed: Sequence[tuple[Pending, Failure]]) -> BaseException:
 
 
 def _failed_upstream(pending: Pending) -> list[tuple[Pending, Failure]]:
-    sources = list(pending.upstream)
-    done = sources[0].crew.wait_done(sources, GRACE_S) if sources else []
-    return [(one, failure) for one in done if (failure := one.header().failure) is not None]
+    failed: list[tuple[Pending, Failure]] = []
+    sources, end_s = list(pending.upstream), time.monotonic() + POLL_S
+    while sources and not failed and time.monotonic() < end_s:
+        done = sources[0].crew.wait_done(sources, GRACE_S)
+        failed += [(one, failure) for one in done if (failure := one.header().failure) is not None]
+        sources = _without(sources, done)
+    return failed
 
 
 def _first_line(text: str) -> str:
@@ -248,5 +252,5 @@ def _late(missing: Sequence[Pending], deadline_s: float) -> DeadlineError:
     ranks = ", ".join(str(one.rank) for one in missing)
     who = f"{first.role} rank{'s' if len(missing) > 1 else ''} {ranks} on {first.crew.host(first.rank)}"
     states = [f"rank {one.rank}: {one.crew.diagnose(one.rank)}" for one in missing[:4]]
-    hint = "\n  ".join(["check what it waits for, or raise the deadline if the work is only slow", *states])
+    hint = "\n  ".join(["see what it waits for; raise trainer.deadlines if the work is only slow", *states])
     return DeadlineError(who, first.stage, deadline_s, hint)

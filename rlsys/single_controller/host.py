@@ -79,6 +79,7 @@ class WorkerHost:
         self._fetch = fetch
         self._worker: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_lock = threading.Lock()
 
     def set_environment(self, values: Mapping[str, str]) -> None:
         """Set variables before anything that reads them is imported.
@@ -116,9 +117,10 @@ class WorkerHost:
 
     def _finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run an async method on the host's event loop, which lives as long as the host."""
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="worker-event-loop", daemon=True).start()
+        with self._loop_lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="worker-event-loop", daemon=True).start()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
 

@@ -20,7 +20,7 @@ from rlsys.single_controller.calls import DEFAULT_DEADLINE_S, Crew, Deadlines, F
 from rlsys.single_controller.host import answer, run_method, without_padding
 from rlsys.single_controller.resource_pool import ResourcePool
 from rlsys.single_controller.rows import is_rows
-from rlsys.single_controller.worker import NO_PROCESS_GROUP, environment, free_port, rank_environment
+from rlsys.single_controller.worker import NO_PROCESS_GROUP, RANK_VARIABLES, environment, free_port, rank_environment
 from rlsys.single_controller.worker_group import Backend, ClassWithInitArgs, RankCall, WorkerGroup
 
 
@@ -127,7 +127,7 @@ class LocalBackend(Backend):
         finish([self._pending(self._role, "start", rank, build, ())])
 
     def _pending(self, role: str, stage: str, rank: int, run: Any, upstream: Sequence[Pending]) -> Pending:
-        with environment(self._environments[rank]):
+        with environment(self._environments[rank], unset=RANK_VARIABLES):
             header, value = answer(run)
         return LocalPending(self, role, rank, stage, (self._explained(header), value), upstream)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -106,10 +106,10 @@ def rank_environment(
 
 
 @contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set a rank's variables (and unset those it has not) while its code runs in a process shared with others."""
-    before = {name: os.environ.get(name) for name in {*RANK_VARIABLES, *values}}
-    for name in RANK_VARIABLES:
+def environment(values: Mapping[str, str], unset: Sequence[str] = ()) -> Iterator[None]:
+    """Set variables of this process, and unset others, for a while."""
+    before = {name: os.environ.get(name) for name in (*unset, *values)}
+    for name in unset:
         os.environ.pop(name, None)
     os.environ.update(values)
     try:

@@ -94,6 +94,11 @@ class WorkerGroup:
                 raise ValueError(f"{cls.__name__}.{name} cannot be registered: the group has a '{name}' of its own")
             setattr(self, name, partial(self._call, name, registration))
 
+    def __getattr__(self, name: str) -> Any:
+        """Registered methods are attributes of the instance; what arrives here is none of them."""
+        methods = registered_methods(self.__dict__["_cls"]) if "_cls" in self.__dict__ else ()
+        raise AttributeError(f"{type(self).__name__} has no '{name}'; its workers register: {', '.join(methods)}")
+
     @property
     def world_size(self) -> int:
         return self._backend.world_size

@@ -55,15 +55,15 @@ def mesh(make: Make) -> Iterator[WorkerGroup]:
 
 
 def test_every_rank_is_told_its_place(group: WorkerGroup) -> None:
-    found = group.whoami()  # type: ignore[attr-defined]
+    found = group.whoami()
     assert [one["RANK"] for one in found] == ["0", "1"]
     assert {one["WORLD_SIZE"] for one in found} == {"2"}
     assert group.world_size == NUM_RANKS == len(group.workers)
 
 
 def test_state_stays_with_the_worker(group: WorkerGroup) -> None:
-    before = group.count_calls()  # type: ignore[attr-defined]
-    assert group.count_calls() == [count + 1 for count in before]  # type: ignore[attr-defined]
+    before = group.count_calls()
+    assert group.count_calls() == [count + 1 for count in before]
 
 
 @pytest.mark.parametrize(
@@ -84,29 +84,29 @@ def test_modes_without_rows(group: WorkerGroup, method: str, args: tuple[Any, ..
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 7])
 def test_rows_are_split_padded_and_joined_in_order(group: WorkerGroup, num_rows: int) -> None:
-    doubled = group.double(Rows(range(num_rows)), plus=1)  # type: ignore[attr-defined]
+    doubled = group.double(Rows(range(num_rows)), plus=1)
     assert doubled.values == [2 * value + 1 for value in range(num_rows)]
 
 
 def test_a_padded_call_without_rows_to_cut_is_an_error(group: WorkerGroup) -> None:
-    assert group.train_without_rows(Rows([1, 2])) == [{"rows": 1}, {"rows": 1}]  # type: ignore[attr-defined]
+    assert group.train_without_rows(Rows([1, 2])) == [{"rows": 1}, {"rows": 1}]
     with pytest.raises(WorkerError, match="1 rows were repeated"):
-        group.train_without_rows(Rows([1, 2, 3]))  # type: ignore[attr-defined]
+        group.train_without_rows(Rows([1, 2, 3]))
 
 
 def test_metrics_are_never_made_of_repeated_rows(group: WorkerGroup) -> None:
-    found = group.metrics(Rows(range(4)))  # type: ignore[attr-defined]
+    found = group.metrics(Rows(range(4)))
     assert found == [{"rank": 0, "rows": 2}, {"rank": 1, "rows": 2}]
     with pytest.raises(ValueError, match="3 rows cannot be split evenly over 2"):
-        group.metrics(Rows(range(3)))  # type: ignore[attr-defined]
+        group.metrics(Rows(range(3)))
 
 
 def test_functions_run_on_the_workers(group: WorkerGroup) -> None:
-    scaled = group.execute_with_func_generator(  # type: ignore[attr-defined]
+    scaled = group.execute_with_func_generator(
         lambda worker, rows: Rows([value + worker.offset for value in rows.values]), Rows([1, 2, 3])
     )
     assert scaled.values == [8, 9, 10]
-    assert group.execute_func_rank_zero(lambda a, b: a + b, 2, b=3) == 5  # type: ignore[attr-defined]
+    assert group.execute_func_rank_zero(lambda a, b: a + b, 2, b=3) == 5
 
 
 @pytest.mark.parametrize(
@@ -127,12 +127,12 @@ def test_wrong_arguments_are_told_before_anything_is_sent(
 
 def test_batches_of_one_call_must_agree(group: WorkerGroup) -> None:
     with pytest.raises(ValueError, match="different numbers of rows"):
-        group.double(Rows([1, 2]), plus=Rows([1, 2, 3, 4]))  # type: ignore[attr-defined]
+        group.double(Rows([1, 2]), plus=Rows([1, 2, 3, 4]))
 
 
 def test_a_direct_rollout_method_is_not_for_the_controller(group: WorkerGroup) -> None:
     with pytest.raises(NotImplementedError):
-        group.direct()  # type: ignore[attr-defined]
+        group.direct()
 
 
 def test_single_ranks_and_futures(group: WorkerGroup) -> None:
@@ -149,30 +149,32 @@ def test_single_ranks_and_futures(group: WorkerGroup) -> None:
 
 
 def test_a_call_that_does_not_block_gives_a_future(group: WorkerGroup) -> None:
-    future = group.echo_later(3)  # type: ignore[attr-defined]
+    future = group.echo_later(3)
     assert future.get() == [(0, 3), (1, 3)]
     assert future.done()
 
 
 def test_one_error_names_the_worker_and_its_cause(group: WorkerGroup) -> None:
     with pytest.raises(WorkerError) as caught:
-        group.fails([1])  # type: ignore[attr-defined]
+        group.fails([1])
     failed = caught.value.failed
     assert (failed.role, failed.rank, failed.stage) == ("calc", 1, "fails")
     assert failed.cause.startswith("ValueError: rank 1 cannot divide")
     assert "in fails" in failed.cause
     assert isinstance(caught.value.__cause__, ValueError)
-    assert group.count_calls()  # type: ignore[attr-defined]
+    assert group.count_calls()
 
 
 def test_an_unknown_method_is_named(group: WorkerGroup) -> None:
+    with pytest.raises(AttributeError, match=r"no 'ecco'; its workers register: .*echo, echo_later"):
+        group.ecco()
     with pytest.raises(WorkerError, match="Calculator has no method 'no_such_thing'"):
         group.execute_rank(0, "no_such_thing")
 
 
 def test_a_config_error_stays_one_and_says_where(group: WorkerGroup) -> None:
     with pytest.raises(ConfigError, match=r"actor\.lr=-1 must be positive") as caught:
-        group.refuses()  # type: ignore[attr-defined]
+        group.refuses()
     assert "calc rank 0" in caught.value.__notes__[0]
 
 
@@ -184,38 +186,38 @@ def test_a_constructor_that_fails_is_one_error(make: Make) -> None:
 
 
 def test_mesh_dispatch_splits_by_data_parallel_rank(mesh: WorkerGroup) -> None:
-    seen = mesh.seen(Rows([1, 2, 3, 4]), factor=10)  # type: ignore[attr-defined]
+    seen = mesh.seen(Rows([1, 2, 3, 4]), factor=10)
     assert seen.values == [3010, 3020, 1030, 1040]
-    trained = mesh.train(Rows(range(6)))  # type: ignore[attr-defined]
+    trained = mesh.train(Rows(range(6)))
     assert trained == [{"rank": 3, "rows": 3}, {"rank": 1, "rows": 3}]
 
 
 def test_mesh_dispatch_repeats_rows_only_when_allowed(mesh: WorkerGroup) -> None:
     with pytest.raises(ValueError, match="5 rows cannot be split evenly over 2"):
-        mesh.train(Rows(range(5)))  # type: ignore[attr-defined]
-    seen = mesh.seen(Rows(range(5), padding_enabled=True))  # type: ignore[attr-defined]
+        mesh.train(Rows(range(5)))
+    seen = mesh.seen(Rows(range(5), padding_enabled=True))
     assert seen.values == [3000, 3001, 3002, 1003, 1004]
 
 
 def test_mesh_mistakes_are_named(mesh: WorkerGroup) -> None:
     with pytest.raises(ValueError, match="exactly one rank of each"):
-        mesh.on_broken_mesh(Rows([1, 2]))  # type: ignore[attr-defined]
+        mesh.on_broken_mesh(Rows([1, 2]))
     with pytest.raises(WorkerError, match="never called _register_dispatch_collect_info"):
-        mesh.on_unknown_mesh(Rows([1, 2]))  # type: ignore[attr-defined]
+        mesh.on_unknown_mesh(Rows([1, 2]))
 
 
 def test_roles_share_a_process(make: Make) -> None:
-    entry = ClassWithInitArgs if make.args[0] == "local" else RayClassWithInitArgs  # type: ignore[attr-defined]
+    entry = ClassWithInitArgs if make.args[0] == "local" else RayClassWithInitArgs
     both = create_colocated_worker_cls({"student": entry(Student, "Ada"), "teacher": entry(Teacher, name="Emmy")})
     with make(both) as group:
         roles = group.spawn({"student", "teacher"})
-        ada, emmy = roles["student"].call_me(), roles["teacher"].call_me()  # type: ignore[attr-defined]
+        ada, emmy = roles["student"].call_me(), roles["teacher"].call_me()
         assert [name for name, _, _ in ada + emmy] == ["Ada", "Ada", "Emmy", "Emmy"]
         assert [pid for _, _, pid in ada] == [pid for _, _, pid in emmy]
-        assert roles["teacher"].grade(Rows([1, 2, 3])).values == [101, 102, 103]  # type: ignore[attr-defined]
+        assert roles["teacher"].grade(Rows([1, 2, 3])).values == [101, 102, 103]
         assert not hasattr(roles["student"], "grade")
         group.fuse({"student"})
-        assert group.student.call_me() == ada  # type: ignore[attr-defined]
+        assert group.student.call_me() == ada
         with pytest.raises(ValueError, match="no roles"):
             group.spawn({"janitor"})
         with pytest.raises(WorkerError) as caught:
@@ -228,7 +230,7 @@ def test_a_mode_of_ones_own() -> None:
         return ([value + rank for rank in range(group.world_size)],), {}
 
     mode = register_dispatch_mode("COUNTED", hand_out, lambda group, results: sum(results))
-    assert mode is Dispatch.COUNTED  # type: ignore[attr-defined]
+    assert mode is Dispatch.COUNTED
     with pytest.raises(ValueError, match="exists already"):
         register_dispatch_mode("COUNTED", hand_out, lambda group, results: results)
 
@@ -238,9 +240,9 @@ def test_a_mode_of_ones_own() -> None:
             return value
 
     with _make("local", Counter) as group:
-        assert group.add(10) == 21  # type: ignore[attr-defined]
+        assert group.add(10) == 21
         update_dispatch_mode(mode, hand_out, lambda group, results: max(results))
-        assert group.add(10) == 11  # type: ignore[attr-defined]
+        assert group.add(10) == 11
 
 
 def test_a_name_the_group_needs_cannot_be_registered() -> None:
@@ -259,6 +261,6 @@ def test_the_local_backend_says_that_it_has_no_process_group() -> None:
             return self.get_master_addr_port()
 
     with _make("local", Joins) as group, pytest.raises(ConfigError, match=r"trainer\.backend=ray"):
-        group.meet()  # type: ignore[attr-defined]
+        group.meet()
     with _make("local", Joins, num_ranks=1) as group:
-        assert group.meet()[0][0] == "127.0.0.1"  # type: ignore[attr-defined]
+        assert group.meet()[0][0] == "127.0.0.1"

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlsys.single_controller import diagnosis
 from rlsys.single_controller.calls import Deadlines, Pending, deadline_for, finish
 from rlsys.single_controller.diagnosis import ProcessInfo
-from rlsys.single_controller.host import CallSpec, RemoteRows
+from rlsys.single_controller.host import RemoteRows
 from rlsys.single_controller.ray.actor import RayPending, host_class
 from rlsys.single_controller.ray.cluster import NAMESPACE, import_options, on_node
 from rlsys.single_controller.ray.pool import RayResourcePool
@@ -102,7 +102,7 @@ class RayBackend(Backend):
         return [by_ref[ref] for ref in done]
 
     def probe(self, rank: int) -> Pending:
-        return self._pending(rank, "probe", self._actors[rank].call.options(num_returns=2).remote(CallSpec("rank")))
+        return self._pending(rank, "probe", self._actors[rank].describe.options(num_returns=2).remote())
 
     def host(self, rank: int) -> str:
         return self._places[rank][0].host if rank in self._places else "a host not known yet"
@@ -185,7 +185,7 @@ class RayBackend(Backend):
             ray.kill(self._actors[rank], no_restart=True)
         for rank in ranks:
             if rank in self._places:
-                info, node_id, _ = self._places.pop(rank)
+                info, node_id, _ = self._places[rank]
                 on_node(node_id, _make_sure_gone, info)
 
 

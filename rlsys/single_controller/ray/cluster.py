@@ -18,7 +18,9 @@ from ray._private import ray_constants
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlsys.single_controller.diagnosis import ProcessInfo
+from rlsys.single_controller.guard import MARK, Guard
 from rlsys.single_controller.resource_pool import NodeCapacity
+from rlsys.single_controller.worker import environment
 from rlsys.utils.errors import ConfigError
 
 NAMESPACE = "rlsys"
@@ -36,12 +38,15 @@ class Cluster:
     address: str
     connected_here: bool
     timeline_json_file: str | None = None
+    guard: Guard | None = None
 
     def close(self) -> None:
         if self.timeline_json_file and ray.is_initialized():
             ray.timeline(filename=self.timeline_json_file)
         if self.connected_here:
             ray.shutdown()
+        if self.guard is not None:
+            self.guard.close()
 
     def __enter__(self) -> Self:
         return self
@@ -71,9 +76,11 @@ def connect(ray_init: Mapping[str, Any] | None = None, *, timeline_json_file: st
         return _checked(Cluster(cluster_address(), True, timeline_json_file))
     _set_defaults_for_local_cluster()
     options.setdefault("include_dashboard", False)
-    with _loopback():
-        ray.init(address="local", runtime_env=env, **options)
-    return Cluster(cluster_address(), True, timeline_json_file)
+    mark = uuid4().hex
+    with _loopback(), environment({MARK: mark}):
+        context: Any = ray.init(address="local", runtime_env=env, **options)
+    guard = Guard(mark, context.address_info["session_dir"])
+    return Cluster(cluster_address(), True, timeline_json_file, guard)
 
 
 def cluster_address() -> str:
@@ -120,17 +127,13 @@ def _loopback() -> Iterator[None]:
 
     Ray has no argument for this: it reads a variable, this process when it imports ray and its servers when they start.
     """
-    name, before = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER
-    variable = os.environ.get(name)
-    ray_constants.ENABLE_RAY_CLUSTER, os.environ[name] = False, "0"
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
     try:
-        yield
+        with environment({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}):
+            yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
-        if variable is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = variable
 
 
 def runtime_env(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -60,7 +60,11 @@ class RayWorkerGroup(WorkerGroup):
             backend.start(resource_pool, bin_pack, prefix, detached)
         else:
             raise ValueError("RayWorkerGroup needs a resource pool, worker_names or worker_handles")
-        super().__init__(backend, ray_cls_with_init.cls, role=role)
+        try:
+            super().__init__(backend, ray_cls_with_init.cls, role=role)
+        except ValueError:
+            backend.close()
+            raise
         self.worker_names = backend.names
 
     @classmethod

@@ -60,6 +60,10 @@ class RayResourcePool(ResourcePool):
 
     def get_placement_groups(self, bin_pack: bool = True, deadline_s: float = 120.0) -> list[PlacementGroup]:
         """The reservations, one per node; ConfigError if the cluster is too small, DeadlineError if others hold it."""
+        origins = {id(slot.origin): _origin(slot) for slot in self.slots}
+        return [placed for origin in origins.values() for placed in origin._reserve(bin_pack, deadline_s)]
+
+    def _reserve(self, bin_pack: bool, deadline_s: float) -> list[PlacementGroup]:
         if not self._placed:
             check_capacity([self.need()], cluster_nodes())
             bundle = {"CPU": self.num_cpus, "GPU": 1.0} if self.use_gpu else {"CPU": self.num_cpus}
@@ -96,7 +100,7 @@ class RayResourcePool(ResourcePool):
                     f"pool '{origin.name_prefix}' is shared by {origin._users[slot]} groups already, which is its "
                     "max_colocate_count; raise it, close a group or use another pool"
                 )
-            origin.get_placement_groups(bin_pack, deadline_s)
+            origin._reserve(bin_pack, deadline_s)
         for slot in self.slots:
             _origin(slot)._users[slot] += 1
         return [(_origin(slot)._placed[slot.node], slot.index) for slot in self.slots]

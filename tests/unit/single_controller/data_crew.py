@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
-
-import torch
 
 from rlsys.protocol import DataProto
 from rlsys.single_controller.base import Worker
@@ -38,6 +37,11 @@ class DataWorker(Worker):
     def lazily(self, data: Any) -> list[Any]:
         return [type(data).__name__, len(data.get())]
 
-    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def total(self, values: torch.Tensor) -> float:
-        return float(values.sum())
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def nap_later(self, data: DataProto, seconds: float) -> DataProto:
+        time.sleep(seconds)
+        return data
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def kind_of(self, value: Any) -> str:
+        return type(value).__name__

@@ -71,16 +71,16 @@ def test_failures_in_a_collective_are_told_by_their_cause_not_by_broken_connecti
         os.kill(os.getpid(), signal.SIGKILL)
 
     with _group(Gloo, role="trainer", deadlines=60.0) as group:
-        assert group.total(-1) == [1.0, 1.0]  # type: ignore[attr-defined]
+        assert group.total(-1) == [1.0, 1.0]
         start_s = time.monotonic()
         with pytest.raises(WorkerError) as caught:
-            group.total(1, spoil)  # type: ignore[attr-defined]
+            group.total(1, spoil)
         assert time.monotonic() - start_s < 3
         assert (caught.value.failed.role, caught.value.failed.rank) == ("trainer", 1)
         assert "ZeroDivisionError: the reward was empty" in caught.value.failed.cause
         start_s = time.monotonic()
         with pytest.raises(WorkerError) as caught:
-            group.total(1, die)  # type: ignore[attr-defined]
+            group.total(1, die)
         assert time.monotonic() - start_s < 5
         assert caught.value.failed.rank == 1
         assert "the worker process died" in caught.value.failed.cause
@@ -89,21 +89,22 @@ def test_failures_in_a_collective_are_told_by_their_cause_not_by_broken_connecti
 def test_a_killed_worker_is_reported_with_its_last_words(sleepers: RayWorkerGroup) -> None:
     start_s = time.monotonic()
     with pytest.raises(WorkerError) as caught:
-        sleepers.die(1)  # type: ignore[attr-defined]
+        sleepers.die(1)
     assert time.monotonic() - start_s < 5
     failed = caught.value.failed
     assert (failed.role, failed.rank, failed.stage) == ("sleeper", 1, "die")
     assert failed.host
     assert "rank 1 says farewell" in failed.log_tail
     with pytest.raises(WorkerError):
-        sleepers.pid()  # type: ignore[attr-defined]
+        sleepers.pid()
 
 
 def test_a_death_of_a_rank_that_has_nothing_to_do_is_seen(sleepers: RayWorkerGroup) -> None:
-    os.kill(sleepers.pid()[1], signal.SIGKILL)  # type: ignore[attr-defined]
+    assert sleepers.first_sleeps(1.5) == 0
+    os.kill(sleepers.pid()[1], signal.SIGKILL)
     start_s = time.monotonic()
     with pytest.raises(WorkerError) as caught:
-        sleepers.first_sleeps(20.0)  # type: ignore[attr-defined]
+        sleepers.first_sleeps(20.0)
     assert time.monotonic() - start_s < 5
     assert caught.value.failed.rank == 1
 
@@ -111,7 +112,7 @@ def test_a_death_of_a_rank_that_has_nothing_to_do_is_seen(sleepers: RayWorkerGro
 def test_a_hang_is_a_deadline_error_that_says_where_the_code_stands(sleepers: RayWorkerGroup) -> None:
     start_s = time.monotonic()
     with pytest.raises(DeadlineError) as caught:
-        sleepers.sleep([0.0, 60.0])  # type: ignore[attr-defined]
+        sleepers.sleep([0.0, 60.0])
     assert 2 <= time.monotonic() - start_s < 5
     assert (caught.value.stage, caught.value.deadline_s) == ("sleep", 2.0)
     assert caught.value.who.startswith("sleeper rank 1 on ")
@@ -120,20 +121,20 @@ def test_a_hang_is_a_deadline_error_that_says_where_the_code_stands(sleepers: Ra
 
 
 def test_a_stopped_process_is_named_as_such_and_killed_on_close(sleepers: RayWorkerGroup) -> None:
-    pids = sleepers.pid()  # type: ignore[attr-defined]
+    pids = sleepers.pid()
     os.kill(pids[0], signal.SIGSTOP)
     with pytest.raises(DeadlineError, match=r"rank 0: pid \d+ is stopped by a signal"):
-        sleepers.sleep([0.0, 0.0])  # type: ignore[attr-defined]
+        sleepers.sleep([0.0, 0.0])
     start_s = time.monotonic()
     sleepers.restart_rank(0)
     assert time.monotonic() - start_s < 15
     assert _all_gone(pids[:1])
-    assert sleepers.sleep([0.0, 0.0]) == [0, 1]  # type: ignore[attr-defined]
+    assert sleepers.sleep([0.0, 0.0]) == [0, 1]
 
 
 def test_an_exception_comes_with_the_last_lines_of_its_worker(sleepers: RayWorkerGroup) -> None:
     with pytest.raises(WorkerError) as caught:
-        sleepers.fails([0, 1])  # type: ignore[attr-defined]
+        sleepers.fails([0, 1])
     assert "cannot divide" in caught.value.failed.cause
     assert "into the abyss" in caught.value.failed.log_tail
 
@@ -151,7 +152,7 @@ def test_a_group_that_cannot_be_built_leaves_nothing(cause: str, text: str) -> N
 def test_close_ends_workers_their_children_and_the_reservation() -> None:
     pool = _pool(1)
     group = _group(Sleeper, pool=pool)
-    pids = group.pid() + group.breed()  # type: ignore[attr-defined]
+    pids = group.pid() + group.breed()
     assert _placement_groups_of(pool) == 1
     group.close()
     group.close()
@@ -161,13 +162,13 @@ def test_close_ends_workers_their_children_and_the_reservation() -> None:
 
 def test_children_of_a_killed_worker_end_too() -> None:
     with _group(Sleeper, num_ranks=1) as group:
-        (pid,), children = group.pid(), group.breed()  # type: ignore[attr-defined]
+        (pid,), children = group.pid(), group.breed()
         os.kill(pid, signal.SIGKILL)
         assert _all_gone(children)
 
 
 def test_a_dead_rank_is_replaced_in_its_place(sleepers: RayWorkerGroup) -> None:
-    first, second = sleepers.pid()  # type: ignore[attr-defined]
+    first, second = sleepers.pid()
     future = sleepers.execute_rank_async(1, "sleep", [0.0, 50.0], stage="generate")
     healthy = sleepers.execute_rank_async(0, "sleep", [0.1, 0.0], stage="generate")
     os.kill(second, signal.SIGKILL)
@@ -179,7 +180,7 @@ def test_a_dead_rank_is_replaced_in_its_place(sleepers: RayWorkerGroup) -> None:
     assert (caught.value.failed.rank, caught.value.failed.stage) == (1, "generate")
     assert healthy.get() == 0
     sleepers.restart_rank(1)
-    again = sleepers.pid()  # type: ignore[attr-defined]
+    again = sleepers.pid()
     assert again[0] == first
     assert again[1] != second
     assert sleepers.execute_rank(1, "sleep", [0.0, 0.0]) == 1
@@ -193,7 +194,7 @@ def test_waiting_for_any_has_a_deadline(sleepers: RayWorkerGroup) -> None:
 
 
 def test_a_later_answer_can_still_be_had_after_its_deadline(sleepers: RayWorkerGroup) -> None:
-    future = sleepers.sleep_later([1.5, 0.0])  # type: ignore[attr-defined]
+    future = sleepers.sleep_later([1.5, 0.0])
     with pytest.raises(DeadlineError):
         future.get(deadline_s=0.3)
     assert future.get(deadline_s=10.0) == [0, 1]
@@ -205,10 +206,10 @@ def _placement_groups_of(pool: RayResourcePool) -> int:
 
 
 def test_a_pool_larger_than_the_cluster_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match=r"has 8 CPUs and 0 GPUs on 1 node.*needs 64 CPUs"):
+    with pytest.raises(ConfigError, match=r"has 8 CPUs and 2 GPUs on 1 node.*needs 64 CPUs"):
         _group(Sleeper, pool=RayResourcePool([64], use_gpu=False))
-    with pytest.raises(ConfigError, match=r"needs 2 CPUs and 2 GPUs.*trainer\.device=cpu"):
-        _group(Sleeper, pool=RayResourcePool([2]))
+    with pytest.raises(ConfigError, match=r"needs 4 CPUs and 4 GPUs.*trainer\.device=cpu"):
+        _group(Sleeper, pool=RayResourcePool([4]))
 
 
 def test_a_pool_that_others_hold_is_told_after_the_start_deadline() -> None:
@@ -225,7 +226,7 @@ def test_a_pool_that_others_hold_is_told_after_the_start_deadline() -> None:
 def test_groups_share_a_pool_up_to_its_count() -> None:
     pool = _pool(1, max_colocate_count=2)
     with _group(Sleeper, pool=pool) as first, _group(Calculator, pool=pool) as second:
-        assert first.pid() != [one["pid"] for one in second.whoami()]  # type: ignore[attr-defined]
+        assert first.pid() != [one["pid"] for one in second.whoami()]
         with pytest.raises(ConfigError, match="max_colocate_count"):
             _group(Sleeper, pool=pool)
     assert not _placement_groups_of(pool)
