@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
@@ -48,11 +49,15 @@ def _filled(tree: dict[str, Any], assets: StartAssets) -> dict[str, Any]:
 
 
 def warm_up(folder: Path, texts: Path, settings: WarmUp) -> None:
-    """SFT of the model that `folder` describes on the texts, one pass in their order; its weights are left in `folder`."""
+    """SFT of the model that `folder` describes on the texts, one pass in their order; the weights are left there.
+
+    On one thread: the matrices are too small to share, and threads that wait for each other cost more than they help.
+    """
     start = time.perf_counter()
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     rows = load_texts(str(texts), tokenizer)
-    joined_here = not dist.is_initialized()
+    joined_here, threads = not dist.is_initialized(), torch.get_num_threads()
+    torch.set_num_threads(1)
     engine = FSDPEngine(
         ModelSource(config=json.loads((folder / "config.json").read_text()), seed=settings.seed),
         optimizer=OptimSettings(
@@ -75,4 +80,5 @@ def warm_up(folder: Path, texts: Path, settings: WarmUp) -> None:
         (Path(beside) / "export" / "model.safetensors").rename(folder / "model.safetensors")
     if joined_here:
         dist.destroy_process_group()
+    torch.set_num_threads(threads)
     log.info("start model made in %.0f s, loss %.3f", time.perf_counter() - start, metrics["train/loss"])
