@@ -490,3 +490,26 @@ def test_the_wheel_finds_its_presets(tmp_path: Path) -> None:
     )
     assert "preset quickstart" in told.stdout
     assert {path.stem for path in (installed / "rlsys" / "presets").iterdir()} == set(preset_names())
+
+
+# The guide
+
+GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "config.md").read_text()
+
+
+@pytest.mark.parametrize("table", [VERL, AREAL, SUPERVISED, EVAL], ids=["verl", "areal", "supervised", "eval"])
+def test_the_guide_lists_every_spelling(table: dict[str, str]) -> None:
+    assert [name for name, key in table.items() if f"| `{name}` | `{key}` |" not in GUIDE] == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "key", "expected"),
+    [
+        (["trainer.allocation_mode=hf:d2+fsdp:d4"], "trainer.rollout_workers", 2),
+        (["trainer.allocation_mode=hf[r]:d4|fsdp[a]:d4"], "trainer.n_gpus_per_node", 4),
+        (['algorithm.rollout_correction.rollout_rs="token_k1,seq_max_k2"', "algorithm.rollout_correction.rollout_rs_threshold=2"],
+         "algorithm.rollout_correction.rollout_rs", "token_k1,seq_max_k2"),
+    ],
+)  # fmt: skip
+def test_what_the_guide_shows_works(argv: list[str], key: str, expected: object) -> None:
+    assert value(load_config(argv), key) == expected
