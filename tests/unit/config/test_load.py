@@ -507,9 +507,8 @@ def test_the_guide_lists_every_spelling(table: dict[str, str]) -> None:
     [
         (["trainer.allocation_mode=hf:d2+fsdp:d4"], "trainer.rollout_workers", 2),
         (["trainer.allocation_mode=hf[r]:d4|fsdp[a]:d4"], "trainer.n_gpus_per_node", 4),
-        (['algorithm.rollout_correction.rollout_rs="token_k1,seq_max_k2"', "algorithm.rollout_correction.rollout_rs_threshold=2"],
-         "algorithm.rollout_correction.rollout_rs", "token_k1,seq_max_k2"),
+        (['trainer.experiment_name="a,b"'], "trainer.experiment_name", "a,b"),
     ],
-)  # fmt: skip
+)
 def test_what_the_guide_shows_works(argv: list[str], key: str, expected: object) -> None:
     assert value(load_config(argv), key) == expected
