@@ -48,7 +48,7 @@ def test_trackers() -> None:
 
 
 def test_reward_managers() -> None:
-    assert set(MANAGERS) <= set(room("rlsys.rewards.manager", "_MANAGERS"))
+    assert set(MANAGERS) <= set(room("rlsys.rewards.manager", "_FACTORIES"))
 
 
 def test_row_files(tmp_path: Any) -> None:
