@@ -45,8 +45,6 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 _ENGINE_KEYS = {
     "gpu_memory_utilization": _note(_ENGINES),
-    "max_num_batched_tokens": _note(_ENGINES),
-    "max_model_len": _note(_ENGINES),
     "enforce_eager": _note(_ENGINES),
     "cudagraph_capture_sizes": _note(_ENGINES),
     "free_cache_engine": _note(_ENGINES),
@@ -121,6 +119,7 @@ _PPO: dict[str, Elsewhere] = {
     f"{_MODEL}.use_fused_kernels": _note("log-probs are computed in chunks, which saves the same memory", False),
     f"{_MODEL}.fused_kernel_options": _note("log-probs are computed in chunks, which saves the same memory"),
     f"{_MODEL}.enable_activation_offload": _note("use enable_gradient_checkpointing to save activation memory", False),
+    f"{_MODEL}.exclude_modules": _refuse("name the modules that get adapters: target_modules"),
     f"{_MODEL}.tiled_mlp": _note("use enable_gradient_checkpointing to save activation memory"),
     f"{_MODEL}.mtp": _refuse("multi-token prediction is not trained here"),
     f"{_MODEL}.mtp.enable": _refuse("multi-token prediction is not trained here", False),
@@ -143,7 +142,6 @@ _PPO: dict[str, Elsewhere] = {
     f"{_ACTOR}.router_replay.mode": _refuse(_MOE, "disabled"),
     f"{_ACTOR}.qat": _refuse(_QAT),
     f"{_ACTOR}.qat.enable": _refuse(_QAT, False),
-    f"{_ACTOR}.policy_loss.dro_beta": _refuse("the loss dro is not built; see policy_loss.loss_mode"),
     "actor_rollout_ref.ref.strategy": _note("the reference runs on the actor's engine", "fsdp", "fsdp2"),
     "actor_rollout_ref.ref.megatron": _refuse(_MEGATRON),
     "actor_rollout_ref.ref.rollout_n": _note(f"it is {_ROLLOUT}.n"),
@@ -194,14 +192,13 @@ _PPO: dict[str, Elsewhere] = {
     "critic.model.use_shm": _note("weights are read where they lie", False),
     "critic.model.hf_config_path": _refuse("change single values with +critic.model.override_config.<key>=<value>"),
     "critic.model.lora": _refuse("these are Megatron's; write critic.model.lora_rank, lora_alpha, target_modules"),
+    "critic.model.exclude_modules": _refuse("name the modules that get adapters: target_modules"),
     "critic.model.tiled_mlp": _note("use enable_gradient_checkpointing to save activation memory"),
     "critic.model.mtp": _note("multi-token prediction is not trained here"),
     "critic.model.use_liger": _note("the value head is small; there is nothing to fuse", False),
     "critic.model.use_fused_kernels": _note("the value head is small; there is nothing to fuse", False),
     "critic.model.fused_kernel_options": _note("the value head is small; there is nothing to fuse"),
     "critic.model.enable_activation_offload": _note("use enable_gradient_checkpointing", False),
-    "algorithm.use_pf_ppo": _refuse("PF-PPO is not built; rollout_correction and filter_groups choose samples", False),
-    "algorithm.pf_ppo": _note("PF-PPO is not built"),
     "algorithm.filter_groups.max_inflight_gen_batches": _note("one batch is generated at a time", 1),
     "algorithm.rollout_correction.debug_rollout_actor_probs": _note("turn bypass_mode off to compare log-probs", False),
     "reward.reward_model.rollout": _note("the reward model runs as a classifier in its own worker group"),
@@ -234,6 +231,7 @@ _OPTIM = {
     "override_optimizer_config": _refuse("write optim.{lr,betas,weight_decay}", {}),
     "total_training_steps": _note("the schedule follows trainer.total_training_steps and the data", -1),
     "zero_indexed_step": _note("the schedule starts at step 0", True),
+    "num_cycles": _refuse("cosine falls once from lr to min_lr_ratio", 0.5),
     "lr_warmup_init": _refuse("warm-up starts at 0", 0, 0.0),
     "lr_decay_style": _refuse("write lr_scheduler_type", "constant"),
 }
@@ -241,7 +239,6 @@ _OPTIM = {
 _FSDP = {
     "wrap_policy": _note(_FSDP1),
     "use_orig_params": _note(_FSDP1),
-    "forward_prefetch": _note("FSDP2 prefetches by itself", False),
     "full_determinism": _note("runs on CPU always repeat bitwise", False),
     "use_torch_compile": _note("kernels are not compiled; results are the same", True, False),
     "use_no_sync_for_gradient_accumulation": _note(
@@ -286,6 +283,7 @@ _SUPERVISED: dict[str, Elsewhere] = {
     "model.use_shm": _note("weights are read where they lie", False),
     "model.use_liger": _note("log-probs are computed in chunks, which saves the same memory", False),
     "model.use_fused_kernels": _note(_CHUNKED, False),
+    "model.exclude_modules": _refuse("name the modules that get adapters: target_modules"),
     "model.strategy": _note("there is FSDP2 only", "fsdp", "fsdp2"),
     "model.hf_config_path": _refuse("change single values with +model.override_config.<key>=<value>"),
 }

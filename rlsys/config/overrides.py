@@ -1,7 +1,8 @@
 """Dotted overrides in Hydra's forms: key=value, +key=value (new), ++key=value (new or not), ~key (back to the default).
 
 Values: null, true/false, numbers, text, 'quoted text', [lists], {dicts: of any}, and ${interpolations} that are left as
-text for the loader. Text needs quotes where it holds a comma, or starts with a bracket or a quote.
+text for the loader. Text needs quotes where it holds a comma, or starts with a bracket or a quote. Unlike in Hydra
+1_000 is text, because 0.5_2 means two bounds elsewhere.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from rlsys.utils.errors import ConfigError
 Op = Literal["", "+", "++", "~"]
 
 _KEY = re.compile(r"[\w-]+(\.[\w-]+)*")
-_INT = re.compile(r"[+-]?(0|[1-9](_?[0-9])*)")
-_FLOAT = re.compile(r"[+-]?(([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][+-]?[0-9]+)?|[0-9][0-9_]*[eE][+-]?[0-9]+)")
+_INT = re.compile(r"[+-]?(0|[1-9][0-9]*)")
+_FLOAT = re.compile(r"[+-]?(([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[0-9]+[eE][+-]?[0-9]+)")
 _NOT_FINITE = re.compile(r"[+-]?(inf|nan)", re.IGNORECASE)
 _ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
 _MAX_DEPTH = 50

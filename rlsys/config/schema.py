@@ -9,7 +9,7 @@ from rlsys.config.schema_actor import (
     ValKwargsConfig,
 )
 from rlsys.config.schema_algorithm import AlgorithmConfig, RewardConfig
-from rlsys.config.schema_base import Count, Positive, Seconds, Section, Strategy
+from rlsys.config.schema_base import Coefficient, Count, Positive, Seconds, Section, Strategy
 from rlsys.config.schema_data import DataConfig, PromptsConfig, RMDataConfig, SFTDataConfig, SupervisedDataConfig
 from rlsys.config.schema_model import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig
 from rlsys.config.schema_trainer import (
@@ -48,8 +48,8 @@ class SupervisedOptimConfig(OptimConfig):
 
     lr: Positive = 1e-5
     """Peak learning rate."""
-    clip_grad: Positive = 1.0
-    """Largest gradient norm."""
+    clip_grad: Coefficient = 1.0
+    """Largest gradient norm; 0 never clips."""
 
 
 class SupervisedConfig(Section):

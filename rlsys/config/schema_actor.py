@@ -45,7 +45,7 @@ class PolicyLossConfig(Section):
     """Which policy loss, and the numbers only some losses have."""
 
     loss_mode: Text = "vanilla"
-    """vanilla, gspo, cispo, sapo, gpg, geo_mean, clip_cov, kl_cov, dppo_tv, dppo_kl, or one you registered."""
+    """vanilla, gspo, cispo, sapo, gpg, geo_mean, clip_cov, kl_cov, dppo_tv, dppo_kl, dro, or one you registered."""
     clip_cov_ratio: Fraction = 0.0002
     """clip_cov: part of the tokens whose gradient is dropped."""
     clip_cov_lb: Coefficient = 1.0
@@ -56,6 +56,8 @@ class PolicyLossConfig(Section):
     """kl_cov: part of the tokens that get the KL penalty."""
     ppo_kl_coef: Coefficient = 0.1
     """kl_cov: weight of that penalty."""
+    dro_beta: Positive = 1.0
+    """dro: weight of the squared log-ratio."""
 
 
 class ActorConfig(Section):
@@ -104,8 +106,8 @@ class ActorConfig(Section):
     """Weight of the KL loss."""
     kl_loss_type: KLEstimator = "low_var_kl"
     """Estimator of the KL loss; + is its straight-through form."""
-    grad_clip: Positive = 1.0
-    """Largest gradient norm."""
+    grad_clip: Coefficient = 1.0
+    """Largest gradient norm; 0 never clips."""
     ulysses_sequence_parallel_size: Count = 1
     """Ranks that share one sequence."""
     optim: OptimConfig
@@ -164,6 +166,10 @@ class GenerationConfig(Section):
     """Type the engine computes in; auto is bfloat16 on CUDA and float32 on CPU."""
     max_num_seqs: Count = 256
     """Sequences generated together."""
+    max_num_batched_tokens: Count = 8192
+    """Prompt tokens read in together."""
+    max_model_len: Count | None = None
+    """Longest prompt and response together; null takes what the model's positions allow."""
 
 
 class RolloutConfig(GenerationConfig):
@@ -238,8 +244,8 @@ class CriticConfig(Section):
     """How token losses become one number."""
     loss_scale_factor: Positive | None = linked("actor_rollout_ref.actor.loss_scale_factor")
     """Divisor of seq-mean-token-sum-norm; null takes data.max_response_length."""
-    grad_clip: Positive = 1.0
-    """Largest gradient norm."""
+    grad_clip: Coefficient = 1.0
+    """Largest gradient norm; 0 never clips."""
     ulysses_sequence_parallel_size: Count = 1
     """Ranks that share one sequence."""
     checkpoint: CheckpointConfig

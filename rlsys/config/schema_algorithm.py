@@ -94,6 +94,15 @@ class NormConfig(Section):
     """Added to the deviation."""
 
 
+class PFPPOConfig(Section):
+    """How PF-PPO draws samples by their reward."""
+
+    reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
+    """pow: by |score| to a power; max_min: the best and the worst; max_random: more of the best."""
+    weight_pow: Coefficient = 2.0
+    """pow: the power."""
+
+
 class AlgorithmConfig(Section):
     """Advantage estimation."""
 
@@ -112,6 +121,9 @@ class AlgorithmConfig(Section):
     kl_ctrl: KLControlConfig
     filter_groups: FilterGroupsConfig
     rollout_correction: RolloutCorrectionConfig
+    use_pf_ppo: Flag = False
+    """Draw the samples of a step again by their reward (policy filtration)."""
+    pf_ppo: PFPPOConfig
     gdpo_reward_keys: Texts | None = None
     """gdpo: keys of the reward's parts, each normalised by itself."""
     gdpo_reward_weights: Numbers | None = None
@@ -216,7 +228,7 @@ class RewardConfig(Section):
 
     num_workers: Count = 8
     """Processes that grade."""
-    timeout_s: Seconds = 30.0
+    timeout_s: Seconds = 10.0
     """Seconds one answer may take; then its process is killed and the answer counts as timed out."""
     custom_reward_function: CustomRewardConfig
     reward_manager: RewardManagerConfig

@@ -54,7 +54,7 @@ class ModelConfig(Section):
     """Which model, and how it is read and wrapped."""
 
     path: LocalPath | None = None
-    """Folder of a Hugging Face model (or its hub name); null takes the small start model built on first use."""
+    """Folder of a Hugging Face model (config.json, safetensors, tokenizer); null takes the small start model."""
     tokenizer_path: LocalPath | None = None
     """Folder of the tokenizer where it is not the model's own."""
     trust_remote_code: Flag = False
@@ -75,8 +75,6 @@ class ModelConfig(Section):
     """LoRA scale; the adapters' output is multiplied by lora_alpha / lora_rank."""
     target_modules: Texts = ("all-linear",)
     """Modules that get adapters: names, or all-linear."""
-    exclude_modules: Texts | None = None
-    """Modules that get no adapters."""
     lora_adapter_path: LocalPath | None = None
     """Folder of a trained adapter to start from."""
 
@@ -117,8 +115,6 @@ class OptimConfig(Section):
     """Shape after the warm-up."""
     min_lr_ratio: Fraction = 0.0
     """Lowest learning rate of cosine and linear, as a part of lr."""
-    num_cycles: Annotated[float, Strict(), Field(gt=0, le=1000)] = 0.5
-    """Cosine waves over the run; 0.5 falls once from lr to the lowest."""
 
 
 class CriticOptimConfig(OptimConfig):
@@ -139,6 +135,8 @@ class ShardConfig(Section):
     """Let FSDP2 keep parameters and optimizer in host memory always (slower, least device memory)."""
     reshard_after_forward: Flag = True
     """Free gathered parameters after each layer's forward pass."""
+    forward_prefetch: Flag = False
+    """Gather the next layer's parameters while one runs forward."""
     model_dtype: MasterDType = "float32"
     """Type the weights are held in."""
     dtype: AnyDType = "auto"
@@ -161,6 +159,8 @@ class RefShardConfig(ShardConfig):
     """Ranks that share one copy of the model; -1 shares it over all."""
     reshard_after_forward: Flag = linked("actor_rollout_ref.actor.fsdp_config.reshard_after_forward")
     """Free gathered parameters after each layer's forward pass."""
+    forward_prefetch: Flag = linked("actor_rollout_ref.actor.fsdp_config.forward_prefetch")
+    """Gather the next layer's parameters while one runs forward."""
     model_dtype: MasterDType = linked("actor_rollout_ref.actor.fsdp_config.model_dtype")
     """Type the weights are held in."""
     dtype: AnyDType = linked("actor_rollout_ref.actor.fsdp_config.dtype")

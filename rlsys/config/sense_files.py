@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,7 +20,7 @@ from rlsys.config.schema_model import ModelConfig
 from rlsys.config.schema_trainer import RunConfig, TrainingConfig
 from rlsys.config.words import wrong
 
-ROW_FILES = (".parquet", ".json", ".jsonl", ".csv", ".arrow")
+ROW_FILES = (".parquet", ".json", ".jsonl", ".csv")
 
 
 def check_ppo_files(cfg: PPOConfig) -> Iterator[str]:
@@ -77,23 +78,16 @@ def _rows(key: str, files: tuple[str, ...] | None) -> Iterator[str]:
                 yield wrong(key, name, "the file is empty")
             elif not os.access(path, os.R_OK):
                 yield wrong(key, name, "the file may not be read")
-        elif not path.is_dir() and _is_local(name, suffixes=ROW_FILES):
-            yield wrong(
-                key,
-                name,
-                f"there is no such file{_nearby(path)}; write {key}=<file> (scripts/prepare_data.py makes some)",
-            )
+        elif path.is_dir() and not (path / "state.json").is_file():
+            yield wrong(key, name, "a folder of rows is what datasets' save_to_disk writes; name a file")
+        elif "://" in name:
+            yield wrong(key, name, f"only local files are read; copy it and write {key}=<file>")
+        elif not path.exists():
+            make = f"python scripts/prepare_data.py --out {path.parent} makes some"
+            yield wrong(key, name, f"there is no such file{_nearby(path)}; write {key}=<file> ({make})")
     doubled = sorted({name for name in files or () if (files or ()).count(name) > 1})
     if doubled:
         yield wrong(key, doubled[0], "the file is named twice, so its rows would count twice; name it once")
-
-
-def _is_local(name: str, suffixes: tuple[str, ...] = ()) -> bool:
-    """Whether a name means a path here, not a repository on the hub (owner/name)."""
-    looks = (
-        name.startswith((".", "/", "~", os.sep)) or name.count("/") != 1 or name.lower().endswith(suffixes or ("/",))
-    )
-    return looks or Path(name.split("/")[0]).is_dir()
 
 
 def _nearby(path: Path) -> str:
@@ -108,9 +102,8 @@ def _nearby(path: Path) -> str:
 def _model(key: str, model: ModelConfig, longest: int, lengths: str) -> Iterator[str]:
     for name in ("path", "tokenizer_path", "lora_adapter_path"):
         value = getattr(model, name)
-        if value is not None and _is_local(value) and not Path(value).is_dir():
-            why = "it is a file; name its folder" if Path(value).is_file() else "there is no such folder"
-            yield wrong(f"{key}.{name}", value, f"{why}; write {key}.{name}=<folder>")
+        if value is not None and not Path(value).is_dir():
+            yield wrong(f"{key}.{name}", value, f"{_no_folder(value)}; write {key}.{name}=<folder>")
     if model.external_lib and not _importable(model.external_lib):
         yield wrong(f"{key}.external_lib", model.external_lib, "no such module can be imported; put it on PYTHONPATH")
     folder = Path(model.path) if model.path else None
@@ -127,6 +120,17 @@ def _model(key: str, model: ModelConfig, longest: int, lengths: str) -> Iterator
         yield wrong(
             f"{key}.path", model.path, f"it takes {limit} positions; {lengths} is {longest}; write shorter lengths"
         )
+
+
+def _no_folder(name: str) -> str:
+    """Why a name is no model's folder, and how to get one."""
+    if Path(name).is_file():
+        return "it is a file; name its folder"
+    if "smollm2" in name.lower():
+        return "there is no such folder; python scripts/smollm2.py makes it"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return f"there is no such folder; nothing is downloaded here: hf download {name} --local-dir <folder>"
+    return "there is no such folder"
 
 
 def model_facts(folder: Path) -> dict[str, Any]:
@@ -158,8 +162,8 @@ def _reward(reward: RewardConfig) -> Iterator[str]:
             yield wrong("reward.reward_manager.module.path", None, why)
         else:
             yield from _python("reward.reward_manager.module", manager.module.path, manager.module.name, "class")
-    if grader.enable and grader.model_path and _is_local(grader.model_path) and not Path(grader.model_path).is_dir():
-        yield wrong("reward.reward_model.model_path", grader.model_path, "there is no such folder")
+    if grader.enable and grader.model_path and not Path(grader.model_path).is_dir():
+        yield wrong("reward.reward_model.model_path", grader.model_path, _no_folder(grader.model_path))
 
 
 def _dataset_class(data: RowsConfig) -> Iterator[str]:

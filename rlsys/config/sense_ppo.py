@@ -27,17 +27,27 @@ ESTIMATORS = (
     "tir_optimal_token_baseline",
 )
 GROUPED = frozenset(ESTIMATORS) - {"gae", "reinforce_plus_plus", "remax"}
-LOSSES = ("vanilla", "gspo", "cispo", "sapo", "gpg", "geo_mean", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl")
+LOSSES = (
+    "vanilla",
+    "gspo",
+    "cispo",
+    "sapo",
+    "gpg",
+    "geo_mean",
+    "clip_cov",
+    "kl_cov",
+    "dppo_tv",
+    "dppo_kl",
+    "dro",
+    "bypass_mode",
+)
 MANAGERS = ("naive", "dapo")
-REJECTIONS = tuple(
-    f"{level}_{measure}"
-    for level, measures in {
-        "token": ("k1", "k2", "k3"),
-        "seq_sum": ("k1", "k2", "k3"),
-        "seq_mean": ("k1", "k2", "k3"),
-        "seq_max": ("k2", "k3"),
-    }.items()
-    for measure in measures
+REJECTIONS = (
+    *("token", "sequence", "geometric"),
+    *("token_k1", "token_k2", "token_k3"),
+    *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
+    *("seq_max_k2", "seq_max_k3"),
 )
 N = "actor_rollout_ref.rollout.n"
 CORRECTION = "algorithm.rollout_correction"
@@ -93,6 +103,9 @@ def _critic(cfg: PPOConfig) -> Iterator[str]:
     if estimator != "gae" and estimator in ESTIMATORS and enable:
         why = f"algorithm.adv_estimator={estimator} does not use its values; it is trained all the same"
         yield note("critic.enable", True, why)
+    if cfg.algorithm.use_pf_ppo and not needs_critic(cfg):
+        why = "it draws single samples again, which tears groups apart; write algorithm.adv_estimator=gae"
+        yield wrong("algorithm.use_pf_ppo", True, why)
     if cfg.trainer.critic_warmup > 0 and not needs_critic(cfg):
         yield wrong(
             "trainer.critic_warmup", cfg.trainer.critic_warmup, "there is no critic; write trainer.critic_warmup=0"
@@ -146,32 +159,41 @@ def _thresholds(correction: RolloutCorrectionConfig) -> Iterator[str]:
     key = f"{CORRECTION}.rollout_is_threshold"
     if correction.rollout_is and not _bounds(correction.rollout_is_threshold):
         yield wrong(key, correction.rollout_is_threshold, f"must be a number above 0, or low_high; write {key}=2.0")
-    measures, bounds = correction.rollout_rs, correction.rollout_rs_threshold
-    rs_key = f"{CORRECTION}.rollout_rs"
+    if correction.bypass_mode and correction.loss_type == "reinforce" and correction.rollout_is_batch_normalize:
+        key = f"{CORRECTION}.rollout_is_batch_normalize"
+        why = f"in bypass mode with loss_type=reinforce the weights change with every update; write {key}=false"
+        yield wrong(key, True, why)
+    yield from _rejections(correction)
+
+
+def _rejections(correction: RolloutCorrectionConfig) -> Iterator[str]:
+    key, measures, bounds = f"{CORRECTION}.rollout_rs", correction.rollout_rs, correction.rollout_rs_threshold
     if measures is None:
         if bounds is not None:
-            yield wrong(
-                f"{rs_key}_threshold", bounds, f"there is nothing to bound; write {rs_key}=token_k1, for example"
-            )
+            yield wrong(f"{key}_threshold", bounds, f"there is nothing to bound; write {key}=token_k1, for example")
         return
     names = [name.strip() for name in measures.split(",")]
     for name in names:
         if name not in REJECTIONS:
             near = get_close_matches(name, REJECTIONS, n=1)
-            yield wrong(
-                rs_key, measures, f"'{name}' is none of {', '.join(REJECTIONS)}{f'; write {near[0]}' if near else ''}"
-            )
+            hint = f"; write {near[0]}" if near else ""
+            yield wrong(key, measures, f"'{name}' is none of {', '.join(REJECTIONS)}{hint}")
     if bounds is None:
-        yield wrong(rs_key, measures, f"it needs a bound; write {rs_key}_threshold=0.5_2.0, for example")
+        yield wrong(key, measures, f"it needs a bound; write {key}_threshold=0.5_2.0, for example")
         return
     limits = [limit.strip() for limit in bounds.split(",")]
     if len(limits) not in (1, len(names)):
-        yield wrong(
-            f"{rs_key}_threshold", bounds, f"one bound, or one for each of the {len(names)} measures of {rs_key}"
-        )
-    for limit in limits:
-        if not _bounds(limit):
-            yield wrong(f"{rs_key}_threshold", bounds, f"'{limit}' must be a number above 0, or low_high, e.g. 0.5_2.0")
+        yield wrong(f"{key}_threshold", bounds, f"one bound, or one for each of the {len(names)} measures of {key}")
+        return
+    for name, limit in zip(names, limits * len(names) if len(limits) == 1 else limits, strict=True):
+        numbers, ratio = _bounds(limit), not name.endswith(("k2", "k3"))
+        if not numbers:
+            yield wrong(f"{key}_threshold", bounds, f"'{limit}' must be a number above 0, or low_high, e.g. 0.5_2.0")
+        elif ratio and len(numbers) == 1 and numbers[0] < 1:
+            why = f"'{limit}' bounds the ratio of {name}, so it must be at least 1, or low_high, e.g. 0.5_2.0"
+            yield wrong(f"{key}_threshold", bounds, why)
+        elif not ratio and len(numbers) > 1:
+            yield wrong(f"{key}_threshold", bounds, f"'{limit}': {name} takes one upper bound, e.g. {numbers[-1]:g}")
 
 
 def _bounds(text: str) -> tuple[float, ...]:

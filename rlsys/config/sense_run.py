@@ -12,8 +12,8 @@ from rlsys.config.schema_model import CheckpointConfig, ModelConfig
 from rlsys.config.schema_trainer import RayKwargsConfig, RunConfig, TrainingConfig
 from rlsys.config.words import note, wrong
 
-TRACKERS = ("console", "file", "jsonl", "tensorboard", "trackio", "wandb", "mlflow", "swanlab")
-_PACKAGES = ("tensorboard", "trackio", "wandb", "mlflow", "swanlab")
+TRACKERS = ("console", "tensorboard", "trackio", "wandb", "mlflow", "file", "jsonl")
+_PACKAGES = ("tensorboard", "trackio", "wandb", "mlflow")
 MAX_STALENESS = 1
 
 
@@ -124,7 +124,5 @@ def check_adapters(key: str, model: ModelConfig) -> Iterator[str]:
     """Whether LoRA settings have adapters to apply to."""
     if model.lora_rank and importlib.util.find_spec("peft") is None:
         yield wrong(f"{key}.lora_rank", model.lora_rank, "peft is not installed; pip install rlsys[lora]")
-    if not model.lora_rank:
-        for name in ("lora_adapter_path", "exclude_modules"):
-            if getattr(model, name) is not None:
-                yield wrong(f"{key}.lora_rank", 0, f"{name} is set; write {key}.lora_rank=16, for example")
+    if not model.lora_rank and model.lora_adapter_path is not None:
+        yield wrong(f"{key}.lora_rank", 0, f"lora_adapter_path is set; write {key}.lora_rank=16, for example")

@@ -32,6 +32,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in ("train.parquet", "test.parquet"):
         (tmp_path / name).write_bytes(b"PAR1")
+    (tmp_path / "some" / "model").mkdir(parents=True)
+    (tmp_path / "some" / "model" / "config.json").write_text('{"hidden_size": 8}')
     return tmp_path
 
 
@@ -305,7 +307,7 @@ def test_notes_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
 VERL_SCRIPT = """
 algorithm.adv_estimator=grpo data.train_files=train.parquet data.val_files=['test.parquet']
 data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=1024
-data.filter_overlong_prompts=True data.truncation='error' actor_rollout_ref.model.path=Qwen/Qwen3-8B
+data.filter_overlong_prompts=True data.truncation='error' actor_rollout_ref.model.path=some/model
 actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.model.use_remove_padding=True
 actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32
 actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001
@@ -404,18 +406,15 @@ SCHEMA_OF = {"sft_trainer": SFTConfig, "rm_trainer": RMConfig, "eval": EvalConfi
 
 
 @pytest.mark.parametrize("name", preset_names())
-def test_every_preset_loads(name: str, folder: Path) -> None:
+def test_every_preset_loads(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     schema = SCHEMA_OF.get(name, PPOConfig)
     argv = [f"--config-name={name}"]
     if name.startswith("smollm2"):
-        for file in (
-            "data/smollm2/train.parquet",
-            "data/smollm2/test.parquet",
-            "models/smollm2-135m-instruct/config.json",
-        ):
+        model = "models/SmolLM2-135M-Instruct/config.json"
+        for file in ("data/mix/train.parquet", "data/mix/test.parquet", model):
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            (folder / file).write_text("{}\n")
-        (folder / "models/smollm2-135m-instruct/config.json").write_text('{"max_position_embeddings": 8192}')
+            (folder / file).write_text('{"max_position_embeddings": 8192}')
+        monkeypatch.setenv("RLSYS_CACHE", str(folder))
     elif name in ("ppo_trainer", "dapo"):
         argv += [f"{M}.path=some/model", "data.train_files=train.parquet", "data.val_files=test.parquet"]
     loaded = load(parse_arguments(argv), schema)
@@ -490,3 +489,25 @@ def test_the_wheel_finds_its_presets(tmp_path: Path) -> None:
     )
     assert "preset quickstart" in told.stdout
     assert {path.stem for path in (installed / "rlsys" / "presets").iterdir()} == set(preset_names())
+
+
+# The guide
+
+GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "config.md").read_text()
+
+
+@pytest.mark.parametrize("table", [VERL, AREAL, SUPERVISED, EVAL], ids=["verl", "areal", "supervised", "eval"])
+def test_the_guide_lists_every_spelling(table: dict[str, str]) -> None:
+    assert [name for name, key in table.items() if f"| `{name}` | `{key}` |" not in GUIDE] == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "key", "expected"),
+    [
+        (["trainer.allocation_mode=hf:d2+fsdp:d4"], "trainer.rollout_workers", 2),
+        (["trainer.allocation_mode=hf[r]:d4|fsdp[a]:d4"], "trainer.n_gpus_per_node", 4),
+        (['trainer.experiment_name="a,b"'], "trainer.experiment_name", "a,b"),
+    ],
+)
+def test_what_the_guide_shows_works(argv: list[str], key: str, expected: object) -> None:
+    assert value(load_config(argv), key) == expected
