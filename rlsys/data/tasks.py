@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import cycle, islice
 from typing import Any
 
-from rlsys.data.arithmetic import problems, prompt_row
+from rlsys.data.arithmetic import MAX_REPEATS, problems, prompt_row
 from rlsys.utils.errors import ConfigError
 
 REASONING_GYM: dict[str, dict[str, Any]] = {
@@ -37,17 +37,16 @@ def make_split(
         ]
         train, val = ([row for rows in zip(*split) for row in rows] for split in zip(*parts))
         return _numbered(train[:num_train], "train"), _numbered(val[:num_val], "test")
-    rows = list(islice(_different_rows(task, seed), num_train + num_val))
+    rows = list(_different_rows(task, num_train + num_val, seed=seed))
     num_val = min(num_val, max(1, int(len(rows) * MAX_HELD_OUT))) if len(rows) < num_train + num_val else num_val
     val, train = rows[:num_val], rows[num_val:]
     return _numbered(islice(cycle(train), num_train), "train"), _numbered(val, "test")
 
 
-def _different_rows(task: str, seed: int) -> Iterator[dict[str, Any]]:
-    """Rows with different questions until there seem to be no more."""
+def _different_rows(task: str, num_rows: int, *, seed: int) -> Iterator[dict[str, Any]]:
+    """`num_rows` rows with different questions, fewer when no more seem to come."""
     if task == "arithmetic":
-        for problem in problems(20_000, seed=seed):
-            yield prompt_row(problem, index=0, split="")
+        yield from (prompt_row(problem, index=0, split="") for problem in problems(num_rows, seed=seed))
         return
     if task not in REASONING_GYM:
         raise ConfigError(f"--task {task}: must be one of {', '.join((*TASKS, 'mix'))}")
@@ -57,14 +56,14 @@ def _different_rows(task: str, seed: int) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"--task {task} needs reasoning-gym: pip install 'rlsys[smollm2]'") from error
     dataset = reasoning_gym.create_dataset(task, size=2**31 - 1, seed=seed, **REASONING_GYM[task])
     seen: set[str] = set()
-    index = stale = 0
-    while stale < 2000:
+    index = num_repeats = 0
+    while len(seen) < num_rows and num_repeats < MAX_REPEATS:
         entry = dataset[index]
         index += 1
-        stale += 1
+        num_repeats += 1
         if entry["question"] not in seen:
             seen.add(entry["question"])
-            stale = 0
+            num_repeats = 0
             yield reasoning_gym_row(task, entry)
 
 
