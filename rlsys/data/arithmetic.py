@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 DATA_SOURCE = "rlsys/arithmetic"
 Style = Literal["words", "symbols"]
+MAX_REPEATS = 2000
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Problem:
 def problems(
     num: int, *, seed: int, operators: str = "+-*", max_digits: int = 2, product_digits: int = 1
 ) -> list[Problem]:
-    """`num` different problems, or all there are.
+    """`num` different problems, or nearly all there are.
 
     Factors have up to `product_digits` digits, other numbers up to `max_digits`; each number of digits and each
     operator is equally likely, so that small numbers are not rare. Raises ValueError for unknown operators.
@@ -43,13 +44,14 @@ def problems(
         raise ValueError(f"operators={operators!r}: must be some of + - *")
     random = Random(seed)
     found: dict[Problem, None] = {}
-    tries = 0
-    while len(found) < num and tries < 50 * num + 10_000:
-        tries += 1
+    num_repeats = 0
+    while len(found) < num and num_repeats < MAX_REPEATS:
         operator = random.choice(operators)
         digits = product_digits if operator == "*" else max_digits
         left, right = (random.randrange(10 ** random.randint(1, digits)) for _ in range(2))
-        found[Problem(left, operator, right)] = None  # pyrefly: ignore[bad-argument-type]
+        problem = Problem(left, operator, right)  # pyrefly: ignore[bad-argument-type]
+        num_repeats = num_repeats + 1 if problem in found else 0
+        found[problem] = None
     return list(found)
 
 

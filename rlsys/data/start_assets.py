@@ -148,7 +148,7 @@ def ensure_start_assets(
     parent = (folder or cache_dir()) / "start"
     parent.mkdir(parents=True, exist_ok=True)
     home = parent / content_hash(settings)
-    with _locked(parent / f".{home.name}.lock"):
+    with locked(parent / f".{home.name}.lock"):
         if not (home / COMPLETE).is_file():
             _make(home, warm_up, settings)
     return StartAssets(home / "model", home / "train.parquet", home / "test.parquet")
@@ -198,7 +198,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Hold the lock file; the system frees it when the process ends, however that happens."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
