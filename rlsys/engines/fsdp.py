@@ -25,6 +25,7 @@ from rlsys.engines.sharding import (
     full_of,
     materialise,
     parameters_by_name,
+    reshard,
     shard_model,
     tied_names,
     weight_layout,
@@ -166,6 +167,7 @@ class FSDPEngine:
             if index is not None:
                 for name, values in found.items():
                     results[name][index] = tokens.scatter(values).to(results[name])
+        reshard(self.model)
         return results
 
     def forward_backward(
@@ -278,6 +280,7 @@ class FSDPEngine:
 
     def move(self, parts: Sequence[Part], device: str) -> None:
         """Take the named parts to `device` ("cpu" frees the accelerator) until they are moved back."""
+        reshard(self.model)
         if "params" in parts:
             grads = {p: p.grad for p in self.model.parameters()}
             self.model.to(device)

@@ -125,7 +125,7 @@ def make_batch() -> dict[str, Tensor]:
 
 def share_of(rank: int, size: int) -> slice:
     """Uneven shares, so that some ranks have fewer micro-batches than others."""
-    bounds = {1: [0, 8], 2: [0, 5, 8], 4: [0, 3, 5, 8, 8]}[size]
+    bounds = {1: [0, 8], 2: [0, 5, 8], 3: [0, 3, 5, 8], 4: [0, 3, 5, 8, 8]}[size]
     return slice(bounds[rank], bounds[rank + 1])
 
 
