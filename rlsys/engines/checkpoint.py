@@ -99,11 +99,13 @@ def _write(staging: Path, state: State) -> dict[str, dict[str, Any]]:
 
 
 def _unwrapped(work: Callable[[], Any]) -> None:
-    """DCP wraps the ranks' errors, in no Exception; say the first one."""
+    """DCP raises every rank's errors on all ranks; raise each where it happened."""
     try:
         work()
     except CheckpointException as error:
-        raise CheckpointError(str(next(iter(error.failures.values()))[0])) from error
+        own = error.failures.get(dist.get_rank())
+        if own is not None:
+            raise CheckpointError(str(own[0])) from error
 
 
 def _commit(staging: Path, path: Path, files: Mapping[str, Any], ranks: Ranks, header: Mapping[str, Any]) -> None:

@@ -280,6 +280,7 @@ class FSDPEngine:
 
     def move(self, parts: Sequence[Part], device: str) -> None:
         """Take the named parts to `device` ("cpu" frees the accelerator) until they are moved back."""
+        reshard(self.model)
         if "params" in parts:
             grads = {p: p.grad for p in self.model.parameters()}
             self.model.to(device)

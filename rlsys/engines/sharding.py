@@ -60,13 +60,22 @@ def materialise(model: TokenModel, device: torch.device) -> None:
         buffer.copy_(buffers[name])
 
 
+def reshard(model: nn.Module) -> None:
+    """Drop what is gathered: after a forward without a backward the outermost parameters still are."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def parameters_by_name(model: TokenModel) -> dict[str, nn.Parameter]:
     """Sharded parameters by their name in the transformers model; a tied one appears once."""
+    reshard(model)
     return {name.removeprefix("model."): p for name, p in model.named_parameters()}
 
 
 def tied_names(model: TokenModel) -> dict[str, str]:
     """Names whose data lives under another name."""
+    reshard(model)
     first: dict[int, str] = {}
     aliases = {}
     for full, parameter in model.named_parameters(remove_duplicate=False):

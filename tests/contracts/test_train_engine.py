@@ -147,6 +147,7 @@ def test_gradients_add_up_over_calls(factory: Factory) -> None:
 
 def held(factory: Factory, model: str, head: str, case: Case) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
     engine = factory(MODELS[model], head, case)
+    engine.forward(my_rows(engine), ("log_probs",) if head == "lm" else ("values",))
     local = {name: tensor.clone() for name, tensor in engine.local_tensors().items()}
     return engine.weight_layout(), local, whole(engine)
 

@@ -125,7 +125,7 @@ def make_batch() -> dict[str, Tensor]:
 
 def share_of(rank: int, size: int) -> slice:
     """Uneven shares, so that some ranks have fewer micro-batches than others."""
-    bounds = {1: [0, 8], 2: [0, 5, 8], 4: [0, 3, 5, 8, 8]}[size]
+    bounds = {1: [0, 8], 2: [0, 5, 8], 3: [0, 3, 5, 8], 4: [0, 3, 5, 8, 8]}[size]
     return slice(bounds[rank], bounds[rank + 1])
 
 
@@ -188,9 +188,9 @@ def one_step(factory: Factory, name: str, head: str, case: Case) -> dict[str, An
     batch = DataProto.from_dict(make_batch())[share_of(engine.dp_rank, engine.dp_size)]
     outputs = engine.forward(batch, OUTPUTS[head], temperature=TEMPERATURE)
     metrics = engine.forward_backward(batch, loss_of, outputs=OUTPUTS[head], temperature=TEMPERATURE)
-    gradients = {n: g.clone() for n, g in engine.gradients().items()}
+    gradients = {n: g.cpu() for n, g in engine.gradients().items()}
     report = engine.optim_step()
-    weights = {n: t.clone() for bucket in engine.weights(1 << 14) for n, t in bucket}
+    weights = {n: t.cpu().clone() for bucket in engine.weights(1 << 14) for n, t in bucket}
     return {
         "outputs": outputs,
         "metrics": metrics,
