@@ -48,7 +48,7 @@ class Tracker(Protocol):
 
 
 class ConsoleTracker:
-    """One line a step on stdout: what a person watches, in the same order each time."""
+    """One line a step on stdout, what a person watches in the same order each time, and one a validation."""
 
     _HEADLINES = (
         ("reward", "critic/score/mean", ".3f"),
@@ -68,10 +68,12 @@ class ConsoleTracker:
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         parts = [f"{label} {data[name]:{form}}" for label, name, form in self._HEADLINES if _is_number(data.get(name))]
-        parts += [f"{_short(name)} {value:.3f}" for name, value in data.items() if name.startswith("val-core/")]
-        if not parts:
+        core = [f"{_short(name)} {value:.3f}" for name, value in data.items() if name.startswith("val-core/")]
+        if not parts and not core:
             parts = [f"{name} {value:.4g}" for name, value in data.items() if _is_number(value)][:6]
-        print(f"step {step}: " + "  ".join(parts), flush=True)
+        for line in (parts, core):
+            if line:
+                print(f"step {step}: " + "  ".join(line), flush=True)
 
     def log_generations(self, rows: Sequence[Generation], step: int) -> None:
         pass

@@ -48,7 +48,7 @@ def validation_metrics(
                 metrics |= _majority(values, [infos["pred"][i] for i in numeric], seed=seed, num_draws=num_bootstrap)
             if variable == core[source]:
                 correct = int((values >= correct_at).sum())
-                metrics |= {f"pass@{k}": pass_at_k(len(values), correct, k) for k in (1, *_subset_sizes(len(values)))}
+                metrics |= {f"pass@{k}": pass_at_k(len(values), correct, k) for k in _pass_sizes(len(values))}
             for metric, value in metrics.items():
                 found[source, variable, metric].append(value)
     return _named(found, core)
@@ -81,6 +81,11 @@ def _subset_sizes(num: int) -> list[int]:
     """2, 4, 8, ... below `num`, then `num` itself; nothing for a single response."""
     powers = [2**i for i in range(1, num.bit_length()) if 2**i < num]
     return [*powers, num] if num > 1 else []
+
+
+def _pass_sizes(num: int) -> list[int]:
+    """1, 2, 4, ..., `num`; nothing for a single response, where the mean says it."""
+    return [1, *_subset_sizes(num)] if num > 1 else []
 
 
 @lru_cache(maxsize=64)

@@ -128,6 +128,14 @@ def test_resumed_run_starts_at_its_step() -> None:
     assert out.getvalue() == "PPO 9/10  40 s/step  eta 40 s\n"
 
 
+def test_several_steps_told_at_once_share_their_time() -> None:
+    clock, out = Clock(), io.StringIO()
+    with plain_progress(clock, out) as progress:
+        clock.now = 40
+        progress.step_done(4)
+    assert out.getvalue() == "PPO 4/10  10 s/step  eta 1:00\n"
+
+
 def test_stages_of_two_threads_are_shown_together() -> None:
     clock = Clock()
     progress = plain_progress(clock, io.StringIO())

@@ -238,9 +238,12 @@ def test_what_the_model_wrote_never_runs(page: Browser) -> None:
     assert page.console == []
 
 
-def test_even_injected_markup_could_not_run(page: Browser) -> None:
+def test_even_injected_markup_could_neither_run_nor_call_home(page: Browser) -> None:
     page.run("document.body.insertAdjacentHTML('beforeend', `<img src=x onerror='window.pwned=1'>`)")
     page.run("document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.pwned=1'}))")
+    page.run("document.body.append(Object.assign(new Image(), {src: 'http://127.0.0.1:9/stolen'}))")
     page.wait_for("true")
     assert page.run("window.pwned") is None
-    assert any("Content Security Policy" in line for line in page.console)
+    told = " ".join(page.console)
+    assert "Executing inline script violates" in told
+    assert re.search(r"http://127\.0\.0\.1:9/stolen.{0,40}violates", told)

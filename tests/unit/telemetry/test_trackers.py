@@ -130,10 +130,11 @@ except OSError as error:
 def test_console_prints_one_line_a_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with open_tracking(tmp_path, "console") as tracking:
         tracking.log({"critic/score/mean": 0.51234, "actor/ppo_kl": 1e-4, "perf/throughput": 12345.6, "zzz": 1}, 3)
-        tracking.log({"val-core/openai/gsm8k/acc/mean@1": 0.25, "val-aux/x": 1.0}, 4)
+        tracking.log({"val-core/openai/gsm8k/acc/mean@1": 0.25, "val-aux/x": 1.0, "actor/grad_norm": 2.0}, 4)
         tracking.log({"other": 1.0, "bad": math.nan}, 5)
     assert capsys.readouterr().out.splitlines() == [
         "step 3: reward 0.512  kl 1.00e-04  tok/s 12,346",
+        "step 4: grad 2.000",
         "step 4: val openai/gsm8k acc/mean@1 0.250",
         "step 5: other 1",
     ]

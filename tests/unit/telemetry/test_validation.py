@@ -35,7 +35,6 @@ def test_one_response_a_prompt() -> None:
         {
             "val-aux/gsm8k/reward/mean@1": 0.5,
             "val-core/gsm8k/acc/mean@1": 1 / 3,
-            "val-core/gsm8k/acc/pass@1": 1 / 3,
         }
     )
 
