@@ -72,7 +72,9 @@ SCENARIOS: dict[str, Scenario] = {
     "from_dict non_tensors is a list": lambda m, d: column(m, [1, 2], non_tensors=[1]),
     "from_dict no batch dims": lambda m, d: column(m, [1, 2], num_batch_dims=0),
     "from_dict two batch dims": lambda m, d: column(m, [[1], [2]], num_batch_dims=2),
-    "from_dict two batch dims with arrays": lambda m, d: column(m, [[1], [2]], non_tensors={"b": [1]}, num_batch_dims=2),
+    "from_dict two batch dims with arrays": lambda m, d: column(
+        m, [[1], [2]], non_tensors={"b": [1]}, num_batch_dims=2
+    ),
     "from_dict nothing": lambda m, d: m.DataProto.from_dict(),
     "from_dict ragged lists": lambda m, d: column(m, [1, 2], non_tensors={"b": [[1], [1, 2]]}),
     "from_dict auto padding": lambda m, d: column(m, [1], auto_padding=True),
