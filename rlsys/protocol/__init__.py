@@ -3,6 +3,7 @@
 from rlsys.protocol.columns import object_array, union_numpy_dict, union_tensor_dict
 from rlsys.protocol.data import DataProto, DataProtoConfig, DataProtoItem
 from rlsys.protocol.future import DataProtoFuture
+from rlsys.protocol.gather import all_gather_data_proto
 from rlsys.protocol.readonly import ReadOnlyError
 from rlsys.protocol.rows import (
     collate_fn,
@@ -20,6 +21,7 @@ __all__ = [
     "DataProtoItem",
     "ReadOnlyError",
     "WireError",
+    "all_gather_data_proto",
     "collate_fn",
     "fold_batch_dim",
     "object_array",

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
+from rlsys.protocol.memory import join_rows
+
 
 def object_array(values: Iterable[Any]) -> np.ndarray:
     """One entry per value whatever the values are: lists of equal length stay lists, shape (len(values),)."""
@@ -20,12 +22,20 @@ def object_array(values: Iterable[Any]) -> np.ndarray:
     return column
 
 
+def object_rows(rows: Sequence[Any]) -> np.ndarray:
+    """An object array with `rows` as its rows: arrays of one shape are stacked, anything else is one entry a row."""
+    stackable = all(isinstance(row, np.ndarray) for row in rows) and len({row.shape for row in rows}) == 1
+    return np.stack(rows).astype(object) if stackable else object_array(rows)
+
+
 def deep_equal(a: Any, b: Any) -> bool:
     """Equality of type and value with NaN equal to NaN, through arrays, tensors, lists, tuples and dicts."""
     return _deep_equal(a, b, ())
 
 
 def _deep_equal(a: Any, b: Any, path: tuple[int, ...]) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and tensors_equal(a, b)
     if type(a) is not type(b):
         return False
     if id(a) in path:
@@ -35,8 +45,6 @@ def _deep_equal(a: Any, b: Any, path: tuple[int, ...]) -> bool:
     path = (*path, id(a))
     if isinstance(a, np.ndarray):
         return _arrays_equal(a, b, path)
-    if isinstance(a, torch.Tensor):
-        return tensors_equal(a, b)
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(_deep_equal(value, b[key], path) for key, value in a.items())
     if isinstance(a, list | tuple):
@@ -53,13 +61,11 @@ def _arrays_equal(a: np.ndarray, b: np.ndarray, path: tuple[int, ...]) -> bool:
 
 
 def tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equality of dtype, shape and values with NaN equal to NaN."""
-    if a.dtype != b.dtype or a.shape != b.shape:
+    """Equality of shape and values, whatever the dtypes, with NaN equal to NaN."""
+    if a.shape != b.shape:
         return False
     if torch.equal(a, b):
         return True
-    if not a.dtype.is_floating_point and not a.dtype.is_complex:
-        return False
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
@@ -85,7 +91,11 @@ def concat_tensors(batches: Sequence[TensorDict | None]) -> TensorDict | None:
     """Join tensors row by row; all batches must have the same keys, or all be None."""
     if batches[0] is None:
         return None
-    return cast(TensorDict, torch.cat(cast(list[torch.Tensor], batches), dim=0))
+    parts = [tensors_of(batch) for batch in batches]
+    if any(part.keys() != parts[0].keys() for part in parts):
+        raise KeyError(f"batches to concat have different tensors: {[sorted(part) for part in parts]}")
+    joined = {key: join_rows([part[key] for part in parts]) for key in parts[0]}
+    return TensorDict(joined, batch_size=(sum(map(len, batches)),), device=batches[0].device)  # pyrefly: ignore
 
 
 def stack_tensors(items: Sequence[TensorDict | None]) -> TensorDict | None:

@@ -24,7 +24,7 @@ def write_file(path: str | os.PathLike[str], header: bytes, buffers: Sequence[An
     beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with beside.open("wb") as file:
-            _write(file, header, buffers)
+            write_stream(file, header, buffers)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(target)
@@ -36,10 +36,11 @@ def write_file(path: str | os.PathLike[str], header: bytes, buffers: Sequence[An
 def read_file(path: str | os.PathLike[str]) -> tuple[bytes, list[bytearray]]:
     """Header and buffers, each in memory of its own; WireError if a byte is missing or changed."""
     with Path(path).open("rb") as file:
-        return _read(file, os.fstat(file.fileno()).st_size)
+        return read_stream(file, os.fstat(file.fileno()).st_size)
 
 
-def _write(file: BinaryIO, header: bytes, buffers: Sequence[Any]) -> None:
+def write_stream(file: BinaryIO, header: bytes, buffers: Sequence[Any]) -> None:
+    """Write a wire form from the start of `file`."""
     views = [memoryview(buffer).cast("B") for buffer in buffers]
     table = b"".join(_ENTRY.pack(view.nbytes, zlib.crc32(view)) for view in views)
     front = _HEAD.pack(MAGIC, len(header), len(views)) + table + header
@@ -49,7 +50,8 @@ def _write(file: BinaryIO, header: bytes, buffers: Sequence[Any]) -> None:
         file.write(view)
 
 
-def _read(file: BinaryIO, file_bytes: int) -> tuple[bytes, list[bytearray]]:
+def read_stream(file: BinaryIO, file_bytes: int) -> tuple[bytes, list[bytearray]]:
+    """Read a wire form that fills the `file_bytes` of `file`; WireError if a byte is missing or changed."""
     head = _take(file, _HEAD.size)
     magic, header_bytes, num_buffers = _HEAD.unpack(head)
     if magic != MAGIC:

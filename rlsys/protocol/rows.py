@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from rlsys.protocol.columns import dict_of_lists, stack_tensors, tensors_of
+from rlsys.protocol.columns import dict_of_lists, object_rows, stack_tensors, tensors_of
 from rlsys.protocol.data import DataProto, DataProtoItem
 
 
@@ -30,12 +30,15 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     """(B, ...) -> (new_batch_size, B // new_batch_size, ...) for every column."""
     assert len(data) % new_batch_size == 0, f"{len(data)} rows do not fold into {new_batch_size}"
-    return _reshape_rows(data, lambda values: values.reshape(new_batch_size, -1, *values.shape[1:]))
+    per_row = len(data) // max(new_batch_size, 1)
+    return _reshape_rows(data, lambda values: values.reshape(new_batch_size, per_row, *values.shape[1:]))
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     """Make one batch dimension out of the first `batch_dims` of every column."""
-    return _reshape_rows(data, lambda values: values.reshape(-1, *values.shape[batch_dims:]))
+    return _reshape_rows(
+        data, lambda values: values.reshape(math.prod(values.shape[:batch_dims]), *values.shape[batch_dims:])
+    )
 
 
 def _reshape_rows(data: DataProto, reshape: Callable[[Any], Any]) -> DataProto:
@@ -51,5 +54,5 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
     """Rows out of single items, their objects in object arrays."""
     batch = None if x[0].batch is None else stack_tensors([item.batch for item in x])
     columns = dict_of_lists([item.non_tensor_batch for item in x])
-    held = {key: np.array(values, dtype=object) for key, values in columns.items()}
+    held = {key: object_rows(values) for key, values in columns.items()}
     return DataProto(batch=batch, non_tensor_batch=held)

@@ -76,16 +76,16 @@ def encode(
 def decode(header: bytes | memoryview, buffers: Sequence[Any]) -> Parts:
     """The parts over the memory of `buffers`; WireError unless header and buffers fit exactly."""
     views = [_bytes_of(buffer) for buffer in buffers]
-    fetched: dict[int, tuple[dict[str, Any], Tensor | np.ndarray]] = {}
+    fetched: dict[int, tuple[tuple[Any, ...], Tensor | np.ndarray]] = {}
 
     def fetch(entry: dict[str, Any]) -> Tensor | np.ndarray:
         index = entry.get("b")
         if type(index) is not int or not 0 <= index < len(views):
             raise WireError(f"{str(index)[:32]} is not the number of a buffer")
+        form = _form(entry)
         if index not in fetched:
-            owned = isinstance(buffers[index], bytearray)
-            fetched[index] = entry, _restore(entry, views[index], owned=owned)
-        if fetched[index][0] != entry:
+            fetched[index] = form, _restore(*form, views[index], owned=isinstance(buffers[index], bytearray))
+        if fetched[index][0] != form:
             raise WireError(f"buffer {index} is described in two ways")
         return fetched[index][1]
 
@@ -173,14 +173,20 @@ def _bytes_of(buffer: Any) -> memoryview:
         raise WireError(f"a {type(buffer).__name__} is not a contiguous buffer") from error
 
 
-def _restore(entry: dict[str, Any], memory: memoryview, *, owned: bool) -> Tensor | np.ndarray:
-    shape = read_shape(entry.get("s"))
-    if entry["$"] == "tensor":
-        return _restore_tensor(entry.get("d"), shape, memory, owned=owned)
-    if entry["$"] != "array":
-        raise WireError(f"{str(entry['$'])[:32]!r} is not a kind of value")
-    dtype = read_dtype(entry.get("d"))
-    _check_length(shape, dtype.itemsize, memory)
+def _form(entry: dict[str, Any]) -> tuple[str, Any, tuple[int, ...]]:
+    kind, name, shape = entry["$"], entry.get("d"), read_shape(entry.get("s"))
+    if kind == "array":
+        return kind, read_dtype(name), shape
+    if kind == "tensor" and isinstance(name, str) and name in DTYPES:
+        return kind, DTYPES[name], shape
+    raise WireError(f"{str(kind)[:32]!r} of {str(name)[:32]!r} is not a kind of value")
+
+
+def _restore(kind: str, dtype: Any, shape: tuple[int, ...], memory: memoryview, *, owned: bool) -> Tensor | np.ndarray:
+    if math.prod(shape) * dtype.itemsize != memory.nbytes:
+        raise WireError(f"{memory.nbytes} bytes for shape {shape} of {dtype}")
+    if kind == "tensor":
+        return _restore_tensor(dtype, shape, memory, owned=owned)
     if not memory.nbytes:
         return np.empty(shape, dtype)
     array = np.frombuffer(memory if owned else memory.toreadonly(), dtype)
@@ -190,11 +196,7 @@ def _restore(entry: dict[str, Any], memory: memoryview, *, owned: bool) -> Tenso
     return array.reshape(shape)
 
 
-def _restore_tensor(name: Any, shape: tuple[int, ...], memory: memoryview, *, owned: bool) -> Tensor:
-    dtype = DTYPES.get(name) if isinstance(name, str) else None
-    if dtype is None:
-        raise WireError(f"{str(name)[:32]!r} is not the dtype of a tensor")
-    _check_length(shape, dtype.itemsize, memory)
+def _restore_tensor(dtype: torch.dtype, shape: tuple[int, ...], memory: memoryview, *, owned: bool) -> Tensor:
     if not memory.nbytes:
         return torch.empty(shape, dtype=dtype)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
@@ -204,8 +206,3 @@ def _restore_tensor(name: Any, shape: tuple[int, ...], memory: memoryview, *, ow
         return tensor.clone().view(dtype).view(shape)
     tensor = tensor.view(dtype).view(shape)
     return tensor if owned else readonly(tensor)
-
-
-def _check_length(shape: tuple[int, ...], item_bytes: int, memory: memoryview) -> None:
-    if math.prod(shape) * item_bytes != memory.nbytes:
-        raise WireError(f"{memory.nbytes} bytes for shape {shape} of {item_bytes} bytes each")
