@@ -84,7 +84,10 @@ class Pending(Protocol):
     @property
     def stage(self) -> str: ...
     @property
-    def upstream(self) -> Sequence[Pending]: ...
+    def upstream(self) -> list[Pending]:
+        """The calls it waits for itself; emptied when it has succeeded, so that their results can be freed."""
+        ...
+
     def header(self) -> Header: ...
     def value(self) -> Any: ...
     def references(self) -> tuple[Any, Any]:
@@ -185,7 +188,7 @@ def finish(
         if now_s >= min(end_s, give_up_s):
             break
         done = crew.wait_done([*missing, *others, *probes], min(POLL_S, end_s - now_s, give_up_s - now_s))
-        failed += [(one, failure) for one in done if (failure := one.header().failure) is not None]
+        failed += _failures(done)
         missing, others, probes = (_without(left, done) for left in (missing, others, probes))
         if failed and give_up_s == float("inf"):
             give_up_s = time.monotonic() + SECONDARY_GRACE_S
@@ -198,6 +201,17 @@ def finish(
         raise _first_cause(failed)
     if missing:
         raise _late(missing, allowed_s)
+
+
+def _failures(done: Sequence[Pending]) -> list[tuple[Pending, Failure]]:
+    failed = []
+    for one in done:
+        failure = one.header().failure
+        if failure is None:
+            one.upstream.clear()
+        else:
+            failed.append((one, failure))
+    return failed
 
 
 def _without(pending: list[Pending], done: Sequence[Pending]) -> list[Pending]:
@@ -234,7 +248,7 @@ def _failed_upstream(pending: Pending) -> list[tuple[Pending, Failure]]:
     sources, end_s = list(pending.upstream), time.monotonic() + POLL_S
     while sources and not failed and time.monotonic() < end_s:
         done = sources[0].crew.wait_done(sources, GRACE_S)
-        failed += [(one, failure) for one in done if (failure := one.header().failure) is not None]
+        failed += _failures(done)
         sources = _without(sources, done)
     return failed
 

@@ -12,7 +12,7 @@ import inspect
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ class LocalPending:
     rank: int
     stage: str
     answered: tuple[Header, Any]
-    upstream: Sequence[Pending] = ()
+    upstream: list[Pending] = field(default_factory=list)
 
     def header(self) -> Header:
         return self.answered[0]
@@ -95,7 +95,7 @@ class LocalBackend(Backend):
         return list(self._workers)
 
     def submit(self, role: str, stage: str, calls: Sequence[RankCall]) -> list[Pending]:
-        return [self._pending(role, stage, call.rank, partial(self._run, call), call.upstream) for call in calls]
+        return [self._pending(role, stage, call.rank, partial(self._run, call), list(call.upstream)) for call in calls]
 
     def wait_done(self, pending: Sequence[Pending], timeout_s: float) -> list[Pending]:
         return list(pending)
@@ -124,9 +124,9 @@ class LocalBackend(Backend):
         def build() -> None:
             self._workers[rank] = made.cls(*made.args, **made.kwargs)
 
-        finish([self._pending(self._role, "start", rank, build, ())])
+        finish([self._pending(self._role, "start", rank, build, [])])
 
-    def _pending(self, role: str, stage: str, rank: int, run: Any, upstream: Sequence[Pending]) -> Pending:
+    def _pending(self, role: str, stage: str, rank: int, run: Any, upstream: list[Pending]) -> Pending:
         with environment(self._environments[rank], unset=RANK_VARIABLES):
             header, value = answer(run)
         return LocalPending(self, role, rank, stage, (self._explained(header), value), upstream)

@@ -88,6 +88,19 @@ def test_rows_are_split_padded_and_joined_in_order(group: WorkerGroup, num_rows:
     assert doubled.values == [2 * value + 1 for value in range(num_rows)]
 
 
+def test_caller_and_worker_never_write_into_each_others_rows(group: WorkerGroup) -> None:
+    rows = Rows([1, 2])
+    first = group.execute_rank(0, "scribble", rows)
+    assert group.execute_rank(0, "scribble", rows).values == [1, 3]
+    assert first.values == [1, 3]
+    assert rows.values == [1, 2]
+
+
+def test_ranks_may_return_different_numbers_of_rows(group: WorkerGroup) -> None:
+    assert group.grow(Rows([0, 1, 2, 0])).values == [1, 2, 2]
+    assert group.grow(Rows([0, 0])).values == []
+
+
 def test_a_padded_call_without_rows_to_cut_is_an_error(group: WorkerGroup) -> None:
     assert group.train_without_rows(Rows([1, 2])) == [{"rows": 1}, {"rows": 1}]
     with pytest.raises(WorkerError, match="1 rows were repeated"):

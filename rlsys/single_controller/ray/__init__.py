@@ -6,6 +6,8 @@ from rlsys.single_controller.ray.group import RayClassWithInitArgs, RayWorkerGro
 from rlsys.single_controller.ray.pool import RayResourcePool, ResourcePoolManager
 from rlsys.single_controller.resource_pool import merge_resource_pool, split_resource_pool
 
+create_colocated_worker_cls_fused = create_colocated_worker_cls
+
 __all__ = [
     "Cluster",
     "RayClassWithInitArgs",
@@ -15,6 +17,7 @@ __all__ = [
     "cluster_nodes",
     "connect",
     "create_colocated_worker_cls",
+    "create_colocated_worker_cls_fused",
     "merge_resource_pool",
     "split_resource_pool",
 ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -14,6 +14,7 @@ from rlsys.single_controller.calls import Crew, Failure, Header, Pending
 from rlsys.single_controller.diagnosis import ProcessInfo
 from rlsys.single_controller.host import WorkerHost
 from rlsys.single_controller.worker import free_port
+from rlsys.utils.errors import FailedWorker, WorkerError
 
 
 class RayHost(WorkerHost):
@@ -49,7 +50,7 @@ class RayPending:
     rank: int
     stage: str
     refs: tuple[Any, Any]
-    upstream: Sequence[Pending] = ()
+    upstream: list[Pending] = field(default_factory=list)
 
     def header(self) -> Header:
         try:
@@ -60,7 +61,14 @@ class RayPending:
             return Header(Failure(str(error)))
 
     def value(self) -> Any:
-        return ray.get(self.refs[1])
+        """The result; WorkerError when it was lost after the worker had answered, with its node."""
+        try:
+            return ray.get(self.refs[1])
+        except ray_exceptions.RayError as error:
+            host = self.crew.host(self.rank)
+            raise WorkerError(
+                FailedWorker(self.role, self.rank, host, self.stage, f"its answer was lost: {error}")
+            ) from error
 
     def references(self) -> tuple[Any, Any]:
         return self.refs

@@ -57,17 +57,17 @@ class RayBackend(Backend):
         deadline_s = deadline_for(self.deadlines, START)
         bundles = pool.acquire(bin_pack, deadline_s)
         self._pool = pool
-        common = {
-            **pool.share(),
-            "namespace": NAMESPACE,
-            "lifetime": "detached" if detached else None,
-            **import_options(),
-            **getattr(self._cls_with_init, "options", {}),
-        }
-        strategies = [PlacementGroupSchedulingStrategy(placed, index) for placed, index in bundles]
-        self._options = [{**common, "scheduling_strategy": strategy} for strategy in strategies]
-        self.names = [f"{name_prefix}{rank}" for rank in range(self.world_size)]
         try:
+            common = {
+                **pool.share(),
+                "namespace": NAMESPACE,
+                "lifetime": "detached" if detached else None,
+                **import_options(),
+                **getattr(self._cls_with_init, "options", {}),
+            }
+            strategies = [PlacementGroupSchedulingStrategy(placed, index) for placed, index in bundles]
+            self._options = [{**common, "scheduling_strategy": strategy} for strategy in strategies]
+            self.names = [f"{name_prefix}{rank}" for rank in range(self.world_size)]
             self._actors = [self._actor(rank) for rank in range(self.world_size)]
             self._locate(range(self.world_size))
             self._environments = self._rank_environments()
@@ -89,7 +89,7 @@ class RayBackend(Backend):
                 call.rank,
                 stage,
                 self._actors[call.rank].call.options(num_returns=2).remote(call.spec, *values),
-                call.upstream,
+                list(call.upstream),
             )
             for call, values in zip(calls, _values_once([call.values for call in calls]))
         ]

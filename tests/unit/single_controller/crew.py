@@ -80,6 +80,15 @@ class Calculator(Worker):
         return Rows([value * 2 + plus for value in rows.values])
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def scribble(self, rows: Rows) -> Rows:
+        """Writes into what it got, and later into what it gave."""
+        if hasattr(self, "given"):
+            self.given.values.clear()
+        rows.values.append(rows.values.pop() + 1)
+        self.given = rows
+        return rows
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def grow(self, rows: Rows) -> Rows:
         """Every row as often as its value says: ranks return different numbers of rows."""
         return Rows([value for value in rows.values for _ in range(value)])
