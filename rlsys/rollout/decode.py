@@ -134,7 +134,9 @@ class Decoder:
             write, read = slice(at, min(at + step, end)), slice(begin, min(at + step, end))
             positions = torch.arange(write.start, write.stop, device=self.device) - starts[:, None]
             mask = causal_mask(starts, write, read, self.dtype)
-            logits = self._forward(ids[:, at - begin : write.stop - begin], positions.clamp(min=0), mask, rows, read, write)
+            logits = self._forward(
+                ids[:, at - begin : write.stop - begin], positions.clamp(min=0), mask, rows, read, write
+            )
         return logits
 
     def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor, rows: slice, read: slice, write: slice) -> Tensor:
@@ -172,7 +174,9 @@ class Decoder:
         self.num_tokens += len(drawn.tokens)
         if ended:
             flags = enumerate(zip(stopped.tolist(), full.tolist(), strict=True), start=which.start)
-            self._release([(row, Finish.STOP if stop else Finish.LENGTH) for row, (stop, over) in flags if stop or over])
+            self._release(
+                [(row, Finish.STOP if stop else Finish.LENGTH) for row, (stop, over) in flags if stop or over]
+            )
 
     def _release(self, ended: Sequence[tuple[int, Finish]]) -> None:
         for row, why in ended:

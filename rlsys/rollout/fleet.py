@@ -201,7 +201,9 @@ class RolloutFleet:
         allowed_s = self.deadlines.generate_s + self.deadlines.health_s + 2 * self.deadlines.restart_s + SPARE_S
         if time.monotonic() - self._last_event_s > allowed_s:
             who = ", ".join(f"{p.replica.name} ({p.state})" for p in self._places if p.running or p.state != "ready")
-            raise DeadlineError(f"rollout fleet: {who or 'no replica'}", "generate", allowed_s, "nothing happens any more")
+            raise DeadlineError(
+                f"rollout fleet: {who or 'no replica'}", "generate", allowed_s, "nothing happens any more"
+            )
 
     # ---- serving -----------------------------------------------------------------------------------------------
 
@@ -223,9 +225,10 @@ class RolloutFleet:
                 place.running.remove(chunk)
                 if problem is None:
                     self._settle(chunk, answers)
-                else:
-                    self._retry(chunk, place, problem)
-            if problem is not None:
+                    continue
+                must_recover = self._suspect(place)
+                self._retry(chunk, place, problem)
+            if must_recover:
                 self._recover(place, problem)
 
     def _take(self, place: _Place) -> _Chunk | None:
@@ -278,7 +281,8 @@ class RolloutFleet:
         self._counts["aborted"] += _num_aborted(answers)
         chunk.ended = True
         self.ledger.answer(chunk.rows)
-        chunk.answers.set_result(answers)
+        if not chunk.answers.done():
+            chunk.answers.set_result(answers)
         self._happened()
 
     def _retry(self, chunk: _Chunk, place: _Place, problem: Exception) -> None:
@@ -306,12 +310,14 @@ class RolloutFleet:
 
     # ---- health ------------------------------------------------------------------------------------------------
 
+    def _suspect(self, place: _Place) -> bool:
+        """Take a replica out of service, the caller holding the lock; False when somebody already did."""
+        first = place.state == "ready"
+        place.state = "recovering" if first else place.state
+        return first
+
     def _recover(self, place: _Place, problem: Exception) -> None:
-        """Find out what a failed replica needs: nothing, weights, or a restart and weights."""
-        with self._change:
-            if place.state != "ready":
-                return
-            place.state = "recovering"
+        """Find out what a suspect needs: nothing, weights, or a restart and weights."""
         try:
             if isinstance(problem, _WrongVersionError | WeightTransferError):
                 self._bring_weights(place)
@@ -362,7 +368,10 @@ class RolloutFleet:
                 found[place.replica.name] = place.replica.health(self.deadlines.health_s)
             except Exception as error:
                 found[place.replica.name] = {"error": str(error)}
-                self._recover(place, error)
+                with self._change:
+                    must_recover = self._suspect(place)
+                if must_recover:
+                    self._recover(place, error)
         return found
 
     def drain(self, name: str, *, deadline_s: float) -> None:
@@ -391,7 +400,9 @@ class RolloutFleet:
     def metrics(self) -> dict[str, float]:
         """Counts since the start: rows of the ledger, retries, restarts, refused versions, replicas that serve."""
         with self._change:
-            counts = {name: self._counts[name] for name in ("failures", "retries", "restarts", "refused_versions", "aborted")}
+            counts = {
+                name: self._counts[name] for name in ("failures", "retries", "restarts", "refused_versions", "aborted")
+            }
             ready = sum(place.open for place in self._places)
             return {f"rollout/{k}": v for k, v in {**self.ledger.counts(), **counts, "replicas_ready": ready}.items()}
 
@@ -399,8 +410,8 @@ class RolloutFleet:
         """Give up what waits and end the lanes; the replicas themselves stay as they are."""
         with self._change:
             self._closed = True
-            running = [chunk for place in self._places for chunk in place.running]
-        self._give_up([*self._waiting, *running], "closed")
+            unfinished = [*self._waiting, *(chunk for place in self._places for chunk in place.running)]
+        self._give_up(unfinished, "closed")
         with self._change:
             self._happened()
 

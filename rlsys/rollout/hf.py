@@ -183,7 +183,9 @@ class HFRollout:
         self._quarantined = True
         try:
             if not self._busy.acquire(timeout=STEP_WAIT_S):
-                raise WeightTransferError(f"the rollout engine did not stop within {STEP_WAIT_S:g} s: it hangs in a step")
+                raise WeightTransferError(
+                    f"the rollout engine did not stop within {STEP_WAIT_S:g} s: it hangs in a step"
+                )
             self._busy.release()
         finally:
             self._updating.clear()
@@ -301,7 +303,9 @@ class HFRollout:
         params, ids = request.gconfig, request.input_ids
         room = self.max_model_len - len(ids)
         if not ids or room < 1:
-            raise ValueError(f"request {request.rid}: {len(ids)} prompt tokens, allowed are 1 to {self.max_model_len - 1}")
+            raise ValueError(
+                f"request {request.rid}: {len(ids)} prompt tokens, allowed are 1 to {self.max_model_len - 1}"
+            )
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             raise ValueError(f"request {request.rid}: a token id is outside the vocabulary of {self.vocab_size}")
         if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1:
@@ -321,8 +325,8 @@ def _eos_of(model: Any) -> tuple[int, ...]:
 def _use_grouped_attention(model: Any, max_model_len: int) -> None:
     """Let the model attend through our cache; refuse what it cannot hold."""
     text = model.config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     window = getattr(text, "sliding_window", None)
+    kinds = set(getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
     if kinds - {"full_attention", "sliding_attention"}:
         raise RolloutError(f"HFRollout has no cache for layers of type {sorted(kinds)}: use another rollout engine")
     if "sliding_attention" in kinds and window and window < max_model_len:

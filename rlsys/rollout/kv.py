@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import sdpa_mask
 
 ATTENTION = "rlsys_grouped"
 
@@ -143,17 +144,17 @@ def grouped_attention(
     """
     num_rows, num_heads, num_queries, size = query.shape
     groups = num_heads // key.shape[1]
-    if groups == 1 or (num_queries > 1 and query.device.type == "cpu"):
+    if groups == 1 or attention_mask is None or (num_queries > 1 and query.device.type == "cpu"):
+        causal = attention_mask is None and num_queries > 1
         out = scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=groups > 1
+            query, key, value, attn_mask=attention_mask, is_causal=causal, scale=scaling, enable_gqa=groups > 1
         )
         return out.transpose(1, 2).contiguous(), None
-    mask = attention_mask
-    if mask is not None and num_queries > 1:
-        mask = mask.repeat(1, 1, groups, 1)
+    mask = attention_mask.repeat(1, 1, groups, 1) if num_queries > 1 else attention_mask
     stacked = query.reshape(num_rows, key.shape[1], groups * num_queries, size)
     out = scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(num_rows, num_heads, num_queries, value.shape[3]).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, grouped_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
