@@ -42,7 +42,8 @@ def generate_sequences(engine: Completes, batch: DataProto) -> DataProto:
 
     Needs `prompts` (B, P) or prompt-only `input_ids`, `attention_mask` whose first P columns are the prompt's, and in
     meta_info `response_length` and `pad_token_id`. Read from meta_info too: `temperature`, `top_p`, `top_k`,
-    `do_sample`, `min_new_tokens`, `ignore_eos`, `eos_token_id` (one or several), `stop_token_ids`, `seed`, `global_steps`.
+    `do_sample`, `min_new_tokens`, `ignore_eos`, `eos_token_id` (one or several), `stop_token_ids`; and `seed` and
+    `global_steps` unless the rows have `request_seeds`.
 
     Returns prompts, responses, input_ids, attention_mask, position_ids, response_mask, rollout_log_probs (of the full
     distribution), rollout_sampled_log_probs, weight_versions (-1 at pads) and, as objects, finish_reason.
@@ -53,7 +54,7 @@ def generate_sequences(engine: Completes, batch: DataProto) -> DataProto:
 
 def to_requests(batch: DataProto) -> list[ModelRequest]:
     """One request a row, its prompt without pads."""
-    prompts, attention = _prompts(with_request_seeds(batch))
+    prompts, attention = prompts_of(with_request_seeds(batch))
     lengths = attention.sum(1).tolist()
     make = _params_of(batch.meta_info)
     seeds = _tensors(with_request_seeds(batch))[SEEDS].tolist()
@@ -66,7 +67,7 @@ def to_requests(batch: DataProto) -> list[ModelRequest]:
 
 def from_responses(batch: DataProto, responses: Sequence[ModelResponse]) -> DataProto:
     """The rows of `generate_sequences` out of the answers to `to_requests(batch)`."""
-    prompts, prompt_mask = _prompts(batch)
+    prompts, prompt_mask = prompts_of(batch)
     width, pad = int(batch.meta_info["response_length"]), int(batch.meta_info["pad_token_id"])
     lengths = torch.tensor([len(response.output_tokens) for response in responses])
     filled = torch.arange(width) < lengths[:, None]
@@ -95,10 +96,10 @@ def from_responses(batch: DataProto, responses: Sequence[ModelResponse]) -> Data
 
 
 def _tensors(batch: DataProto) -> dict[str, Tensor]:
-    return {} if batch.batch is None else dict(batch.batch.items())
+    return {name: batch.batch[name] for name in batch.batch.keys()} if batch.batch is not None else {}  # noqa: SIM118
 
 
-def _prompts(batch: DataProto) -> tuple[Tensor, Tensor]:
+def prompts_of(batch: DataProto) -> tuple[Tensor, Tensor]:
     """Prompts and their attention mask (B, P)."""
     tensors = _tensors(batch)
     prompts = tensors["prompts"] if "prompts" in tensors else tensors["input_ids"]

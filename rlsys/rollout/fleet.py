@@ -18,8 +18,10 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
+
 from rlsys.protocol import DataProto
-from rlsys.rollout.batch import with_request_seeds
+from rlsys.rollout.batch import prompts_of, with_request_seeds
 from rlsys.rollout.ledger import Ledger
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams
 from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
@@ -265,8 +267,10 @@ class RolloutFleet:
                 self._sessions.popitem(last=False)
 
     def _check_answers(self, chunk: _Chunk, answers: Answers) -> None:
-        if len(answers) != len(chunk.rows):
-            raise RolloutError(f"{len(answers)} answers to {len(chunk.rows)} rows")
+        if not _belong_together(chunk.work, answers):
+            raise RolloutError(
+                f"{len(answers)} answers that do not belong to the {len(chunk.rows)} rows that were sent"
+            )
         newest = self._version
         if newest is None or chunk.oldest_version is None:
             return
@@ -336,7 +340,7 @@ class RolloutFleet:
             self._happened()
 
     def _restart(self, place: _Place) -> str:
-        while place.restarts < self.max_restarts:
+        while place.restarts < self.max_restarts and not self._closed:
             place.restarts += 1
             with self._change:
                 self._counts["restarts"] += 1
@@ -407,13 +411,15 @@ class RolloutFleet:
             return {f"rollout/{k}": v for k, v in {**self.ledger.counts(), **counts, "replicas_ready": ready}.items()}
 
     def close(self) -> None:
-        """Give up what waits and end the lanes; the replicas themselves stay as they are."""
+        """Give up what waits, let a restart that is under way end, and end the lanes; the replicas stay as they are."""
         with self._change:
             self._closed = True
             unfinished = [*self._waiting, *(chunk for place in self._places for chunk in place.running)]
         self._give_up(unfinished, "closed")
         with self._change:
             self._happened()
+            longest_s = self.deadlines.health_s + self.deadlines.restart_s
+            self._change.wait_for(lambda: all(p.state != "recovering" for p in self._places), timeout=longest_s)
 
     def _happened(self) -> None:
         """Note that something changed; the caller holds the lock."""
@@ -435,6 +441,15 @@ def _responses(answers: Answers) -> Sequence[ModelResponse]:
 def _rows(answers: Answers) -> DataProto:
     assert isinstance(answers, DataProto), "a replica answered a DataProto with responses"
     return answers
+
+
+def _belong_together(work: Work, answers: Answers) -> bool:
+    """Whether the answers are to these rows: by request ids, or by the prompts that a batch gives back."""
+    if len(work) != len(answers):
+        return False
+    if isinstance(work, DataProto):
+        return torch.equal(prompts_of(work)[0], prompts_of(_rows(answers))[0])
+    return all(a.rid == b.rid for a, b in zip(work, _responses(answers), strict=True))
 
 
 def _versions(answers: Answers) -> set[int]:

@@ -178,7 +178,7 @@ class HFRollout:
         return {name: held for name, t in state.items() if (held := first.setdefault(id(t), name)) != name}
 
     def begin_update(self) -> None:
-        """Abort what runs at the next token and serve nothing until `finish_update`; may be called again after a failure."""
+        """Abort what runs at the next token, serve nothing until `finish_update`; after a failure, call it again."""
         self._updating.set()
         self._quarantined = True
         try:

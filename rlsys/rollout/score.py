@@ -24,10 +24,10 @@ def score_responses(model: Any, batch: DataProto, *, temperature: float, max_tok
 
     Needs `responses`, `input_ids` (B, P + R), `attention_mask`, `response_mask` or else counts the attended tokens.
     """
-    rows = batch.batch
+    rows = dict(batch.batch or {})
     ids, attention, responses = rows["input_ids"], rows["attention_mask"], rows["responses"]
     num_rows, length = responses.shape
-    counted = rows["response_mask"] if "response_mask" in rows.keys() else attention[:, -length:]  # noqa: SIM118
+    counted = rows.get("response_mask", attention[:, -length:])
     budget = max(1, min(max_tokens, MAX_LOGITS // model.config.get_text_config().vocab_size))
     step = max(1, budget // ids.shape[1])
     parts = [
