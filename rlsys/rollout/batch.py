@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlsys.protocol import DataProto, object_array
+from rlsys.protocol.columns import tensors_of
 from rlsys.rollout.sampling import combine_seeds
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams
 
@@ -30,11 +31,11 @@ def with_request_seeds(batch: DataProto) -> DataProto:
 
     To be called before the batch is split, so that no draw depends on the split. Rows that have seeds keep them.
     """
-    if SEEDS in _tensors(batch):
+    if SEEDS in tensors_of(batch.batch):
         return batch
     meta, rows = batch.meta_info, torch.arange(len(batch))
     seeds = combine_seeds(int(meta.get("seed", 0)), int(meta.get("global_steps", 0)), rows) & (2**63 - 1)
-    return DataProto.from_dict({**_tensors(batch), SEEDS: seeds}, batch.non_tensor_batch, meta)
+    return DataProto.from_dict({**tensors_of(batch.batch), SEEDS: seeds}, batch.non_tensor_batch, meta)
 
 
 def generate_sequences(engine: Completes, batch: DataProto) -> DataProto:
@@ -57,7 +58,7 @@ def to_requests(batch: DataProto) -> list[ModelRequest]:
     prompts, attention = prompts_of(with_request_seeds(batch))
     lengths = attention.sum(1).tolist()
     make = _params_of(batch.meta_info)
-    seeds = _tensors(with_request_seeds(batch))[SEEDS].tolist()
+    seeds = tensors_of(with_request_seeds(batch).batch)[SEEDS].tolist()
     rows = prompts.tolist()
     return [
         ModelRequest(tuple(row[len(row) - length :]), make(seed), rid=f"{number}")
@@ -95,13 +96,9 @@ def from_responses(batch: DataProto, responses: Sequence[ModelResponse]) -> Data
     return DataProto.from_dict(tensors, reasons, dict(batch.meta_info))
 
 
-def _tensors(batch: DataProto) -> dict[str, Tensor]:
-    return {name: batch.batch[name] for name in batch.batch.keys()} if batch.batch is not None else {}  # noqa: SIM118
-
-
 def prompts_of(batch: DataProto) -> tuple[Tensor, Tensor]:
     """Prompts and their attention mask (B, P)."""
-    tensors = _tensors(batch)
+    tensors = tensors_of(batch.batch)
     prompts = tensors["prompts"] if "prompts" in tensors else tensors["input_ids"]
     return prompts.cpu(), tensors["attention_mask"][:, : prompts.shape[1]].cpu().to(torch.int64)
 

@@ -16,42 +16,30 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from rlsys.protocol import DataProto
-from rlsys.rollout.batch import prompts_of, with_request_seeds
+from rlsys.rollout.batch import with_request_seeds
 from rlsys.rollout.ledger import Ledger
-from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams
+from rlsys.rollout.replica import (
+    Answers,
+    Replica,
+    Work,
+    belong_together,
+    num_aborted,
+    responses_of,
+    rows_of,
+    session_of,
+    versions_of,
+)
+from rlsys.types import ModelRequest, ModelResponse, SamplingParams
 from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
 
 log = logging.getLogger(__name__)
 
-Work = Sequence[ModelRequest] | DataProto
-Answers = Sequence[ModelResponse] | DataProto
-
 POLL_S = 1.0
 SPARE_S = 30.0
 MAX_SESSIONS = 100_000
-
-
-class Replica(Protocol):
-    """One serving engine and the process it lives in. Every method answers or raises by its deadline."""
-
-    @property
-    def name(self) -> str: ...
-    def generate(self, work: Work, deadline_s: float) -> Answers:
-        """Complete the rows, in their order: requests to responses, or a DataProto as `generate_sequences` does."""
-        ...
-
-    def health(self, deadline_s: float) -> Mapping[str, Any]:
-        """What the engine's `health` says; raises when the replica does not live."""
-        ...
-
-    def restart(self, deadline_s: float) -> None:
-        """Replace the process, alive or not, by a fresh one that has loaded its model."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -147,19 +135,19 @@ class RolloutFleet:
     def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
         """Complete all requests, in their order; RolloutError naming replicas and causes if a chunk is given up."""
         parts = [requests[at : at + self.chunk_rows] for at in range(0, len(requests), self.chunk_rows)]
-        return [response for answers in self._complete(parts) for response in _responses(answers)]
+        return [response for answers in self._complete(parts) for response in responses_of(answers)]
 
     def generate_sequences(self, batch: DataProto) -> DataProto:
         """Complete every row of a batch of prompts, as `rlsys.rollout.batch.generate_sequences` does."""
         seeded = with_request_seeds(batch)
         parts = [seeded[at : at + self.chunk_rows] for at in range(0, len(seeded), self.chunk_rows)]
-        return DataProto.concat([_rows(answers) for answers in self._complete(parts)])
+        return DataProto.concat([rows_of(answers) for answers in self._complete(parts)])
 
     async def sample(self, token_ids: Sequence[int], params: SamplingParams, session: str = "") -> ModelResponse:
         """Complete one prompt; requests of one session go to the same replica as long as it serves."""
         chunk = self._submit([[ModelRequest(tuple(token_ids), params, session=session)]])[0]
         try:
-            return _responses(await asyncio.wrap_future(chunk.answers))[0]
+            return responses_of(await asyncio.wrap_future(chunk.answers))[0]
         finally:
             self._give_up([chunk], "cancelled")
 
@@ -186,7 +174,7 @@ class RolloutFleet:
             chunks = []
             for work in parts:
                 rows = self.ledger.issue(len(work))
-                chunks.append(_Chunk(self._num_chunks, rows, work, _session_of(work)))
+                chunks.append(_Chunk(self._num_chunks, rows, work, session_of(work)))
                 self._num_chunks += 1
             self._waiting += chunks
             self._happened()
@@ -267,14 +255,14 @@ class RolloutFleet:
                 self._sessions.popitem(last=False)
 
     def _check_answers(self, chunk: _Chunk, answers: Answers) -> None:
-        if not _belong_together(chunk.work, answers):
+        if not belong_together(chunk.work, answers):
             raise RolloutError(
                 f"{len(answers)} answers that do not belong to the {len(chunk.rows)} rows that were sent"
             )
         newest = self._version
         if newest is None or chunk.oldest_version is None:
             return
-        versions = _versions(answers)
+        versions = versions_of(answers)
         if versions and not chunk.oldest_version <= min(versions) <= max(versions) <= newest:
             found = f"{min(versions)} to {max(versions)}" if len(versions) > 1 else str(min(versions))
             raise _WrongVersionError(f"tokens of weight version {found}, wanted {chunk.oldest_version} to {newest}")
@@ -282,7 +270,7 @@ class RolloutFleet:
     def _settle(self, chunk: _Chunk, answers: Answers) -> None:
         if chunk.ended:
             return
-        self._counts["aborted"] += _num_aborted(answers)
+        self._counts["aborted"] += num_aborted(answers)
         chunk.ended = True
         self.ledger.answer(chunk.rows)
         if not chunk.answers.done():
@@ -425,42 +413,3 @@ class RolloutFleet:
         """Note that something changed; the caller holds the lock."""
         self._last_event_s = time.monotonic()
         self._change.notify_all()
-
-
-def _session_of(work: Work) -> str:
-    """The session that all requests share, or none."""
-    sessions = set() if isinstance(work, DataProto) else {request.session for request in work}
-    return sessions.pop() if len(sessions) == 1 else ""
-
-
-def _responses(answers: Answers) -> Sequence[ModelResponse]:
-    assert not isinstance(answers, DataProto), "a replica answered requests with a DataProto"
-    return answers
-
-
-def _rows(answers: Answers) -> DataProto:
-    assert isinstance(answers, DataProto), "a replica answered a DataProto with responses"
-    return answers
-
-
-def _belong_together(work: Work, answers: Answers) -> bool:
-    """Whether the answers are to these rows: by request ids, or by the prompts that a batch gives back."""
-    if len(work) != len(answers):
-        return False
-    if isinstance(work, DataProto):
-        return torch.equal(prompts_of(work)[0], prompts_of(_rows(answers))[0])
-    return all(a.rid == b.rid for a, b in zip(work, _responses(answers), strict=True))
-
-
-def _versions(answers: Answers) -> set[int]:
-    """The weight versions of all tokens."""
-    if isinstance(answers, DataProto):
-        assert answers.batch is not None
-        return set(answers.batch["weight_versions"].unique().tolist()) - {-1}
-    return {version for response in answers for version in response.output_versions}
-
-
-def _num_aborted(answers: Answers) -> int:
-    if isinstance(answers, DataProto):
-        return sum(reason == Finish.ABORT for reason in answers.non_tensor_batch.get("finish_reason", ()))
-    return sum(response.stop_reason is Finish.ABORT for response in answers)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rlsys.protocol.columns import tensors_of
 from rlsys.rollout.kv import ColumnCache, causal_mask
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def score_responses(model: Any, batch: DataProto, *, temperature: float, max_tok
 
     Needs `responses`, `input_ids` (B, P + R), `attention_mask`, `response_mask` or else counts the attended tokens.
     """
-    rows = dict(batch.batch or {})
+    rows = tensors_of(batch.batch)
     ids, attention, responses = rows["input_ids"], rows["attention_mask"], rows["responses"]
     num_rows, length = responses.shape
     counted = rows.get("response_mask", attention[:, -length:])

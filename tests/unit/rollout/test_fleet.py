@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import generate_sequences
-from rlsys.rollout.fleet import Answers, FleetDeadlines, Replica, RolloutFleet, Work
+from rlsys.rollout.fleet import FleetDeadlines, RolloutFleet
 from rlsys.rollout.ledger import Ledger, LedgerError
+from rlsys.rollout.replica import Answers, Replica, Work
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams
 from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
 
