@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlsys.protocol import DataProto, object_array
+from rlsys.protocol.columns import tensors_of
 from rlsys.rollout.sampling import combine_seeds
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams
 
@@ -30,11 +31,11 @@ def with_request_seeds(batch: DataProto) -> DataProto:
 
     To be called before the batch is split, so that no draw depends on the split. Rows that have seeds keep them.
     """
-    if SEEDS in _tensors(batch):
+    if SEEDS in tensors_of(batch.batch):
         return batch
     meta, rows = batch.meta_info, torch.arange(len(batch))
     seeds = combine_seeds(int(meta.get("seed", 0)), int(meta.get("global_steps", 0)), rows) & (2**63 - 1)
-    return DataProto.from_dict({**_tensors(batch), SEEDS: seeds}, batch.non_tensor_batch, meta)
+    return DataProto.from_dict({**tensors_of(batch.batch), SEEDS: seeds}, batch.non_tensor_batch, meta)
 
 
 def generate_sequences(engine: Completes, batch: DataProto) -> DataProto:
@@ -42,7 +43,8 @@ def generate_sequences(engine: Completes, batch: DataProto) -> DataProto:
 
     Needs `prompts` (B, P) or prompt-only `input_ids`, `attention_mask` whose first P columns are the prompt's, and in
     meta_info `response_length` and `pad_token_id`. Read from meta_info too: `temperature`, `top_p`, `top_k`,
-    `do_sample`, `min_new_tokens`, `ignore_eos`, `eos_token_id` (one or several), `stop_token_ids`, `seed`, `global_steps`.
+    `do_sample`, `min_new_tokens`, `ignore_eos`, `eos_token_id` (one or several), `stop_token_ids`; and `seed` and
+    `global_steps` unless the rows have `request_seeds`.
 
     Returns prompts, responses, input_ids, attention_mask, position_ids, response_mask, rollout_log_probs (of the full
     distribution), rollout_sampled_log_probs, weight_versions (-1 at pads) and, as objects, finish_reason.
@@ -53,10 +55,10 @@ def generate_sequences(engine: Completes, batch: DataProto) -> DataProto:
 
 def to_requests(batch: DataProto) -> list[ModelRequest]:
     """One request a row, its prompt without pads."""
-    prompts, attention = _prompts(with_request_seeds(batch))
+    prompts, attention = prompts_of(with_request_seeds(batch))
     lengths = attention.sum(1).tolist()
     make = _params_of(batch.meta_info)
-    seeds = _tensors(with_request_seeds(batch))[SEEDS].tolist()
+    seeds = tensors_of(with_request_seeds(batch).batch)[SEEDS].tolist()
     rows = prompts.tolist()
     return [
         ModelRequest(tuple(row[len(row) - length :]), make(seed), rid=f"{number}")
@@ -66,7 +68,7 @@ def to_requests(batch: DataProto) -> list[ModelRequest]:
 
 def from_responses(batch: DataProto, responses: Sequence[ModelResponse]) -> DataProto:
     """The rows of `generate_sequences` out of the answers to `to_requests(batch)`."""
-    prompts, prompt_mask = _prompts(batch)
+    prompts, prompt_mask = prompts_of(batch)
     width, pad = int(batch.meta_info["response_length"]), int(batch.meta_info["pad_token_id"])
     lengths = torch.tensor([len(response.output_tokens) for response in responses])
     filled = torch.arange(width) < lengths[:, None]
@@ -94,13 +96,9 @@ def from_responses(batch: DataProto, responses: Sequence[ModelResponse]) -> Data
     return DataProto.from_dict(tensors, reasons, dict(batch.meta_info))
 
 
-def _tensors(batch: DataProto) -> dict[str, Tensor]:
-    return {} if batch.batch is None else dict(batch.batch.items())
-
-
-def _prompts(batch: DataProto) -> tuple[Tensor, Tensor]:
+def prompts_of(batch: DataProto) -> tuple[Tensor, Tensor]:
     """Prompts and their attention mask (B, P)."""
-    tensors = _tensors(batch)
+    tensors = tensors_of(batch.batch)
     prompts = tensors["prompts"] if "prompts" in tensors else tensors["input_ids"]
     return prompts.cpu(), tensors["attention_mask"][:, : prompts.shape[1]].cpu().to(torch.int64)
 

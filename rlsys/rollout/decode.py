@@ -1,7 +1,7 @@
 """The batched decode loop: admit requests, draw one token for every running row, let finished rows go.
 
-Letters: N rows, V vocabulary. All rows share the cache's current column; a row that ends is replaced by the last running
-row, so that the batch is always dense, and waiting requests take the free places.
+Letters: N rows, V vocabulary. All rows share the cache's current column; a row that ends is replaced by the last
+running row, so that the batch is always dense, and waiting requests take the free places.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ class Decoder:
         """Logits (N, V) after left-padded prompts (N, P), in passes of at most max_num_batched_tokens."""
         end = self.cache.column
         begin = end - ids.shape[1]
+        logits = torch.empty(0)
         step = max(1, self.limits.max_num_batched_tokens // ids.shape[0])
         for at in range(begin, end, step):
             write, read = slice(at, min(at + step, end)), slice(begin, min(at + step, end))

@@ -16,40 +16,30 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import with_request_seeds
 from rlsys.rollout.ledger import Ledger
-from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams
+from rlsys.rollout.replica import (
+    Answers,
+    Replica,
+    Work,
+    belong_together,
+    num_aborted,
+    responses_of,
+    rows_of,
+    session_of,
+    versions_of,
+)
+from rlsys.types import ModelRequest, ModelResponse, SamplingParams
 from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
 
 log = logging.getLogger(__name__)
 
-Work = Sequence[ModelRequest] | DataProto
-Answers = Sequence[ModelResponse] | DataProto
-
 POLL_S = 1.0
 SPARE_S = 30.0
 MAX_SESSIONS = 100_000
-
-
-class Replica(Protocol):
-    """One serving engine and the process it lives in. Every method answers or raises by its deadline."""
-
-    @property
-    def name(self) -> str: ...
-    def generate(self, work: Work, deadline_s: float) -> Answers:
-        """Complete the rows, in their order: requests to responses, or a DataProto as `generate_sequences` does."""
-        ...
-
-    def health(self, deadline_s: float) -> Mapping[str, Any]:
-        """What the engine's `health` says; raises when the replica does not live."""
-        ...
-
-    def restart(self, deadline_s: float) -> None:
-        """Replace the process, alive or not, by a fresh one that has loaded its model."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -145,19 +135,19 @@ class RolloutFleet:
     def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
         """Complete all requests, in their order; RolloutError naming replicas and causes if a chunk is given up."""
         parts = [requests[at : at + self.chunk_rows] for at in range(0, len(requests), self.chunk_rows)]
-        return [response for answers in self._complete(parts) for response in _responses(answers)]
+        return [response for answers in self._complete(parts) for response in responses_of(answers)]
 
     def generate_sequences(self, batch: DataProto) -> DataProto:
         """Complete every row of a batch of prompts, as `rlsys.rollout.batch.generate_sequences` does."""
         seeded = with_request_seeds(batch)
         parts = [seeded[at : at + self.chunk_rows] for at in range(0, len(seeded), self.chunk_rows)]
-        return DataProto.concat([_rows(answers) for answers in self._complete(parts)])
+        return DataProto.concat([rows_of(answers) for answers in self._complete(parts)])
 
     async def sample(self, token_ids: Sequence[int], params: SamplingParams, session: str = "") -> ModelResponse:
         """Complete one prompt; requests of one session go to the same replica as long as it serves."""
         chunk = self._submit([[ModelRequest(tuple(token_ids), params, session=session)]])[0]
         try:
-            return _responses(await asyncio.wrap_future(chunk.answers))[0]
+            return responses_of(await asyncio.wrap_future(chunk.answers))[0]
         finally:
             self._give_up([chunk], "cancelled")
 
@@ -184,7 +174,7 @@ class RolloutFleet:
             chunks = []
             for work in parts:
                 rows = self.ledger.issue(len(work))
-                chunks.append(_Chunk(self._num_chunks, rows, work, _session_of(work)))
+                chunks.append(_Chunk(self._num_chunks, rows, work, session_of(work)))
                 self._num_chunks += 1
             self._waiting += chunks
             self._happened()
@@ -225,9 +215,10 @@ class RolloutFleet:
                 place.running.remove(chunk)
                 if problem is None:
                     self._settle(chunk, answers)
-                else:
-                    self._retry(chunk, place, problem)
-            if problem is not None:
+                    continue
+                must_recover = self._suspect(place)
+                self._retry(chunk, place, problem)
+            if must_recover:
                 self._recover(place, problem)
 
     def _take(self, place: _Place) -> _Chunk | None:
@@ -264,12 +255,14 @@ class RolloutFleet:
                 self._sessions.popitem(last=False)
 
     def _check_answers(self, chunk: _Chunk, answers: Answers) -> None:
-        if len(answers) != len(chunk.rows):
-            raise RolloutError(f"{len(answers)} answers to {len(chunk.rows)} rows")
+        if not belong_together(chunk.work, answers):
+            raise RolloutError(
+                f"{len(answers)} answers that do not belong to the {len(chunk.rows)} rows that were sent"
+            )
         newest = self._version
         if newest is None or chunk.oldest_version is None:
             return
-        versions = _versions(answers)
+        versions = versions_of(answers)
         if versions and not chunk.oldest_version <= min(versions) <= max(versions) <= newest:
             found = f"{min(versions)} to {max(versions)}" if len(versions) > 1 else str(min(versions))
             raise _WrongVersionError(f"tokens of weight version {found}, wanted {chunk.oldest_version} to {newest}")
@@ -277,10 +270,11 @@ class RolloutFleet:
     def _settle(self, chunk: _Chunk, answers: Answers) -> None:
         if chunk.ended:
             return
-        self._counts["aborted"] += _num_aborted(answers)
+        self._counts["aborted"] += num_aborted(answers)
         chunk.ended = True
         self.ledger.answer(chunk.rows)
-        chunk.answers.set_result(answers)
+        if not chunk.answers.done():
+            chunk.answers.set_result(answers)
         self._happened()
 
     def _retry(self, chunk: _Chunk, place: _Place, problem: Exception) -> None:
@@ -308,12 +302,14 @@ class RolloutFleet:
 
     # ---- health ------------------------------------------------------------------------------------------------
 
+    def _suspect(self, place: _Place) -> bool:
+        """Take a replica out of service, the caller holding the lock; False when somebody already did."""
+        first = place.state == "ready"
+        place.state = "recovering" if first else place.state
+        return first
+
     def _recover(self, place: _Place, problem: Exception) -> None:
-        """Find out what a failed replica needs: nothing, weights, or a restart and weights."""
-        with self._change:
-            if place.state != "ready":
-                return
-            place.state = "recovering"
+        """Find out what a suspect needs: nothing, weights, or a restart and weights."""
         try:
             if isinstance(problem, _WrongVersionError | WeightTransferError):
                 self._bring_weights(place)
@@ -332,7 +328,7 @@ class RolloutFleet:
             self._happened()
 
     def _restart(self, place: _Place) -> str:
-        while place.restarts < self.max_restarts:
+        while place.restarts < self.max_restarts and not self._closed:
             place.restarts += 1
             with self._change:
                 self._counts["restarts"] += 1
@@ -364,7 +360,10 @@ class RolloutFleet:
                 found[place.replica.name] = place.replica.health(self.deadlines.health_s)
             except Exception as error:
                 found[place.replica.name] = {"error": str(error)}
-                self._recover(place, error)
+                with self._change:
+                    must_recover = self._suspect(place)
+                if must_recover:
+                    self._recover(place, error)
         return found
 
     def drain(self, name: str, *, deadline_s: float) -> None:
@@ -400,45 +399,17 @@ class RolloutFleet:
             return {f"rollout/{k}": v for k, v in {**self.ledger.counts(), **counts, "replicas_ready": ready}.items()}
 
     def close(self) -> None:
-        """Give up what waits and end the lanes; the replicas themselves stay as they are."""
+        """Give up what waits, let a restart that is under way end, and end the lanes; the replicas stay as they are."""
         with self._change:
             self._closed = True
-            running = [chunk for place in self._places for chunk in place.running]
-        self._give_up([*self._waiting, *running], "closed")
+            unfinished = [*self._waiting, *(chunk for place in self._places for chunk in place.running)]
+        self._give_up(unfinished, "closed")
         with self._change:
             self._happened()
+            longest_s = self.deadlines.health_s + self.deadlines.restart_s
+            self._change.wait_for(lambda: all(p.state != "recovering" for p in self._places), timeout=longest_s)
 
     def _happened(self) -> None:
         """Note that something changed; the caller holds the lock."""
         self._last_event_s = time.monotonic()
         self._change.notify_all()
-
-
-def _session_of(work: Work) -> str:
-    """The session that all requests share, or none."""
-    sessions = set() if isinstance(work, DataProto) else {request.session for request in work}
-    return sessions.pop() if len(sessions) == 1 else ""
-
-
-def _responses(answers: Answers) -> Sequence[ModelResponse]:
-    assert not isinstance(answers, DataProto), "a replica answered requests with a DataProto"
-    return answers
-
-
-def _rows(answers: Answers) -> DataProto:
-    assert isinstance(answers, DataProto), "a replica answered a DataProto with responses"
-    return answers
-
-
-def _versions(answers: Answers) -> set[int]:
-    """The weight versions of all tokens."""
-    if isinstance(answers, DataProto):
-        assert answers.batch is not None
-        return set(answers.batch["weight_versions"].unique().tolist()) - {-1}
-    return {version for response in answers for version in response.output_versions}
-
-
-def _num_aborted(answers: Answers) -> int:
-    if isinstance(answers, DataProto):
-        return sum(reason == Finish.ABORT for reason in answers.non_tensor_batch.get("finish_reason", ()))
-    return sum(response.stop_reason is Finish.ABORT for response in answers)

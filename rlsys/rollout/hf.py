@@ -178,7 +178,7 @@ class HFRollout:
         return {name: held for name, t in state.items() if (held := first.setdefault(id(t), name)) != name}
 
     def begin_update(self) -> None:
-        """Abort what runs at the next token and serve nothing until `finish_update`; may be called again after a failure."""
+        """Abort what runs at the next token, serve nothing until `finish_update`; after a failure, call it again."""
         self._updating.set()
         self._quarantined = True
         try:
@@ -325,8 +325,8 @@ def _eos_of(model: Any) -> tuple[int, ...]:
 def _use_grouped_attention(model: Any, max_model_len: int) -> None:
     """Let the model attend through our cache; refuse what it cannot hold."""
     text = model.config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     window = getattr(text, "sliding_window", None)
+    kinds = set(getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
     if kinds - {"full_attention", "sliding_attention"}:
         raise RolloutError(f"HFRollout has no cache for layers of type {sorted(kinds)}: use another rollout engine")
     if "sliding_attention" in kinds and window and window < max_model_len:

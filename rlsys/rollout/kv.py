@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import sdpa_mask
 
 ATTENTION = "rlsys_grouped"
 
@@ -33,10 +34,10 @@ class ColumnLayer(CacheLayerMixin):
     def __init__(self, window: Window) -> None:
         super().__init__()
         self.window = window
+        self.buffers: list[Tensor] = []
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = self._empty(key_states)
-        self.values = self._empty(value_states)
+        self.buffers = [self._empty(key_states), self._empty(value_states)]
         self.is_initialized = True
 
     def _empty(self, like: Tensor) -> Tensor:
@@ -46,24 +47,20 @@ class ColumnLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        window = self.window
-        self.keys[window.rows, :, window.write] = key_states
-        self.values[window.rows, :, window.write] = value_states
-        return self.keys[window.rows, :, window.read], self.values[window.rows, :, window.read]
+        (keys, values), window = self.buffers, self.window
+        keys[window.rows, :, window.write] = key_states
+        values[window.rows, :, window.write] = value_states
+        return keys[window.rows, :, window.read], values[window.rows, :, window.read]
 
     def reallocate(self, rows: int, source: slice, start: int) -> None:
         """New buffers of the window's size, with columns `source` of the first `rows` rows from column `start` on."""
-        if not self.is_initialized:
-            return
-        length = source.stop - source.start
-        for name in ("keys", "values"):
-            old = getattr(self, name)
+        for i, old in enumerate(self.buffers):
             new = self._empty(old)
-            new[:rows, :, start : start + length] = old[:rows, :, source]
-            setattr(self, name, new)
+            new[:rows, :, start : start + source.stop - source.start] = old[:rows, :, source]
+            self.buffers[i] = new
 
     def copy_rows(self, sources: Tensor, targets: slice, columns: slice) -> None:
-        for buffer in (self.keys, self.values):
+        for buffer in self.buffers:
             buffer[targets, :, columns] = buffer[:, :, columns].index_select(0, sources)
 
     def get_seq_length(self) -> int:
@@ -143,17 +140,17 @@ def grouped_attention(
     """
     num_rows, num_heads, num_queries, size = query.shape
     groups = num_heads // key.shape[1]
-    if groups == 1 or (num_queries > 1 and query.device.type == "cpu"):
+    if groups == 1 or attention_mask is None or (num_queries > 1 and query.device.type == "cpu"):
+        causal = attention_mask is None and num_queries > 1
         out = scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_mask, scale=scaling, enable_gqa=groups > 1
+            query, key, value, attn_mask=attention_mask, is_causal=causal, scale=scaling, enable_gqa=groups > 1
         )
         return out.transpose(1, 2).contiguous(), None
-    mask = attention_mask
-    if mask is not None and num_queries > 1:
-        mask = mask.repeat(1, 1, groups, 1)
+    mask = attention_mask.repeat(1, 1, groups, 1) if num_queries > 1 else attention_mask
     stacked = query.reshape(num_rows, key.shape[1], groups * num_queries, size)
     out = scaled_dot_product_attention(stacked, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(num_rows, num_heads, num_queries, value.shape[3]).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, grouped_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

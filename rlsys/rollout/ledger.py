@@ -1,4 +1,4 @@
-"""Proof that no prompt is lost or doubled: every row that is issued is answered once, dropped with a reason, or pending."""
+"""Proof that no prompt is lost or doubled: every issued row is answered once, dropped for a reason, or pending."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ class RunningRows:
     """Rows are dense: they are added behind the last one, and a removed row's place is taken by the last one.
 
     Tensors (N, ...): last_tokens and positions (the last token of each sequence and its absolute position), starts (its
-    first cache column), num_new, max_new, min_new, keys, temperature, top_p, top_k, stops (S), tokens, full and sampled (R).
+    first cache column), num_new, max_new, min_new, keys, temperature, top_p, top_k, stops (S), and what was drawn:
+    tokens, full and sampled (R).
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:

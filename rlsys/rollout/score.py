@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from rlsys.protocol.columns import tensors_of
 from rlsys.rollout.kv import ColumnCache, causal_mask
 
 if TYPE_CHECKING:
@@ -24,10 +25,10 @@ def score_responses(model: Any, batch: DataProto, *, temperature: float, max_tok
 
     Needs `responses`, `input_ids` (B, P + R), `attention_mask`, `response_mask` or else counts the attended tokens.
     """
-    rows = batch.batch
+    rows = tensors_of(batch.batch)
     ids, attention, responses = rows["input_ids"], rows["attention_mask"], rows["responses"]
     num_rows, length = responses.shape
-    counted = rows["response_mask"] if "response_mask" in rows.keys() else attention[:, -length:]  # noqa: SIM118
+    counted = rows.get("response_mask", attention[:, -length:])
     budget = max(1, min(max_tokens, MAX_LOGITS // model.config.get_text_config().vocab_size))
     step = max(1, budget // ids.shape[1])
     parts = [
