@@ -157,10 +157,3 @@ def full_of(parameter: Any) -> Tensor:
     """The whole tensor of a DTensor, gathered over its mesh."""
     detached = parameter.detach()
     return detached.full_tensor() if hasattr(detached, "full_tensor") else detached
-
-
-def reshard(model: nn.Module) -> None:
-    """Give gathered parameters back: FSDP2 keeps those of the root after a forward pass that no backward follows."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
