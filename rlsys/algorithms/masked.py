@@ -23,7 +23,7 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def map_rows(function: Callable[..., tuple[Tensor, ...]], *tables: Tensor) -> tuple[Tensor, ...]:
-    """Apply a function of tables (B, R) that treats rows independently, on the CPU to so few rows that they stay cached.
+    """Apply a row-wise function of tables (B, R), on the CPU to so few rows at a time that they stay cached.
 
     Results are joined along the rows, so that a result of one row per part gives one row for every part.
     """
