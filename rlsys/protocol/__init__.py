@@ -3,6 +3,8 @@
 from rlsys.protocol.columns import object_array, union_numpy_dict, union_tensor_dict
 from rlsys.protocol.data import DataProto, DataProtoConfig, DataProtoItem
 from rlsys.protocol.future import DataProtoFuture
+from rlsys.protocol.gather import all_gather_data_proto
+from rlsys.protocol.readonly import ReadOnlyError
 from rlsys.protocol.rows import (
     collate_fn,
     fold_batch_dim,
@@ -10,12 +12,16 @@ from rlsys.protocol.rows import (
     unfold_batch_dim,
     unpad_dataproto,
 )
+from rlsys.protocol.values import WireError
 
 __all__ = [
     "DataProto",
     "DataProtoConfig",
     "DataProtoFuture",
     "DataProtoItem",
+    "ReadOnlyError",
+    "WireError",
+    "all_gather_data_proto",
     "collate_fn",
     "fold_batch_dim",
     "object_array",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
 import torch
 from tensordict import TensorDict
+
+from rlsys.protocol.memory import join_rows
 
 
 def object_array(values: Iterable[Any]) -> np.ndarray:
@@ -18,6 +20,12 @@ def object_array(values: Iterable[Any]) -> np.ndarray:
     for row, item in enumerate(items):
         column[row] = item
     return column
+
+
+def object_rows(rows: Sequence[Any]) -> np.ndarray:
+    """An object array with `rows` as its rows: arrays of one shape are stacked, anything else is one entry a row."""
+    stackable = all(isinstance(row, np.ndarray) for row in rows) and len({row.shape for row in rows}) == 1
+    return np.stack(rows).astype(object) if stackable else object_array(rows)
 
 
 def deep_equal(a: Any, b: Any) -> bool:
@@ -53,19 +61,25 @@ def _arrays_equal(a: np.ndarray, b: np.ndarray, path: tuple[int, ...]) -> bool:
 
 
 def tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equality of dtype, shape and values with NaN equal to NaN."""
-    if a.dtype != b.dtype or a.shape != b.shape:
+    """Equality of shape and values, whatever the dtypes, with NaN equal to NaN."""
+    if a.shape != b.shape:
         return False
     if torch.equal(a, b):
         return True
-    if not a.dtype.is_floating_point and not a.dtype.is_complex:
-        return False
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def tensors_of(batch: TensorDict | None) -> dict[str, torch.Tensor]:
     """The tensors by name, none where there is no batch."""
     return {} if batch is None else {str(key): cast(torch.Tensor, value) for key, value in batch.items()}
+
+
+def map_tensors(batch: TensorDict | None, change: Callable[[torch.Tensor], torch.Tensor]) -> TensorDict | None:
+    """A new TensorDict with `change` applied to every tensor; rows and device stay."""
+    if batch is None:
+        return None
+    changed = {key: change(tensor) for key, tensor in tensors_of(batch).items()}
+    return TensorDict(changed, batch_size=batch.batch_size, device=batch.device)
 
 
 def named_entries(batch: TensorDict) -> dict[str, Any]:
@@ -77,7 +91,11 @@ def concat_tensors(batches: Sequence[TensorDict | None]) -> TensorDict | None:
     """Join tensors row by row; all batches must have the same keys, or all be None."""
     if batches[0] is None:
         return None
-    return cast(TensorDict, torch.cat(cast(list[torch.Tensor], batches), dim=0))
+    parts = [tensors_of(batch) for batch in batches]
+    if any(part.keys() != parts[0].keys() for part in parts):
+        raise KeyError(f"batches to concat have different tensors: {[sorted(part) for part in parts]}")
+    joined = {key: join_rows([part[key] for part in parts]) for key in parts[0]}
+    return TensorDict(joined, batch_size=(sum(map(len, batches)),), device=batches[0].device)  # pyrefly: ignore
 
 
 def stack_tensors(items: Sequence[TensorDict | None]) -> TensorDict | None:

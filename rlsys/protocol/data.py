@@ -7,7 +7,9 @@ and `meta_info` what is true of all rows. Names and semantics are verl's (verl.p
 from __future__ import annotations
 
 import copy
+import itertools
 import os
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,14 +24,21 @@ from rlsys.protocol.columns import (
     concat_arrays,
     concat_meta,
     concat_tensors,
+    map_tensors,
     named_entries,
-    object_array,
+    object_rows,
     tensors_of,
     type_info,
     union_meta,
     union_numpy_dict,
     union_tensor_dict,
 )
+from rlsys.protocol.disk import read_file, write_file
+from rlsys.protocol.memory import take_rows
+from rlsys.protocol.pieces import join, split
+from rlsys.protocol.readonly import is_readonly, map_readonly, own, plain, readonly, readonly_array
+from rlsys.protocol.values import WireError
+from rlsys.protocol.wire import decode, encode
 
 Index = list[int] | list[bool] | np.ndarray | Tensor
 
@@ -142,7 +151,7 @@ class DataProto:
             if isinstance(value, Tensor):
                 batch[key] = value
             elif isinstance(value, NonTensorStack):
-                non_tensors[key] = object_array(item.data for item in value)
+                non_tensors[key] = object_rows([item.data for item in value])
             elif isinstance(value, NonTensorData):
                 meta_info[key] = value.data
         assert not non_tensors or num_batch_dims == 1, "only support num_batch_dims=1 when there are non tensors"
@@ -174,7 +183,7 @@ class DataProto:
         if isinstance(item, list | np.ndarray | Tensor):
             return self.select_idxs(item)
         if isinstance(item, int | np.integer):
-            row = None if self.batch is None else self.batch[int(item)]
+            row = None if self.batch is None else self.batch[item]
             columns = {key: array[item] for key, array in self.non_tensor_batch.items()}
             return DataProtoItem(batch=row, non_tensor_batch=columns, meta_info=self.meta_info)
         raise TypeError(f"Indexing with {type(item)} is not supported")
@@ -283,9 +292,12 @@ class DataProto:
     def select_idxs(self, idxs: Index) -> DataProto:
         """The rows at integer indices, or where a mask is true, as copies."""
         rows = _row_index(idxs)
-        columns = rows.cpu().numpy()
-        num = int(columns.sum()) if columns.dtype == bool else columns.shape[0]
-        return self._with_rows(lambda tensor: tensor[rows.to(tensor.device)], lambda array: array[columns], num)
+        if rows.dtype == torch.bool:
+            if len(rows) != len(self):
+                raise IndexError(f"a mask of {len(rows)} for {len(self)} rows")
+            rows = rows.nonzero().squeeze(-1)
+        places = rows.cpu().numpy()
+        return self._with_rows(lambda tensor: take_rows(tensor, rows), lambda array: array[places], len(rows))
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
         """The rows from `start` to before `end`, without copying."""
@@ -312,6 +324,8 @@ class DataProto:
         )
         times = torch.as_tensor(repeat_times)
         assert times.ndim == 1, f"repeat_times must have one dimension, got shape {tuple(times.shape)}"
+        if len(times) != len(self):
+            raise RuntimeError(f"{len(times)} repeat_times for {len(self)} rows")
         return self.select_idxs(torch.arange(len(self)).repeat_interleave(times))
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
@@ -321,7 +335,7 @@ class DataProto:
 
         def unfold(key: str, values: Any) -> Any:
             if key not in keys:
-                return values[rows.to(values.device) if isinstance(values, Tensor) else rows.numpy()]
+                return take_rows(values, rows) if isinstance(values, Tensor) else values[rows.numpy()]
             return values.reshape(values.shape[0] * n_split, values.shape[1] // n_split, *values.shape[2:])
 
         batch = None
@@ -336,7 +350,7 @@ class DataProto:
         assert self.is_padding_enabled() or len(self) % chunks == 0, (
             f"only support equal chunk. Got size of DataProto {len(self)} and chunk {chunks}."
         )
-        return [self.slice(start, end) for start, end in _chunk_bounds(len(self), chunks)]
+        return [self.slice(start, end) for start, end in chunk_bounds(len(self), chunks, even=self.batch is None)]
 
     def split(self, split_size: int) -> list[DataProto]:
         """Split into parts of `split_size` rows, the last one shorter, without copying."""
@@ -386,7 +400,7 @@ class DataProto:
         padded = DataProto.concat([self, self.select_idxs([row]).repeat(padding_size)])
         self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
 
-    # ---- devices -----------------------------------------------------------------------------------------------
+    # ---- devices, memory, wire and disk ------------------------------------------------------------------------
 
     def to(self, device: str | torch.device) -> DataProto:
         """Move the tensors, in place."""
@@ -394,16 +408,77 @@ class DataProto:
             self.batch = self.batch.to(device)
         return self
 
+    def writable(self) -> DataProto:
+        """Copy, in place and once, whatever aliases the memory it was received in; then everything may be written."""
+        self.batch = map_tensors(self.batch, lambda tensor: plain(tensor).clone() if is_readonly(tensor) else tensor)
+        copied = {key: map_readonly(array, own) for key, array in self.non_tensor_batch.items()}
+        self.non_tensor_batch, self.meta_info = copied, map_readonly(self.meta_info, own)
+        return self
+
+    def readonly(self) -> DataProto:
+        """The same memory in a DataProto whose tensors refuse to be written (ReadOnlyError)."""
+        batch = map_tensors(self.batch, readonly)
+        columns = {key: readonly_array(array) for key, array in self.non_tensor_batch.items()}
+        return type(self)(batch=batch, non_tensor_batch=columns, meta_info=self.meta_info)
+
+    def to_buffers(self) -> tuple[bytes, list[memoryview]]:
+        """The wire form: a typed header and the raw memory of every tensor and number array, not copied.
+
+        TypeError naming the key of an object that has no wire form. CUDA tensors are copied to the CPU first.
+        """
+        return encode(self.batch, self.non_tensor_batch, self.meta_info)
+
+    @classmethod
+    def from_buffers(cls, header: bytes | memoryview, buffers: Sequence[Any]) -> DataProto:
+        """The inverse of `to_buffers` over the same memory, read-only but for bytearrays; WireError if malformed."""
+        parts = decode(header, buffers)
+        return cls(batch=parts.batch, non_tensor_batch=parts.non_tensor_batch, meta_info=parts.meta_info)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        header, buffers = self.to_buffers()
+        if protocol < 5:
+            return _from_wire, (type(self), header, [1] * len(buffers), *map(bytearray, buffers))
+        counts, pieces = split(buffers)
+        return _from_wire, (type(self), header, counts, *map(pickle.PickleBuffer, pieces))
+
+    def __copy__(self) -> DataProto:
+        return type(self)(batch=self.batch, non_tensor_batch=self.non_tensor_batch, meta_info=self.meta_info)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
+        batch = map_tensors(self.batch, lambda tensor: plain(tensor).clone())
+        columns, meta_info = copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo)
+        return type(self)(batch=batch, non_tensor_batch=columns, meta_info=meta_info)
+
+    def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
+        """Write the wire form with checksums; the file appears whole or not at all."""
+        write_file(filepath, *self.to_buffers())
+
+    @staticmethod
+    def load_from_disk(filepath: str | os.PathLike[str]) -> DataProto:
+        """Read what `save_to_disk` wrote, writable; WireError naming the file if it is truncated or corrupt."""
+        try:
+            return DataProto.from_buffers(*read_file(filepath))
+        except WireError as error:
+            raise WireError(f"{filepath}: {error}") from error
+
+
+def _from_wire(cls: type[DataProto], header: bytes, counts: list[int], *pieces: Any) -> DataProto:
+    return cls.from_buffers(header, join(counts, pieces))
+
 
 def _row_index(idxs: Index) -> Tensor:
-    if isinstance(idxs, np.ndarray):
-        return torch.from_numpy(idxs)
-    if isinstance(idxs, Tensor):
-        return idxs.detach()
-    rows = torch.tensor(idxs)
+    rows = torch.as_tensor(idxs).detach()
+    if rows.ndim != 1:
+        raise IndexError(f"row indices must have one dimension, got shape {tuple(rows.shape)}")
     return rows if rows.dtype == torch.bool else rows.long()
 
 
-def _chunk_bounds(num_rows: int, chunks: int) -> list[tuple[int, int]]:
-    size = -(-num_rows // chunks)
-    return [(min(i * size, num_rows), min((i + 1) * size, num_rows)) for i in range(chunks)]
+def chunk_bounds(num_rows: int, chunks: int, *, even: bool = False) -> list[tuple[int, int]]:
+    """First and last + 1 row of each chunk: cut as torch.chunk does (the last ones short or empty) or evenly."""
+    if even:
+        size, longer = divmod(num_rows, chunks)
+        starts = [i * size + min(i, longer) for i in range(chunks + 1)]
+    else:
+        size = -(-num_rows // chunks)
+        starts = [min(i * size, num_rows) for i in range(chunks + 1)]
+    return list(itertools.pairwise(starts))

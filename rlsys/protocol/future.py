@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from rlsys.protocol.data import DataProto
+from rlsys.protocol.columns import concat_meta
+from rlsys.protocol.data import DataProto, chunk_bounds
 
 
 @dataclass
@@ -25,16 +26,13 @@ class DataProtoFuture:
 
     @staticmethod
     def concat(data: list[Any]) -> DataProtoFuture:
+        """The rows of all futures, in their order."""
         return DataProtoFuture(collect_fn=DataProto.concat, futures=list(data))
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
         """One future for each of `chunks` contiguous parts; nothing is fetched."""
         return [
-            DataProtoFuture(
-                collect_fn=self.collect_fn,
-                futures=self.futures,
-                dispatch_fn=partial(_part_of, index=index, chunks=chunks, dispatch_fn=self.dispatch_fn),
-            )
+            DataProtoFuture(self.collect_fn, self.futures, _Part(index, chunks, self.dispatch_fn))
             for index in range(chunks)
         ]
 
@@ -42,14 +40,36 @@ class DataProtoFuture:
         """Wait for all futures, at most `deadline_s` together, collect and dispatch; TypeError for foreign results."""
         end_s = None if deadline_s is None else time.monotonic() + deadline_s
         parts = [_resolve(future, end_s) for future in self.futures]
-        rows = parts[0] if len(parts) == 1 and self.collect_fn is DataProto.concat else self.collect_fn(parts)
+        if self.collect_fn is DataProto.concat and isinstance(self.dispatch_fn, _Part) and not self.dispatch_fn.of:
+            return self.dispatch_fn.take(parts)
+        rows = self.collect_fn(parts)
         return rows if self.dispatch_fn is None else self.dispatch_fn(rows)
 
 
-def _part_of(
-    rows: DataProto, *, index: int, chunks: int, dispatch_fn: Callable[[DataProto], DataProto] | None
-) -> DataProto:
-    return (rows if dispatch_fn is None else dispatch_fn(rows)).chunk(chunks)[index]
+@dataclass(frozen=True)
+class _Part:
+    """Chunk `index` of `chunks` of what `of` makes of the collected rows."""
+
+    index: int
+    chunks: int
+    of: Callable[[DataProto], DataProto] | None
+
+    def __call__(self, rows: DataProto) -> DataProto:
+        return (self.of(rows) if self.of else rows).chunk(self.chunks)[self.index]
+
+    def take(self, parts: Sequence[DataProto]) -> DataProto:
+        """The same as chunking the concatenated parts, without joining the rows of other chunks."""
+        ends = list(itertools.accumulate(len(part) for part in parts))
+        meta_info = concat_meta([part.meta_info for part in parts])
+        whole = DataProto(meta_info=meta_info)
+        assert whole.is_padding_enabled() or ends[-1] % self.chunks == 0, (
+            f"only support equal chunk. Got size of DataProto {ends[-1]} and chunk {self.chunks}."
+        )
+        start, end = chunk_bounds(ends[-1], self.chunks, even=parts[0].batch is None)[self.index]
+        cuts = [(max(start - e + len(p), 0), min(end - e + len(p), len(p))) for p, e in zip(parts, ends, strict=True)]
+        slices = [part[first:last] for part, (first, last) in zip(parts, cuts, strict=True) if first < last]
+        rows = slices[0] if len(slices) == 1 else DataProto.concat(slices or [parts[0][:0]])
+        return DataProto(rows.batch, rows.non_tensor_batch, meta_info)
 
 
 def _resolve(future: Any, end_s: float | None) -> DataProto:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
-from rlsys.protocol.columns import dict_of_lists, stack_tensors, tensors_of
+from rlsys.protocol.columns import dict_of_lists, object_rows, stack_tensors, tensors_of
 from rlsys.protocol.data import DataProto, DataProtoItem
 
 
@@ -51,5 +50,5 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
     """Rows out of single items, their objects in object arrays."""
     batch = None if x[0].batch is None else stack_tensors([item.batch for item in x])
     columns = dict_of_lists([item.non_tensor_batch for item in x])
-    held = {key: np.array(values, dtype=object) for key, values in columns.items()}
+    held = {key: object_rows(values) for key, values in columns.items()}
     return DataProto(batch=batch, non_tensor_batch=held)

@@ -1,0 +1,53 @@
+"""DataProto over a process group: every rank ends with the rows of all."""
+
+from __future__ import annotations
+
+import io
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlsys.protocol.columns import concat_arrays, tensors_of
+from rlsys.protocol.data import DataProto
+from rlsys.protocol.disk import read_stream, write_stream
+from rlsys.protocol.wire import decode, encode
+
+
+def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup) -> None:
+    """Replace the rows of `data` by those of all ranks in rank order, in place; all ranks must hold equal shapes."""
+    device = _device_of(process_group)
+    if data.batch is not None:
+        rows = {
+            key: _gather(tensor.to(device), process_group) for key, tensor in sorted(tensors_of(data.batch).items())
+        }
+        held_on = data.batch.device
+        joined = {key: rows[key].to(tensor.device) for key, tensor in tensors_of(data.batch).items()}
+        data.batch = DataProto.from_dict(joined).batch
+        if data.batch is not None and held_on is not None:
+            data.batch = data.batch.to(held_on)
+    columns = [decode(*read_stream(io.BytesIO(text), len(text))) for text in _gather_bytes(data, device, process_group)]
+    data.non_tensor_batch = concat_arrays([part.non_tensor_batch for part in columns])
+
+
+def _device_of(process_group: dist.ProcessGroup) -> torch.device:
+    if dist.get_backend(process_group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _gather(tensor: Tensor, process_group: dist.ProcessGroup) -> Tensor:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(process_group))]
+    dist.all_gather(parts, tensor.contiguous(), group=process_group)
+    return torch.cat(parts)
+
+
+def _gather_bytes(data: DataProto, device: torch.device, process_group: dist.ProcessGroup) -> list[bytes]:
+    stream = io.BytesIO()
+    write_stream(stream, *encode(None, data.non_tensor_batch, {}))
+    mine = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8).to(device)
+    lengths = _gather(torch.tensor([len(mine)], device=device), process_group).tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: len(mine)] = mine
+    rows = _gather(padded[None], process_group).cpu()
+    return [bytes(row[:length].numpy()) for row, length in zip(rows, lengths, strict=True)]

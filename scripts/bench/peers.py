@@ -1,0 +1,64 @@
+"""The peers that benchmarks compare with, each in an environment of its own under ~/.cache/rlsys."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+VERL_VERSION = "0.9.1"
+TORCH_VERSION = "2.13.0"
+
+
+def verl_python() -> Path:
+    """The interpreter of an environment with verl, installed on first use (a few minutes, needs a package index)."""
+    home = Path(os.environ.get("RLSYS_CACHE", Path.home() / ".cache" / "rlsys")) / "bench-verl"
+    python = home / "bin" / "python"
+    if not (home / "complete").exists():
+        print(f"installing verl {VERL_VERSION} into {home} ...", file=sys.stderr)
+        subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
+        for wanted in (f"torch=={TORCH_VERSION}", f"verl=={VERL_VERSION}"):
+            subprocess.run([str(python), "-m", "pip", "install", "-q", wanted], check=True, stdout=sys.stderr)
+        (home / "complete").touch()
+    return python
+
+
+def measure(
+    python: Path | str,
+    script: Path | str,
+    arguments: Sequence[str],
+    timeout_s: float,
+    extra: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Run one side of a benchmark in its own process; its last line of output is its result as JSON."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(extra or {})}
+    done = subprocess.run(
+        [str(python), str(script), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{script} {' '.join(arguments)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def machine() -> str:
+    """Processor, cores and memory of this machine, for the record."""
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        model = names[0] if names else model
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1024**3
+    return f"{model}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, Python {platform.python_version()}"
