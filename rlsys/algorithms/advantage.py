@@ -26,7 +26,7 @@ from rlsys.algorithms.groups import (
     rank_in_group,
     second_largest,
 )
-from rlsys.algorithms.masked import masked_whiten
+from rlsys.algorithms.masked import map_rows, masked_whiten
 from rlsys.algorithms.registry import Registry
 from rlsys.algorithms.scan import discounted_returns, pack, packed_columns, reverse_scan, unpack
 
@@ -80,14 +80,14 @@ def estimator_takes(name: str) -> frozenset[str]:
 
 
 def _per_token(scores: Tensor, mask: Tensor, like: Tensor) -> AdvantagesAndReturns:
-    """Row scores (B,) or (B, R) spread over the counting tokens, as advantages and as returns."""
+    """Row scores (B,) or (B, R) spread over the counting tokens, as advantages and, the same tensor, as returns."""
     scores = scores.unsqueeze(1) if scores.dim() == 1 else scores
-    advantages = torch.where(mask.bool(), scores, torch.zeros_like(scores)).to(like.dtype)
-    return advantages, advantages.clone()
+    advantages = torch.where(mask.bool(), scores.to(like.dtype), 0.0)
+    return advantages, advantages
 
 
 def _outcome(rewards: Tensor) -> Tensor:
-    return rewards.double().sum(dim=1)
+    return rewards.sum(dim=1, dtype=torch.float64)
 
 
 @register_adv_est("gae")
@@ -107,16 +107,19 @@ def gae(
     observations in a multi-turn response are passed over. Returns are `A + V` before whitening.
     """
     _check_discount(gamma * lam)
-    columns = packed_columns(response_mask)
-    rewards = pack(token_level_rewards.double(), response_mask, columns)
-    now = pack(values.double(), response_mask, columns)
-    following = torch.nn.functional.pad(now[:, 1:], (0, 1))
-    packed = reverse_scan(rewards + gamma * following - now, gamma * lam)
-    advantages = unpack(packed, response_mask, columns)
-    returns = unpack(packed + now, response_mask, columns)
-    if whiten:
-        advantages = masked_whiten(advantages, response_mask)
-    return advantages.to(token_level_rewards.dtype), returns.to(token_level_rewards.dtype)
+
+    def rows(rewards: Tensor, states: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        columns = packed_columns(mask)
+        now = pack(states.double(), mask, columns)
+        following = torch.nn.functional.pad(now[:, 1:], (0, 1))
+        errors = pack(rewards.double(), mask, columns) + gamma * following - now
+        advantages = reverse_scan(errors, gamma * lam)
+        returns = unpack(advantages + now, mask, columns)
+        return unpack(advantages, mask, columns), returns.to(rewards.dtype)
+
+    dtype = token_level_rewards.dtype
+    advantages, returns = map_rows(rows, token_level_rewards, values, response_mask)
+    return masked_whiten(advantages, response_mask, dtype=dtype) if whiten else advantages.to(dtype), returns
 
 
 def _check_discount(discount: float) -> None:
@@ -190,7 +193,7 @@ def reinforce_plus_plus(
 ) -> AdvantagesAndReturns:
     """REINFORCE++ (arXiv:2501.03262): the discounted return of each token, whitened over the batch."""
     _check_discount(gamma)
-    returns = discounted_returns(token_level_rewards.double(), response_mask, gamma)
+    returns = discounted_returns(token_level_rewards, response_mask, gamma)
     advantages = masked_whiten(returns, response_mask) if whiten else returns
     return advantages.to(token_level_rewards.dtype), returns.to(token_level_rewards.dtype)
 
@@ -211,7 +214,7 @@ def reinforce_plus_plus_baseline(
 @torch.no_grad()
 def remax(*, token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor) -> AdvantagesAndReturns:
     """ReMax (arXiv:2310.10505): the return less the reward of the greedy response (B,)."""
-    returns = discounted_returns(token_level_rewards.double(), response_mask, 1.0)
+    returns = discounted_returns(token_level_rewards, response_mask, 1.0)
     advantages = torch.where(response_mask.bool(), returns - reward_baselines.double().unsqueeze(1), 0.0)
     return advantages.to(token_level_rewards.dtype), returns.to(token_level_rewards.dtype)
 
@@ -325,7 +328,7 @@ def tir_optimal_token_baseline(
 def _returns_and_energy(
     rewards: Tensor, mask: Tensor, old_log_probs: Tensor, sum_pi_squared: Tensor, is_weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    returns = discounted_returns(rewards.double(), mask, 1.0)
+    returns = discounted_returns(rewards, mask, 1.0)
     variance = 1 - 2 * old_log_probs.double().exp() + sum_pi_squared.double()
     if is_weights is not None:
         variance = variance * is_weights.double().square()

@@ -40,26 +40,31 @@ def token_stats(
 
 
 class _Scores:
-    """Scaled logits of one chunk after another in one buffer: half-precision factors are multiplied into float32."""
+    """Scaled logits of one chunk after another, float32 at least.
+
+    Half-precision factors are multiplied straight into float32 on CUDA; elsewhere one buffer serves all chunks.
+    """
 
     def __init__(self, hidden: Tensor, weight: Tensor, scale: float, rows: int) -> None:
         self.hidden, self.weight, self.scale, self.rows = hidden, weight, scale, rows
         self.dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        self.buffer = hidden.new_empty(min(rows, len(hidden)), weight.shape[0], dtype=self.dtype)
+        self.same = hidden.dtype == self.dtype
+        self.buffer = hidden.new_empty(min(rows, len(hidden)) if self.same else 0, weight.shape[0], dtype=self.dtype)
 
     def parts(self) -> list[slice]:
         return [slice(at, min(at + self.rows, len(self.hidden))) for at in range(0, len(self.hidden), self.rows)]
 
     def of(self, part: slice) -> Tensor:
-        scores = self.buffer[: part.stop - part.start]
-        _product(self.hidden[part], self.weight.t(), out=scores)
-        return scores.mul_(self.scale)
+        hidden, vocabulary = self.hidden[part], self.weight.t()
+        if self.same:
+            scores = torch.mm(hidden, vocabulary, out=self.buffer[: part.stop - part.start])
+        else:
+            scores = _wide_product(hidden, vocabulary)
+        return scores if self.scale == 1.0 else scores.mul_(self.scale)
 
 
-def _product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-    if a.dtype == out.dtype:
-        return torch.mm(a, b, out=out)
-    return out.copy_(torch.mm(a, b, out_dtype=out.dtype) if a.is_cuda else torch.mm(a, b))
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a, b).float()
 
 
 class _TokenStats(torch.autograd.Function):
@@ -102,7 +107,7 @@ class _TokenStats(torch.autograd.Function):
                 slope = _slope(slope, scores, mean, square_sum, (d_log_probs, d_entropy, d_squares), part)
             if d_log_probs is not None:
                 slope.scatter_add_(1, targets[part, None], d_log_probs[part, None])
-            slope = slope.mul_(ctx.scale).to(hidden.dtype)
+            slope = (slope if ctx.scale == 1.0 else slope.mul_(ctx.scale)).to(hidden.dtype)
             if d_hidden is not None:
                 torch.mm(slope, weight, out=d_hidden[part])
             if d_weight is not None:
@@ -132,4 +137,4 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:
-        total += torch.mm(a, b, out_dtype=total.dtype) if a.is_cuda else torch.mm(a, b)
+        total += _wide_product(a, b)

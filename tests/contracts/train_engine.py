@@ -145,7 +145,7 @@ def reference_model(name: str, head: str) -> Any:
     config = AutoConfig.for_model(**MODELS[name])
     config.num_labels, config.classifier_dropout = 1, 0.0
     auto = AutoModelForCausalLM if head == "lm" else AutoModelForTokenClassification
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         return auto.from_config(config, dtype=torch.float32, attn_implementation="eager").double()
 

@@ -5,6 +5,7 @@ The parent process touches no GPU: ranks are forked from it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from tests.contracts.train_engine import (
 )
 from tests.ranks import run_ranks
 
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking whether there is a GPU must not start CUDA here
 pytestmark = pytest.mark.gpu
 BACKEND = "cpu:gloo,cuda:nccl"
 GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))

@@ -120,6 +120,13 @@ def test_grpo_by_hand() -> None:
     assert first(grpo_passk(**common, norm_adv_by_std_in_grpo=False)[0]) == [0, 0, 2, 0]
 
 
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg"])
+def test_a_group_of_one_keeps_its_outcome(name: str) -> None:
+    rewards = outcome([2.0, 5.0, 7.0, 9.0], FULL)
+    inputs = {"token_level_rewards": rewards, "response_mask": FULL, "group_ids": torch.arange(4)}
+    assert call_adv_estimator(name, inputs)[0][:, 0].tolist() == pytest.approx([2, 5, 7, 9], rel=1e-5)
+
+
 def test_opo_weighs_by_length() -> None:
     mask = torch.tensor([[1, 0, 0], [1, 1, 1]])
     rewards = outcome([1.0, 2.0], mask)

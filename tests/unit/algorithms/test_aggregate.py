@@ -42,6 +42,8 @@ def test_a_smaller_mask_leaves_the_count_alone() -> None:
     kept = torch.tensor([[1, 0, 0], [1, 0, 0], [0, 0, 0]])
     total, count = agg_loss(LOSS, kept, "token-mean", count_mask=MASK)
     assert (total.item(), count.item()) == (4, 3)
+    total, count = agg_loss(LOSS, kept, "seq-mean-token-mean", count_mask=MASK)
+    assert (total.item(), count.item()) == (1 + 3, 2)
 
 
 @settings(max_examples=60, deadline=None)

@@ -35,6 +35,17 @@ class TinyModel(nn.Module):
         return torch.tanh((embedded.cumsum(1) / count) @ self.mix + embedded)
 
 
+def trimmed(rows: DataProto) -> DataProto:
+    """Without the columns in which no response of these rows has a token, as engines may pass micro-batches."""
+    held = rows.batch
+    assert held is not None
+    width = held["responses"].shape[1]
+    cut = width - int(held["attention_mask"][:, -width:].sum(1).max())
+    wide = (width, held["input_ids"].shape[1])
+    cut_down = {k: v[:, : v.shape[1] - cut] if v.dim() == 2 and v.shape[1] in wide else v for k, v in held.items()}
+    return DataProto.from_dict(tensors=cut_down)
+
+
 class TinyEngine:
     """Implements the part of TrainEngine that roles use; `micro_rows` is how it splits the rows."""
 
@@ -77,7 +88,7 @@ class TinyEngine:
         temperature: float = 1.0,
     ) -> dict[str, float]:
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for rows in batch.split(self.micro_rows):
+        for rows in map(trimmed, batch.split(self.micro_rows)):
             assert rows.batch is not None
             loss = loss_fn(self._outputs(rows, outputs, temperature), rows.batch)
             loss.total.backward()
