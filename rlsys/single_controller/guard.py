@@ -2,7 +2,8 @@
 
 When a driver dies by SIGKILL, Ray's servers follow it, some after minutes; children of workers, and workers that are
 stopped, do not. The guard then kills all processes of the cluster: those that were born with its mark in their
-environment, or that write to the cluster's log folder. It looks in /proc; without one it does nothing.
+environment and those that Ray gave a title (which overwrites the environment) and that have the cluster's logs open.
+It looks in /proc; without one it does nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def _belongs(entry: Path, mark: str, log_dir: str) -> bool:
     try:
         if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
             return True
-        return any(os.readlink(entry / "fd" / output).startswith(log_dir) for output in ("1", "2"))
+        if not (entry / "cmdline").read_bytes().startswith(b"ray::"):
+            return False
+        return any(os.readlink(descriptor).startswith(log_dir) for descriptor in (entry / "fd").iterdir())
     except OSError:
         return False
 

@@ -4,7 +4,8 @@
 
 For each distribution of lengths: the split of all rows over the ranks (equally many rows each), its imbalance (most
 tokens a rank over the mean) and planning time (CPU milliseconds of the one thread that plans); then the micro-batches
-of the first rank under a token budget, their fill (tokens over micro-batches x budget) and planning time. Padded is what verl ships without removing padding.
+of the first rank under a token budget, their fill (tokens over micro-batches x budget) and planning time. Padded is
+what verl ships without removing padding.
 """
 
 from __future__ import annotations

@@ -18,9 +18,10 @@ DRIVER = textwrap.dedent(
     from rlsys.single_controller.guard import MARK, Guard
     log = open(sys.argv[1] + "/worker.out", "w")
     marked = subprocess.Popen(["sleep", "100"], env={MARK: "abc"}, start_new_session=True)
-    logging = subprocess.Popen(["sleep", "100"], env={MARK: "other"}, stdout=log, start_new_session=True)
+    titled = ["ray::Sleeper", "100"]
+    logging = subprocess.Popen(titled, executable="/bin/sleep", env={MARK: "other"}, pass_fds=[log.fileno()])
     null = subprocess.DEVNULL
-    stranger = subprocess.Popen(["sleep", "100"], env={MARK: "other"}, stdout=null, stderr=null)
+    stranger = subprocess.Popen(["sleep", "100"], env={MARK: "other"}, pass_fds=[log.fileno()], stdout=null)
     guard = Guard("abc", sys.argv[1])
     print(marked.pid, logging.pid, stranger.pid, flush=True)
     sys.stdin.readline()
