@@ -58,6 +58,9 @@ def one(name: str, ratio: float, advantage: float, params: PolicyLossParams = PA
 )
 def test_vanilla_by_hand(ratio: float, advantage: float, expected: float) -> None:
     assert one("vanilla", ratio, advantage, old=0.1) == pytest.approx(expected)
+    if ratio < 5:
+        without = replace(PARAMS, clip_ratio_c=math.inf)
+        assert one("vanilla", ratio, advantage, without, old=0.1) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.9, 1.0, 1.2, 1.6])

@@ -72,6 +72,7 @@ class TinyEngine:
             "entropy": -(log_p.exp() * log_p).sum(-1),
             "sum_pi_squared": log_p.exp().square().sum(-1),
             "values": before @ self.model.value,
+            "scores": hidden[:, -width:] @ self.model.value,
         }
         return {name: found[name] * mask for name in outputs}
 
