@@ -1,4 +1,7 @@
-"""Run a function on several ranks: processes forked from this one, joined by gloo over a file."""
+"""Run a function on several ranks: processes forked from this one, joined by gloo over a file.
+
+Ranks with GPUs are forked from a clean server process instead, since CUDA does not survive a fork.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ DEADLINE_S = 120.0
 
 def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
     """`work(*args)` on every rank of a fresh process group; results in rank order. AssertionError if one fails."""
-    context = multiprocessing.get_context("fork")
+    context: Any = multiprocessing.get_context("forkserver" if "nccl" in backend else "fork")
+    if "nccl" in backend:
+        context.set_forkserver_preload(["rlsys.engines.fsdp", "tests.contracts.train_engine"])
     with tempfile.TemporaryDirectory() as place:
         ranks = [
             context.Process(target=_rank, args=(rank, world_size, Path(place), backend, work, args), daemon=True)

@@ -1,11 +1,7 @@
-"""FSDPEngine on CUDA and NCCL: bf16 compute over float32 masters, varlen attention, offload, one and two ranks.
-
-The parent process touches no GPU: ranks are forked from it.
-"""
+"""FSDPEngine on CUDA and NCCL: bf16 compute over float32 masters, varlen attention, offload, one and two ranks."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,7 +28,6 @@ from tests.contracts.train_engine import (
 )
 from tests.ranks import run_ranks
 
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking whether there is a GPU must not start CUDA here
 pytestmark = pytest.mark.gpu
 BACKEND = "cpu:gloo,cuda:nccl"
 GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
