@@ -100,6 +100,7 @@ class Pump:
         self._queue: deque[Job] = deque()
         self._starters: list[Future[None]] = []
         self._children: list[Child] = []
+        self._leaving: list[subprocess.Popen[bytes]] = []
         self._selector = selectors.DefaultSelector()
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
@@ -132,6 +133,7 @@ class Pump:
             for key, events in self._selector.select(self._seconds_to_next_deadline()):
                 self._handle(key, events)
             self._check_deadlines()
+            self._leaving = [process for process in self._leaving if process.poll() is None]
         self._shut_down()
 
     def _take_incoming(self) -> None:
@@ -268,9 +270,7 @@ class Pump:
                     self._read_work(child)
             if child.state != "ending":
                 self._end(child, child.culprit(), "")
-            if message is LOST:
-                _kill_group(child.grader_pid)
-            self._forget(child, f"{message['cause']}{_tail(str(message['tail']))}")
+            self._forget(child, f"{message['cause']}{_tail(str(message['tail']))}", guarded=message is not LOST)
             return
 
     # --- ending ---
@@ -290,19 +290,17 @@ class Pump:
         self._queue.extendleft(reversed(child.jobs.values()))
         child.jobs.clear()
 
-    def _forget(self, child: Child, report: str) -> None:
-        """The guard has ended or is not heard of: make sure that nothing of the child is left."""
+    def _forget(self, child: Child, report: str, *, guarded: bool) -> None:
+        """The child has ended. If its guard did not say so, all that is known of it is killed."""
         self._selector.unregister(child.control)
         child.control.close()
         self._children.remove(child)
-        try:
-            child.process.wait(timeout=0.1)
-        except subprocess.TimeoutExpired:
+        if not guarded:
             _kill_group(child.grader_pid)
             child.process.kill()
-            child.process.wait()
+        self._leaving.append(child.process)
         shutil.rmtree(child.tmp_dir, ignore_errors=True)
-        cause = child.cause or f"the grader's process {report or 'ended'}"
+        cause = child.cause or f"the grader's process {report}"
         if child.suspect is not None:
             child.suspect.finish(failed("error", time.monotonic() - child.suspect.since, cause))
         if self._failed_starts >= MAX_FAILED_STARTS:
@@ -328,6 +326,9 @@ class Pump:
                 if key.data in self._children and key.fileobj is key.data.control:
                     self._read_control(key.data)
             self._check_deadlines()
+        for process in self._leaving:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0.5)
         for job in self._queue:
             job.finish(failed("error", 0.0, "the pool was closed"))
         self._answer_starters(RuntimeError("the reward pool was closed"))
@@ -362,7 +363,7 @@ class Pump:
             if not self._is_late(child):
                 continue
             if child.state == "ending":
-                self._forget(child, "did not end in time and was killed")
+                self._forget(child, "did not end in time and was killed", guarded=False)
             elif late is None:
                 self._end(child, None, f"no answer within {self._start_timeout_s:g} s of its start")
             else:
