@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,6 +21,8 @@ from rlsys.rewards.pool import RewardPool
 from rlsys.rewards.records import Grader
 from rlsys.rollout.fleet import FleetDeadlines, RolloutFleet
 from rlsys.types import SamplingParams, TransferReport
+from rlsys.utils.errors import ConfigError
+from rlsys.weights.sharding_manager import FSDPHFShardingManager, ShardingManager
 from trainer.answers import VALIDATION_SEED, Answers, Generate
 from trainer.estimate import AdvantageSettings, advantage_settings, kl_controller
 from trainer.evaluate import Dump, Evaluator
@@ -90,14 +91,15 @@ def assemble(trainer: RayPPOTrainer) -> Runtime:
     cfg, groups = trainer.cfg, trainer.groups
     pool = reward_pool(cfg.reward)
     manager = reward_manager(cfg, trainer.tokenizer, pool)
+    transfer = connect_weights(groups, cfg, colocated=trainer.plan.pools.colocated)
     fleet = rollout_fleet(
         groups.rollout,
         cfg,
+        transfer=transfer,
         rows=cfg.data.gen_batch_size * cfg.actor_rollout_ref.rollout.n,
         restartable=not trainer.plan.pools.colocated,
         max_staleness=cfg.trainer.max_staleness,
     )
-    transfer = connect_weights(groups, cfg, colocated=trainer.plan.pools.colocated)
     pad = trainer.tokenizer.pad_token_id
     answers = Answers(
         generate=generate_by(fleet),
@@ -126,7 +128,7 @@ def assemble(trainer: RayPPOTrainer) -> Runtime:
         else None,
         advantages=advantage_settings(cfg),
         kl_ctrl=kl_controller(cfg),
-        push=transfer.push,
+        push=push_by(transfer, fleet),
         total_steps=steps_of(cfg, trainer.train_dataset),
         closers=(source.close, fleet.close, transfer.close, pool.close),
     )
@@ -278,7 +280,13 @@ class GroupReplica:
 
 
 def rollout_fleet(
-    group: Any, cfg: PPOConfig | EvalConfig, *, rows: int, restartable: bool, max_staleness: int = 0
+    group: Any,
+    cfg: PPOConfig | EvalConfig,
+    *,
+    rows: int,
+    restartable: bool,
+    transfer: ShardingManager | None = None,
+    max_staleness: int = 0,
 ) -> RolloutFleet:
     """The ranks of a rollout group as replicas, for calls of about `rows` rows.
 
@@ -289,9 +297,25 @@ def rollout_fleet(
         [GroupReplica(group, rank) for rank in range(group.world_size)],
         chunk_rows=min(share, cfg.actor_rollout_ref.rollout.max_num_seqs),
         deadlines=FleetDeadlines(generate_s=cfg.trainer.deadlines.generate_s, restart_s=cfg.trainer.deadlines.start_s),
+        on_restart=None if transfer is None else lambda replica: _restore(transfer, replica),
         max_restarts=3 if restartable else 0,
         max_staleness=max_staleness,
     )
+
+
+def _restore(transfer: ShardingManager, replica: Any) -> None:
+    transfer.restore(replica.rank)
+
+
+def push_by(transfer: ShardingManager, fleet: RolloutFleet) -> Callable[[int], TransferReport]:
+    """Push weights, and from then on refuse answers of older ones."""
+
+    def push(version: int) -> TransferReport:
+        report = transfer.push(version)
+        fleet.weights_pushed(version)
+        return report
+
+    return push
 
 
 def generate_by(fleet: RolloutFleet) -> Generate:
@@ -306,21 +330,23 @@ def generate_by(fleet: RolloutFleet) -> Generate:
     return generate
 
 
-@dataclass(frozen=True)
-class InterimTransfer:
-    groups: WorkerGroups
-
-    def push(self, version: int) -> TransferReport:
-        start = time.perf_counter()
-        num_bytes, checksum = self.groups.rollout.receive_weights(version)[0]
-        return TransferReport(version, num_bytes, time.perf_counter() - start, checksum, "gather")
-
-    def close(self) -> None:
-        pass
-
-
-def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) -> InterimTransfer:
-    return InterimTransfer(groups)
+def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) -> ShardingManager:
+    """The manager that reshards the actor's weights into the rollout, connected."""
+    backend = cfg.actor_rollout_ref.rollout.checkpoint_engine.backend
+    local = colocated and backend != "shm"
+    if not colocated and backend in ("local", "gather"):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.checkpoint_engine.backend={backend} needs actor and rollout in one process; "
+            "write auto or shm where the rollout has processes of its own"
+        )
+    manager = FSDPHFShardingManager(
+        groups.actor,
+        groups.actor if local else groups.rollout,
+        executor="local" if local else "shm",
+        deadline_s=cfg.trainer.deadlines.weights_s,
+    )
+    manager.connect()
+    return manager
 
 
 def validation(

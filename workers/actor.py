@@ -11,8 +11,12 @@ from rlsys.roles.actor import PPOActor
 from rlsys.single_controller.base import Worker
 from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from rlsys.types import WeightLayout
+from rlsys.weights.local import local_sums, reshard_local
+from rlsys.weights.shm import Moved, ShmSpec
+from rlsys.weights.sides import WeightSender
+from rlsys.weights.verify import BoxSum, LayoutSums
 from workers.engines import EngineRun, actor_settings, build_actor_engine
-from workers.weights import WeightSender
+from workers.weights import rollout_of_this_process
 
 MESH = "actor"
 BY_MESH: Any = make_nd_compute_dataproto_dispatch_fn(MESH)
@@ -69,17 +73,32 @@ class ActorWorker(Worker):
         self.engine.move(parts, device)  # pyrefly: ignore[bad-argument-type]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def reshard_weights(self, version: int) -> Moved:
+        """Copy the weights into the rollout engine of the same process."""
+        bucket_bytes = self.cfg.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+        return reshard_local(self.engine, rollout_of_this_process(), version=version, bucket_bytes=bucket_bytes)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_sums(self) -> tuple[LayoutSums, LayoutSums]:
+        """Checksums of the actor's and of the rollout's tensors in this process."""
+        return local_sums(self.engine, rollout_of_this_process())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weight_layout(self) -> WeightLayout:
-        return self.engine.weight_layout()
+        return self.sender.weight_layout()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def open_weight_transfer(self, spec: Any) -> Any:
-        return self.sender.open(spec, self.rank)
+    def open_weight_transfer(self, spec: ShmSpec) -> str:
+        return self.sender.open_weight_transfer(spec)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_weights(self, version: int) -> Any:
-        return self.sender.send(version)
+    def send_weights(self, version: int) -> Moved:
+        return self.sender.send_weights(version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_checksum(self, dtypes: dict[str, str] | None = None) -> tuple[BoxSum, ...]:
+        return self.sender.weight_checksum(dtypes)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close_weight_transfer(self) -> None:
-        self.sender.close()
+        self.sender.close_weight_transfer()

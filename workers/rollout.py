@@ -14,8 +14,11 @@ from rlsys.rollout.hf import HFRollout, LoadFormat
 from rlsys.single_controller.base import Worker
 from rlsys.single_controller.base.decorator import Dispatch, register
 from rlsys.types import WeightLayout
+from rlsys.weights.shm import Moved, ShmSpec
+from rlsys.weights.sides import WeightReceiver
+from rlsys.weights.verify import BoxSum
 from workers.engines import EngineRun
-from workers.weights import WeightReceiver
+from workers.weights import offer_rollout
 
 
 class HFRolloutWorker(Worker):
@@ -43,6 +46,7 @@ class HFRolloutWorker(Worker):
             rank=self.rank,
         )
         self.receiver = WeightReceiver(self.engine)
+        offer_rollout(self.engine)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -57,15 +61,23 @@ class HFRolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weight_layout(self) -> WeightLayout:
-        return self.engine.weight_layout()
+        return self.receiver.weight_layout()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def open_weight_transfer(self, spec: Any) -> Any:
-        return self.receiver.open(spec, self.rank)
+    def open_weight_transfer(self, spec: ShmSpec) -> str:
+        return self.receiver.open_weight_transfer(spec)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_weights(self, version: int) -> Any:
-        return self.receiver.receive(version)
+    def receive_weights(self, version: int) -> Moved:
+        return self.receiver.receive_weights(version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_checksum(self, dtypes: dict[str, str] | None = None) -> tuple[BoxSum, ...]:
+        return self.receiver.weight_checksum(dtypes)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_difference(self) -> dict[str, float]:
+        return self.receiver.weight_difference()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self, tags: tuple[str, ...]) -> None:
@@ -81,4 +93,4 @@ class HFRolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close_weight_transfer(self) -> None:
-        self.receiver.close()
+        self.receiver.close_weight_transfer()

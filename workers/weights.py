@@ -1,44 +1,20 @@
-"""The workers' ends of a weight push (interim: one process holds actor and rollout)."""
+"""Who holds which engine in this process, so that weights need not leave it."""
 
 from __future__ import annotations
 
-import hashlib
-from typing import Any
+from rlsys.interfaces import RolloutEngine
+from rlsys.utils.errors import WeightTransferError
 
-from rlsys.interfaces import RolloutEngine, TrainEngine
-
-_SOURCES: dict[str, TrainEngine] = {}
+_rollouts: list[RolloutEngine] = []
 
 
-class WeightSender:
-    def __init__(self, engine: TrainEngine) -> None:
-        _SOURCES["actor"] = engine
-
-    def open(self, spec: Any, rank: int) -> Any:
-        return None
-
-    def send(self, version: int) -> Any:
-        return None
-
-    def close(self) -> None:
-        _SOURCES.pop("actor", None)
+def offer_rollout(engine: RolloutEngine) -> None:
+    """Let the actor of this process find the rollout engine; a newer engine replaces an older one."""
+    _rollouts[:] = [engine]
 
 
-class WeightReceiver:
-    def __init__(self, engine: RolloutEngine) -> None:
-        self.engine = engine
-
-    def open(self, spec: Any, rank: int) -> Any:
-        return None
-
-    def receive(self, version: int) -> Any:
-        self.engine.begin_update()
-        digest, num_bytes = hashlib.blake2b(digest_size=8), 0
-        for bucket in _SOURCES["actor"].weights(1 << 28):
-            self.engine.load(bucket)
-            num_bytes += sum(t.numel() * t.element_size() for _, t in bucket)
-        self.engine.finish_update(version)
-        return num_bytes, digest.hexdigest()
-
-    def close(self) -> None:
-        pass
+def rollout_of_this_process() -> RolloutEngine:
+    """The rollout engine beside the actor; WeightTransferError where there is none."""
+    if not _rollouts:
+        raise WeightTransferError("the actor's process holds no rollout engine: the roles have pools of their own")
+    return _rollouts[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -49,7 +50,7 @@ class RWEngine:
         pairs = self._pairs(batch)
         assert batch.batch is not None, "a reward model reads tensors"
         slope = at_last_token(pairs.pop("slope"), _written(batch))
-        tensors = {**dict(batch.batch.items()), **pairs, "slope_at_end": slope}
+        tensors: dict[str, Any] = {**dict(batch.batch.items()), **pairs, "slope_at_end": slope}
         rows = DataProto.from_dict(tensors=tensors, meta_info=batch.meta_info)
         return run_updates(
             self.engine,
