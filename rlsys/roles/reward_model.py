@@ -49,7 +49,7 @@ class RWEngine:
         pairs = self._pairs(batch)
         assert batch.batch is not None, "a reward model reads tensors"
         slope = at_last_token(pairs.pop("slope"), _written(batch))
-        tensors = {**dict(batch.batch.items()), **pairs, "slope_at_end": slope}
+        tensors = {**{str(key): batch.batch[key] for key in batch.batch.keys()}, **pairs, "slope_at_end": slope}
         rows = DataProto.from_dict(tensors=tensors, meta_info=batch.meta_info)
         return run_updates(
             self.engine,
