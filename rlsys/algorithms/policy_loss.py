@@ -29,8 +29,8 @@ class PolicyLossParams:
     """The numbers of all losses, with verl's names and defaults; each loss reads its own.
 
     `clip_ratio_low` and `clip_ratio_high` default to `clip_ratio`; `clip_ratio_c=inf` switches the dual clip off. For
-    dppo_tv and dppo_kl they are bounds of the divergence. `rollout_correction` is for bypass_mode, `seed` for the
-    draw of clip_cov.
+    dppo_tv and dppo_kl they are bounds of the divergence. `rollout_correction` is for bypass_mode, `seed` for the draw
+    of clip_cov.
     """
 
     clip_ratio: float = 0.2

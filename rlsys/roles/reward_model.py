@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -11,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from rlsys.algorithms.masked import at_last_token
+from rlsys.algorithms.stages import with_columns
 from rlsys.algorithms.sums import to_loss_sum
 from rlsys.interfaces import LossSum, TrainEngine
 from rlsys.protocol import DataProto
@@ -48,10 +48,8 @@ class RWEngine:
         Metrics: train/loss, train/accuracy, train/margin, train/grad_norm, train/lr, train/skipped_steps.
         """
         pairs = self._pairs(batch)
-        assert batch.batch is not None, "a reward model reads tensors"
         slope = at_last_token(pairs.pop("slope"), _written(batch))
-        tensors: dict[str, Any] = {**dict(batch.batch.items()), **pairs, "slope_at_end": slope}
-        rows = DataProto.from_dict(tensors=tensors, meta_info=batch.meta_info)
+        rows = with_columns(batch, **pairs, slope_at_end=slope)
         return run_updates(
             self.engine,
             mini_batches(rows, UpdateSettings()),

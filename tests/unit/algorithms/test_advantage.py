@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.algorithms import adv_estimator_names, estimator_takes, get_adv_estimator_fn, register_adv_est
+from rlsys.algorithms import adv_estimator_names, advantage, estimator_takes, get_adv_estimator_fn, register_adv_est
 from rlsys.algorithms.advantage import call_adv_estimator, gae, grpo, grpo_passk, opo, reinforce_plus_plus, rloo
 from rlsys.algorithms.groups import group_ids_of, rank_in_group, second_largest
 
@@ -255,6 +255,13 @@ def test_group_helpers() -> None:
     assert second_largest(values, ids).tolist() == [3, 3, 5, 3, -1]
 
 
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(advantage._ESTIMATORS, "_functions", dict(advantage._ESTIMATORS._functions))
+
+
+@pytest.mark.usefixtures("own_registry")
 def test_a_plug_in_is_found_by_name_and_gets_what_it_names() -> None:
     @register_adv_est("test_constant")
     def constant(*, token_level_rewards: Tensor, gamma: float, scale: float = 2.0) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from rlsys.algorithms import (
     RolloutCorrection,
     actor_loss,
     get_policy_loss_fn,
+    policy_loss,
     policy_loss_names,
     register_policy_loss,
     select_tokens,
@@ -339,7 +340,9 @@ class TestBypass:
         assert log_prob.grad[0].tolist() == pytest.approx([-2 * math.exp(0.1), -3 * 1.2])
 
 
-def test_a_plug_in_is_found_by_name() -> None:
+def test_a_plug_in_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_loss._LOSSES, "_functions", dict(policy_loss._LOSSES._functions))
+
     @register_policy_loss("test_loss")
     def mine(*, log_prob: Tensor, advantages: Tensor, response_mask: Tensor) -> PolicyLoss:
         return PolicyLoss(-log_prob * advantages, response_mask)
