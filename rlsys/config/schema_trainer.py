@@ -69,9 +69,9 @@ class TrainingConfig(RunConfig):
     total_training_steps: Count | None = None
     """Steps in all, where it is not the epochs that say."""
     save_freq: CountOrOff = -1
-    """Save each so many steps; -1 saves only at the end."""
+    """Save each so many steps, and at the end; -1 never saves."""
     test_freq: CountOrOff = -1
-    """Validate each so many steps; -1 only where val_before_train or the end asks."""
+    """Validate each so many steps, and at the end; -1 never does."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """Go on from the latest checkpoint, never, or from resume_from_path."""
     resume_from_path: LocalPath | None = None
