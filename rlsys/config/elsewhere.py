@@ -63,6 +63,7 @@ _ENGINE_KEYS = {
     "logprobs_mode": _note(
         "both kinds are kept: rollout_log_probs of the full distribution, rollout_sampled_log_probs of the sampled one"
     ),
+    "calculate_log_probs": _note("the log-probs seen while sampling are always kept", True),
     "full_determinism": _note("draws depend on seed, request and position only, so runs always repeat", True, False),
     "over_sample_rate": _refuse(
         "prompts are not over-sampled; use algorithm.filter_groups with data.gen_batch_size", 0
@@ -102,6 +103,7 @@ _PPO: dict[str, Elsewhere] = {
     "data.dataloader_num_workers": _note("rows are tokenised once and read by position; there are no loader processes"),
     "data.use_shm": _note("files are read where they lie", False),
     "data.return_raw_input_ids": _refuse("prompts are tokenised with the actor's tokenizer only", False),
+    "data.return_raw_chat": _note("batches always hold the messages as raw_prompt", True),
     "data.return_full_prompt": _note("the rollouts dump holds the full prompt", False),
     "data.return_multi_modal_inputs": _note(_VISION),
     "data.image_key": _refuse(_VISION, "images"),
@@ -266,6 +268,8 @@ _CHECKPOINT = {
 
 _SUPERVISED: dict[str, Elsewhere] = {
     "hydra": _note(_HYDRA),
+    "engine.param_offload": _note("one model has nobody to make room for; see engine.offload_policy", False),
+    "engine.optimizer_offload": _note("one model has nobody to make room for; see engine.offload_policy", False),
     "profiler": _note(_PROFILER),
     "trainer.profile_interval": _note(_PROFILER, [-1, -1]),
     "trainer.default_hdfs_dir": _refuse("checkpoints go to trainer.default_local_dir; mount the store there"),

@@ -141,11 +141,7 @@ def _policy_loss(cfg: PPOConfig) -> Iterator[str]:
 
 
 def _correction(cfg: PPOConfig) -> Iterator[str]:
-    correction, rollout = cfg.algorithm.rollout_correction, cfg.actor_rollout_ref.rollout
-    used = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
-    if used and not rollout.calculate_log_probs:
-        key = "actor_rollout_ref.rollout.calculate_log_probs"
-        yield wrong(key, False, f"{CORRECTION} compares with the log-probs seen while sampling; write {key}=true")
+    correction = cfg.algorithm.rollout_correction
     if correction.loss_type == "reinforce" and not correction.bypass_mode:
         yield wrong(f"{CORRECTION}.loss_type", "reinforce", f"it is a bypass loss; write {CORRECTION}.bypass_mode=true")
     loss_mode = cfg.actor_rollout_ref.actor.policy_loss.loss_mode
