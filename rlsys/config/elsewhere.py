@@ -31,7 +31,7 @@ _MEGATRON = "Megatron comes with the extra [megatron]; train with FSDP: actor_ro
 _ENGINES = "it belongs to the SGLang and vLLM engines, which come with their extras; the hf engine has no use for it"
 _VISION = "images, video and audio come with the vision workflow; this build trains on text"
 _AGENT = "agents and tools come with the agent workflows; this build answers each prompt in one turn"
-_PROFILER = "profile with global_profiler.{tool,steps,save_path}; the timeline of all stages is always written"
+_PROFILER = "the timeline of every stage on every worker is always written; kernels are not profiled"
 _HYDRA = "Hydra is not used here: the working folder and the log are left alone"
 _QAT = "quantisation-aware training is not built here"
 _MOE = "it is for mixture-of-experts models, which come with the extra [megatron]"
@@ -96,6 +96,7 @@ _PPO: dict[str, Elsewhere] = {
         "checkpoints are not deleted on load; keep fewer with trainer.max_actor_ckpt_to_keep", False
     ),
     "trainer.remove_previous_ckpt_in_save": _refuse("keep fewer with trainer.max_actor_ckpt_to_keep", False),
+    "trainer.profile_steps": _note(_PROFILER),
     "trainer.npu_profile": _note(_PROFILER),
     "trainer.controller_nsight_options": _note(_PROFILER),
     "trainer.worker_nsight_options": _note(_PROFILER),

@@ -14,7 +14,6 @@ from rlsys.config.schema_data import DataConfig, PromptsConfig, RMDataConfig, SF
 from rlsys.config.schema_model import CheckpointConfig, ModelConfig, OptimConfig, ShardConfig
 from rlsys.config.schema_trainer import (
     EvalRunConfig,
-    ProfilerConfig,
     RayKwargsConfig,
     SupervisedRunConfig,
     TrainerConfig,
@@ -31,7 +30,6 @@ class PPOConfig(Section):
     reward: RewardConfig
     trainer: TrainerConfig
     ray_kwargs: RayKwargsConfig
-    global_profiler: ProfilerConfig
 
 
 class SupervisedEngineConfig(ShardConfig):

@@ -1,4 +1,4 @@
-"""The run itself: length, places, devices, deadlines, profiling and Ray."""
+"""The run itself: length, places, devices, deadlines and Ray."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from rlsys.config.schema_base import (
     Flag,
     LocalPath,
     OpenDict,
-    Ranks,
     Seconds,
     Section,
     Text,
@@ -125,17 +124,6 @@ class TrainerConfig(TrainingConfig):
     """Pools in AReaL's grammar, e.g. hf:d2+fsdp:d2 (split) or hf[r]:d2|fsdp[a]:d2 (shared)."""
     rollout_workers: CountOrZero = 0
     """Processes that only generate, in a pool of their own; 0 lets the actor's generate."""
-
-
-class ProfilerConfig(Section):
-    """Profiles of chosen steps; the Perfetto timeline is always written."""
-
-    tool: Literal["torch", "torch_memory"] | None = None
-    """torch: operators and kernels; torch_memory: allocations."""
-    steps: Ranks | None = None
-    """Steps to profile."""
-    save_path: LocalPath = "outputs/profile"
-    """Folder of the profiles."""
 
 
 class RayInitConfig(Section):

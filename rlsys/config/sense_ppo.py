@@ -103,9 +103,6 @@ def _critic(cfg: PPOConfig) -> Iterator[str]:
     if estimator != "gae" and estimator in ESTIMATORS and enable:
         why = f"algorithm.adv_estimator={estimator} does not use its values; it is trained all the same"
         yield note("critic.enable", True, why)
-    if cfg.algorithm.use_pf_ppo and not needs_critic(cfg):
-        why = "it draws single samples again, which tears groups apart; write algorithm.adv_estimator=gae"
-        yield wrong("algorithm.use_pf_ppo", True, why)
     if cfg.trainer.critic_warmup > 0 and not needs_critic(cfg):
         yield wrong(
             "trainer.critic_warmup", cfg.trainer.critic_warmup, "there is no critic; write trainer.critic_warmup=0"
