@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsys.algorithms import (
+    PFPPO,
     KLController,
     NormSettings,
     PolicyLossParams,
@@ -21,7 +22,7 @@ from rlsys.algorithms import (
     shape_batch_rewards,
 )
 from rlsys.config import PPOConfig
-from rlsys.config.schema_algorithm import NormConfig
+from rlsys.config.schema_algorithm import AlgorithmConfig, NormConfig
 from rlsys.protocol import DataProto
 from workers.engines import policy_loss_params
 
@@ -57,6 +58,7 @@ def advantage_settings(cfg: PPOConfig) -> AdvantageSettings:
             "gdpo_reward_keys": algorithm.gdpo_reward_keys or (),
             "gdpo_reward_weights": algorithm.gdpo_reward_weights,
             "adv_norm": _norm(algorithm.adv_norm),
+            "pf_ppo": _resampling(algorithm),
         },
         rewards=_reward_settings(cfg),
         correction=correction_of(cfg),
@@ -89,7 +91,8 @@ def estimate(
     if settings.correction is not None:
         batch, found = apply_rollout_correction(batch, settings.correction)
         metrics |= found
-    batch = compute_advantage(batch, estimator=settings.estimator, **settings.arguments)
+    seed = settings.loss_params.seed + int(batch.meta_info.get("global_steps", 0))
+    batch = compute_advantage(batch, estimator=settings.estimator, seed=seed, **settings.arguments)
     batch = add_selected_tokens(batch, loss_mode=settings.loss_mode, params=settings.loss_params)
     return batch, metrics
 
@@ -120,6 +123,12 @@ def correction_of(cfg: PPOConfig) -> RolloutCorrection | None:
         bypass_mode=wanted.bypass_mode,
         loss_type=wanted.loss_type,
     )
+
+
+def _resampling(algorithm: AlgorithmConfig) -> PFPPO | None:
+    if not algorithm.use_pf_ppo:
+        return None
+    return PFPPO(reweight_method=algorithm.pf_ppo.reweight_method, weight_pow=algorithm.pf_ppo.weight_pow)
 
 
 def _norm(norm: NormConfig) -> NormSettings | None:

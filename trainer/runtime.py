@@ -179,7 +179,9 @@ def validation_sampling(cfg: PPOConfig | EvalConfig) -> SamplingParams:
 
 def reward_pool(reward: RewardConfig) -> RewardPool:
     custom = reward.custom_reward_function
-    grader = Grader(path=custom.path, name=custom.name, kwargs=custom.reward_kwargs)
+    built_in = {"memory_limit_mb": reward.sandbox_fusion.memory_limit_mb}
+    kwargs = built_in if custom.path is None else custom.reward_kwargs
+    grader = Grader(path=custom.path, name=custom.name, kwargs=kwargs)
     return RewardPool(grader, num_workers=reward.num_workers, timeout_s=reward.timeout_s)
 
 

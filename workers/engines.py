@@ -115,7 +115,11 @@ def _engine(
         scoring=scoring,
         precision=Precision(compute=run.compute_dtype(shard.dtype), master=shard.model_dtype),
         parallel=Parallel(fsdp_size=shard.fsdp_size, sp_size=sp_size),
-        fsdp=FsdpOptions(reshard_after_forward=shard.reshard_after_forward, cpu_offload=shard.offload_policy),
+        fsdp=FsdpOptions(
+            reshard_after_forward=shard.reshard_after_forward,
+            forward_prefetch=shard.forward_prefetch,
+            cpu_offload=shard.offload_policy,
+        ),
         packed=model.use_remove_padding,
         gradient_checkpointing=trained and model.enable_gradient_checkpointing,
         lora=_lora(model, seed=shard.seed) if trained else None,
@@ -267,6 +271,7 @@ def policy_loss_params(actor: ActorConfig, *, correction: RolloutCorrection | No
         clip_cov_ub=loss.clip_cov_ub,
         kl_cov_ratio=loss.kl_cov_ratio,
         ppo_kl_coef=loss.ppo_kl_coef,
+        dro_beta=loss.dro_beta,
         rollout_correction=correction,
         seed=actor.data_loader_seed,
     )

@@ -43,6 +43,8 @@ class HFRolloutWorker(Worker):
             device=self.run.device,
             seed=self.cfg.seed,
             max_num_seqs=self.cfg.max_num_seqs,
+            max_num_batched_tokens=self.cfg.max_num_batched_tokens,
+            max_model_len=self.cfg.max_model_len,
             rank=self.rank,
         )
         self.receiver = WeightReceiver(self.engine)

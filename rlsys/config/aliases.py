@@ -49,7 +49,6 @@ VERL = {
     f"{_ROLLOUT}.update_weights_bucket_megabytes": f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes",
     "data.tokenizer": f"{_MODEL}.tokenizer_path",
     "data.trust_remote_code": f"{_MODEL}.trust_remote_code",
-    "trainer.profile_steps": "global_profiler.steps",
     "trainer.ray_wait_register_center_timeout": "trainer.deadlines.start_s",
     "ray_init": "ray_kwargs.ray_init",
     "ray_init.timeline_json_file": "ray_kwargs.timeline_json_file",

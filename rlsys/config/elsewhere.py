@@ -31,7 +31,7 @@ _MEGATRON = "Megatron comes with the extra [megatron]; train with FSDP: actor_ro
 _ENGINES = "it belongs to the SGLang and vLLM engines, which come with their extras; the hf engine has no use for it"
 _VISION = "images, video and audio come with the vision workflow; this build trains on text"
 _AGENT = "agents and tools come with the agent workflows; this build answers each prompt in one turn"
-_PROFILER = "profile with global_profiler.{tool,steps,save_path}; the timeline of all stages is always written"
+_PROFILER = "the timeline of every stage on every worker is always written; kernels are not profiled"
 _HYDRA = "Hydra is not used here: the working folder and the log are left alone"
 _QAT = "quantisation-aware training is not built here"
 _MOE = "it is for mixture-of-experts models, which come with the extra [megatron]"
@@ -63,6 +63,7 @@ _ENGINE_KEYS = {
     "logprobs_mode": _note(
         "both kinds are kept: rollout_log_probs of the full distribution, rollout_sampled_log_probs of the sampled one"
     ),
+    "calculate_log_probs": _note("the log-probs seen while sampling are always kept", True),
     "full_determinism": _note("draws depend on seed, request and position only, so runs always repeat", True, False),
     "over_sample_rate": _refuse(
         "prompts are not over-sampled; use algorithm.filter_groups with data.gen_batch_size", 0
@@ -95,6 +96,7 @@ _PPO: dict[str, Elsewhere] = {
         "checkpoints are not deleted on load; keep fewer with trainer.max_actor_ckpt_to_keep", False
     ),
     "trainer.remove_previous_ckpt_in_save": _refuse("keep fewer with trainer.max_actor_ckpt_to_keep", False),
+    "trainer.profile_steps": _note(_PROFILER),
     "trainer.npu_profile": _note(_PROFILER),
     "trainer.controller_nsight_options": _note(_PROFILER),
     "trainer.worker_nsight_options": _note(_PROFILER),
@@ -102,6 +104,7 @@ _PPO: dict[str, Elsewhere] = {
     "data.dataloader_num_workers": _note("rows are tokenised once and read by position; there are no loader processes"),
     "data.use_shm": _note("files are read where they lie", False),
     "data.return_raw_input_ids": _refuse("prompts are tokenised with the actor's tokenizer only", False),
+    "data.return_raw_chat": _note("batches always hold the messages as raw_prompt", True),
     "data.return_full_prompt": _note("the rollouts dump holds the full prompt", False),
     "data.return_multi_modal_inputs": _note(_VISION),
     "data.image_key": _refuse(_VISION, "images"),
@@ -266,6 +269,8 @@ _CHECKPOINT = {
 
 _SUPERVISED: dict[str, Elsewhere] = {
     "hydra": _note(_HYDRA),
+    "engine.param_offload": _note("one model has nobody to make room for; see engine.offload_policy", False),
+    "engine.optimizer_offload": _note("one model has nobody to make room for; see engine.offload_policy", False),
     "profiler": _note(_PROFILER),
     "trainer.profile_interval": _note(_PROFILER, [-1, -1]),
     "trainer.default_hdfs_dir": _refuse("checkpoints go to trainer.default_local_dir; mount the store there"),

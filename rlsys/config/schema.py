@@ -11,10 +11,9 @@ from rlsys.config.schema_actor import (
 from rlsys.config.schema_algorithm import AlgorithmConfig, RewardConfig
 from rlsys.config.schema_base import Coefficient, Count, Positive, Seconds, Section, Strategy
 from rlsys.config.schema_data import DataConfig, PromptsConfig, RMDataConfig, SFTDataConfig, SupervisedDataConfig
-from rlsys.config.schema_model import CheckpointConfig, FSDPConfig, ModelConfig, OptimConfig
+from rlsys.config.schema_model import CheckpointConfig, ModelConfig, OptimConfig, ShardConfig
 from rlsys.config.schema_trainer import (
     EvalRunConfig,
-    ProfilerConfig,
     RayKwargsConfig,
     SupervisedRunConfig,
     TrainerConfig,
@@ -31,10 +30,9 @@ class PPOConfig(Section):
     reward: RewardConfig
     trainer: TrainerConfig
     ray_kwargs: RayKwargsConfig
-    global_profiler: ProfilerConfig
 
 
-class SupervisedEngineConfig(FSDPConfig):
+class SupervisedEngineConfig(ShardConfig):
     """FSDP2 for SFT and reward models."""
 
     strategy: Strategy = "fsdp2"

@@ -185,8 +185,6 @@ class RolloutConfig(GenerationConfig):
     """Draw tokens; false takes the likeliest."""
     n: Count = 1
     """Responses to each prompt."""
-    calculate_log_probs: Flag = True
-    """Keep the log-probs seen while sampling."""
     log_prob_micro_batch_size_per_gpu: Count | None = linked("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
     """Samples of one forward pass when the actor recomputes log-probs."""
     log_prob_use_dynamic_bsz: Flag = linked("actor_rollout_ref.actor.use_dynamic_bsz")

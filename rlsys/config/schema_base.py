@@ -71,7 +71,6 @@ Positive = Annotated[float, Strict(), Field(gt=0, le=1e9)]
 Seconds = Annotated[float, Strict(), Field(gt=0, le=30 * 86400)]
 Betas = Annotated[tuple[Fraction, Fraction], BeforeValidator(_tuple)]
 Numbers = Annotated[tuple[Number, ...], BeforeValidator(_tuple)]
-Ranks = Annotated[tuple[CountOrZero, ...], BeforeValidator(_tuple)]
 OpenDict = dict[str, Any]
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]

@@ -92,8 +92,6 @@ class DataConfig(PromptsConfig, TrainingRowsConfig):
     """Prompts sent to the rollout at a time; more than train_batch_size makes sense with algorithm.filter_groups."""
     validation_shuffle: Flag = False
     """Draw validation rows in a shuffled order (fixed by seed)."""
-    return_raw_chat: Flag = True
-    """Keep the messages of each prompt in the batch as raw_prompt."""
 
 
 class SupervisedDataConfig(TrainingRowsConfig):

@@ -125,12 +125,10 @@ class CriticOptimConfig(OptimConfig):
 
 
 class ShardConfig(Section):
-    """How FSDP2 shards a model that only runs forward."""
+    """How FSDP2 shards a model."""
 
     fsdp_size: CountOrOff = -1
     """Ranks that share one copy of the model; -1 shares it over all, fewer gives copies (HSDP)."""
-    param_offload: Flag = False
-    """Keep parameters in host memory while another role runs."""
     offload_policy: Flag = False
     """Let FSDP2 keep parameters and optimizer in host memory always (slower, least device memory)."""
     reshard_after_forward: Flag = True
@@ -145,14 +143,21 @@ class ShardConfig(Section):
     """Seed of weights that are made anew (value heads, LoRA)."""
 
 
-class FSDPConfig(ShardConfig):
-    """How FSDP2 shards a trained model."""
+class RoleShardConfig(ShardConfig):
+    """How FSDP2 shards a model that takes turns with others on its ranks."""
+
+    param_offload: Flag = False
+    """Keep parameters in host memory while another role runs."""
+
+
+class FSDPConfig(RoleShardConfig):
+    """How FSDP2 shards a trained model that takes turns."""
 
     optimizer_offload: Flag = False
     """Keep optimizer state in host memory between updates."""
 
 
-class RefShardConfig(ShardConfig):
+class RefShardConfig(RoleShardConfig):
     """How FSDP2 shards the reference."""
 
     fsdp_size: CountOrOff = linked("actor_rollout_ref.actor.fsdp_config.fsdp_size")

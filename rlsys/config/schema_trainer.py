@@ -1,4 +1,4 @@
-"""The run itself: length, places, devices, deadlines, profiling and Ray."""
+"""The run itself: length, places, devices, deadlines and Ray."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from rlsys.config.schema_base import (
     Flag,
     LocalPath,
     OpenDict,
-    Ranks,
     Seconds,
     Section,
     Text,
@@ -69,9 +68,9 @@ class TrainingConfig(RunConfig):
     total_training_steps: Count | None = None
     """Steps in all, where it is not the epochs that say."""
     save_freq: CountOrOff = -1
-    """Save each so many steps; -1 saves only at the end."""
+    """Save each so many steps, and at the end; -1 never saves."""
     test_freq: CountOrOff = -1
-    """Validate each so many steps; -1 only where val_before_train or the end asks."""
+    """Validate each so many steps, and at the end; -1 never does."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """Go on from the latest checkpoint, never, or from resume_from_path."""
     resume_from_path: LocalPath | None = None
@@ -125,17 +124,6 @@ class TrainerConfig(TrainingConfig):
     """Pools in AReaL's grammar, e.g. hf:d2+fsdp:d2 (split) or hf[r]:d2|fsdp[a]:d2 (shared)."""
     rollout_workers: CountOrZero = 0
     """Processes that only generate, in a pool of their own; 0 lets the actor's generate."""
-
-
-class ProfilerConfig(Section):
-    """Profiles of chosen steps; the Perfetto timeline is always written."""
-
-    tool: Literal["torch", "torch_memory"] | None = None
-    """torch: operators and kernels; torch_memory: allocations."""
-    steps: Ranks | None = None
-    """Steps to profile."""
-    save_path: LocalPath = "outputs/profile"
-    """Folder of the profiles."""
 
 
 class RayInitConfig(Section):

@@ -8,7 +8,7 @@ from rlsys.config.plan import needs_critic, needs_reference
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema import PPOConfig, SupervisedConfig
 from rlsys.config.schema_actor import ActorConfig, CriticConfig
-from rlsys.config.schema_model import ShardConfig
+from rlsys.config.schema_model import RoleShardConfig
 from rlsys.config.words import note, wrong
 
 ACTOR, CRITIC, REF = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref"
@@ -45,7 +45,7 @@ def _mini_batches(cfg: PPOConfig, role: str, section: ActorConfig | CriticConfig
         yield wrong(key, mini, f"does not divide data.train_batch_size={prompts}; write {key}={near}")
 
 
-def _ranks(role: str, sharding: str, shard: ShardConfig, sequence: int, ranks: int) -> Iterator[str]:
+def _ranks(role: str, sharding: str, shard: RoleShardConfig, sequence: int, ranks: int) -> Iterator[str]:
     key = f"{role}.ulysses_sequence_parallel_size"
     if ranks % sequence:
         yield wrong(key, sequence, f"does not divide the {ranks} training processes; write {key}=1")
@@ -147,8 +147,6 @@ def check_supervised_batches(cfg: SupervisedConfig) -> Iterator[str]:
         yield wrong(
             "engine.fsdp_size", size, f"does not divide the {ranks} training processes; write engine.fsdp_size=-1"
         )
-    if cfg.engine.param_offload and cfg.engine.offload_policy:
-        yield wrong("engine.offload_policy", True, "it keeps parameters away already; write engine.param_offload=false")
     groups = ranks // sequence
     if data.train_batch_size % groups:
         why = f"{groups} data-parallel ranks cannot share it evenly; write a multiple of {groups}"

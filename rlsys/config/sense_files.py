@@ -41,7 +41,6 @@ def check_ppo_files(cfg: PPOConfig) -> Iterator[str]:
     yield from _output(cfg.trainer)
     for key in ("rollout_data_dir", "validation_data_dir"):
         yield from _folder_to_be(f"trainer.{key}", getattr(cfg.trainer, key))
-    yield from _folder_to_be("global_profiler.save_path", cfg.global_profiler.save_path)
 
 
 def check_supervised_files(cfg: SupervisedConfig) -> Iterator[str]:

@@ -103,9 +103,6 @@ def _critic(cfg: PPOConfig) -> Iterator[str]:
     if estimator != "gae" and estimator in ESTIMATORS and enable:
         why = f"algorithm.adv_estimator={estimator} does not use its values; it is trained all the same"
         yield note("critic.enable", True, why)
-    if cfg.algorithm.use_pf_ppo and not needs_critic(cfg):
-        why = "it draws single samples again, which tears groups apart; write algorithm.adv_estimator=gae"
-        yield wrong("algorithm.use_pf_ppo", True, why)
     if cfg.trainer.critic_warmup > 0 and not needs_critic(cfg):
         yield wrong(
             "trainer.critic_warmup", cfg.trainer.critic_warmup, "there is no critic; write trainer.critic_warmup=0"
@@ -141,11 +138,7 @@ def _policy_loss(cfg: PPOConfig) -> Iterator[str]:
 
 
 def _correction(cfg: PPOConfig) -> Iterator[str]:
-    correction, rollout = cfg.algorithm.rollout_correction, cfg.actor_rollout_ref.rollout
-    used = correction.rollout_is or correction.rollout_rs or correction.bypass_mode
-    if used and not rollout.calculate_log_probs:
-        key = "actor_rollout_ref.rollout.calculate_log_probs"
-        yield wrong(key, False, f"{CORRECTION} compares with the log-probs seen while sampling; write {key}=true")
+    correction = cfg.algorithm.rollout_correction
     if correction.loss_type == "reinforce" and not correction.bypass_mode:
         yield wrong(f"{CORRECTION}.loss_type", "reinforce", f"it is a bypass loss; write {CORRECTION}.bypass_mode=true")
     loss_mode = cfg.actor_rollout_ref.actor.policy_loss.loss_mode

@@ -55,7 +55,7 @@ def _resume(trainer: TrainingConfig) -> Iterator[str]:
 
 
 def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:
-    """Pools and staleness, checkpoints of both roles, validation, profiling and adapters."""
+    """Pools and staleness, checkpoints of both roles, validation and adapters."""
     trainer, policy = cfg.trainer, cfg.actor_rollout_ref
     yield from _pools(cfg)
     yield from check_checkpoints("actor_rollout_ref.actor.", policy.actor.checkpoint, trainer.resume_mode)
@@ -72,11 +72,6 @@ def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:
             yield wrong("trainer.val_only", True, why)
         elif trainer.test_freq > 0:
             yield note("trainer.test_freq", trainer.test_freq, why)
-    profiler = cfg.global_profiler
-    if profiler.tool is None and profiler.steps is not None:
-        yield wrong("global_profiler.tool", None, "steps are chosen, but no tool; write global_profiler.tool=torch")
-    if profiler.tool is not None and profiler.steps is None:
-        yield wrong("global_profiler.steps", None, "which steps? write global_profiler.steps=[2,3]")
 
 
 def _pools(cfg: PPOConfig) -> Iterator[str]:

@@ -117,7 +117,6 @@ TYPES = [
     bad(f"{A}.optim.betas=[0.9,0.99,1]", f"{A}.optim.betas", "2 in a list"),
     bad(f"{A}.optim.betas=[0.9,1.5]", f"{A}.optim.betas", "at most 1"),
     bad(f"{M}.override_config=3", f"{M}.override_config = 3", "{a: 1}"),
-    bad("global_profiler.steps=two", "global_profiler.steps", "whole number"),
     bad("trainer.deadlines.call_s=soon", "trainer.deadlines.call_s", "a number, more than 0"),
 ]
 
@@ -186,7 +185,6 @@ CHOICES = [
     bad("trainer.resume_mode=always", "trainer.resume_mode", "auto, disable, resume_path"),
     bad("trainer.logger=[console,wandbb]", "trainer.logger", "wandbb", "wandb"),
     bad("trainer.logger=swanlab", "trainer.logger", "choose from console"),
-    bad("global_profiler.tool=nsys", "global_profiler.tool", "torch_memory"),
     bad("algorithm.adv_estimator=grp", "algorithm.adv_estimator", "write algorithm.adv_estimator=grpo"),
     bad(f"{A}.policy_loss.loss_mode=gmpo", "loss_mode", "geo_mean"),
     bad(f"{A}.policy_loss.loss_mode=clip-cv", "loss_mode", "clip_cov"),
@@ -284,7 +282,6 @@ ALGORITHMS = [
         "adv_norm.mean_level=group",
     ),
     bad(["algorithm.adv_estimator=gae", "critic.enable=false"], "critic.enable", "needs values"),
-    bad("algorithm.use_pf_ppo=true", "algorithm.use_pf_ppo", "adv_estimator=gae"),
     bad("algorithm.pf_ppo.reweight_method=min", "reweight_method", "max_min"),
     bad([f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold=0.5"], f"{C}.rollout_rs_threshold", "at least 1"),
     bad([f"{C}.rollout_rs=seq_max_k2", f"{C}.rollout_rs_threshold=0.5_2"], f"{C}.rollout_rs_threshold", "one upper"),
@@ -298,7 +295,6 @@ ALGORITHMS = [
     bad(f"{A}.clip_ratio_low=1.5", f"{A}.clip_ratio_low", "0 to 1"),
     bad(f"{A}.policy_loss.clip_cov_lb=9", "clip_cov_lb", "clip_cov_ub"),
     bad(f"{A}.loss_scale_factor=100", f"{A}.loss_agg_mode", "seq-mean-token-sum-norm"),
-    bad([f"{C}.rollout_is=token", f"{R}.calculate_log_probs=false"], f"{R}.calculate_log_probs", "=true"),
     bad(f"{C}.loss_type=reinforce", f"{C}.loss_type", "bypass_mode=true"),
     bad([f"{C}.bypass_mode=true", f"{A}.policy_loss.loss_mode=gspo"], "loss_mode", "vanilla"),
     bad([f"{C}.rollout_is=token", f"{C}.rollout_is_threshold=-2"], f"{C}.rollout_is_threshold", "above 0"),
@@ -384,8 +380,6 @@ RUNS = [
     bad(["trainer.rollout_workers=1", "actor_rollout_ref.hybrid_engine=true"], "actor_rollout_ref.hybrid_engine"),
     bad(["trainer.rollout_workers=1", f"{R}.checkpoint_engine.backend=local"], "checkpoint_engine.backend", "auto"),
     bad(["trainer.val_only=true", "data.train_files=./rows.jsonl"], "trainer.val_only", "data.val_files"),
-    bad("global_profiler.tool=torch", "global_profiler.steps", "[2,3]"),
-    bad("global_profiler.steps=[2]", "global_profiler.tool", "tool=torch"),
     bad(f"{A}.checkpoint.load_contents=[model,hf_model]", f"{A}.checkpoint.load_contents", "hf_model"),
     bad(f"{A}.checkpoint.save_contents=[model,model]", f"{A}.checkpoint.save_contents", "named twice"),
     bad("trainer.allocation_mode=hf:d2", "trainer.allocation_mode", "hf:d2+fsdp:d2"),
@@ -509,6 +503,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 16}))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RLSYS_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
 
