@@ -9,6 +9,7 @@ between the fullest and the other parts.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -27,46 +28,45 @@ def balanced_partitions(weights: np.ndarray, num_parts: int, *, equal_size: bool
     if num_parts == 1 or num == 0:
         return [np.arange(num) if part == 0 else np.empty(0, np.int64) for part in range(num_parts)]
     weights = np.asarray(weights)
-    falling = np.argsort(-weights, kind="stable")
+    weights = weights if weights.dtype.kind == "f" else weights.astype(np.int64)
+    falling = _falling_order(weights)
     assign = _difference if equal_size else _longest_first
-    owner = assign(weights[falling], num_parts)
-    rising = falling[::-1]
-    grouped = rising[np.argsort(owner[::-1], kind="stable")]
-    parts = np.split(grouped, np.bincount(owner, minlength=num_parts).cumsum()[:-1])
-    return [np.sort(part) for part in _exchange(weights, parts, equal_size)]
+    rising_parts = [falling[np.sort(part)[::-1]] for part in assign(weights[falling], num_parts)]
+    return [np.sort(part) for part in _exchange(weights, rising_parts, equal_size)]
 
 
-def _difference(falling: np.ndarray, num_parts: int) -> np.ndarray:
-    """The part of each of the falling weights by largest differencing in rounds; all parts get equally many."""
-    state, slot = np.divmod(np.arange(len(falling)), num_parts)
-    sums = falling.reshape(-1, num_parts)
+def _falling_order(weights: np.ndarray) -> np.ndarray:
+    rising = weights.max() - weights
+    small = weights.dtype.kind == "i" and rising.max() < 1 << 16
+    return np.argsort(rising.astype(np.uint16) if small else rising, kind="stable")
+
+
+def _difference(falling: np.ndarray, num_parts: int) -> list[np.ndarray]:
+    """Parts of equal size out of falling weights by largest differencing in rounds."""
+    sums, items = falling.reshape(-1, num_parts), np.arange(len(falling)).reshape(-1, num_parts, 1)
     while len(sums) > 1:
+        if len(sums) % 2:
+            sums = np.concatenate((sums, np.zeros_like(sums[:1])))
+            items = np.concatenate((items, np.full_like(items[:1], -1)))
         ranked = np.argsort(sums[:, -1] - sums[:, 0], kind="stable")
-        place = np.empty_like(ranked)
-        place[ranked] = np.arange(len(ranked))
-        second = place % 2 == 1
-        combined = np.zeros((-(-len(sums) // 2), num_parts), sums.dtype)
-        combined += sums[ranked[0::2]]
-        combined[: len(sums) // 2] += sums[ranked[1::2], ::-1]
-        sorting = np.argsort(-combined, axis=1, kind="stable")
-        rank = np.empty_like(sorting)
-        np.put_along_axis(rank, sorting, np.arange(num_parts)[None], axis=1)
-        slot = np.where(second[state], num_parts - 1 - slot, slot)
-        state = place[state] // 2
-        slot = rank[state, slot]
-        sums = np.take_along_axis(combined, sorting, axis=1)
-    return slot
+        wide, narrow = ranked[0::2], ranked[1::2]
+        combined = sums[wide] + sums[narrow, ::-1]
+        order = np.argsort(-combined, axis=1, kind="stable")
+        state = np.arange(len(wide))[:, None]
+        sums = combined[state, order]
+        items = np.concatenate((items[wide], items[narrow, ::-1]), axis=2)[state, order]
+    return [part[part >= 0] for part in items[0]]
 
 
-def _longest_first(falling: np.ndarray, num_parts: int) -> np.ndarray:
-    """The part of each of the falling weights, always the emptiest so far; parts get as many as come out."""
+def _longest_first(falling: np.ndarray, num_parts: int) -> list[np.ndarray]:
+    """Parts out of falling weights, each weight to the emptiest so far."""
     heap = [(0, 0, part) for part in range(num_parts)]
-    owner = []
-    for weight in falling.tolist():
+    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    for index, weight in enumerate(falling.tolist()):
         total, count, part = heap[0]
         heapq.heapreplace(heap, (total + weight, count + 1, part))
-        owner.append(part)
-    return np.array(owner)
+        parts[part].append(index)
+    return [np.array(part) for part in parts]
 
 
 class _Part:
@@ -97,7 +97,7 @@ def _exchange(weights: np.ndarray, indices: list[np.ndarray], equal_size: bool) 
     tries = EXCHANGES * len(parts)
     while tries > 0:
         high = int(sums.argmax())
-        for low in np.argsort(sums, kind="stable").tolist():
+        for low in _emptiest_first(sums):
             gap, tries = sums[high] - sums[low], tries - 1
             if gap <= close:
                 return [part.indices for part in parts]
@@ -110,26 +110,29 @@ def _exchange(weights: np.ndarray, indices: list[np.ndarray], equal_size: bool) 
     return [part.indices for part in parts]
 
 
+def _emptiest_first(sums: np.ndarray) -> Iterator[int]:
+    yield int(sums.argmin())
+    yield from np.argsort(sums, kind="stable")[1:].tolist()
+
+
 def _exchange_best(high: _Part, low: _Part, gap: float, *, moves: bool) -> float:
     """Swap (or move) what leaves the least difference between both parts; how much moved, 0 if nothing helps."""
     targets = high.values - gap / 2
-    after = np.minimum(low.values.searchsorted(targets), len(low.values) - 1)
-    before = np.maximum(after - 1, 0)
-    nearer = np.abs(low.values[before] - targets) <= np.abs(low.values[after] - targets)
-    partner = np.where(nearer, before, after)
-    rest = np.abs(gap - 2 * (high.values - low.values[partner]))
-    give = int(rest.argmin())
+    after = low.values.searchsorted(targets)
+    near = np.concatenate((np.maximum(after - 1, 0), np.minimum(after, len(low.values) - 1)))
+    rest = 2 * np.abs(np.tile(targets, 2) - low.values[near])
+    best = int(rest.argmin())
     if moves and len(high.values) > 1:
         alone = np.abs(gap - 2 * high.values)
         single = int(alone.argmin())
-        if alone[single] < min(rest[give], gap):
+        if alone[single] < min(rest[best], gap):
             index, value = high.take(single)
             low.put(index, value)
             return value
-    if rest[give] >= gap:
+    if rest[best] >= gap:
         return 0
-    index, value = high.take(give)
-    index_back, value_back = low.take(int(partner[give]))
+    index, value = high.take(best % len(targets))
+    index_back, value_back = low.take(int(near[best]))
     low.put(index, value)
     high.put(index_back, value_back)
     return value - value_back

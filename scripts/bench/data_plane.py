@@ -3,27 +3,32 @@
     python scripts/bench/data_plane.py [--rows 256] [--workers 2] [--repeats 20] [--without-verl]
 
 The batch has 11 fields over prompts of 1024 and responses of 3072 tokens, 57 MB at 256 rows. Dispatch is chunk + call +
-every worker has rebuilt its rows; collect is every worker returns its rows + concat. Each side runs alone, in its own
-process with its own Ray; all in one run of this script. Rates are GB/s of batch bytes, medians over the repeats.
+every worker has rebuilt its rows; collect is every worker returns its rows + concat. Each side has its own process and
+its own Ray; they take turns call by call, so that whatever else the machine does meets all alike. Rates are GB/s of
+batch bytes; ratios are medians of the ratios of one turn. Goals: 0.5 x memcpy one way, 20 x verl.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from peers import machine, measure, verl_python  # pyrefly: ignore
+from peers import machine, start_side, verl_python  # pyrefly: ignore
 
 PROMPT, RESPONSE = 1024, 3072
 # A page of the object store costs whoever touches it first some ten microseconds; here all are resident.
 RESIDENT = {"RAY_preallocate_plasma_memory": "1"}
+OPERATIONS = ("memcpy", "memcpy_new_pages", "empty_call", "dispatch_and_read", "dispatch", "own", "return", "collect")
+ANSWER = "seconds:"
 SIDES = ("rlsys", "numpy", "verl", "verl-numpy-mode")
 
 
@@ -51,26 +56,26 @@ def make_tensors(num_rows: int) -> dict[str, Any]:
     }
 
 
-def median_s(call: Callable[[], Any], repeats: int) -> float:
-    """Median seconds of a call after three that warm up."""
-    times = []
-    for _ in range(repeats + 3):
-        start = time.perf_counter()
-        result = call()
-        times.append(time.perf_counter() - start)
-        del result
-    return statistics.median(times[3:])
-
-
-def memcpy_s(tensors: dict[str, Any], repeats: int) -> dict[str, float]:
-    """Seconds to copy the batch into memory that is resident, and into memory that is new."""
+def copy_resident(tensors: dict[str, Any]) -> Callable[[], None]:
+    """A copy of the batch into memory that is resident."""
     import torch
 
     targets = {key: torch.empty_like(tensor).fill_(0) for key, tensor in tensors.items()}
-    return {
-        "memcpy": median_s(lambda: [targets[key].copy_(tensor) for key, tensor in tensors.items()], repeats),
-        "memcpy_new_pages": median_s(lambda: [tensor.clone() for tensor in tensors.values()], repeats),
-    }
+
+    def copy() -> None:
+        for key, tensor in tensors.items():
+            targets[key].copy_(tensor)
+
+    return copy
+
+
+def copy_new(tensors: dict[str, Any]) -> None:
+    """A copy of the batch into memory that nobody has touched."""
+    import numpy as np
+
+    for tensor in tensors.values():
+        array = tensor.numpy().ravel()
+        np.frombuffer(mmap.mmap(-1, array.nbytes), array.dtype)[:] = array
 
 
 class NumpyBatch:
@@ -117,7 +122,13 @@ class Holder:
 
     def own(self) -> None:
         """Keep the rows in memory of this process, as a worker's own results are."""
-        self.rows = self.rows.writable() if hasattr(self.rows, "writable") else self.rows
+        if isinstance(self.rows, dict):
+            self.rows = {key: array.copy() for key, array in self.rows.items()}
+        elif hasattr(self.rows, "writable"):
+            self.rows.writable()
+
+    def nothing(self) -> None:
+        """An empty call."""
 
     def read(self, rows: Any) -> float:
         """Receive rows and read every element once."""
@@ -125,66 +136,118 @@ class Holder:
         return float(sum(column.sum().item() for column in columns.values()))
 
 
-def measure_side(name: str, *, num_rows: int, num_workers: int, repeats: int) -> dict[str, float]:
-    """Seconds of each operation of one side, with the memcpy of its own process."""
+def operations_of(side: str, num_rows: int, num_workers: int) -> dict[str, Callable[[], Any]]:
+    """The calls to time, by name, on a Ray cluster of this process."""
     import ray
     import torch
 
     torch.set_num_threads(1)
     tensors = make_tensors(num_rows)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    results = {"num_bytes": float(num_bytes), **memcpy_s(tensors, repeats)}
     ray.init(
         address="local",
         num_cpus=num_workers,
         include_dashboard=False,
-        object_store_memory=max(8 * num_bytes, 256 << 20),
+        object_store_memory=max(6 * num_bytes, 256 << 20),
         configure_logging=False,
+        log_to_driver=False,
     )
+    chunk, concat = side_of(side, tensors)
+    workers: list[Any] = [ray.remote(num_cpus=1)(Holder).remote() for _ in range(num_workers)]
+
+    def call(method: str) -> list[Any]:
+        return ray.get([getattr(worker, method).remote() for worker in workers], timeout=300)
+
+    def send(method: str) -> list[Any]:
+        parts = chunk(num_workers)
+        calls = [getattr(worker, method).remote(part) for worker, part in zip(workers, parts, strict=True)]
+        return ray.get(calls, timeout=300)
+
+    return {
+        "memcpy": copy_resident(tensors),
+        "memcpy_new_pages": lambda: copy_new(tensors),
+        "empty_call": lambda: call("nothing"),
+        "dispatch": lambda: send("receive"),
+        "dispatch_and_read": lambda: send("read"),
+        "own": lambda: call("own"),
+        "return": lambda: call("give"),
+        "collect": lambda: concat(call("give")),
+        "num_bytes": lambda: num_bytes,
+    }
+
+
+def serve(side: str, num_rows: int, num_workers: int) -> None:
+    """Answer every operation named on standard input with its seconds (or its bytes), until the input ends."""
+    operations = operations_of(side, num_rows, num_workers)
+    for line in sys.stdin:
+        start = time.perf_counter()
+        result = operations[line.strip()]()
+        taken_s = time.perf_counter() - start
+        print(ANSWER, result if line.strip() == "num_bytes" else taken_s, flush=True)
+        del result
+
+
+def ask(process: subprocess.Popen[str], operation: str) -> float:
+    """One answer of a serving side."""
+    assert process.stdin
+    assert process.stdout
+    print(operation, file=process.stdin, flush=True)
+    for line in process.stdout:
+        if line.startswith(ANSWER):
+            return float(line.removeprefix(ANSWER))
+    raise SystemExit(f"a side ended with status {process.wait()} at '{operation}'")
+
+
+def take_turns(
+    sides: Sequence[str], num_rows: int, num_workers: int, repeats: int
+) -> dict[str, dict[str, list[float]]]:
+    """Seconds of every operation of every side in every turn, three turns of warm-up left out."""
+    processes = {}
+    for side in sides:
+        python = verl_python() if side.startswith("verl") else Path(sys.executable)
+        command = [str(python), __file__, f"--side={side}", f"--rows={num_rows}", f"--workers={num_workers}"]
+        processes[side] = start_side(command, RESIDENT)
     try:
-        chunk, concat = side_of(name, tensors)
-        workers: list[Any] = [ray.remote(num_cpus=1)(Holder).remote() for _ in range(num_workers)]
-
-        def call(method: str) -> list[Any]:
-            parts = chunk(num_workers)
-            return ray.get(
-                [getattr(w, method).remote(part) for w, part in zip(workers, parts, strict=True)], timeout=300
-            )
-
-        results["dispatch"] = median_s(lambda: call("receive"), repeats)
-        results["dispatch_and_read"] = median_s(lambda: call("read"), repeats)
-        ray.get([worker.own.remote() for worker in workers], timeout=300)
-        results["return"] = median_s(lambda: ray.get([w.give.remote() for w in workers], timeout=300), repeats)
-        cpu_s = time.process_time()
-        results["collect"] = median_s(lambda: concat(ray.get([w.give.remote() for w in workers], timeout=300)), repeats)
-        results["driver_cpu_collect"] = (time.process_time() - cpu_s) / (repeats + 3)
-        results["empty_call"] = median_s(lambda: ray.get([w.own.remote() for w in workers], timeout=300), repeats)
+        times: dict[str, dict[str, list[float]]] = {side: {"num_bytes": []} for side in sides}
+        for side, process in processes.items():
+            times[side]["num_bytes"].append(ask(process, "num_bytes"))
+        for turn in range(-3, repeats):
+            for operation in OPERATIONS:
+                for side, process in processes.items():
+                    taken_s = ask(process, operation)
+                    if turn >= 0:
+                        times[side].setdefault(operation, []).append(taken_s)
     finally:
-        ray.shutdown()
-    return results
+        for process in processes.values():
+            process.communicate(timeout=60)
+    return times
 
 
-def report(results: dict[str, dict[str, float]], num_rows: int, num_workers: int) -> None:
+def report(times: dict[str, dict[str, list[float]]], num_workers: int, num_rows: int) -> None:
     """Print rates and the ratios to memcpy and to each peer."""
-    print(f"machine: {machine()}")
-    size_mb = results["rlsys"]["num_bytes"] / 1e6
-    print(f"batch: {num_rows} rows, 11 fields, {size_mb:.1f} MB, {num_workers} workers; GB/s (medians)\n")
-    operations = ("memcpy", "memcpy_new_pages", "dispatch", "dispatch_and_read", "return", "collect")
-    print(f"{'':18}" + "".join(f"{side:>17}" for side in results))
-    for operation in operations:
-        rates = [side["num_bytes"] / side[operation] / 1e9 for side in results.values()]
-        print(f"{operation:18}" + "".join(f"{rate:17.2f}" for rate in rates))
-    ours = results["rlsys"]
-    print(f"\none call without data: {ours['empty_call'] * 1e3:.1f} ms")
-    for way in ("dispatch", "return", "collect"):
-        print(f"{way}: {ours['memcpy'] / ours[way]:.2f} x memcpy (goal 0.5 one way)")
-        for name, peer in results.items():
-            if name != "rlsys":
-                print(f"  {peer[way] / ours[way]:.1f} x {name}")
-    both = {name: side["dispatch"] + side["collect"] for name, side in results.items()}
-    for name in both:
-        if name != "rlsys":
-            print(f"dispatch + collect: {both[name] / both['rlsys']:.1f} x {name}")
+    num_bytes = times["rlsys"]["num_bytes"][0]
+    print(f"machine: {machine()}, load {os.getloadavg()[0]:.1f}")
+    print(f"batch: {num_rows} rows, 11 fields, {num_bytes / 1e6:.1f} MB, {num_workers} workers\n")
+    print(f"{'GB/s (median)':18}" + "".join(f"{side:>17}" for side in times))
+    for operation in OPERATIONS:
+        if operation not in ("own", "empty_call"):
+            rates = [num_bytes / statistics.median(side[operation]) / 1e9 for side in times.values()]
+            print(f"{operation:18}" + "".join(f"{rate:17.2f}" for rate in rates))
+    ours = times["rlsys"]
+    print(f"\na call of every worker without data: {statistics.median(ours['empty_call']) * 1e3:.1f} ms")
+    for way in (("dispatch",), ("return",), ("collect",), ("dispatch", "collect")):
+        peers = {f"x {name}": _sum(side, way) for name, side in times.items() if name != "rlsys"}
+        limits = {"x memcpy": [len(way) * s for s in ours["memcpy"]]}
+        mine = _sum(ours, way)
+        ratios = [
+            f"{statistics.median(p / m for p, m in zip(peer, mine, strict=True)):.2f} {name}"
+            for name, peer in {**limits, **peers}.items()
+        ]
+        print(f"{' + '.join(way)}: {', '.join(ratios)}")
+
+
+def _sum(side: dict[str, list[float]], operations: Sequence[str]) -> list[float]:
+    return [sum(turn) for turn in zip(*(side[operation] for operation in operations), strict=True)]
 
 
 def main() -> None:
@@ -193,26 +256,19 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--without-verl", action="store_true")
-    parser.add_argument("--json", type=Path, help="write all medians here")
+    parser.add_argument("--json", type=Path, help="write all times here")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
         if options.side == "verl-numpy-mode":
             os.environ["VERL_DATAPROTO_SERIALIZATION_METHOD"] = "numpy"
-        seconds = measure_side(
-            options.side, num_rows=options.rows, num_workers=options.workers, repeats=options.repeats
-        )
-        print(json.dumps(seconds))
+        serve(options.side, options.rows, options.workers)
         return
-    results = {}
-    for side in SIDES[:2] if options.without_verl else SIDES:
-        python = verl_python() if side.startswith("verl") else Path(sys.executable)
-        arguments = [f"--side={side}", f"--rows={options.rows}", f"--workers={options.workers}"]
-        arguments += [f"--repeats={options.repeats}"]
-        results[side] = measure(python, __file__, arguments, timeout_s=1800, extra=RESIDENT)
-    report(results, options.rows, options.workers)
+    sides = SIDES[:2] if options.without_verl else SIDES
+    times = take_turns(sides, options.rows, options.workers, options.repeats)
+    report(times, options.workers, options.rows)
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
+        options.json.write_text(json.dumps(times))
 
 
 if __name__ == "__main__":

@@ -29,26 +29,21 @@ def verl_python() -> Path:
     return python
 
 
-def measure(
-    python: Path | str,
-    script: Path | str,
-    arguments: Sequence[str],
-    timeout_s: float,
-    extra: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """Run one side of a benchmark in its own process; its last line of output is its result as JSON."""
+def start_side(command: Sequence[str], extra: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """One side of a benchmark in its own process, single-threaded, talking over its standard input and output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(extra or {})}
-    done = subprocess.run(
-        [str(python), str(script), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
-    if done.returncode:
-        raise SystemExit(f"{script} {' '.join(arguments)} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def measure(python: Path | str, script: Path | str, arguments: Sequence[str], timeout_s: float) -> dict[str, Any]:
+    """Run one side of a benchmark to its end; its last line of output is its result as JSON."""
+    process = start_side([str(python), str(script), *arguments])
+    output, _ = process.communicate(timeout=timeout_s)
+    if process.returncode:
+        raise SystemExit(f"{script} {' '.join(arguments)} failed with status {process.returncode}:\n{output[-4000:]}")
+    return json.loads(output.strip().splitlines()[-1])
 
 
 def machine() -> str:
