@@ -279,17 +279,15 @@ class FSDPEngine:
         return {"num_updates": self.optimizer.num_steps if self.optimizer is not None else 0}
 
     def move(self, parts: Sequence[Part], device: str) -> None:
-        """Take the named parts to `device` ("cpu" frees the accelerator) until they are moved back."""
+        """Take the named parts to `device` ("cpu" frees the accelerator) until they are moved back.
+
+        Gradients go where their parameters go: "grads" by itself moves nothing.
+        """
         reshard(self.model)
         if "params" in parts:
-            grads = {p: p.grad for p in self.model.parameters()}
             self.model.to(device)
-            for parameter, grad in grads.items():
-                parameter.grad = grad
-        if "grads" in parts:
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.to(device)
+            if self.optimizer is not None:
+                self.optimizer.rebind()
         if "optimizer" in parts and self.optimizer is not None:
             self.optimizer.move(device)
         if self.ranks.device.type == "cuda":
