@@ -143,7 +143,7 @@ def test_parts_move_to_the_cpu_and_back_without_a_trace(world: int) -> None:
     for found in run_ranks(world, wander, backend=BACKEND):
         assert all(a == b for a, b in found["reports"])
         assert found["same"]
-        assert found["freed"] == pytest.approx(1, abs=0.02)
+        assert found["freed"] == pytest.approx(1, abs=0.05)
         assert found["back"] < 0.01
 
 
