@@ -26,18 +26,20 @@ def balanced_partitions(weights: np.ndarray, num_parts: int, *, equal_size: bool
         raise ValueError(f"{num} weights do not make {num_parts} parts{' of equal size' if equal_size else ''}")
     if num_parts == 1 or num == 0:
         return [np.arange(num) if part == 0 else np.empty(0, np.int64) for part in range(num_parts)]
-    owner = _difference(np.asarray(weights), num_parts, equal_size=equal_size)
-    parts = _exchange(np.asarray(weights), [np.flatnonzero(owner == part) for part in range(num_parts)], equal_size)
-    return [np.sort(part) for part in parts]
+    weights = np.asarray(weights)
+    falling = np.argsort(-weights, kind="stable")
+    assign = _difference if equal_size else _longest_first
+    owner = assign(weights[falling], num_parts)
+    rising = falling[::-1]
+    grouped = rising[np.argsort(owner[::-1], kind="stable")]
+    parts = np.split(grouped, np.bincount(owner, minlength=num_parts).cumsum()[:-1])
+    return [np.sort(part) for part in _exchange(weights, parts, equal_size)]
 
 
-def _difference(weights: np.ndarray, num_parts: int, *, equal_size: bool) -> np.ndarray:
-    """The part of each weight by largest differencing in rounds; unequal sizes come from longest-first assignment."""
-    order = np.argsort(-weights, kind="stable")
-    if not equal_size:
-        return _longest_first(weights, order, num_parts)
-    state, slot = np.divmod(np.arange(len(weights)), num_parts)
-    sums = weights[order].reshape(-1, num_parts)
+def _difference(falling: np.ndarray, num_parts: int) -> np.ndarray:
+    """The part of each of the falling weights by largest differencing in rounds; all parts get equally many."""
+    state, slot = np.divmod(np.arange(len(falling)), num_parts)
+    sums = falling.reshape(-1, num_parts)
     while len(sums) > 1:
         ranked = np.argsort(sums[:, -1] - sums[:, 0], kind="stable")
         place = np.empty_like(ranked)
@@ -53,29 +55,25 @@ def _difference(weights: np.ndarray, num_parts: int, *, equal_size: bool) -> np.
         state = place[state] // 2
         slot = rank[state, slot]
         sums = np.take_along_axis(combined, sorting, axis=1)
-    owner = np.empty(len(weights), np.int64)
-    owner[order] = slot
-    return owner
+    return slot
 
 
-def _longest_first(weights: np.ndarray, order: np.ndarray, num_parts: int) -> np.ndarray:
+def _longest_first(falling: np.ndarray, num_parts: int) -> np.ndarray:
+    """The part of each of the falling weights, always the emptiest so far; parts get as many as come out."""
     heap = [(0, 0, part) for part in range(num_parts)]
-    owner = np.empty(len(weights), np.int64)
-    taken = []
-    for weight in weights[order].tolist():
+    owner = []
+    for weight in falling.tolist():
         total, count, part = heap[0]
         heapq.heapreplace(heap, (total + weight, count + 1, part))
-        taken.append(part)
-    owner[order] = taken
-    return owner
+        owner.append(part)
+    return np.array(owner)
 
 
 class _Part:
     """Weights in ascending order and the indices they come from."""
 
     def __init__(self, weights: np.ndarray, indices: np.ndarray) -> None:
-        order = np.argsort(weights[indices], kind="stable")
-        self.indices, self.values = indices[order], weights[indices][order]
+        self.indices, self.values = indices, weights[indices]
 
     def take(self, at: int) -> tuple[int, float]:
         taken = self.indices[at], self.values[at]
@@ -94,6 +92,8 @@ def _exchange(weights: np.ndarray, indices: list[np.ndarray], equal_size: bool) 
     parts = [_Part(weights, part) for part in indices]
     sums = np.array([part.values.sum() for part in parts])
     close = max(sums.mean() * CLOSE, 1 if weights.dtype.kind == "i" else 0)
+    if sums.max() - sums.min() <= close:
+        return indices
     tries = EXCHANGES * len(parts)
     while tries > 0:
         high = int(sums.argmax())

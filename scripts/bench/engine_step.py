@@ -16,7 +16,6 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
 from rlsys.engines.fsdp import FSDPEngine, ModelSource, Precision
@@ -54,23 +53,18 @@ def make_rows(num: int, prompt: int, response: int, vocab: int) -> DataProto:
     )
 
 
-def tensors(rows: DataProto) -> TensorDict:
-    assert rows.batch is not None
-    return rows.batch
-
-
 def nll(outputs: Any, rows: Any) -> LossSum:
     mask = rows["response_mask"]
     return LossSum(-(outputs["log_probs"] * mask).sum(), float(mask.sum()))
 
 
 def engine_step(source: ModelSource, args: argparse.Namespace, rows: DataProto) -> Callable[[], float]:
-    budget = int(tensors(rows)["attention_mask"].sum(1).float().mean() * args.micro_rows)
+    budget = int(rows.tensors["attention_mask"].sum(1).float().mean() * args.micro_rows)
     engine = FSDPEngine(
         source,
         device=args.device,
         optimizer=OptimSettings(lr=1e-4),
-        training=MicroBatches(max_tokens=max(budget, tensors(rows)["attention_mask"].shape[1])),
+        training=MicroBatches(max_tokens=max(budget, rows.tensors["attention_mask"].shape[1])),
         precision=Precision(compute=args.compute),
         gradient_checkpointing=args.gradient_checkpointing,
     )
@@ -99,9 +93,9 @@ def plain_step(source: ModelSource, args: argparse.Namespace, rows: DataProto) -
 
     def step() -> float:
         total = 0.0
-        count = float(tensors(rows)["response_mask"].sum())
+        count = float(rows.tensors["response_mask"].sum())
         for start in range(0, len(rows), args.micro_rows):
-            part = tensors(rows)[start : start + args.micro_rows].to(args.device)
+            part = rows.tensors[start : start + args.micro_rows].to(args.device)
             width = part["responses"].shape[1]
             with torch.autocast(args.device, dtype=torch.bfloat16, enabled=half):
                 logits = model(
@@ -154,8 +148,8 @@ def main() -> None:
     source = ModelSource(path=str(args.model)) if args.model else ModelSource(config=random)
     config = read_config(source)
     rows = make_rows(args.rows, args.prompt, args.response, config.vocab_size)
-    lengths = tensors(rows)["attention_mask"].sum(1).tolist()
-    flops = training_flops(config, lengths, num_head_tokens=int(tensors(rows)["response_mask"].sum()))
+    lengths = rows.tensors["attention_mask"].sum(1).tolist()
+    flops = training_flops(config, lengths, num_head_tokens=int(rows.tensors["response_mask"].sum()))
     peak = peak_flops(torch.device(args.device))
     results = {}
     for name, make in {"transformers": plain_step, "rlsys": engine_step}.items():
@@ -165,7 +159,7 @@ def main() -> None:
         if args.device == "cuda":
             torch.cuda.empty_cache()
     ratio = results["rlsys"]["tokens_per_s"] / results["transformers"]["tokens_per_s"]
-    padding = 1 - sum(lengths) / tensors(rows)["attention_mask"].numel()
+    padding = 1 - sum(lengths) / rows.tensors["attention_mask"].numel()
     print(json.dumps({**results, "ratio": ratio, "padding_share": padding, "peak_flops": peak}, indent=1))
 
 

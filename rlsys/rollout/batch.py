@@ -1,0 +1,124 @@
+"""Between DataProto rows and requests: what a rollout worker does around its engine.
+
+Letters: B rows, P prompt columns (padded left), R response columns (padded right).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from rlsys.protocol import DataProto, object_array
+from rlsys.protocol.columns import tensors_of
+from rlsys.rollout.sampling import combine_seeds
+from rlsys.types import ModelRequest, ModelResponse, SamplingParams
+
+SEEDS = "request_seeds"
+
+
+class Completes(Protocol):
+    """The one method of a RolloutEngine (or of a fleet of them) that a batch needs."""
+
+    def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]: ...
+
+
+def with_request_seeds(batch: DataProto) -> DataProto:
+    """The batch with `request_seeds` (B,): hashes of meta_info's `seed` and `global_steps` and of the row's number.
+
+    To be called before the batch is split, so that no draw depends on the split. Rows that have seeds keep them.
+    """
+    if SEEDS in tensors_of(batch.batch):
+        return batch
+    meta, rows = batch.meta_info, torch.arange(len(batch))
+    seeds = combine_seeds(int(meta.get("seed", 0)), int(meta.get("global_steps", 0)), rows) & (2**63 - 1)
+    return DataProto.from_dict({**tensors_of(batch.batch), SEEDS: seeds}, batch.non_tensor_batch, meta)
+
+
+def generate_sequences(engine: Completes, batch: DataProto) -> DataProto:
+    """Complete every row's prompt.
+
+    Needs `prompts` (B, P) or prompt-only `input_ids`, `attention_mask` whose first P columns are the prompt's, and in
+    meta_info `response_length` and `pad_token_id`. Read from meta_info too: `temperature`, `top_p`, `top_k`,
+    `do_sample`, `min_new_tokens`, `ignore_eos`, `eos_token_id` (one or several), `stop_token_ids`; and `seed` and
+    `global_steps` unless the rows have `request_seeds`.
+
+    Returns prompts, responses, input_ids, attention_mask, position_ids, response_mask, rollout_log_probs (of the full
+    distribution), rollout_sampled_log_probs, weight_versions (-1 at pads) and, as objects, finish_reason.
+    """
+    requests = to_requests(batch)
+    return from_responses(batch, engine.generate(requests))
+
+
+def to_requests(batch: DataProto) -> list[ModelRequest]:
+    """One request a row, its prompt without pads."""
+    prompts, attention = prompts_of(with_request_seeds(batch))
+    lengths = attention.sum(1).tolist()
+    make = _params_of(batch.meta_info)
+    seeds = tensors_of(with_request_seeds(batch).batch)[SEEDS].tolist()
+    rows = prompts.tolist()
+    return [
+        ModelRequest(tuple(row[len(row) - length :]), make(seed), rid=f"{number}")
+        for number, (row, length, seed) in enumerate(zip(rows, lengths, seeds, strict=True))
+    ]
+
+
+def from_responses(batch: DataProto, responses: Sequence[ModelResponse]) -> DataProto:
+    """The rows of `generate_sequences` out of the answers to `to_requests(batch)`."""
+    prompts, prompt_mask = prompts_of(batch)
+    width, pad = int(batch.meta_info["response_length"]), int(batch.meta_info["pad_token_id"])
+    lengths = torch.tensor([len(response.output_tokens) for response in responses])
+    filled = torch.arange(width) < lengths[:, None]
+
+    def column(values: Iterable[Iterable[Any]], empty: float, dtype: torch.dtype) -> Tensor:
+        out = torch.full(filled.shape, empty, dtype=dtype)
+        out[filled] = torch.tensor(list(chain.from_iterable(values)), dtype=dtype)
+        return out
+
+    tokens = column((r.output_tokens for r in responses), pad, torch.int64)
+    response_mask = filled.to(torch.int64)
+    attention = torch.cat([prompt_mask, response_mask], 1)
+    tensors = {
+        "prompts": prompts,
+        "responses": tokens,
+        "input_ids": torch.cat([prompts, tokens], 1),
+        "attention_mask": attention,
+        "position_ids": (attention.cumsum(1) - 1) * attention,
+        "response_mask": response_mask,
+        "rollout_log_probs": column((r.output_logprobs for r in responses), 0.0, torch.float32),
+        "rollout_sampled_log_probs": column((r.sampled_logprobs for r in responses), 0.0, torch.float32),
+        "weight_versions": column((r.output_versions for r in responses), -1, torch.int64),
+    }
+    reasons = {"finish_reason": object_array([response.stop_reason.value for response in responses])}
+    return DataProto.from_dict(tensors, reasons, dict(batch.meta_info))
+
+
+def prompts_of(batch: DataProto) -> tuple[Tensor, Tensor]:
+    """Prompts and their attention mask (B, P)."""
+    tensors = tensors_of(batch.batch)
+    prompts = tensors["prompts"] if "prompts" in tensors else tensors["input_ids"]
+    return prompts.cpu(), tensors["attention_mask"][:, : prompts.shape[1]].cpu().to(torch.int64)
+
+
+def _params_of(meta: dict[str, Any]) -> Callable[[int], SamplingParams]:
+    """How the batch is sampled, but for the seed."""
+    eos = meta.get("eos_token_id")
+    ends = () if eos is None or meta.get("ignore_eos") else (eos,) if isinstance(eos, int) else tuple(eos)
+    temperature = float(meta.get("temperature", 1.0)) if meta.get("do_sample", True) else 0.0
+
+    def make(seed: int) -> SamplingParams:
+        return SamplingParams(
+            max_new_tokens=int(meta["response_length"]),
+            temperature=temperature,
+            top_p=float(meta.get("top_p", 1.0)),
+            top_k=int(meta.get("top_k", -1)),
+            min_new_tokens=int(meta.get("min_new_tokens", 0)),
+            stop_token_ids=(*meta.get("stop_token_ids", ()), *ends),
+            ignore_eos=bool(meta.get("ignore_eos", False)),
+            seed=seed,
+        )
+
+    return make

@@ -1,0 +1,176 @@
+"""Drawing tokens: counter-based uniforms, truncation by a probability threshold, inversion of the cumulative sum.
+
+Letters: B rows, V vocabulary. A draw depends on the engine's seed, the request's seed and the absolute position of the
+token in its sequence, and on nothing else: not on the batch it shares, nor on whether the request was cut in two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GOLDEN = 0x9E3779B97F4A7C15
+MIX_1 = 0xBF58476D1CE4E5B9
+MIX_2 = 0x94D049BB133111EB
+BLOCK = 64
+TOP_P_WIDTH = 256
+
+
+def _signed(value: int) -> int:
+    """The int64 with the low 64 bits of `value`."""
+    value &= (1 << 64) - 1
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """A logical shift: torch shifts int64 arithmetically."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix64(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014) on int64 tensors, modulo 2**64."""
+    x = (x ^ _shift_right(x, 30)) * _signed(MIX_1)
+    x = (x ^ _shift_right(x, 27)) * _signed(MIX_2)
+    return x ^ _shift_right(x, 31)
+
+
+def combine_seeds(*parts: int | Tensor) -> Tensor:
+    """One int64 hash of several integers, elementwise where a part is a tensor; order matters."""
+    key = torch.zeros((), dtype=torch.int64)
+    for part in parts:
+        value = part if isinstance(part, Tensor) else torch.tensor(_signed(part), dtype=torch.int64)
+        key = mix64((key ^ value) + _signed(GOLDEN))
+    return key
+
+
+def row_keys(engine_seed: int, request_seeds: Sequence[int]) -> Tensor:
+    """The key (B,) of each request's stream of uniforms."""
+    return combine_seeds(engine_seed, torch.tensor([_signed(s) for s in request_seeds], dtype=torch.int64))
+
+
+def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
+    """Uniforms in [0, 1) as float64 with 53 random bits, one for each (key, position)."""
+    return _shift_right(mix64(keys + positions * _signed(GOLDEN)), 11).double() * 2.0**-53
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How B rows draw; the flags, known on the host, spare the passes that nobody needs.
+
+    keys (B,) int64, temperature (B,) (0 = greedy), top_p (B,), top_k (B,) int64 (-1 = all).
+    """
+
+    keys: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    top_k: Tensor
+    scaled: bool
+    any_greedy: bool
+    any_top_p: bool
+    max_top_k: int
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Tokens (B,), their log-probabilities under the full and the sampled distribution (B,), finite (B,) bool."""
+
+    tokens: Tensor
+    full_logprobs: Tensor
+    sampled_logprobs: Tensor
+    finite: Tensor
+
+
+def sample_tokens(logits: Tensor, positions: Tensor, how: Sampling, banned: Tensor | None = None) -> Drawn:
+    """Draw one token for each row of `logits` (B, V).
+
+    `positions` (B,) are the absolute positions of the new tokens; `banned` (B, S) holds ids that may not be drawn, -1
+    for none. Full log-probabilities are those of softmax(logits / temperature), of softmax(logits) for greedy rows;
+    sampled ones are after the ban, top-k and top-p (in this order, renormalised), and 0 for greedy rows. Tokens that
+    tie with the last one kept are kept. A row whose probabilities are NaN is reported in `finite`, not drawn.
+    """
+    scores = logits.float()
+    if how.scaled:
+        scores = scores / torch.where(how.temperature > 0, how.temperature, 1.0)[:, None]
+    logprobs = torch.log_softmax(scores, dim=-1)
+    allowed = logprobs if banned is None else _ban(logprobs, banned)
+    probs = allowed.exp()
+    if how.max_top_k > 0 or how.any_top_p:
+        probs = _truncate(probs, how)
+    blocks = _block_sums(probs)
+    kept = blocks.sum(-1, dtype=torch.float64)
+    tokens = _invert(probs, blocks, uniforms(how.keys, positions))
+    if how.any_greedy:
+        tokens = torch.where(how.temperature > 0, tokens, allowed.argmax(-1))
+    full = logprobs.gather(1, tokens[:, None]).squeeze(1)
+    sampled = (full - kept.log()).float()
+    if how.any_greedy:
+        sampled = torch.where(how.temperature > 0, sampled, 0.0)
+    return Drawn(tokens, full, sampled, torch.isfinite(kept) & (kept > 0))
+
+
+def _ban(logprobs: Tensor, banned: Tensor) -> Tensor:
+    """A copy with the banned ids at minus infinity; a row lists either ids or only -1."""
+    index = banned.clamp(min=0)
+    values = logprobs.gather(1, index).masked_fill(banned >= 0, -torch.inf)
+    return logprobs.scatter(1, index, values)
+
+
+def _truncate(probs: Tensor, how: Sampling) -> Tensor:
+    if how.max_top_k > 0:
+        width = min(how.max_top_k, probs.shape[1])
+        top = probs.topk(width, dim=-1).values
+        last = top.gather(1, how.top_k.clamp(1, width)[:, None] - 1)
+        limited = (how.top_k > 0) & (how.top_k <= width)
+        probs = torch.where(probs >= torch.where(limited[:, None], last, 0.0), probs, 0.0)
+    if how.any_top_p:
+        mass = probs.sum(-1, dtype=torch.float64) * how.top_p.double()
+        cut = torch.where(how.top_p < 1, _top_p_cut(probs, mass, TOP_P_WIDTH), 0.0)
+        probs = torch.where(probs >= cut[:, None], probs, 0.0)
+    return probs
+
+
+def _top_p_cut(probs: Tensor, mass: Tensor, width: int) -> Tensor:
+    """The smallest probability (B,) of the fewest most probable tokens that hold `mass` (B,)."""
+    width = min(width, probs.shape[1])
+    top = probs.topk(width, dim=-1).values
+    before = top.cumsum(-1, dtype=torch.float64) - top
+    num_kept = (before < mass[:, None]).sum(-1).clamp(min=1)
+    cut = top.gather(1, num_kept[:, None] - 1).squeeze(1)
+    beyond = num_kept == width
+    if width < probs.shape[1] and bool(beyond.any()):
+        cut[beyond] = _top_p_cut(probs[beyond], mass[beyond], probs.shape[1])
+    return cut
+
+
+def _block_sums(probs: Tensor) -> Tensor:
+    """Sums (B, ceil(V / BLOCK)) of neighbouring probabilities."""
+    rest = probs.shape[1] % BLOCK
+    whole = probs[:, : probs.shape[1] - rest].reshape(probs.shape[0], -1, BLOCK).sum(-1)
+    return torch.cat([whole, probs[:, -rest:].sum(-1, keepdim=True)], 1) if rest else whole
+
+
+def _invert(probs: Tensor, blocks: Tensor, uniform: Tensor) -> Tensor:
+    """The tokens (B,) at which the cumulative sum of `probs` passes `uniform` (B,) times its total.
+
+    First the block, then the token inside it, so that only one block a row is summed up element by element.
+    """
+    block, within = _pass_point(blocks, uniform)
+    last = probs.shape[1] - 1
+    columns = block[:, None] * BLOCK + torch.arange(BLOCK, device=probs.device)
+    inside = probs.gather(1, columns.clamp(max=last)).masked_fill(columns > last, 0.0)
+    offset, _ = _pass_point(inside, within)
+    return (block * BLOCK + offset).clamp(max=last)
+
+
+def _pass_point(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the cumulative weights (B, N) pass uniform * total, and the uniform (B,) that is left inside that entry."""
+    total = weights.cumsum(-1, dtype=torch.float64)
+    target = uniform * total[:, -1]
+    index = torch.searchsorted(total, target[:, None], right=True).clamp(max=weights.shape[1] - 1)
+    weight = weights.gather(1, index).squeeze(1).double()
+    below = total.gather(1, index).squeeze(1) - weight
+    left = ((target - below) / weight).clamp(0.0, 1.0 - 2.0**-53)
+    return index.squeeze(1), left

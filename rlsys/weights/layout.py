@@ -1,0 +1,127 @@
+"""Arithmetic on boxes of HF tensors, and what a set of layouts must satisfy.
+
+A shard's local tensor may have more dimensions than its box: then the leading entries of `local_start` are indices (an
+expert in a stack of experts), and the box lies in the remaining dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from rlsys.types import Box, Shard, WeightLayout
+from rlsys.utils.errors import WeightTransferError
+
+
+def num_elements(box: Box) -> int:
+    return prod(box.shape)
+
+
+def whole_box(tensor: str, shape: Sequence[int]) -> Box:
+    """The box that is the whole tensor."""
+    return Box(tensor, (0,) * len(shape), tuple(shape))
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """What both boxes of one tensor hold, None when that is nothing."""
+    start = tuple(map(max, a.start, b.start))
+    stop = tuple(min(s + n, t + m) for s, n, t, m in zip(a.start, a.shape, b.start, b.shape, strict=True))
+    shape = tuple(hi - lo for lo, hi in zip(start, stop, strict=True))
+    return Box(a.tensor, start, shape) if all(n > 0 for n in shape) else None
+
+
+def subtract(a: Box, b: Box) -> list[Box]:
+    """Disjoint boxes that hold what `a` holds and `b` does not, at most two for each dimension."""
+    common = intersect(a, b)
+    if common is None:
+        return [a]
+    rest, start, shape = [], list(a.start), list(a.shape)
+    for dim in range(len(shape)):
+        low, high = common.start[dim], common.start[dim] + common.shape[dim]
+        end = start[dim] + shape[dim]
+        for begin, stop in ((start[dim], low), (high, end)):
+            if begin < stop:
+                part_start, part_shape = start.copy(), shape.copy()
+                part_start[dim], part_shape[dim] = begin, stop - begin
+                rest.append(Box(a.tensor, tuple(part_start), tuple(part_shape)))
+        start[dim], shape[dim] = low, high - low
+    return rest
+
+
+def subtract_all(boxes: Iterable[Box], taken: Box) -> list[Box]:
+    """What `boxes` hold outside `taken`."""
+    return [rest for box in boxes for rest in subtract(box, taken)]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype called `name`; ValueError for anything else."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"'{name}' is not the name of a torch dtype")
+    return dtype
+
+
+def element_bytes(dtype: str) -> int:
+    return dtype_of(dtype).itemsize
+
+
+def local_place(shard: Shard, box: Box) -> tuple[int, ...]:
+    """Where `box`, a part of the shard's box, starts in the shard's local tensor."""
+    extra = len(shard.local_start) - len(box.start)
+    offsets = (0,) * extra + tuple(b - s for b, s in zip(box.start, shard.box.start, strict=True))
+    return tuple(at + offset for at, offset in zip(shard.local_start, offsets, strict=True))
+
+
+def view_of(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """The part of `tensor` of the given shape from `start`; extra leading entries of `start` are indices."""
+    extra = len(start) - len(shape)
+    region = (*start[:extra], *(slice(at, at + n) for at, n in zip(start[extra:], shape, strict=True)))
+    return tensor[region]
+
+
+def shard_view(tensors: Mapping[str, Tensor], shard: Shard) -> Tensor:
+    """The elements of a shard in the local tensors; WeightTransferError when they are not there."""
+    tensor = tensors.get(shard.local)
+    if tensor is None:
+        raise WeightTransferError(f"the layout speaks of a local tensor '{shard.local}' that is not there")
+    view = view_of(tensor, shard.local_start, shard.box.shape)
+    if tuple(view.shape) != shard.box.shape:
+        raise WeightTransferError(
+            f"the layout places {shard.box} at {shard.local_start} of '{shard.local}', which is {tuple(tensor.shape)}"
+        )
+    return view
+
+
+def check_layouts(layouts: Sequence[WeightLayout], side: str) -> None:
+    """WeightTransferError unless the ranks agree, boxes lie in their tensors and every element is held somewhere."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for layout in layouts:
+        for name, shape in layout.full_shapes.items():
+            if shapes.setdefault(name, tuple(shape)) != tuple(shape):
+                raise WeightTransferError(f"{side} ranks disagree on '{name}': {shapes[name]} and {tuple(shape)}")
+    for layout in layouts:
+        for shard in layout.shards:
+            full = shapes.get(shard.box.tensor)
+            if full is None or not _inside(shard.box, full):
+                raise WeightTransferError(f"{side} rank {layout.rank} claims {shard.box} of a tensor of shape {full}")
+    if lacking := gaps(layouts):
+        raise WeightTransferError(f"no {side} rank holds {lacking[0]}")
+
+
+def gaps(layouts: Sequence[WeightLayout]) -> list[Box]:
+    """Boxes of the tensors the layouts speak of that none of them holds."""
+    missing = {name: [whole_box(name, shape)] for layout in layouts for name, shape in layout.full_shapes.items()}
+    for layout in layouts:
+        for shard in layout.shards:
+            if missing[shard.box.tensor]:
+                missing[shard.box.tensor] = subtract_all(missing[shard.box.tensor], shard.box)
+    return [box for boxes in missing.values() for box in boxes if num_elements(box)]
+
+
+def _inside(box: Box, full: tuple[int, ...]) -> bool:
+    return len(box.start) == len(box.shape) == len(full) and all(
+        at >= 0 and n >= 0 and at + n <= size for at, n, size in zip(box.start, box.shape, full, strict=True)
+    )

@@ -1,0 +1,146 @@
+"""Proof that a trainer and its rollout engines hold the same weights: checksums of boxes, merged and compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from rlsys.types import Box, WeightLayout
+from rlsys.utils.errors import WeightTransferError
+from rlsys.weights.checksum import add_up, box_checksum, digest
+from rlsys.weights.layout import dtype_of, num_elements, shard_view, subtract_all, whole_box
+from rlsys.weights.plan import resolve_names
+
+
+@dataclass(frozen=True)
+class BoxSum:
+    """The checksum of what one rank holds of one tensor, in dtype `dtype`."""
+
+    box: Box
+    dtype: str
+    checksum: int
+
+
+@dataclass(frozen=True)
+class LayoutSums:
+    """One rank's layout and the checksums of its boxes."""
+
+    layout: WeightLayout
+    sums: tuple[BoxSum, ...]
+
+
+@dataclass(frozen=True)
+class Side:
+    """The layouts of all ranks of one side, and the checksums of their boxes in the same order."""
+
+    layouts: Sequence[WeightLayout]
+    sums: Sequence[Sequence[BoxSum]]
+
+    @property
+    def full_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(shape) for layout in self.layouts for name, shape in layout.full_shapes.items()}
+
+
+@dataclass(frozen=True)
+class TensorCheck:
+    """One rollout tensor beside the trainer's; `max_abs_diff` is None where nobody can see both."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    source_checksum: int
+    checksum: int
+    max_abs_diff: float | None = None
+
+    @property
+    def equal(self) -> bool:
+        return self.source_checksum == self.checksum
+
+
+def box_sums(
+    layout: WeightLayout, tensors: Mapping[str, Tensor], dtypes: Mapping[str, str] | None = None
+) -> tuple[BoxSum, ...]:
+    """Checksums of all boxes of one rank, each cast first to the dtype that `dtypes` names for its tensor."""
+    sums = []
+    for shard in layout.shards:
+        name = shard.box.tensor
+        dtype = (dtypes or {}).get(name, layout.dtypes[name])
+        values = shard_view(tensors, shard).to(dtype_of(dtype))
+        sums.append(BoxSum(shard.box, dtype, box_checksum(values, shard.box.start, layout.full_shapes[name])))
+    return tuple(sums)
+
+
+def merge_sums(ranks: Sequence[Sequence[BoxSum]], full_shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    """Checksums of whole tensors out of those of all ranks' boxes.
+
+    Raises WeightTransferError where replicas of a box differ or boxes do not tile their tensor.
+    """
+    boxes: dict[str, dict[Box, int]] = {}
+    for sums in ranks:
+        for part in sums:
+            if boxes.setdefault(part.box.tensor, {}).setdefault(part.box, part.checksum) != part.checksum:
+                raise WeightTransferError(f"two ranks hold different values of {part.box}")
+    return {name: _merge(name, tuple(shape), boxes.get(name, {})) for name, shape in full_shapes.items()}
+
+
+def _merge(name: str, shape: tuple[int, ...], parts: Mapping[Box, int]) -> int:
+    """Add up the boxes, the largest first, leaving out those that lie inside others."""
+    missing, sums = [whole_box(name, shape)], []
+    for box in sorted(parts, key=lambda b: (-num_elements(b), b.start)):
+        left = subtract_all(missing, box)
+        gained = sum(map(num_elements, missing)) - sum(map(num_elements, left))
+        if gained == num_elements(box):
+            sums.append(parts[box])
+            missing = left
+        elif gained:
+            raise WeightTransferError(f"{box} overlaps other boxes of its tensor: their checksums cannot be added")
+    if sum(map(num_elements, missing)):
+        raise WeightTransferError(f"nobody holds {missing[0]}")
+    return add_up(sums)
+
+
+def compare(source: Side, destination: Side, differences: Mapping[str, float] | None = None) -> list[TensorCheck]:
+    """One check for each rollout tensor; `differences` are the largest ones by rollout tensor, where they are known."""
+    names = resolve_names(source.layouts, destination.layouts)
+    sent, arrived = (merge_sums(side.sums, side.full_shapes) for side in (source, destination))
+    dtypes = {name: dtype for layout in destination.layouts for name, dtype in layout.dtypes.items()}
+    return [
+        TensorCheck(
+            name=name,
+            shape=destination.full_shapes[name],
+            dtype=dtypes[name],
+            source_checksum=sent[names[name]],
+            checksum=arrived[name],
+            max_abs_diff=(differences or {}).get(name),
+        )
+        for name in sorted(arrived)
+    ]
+
+
+def write_report(path: Path, checks: Sequence[TensorCheck], *, version: int) -> None:
+    """A JSON file that lists every tensor and says first whether all are equal."""
+    unequal = [check.name for check in checks if not check.equal]
+    report = {
+        "version": version,
+        "equal": not unequal,
+        "unequal": unequal,
+        "checksum": digest({check.name: check.checksum for check in checks}),
+        "tensors": [
+            {
+                "name": check.name,
+                "shape": list(check.shape),
+                "dtype": check.dtype,
+                "equal": check.equal,
+                "source_checksum": f"{check.source_checksum:016x}",
+                "checksum": f"{check.checksum:016x}",
+                "max_abs_diff": check.max_abs_diff,
+            }
+            for check in checks
+        ],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1))
