@@ -21,6 +21,7 @@ from tests.contracts.train_engine import (
     Factory,
     loss_of,
     make_batch,
+    one_step,
     reference,
     reference_model,
     results,
@@ -63,6 +64,19 @@ def test_loss_gradients_and_outputs_do_not_depend_on_the_split(
         assert rank["gradients"].keys() == gradients.keys()
         far = {name: d for name, g in gradients.items() if (d := distance(rank["gradients"][name], g)) > 1e-5}
         assert not far
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "sp_size"), [("llama-6-heads-3-kv", 2, 2), ("llama-1-kv", 2, 2), ("qwen2-tied", 4, 4)]
+)
+def test_sequence_parallelism_over_more_ranks_than_key_value_heads(
+    factory: Factory, model: str, world: int, sp_size: int
+) -> None:
+    outputs, loss, gradients = reference(model, "lm")
+    for rank in run_ranks(world, one_step, factory, model, "lm", Case(rows=3, sp_size=sp_size)):
+        assert torch.allclose(rank["outputs"]["log_probs"], outputs["log_probs"].float(), rtol=1e-5, atol=2e-6)
+        assert rank["metrics"]["loss"] == pytest.approx(loss, rel=1e-5)
+        assert not {n: d for n, g in gradients.items() if (d := distance(rank["gradients"][n], g)) > 1e-5}
 
 
 @pytest.mark.parametrize("world", [1, 2])
