@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from rlsys.engines.fsdp import FsdpOptions, ModelSource, Precision
 from rlsys.engines.mesh import Parallel
@@ -74,6 +75,16 @@ def unknown_output() -> None:
 
 def test_an_output_of_the_other_head_is_refused() -> None:
     run_ranks(1, unknown_output)
+
+
+def sharded_after_forward() -> bool:
+    engine = small_engine()
+    engine.forward(small_rows(), ("log_probs",))
+    return all(isinstance(parameter, DTensor) for parameter in engine.model.parameters())
+
+
+def test_nothing_stays_gathered_after_forward() -> None:
+    assert all(run_ranks(2, sharded_after_forward))
 
 
 def bfloat16() -> tuple[torch.dtype, float, set[torch.dtype]]:
