@@ -37,6 +37,7 @@ from rlsys.models.packing import TokenRows, empty_rows, token_rows
 from rlsys.models.token_model import TokenModel
 from rlsys.models.ulysses import kv_repeats
 from rlsys.types import StepReport, WeightLayout
+from rlsys.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -62,6 +63,9 @@ class FsdpOptions:
     reshard_after_forward: bool = True
     forward_prefetch: bool = False
     cpu_offload: bool = False
+
+
+ROW_BY_ROW, EXACT, ONE_SHARDED_COPY, LEAN = MicroBatches(rows=1), Precision(), Parallel(), FsdpOptions()
 
 
 class FSDPEngine:
@@ -98,6 +102,8 @@ class FSDPEngine:
         self.config = read_config(source)
         if self.ranks.sp_size > 1:
             kv_repeats(self.config.num_attention_heads, self.config.num_key_value_heads, self.ranks.sp_size)
+        if parallel.sp_size > 1 and attention is not None:
+            raise ConfigError(f"ulysses_sequence_parallel_size goes with the engine's own attention, not {attention}")
         plain = build(
             self.config, head=head, packed=packed, attention=attention, trust_remote_code=source.trust_remote_code
         )
@@ -158,7 +164,7 @@ class FSDPEngine:
     def forward(self, batch: DataProto, outputs: Sequence[Output], *, temperature: float = 1.0) -> dict[str, Tensor]:
         """Per-token outputs (B, R) of this rank's rows, float32 on the rows' device, zero at padding."""
         self.model.eval()
-        rows = _rows(batch)
+        rows = batch.tensors
         results: dict[str, Tensor] = {
             name: torch.zeros(rows["responses"].shape, device=rows.device) for name in outputs
         }
@@ -180,7 +186,7 @@ class FSDPEngine:
     ) -> dict[str, float]:
         """Add the gradients of the loss sum to those there; returns global means of the metrics and `loss`."""
         self.model.train()
-        rows = _rows(batch)
+        rows = batch.tensors
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for index, tokens in self._micro_batches(rows, self.training):
             found = self.model(tokens, tuple(outputs), temperature)
@@ -279,17 +285,15 @@ class FSDPEngine:
         return {"num_updates": self.optimizer.num_steps if self.optimizer is not None else 0}
 
     def move(self, parts: Sequence[Part], device: str) -> None:
-        """Take the named parts to `device` ("cpu" frees the accelerator) until they are moved back."""
+        """Take the named parts to `device` ("cpu" frees the accelerator) until they are moved back.
+
+        Gradients go where their parameters go: "grads" by itself moves nothing.
+        """
         reshard(self.model)
         if "params" in parts:
-            grads = {p: p.grad for p in self.model.parameters()}
             self.model.to(device)
-            for parameter, grad in grads.items():
-                parameter.grad = grad
-        if "grads" in parts:
-            for parameter in self.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.to(device)
+            if self.optimizer is not None:
+                self.optimizer.rebind()
         if "optimizer" in parts and self.optimizer is not None:
             self.optimizer.move(device)
         if self.ranks.device.type == "cuda":
@@ -303,9 +307,3 @@ def _sum_over_ranks(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str,
         name: (sum(p[name][0] for p in parts if name in p), sum(p[name][1] for p in parts if name in p))
         for name in names
     }
-
-
-def _rows(batch: DataProto) -> TensorDict:
-    if batch.batch is None:
-        raise ValueError("a batch without tensors has no rows to compute")
-    return batch.batch

@@ -110,11 +110,11 @@ class ShardedAdamW:
             local.grad = self._parameters[name].grad = None
 
     def _take_gradients(self) -> list[Tensor]:
-        """Hang the sharded gradients onto the plain tensors; parameters may have moved since the last step."""
+        """Hang the sharded gradients onto the plain tensors."""
+        self.rebind()
         grads = []
         for name, local in self._local.items():
             parameter = self._parameters[name]
-            local.data = local_of(parameter)
             if parameter.grad is not None:
                 local.grad = local_of(parameter.grad).to(local.dtype)
                 grads.append(local.grad)
@@ -137,6 +137,11 @@ class ShardedAdamW:
         self.num_steps = count
         for state in self._adamw.state.values():
             state["step"].fill_(count)
+
+    def rebind(self) -> None:
+        """Share storage with the parameters again, after they have moved."""
+        for name, local in self._local.items():
+            local.data = local_of(self._parameters[name])
 
     def move(self, device: str) -> None:
         """Take the moments to `device`."""

@@ -81,12 +81,16 @@ def build(
     if head == "lm" and (odd := [name for name in LOGIT_CHANGERS if getattr(config, name, None) not in (None, 1, 1.0)]):
         raise ConfigError(f"{config.model_type} changes its logits ({', '.join(odd)}), which this engine does not do")
     _check_packable(config, packed)
+    if packed and attention is not None and not attention.startswith("flash_attention"):
+        raise ConfigError(f"attention {attention} does not keep packed rows apart: set use_remove_padding=false")
     implementation = attention or (ATTENTION if packed else "sdpa")
     options = {"attn_implementation": implementation, "trust_remote_code": trust_remote_code}
     with torch.device("meta"):
         model = _construct(config, head, options)
     if packed and not getattr(model, "_supports_attention_backend", False):
         raise ConfigError(f"{config.model_type} cannot take packed rows: set use_remove_padding=false")
+    if head == "lm" and getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise ConfigError(f"{config.model_type} adds a bias to its logits, which this engine does not do")
     _fill_buffers(model)
     return model
 

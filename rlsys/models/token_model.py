@@ -13,6 +13,7 @@ from rlsys.models.attention import Packing
 from rlsys.models.logprobs import token_stats
 from rlsys.models.packing import TokenRows, left_aligned, padded_to_multiple
 from rlsys.models.ulysses import sum_over
+from rlsys.utils.errors import ConfigError
 
 LM_OUTPUTS = ("log_probs", "entropy", "sum_pi_squared")
 SCALAR_OUTPUTS = ("values", "scores")
@@ -35,7 +36,7 @@ class TokenModel(nn.Module):
     ) -> None:
         super().__init__()
         if group is not None and not packed:
-            raise ValueError("sequence parallelism needs packed rows: set use_remove_padding=true")
+            raise ConfigError("sequence parallelism needs packed rows: set use_remove_padding=true")
         self.model = model
         self.packed, self.group, self.chunk_elements = packed, group, chunk_elements
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from rlsys.utils.errors import ConfigError
+
 
 def heads_to_tokens(x: Tensor, group: ProcessGroup) -> Tensor:
     """(1, heads/S, tokens, dim) -> (1, heads, tokens/S, dim): what leaves attention."""
@@ -30,9 +32,9 @@ def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def kv_repeats(num_heads: int, num_kv_heads: int, group_size: int) -> int:
-    """How often each key/value head is repeated so that the heads divide over the group; ValueError if they cannot."""
+    """How often each key/value head is repeated so that the heads divide over the group; ConfigError if they cannot."""
     if num_heads % group_size:
-        raise ValueError(
+        raise ConfigError(
             f"sequence parallelism over {group_size} ranks needs a number of attention heads divisible by it, "
             f"the model has {num_heads}: choose ulysses_sequence_parallel_size among its divisors"
         )

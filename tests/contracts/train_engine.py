@@ -29,6 +29,14 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True, **SHAPE, **HEADS},
     "llama-untied": {"model_type": "llama", "tie_word_embeddings": False, **SHAPE, **HEADS},
+    "llama-6-heads-3-kv": {
+        "model_type": "llama",
+        **SHAPE,
+        "hidden_size": 48,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+    },
+    "llama-1-kv": {"model_type": "llama", **SHAPE, "num_attention_heads": 4, "num_key_value_heads": 1},
     "qwen3-window": {
         "model_type": "qwen3",
         "head_dim": 8,

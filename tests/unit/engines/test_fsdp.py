@@ -1,0 +1,121 @@
+"""What FSDPEngine refuses, and its options that change nothing but memory and time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from rlsys.engines.fsdp import FsdpOptions, ModelSource, Precision
+from rlsys.engines.mesh import Parallel
+from rlsys.models.ulysses import kv_repeats
+from rlsys.utils.errors import ConfigError
+from tests.ranks import run_ranks
+from tests.unit.engines.common import MODEL, nll, same, small_engine, small_rows, train, whole
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"parallel": Parallel(sp_size=2), "packed": False}, "use_remove_padding=true"),
+    ({"parallel": Parallel(sp_size=2), "attention": "flash_attention_2"}, "engine's own attention"),
+    ({"attention": "sdpa"}, "does not keep packed rows apart"),
+    (
+        {
+            "source": ModelSource(config={**MODEL, "num_attention_heads": 1, "num_key_value_heads": 1}),
+            "parallel": Parallel(sp_size=2),
+        },
+        "the model has 1",
+    ),
+    ({"source": ModelSource(config={**MODEL, "model_type": "phi", "attention_dropout": 0.0})}, "bias to its logits"),
+]
+
+
+def refuse(options: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        small_engine(**options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_settings_that_would_compute_something_else_are_refused(options: dict[str, Any], message: str) -> None:
+    assert all(message in said for said in run_ranks(2, refuse, options))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks", "repeats"), [(8, 8, 4, 1), (8, 4, 4, 1), (8, 2, 4, 2), (6, 3, 2, 2), (4, 1, 4, 4)]
+)
+def test_key_value_heads_are_repeated_until_they_divide(heads: int, kv_heads: int, ranks: int, repeats: int) -> None:
+    assert kv_repeats(heads, kv_heads, ranks) == repeats
+    assert kv_heads * repeats % ranks == 0
+
+
+def two_steps(options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    engine = small_engine(**options)
+    for _ in range(2):
+        assert train(engine).applied
+    return whole(engine)
+
+
+def test_memory_options_do_not_change_a_digit() -> None:
+    (plain, _) = run_ranks(2, two_steps, {})
+    for options in (
+        FsdpOptions(reshard_after_forward=False),
+        FsdpOptions(forward_prefetch=True),
+        FsdpOptions(cpu_offload=True),
+    ):
+        for weights in run_ranks(2, two_steps, {"fsdp": options}):
+            assert same(plain, weights)
+
+
+def unknown_output() -> None:
+    engine = small_engine()
+    with pytest.raises(ValueError, match="gives log_probs, entropy, sum_pi_squared, not values"):
+        engine.forward(small_rows(), ("values",))
+
+
+def test_an_output_of_the_other_head_is_refused() -> None:
+    run_ranks(1, unknown_output)
+
+
+def sharded_after_forward() -> bool:
+    engine = small_engine()
+    engine.forward(small_rows(), ("log_probs",))
+    return all(isinstance(parameter, DTensor) for parameter in engine.model.parameters())
+
+
+def test_nothing_stays_gathered_after_forward() -> None:
+    assert all(run_ranks(2, sharded_after_forward))
+
+
+def bfloat16() -> tuple[torch.dtype, float, set[torch.dtype]]:
+    exact, half = small_engine(), small_engine(precision=Precision(compute="bfloat16"))
+    difference = whole(exact)
+    near = float(
+        (
+            half.forward(small_rows(), ("log_probs",))["log_probs"]
+            - exact.forward(small_rows(), ("log_probs",))["log_probs"]
+        )
+        .abs()
+        .max()
+    )
+    half.forward_backward(small_rows(), nll)
+    dtypes = {gradient.dtype for gradient in half.gradients().values()}
+    assert half.optim_step().applied
+    assert not same(difference, whole(half))
+    return next(iter(whole(half).values())).dtype, near, dtypes
+
+
+def test_bfloat16_computes_over_float32_masters() -> None:
+    ((master, near, gradients),) = run_ranks(1, bfloat16)
+    assert master == torch.float32
+    assert gradients == {torch.float32}
+    assert 1e-6 < near < 0.05
+
+
+def half_masters() -> tuple[set[torch.dtype], set[str]]:
+    engine = small_engine(precision=Precision(compute="bfloat16", master="bfloat16"), optimizer=None)
+    return {tensor.dtype for tensor in whole(engine).values()}, set(engine.weight_layout().dtypes.values())
+
+
+def test_a_frozen_model_can_be_kept_in_bfloat16() -> None:
+    assert run_ranks(1, half_masters) == [({torch.bfloat16}, {"bfloat16"})]
