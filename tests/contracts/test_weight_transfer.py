@@ -6,7 +6,6 @@ A further executor joins by one function in `EXECUTORS` that builds the groups a
 from __future__ import annotations
 
 import ctypes
-import gc
 import json
 import os
 import signal
@@ -119,7 +118,6 @@ class Worker:
 
     def maps(self) -> int:
         """How many segments this process has mapped."""
-        gc.collect()
         return sum("rlsys-weights" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
