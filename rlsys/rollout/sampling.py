@@ -94,28 +94,25 @@ def sample_tokens(logits: Tensor, positions: Tensor, how: Sampling, banned: Tens
     scores = logits.float()
     if how.scaled:
         scores = scores / torch.where(how.temperature > 0, how.temperature, 1.0)[:, None]
-    logprobs = torch.log_softmax(scores, dim=-1)
-    allowed = logprobs if banned is None else _ban(logprobs, banned)
-    probs = allowed.exp()
-    if how.max_top_k > 0 or how.any_top_p:
-        probs = _truncate(probs, how)
-    blocks = _block_sums(probs)
+    probs = torch.softmax(scores, dim=-1)
+    allowed = probs if banned is None else _ban(probs, banned)
+    weights = _truncate(allowed, how) if how.max_top_k > 0 or how.any_top_p else allowed
+    blocks = _block_sums(weights)
     kept = blocks.sum(-1, dtype=torch.float64)
-    tokens = _invert(probs, blocks, uniforms(how.keys, positions))
+    tokens = _invert(weights, blocks, uniforms(how.keys, positions))
     if how.any_greedy:
         tokens = torch.where(how.temperature > 0, tokens, allowed.argmax(-1))
-    full = logprobs.gather(1, tokens[:, None]).squeeze(1)
+    full = probs.gather(1, tokens[:, None]).squeeze(1).log()
     sampled = (full - kept.log()).float()
     if how.any_greedy:
         sampled = torch.where(how.temperature > 0, sampled, 0.0)
     return Drawn(tokens, full, sampled, torch.isfinite(kept) & (kept > 0))
 
 
-def _ban(logprobs: Tensor, banned: Tensor) -> Tensor:
-    """A copy with the banned ids at minus infinity; a row lists either ids or only -1."""
+def _ban(probs: Tensor, banned: Tensor) -> Tensor:
+    """A copy with the banned ids at zero; a row lists either ids or only -1."""
     index = banned.clamp(min=0)
-    values = logprobs.gather(1, index).masked_fill(banned >= 0, -torch.inf)
-    return logprobs.scatter(1, index, values)
+    return probs.scatter(1, index, probs.gather(1, index).masked_fill(banned >= 0, 0.0))
 
 
 def _truncate(probs: Tensor, how: Sampling) -> Tensor:

@@ -22,7 +22,7 @@ class WeightGroup(Protocol):
     """A group of workers as the sharding manager calls it; a WorkerGroup is one.
 
     The trainer's workers have the methods of `WeightSender`, the rollout workers those of `WeightReceiver`, under the
-    same names. Workers with both engines in one process have `reshard_weights(version) -> Moved` and `weight_sums()`
+    same names. Workers that have both engines in one process have `reshard_weights(version)` and `weight_sums()`
     instead, which are `reshard_local` and `local_sums`.
     """
 

@@ -1,0 +1,457 @@
+"""What every way of moving weights owes: real processes, real engines, faults at every point.
+
+A further executor joins by one function in `EXECUTORS` that builds the groups and the manager.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlsys.interfaces import WeightTransfer
+from rlsys.rollout.hf import HFRollout
+from rlsys.types import Box, ModelRequest, SamplingParams, Shard, TransferReport, WeightLayout
+from rlsys.utils.errors import DeadlineError, WeightTransferError
+from rlsys.weights.local import local_sums, reshard_local
+from rlsys.weights.sharding_manager import FSDPHFShardingManager, ShardingManager
+from rlsys.weights.shm import Moved
+from rlsys.weights.sides import WeightReceiver, WeightSender
+
+REQUEST = ModelRequest((5, 6, 7), SamplingParams(12, temperature=0.0, ignore_eos=True))
+Deed = Callable[[], None]
+
+
+def tiny_model(seed: int, dtype: torch.dtype = torch.float32) -> Qwen2ForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=67,
+        hidden_size=24,
+        intermediate_size=37,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        initializer_range=0.3,
+    )
+    return Qwen2ForCausalLM(config).to(dtype).eval()
+
+
+class ShardedTrainer:
+    """A trainer rank that holds an uneven dim-0 shard of every tensor; `deed` runs when its tensors are asked for."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.deed: Deed = lambda: None
+        self.train(0)
+
+    def train(self, seed: int) -> None:
+        """Take the weights of another model, as a step would change them."""
+        model = tiny_model(seed)
+        self.full = {name: p.detach() for name, p in model.named_parameters()}
+        self.tensors = {n: t[slice(*self._rows(t.shape[0]))].clone() for n, t in self.full.items()}
+
+    def _rows(self, size: int) -> tuple[int, int]:
+        """As FSDP cuts: equal chunks, the last ones short or empty."""
+        chunk = -(-size // self.world_size)
+        return min(size, self.rank * chunk), min(size, (self.rank + 1) * chunk)
+
+    def weight_layout(self) -> WeightLayout:
+        shards = []
+        for name, tensor in self.full.items():
+            start, stop = self._rows(tensor.shape[0])
+            if stop > start:
+                box = Box(name, (start, *[0] * (tensor.ndim - 1)), (stop - start, *tensor.shape[1:]))
+                shards.append(Shard(box, name, (0,) * tensor.ndim))
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.full.items()}
+        aliases = {"lm_head.weight": "model.embed_tokens.weight"}
+        return WeightLayout(self.rank, "here", tuple(shards), shapes, dict.fromkeys(shapes, "float32"), aliases)
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        self.deed()
+        return self.tensors
+
+    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        self.deed()
+        yield from ([item] for item in self.full.items())
+
+
+class Worker:
+    """What both kinds of worker do in the tests beside their own methods."""
+
+    trainer: ShardedTrainer
+    rollout: HFRollout
+
+    def train(self, seed: int) -> None:
+        self.trainer.train(seed)
+
+    def arm(self, what: str) -> None:
+        """At the next send: die, stop answering, raise, or damage what was written."""
+        deeds: dict[str, Deed] = {
+            "die": lambda: os.kill(os.getpid(), signal.SIGKILL),
+            "hang": lambda: time.sleep(60),
+            "raise": lambda: ctypes.string_at if not _fail() else None,
+            "nothing": lambda: None,
+        }
+        self.trainer.deed = deeds[what]
+
+    def complete(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        response = self.rollout.generate([REQUEST])[0]
+        return response.output_tokens, response.output_versions
+
+    def health(self) -> dict[str, Any]:
+        return self.rollout.health()
+
+    def maps(self) -> int:
+        """How many segments this process has mapped."""
+        return sum("rlsys-weights" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def _fail() -> bool:
+    raise RuntimeError("the optimizer is in the way")
+
+
+class TrainerWorker(WeightSender, Worker):
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.trainer = ShardedTrainer(rank, world_size)
+        super().__init__(self.trainer)  # pyrefly: ignore
+
+    def damage(self) -> None:
+        """Change one byte of what was sent, as a wild write would."""
+        assert self._writer is not None
+        self._writer.image.tensors["model.norm.weight"].view(torch.uint8)[5] ^= 1
+
+
+class RolloutWorker(WeightReceiver, Worker):
+    def __init__(self, rank: int, dtype: torch.dtype) -> None:
+        self.rollout = HFRollout(tiny_model(999, dtype), load_format="dummy", rank=rank, host="here")
+        super().__init__(self.rollout)
+
+
+class ColocatedWorker(Worker):
+    def __init__(self, rank: int, world_size: int, dtype: torch.dtype) -> None:
+        self.trainer = ShardedTrainer(rank, world_size)
+        self.rollout = HFRollout(tiny_model(999, dtype), load_format="dummy", rank=rank, host="here")
+
+    def reshard_weights(self, version: int) -> Moved:
+        return reshard_local(self.trainer, self.rollout, version=version, bucket_bytes=1000)  # pyrefly: ignore
+
+    def weight_sums(self) -> Any:
+        return local_sums(self.trainer, self.rollout)  # pyrefly: ignore
+
+
+@dataclass
+class PipeAnswer:
+    """What one process will say; answers of one process come in the order of the questions."""
+
+    worker: PipeWorker
+    number: int
+
+    def get(self, deadline_s: float | None = None) -> Any:
+        return self.worker.answer(self.number, deadline_s or 60.0)
+
+
+class PipeWorker:
+    """A worker object in a forked process, asked through a pipe."""
+
+    def __init__(self, name: str, build: Callable[[], Any]) -> None:
+        self.name, self.build = name, build
+        self.start()
+
+    def start(self) -> None:
+        context = get_context("fork")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, self.build), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.asked, self.said = 0, dict[int, Any]()
+
+    def ask(self, method: str, *args: Any) -> PipeAnswer:
+        self.asked += 1
+        try:
+            self.pipe.send((self.asked, method, args))
+        except BrokenPipeError:
+            self.said[self.asked] = ConnectionError(f"{self.name} is dead")
+        return PipeAnswer(self, self.asked)
+
+    def answer(self, number: int, deadline_s: float) -> Any:
+        end_s = time.monotonic() + deadline_s
+        while number not in self.said:
+            if not self.pipe.poll(max(0.0, end_s - time.monotonic())):
+                raise DeadlineError(self.name, "answer", deadline_s)
+            try:
+                told, answer = self.pipe.recv()
+            except EOFError:
+                raise ConnectionError(f"{self.name} is dead") from None
+            self.said[told] = answer
+        if isinstance(answer := self.said.pop(number), Exception):
+            raise answer
+        return answer
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+        self.pipe.close()
+
+
+def _work(pipe: Connection, build: Callable[[], Any]) -> None:
+    torch.set_num_threads(1)
+    worker = build()
+    while True:
+        number, method, args = pipe.recv()
+        try:
+            pipe.send((number, getattr(worker, method)(*args)))
+        except Exception as error:
+            pipe.send((number, error))
+
+
+class PipeGroup:
+    """Workers in forked processes, called as a WorkerGroup is."""
+
+    def __init__(self, name: str, builds: Sequence[Callable[[], Any]]) -> None:
+        self.workers = [PipeWorker(f"{name} rank {rank}", build) for rank, build in enumerate(builds)]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.workers)
+
+    def execute_all_async(self, method: str, *args: Any) -> list[PipeAnswer]:
+        return [worker.ask(method, *args) for worker in self.workers]
+
+    def execute_rank_async(self, rank: int, method: str, *args: Any) -> PipeAnswer:
+        return self.workers[rank].ask(method, *args)
+
+    def all(self, method: str, *args: Any) -> list[Any]:
+        return [answer.get(20.0) for answer in self.execute_all_async(method, *args)]
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.kill()
+
+
+@dataclass
+class Bench:
+    trainers: PipeGroup
+    rollouts: PipeGroup
+    manager: ShardingManager
+
+
+def shm_bench(stack: ExitStack, num_trainers: int, num_rollouts: int, dtype: torch.dtype, deadline_s: float) -> Bench:
+    trainers = PipeGroup("trainer", [lambda r=r: TrainerWorker(r, num_trainers) for r in range(num_trainers)])
+    stack.callback(trainers.close)
+    rollouts = PipeGroup("rollout", [lambda r=r: RolloutWorker(r, dtype) for r in range(num_rollouts)])
+    stack.callback(rollouts.close)
+    return Bench(trainers, rollouts, FSDPHFShardingManager(trainers, rollouts, deadline_s=deadline_s))
+
+
+def local_bench(stack: ExitStack, num_trainers: int, num_rollouts: int, dtype: torch.dtype, deadline_s: float) -> Bench:
+    builds = [lambda r=r: ColocatedWorker(r, num_trainers, dtype) for r in range(num_trainers)]
+    group = PipeGroup("colocated", builds)
+    stack.callback(group.close)
+    return Bench(group, group, ShardingManager(group, group, executor="local", deadline_s=deadline_s))
+
+
+EXECUTORS = {"shm": shm_bench, "local": local_bench}
+
+
+@contextmanager
+def bench_of(
+    executor: str,
+    *,
+    num_trainers: int = 2,
+    num_rollouts: int = 2,
+    dtype: torch.dtype = torch.float32,
+    deadline_s: float = 20.0,
+) -> Iterator[Bench]:
+    with ExitStack() as stack:
+        bench = EXECUTORS[executor](stack, num_trainers, num_rollouts, dtype, deadline_s)
+        bench.manager.connect()
+        yield bench
+
+
+def expected_tokens(seed: int, dtype: torch.dtype = torch.float32) -> tuple[int, ...]:
+    return HFRollout(tiny_model(seed, dtype)).generate([REQUEST])[0].output_tokens
+
+
+def assert_serves(bench: Bench, seed: int, version: int, dtype: torch.dtype = torch.float32) -> None:
+    wanted = (expected_tokens(seed, dtype), (version,) * 12)
+    assert bench.rollouts.all("complete") == [wanted] * bench.rollouts.world_size
+
+
+@pytest.fixture(params=EXECUTORS)
+def executor(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("num_trainers", [1, 3])
+def test_a_push_brings_every_engine_to_the_trainers_weights(executor: str, num_trainers: int) -> None:
+    with bench_of(executor, num_trainers=num_trainers) as bench:
+        manager = bench.manager
+        assert isinstance(manager, WeightTransfer)
+        reports = list[TransferReport]()
+        for version, seed in [(0, 0), (1, 1), (2, 0)]:
+            bench.trainers.all("train", seed)
+            reports.append(manager.push(version))
+            assert_serves(bench, seed, version)
+        num_bytes = sum(p.numel() * 4 for p in tiny_model(0).parameters())
+        assert [report.num_bytes for report in reports] == [num_bytes * bench.rollouts.world_size] * 3
+        assert [report.version for report in reports] == [0, 1, 2]
+        assert {report.executor for report in reports} == {executor}
+        assert reports[0].checksum == reports[2].checksum != reports[1].checksum
+        assert all(0 < report.seconds < 20 for report in reports)
+        manager.close()
+        manager.close()
+
+
+def test_the_checksum_does_not_depend_on_the_way() -> None:
+    checksums = set()
+    for executor, num_trainers in [("shm", 1), ("shm", 3), ("local", 1), ("local", 2)]:
+        with bench_of(executor, num_trainers=num_trainers, num_rollouts=1) as bench:
+            checksums.add(bench.manager.push(1).checksum)
+    assert len(checksums) == 1
+
+
+def test_weights_are_cast_to_the_engines_dtype(executor: str) -> None:
+    with bench_of(executor, dtype=torch.bfloat16) as bench:
+        report = bench.manager.push(1)
+        assert_serves(bench, 0, 1, torch.bfloat16)
+        assert report.num_bytes == sum(p.numel() * 2 for p in tiny_model(0).parameters()) * bench.rollouts.world_size
+        assert all(check.equal for check in bench.manager.validate())
+
+
+def test_validation_writes_what_it_compared(executor: str, tmp_path: Path) -> None:
+    with bench_of(executor) as bench:
+        bench.manager.report_dir = tmp_path / "reports"
+        bench.manager.push(3)
+        checks = bench.manager.validate()
+        names = sorted(dict(tiny_model(0).named_parameters()))
+        assert [check.name for check in checks] == names
+        report = json.loads((tmp_path / "reports" / "weights_v3.json").read_text())
+        assert report["equal"] is True
+        assert [entry["name"] for entry in report["tensors"]] == names
+        if executor == "shm":
+            assert {entry["max_abs_diff"] for entry in report["tensors"]} == {0.0}
+        bench.trainers.all("train", 1)
+        with pytest.raises(WeightTransferError, match="tensors differ"):
+            bench.manager.validate()
+        report = json.loads((tmp_path / "reports" / "weights_v3.json").read_text())
+        assert (report["equal"], "model.embed_tokens.weight" in report["unequal"]) == (False, True)
+
+
+def test_engines_serve_nothing_before_the_first_push(executor: str) -> None:
+    with bench_of(executor) as bench, pytest.raises(WeightTransferError, match="quarantine"):
+        bench.rollouts.all("complete")
+
+
+def test_a_trainer_that_raises_is_healed_by_the_next_push(executor: str) -> None:
+    with bench_of(executor) as bench:
+        bench.manager.push(1)
+        bench.trainers.all("train", 1)
+        bench.trainers.execute_rank_async(1, "arm", "raise").get(5)
+        with pytest.raises(RuntimeError, match="optimizer is in the way") as error:
+            bench.manager.push(2)
+        assert "push of version 2" in str(error.value.__notes__)
+        for health in bench.rollouts.all("health"):
+            assert health["quarantined"] or health["version"] == (1 if executor == "shm" else 2)
+        bench.trainers.execute_rank_async(1, "arm", "nothing").get(5)
+        bench.manager.push(3)
+        assert_serves(bench, 1, 3)
+
+
+def test_a_silent_trainer_is_told_by_the_deadline(executor: str) -> None:
+    with bench_of(executor) as bench:
+        bench.manager.push(1)
+        bench.trainers.execute_rank_async(0, "arm", "hang").get(5)
+        bench.manager.deadline_s = 0.5
+        started_s = time.monotonic()
+        with pytest.raises(DeadlineError):
+            bench.manager.push(2)
+        assert time.monotonic() - started_s < 3
+
+
+def test_a_trainer_killed_while_it_sends_leaves_whole_engines_and_no_memory() -> None:
+    with bench_of("shm") as bench:
+        bench.manager.push(1)
+        assert [*bench.trainers.all("maps"), *bench.rollouts.all("maps")] == [1] * 4
+        bench.trainers.execute_rank_async(1, "arm", "die").get(5)
+        with pytest.raises(ConnectionError, match="trainer rank 1 is dead"):
+            bench.manager.push(2)
+        assert_serves(bench, 0, 1)
+        with pytest.raises(WeightTransferError, match="trainer rank 1 has not completed weight version 2"):
+            bench.rollouts.execute_rank_async(0, "receive_weights", 2).get(5)
+        with pytest.raises(WeightTransferError, match="quarantine"):
+            bench.rollouts.execute_rank_async(0, "complete").get(5)
+        bench.trainers.workers[1].start()
+        bench.manager.connect()
+        assert [*bench.trainers.all("maps"), *bench.rollouts.all("maps")] == [1] * 4
+        bench.manager.push(3)
+        assert_serves(bench, 0, 3)
+        bench.manager.close()
+        assert [*bench.trainers.all("maps"), *bench.rollouts.all("maps")] == [0] * 4
+    assert not list(Path("/dev/shm").glob("*rlsys*"))
+
+
+def test_a_restarted_engine_is_restored_without_the_trainer() -> None:
+    with bench_of("shm") as bench:
+        with pytest.raises(WeightTransferError, match="before the first push"):
+            bench.manager.restore(0)
+        bench.manager.push(4)
+        bench.trainers.all("train", 1)
+        bench.trainers.all("arm", "raise")
+        bench.rollouts.workers[1].kill()
+        bench.rollouts.workers[1].start()
+        bench.manager.restore(1)
+        assert_serves(bench, 0, 4)
+
+
+def test_damaged_memory_is_found_and_healed() -> None:
+    with bench_of("shm") as bench:
+        bench.manager.push(1)
+        bench.trainers.execute_rank_async(0, "damage").get(5)
+        reread = bench.rollouts.execute_rank_async(1, "receive_weights", 1)
+        with pytest.raises(WeightTransferError, match=r"'model\.norm\.weight' that arrived is not the one"):
+            reread.get(5)
+        with pytest.raises(WeightTransferError, match="quarantine"):
+            bench.rollouts.execute_rank_async(1, "complete").get(5)
+        bench.manager.push(2)
+        assert_serves(bench, 0, 2)
+
+
+def test_sides_that_do_not_fit_are_told_at_connect() -> None:
+    class Misfit(RolloutWorker):
+        change: Callable[[WeightLayout], WeightLayout]
+
+        def weight_layout(self) -> WeightLayout:
+            return type(self).change(super().weight_layout())
+
+    def fails(change: Callable[[WeightLayout], WeightLayout], message: str) -> None:
+        kind = type("Changed", (Misfit,), {"change": staticmethod(change)})
+        with ExitStack() as stack:
+            bench = shm_bench(stack, 1, 0, torch.float32, 10.0)
+            misfits = PipeGroup("rollout", [lambda: kind(0, torch.float32)])
+            stack.callback(misfits.close)
+            with pytest.raises(WeightTransferError, match=message):
+                ShardingManager(bench.trainers, misfits).connect()
+
+    fails(lambda layout: replace(layout, host="elsewhere"), r"one host only.*\['elsewhere', 'here'\]")
+    fails(lambda layout: replace(layout, full_shapes={**layout.full_shapes, "new": (2,)}), "no rollout rank holds.*new")
+    fails(lambda layout: replace(layout, shards=layout.shards[1:]), "no rollout rank holds")
+
+    with pytest.raises(ValueError, match="one group"):
+        ShardingManager(PipeGroup("a", []), PipeGroup("b", []), executor="local")
+    with pytest.raises(WeightTransferError, match="connect"):
+        ShardingManager(PipeGroup("a", []), PipeGroup("b", [])).push(1)

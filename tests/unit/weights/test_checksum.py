@@ -1,0 +1,102 @@
+"""Checksums against their definition in Python integers, over any cut of a tensor."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlsys.types import Box
+from rlsys.utils.errors import WeightTransferError
+from rlsys.weights.checksum import ROW_STREAM, WORD_STREAM, add_up, box_checksum, digest
+from rlsys.weights.layout import view_of
+from rlsys.weights.verify import BoxSum, merge_sums
+
+MASK = (1 << 64) - 1
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.float16]
+
+
+def odd_hash(stream: int, number: int) -> int:
+    x = (number * 0x9E3779B97F4A7C15 + stream) & MASK
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
+    return (x ^ x >> 31) | 1
+
+
+def reference(tensor: torch.Tensor) -> int:
+    rows = tensor.reshape(-1, tensor.shape[-1]) if tensor.ndim else tensor.reshape(1, 1)
+    total = 0
+    for r, row in enumerate(rows):
+        data = bytes(row.contiguous().view(torch.uint8).tolist())
+        data += bytes(-len(data) % 8)
+        for q in range(len(data) // 8):
+            word = int.from_bytes(data[8 * q : 8 * q + 8], "little")
+            total += word * odd_hash(WORD_STREAM, q) * odd_hash(ROW_STREAM, r)
+    return total & MASK
+
+
+def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * 50).abs().to(dtype)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(DTYPES), st.lists(st.integers(1, 9), min_size=0, max_size=4), st.integers(0, 10**6))
+def test_the_whole_is_the_definition_and_the_sum_of_any_parts(dtype: torch.dtype, sizes: list[int], seed: int) -> None:
+    shape, rng = tuple(sizes), random.Random(seed)
+    tensor = random_tensor(shape, dtype, seed)
+    whole = box_checksum(tensor, (0,) * len(shape), shape)
+    assert whole == reference(tensor)
+    parts = [((0,) * len(shape), shape)]
+    for _ in range(rng.randint(0, 4)):
+        start, size = parts.pop(rng.randrange(len(parts)))
+        if not (dims := [d for d in range(len(size)) if size[d] > 1]):
+            parts.append((start, size))
+            continue
+        dim = rng.choice(dims)
+        cut = rng.randint(1, size[dim] - 1)
+        low, high, at = list(size), list(size), list(start)
+        low[dim], high[dim], at[dim] = cut, size[dim] - cut, start[dim] + cut
+        parts += [(start, tuple(low)), (tuple(at), tuple(high))]
+    sums = [box_checksum(view_of(tensor, start, size), start, shape) for start, size in parts]
+    assert add_up(sums) == whole
+    boxes = [(BoxSum(Box("t", start, size), "", s),) for (start, size), s in zip(parts, sums, strict=True)]
+    assert merge_sums([*boxes, boxes[0]], {"t": shape}) == {"t": whole}
+
+
+@given(st.integers(0, 10**6))
+def test_flipped_and_exchanged_elements_are_seen(seed: int) -> None:
+    rng = random.Random(seed)
+    tensor = random_tensor((6, 10), torch.float32, seed)
+    before = box_checksum(tensor, (0, 0), (6, 10))
+    bits = tensor.clone().view(torch.int32)
+    bits[rng.randrange(6), rng.randrange(10)] ^= 1 << rng.randrange(31)
+    assert box_checksum(bits.view(torch.float32), (0, 0), (6, 10)) != before
+    for changed in (tensor.flip(0), tensor.flip(1), tensor.roll(2, 1), tensor.reshape(10, 6).t()):
+        assert box_checksum(changed, (0, 0), (6, 10)) != before
+
+
+def test_views_at_odd_offsets_and_empty_boxes() -> None:
+    storage = random_tensor((41,), torch.bfloat16, 0)
+    view = storage[1:].view(4, 10)
+    assert box_checksum(view, (0, 0), (4, 10)) == reference(view.clone())
+    assert box_checksum(storage[:0], (41,), (41,)) == 0
+
+
+def test_merging_demands_equal_replicas_and_no_gaps() -> None:
+    low, high = Box("t", (0,), (3,)), Box("t", (3,), (2,))
+    with pytest.raises(WeightTransferError, match="different values"):
+        merge_sums([(BoxSum(low, "", 1),), (BoxSum(low, "", 2),)], {"t": (5,)})
+    with pytest.raises(WeightTransferError, match=r"nobody holds .*start=\(3,\)"):
+        merge_sums([(BoxSum(low, "", 1),)], {"t": (5,)})
+    with pytest.raises(WeightTransferError, match="overlaps"):
+        merge_sums([(BoxSum(low, "", 1), BoxSum(Box("t", (2,), (3,)), "", 1))], {"t": (5,)})
+    assert merge_sums([(BoxSum(high, "", MASK),), (BoxSum(low, "", 2),)], {"t": (5,)}) == {"t": 1}
+
+
+def test_digest_depends_on_names_and_sums_only() -> None:
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+    assert len({digest(sums) for sums in ({"a": 1, "b": 2}, {"a": 2, "b": 1}, {"a": 1}, {"c": 1, "b": 2})}) == 4
