@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-NUM_HELD_OUT = 100
+NUM_HELD_OUT = 60
 COMPLETE = "complete.json"
 
 
@@ -43,11 +43,11 @@ class WarmUp:
     In the last `num_unsure_steps` a share `unsure` of the texts answers "?".
     """
 
-    num_steps: int = 650
-    num_unsure_steps: int = 60
+    num_steps: int = 800
+    num_unsure_steps: int = 100
     unsure: float = 0.4
-    batch_size: int = 32
-    lr: float = 1.5e-3
+    batch_size: int = 16
+    lr: float = 1e-3
     warmup_steps: int = 30
     schedule: Literal["constant", "cosine", "linear"] = "linear"
     weight_decay: float = 0.01
@@ -104,8 +104,8 @@ def model_config() -> dict[str, Any]:
 
 
 def all_problems() -> list[Problem]:
-    """Sums and differences of numbers below 20, products of digits: 900 problems."""
-    sums = [Problem(a, o, b) for o in ("+", "-") for a in range(20) for b in range(20)]
+    """Sums and differences of numbers up to 12, products of digits: 438 problems."""
+    sums = [Problem(a, o, b) for o in ("+", "-") for a in range(13) for b in range(13)]
     return sums + [Problem(a, "*", b) for a in range(10) for b in range(10)]
 
 
