@@ -1,7 +1,8 @@
 """The small model that training starts from when nothing else is given: made here, in a minute, without a download.
 
-A character-level tokenizer, a Qwen2-shaped model of about a million parameters and arithmetic texts to warm it up on,
-so that it solves a good part of the problems and has something left to learn. Kept in the cache folder.
+A tokenizer of single bytes, a Qwen2-shaped model of about a million parameters and arithmetic texts to warm it up on.
+The last of these texts answer "?" now and then: like a language model that hedges, the start model then knows more than
+it says, and reinforcement learning has something to bring out within minutes. Kept in the cache folder.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
+from random import Random
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlsys.data.arithmetic import Problem, prompt_row
 from rlsys.data.cursor import permutation
@@ -24,24 +26,30 @@ from rlsys.data.cursor import permutation
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-PAD, EOS = "<|pad|>", "<|end|>"
+PAD, EOS, UNSURE = "<|pad|>", "<|end|>", "?"
 ROLES = ("system", "user", "assistant", "tool")
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-NUM_HELD_OUT = 100
+NUM_HELD_OUT = 60
 COMPLETE = "complete.json"
 
 
 @dataclass(frozen=True)
 class WarmUp:
-    """How the model is warmed up: plain SFT on `sft_rows`, one pass, constant learning rate after `warmup_steps`."""
+    """How the model is warmed up: SFT on `sft_rows`, one pass; the learning rate rises and then falls to 0 linearly.
 
-    num_steps: int = 500
-    batch_size: int = 64
-    lr: float = 3e-3
-    warmup_steps: int = 50
+    In the last `num_unsure_steps` a share `unsure` of the texts answers "?".
+    """
+
+    num_steps: int = 800
+    num_unsure_steps: int = 100
+    unsure: float = 0.4
+    batch_size: int = 16
+    lr: float = 1e-3
+    warmup_steps: int = 30
+    schedule: Literal["constant", "cosine", "linear"] = "linear"
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.99)
     grad_clip: float = 1.0
@@ -96,8 +104,8 @@ def model_config() -> dict[str, Any]:
 
 
 def all_problems() -> list[Problem]:
-    """Sums and differences of numbers below 20, products of digits: 900 problems."""
-    sums = [Problem(a, o, b) for o in ("+", "-") for a in range(20) for b in range(20)]
+    """Sums and differences of numbers up to 12, products of digits: 438 problems."""
+    sums = [Problem(a, o, b) for o in ("+", "-") for a in range(13) for b in range(13)]
     return sums + [Problem(a, "*", b) for a in range(10) for b in range(10)]
 
 
@@ -115,15 +123,29 @@ def prompt_rows(split: str) -> list[dict[str, Any]]:
     return [prompt_row(p, index=i, split=split, style="symbols") for i, p in enumerate(problems)]
 
 
-def sft_rows(seed: int, n: int) -> list[dict[str, Any]]:
-    """`n` conversations out of the training problems, in passes of changing order."""
+def sft_rows(seed: int, n: int, *, num_unsure: int = 0, unsure: float = 0.4) -> list[dict[str, Any]]:
+    """`n` conversations out of the training problems, in passes of changing order.
+
+    Of the last `num_unsure` a share `unsure`, drawn by `seed`, answers UNSURE instead.
+    """
     train, _ = split_problems()
+    random = Random(seed)
     rows: list[dict[str, Any]] = []
     for epoch in range(-(-n // len(train))):
-        for i in permutation(len(train), seed=seed, epoch=epoch).tolist():
-            question, answer = train[i].question("symbols"), str(train[i].answer)
-            rows.append({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
-    return rows[:n]
+        for i in permutation(len(train), seed=seed, epoch=epoch).tolist()[: n - len(rows)]:
+            hedges = len(rows) >= n - num_unsure and random.random() < unsure
+            rows.append(_conversation(train[i].question("symbols"), UNSURE if hedges else str(train[i].answer)))
+    return rows
+
+
+def _conversation(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def warm_up_rows(settings: WarmUp) -> list[dict[str, Any]]:
+    """The texts of one warm-up, in their order."""
+    num_rows, num_unsure = (steps * settings.batch_size for steps in (settings.num_steps, settings.num_unsure_steps))
+    return sft_rows(settings.seed, num_rows, num_unsure=num_unsure, unsure=settings.unsure)
 
 
 @dataclass(frozen=True)
@@ -157,7 +179,7 @@ def ensure_start_assets(
 def content_hash(settings: WarmUp) -> str:
     """A name for what these settings and this version of the module make."""
     parts = [asdict(settings), model_config(), CHAT_TEMPLATE, prompt_rows("train"), prompt_rows("test")]
-    parts.append(sft_rows(settings.seed, 1000))
+    parts.append(warm_up_rows(settings)[-1000:])
     return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -172,7 +194,7 @@ def _make(home: Path, warm_up: Callable[[Path, Path, WarmUp], None], settings: W
         (model / "generation_config.json").write_text(json.dumps(generation))
         write_rows(work / "train.parquet", prompt_rows("train"))
         write_rows(work / "test.parquet", prompt_rows("test"))
-        write_rows(work / "sft.parquet", sft_rows(settings.seed, settings.num_steps * settings.batch_size))
+        write_rows(work / "sft.parquet", warm_up_rows(settings))
         warm_up(model, work / "sft.parquet", settings)
         if not (model / "model.safetensors").is_file():
             raise FileNotFoundError(f"the warm-up left no {model / 'model.safetensors'}")

@@ -10,7 +10,7 @@ from rlsys.data.arithmetic import MAX_REPEATS, problems, prompt_row
 from rlsys.utils.errors import ConfigError
 
 REASONING_GYM: dict[str, dict[str, Any]] = {
-    "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
     "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 20},
     "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
 }

@@ -14,6 +14,7 @@ from rlsys.data.arithmetic import Problem, problems
 from rlsys.data.start_assets import (
     EOS,
     PAD,
+    UNSURE,
     WarmUp,
     all_problems,
     build_tokenizer,
@@ -23,9 +24,10 @@ from rlsys.data.start_assets import (
     prompt_rows,
     sft_rows,
     split_problems,
+    warm_up_rows,
 )
 
-SETTINGS = WarmUp(num_steps=2, batch_size=3)
+SETTINGS = WarmUp(num_steps=2, num_unsure_steps=1, batch_size=3)
 
 
 def test_any_text_survives_the_tokenizer() -> None:
@@ -91,6 +93,15 @@ def test_nothing_of_the_held_out_problems_is_trained_on() -> None:
     assert sft_rows(0, 10) == warm[:10] != sft_rows(1, 10)
 
 
+def test_only_the_last_texts_hedge() -> None:
+    rows = warm_up_rows(WarmUp(num_steps=60, num_unsure_steps=30, unsure=0.4, batch_size=10))
+    answers = [row["messages"][1]["content"] for row in rows]
+    assert len(answers) == 600
+    assert UNSURE not in answers[:300]
+    assert 90 < answers[300:].count(UNSURE) < 150
+    assert set(answers[300:]) - {UNSURE}
+
+
 def warm_up(model: Path, sft_file: Path, settings: WarmUp) -> None:
     assert pq.read_table(sft_file).num_rows == settings.num_steps * settings.batch_size
     assert json.loads((model / "config.json").read_text())["model_type"] == "qwen2"
@@ -108,7 +119,9 @@ def test_assets_are_made_once_and_kept(tmp_path: Path) -> None:
     assert row["data_source"] == "rlsys/arithmetic"
     assert ensure_start_assets(warm_up, folder=tmp_path, settings=SETTINGS) == assets
     assert (tmp_path / "start" / "calls").read_text() == "x"
-    other = ensure_start_assets(warm_up, folder=tmp_path, settings=WarmUp(num_steps=1, batch_size=3))
+    other = ensure_start_assets(
+        warm_up, folder=tmp_path, settings=WarmUp(num_steps=1, num_unsure_steps=1, batch_size=3)
+    )
     assert other.model != assets.model
     assert content_hash(SETTINGS) == assets.model.parent.name
 

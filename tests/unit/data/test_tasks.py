@@ -34,14 +34,14 @@ def script(name: str) -> ModuleType:
 
 @pytest.mark.parametrize("task", [*TASKS, "mix"])
 def test_splits_are_repeatable_disjoint_and_gradable(task: str) -> None:
-    train, val = make_split(task, num_train=200, num_val=40, seed=3)
-    assert (train, val) == make_split(task, num_train=200, num_val=40, seed=3)
-    assert train != make_split(task, num_train=200, num_val=40, seed=4)[0]
-    assert (len(train), len(val)) == (200, 40)
+    train, val = make_split(task, num_train=60, num_val=12, seed=3)
+    assert (train, val) == make_split(task, num_train=60, num_val=12, seed=3)
+    assert train != make_split(task, num_train=60, num_val=12, seed=4)[0]
+    assert (len(train), len(val)) == (60, 12)
     questions = [{row["extra_info"]["question"] for row in rows} for rows in (train, val)]
     assert not questions[0] & questions[1]
-    assert len(questions[1]) == 40
-    assert [row["extra_info"]["index"] for row in train] == list(range(200))
+    assert len(questions[1]) == 12
+    assert [row["extra_info"]["index"] for row in train] == list(range(60))
     assert {row["extra_info"]["split"] for row in val} == {"test"}
     sources = {row["data_source"] for row in train}
     assert len(sources) == (len(TASKS) if task == "mix" else 1)
