@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +89,10 @@ class CheckpointStore:
             yield tmp
             commit_dir(tmp, final)
             write_text_atomic(self.root / LATEST, str(step))
-        except OSError as error:
+        except Exception as error:
             shutil.rmtree(tmp, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
             raise CheckpointError(
                 f"checkpoint {final} could not be written: {error}; earlier checkpoints are untouched"
             ) from error
@@ -110,7 +113,7 @@ class CheckpointStore:
         pointer = self.root / LATEST
         if not pointer.exists():
             return None
-        text = pointer.read_text().strip()
+        text = pointer.read_text(errors="replace").strip()
         if not text.isdecimal():
             raise CheckpointError(f"{pointer} should hold a step number but holds {text!r}; correct or delete it")
         return int(text)
@@ -128,6 +131,7 @@ def save_state(folder: Path, state: TrainerState) -> None:
     source = record.pop("source")
     torch.save(json.dumps(source), folder / DATA)
     fsync_file(folder / DATA)
+    record = {**record, "data_blake2b": _digest(folder / DATA)}
     write_text_durable(folder / STATE, json.dumps(record, indent=1))
 
 
@@ -135,7 +139,13 @@ def load_state(folder: Path) -> TrainerState:
     """Read what `save_state` wrote; a damaged file is named."""
     try:
         record = json.loads((folder / STATE).read_text())
+        if record.pop("data_blake2b") != _digest(folder / DATA):
+            raise ValueError(f"the checksum of {DATA} is not the one that was saved")
         source = json.loads(torch.load(folder / DATA, weights_only=True))
         return TrainerState(**record, source=source)
-    except (OSError, ValueError, TypeError, RuntimeError, EOFError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, EOFError) as error:
         raise CheckpointError(f"{folder}: {STATE} or {DATA} is damaged: {error}") from error
+
+
+def _digest(path: Path) -> str:
+    return blake2b(path.read_bytes(), digest_size=16).hexdigest()

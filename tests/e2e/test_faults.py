@@ -47,7 +47,9 @@ class Job:
 
     def grader(self, body: str) -> str:
         path = self.folder / "grader.py"
-        path.write_text(f"import os, time\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None):\n{body}")
+        path.write_text(
+            f"import os, time\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None):\n{body}"
+        )
         return f"reward.custom_reward_function.path={path}"
 
 
@@ -97,7 +99,7 @@ def test_metrics_that_cannot_be_written_end_the_run(job: Job) -> None:
 
 def test_an_output_folder_that_cannot_be_made_is_told_with_its_key(job: Job) -> None:
     ended = job.run("trainer.default_local_dir=/proc/rlsys")
-    assert_one_error(ended, 1, "trainer.default_local_dir", "/proc/rlsys")
+    assert_one_error(ended, 2, "trainer.default_local_dir", "/proc/rlsys")
 
 
 def _flip(path: Path) -> None:
@@ -187,4 +189,4 @@ def test_fewer_rows_than_a_batch_is_a_configuration_error(job: Job) -> None:
     few = job.folder / "few.jsonl"
     few.write_text("".join(job.toy.train.read_text().splitlines(keepends=True)[:5]))
     ended = job.run(f"data.train_files={few}")
-    assert_one_error(ended, 2, "data.train_batch_size", "5")
+    assert_one_error(ended, 2, "data.gen_batch_size=8", "5 usable rows")

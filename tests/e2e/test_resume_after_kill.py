@@ -7,6 +7,7 @@ left at the end with an uninterrupted run: parameters, optimizer, random generat
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from tests.e2e.fork_server import ForkServer, Kill, Patches
 from trainer.checkpoint import load_state
 
 WALL_CLOCK = ("timing", "perf/", "weights/seconds", "reward/seconds")
-ANEW = "metrics.1.jsonl"  # what a run killed before its first checkpoint had written
+ANEW = re.compile(r"metrics\.\d+\.jsonl")  # what runs killed before their first checkpoint had written
 
 GENERATE = "workers.rollout:generate_sequences"
 REWARD = "rlsys.rewards.manager:PoolRewardManager.grade"
@@ -50,7 +51,11 @@ def stages_of_a_step() -> list[Patches]:
         Kill(PUSH, call=2),
         Kill(PUSH, call=2, when="after"),
     ]
-    return [*(Patches(kill) for kill in kills), Patches(inject=("torn_metric_line",)), Patches(Kill(METRICS, 1, "after"))]
+    return [
+        *(Patches(kill) for kill in kills),
+        Patches(inject=("torn_metric_line",)),
+        Patches(Kill(METRICS, 1, "after")),
+    ]
 
 
 def points_of_a_save() -> list[Patches]:
@@ -157,7 +162,8 @@ def assert_same(out: Path, whole: Path) -> None:
 
 
 def files_of(out: Path) -> set[str]:
-    return {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()} - {ANEW}
+    files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    return {name for name in files if not ANEW.fullmatch(name)}
 
 
 def metrics_of(out: Path) -> list[dict[str, Any]]:
