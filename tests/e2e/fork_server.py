@@ -75,7 +75,8 @@ class ForkServer:
 
     def run(self, argv: list[str], log: Path, patches: Patches | None = None, *, deadline_s: float = 60.0) -> Ended:
         """Run the main job with these arguments to its end, whichever."""
-        assert self._process.stdin is not None and self._process.stdout is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         request = {"argv": argv, "log": str(log), "patches": asdict(patches or Patches()), "deadline_s": deadline_s}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -97,8 +98,6 @@ def serve() -> None:
     """Answer requests until the input ends."""
     import torch
 
-    import rlsys.single_controller.local
-    import rlsys.telemetry.progress
     import trainer.build  # noqa: F401
 
     torch.set_num_threads(1)

@@ -117,7 +117,8 @@ def runs(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 
 def test_killed_in_every_stage_of_every_step_and_at_every_point_of_a_save(runs: Runs) -> None:
     points = [*stages_of_a_step(), *points_of_a_save()]
-    later = [*stages_of_a_step(), points_of_a_save()[-3], points_of_a_save()[-1]]
+    later = [Patches(Kill(stage, when="after")) for stage in (GENERATE, REWARD, LOG_PROB, OPTIM_STEP, METRICS, COMMIT)]
+    later += [Patches(Kill(PUSH, call=2)), Patches(Kill(POINTER, when="after"))]
     assert_same(runs.killed("grpo", (), [*points, *later, *later]), runs.uninterrupted("grpo", ()))
 
 
