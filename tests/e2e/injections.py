@@ -26,20 +26,6 @@ def torn_metric_line() -> None:
     JsonlWriter.write = write
 
 
-def slow_generation() -> None:
-    """Every generation takes a second, so that a signal from outside hits it."""
-    import time
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(1.0)
-            return original(*args, **kwargs)
-
-        return call
-
-    wrap("workers.rollout:generate_sequences", make)
-
-
 def nan_gradient_in_step_2() -> None:
     """One advantage of the second step is not a number."""
 

@@ -59,7 +59,8 @@ class RayRun:
         """Send a signal to the first Ray worker of that title once a step is done."""
         end_s = time.monotonic() + STARTED_S
         while not any(line["step"] >= after_step for line in self.lines()):
-            assert self.process.poll() is None and time.monotonic() < end_s, self.log
+            assert self.process.poll() is None, self.log
+            assert time.monotonic() < end_s, self.log
             time.sleep(0.02)
         self._family = psutil.Process(self.process.pid).children(recursive=True)
         worker = next(one for one in self._family if " ".join(one.cmdline()).startswith(f"ray::{title}"))
