@@ -54,6 +54,7 @@ class Answers:
         )
         with self.stage("gen"):
             batch, metrics = self.generate(rows)
+        del batch.meta_info["seed"]  # of this call only: batches of several calls become one
         with self.stage("reward"):
             graded = self.manager.grade(batch)
         batch.tensors["token_level_scores"] = graded.rm_scores

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rlsys.config import PPOConfig, plan_batches
@@ -15,7 +16,7 @@ from rlsys.data.dataset import PromptDataset, PromptFormat
 from rlsys.telemetry.log import setup_logging
 from rlsys.telemetry.trackers import check_loggers
 from rlsys.utils.plugins import load_from_file
-from trainer.errors import told
+from trainer.errors import make_root, told
 from trainer.estimate import correction_of, loss_mode_of
 from trainer.groups import Role
 from trainer.place import Place, find_place, load_tokenizer
@@ -36,6 +37,7 @@ def run_ppo(config: PPOConfig) -> int:
     start = time.perf_counter()
     with told(sys.stderr) as outcome:
         check_loggers(config.trainer.logger)
+        make_root(Path(config.trainer.default_local_dir))
         config = with_start_assets(config)
         with place_of(config) as place:
             trainer = build_trainer(config, place)

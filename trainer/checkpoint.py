@@ -12,12 +12,13 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rlsys.utils.atomic import commit_dir, write_text_atomic
+from rlsys.utils.atomic import commit_dir, fsync_file, write_text_atomic, write_text_durable
 from rlsys.utils.errors import CheckpointError, ConfigError
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -46,13 +47,8 @@ class CheckpointStore:
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or None where there is none."""
-        pointer = self.root / LATEST
-        if not pointer.exists():
-            return None
-        text = pointer.read_text().strip()
-        if not text.isdecimal():
-            raise CheckpointError(f"{pointer} should hold a step number but holds {text!r}; correct or delete it")
-        return self._existing(self.root / f"global_step_{text}")
+        step = self._pointed_at()
+        return None if step is None else self._existing(self.root / f"global_step_{step}")
 
     def to_resume(self, mode: str, path: str | None) -> Path | None:
         """The checkpoint that `trainer.resume_mode` asks for."""
@@ -67,9 +63,19 @@ class CheckpointStore:
         return self._existing(Path(path))
 
     def sweep(self) -> None:
-        """Remove what interrupted saves left."""
+        """Put right what an interrupted save or removal left."""
+        for old in self.root.glob("global_step_*.old"):
+            if old.with_suffix("").exists():
+                shutil.rmtree(old)
+            else:
+                old.rename(old.with_suffix(""))
         for left in self.root.glob("global_step_*.tmp"):
             shutil.rmtree(left)
+        for left in self.root.glob(f".{LATEST}.*.tmp"):
+            left.unlink()
+        newest = self._pointed_at()
+        if newest is not None:
+            self.prune(newest)
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
@@ -81,18 +87,19 @@ class CheckpointStore:
                 shutil.rmtree(tmp)
             tmp.mkdir(parents=True)
             yield tmp
-            if final.exists():
-                shutil.rmtree(final)
             commit_dir(tmp, final)
             write_text_atomic(self.root / LATEST, str(step))
-        except OSError as error:
+        except Exception as error:
             shutil.rmtree(tmp, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
             raise CheckpointError(
                 f"checkpoint {final} could not be written: {error}; earlier checkpoints are untouched"
             ) from error
-        self._prune(step)
+        self.prune(step)
 
-    def _prune(self, newest: int) -> None:
+    def prune(self, newest: int) -> None:
+        """Remove the checkpoints before `newest` that nobody asked to keep."""
         steps = sorted((int(m[1]) for p in self.root.iterdir() if (m := _STEP_DIR.fullmatch(p.name))), reverse=True)
         steps = [step for step in steps if step <= newest]
         for role, keep in self._keep.items():
@@ -101,6 +108,15 @@ class CheckpointStore:
         if self._keep and all(keep is not None for keep in self._keep.values()):
             for step in steps[max(keep for keep in self._keep.values() if keep is not None) :]:
                 shutil.rmtree(self.root / f"global_step_{step}", ignore_errors=True)
+
+    def _pointed_at(self) -> int | None:
+        pointer = self.root / LATEST
+        if not pointer.exists():
+            return None
+        text = pointer.read_text(errors="replace").strip()
+        if not text.isdecimal():
+            raise CheckpointError(f"{pointer} should hold a step number but holds {text!r}; correct or delete it")
+        return int(text)
 
     @staticmethod
     def _existing(path: Path) -> Path:
@@ -114,14 +130,22 @@ def save_state(folder: Path, state: TrainerState) -> None:
     record = asdict(state)
     source = record.pop("source")
     torch.save(json.dumps(source), folder / DATA)
-    (folder / STATE).write_text(json.dumps(record, indent=1))
+    fsync_file(folder / DATA)
+    record = {**record, "data_blake2b": _digest(folder / DATA)}
+    write_text_durable(folder / STATE, json.dumps(record, indent=1))
 
 
 def load_state(folder: Path) -> TrainerState:
     """Read what `save_state` wrote; a damaged file is named."""
     try:
         record = json.loads((folder / STATE).read_text())
+        if record.pop("data_blake2b") != _digest(folder / DATA):
+            raise ValueError(f"the checksum of {DATA} is not the one that was saved")
         source = json.loads(torch.load(folder / DATA, weights_only=True))
         return TrainerState(**record, source=source)
-    except (OSError, ValueError, TypeError, RuntimeError, EOFError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, EOFError) as error:
         raise CheckpointError(f"{folder}: {STATE} or {DATA} is damaged: {error}") from error
+
+
+def _digest(path: Path) -> str:
+    return blake2b(path.read_bytes(), digest_size=16).hexdigest()

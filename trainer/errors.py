@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TextIO
 
 from rlsys.utils.errors import (
@@ -18,6 +21,7 @@ from rlsys.utils.errors import (
 )
 
 TOLD = (ConfigError, DataError, CheckpointError, DeadlineError, RolloutError, WeightTransferError, WorkerError)
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM)
 
 
 @dataclass
@@ -36,6 +40,21 @@ def told(out: TextIO) -> Iterator[Outcome]:
     except TOLD as error:
         print(f"rlsys: {type(error).__name__}: {error}", file=out)
         outcome.exit_code = 2 if isinstance(error, ConfigError) else 1
+    except OSError as error:
+        if error.errno not in DISK:
+            raise
+        print(f"rlsys: a file could not be written or read: {error}", file=out)
+        outcome.exit_code = 1
     except KeyboardInterrupt:
         print("rlsys: stopped by the keyboard", file=out)
         outcome.exit_code = 130
+
+
+def make_root(path: Path) -> None:
+    """Make the run's folder and write in it once, before anything heavy starts; ConfigError if that fails."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path) as probe:
+            probe.write(b" ")
+    except OSError as error:
+        raise ConfigError(f"trainer.default_local_dir={path}: nothing can be written there: {error}") from error

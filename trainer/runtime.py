@@ -321,13 +321,15 @@ def push_by(transfer: ShardingManager, fleet: RolloutFleet) -> Callable[[int], T
 
 
 def generate_by(fleet: RolloutFleet) -> Generate:
-    """Rows in, completed rows out, with the counts of what it took."""
+    """Rows in, completed rows out, with the counts of what this call took."""
 
     def generate(rows: DataProto) -> tuple[DataProto, dict[str, float]]:
+        before = {**fleet.metrics(), "rollout/replicas_ready": 0.0}
         prompts = rows.select(batch_keys=["prompts", "attention_mask"], non_tensor_batch_keys=[])
         done = fleet.generate_sequences(prompts)
         columns = {**rows.non_tensor_batch, **done.non_tensor_batch}
-        return DataProto(done.batch, columns, dict(rows.meta_info)), fleet.metrics()
+        counts = {name: count - before[name] for name, count in fleet.metrics().items()}
+        return DataProto(done.batch, columns, dict(rows.meta_info)), counts
 
     return generate
 

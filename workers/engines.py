@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from rlsys.algorithms import ActorObjective, PolicyLossParams, RolloutCorrection
 from rlsys.config import RMConfig, SFTConfig
 from rlsys.config.schema_actor import ActorConfig, ActorRolloutRefConfig, CriticConfig
 from rlsys.config.schema_algorithm import RewardModelConfig
 from rlsys.config.schema_model import CheckpointConfig, ModelConfig, OptimConfig, ShardConfig
+from rlsys.engines import rng
 from rlsys.engines.fsdp import FSDPEngine, FsdpOptions, Precision
 from rlsys.engines.mesh import Parallel, ensure_process_group
 from rlsys.engines.micro import MicroBatches
@@ -45,10 +47,11 @@ class EngineRun:
     num_threads: int | None = None
 
     def place(self) -> str:
-        """Join the process group of the ranks and return this rank's device."""
+        """Join the process group of the ranks, seed this rank's generators and return its device."""
         if self.num_threads:
             torch.set_num_threads(self.num_threads)
         ensure_process_group(self.device, timeout_s=self.nccl_timeout_s)
+        rng.seed_all(dist.get_rank())
         return self.device
 
     def compute_dtype(self, wanted: str) -> str:

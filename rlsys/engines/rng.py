@@ -11,6 +11,13 @@ import numpy as np
 import torch
 
 
+def seed_all(seed: int) -> None:
+    """Seed every generator, so that two starts of one run draw the same."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
 def capture() -> dict[str, Any]:
     """States of torch (CPU and the current CUDA device), python's random and numpy's legacy generator."""
     version, internal, gauss = random.getstate()
@@ -39,9 +46,7 @@ def restore(state: dict[str, Any]) -> None:
 def derive(state: dict[str, Any], rank: int) -> None:
     """Seed every generator from another rank's state and this rank's number: for a changed number of ranks."""
     seed = int.from_bytes(blake2b(f"{state['torch']}:{rank}".encode(), digest_size=8).digest()) >> 1
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
+    seed_all(seed)
 
 
 def _text(state: torch.Tensor) -> str:

@@ -28,17 +28,20 @@ class JsonlWriter:
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            if resume_step is None:
+            if resume_step is None and path.stat().st_size:
                 path.rename(_free_name(path))
-            else:
+            elif resume_step is not None:
                 _truncate(path, resume_step)
         self.path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def write(self, record: Mapping[str, Any]) -> None:
         line = memoryview(encode_line(record))
-        while line:
-            line = line[os.write(self._fd, line) :]
+        try:
+            while line:
+                line = line[os.write(self._fd, line) :]
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
         if self._fd >= 0:

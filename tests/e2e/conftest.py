@@ -13,6 +13,11 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rlsys.data.start_assets import build_tokenizer
 
+GRADER = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return (sum(solution_str.encode()) % 7) / 6
+"""
+
 
 @dataclass(frozen=True)
 class Toy:
@@ -21,6 +26,8 @@ class Toy:
     model: Path
     train: Path
     val: Path
+    grader: Path
+    """Scores that depend on the text and differ within a group even before anything is learned."""
 
     def overrides(self, out: Path, *more: str) -> list[str]:
         """Arguments of a run of a few seconds that learns from 32 samples a step."""
@@ -76,4 +83,5 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
                 }
             )
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return Toy(folder / "model", folder / "train.jsonl", folder / "val.jsonl")
+    (folder / "grader.py").write_text(GRADER)
+    return Toy(folder / "model", folder / "train.jsonl", folder / "val.jsonl", folder / "grader.py")

@@ -1,0 +1,76 @@
+"""Faults that a test puts into a forked run, by name (tests.e2e.fork_server.Patches)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.e2e.fork_server import wrap
+
+
+def torn_metric_line() -> None:
+    """The process is killed when half of the first metric line is written."""
+    from rlsys.telemetry.jsonl import JsonlWriter, encode_line
+
+    def write(self: Any, record: Mapping[str, Any]) -> None:
+        line = encode_line(record)
+        os.write(self._fd, line[: len(line) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    JsonlWriter.write = write
+
+
+def nan_gradient_in_step_2() -> None:
+    """One advantage of the second step is not a number."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            batch, metrics = original(batch, *args, **kwargs)
+            if batch.meta_info["global_steps"] == 2:
+                batch.tensors["advantages"] = torch.full_like(batch.tensors["advantages"], float("nan"))
+            return batch, metrics
+
+        return call
+
+    wrap("trainer.steps:estimate", make)
+
+
+def disk_full_at_second_checkpoint() -> None:
+    """The file system refuses new folders for checkpoint 2: no space left."""
+    _refuse_mkdir(errno.ENOSPC)
+
+
+def disk_read_only_at_second_checkpoint() -> None:
+    """The file system was remounted read-only before checkpoint 2."""
+    _refuse_mkdir(errno.EROFS)
+
+
+def disk_full_for_metrics() -> None:
+    """The disk is full when the metrics of a step are written."""
+    from rlsys.telemetry import jsonl
+
+    class Full:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(os, name)
+
+        def write(self, descriptor: int, data: Any) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    jsonl.os = Full()  # pyrefly: ignore[bad-assignment]
+
+
+def _refuse_mkdir(number: int) -> None:
+    original = os.mkdir
+
+    def mkdir(path: Any, *args: Any, **kwargs: Any) -> None:
+        if "global_step_2" in Path(path).name:
+            raise OSError(number, os.strerror(number), str(path))
+        original(path, *args, **kwargs)
+
+    os.mkdir = mkdir

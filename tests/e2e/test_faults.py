@@ -1,0 +1,192 @@
+"""What goes wrong around a run ends in recovery or in one clear error: exit code 1 or 2, no traceback, nothing left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.e2e.conftest import Toy
+from tests.e2e.fork_server import Ended, ForkServer, Patches
+
+DEADLINE_S = 60.0
+POINTER = "latest_checkpointed_iteration.txt"
+MODEL = "model_world_size_1_rank_0.safetensors"
+OPTIM = "optim_world_size_1_rank_0.safetensors"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run of three steps that saves each, in its own folder."""
+
+    server: ForkServer
+    toy: Toy
+    folder: Path
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "out"
+
+    def run(self, *overrides: str, patches: Patches | None = None) -> Ended:
+        given = [f"reward.custom_reward_function.path={self.toy.grader}", *overrides]
+        argv = self.toy.overrides(self.out, "trainer.backend=local", "trainer.save_freq=1", *given)
+        ended = self.server.run(argv, self.folder / "log", patches, deadline_s=DEADLINE_S)
+        assert ended.orphans == 0
+        return ended
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+
+    def weights(self, step: int) -> dict[str, Any]:
+        return load_file(str(self.out / f"global_step_{step}" / "actor" / MODEL))
+
+    def grader(self, body: str) -> str:
+        path = self.folder / "grader.py"
+        path.write_text(
+            f"import os, time\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None):\n{body}"
+        )
+        return f"reward.custom_reward_function.path={path}"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with ForkServer() as server:
+        yield server
+
+
+@pytest.fixture
+def job(server: ForkServer, toy: Toy, tmp_path: Path) -> Job:
+    return Job(server, toy, tmp_path)
+
+
+def assert_one_error(ended: Ended, code: int, *said: str) -> None:
+    """The run ended with `code` and one error that says all of `said`."""
+    assert ended.status == code, ended.log
+    assert "Traceback" not in ended.log, ended.log
+    (error,) = [line for line in ended.log.splitlines() if line.startswith("rlsys: ") and "preset" not in line]
+    text = ended.log[ended.log.index(error) :]
+    assert all(words in text for words in said), text
+
+
+@pytest.mark.parametrize(
+    ("patches", "step", "why"),
+    [
+        (Patches(max_file_bytes=1 << 16), 1, "File too large"),
+        (Patches(inject=("disk_full_at_second_checkpoint",)), 2, "No space left on device"),
+        (Patches(inject=("disk_read_only_at_second_checkpoint",)), 2, "Read-only file system"),
+    ],
+    ids=["file size limit", "disk full", "read-only"],
+)
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_next_one_goes_on(
+    job: Job, patches: Patches, step: int, why: str
+) -> None:
+    assert_one_error(job.run(patches=patches), 1, "CheckpointError", f"global_step_{step}", why)
+    assert not list(job.out.glob(f"global_step_{step}*"))
+    assert (job.out / POINTER).exists() == (step > 1)
+    assert job.run().status == 0
+    assert [line["step"] for line in job.metrics()] == [1, 2, 3]
+
+
+def test_metrics_that_cannot_be_written_end_the_run(job: Job) -> None:
+    ended = job.run(patches=Patches(inject=("disk_full_for_metrics",)))
+    assert_one_error(ended, 1, "metrics.jsonl", "No space left on device")
+
+
+def test_an_output_folder_that_cannot_be_made_is_told_with_its_key(job: Job) -> None:
+    ended = job.run("trainer.default_local_dir=/proc/rlsys")
+    assert_one_error(ended, 2, "trainer.default_local_dir", "/proc/rlsys")
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        (f"global_step_2/actor/{MODEL}", _flip),
+        (f"global_step_2/actor/{OPTIM}", lambda path: path.write_bytes(path.read_bytes()[:-100])),
+        ("global_step_2/actor/extra_state_world_size_1_rank_0.json", Path.unlink),
+        ("global_step_2/actor/manifest.json", lambda path: path.write_text("{")),
+        ("global_step_2/trainer.json", lambda path: path.write_text("[]")),
+        ("global_step_2/trainer.json", Path.unlink),
+        ("global_step_2/data.pt", _flip),
+        ("global_step_2/data.pt", lambda path: path.write_bytes(b"")),
+        (POINTER, lambda path: path.write_text("two")),
+        (POINTER, lambda path: path.write_text("7")),
+        (POINTER, lambda path: path.write_bytes(b"\xff\xfe")),
+    ],
+    ids=[
+        "bit of the model",
+        "end of the optimizer",
+        "no random state",
+        "manifest",
+        "state of another kind",
+        "no state",
+        "bit of the data state",
+        "empty data state",
+        "pointer not a number",
+        "pointer to nothing",
+        "pointer not text",
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_name(
+    job: Job, saved: Callable[[Path], None], name: str, damage: Callable[[Path], object]
+) -> None:
+    saved(job.out)
+    damage(job.out / name)
+    before = sorted(job.out.rglob("*"))
+    named = "global_step_7" if "7" in (job.out / POINTER).read_text(errors="replace") else Path(name).name
+    assert_one_error(job.run(), 1, "CheckpointError", named)
+    assert set(before) <= set(job.out.rglob("*"))
+
+
+@pytest.fixture(scope="module")
+def saved(server: ForkServer, toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], None]:
+    """Copies a run that was stopped after two of its steps."""
+    import shutil
+
+    folder = tmp_path_factory.mktemp("saved")
+    first = Job(server, toy, folder)
+    assert first.run("trainer.total_training_steps=2").status == 0
+    return lambda out: shutil.copytree(first.out, out)  # pyrefly: ignore
+
+
+@pytest.mark.parametrize(
+    ("body", "metric"),
+    [
+        ("    return float('nan')", "reward/errors"),
+        ("    os._exit(3)", "reward/errors"),
+        ("    raise SystemExit(3)", "reward/errors"),
+        ("    while extra_info['index'] % 16 == 0: time.sleep(9)\n    return 1.0", "reward/timeouts"),
+    ],
+    ids=["nan", "exits", "gives up", "hangs"],
+)
+def test_a_broken_grader_is_counted_and_training_goes_on(job: Job, body: str, metric: str) -> None:
+    ended = job.run(job.grader(body), "reward.timeout_s=1", "trainer.total_training_steps=1")
+    assert ended.status == 0, ended.log
+    (line,) = job.metrics()
+    assert line[metric] > 0
+    assert line["actor/skipped_steps"] == 0
+
+
+def test_a_gradient_that_is_not_a_number_is_not_applied(job: Job) -> None:
+    assert job.run(patches=Patches(inject=("nan_gradient_in_step_2",))).status == 0
+    assert [line["actor/skipped_steps"] for line in job.metrics()] == [0, 2, 0]
+    first, second, third = (job.weights(step) for step in (1, 2, 3))
+    assert all(first[name].equal(second[name]) for name in first)
+    assert not all(second[name].equal(third[name]) for name in first)
+
+
+def test_fewer_rows_than_a_batch_is_a_configuration_error(job: Job) -> None:
+    few = job.folder / "few.jsonl"
+    few.write_text("".join(job.toy.train.read_text().splitlines(keepends=True)[:5]))
+    ended = job.run(f"data.train_files={few}")
+    assert_one_error(ended, 2, "data.gen_batch_size=8", "5 usable rows")

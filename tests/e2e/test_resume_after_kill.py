@@ -1,0 +1,172 @@
+"""A run killed with SIGKILL anywhere and started again by the same command ends as if nothing had happened.
+
+Each test kills one run many times in a row, every time where the restarted run has not yet been, and compares what is
+left at the end with an uninterrupted run: parameters, optimizer, random generators, data order, rollouts and metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import Toy
+from tests.e2e.fork_server import ForkServer, Kill, Patches
+from trainer.checkpoint import load_state
+
+WALL_CLOCK = ("timing", "perf/", "weights/seconds", "reward/seconds")
+ANEW = re.compile(r"metrics\.\d+\.jsonl")  # what runs killed before their first checkpoint had written
+
+GENERATE = "workers.rollout:generate_sequences"
+REWARD = "rlsys.rewards.manager:PoolRewardManager.grade"
+LOG_PROB = "rlsys.roles.actor:PPOActor.compute_logp"
+ADVANTAGES = "trainer.steps:estimate"
+OPTIM_STEP = "rlsys.engines.fsdp:FSDPEngine.optim_step"
+PUSH = "rlsys.rollout.hf:HFRollout.finish_update"
+METRICS = "rlsys.telemetry.jsonl:JsonlWriter.write"
+ENGINE_COMMIT = "rlsys.engines.checkpoint:_commit"
+SAVE_ACTOR = "workers.actor:ActorWorker.save_checkpoint"
+SAVE_CRITIC = "workers.critic:CriticWorker.save_checkpoint"
+SAVE_STATE = "trainer.ppo:save_state"
+COMMIT = "trainer.checkpoint:commit_dir"
+POINTER = "trainer.checkpoint:write_text_atomic"
+PRUNE = "trainer.checkpoint:CheckpointStore.prune"
+
+
+def stages_of_a_step() -> list[Patches]:
+    """In the first step that a run makes: each stage, the update between two optimizer steps, the push half way."""
+    kills = [
+        Kill(GENERATE),
+        Kill(GENERATE, when="after"),
+        Kill(REWARD, when="after"),
+        Kill(LOG_PROB, when="after"),
+        Kill(ADVANTAGES),
+        Kill(OPTIM_STEP, when="after"),
+        Kill(OPTIM_STEP, call=2, when="after"),
+        Kill(PUSH, call=2),
+        Kill(PUSH, call=2, when="after"),
+    ]
+    return [
+        *(Patches(kill) for kill in kills),
+        Patches(inject=("torn_metric_line",)),
+        Patches(Kill(METRICS, 1, "after")),
+    ]
+
+
+def points_of_a_save() -> list[Patches]:
+    """While the first checkpoint that a run makes is written; the last one leaves it complete."""
+    kills = [
+        Kill(SAVE_ACTOR),
+        Kill(ENGINE_COMMIT),
+        Kill(SAVE_ACTOR, when="after"),
+        Kill(SAVE_STATE),
+        Kill(SAVE_STATE, when="after"),
+        Kill(COMMIT, when="after"),
+        Kill("rlsys.utils.atomic:write_text_durable", when="after", inside=POINTER),
+        Kill(POINTER, when="after"),
+    ]
+    return [Patches(kill) for kill in kills]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Uninterrupted runs, kept by their overrides, and runs killed again and again."""
+
+    server: ForkServer
+    toy: Toy
+    folder: Path
+
+    def argv(self, out: Path, overrides: Sequence[str]) -> list[str]:
+        return self.toy.overrides(
+            out,
+            "trainer.backend=local",
+            "trainer.save_freq=1",
+            f"reward.custom_reward_function.path={self.toy.grader}",
+            f"trainer.rollout_data_dir={out}/rollouts",
+            *overrides,
+        )
+
+    def uninterrupted(self, name: str, overrides: Sequence[str]) -> Path:
+        out = self.folder / f"{name}_whole"
+        if not out.exists():
+            ended = self.server.run(self.argv(out, overrides), self.folder / f"{name}_whole.log")
+            assert ended.status == 0, ended.log
+        return out
+
+    def killed(self, name: str, overrides: Sequence[str], points: Sequence[Patches]) -> Path:
+        out = self.folder / name
+        for number, point in enumerate(points):
+            ended = self.server.run(self.argv(out, overrides), self.folder / f"{name}_{number}.log", point)
+            assert ended.status == -9, f"point {number} {point} was not reached, or not survived:\n{ended.log}"
+            assert ended.orphans == 0, f"{ended.orphans} processes outlived {point}"
+        ended = self.server.run(self.argv(out, overrides), self.folder / f"{name}_last.log")
+        assert ended.status == 0, ended.log
+        return out
+
+
+@pytest.fixture(scope="module")
+def runs(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with ForkServer() as server:
+        yield Runs(server, toy, tmp_path_factory.mktemp("runs"))
+
+
+def test_killed_in_every_stage_of_every_step_and_at_every_point_of_a_save(runs: Runs) -> None:
+    points = [*stages_of_a_step(), *points_of_a_save()]
+    later = [Patches(Kill(stage, when="after")) for stage in (GENERATE, REWARD, LOG_PROB, OPTIM_STEP, METRICS, COMMIT)]
+    later += [Patches(Kill(PUSH, call=2)), Patches(Kill(POINTER, when="after"))]
+    assert_same(runs.killed("grpo", (), [*points, *later, *later]), runs.uninterrupted("grpo", ()))
+
+
+def test_killed_between_the_saves_of_two_roles_and_while_old_checkpoints_are_removed(runs: Runs) -> None:
+    overrides = (
+        "algorithm.adv_estimator=gae",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.type=adaptive",
+        "trainer.max_actor_ckpt_to_keep=1",
+        "trainer.max_critic_ckpt_to_keep=1",
+    )
+    update_critic = Patches(Kill("workers.critic:CriticWorker.update_critic", when="after"))
+    between = [Patches(Kill(SAVE_CRITIC)), Patches(Kill(SAVE_CRITIC, when="after"))]
+    first = [update_critic, *between, Patches(Kill(POINTER, when="after"))]
+    pruning = [Patches(Kill("os:unlink", call=2, inside=PRUNE)), Patches(Kill(PRUNE, when="after"))]
+    points = [*first, update_critic, *between, *pruning[:1], *between, *pruning[:1]]
+    assert_same(runs.killed("ppo", overrides, points), runs.uninterrupted("ppo", overrides))
+
+
+def test_killed_while_batches_are_made_again_for_dynamic_sampling(runs: Runs) -> None:
+    overrides = (
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.metric=seq_reward",
+        "actor_rollout_ref.rollout.n=2",
+    )
+    second_batch = Patches(Kill(GENERATE, call=2, when="after"))
+    saved = Patches(Kill(POINTER, when="after"))
+    points = [second_batch, saved, second_batch, saved, second_batch]
+    assert_same(runs.killed("dapo", overrides, points), runs.uninterrupted("dapo", overrides))
+
+
+def assert_same(out: Path, whole: Path) -> None:
+    """Everything that two runs leave is the same, but for what the clock says."""
+    assert files_of(out) == files_of(whole)
+    assert metrics_of(out) == metrics_of(whole)
+    for name in sorted(files_of(whole)):
+        if name.startswith("rollouts/") or "/actor/" in name or "/critic/" in name:
+            assert (out / name).read_bytes() == (whole / name).read_bytes(), name
+    for step in whole.glob("global_step_*"):
+        assert load_state(out / step.name) == load_state(step)
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "3"
+
+
+def files_of(out: Path) -> set[str]:
+    files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    return {name for name in files if not ANEW.fullmatch(name)}
+
+
+def metrics_of(out: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(WALL_CLOCK)} for line in lines]
