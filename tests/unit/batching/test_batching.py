@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlsys import partition
 from rlsys.batching import (
     TOO_LONG,
     attention_work,
@@ -105,6 +106,13 @@ def test_large_partitions_are_balanced_to_a_tenth_of_a_percent(num_parts: int, e
     ):
         sums = [weights[part].sum() for part in balanced_partitions(weights, num_parts, equal_size=equal_size)]
         assert max(sums) <= 1.001 * weights.sum() / num_parts
+
+
+def test_differencing_alone_is_nearly_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partition, "EXCHANGES", 0)
+    weights = np.random.default_rng(0).integers(1, 4096, 1024)
+    sums = [weights[part].sum() for part in balanced_partitions(weights, 8, equal_size=True)]
+    assert max(sums) <= 1.0001 * weights.sum() / 8
 
 
 def test_partitions_by_hand() -> None:

@@ -90,26 +90,22 @@ def batches(draw: st.DrawFn, min_rows: int = 0, max_rows: int = 7, multiple_of: 
 
 
 def same(a: DataProto, b: DataProto, *, meta: bool = True) -> bool:
+    """Equal rows, dtypes, shapes and values, by their printed form and not by the product's own comparison."""
     if (a.batch is None) != (b.batch is None) or len(a) != len(b):
         return False
-    left, right = ({} if x.batch is None else dict(x.batch.items()) for x in (a, b))
-    tensors_same = left.keys() == right.keys() and all(
-        left[key].dtype == right[key].dtype and deep_equal(plain(left[key]), plain(right[key])) for key in left
-    )
-    arrays_same = deep_equal(a.non_tensor_batch, b.non_tensor_batch)
-    return tensors_same and arrays_same and (not meta or untyped(a.meta_info) == untyped(b.meta_info))
-
-
-def plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone()
+    left, right = ({} if x.batch is None else dict(sorted(x.batch.items())) for x in (a, b))
+    arrays_a, arrays_b = dict(sorted(a.non_tensor_batch.items())), dict(sorted(b.non_tensor_batch.items()))
+    parts = [(left, right), (arrays_a, arrays_b), (a.meta_info, b.meta_info) if meta else (0, 0)]
+    return all(untyped(one) == untyped(other) for one, other in parts)
 
 
 def untyped(value: Any) -> Any:
     """Values with their types spelled out, comparable by ==."""
     if isinstance(value, torch.Tensor):
-        return "tensor", str(value.dtype), repr(value.tolist())
+        return "tensor", str(value.dtype), tuple(value.shape), repr(value.tolist())
     if isinstance(value, np.ndarray):
-        return "array", str(value.dtype), value.shape, [untyped(item) for item in value.ravel().tolist()]
+        items = value.ravel().tolist() if value.dtype == object else repr(value.tolist())
+        return "array", str(value.dtype), value.shape, [untyped(item) for item in items]
     if isinstance(value, dict):
         return "dict", [(untyped(key), untyped(item)) for key, item in value.items()]
     if isinstance(value, list | tuple):
@@ -178,7 +174,7 @@ def test_select_idxs_agrees_with_numpy(data: DataProto, idxs: list[int]) -> None
     chosen = data.select_idxs(idxs)
     assert len(chosen) == len(idxs)
     for key, array in data.non_tensor_batch.items():
-        assert deep_equal(chosen.non_tensor_batch[key], array[np.array(idxs, dtype=int)])
+        assert untyped(chosen.non_tensor_batch[key]) == untyped(array[np.array(idxs, dtype=int)])
     assert all(same(chosen[i : i + 1], data[idx:][:1]) for i, idx in enumerate(idxs))
 
 
@@ -395,9 +391,23 @@ def test_copies_are_equal_and_apart(data: DataProto) -> None:
 
 @properties
 @given(VALUES, VALUES)
-def test_deep_equal_is_reflexive_and_symmetric(a: Any, b: Any) -> None:
+def test_deep_equal_is_equality_of_type_and_value(a: Any, b: Any) -> None:
     assert deep_equal(a, copy.deepcopy(a))
     assert deep_equal(a, b) == deep_equal(b, a)
+    if deep_equal(a, b):
+        assert type(a) is type(b)
+
+
+@properties
+@given(st.data())
+def test_deep_equal_sees_any_changed_number(draw: st.DataObject) -> None:
+    row = draw.draw(st.integers(0, 5))
+    for values in (torch.arange(6.0), np.arange(6), object_array(range(6)), list(range(6)), tuple(range(6))):
+        other = copy.deepcopy(values) if not isinstance(values, tuple) else list(values)
+        other[row] = 7
+        changed = tuple(other) if isinstance(values, tuple) else other
+        assert not deep_equal(values, changed)
+        assert not deep_equal({"a": [values]}, {"a": [changed]})
 
 
 # ---- wire and disk -------------------------------------------------------------------------------------------------
