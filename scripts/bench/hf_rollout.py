@@ -115,7 +115,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     kind = getattr(torch, args.dtype)
-    load = {"load_format": "auto", "dtype": args.dtype, "device": args.device}
+    load: Any = {"load_format": "auto", "dtype": args.dtype, "device": args.device}
     peer = load_causal_lm(args.model, **load) if args.model else build(args.shape).to(args.device, kind)
     peer = peer.eval()
     mine = load_causal_lm(args.model, **load) if args.model else build(args.shape).to(args.device, kind)
