@@ -25,7 +25,8 @@ if TYPE_CHECKING:
         WeightLayout,
     )
 
-Output = Literal["log_probs", "entropy", "values", "sum_pi_squared"]
+Output = Literal["log_probs", "entropy", "values", "scores", "sum_pi_squared"]
+"""Of each response token; `values` is the scalar head on the state before the token, `scores` on the token itself."""
 Part = Literal["params", "grads", "optimizer"]
 
 
@@ -60,7 +61,7 @@ class TrainEngine(Protocol):
         ...
 
     def forward(self, batch: DataProto, outputs: Sequence[Output], *, temperature: float = 1.0) -> dict[str, Tensor]:
-        """Per-token outputs (B, R) of this rank's rows in their order, float32, zero where response_mask is 0."""
+        """Per-token outputs (B, R) of this rank's rows in their order, float32, zero at padding."""
         ...
 
     def forward_backward(

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[object]:
+    """One local Ray cluster for all tests that need one; it claims 8 CPUs and 2 GPUs, whatever the machine has."""
+    from rlsys.single_controller.ray import connect
+
+    with connect({"num_cpus": 8, "num_gpus": 2}) as cluster:
+        yield cluster

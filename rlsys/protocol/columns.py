@@ -34,6 +34,8 @@ def deep_equal(a: Any, b: Any) -> bool:
 
 
 def _deep_equal(a: Any, b: Any, path: tuple[int, ...]) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and tensors_equal(a, b)
     if type(a) is not type(b):
         return False
     if id(a) in path:
@@ -43,8 +45,6 @@ def _deep_equal(a: Any, b: Any, path: tuple[int, ...]) -> bool:
     path = (*path, id(a))
     if isinstance(a, np.ndarray):
         return _arrays_equal(a, b, path)
-    if isinstance(a, torch.Tensor):
-        return tensors_equal(a, b)
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(_deep_equal(value, b[key], path) for key, value in a.items())
     if isinstance(a, list | tuple):

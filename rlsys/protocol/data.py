@@ -171,6 +171,13 @@ class DataProto:
 
     # ---- looking at it -----------------------------------------------------------------------------------------
 
+    @property
+    def tensors(self) -> TensorDict:
+        """The tensors; ValueError where there are none."""
+        if self.batch is None:
+            raise ValueError("this batch has no tensors")
+        return self.batch
+
     def __len__(self) -> int:
         if self.batch is not None:
             return self.batch.batch_size[0]

@@ -40,7 +40,7 @@ class ReadOnlyTensor(Tensor):
             raise ReadOnlyError(f"{func} writes to its argument '{name}': {HINT}")
         shared: list[Tensor] = []
         out = func(*_unwrap(args, shared), **_unwrap(kwargs, shared))
-        return _wrap_aliases(out, {tensor.untyped_storage().data_ptr() for tensor in shared})
+        return _wrap_aliases(out, {tensor.untyped_storage().data_ptr() for tensor in shared} - {0})
 
     def writable(self) -> Tensor:
         """A private copy."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,12 +30,15 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     """(B, ...) -> (new_batch_size, B // new_batch_size, ...) for every column."""
     assert len(data) % new_batch_size == 0, f"{len(data)} rows do not fold into {new_batch_size}"
-    return _reshape_rows(data, lambda values: values.reshape(new_batch_size, -1, *values.shape[1:]))
+    per_row = len(data) // max(new_batch_size, 1)
+    return _reshape_rows(data, lambda values: values.reshape(new_batch_size, per_row, *values.shape[1:]))
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     """Make one batch dimension out of the first `batch_dims` of every column."""
-    return _reshape_rows(data, lambda values: values.reshape(-1, *values.shape[batch_dims:]))
+    return _reshape_rows(
+        data, lambda values: values.reshape(math.prod(values.shape[:batch_dims]), *values.shape[batch_dims:])
+    )
 
 
 def _reshape_rows(data: DataProto, reshape: Callable[[Any], Any]) -> DataProto:

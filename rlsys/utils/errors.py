@@ -29,9 +29,12 @@ class DeadlineError(TimeoutError):
     """Somebody did not answer in time; the message names who, at which stage, and what to check."""
 
     def __init__(self, who: str, stage: str, deadline_s: float, hint: str = "") -> None:
-        self.who, self.stage, self.deadline_s = who, stage, deadline_s
+        self.who, self.stage, self.deadline_s, self.hint = who, stage, deadline_s, hint
         text = f"{who} did not answer within {deadline_s:g} s at stage '{stage}'"
         super().__init__(f"{text}: {hint}" if hint else text)
+
+    def __reduce__(self) -> tuple[type, tuple[str, str, float, str]]:
+        return type(self), (self.who, self.stage, self.deadline_s, self.hint)
 
 
 @dataclass(frozen=True)
@@ -53,3 +56,6 @@ class WorkerError(RuntimeError):
         self.failed = failed
         text = f"{failed.role} rank {failed.rank} on {failed.host} failed at stage '{failed.stage}': {failed.cause}"
         super().__init__(f"{text}\n--- last lines of its log ---\n{failed.log_tail}" if failed.log_tail else text)
+
+    def __reduce__(self) -> tuple[type, tuple[FailedWorker]]:
+        return type(self), (self.failed,)

@@ -1,0 +1,277 @@
+"""Correcting for rollouts drawn from another policy than the one trained: weights, rejection, diagnostics.
+
+The rollout engine computes other log-probabilities than the trainer (kernels, precision, staleness). Write
+`log rho = old_log_probs - rollout_log_probs` (B, R). Truncated importance sampling (TIS,
+fengyao.notion.site/off-policy-rl) multiplies the loss by rho held below a threshold; masked importance sampling (MIS,
+IcePop, arXiv:2510.18855) drops what lies outside an interval; rejection takes tokens or rows out of the mask.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlsys.algorithms.masked import masked_mean, masked_sum
+from rlsys.algorithms.mismatch import mismatch_metrics
+
+SAFETY_BOUND = 20.0
+RS_ALIASES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+RS_MODES = (
+    *(f"token_k{k}" for k in (1, 2, 3)),
+    *(f"seq_sum_k{k}" for k in (1, 2, 3)),
+    *(f"seq_mean_k{k}" for k in (1, 2, 3)),
+    *(f"seq_max_k{k}" for k in (2, 3)),
+)
+
+
+@dataclass(frozen=True)
+class RolloutCorrection:
+    """algorithm.rollout_correction, checked. Thresholds: a number, or "lo_hi"; one per rejection mode or one for all.
+
+    `rollout_is`: None, "token" or "sequence". `rollout_rs`: modes separated by commas, out of `RS_MODES`; the k1 modes
+    bound the ratio rollout / trainer by (1 / x, x) or "lo_hi", the others bound the estimate from above.
+    """
+
+    rollout_is: str | None = None
+    rollout_is_threshold: float | str = 2.0
+    rollout_rs: str | None = None
+    rollout_rs_threshold: float | str | None = None
+    rollout_is_batch_normalize: bool = False
+    bypass_mode: bool = False
+    loss_type: str = "ppo_clip"
+
+    def __post_init__(self) -> None:
+        if self.rollout_is not in (None, "token", "sequence"):
+            raise ValueError(f"rollout_is must be null, token or sequence, got '{self.rollout_is}'")
+        if self.loss_type not in ("ppo_clip", "reinforce"):
+            raise ValueError(f"rollout_correction.loss_type must be ppo_clip or reinforce, got '{self.loss_type}'")
+        if self.bypass_mode and self.loss_type == "reinforce" and self.rollout_is_batch_normalize:
+            raise ValueError(
+                "rollout_is_batch_normalize cannot be had with bypass_mode and loss_type=reinforce: the weights change "
+                "with every update, so their mean over the mini-batch is not known when its parts are computed"
+            )
+        _ = self.is_bounds, self.rejections
+
+    @property
+    def is_bounds(self) -> tuple[float | None, float]:
+        """(low, high) of the importance weights; low is None for truncation."""
+        return _parse_bounds(self.rollout_is_threshold, "rollout_is_threshold")
+
+    @property
+    def rejections(self) -> tuple[tuple[str, float | None, float], ...]:
+        """(mode, low, high) of every rejection mode, in terms of its statistic."""
+        modes = [m.strip() for m in (self.rollout_rs or "").split(",") if m.strip()]
+        modes = list(dict.fromkeys(RS_ALIASES.get(mode, mode) for mode in modes))
+        if unknown := [mode for mode in modes if mode not in RS_MODES]:
+            raise ValueError(f"unknown rollout_rs '{unknown[0]}', one of {', '.join((*RS_ALIASES, *RS_MODES))}")
+        if not modes:
+            return ()
+        if self.rollout_rs_threshold is None:
+            raise ValueError("rollout_rs needs rollout_rs_threshold")
+        specs = [part.strip() for part in str(self.rollout_rs_threshold).split(",")]
+        if len(specs) not in (1, len(modes)):
+            raise ValueError(f"rollout_rs_threshold needs one value or {len(modes)}, got {len(specs)}")
+        specs = specs * len(modes) if len(specs) == 1 else specs
+        return tuple(_rejection(mode, spec) for mode, spec in zip(modes, specs, strict=True))
+
+
+def _parse_bounds(spec: float | str, name: str) -> tuple[float | None, float]:
+    parts = str(spec).strip().split("_")
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError:
+        raise ValueError(f"{name} must be a number or 'lo_hi', got '{spec}'") from None
+    if len(numbers) > 2 or any(not x > 0 for x in numbers) or numbers != sorted(numbers):
+        raise ValueError(f"{name} must be positive, 'lo_hi' with lo <= hi, got '{spec}'")
+    return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
+
+
+def _rejection(mode: str, spec: str) -> tuple[str, float | None, float]:
+    low, high = _parse_bounds(spec, "rollout_rs_threshold")
+    if not mode.endswith("k1"):
+        if low is not None:
+            raise ValueError(f"rollout_rs_threshold of {mode} is one upper bound, got '{spec}'")
+        return mode, None, high
+    low = 1 / high if low is None else low
+    if low > high:
+        raise ValueError(f"rollout_rs_threshold of {mode} must be at least 1 or 'lo_hi', got '{spec}'")
+    return mode, math.log(low), math.log(high)
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """Weights (B, R) or None, the mask that remains (B, R), and metrics under `rollout_corr/`."""
+
+    weights: Tensor | None
+    response_mask: Tensor
+    metrics: dict[str, float]
+
+
+@torch.no_grad()
+def rollout_correction(
+    *, old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, settings: RolloutCorrection
+) -> Corrected:
+    """Importance weights and the mask after rejection, for a whole batch (B, R).
+
+    Weights are 0 outside the mask and are those of the mask before rejection, as in verl.
+    """
+    log_ratio = torch.where(response_mask.bool(), old_log_probs - rollout_log_probs, 0.0)
+    metrics = mismatch_metrics(old_log_probs, rollout_log_probs, response_mask)
+    weights = None
+    if settings.rollout_is is not None:
+        weights, is_metrics = importance_weights(log_ratio, response_mask, settings)
+        metrics |= is_metrics
+    kept, rs_metrics = rejection_mask(log_ratio, response_mask, settings)
+    metrics |= rs_metrics
+    return Corrected(weights, kept, {f"rollout_corr/{name}": value for name, value in metrics.items()})
+
+
+def importance_weights(log_ratio: Tensor, mask: Tensor, settings: RolloutCorrection) -> tuple[Tensor, dict[str, float]]:
+    """Weights rho (B, R) per token, or their product per row at each of its tokens, truncated or masked.
+
+    With `rollout_is_batch_normalize` their mean, over tokens or over rows, is made 1.
+    """
+    low, high = settings.is_bounds
+    by_row = settings.rollout_is == "sequence"
+    exponent = masked_sum(log_ratio, mask, dim=1).unsqueeze(1).expand_as(log_ratio) if by_row else log_ratio
+    raw = torch.where(mask.bool(), exponent.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp(), 0.0)
+    inside = raw <= high if low is None else (raw >= low) & (raw <= high)
+    weights = raw.clamp(max=high) if low is None else torch.where(inside, raw, 0.0)
+    metrics = _weight_metrics(weights, raw, exponent, mask, low, high)
+    if low is not None:
+        metrics["rollout_is_oob_ratio"] = masked_mean((~inside).double(), mask).item()
+    if settings.rollout_is_batch_normalize:
+        rows = mask.bool().any(dim=1)
+        mean = masked_mean(masked_mean(weights, mask, dim=1), rows) if by_row else masked_mean(weights, mask)
+        factor = mean.item() if mean.item() > 1e-8 else 1.0
+        weights = weights / factor
+        metrics["rollout_is_batch_norm_factor"] = factor
+    return weights, metrics
+
+
+def _weight_metrics(
+    weights: Tensor, raw: Tensor, exponent: Tensor, mask: Tensor, low: float | None, high: float
+) -> dict[str, float]:
+    low = 1 / high if low is None else low
+    valid = mask.bool()
+    if not valid.any():
+        return {}
+    mean = masked_mean(weights, mask)
+    square = masked_mean(weights.square(), mask)
+    rows = masked_mean(weights, mask, dim=1)[valid.any(dim=1)]
+    raw_rows = masked_mean(raw, mask, dim=1)[valid.any(dim=1)]
+    applied = weights[valid]
+    values = {
+        "rollout_is_mean": mean,
+        "rollout_is_max": applied.max(),
+        "rollout_is_min": applied.min(),
+        "rollout_is_std": (square - mean.square()).clamp(min=0).sqrt(),
+        "rollout_is_eff_sample_size": mean.square() / square.clamp(min=1e-30),
+        "rollout_is_ratio_fraction_high": masked_mean((exponent > math.log(high)).double(), mask),
+        "rollout_is_ratio_fraction_low": masked_mean((exponent < math.log(low)).double(), mask),
+        "rollout_is_seq_mean": rows.mean(),
+        "rollout_is_seq_std": rows.std() if len(rows) > 1 else torch.zeros(()),
+        "rollout_is_seq_max": rows.max(),
+        "rollout_is_seq_min": rows.min(),
+        "rollout_is_seq_max_deviation": (rows - 1).abs().max(),
+        "rollout_is_seq_fraction_high": (raw_rows > high).double().mean(),
+        "rollout_is_seq_fraction_low": (raw_rows < low).double().mean(),
+    }
+    return {name: value.item() for name, value in values.items()}
+
+
+def rejection_mask(log_ratio: Tensor, mask: Tensor, settings: RolloutCorrection) -> tuple[Tensor, dict[str, float]]:
+    """The mask (B, R) without the tokens or rows whose divergence is out of bounds; a token must pass every mode.
+
+    Statistics are of `-log rho` (k1), `(log rho)^2 / 2` (k2) and `rho - log rho - 1` (k3), per token or as the sum,
+    mean or maximum of a row.
+    """
+    safe = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    valid = mask.bool()
+    kept = torch.ones_like(valid)
+    metrics: dict[str, float] = {}
+    for mode, low, high in settings.rejections:
+        statistic = _statistic(mode, safe, valid)
+        inside = statistic <= high if low is None else (statistic >= low) & (statistic <= high)
+        kept = kept & inside
+        metrics |= _rejection_metrics(f"rollout_rs_{mode}", statistic, inside, valid, low, high)
+    if settings.rejections:
+        metrics["rollout_rs_masked_fraction"] = masked_mean((~kept).double(), valid).item()
+        metrics["rollout_rs_seq_masked_fraction"] = (~kept & valid).any(dim=1).double().mean().item()
+    return torch.where(kept, mask, torch.zeros_like(mask)), metrics
+
+
+def _statistic(mode: str, log_ratio: Tensor, valid: Tensor) -> Tensor:
+    level, _, estimator = mode.rpartition("_")
+    per_token = {
+        "k1": lambda: -log_ratio,
+        "k2": lambda: 0.5 * log_ratio.square(),
+        "k3": lambda: log_ratio.exp() - 1 - log_ratio,
+    }[estimator]()
+    if level == "token":
+        return per_token
+    by_row = {
+        "seq_sum": lambda: masked_sum(per_token, valid, dim=1),
+        "seq_mean": lambda: masked_mean(per_token, valid, dim=1),
+        "seq_max": lambda: torch.where(valid, per_token, torch.zeros_like(per_token)).amax(dim=1),
+    }[level]()
+    return by_row.unsqueeze(1).expand_as(log_ratio)
+
+
+def _rejection_metrics(
+    prefix: str, statistic: Tensor, inside: Tensor, valid: Tensor, low: float | None, high: float
+) -> dict[str, float]:
+    if not valid.any():
+        return {}
+    rows = valid.any(dim=1)
+    per_row = masked_mean(statistic, valid, dim=1)[rows]
+    tokens = statistic[valid]
+    rejected_rows = (~inside & valid).any(dim=1)[rows]
+    values = {
+        "mean": tokens.mean(),
+        "max": tokens.max(),
+        "min": tokens.min(),
+        "fraction_high": (tokens > high).double().mean(),
+        "fraction_low": (tokens < low).double().mean() if low is not None else torch.zeros(()),
+        "masked_fraction": (~inside[valid]).double().mean(),
+        "seq_mean": per_row.mean(),
+        "seq_max": per_row.max(),
+        "seq_min": per_row.min(),
+        "seq_masked_fraction": rejected_rows.double().mean(),
+    }
+    return {f"{prefix}_{name}": value.item() for name, value in values.items()}
+
+
+@torch.no_grad()
+def decoupled_weights(
+    *,
+    proximal_log_probs: Tensor,
+    behaviour_log_probs: Tensor,
+    response_mask: Tensor,
+    upper: float = 5.0,
+    lower: float | None = None,
+    action: str = "mask",
+    level: str = "token",
+) -> Tensor:
+    """AReaL's behaviour weights `exp(proximal - behaviour)` (B, R) for decoupled PPO (arXiv:2505.24298).
+
+    Out of [lower, upper] a weight becomes 0 (`mask`) or the nearer bound (`clamp`); `level=sequence` judges the
+    geometric mean of the row. A loss takes them as `rollout_is_weights` and divides by the tokens before this filter.
+    """
+    if action not in ("mask", "clamp") or level not in ("token", "sequence"):
+        raise ValueError(f"action must be mask or clamp and level token or sequence, got {action}, {level}")
+    log_ratio = torch.where(response_mask.bool(), proximal_log_probs - behaviour_log_probs, 0.0)
+    log_ratio = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    judged = log_ratio
+    if level == "sequence":
+        judged = masked_mean(log_ratio, response_mask, dim=1).unsqueeze(1).expand_as(log_ratio)
+    ratio = judged.exp()
+    if action == "clamp":
+        weights = ratio.clamp(min=lower, max=upper)
+    else:
+        inside = (ratio <= upper) & (ratio >= (0.0 if lower is None else lower))
+        weights = torch.where(inside, log_ratio.exp(), 0.0)
+    return torch.where(response_mask.bool(), weights, 0.0)

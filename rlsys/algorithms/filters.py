@@ -1,0 +1,49 @@
+"""Which groups and rows are worth training on, and what is taken off for being too long."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlsys.algorithms.groups import group_count, num_groups
+
+
+def informative_groups(metric: Tensor, group_ids: Tensor) -> Tensor:
+    """Rows (B,) bool of groups whose metric varies: DAPO's dynamic sampling (arXiv:2503.14476).
+
+    Equal rewards give no advantage, so such groups teach nothing. A group of one is kept.
+    """
+    groups = num_groups(group_ids)
+    low = metric.new_full((groups,), torch.inf).scatter_reduce(0, group_ids, metric, "amin")
+    high = metric.new_full((groups,), -torch.inf).scatter_reduce(0, group_ids, metric, "amax")
+    return ((high > low) | (group_count(group_ids) == 1))[group_ids]
+
+
+def overlong_penalty(lengths: Tensor, *, max_length: int, buffer_length: int, penalty_factor: float = 1.0) -> Tensor:
+    """DAPO's soft punishment (B,) (arXiv:2503.14476): 0 up to `max_length - buffer_length`, then falling linearly.
+
+    It reaches `-penalty_factor` at `max_length` tokens. ValueError unless 0 < buffer_length <= max_length.
+    """
+    if not 0 < buffer_length <= max_length:
+        raise ValueError(f"overlong buffer must be within 1 and {max_length} tokens, got {buffer_length}")
+    excess = lengths.double() - (max_length - buffer_length)
+    return (-excess / buffer_length * penalty_factor).clamp(max=0.0)
+
+
+def pf_ppo_rows(scores: Tensor, *, reweight_method: str = "pow", weight_pow: float = 2.0, seed: int = 0) -> Tensor:
+    """Row indices (B,) resampled with replacement by reward: policy filtration, PF-PPO (arXiv:2409.06957).
+
+    `pow`: weight |score| ** weight_pow. `max_min`: only the best and the worst. `max_random`: 0.4 for the best, 0.1
+    for the rest. The draw depends on `seed` alone.
+    """
+    best = scores == scores.max()
+    if reweight_method == "pow":
+        weights = scores.double().abs().pow(weight_pow)
+    elif reweight_method == "max_min":
+        weights = (best | (scores == scores.min())).double()
+    elif reweight_method == "max_random":
+        weights = torch.where(best, 0.4, 0.1).double()
+    else:
+        raise ValueError(f"unknown pf_ppo.reweight_method '{reweight_method}', one of pow, max_min, max_random")
+    generator = torch.Generator().manual_seed(seed)
+    return torch.multinomial(weights.cpu() + 1e-8, len(scores), replacement=True, generator=generator)

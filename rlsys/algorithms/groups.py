@@ -1,0 +1,64 @@
+"""Statistics over the rows of one prompt. A group is named by an index: `group_ids` is int64 (B,) in 0..G-1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def group_ids_of(uids: Sequence[Any] | np.ndarray) -> Tensor:
+    """Index of each row's group: equal uids, equal index. The rows of a group need not be neighbours."""
+    _, inverse = np.unique(np.asarray(uids), return_inverse=True)
+    return torch.from_numpy(inverse.astype(np.int64).reshape(-1))
+
+
+def num_groups(group_ids: Tensor) -> int:
+    return int(group_ids.max()) + 1 if group_ids.numel() else 0
+
+
+def group_sum(values: Tensor, group_ids: Tensor) -> Tensor:
+    """Sum of rows by group: (B, ...) -> (G, ...)."""
+    return values.new_zeros(num_groups(group_ids), *values.shape[1:]).index_add(0, group_ids, values)
+
+
+def group_count(group_ids: Tensor) -> Tensor:
+    """Number of rows of each group (G,), int64."""
+    return torch.bincount(group_ids, minlength=num_groups(group_ids))
+
+
+def group_mean(scores: Tensor, group_ids: Tensor) -> Tensor:
+    """Mean score of each row's group (B,); 0 for a group of one, which then keeps its own score as advantage."""
+    count = group_count(group_ids)
+    mean = group_sum(scores, group_ids) / count
+    return torch.where(count > 1, mean, torch.zeros_like(mean))[group_ids]
+
+
+def group_std(scores: Tensor, group_ids: Tensor) -> Tensor:
+    """Unbiased standard deviation of each row's group (B,); 1 for a group of one."""
+    count = group_count(group_ids)
+    centred = scores - (group_sum(scores, group_ids) / count)[group_ids]
+    std = (group_sum(centred.square(), group_ids) / (count - 1).clamp(min=1)).sqrt()
+    return torch.where(count > 1, std, torch.ones_like(std))[group_ids]
+
+
+def rank_in_group(values: Tensor, group_ids: Tensor) -> Tensor:
+    """Place of each row within its group by falling value (B,): 0 is the largest; ties go by row order."""
+    by_value = torch.argsort(values, descending=True, stable=True)
+    order = by_value[torch.argsort(group_ids[by_value], stable=True)]
+    count = group_count(group_ids)
+    starts = count.cumsum(0) - count
+    ranks = torch.empty_like(group_ids)
+    ranks[order] = torch.arange(len(order), device=order.device) - starts[group_ids[order]]
+    return ranks
+
+
+def second_largest(values: Tensor, group_ids: Tensor) -> Tensor:
+    """Second largest value of each row's group (B,); the largest itself for a group of one."""
+    ranks = rank_in_group(values, group_ids)
+    count = group_count(group_ids)
+    chosen = ranks == (count.clamp(max=2) - 1)[group_ids]
+    return group_sum(torch.where(chosen, values, torch.zeros_like(values)), group_ids)[group_ids]

@@ -1,0 +1,122 @@
+"""How far one policy is from another: estimators per token, the penalty in the reward, and its controllers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rlsys.algorithms.masked import masked_mean
+
+KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
+
+
+def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
+    """Estimate of KL(policy || reference) per token, from the log-probabilities of the sampled tokens (B, R).
+
+    `kl`/`k1`: log p - log q. `abs`: its magnitude. `mse`/`k2`: half its square. `low_var_kl`/`k3`: q/p - log(q/p) - 1,
+    with the log-ratio held within 20 and the value within 10 (Schulman, joschu.net/blog/kl-approx.html). `full`: exact,
+    out of logits (B, R, V). A trailing `+` keeps the value and takes the gradient of k2, whose expectation is the
+    gradient of the KL; that of k1 and k3 is not (arXiv:2506.09477).
+    """
+    base = kind.removesuffix("+")
+    value = _kl_value(log_prob, ref_log_prob, base)
+    if base == kind or base in ("mse", "k2", "full"):
+        return value
+    gradient = 0.5 * (log_prob - ref_log_prob).square()
+    return gradient - gradient.detach() + value.detach()
+
+
+def _kl_value(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
+    if kind == "full":
+        return full_kl(log_prob, ref_log_prob)
+    difference = log_prob - ref_log_prob
+    if kind in ("kl", "k1"):
+        return difference
+    if kind == "abs":
+        return difference.abs()
+    if kind in ("mse", "k2"):
+        return 0.5 * difference.square()
+    if kind in ("low_var_kl", "k3"):
+        log_ratio = (-difference).clamp(min=-20.0, max=20.0)
+        return (log_ratio.exp() - log_ratio - 1).clamp(min=-10.0, max=10.0)
+    raise ValueError(f"unknown KL kind '{kind}', one of {', '.join(KL_KINDS)}, each with or without '+'")
+
+
+def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    """KL(policy || reference) over the vocabulary, from logits or log-probabilities (B, R, V) -> (B, R)."""
+    if logits.dim() != 3:
+        raise ValueError(f"KL kind 'full' needs logits of shape (B, R, V), got {tuple(logits.shape)}: use k3 instead")
+    log_p, log_q = logits.log_softmax(dim=-1), ref_logits.log_softmax(dim=-1)
+    return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
+
+
+class KLController(Protocol):
+    """Holds the coefficient of the KL in the reward; part of a checkpoint."""
+
+    value: float
+
+    def update(self, current_kl: float, n_steps: int) -> None: ...
+    def state_dict(self) -> dict[str, float]: ...
+    def load_state_dict(self, state: Mapping[str, float]) -> None: ...
+
+
+@dataclass
+class FixedKLController:
+    """A constant coefficient."""
+
+    value: float
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Nothing to adapt."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Keep the configured coefficient: a resumed run may change it."""
+
+
+@dataclass
+class AdaptiveKLController:
+    """Steers the KL towards `target_kl` (arXiv:1909.08593); `horizon` is in rows."""
+
+    value: float
+    target_kl: float
+    horizon: float
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
+        self.value *= 1 + error * n_steps / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.value = float(state["value"])
+
+
+def get_kl_controller(
+    kind: str, *, kl_coef: float, target_kl: float = 0.1, horizon: float = 10_000
+) -> FixedKLController | AdaptiveKLController:
+    """The controller of that kind, `fixed` or `adaptive`."""
+    if kind == "fixed":
+        return FixedKLController(kl_coef)
+    if kind == "adaptive":
+        if horizon <= 0 or target_kl <= 0:
+            raise ValueError(f"kl_ctrl horizon and target_kl must be positive, got {horizon} and {target_kl}")
+        return AdaptiveKLController(kl_coef, target_kl, horizon)
+    raise ValueError(f"unknown kl_ctrl type '{kind}', one of fixed, adaptive")
+
+
+@torch.no_grad()
+def kl_in_reward(
+    *, token_level_scores: Tensor, log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, beta: float, kind: str
+) -> tuple[Tensor, float]:
+    """Rewards `scores - beta * KL` (B, R) (arXiv:1909.08593) and the mean over rows of their mean KL."""
+    kl = kl_penalty(log_prob, ref_log_prob, kind)
+    kl = torch.where(response_mask.bool(), kl, torch.zeros_like(kl))
+    return token_level_scores - beta * kl, masked_mean(kl, response_mask, dim=1).mean().item()

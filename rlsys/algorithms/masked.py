@@ -1,0 +1,71 @@
+"""Sums and means over the tokens that count; whatever lies outside a mask, NaN included, has no influence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+CACHED_ELEMENTS = 1 << 16
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum of `values` where `mask` is non-zero."""
+    kept = torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
+    return kept.sum() if dim is None else kept.sum(dim)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean of `values` where `mask` is non-zero; 0 where nothing is."""
+    count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
+    return masked_sum(values, mask, dim) / count.clamp(min=1)
+
+
+def map_rows(function: Callable[..., tuple[Tensor, ...]], *tables: Tensor) -> tuple[Tensor, ...]:
+    """Apply a row-wise function of tables (B, R), on the CPU to so few rows at a time that they stay cached.
+
+    Results are joined along the rows, so that a result of one row per part gives one row for every part.
+    """
+    rows, columns = tables[0].shape
+    if tables[0].device.type != "cpu" or tables[0].numel() <= CACHED_ELEMENTS:
+        return function(*tables)
+    size = max(1, CACHED_ELEMENTS // columns)
+    parts = [function(*(table[start : start + size] for table in tables)) for start in range(0, rows, size)]
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
+
+
+def masked_whiten(values: Tensor, mask: Tensor, *, epsilon: float = 1e-8, dtype: torch.dtype | None = None) -> Tensor:
+    """`(values - mean) / sqrt(unbiased variance + epsilon)` over the mask, 0 outside; all 0 for a single element.
+
+    The statistics are in float64; the result is in `dtype`, by default that of the values.
+    """
+
+    def sums(table: Tensor, counted: Tensor) -> tuple[Tensor, ...]:
+        kept = torch.where(counted.bool(), table, 0.0).double()
+        return counted.count_nonzero().view(1), kept.sum().view(1)
+
+    def squares(table: Tensor, counted: Tensor) -> tuple[Tensor, ...]:
+        return (torch.where(counted.bool(), table - mean, 0.0).square().sum().view(1),)
+
+    def whitened(table: Tensor, counted: Tensor) -> tuple[Tensor, ...]:
+        return (torch.where(counted.bool(), (table - mean) * scale, 0.0).to(dtype or values.dtype),)
+
+    count, total = (part.sum() for part in map_rows(sums, values, mask))
+    mean = total / count.clamp(min=1)
+    variance = map_rows(squares, values, mask)[0].sum() / (count - 1).clamp(min=1)
+    scale = torch.rsqrt(variance + epsilon)
+    return map_rows(whitened, values, mask)[0]
+
+
+def last_token(mask: Tensor) -> Tensor:
+    """Column of the last non-zero entry of each row (B,), 0 for an empty row."""
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    return torch.where(mask.bool(), columns, torch.zeros_like(columns)).amax(dim=1)
+
+
+def at_last_token(scores: Tensor, mask: Tensor) -> Tensor:
+    """Row scores (B,) placed at the last non-zero column of `mask` (B, R); empty rows stay 0."""
+    placed = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device)
+    kept = torch.where(mask.bool().any(dim=1), scores, torch.zeros_like(scores))
+    return placed.scatter(1, last_token(mask).unsqueeze(1), kept.unsqueeze(1))

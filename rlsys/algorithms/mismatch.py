@@ -1,0 +1,82 @@
+"""How far the rollout engine's log-probabilities are from the trainer's: diagnostics only."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rlsys.algorithms.masked import masked_mean, masked_sum
+
+SAFETY_BOUND = 20.0
+
+
+@torch.no_grad()
+def mismatch_metrics(log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, float]:
+    """KL(rollout || trainer), perplexities and chi-squared divergences over a batch (B, R); {} where nothing counts.
+
+    Rows without a counting token are left out. Names are verl's, without the prefix `rollout_corr/`.
+    """
+    valid = response_mask.bool()
+    rows = valid.any(dim=1)
+    if not rows.any():
+        return {}
+    ours, theirs = log_probs.double(), rollout_log_probs.double()
+    log_ratio = ours - theirs
+    mean_ours = masked_mean(ours, valid, dim=1)[rows]
+    mean_theirs = masked_mean(theirs, valid, dim=1)[rows]
+    difference = mean_theirs - mean_ours
+    safe = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    row_sum = masked_sum(log_ratio, valid, dim=1)[rows].clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    values = {
+        "training_ppl": (-mean_ours).exp().mean(),
+        "training_log_ppl": -mean_ours.mean(),
+        "kl": masked_mean(-log_ratio, valid),
+        "k3_kl": masked_mean(safe.exp() - safe - 1, valid),
+        "rollout_ppl": (-mean_theirs).exp().mean(),
+        "rollout_log_ppl": -mean_theirs.mean(),
+        "log_ppl_diff": difference.mean(),
+        "log_ppl_abs_diff": difference.abs().mean(),
+        "log_ppl_diff_max": difference.max(),
+        "log_ppl_diff_min": difference.min(),
+        "ppl_ratio": difference.exp().mean(),
+        "chi2_token": masked_mean((2 * safe).exp(), valid) - 1,
+        "chi2_seq": (2 * row_sum).exp().mean() - 1,
+    }
+    return {name: value.item() for name, value in values.items()}
+
+
+@torch.no_grad()
+def probs_diff_metrics(*, old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, float]:
+    """Difference of the sampled tokens' probabilities, trainer against rollout (arXiv:2506.13585).
+
+    training/rollout_probs_diff_{valid,max,mean,std} and training/rollout_actor_probs_pearson_corr; NaN and valid = 0
+    where no token counts.
+    """
+    valid = response_mask.bool()
+    ours, theirs = old_log_probs[valid].double().exp(), rollout_log_probs[valid].double().exp()
+    if not len(ours):
+        values = dict.fromkeys(("max", "mean", "std"), math.nan)
+        return _named(0.0, values, math.nan)
+    difference = (ours - theirs).abs()
+    values = {
+        "max": difference.max().item(),
+        "mean": difference.mean().item(),
+        "std": difference.std().item() if len(ours) > 1 else 0.0,
+    }
+    return _named(1.0, values, _pearson(ours, theirs))
+
+
+def _named(valid: float, values: dict[str, float], correlation: float) -> dict[str, float]:
+    return {
+        "training/rollout_probs_diff_valid": valid,
+        **{f"training/rollout_probs_diff_{name}": value for name, value in values.items()},
+        "training/rollout_actor_probs_pearson_corr": correlation,
+    }
+
+
+def _pearson(a: Tensor, b: Tensor) -> float:
+    a, b = a - a.mean(), b - b.mean()
+    scale = (a.square().sum() * b.square().sum()).sqrt().item()
+    return (a * b).sum().item() / scale if scale > 0 else math.nan

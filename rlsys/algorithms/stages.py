@@ -1,0 +1,246 @@
+"""What the controller does with a batch between rollout and update, on DataProto columns.
+
+Order within a step: `shape_batch_rewards` (AReaL's knobs, if any), `apply_kl_penalty` or `rewards_from_scores`,
+`apply_rollout_correction` (if any), `compute_advantage`, `add_selected_tokens`. Each returns a new DataProto which
+shares the columns it did not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from rlsys.algorithms.advantage import call_adv_estimator, estimator_takes
+from rlsys.algorithms.correction import RolloutCorrection, rollout_correction
+from rlsys.algorithms.covariance_loss import select_tokens
+from rlsys.algorithms.filters import informative_groups, pf_ppo_rows
+from rlsys.algorithms.groups import group_ids_of
+from rlsys.algorithms.kl import KLController, kl_in_reward
+from rlsys.algorithms.masked import at_last_token, last_token
+from rlsys.algorithms.normalize import NormSettings, RewardSettings, normalize, shape_rewards
+from rlsys.algorithms.policy_loss import PolicyLossParams
+from rlsys.protocol import DataProto
+
+_COLUMNS = (
+    "token_level_rewards",
+    "response_mask",
+    "values",
+    "reward_baselines",
+    "old_log_probs",
+    "sum_pi_squared",
+    "rollout_is_weights",
+)
+
+
+@dataclass(frozen=True)
+class PFPPO:
+    """algorithm.pf_ppo: how rows are resampled by reward before the update."""
+
+    reweight_method: str = "pow"
+    weight_pow: float = 2.0
+
+
+def with_columns(batch: DataProto, **columns: Tensor) -> DataProto:
+    """A new DataProto with these tensors added or replaced; the others are shared."""
+    held = {} if batch.batch is None else dict(batch.batch.items())
+    tensors = TensorDict({**held, **columns}, batch_size=(len(batch),))
+    return DataProto(batch=tensors, non_tensor_batch=dict(batch.non_tensor_batch), meta_info=batch.meta_info)
+
+
+def column(batch: DataProto, name: str) -> Tensor:
+    """A tensor of the batch; ValueError naming what is there if it is missing."""
+    found = optional_column(batch, name)
+    if found is None:
+        held = [] if batch.batch is None else sorted(map(str, batch.batch.keys()))
+        raise ValueError(f"the batch has no '{name}', only {', '.join(held)}")
+    return found
+
+
+def optional_column(batch: DataProto, name: str) -> Tensor | None:
+    return None if batch.batch is None else batch.batch.get(name, None)
+
+
+def group_ids(batch: DataProto, *, num_repeat: int = 1) -> Tensor:
+    """Group index of each row (B,): by the column `uid`, else every `num_repeat` rows in turn."""
+    uids = batch.non_tensor_batch.get("uid")
+    if uids is not None:
+        return group_ids_of(uids)
+    return torch.arange(len(batch)) // num_repeat
+
+
+def rewards_from_scores(batch: DataProto) -> DataProto:
+    """token_level_rewards := token_level_scores, where there is no KL in the reward."""
+    return with_columns(batch, token_level_rewards=column(batch, "token_level_scores"))
+
+
+def apply_kl_penalty(
+    batch: DataProto, controller: KLController, *, kl_penalty: str = "kl"
+) -> tuple[DataProto, dict[str, float]]:
+    """token_level_rewards := token_level_scores - beta * KL(old || reference); the controller is then updated.
+
+    Metrics: actor/reward_kl_penalty (before), actor/reward_kl_penalty_coeff (the beta that was applied).
+    """
+    beta = controller.value
+    rewards, current_kl = kl_in_reward(
+        token_level_scores=column(batch, "token_level_scores"),
+        log_prob=column(batch, "old_log_probs"),
+        ref_log_prob=column(batch, "ref_log_prob"),
+        response_mask=column(batch, "response_mask"),
+        beta=beta,
+        kind=kl_penalty,
+    )
+    controller.update(current_kl, len(batch))
+    metrics = {"actor/reward_kl_penalty": current_kl, "actor/reward_kl_penalty_coeff": beta}
+    return with_columns(batch, token_level_rewards=rewards), metrics
+
+
+def is_truncated(batch: DataProto, eos_token_id: int | Sequence[int] | None = None) -> Tensor:
+    """Rows (B,) bool without an end: by the column `finish_reason`, else by a last token that is no end token."""
+    reasons = batch.non_tensor_batch.get("finish_reason")
+    if reasons is not None:
+        return torch.from_numpy(np.asarray([str(reason) == "length" for reason in reasons]))
+    if eos_token_id is None:
+        raise ValueError("truncation needs the column finish_reason or an eos_token_id")
+    ends = torch.tensor([eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id))
+    last = last_token(column(batch, "response_mask")).unsqueeze(1)
+    return ~torch.isin(column(batch, "responses").gather(1, last).squeeze(1), ends)
+
+
+def shape_batch_rewards(
+    batch: DataProto,
+    settings: RewardSettings,
+    *,
+    num_repeat: int = 1,
+    eos_token_id: int | Sequence[int] | None = None,
+) -> DataProto:
+    """token_level_scores := AReaL's reward stage of each row's outcome, placed at its last counting token."""
+    scores, mask = column(batch, "token_level_scores"), column(batch, "response_mask")
+    truncated = torch.zeros(len(batch), dtype=torch.bool)
+    if settings.mask_no_eos_with_zero:
+        truncated = is_truncated(batch, eos_token_id)
+    shaped = shape_rewards(
+        scores.sum(dim=1),
+        settings,
+        group_ids=group_ids(batch, num_repeat=num_repeat),
+        lengths=mask.bool().sum(dim=1),
+        truncated=truncated,
+    )
+    return with_columns(batch, token_level_scores=at_last_token(shaped, mask))
+
+
+def apply_rollout_correction(batch: DataProto, settings: RolloutCorrection) -> tuple[DataProto, dict[str, float]]:
+    """Adds `rollout_is_weights`, takes rejected tokens out of `response_mask`; metrics are `rollout_corr/*`.
+
+    With `bypass_mode` only `old_log_probs := rollout_log_probs`; the loss `bypass_mode` does the rest.
+    """
+    rollout = column(batch, "rollout_log_probs")
+    if settings.bypass_mode:
+        return with_columns(batch, old_log_probs=rollout), {}
+    corrected = rollout_correction(
+        old_log_probs=column(batch, "old_log_probs"),
+        rollout_log_probs=rollout,
+        response_mask=column(batch, "response_mask"),
+        settings=settings,
+    )
+    added = {} if corrected.weights is None else {"rollout_is_weights": corrected.weights}
+    return with_columns(batch, response_mask=corrected.response_mask, **added), corrected.metrics
+
+
+def compute_advantage(
+    batch: DataProto,
+    *,
+    estimator: str,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    num_repeat: int = 1,
+    norm_adv_by_std_in_grpo: bool = True,
+    gdpo_reward_keys: Sequence[str] = (),
+    gdpo_reward_weights: Sequence[float] | None = None,
+    adv_norm: NormSettings | None = None,
+    pf_ppo: PFPPO | None = None,
+    seed: int = 0,
+) -> DataProto:
+    """Adds `advantages` and `returns` (B, R) by the estimator of that name.
+
+    Needs token_level_rewards and response_mask; `uid` for estimators with groups (else every `num_repeat` rows are
+    one); values for gae; reward_baselines (B,) for remax; old_log_probs and sum_pi_squared for the optimal token
+    baselines; the non-tensor columns `gdpo_reward_keys` for gdpo. ValueError naming what is missing.
+    `adv_norm` replaces the estimator's own whitening by AReaL's normalisation. With `pf_ppo` the rows are resampled by
+    their reward, drawn from `seed`.
+    """
+    ids = group_ids(batch, num_repeat=num_repeat)
+    inputs: dict[str, Any] = {name: optional_column(batch, name) for name in _COLUMNS}
+    inputs |= {"group_ids": ids, "gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
+    inputs["whiten"] = adv_norm is None
+    if "component_scores" in estimator_takes(estimator):
+        inputs["component_scores"] = _components(batch, gdpo_reward_keys)
+        inputs["component_weights"] = _weights(gdpo_reward_keys, gdpo_reward_weights)
+    advantages, returns = call_adv_estimator(estimator, inputs)
+    if adv_norm is not None:
+        advantages = normalize(advantages, adv_norm, group_ids=ids, mask=column(batch, "response_mask"))
+    batch = with_columns(batch, advantages=advantages, returns=returns)
+    if pf_ppo is None:
+        return batch
+    scores = column(batch, "token_level_scores").sum(dim=1)
+    rows = pf_ppo_rows(scores, reweight_method=pf_ppo.reweight_method, weight_pow=pf_ppo.weight_pow, seed=seed)
+    return batch.select_idxs(rows)
+
+
+def _components(batch: DataProto, keys: Sequence[str]) -> Tensor:
+    if not keys:
+        raise ValueError("gdpo needs algorithm.gdpo_reward_keys: the names of the reward parts of compute_score")
+    if missing := [key for key in keys if key not in batch.non_tensor_batch]:
+        known = ", ".join(sorted(batch.non_tensor_batch))
+        raise ValueError(f"the reward part '{missing[0]}' of gdpo_reward_keys is none of {known}")
+    return torch.stack([torch.as_tensor(batch.non_tensor_batch[key].astype(np.float64)) for key in keys], dim=1)
+
+
+def _weights(keys: Sequence[str], weights: Sequence[float] | None) -> Tensor | None:
+    if weights is None:
+        return None
+    if len(weights) != len(keys):
+        raise ValueError(f"gdpo_reward_weights has {len(weights)} values for {len(keys)} gdpo_reward_keys")
+    return torch.tensor(list(weights), dtype=torch.float64)
+
+
+def add_selected_tokens(batch: DataProto, *, loss_mode: str, params: PolicyLossParams) -> DataProto:
+    """Adds `selected_tokens` (B, R), the tokens that clip_cov and kl_cov restrain, chosen over the whole batch.
+
+    Chosen here, the choice does not depend on micro-batches or ranks. Nothing happens for other losses.
+    """
+    selected = select_tokens(
+        loss_mode=loss_mode,
+        old_log_probs=column(batch, "old_log_probs"),
+        advantages=column(batch, "advantages"),
+        response_mask=column(batch, "response_mask"),
+        params=params,
+    )
+    return batch if selected is None else with_columns(batch, selected_tokens=selected)
+
+
+def filter_groups(batch: DataProto, *, metric: str = "seq_reward") -> tuple[DataProto, dict[str, float]]:
+    """The rows of groups whose metric varies (DAPO's dynamic sampling), in their order, and how many were dropped.
+
+    `metric`: `seq_final_reward` or `seq_reward` (the row sum of the token-level rewards or scores) or a non-tensor
+    column such as `acc` or `score`. Metrics: training/filter_groups_{kept,dropped}, in groups.
+    """
+    if metric == "seq_final_reward":
+        values = column(batch, "token_level_rewards").sum(dim=1)
+    elif metric == "seq_reward":
+        values = column(batch, "token_level_scores").sum(dim=1)
+    elif metric in batch.non_tensor_batch:
+        values = torch.as_tensor(batch.non_tensor_batch[metric].astype(np.float64))
+    else:
+        known = ", ".join(["seq_reward", "seq_final_reward", *sorted(batch.non_tensor_batch)])
+        raise ValueError(f"filter_groups.metric '{metric}' is none of {known}")
+    ids = group_ids(batch)
+    keep = informative_groups(values, ids)
+    kept, total = len(ids[keep].unique()), len(ids.unique())
+    metrics = {"training/filter_groups_kept": float(kept), "training/filter_groups_dropped": float(total - kept)}
+    return batch.select_idxs(keep), metrics

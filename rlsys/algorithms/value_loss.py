@@ -1,0 +1,45 @@
+"""The critic's loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlsys.algorithms.aggregate import agg_loss
+from rlsys.algorithms.masked import masked_sum
+from rlsys.algorithms.sums import to_loss_sum
+from rlsys.interfaces import LossSum
+
+
+def compute_value_loss(
+    *,
+    vpreds: Tensor,
+    returns: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    cliprange_value: float,
+    loss_agg_mode: str = "token-mean",
+    loss_scale_factor: float | None = None,
+    batch_rows: int | None = None,
+) -> LossSum:
+    """Half the larger of the squared errors of the value and of the value held near the old one (B, R).
+
+    `max((v - R)^2, (clip(v, v_old - eps, v_old + eps) - R)^2) / 2`, the clipped value loss of PPO's reference code
+    (studied in arXiv:2005.12729). Metrics: critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean.
+    """
+    near = torch.clamp(vpreds, min=values - cliprange_value, max=values + cliprange_value)
+    plain, clipped = (vpreds - returns).square(), (near - returns).square()
+    total, count = agg_loss(
+        0.5 * torch.maximum(plain, clipped),
+        response_mask,
+        loss_agg_mode,
+        loss_scale_factor=loss_scale_factor,
+        batch_rows=batch_rows,
+    )
+    tokens = response_mask.bool().sum()
+    metrics = {
+        "critic/vf_loss": (total, count),
+        "critic/vf_clipfrac": (masked_sum((clipped > plain).to(vpreds.dtype), response_mask), tokens),
+        "critic/vpred_mean": (masked_sum(vpreds, response_mask), tokens),
+    }
+    return to_loss_sum(total, count, metrics)

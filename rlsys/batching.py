@@ -1,0 +1,204 @@
+"""Who computes which rows: balance over ranks, micro-batches under a token budget, packing without padding.
+
+Everything here is arithmetic on lengths, deterministic, and the same on every rank that is given the same lengths.
+B rows, S padded width, T tokens without padding. Lengths are in tokens; weights are any non-negative measure of work.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlsys.partition import balanced_partitions
+
+Lengths = Sequence[int] | np.ndarray | Tensor
+
+TOO_LONG = 1 << 30
+
+
+def attention_work(lengths: Lengths, *, hidden_size: int) -> np.ndarray:
+    """Work of a dense transformer layer in units of 2 * hidden_size operations: 6 * hidden_size * s + s^2."""
+    sizes = _array(lengths)
+    return 6 * hidden_size * sizes + sizes**2
+
+
+def balance_rows(
+    lengths: Lengths, num_ranks: int, mini_batch_rows: int | None = None, *, weights: Lengths | None = None
+) -> np.ndarray:
+    """The order of rows that gives every rank equally many rows and nearly equal work in every mini-batch.
+
+    Mini-batch j is rows j * mini_batch_rows and following of the given order whatever `num_ranks` is; the last may be
+    shorter. Dispatch the reordered rows in `num_ranks` contiguous chunks and split each chunk by
+    mini_batch_rows / num_ranks rows: the j-th splits of all ranks are mini-batch j. Balances `weights`, by default the
+    lengths. ValueError unless every mini-batch divides by `num_ranks`.
+    """
+    work = _array(lengths if weights is None else weights)
+    step = max(len(work), 1) if mini_batch_rows is None else mini_batch_rows
+    if num_ranks < 1 or step < 1 or any(rows % num_ranks for rows in (min(step, len(work)), len(work) % step)):
+        raise ValueError(f"mini-batches of {step} out of {len(work)} rows do not divide over {num_ranks} ranks")
+    shares: list[list[np.ndarray]] = [[] for _ in range(num_ranks)]
+    for start in range(0, len(work), step):
+        parts = balanced_partitions(work[start : start + step], num_ranks, equal_size=True)
+        for share, part in zip(shares, parts, strict=True):
+            share.append(part + start)
+    return np.concatenate([part for share in shares for part in share]) if len(work) else np.empty(0, np.int64)
+
+
+def micro_batches(
+    lengths: Lengths,
+    max_tokens: int,
+    *,
+    weights: Lengths | None = None,
+    rows_together: int = 1,
+    multiple_of: int = 1,
+    agree: Callable[[int], int] | None = None,
+) -> list[np.ndarray]:
+    """Rows (ascending) of each micro-batch, none over `max_tokens`, the one with the most work first.
+
+    As few as the budget allows up to a packing heuristic, balanced by `weights` (by default tokens). Consecutive
+    `rows_together` rows stay together; the number is rounded up to `multiple_of` and then to what `agree` returns for
+    it, the maximum over ranks (an all-reduce). Micro-batches are empty only if that exceeds the number of rows.
+    ValueError naming the row if one alone is over the budget, on all ranks if `agree` is given.
+    """
+    sizes = _grouped(_array(lengths), rows_together)
+    work = sizes if weights is None else _grouped(_array(weights), rows_together)
+    over = np.flatnonzero(sizes > max_tokens)
+    packed = [] if len(over) else _pack_under(sizes, work, max_tokens)
+    count = -(-max(len(packed), 1) // multiple_of) * multiple_of
+    agreed = count if agree is None else agree(TOO_LONG if len(over) else count)
+    if len(over):
+        first = int(over[0]) * rows_together
+        rows = f"row {first}" if rows_together == 1 else f"rows {first} to {first + rows_together - 1}"
+        raise ValueError(f"{rows} of {int(sizes[over[0]])} tokens exceed the budget of {max_tokens} a micro-batch")
+    if agreed >= TOO_LONG:
+        raise ValueError(f"a row on another rank exceeds the budget of {max_tokens} tokens a micro-batch")
+    parts = packed if agreed == len(packed) else _spread(packed, sizes, work, max_tokens, agreed)
+    order = sorted(parts, key=lambda part: (-work[part].sum(), part[0] if len(part) else len(sizes)))
+    return [(part[:, None] * rows_together + np.arange(rows_together)).ravel() for part in order]
+
+
+def _pack_under(sizes: np.ndarray, work: np.ndarray, max_tokens: int) -> list[np.ndarray]:
+    """As few parts as a balanced partition or best-fit-decreasing reaches."""
+    if not len(sizes):
+        return []
+    least = max(-(-int(sizes.sum()) // max_tokens), int((2 * sizes > max_tokens).sum()), 1)
+    parts = _balanced_under(sizes, work, max_tokens, least)
+    if parts is not None:
+        return parts
+    fitted = _best_fit(sizes, max_tokens)
+    return _balanced_under(sizes, work, max_tokens, len(fitted)) or fitted
+
+
+def _balanced_under(sizes: np.ndarray, work: np.ndarray, max_tokens: int, count: int) -> list[np.ndarray] | None:
+    for measure in (work,) if work is sizes else (work, sizes):
+        parts = balanced_partitions(measure, count)
+        if all(sizes[part].sum() <= max_tokens for part in parts):
+            return parts
+    return None
+
+
+def _spread(
+    packed: list[np.ndarray], sizes: np.ndarray, work: np.ndarray, max_tokens: int, count: int
+) -> list[np.ndarray]:
+    """`count` parts under the budget, more than the `packed` ones."""
+    if count <= len(sizes) and (parts := _balanced_under(sizes, work, max_tokens, count)):
+        return parts
+    parts = list(packed)
+    while len(parts) < min(count, len(sizes)):
+        largest = max(range(len(parts)), key=lambda i: (len(parts[i]) > 1, work[parts[i]].sum()))
+        whole = parts.pop(largest)
+        parts += [whole[half] for half in balanced_partitions(work[whole], 2)]
+    return parts + [np.empty(0, np.int64)] * (count - len(parts))
+
+
+def _best_fit(sizes: np.ndarray, max_tokens: int) -> list[np.ndarray]:
+    """Best-fit-decreasing: every row into the fullest part that still takes it."""
+    free: list[tuple[int, int]] = []
+    parts: list[list[int]] = []
+    for row in np.argsort(-sizes, kind="stable").tolist():
+        size = int(sizes[row])
+        at = bisect.bisect_left(free, (size, -1))
+        room, part = free.pop(at) if at < len(free) else (max_tokens, len(parts))
+        if part == len(parts):
+            parts.append([])
+        parts[part].append(row)
+        bisect.insort(free, (room - size, part))
+    return [np.sort(np.array(part, dtype=np.int64)) for part in parts]
+
+
+def restore_order(parts: Sequence[np.ndarray | Sequence[int]]) -> np.ndarray:
+    """Where each original row lies in the concatenation of `parts`: concatenated[restore_order(parts)] is in order."""
+    order = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]) if parts else np.empty(0, np.int64)
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    return places
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the tokens of padded rows (B, S) lie in one packed sequence of T tokens.
+
+    `indices` (T,) point into the flattened rows; row i is packed[cu_seqlens[i] : cu_seqlens[i + 1]], `cu_seqlens`
+    (B + 1,) int32 as varlen attention kernels take it; `position_ids` (T,) count from 0 in every row.
+    """
+
+    indices: Tensor
+    cu_seqlens: Tensor
+    position_ids: Tensor
+    max_seqlen: int
+    num_rows: int
+    width: int
+
+    def pack(self, rows: Tensor) -> Tensor:
+        """(B, S, ...) -> (T, ...)."""
+        return rows.reshape(-1, *rows.shape[2:])[self.indices]
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """(T, ...) -> (B, S, ...), zero at the padding; differentiable."""
+        rows = packed.new_zeros((self.num_rows * self.width, *packed.shape[1:]))
+        return rows.index_copy(0, self.indices, packed).view(self.num_rows, self.width, *packed.shape[1:])
+
+
+def packing(attention_mask: Tensor) -> Packing:
+    """How to pack rows (B, S) without their padding, wherever it lies."""
+    mask = attention_mask.bool()
+    lengths = mask.sum(dim=1)
+    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    indices = mask.flatten().nonzero().squeeze(1)
+    places = torch.arange(len(indices), device=mask.device) - ends[:-1].repeat_interleave(lengths)
+    longest = int(lengths.max()) if len(lengths) else 0
+    return Packing(indices, ends.int(), places, longest, mask.shape[0], mask.shape[1])
+
+
+def seqlen_metrics(lengths: Lengths, parts: Sequence[np.ndarray], prefix: str = "global_seqlen") -> dict[str, float]:
+    """Tokens a rank before (contiguous chunks) and after balancing into `parts`, under verl's names."""
+    sizes = _array(lengths)
+    step = max(len(sizes) // len(parts), 1)
+    before = np.add.reduceat(sizes, np.arange(0, len(sizes), step))
+    after = [int(sizes[part].sum()) for part in parts]
+    return {
+        f"{prefix}/min": float(before.min()),
+        f"{prefix}/max": float(before.max()),
+        f"{prefix}/minmax_diff": float(before.max() - before.min()),
+        f"{prefix}/balanced_min": float(min(after)),
+        f"{prefix}/balanced_max": float(max(after)),
+        f"{prefix}/mean": float(sizes.sum() / len(parts)),
+    }
+
+
+def _array(lengths: Lengths) -> np.ndarray:
+    values = lengths.detach().cpu().numpy() if isinstance(lengths, Tensor) else np.asarray(lengths)
+    if values.ndim != 1 or (len(values) and values.min() < 0):
+        raise ValueError(f"lengths must be one row of non-negative numbers, got shape {values.shape}")
+    return values if values.dtype.kind == "f" else values.astype(np.int64)
+
+
+def _grouped(values: np.ndarray, rows_together: int) -> np.ndarray:
+    if len(values) % rows_together:
+        raise ValueError(f"{len(values)} rows do not group by {rows_together}")
+    return values.reshape(-1, rows_together).sum(axis=1)

@@ -1,0 +1,82 @@
+"""The first thing a job does: read its settings, answer --help and its kin, or tell a clean error and leave."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TypeVar
+
+from rlsys.config.arguments import Arguments, parse_arguments
+from rlsys.config.load import Loaded, load
+from rlsys.config.plan import plan_text
+from rlsys.config.schema import EvalConfig, PPOConfig, RMConfig, SFTConfig
+from rlsys.config.schema_base import Section
+from rlsys.utils.errors import ConfigError
+
+S = TypeVar("S", bound=Section)
+
+EXIT_CONFIG_ERROR = 2
+_PROGRAMS: dict[type[Section], str] = {
+    PPOConfig: "trainer.main_ppo",
+    SFTConfig: "trainer.main_sft",
+    RMConfig: "trainer.main_rm",
+    EvalConfig: "trainer.main_eval",
+}
+
+
+def main_config(argv: Sequence[str], schema: type[S]) -> S:
+    """The configuration of a job, told to its user: headline, notes and plan.
+
+    Leaves the process with 2 and a message on stderr where a setting is wrong, and with 0 after --help,
+    --print-config and --dry-run.
+    """
+    try:
+        arguments = parse_arguments(argv)
+        if arguments.help:
+            _say_and_leave(_help(schema))
+        loaded = load(arguments, schema)
+    except ConfigError as error:
+        print(f"rlsys: {error}", file=sys.stderr)
+        raise SystemExit(EXIT_CONFIG_ERROR) from None
+    if arguments.print_config:
+        _print_notes(loaded)
+        _say_and_leave(as_yaml(loaded.config))
+    return _announce(loaded, arguments)
+
+
+def as_yaml(config: Section) -> str:
+    """The configuration as a YAML file that gives it back."""
+    import yaml
+
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _announce(loaded: Loaded[S], arguments: Arguments) -> S:
+    text = "\n".join(filter(None, (f"rlsys: {loaded.headline}", plan_text(loaded.config))))
+    if arguments.dry_run:
+        _print_notes(loaded)
+        _say_and_leave(f"{text}\nrlsys: --dry-run: nothing was started")
+    print(text, flush=True)
+    _print_notes(loaded)
+    return loaded.config
+
+
+def _print_notes(loaded: Loaded[S]) -> None:
+    for note in loaded.notes:
+        print(f"rlsys: note: {note}", file=sys.stderr, flush=True)
+
+
+def _help(schema: type[Section]) -> str:
+    from rlsys.config.describe import help_text
+
+    return help_text(schema, _PROGRAMS[schema])
+
+
+def _say_and_leave(text: str) -> None:
+    """Print and leave with 0, also where the reader (head, less) has gone."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    raise SystemExit(0)

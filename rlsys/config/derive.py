@@ -1,0 +1,78 @@
+"""Keys that follow from others in ways a reference cannot say; works on resolved values before they are checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rlsys.config.keys import shown
+from rlsys.config.layers import Given
+from rlsys.config.pools import MODE, allocation_counts
+from rlsys.utils.errors import ConfigError
+
+
+def derived_counts(
+    values: Mapping[str, Any], given: Mapping[str, Given], pending: Mapping[str, Given]
+) -> tuple[dict[str, Given], list[str]]:
+    """Counts that trainer.allocation_mode and verl's old micro-batch sizes stand for, and the problems with them."""
+    counts, problems = _from_allocation(values, given)
+    nnodes, per_node = values["trainer.nnodes"], values["trainer.n_gpus_per_node"]
+    if "trainer.n_gpus_per_node" in counts:
+        per_node = counts["trainer.n_gpus_per_node"].value
+    if _is_count(nnodes) and _is_count(per_node):
+        sizes, more = _from_global_sizes(nnodes * per_node, given, pending)
+        return counts | sizes, problems + more
+    return counts, problems
+
+
+def fill_auto(values: dict[str, Any]) -> None:
+    """Replace null by what it stands for, where other keys decide."""
+    if values.get("critic.enable", False) is None:
+        values["critic.enable"] = values["algorithm.adv_estimator"] == "gae"
+    key = "actor_rollout_ref.hybrid_engine"
+    if key in values and values[key] is None:
+        values[key] = values["trainer.rollout_workers"] == 0
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _from_allocation(values: Mapping[str, Any], given: Mapping[str, Given]) -> tuple[dict[str, Given], list[str]]:
+    """The counts of an allocation; those that were given must agree with it."""
+    text, nnodes = values.get(MODE), values["trainer.nnodes"]
+    if not isinstance(text, str) or not _is_count(nnodes):
+        return {}, []
+    try:
+        counts = allocation_counts(text, nnodes)
+    except ConfigError as error:
+        return {}, [f"{MODE}: {error}"]
+    problems = [
+        f"{key} = {shown(values[key])}: {MODE}={text} says {count}; write {key}={count} or leave it out"
+        for key, count in counts.items()
+        if key in given and values[key] != count
+    ]
+    return {key: Given(count, f"from {MODE}", key) for key, count in counts.items()}, problems
+
+
+def _from_global_sizes(
+    ranks: int, given: Mapping[str, Given], pending: Mapping[str, Given]
+) -> tuple[dict[str, Given], list[str]]:
+    """Micro-batch sizes over all ranks, divided by them."""
+    sizes: dict[str, Given] = {}
+    problems = []
+    for key, old in pending.items():
+        if not _is_count(old.value) or old.value % ranks:
+            problems.append(
+                f"{old.spelling} = {shown(old.value)} ({old.origin}): it is shared by {ranks} ranks and must be a "
+                f"multiple of that; better write {key}"
+            )
+            continue
+        size = old.value // ranks
+        if key in given and given[key].value not in (None, size):
+            problems.append(
+                f"{old.spelling} = {old.value} and {key} = {shown(given[key].value)}: on {ranks} ranks the first means "
+                f"{size} each; give one of them"
+            )
+        sizes[key] = Given(size, old.origin, old.spelling)
+    return sizes, problems

@@ -1,0 +1,330 @@
+"""Keys of verl (and of AReaL and RLinf) that have no meaning here, or not yet: what each is told.
+
+A key that would change results if it were ignored is refused; one that would not is accepted with a note. Values that
+ask for what happens here anyway are accepted without a word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Why a key is not here and what to use; `agreed` are values that ask for what we do anyway."""
+
+    why: str
+    refuse: bool = False
+    agreed: tuple[Any, ...] = ()
+
+
+def _note(why: str, *agreed: Any) -> Elsewhere:
+    return Elsewhere(why, agreed=(None, *agreed))
+
+
+def _refuse(why: str, *agreed: Any) -> Elsewhere:
+    return Elsewhere(why, refuse=True, agreed=(None, *agreed))
+
+
+_MEGATRON = "Megatron comes with the extra [megatron]; train with FSDP: actor_rollout_ref.actor.strategy=fsdp"
+_ENGINES = "it belongs to the SGLang and vLLM engines, which come with their extras; the hf engine has no use for it"
+_VISION = "images, video and audio come with the vision workflow; this build trains on text"
+_AGENT = "agents and tools come with the agent workflows; this build answers each prompt in one turn"
+_PROFILER = "profile with global_profiler.{tool,steps,save_path}; the timeline of all stages is always written"
+_HYDRA = "Hydra is not used here: the working folder and the log are left alone"
+_QAT = "quantisation-aware training is not built here"
+_MOE = "it is for mixture-of-experts models, which come with the extra [megatron]"
+_FSDP1 = "FSDP2 has no such setting; layers are wrapped by the model's own blocks"
+_CHUNKED = "log-probs and entropy are always computed in chunks, so there is nothing to switch"
+_ONE_RANK = "the hf engine keeps one whole model in each worker; use more workers: trainer.rollout_workers"
+
+_ACTOR = "actor_rollout_ref.actor"
+_MODEL = "actor_rollout_ref.model"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+_ENGINE_KEYS = {
+    "gpu_memory_utilization": _note(_ENGINES),
+    "enforce_eager": _note(_ENGINES),
+    "cudagraph_capture_sizes": _note(_ENGINES),
+    "free_cache_engine": _note(_ENGINES),
+    "load_format": _note(_ENGINES),
+    "enable_chunked_prefill": _note(_ENGINES),
+    "enable_prefix_caching": _note(_ENGINES),
+    "scheduling_policy": _note(_ENGINES),
+    "disable_log_stats": _note(_ENGINES),
+    "skip_tokenizer_init": _note(_ENGINES),
+    "multi_stage_wake_up": _note(_ENGINES),
+    "engine_kwargs": _note(_ENGINES, {}),
+    "prometheus": _note(_ENGINES),
+    "layered_summon": _note(_ENGINES),
+    "limit_images": _note(_VISION),
+    "mode": _note("the hf engine is called one way only; sync and async mean the same", "sync", "async"),
+    "logprobs_mode": _note(
+        "both kinds are kept: rollout_log_probs of the full distribution, rollout_sampled_log_probs of the sampled one"
+    ),
+    "full_determinism": _note("draws depend on seed, request and position only, so runs always repeat", True, False),
+    "over_sample_rate": _refuse(
+        "prompts are not over-sampled; use algorithm.filter_groups with data.gen_batch_size", 0
+    ),
+    "tensor_model_parallel_size": _refuse(_ONE_RANK, 1),
+    "tensor_parallel_size": _refuse(_ONE_RANK, 1),
+    "pipeline_model_parallel_size": _refuse(_ONE_RANK, 1),
+    "pipeline_parallel_size": _refuse(_ONE_RANK, 1),
+    "data_parallel_size": _refuse(_ONE_RANK, 1),
+    "expert_parallel_size": _refuse(_MOE, 1),
+    "quantization": _refuse("the hf engine does not quantise"),
+    "quantization_config_file": _refuse("the hf engine does not quantise"),
+    "mtp": _refuse("multi-token prediction comes with the SGLang and vLLM engines"),
+    "disaggregation": _refuse("splitting prefill and decode comes with the SGLang and vLLM engines"),
+    "qat": _refuse(_QAT),
+}
+
+_PPO: dict[str, Elsewhere] = {
+    "hydra": _note(_HYDRA),
+    "transfer_queue": _note("batches travel between groups by reference already; there is no queue to set up"),
+    "distillation": _note("distillation is not built here"),
+    "distillation.enabled": _refuse("distillation is not built here", False),
+    "skip": _note("there is no rollout cache; rollouts are kept with trainer.rollout_data_dir"),
+    "model_engine": _refuse(_MEGATRON, "dp", "fsdp", "fsdp2"),
+    "trainer.use_v1": _note("there is one trainer", True, False),
+    "trainer.v1": _note("there is one trainer; trainer.max_staleness=1 trains one step off"),
+    "trainer.esi_redundant_time": _note("checkpoints are saved by trainer.save_freq", 0),
+    "trainer.default_hdfs_dir": _refuse("checkpoints go to trainer.default_local_dir; mount the store there"),
+    "trainer.del_local_ckpt_after_load": _refuse(
+        "checkpoints are not deleted on load; keep fewer with trainer.max_actor_ckpt_to_keep", False
+    ),
+    "trainer.remove_previous_ckpt_in_save": _refuse("keep fewer with trainer.max_actor_ckpt_to_keep", False),
+    "trainer.npu_profile": _note(_PROFILER),
+    "trainer.controller_nsight_options": _note(_PROFILER),
+    "trainer.worker_nsight_options": _note(_PROFILER),
+    "global_profiler": _note(_PROFILER),
+    "data.dataloader_num_workers": _note("rows are tokenised once and read by position; there are no loader processes"),
+    "data.use_shm": _note("files are read where they lie", False),
+    "data.return_raw_input_ids": _refuse("prompts are tokenised with the actor's tokenizer only", False),
+    "data.return_full_prompt": _note("the rollouts dump holds the full prompt", False),
+    "data.return_multi_modal_inputs": _note(_VISION),
+    "data.image_key": _refuse(_VISION, "images"),
+    "data.video_key": _refuse(_VISION, "videos"),
+    "data.audio_key": _refuse(_VISION, "audios"),
+    "data.image_patch_size": _note(_VISION),
+    "data.mm_processor_kwargs": _note(_VISION, {}),
+    "data.tool_config_path": _refuse(_AGENT),
+    "data.function_tool_path": _refuse(_AGENT),
+    "data.sampler": _refuse("rows are drawn by seed, epoch and position; write a dataset: data.custom_cls", {}),
+    "data.datagen": _refuse("rows come from files or from data.custom_cls", {}),
+    f"{_MODEL}.use_shm": _note("weights are read where they lie", False),
+    f"{_MODEL}.hf_config_path": _refuse(f"change single values with +{_MODEL}.override_config.<key>=<value>"),
+    f"{_MODEL}.use_liger": _note("log-probs are computed in chunks, which saves the same memory", False),
+    f"{_MODEL}.use_fused_kernels": _note("log-probs are computed in chunks, which saves the same memory", False),
+    f"{_MODEL}.fused_kernel_options": _note("log-probs are computed in chunks, which saves the same memory"),
+    f"{_MODEL}.enable_activation_offload": _note("use enable_gradient_checkpointing to save activation memory", False),
+    f"{_MODEL}.exclude_modules": _refuse("name the modules that get adapters: target_modules"),
+    f"{_MODEL}.tiled_mlp": _note("use enable_gradient_checkpointing to save activation memory"),
+    f"{_MODEL}.mtp": _refuse("multi-token prediction is not trained here"),
+    f"{_MODEL}.mtp.enable": _refuse("multi-token prediction is not trained here", False),
+    f"{_MODEL}.lora": _refuse(f"these are Megatron's; write {_MODEL}.lora_rank, lora_alpha, target_modules"),
+    f"{_ACTOR}.megatron": _refuse(_MEGATRON),
+    f"{_ACTOR}.veomni": _refuse(_MEGATRON.replace("Megatron", "only FSDP and Megatron are built; the latter")),
+    f"{_ACTOR}.rollout_n": _note(f"it is {_ROLLOUT}.n"),
+    f"{_ACTOR}.calculate_sum_pi_squared": _note("computed whenever the estimator needs it", True, False),
+    f"{_ACTOR}.freeze_vision_tower": _note(_VISION, False),
+    f"{_ACTOR}.use_prefix_grouper": _note("packed sequences are not grouped by prefix; results are the same", False),
+    f"{_ACTOR}.use_torch_compile": _note("kernels are not compiled; results are the same", True, False),
+    f"{_ACTOR}.use_fused_kernels": _note(_CHUNKED, False),
+    f"{_ACTOR}.entropy_from_logits_with_chunking": _note(_CHUNKED, True, False),
+    f"{_ACTOR}.entropy_from_logits_chunk_size": _note(_CHUNKED),
+    f"{_ACTOR}.entropy_checkpointing": _note(_CHUNKED, False),
+    f"{_ACTOR}.pad_to_length": _note("sequences are packed, not padded", False),
+    f"{_ACTOR}.profiler": _note(_PROFILER),
+    f"{_ACTOR}.profile": _note(_PROFILER),
+    f"{_ACTOR}.router_replay": _refuse(_MOE),
+    f"{_ACTOR}.router_replay.mode": _refuse(_MOE, "disabled"),
+    f"{_ACTOR}.qat": _refuse(_QAT),
+    f"{_ACTOR}.qat.enable": _refuse(_QAT, False),
+    "actor_rollout_ref.ref.strategy": _note("the reference runs on the actor's engine", "fsdp", "fsdp2"),
+    "actor_rollout_ref.ref.megatron": _refuse(_MEGATRON),
+    "actor_rollout_ref.ref.rollout_n": _note(f"it is {_ROLLOUT}.n"),
+    "actor_rollout_ref.ref.use_torch_compile": _note("kernels are not compiled; results are the same", True, False),
+    "actor_rollout_ref.ref.entropy_from_logits_with_chunking": _note(_CHUNKED, True, False),
+    "actor_rollout_ref.ref.entropy_from_logits_chunk_size": _note(_CHUNKED),
+    "actor_rollout_ref.ref.entropy_checkpointing": _note(_CHUNKED, False),
+    "actor_rollout_ref.ref.pad_to_length": _note("sequences are packed, not padded", False),
+    "actor_rollout_ref.ref.profiler": _note(_PROFILER),
+    "actor_rollout_ref.ref.router_replay": _refuse(_MOE),
+    "actor_rollout_ref.ref.model": _refuse("the reference is the actor's model before training; start from that model"),
+    f"{_ROLLOUT}.n_gpus_per_node": _refuse("give generation processes of its own: trainer.rollout_workers=N"),
+    f"{_ROLLOUT}.nnodes": _refuse("give generation processes of its own: trainer.rollout_workers=N", 0),
+    f"{_ROLLOUT}.agent": _note(_AGENT),
+    f"{_ROLLOUT}.agent.default_agent_loop": _refuse(_AGENT, "single_turn_agent"),
+    f"{_ROLLOUT}.agent.agent_loop_config_path": _refuse(_AGENT),
+    f"{_ROLLOUT}.multi_turn": _note(_AGENT),
+    f"{_ROLLOUT}.multi_turn.enable": _refuse(_AGENT, False),
+    f"{_ROLLOUT}.multi_turn.tool_config_path": _refuse(_AGENT),
+    f"{_ROLLOUT}.multi_turn.function_tool_path": _refuse(_AGENT),
+    f"{_ROLLOUT}.trace": _note("answers are written to trainer.rollout_data_dir and to the rollouts browser"),
+    f"{_ROLLOUT}.profiler": _note(_PROFILER),
+    f"{_ROLLOUT}.enable_rollout_routing_replay": _refuse(_MOE, False),
+    f"{_ROLLOUT}.moe_load_balance_metrics_interval": _note(_MOE, 0),
+    f"{_ROLLOUT}.checkpoint_engine.engine_kwargs": _note("the executors have no further settings", {}),
+    f"{_ROLLOUT}.checkpoint_engine.custom_backend_module": _refuse(
+        f"choose one of the executors: {_ROLLOUT}.checkpoint_engine.backend"
+    ),
+    f"{_ROLLOUT}.sglang": _note(_ENGINES),
+    f"{_ROLLOUT}.vllm": _note(_ENGINES),
+    f"{_ROLLOUT}.rollout_backend": _refuse(f"write {_ROLLOUT}.name=hf; other engines come with their extras", "hf"),
+    f"{_ROLLOUT}.validate_weight": _note("weights are compared by checksum after every push", False),
+    f"{_ROLLOUT}.validate_save_dir": _note("weights are compared by checksum after every push"),
+    f"{_ROLLOUT}.print_outputs": _note("read the answers in trainer.rollout_data_dir or the rollouts browser", False),
+    f"{_ROLLOUT}.group_name": _note("worker groups are named by their role"),
+    f"{_ROLLOUT}.model_dir": _refuse(f"the rollout takes the actor's weights: {_MODEL}.path"),
+    f"{_ROLLOUT}.model_arch": _note("read from the model's config.json"),
+    f"{_ROLLOUT}.detokenize": _note("responses are token ids; text is made where it is needed", False),
+    f"{_ROLLOUT}.padding": _refuse("the tokenizer says which token pads"),
+    f"{_ROLLOUT}.eos": _refuse("the tokenizer and the model's generation config say which token ends"),
+    f"{_ROLLOUT}.max_running_requests": _refuse(f"write {_ROLLOUT}.max_num_seqs"),
+    f"{_ROLLOUT}.cuda_graph_max_bs": _note(_ENGINES),
+    f"{_ROLLOUT}.distributed_executor_backend": _note(_ENGINES),
+    f"{_ROLLOUT}.micro_batch_size": _refuse(f"write {_ROLLOUT}.max_num_seqs"),
+    "critic.megatron": _refuse(_MEGATRON),
+    "critic.rollout_n": _note(f"it is {_ROLLOUT}.n"),
+    "critic.profiler": _note(_PROFILER),
+    "critic.model.use_shm": _note("weights are read where they lie", False),
+    "critic.model.hf_config_path": _refuse("change single values with +critic.model.override_config.<key>=<value>"),
+    "critic.model.lora": _refuse("these are Megatron's; write critic.model.lora_rank, lora_alpha, target_modules"),
+    "critic.model.exclude_modules": _refuse("name the modules that get adapters: target_modules"),
+    "critic.model.tiled_mlp": _note("use enable_gradient_checkpointing to save activation memory"),
+    "critic.model.mtp": _note("multi-token prediction is not trained here"),
+    "critic.model.use_liger": _note("the value head is small; there is nothing to fuse", False),
+    "critic.model.use_fused_kernels": _note("the value head is small; there is nothing to fuse", False),
+    "critic.model.fused_kernel_options": _note("the value head is small; there is nothing to fuse"),
+    "critic.model.enable_activation_offload": _note("use enable_gradient_checkpointing", False),
+    "algorithm.filter_groups.max_inflight_gen_batches": _note("one batch is generated at a time", 1),
+    "algorithm.rollout_correction.debug_rollout_actor_probs": _note("turn bypass_mode off to compare log-probs", False),
+    "reward.reward_model.rollout": _note("the reward model runs as a classifier in its own worker group"),
+    "reward.reward_model.strategy": _note("the reward model runs forward only", "fsdp", "fsdp2"),
+    "reward.reward_model.launch_reward_fn_async": _note("grading always overlaps with other work where it can"),
+    "reward.reward_model.model.input_tokenizer": _refuse("the reward model must have the actor's tokenizer"),
+    "reward.reward_model.model": _note("only reward.reward_model.model_path and trust_remote_code are looked at"),
+    "reward.reward_model.megatron": _refuse(_MEGATRON),
+    "reward.reward_model.profiler": _note(_PROFILER),
+    "reward.reward_model.max_length": _note("sequences are not cut for the reward model"),
+    "reward.reward_model.ulysses_sequence_parallel_size": _note("sequences are not split for the reward model", 1),
+    "reward.reward_model.reward_loop_source": _refuse("write reward.reward_manager.{source,module}"),
+    "reward.reward_model.reward_loop_module_path": _refuse("write reward.reward_manager.module.path"),
+    "reward.reward_model.reward_loop_class_name": _refuse("write reward.reward_manager.module.name"),
+    "reward.sandbox_fusion.url": _refuse("generated code runs in a local sandbox; call a remote one from your reward"),
+    "reward.sandbox_fusion.max_concurrent": _note("reward.num_workers says how many answers are graded at once"),
+    "ray_kwargs.ray_init.num_gpus": _refuse("Ray counts the GPUs; hide some with CUDA_VISIBLE_DEVICES"),
+    "actor.ppo_n_minibatches": _refuse(f"write {_ACTOR}.ppo_mini_batch_size = train_batch_size / minibatches"),
+    "actor.use_decoupled_loss": _refuse("write algorithm.rollout_correction.rollout_is=token", False),
+    "actor.behav_imp_weight_cap": _refuse("write algorithm.rollout_correction.rollout_is_threshold"),
+    "actor.overlong_reward_penalty": _refuse("write reward.reward_kwargs.overlong_buffer_cfg", False),
+    "async_training": _refuse("write trainer.max_staleness=1 (and trainer.rollout_workers=N)", False),
+    "sglang": _refuse(_ENGINES),
+    "vllm": _refuse(_ENGINES),
+}
+
+_OPTIM = {
+    "optimizer": _refuse("AdamW is the only optimizer", "AdamW"),
+    "optimizer_impl": _refuse("AdamW is torch's", "torch.optim"),
+    "override_optimizer_config": _refuse("write optim.{lr,betas,weight_decay}", {}),
+    "total_training_steps": _note("the schedule follows trainer.total_training_steps and the data", -1),
+    "zero_indexed_step": _note("the schedule starts at step 0", True),
+    "num_cycles": _refuse("cosine falls once from lr to min_lr_ratio", 0.5),
+    "lr_warmup_init": _refuse("warm-up starts at 0", 0, 0.0),
+    "lr_decay_style": _refuse("write lr_scheduler_type", "constant"),
+}
+
+_FSDP = {
+    "wrap_policy": _note(_FSDP1),
+    "use_orig_params": _note(_FSDP1),
+    "full_determinism": _note("runs on CPU always repeat bitwise", False),
+    "use_torch_compile": _note("kernels are not compiled; results are the same", True, False),
+    "use_no_sync_for_gradient_accumulation": _note(
+        "gradients are reduced once a step where memory allows", True, False
+    ),
+    "entropy_from_logits_with_chunking": _note(_CHUNKED, True, False),
+    "entropy_from_logits_chunk_size": _note(_CHUNKED),
+    "entropy_checkpointing": _note(_CHUNKED, False),
+    "pad_to_length": _note("sequences are packed, not padded", False),
+    "pad_to_length_bucket": _note("sequences are packed, not padded"),
+    "forward_only": _note("known from the role", True, False),
+    "strategy": _note("known from the role", "fsdp", "fsdp2"),
+    "qat": _refuse(_QAT),
+    "qat.enable": _refuse(_QAT, False),
+    "turbo_config": _note("there is no FSDP-Turbo here"),
+    "mixed_precision": _refuse("write fsdp_config.dtype; gradients are reduced in float32"),
+    "optimizer_offload": _note("there is no optimizer here", False),
+    "ulysses_sequence_parallel_size": _note("it is the role's own ulysses_sequence_parallel_size", 1),
+}
+
+_CHECKPOINT = {
+    "async_save": _note("checkpoints are written before the next step starts", False),
+    "strict": _note("loading is always strict", True),
+}
+
+_SUPERVISED: dict[str, Elsewhere] = {
+    "hydra": _note(_HYDRA),
+    "profiler": _note(_PROFILER),
+    "trainer.profile_interval": _note(_PROFILER, [-1, -1]),
+    "trainer.default_hdfs_dir": _refuse("checkpoints go to trainer.default_local_dir; mount the store there"),
+    "data.pad_mode": _note("sequences are packed without padding", "no_padding"),
+    "data.balance_dp_token": _note("trainer.balance_batch does that", False),
+    "data.use_shm": _note("files are read where they lie", False),
+    "data.num_workers": _note("rows are tokenised once and read by position; there are no loader processes"),
+    "data.micro_batch_size": _refuse("write data.micro_batch_size_per_gpu"),
+    "data.tools_key": _refuse(_AGENT, "tools"),
+    "data.enable_thinking_key": _refuse("write +data.apply_chat_template_kwargs.enable_thinking", "enable_thinking"),
+    "data.enable_thinking_default": _refuse("write +data.apply_chat_template_kwargs.enable_thinking", "none"),
+    "data.ignore_input_ids_mismatch": _note("conversations are tokenised as a whole", False),
+    "data.chat_template": _refuse("write model.custom_chat_template"),
+    "data.multiturn": _refuse("write data.messages_key"),
+    "model.use_shm": _note("weights are read where they lie", False),
+    "model.use_liger": _note("log-probs are computed in chunks, which saves the same memory", False),
+    "model.use_fused_kernels": _note(_CHUNKED, False),
+    "model.exclude_modules": _refuse("name the modules that get adapters: target_modules"),
+    "model.strategy": _note("there is FSDP2 only", "fsdp", "fsdp2"),
+    "model.hf_config_path": _refuse("change single values with +model.override_config.<key>=<value>"),
+}
+
+_EVAL: dict[str, Elsewhere] = {
+    "hydra": _note(_HYDRA),
+    "data.response_key": _refuse("trainer.main_eval writes the answers itself; it does not grade given ones"),
+    "data.reward_model_key": _refuse("the column is reward_model, as in training", "reward_model"),
+}
+
+
+def _within(sections: tuple[str, ...], keys: dict[str, Elsewhere]) -> dict[str, Elsewhere]:
+    return {f"{section}.{key}": entry for section in sections for key, entry in keys.items()}
+
+
+def known_elsewhere(job: str) -> dict[str, Elsewhere]:
+    """The table {key prefix: what it is told} of a job, named by its schema."""
+    if job in ("SFTConfig", "RMConfig"):
+        return (
+            _within(("engine",), _FSDP)
+            | _within(("optim",), _OPTIM)
+            | _within(("checkpoint",), _CHECKPOINT)
+            | _SUPERVISED
+        )
+    if job == "EvalConfig":
+        return _within((_ROLLOUT,), _ENGINE_KEYS) | _EVAL
+    fsdp = (f"{_ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
+    return (
+        _within(fsdp, _FSDP)
+        | _within((f"{_ACTOR}.optim", "critic.optim"), _OPTIM)
+        | _within((f"{_ACTOR}.checkpoint", "critic.checkpoint"), _CHECKPOINT)
+        | _within((_ROLLOUT,), _ENGINE_KEYS)
+        | _PPO
+    )
+
+
+def look_up(path: str, table: dict[str, Elsewhere]) -> Elsewhere | None:
+    """The entry of the longest prefix of `path`, or None."""
+    prefix = path
+    while prefix:
+        if prefix in table:
+            return table[prefix]
+        prefix = prefix.rpartition(".")[0]
+    return None

@@ -1,0 +1,139 @@
+"""From files and dotted overrides to a validated, frozen configuration.
+
+Layers, the later ones win: the schema's defaults, the preset (and those it names in `defaults`), the overrides. Then
+references are resolved once, values are checked key by key, and the whole is checked for sense. All problems of a
+stage are told together.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from pydantic import ValidationError
+
+from rlsys.config.arguments import Arguments, parse_arguments
+from rlsys.config.derive import derived_counts, fill_auto
+from rlsys.config.keys import allowed, choices, default_of, leaves, nest, shown
+from rlsys.config.layers import Layers
+from rlsys.config.presets import Preset, default_preset, read_preset
+from rlsys.config.schema import PPOConfig
+from rlsys.config.schema_base import Section
+from rlsys.config.sense import check
+from rlsys.utils.errors import ConfigError
+
+S = TypeVar("S", bound=Section)
+
+
+@dataclass(frozen=True)
+class Loaded(Generic[S]):
+    """A configuration, where it came from, and what its user should know."""
+
+    config: S
+    headline: str
+    notes: tuple[str, ...]
+
+
+def load_config(argv: Sequence[str] = (), schema: type[S] = PPOConfig) -> S:
+    """The configuration that `argv` (without the program's name) asks for, frozen.
+
+    Raises ConfigError with everything that is wrong. Notes (settings without effect here) go to the log.
+    """
+    loaded = load(parse_arguments(argv), schema)
+    for note in loaded.notes:
+        logging.getLogger(__name__).warning("%s", note)
+    return loaded.config
+
+
+def load(arguments: Arguments, schema: type[S]) -> Loaded[S]:
+    """As `load_config`, with the notes and the headline returned."""
+    layers = Layers(schema)
+    problems = list(arguments.problems)
+    preset = default_preset(arguments, schema)
+    for name, tree in read_preset(preset):
+        layers.add_tree(tree, name)
+    layers.add_overrides(arguments.overrides)
+    values, more = _values(layers)
+    config, wrong = _validated(values, layers, schema)
+    problems += more + wrong
+    if config is None or problems:
+        raise ConfigError(_listed(problems))
+    problems, notes = check(config)
+    if problems:
+        raise ConfigError(_listed(problems))
+    return Loaded(config, _headline(preset, arguments), (*layers.notes(), *notes))
+
+
+def _values(layers: Layers) -> tuple[dict[str, Any], list[str]]:
+    """The values of all keys, with counts that follow from others filled in, and the problems so far."""
+    values = layers.resolve()
+    counts, problems = derived_counts(values, layers.given, layers.pending)
+    if counts:
+        layers.given |= counts
+        values = layers.resolve()
+    fill_auto(values)
+    return values, layers.problems + problems
+
+
+def _validated(values: dict[str, Any], layers: Layers, schema: type[S]) -> tuple[S | None, list[str]]:
+    """The configuration, or what is said against values; a key that only follows another leaves that to the other."""
+    try:
+        return schema.model_validate(nest(values)), []
+    except ValidationError as error:
+        wrong = {_leaf(item["loc"], leaves(schema)): None for item in error.errors(include_url=False)}
+    wrong = {path: None for path in wrong if path in layers.given} or wrong
+    return None, [_value_problem(path, values, layers, schema) for path in wrong if path not in layers.silent]
+
+
+def _value_problem(path: str, values: dict[str, Any], layers: Layers, schema: type[Section]) -> str:
+    field, value = leaves(schema)[path], values[path]
+    given = layers.given.get(path)
+    where = given.origin if given else f"it follows {default_of(field)}"
+    spelled = f"{given.spelling} ({path})" if given and given.spelling != path else path
+    hint = _hint(path, value, choices(field))
+    return f"{spelled} = {shown(value)} ({where}): must be {allowed(field, value)}{hint}"
+
+
+_VALUE_HINTS = {
+    "megatron": "Megatron comes with the extra [megatron]; write fsdp",
+    "vllm": "vLLM comes with the extra [vllm]; write hf",
+    "sglang": "SGLang comes with the extra [sglang]; write hf",
+    "sglang_async": "SGLang comes with the extra [sglang]; write hf",
+    "trtllm": "TensorRT-LLM is not built; write hf",
+    "npu": "Ascend is not supported",
+}
+
+
+def _hint(path: str, value: Any, names: tuple[str, ...]) -> str:
+    from difflib import get_close_matches
+
+    if not isinstance(value, str):
+        return ""
+    if names and value in _VALUE_HINTS:
+        return f"; {_VALUE_HINTS[value]}"
+    near = get_close_matches(value, names, n=1)
+    return f"; write {path}={near[0]}" if near else ""
+
+
+def _leaf(location: tuple[int | str, ...], known: dict[str, Any]) -> str:
+    path = ""
+    for part in location:
+        path = f"{path}.{part}" if path else str(part)
+        if path in known:
+            return path
+    return path
+
+
+def _listed(problems: Sequence[str]) -> str:
+    unique = list(dict.fromkeys(problems))
+    if len(unique) == 1:
+        return unique[0]
+    return f"{len(unique)} settings are wrong:\n" + "\n".join(f"  - {problem}" for problem in unique)
+
+
+def _headline(preset: Preset, arguments: Arguments) -> str:
+    count = len(arguments.overrides)
+    overrides = f" with {count} override{'s' if count > 1 else ''}" if count else ""
+    return f"preset {preset.name}{overrides}{f': {preset.why}' if preset.why else ''}"

@@ -1,0 +1,218 @@
+"""The arithmetic of a run: what one step consists of and who does it, told before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlsys.config.pools import Pools, resolve_pools
+from rlsys.config.schema import PPOConfig, SupervisedConfig
+from rlsys.config.schema_base import Section
+from rlsys.config.schema_trainer import RunConfig
+
+
+@dataclass(frozen=True)
+class RolePlan:
+    """How a trained role (actor or critic) goes through a step's samples.
+
+    `dp_size` ranks see different samples; `mini_batch_samples` counts over all of them, `rank_samples` on one.
+    `micro_batches` is None where they are filled by tokens (`max_tokens`), which only the lengths decide.
+    """
+
+    dp_size: int
+    mini_batch_samples: int
+    mini_batches: int
+    epochs: int
+    rank_samples: int
+    micro_batch_samples: int | None
+    micro_batches: int | None
+    max_tokens: int | None
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.mini_batches * self.epochs
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What one step of PPO consists of; `critic` is None where there is none."""
+
+    prompts: int
+    answers: int
+    samples: int
+    max_prompt_tokens: int
+    max_response_tokens: int
+    actor: RolePlan
+    critic: RolePlan | None
+    use_reference: bool
+    pools: Pools
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.actor.optimizer_steps
+
+    @property
+    def max_step_tokens(self) -> int:
+        return self.samples * (self.max_prompt_tokens + self.max_response_tokens)
+
+
+def needs_critic(cfg: PPOConfig) -> bool:
+    """Whether there is a critic: as critic.enable says, else where the estimator is gae."""
+    return cfg.critic.enable if cfg.critic.enable is not None else cfg.algorithm.adv_estimator == "gae"
+
+
+def needs_reference(cfg: PPOConfig) -> bool:
+    """Whether a frozen reference is needed: for a KL loss or a KL penalty in the reward."""
+    return cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
+
+
+def plan_batches(cfg: PPOConfig) -> BatchPlan:
+    """The plan of a loaded configuration."""
+    actor, critic = cfg.actor_rollout_ref.actor, cfg.critic
+    answers, pools = cfg.actor_rollout_ref.rollout.n, resolve_pools(cfg)
+    samples = cfg.data.train_batch_size * answers
+    return BatchPlan(
+        prompts=cfg.data.train_batch_size,
+        answers=answers,
+        samples=samples,
+        max_prompt_tokens=cfg.data.max_prompt_length,
+        max_response_tokens=cfg.data.max_response_length,
+        actor=role_plan(
+            samples,
+            mini_batch_samples=actor.ppo_mini_batch_size * answers,
+            dp_size=pools.train_ranks // actor.ulysses_sequence_parallel_size,
+            epochs=actor.ppo_epochs,
+            micro_batch_samples=actor.ppo_micro_batch_size_per_gpu,
+            max_tokens=actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
+        ),
+        critic=role_plan(
+            samples,
+            mini_batch_samples=critic.ppo_mini_batch_size * answers,
+            dp_size=pools.train_ranks // critic.ulysses_sequence_parallel_size,
+            epochs=critic.ppo_epochs,
+            micro_batch_samples=critic.ppo_micro_batch_size_per_gpu,
+            max_tokens=critic.ppo_max_token_len_per_gpu if critic.use_dynamic_bsz else None,
+        )
+        if needs_critic(cfg)
+        else None,
+        use_reference=needs_reference(cfg),
+        pools=pools,
+    )
+
+
+def role_plan(
+    samples: int,
+    *,
+    mini_batch_samples: int,
+    dp_size: int,
+    epochs: int,
+    micro_batch_samples: int | None,
+    max_tokens: int | None,
+) -> RolePlan:
+    """The plan of one role. Without a micro-batch size a rank takes its whole share of a mini-batch at once."""
+    rank_samples = mini_batch_samples // dp_size
+    micro = None if max_tokens is not None else micro_batch_samples or rank_samples
+    return RolePlan(
+        dp_size=dp_size,
+        mini_batch_samples=mini_batch_samples,
+        mini_batches=samples // mini_batch_samples,
+        epochs=epochs,
+        rank_samples=rank_samples,
+        micro_batch_samples=micro,
+        micro_batches=None if micro is None else -(-rank_samples // micro),
+        max_tokens=max_tokens,
+    )
+
+
+def total_steps(num_rows: int, batch_size: int, total_epochs: int, total_training_steps: int | None) -> int:
+    """Steps of a run over `num_rows` rows: the whole batches of each epoch (the rest is left out), or what is asked."""
+    return total_training_steps if total_training_steps is not None else num_rows // batch_size * total_epochs
+
+
+def plan_text(cfg: Section) -> str:
+    """The plan of any job as people read it, a line for each subject."""
+    lines = _ppo_lines(cfg) if isinstance(cfg, PPOConfig) else []
+    if isinstance(cfg, SupervisedConfig):
+        lines = _supervised_lines(cfg)
+    return "\n".join(f"  {name:<11}{words}" for name, words in lines if words)
+
+
+def _ppo_lines(cfg: PPOConfig) -> list[tuple[str, str]]:
+    from rlsys.config.memory import memory_words
+
+    plan, trainer = plan_batches(cfg), cfg.trainer
+    return [
+        ("step", _step_words(cfg, plan)),
+        ("actor", _role_words(plan.actor)),
+        ("critic", _role_words(plan.critic) if plan.critic else "none"),
+        ("reference", "yes, for the KL term" if plan.use_reference else "none"),
+        ("advantages", f"{cfg.algorithm.adv_estimator}; loss {cfg.actor_rollout_ref.actor.policy_loss.loss_mode}"),
+        ("length", _length_words(trainer.total_training_steps, trainer.total_epochs, cfg.data.train_batch_size)),
+        ("workers", _worker_words(plan.pools, trainer)),
+        ("memory", memory_words(cfg)),
+        ("weights", _weights_words(trainer.max_staleness, trainer.sync_freq)),
+        ("output", trainer.default_local_dir),
+    ]
+
+
+def _supervised_lines(cfg: SupervisedConfig) -> list[tuple[str, str]]:
+    data, trainer = cfg.data, cfg.trainer
+    role = role_plan(
+        data.train_batch_size,
+        mini_batch_samples=data.train_batch_size,
+        dp_size=trainer.nnodes * trainer.n_gpus_per_node // cfg.engine.ulysses_sequence_parallel_size,
+        epochs=1,
+        micro_batch_samples=data.micro_batch_size_per_gpu,
+        max_tokens=data.max_token_len_per_gpu if data.use_dynamic_bsz else None,
+    )
+    pools = Pools(trainer.nnodes, trainer.n_gpus_per_node, trainer.nnodes * trainer.n_gpus_per_node, 0, False, 0)
+    return [
+        ("step", f"{data.train_batch_size} rows of {data.max_length} tokens at most; {_rank_words(role)}"),
+        ("length", _length_words(trainer.total_training_steps, trainer.total_epochs, data.train_batch_size)),
+        ("workers", _worker_words(pools, trainer)),
+        ("output", trainer.default_local_dir),
+    ]
+
+
+def _step_words(cfg: PPOConfig, plan: BatchPlan) -> str:
+    generated = f", generated {cfg.data.gen_batch_size} prompts at a time" if cfg.algorithm.filter_groups.enable else ""
+    tokens = f"{plan.max_prompt_tokens} + {plan.max_response_tokens} tokens at most"
+    return f"{plan.prompts} prompts x {plan.answers} = {plan.samples} samples of {tokens}{generated}"
+
+
+def _many(count: int, noun: str) -> str:
+    plural = "es" if noun.endswith("batch") else "s"
+    return f"{count} {noun}{'' if count == 1 else plural}"
+
+
+def _role_words(role: RolePlan) -> str:
+    epochs = f" x {role.epochs} epochs" if role.epochs > 1 else ""
+    steps = f"{_many(role.mini_batches, 'mini-batch')} of {role.mini_batch_samples} samples{epochs}"
+    return f"{steps} = {_many(role.optimizer_steps, 'optimizer step')}; {_rank_words(role)}"
+
+
+def _rank_words(role: RolePlan) -> str:
+    if role.micro_batches is None:
+        micro = f"micro-batches of {role.max_tokens} tokens"
+    else:
+        micro = f"{_many(role.micro_batches, 'micro-batch')} of {role.micro_batch_samples}"
+    return f"each rank: {role.rank_samples} in {micro}"
+
+
+def _length_words(steps: int | None, epochs: int, batch: int) -> str:
+    return _many(steps, "step") if steps is not None else f"{_many(epochs, 'epoch')} of (rows / {batch}) steps"
+
+
+def _worker_words(pools: Pools, trainer: RunConfig) -> str:
+    where = {"auto": "GPU where there is one, else CPU", "cpu": "CPU", "cuda": "GPU"}[trainer.device]
+    generate = (
+        " and generate" if pools.colocated else f", {pools.rollout_ranks} generate" if pools.rollout_ranks else ""
+    )
+    grade = f", {pools.reward_model_ranks} run the reward model" if pools.reward_model_ranks else ""
+    backend = "Ray actors" if trainer.backend == "ray" else "in this process"
+    return f"{pools.nodes} x {pools.train_per_node} train{generate}{grade} ({where}; {backend})"
+
+
+def _weights_words(max_staleness: int, sync_freq: int) -> str:
+    pushed = "after every step" if sync_freq == 1 else f"every {sync_freq} steps"
+    behind = "samples are always of the newest weights" if max_staleness == 0 else f"at most {max_staleness} behind"
+    return f"pushed to the rollout {pushed}; {behind if sync_freq == 1 or max_staleness else 'then held'}"

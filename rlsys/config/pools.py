@@ -1,0 +1,80 @@
+"""Which processes train and which generate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlsys.config.allocation import Allocation, parse_allocation
+from rlsys.config.schema import PPOConfig
+from rlsys.utils.errors import ConfigError
+
+MODE = "trainer.allocation_mode"
+
+
+@dataclass(frozen=True)
+class Pools:
+    """Processes by what they do. Actor, critic and reference share the training processes.
+
+    `colocated`: the training processes also generate, and `rollout_ranks` is their number. Otherwise `rollout_ranks`
+    processes in a pool of their own do. `reward_model_ranks` is 0 where the reward model shares the training processes.
+    """
+
+    nodes: int
+    train_per_node: int
+    train_ranks: int
+    rollout_ranks: int
+    colocated: bool
+    reward_model_ranks: int
+
+    @property
+    def total_ranks(self) -> int:
+        return self.train_ranks + (0 if self.colocated else self.rollout_ranks) + self.reward_model_ranks
+
+
+def resolve_pools(cfg: PPOConfig) -> Pools:
+    """The pools of a loaded configuration (loading has already turned trainer.allocation_mode into counts)."""
+    trainer, grader = cfg.trainer, cfg.reward.reward_model
+    train_ranks = trainer.nnodes * trainer.n_gpus_per_node
+    own_pool = grader.enable and grader.enable_resource_pool
+    return Pools(
+        nodes=trainer.nnodes,
+        train_per_node=trainer.n_gpus_per_node,
+        train_ranks=train_ranks,
+        rollout_ranks=trainer.rollout_workers or train_ranks,
+        colocated=trainer.rollout_workers == 0,
+        reward_model_ranks=grader.nnodes * grader.n_gpus_per_node if own_pool else 0,
+    )
+
+
+def allocation_counts(text: str, nnodes: int) -> dict[str, Any]:
+    """The keys that an allocation sets: training processes a node, rollout workers, sequence parallelism.
+
+    ConfigError where this build cannot run it: it takes one hf and one fsdp part.
+    """
+    allocation = parse_allocation(text)
+    train, generate = _two_parts(allocation, text)
+    if train.world % nnodes:
+        raise ConfigError(f"'{text}': {train} are {train.world} processes, which {nnodes} nodes cannot share evenly")
+    if train.dims.t > 1:
+        raise ConfigError(f"'{text}': tensor parallelism in {train} is not built; write fsdp:d{train.world}")
+    return {
+        "trainer.n_gpus_per_node": train.world // nnodes,
+        "trainer.rollout_workers": 0 if len(allocation.groups) == 1 else generate.world,
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size": train.dims.c,
+    }
+
+
+def _two_parts(allocation: Allocation, text: str) -> tuple[Any, Any]:
+    extras = {"sglang": "sglang", "vllm": "vllm", "megatron": "megatron"}
+    for part in allocation.parts:
+        if part.backend not in ("hf", "fsdp"):
+            extra = extras.get(part.backend)
+            why = f"comes with the extra [{extra}]" if extra else "is not built"
+            use = "fsdp" if part.trains else "hf"
+            raise ConfigError(f"'{text}': {part.backend} {why}; write {use}:d{part.world}")
+    train = [part for part in allocation.parts if part.trains]
+    generate = [part for part in allocation.parts if not part.trains]
+    if len(train) != 1 or len(generate) != 1:
+        raise ConfigError(f"'{text}': name one engine that generates and one that trains, e.g. hf:d2+fsdp:d2")
+    return train[0], generate[0]

@@ -1,0 +1,142 @@
+"""Where presets lie and how one is read, with those it builds on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from rlsys.config.aliases import canonical, table_for
+from rlsys.config.arguments import Arguments
+from rlsys.config.schema_base import Section
+from rlsys.utils.errors import ConfigError
+
+QUICKSTART_WHY = "no model was named, so the small start model learns arithmetic (name one: {key}=<folder>)"
+_DEFAULT_NAMES = {
+    "PPOConfig": "ppo_trainer",
+    "SFTConfig": "sft_trainer",
+    "RMConfig": "rm_trainer",
+    "EvalConfig": "eval",
+}
+_MAX_FILE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A preset's name, the folders it and its parents are looked for in, and why it was chosen."""
+
+    name: str
+    folders: tuple[Path, ...]
+    why: str = ""
+
+
+def presets_folder() -> Path:
+    """The presets that come with rlsys: in the wheel, or in the checkout."""
+    package = Path(__file__).resolve().parents[1]
+    return package / "presets" if (package / "presets").is_dir() else package.parent / "config"
+
+
+def preset_names(folder: Path | None = None) -> list[str]:
+    """The names of the presets in a folder (default: those that come with rlsys)."""
+    return sorted(path.stem for path in (folder or presets_folder()).glob("*.yaml"))
+
+
+def model_key(schema: type[Section]) -> str:
+    """The key that names the model of a job."""
+    return "model.path" if "model" in schema.model_fields else "actor_rollout_ref.model.path"
+
+
+def default_preset(arguments: Arguments, schema: type[Section]) -> Preset:
+    """The preset a command line asks for. A PPO run without a preset and without a model is the quickstart."""
+    folders = (presets_folder(),)
+    if arguments.config_path is not None:
+        folder = Path(arguments.config_path).expanduser()
+        if not folder.is_dir():
+            raise ConfigError(f"--config-path={arguments.config_path}: there is no such folder")
+        folders = (folder, presets_folder())
+    name = arguments.config_name or _DEFAULT_NAMES[schema.__name__]
+    asked = arguments.config_name is not None or arguments.config_path is not None
+    table, key = table_for(schema.__name__), model_key(schema)
+    named = any(
+        canonical(override.key, table) == key and override.value is not None for override in arguments.overrides
+    ) or any(_names_model(override.key, override.value, key) for override in arguments.overrides)
+    if schema.__name__ == "PPOConfig" and not asked and not named:
+        return Preset("quickstart", folders, QUICKSTART_WHY.format(key=key))
+    return Preset(name, folders)
+
+
+def _names_model(path: str, value: Any, key: str) -> bool:
+    """Whether an override of a whole section, {path: ...}, names the model."""
+    if not key.startswith(f"{path}."):
+        return False
+    for part in key[len(path) + 1 :].split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value is not None
+
+
+def read_preset(preset: Preset, _seen: tuple[str, ...] = ()) -> list[tuple[str, dict[str, Any]]]:
+    """(file name, tree) of a preset after those it builds on, in the order they apply."""
+    path = _find(preset)
+    if path.stem in _seen:
+        raise ConfigError(f"{path}: the presets {' -> '.join((*_seen, path.stem))} build on each other in a circle")
+    tree = read_yaml(path)
+    parents = tree.pop("defaults", [])
+    if not isinstance(parents, list):
+        raise ConfigError(f"{path}: 'defaults' is a list of presets to build on, e.g. [ppo_trainer, _self_]")
+    below: list[tuple[str, dict[str, Any]]] = []
+    itself = (str(path), tree)
+    placed = False
+    for parent in parents:
+        if parent == "_self_":
+            below.append(itself)
+            placed = True
+        elif isinstance(parent, str):
+            below += read_preset(Preset(parent, (path.parent, *preset.folders)), (*_seen, path.stem))
+        else:
+            raise ConfigError(f"{path}: 'defaults' names presets only, not {parent}; there are no config groups here")
+    return below if placed else [*below, itself]
+
+
+def _find(preset: Preset) -> Path:
+    name = preset.name
+    if "/" in name and Path(name).expanduser().is_file():
+        return Path(name).expanduser()
+    stem = name.removesuffix(".yaml").removesuffix(".yml")
+    for folder in preset.folders:
+        for suffix in (".yaml", ".yml"):
+            if (folder / f"{stem}{suffix}").is_file():
+                return folder / f"{stem}{suffix}"
+    known = sorted({found for folder in preset.folders for found in preset_names(folder)})
+    near = get_close_matches(stem, known, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    where = " or ".join(str(folder) for folder in dict.fromkeys(preset.folders))
+    raise ConfigError(f"--config-name={name}: no such preset in {where}; {hint}There are: {', '.join(known)}")
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping that a YAML file holds; ConfigError names the file and the line."""
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: a configuration of more than {_MAX_FILE_BYTES} bytes is none")
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{line}: not YAML: {getattr(error, 'problem', None) or error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text at byte {error.start}") from None
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None)
+        raise ConfigError(f"{path}: {f'{key}: ' if key else ''}{str(error).splitlines()[0]}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or 'not a mapping of keys to values'}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: holds a {type(tree).__name__}; a configuration is keys and values")
+    return {str(key): value for key, value in tree.items()}

@@ -1,0 +1,82 @@
+"""What every section of the schema is made of: the frozen base class, value types with ranges, and links.
+
+A key whose default is another key's value is declared with `linked("other.key")`; the loader writes the reference into
+the defaults, so a link, an interpolation in a file and an override all resolve in one place. Therefore configurations
+are made by `load_config` only: a section with a linked key cannot be built on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
+
+MAX_COUNT = 1_000_000_000
+
+
+class Section(BaseModel):
+    """A frozen group of keys; an unknown key is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
+
+
+def linked(path: str) -> Any:
+    """A required key whose default is the value at `path` (absolute, or relative with leading dots)."""
+    return Field(json_schema_extra={"link": path})
+
+
+def open_dict() -> Any:
+    """A key that holds any keys of its own; empty by default."""
+    return Field(default_factory=dict)
+
+
+def _text(value: object) -> object:
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _texts(value: object) -> object:
+    if isinstance(value, str):
+        return (value,)
+    return tuple(_text(item) for item in value) if isinstance(value, Sequence) else value
+
+
+def _tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _expand(path: str) -> str:
+    return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
+def is_path_rule(rule: object) -> bool:
+    """Whether a validation rule is the one that marks a path."""
+    return isinstance(rule, AfterValidator) and rule.func is _expand
+
+
+Flag = Annotated[bool, Strict()]
+Text = Annotated[str, BeforeValidator(_text), Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_texts)]
+LocalPath = Annotated[str, BeforeValidator(_text), Field(min_length=1), AfterValidator(_expand)]
+LocalPaths = Annotated[tuple[LocalPath, ...], BeforeValidator(_texts)]
+Number = Annotated[float, Strict()]
+Count = Annotated[int, Strict(), Field(ge=1, le=MAX_COUNT)]
+CountOrZero = Annotated[int, Strict(), Field(ge=0, le=MAX_COUNT)]
+CountOrOff = Annotated[int, Strict(), Field(ge=-1, le=MAX_COUNT)]
+Seed = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
+Fraction = Annotated[float, Strict(), Field(ge=0, le=1)]
+Coefficient = Annotated[float, Strict(), Field(ge=0, le=1e6)]
+Positive = Annotated[float, Strict(), Field(gt=0, le=1e9)]
+Seconds = Annotated[float, Strict(), Field(gt=0, le=30 * 86400)]
+Betas = Annotated[tuple[Fraction, Fraction], BeforeValidator(_tuple)]
+Numbers = Annotated[tuple[Number, ...], BeforeValidator(_tuple)]
+Ranks = Annotated[tuple[CountOrZero, ...], BeforeValidator(_tuple)]
+OpenDict = dict[str, Any]
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Strategy = Literal["fsdp", "fsdp2"]
+KLEstimator = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
+]
+LossAgg = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]

@@ -1,0 +1,21 @@
+"""How findings are worded."""
+
+from __future__ import annotations
+
+from rlsys.config.keys import shown
+
+
+class Note(str):
+    """A finding that does not stop the run."""
+
+    __slots__ = ()
+
+
+def wrong(key: str, value: object, why: str) -> str:
+    """A problem: the key, its value, and why, which ends with what to write."""
+    return f"{key} = {shown(value)}: {why}"
+
+
+def note(key: str, value: object, why: str) -> Note:
+    """As `wrong`, for a finding that does not stop the run."""
+    return Note(wrong(key, value, why))

@@ -1,0 +1,115 @@
+"""From messages to token ids: chat templates, plain text where there is none, truncation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from jinja2 import TemplateError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, str]
+Truncation = Literal["error", "left", "right", "middle"]
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """The text of a conversation by the tokenizer's chat template; without one, the contents joined by line ends.
+
+    Raises ValueError when the template refuses the messages.
+    """
+    if not tokenizer.chat_template:
+        return "\n".join(m["content"] for m in messages)
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(m) for m in messages],
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **(template_kwargs or {}),
+        )
+    except (TemplateError, TypeError, KeyError) as error:
+        raise ValueError(f"the chat template refuses the messages: {error}") from error
+    return str(text)
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: bool = False) -> list[int]:
+    """Token ids of a text; `special_tokens` adds what the tokenizer begins and ends texts with."""
+    return list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | Sequence[Message],
+    *,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Token ids that a completion follows on. A text counts as one message of the user where there is a template."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    text = render(tokenizer, messages, add_generation_prompt=True, template_kwargs=template_kwargs)
+    return encode_text(tokenizer, text, special_tokens=not tokenizer.chat_template)
+
+
+def encode_conversation(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[list[int], list[int], list[int]]:
+    """Token ids up to the first answer, token ids from there on, and which of the latter the assistant writes (1).
+
+    Each turn is tokenised by itself, as a model that writes it sees it. An answer ends with the end-of-text token; what
+    the template puts behind that belongs to the next turn. Raises ValueError without an answer, and for a template
+    that rewrites earlier turns.
+    """
+    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    if not answers:
+        raise ValueError("there is no message of the assistant to learn from")
+    if answers[0] == 0:
+        raise ValueError("the first message is the assistant's, there is no prompt before it")
+    eos = tokenizer.eos_token_id
+    prompt: list[int] = []
+    response: list[int] = []
+    mask: list[int] = []
+    done = ""
+    for answer in answers:
+        before = render(tokenizer, messages[:answer], add_generation_prompt=True, template_kwargs=template_kwargs)
+        after = render(tokenizer, messages[: answer + 1], add_generation_prompt=False, template_kwargs=template_kwargs)
+        if not before.startswith(done) or not after.startswith(before):
+            raise ValueError("the chat template changes earlier turns, so answers cannot be told from the rest")
+        asked = encode_text(tokenizer, before[len(done) :], special_tokens=not done and not tokenizer.chat_template)
+        answered = encode_text(tokenizer, after[len(before) :])
+        end = len(answered) - answered[::-1].index(eos) if eos in answered else len(answered)
+        if eos is not None and eos not in answered:
+            answered = [*answered, eos]
+            end += 1
+        if not done:
+            prompt = asked
+        else:
+            response, mask = [*response, *asked], [*mask, *[0] * len(asked)]
+        response, mask = [*response, *answered], [*mask, *[1] * end, *[0] * (len(answered) - end)]
+        done = after
+    while mask[-1] == 0:
+        response.pop()
+        mask.pop()
+    return prompt, response, mask
+
+
+def truncate(token_ids: Sequence[int], max_tokens: int, how: Truncation) -> list[int]:
+    """At most `max_tokens` of them: without the `left`, the `right` or the `middle`. Raises ValueError by `error`."""
+    if len(token_ids) <= max_tokens:
+        return list(token_ids)
+    if how == "error":
+        raise ValueError(f"{len(token_ids)} tokens are more than max_prompt_length={max_tokens}")
+    if how == "left":
+        return list(token_ids[-max_tokens:])
+    if how == "right":
+        return list(token_ids[:max_tokens])
+    head = max_tokens // 2
+    return [*token_ids[:head], *token_ids[len(token_ids) - (max_tokens - head) :]]

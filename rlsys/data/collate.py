@@ -1,0 +1,119 @@
+"""Rows to batches: prompts padded on the left, responses on the right.
+
+B rows, P prompt and R response tokens. Token tensors are int64; `position_ids` count from 0 at the first real token and
+are 0 at pads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlsys.data.rows import PromptRow
+from rlsys.data.supervised import Pair, Text
+from rlsys.protocol import DataProto, object_array
+
+
+def pad_left(rows: Sequence[Sequence[int]], *, value: int, length: int | None = None) -> Tensor:
+    """(B, length) int64 with each row at the end; the longest row sets a missing length. Raises ValueError."""
+    return _padded(rows, value, length, left=True)
+
+
+def pad_right(rows: Sequence[Sequence[int]], *, value: int, length: int | None = None) -> Tensor:
+    """(B, length) int64 with each row at the start; the longest row sets a missing length. Raises ValueError."""
+    return _padded(rows, value, length, left=False)
+
+
+def _padded(rows: Sequence[Sequence[int]], value: int, length: int | None, *, left: bool) -> Tensor:
+    longest = max(map(len, rows), default=0)
+    length = longest if length is None else length
+    if longest > length:
+        raise ValueError(f"a row of {longest} tokens does not fit into {length}")
+    padded = torch.full((len(rows), length), value, dtype=torch.int64)
+    for number, row in enumerate(rows):
+        place = slice(length - len(row), length) if left else slice(0, len(row))
+        padded[number, place] = torch.tensor(list(row), dtype=torch.int64)
+    return padded
+
+
+def position_ids(attention_mask: Tensor) -> Tensor:
+    """Positions of the real tokens, 0 at pads."""
+    return (attention_mask.cumsum(-1) - 1).clamp(min=0) * attention_mask
+
+
+def uid(epoch: int, index: int) -> str:
+    """The name that all answers to one prompt share; the same whenever the run is resumed."""
+    return f"{epoch}-{index}"
+
+
+def collate_prompts(
+    rows: Sequence[PromptRow],
+    *,
+    pad_token_id: int,
+    epoch: int = 0,
+    prompt_length: int | None = None,
+    raw_chat: bool = True,
+) -> DataProto:
+    """Prompts to generate from: tensors prompts, attention_mask, position_ids (B, P).
+
+    P is `prompt_length`, or that of the longest prompt. Columns: uid, index, data_source, ability, reward_model,
+    extra_info, tools_kwargs, interaction_kwargs, raw_prompt if asked for, and the columns that rows have besides.
+    """
+    prompts = pad_left([row.token_ids for row in rows], value=pad_token_id, length=prompt_length)
+    mask = pad_left([[1] * len(row.token_ids) for row in rows], value=0, length=prompt_length)
+    columns: dict[str, list[Any]] = {
+        name: [row.fields.get(name) for row in rows] for name in dict.fromkeys(n for row in rows for n in row.fields)
+    }
+    columns |= {
+        "uid": [uid(epoch, row.index) for row in rows],
+        "index": [row.extra_info.get("index", row.index) for row in rows],
+        "data_source": [row.data_source for row in rows],
+        "ability": [row.ability for row in rows],
+        "reward_model": [dict(row.reward_model) for row in rows],
+        "extra_info": [dict(row.extra_info) for row in rows],
+        "tools_kwargs": [row.extra_info.get("tools_kwargs") or {} for row in rows],
+        "interaction_kwargs": [row.extra_info.get("interaction_kwargs") or {} for row in rows],
+    }
+    if raw_chat:
+        columns["raw_prompt"] = [_messages(row) for row in rows]
+    tensors = {"prompts": prompts, "attention_mask": mask, "position_ids": position_ids(mask)}
+    return DataProto.from_dict(tensors, {name: object_array(values) for name, values in columns.items()})
+
+
+def _messages(row: PromptRow) -> list[dict[str, str]]:
+    if isinstance(row.raw_prompt, str):
+        return [{"role": "user", "content": row.raw_prompt}]
+    return [dict(message) for message in row.raw_prompt]
+
+
+def collate_texts(texts: Sequence[Text], *, pad_token_id: int) -> DataProto:
+    """Texts to learn from, in the layout of generated rows: prompts, responses, response_mask, input_ids,
+
+    attention_mask and position_ids; P and R are those of the longest rows.
+    """
+    prompts = pad_left([t.prompt_ids for t in texts], value=pad_token_id)
+    responses = pad_right([t.response_ids for t in texts], value=pad_token_id)
+    attention_mask = torch.cat(
+        [
+            pad_left([[1] * len(t.prompt_ids) for t in texts], value=0),
+            pad_right([[1] * len(t.mask) for t in texts], value=0),
+        ],
+        dim=-1,
+    )
+    tensors = {
+        "prompts": prompts,
+        "responses": responses,
+        "response_mask": pad_right([t.mask for t in texts], value=0),
+        "input_ids": torch.cat([prompts, responses], dim=-1),
+        "attention_mask": attention_mask,
+        "position_ids": position_ids(attention_mask),
+    }
+    return DataProto.from_dict(tensors)
+
+
+def collate_pairs(pairs: Sequence[Pair], *, pad_token_id: int) -> DataProto:
+    """Pairs as 2B rows: the chosen response of each at 2i, the rejected one at 2i + 1."""
+    return collate_texts([t for pair in pairs for t in (pair.chosen, pair.rejected)], pad_token_id=pad_token_id)

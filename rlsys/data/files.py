@@ -1,0 +1,269 @@
+"""Rows out of files: parquet, JSON, JSON lines, CSV and folders saved by `datasets`; what cannot be read is named.
+
+Places are counted as people count them: lines of text files from 1, rows of parquet, JSON arrays and `datasets` folders
+from 0. A UTF-8 byte-order mark, Windows line ends and blank lines are no faults.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlsys.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+MAX_ROW_BYTES = 16 << 20
+BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row and where it stands, e.g. file "train.jsonl", place "line 3"."""
+
+    file: str
+    place: str
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row, or with place "whole file" a file, that cannot be used, and why."""
+
+    file: str
+    place: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}, {self.place}: {self.reason}"
+
+
+def read_rows(files: str | Sequence[str]) -> Iterator[Row | BadRow]:
+    """All rows of all files in order. Raises ConfigError for a file that is missing or of an unknown kind."""
+    for file in [files] if isinstance(files, str) else files:
+        path = Path(file).expanduser()
+        reader = _reader(path)
+        found = False
+        for row in reader(path):
+            found = True
+            yield row
+        if not found:
+            yield BadRow(str(path), "whole file", "it holds no rows")
+
+
+def _reader(path: Path) -> Callable[[Path], Iterator[Row | BadRow]]:
+    if "://" in str(path) or str(path).startswith(("hdfs:", "s3:")):
+        raise ConfigError(f"data file {path}: only local files are read, copy it first")
+    if not path.exists():
+        raise ConfigError(f"data file {path}: there is no such file")
+    if path.is_dir():
+        if (path / "dataset_dict.json").is_file():
+            splits = ", ".join(sorted(str(p.parent) for p in path.glob("*/state.json")))
+            raise ConfigError(f"data folder {path} holds several splits; name one of them: {splits}")
+        if not (path / "state.json").is_file():
+            raise ConfigError(f"data folder {path}: it was not written by datasets' save_to_disk (no state.json)")
+        return _read_saved_dataset
+    readers = {".parquet": _read_parquet, ".jsonl": _read_json_lines, ".json": _read_json, ".csv": _read_csv}
+    if path.suffix.lower() not in readers:
+        raise ConfigError(f"data file {path}: the kind {path.suffix!r} is none of {', '.join(readers)}")
+    return readers[path.suffix.lower()]
+
+
+# --- JSON ---
+
+
+def _read_json_lines(path: Path) -> Iterator[Row | BadRow]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            text = line.removeprefix(BOM) if number == 1 else line
+            if not text.strip():
+                continue
+            place = f"line {number}"
+            try:
+                yield Row(str(path), place, _object(_parse(text)))
+            except ValueError as error:
+                cut = "" if line.endswith(b"\n") else " (the file ends within this line)"
+                yield BadRow(str(path), place, f"{error}{cut}")
+
+
+def _read_json(path: Path) -> Iterator[Row | BadRow]:
+    """An array of objects; anything else is read as JSON lines, as `datasets` does."""
+    data = path.read_bytes().removeprefix(BOM)
+    if not data.lstrip().startswith(b"["):
+        yield from _read_json_lines(path)
+        return
+    try:
+        items = _parse(data, max_bytes=None)
+    except ValueError as error:
+        yield BadRow(str(path), "whole file", str(error))
+        return
+    for number, item in enumerate(items):
+        try:
+            yield Row(str(path), f"row {number}", _object(item))
+        except ValueError as error:
+            yield BadRow(str(path), f"row {number}", str(error))
+
+
+def _parse(data: bytes, *, max_bytes: int | None = MAX_ROW_BYTES) -> Any:
+    if max_bytes is not None and len(data) > max_bytes:
+        raise ValueError(f"{len(data)} bytes are too long for one row, the limit is {max_bytes}")
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ValueError("the text is UTF-16, it must be UTF-8")
+    try:
+        return json.loads(data.decode(), parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the text is not UTF-8 at byte {error.start}") from error
+    except RecursionError as error:
+        raise ValueError("the JSON is nested too deeply") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON: {error}") from error
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} occurs twice")
+    return found
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"a row must be an object, this is {_kind(value)}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    return "null" if value is None else f"a {type(value).__name__}"
+
+
+# --- CSV ---
+
+
+def _read_csv(path: Path) -> Iterator[Row | BadRow]:
+    csv.field_size_limit(MAX_ROW_BYTES)
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        try:
+            names = next(reader, [])
+        except csv.Error as error:
+            yield BadRow(str(path), "whole file", f"its first line is not CSV: {error}")
+            return
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            yield BadRow(str(path), "whole file", f"the column {repeated[0]!r} occurs twice")
+            return
+        while True:
+            place = f"line {reader.line_num + 1}"
+            try:
+                cells = next(reader)
+                if cells:
+                    yield Row(str(path), place, _csv_values(names, cells))
+            except StopIteration:
+                return
+            except (csv.Error, ValueError) as error:
+                yield BadRow(str(path), place, str(error))
+
+
+def _csv_values(names: list[str], cells: list[str]) -> dict[str, Any]:
+    if len(cells) != len(names):
+        raise ValueError(f"it has {len(cells)} cells, the first line has {len(names)}")
+    for cell in cells:
+        if any("\udc80" <= c <= "\udcff" for c in cell):
+            raise ValueError("the text is not UTF-8")
+    return {name: _csv_value(cell) for name, cell in zip(names, cells)}
+
+
+def _csv_value(cell: str) -> Any:
+    """An empty cell is null; one that is a JSON list or object is that; the rest is text."""
+    if cell.lstrip().startswith(("[", "{")):
+        try:
+            return json.loads(cell)
+        except (ValueError, RecursionError):
+            return cell
+    return cell or None
+
+
+# --- Arrow ---
+
+
+def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        yield BadRow(str(path), "whole file", f"not a readable parquet file: {_first_line(error)}")
+        return
+    first = 0
+    for group in range(file.num_row_groups):
+        num_rows = file.metadata.row_group(group).num_rows
+        try:
+            table = file.read_row_group(group)
+        except (pa.ArrowException, OSError) as error:
+            place = f"rows {first} to {first + num_rows - 1}"
+            yield BadRow(str(path), place, f"the row group cannot be read: {_first_line(error)}")
+        else:
+            yield from _table_rows(path, table, first)
+        first += num_rows
+
+
+def _read_saved_dataset(path: Path) -> Iterator[Row | BadRow]:
+    """The Arrow files that `datasets.Dataset.save_to_disk` wrote, without needing that package."""
+    import pyarrow as pa
+
+    try:
+        names = [entry["filename"] for entry in json.loads((path / "state.json").read_text())["_data_files"]]
+    except (ValueError, KeyError, TypeError) as error:
+        yield BadRow(str(path), "whole file", f"its state.json is broken: {error!r}")
+        return
+    first = 0
+    for name in names:
+        try:
+            with pa.memory_map(str(path / Path(name).name)) as source:
+                table = pa.ipc.open_stream(source).read_all()
+        except (pa.ArrowException, OSError) as error:
+            yield BadRow(str(path / name), "whole file", f"not a readable Arrow file: {_first_line(error)}")
+            continue
+        yield from _table_rows(path, table, first)
+        first += table.num_rows
+
+
+def _table_rows(path: Path, table: pa.Table, first: int) -> Iterator[Row | BadRow]:
+    names = table.column_names
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        yield BadRow(str(path), "whole file", f"the column {repeated[0]!r} occurs twice")
+        return
+    for start in range(0, table.num_rows, 1024):
+        part = table.slice(start, 1024)
+        try:
+            rows: Iterable[Any] = part.to_pylist()
+        except (UnicodeDecodeError, ValueError, OverflowError):
+            rows = (_one_row(part, i) for i in range(part.num_rows))
+        for number, values in enumerate(rows, first + start):
+            if isinstance(values, dict):
+                yield Row(str(path), f"row {number}", values)
+            else:
+                yield BadRow(str(path), f"row {number}", str(values))
+
+
+def _one_row(table: pa.Table, row: int) -> dict[str, Any] | str:
+    try:
+        return table.slice(row, 1).to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return f"the text is not UTF-8: {error.reason} at byte {error.start}"
+    except (ValueError, OverflowError) as error:
+        return f"a value cannot be read: {error}"
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

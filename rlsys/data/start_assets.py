@@ -1,0 +1,205 @@
+"""The small model that training starts from when nothing else is given: made here, in a minute, without a download.
+
+A character-level tokenizer, a Qwen2-shaped model of about a million parameters and arithmetic texts to warm it up on,
+so that it solves a good part of the problems and has something left to learn. Kept in the cache folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING, Any
+
+from rlsys.data.arithmetic import Problem, prompt_row
+from rlsys.data.cursor import permutation
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PAD, EOS = "<|pad|>", "<|end|>"
+ROLES = ("system", "user", "assistant", "tool")
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+NUM_HELD_OUT = 100
+COMPLETE = "complete.json"
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """How the model is warmed up: plain SFT on `sft_rows`, one pass, constant learning rate after `warmup_steps`."""
+
+    num_steps: int = 500
+    batch_size: int = 64
+    lr: float = 3e-3
+    warmup_steps: int = 50
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.99)
+    grad_clip: float = 1.0
+    seed: int = 0
+
+
+def cache_dir() -> Path:
+    """Where made and converted models are kept: RLSYS_CACHE, else rlsys in XDG_CACHE_HOME or ~/.cache."""
+    if own := os.environ.get("RLSYS_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rlsys"
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, the special tokens of the chat template, and nothing learnt."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = [PAD, EOS, *(f"<|{role}|>" for role in ROLES)]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate([*special, *alphabet])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="left")
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def model_config() -> dict[str, Any]:
+    """The model as a transformers config.json: Qwen2, float32, tied embeddings."""
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "vocab_size": 262,
+        "hidden_size": 192,
+        "intermediate_size": 576,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rope_theta": 10000.0,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "dtype": "float32",
+    }
+
+
+def all_problems() -> list[Problem]:
+    """Sums and differences of numbers below 20, products of digits: 900 problems."""
+    sums = [Problem(a, o, b) for o in ("+", "-") for a in range(20) for b in range(20)]
+    return sums + [Problem(a, "*", b) for a in range(10) for b in range(10)]
+
+
+def split_problems() -> tuple[list[Problem], list[Problem]]:
+    """Problems to train on, and NUM_HELD_OUT that neither the warm-up nor the training sees."""
+    problems = all_problems()
+    order = permutation(len(problems), seed=7, epoch=0).tolist()
+    return [problems[i] for i in order[NUM_HELD_OUT:]], [problems[i] for i in order[:NUM_HELD_OUT]]
+
+
+def prompt_rows(split: str) -> list[dict[str, Any]]:
+    """verl rows of the split "train" or "test", for the prompts of the default run."""
+    train, test = split_problems()
+    problems = {"train": train, "test": test}[split]
+    return [prompt_row(p, index=i, split=split, style="symbols") for i, p in enumerate(problems)]
+
+
+def sft_rows(seed: int, n: int) -> list[dict[str, Any]]:
+    """`n` conversations out of the training problems, in passes of changing order."""
+    train, _ = split_problems()
+    rows: list[dict[str, Any]] = []
+    for epoch in range(-(-n // len(train))):
+        for i in permutation(len(train), seed=seed, epoch=epoch).tolist():
+            question, answer = train[i].question("symbols"), str(train[i].answer)
+            rows.append({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
+    return rows[:n]
+
+
+@dataclass(frozen=True)
+class StartAssets:
+    """Where the assets lie: a model folder as transformers reads it, and verl rows."""
+
+    model: Path
+    train_file: Path
+    val_file: Path
+
+
+def ensure_start_assets(
+    warm_up: Callable[[Path, Path, WarmUp], None], *, folder: Path | None = None, settings: WarmUp | None = None
+) -> StartAssets:
+    """The start assets, made if they are not there yet.
+
+    `warm_up(model folder, SFT file, settings)` trains the randomly initialised model that config.json in the folder
+    describes and saves its weights there as model.safetensors. The cache is keyed by everything that the assets are
+    made from; several processes may ask at once, one of them makes them.
+    """
+    settings = settings or WarmUp()
+    parent = (folder or cache_dir()) / "start"
+    parent.mkdir(parents=True, exist_ok=True)
+    home = parent / content_hash(settings)
+    with locked(parent / f".{home.name}.lock"):
+        if not (home / COMPLETE).is_file():
+            _make(home, warm_up, settings)
+    return StartAssets(home / "model", home / "train.parquet", home / "test.parquet")
+
+
+def content_hash(settings: WarmUp) -> str:
+    """A name for what these settings and this version of the module make."""
+    parts = [asdict(settings), model_config(), CHAT_TEMPLATE, prompt_rows("train"), prompt_rows("test")]
+    parts.append(sft_rows(settings.seed, 1000))
+    return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _make(home: Path, warm_up: Callable[[Path, Path, WarmUp], None], settings: WarmUp) -> None:
+    """Make everything in a folder beside and rename it, so that `home` is whole or not there."""
+    work = Path(mkdtemp(prefix=f".{home.name}.", dir=home.parent))
+    try:
+        model = work / "model"
+        build_tokenizer().save_pretrained(str(model))
+        (model / "config.json").write_text(json.dumps(model_config(), indent=2))
+        generation = {"eos_token_id": 1, "pad_token_id": 0}
+        (model / "generation_config.json").write_text(json.dumps(generation))
+        write_rows(work / "train.parquet", prompt_rows("train"))
+        write_rows(work / "test.parquet", prompt_rows("test"))
+        write_rows(work / "sft.parquet", sft_rows(settings.seed, settings.num_steps * settings.batch_size))
+        warm_up(model, work / "sft.parquet", settings)
+        if not (model / "model.safetensors").is_file():
+            raise FileNotFoundError(f"the warm-up left no {model / 'model.safetensors'}")
+        (work / COMPLETE).write_text(json.dumps(asdict(settings)))
+        shutil.rmtree(home, ignore_errors=True)
+        work.rename(home)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows as parquet, whole or not at all."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        pq.write_table(pa.Table.from_pylist(list(rows)), beside)
+        beside.rename(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock file; the system frees it when the process ends, however that happens."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,110 @@
+"""Export of a trained model as a directory that transformers loads: safetensors, configuration, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlsys.engines.dcp_storage import STORAGE_ERRORS
+from rlsys.engines.mesh import Ranks, together
+from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_text_durable
+from rlsys.utils.errors import CheckpointError
+
+FILE_BYTES = 5 * 10**9
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+    "preprocessor_config.json",
+)
+
+
+def write(
+    path: Path,
+    weights: Iterator[list[tuple[str, Tensor]]],
+    ranks: Ranks,
+    config: Any,
+    *,
+    source_dir: Path | None = None,
+    adapter: tuple[Mapping[str, Tensor], Mapping[str, Any]] | None = None,
+) -> None:
+    """Write a model directory from gathered weights; rank 0 writes, all ranks gather. `source_dir` gives the tokenizer
+    files, `adapter` (tensors, adapter_config) goes to `lora_adapter/`. CheckpointError leaves an old one as it was."""
+    first = ranks.rank == 0
+    staging = path.with_name(path.name + ".tmp")
+    files: dict[str, list[str]] = {}
+    try:
+        together(lambda: staging_dir(path) if first else None, STORAGE_ERRORS, CheckpointError)
+        for number, bucket in enumerate(weights):
+            work = lambda: files.update(_write_bucket(staging, number, bucket)) if first else None  # noqa: B023, E731
+            together(work, STORAGE_ERRORS, CheckpointError)
+        finish = lambda: _finish(staging, path, files, config, source_dir, adapter) if first else None  # noqa: E731
+        together(finish, STORAGE_ERRORS, CheckpointError)
+    except CheckpointError as error:
+        if first:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise CheckpointError(f"cannot export {path}: {error}") from error
+
+
+def _write_bucket(staging: Path, number: int, bucket: Sequence[tuple[str, Tensor]]) -> dict[str, list[str]]:
+    name = f"part-{number:05d}.safetensors"
+    save_file({n: t.contiguous() for n, t in bucket}, staging / name, metadata={"format": "pt"})
+    fsync_file(staging / name)
+    return {name: [n for n, _ in bucket]}
+
+
+def _finish(
+    staging: Path, path: Path, files: Mapping[str, Sequence[str]], config: Any, source_dir: Path | None, adapter: Any
+) -> None:
+    _name_parts(staging, files)
+    config.save_pretrained(staging)
+    if source_dir is not None:
+        for pattern in TOKENIZER_FILES:
+            for file in sorted(source_dir.glob(pattern)):
+                if file.is_file():
+                    shutil.copyfile(file, staging / file.name)
+    if adapter is not None:
+        tensors, settings = adapter
+        (staging / "lora_adapter").mkdir()
+        save_file({n: t.contiguous() for n, t in tensors.items()}, staging / "lora_adapter/adapter_model.safetensors")
+        write_text_durable(staging / "lora_adapter/adapter_config.json", json.dumps(settings, indent=1))
+    for file in staging.rglob("*"):
+        if file.is_file():
+            fsync_file(file)
+    commit_dir(staging, path)
+
+
+def _name_parts(staging: Path, files: Mapping[str, Sequence[str]]) -> None:
+    """transformers' file names: one model.safetensors, or numbered parts with an index."""
+    if len(files) == 1:
+        (staging / next(iter(files))).rename(staging / "model.safetensors")
+        return
+    weight_map, size = {}, 0
+    for number, (old, names) in enumerate(sorted(files.items()), 1):
+        new = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        (staging / old).rename(staging / new)
+        size += (staging / new).stat().st_size
+        weight_map.update(dict.fromkeys(names, new))
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    write_text_durable(staging / "model.safetensors.index.json", json.dumps(index, indent=1))
+
+
+def exported_config(config: Any, head: str, dtype: torch.dtype) -> Any:
+    """The configuration to write: which class loads it, and the dtype of its weights."""
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    own = type(config).from_dict(config.to_dict())
+    mapping = (AutoModelForCausalLM if head == "lm" else AutoModelForTokenClassification)._model_mapping
+    own.architectures, own.dtype = [mapping[type(config)].__name__], dtype
+    return own

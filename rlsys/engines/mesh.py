@@ -1,0 +1,148 @@
+"""Process groups of an engine, and small exchanges between its ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from rlsys.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """`fsdp_size` ranks share one copy of the parameters (-1: all of them), `sp_size` ranks share each sequence."""
+
+    fsdp_size: int = -1
+    sp_size: int = 1
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this rank stands. Ranks of one sequence-parallel group are neighbours and see the same rows."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+    mesh: DeviceMesh
+    sp_rank: int
+    sp_size: int
+    sp_group: dist.ProcessGroup | None
+    dp_group: dist.ProcessGroup | None
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.sp_size
+
+    @property
+    def dp_size(self) -> int:
+        return self.world_size // self.sp_size
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group("shard")
+
+    @property
+    def shard_rank(self) -> int:
+        return self.mesh.get_local_rank("shard")
+
+    @property
+    def shard_size(self) -> int:
+        return self.mesh["shard"].size()
+
+
+def ensure_process_group(device: str, *, timeout_s: float = 600.0) -> None:
+    """Join the default process group unless this process already has one.
+
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of the environment say which; without RANK it is a group of one that
+    opens no port. CPU tensors go through gloo, CUDA tensors through NCCL.
+    """
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def make_ranks(device: str, parallel: Parallel) -> Ranks:
+    """The groups of an engine over all ranks of the default process group; ConfigError if the sizes do not divide."""
+    ensure_process_group(device)
+    rank, world, sp = dist.get_rank(), dist.get_world_size(), parallel.sp_size
+    shard = world if parallel.fsdp_size in (-1, 0) else parallel.fsdp_size
+    if sp < 1 or world % sp:
+        raise ConfigError(f"ulysses_sequence_parallel_size={sp} does not divide the {world} ranks")
+    if shard < 1 or world % shard:
+        raise ConfigError(f"fsdp_size={parallel.fsdp_size} does not divide the {world} ranks")
+    own = torch.device(device)
+    if own.type == "cuda":
+        own = torch.device("cuda", torch.cuda.current_device() if own.index is None else own.index)
+        torch.cuda.set_device(own)
+    grid = torch.arange(world)
+    mesh = (
+        DeviceMesh(own.type, grid, mesh_dim_names=("shard",))
+        if shard == world
+        else DeviceMesh(own.type, grid.view(-1, shard), mesh_dim_names=("replicate", "shard"))
+    )
+    sp_group = _own_group([list(range(s, s + sp)) for s in range(0, world, sp)]) if sp > 1 else None
+    dp_group = _own_group([list(range(s, world, sp)) for s in range(sp)]) if sp > 1 else None
+    return Ranks(own, rank, world, mesh, rank % sp, sp, sp_group, dp_group)
+
+
+def _own_group(members: list[list[int]]) -> dist.ProcessGroup | None:
+    groups: list[Any] = [dist.new_group(ranks) for ranks in members]
+    return next(g for g, ranks in zip(groups, members, strict=True) if dist.get_rank() in ranks)
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value, in rank order, on every rank; values are what JSON can say."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return [json.loads(json.dumps(value))]
+    device = exchange_device(group)
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(own)], device=device), group=group)
+    longest = max(int(n) for n in lengths)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: len(own)] = own
+    texts = [torch.empty_like(padded) for _ in range(size)]
+    dist.all_gather(texts, padded, group=group)
+    return [json.loads(bytes(text[: int(n)].tolist())) for text, n in zip(texts, lengths, strict=True)]
+
+
+def exchange_device(group: dist.ProcessGroup | None) -> torch.device:
+    has_gloo = "gloo" in str(dist.get_backend_config(group))
+    return torch.device("cpu") if has_gloo else torch.device("cuda", torch.cuda.current_device())
+
+
+def max_over_ranks(value: int, group: dist.ProcessGroup | None = None) -> int:
+    """The largest of the ranks' numbers."""
+    if dist.get_world_size(group) == 1:
+        return value
+    number = torch.tensor([value], device=exchange_device(group))
+    dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
+    return int(number)
+
+
+def together(work: Callable[[], Any], errors: tuple[type[BaseException], ...], raised: type[Exception]) -> Any:
+    """Do `work` on every rank; if it fails with one of `errors` anywhere, all ranks raise `raised` naming the first."""
+    result, message = None, None
+    try:
+        result = work()
+    except errors as error:
+        message = f"{error}" or type(error).__name__
+    failed = [(rank, text) for rank, text in enumerate(gather_json(message)) if text is not None]
+    if failed:
+        where = f"rank {failed[0][0]}: " if dist.get_world_size() > 1 else ""
+        raise raised(where + failed[0][1])
+    return result

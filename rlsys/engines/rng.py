@@ -1,0 +1,52 @@
+"""The states of all random generators of a process, as JSON."""
+
+from __future__ import annotations
+
+import random
+from base64 import b64decode, b64encode
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture() -> dict[str, Any]:
+    """States of torch (CPU and the current CUDA device), python's random and numpy's legacy generator."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    state = {
+        "torch": _text(torch.get_rng_state()),
+        "python": [version, list(internal), gauss],
+        "numpy": [str(name), np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = _text(torch.cuda.get_rng_state())
+    return state
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Continue exactly where `capture` was called."""
+    torch.set_rng_state(_tensor(state["torch"]))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_tensor(state["cuda"]))
+
+
+def derive(state: dict[str, Any], rank: int) -> None:
+    """Seed every generator from another rank's state and this rank's number: for a changed number of ranks."""
+    seed = int.from_bytes(blake2b(f"{state['torch']}:{rank}".encode(), digest_size=8).digest()) >> 1
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def _text(state: torch.Tensor) -> str:
+    return b64encode(state.numpy().tobytes()).decode()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(b64decode(text)), dtype=torch.uint8)

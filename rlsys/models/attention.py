@@ -1,0 +1,110 @@
+"""Exact causal attention over packed sequences, as an attention implementation of transformers named `ATTENTION`.
+
+A pack is one row (1, tokens) holding sequences one after another; no token sees another sequence. On CUDA in half
+precision the variable-length flash kernel of torch runs; elsewhere each sequence is attended on its own, which costs no
+masked-out work (a dense block-diagonal mask costs the square of the whole pack) and gives each sequence the same digits
+whatever it is packed with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed import get_world_size as group_size
+from transformers import AttentionInterface
+
+from rlsys.models.ulysses import heads_to_tokens, kv_repeats, tokens_to_heads
+
+ATTENTION = "rlsys_packed"
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+
+
+class Packing:
+    """Where the sequences of a pack lie; handed to every attention layer. `group` is the sequence-parallel group."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device, group: ProcessGroup | None = None) -> None:
+        self.lengths = tuple(lengths)
+        self.max_length = max(self.lengths)
+        self.group = group
+        ends = torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        self.cu_seq_lens = ends.to(device, non_blocking=True)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend within each sequence of `packing`: query (1, heads, tokens, dim) -> (1, tokens, heads, dim).
+
+    Raises NotImplementedError for what it would otherwise silently leave out: dropout, logit caps, sinks, biases.
+    """
+    odd = [name for name in _UNSUPPORTED if options.get(name) is not None]
+    if odd or dropout or attention_mask is not None:
+        what = odd or ["dropout" if dropout else "attention_mask"]
+        raise NotImplementedError(f"packed attention has no {', '.join(what)}: set use_remove_padding=false")
+    group = packing.group
+    if group is not None:
+        repeats = kv_repeats(query.shape[1], key.shape[1], group_size(group))
+        key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
+        query, key, value = (tokens_to_heads(x, group) for x in (query, key, value))
+    attend = _varlen if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else _sequence_by_sequence
+    out = attend(query, key, value, packing, scaling, sliding_window)
+    if group is not None:
+        out = heads_to_tokens(out, group)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
+    if query.shape[1] != key.shape[1]:
+        if "enable_gqa" in signature(varlen_attn).parameters:
+            options["enable_gqa"] = True
+        else:
+            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    ends, longest = packing.cu_seq_lens, packing.max_length
+    out = varlen_attn(q, k, v, ends, ends, longest, longest, **options)
+    assert isinstance(out, Tensor)
+    return out.transpose(0, 1)[None]
+
+
+def _sequence_by_sequence(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
+) -> Tensor:
+    gqa = query.shape[1] != key.shape[1]
+    outs = []
+    for q, k, v in zip(*(x.split(packing.lengths, dim=2) for x in (query, key, value)), strict=True):
+        mask = None if window is None or window >= q.shape[2] else _window_mask(q.shape[2], window, q.device)
+        outs.append(
+            F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
+            )
+        )
+    return torch.cat(outs, dim=2)
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    behind = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
+    return (behind >= 0) & (behind < window)
+
+
+AttentionInterface.register(ATTENTION, packed_attention)

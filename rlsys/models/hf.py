@@ -1,0 +1,222 @@
+"""Transformers models: their configuration, their structure without memory, and where their weights come from."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+
+from rlsys.models.attention import ATTENTION
+from rlsys.utils.errors import CheckpointError, ConfigError
+
+Head = Literal["lm", "scalar"]
+LOGIT_CHANGERS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "final_logit_scale")
+PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+UNUSED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model directory in HF layout (`path`), or a configuration to initialise at random from `seed` (`config`)."""
+
+    path: str | None = None
+    config: Mapping[str, Any] | None = None
+    seed: int = 0
+    override_config: Mapping[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.config is None):
+            raise ValueError("a model needs either a path or a config")
+
+
+class TensorSource(Protocol):
+    """Where the elements of the model's tensors are read from, by HF name."""
+
+    def names(self) -> Collection[str]: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
+    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor: ...
+
+
+def read_config(source: ModelSource) -> Any:
+    """The transformers configuration with `override_config` applied (nested mappings are merged).
+
+    ConfigError for an override the configuration does not have, CheckpointError without a good config.json.
+    """
+    if source.path is None:
+        config = AutoConfig.for_model(**dict(source.config or {}))
+    else:
+        if not (Path(source.path) / "config.json").is_file():
+            raise CheckpointError(f"no config.json in the model directory {source.path}")
+        try:
+            config = AutoConfig.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
+        except (ValueError, OSError, KeyError) as error:
+            raise CheckpointError(f"cannot read {source.path}/config.json: {error}") from error
+    if getattr(config, "quantization_config", None):
+        raise CheckpointError(f"{source.path or 'the model'} is quantised: training needs plain weights")
+    for name, value in source.override_config.items():
+        if not hasattr(config, name):
+            raise ConfigError(f"override_config.{name}: {config.model_type} has no such setting")
+        old = getattr(config, name)
+        setattr(config, name, {**old, **value} if isinstance(old, dict) and isinstance(value, Mapping) else value)
+    return config
+
+
+def build(
+    config: Any, *, head: Head, packed: bool, attention: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """The model on the meta device, float32, with real buffers: structure without weights.
+
+    A scalar head is `score`, Linear(hidden, 1), in the layout of transformers' token classification models.
+    ConfigError if packed rows were asked of an architecture that cannot keep them apart.
+    """
+    if head == "lm" and (odd := [name for name in LOGIT_CHANGERS if getattr(config, name, None) not in (None, 1, 1.0)]):
+        raise ConfigError(f"{config.model_type} changes its logits ({', '.join(odd)}), which this engine does not do")
+    _check_packable(config, packed)
+    implementation = attention or (ATTENTION if packed else "sdpa")
+    options = {"attn_implementation": implementation, "trust_remote_code": trust_remote_code}
+    with torch.device("meta"):
+        model = _construct(config, head, options)
+    if packed and not getattr(model, "_supports_attention_backend", False):
+        raise ConfigError(f"{config.model_type} cannot take packed rows: set use_remove_padding=false")
+    _fill_buffers(model)
+    return model
+
+
+def _construct(config: Any, head: Head, options: Mapping[str, Any]) -> Any:
+    if head == "lm":
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+    config.num_labels, config.classifier_dropout = 1, 0.0
+    return AutoModelForTokenClassification.from_config(config, dtype=torch.float32, **options)
+
+
+def _check_packable(config: Any, packed: bool) -> None:
+    if not packed:
+        return
+    if odd := set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYERS:
+        raise ConfigError(f"packed rows do not go with {', '.join(sorted(odd))} layers: set use_remove_padding=false")
+    if getattr(config, "attention_dropout", 0.0):
+        raise ConfigError("packed rows do not go with attention_dropout: set use_remove_padding=false or dropout 0")
+
+
+def _fill_buffers(model: Any) -> None:
+    """Give buffers their values off the meta device through the model's own initialiser; ConfigError if it has none."""
+    for module in model.modules():
+        own = [(name, buffer) for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        if not own:
+            continue
+        for name, buffer in own:
+            if not buffer.is_floating_point():
+                raise ConfigError(f"{type(module).__name__}.{name}: a buffer whose value is not known")
+            module._buffers[name] = torch.full(buffer.shape, math.nan, dtype=buffer.dtype)
+        model._init_weights(module)
+        if bad := [name for name, _ in own if module.get_buffer(name).isnan().any()]:
+            raise ConfigError(f"{type(module).__name__}.{bad[0]}: a buffer whose value is not known")
+
+
+def open_weights(source: ModelSource, config: Any, *, head: Head) -> TensorSource:
+    """The source's tensors. A scalar head that a checkpoint lacks is drawn from `seed` (normal, bias zero)."""
+    if source.path is not None:
+        return SafetensorsDir(Path(source.path), extra=_new_head(config, source.seed) if head == "scalar" else {})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(source.seed)
+        model = _construct(config, head, {"trust_remote_code": source.trust_remote_code})
+    return InMemory({name: tensor.detach() for name, tensor in model.named_parameters()})
+
+
+def _new_head(config: Any, seed: int) -> dict[str, Tensor]:
+    hidden = config.get_text_config().hidden_size
+    draw = torch.Generator().manual_seed(seed)
+    weight = torch.randn(1, hidden, generator=draw) * getattr(config, "initializer_range", 0.02)
+    return {"score.weight": weight, "score.bias": torch.zeros(1)}
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Tensors held in this process."""
+
+    tensors: Mapping[str, Tensor]
+
+    def names(self) -> Collection[str]:
+        return self.tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        return self.tensors[name][tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
+
+
+class SafetensorsDir:
+    """The safetensors files of a model directory; only boxes asked for are read. `extra` fills what is not there."""
+
+    def __init__(self, path: Path, extra: Mapping[str, Tensor] | None = None) -> None:
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            hint = " (only pickled weights, which are not read)" if list(path.glob("*.bin")) else ""
+            raise CheckpointError(f"no safetensors files in {path}{hint}")
+        self.path, self.extra = path, InMemory(extra or {})
+        self._files = [_open(file) for file in files]
+        self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
+        index = path / "model.safetensors.index.json"
+        if index.is_file() and (lost := set(json.loads(index.read_text())["weight_map"]) - set(self._where)):
+            raise CheckpointError(f"{path} lacks files: {len(lost)} tensors of its index are missing, as {min(lost)}")
+
+    def names(self) -> Collection[str]:
+        return self._where.keys() | self.extra.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._where:
+            return self.extra.shape(name)
+        return tuple(self._where[name].get_slice(name).get_shape())
+
+    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        if name not in self._where:
+            return self.extra.read(name, start, shape)
+        if not shape:
+            return self._where[name].get_tensor(name)
+        return self._where[name].get_slice(name)[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from error
+
+
+def check_names(expected: Mapping[str, Sequence[int]], source: TensorSource, *, aliases: Collection[str] = ()) -> None:
+    """CheckpointError that names the first differing tensors unless `source` holds exactly the expected ones.
+
+    `aliases` and heads of another kind may be there unused.
+    """
+    have = set(source.names())
+    missing = sorted(set(expected) - have)
+    spare = {"lm_head.weight", "score.weight", "score.bias", *aliases}
+    unknown = sorted(n for n in have - set(expected) - spare if not n.endswith(UNUSED))
+    shapes = [
+        f"{name} is {tuple(source.shape(name))}, the model's {tuple(shape)}"
+        for name, shape in sorted(expected.items())
+        if name in have and tuple(source.shape(name)) != tuple(shape)
+    ]
+    parts = [
+        f"{len(missing)} tensors are missing ({', '.join(missing[:3])})" if missing else "",
+        f"{len(unknown)} tensors are not the model's ({', '.join(unknown[:3])})" if unknown else "",
+        f"{len(shapes)} shapes differ ({'; '.join(shapes[:3])})" if shapes else "",
+    ]
+    if any(parts):
+        raise CheckpointError("these weights belong to another model: " + "; ".join(p for p in parts if p))
+
+
+def layer_modules(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of the model, the units of sharding and of gradient checkpointing."""
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in classes]

@@ -1,0 +1,178 @@
+"""Low-rank adapters through peft: which layers get one, their first values, switching them off, merging them.
+
+An adapted linear layer is W + scale * B @ A with W (out, in), A (rank, in), B (out, rank) (Hu et al. 2021).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlsys.models.hf import InMemory, SafetensorsDir, TensorSource
+from rlsys.utils.errors import CheckpointError, ConfigError
+
+ADAPTER = "default"
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Rank and scale of the adapters; `adapter_path` is a peft directory to start from, whose rank and alpha win."""
+
+    rank: int
+    alpha: float = 16.0
+    target_modules: str | tuple[str, ...] = "all-linear"
+    adapter_path: str | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """One adapted weight by HF name: the names of its A and B and the scale of their product."""
+
+    a: str
+    b: str
+    scale: float
+
+
+def add_adapters(model: Any, settings: LoraSettings) -> LoraSettings:
+    """Put adapters into `model` in place, freeze the rest but a scalar head; returns the settings that hold."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    settings = _with_adapter_config(settings)
+    targets = settings.target_modules
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,  # pyrefly: ignore
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        exclude_modules=["lm_head", "score"],
+        lora_dropout=0.0,
+        bias="none",
+    )
+    try:
+        inject_adapter_in_model(config, model, ADAPTER)
+    except ValueError as error:
+        raise ConfigError(f"target_modules={targets}: {error}") from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name) or name.startswith("score."))
+    return settings
+
+
+def _with_adapter_config(settings: LoraSettings) -> LoraSettings:
+    if settings.adapter_path is None:
+        return settings
+    file = Path(settings.adapter_path) / "adapter_config.json"
+    try:
+        saved = json.loads(file.read_text())
+        targets = saved["target_modules"]
+        targets = targets if isinstance(targets, str) else tuple(sorted(targets))
+        return LoraSettings(saved["r"], saved["lora_alpha"], targets, settings.adapter_path, settings.seed)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"cannot read the adapter's {file}: {error}") from error
+
+
+def is_adapter(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def hf_name(name: str) -> str:
+    """A parameter's name in the model without adapters."""
+    return name.replace(".base_layer.", ".")
+
+
+def adapted_weights(model: nn.Module) -> dict[str, Adapted]:
+    """The adapted weights of `model` by HF name."""
+    from peft.tuners.lora import LoraLayer
+
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            parts = (f"{name}.lora_A.{ADAPTER}.weight", f"{name}.lora_B.{ADAPTER}.weight")
+            found[f"{name}.weight"] = Adapted(*parts, scale=module.scaling[ADAPTER])
+    return found
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """The model as it was before the adapters, within the block."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    trainable = {parameter: parameter.requires_grad for layer in layers for parameter in layer.parameters()}
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for parameter, requires_grad in trainable.items():
+            parameter.requires_grad_(requires_grad)
+
+
+def adapter_weights(settings: LoraSettings, shapes: Mapping[str, tuple[int, ...]]) -> TensorSource:
+    """The adapters' first values: from `adapter_path`, else A drawn per tensor from the seed and B zero."""
+    if settings.adapter_path is not None:
+        return _SavedAdapter(SafetensorsDir(Path(settings.adapter_path)))
+    return InMemory({name: _first_value(name, shape, settings.seed) for name, shape in shapes.items()})
+
+
+def _first_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    if ".lora_B." in name:
+        return torch.zeros(shape)
+    own_seed = int.from_bytes(blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()) >> 1
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(own_seed))
+
+
+class _SavedAdapter:
+    """A peft adapter file under the names its tensors have inside the model."""
+
+    def __init__(self, files: SafetensorsDir) -> None:
+        self._files = files
+        self._saved = {to_model_name(name): name for name in files.names()}
+
+    def names(self) -> set[str]:
+        return set(self._saved)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._files.shape(self._saved[name])
+
+    def read(self, name: str, start: Any, shape: Any) -> Tensor:
+        return self._files.read(self._saved[name], start, shape)
+
+
+def to_model_name(saved: str) -> str:
+    """`base_model.model.X.lora_A.weight` in a peft file is `X.lora_A.default.weight` in the model."""
+    return re.sub(r"\.(lora_[AB])\.weight$", rf".\1.{ADAPTER}.weight", saved.removeprefix(_PREFIX))
+
+
+def to_saved_name(name: str) -> str:
+    return _PREFIX + name.replace(f".{ADAPTER}.weight", ".weight")
+
+
+def adapter_config(settings: LoraSettings, model: nn.Module, base_model: str) -> dict[str, Any]:
+    """What peft's adapter_config.json needs to load the adapter again."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": settings.rank,
+        "lora_alpha": settings.alpha,
+        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in layers}),
+        "lora_dropout": 0.0,
+        "bias": "none",
+    }

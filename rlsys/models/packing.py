@@ -1,0 +1,99 @@
+"""The real tokens of padded rows: found once, then laid out packed or left-aligned, and outputs put back into (B, R).
+
+B rows, L = P + R columns, N real tokens of all rows, M real response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Rows without their padding. `before` and `at` index the N tokens: the one that predicts each response token, and
+    the response token itself; `cells` is the response tokens' place in the flattened (B, R) outputs."""
+
+    token_ids: Tensor
+    position_ids: Tensor
+    lengths: tuple[int, ...]
+    before: Tensor
+    at: Tensor
+    targets: Tensor
+    cells: Tensor
+    shape: tuple[int, int]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    def to(self, device: torch.device) -> TokenRows:
+        names = ("token_ids", "position_ids", "before", "at", "targets", "cells")
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """(M,) -> (B, R), zero elsewhere; differentiable."""
+        cells = values.new_zeros(self.shape[0] * self.shape[1])
+        return cells.index_put((self.cells,), values).view(self.shape)
+
+
+def token_rows(batch: Mapping[str, Tensor]) -> TokenRows:
+    """Find the real tokens of rows with input_ids, attention_mask, position_ids (B, L) and responses (B, R).
+
+    ValueError if a row has a response but no token before it, for then nothing predicts its first token.
+    """
+    mask = batch["attention_mask"].bool()
+    response_length = batch["responses"].shape[1]
+    response = mask[:, mask.shape[1] - response_length :]
+    prompt_lengths = mask[:, : mask.shape[1] - response_length].sum(dim=1)
+    orphans = (prompt_lengths == 0) & response.any(dim=1)
+    if orphans.any():
+        raise ValueError(f"rows {orphans.nonzero()[:, 0].tolist()} have a response but an empty prompt")
+    index = mask.flatten().cumsum(0).view(mask.shape) - 1
+    at = index[:, mask.shape[1] - response_length :][response]
+    if not mask.any():
+        return empty_rows(mask.device, len(mask), response_length)
+    token_ids = batch["input_ids"][mask]
+    return TokenRows(
+        token_ids=token_ids,
+        position_ids=batch["position_ids"][mask],
+        lengths=tuple(int(n) for n in mask.sum(dim=1).tolist() if n),
+        before=at - 1,
+        at=at,
+        targets=token_ids[at],
+        cells=response.flatten().nonzero()[:, 0],
+        shape=(len(mask), response_length),
+    )
+
+
+def empty_rows(device: torch.device, num_rows: int = 0, response_length: int = 0) -> TokenRows:
+    """Two tokens and no response: what a rank runs while others still have rows, so that their collectives match."""
+    none = torch.zeros(0, dtype=torch.long, device=device)
+    two = torch.arange(2, device=device)
+    return TokenRows(torch.zeros_like(two), two, (2,), none, none, none, none, (num_rows, response_length))
+
+
+def padded_to_multiple(rows: TokenRows, multiple: int) -> TokenRows:
+    """Append a sequence of pad tokens so that N divides by `multiple`; it predicts nothing."""
+    extra = -rows.num_tokens % multiple
+    if not extra:
+        return rows
+    return replace(
+        rows,
+        token_ids=torch.cat([rows.token_ids, rows.token_ids.new_zeros(extra)]),
+        position_ids=torch.cat([rows.position_ids, torch.arange(extra, device=rows.position_ids.device)]),
+        lengths=(*rows.lengths, extra),
+    )
+
+
+def left_aligned(rows: TokenRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows (b, longest) padded on the right: ids, positions, mask, and each token's place in b*longest."""
+    device = rows.token_ids.device
+    lengths = torch.tensor(rows.lengths, device=device)
+    columns = torch.arange(max(rows.lengths), device=device)
+    mask = columns[None, :] < lengths[:, None]
+    ids, positions = (x.new_zeros(mask.shape).masked_scatter(mask, x) for x in (rows.token_ids, rows.position_ids))
+    return ids, positions, mask.long(), mask.flatten().nonzero()[:, 0]

@@ -1,0 +1,118 @@
+"""Programs graded by test cases, as in APPS, TACO and CodeContests; run by sandbox.py."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rlsys.rewards.sandbox import GUARANTEES, Limits, Run, run_python
+
+FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+CALL = """
+if __name__ == "__main__":
+    import json as _json
+    _arguments = [_json.loads(line) for line in _INPUT.split("\\n")]
+    _function = getattr(Solution(), _NAME) if "Solution" in globals() else globals()[_NAME]
+    print("\\n" + _json.dumps(_function(*_arguments)))
+"""
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    continuous: bool = True,
+    timeout_s: float = 4.0,
+    memory_limit_mb: int = 1024,
+    max_cases: int = 10,
+    require: Sequence[str] = GUARANTEES,
+) -> dict[str, Any]:
+    """Share of the test cases passed by the last fenced block; all or nothing unless `continuous`.
+
+    `ground_truth` is {"inputs": [...], "outputs": [...]} or that as JSON, with "fn_name" for functions instead of
+    programs (an input then is a list of arguments or one JSON text a line). The first `max_cases` are run, `timeout_s`
+    each. Raises ValueError for a ground truth of another form.
+    """
+    cases = read_cases(ground_truth)[:max_cases]
+    limits = Limits(wall_s=timeout_s, cpu_s=timeout_s, memory_bytes=memory_limit_mb << 20)
+    source = extract_code(solution_str)
+    verdicts = [_verdict(source, case, limits, require) for case in cases]
+    share = verdicts.count("pass") / len(verdicts)
+    passed = float(share == 1.0)
+    first_bad = next((v for v in verdicts if v != "pass"), "")
+    return {"score": share if continuous else passed, "acc": passed, "passed": share, "verdict": first_bad or "pass"}
+
+
+def extract_code(solution_str: str) -> str:
+    """The last fenced block, or the whole text when there is none."""
+    blocks = FENCED.findall(solution_str)
+    return blocks[-1] if blocks else solution_str
+
+
+def read_cases(ground_truth: Any) -> list[tuple[str | None, Any, Any]]:
+    """(function name or None, input, output) of each test case."""
+    truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    if not isinstance(truth, Mapping) or not truth.get("inputs") or "outputs" not in truth:
+        raise ValueError("the ground truth of a program must be {'inputs': [...], 'outputs': [...]}")
+    inputs, outputs, name = truth["inputs"], truth["outputs"], truth.get("fn_name")
+    if len(inputs) != len(outputs):
+        raise ValueError(f"the ground truth has {len(inputs)} inputs and {len(outputs)} outputs")
+    if name is not None and not str(name).isidentifier():
+        raise ValueError(f"fn_name={name!r} is not the name of a function")
+    return [(name, given, wanted) for given, wanted in zip(inputs, outputs)]
+
+
+def _verdict(source: str, case: tuple[str | None, Any, Any], limits: Limits, require: Sequence[str]) -> str:
+    name, given, wanted = case
+    if name is None:
+        run = run_python(source, stdin=_text(given), limits=limits, require=require)
+        right = same_output(run.stdout, _text(wanted))
+    else:
+        lines = given if isinstance(given, str) else "\n".join(json.dumps(argument) for argument in given)
+        call = f"{source}\n_INPUT, _NAME = {lines!r}, {name!r}\n{CALL}"
+        run = run_python(call, limits=limits, require=require)
+        right = _same_value(run.stdout.rstrip().rpartition("\n")[2], wanted)
+    return _describe(run) if run.status != "exit" else "pass" if right else "wrong answer"
+
+
+def _describe(run: Run) -> str:
+    if run.status == "failed":
+        lines = run.stderr.strip().splitlines()
+        return f"failed: {lines[-1][:200]}" if lines else "failed"
+    return {"timeout": "time limit", "output": "output limit", "folder": "disk limit", "threads": "thread limit"}[
+        run.status
+    ]
+
+
+def _text(lines: Any) -> str:
+    return "\n".join(map(str, lines)) if isinstance(lines, list | tuple) else str(lines)
+
+
+def same_output(found: str, wanted: str) -> bool:
+    """Equal line by line and word by word; numbers with a point or an exponent may differ by 1e-6 of their size."""
+    lines = [[line.split() for line in text.rstrip().splitlines()] for text in (found, wanted)]
+    shapes = [[len(words) for words in text] for text in lines]
+    return shapes[0] == shapes[1] and all(_same_word(a, b) for x, y in zip(*lines) for a, b in zip(x, y))
+
+
+def _same_word(found: str, wanted: str) -> bool:
+    if found == wanted:
+        return True
+    try:
+        near = math.isclose(float(found), float(wanted), rel_tol=1e-6, abs_tol=1e-9)
+    except ValueError:
+        return False
+    return near and any(c in wanted for c in ".eE")
+
+
+def _same_value(found: str, wanted: Any) -> bool:
+    """Functions: equal as JSON; a list of one, as APPS wraps results, counts as its element too."""
+    try:
+        value = json.loads(found)
+        wanted = json.loads(wanted) if isinstance(wanted, str) else json.loads(json.dumps(wanted))
+    except (ValueError, RecursionError):
+        return False
+    return value == wanted or (isinstance(wanted, list) and len(wanted) == 1 and value == wanted[0])

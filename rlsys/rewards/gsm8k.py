@@ -1,0 +1,40 @@
+"""Grade-school problems: the number after "####", or the last number of the text."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+MARKED = re.compile(r"#### (-?[0-9.,]+)")
+NUMBER = re.compile(r"-?[0-9.,]+")
+TAIL_CHARS = 300
+
+
+def extract_solution(solution_str: str, *, method: Literal["strict", "flexible"] = "strict") -> str | None:
+    """The answer near the end: strict after the last "#### ", flexible the last thing that is a number."""
+    text = solution_str[-TAIL_CHARS:]
+    if method not in ("strict", "flexible"):
+        raise ValueError(f"method={method!r}: must be 'strict' or 'flexible'")
+    if method == "strict":
+        return _clean(found[-1]) if (found := MARKED.findall(text)) else None
+    numbers = [_clean(found) for found in NUMBER.findall(text) if any(c.isdigit() for c in found)]
+    return numbers[-1] if numbers else None
+
+
+def _clean(number: str) -> str:
+    return number.replace(",", "").replace("$", "").rstrip(".")
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    method: Literal["strict", "flexible"] = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
+) -> dict[str, Any]:
+    """`score` for the right number, `format_score` for another one, 0 for none."""
+    answer = extract_solution(solution_str, method=method)
+    right = answer is not None and answer == str(ground_truth).replace(",", "").strip()
+    value = 0.0 if answer is None else score if right else format_score
+    return {"score": value, "acc": float(right), "pred": answer or ""}

@@ -1,0 +1,87 @@
+"""Which built-in grader a data source gets; graders are imported when first needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from rlsys.utils.errors import ConfigError
+
+ROUTES: dict[str, str] = {
+    "openai/gsm8k": "gsm8k:compute_score",
+    "lighteval/MATH": "math:compute_score",
+    "DigitalLearningGmbH/MATH-lighteval": "math:compute_score",
+    "HuggingFaceH4/MATH-500": "math:compute_score",
+    "math_dapo": "math:compute_score_dapo",
+    "math": "math:compute_score_dapo",
+    "math_dapo_reasoning": "math:compute_score_dapo",
+    "aime*": "math:compute_score_dapo",
+    "numina_*": "math:compute_score_anywhere",
+    "hiyouga/geometry3k": "math:compute_score_geometry",
+    "codecontests": "code:compute_score",
+    "apps": "code:compute_score",
+    "codeforces": "code:compute_score",
+    "taco": "code:compute_score",
+    "searchR1_*": "text:exact_match",
+    "rlsys/arithmetic*": "text:numeric",
+    "reasoning_gym/products": "text:numeric",
+    "reasoning_gym/gcd": "text:numeric",
+    "reasoning_gym/chain_sum": "text:numeric",
+    "text/exact": "text:exact",
+    "text/regex": "text:regex",
+    "text/number": "text:numeric",
+}
+"""Data source -> module:function; a trailing * stands for any ending."""
+
+
+def route(data_source: str) -> str | None:
+    """The entry of ROUTES for a data source: the exact name first, then the longest prefix."""
+    if data_source in ROUTES and not data_source.endswith("*"):
+        return ROUTES[data_source]
+    prefixes = [p for p in ROUTES if p.endswith("*") and data_source.startswith(p[:-1])]
+    return ROUTES[max(prefixes, key=len)] if prefixes else None
+
+
+def check_data_sources(data_sources: Iterable[str]) -> None:
+    """Raise ConfigError when a data source has no built-in grader."""
+    unknown = sorted({s for s in data_sources if route(s) is None})
+    if unknown:
+        raise ConfigError(_no_route(", ".join(map(repr, unknown))))
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Any = None,
+    *,
+    memory_limit_mb: int | None = None,
+    **reward_kwargs: Any,
+) -> Any:
+    """Grade by data source; `reward_kwargs` go to the grader, `memory_limit_mb` to those that run programs."""
+    target = route(data_source)
+    if target is None:
+        raise ValueError(_no_route(repr(data_source)))
+    if memory_limit_mb is not None and target.startswith("code:"):
+        reward_kwargs["memory_limit_mb"] = memory_limit_mb
+    return _load(target)(solution_str, ground_truth, **reward_kwargs)
+
+
+def warm_up() -> None:
+    """Import what takes long, so that it is not charged to the first item."""
+    compute_score("text/number", "1.0", "1")
+
+
+@cache
+def _load(target: str) -> Callable[..., Any]:
+    module, _, function = target.partition(":")
+    return getattr(import_module(f"rlsys.rewards.{module}"), function)
+
+
+def _no_route(names: str) -> str:
+    return (
+        f"no built-in reward for data_source {names}: set custom_reward_function.path to a file with a compute_score, "
+        f"or use one of {', '.join(ROUTES)}"
+    )

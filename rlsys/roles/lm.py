@@ -1,0 +1,63 @@
+"""Supervised fine-tuning: the mean negative log-likelihood of the response tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from rlsys.algorithms.masked import masked_sum
+from rlsys.algorithms.sums import to_loss_sum
+from rlsys.interfaces import LossSum, TrainEngine
+from rlsys.protocol import DataProto
+from rlsys.roles.update import UpdateSettings, mini_batches, run_updates
+
+RankSums = dict[str, tuple[float, float]]
+"""Metrics of one rank as (sum, count); `mean_over_ranks` joins them."""
+
+
+def lm_loss(outputs: Mapping[str, Tensor], rows: TensorDict) -> LossSum:
+    """`-sum log p` over the tokens of response_mask, counted in tokens; metric train/loss."""
+    mask = rows["response_mask"]
+    total, count = -masked_sum(outputs["log_probs"], mask), mask.bool().sum()
+    return to_loss_sum(total, count, {"train/loss": (total, count)})
+
+
+def mean_over_ranks(parts: Sequence[RankSums]) -> dict[str, float]:
+    """Exact means of metrics whose sums and counts lie on several ranks or batches; NaN where nothing was counted."""
+    names = list(dict.fromkeys(name for part in parts for name in part))
+    totals = {name: [sum(part[name][i] for part in parts if name in part) for i in (0, 1)] for name in names}
+    return {name: total / count if count else math.nan for name, (total, count) in totals.items()}
+
+
+class LMEngine:
+    """A language model on an engine. Every method is collective over the engine's ranks and takes this rank's rows."""
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self.engine = engine
+
+    def train_lm(self, batch: DataProto) -> dict[str, float]:
+        """One optimizer step on all rows: train/loss, train/ppl, train/grad_norm, train/lr, train/skipped_steps."""
+        metrics = run_updates(
+            self.engine,
+            mini_batches(batch, UpdateSettings()),
+            lambda part: (part.rows, lm_loss),
+            outputs=("log_probs",),
+            prefix="train",
+        )
+        return {**metrics, "train/ppl": _perplexity(metrics["train/loss"])}
+
+    train_batch = train_lm
+
+    def evaluate_lm(self, batch: DataProto) -> RankSums:
+        """val/loss of this rank's rows as (sum, count), in tokens; without gradient."""
+        assert batch.batch is not None, "a language model reads tensors"
+        mask = batch.batch["response_mask"].cpu()
+        log_probs = self.engine.forward(batch, ("log_probs",))["log_probs"].cpu()
+        return {"val/loss": (-masked_sum(log_probs.double(), mask).item(), float(mask.bool().sum()))}
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0)) if math.isfinite(loss) else math.nan

@@ -1,0 +1,270 @@
+"""Calls that are under way: waiting for them by a deadline, and turning what went wrong into one error.
+
+A worker answers every call with a `Header` (small: did it work, how many rows) beside the value, so that the controller
+learns of a failure without fetching data. The wait looks at all ranks at once; the first real cause is raised, not the
+broken connections of its peers.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rlsys.utils.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DeadlineError,
+    FailedWorker,
+    WeightTransferError,
+    WorkerError,
+)
+
+POLL_S = 1.0
+GRACE_S = 0.1
+SECONDARY_GRACE_S = 3.0
+DEFAULT_DEADLINE_S = 600.0
+SPOKEN_ERRORS = (ConfigError, DataError, CheckpointError, WeightTransferError)
+"""Errors that mean the same to a person wherever they arise; they are raised on the driver as they are."""
+
+_SECONDARY = re.compile(
+    r"gloo|nccl|DistBackendError|DistNetworkError|DistStoreError|TCPStore|broken ?pipe"
+    r"|connection (closed|reset|refused)|process group.*(abort|timeout)",
+    re.IGNORECASE,
+)
+
+Deadlines = float | Mapping[str, float] | Callable[[str], float]
+"""Seconds for every stage, or by stage name (with "default" for the others), or as a function of the stage."""
+
+
+def deadline_for(deadlines: Deadlines, stage: str) -> float:
+    """How long to wait at a stage."""
+    if isinstance(deadlines, Mapping):
+        return deadlines.get(stage, deadlines.get("default", DEFAULT_DEADLINE_S))
+    return deadlines(stage) if callable(deadlines) else float(deadlines)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went wrong in a worker. `at_s` is its wall clock; `upstream` means that an argument never arrived."""
+
+    cause: str
+    trace: str = ""
+    at_s: float = 0.0
+    exception: BaseException | None = None
+    died: bool = False
+    upstream: bool = False
+
+    @property
+    def is_secondary(self) -> bool:
+        """Whether it reads like the loss of a peer and not like a cause."""
+        return not self.died and bool(_SECONDARY.search(self.cause))
+
+
+@dataclass(frozen=True)
+class Header:
+    """The small half of an answer: whether it worked and, when the value is a batch, its rows."""
+
+    failure: Failure | None = None
+    num_rows: int | None = None
+
+
+class Pending(Protocol):
+    """An answer on its way. `header` and `value` may be read once a wait has reported it done."""
+
+    @property
+    def crew(self) -> Crew: ...
+    @property
+    def role(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def stage(self) -> str: ...
+    @property
+    def upstream(self) -> list[Pending]:
+        """The calls it waits for itself; emptied when it has succeeded, so that their results can be freed."""
+        ...
+
+    def header(self) -> Header: ...
+    def value(self) -> Any: ...
+    def references(self) -> tuple[Any, Any]:
+        """What stands for the header and the value on their way to another worker."""
+        ...
+
+
+class Crew(Protocol):
+    """The processes behind one or several groups, as the waiting sees them."""
+
+    deadlines: Deadlines
+
+    def wait_done(self, pending: Sequence[Pending], timeout_s: float) -> list[Pending]:
+        """Those that are done, as soon as there is one, or none after the timeout; they may be of several crews."""
+        ...
+
+    def probe(self, rank: int) -> Pending:
+        """A call without effect, which tells whether the rank lives once it is idle."""
+        ...
+
+    def host(self, rank: int) -> str: ...
+    def log_tail(self, rank: int) -> str: ...
+    def diagnose(self, rank: int) -> str:
+        """What a rank that does not answer is doing: its process state and where its code stands."""
+        ...
+
+
+class Future:
+    """The answer of one rank, not waited for yet. A failure of its `peers` in the same call ends the wait too."""
+
+    def __init__(self, pending: Pending, peers: Sequence[Pending] = ()) -> None:
+        self.pending = pending
+        self._peers = [peer for peer in peers if peer is not pending]
+
+    @property
+    def rank(self) -> int:
+        return self.pending.rank
+
+    def done(self) -> bool:
+        """Whether an answer or a failure is there."""
+        return bool(self.pending.crew.wait_done([self.pending], 0.0))
+
+    def get(self, deadline_s: float | None = None) -> Any:
+        """The value; WorkerError if the worker failed, DeadlineError after `deadline_s` (default: the stage's)."""
+        finish([self.pending], deadline_s=deadline_s, peers=self._peers)
+        return self.pending.value()
+
+
+class GroupFuture:
+    """The collected answer of a whole group, not waited for yet."""
+
+    def __init__(self, pending: Sequence[Pending], collect: Callable[[Sequence[Pending]], Any]) -> None:
+        self._pending, self._collect = list(pending), collect
+
+    def done(self) -> bool:
+        """Whether every rank has answered or failed."""
+        return len(self._pending[0].crew.wait_done(self._pending, 0.0)) == len(self._pending)
+
+    def get(self, deadline_s: float | None = None) -> Any:
+        """What the blocking call would have returned; raises as it would have."""
+        finish(self._pending, deadline_s=deadline_s)
+        return self._collect(self._pending)
+
+
+def wait_any(futures: Sequence[Future], deadline_s: float) -> list[Future]:
+    """The futures that are done, at least one, in the order given; DeadlineError when none is in time.
+
+    A failed one counts as done: its `get` raises.
+    """
+    if not futures:
+        raise ValueError("wait_any needs at least one future")
+    pending = [future.pending for future in futures]
+    done = {id(one) for one in pending[0].crew.wait_done(pending, deadline_s)}
+    if not done:
+        raise _late(pending, deadline_s)
+    return [future for future in futures if id(future.pending) in done]
+
+
+def finish(
+    wanted: Sequence[Pending],
+    *,
+    deadline_s: float | None = None,
+    peers: Sequence[Pending] = (),
+    idle: Sequence[int] = (),
+) -> None:
+    """Wait until all `wanted` have answered; raise the first cause of a failure among them, their peers or idle ranks.
+
+    `idle` are the other ranks of the group: without a call of their own, their death is seen by probing them.
+    """
+    crew, stage = wanted[0].crew, wanted[0].stage
+    allowed_s = deadline_for(crew.deadlines, stage) if deadline_s is None else deadline_s
+    end_s = time.monotonic() + allowed_s
+    missing, others, probes = list(wanted), list(peers), list[Pending]()
+    failed: list[tuple[Pending, Failure]] = []
+    give_up_s = float("inf")
+    while missing:
+        now_s = time.monotonic()
+        if now_s >= min(end_s, give_up_s):
+            break
+        done = crew.wait_done([*missing, *others, *probes], min(POLL_S, end_s - now_s, give_up_s - now_s))
+        failed += _failures(done)
+        missing, others, probes = (_without(left, done) for left in (missing, others, probes))
+        if failed and give_up_s == float("inf"):
+            give_up_s = time.monotonic() + SECONDARY_GRACE_S
+        if any(not failure.is_secondary for _, failure in failed):
+            give_up_s = min(give_up_s, time.monotonic() + (0 if any(f.died for _, f in failed) else GRACE_S))
+        if not done and idle:
+            probed = {one.rank for one in probes}
+            probes += [crew.probe(rank) for rank in idle if rank not in probed]
+    if failed:
+        raise _first_cause(failed)
+    if missing:
+        raise _late(missing, allowed_s)
+
+
+def _failures(done: Sequence[Pending]) -> list[tuple[Pending, Failure]]:
+    failed = []
+    for one in done:
+        failure = one.header().failure
+        if failure is None:
+            one.upstream.clear()
+        else:
+            failed.append((one, failure))
+    return failed
+
+
+def _without(pending: list[Pending], done: Sequence[Pending]) -> list[Pending]:
+    gone = {id(one) for one in done}
+    return [one for one in pending if id(one) not in gone]
+
+
+def _first_cause(failed: Sequence[tuple[Pending, Failure]]) -> BaseException:
+    """The error of the earliest real failure: a death before an exception before the loss of a peer."""
+    ordered = sorted(failed, key=lambda item: (not item[1].died, item[1].is_secondary, item[1].at_s, item[0].rank))
+    pending, failure = ordered[0]
+    if failure.upstream and (causes := _failed_upstream(pending)):
+        return _first_cause(causes)
+    crew = pending.crew
+    also = [f"rank {other.rank}: {_first_line(f.cause)}" for other, f in ordered[1:] if other.crew is crew][:4]
+    where = FailedWorker(
+        role=pending.role,
+        rank=pending.rank,
+        host=crew.host(pending.rank),
+        stage=pending.stage,
+        cause="\n".join(filter(None, [failure.cause, failure.trace, "; ".join(["then", *also]) if also else ""])),
+        log_tail=crew.log_tail(pending.rank),
+    )
+    if isinstance(failure.exception, SPOKEN_ERRORS):
+        failure.exception.add_note(f"raised by {where.role} rank {where.rank} on {where.host} at stage '{where.stage}'")
+        return failure.exception
+    error = WorkerError(where)
+    error.__cause__ = failure.exception
+    return error
+
+
+def _failed_upstream(pending: Pending) -> list[tuple[Pending, Failure]]:
+    failed: list[tuple[Pending, Failure]] = []
+    sources, end_s = list(pending.upstream), time.monotonic() + POLL_S
+    while sources and not failed and time.monotonic() < end_s:
+        done = sources[0].crew.wait_done(sources, GRACE_S)
+        failed += _failures(done)
+        sources = _without(sources, done)
+    return failed
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0] if text else ""
+
+
+def _late(missing: Sequence[Pending], deadline_s: float) -> DeadlineError:
+    """The error for ranks that did not answer; when they wait for another group's results, that group is named."""
+    sources = [source for one in missing for source in one.upstream]
+    if sources and (late := _without(sources, sources[0].crew.wait_done(sources, 0.0))):
+        return _late(late, deadline_s)
+    first = missing[0]
+    ranks = ", ".join(str(one.rank) for one in missing)
+    who = f"{first.role} rank{'s' if len(missing) > 1 else ''} {ranks} on {first.crew.host(first.rank)}"
+    states = [f"rank {one.rank}: {one.crew.diagnose(one.rank)}" for one in missing[:4]]
+    hint = "\n  ".join(["see what it waits for; raise trainer.deadlines if the work is only slow", *states])
+    return DeadlineError(who, first.stage, deadline_s, hint)

@@ -1,0 +1,39 @@
+"""Several roles in one process: one worker that holds a worker of each role."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from rlsys.single_controller.worker import Worker
+from rlsys.single_controller.worker_group import ClassWithInitArgs
+
+
+class ColocatedWorker(Worker):
+    """Builds the workers of all roles in the order of their names' appearance; they share the rank and its process."""
+
+    roles: ClassVar[Mapping[str, type]] = {}
+
+    def __init__(self, arguments: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]]) -> None:
+        self._workers = {name: self.roles[name](*args, **kwargs) for name, (args, kwargs) in arguments.items()}
+
+    def role(self, name: str) -> Any:
+        """The worker that plays a role."""
+        return self._workers[name]
+
+
+def colocated_class(class_dict: Mapping[str, ClassWithInitArgs]) -> tuple[type, dict[str, Any]]:
+    """A class that plays all roles, and what it is built with."""
+    if not class_dict:
+        raise ValueError("create_colocated_worker_cls needs at least one role")
+    classes = {name: entry.cls for name, entry in class_dict.items()}
+    name = "Colocated_" + "_".join(class_dict)
+    cls = type(name, (ColocatedWorker,), {"roles": classes, "__module__": __name__})
+    return cls, {role: (entry.args, entry.kwargs) for role, entry in class_dict.items()}
+
+
+def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> ClassWithInitArgs:
+    """One class with init args for several roles; `group.spawn(class_dict)` gives a group for each."""
+    cls, arguments = colocated_class(class_dict)
+    first = next(iter(class_dict.values()))
+    return type(first)(cls, arguments)

@@ -1,0 +1,315 @@
+"""How one call on a group becomes one call on each rank, and how the answers become one again.
+
+A mode is a pair of functions: `dispatch_fn(group, *args, **kwargs)` gives positional and keyword arguments in which
+every value is a list with one entry per rank; `collect_fn(group, results)` takes one result per rank. Built-in modes
+that return rows also say which ranks hold them, so that the rows of a call that is still running can be passed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar
+
+from rlsys.single_controller.rows import FutureRows, is_future, is_rows, rows_of, source_of, split_rows
+
+if TYPE_CHECKING:
+    from rlsys.single_controller.worker_group import WorkerGroup
+
+MAGIC_ATTR = "__rlsys_registered__"
+"""The attribute in which `register` leaves a method's `Registration`."""
+
+DispatchFn = Callable[..., Any]
+CollectFn = Callable[["WorkerGroup", list[Any]], Any]
+PartsFn = Callable[["WorkerGroup"], Sequence[int]]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """The name of a dispatch mode; `register_dispatch_mode` adds others as further attributes."""
+
+    name: str
+
+    RANK_ZERO: ClassVar[Dispatch]
+    ONE_TO_ALL: ClassVar[Dispatch]
+    ALL_TO_ALL: ClassVar[Dispatch]
+    DP_COMPUTE: ClassVar[Dispatch]
+    DP_COMPUTE_PROTO: ClassVar[Dispatch]
+    DP_COMPUTE_PROTO_WITH_FUNC: ClassVar[Dispatch]
+    DP_COMPUTE_METRIC: ClassVar[Dispatch]
+    DIRECT_ROLLOUT_METHOD: ClassVar[Dispatch]
+
+
+class Execute(Enum):
+    """Which ranks run a method."""
+
+    ALL = "all"
+    RANK_ZERO = "rank_zero"
+
+
+class Registration(TypedDict):
+    """What `register` says about a method; `dispatch_mode` is a name or a dict of dispatch_fn and collect_fn."""
+
+    dispatch_mode: Dispatch | Mapping[str, Any]
+    execute_mode: Execute
+    blocking: bool
+    materialize_futures: bool
+
+
+@dataclass(frozen=True)
+class Split:
+    """Arguments for every rank. The last `num_padding[rank]` rows of a rank are repeated ones, cut off again later."""
+
+    args: tuple[list[Any], ...] = ()
+    kwargs: dict[str, list[Any]] = field(default_factory=dict)
+    num_padding: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How to spread a call and gather its results; `parts_fn` names the ranks whose rows, in order, are the result."""
+
+    dispatch_fn: DispatchFn
+    collect_fn: CollectFn
+    parts_fn: PartsFn | None = None
+
+
+def register(
+    dispatch_mode: Dispatch | Mapping[str, Any] | None = None,
+    execute_mode: Execute = Execute.ALL,
+    blocking: bool = True,
+    materialize_futures: bool = True,
+) -> Callable[[F], F]:
+    """Make a worker's method callable on its whole group.
+
+    With `blocking=False` the call returns a future (a `DataProtoFuture` where the mode returns rows). Futures among the
+    arguments are resolved in the worker before the method runs, unless `materialize_futures=False`.
+    """
+    mode = Dispatch.ALL_TO_ALL if dispatch_mode is None else dispatch_mode
+    _check_mode(mode)
+    if not isinstance(execute_mode, Execute):
+        raise ValueError(f"execute_mode is {execute_mode!r}; it must be Execute.ALL or Execute.RANK_ZERO")
+    registration = Registration(
+        dispatch_mode=mode, execute_mode=execute_mode, blocking=blocking, materialize_futures=materialize_futures
+    )
+
+    def mark(method: F) -> F:
+        setattr(method, MAGIC_ATTR, registration)
+        return method
+
+    return mark
+
+
+def _check_mode(mode: object) -> None:
+    if isinstance(mode, Mapping):
+        missing = {"dispatch_fn", "collect_fn"} - set(mode)
+        if missing:
+            raise ValueError(
+                f"a dispatch mode given as a dict needs dispatch_fn and collect_fn; missing {sorted(missing)}"
+            )
+    elif not isinstance(mode, Dispatch):
+        raise ValueError(f"dispatch_mode is {mode!r}; it must be a member of Dispatch or a dict of two functions")
+
+
+def registered_methods(cls: type) -> dict[str, Registration]:
+    """The methods of `cls` that carry @register, by name, in alphabetical order."""
+    found = {name: getattr(getattr(cls, name, None), MAGIC_ATTR, None) for name in dir(cls)}
+    return {name: registration for name, registration in found.items() if registration is not None}
+
+
+def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> Dispatch:
+    """Add a mode of one's own, from then on `Dispatch.<NAME>`; ValueError if the name is taken."""
+    if dispatch_mode_name in _MODES:
+        raise ValueError(f"dispatch mode {dispatch_mode_name} exists already; use update_dispatch_mode to change it")
+    _MODES[dispatch_mode_name] = Mode(dispatch_fn, collect_fn)
+    mode = Dispatch(dispatch_mode_name)
+    setattr(Dispatch, dispatch_mode_name, mode)
+    return mode
+
+
+def update_dispatch_mode(dispatch_mode: Dispatch, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> None:
+    """Give an existing mode other functions; KeyError if there is no such mode."""
+    if dispatch_mode.name not in _MODES:
+        raise KeyError(dispatch_mode.name)
+    _MODES[dispatch_mode.name] = Mode(dispatch_fn, collect_fn)
+
+
+def mode_of(dispatch_mode: Dispatch | Mapping[str, Any]) -> Mode:
+    """The functions behind a mode; ValueError for a name nobody registered in this process."""
+    if isinstance(dispatch_mode, Mapping):
+        return Mode(dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"], dispatch_mode.get("parts_fn"))
+    if dispatch_mode.name not in _MODES:
+        raise ValueError(
+            f"dispatch mode {dispatch_mode.name} is not registered; call register_dispatch_mode on the driver"
+        )
+    return _MODES[dispatch_mode.name]
+
+
+def split_call(mode: Mode, group: WorkerGroup, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Split:
+    """Run a mode's dispatch function and check that it gave one value per rank."""
+    answer = mode.dispatch_fn(group, *args, **kwargs)
+    split = answer if isinstance(answer, Split) else Split(tuple(answer[0]), dict(answer[1]))
+    for values in (*split.args, *split.kwargs.values()):
+        if len(values) != group.world_size:
+            raise ValueError(f"the dispatch function gave {len(values)} values for {group.world_size} ranks")
+    return split
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, auto_padding: bool = False) -> dict[str, Any]:
+    """A mode for ranks on a device mesh: rows are split by data-parallel rank and copied to its other ranks.
+
+    The workers are asked once for what they registered with `_register_dispatch_collect_info(mesh_name, ...)`. Results
+    come from the collecting ranks only, in data-parallel order. Rows that do not divide evenly are a ValueError unless
+    `auto_padding` or the batch's own padding flag is set: a repeated row would count twice in a loss.
+    """
+    return {
+        "dispatch_fn": partial(_dispatch_nd, mesh_name, auto_padding),
+        "collect_fn": partial(_collect_nd, mesh_name),
+        "parts_fn": partial(_nd_parts, mesh_name),
+    }
+
+
+def _dispatch_nd(mesh_name: str, auto_padding: bool, group: WorkerGroup, /, *args: Any, **kwargs: Any) -> Split:
+    ranks = group.dispatch_info(mesh_name)
+    return _split_by_rows(group, [rank.dp_rank for rank in ranks], auto_padding, args, kwargs)
+
+
+def _nd_parts(mesh_name: str, group: WorkerGroup, /) -> list[int]:
+    ranks = group.dispatch_info(mesh_name)
+    by_dp_rank = {info.dp_rank: rank for rank, info in enumerate(ranks) if info.is_collect}
+    dp_size = max(info.dp_rank for info in ranks) + 1
+    num_collecting = sum(info.is_collect for info in ranks)
+    if sorted(by_dp_rank) != list(range(dp_size)) or num_collecting != dp_size:
+        raise ValueError(
+            f"mesh '{mesh_name}' of {group.role}: {num_collecting} collecting ranks cover the data-parallel ranks "
+            f"{sorted(by_dp_rank)}; exactly one rank of each of 0..{dp_size - 1} must have is_collect=True"
+        )
+    return [by_dp_rank[dp_rank] for dp_rank in range(dp_size)]
+
+
+def _collect_nd(mesh_name: str, group: WorkerGroup, results: list[Any], /) -> Any:
+    return join([results[rank] for rank in _nd_parts(mesh_name, group)])
+
+
+def join(results: Sequence[Any]) -> Any:
+    """Rows are concatenated (empty parts are left out), anything else stays a list."""
+    if not results or not all(is_rows(result) for result in results):
+        return list(results)
+    return rows_of(results, [(part, 0, len(rows)) for part, rows in enumerate(results)])
+
+
+def _repeat(group: WorkerGroup, values: Any) -> list[Any]:
+    return [values] * group.world_size
+
+
+def _one_to_all(group: WorkerGroup, /, *args: Any, **kwargs: Any) -> Split:
+    return Split(tuple(_repeat(group, arg) for arg in args), {key: _repeat(group, arg) for key, arg in kwargs.items()})
+
+
+def per_rank_or_same(group: WorkerGroup, /, *args: Any, **kwargs: Any) -> Split:
+    """Lists with an entry per rank are handed out, plain values go to all; ValueError for a mixture of the two."""
+    values = [*args, *kwargs.values()]
+    lists = [value for value in values if isinstance(value, list)]
+    if not lists:
+        return _one_to_all(group, *args, **kwargs)
+    if len(lists) < len(values) or any(len(value) != group.world_size for value in lists):
+        raise ValueError(
+            f"arguments must be all lists of {group.world_size} (one entry per rank) or none a list; "
+            "register the method with Dispatch.ONE_TO_ALL to send a list to every rank"
+        )
+    return Split(args, dict(kwargs))
+
+
+def _dp_compute(group: WorkerGroup, /, *args: Any, **kwargs: Any) -> Split:
+    for value in (*args, *kwargs.values()):
+        if not isinstance(value, list | tuple) or len(value) != group.world_size:
+            raise ValueError(f"DP_COMPUTE needs every argument as a list of {group.world_size}, one entry per rank")
+    return Split(tuple(list(arg) for arg in args), {key: list(arg) for key, arg in kwargs.items()})
+
+
+def _dp_compute_proto(pads: bool, group: WorkerGroup, /, *args: Any, **kwargs: Any) -> Split:
+    return _split_by_rows(group, range(group.world_size), pads, args, kwargs)
+
+
+def _proto_with_func(group: WorkerGroup, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Split:
+    if not callable(func):
+        raise ValueError(
+            f"DP_COMPUTE_PROTO_WITH_FUNC needs a function as its first argument, got {type(func).__name__}"
+        )
+    split = _dp_compute_proto(True, group, *args, **kwargs)
+    return Split((_repeat(group, func), *split.args), split.kwargs, split.num_padding)
+
+
+def _split_by_rows(
+    group: WorkerGroup, dp_ranks: Sequence[int], pads: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Split:
+    """Give rank r the rows of dp_ranks[r]; values without rows go to all."""
+    named = {**dict(enumerate(args)), **kwargs}
+    chunks = max(dp_ranks) + 1
+    spread: dict[Any, list[Any]] = {}
+    lengths: dict[Any, int] = {}
+    padding: tuple[int, ...] = ()
+    for name, whole in named.items():
+        value = _settled(whole)
+        if is_rows(value):
+            lengths[name] = len(value)
+            parts, num_padding = split_rows(value, chunks, pads=pads or _wants_padding(value))
+            padding = tuple(num_padding[dp_rank] for dp_rank in dp_ranks)
+        elif is_future(value):
+            parts = [FutureRows(tuple(source_of(value) or ()), index, chunks, pads) for index in range(chunks)]
+        else:
+            parts = [value] * chunks
+        spread[name] = [parts[dp_rank] for dp_rank in dp_ranks]
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"{group.role}: the batches of one call have different numbers of rows: {lengths}")
+    if not any(is_rows(value) or is_future(value) for value in named.values()):
+        raise ValueError(f"{group.role}: a method that splits rows was called without a DataProto")
+    return Split(tuple(spread[index] for index in range(len(args))), {key: spread[key] for key in kwargs}, padding)
+
+
+def _settled(value: Any) -> Any:
+    """A future that cannot be passed on as references is waited for here."""
+    return value.get() if is_future(value) and source_of(value) is None else value
+
+
+def _wants_padding(rows: Any) -> bool:
+    return bool(rows.is_padding_enabled()) if hasattr(rows, "is_padding_enabled") else False
+
+
+def _forbidden(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        "a DIRECT_ROLLOUT_METHOD is called by the rollout engine in its worker, not through the group"
+    )
+
+
+def _first(_: WorkerGroup, results: list[Any]) -> Any:
+    return results[0]
+
+
+def _as_list(_: WorkerGroup, results: list[Any]) -> list[Any]:
+    return list(results)
+
+
+def _joined(_: WorkerGroup, results: list[Any]) -> Any:
+    return join(results)
+
+
+def _all_ranks(group: WorkerGroup) -> Sequence[int]:
+    return range(group.world_size)
+
+
+_MODES: dict[str, Mode] = {
+    "RANK_ZERO": Mode(_one_to_all, _first),
+    "ONE_TO_ALL": Mode(_one_to_all, _as_list),
+    "ALL_TO_ALL": Mode(per_rank_or_same, _as_list),
+    "DP_COMPUTE": Mode(_dp_compute, _as_list),
+    "DP_COMPUTE_PROTO": Mode(partial(_dp_compute_proto, True), _joined, _all_ranks),
+    "DP_COMPUTE_PROTO_WITH_FUNC": Mode(_proto_with_func, _joined, _all_ranks),
+    "DP_COMPUTE_METRIC": Mode(partial(_dp_compute_proto, False), _as_list),
+    "DIRECT_ROLLOUT_METHOD": Mode(_forbidden, _forbidden),
+}
+for _name in _MODES:
+    setattr(Dispatch, _name, Dispatch(_name))

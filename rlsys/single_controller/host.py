@@ -1,0 +1,224 @@
+"""The worker's side of a call: build the worker, fetch what is to be fetched, run the method, answer with a header."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import os
+import pickle
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlsys.single_controller.calls import Failure, Header
+from rlsys.single_controller.dispatch import MAGIC_ATTR
+from rlsys.single_controller.rows import FutureRows, is_rows, row_spans, rows_of
+
+TRACE_CHARS = 4000
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """Which method to run. The values sent beside it are its positional arguments, then those named in `names`.
+
+    `target` is the role inside a process that several share. The last `num_padding` rows of the batches are repeated
+    ones, which the result is freed of.
+    """
+
+    method: str
+    target: str | None = None
+    names: tuple[str, ...] = ()
+    num_padding: int = 0
+
+
+@dataclass(frozen=True)
+class RemoteRows:
+    """A share of rows as it travels: references to the headers and values of the calls that make them."""
+
+    headers: tuple[Any, ...]
+    values: tuple[Any, ...]
+    index: int | None
+    chunks: int
+    pads: bool
+
+
+def remote_rows(rows: FutureRows) -> RemoteRows:
+    """References in place of the futures."""
+    references = [part.pending.references() for part in rows.parts]
+    return RemoteRows(
+        tuple(header for header, _ in references),
+        tuple(value for _, value in references),
+        rows.index,
+        rows.chunks,
+        rows.pads,
+    )
+
+
+class UpstreamError(RuntimeError):
+    """An argument of the call was to come from another worker, which failed."""
+
+
+class LazyRows:
+    """What a method registered with materialize_futures=False gets in place of a future: rows fetched by `get`."""
+
+    def __init__(self, rows: RemoteRows, fetch: Callable[[Any], Any]) -> None:
+        self._rows, self._fetch = rows, fetch
+
+    def get(self) -> Any:
+        return fetch_rows(self._rows, self._fetch)[0]
+
+
+class WorkerHost:
+    """Holds one worker in a process of its own; the controller speaks to it through `call`."""
+
+    def __init__(self, fetch: Callable[[Any], Any]) -> None:
+        self._fetch = fetch
+        self._worker: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_lock = threading.Lock()
+
+    def set_environment(self, values: Mapping[str, str]) -> None:
+        """Set variables before anything that reads them is imported.
+
+        A rank that sees exactly one CUDA device finds it at index 0, whatever its place on the host. Unless told a
+        number of threads, the ranks of a host share its cores.
+        """
+        os.environ.update(values)
+        if "OMP_NUM_THREADS" not in values:
+            os.environ["OMP_NUM_THREADS"] = str(max(1, num_cores() // int(values.get("LOCAL_WORLD_SIZE", 1))))
+        if len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
+            os.environ["LOCAL_RANK"] = "0"
+
+    def build(self, made: tuple[type, Sequence[Any], Mapping[str, Any]]) -> tuple[Header, None]:
+        """Build the worker from its class and arguments."""
+        cls, args, kwargs = made
+
+        def build() -> None:
+            self._worker = cls(*args, **kwargs)
+
+        return answer(build)[0], None
+
+    def call(self, spec: CallSpec, *values: Any) -> tuple[Header, Any]:
+        """Run one method of the worker; failures are told in the header, never raised."""
+        return answer(lambda: self._run(spec, values))
+
+    def _run(self, spec: CallSpec, values: Sequence[Any]) -> Any:
+        worker = self._worker if spec.target is None else self._worker.role(spec.target)
+        if worker is None:
+            raise RuntimeError("the worker was never built")
+        result, num_padding = run_method(worker, spec, values, self._fetch)
+        if inspect.iscoroutine(result):
+            result = self._finish(result)
+        return without_padding(result, num_padding, spec.method)
+
+    def _finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run an async method on the host's event loop, which lives as long as the host."""
+        with self._loop_lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="worker-event-loop", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+def num_cores() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run_method(worker: Any, spec: CallSpec, values: Sequence[Any], fetch: Callable[[Any], Any]) -> tuple[Any, int]:
+    """The method's result and how many rows of it are repeated ones."""
+    method = getattr(worker, spec.method, None)
+    if method is None:
+        raise AttributeError(f"{type(worker).__name__} has no method '{spec.method}'")
+    registration = getattr(method, MAGIC_ATTR, None)
+    lazy = registration is not None and not registration["materialize_futures"]
+    num_padding, arguments = spec.num_padding, list[Any]()
+    for value in values:
+        if isinstance(value, RemoteRows) and lazy:
+            value = LazyRows(value, fetch)
+        elif isinstance(value, RemoteRows):
+            value, padded = fetch_rows(value, fetch)
+            num_padding = max(num_padding, padded)
+        arguments.append(value)
+    num_positional = len(arguments) - len(spec.names)
+    named = dict(zip(spec.names, arguments[num_positional:], strict=True))
+    return method(*arguments[:num_positional], **named), num_padding
+
+
+def without_padding(result: Any, num_padding: int, method: str) -> Any:
+    """Cut the repeated rows off; ValueError if the result has none, because then they have counted twice."""
+    if num_padding == 0:
+        return result
+    if not is_rows(result) or len(result) < num_padding:
+        raise ValueError(
+            f"{num_padding} rows were repeated to split the batch evenly, but the result of '{method}' has no rows to "
+            "cut off again; pass a batch whose rows divide by the number of data-parallel ranks"
+        )
+    return result[: len(result) - num_padding]
+
+
+def fetch_rows(remote: RemoteRows, fetch: Callable[[Any], Any]) -> tuple[Any, int]:
+    """Fetch just those parts that overlap the share; returns the rows and how many are repeated ones."""
+    try:
+        headers: list[Header] = fetch(list(remote.headers))
+        for header in headers:
+            if header.failure is not None:
+                raise UpstreamError(header.failure.cause)
+        counts = [_num_rows(header) for header in headers]
+        index = 0 if remote.index is None else remote.index
+        spans, num_padding = row_spans(counts, index, remote.chunks, pads=remote.pads)
+        needed = sorted({part for part, _, _ in spans} or {0})
+        parts = dict(zip(needed, fetch([remote.values[part] for part in needed]), strict=True))
+    except (UpstreamError, ValueError):
+        raise
+    except Exception as error:
+        raise UpstreamError(f"{type(error).__name__}: {error}") from error
+    return rows_of([parts.get(part, ()) for part in range(len(counts))], spans or [(0, 0, 0)]), num_padding
+
+
+def _num_rows(header: Header) -> int:
+    if header.num_rows is None:
+        raise ValueError("a future among the arguments gave something without rows")
+    return header.num_rows
+
+
+def answer(run: Callable[[], Any]) -> tuple[Header, Any]:
+    """Run something and tell how it went."""
+    try:
+        value = run()
+    except Exception as error:
+        return Header(failure_of(error)), None
+    return Header(num_rows=len(value) if is_rows(value) else None), value
+
+
+def failure_of(error: BaseException) -> Failure:
+    """An exception in a form that another process can read."""
+    return Failure(
+        cause=f"{type(error).__name__}: {error}",
+        trace=_trace(error)[-TRACE_CHARS:],
+        at_s=time.time(),
+        exception=error if _travels(error) else None,
+        upstream=isinstance(error, UpstreamError),
+    )
+
+
+def _trace(error: BaseException) -> str:
+    """Where it was raised, without the frames of this file, and the same of the exceptions behind it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    text = "".join(traceback.format_list(frames)).rstrip()
+    behind = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return text if behind is None else f"{text}\ncaused by {type(behind).__name__}: {behind}\n{_trace(behind)}"
+
+
+def _travels(error: BaseException) -> bool:
+    """Whether an exception can be sent and built again on the other side."""
+    try:
+        pickle.dumps(error)
+        copy.copy(error)
+    except Exception:
+        return False
+    return True

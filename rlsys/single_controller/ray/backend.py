@@ -1,0 +1,207 @@
+"""The actors behind a group: their start, their calls, their end."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rlsys.single_controller import diagnosis
+from rlsys.single_controller.calls import Deadlines, Pending, deadline_for, finish
+from rlsys.single_controller.diagnosis import ProcessInfo
+from rlsys.single_controller.host import RemoteRows
+from rlsys.single_controller.ray.actor import RayPending, host_class
+from rlsys.single_controller.ray.cluster import NAMESPACE, import_options, on_node
+from rlsys.single_controller.ray.pool import RayResourcePool
+from rlsys.single_controller.worker import rank_environment
+from rlsys.single_controller.worker_group import Backend, ClassWithInitArgs, RankCall
+
+START = "start"
+
+
+class RayBackend(Backend):
+    """The actors of a group: their start in parallel, their calls, their end."""
+
+    def __init__(
+        self,
+        cls_with_init: ClassWithInitArgs,
+        role: str,
+        deadlines: Deadlines,
+        worker_env: Mapping[str, str],
+        num_threads: int | None,
+    ) -> None:
+        super().__init__(0, deadlines)
+        self._cls_with_init, self._role, self._worker_env = cls_with_init, role, dict(worker_env)
+        threads = num_threads or os.environ.get("OMP_NUM_THREADS")
+        if threads:
+            self._worker_env.setdefault("OMP_NUM_THREADS", str(threads))
+        self.names: list[str] = []
+        self._actors: list[Any] = []
+        self._places: dict[int, tuple[ProcessInfo, str, int]] = {}
+        self._environments: list[dict[str, str]] = []
+        self._options: list[dict[str, Any]] = []
+        self._pool: RayResourcePool | None = None
+
+    @property
+    def workers(self) -> list[Any]:
+        return list(self._actors)
+
+    def start(self, pool: RayResourcePool, bin_pack: bool, name_prefix: str, detached: bool) -> None:
+        """Make an actor on every slot, tell each its rank, build the workers; all ranks at once."""
+        self.world_size = pool.world_size
+        deadline_s = deadline_for(self.deadlines, START)
+        bundles = pool.acquire(bin_pack, deadline_s)
+        self._pool = pool
+        try:
+            common = {
+                **pool.share(),
+                "namespace": NAMESPACE,
+                "lifetime": "detached" if detached else None,
+                **import_options(),
+                **getattr(self._cls_with_init, "options", {}),
+            }
+            strategies = [PlacementGroupSchedulingStrategy(placed, index) for placed, index in bundles]
+            self._options = [{**common, "scheduling_strategy": strategy} for strategy in strategies]
+            self.names = [f"{name_prefix}{rank}" for rank in range(self.world_size)]
+            self._actors = [self._actor(rank) for rank in range(self.world_size)]
+            self._locate(range(self.world_size))
+            self._environments = self._rank_environments()
+            self._build(range(self.world_size))
+        except BaseException:
+            self.close()
+            raise
+
+    def attach(self, handles: Sequence[Any], names: Sequence[str]) -> None:
+        """Speak to actors that run already."""
+        self.world_size, self._actors, self.names = len(handles), list(handles), list(names)
+        self._locate(range(self.world_size))
+
+    def submit(self, role: str, stage: str, calls: Sequence[RankCall]) -> list[Pending]:
+        return [
+            RayPending(
+                self,
+                role,
+                call.rank,
+                stage,
+                self._actors[call.rank].call.options(num_returns=2).remote(call.spec, *values),
+                list(call.upstream),
+            )
+            for call, values in zip(calls, _values_once([call.values for call in calls]))
+        ]
+
+    def wait_done(self, pending: Sequence[Pending], timeout_s: float) -> list[Pending]:
+        by_ref = {one.references()[0]: one for one in pending}
+        refs = list(by_ref)
+        first, _ = ray.wait(refs, num_returns=1, timeout=max(0.0, timeout_s))
+        done = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if first and len(refs) > 1 else first
+        return [by_ref[ref] for ref in done]
+
+    def probe(self, rank: int) -> Pending:
+        return self._pending(rank, "probe", self._actors[rank].describe.options(num_returns=2).remote())
+
+    def host(self, rank: int) -> str:
+        return self._places[rank][0].host if rank in self._places else "a host not known yet"
+
+    def log_tail(self, rank: int) -> str:
+        return self._ask_node(rank, diagnosis.log_tail)
+
+    def diagnose(self, rank: int) -> str:
+        return self._ask_node(rank, diagnosis.diagnose) or "it never said where it runs"
+
+    def restart(self, rank: int, deadline_s: float | None) -> None:
+        self._end([rank])
+        self.names[rank] = f"{self.names[rank].split('~')[0]}~{uuid4().hex[:4]}"
+        self._actors[rank] = self._actor(rank)
+        self._locate([rank], deadline_s)
+        self._build([rank], deadline_s)
+
+    def close(self) -> None:
+        """Kill the actors with their children, then give the slots back; harmless when done twice."""
+        if not ray.is_initialized():
+            return
+        self._end(range(len(self._actors)))
+        self._actors = []
+        if self._pool is not None:
+            self._pool.release()
+        self._pool = None
+
+    def _actor(self, rank: int) -> Any:
+        return host_class(self._cls_with_init.cls).options(name=self.names[rank], **self._options[rank]).remote()
+
+    def _pending(self, rank: int, stage: str, refs: tuple[Any, Any]) -> RayPending:
+        return RayPending(self, self._role, rank, stage, refs)
+
+    def _locate(self, ranks: Sequence[int], deadline_s: float | None = None) -> None:
+        asked = [
+            self._pending(rank, START, self._actors[rank].describe.options(num_returns=2).remote()) for rank in ranks
+        ]
+        finish(asked, deadline_s=deadline_s)
+        self._places |= {one.rank: one.value() for one in asked}
+
+    def _rank_environments(self) -> list[dict[str, str]]:
+        """The variables of every rank; local ranks count along the ranks of one node."""
+        nodes = [self._places[rank][1] for rank in range(self.world_size)]
+        info, _, port = self._places[0]
+        common = dict(self._worker_env)
+        if info.address.startswith("127."):
+            common.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
+        return [
+            rank_environment(
+                rank=rank,
+                world_size=self.world_size,
+                local_rank=nodes[:rank].count(node),
+                local_world_size=nodes.count(node),
+                master=(info.address, port),
+            )
+            | common
+            for rank, node in enumerate(nodes)
+        ]
+
+    def _build(self, ranks: Sequence[int], deadline_s: float | None = None) -> None:
+        made = self._cls_with_init
+        arguments = ray.put((made.cls, made.args, made.kwargs))
+        built = []
+        for rank in ranks:
+            self._actors[rank].set_environment.remote(self._environments[rank])
+            refs = self._actors[rank].build.options(num_returns=2).remote(arguments)
+            built.append(self._pending(rank, START, refs))
+        finish(built, deadline_s=deadline_s)
+
+    def _ask_node(self, rank: int, question: Callable[[ProcessInfo], str]) -> str:
+        """Look at a worker from its own node; an empty answer if that fails."""
+        if rank not in self._places:
+            return ""
+        info, node_id, _ = self._places[rank]
+        return str(on_node(node_id, question, info) or "")
+
+    def _end(self, ranks: Sequence[int]) -> None:
+        """Kill actors and wait until their processes are gone."""
+        for rank in ranks:
+            ray.kill(self._actors[rank], no_restart=True)
+        for rank in ranks:
+            if rank in self._places:
+                info, node_id, _ = self._places[rank]
+                on_node(node_id, _make_sure_gone, info)
+
+
+def _make_sure_gone(info: ProcessInfo) -> None:
+    diagnosis.wait_gone([info], 0.2)
+    diagnosis.kill_with_children(info)
+    diagnosis.wait_gone([info], 5.0)
+
+
+def _values_once(values: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Values that several ranks get are put into the object store once and sent as references."""
+    small = (str, bytes, int, float, bool, type(None), RemoteRows)
+    times = Counter(id(value) for of_rank in values for value in of_rank if not isinstance(value, small))
+    stored: dict[int, Any] = {}
+    for of_rank in values:
+        for value in of_rank:
+            if times[id(value)] > 1 and id(value) not in stored:
+                stored[id(value)] = ray.put(value)
+    return [tuple(stored.get(id(value), value) for value in of_rank) for of_rank in values]

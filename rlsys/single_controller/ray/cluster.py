@@ -1,0 +1,178 @@
+"""The start of a Ray cluster or the connection to one, and what is known of its nodes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+from uuid import uuid4
+
+import ray
+from ray import exceptions as ray_exceptions
+from ray._private import ray_constants
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlsys.single_controller.diagnosis import ProcessInfo
+from rlsys.single_controller.guard import MARK, Guard
+from rlsys.single_controller.resource_pool import NodeCapacity
+from rlsys.single_controller.worker import environment
+from rlsys.utils.errors import ConfigError
+
+NAMESPACE = "rlsys"
+_SOURCE_ROOT = str(Path(__file__).resolve().parents[3])
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A connection to Ray. `close` writes the timeline if asked for and ends what `connect` began.
+
+    That is the connection, and the cluster itself if it was started here; what was there before stays.
+    """
+
+    address: str
+    connected_here: bool
+    timeline_json_file: str | None = None
+    guard: Guard | None = None
+
+    def close(self) -> None:
+        if self.timeline_json_file and ray.is_initialized():
+            ray.timeline(filename=self.timeline_json_file)
+        if self.connected_here:
+            ray.shutdown()
+        if self.guard is not None:
+            self.guard.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def connect(ray_init: Mapping[str, Any] | None = None, *, timeline_json_file: str | None = None) -> Cluster:
+    """Use the Ray that is there (initialised, RAY_ADDRESS, a submitted job, `address` in ray_init) or start one here.
+
+    `ray_init` goes to ray.init. A cluster started here listens on the loopback interface only, has no dashboard and
+    sends no usage statistics; its workers' children end with them. ConfigError for one that anybody could run code on.
+    """
+    options = dict(ray_init or {})
+    address = options.pop("address", None) or os.environ.get("RAY_ADDRESS")
+    if ray.is_initialized():
+        return _checked(Cluster(cluster_address(), False, timeline_json_file))
+    env = runtime_env(options.pop("runtime_env", None) or {})
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": NAMESPACE}
+    options = quiet | options
+    if address not in (None, "local"):
+        for name in ("num_cpus", "num_gpus", "resources", "object_store_memory", "include_dashboard"):
+            if options.pop(name, None) is not None:
+                _log.warning("ray_init.%s has no meaning on the existing cluster %s and is left out", name, address)
+        ray.init(address=address, runtime_env=env, **options)
+        return _checked(Cluster(cluster_address(), True, timeline_json_file))
+    _set_defaults_for_local_cluster()
+    options.setdefault("include_dashboard", False)
+    mark = uuid4().hex
+    with _loopback(), environment({MARK: mark}):
+        context: Any = ray.init(address="local", runtime_env=env, **options)
+    guard = Guard(mark, context.address_info["session_dir"])
+    return Cluster(cluster_address(), True, timeline_json_file, guard)
+
+
+def cluster_address() -> str:
+    return ray.get_runtime_context().gcs_address
+
+
+def _in_job() -> bool:
+    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+
+
+def _checked(cluster: Cluster) -> Cluster:
+    """Refuse a cluster that others reach and that knows no tokens; warn when it could and does not."""
+    host = cluster.address.rpartition(":")[0].strip("[]")
+    if host.startswith("127.") or host in ("localhost", "::1") or os.environ.get("RAY_AUTH_MODE") == "token":
+        return cluster
+    text = f"the Ray {ray.__version__} cluster at {cluster.address} lets everybody who reaches it run code"
+    if tuple(int(part) for part in ray.__version__.split(".")[:2]) < (2, 54):
+        raise ConfigError(f"{text}; use Ray >= 2.54 with RAY_AUTH_MODE=token, or a head on the loopback interface")
+    _log.warning("%s; start its head with RAY_AUTH_MODE=token", text)
+    return cluster
+
+
+def _set_defaults_for_local_cluster() -> None:
+    """What Ray's own processes read from the environment; a variable that is set stays as it is.
+
+    Ray switches token authentication on for local clusters by itself, and says so in a warning that helps nobody here.
+    """
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    defaults = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_process_group_cleanup_enabled": "1",
+        "RAY_kill_worker_timeout_milliseconds": "1000",
+    }
+    has_token = "RAY_AUTH_TOKEN_PATH" in os.environ or (Path.home() / ".ray" / "auth_token").exists()
+    if not has_token:
+        defaults["RAY_AUTH_TOKEN"] = uuid4().hex * 2
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """Let a local cluster use 127.0.0.1 as its address, as Ray itself does on laptops with other systems.
+
+    Ray has no argument for this: it reads a variable, this process when it imports ray and its servers when they start.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        with environment({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}):
+            yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def runtime_env(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Let workers import rlsys (and workers/, trainer/) from a checkout that is not installed."""
+    env_vars = dict(given.get("env_vars") or {})
+    installed = _SOURCE_ROOT in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    if not (installed or _in_job() or "PYTHONPATH" in env_vars):
+        env_vars["PYTHONPATH"] = os.pathsep.join(filter(None, [_SOURCE_ROOT, os.environ.get("PYTHONPATH", "")]))
+    return {**given, **({"env_vars": env_vars} if env_vars else {})}
+
+
+def import_options() -> dict[str, Any]:
+    """Options with which actors and tasks can import rlsys, where the job's own environment does not let them.
+
+    That is so when Ray was initialised by somebody else; repeating what the job has would cost a process start.
+    """
+    job = dict(ray.get_runtime_context().runtime_env or {})
+    env = runtime_env(job)
+    return {} if env == job else {"runtime_env": env}
+
+
+def cluster_nodes() -> list[NodeCapacity]:
+    """What the living nodes have in all."""
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return [NodeCapacity(has.get("CPU", 0.0), has.get("GPU", 0.0)) for has in alive]
+
+
+def on_node(node_id: str, function: Callable[[ProcessInfo], Any], info: ProcessInfo, timeout_s: float = 10.0) -> Any:
+    """Run a function on a node: right here if it is this one, else as a small task; None if it does not answer."""
+    if node_id == ray.get_runtime_context().get_node_id():
+        return function(info)
+    task = ray.remote(function).options(
+        num_cpus=0,
+        max_retries=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        **import_options(),
+    )
+    try:
+        return ray.get(task.remote(info), timeout=timeout_s)
+    except ray_exceptions.RayError as error:
+        _log.warning("node %s cannot be asked about pid %d: %s", node_id, info.pid, error)
+        return None

@@ -1,0 +1,158 @@
+"""Resource pools reserved on a Ray cluster as placement groups."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+
+from rlsys.single_controller import resource_pool
+from rlsys.single_controller.ray.cluster import cluster_address, cluster_nodes
+from rlsys.single_controller.resource_pool import PoolNeed, ResourcePool, Slot, check_capacity
+from rlsys.utils.errors import ConfigError, DeadlineError
+
+PLACE = "place"
+
+
+class RayResourcePool(ResourcePool):
+    """Slots reserved on a cluster, one placement group per node; several groups share a slot's CPUs and GPU evenly.
+
+    A slot has `num_cpus` CPUs (fractions are allowed) and, with `use_gpu`, one GPU. Each of up to `max_colocate_count`
+    groups gets its share of them. The reservation is made with the first group and given back with the last.
+    """
+
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int] = (),
+        use_gpu: bool = True,
+        name_prefix: str | None = None,
+        max_colocate_count: int = 10,
+        detached: bool = False,
+        accelerator_type: str | None = None,
+        *,
+        num_cpus: float = 1.0,
+    ) -> None:
+        super().__init__(process_on_nodes, max_colocate_count)
+        self.use_gpu, self.detached, self.accelerator_type, self.num_cpus = (
+            use_gpu,
+            detached,
+            accelerator_type,
+            num_cpus,
+        )
+        self.name_prefix = name_prefix or f"pool_{uuid4().hex[:6]}"
+        self._placed: list[PlacementGroup] = []
+        self._users: Counter[Slot] = Counter()
+
+    def need(self) -> PoolNeed:
+        """What this pool asks of a cluster, for `check_capacity`."""
+        return PoolNeed(self.name_prefix, tuple(self.store), self.num_cpus, float(self.use_gpu))
+
+    def share(self) -> dict[str, float]:
+        """The resources of one worker, rounded down so that all shares of a slot fit."""
+        parts = self.max_colocate_count
+        share = {"num_cpus": self.num_cpus / parts, "num_gpus": float(self.use_gpu) / parts}
+        return {name: math.floor(value * 1e4) / 1e4 if value < 1 else value for name, value in share.items()}
+
+    def get_placement_groups(self, bin_pack: bool = True, deadline_s: float = 120.0) -> list[PlacementGroup]:
+        """The reservations, one per node; ConfigError if the cluster is too small, DeadlineError if others hold it."""
+        origins = {id(slot.origin): _origin(slot) for slot in self.slots}
+        return [placed for origin in origins.values() for placed in origin._reserve(bin_pack, deadline_s)]
+
+    def _reserve(self, bin_pack: bool, deadline_s: float) -> list[PlacementGroup]:
+        if not self._placed:
+            check_capacity([self.need()], cluster_nodes())
+            bundle = {"CPU": self.num_cpus, "GPU": 1.0} if self.use_gpu else {"CPU": self.num_cpus}
+            if self.accelerator_type:
+                bundle[f"accelerator_type:{self.accelerator_type}"] = 1e-4
+            strategy, lifetime = "STRICT_PACK" if bin_pack else "PACK", "detached" if self.detached else None
+            self._placed = [
+                placement_group([bundle] * count, strategy, f"{self.name_prefix}_{uuid4().hex[:6]}", lifetime)
+                for count in self.store
+            ]
+            _, waiting = ray.wait(
+                [one.ready() for one in self._placed], num_returns=len(self._placed), timeout=deadline_s
+            )
+            if waiting:
+                self._remove()
+                free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
+                who = f"the cluster at {cluster_address()}"
+                raise DeadlineError(
+                    who, PLACE, deadline_s, f"pool '{self.name_prefix}' needs {self.need()}; free are {free}"
+                )
+            if len(set(self.store)) == 1:
+                self._placed.sort(key=lambda one: _node_addresses()[_nodes_of(one)[0]])
+        return self._placed
+
+    def acquire(self, bin_pack: bool, deadline_s: float) -> list[tuple[PlacementGroup, int]]:
+        """Count one more group on this pool and give the placement group and bundle of each slot.
+
+        ConfigError when the pool is shared by as many groups as planned, and as `get_placement_groups`.
+        """
+        for slot in self.slots:
+            origin = _origin(slot)
+            if origin._users[slot] >= self.max_colocate_count:
+                raise ConfigError(
+                    f"pool '{origin.name_prefix}' is shared by {origin._users[slot]} groups already, which is its "
+                    "max_colocate_count; raise it, close a group or use another pool"
+                )
+            origin._reserve(bin_pack, deadline_s)
+        for slot in self.slots:
+            _origin(slot)._users[slot] += 1
+        return [(_origin(slot)._placed[slot.node], slot.index) for slot in self.slots]
+
+    def release(self) -> None:
+        """Count one group less; a reservation ends with its last group."""
+        for slot in self.slots:
+            origin = _origin(slot)
+            origin._users[slot] -= 1
+            if origin._users[slot] <= 0:
+                del origin._users[slot]
+            if not origin._users:
+                origin._remove()
+
+    def _remove(self) -> None:
+        for one in self._placed:
+            remove_placement_group(one)
+        self._placed = []
+
+
+def _origin(slot: Slot) -> RayResourcePool:
+    """The pool that reserved a slot."""
+    assert isinstance(slot.origin, RayResourcePool)
+    return slot.origin
+
+
+def _nodes_of(placed: PlacementGroup) -> dict[int, str]:
+    """Bundle index -> node id."""
+    return placement_group_table(placed)["bundles_to_node_id"]
+
+
+def _node_addresses() -> dict[str, str]:
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+
+
+class ResourcePoolManager(resource_pool.ResourcePoolManager[RayResourcePool]):
+    """Makes the Ray pools of a plan, after checking that the cluster has room for all of them together."""
+
+    def __init__(
+        self,
+        resource_pool_spec: Mapping[str, Sequence[int]],
+        mapping: Mapping[Any, str],
+        *,
+        use_gpu: bool = True,
+        num_cpus: float = 1.0,
+        max_colocate_count: int | None = None,
+    ) -> None:
+        def make(process_on_nodes: Sequence[int], colocate: int, name: str) -> RayResourcePool:
+            return RayResourcePool(process_on_nodes, use_gpu, name, colocate, num_cpus=num_cpus)
+
+        super().__init__(resource_pool_spec, mapping, make, max_colocate_count)
+
+    def create_resource_pool(self) -> None:
+        super().create_resource_pool()
+        check_capacity([pool.need() for pool in self.resource_pool_dict.values()], cluster_nodes())

@@ -1,0 +1,196 @@
+"""Which ranks go where: pools of process slots on nodes, how they are split and merged, and whether a cluster has room.
+
+Pure arithmetic; `rlsys.single_controller.ray` places it on a cluster.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Self, TypeVar
+
+from rlsys.utils.errors import ConfigError
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """Room for one rank of each group on a pool: process `index` of node `node` of the pool that reserved it."""
+
+    origin: ResourcePool
+    node: int
+    index: int
+
+
+class ResourcePool:
+    """Slots for processes: `process_on_nodes[i]` of them on node i, shared by at most `max_colocate_count` groups."""
+
+    def __init__(self, process_on_nodes: Sequence[int] = (), max_colocate_count: int = 10) -> None:
+        if any(count < 1 for count in process_on_nodes):
+            raise ConfigError(f"a resource pool needs at least one process on each node, got {list(process_on_nodes)}")
+        if max_colocate_count < 1:
+            raise ConfigError(f"max_colocate_count must be at least 1, got {max_colocate_count}")
+        self.max_colocate_count = max_colocate_count
+        self.slots = tuple(
+            Slot(self, node, index) for node, count in enumerate(process_on_nodes) for index in range(count)
+        )
+
+    @property
+    def store(self) -> list[int]:
+        """The number of slots on each node."""
+        return [len(ranks) for ranks in self._ranks_by_node()]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.slots)
+
+    def add_node(self, process_count: int) -> None:
+        """Append a node with so many slots."""
+        node = max((slot.node for slot in self.slots if slot.origin is self), default=-1) + 1
+        self.slots += tuple(Slot(self, node, index) for index in range(process_count))
+
+    def local_world_size_list(self) -> list[int]:
+        """For each rank, the number of ranks on its node."""
+        sizes = [0] * self.world_size
+        for ranks in self._ranks_by_node():
+            for rank in ranks:
+                sizes[rank] = len(ranks)
+        return sizes
+
+    def local_rank_list(self) -> list[int]:
+        """For each rank, its index among the ranks of its node."""
+        local = [0] * self.world_size
+        for ranks in self._ranks_by_node():
+            for index, rank in enumerate(ranks):
+                local[rank] = index
+        return local
+
+    def with_slots(self, slots: Sequence[Slot]) -> Self:
+        """A pool of the same kind over given slots; the reservation stays with the pool that made them."""
+        part = copy.copy(self)
+        part.slots = tuple(slots)
+        return part
+
+    def _ranks_by_node(self) -> list[list[int]]:
+        by_node: dict[tuple[int, int], list[int]] = {}
+        for rank, slot in enumerate(self.slots):
+            by_node.setdefault((id(slot.origin), slot.node), []).append(rank)
+        return list(by_node.values())
+
+
+P = TypeVar("P", bound=ResourcePool)
+
+
+def split_resource_pool(resource_pool: P, split_size: int | Sequence[int]) -> list[P]:
+    """Cut a pool into pools of `split_size` consecutive slots each (one size, or one for each part).
+
+    ConfigError unless the sizes add up to the pool.
+    """
+    total = resource_pool.world_size
+    if isinstance(split_size, int):
+        sizes = [split_size] * (total // split_size) if split_size > 0 else []
+    else:
+        sizes = list(split_size)
+    if sum(sizes) != total or any(size < 1 for size in sizes):
+        raise ConfigError(f"a pool of {total} processes cannot be split into parts of {split_size}")
+    starts = [sum(sizes[:part]) for part in range(len(sizes))]
+    return [resource_pool.with_slots(resource_pool.slots[start : start + size]) for start, size in zip(starts, sizes)]
+
+
+def merge_resource_pool(first: P, second: P) -> P:
+    """One pool over the slots of both; ConfigError unless they are of one kind."""
+    if type(first) is not type(second) or _kind(first) != _kind(second):
+        raise ConfigError("only pools of one kind can be merged: same use_gpu, accelerator_type and max_colocate_count")
+    return first.with_slots((*first.slots, *second.slots))
+
+
+def _kind(pool: ResourcePool) -> tuple[Any, ...]:
+    names = ("max_colocate_count", "use_gpu", "accelerator_type", "num_cpus", "detached")
+    return tuple(getattr(pool, name, None) for name in names)
+
+
+@dataclass(frozen=True)
+class NodeCapacity:
+    """What a node of the cluster has in all."""
+
+    num_cpus: float
+    num_gpus: float
+
+
+@dataclass(frozen=True)
+class PoolNeed:
+    """What a pool asks for: on each of its nodes, so many processes with these resources apiece."""
+
+    name: str
+    process_on_nodes: tuple[int, ...]
+    cpus_per_process: float
+    gpus_per_process: float
+
+
+def check_capacity(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> None:
+    """ConfigError, with what to change, unless every pool's nodes fit on the cluster's together (largest first)."""
+    free = [[node.num_cpus, node.num_gpus] for node in nodes]
+    wanted = [
+        (count * need.gpus_per_process, count * need.cpus_per_process)
+        for need in needs
+        for count in need.process_on_nodes
+    ]
+    for gpus, cpus in sorted(wanted, reverse=True):
+        fitting = [node for node in free if node[1] >= gpus - 1e-6 and node[0] >= cpus - 1e-6]
+        if not fitting:
+            raise ConfigError(_no_room(needs, nodes))
+        tightest = min(fitting, key=lambda node: (node[1], node[0]))
+        tightest[0] -= cpus
+        tightest[1] -= gpus
+
+
+def _no_room(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> str:
+    has = f"{sum(n.num_cpus for n in nodes):g} CPUs and {sum(n.num_gpus for n in nodes):g} GPUs on {len(nodes)} node(s)"
+    cpus = sum(sum(need.process_on_nodes) * need.cpus_per_process for need in needs)
+    gpus = sum(sum(need.process_on_nodes) * need.gpus_per_process for need in needs)
+    pools = "; ".join(f"pool '{need.name}' {list(need.process_on_nodes)} processes" for need in needs)
+    key = "trainer.n_gpus_per_node or trainer.nnodes"
+    return (
+        f"the cluster has {has}, the plan needs {cpus:g} CPUs and {gpus:g} GPUs ({pools}; an entry is one node); "
+        f"lower {key}, use trainer.device=cpu if there are no GPUs, or give Ray more with ray_kwargs.ray_init.num_cpus"
+    )
+
+
+@dataclass
+class ResourcePoolManager(Generic[P]):
+    """Makes the pools of a plan by name and tells each role its own.
+
+    `resource_pool_spec` maps a pool's name to its processes on nodes, `mapping` a role to a pool's name. `make_pool` is
+    called as make_pool(process_on_nodes, max_colocate_count, name).
+    """
+
+    resource_pool_spec: Mapping[str, Sequence[int]]
+    mapping: Mapping[Any, str]
+    make_pool: Callable[[Sequence[int], int, str], P]
+    max_colocate_count: int | None = None
+    resource_pool_dict: dict[str, P] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for role, pool in self.mapping.items():
+            if pool not in self.resource_pool_spec:
+                raise ConfigError(
+                    f"role {role} is mapped to pool '{pool}'; the plan has {sorted(self.resource_pool_spec)}"
+                )
+
+    def create_resource_pool(self) -> None:
+        """Make the pools; a pool has room for as many groups as roles are mapped to it, unless a number is given."""
+        for name, process_on_nodes in self.resource_pool_spec.items():
+            num_roles = sum(pool == name for pool in self.mapping.values())
+            self.resource_pool_dict[name] = self.make_pool(
+                process_on_nodes, self.max_colocate_count or max(1, num_roles), name
+            )
+
+    def get_resource_pool(self, role: Any) -> P:
+        """The pool of a role; KeyError names the roles there are."""
+        if role not in self.mapping:
+            raise KeyError(f"role {role} has no pool; mapped are {[str(known) for known in self.mapping]}")
+        return self.resource_pool_dict[self.mapping[role]]
+
+    def get_n_gpus(self) -> int:
+        """The number of process slots of all pools."""
+        return sum(sum(process_on_nodes) for process_on_nodes in self.resource_pool_spec.values())

@@ -1,0 +1,91 @@
+"""Batches as the controller sees them: something with rows that can be sliced and concatenated.
+
+The arithmetic of who gets which rows is here; it works on any type with `len`, slices, `chunk` and `concat`, so that a
+worker process which never sees a DataProto never imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlsys.single_controller.calls import Future
+
+Span = tuple[int, int, int]
+"""(part, start, stop): the rows start..stop of a part."""
+
+
+@dataclass(frozen=True)
+class FutureRows:
+    """One of `chunks` equal shares of rows that other workers still have; `index` None means all of them."""
+
+    parts: tuple[Future, ...]
+    index: int | None = None
+    chunks: int = 1
+    pads: bool = False
+
+    def get(self) -> Any:
+        """The share, fetched to this process."""
+        whole = [part.get() for part in self.parts]
+        spans, _ = row_spans([len(rows) for rows in whole], self.index or 0, self.chunks, pads=self.pads)
+        return rows_of(whole, spans)
+
+
+def is_rows(value: Any) -> bool:
+    """Whether a value is a batch: it has a length, slices, `chunk` and `concat`."""
+    kind = type(value)
+    return all(hasattr(kind, name) for name in ("__len__", "__getitem__", "chunk", "concat"))
+
+
+def is_future(value: Any) -> bool:
+    """Whether a value is a `DataProtoFuture`: it has `futures`, `collect_fn`, `get` and `chunk`."""
+    return all(hasattr(value, name) for name in ("futures", "collect_fn", "get", "chunk"))
+
+
+def source_of(future: Any) -> list[Future] | None:
+    """The calls whose rows, in this order, the future stands for; None when it does more than concatenate them."""
+    plain = future.dispatch_fn is None and getattr(future.collect_fn, "__name__", "") == "concat"
+    return list(future.futures) if plain and all(isinstance(part, Future) for part in future.futures) else None
+
+
+def row_spans(counts: Sequence[int], index: int, chunks: int, *, pads: bool) -> tuple[list[Span], int]:
+    """The rows of share `index` of `chunks` over parts with `counts` rows, and how many of them are repeated ones.
+
+    When the total does not divide, the first rows are repeated behind the last (`pads`) or a ValueError is raised.
+    """
+    total = sum(counts)
+    if total % chunks and not pads:
+        raise ValueError(f"{total} rows cannot be split evenly over {chunks} data-parallel ranks")
+    if total == 0:
+        return [], 0
+    size = -(-total // chunks)
+    starts = [sum(counts[:part]) for part in range(len(counts))]
+    spans: list[Span] = []
+    position, end = index * size, (index + 1) * size
+    num_padding = min(size, max(0, end - total))
+    while position < end:
+        row = position % total
+        part = max(p for p, start in enumerate(starts) if start <= row and counts[p])
+        taken = min(end - position, starts[part] + counts[part] - row)
+        spans.append((part, row - starts[part], row - starts[part] + taken))
+        position += taken
+    return spans, num_padding
+
+
+def rows_of(parts: Sequence[Any], spans: Sequence[Span]) -> Any:
+    """The rows named by spans as one batch; a part that is taken whole is not copied."""
+    taken = [
+        parts[part] if (start, stop) == (0, len(parts[part])) else parts[part][start:stop]
+        for part, start, stop in spans
+        if stop > start
+    ]
+    if not taken:
+        return parts[0][0:0]
+    return taken[0] if len(taken) == 1 else type(taken[0]).concat(taken)
+
+
+def split_rows(rows: Any, chunks: int, *, pads: bool) -> tuple[list[Any], list[int]]:
+    """Equal shares of a batch and the number of repeated rows at the end of each."""
+    shares = [row_spans([len(rows)], index, chunks, pads=pads) for index in range(chunks)]
+    return [rows_of([rows], spans) for spans, _ in shares], [num_padding for _, num_padding in shares]

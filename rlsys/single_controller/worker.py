@@ -1,0 +1,130 @@
+"""The base of everything that runs on a rank, and the environment a rank is born into."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+from rlsys.single_controller.dispatch import Dispatch, Execute, register
+from rlsys.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MeshRank:
+    """A rank's place on a mesh: whose rows it gets, and whether its results are the ones to collect."""
+
+    dp_rank: int
+    is_collect: bool
+
+
+class Worker:
+    """A rank of a group. Subclasses mark the methods that the controller may call with @register."""
+
+    _environment: dict[str, str]
+    _meshes: dict[str, MeshRank]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        worker = super().__new__(cls)
+        worker._environment = {name: os.environ[name] for name in RANK_VARIABLES if name in os.environ}
+        worker._meshes = {}
+        return worker
+
+    @property
+    def rank(self) -> int:
+        return int(self._environment.get("RANK", 0))
+
+    @property
+    def world_size(self) -> int:
+        return int(self._environment.get("WORLD_SIZE", 1))
+
+    @property
+    def local_rank(self) -> int:
+        """The index of this rank's device among the visible ones: 0 when it sees a single one."""
+        return int(self._environment.get("LOCAL_RANK", 0))
+
+    @property
+    def local_world_size(self) -> int:
+        return int(self._environment.get("LOCAL_WORLD_SIZE", 1))
+
+    def get_master_addr_port(self) -> tuple[str, str]:
+        """Where the group's process group meets; ConfigError when it cannot (local backend with several ranks)."""
+        if "MASTER_ADDR" not in self._environment:
+            raise ConfigError(NO_PROCESS_GROUP)
+        return self._environment["MASTER_ADDR"], self._environment["MASTER_PORT"]
+
+    def get_cuda_visible_devices(self) -> str:
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
+        """Tell where this rank stands on a mesh; ValueError if it told so before."""
+        if mesh_name in self._meshes:
+            raise ValueError(f"mesh '{mesh_name}' is registered already as {self._meshes[mesh_name]}")
+        self._meshes[mesh_name] = MeshRank(dp_rank, is_collect)
+
+    def _query_dispatch_collect_info(self, mesh_name: str) -> MeshRank:
+        if mesh_name not in self._meshes:
+            known = ", ".join(sorted(self._meshes)) or "none"
+            who = type(self).__name__
+            raise ValueError(f"{who} never called _register_dispatch_collect_info('{mesh_name}', ...); known: {known}")
+        return self._meshes[mesh_name]
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `func(worker, *args, **kwargs)` on every rank with its rows."""
+        return func(self, *args, **kwargs)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
+    def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `func(*args, **kwargs)` on rank 0."""
+        return func(*args, **kwargs)
+
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NO_PROCESS_GROUP = (
+    "the local backend runs ranks one after another in one process, so several cannot form a torch process group; "
+    "set trainer.n_gpus_per_node=1 and trainer.nnodes=1, or trainer.backend=ray"
+)
+
+
+def rank_environment(
+    *, rank: int, world_size: int, local_rank: int, local_world_size: int, master: tuple[str, int] | None
+) -> dict[str, str]:
+    """The variables torch.distributed starts from."""
+    values: dict[str, object] = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_world_size,
+    }
+    if master is not None:
+        values |= {"MASTER_ADDR": master[0], "MASTER_PORT": master[1]}
+    return {name: str(value) for name, value in values.items()}
+
+
+@contextmanager
+def environment(values: Mapping[str, str], unset: Sequence[str] = ()) -> Iterator[None]:
+    """Set variables of this process, and unset others, for a while."""
+    before = {name: os.environ.get(name) for name in (*unset, *values)}
+    for name in unset:
+        os.environ.pop(name, None)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """A TCP port that nobody listens on at this moment."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,253 @@
+"""A group of workers that is called like one object: the registered methods of its class are bound to the group."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+from rlsys.single_controller.calls import (
+    Deadlines,
+    Future,
+    GroupFuture,
+    Pending,
+    finish,
+)
+from rlsys.single_controller.dispatch import (
+    Dispatch,
+    Execute,
+    Mode,
+    Registration,
+    Split,
+    join,
+    mode_of,
+    per_rank_or_same,
+    registered_methods,
+    split_call,
+)
+from rlsys.single_controller.host import CallSpec, remote_rows
+from rlsys.single_controller.rows import FutureRows, is_future, source_of
+from rlsys.single_controller.worker import MeshRank
+
+
+class ClassWithInitArgs:
+    """A worker class and the arguments its ranks will be built with."""
+
+    def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
+        self.cls, self.args, self.kwargs = cls, args, kwargs
+
+
+@dataclass(frozen=True)
+class RankCall:
+    """One method call for one rank. `upstream` are the calls whose results are among its values."""
+
+    rank: int
+    spec: CallSpec
+    values: tuple[Any, ...]
+    upstream: tuple[Pending, ...] = ()
+
+
+class Backend(ABC):
+    """The processes behind a group and how they are spoken to; the roles of a colocated class share one."""
+
+    def __init__(self, world_size: int, deadlines: Deadlines) -> None:
+        self.world_size, self.deadlines = world_size, deadlines
+
+    @property
+    @abstractmethod
+    def workers(self) -> list[Any]: ...
+    @abstractmethod
+    def submit(self, role: str, stage: str, calls: Sequence[RankCall]) -> list[Pending]: ...
+    @abstractmethod
+    def wait_done(self, pending: Sequence[Pending], timeout_s: float) -> list[Pending]: ...
+    @abstractmethod
+    def probe(self, rank: int) -> Pending: ...
+    @abstractmethod
+    def host(self, rank: int) -> str: ...
+    @abstractmethod
+    def log_tail(self, rank: int) -> str: ...
+    @abstractmethod
+    def diagnose(self, rank: int) -> str: ...
+    @abstractmethod
+    def restart(self, rank: int, deadline_s: float | None) -> None: ...
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class WorkerGroup:
+    """Workers of one class (or one role of a colocated class), driven together.
+
+    Every method the class registered is a method of the group. Blocking calls return the collected results; a failure
+    of any rank raises one `WorkerError` (or the worker's own `ConfigError`, `DataError`, ...), silence past the
+    deadline of the stage (the method's name) a `DeadlineError`.
+    """
+
+    def __init__(self, backend: Backend, cls: type, *, role: str, target: str | None = None) -> None:
+        self._backend, self._cls, self._target, self.role = backend, cls, target, role
+        self._meshes: dict[str, list[MeshRank]] = {}
+        self._views: dict[str, WorkerGroup] = {}
+        self._close: Callable[[], None] = backend.close
+        for name, registration in registered_methods(cls).items():
+            if hasattr(self, name):
+                raise ValueError(f"{cls.__name__}.{name} cannot be registered: the group has a '{name}' of its own")
+            setattr(self, name, partial(self._call, name, registration))
+
+    def __getattr__(self, name: str) -> Any:
+        """Registered methods are attributes of the instance; what arrives here is none of them."""
+        methods = registered_methods(self.__dict__["_cls"]) if "_cls" in self.__dict__ else ()
+        raise AttributeError(f"{type(self).__name__} has no '{name}'; its workers register: {', '.join(methods)}")
+
+    @property
+    def world_size(self) -> int:
+        return self._backend.world_size
+
+    @property
+    def workers(self) -> list[Any]:
+        """One handle per rank: Ray actors, or the worker objects themselves on the local backend."""
+        return self._backend.workers
+
+    @property
+    def deadlines(self) -> Deadlines:
+        return self._backend.deadlines
+
+    def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> list[Future]:
+        """Start a method on every rank; lists with one entry per rank are handed out, other values go to all."""
+        pending = self._start(method, per_rank_or_same(self, *args, **kwargs))
+        return [Future(one, pending) for one in pending]
+
+    def execute_all_sync(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        return self._results([future.pending for future in self.execute_all_async(method, *args, **kwargs)])
+
+    execute_all = execute_all_async
+
+    def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> Future:
+        return self.execute_rank_async(0, method, *args, **kwargs)
+
+    def execute_rank_zero_sync(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return self.execute_rank(0, method, *args, **kwargs)
+
+    execute_rank_zero = execute_rank_zero_async
+
+    def execute_rank_async(self, rank: int, method: str, *args: Any, stage: str | None = None, **kwargs: Any) -> Future:
+        """Start a method on one rank, registered or not; other ranks do not matter to it."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"{self.role} has ranks 0..{self.world_size - 1}, not {rank}")
+        spec = CallSpec(method, self._target, tuple(kwargs))
+        call = self._rank_call(rank, spec, (*args, *kwargs.values()))
+        return Future(self._backend.submit(self.role, stage or method, [call])[0])
+
+    def execute_rank(
+        self,
+        rank: int,
+        method: str,
+        *args: Any,
+        deadline_s: float | None = None,
+        stage: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a method on one rank and return its result."""
+        return self.execute_rank_async(rank, method, *args, stage=stage, **kwargs).get(deadline_s)
+
+    def dispatch_info(self, mesh_name: str) -> list[MeshRank]:
+        """Where every rank stands on a mesh; asked once."""
+        if mesh_name not in self._meshes:
+            self._meshes[mesh_name] = self.execute_all_sync("_query_dispatch_collect_info", mesh_name)
+        return self._meshes[mesh_name]
+
+    def spawn(self, prefix_set: Sequence[str] | set[str]) -> dict[str, Self]:
+        """One group per role of a colocated class, on the same processes."""
+        roles: Mapping[str, type] = getattr(self._cls, "roles", {})
+        unknown = sorted(set(prefix_set) - set(roles))
+        if unknown:
+            raise ValueError(
+                f"{self.role} has no roles {unknown}; it has {sorted(roles) or 'none: use create_colocated_worker_cls'}"
+            )
+        for prefix in sorted(set(prefix_set) - set(self._views)):
+            self._views[prefix] = self._view(prefix, roles[prefix])
+        return {prefix: self._views[prefix] for prefix in prefix_set}  # pyrefly: ignore
+
+    def fuse(self, prefix_set: Sequence[str] | set[str]) -> None:
+        """Make the roles of a colocated class attributes of this group."""
+        for prefix, view in self.spawn(prefix_set).items():
+            setattr(self, prefix, view)
+
+    def restart_rank(self, rank: int, deadline_s: float | None = None) -> None:
+        """Replace one rank by a new process in the same place, built from the same arguments and environment."""
+        self._backend.restart(rank, deadline_s)
+
+    def close(self) -> None:
+        """End the workers and give their resources back; a role's view ends them when the last view is closed."""
+        self._close()
+
+    kill = close
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _view(self, prefix: str, cls: type) -> WorkerGroup:
+        view = WorkerGroup(self._backend, cls, role=prefix, target=prefix)
+
+        def close() -> None:
+            self._views.pop(prefix, None)
+            if not self._views:
+                self.close()
+
+        view._close = close
+        return view
+
+    def _call(self, name: str, registration: Registration, /, *args: Any, **kwargs: Any) -> Any:
+        mode = mode_of(registration["dispatch_mode"])
+        if registration["execute_mode"] is Execute.RANK_ZERO or registration["dispatch_mode"] == Dispatch.RANK_ZERO:
+            future = self.execute_rank_async(0, name, *args, **kwargs)
+            return self._results([future.pending])[0] if registration["blocking"] else future
+        pending = self._start(name, split_call(mode, self, args, kwargs))
+        if not registration["blocking"]:
+            return self._future(mode, pending)
+        return self._results(pending, partial(self._collected, mode))
+
+    def _future(self, mode: Mode, pending: Sequence[Pending]) -> Any:
+        """A `DataProtoFuture` over the ranks that hold the rows, or a plain future for other results."""
+        if mode.parts_fn is None:
+            return GroupFuture(pending, partial(self._collected, mode))
+        from rlsys.protocol import DataProto, DataProtoFuture
+
+        return DataProtoFuture(DataProto.concat, [Future(pending[rank], pending) for rank in mode.parts_fn(self)])
+
+    def _collected(self, mode: Mode, pending: Sequence[Pending]) -> Any:
+        """The call's result; of ranks that only repeat another's rows, nothing is fetched."""
+        if mode.parts_fn is None:
+            return mode.collect_fn(self, [one.value() for one in pending])
+        return join([pending[rank].value() for rank in mode.parts_fn(self)])
+
+    def _start(self, method: str, split: Split) -> list[Pending]:
+        names = tuple(split.kwargs)
+        calls = []
+        for rank in range(self.world_size):
+            num_padding = split.num_padding[rank] if split.num_padding else 0
+            values = tuple(value[rank] for value in (*split.args, *split.kwargs.values()))
+            calls.append(self._rank_call(rank, CallSpec(method, self._target, names, num_padding), values))
+        return self._backend.submit(self.role, method, calls)
+
+    def _rank_call(self, rank: int, spec: CallSpec, values: Sequence[Any]) -> RankCall:
+        """Replace futures by references to what they stand for, if these processes can follow them."""
+        sent, upstream = list[Any](), list[Pending]()
+        for value in values:
+            rows = FutureRows(tuple(source_of(value) or ())) if is_future(value) else value
+            if not isinstance(rows, FutureRows):
+                sent.append(value)
+            elif rows.parts and all(type(part.pending.crew) is type(self._backend) for part in rows.parts):
+                sent.append(remote_rows(rows))
+                upstream += [part.pending for part in rows.parts]
+            else:
+                sent.append(value.get())
+        return RankCall(rank, spec, tuple(sent), tuple(upstream))
+
+    def _results(self, pending: Sequence[Pending], collect: Callable[[Sequence[Pending]], Any] | None = None) -> Any:
+        busy = {one.rank for one in pending}
+        finish(pending, idle=[rank for rank in range(self.world_size) if rank not in busy])
+        return [one.value() for one in pending] if collect is None else collect(pending)

@@ -1,0 +1,112 @@
+"""One JSON object a line, valid JSON even for NaN, whole lines even after kill -9, and exact after a resume.
+
+A record is flat: `{"step": 3, "actor/lr": 1e-06, ...}`. JSON has no NaN or infinity, so a non-finite number is written
+as null and named under `_non_finite`: `{"step": 4, "actor/loss": null, "_non_finite": {"actor/loss": "nan"}}`;
+`read_jsonl` puts the numbers back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+NON_FINITE = "_non_finite"
+
+
+class JsonlWriter:
+    """Appends records to a file, each in one write, so that readers and crashes see whole lines only.
+
+    `resume_step=None` starts anew: a file already there is kept under the next free name `metrics.1.jsonl`. With
+    a number N the lines of steps after N are dropped, and so is a line cut off by a crash: after resuming from
+    the checkpoint of step N the file is that of an uninterrupted run. Raises OSError when the disk refuses.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            if resume_step is None:
+                path.rename(_free_name(path))
+            else:
+                _truncate(path, resume_step)
+        self.path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        line = memoryview(encode_line(record))
+        while line:
+            line = line[os.write(self._fd, line) :]
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def encode_line(record: Mapping[str, Any]) -> bytes:
+    """One line of strict JSON; numbers of NumPy and torch become plain, unknown objects their text."""
+    plain = {name: _plain(value) for name, value in record.items()}
+    odd = {k: str(v) for k, v in plain.items() if isinstance(v, float) and not math.isfinite(v)}
+    if odd:
+        plain = {k: None if k in odd else v for k, v in plain.items()} | {NON_FINITE: odd}
+    return (json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a file, non-finite numbers restored; an incomplete last line is left out."""
+    for line in path.read_bytes().splitlines(keepends=True):
+        record = _decode(line)
+        if record is not None:
+            yield record | {name: float(text) for name, text in record.pop(NON_FINITE, {}).items()}
+
+
+def _decode(line: bytes) -> dict[str, Any] | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _truncate(path: Path, step: int) -> None:
+    kept = [
+        line
+        for line in path.read_bytes().splitlines(keepends=True)
+        if (record := _decode(line)) is not None and record.get("step", 0) <= step
+    ]
+    beside = path.with_name(path.name + ".tmp")
+    with beside.open("wb") as out:
+        out.writelines(kept)
+        out.flush()
+        os.fsync(out.fileno())
+    beside.replace(path)
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (name := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+        number += 1
+    return name
+
+
+def _plain(value: Any) -> Any:
+    """Plain JSON types; inside lists and dicts a non-finite number becomes its text."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): _nested(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_nested(v) for v in value]
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    return str(value)
+
+
+def _nested(value: Any) -> Any:
+    plain = _plain(value)
+    return str(plain) if isinstance(plain, float) and not math.isfinite(plain) else plain

@@ -1,0 +1,125 @@
+"""Logging for people: rich colours on a terminal, plain lines elsewhere, and never a secret in either.
+
+Library modules only call `get_logger`; entry points and worker processes call `setup_logging` once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+OUR_LOGGERS = ("rlsys", "workers", "trainer")
+_HANDLER_NAME = "rlsys"
+_SHORTEST_SECRET = 8
+_SECRET_NAME = re.compile(
+    r"(?i)(^|[_\-.])(secret|passwd|password|credential|api_?key|access_?key|secret_?key|private_?key|auth|token)s?$"
+)
+_TEXT_TOKEN_NAME = re.compile(r"(?i)(pad|eos|bos|unk|sep|cls|mask|stop|image|video|audio|special|added)_tokens?$")
+_SECRET_SHAPES = (
+    re.compile(r"\b(?:hf_|ghp_|gho_|github_pat_|glpat-|xox[abpr]-)[A-Za-z0-9_\-]{10,}"),
+    re.compile(r"\bsk-[A-Za-z0-9_\-]{16,}"),
+    re.compile(r"\bAKIA[0-9A-Z]{16}\b"),
+    re.compile(r"\beyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}"),
+    re.compile(r"(?i)(?<=bearer )\s*[A-Za-z0-9_\-.=+/]{8,}"),
+    re.compile(r"(?<=://)[^\s/:@]+:[^\s/@]+(?=@)"),
+)
+_ASSIGNED_SECRET = re.compile(
+    r"(?i)((?:secret|passwd|password|api_?key|access_?key|private_?key|(?:auth|access|hub|hf|api)_?token)"
+    r"[\"']?\s*[=:]\s*[\"']?)([^\s\"',;}]+)"
+)
+_MASK = "[redacted]"
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger of a module; pass `__name__`."""
+    return logging.getLogger(name)
+
+
+def setup_logging(
+    level: str | int = "INFO", *, role: str = "", rank: int | None = None, console: Console | None = None
+) -> None:
+    """Send the log of this process to stderr; calling again replaces the earlier set-up.
+
+    Our loggers speak from `level`, other libraries from WARNING. `role` and `rank` become a prefix `[actor 0]`.
+    `console` receives the lines when it is a terminal (default: `shared_console()`).
+    """
+    console = console or shared_console()
+    handler = _handler(console)
+    handler.setFormatter(_RedactingFormatter(_pattern(role, rank, timestamps=not console.is_terminal)))
+    root = logging.getLogger()
+    for old in [h for h in root.handlers if h.get_name() == _HANDLER_NAME]:
+        root.removeHandler(old)
+    handler.set_name(_HANDLER_NAME)
+    root.addHandler(handler)
+    for name in OUR_LOGGERS:
+        logging.getLogger(name).setLevel(level)
+
+
+@cache
+def shared_console() -> Console:
+    """The one terminal of this process (stderr); progress and log lines share it so that they never overwrite."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def redact(text: str) -> str:
+    """`text` without passwords, keys and tokens: known shapes, `name=value` pairs and values of secret variables."""
+    for value in _secret_values():
+        text = text.replace(value, _MASK)
+    text = _ASSIGNED_SECRET.sub(rf"\g<1>{_MASK}", text)
+    for shape in _SECRET_SHAPES:
+        text = shape.sub(_MASK, text)
+    return text
+
+
+def redact_tree(value: Any, name: str = "") -> Any:
+    """A copy of a nested config with every string under a secret-looking name masked and every other one redacted."""
+    if isinstance(value, Mapping):
+        return {key: redact_tree(item, str(key)) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [redact_tree(item, name) for item in value]
+    if isinstance(value, str):
+        return _MASK if value and _is_secret_name(name) else redact(value)
+    return value
+
+
+def _is_secret_name(name: str) -> bool:
+    return bool(_SECRET_NAME.search(name)) and not _TEXT_TOKEN_NAME.search(name)
+
+
+def _secret_values() -> list[str]:
+    """Values of environment variables with secret-looking names, longest first."""
+    values = {v for k, v in os.environ.items() if len(v) >= _SHORTEST_SECRET and _is_secret_name(k)}
+    return sorted(values, key=len, reverse=True)
+
+
+def _handler(console: Console) -> logging.Handler:
+    if not console.is_terminal:
+        return logging.StreamHandler(sys.stderr if console.stderr else console.file)
+    from rich.logging import RichHandler
+
+    return RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S", markup=False)
+
+
+def _pattern(role: str, rank: int | None, *, timestamps: bool) -> str:
+    who = f"[{role}{'' if rank is None else f' {rank}'}] " if role else ""
+    who = who.replace("%", "%%")
+    if not timestamps:
+        return f"{who}%(message)s"
+    host = f"{socket.gethostname()} ".replace("%", "%%") if role else ""
+    return f"%(asctime)s %(levelname)-7s {host}{who}%(name)s: %(message)s"
+
+
+class _RedactingFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))

@@ -1,0 +1,202 @@
+"""A ledger of memory: what each stage on each worker held before, after and at its peak.
+
+Sizes are bytes; metrics are GiB named `_gb` as in verl. CUDA numbers are of the current device and zero without one.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+GIB = 1024**3
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+_RESET_PEAK_RSS = "5"
+
+
+@dataclass(frozen=True)
+class MemorySnapshot:
+    """What this process holds now; peaks are since the last `reset_peaks` (RSS: since the start where refused)."""
+
+    rss_bytes: int
+    rss_peak_bytes: int
+    cuda_allocated_bytes: int = 0
+    cuda_reserved_bytes: int = 0
+    cuda_allocated_peak_bytes: int = 0
+    cuda_reserved_peak_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class MemoryRecord:
+    """One stage on one worker: memory at its start and end, and the highest in between."""
+
+    worker: str
+    stage: str
+    rss_before_bytes: int
+    rss_after_bytes: int
+    rss_peak_bytes: int
+    cuda_before_bytes: int
+    cuda_after_bytes: int
+    cuda_peak_bytes: int
+    cuda_reserved_peak_bytes: int
+
+
+@dataclass
+class _Peaks:
+    rss: int = 0
+    cuda: int = 0
+    cuda_reserved: int = 0
+
+    def raise_to(self, now: MemorySnapshot) -> None:
+        self.rss = max(self.rss, now.rss_peak_bytes)
+        self.cuda = max(self.cuda, now.cuda_allocated_peak_bytes)
+        self.cuda_reserved = max(self.cuda_reserved, now.cuda_reserved_peak_bytes)
+
+
+@dataclass
+class MemoryLedger:
+    """Records the stages of one worker, nested or concurrent; `worker` is e.g. "actor 0"."""
+
+    worker: str
+    _records: list[MemoryRecord] = field(default_factory=list)
+    _open: list[_Peaks] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def stage(self, name: str) -> Generator[None]:
+        """Record one stage, also when it raises; usable as a listener of StageTimer."""
+        peaks = _Peaks()
+        before = self._boundary(entering=peaks)
+        try:
+            yield
+        finally:
+            after = self._boundary(leaving=peaks)
+            record = MemoryRecord(
+                worker=self.worker,
+                stage=name,
+                rss_before_bytes=before.rss_bytes,
+                rss_after_bytes=after.rss_bytes,
+                rss_peak_bytes=peaks.rss,
+                cuda_before_bytes=before.cuda_allocated_bytes,
+                cuda_after_bytes=after.cuda_allocated_bytes,
+                cuda_peak_bytes=peaks.cuda,
+                cuda_reserved_peak_bytes=peaks.cuda_reserved,
+            )
+            with self._lock:
+                self._records.append(record)
+
+    def drain(self) -> list[MemoryRecord]:
+        """The records since the last call, ready to be sent to the driver."""
+        with self._lock:
+            records, self._records = self._records, []
+        return records
+
+    def _boundary(self, *, entering: _Peaks | None = None, leaving: _Peaks | None = None) -> MemorySnapshot:
+        """Credit the peak since the last boundary to every open stage and start a new one."""
+        with self._lock:
+            now = snapshot()
+            for peaks in self._open:
+                peaks.raise_to(now)
+            self._open = [p for p in self._open if p is not leaving] + ([entering] if entering else [])
+            reset_peaks()
+            return now
+
+
+def snapshot() -> MemorySnapshot:
+    """Memory of this process now; tens of microseconds, and never starts CUDA."""
+    rss, peak = _rss_bytes()
+    cuda = _cuda()
+    if cuda is None:
+        return MemorySnapshot(rss, peak)
+    return MemorySnapshot(
+        rss,
+        peak,
+        cuda.memory_allocated(),
+        cuda.memory_reserved(),
+        cuda.max_memory_allocated(),
+        cuda.max_memory_reserved(),
+    )
+
+
+def reset_peaks() -> None:
+    """Start new peaks of RSS (where the kernel lets us) and CUDA memory."""
+    with suppress(OSError):  # refused in some sandboxes: the peak then counts from the start of the process
+        _CLEAR_REFS.write_text(_RESET_PEAK_RSS)
+    cuda = _cuda()
+    if cuda is not None:
+        cuda.reset_peak_memory_stats()
+
+
+def memory_metrics(records: Iterable[MemoryRecord]) -> dict[str, float]:
+    """verl's `perf/*` memory names over all workers, and the peaks of every stage under `perf/memory/{stage}/`."""
+    records = list(records)
+    metrics = {
+        "perf/max_memory_allocated_gb": max((r.cuda_peak_bytes for r in records), default=0) / GIB,
+        "perf/max_memory_reserved_gb": max((r.cuda_reserved_peak_bytes for r in records), default=0) / GIB,
+        "perf/cpu_memory_used_gb": host_used_bytes() / GIB,
+    }
+    for r in records:
+        for name, size in (("rss_peak_gb", r.rss_peak_bytes), ("cuda_peak_gb", r.cuda_peak_bytes)):
+            key = f"perf/memory/{r.stage}/{name}"
+            if size:
+                metrics[key] = max(metrics.get(key, 0.0), size / GIB)
+    return metrics
+
+
+def memory_table(records: Iterable[MemoryRecord]) -> str:
+    """The ledger as text, one line a worker and stage in order of appearance: last before/after, highest peak; GiB."""
+    rows: dict[tuple[str, str], MemoryRecord] = {}
+    for r in records:
+        rows[r.worker, r.stage] = _merged(rows.get((r.worker, r.stage)), r)
+    columns = [f.name for f in fields(MemoryRecord)][2:]
+    heads = ["worker", "stage", *(c.removesuffix("_bytes").replace("reserved_peak", "reserved") for c in columns)]
+    lines = [heads] + [[r.worker, r.stage, *(f"{getattr(r, c) / GIB:.2f}" for c in columns)] for r in rows.values()]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
+    pads = [str.ljust, str.ljust, *[str.rjust] * len(columns)]
+    return "\n".join("  ".join(pad(cell, w) for pad, cell, w in zip(pads, line, widths)).rstrip() for line in lines)
+
+
+def host_used_bytes() -> int:
+    """Memory of the host in use by everybody (total minus available); 0 where /proc is missing."""
+    sizes = _kilobytes(Path("/proc/meminfo"), ("MemTotal", "MemAvailable"))
+    return sizes.get("MemTotal", 0) - sizes.get("MemAvailable", 0)
+
+
+def _merged(old: MemoryRecord | None, new: MemoryRecord) -> MemoryRecord:
+    if old is None:
+        return new
+    values = {f.name: getattr(new, f.name) for f in fields(MemoryRecord)}
+    peaks = {name: max(value, getattr(old, name)) for name, value in values.items() if "peak" in name}
+    return MemoryRecord(**(values | peaks))
+
+
+def _rss_bytes() -> tuple[int, int]:
+    """(now, peak) of this process."""
+    sizes = _kilobytes(_STATUS, ("VmRSS", "VmHWM"))
+    if "VmRSS" in sizes:
+        return sizes["VmRSS"], max(sizes.get("VmHWM", 0), sizes["VmRSS"])
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return peak, peak
+
+
+def _kilobytes(path: Path, names: tuple[str, ...]) -> dict[str, int]:
+    """`Name:  123 kB` lines of a /proc file, in bytes."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    pairs = (line.split(":", 1) for line in lines if line.startswith(names))
+    return {name: int(value.split()[0]) * 1024 for name, value in pairs}
+
+
+def _cuda() -> Any:
+    """torch.cuda if this process already uses it."""
+    torch = sys.modules.get("torch")
+    return torch.cuda if torch is not None and torch.cuda.is_initialized() else None

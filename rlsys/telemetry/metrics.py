@@ -1,0 +1,152 @@
+"""verl's metric names computed from plain tensors, and the clock that times the stages of a step.
+
+Letters: B rows, P prompt width, R response width. Tensors are those of the batch (see the layout in docs/concepts.md);
+every function returns plain floats by metric name. A statistic of nothing (no valid token) is NaN, never an exception.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_EXPLAINED_VARIANCE_EPS = 1e-5
+_ALL_TOKEN_STAGES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+
+
+def data_metrics(
+    *,
+    attention_mask: Tensor,
+    response_mask: Tensor,
+    token_level_scores: Tensor,
+    token_level_rewards: Tensor,
+    advantages: Tensor,
+    returns: Tensor,
+    values: Tensor | None = None,
+    num_turns: Sequence[float] | None = None,
+    tool_call_counts: Sequence[float] | None = None,
+) -> dict[str, float]:
+    """What a batch looks like: scores, rewards, advantages, returns, values and lengths.
+
+    `attention_mask` is (B, P+R), all other tensors (B, R). Scores and rewards are summed per row and leave out aborted
+    rows (empty responses), as in verl. `critic/vf_explained_var` is 1 - var(returns - values) / (var(returns) + 1e-5).
+    """
+    width = response_mask.shape[-1]
+    prompt_lengths = attention_mask[:, :-width].sum(-1).double()
+    response_lengths = attention_mask[:, -width:].sum(-1).double()
+    alive = response_lengths > 0
+    valid = response_mask.bool()
+    metrics = {
+        **_spread("critic/score", token_level_scores.double().sum(-1)[alive]),
+        **_spread("critic/rewards", token_level_rewards.double().sum(-1)[alive]),
+        **_spread("critic/advantages", advantages[valid].double()),
+        **_spread("critic/returns", returns[valid].double()),
+        **_length_metrics("response_length", response_lengths, width),
+        **_length_metrics("response_length_non_aborted", response_lengths[alive], width),
+        "response/aborted_ratio": _mean(~alive),
+        **_length_metrics("prompt_length", prompt_lengths, attention_mask.shape[-1] - width),
+    }
+    if values is not None:
+        metrics |= _spread("critic/values", values[valid].double())
+        metrics["critic/vf_explained_var"] = _explained_variance(values[valid].double(), returns[valid].double())
+    for name, counts in (("num_turns", num_turns), ("tool_call_counts", tool_call_counts)):
+        if counts is not None and len(counts):
+            metrics |= {
+                f"{name}/min": min(counts),
+                f"{name}/max": max(counts),
+                f"{name}/mean": sum(counts) / len(counts),
+            }
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def timing_metrics(
+    seconds: Mapping[str, float], *, num_prompt_tokens: int, num_response_tokens: int
+) -> dict[str, float]:
+    """`timing_s/*` of every stage and `timing_per_token_ms/*`: generation per response token, the others per token."""
+    num_tokens = dict.fromkeys(_ALL_TOKEN_STAGES, num_prompt_tokens + num_response_tokens)
+    num_tokens["gen"] = num_response_tokens
+    metrics = {f"timing_s/{stage}": float(s) for stage, s in seconds.items()}
+    for stage, s in seconds.items():
+        if num_tokens.get(stage):
+            metrics[f"timing_per_token_ms/{stage}"] = 1000.0 * s / num_tokens[stage]
+    return metrics
+
+
+def throughput_metrics(*, num_tokens: int, step_s: float, num_devices: int) -> dict[str, float]:
+    """`perf/{total_num_tokens,time_per_step,throughput}`; throughput is all tokens a second a device."""
+    rate = num_tokens / (step_s * max(num_devices, 1)) if step_s > 0 else math.nan
+    return {"perf/total_num_tokens": float(num_tokens), "perf/time_per_step": step_s, "perf/throughput": rate}
+
+
+def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """One number a name: lists become their mean, or their max or min when the name's last part says so."""
+    return {name: _reduce(name, value) for name, value in metrics.items()}
+
+
+class StageTimer:
+    """Times the stages of a step and tells the listeners, e.g. `StageTimer(tracer.span, progress.stage, ledger.stage)`.
+
+    A listener is called with the stage name and returns a context manager that surrounds the stage. Seconds of a stage
+    entered twice add up; a stage that raises is timed too.
+    """
+
+    def __init__(
+        self, *listeners: Callable[[str], AbstractContextManager[Any]], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.seconds: dict[str, float] = {}
+        self._listeners = listeners
+        self._clock = clock
+
+    @contextmanager
+    def __call__(self, stage: str) -> Generator[None]:
+        start = self._clock()
+        try:
+            with ExitStack() as stack:
+                for listener in self._listeners:
+                    stack.enter_context(listener(stage))
+                yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + self._clock() - start
+
+    def drain(self) -> dict[str, float]:
+        """The seconds by stage since the last call."""
+        seconds, self.seconds = self.seconds, {}
+        return seconds
+
+
+def _mean(values: Tensor) -> float:
+    return values.double().mean().item() if values.numel() else math.nan
+
+
+def _spread(name: str, values: Tensor) -> dict[str, float]:
+    if not values.numel():
+        return dict.fromkeys((f"{name}/mean", f"{name}/max", f"{name}/min"), math.nan)
+    return {f"{name}/mean": _mean(values), f"{name}/max": values.max().item(), f"{name}/min": values.min().item()}
+
+
+def _length_metrics(name: str, lengths: Tensor, width: int) -> dict[str, float]:
+    return {**_spread(name, lengths), f"{name}/clip_ratio": _mean(lengths == width)}
+
+
+def _explained_variance(values: Tensor, returns: Tensor) -> float:
+    if returns.numel() < 2:
+        return math.nan
+    return 1.0 - ((returns - values).var() / (returns.var() + _EXPLAINED_VARIANCE_EPS)).item()
+
+
+def _reduce(name: str, value: Any) -> float:
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    items = [float(v) for v in plain] if isinstance(plain, list | tuple) else [float(plain)]
+    if not items or any(math.isnan(v) for v in items):
+        return math.nan
+    words = name.rsplit("/", 1)[-1].split("_")
+    if "max" in words:
+        return max(items)
+    if "min" in words:
+        return min(items)
+    return math.fsum(items) / len(items) if all(map(math.isfinite, items)) else sum(items) / len(items)

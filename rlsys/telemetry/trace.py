@@ -1,0 +1,190 @@
+"""Timeline of every stage on every worker, in the Chrome trace format that ui.perfetto.dev opens.
+
+Each process records with a `Tracer` and hands its events over (`drain`); the driver writes them all into one file with
+a `Timeline`. Times are wall-clock microseconds read from the monotonic clock, so files of several processes line up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+Event = dict[str, Any]
+_PID_BITS = 22
+_HOST_MASK = 0x1FF
+
+
+class Tracer:
+    """Records spans of this process; thread-safe, a few microseconds a span, bounded memory.
+
+    `process_name` is shown as the track's name (e.g. "actor 0"). Beyond `max_events` undrained events new ones are
+    counted and left out. `enabled=False` makes every call free.
+    """
+
+    def __init__(
+        self, process_name: str, *, thread_name: str = "main", enabled: bool = True, max_events: int = 100_000
+    ) -> None:
+        self.enabled = enabled
+        self._pid = _unique_pid()
+        self._epoch_ns = _epoch_offset_ns()
+        self._events: list[Event] = []
+        self._num_dropped = 0
+        self._max_events = max_events
+        self._lock = threading.Lock()
+        self._named_threads = {threading.get_native_id()}
+        if enabled:
+            self._name("process_name", f"{process_name} @ {socket.gethostname()}", threading.get_native_id())
+            self._name("thread_name", thread_name, threading.get_native_id())
+
+    def span(self, name: str, args: Mapping[str, Any] | None = None) -> AbstractContextManager[Any]:
+        """Surround a stage; `args` (numbers and strings) are shown on click. A stage that raises names its error."""
+        return _Span(self, name, args) if self.enabled else nullcontext()
+
+    def counter(self, name: str, values: Mapping[str, float]) -> None:
+        """Values over time as a graph of their own, e.g. `counter("memory", {"rss_gb": 1.5})`."""
+        if self.enabled:
+            self._add({"name": name, "ph": "C", "ts": self._now_us(), "args": dict(values)})
+
+    def instant(self, name: str, args: Mapping[str, Any] | None = None) -> None:
+        """A mark at this moment."""
+        if self.enabled:
+            self._add({"name": name, "ph": "i", "s": "p", "ts": self._now_us(), "args": dict(args or {})})
+
+    def drain(self) -> list[Event]:
+        """The events since the last call, ready to be sent to the driver."""
+        with self._lock:
+            events, self._events = self._events, []
+            dropped, self._num_dropped = self._num_dropped, 0
+        if dropped:
+            where = {"pid": self._pid, "tid": threading.get_native_id(), "ts": self._now_us()}
+            events.append({"name": f"{dropped} events dropped", "ph": "i", "s": "p", "args": {}, **where})
+        return events
+
+    def _now_us(self) -> int:
+        return (time.perf_counter_ns() + self._epoch_ns) // 1000
+
+    def _add(self, event: Event) -> None:
+        tid = threading.get_native_id()
+        with self._lock:
+            if len(self._events) >= self._max_events:
+                self._num_dropped += 1
+                return
+            event["pid"], event["tid"] = self._pid, tid
+            if tid not in self._named_threads:
+                self._named_threads.add(tid)
+                self._name("thread_name", threading.current_thread().name, tid)
+            self._events.append(event)
+
+    def _name(self, what: str, name: str, tid: int) -> None:
+        self._events.append({"name": what, "ph": "M", "pid": self._pid, "tid": tid, "args": {"name": name}})
+
+
+class _Span:
+    __slots__ = ("_args", "_name", "_start_us", "_tracer")
+
+    def __init__(self, tracer: Tracer, name: str, args: Mapping[str, Any] | None) -> None:
+        self._tracer, self._name, self._args = tracer, name, args
+
+    def __enter__(self) -> None:
+        self._start_us = self._tracer._now_us()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        event: Event = {"name": self._name, "ph": "X", "ts": self._start_us}
+        event["dur"] = self._tracer._now_us() - self._start_us
+        if self._args:
+            event["args"] = dict(self._args)
+        if kind is not None:
+            event.setdefault("args", {})["error"] = kind.__name__
+        self._tracer._add(event)
+
+
+class Timeline:
+    """One trace file growing by whole events; a crash at any moment leaves a file that Perfetto opens.
+
+    The file is a JSON array with one event a line; only `close` writes the bracket at its end, which the format lets
+    be missing. Opening an existing file continues it (resume), so one file shows all attempts of a run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = _whole_lines(path.read_bytes()) if path.exists() else []
+        beside = path.with_name(path.name + ".tmp")
+        beside.write_bytes(b"[\n" + b",\n".join(kept))
+        beside.replace(path)
+        self.path = path
+        self._first = not kept
+        self._file = path.open("ab")
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Append events and hand them to the operating system."""
+        for event in events:
+            line = json.dumps(_jsonable(event), allow_nan=False).encode()
+            self._file.write(line if self._first else b",\n" + line)
+            self._first = False
+        self._file.flush()
+
+    def close(self) -> None:
+        """Finish the array; safe to call twice."""
+        if not self._file.closed:
+            self._file.write(b"\n]\n")
+            self._file.close()
+
+    def __enter__(self) -> Timeline:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_timeline(path: Path) -> list[Event]:
+    """The events of a timeline, whether it was closed or cut off anywhere."""
+    return [json.loads(line) for line in _whole_lines(path.read_bytes())]
+
+
+def _whole_lines(content: bytes) -> list[bytes]:
+    """The repair rule: drop the brackets, the commas at line ends and a last line that is not valid JSON."""
+    lines = [line.rstrip(b",") for line in content.splitlines()]
+    lines = [line for line in lines if line not in (b"", b"[", b"]")]
+    try:
+        json.loads(lines[-1] if lines else b"{}")
+    except ValueError:
+        del lines[-1]
+    return lines
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _jsonable(v) for k, v in value.items()}
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if value - value == 0 else str(value)
+    return str(value)
+
+
+def _unique_pid() -> int:
+    """The process id with nine bits of the host's name above it: 31 bits that differ between hosts."""
+    return (zlib.crc32(socket.gethostname().encode()) & _HOST_MASK) << _PID_BITS | os.getpid()
+
+
+def _epoch_offset_ns() -> int:
+    """What to add to the monotonic clock to get wall-clock time; the tightest of a few readings."""
+    best_width, best = None, 0
+    for _ in range(5):
+        before, wall, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
+        if best_width is None or after - before < best_width:
+            best_width, best = after - before, wall - (before + after) // 2
+    return best

@@ -1,0 +1,223 @@
+"""One small class a tracker; each imports its library when it is made, and none is imported otherwise."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from numbers import Real
+from pathlib import Path
+from typing import Any, Protocol
+
+Generation = tuple[str, str, float]
+"""(input, output, score) of one sampled response."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a tracker is told about the run; `config` is already free of secrets."""
+
+    project: str
+    experiment: str
+    config: Mapping[str, Any]
+    directory: Path
+    resume_step: int | None
+
+    def remembered_id(self, tracker: str) -> str | None:
+        """The tracker's own id of the run being resumed, None for a new run."""
+        path = self._id_path(tracker)
+        return path.read_text().strip() if self.resume_step is not None and path.exists() else None
+
+    def remember_id(self, tracker: str, run_id: str) -> None:
+        self._id_path(tracker).write_text(run_id)
+
+    def _id_path(self, tracker: str) -> Path:
+        return self.directory / f".{tracker}_run_id"
+
+
+class Tracker(Protocol):
+    """What `Tracking` needs of a tracker."""
+
+    def log(self, data: Mapping[str, Any], step: int) -> None: ...
+    def log_generations(self, rows: Sequence[Generation], step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class ConsoleTracker:
+    """One line a step on stdout, what a person watches in the same order each time, and one a validation."""
+
+    _HEADLINES = (
+        ("reward", "critic/score/mean", ".3f"),
+        ("loss", "train/loss", ".4f"),
+        ("pg_loss", "actor/pg_loss", ".4f"),
+        ("kl", "actor/ppo_kl", ".2e"),
+        ("entropy", "actor/entropy", ".3f"),
+        ("vf_loss", "critic/vf_loss", ".4f"),
+        ("grad", "actor/grad_norm", ".3f"),
+        ("length", "response_length/mean", ".1f"),
+        ("tok/s", "perf/throughput", ",.0f"),
+        ("s", "perf/time_per_step", ".2f"),
+    )
+
+    def __init__(self, run: Run) -> None:
+        self._name = run.experiment
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        parts = [f"{label} {data[name]:{form}}" for label, name, form in self._HEADLINES if _is_number(data.get(name))]
+        core = [f"{_short(name)} {value:.3f}" for name, value in data.items() if name.startswith("val-core/")]
+        if not parts and not core:
+            parts = [f"{name} {value:.4g}" for name, value in data.items() if _is_number(value)][:6]
+        for line in (parts, core):
+            if line:
+                print(f"step {step}: " + "  ".join(line), flush=True)
+
+    def log_generations(self, rows: Sequence[Generation], step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class TensorboardTracker:
+    """Scalars and sample texts; `TENSORBOARD_DIR` or `{default_local_dir}/tensorboard`."""
+
+    def __init__(self, run: Run) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        directory = os.environ.get("TENSORBOARD_DIR", str(run.directory / "tensorboard"))
+        purge = None if run.resume_step is None else run.resume_step + 1
+        self._writer = SummaryWriter(directory, purge_step=purge)
+        self._writer.add_text("config", f"```\n{json.dumps(run.config, indent=2, default=str)}\n```", 0)
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        for name, value in data.items():
+            if _is_number(value):
+                self._writer.add_scalar(name, float(value), step)
+        self._writer.flush()
+
+    def log_generations(self, rows: Sequence[Generation], step: int) -> None:
+        for i, (text, output, score) in enumerate(rows):
+            self._writer.add_text(f"val/generation_{i}", f"score {score}\n\n```\n{text}\n---\n{output}\n```", step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """Weights & Biases; the run id is remembered beside the checkpoints, so a resumed run stays one run."""
+
+    def __init__(self, run: Run) -> None:
+        wandb = import_module("wandb")
+        self._wandb = wandb
+        self._run = wandb.init(
+            project=run.project,
+            name=run.experiment,
+            config=dict(run.config),
+            dir=str(run.directory),
+            id=run.remembered_id("wandb"),
+            resume="allow",
+        )
+        run.remember_id("wandb", self._run.id)
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        self._run.log({k: v for k, v in data.items() if _is_number(v)}, step=step)
+
+    def log_generations(self, rows: Sequence[Generation], step: int) -> None:
+        table = self._wandb.Table(columns=["step", "input", "output", "score"], data=[[step, *row] for row in rows])
+        self._run.log({"val/generations": table}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MlflowTracker:
+    """MLflow at `MLFLOW_TRACKING_URI`, else in `{default_local_dir}/mlflow.db` (`mlflow ui` reads it)."""
+
+    _MAX_PARAM_CHARS = 500
+    _PARAMS_A_CALL = 100
+
+    def __init__(self, run: Run) -> None:
+        mlflow = import_module("mlflow")
+        self._mlflow = mlflow
+        if "MLFLOW_TRACKING_URI" not in os.environ:
+            directory = run.directory.resolve()
+            mlflow.set_tracking_uri(f"sqlite:///{directory}/mlflow.db")
+            if mlflow.get_experiment_by_name(run.project) is None:
+                mlflow.create_experiment(run.project, artifact_location=(directory / "mlflow_artifacts").as_uri())
+        mlflow.set_experiment(run.project)
+        self._run = mlflow.start_run(run_id=run.remembered_id("mlflow"), run_name=run.experiment)
+        if run.remembered_id("mlflow") is None:
+            params = [(_mlflow_name(k), str(v)[: self._MAX_PARAM_CHARS]) for k, v in _flat(run.config).items()]
+            for start in range(0, len(params), self._PARAMS_A_CALL):
+                mlflow.log_params(dict(params[start : start + self._PARAMS_A_CALL]))
+        run.remember_id("mlflow", self._run.info.run_id)
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        self._mlflow.log_metrics({_mlflow_name(k): float(v) for k, v in data.items() if _is_number(v)}, step=step)
+
+    def log_generations(self, rows: Sequence[Generation], step: int) -> None:
+        named = [dict(zip(("input", "output", "score"), row)) for row in rows]
+        self._mlflow.log_dict({"step": step, "rows": named}, f"val_generations/{step}.json")
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+class TrackioTracker:
+    """Trackio, local first; look with `trackio show`."""
+
+    def __init__(self, run: Run) -> None:
+        trackio = import_module("trackio")
+        self._trackio = trackio
+        trackio.init(
+            project=run.project,
+            name=run.experiment,
+            config=dict(run.config),
+            resume="never" if run.resume_step is None else "allow",
+        )
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        self._trackio.log({k: float(v) for k, v in data.items() if _is_number(v)}, step=step)
+
+    def log_generations(self, rows: Sequence[Generation], step: int) -> None:
+        import pandas as pd
+
+        frame = pd.DataFrame(rows, columns=["input", "output", "score"])
+        self._trackio.log({"val/generations": self._trackio.Table(dataframe=frame)}, step=step)
+
+    def close(self) -> None:
+        self._trackio.finish()
+
+
+ADAPTERS: Mapping[str, Callable[[Run], Tracker]] = {
+    "console": ConsoleTracker,
+    "tensorboard": TensorboardTracker,
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "trackio": TrackioTracker,
+}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(float(value))
+
+
+def _short(name: str) -> str:
+    """`val-core/openai/gsm8k/acc/mean@1` -> `val openai/gsm8k acc/mean@1`."""
+    source, _, metric = name.removeprefix("val-core/").partition("/acc/")
+    return f"val {source} acc/{metric}" if metric else f"val {name.removeprefix('val-core/')}"
+
+
+def _mlflow_name(name: str) -> str:
+    return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"))
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

@@ -1,0 +1,139 @@
+"""Where metrics go: always `metrics.jsonl`, and the trackers named in `trainer.logger`.
+
+`check_loggers` is cheap and belongs before anything heavy starts; `Tracking` opens the trackers and feeds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rlsys.telemetry.jsonl import JsonlWriter
+from rlsys.telemetry.log import get_logger, redact_tree
+from rlsys.telemetry.tracker_adapters import ADAPTERS, Generation, Run, Tracker
+from rlsys.utils.errors import ConfigError
+
+log = get_logger(__name__)
+
+# Tracker -> (module that must be importable, what to install).
+_LIBRARIES = {
+    "tensorboard": ("tensorboard", "pip install 'rlsys[trackers]'"),
+    "trackio": ("trackio", "pip install 'rlsys[trackers]'"),
+    "wandb": ("wandb", "pip install 'rlsys[wandb]'"),
+    "mlflow": ("mlflow", "pip install 'rlsys[mlflow]'"),
+}
+_ALWAYS_ON = ("file", "jsonl")
+_KNOWN_ELSEWHERE = ("swanlab", "vemlp_wandb", "clearml", "rl_insight")
+
+
+def check_loggers(names: str | Sequence[str]) -> tuple[str, ...]:
+    """The trackers meant by `trainer.logger`, each once; ConfigError for an unknown one or one not installed.
+
+    `file` and `jsonl` name the JSONL file, which is always written, and drop out. Imports none of the trackers.
+    """
+    wanted = [names] if isinstance(names, str) else list(names)
+    chosen = [name for name in dict.fromkeys(wanted) if name not in _ALWAYS_ON]
+    for name in chosen:
+        if name not in ADAPTERS:
+            supported = ", ".join([*ADAPTERS, "file"])
+            known = " (a verl tracker that rlsys does not have)" if name in _KNOWN_ELSEWHERE else ""
+            raise ConfigError(f"trainer.logger={name!r}: unknown tracker{known}; write one of: {supported}")
+        module, remedy = _LIBRARIES.get(name, ("", ""))
+        if module and find_spec(module) is None:
+            raise ConfigError(f"trainer.logger={name!r}: the library '{module}' is not installed; {remedy}")
+    return tuple(chosen)
+
+
+class Tracking:
+    """All trackers of a run behind one `log`; a context manager.
+
+    Writes `{default_dir}/metrics.jsonl` whatever `loggers` says (line format: rlsys.telemetry.jsonl). On resume pass
+    `resume_step=N`, the step of the checkpoint, and log step N before its checkpoint is published: then the file
+    ends up equal to an uninterrupted run's. `None` starts a new file. A tracker that fails to start is a ConfigError;
+    one that fails later is told once, counted in `training/tracker_errors`, and never stops training.
+    """
+
+    def __init__(
+        self,
+        project_name: str,
+        experiment_name: str,
+        *,
+        loggers: str | Sequence[str],
+        config: Mapping[str, Any],
+        default_dir: str | Path,
+        resume_step: int | None = None,
+    ) -> None:
+        chosen = check_loggers(loggers)
+        run = Run(project_name, experiment_name, redact_tree(config), Path(default_dir), resume_step)
+        self.num_errors = 0
+        self._told: set[str] = set()
+        self._run = run
+        self._metrics: JsonlWriter | None = None
+        self._generations: JsonlWriter | None = None
+        self._trackers: dict[str, Tracker] = {}
+        run.directory.mkdir(parents=True, exist_ok=True)
+        try:
+            for name in chosen:
+                self._trackers[name] = _start(name, run)
+            self._metrics = JsonlWriter(run.directory / "metrics.jsonl", resume_step=resume_step)
+        except BaseException:
+            self.close()
+            raise
+
+    def log(self, data: Mapping[str, Any], step: int) -> None:
+        """Record the metrics of a step; calling twice for a step gives two lines."""
+        if self._metrics is None:
+            raise ValueError("the trackers are closed")
+        record = {"step": step, **data}
+        if self.num_errors:
+            record["training/tracker_errors"] = self.num_errors
+        self._metrics.write(record)
+        for name, tracker in self._trackers.items():
+            self._tolerate(name, lambda tracker=tracker: tracker.log(data, step))
+
+    def log_generations(self, rows: Sequence[Generation], step: int) -> None:
+        """Record sample rows (input, output, score) in `val_generations.jsonl` and in the trackers that have tables."""
+        if self._generations is None:
+            path = self._run.directory / "val_generations.jsonl"
+            self._generations = JsonlWriter(path, resume_step=self._run.resume_step)
+        for text, output, score in rows:
+            self._generations.write({"step": step, "input": text, "output": output, "score": score})
+        for name, tracker in self._trackers.items():
+            self._tolerate(name, lambda tracker=tracker: tracker.log_generations(rows, step))
+
+    def close(self) -> None:
+        """Flush and close everything; safe to call twice."""
+        for name, tracker in self._trackers.items():
+            self._tolerate(name, tracker.close)
+        self._trackers = {}
+        for writer in (self._metrics, self._generations):
+            if writer is not None:
+                writer.close()
+        self._metrics = self._generations = None
+
+    def __enter__(self) -> Tracking:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _tolerate(self, name: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # a tracker's library may raise anything; training goes on and the count tells
+            self.num_errors += 1
+            if name not in self._told:
+                self._told.add(name)
+                log.warning("tracker %s failed, going on without it being complete: %r", name, error)
+
+
+def _start(name: str, run: Run) -> Tracker:
+    try:
+        return ADAPTERS[name](run)
+    except Exception as error:
+        raise ConfigError(f"trainer.logger={name!r} did not start: {type(error).__name__}: {error}") from error

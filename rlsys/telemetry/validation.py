@@ -1,0 +1,150 @@
+"""Validation metrics with verl's names and bootstrap: mean@N, best@N, worst@N, maj@N, and the unbiased pass@k."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+def validation_metrics(
+    data_sources: Sequence[str],
+    uids: Sequence[Hashable],
+    infos: Mapping[str, Sequence[Any]],
+    *,
+    seed: int = 42,
+    num_bootstrap: int = 1000,
+    correct_at: float = 1.0,
+) -> dict[str, float]:
+    """`val-core/{data_source}/{acc|reward}/...` and `val-aux/...` over the responses of each prompt.
+
+    Row i has a data source, the id of its prompt (`uids`; verl groups by the prompt's text) and one value in every list
+    of `infos` (reward, acc, ..., pred). Non-numeric values are left out. Per prompt with N responses: `mean@N`; for
+    N > 1 `std@N`, and for n = 2, 4, ..., N over `num_bootstrap` draws with replacement `best@n/{mean,std}`,
+    `worst@n/{mean,std}` and, where `pred` is given, `maj@n/{mean,std}`; then the mean over prompts. The core variable
+    (acc, else reward) also gets `pass@n`, a response being correct when its value is at least `correct_at`.
+    Raises ValueError when the columns differ in length.
+    """
+    for name, column in {"uids": uids, **infos}.items():
+        if len(column) != len(data_sources):
+            raise ValueError(f"'{name}' has {len(column)} values for {len(data_sources)} rows")
+    core = {source: _core_variable(data_sources, infos, source) for source in dict.fromkeys(data_sources)}
+    found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for (source, _), rows in _rows_by_prompt(data_sources, uids).items():
+        for variable, column in infos.items():
+            numeric = [i for i in rows if isinstance(column[i], Real | np.bool_)]
+            if not numeric:
+                continue
+            values = np.array([float(column[i]) for i in numeric])
+            metrics = _prompt_metrics(values, seed=seed, num_bootstrap=num_bootstrap)
+            if "pred" in infos:
+                metrics |= _majority(values, [infos["pred"][i] for i in numeric], seed=seed, num_draws=num_bootstrap)
+            if variable == core[source]:
+                correct = int((values >= correct_at).sum())
+                metrics |= {f"pass@{k}": pass_at_k(len(values), correct, k) for k in _pass_sizes(len(values))}
+            for metric, value in metrics.items():
+                found[source, variable, metric].append(value)
+    return _named(found, core)
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Chance that k of the samples, drawn without replacement, hold a correct one (arXiv 2107.03374, equation 1)."""
+    if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
+        raise ValueError(f"pass@{k} is not defined for {num_correct} correct of {num_samples} samples")
+    if num_samples - num_correct < k:
+        return 1.0
+    return float(1.0 - np.prod(1.0 - k / np.arange(num_samples - num_correct + 1, num_samples + 1)))
+
+
+def _rows_by_prompt(data_sources: Sequence[str], uids: Sequence[Hashable]) -> dict[tuple[str, Hashable], list[int]]:
+    rows: dict[tuple[str, Hashable], list[int]] = defaultdict(list)
+    for i, key in enumerate(zip(data_sources, uids)):
+        rows[key].append(i)
+    return rows
+
+
+def _core_variable(data_sources: Sequence[str], infos: Mapping[str, Sequence[Any]], source: str) -> str:
+    numeric = (
+        data_sources[i] == source and isinstance(value, Real | np.bool_) for i, value in enumerate(infos.get("acc", ()))
+    )
+    return "acc" if any(numeric) else "reward"
+
+
+def _subset_sizes(num: int) -> list[int]:
+    """2, 4, 8, ... below `num`, then `num` itself; nothing for a single response."""
+    powers = [2**i for i in range(1, num.bit_length()) if 2**i < num]
+    return [*powers, num] if num > 1 else []
+
+
+def _pass_sizes(num: int) -> list[int]:
+    """1, 2, 4, ..., `num`; nothing for a single response, where the mean says it."""
+    return [1, *_subset_sizes(num)] if num > 1 else []
+
+
+@lru_cache(maxsize=64)
+def _draws(num: int, size: int, num_draws: int, seed: int) -> NDArray[np.int64]:
+    """Indices (num_draws, size) with replacement; NumPy's legacy generator gives verl's own draws for a seed."""
+    return np.random.RandomState(seed).randint(0, num, size=(num_draws, size))
+
+
+def _prompt_metrics(values: Floats, *, seed: int, num_bootstrap: int) -> dict[str, float]:
+    num = len(values)
+    metrics = {f"mean@{num}": float(values.mean())}
+    if num > 1:
+        metrics[f"std@{num}"] = float(values.std())
+    for n in _subset_sizes(num):
+        drawn = values[_draws(num, n, num_bootstrap, seed)]
+        for name, picked in (("best", drawn.max(1)), ("worst", drawn.min(1))):
+            metrics |= {f"{name}@{n}/mean": float(picked.mean()), f"{name}@{n}/std": float(picked.std())}
+    return metrics
+
+
+def _majority(values: Floats, preds: Sequence[Any], *, seed: int, num_draws: int) -> dict[str, float]:
+    """Value of the most frequent prediction of a draw; a tie goes to the prediction drawn first."""
+    code_of: dict[Hashable, int] = {}
+    codes = np.array([code_of.setdefault(_vote(p), len(code_of)) for p in preds])
+    metrics = {}
+    for n in _subset_sizes(len(values)):
+        draws = _draws(len(values), n, num_draws, seed)
+        drawn = codes[draws]
+        rows = np.arange(num_draws)[:, None]
+        counts = np.zeros((num_draws, len(code_of)), dtype=np.int64)
+        np.add.at(counts, (rows, drawn), 1)
+        winner = counts[rows, drawn].argmax(1)
+        picked = values[draws[rows[:, 0], winner]]
+        metrics |= {f"maj@{n}/mean": float(picked.mean()), f"maj@{n}/std": float(picked.std())}
+    return metrics
+
+
+def _vote(pred: Any) -> Hashable:
+    try:
+        hash(pred)
+    except TypeError:
+        return repr(pred)
+    return pred
+
+
+def _named(found: Mapping[tuple[str, str, str], list[float]], core: Mapping[str, str]) -> dict[str, float]:
+    largest: dict[tuple[str, str], int] = defaultdict(int)
+    for source, variable, metric in found:
+        largest[source, variable] = max(largest[source, variable], _size(metric))
+    named = {}
+    for (source, variable, metric), values in found.items():
+        is_core = (
+            variable == core[source]
+            and metric.startswith(("mean", "best", "maj", "pass"))
+            and _size(metric) == largest[source, variable]
+        )
+        named[f"{'val-core' if is_core else 'val-aux'}/{source}/{variable}/{metric}"] = float(np.mean(values))
+    return named
+
+
+def _size(metric: str) -> int:
+    return int(metric.split("@")[1].split("/")[0])

@@ -1,0 +1,392 @@
+#!/usr/bin/env python3
+"""Tells what this machine has, what rlsys needs and what is exposed: one line and one verdict an item.
+
+python scripts/doctor.py [--json]
+
+Exit code 0 when nothing fails, 1 otherwise; notes and warnings do not fail. Changes nothing, needs no network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from ipaddress import IPv6Address, ip_address
+from pathlib import Path
+from typing import Literal
+
+ROOT = Path(__file__).resolve().parents[1]
+GIB = 1024**3
+SMALL_SHM_BYTES = GIB
+SMALL_MEMORY_BYTES = 4 * GIB
+SMALL_DISK_BYTES = 5 * GIB
+PROBE_TIMEOUT_S = 2.0
+LISTENING = "0A"
+RAY_PROCESSES = {"gcs_server": "gcs", "raylet": "raylet", "dashboard.py": "dashboard"}
+EXTRAS = {
+    "lora": "LoRA adapters through peft",
+    "datasets": "paths and formats of the datasets library",
+    "smollm2": "SmolLM2-135M from its registry package and reasoning-gym tasks",
+    "trackers": "tensorboard and trackio in trainer.logger",
+    "wandb": "Weights & Biases in trainer.logger",
+    "mlflow": "MLflow in trainer.logger",
+    "dev": "the tests, linters and type checker",
+}
+
+Verdict = Literal["ok", "note", "warn", "fail"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One item of the report; `advice` says what to do about anything but ok."""
+
+    section: str
+    name: str
+    value: str
+    verdict: Verdict = "ok"
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A port that a Ray process of this machine listens on; `session` tells the clusters apart."""
+
+    session: str
+    process: str
+    address: str
+    port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.address.startswith("127.") or self.address == "::1"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", action="store_true", help="print the findings as a JSON list")
+    as_json = parser.parse_args(arguments).json
+    findings = list(examine())
+    if as_json:
+        print(json.dumps([asdict(f) for f in findings], indent=1))
+    else:
+        show(findings)
+    return int(any(f.verdict == "fail" for f in findings))
+
+
+def examine() -> Iterator[Finding]:
+    """Every check, in the order of the report."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    yield from python_findings(project["requires-python"])
+    yield from machine_findings()
+    yield from gpu_findings()
+    yield from package_findings(project["dependencies"])
+    yield from extra_findings(project["optional-dependencies"])
+    yield from ray_findings(ray_listeners(), dashboard_asks_for_token)
+    yield from directory_findings()
+
+
+def python_findings(required: str) -> Iterator[Finding]:
+    version = platform.python_version()
+    fits = _fits(version, required)
+    advice = "" if fits else f"install Python {required} and set RLSYS_PYTHON"
+    yield Finding("machine", "python", f"{version} at {sys.executable}", "ok" if fits else "fail", advice)
+    system = f"{platform.system()} {platform.release()} {platform.machine()}"
+    linux = platform.system() == "Linux"
+    yield Finding("machine", "system", system, "ok" if linux else "warn", "" if linux else "only Linux is tested")
+
+
+def machine_findings() -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    flags = _cpu_flags()
+    wanted = {"avx2": "AVX2", "avx512f": "AVX512", "avx512_bf16": "bf16 (AVX512)", "amx_bf16": "bf16 (AMX)"}
+    have = [text for flag, text in wanted.items() if flag in flags]
+    slow = bool(flags) and "avx2" not in flags
+    advice = "no AVX2: the CPU path will be slow" if slow else ""
+    yield Finding(
+        "machine", "cpu", f"{cores} cores, {', '.join(have) or 'flags unknown'}", "warn" if slow else "ok", advice
+    )
+    total, available = memory_bytes()
+    small = total < SMALL_MEMORY_BYTES
+    text = f"{total / GIB:.1f} GiB, {available / GIB:.1f} available"
+    yield Finding(
+        "machine", "memory", text, "warn" if small else "ok", "lower the batch sizes (docs/oom.md)" if small else ""
+    )
+    yield shm_finding(Path("/dev/shm"))
+
+
+def shm_finding(path: Path) -> Finding:
+    """Ray's object store and the weight segments live there."""
+    if not path.is_dir() or not os.access(path, os.W_OK):
+        return Finding("machine", str(path), "missing or not writable", "fail", "mount a tmpfs there, writable by you")
+    usage = shutil.disk_usage(path)
+    text = f"{usage.total / GIB:.1f} GiB, {usage.free / GIB:.1f} free"
+    if usage.free < SMALL_SHM_BYTES:
+        return Finding("machine", str(path), text, "warn", "give containers more, e.g. docker run --shm-size=8g")
+    return Finding("machine", str(path), text)
+
+
+def gpu_findings() -> Iterator[Finding]:
+    names = _nvidia_gpus()
+    if not names:
+        yield Finding("gpu", "nvidia", "none seen", "note", "training runs on the CPU under gloo")
+        return
+    for i, name in enumerate(names):
+        yield Finding("gpu", f"gpu {i}", name)
+    build = _version("torch")
+    if build and "+cpu" in build:
+        yield Finding("gpu", "torch build", build, "fail", "this is the CPU build: install the CUDA build of torch")
+
+
+def package_findings(requirements: Sequence[str]) -> Iterator[Finding]:
+    for name, specifier in map(_parsed, requirements):
+        version = _version(name)
+        wanted = f"needs {specifier}" if specifier else "any version"
+        if version is None:
+            yield Finding("packages", name, f"not installed, {wanted}", "fail", f"pip install '{name}{specifier}'")
+        elif not _fits(version, specifier):
+            yield Finding("packages", name, f"{version}, {wanted}", "fail", f"pip install '{name}{specifier}'")
+        else:
+            yield Finding("packages", name, f"{version} ({wanted})")
+
+
+def extra_findings(extras: dict[str, list[str]]) -> Iterator[Finding]:
+    for extra, requirements in extras.items():
+        gives = EXTRAS.get(extra, "")
+        parsed = [_parsed(r) for r in requirements]
+        missing = [n for n, spec in parsed if n != "rlsys" and ((v := _version(n)) is None or not _fits(v, spec))]
+        if missing:
+            advice = f"for {gives}: pip install 'rlsys[{extra}]' (lacks {', '.join(missing)})"
+            yield Finding("extras", extra, "not installed", "note", advice)
+        else:
+            yield Finding("extras", extra, f"installed: {gives}")
+
+
+def ray_findings(listeners: Sequence[Listener], asks_for_token: Callable[[Listener], bool | None]) -> Iterator[Finding]:
+    """Is a Ray head running here, who can reach it, and must they know a token? Who reaches it runs code as you."""
+    if address := os.environ.get("RAY_ADDRESS"):
+        yield Finding("ray", "RAY_ADDRESS", address, "note", "jobs join this cluster instead of starting their own")
+    sessions = sorted({x.session for x in listeners if x.process == "gcs"})
+    if not sessions:
+        yield Finding("ray", "head", "none running on this machine")
+    for session in sessions:
+        yield _head_finding([x for x in listeners if x.session == session], asks_for_token)
+
+
+def _head_finding(listeners: Sequence[Listener], asks_for_token: Callable[[Listener], bool | None]) -> Finding:
+    open_ones = [x for x in listeners if not x.is_loopback]
+    where = ", ".join(sorted({f"{x.process} {x.address}:{x.port}" for x in open_ones})) or "loopback only"
+    protected = _protected(listeners, asks_for_token)
+    if not open_ones or protected:
+        auth = {True: "on", False: "off", None: "unknown"}[protected]
+        return Finding("ray", "head", f"listens on {where}; token authentication {auth}")
+    advice = "who reaches these ports runs code as you: bind to 127.0.0.1 or start Ray with RAY_AUTH_MODE=token"
+    if protected is None:
+        return Finding("ray", "head", f"listens on {where}; no dashboard to ask about tokens", "warn", advice)
+    return Finding("ray", "head", f"listens on {where}; token authentication off", "fail", advice)
+
+
+def directory_findings() -> Iterator[Finding]:
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    places = {
+        "cache": cache,
+        "hugging face": Path(os.environ.get("HF_HOME", cache / "huggingface")),
+        "ray temp": Path(os.environ.get("RAY_TMPDIR", "/tmp/ray")),
+        "here": Path.cwd(),
+    }
+    for name, path in places.items():
+        existing = next(p for p in (path, *path.parents) if p.exists())
+        free = shutil.disk_usage(existing).free
+        text = f"{path}, {free / GIB:.1f} GiB free"
+        if not os.access(existing, os.W_OK):
+            yield Finding(
+                "directories", name, text, "fail" if name == "cache" else "warn", f"{existing} is not writable"
+            )
+        elif free < SMALL_DISK_BYTES:
+            yield Finding("directories", name, text, "warn", "checkpoints and dumps may fill the disk")
+        else:
+            yield Finding("directories", name, text)
+
+
+def show(findings: Sequence[Finding]) -> None:
+    """A table on a terminal, plain lines when piped, and a last line that says whether all is well."""
+    if sys.stdout.isatty():
+        _show_table(findings)
+    else:
+        for f in findings:
+            print(
+                f"{f.verdict:<4}  {f.section:<11}  {f.name:<14}  {f.value}" + (f"  -> {f.advice}" if f.advice else "")
+            )
+    counts = {v: sum(f.verdict == v for f in findings) for v in ("fail", "warn", "note")}
+    told = ", ".join(f"{n} {v}" for v, n in counts.items() if n) or "nothing to remark"
+    print(f"{'not ready' if counts['fail'] else 'ready'}: {told}")
+
+
+def _show_table(findings: Sequence[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "bold red"}
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in ("", "item", "found", "advice"):
+        table.add_column(column, overflow="fold")
+    section = ""
+    for f in findings:
+        if f.section != section:
+            section = f.section
+            table.add_row("", Text(section, style="bold"), "", "")
+        cells = (
+            Text(f.verdict, style=colours[f.verdict]),
+            Text(f"  {f.name}"),
+            Text(f.value),
+            Text(f.advice, style="dim"),
+        )
+        table.add_row(*cells)
+    Console().print(table)
+
+
+def memory_bytes() -> tuple[int, int]:
+    """(total, available), the container's limit included."""
+    sizes = {}
+    if Path("/proc/meminfo").exists():
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            name, value = line.split(":", 1)
+            sizes[name] = int(value.split()[0]) * 1024
+    total = sizes.get("MemTotal", 0)
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    total = min(total, int(text)) if text != "max" else total
+    return total, min(sizes.get("MemAvailable", 0), total)
+
+
+def ray_listeners(proc: Path = Path("/proc")) -> list[Listener]:
+    """The listening sockets of Ray's own processes on this machine (those of ours: others' are not readable)."""
+    sockets = {inode: at for table in ("tcp", "tcp6") for inode, at in _listening(proc / "net" / table).items()}
+    found = []
+    for directory in proc.iterdir():
+        if not directory.name.isdigit() or not (process := _ray_process(directory)):
+            continue
+        for inode in _socket_inodes(directory / "fd"):
+            if inode in sockets:
+                found.append(Listener(*process, *sockets[inode]))
+    return found
+
+
+def dashboard_asks_for_token(listener: Listener) -> bool | None:
+    """Whether the dashboard refuses a request without a token; None when no dashboard answers at this port."""
+    host = "127.0.0.1" if listener.address in ("0.0.0.0", "::") else listener.address
+    try:
+        url = f"http://{f'[{host}]' if ':' in host else host}:{listener.port}/api/version"
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(url, timeout=PROBE_TIMEOUT_S) as answer:
+            return False if b"ray_version" in answer.read(4096) else None
+    except urllib.error.HTTPError as error:
+        return True if error.code in (401, 403) else None
+    except (OSError, http.client.HTTPException):
+        return None
+
+
+def _protected(listeners: Sequence[Listener], asks_for_token: Callable[[Listener], bool | None]) -> bool | None:
+    answers = [asks_for_token(x) for x in listeners if x.process == "dashboard"]
+    known = [a for a in answers if a is not None]
+    return all(known) if known else None
+
+
+def _ray_process(directory: Path) -> tuple[str, str] | None:
+    """(session, kind) of a process if it is one of Ray's."""
+    try:
+        words = (directory / "cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return None
+    kind = next((RAY_PROCESSES[name] for word in words[:4] if (name := Path(word).name) in RAY_PROCESSES), None)
+    session = re.search(r"session_[0-9_-]+", " ".join(words))
+    return (session[0] if session else "", kind) if kind else None
+
+
+def _socket_inodes(directory: Path) -> Iterator[str]:
+    try:
+        links = list(directory.iterdir())
+    except OSError:
+        return
+    for link in links:
+        try:
+            target = os.readlink(link)
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            yield target[len("socket:[") : -1]
+
+
+def _listening(table: Path) -> dict[str, tuple[str, int]]:
+    """Inode -> (address, port) of the listening sockets of a /proc/net/tcp table."""
+    found = {}
+    for line in table.read_text().splitlines()[1:] if table.exists() else []:
+        words = line.split()
+        if words[3] == LISTENING:
+            address, port = words[1].split(":")
+            found[words[9]] = (_address(address), int(port, 16))
+    return found
+
+
+def _address(hexadecimal: str) -> str:
+    """The kernel prints each 32-bit word of an address in host order (little-endian)."""
+    words = [bytes.fromhex(hexadecimal[i : i + 8])[::-1] for i in range(0, len(hexadecimal), 8)]
+    address = ip_address(b"".join(words))
+    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
+    return str(mapped or address)
+
+
+def _cpu_flags() -> set[str]:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith(("flags", "Features"))), set())
+
+
+def _nvidia_gpus() -> list[str]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()]
+
+
+def _parsed(requirement: str) -> tuple[str, str]:
+    """("transformers", "<5.20,>=5.12") of a requirement line."""
+    from packaging.requirements import Requirement
+
+    parsed = Requirement(requirement)
+    return parsed.name, str(parsed.specifier)
+
+
+def _fits(version: str, specifier: str) -> bool:
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(specifier).contains(version, prereleases=True)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Reward curves over seeds from real runs of the main job.
+
+    python scripts/reward_curves.py --config-name smollm2 --seeds 1 2 3 --out runs/curves [key=value ...]
+    python scripts/reward_curves.py --plot runs/curves --picture docs/curves.png
+
+Each seed is one run of `python -m trainer.main_ppo` with that seed for data order and sampling; a run that is there
+already is resumed or, if complete, kept. `--parallel N` runs N at a time, each on its own GPUs where there are several.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+METRIC = "critic/score/mean"
+
+
+def run(config_name: str, seed: int, out: Path, overrides: Sequence[str], gpu: int | None) -> int:
+    """One training run; its folder is `{out}/{config_name}-seed{seed}`."""
+    folder = out / f"{config_name}-seed{seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [
+        *(sys.executable, "-m", "trainer.main_ppo", "--config-name", config_name),
+        *(f"trainer.default_local_dir={folder}", f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}"),
+        *overrides,
+    ]
+    env = dict(os.environ)
+    if gpu is not None:
+        env["CUDA_VISIBLE_DEVICES"] = str(gpu)
+    with (folder / "log.txt").open("w") as log:
+        return subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=env, check=False).returncode
+
+
+def curves(out: Path) -> dict[str, dict[str, list[float]]]:
+    """{job: {seed: scores by step}} of all runs under `out`."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for path in sorted(out.glob("*-seed*/metrics.jsonl")):
+        job, _, seed = path.parent.name.rpartition("-seed")
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        found.setdefault(job, {})[seed] = [line[METRIC] for line in lines if METRIC in line]
+    return found
+
+
+def plot(found: dict[str, dict[str, list[float]]], picture: Path) -> None:
+    """A panel a job: each seed thin, their mean thick."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    figure, panels = plt.subplots(1, len(found), figsize=(5.2 * len(found), 3.6), squeeze=False, sharey=True)
+    for panel, (job, seeds) in zip(panels[0], found.items()):
+        for seed, scores in seeds.items():
+            panel.plot(range(1, len(scores) + 1), scores, linewidth=0.8, alpha=0.5, label=f"seed {seed}")
+        shortest = min(len(scores) for scores in seeds.values())
+        mean = np.mean([scores[:shortest] for scores in seeds.values()], axis=0)
+        panel.plot(range(1, shortest + 1), mean, color="black", linewidth=1.8, label="mean")
+        panel.set(title=job, xlabel="step")
+        panel.grid(alpha=0.25)
+    panels[0][0].set_ylabel("mean score of the training batch")
+    panels[0][-1].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=110)
+
+
+def main() -> int:
+    """Run what is asked for; the exit code is the worst of the runs'."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config-name", default="smollm2")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--out", type=Path, default=Path("runs/curves"))
+    parser.add_argument("--parallel", type=int, default=1)
+    parser.add_argument("--gpus", type=int, nargs="*", default=[])
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--picture", type=Path, default=Path("docs/curves.png"))
+    asked, overrides = parser.parse_known_args()
+    if asked.plot is not None:
+        plot(curves(asked.plot), asked.picture)
+        return 0
+    gpus = [asked.gpus[i % len(asked.gpus)] if asked.gpus else None for i in range(len(asked.seeds))]
+    with ThreadPoolExecutor(asked.parallel) as pool:
+        codes = list(
+            pool.map(lambda job: run(asked.config_name, job[0], asked.out, overrides, job[1]), zip(asked.seeds, gpus))
+        )
+    for job, seeds in curves(asked.out).items():
+        for seed, scores in seeds.items():
+            first, last = scores[: len(scores) // 6 + 1], scores[-(len(scores) // 6 + 1) :]
+            before, after = sum(first) / len(first), sum(last) / len(last)
+            print(f"{job} seed {seed}: {len(scores)} steps, mean score {before:.3f} at first, {after:.3f} at last")
+    return max(codes)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

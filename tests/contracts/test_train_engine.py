@@ -1,0 +1,216 @@
+"""What every TrainEngine must hold to, however its work is split over micro-batches and ranks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlsys.interfaces import LossSum
+from rlsys.protocol import DataProto
+from tests.contracts.train_engine import (
+    CASES,
+    ENGINES,
+    MODELS,
+    TEMPERATURE,
+    Case,
+    Factory,
+    loss_of,
+    make_batch,
+    reference,
+    reference_model,
+    results,
+    share_of,
+)
+from tests.ranks import run_ranks
+
+HEADS_OF = {"qwen2-tied": ["lm"], "llama-untied": ["lm", "scalar"], "qwen3-window": ["lm"]}
+WORLDS_OF = {"qwen2-tied": (1, 2, 4), "llama-untied": (2,), "qwen3-window": (1,)}
+SPLITS = [
+    pytest.param(model, head, world, case, id=f"{model}-{head}-{world}ranks-{case}")
+    for model, heads in HEADS_OF.items()
+    for head in heads
+    for world, case in CASES
+    if world in WORLDS_OF[model]
+]
+
+
+@pytest.fixture(params=list(ENGINES))
+def factory(request: pytest.FixtureRequest) -> Factory:
+    return ENGINES[request.param]
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
+
+
+@pytest.mark.parametrize(("model", "head", "world", "case"), SPLITS)
+def test_loss_gradients_and_outputs_do_not_depend_on_the_split(
+    factory: Factory, model: str, head: str, world: int, case: Case
+) -> None:
+    outputs, loss, gradients = reference(model, head)
+    ranks = results(factory, world, model, head)[case]
+    for name, expected in outputs.items():
+        found = torch.cat([rank["outputs"][name] for rank in ranks if rank["collect"]])
+        torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=2e-6)
+    for rank in ranks:
+        assert rank["metrics"]["loss"] == pytest.approx(loss, rel=1e-5)
+        assert rank["metrics"]["row_length"] == pytest.approx(7.25)
+        assert rank["gradients"].keys() == gradients.keys()
+        far = {name: d for name, g in gradients.items() if (d := distance(rank["gradients"][name], g)) > 1e-5}
+        assert not far
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_optimizer_step_is_adamw_on_the_clipped_mean_gradient(factory: Factory, world: int) -> None:
+    model = reference_model("qwen2-tied", "lm")
+    _, _, gradients = reference("qwen2-tied", "lm")
+    norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
+    assert norm > 1.0, "the case must clip"
+    for rank in results(factory, world, "qwen2-tied", "lm")[Case(rows=3)]:
+        assert rank["report"].grad_norm == pytest.approx(norm, rel=1e-5)
+        assert (rank["report"].applied, rank["report"].lr) == (True, 1e-3)
+        for name, parameter in model.named_parameters():
+            g = gradients[name] / (norm + 1e-6)
+            expected = parameter.detach() * (1 - 1e-3 * 0.01) - 1e-3 * g / (g.abs() + 1e-8)
+            clear = g.abs() > 1e-6  # where Adam's first step, close to a sign, does not hang on the last digits
+            assert clear.any()
+            torch.testing.assert_close(rank["weights"][name][clear].double(), expected[clear], rtol=0, atol=2e-6)
+
+
+def whole(engine: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for bucket in engine.weights(1 << 12) for name, tensor in bucket}
+
+
+def my_rows(engine: Any) -> DataProto:
+    return DataProto.from_dict(make_batch())[share_of(engine.dp_rank, engine.dp_size)]
+
+
+def train(engine: Any, rows: DataProto, loss: Any = loss_of) -> Any:
+    engine.forward_backward(rows, loss, outputs=("log_probs",), temperature=TEMPERATURE)
+    return engine.optim_step()
+
+
+def poisoned(outputs: Any, rows: Any) -> LossSum:
+    """Not a number on whichever rank holds the first row of the batch."""
+    good = loss_of(outputs, rows)
+    first = make_batch()["input_ids"][0]
+    bad = any(torch.equal(row, first) for row in rows["input_ids"])
+    return LossSum(good.total * math.nan, good.count) if bad else good
+
+
+def uncounted(outputs: Any, rows: Any) -> LossSum:
+    return LossSum(torch.zeros(()), 0.0)
+
+
+def refusal(factory: Factory) -> dict[str, Any]:
+    engine, plain = (factory(MODELS["qwen2-tied"], "lm", Case(rows=2)) for _ in range(2))
+    rows, before = my_rows(engine), whole(engine)
+    reports = [train(engine, rows, poisoned), train(engine, rows, uncounted)]
+    untouched = all(torch.equal(before[name], tensor) for name, tensor in whole(engine).items())
+    after = [(train(e, rows), train(e, rows), whole(e)) for e in (engine, plain)]
+    same = all(torch.equal(tensor, after[1][2][name]) for name, tensor in after[0][2].items())
+    return {"reports": reports, "untouched": untouched, "same": same, "equal": after[0][:2] == after[1][:2]}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_without_a_finite_gradient_or_a_count_changes_nothing(factory: Factory, world: int) -> None:
+    for found in run_ranks(world, refusal, factory):
+        assert [report.applied for report in found["reports"]] == [False, False]
+        assert math.isnan(found["reports"][0].grad_norm)
+        assert found["untouched"]
+        assert found["same"], "the steps after a refused one differ from those of an engine that never had it"
+        assert found["equal"]
+
+
+def accumulation(factory: Factory) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    engine = factory(MODELS["llama-untied"], "lm", Case(rows=2))
+    rows = my_rows(engine)
+    options: dict[str, Any] = {"outputs": ("log_probs",), "temperature": TEMPERATURE}
+    engine.forward_backward(rows, loss_of, **options)
+    at_once = engine.gradients()
+    engine.optim_step()
+    engine = factory(MODELS["llama-untied"], "lm", Case(rows=2))
+    for part in (rows[:1], rows[1:]):
+        engine.forward_backward(part, loss_of, **options)
+    return at_once, engine.gradients()
+
+
+def test_gradients_add_up_over_calls(factory: Factory) -> None:
+    for at_once, in_parts in run_ranks(2, accumulation, factory):
+        assert all(distance(in_parts[name], gradient) < 1e-5 for name, gradient in at_once.items())
+
+
+def held(factory: Factory, model: str, head: str, case: Case) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
+    engine = factory(MODELS[model], head, case)
+    engine.forward(my_rows(engine), ("log_probs",) if head == "lm" else ("values",))
+    local = {name: tensor.clone() for name, tensor in engine.local_tensors().items()}
+    return engine.weight_layout(), local, whole(engine)
+
+
+@pytest.mark.parametrize(
+    ("model", "head", "world", "case", "copies"),
+    [
+        ("qwen2-tied", "lm", 1, Case(rows=1), 1),
+        ("qwen2-tied", "lm", 4, Case(rows=1), 1),
+        ("llama-untied", "scalar", 4, Case(rows=1, fsdp_size=2), 2),
+        ("llama-untied", "scalar", 3, Case(rows=1), 1),
+    ],
+)
+def test_the_layout_covers_every_element_and_says_where_it_is(
+    factory: Factory, model: str, head: str, world: int, case: Case, copies: int
+) -> None:
+    ranks = run_ranks(world, held, factory, model, head, case)
+    full = ranks[0][2]
+    expected = dict(reference_model(model, head).named_parameters())
+    assert full.keys() == expected.keys() == ranks[0][0].full_shapes.keys()
+    seen = {name: torch.zeros(tensor.shape, dtype=torch.int64) for name, tensor in full.items()}
+    for number, (layout, local, _) in enumerate(ranks):
+        assert layout.rank == number
+        assert layout.aliases == ({"lm_head.weight": "model.embed_tokens.weight"} if model.endswith("-tied") else {})
+        for shard in layout.shards:
+            box = tuple(slice(s, s + n) for s, n in zip(shard.box.start, shard.box.shape, strict=True))
+            at = tuple(slice(s, s + n) for s, n in zip(shard.local_start, shard.box.shape, strict=True))
+            assert torch.equal(full[shard.box.tensor][box], local[shard.local][at])
+            seen[shard.box.tensor][box] += 1
+            assert layout.dtypes[shard.box.tensor] == "float32"
+    assert all((count == copies).all() for count in seen.values())
+    assert all(torch.equal(tensor, expected[name].float()) for name, tensor in full.items())
+
+
+def resumed(factory: Factory, place: Path, first: Case, second: Case | None) -> list[Any]:
+    """Two steps, a checkpoint, two more; or, when it is there, the two after it."""
+    engine = factory(MODELS["qwen2-tied"], "lm", second or first)
+    rows = my_rows(engine)
+    if second is None:
+        for _ in range(2):
+            train(engine, rows)
+        engine.save(place / "step_2", "resume")
+    else:
+        engine.load(place / "step_2")
+    return [train(engine, rows), train(engine, rows), whole(engine), torch.rand(3)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(factory: Factory, world: int, tmp_path: Path) -> None:
+    first = run_ranks(world, resumed, factory, tmp_path, Case(rows=2), None)
+    second = run_ranks(world, resumed, factory, tmp_path, Case(rows=2), Case(rows=2))
+    for a, b in zip(first, second, strict=True):
+        assert a[:2] == b[:2]
+        assert all(torch.equal(tensor, b[2][name]) for name, tensor in a[2].items())
+        assert torch.equal(a[3], b[3]), "the random generators were not restored"
+
+
+@pytest.mark.parametrize(("world", "case"), [(1, Case(rows=3)), (4, Case(rows=1)), (4, Case(rows=2, fsdp_size=2))])
+def test_a_checkpoint_loads_on_another_number_of_ranks(
+    factory: Factory, world: int, case: Case, tmp_path: Path
+) -> None:
+    (uninterrupted, _) = run_ranks(2, resumed, factory, tmp_path, Case(rows=2), None)
+    for other in run_ranks(world, resumed, factory, tmp_path, Case(rows=2), case):
+        for name, tensor in uninterrupted[2].items():
+            torch.testing.assert_close(other[2][name], tensor, rtol=0, atol=2e-6)
+        assert [r.grad_norm for r in other[:2]] == pytest.approx([r.grad_norm for r in uninterrupted[:2]], rel=1e-4)

@@ -1,0 +1,213 @@
+"""Models, rows, splits and a float64 reference for the contract of TrainEngine, and one factory per engine.
+
+The reference is one process, one unpadded row at a time, through transformers' plain attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+
+from rlsys.engines.fsdp import FSDPEngine, ModelSource
+from rlsys.engines.mesh import Parallel
+from rlsys.engines.micro import MicroBatches
+from rlsys.engines.optim import OptimSettings
+from rlsys.interfaces import LossSum, TrainEngine
+from rlsys.protocol import DataProto
+from tests.ranks import run_ranks
+
+VOCAB, PROMPT, RESPONSE, ROWS = 96, 5, 7, 8
+TEMPERATURE = 0.7
+SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": VOCAB}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True, **SHAPE, **HEADS},
+    "llama-untied": {"model_type": "llama", "tie_word_embeddings": False, **SHAPE, **HEADS},
+    "qwen3-window": {
+        "model_type": "qwen3",
+        "head_dim": 8,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 1,
+        **SHAPE,
+        **HEADS,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """How an engine splits its work; every field that a split has, and nothing about the result."""
+
+    rows: int | None = None
+    max_tokens: int | None = None
+    packed: bool = True
+    gradient_checkpointing: bool = False
+    fsdp_size: int = -1
+    sp_size: int = 1
+    lr: float = 1e-3
+    chunk_elements: int | None = 3 * VOCAB
+
+    def __str__(self) -> str:
+        parts = [f"rows{self.rows}" if self.rows else f"tokens{self.max_tokens}", "packed" if self.packed else "padded"]
+        return "-".join(
+            parts
+            + (["recompute"] if self.gradient_checkpointing else [])
+            + ([f"hsdp{self.fsdp_size}"] if self.fsdp_size > 0 else [])
+            + ([f"sp{self.sp_size}"] if self.sp_size > 1 else [])
+        )
+
+
+def fsdp_engine(model: Mapping[str, Any], head: str, case: Case) -> FSDPEngine:
+    return FSDPEngine(
+        ModelSource(config=model, seed=3),
+        head=head,  # type: ignore[arg-type]
+        optimizer=OptimSettings(lr=case.lr, grad_clip=1.0),
+        training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
+        parallel=Parallel(case.fsdp_size, case.sp_size),
+        packed=case.packed,
+        gradient_checkpointing=case.gradient_checkpointing,
+        chunk_elements=case.chunk_elements,
+    )
+
+
+Factory = Callable[[Mapping[str, Any], str, Case], Any]
+ENGINES: dict[str, Factory] = {"fsdp": fsdp_engine}
+SPLITS = [
+    Case(rows=rows, max_tokens=tokens, packed=packed, gradient_checkpointing=recompute)
+    for rows, tokens in [(1, None), (3, None), (None, 15), (None, 1000)]
+    for packed in (True, False)
+    for recompute in (False, True)
+]
+MESHES = {
+    1: [],
+    2: [
+        Case(rows=2, sp_size=2),
+        Case(rows=2, fsdp_size=1),
+        Case(max_tokens=30, sp_size=2, gradient_checkpointing=True),
+    ],
+    4: [Case(rows=2, fsdp_size=2), Case(rows=2, sp_size=2), Case(max_tokens=20, fsdp_size=2, sp_size=2)],
+}
+CASES = [
+    (world, case)
+    for world in (1, 2, 4)
+    for case in [*SPLITS, *MESHES[world]]
+    if world < 4 or case.packed or not case.gradient_checkpointing
+]
+
+
+def make_batch() -> dict[str, Tensor]:
+    """Rows of every kind of length: prompts 1..P, responses 0..R, one with a tool span that does not count."""
+    draw = torch.Generator().manual_seed(0)
+    prompts = torch.tensor([5, 1, 3, 4, 2, 5, 1, 4])
+    responses = torch.tensor([7, 4, 0, 6, 1, 7, 3, 5])
+    columns = torch.arange(PROMPT + RESPONSE)
+    mask = (columns >= PROMPT - prompts[:, None]) & (columns < PROMPT + responses[:, None])
+    ids = torch.randint(1, VOCAB, mask.shape, generator=draw) * mask
+    response_mask = mask[:, PROMPT:].long()
+    response_mask[5, 2:4] = 0
+    return {
+        "prompts": ids[:, :PROMPT],
+        "responses": ids[:, PROMPT:],
+        "input_ids": ids,
+        "attention_mask": mask.long(),
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0) * mask,
+        "response_mask": response_mask,
+        "weights": torch.randn(mask.shape[0], RESPONSE, generator=draw),
+    }
+
+
+def share_of(rank: int, size: int) -> slice:
+    """Uneven shares, so that some ranks have fewer micro-batches than others."""
+    bounds = {1: [0, 8], 2: [0, 5, 8], 3: [0, 3, 5, 8], 4: [0, 3, 5, 8, 8]}[size]
+    return slice(bounds[rank], bounds[rank + 1])
+
+
+def loss_of(outputs: Mapping[str, Tensor], rows: Any) -> LossSum:
+    """A loss that uses every output with a weight of its own per token."""
+    mask = rows["response_mask"]
+    weighted = sum((0.5 + number) * values * rows["weights"] for number, values in enumerate(outputs.values()))
+    total = (weighted * mask).sum()
+    return LossSum(total, float(mask.sum()), {"row_length": (float(rows["attention_mask"].sum()), float(len(mask)))})
+
+
+OUTPUTS = {"lm": ("log_probs", "entropy", "sum_pi_squared"), "scalar": ("values", "scores")}
+
+
+@cache
+def reference_model(name: str, head: str) -> Any:
+    config = AutoConfig.for_model(**MODELS[name])
+    config.num_labels, config.classifier_dropout = 1, 0.0
+    auto = AutoModelForCausalLM if head == "lm" else AutoModelForTokenClassification
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return auto.from_config(config, dtype=torch.float32, attn_implementation="eager").double()
+
+
+def reference_outputs(model: Any, head: str, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    parts: dict[str, list[Tensor]] = {name: [] for name in OUTPUTS[head]}
+    for row in range(ROWS):
+        real = batch["attention_mask"][row].bool()
+        ids = batch["input_ids"][row][real]
+        start = int(real[:PROMPT].sum())
+        logits = model(ids[None]).logits[0]
+        if head == "lm":
+            scores = torch.log_softmax(logits[start - 1 : -1] / TEMPERATURE, dim=-1)
+            probs = scores.exp()
+            values = (scores.gather(1, ids[start:, None])[:, 0], -(probs * scores).sum(-1), (probs**2).sum(-1))
+        else:
+            values = (logits[start - 1 : -1, 0], logits[start:, 0])
+        for name, value in zip(OUTPUTS[head], values, strict=True):
+            parts[name].append(torch.cat([value, value.new_zeros(RESPONSE - len(value))]))
+    return {name: torch.stack(rows) for name, rows in parts.items()}
+
+
+@cache
+def reference(name: str, head: str) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
+    """Outputs (B, R), the mean loss and its gradients by name."""
+    model, batch = reference_model(name, head), make_batch()
+    model.zero_grad()
+    outputs = reference_outputs(model, head, batch)
+    loss = loss_of(outputs, batch)
+    mean = loss.total / loss.count
+    mean.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    return {n: v.detach() for n, v in outputs.items()}, float(mean.detach()), gradients
+
+
+def one_step(factory: Factory, name: str, head: str, case: Case) -> dict[str, Any]:
+    """Outputs, loss and gradients of this rank's share, and the weights after an optimizer step."""
+    engine = factory(MODELS[name], head, case)
+    assert isinstance(engine, TrainEngine)
+    batch = DataProto.from_dict(make_batch())[share_of(engine.dp_rank, engine.dp_size)]
+    outputs = engine.forward(batch, OUTPUTS[head], temperature=TEMPERATURE)
+    metrics = engine.forward_backward(batch, loss_of, outputs=OUTPUTS[head], temperature=TEMPERATURE)
+    gradients = {n: g.cpu() for n, g in engine.gradients().items()}
+    report = engine.optim_step()
+    weights = {n: t.cpu().clone() for bucket in engine.weights(1 << 14) for n, t in bucket}
+    return {
+        "outputs": outputs,
+        "metrics": metrics,
+        "gradients": gradients,
+        "report": report,
+        "weights": weights,
+        "collect": engine.is_collect,
+    }
+
+
+def all_steps(factory: Factory, name: str, head: str, cases: list[Case]) -> dict[Case, dict[str, Any]]:
+    return {case: one_step(factory, name, head, case) for case in cases}
+
+
+@cache
+def results(factory: Factory, world: int, name: str, head: str) -> dict[Case, list[dict[str, Any]]]:
+    """Each case's result per rank; the cases of one world run in one group of forked ranks."""
+    cases = [case for size, case in CASES if size == world]
+    ranks = run_ranks(world, all_steps, factory, name, head, cases)
+    return {case: [rank[case] for rank in ranks] for case in cases}

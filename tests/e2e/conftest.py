@@ -1,0 +1,79 @@
+"""A tiny model and arithmetic rows for whole runs."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from rlsys.data.start_assets import build_tokenizer
+
+
+@dataclass(frozen=True)
+class Toy:
+    """Where the toy model and its rows lie."""
+
+    model: Path
+    train: Path
+    val: Path
+
+    def overrides(self, out: Path, *more: str) -> list[str]:
+        """Arguments of a run of a few seconds that learns from 32 samples a step."""
+        return [
+            f"actor_rollout_ref.model.path={self.model}",
+            f"data.train_files={self.train}",
+            f"data.val_files={self.val}",
+            "data.train_batch_size=8",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "actor_rollout_ref.rollout.n=4",
+            "data.max_prompt_length=16",
+            "data.max_response_length=4",
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.actor.optim.lr=1e-3",
+            "reward.num_workers=1",
+            "trainer.total_training_steps=3",
+            "trainer.val_before_train=false",
+            f"trainer.default_local_dir={out}",
+            *more,
+        ]
+
+
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    folder = tmp_path_factory.mktemp("toy")
+    build_tokenizer().save_pretrained(str(folder / "model"))
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=262,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+        tie_word_embeddings=True,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(str(folder / "model"))
+    draw = random.Random(0)
+    for name, count in (("train", 64), ("val", 8)):
+        rows = []
+        for index in range(count):
+            a, b = draw.randint(0, 9), draw.randint(0, 9)
+            rows.append(
+                {
+                    "prompt": f"{a}+{b}=",
+                    "data_source": "rlsys/arithmetic",
+                    "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+                    "extra_info": {"index": index},
+                }
+            )
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Toy(folder / "model", folder / "train.jsonl", folder / "val.jsonl")

@@ -1,0 +1,218 @@
+"""FSDPEngine on CUDA and NCCL: bf16 compute over float32 masters, varlen attention, offload, one and two ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlsys.engines.fsdp import FSDPEngine, FsdpOptions, ModelSource, Precision
+from rlsys.engines.mesh import Parallel
+from rlsys.engines.micro import MicroBatches
+from rlsys.engines.optim import OptimSettings
+from rlsys.protocol import DataProto
+from tests.contracts.train_engine import (
+    OUTPUTS,
+    TEMPERATURE,
+    Case,
+    loss_of,
+    make_batch,
+    one_step,
+    reference,
+    share_of,
+)
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.gpu
+BACKEND = "cpu:gloo,cuda:nccl"
+GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
+WIDE: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "intermediate_size": 1408,
+    "vocab_size": 32000,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+
+
+def needs(gpus: int) -> Any:
+    return pytest.mark.skipif(gpus > GPUS, reason=f"needs {gpus} GPUs")
+
+
+def cuda_engine(model: Mapping[str, Any], head: str, case: Case, **options: Any) -> FSDPEngine:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    settings: dict[str, Any] = {
+        "head": head,
+        "device": f"cuda:{dist.get_rank()}",
+        "optimizer": OptimSettings(lr=case.lr),
+        "training": MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
+        "parallel": Parallel(case.fsdp_size, case.sp_size),
+        "packed": case.packed,
+        "gradient_checkpointing": case.gradient_checkpointing,
+        "precision": Precision(compute="bfloat16"),
+    }
+    return FSDPEngine(ModelSource(config=model, seed=3), **{**settings, **options})
+
+
+def exact_engine(model: Mapping[str, Any], head: str, case: Case) -> FSDPEngine:
+    return cuda_engine(model, head, case, precision=Precision())
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+CASES = [
+    pytest.param(world, case, marks=needs(world), id=f"{world}-{case}")
+    for world, case in [
+        (1, Case(rows=3)),
+        (1, Case(max_tokens=30, gradient_checkpointing=True)),
+        (1, Case(rows=3, packed=False)),
+        (2, Case(rows=3)),
+        (2, Case(rows=2, fsdp_size=1)),
+        (2, Case(max_tokens=20, sp_size=2, gradient_checkpointing=True)),
+    ]
+]
+
+
+@pytest.mark.parametrize(("world", "case"), CASES)
+@pytest.mark.parametrize(("model", "head"), [("qwen2-tied", "lm"), ("llama-untied", "scalar"), ("qwen3-window", "lm")])
+@pytest.mark.parametrize(("factory", "tolerance"), [(exact_engine, 2e-5), (cuda_engine, 0.05)], ids=["float32", "bf16"])
+def test_loss_and_gradients_on_cuda(
+    factory: Any, tolerance: float, model: str, head: str, world: int, case: Case
+) -> None:
+    outputs, loss, gradients = reference(model, head)
+    ranks = run_ranks(world, one_step, factory, model, head, case, backend=BACKEND)
+    for name, expected in outputs.items():
+        found = torch.cat([rank["outputs"][name] for rank in ranks if rank["collect"]])
+        assert distance(found, expected) < tolerance
+    whole = torch.cat([g.flatten() for g in gradients.values()])
+    for rank in ranks:
+        assert rank["metrics"]["loss"] == pytest.approx(loss, rel=10 * tolerance, abs=tolerance)
+        assert rank["report"].applied
+        assert distance(torch.cat([rank["gradients"][n].flatten() for n in gradients]), whole) < tolerance
+
+
+def train(engine: FSDPEngine) -> Any:
+    rows = DataProto.from_dict(make_batch())[share_of(engine.dp_rank, engine.dp_size)]
+    engine.forward_backward(rows, loss_of, outputs=OUTPUTS["lm"], temperature=TEMPERATURE)
+    return engine.optim_step()
+
+
+def whole(engine: FSDPEngine) -> dict[str, Tensor]:
+    return {name: tensor.cpu().clone() for bucket in engine.weights(1 << 20) for name, tensor in bucket}
+
+
+def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    return all(torch.equal(tensor, b[name]) for name, tensor in a.items())
+
+
+def wander() -> dict[str, Any]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    still, moved = (cuda_engine(WIDE, "lm", Case(rows=2)) for _ in range(2))
+    reports = [(train(still), train(moved))]
+    full = torch.cuda.memory_allocated()
+    moved.move(("params", "optimizer", "grads"), "cpu")
+    freed = full - torch.cuda.memory_allocated()
+    offloaded = whole(moved)
+    moved.move(("params", "optimizer", "grads"), f"cuda:{dist.get_rank()}")
+    back = torch.cuda.memory_allocated()
+    reports.append((train(still), train(moved)))
+    numel = sum(p.numel() for p in moved.model.parameters()) // dist.get_world_size()
+    return {
+        "reports": reports,
+        "freed": freed / (12 * numel),
+        "back": abs(back - full) / full,
+        "same": same(whole(still), whole(moved)),
+        "offloaded": len(offloaded),
+    }
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=needs(2))])
+def test_parts_move_to_the_cpu_and_back_without_a_trace(world: int) -> None:
+    for found in run_ranks(world, wander, backend=BACKEND):
+        assert all(a == b for a, b in found["reports"])
+        assert found["same"]
+        assert found["freed"] == pytest.approx(1, abs=0.02)
+        assert found["back"] < 0.01
+
+
+def offload() -> tuple[bool, list[Any]]:
+    engines = [cuda_engine(WIDE, "lm", Case(rows=2), fsdp=FsdpOptions(cpu_offload=c)) for c in (False, True)]
+    reports = [[train(engine) for _ in range(2)] for engine in engines]
+    weights = [whole(engine) for engine in engines]
+    near = all(torch.allclose(tensor, weights[1][name], atol=2e-3) for name, tensor in weights[0].items())
+    return near, [[r.grad_norm for r in pair] for pair in reports]
+
+
+def test_cpu_offload_computes_the_same() -> None:
+    ((near, norms),) = run_ranks(1, offload, backend=BACKEND)
+    assert near
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
+def save_and_go_on(path: Path) -> dict[str, Tensor]:
+    engine = cuda_engine(WIDE, "lm", Case(rows=2))
+    train(engine)
+    engine.save(path, "resume")
+    train(engine)
+    return {**whole(engine), "draw": torch.rand(3, device=engine.ranks.device).cpu()}
+
+
+def load_and_go_on(path: Path) -> dict[str, Tensor]:
+    engine = cuda_engine(WIDE, "lm", Case(rows=2))
+    engine.load(path)
+    train(engine)
+    return {**whole(engine), "draw": torch.rand(3, device=engine.ranks.device).cpu()}
+
+
+@pytest.mark.parametrize("worlds", [(1, 1), pytest.param((2, 2), marks=needs(2)), pytest.param((2, 1), marks=needs(2))])
+def test_resume_on_cuda(worlds: tuple[int, int], tmp_path: Path) -> None:
+    first = run_ranks(worlds[0], save_and_go_on, tmp_path / "s", backend=BACKEND)[0]
+    second = run_ranks(worlds[1], load_and_go_on, tmp_path / "s", backend=BACKEND)[0]
+    if worlds[0] == worlds[1]:
+        assert torch.equal(first["draw"], second["draw"])
+    for name in set(first) - {"draw"}:
+        torch.testing.assert_close(first[name], second[name], rtol=0, atol=2e-3)
+
+
+def peak_bytes(**options: Any) -> int:
+    engine = cuda_engine(WIDE, "lm", Case(rows=64), **options)
+    ids = torch.randint(1, 32000, (64, 256))
+    ones = torch.ones_like(ids)
+    rows = DataProto.from_dict(
+        {
+            "input_ids": ids,
+            "responses": ids[:, 64:],
+            "attention_mask": ones,
+            "position_ids": ones.cumsum(1) - 1,
+            "response_mask": ones[:, 64:],
+            "weights": torch.ones(64, 192),
+        }
+    )
+    torch.cuda.reset_peak_memory_stats()
+    engine.forward_backward(rows, loss_of)
+    return torch.cuda.max_memory_allocated()
+
+
+def test_recomputation_and_chunks_bound_memory() -> None:
+    (plain,) = run_ranks(1, peak_bytes, backend=BACKEND)
+    context = {"gradient_checkpointing": True}
+    (recomputed,) = run_ranks(1, peak_with, context, backend=BACKEND)
+    (chunked,) = run_ranks(1, peak_with, {**context, "chunk_elements": 1 << 22}, backend=BACKEND)
+    logits = 64 * 192 * 32000 * 4
+    assert recomputed < 0.8 * plain
+    assert chunked < recomputed
+    assert chunked < logits
+
+
+def peak_with(options: dict[str, Any]) -> int:
+    return peak_bytes(**options)

@@ -1,0 +1,65 @@
+"""Run a function on several ranks: processes forked from this one, joined by gloo over a file.
+
+Ranks with GPUs are forked from a clean server process instead, since CUDA does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DEADLINE_S = 120.0
+
+
+def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
+    """`work(*args)` on every rank of a fresh process group; results in rank order. AssertionError if one fails."""
+    context: Any = multiprocessing.get_context("forkserver" if "nccl" in backend else "fork")
+    if "nccl" in backend:
+        context.set_forkserver_preload(["rlsys.engines.fsdp", "tests.contracts.train_engine"])
+    with tempfile.TemporaryDirectory() as place:
+        ranks = [
+            context.Process(target=_rank, args=(rank, world_size, Path(place), backend, work, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(DEADLINE_S)
+        hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+        for process in ranks:
+            process.kill()
+            process.join()
+        results = [_read(Path(place) / f"result_{rank}") for rank in range(world_size)]
+    assert not hung, f"ranks {hung} did not end within {DEADLINE_S:g} s"
+    failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(results) if not ok]
+    assert not failed, "\n".join(failed)
+    return [value for _, value in results]
+
+
+def _rank(rank: int, world_size: int, place: Path, backend: str, work: Callable[..., Any], args: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.pop("RANK", None)
+    store = dist.FileStore(str(place / "store"), world_size)
+    try:
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=DEADLINE_S / 2)
+        )
+        result = (True, work(*args))
+    except BaseException:
+        result = (False, traceback.format_exc())
+    (place / f"result_{rank}").write_bytes(pickle.dumps(result))
+    os._exit(0)
+
+
+def _read(path: Path) -> tuple[bool, Any]:
+    return pickle.loads(path.read_bytes()) if path.exists() else (False, "died without a word")

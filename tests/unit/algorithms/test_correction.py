@@ -1,0 +1,158 @@
+"""Rollout correction, decoupled weights and mismatch diagnostics, by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlsys.algorithms import RolloutCorrection, decoupled_weights, mismatch_metrics, probs_diff_metrics
+from rlsys.algorithms.correction import RS_MODES, Corrected, rollout_correction
+
+RATIO = torch.tensor([[1.0, 3.0, 0.2], [1.5, 1.0, 1.0]], dtype=torch.float64)
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
+
+
+def correct(ratio: Tensor = RATIO, mask: Tensor = MASK, **settings: Any) -> Corrected:
+    return rollout_correction(
+        old_log_probs=ratio.log() - 1,
+        rollout_log_probs=torch.full_like(ratio, -1.0),
+        response_mask=mask,
+        settings=RolloutCorrection(**settings),
+    )
+
+
+def rows(tensor: Tensor | None) -> list[list[float]]:
+    assert tensor is not None
+    return [[round(x, 6) for x in row] for row in tensor.tolist()]
+
+
+def test_truncation_masking_and_products() -> None:
+    assert rows(correct(rollout_is="token", rollout_is_threshold=2.0).weights) == [[1, 2, 0.2], [1.5, 1, 0]]
+    assert rows(correct(rollout_is="token", rollout_is_threshold="0.5_2").weights) == [[1, 0, 0], [1.5, 1, 0]]
+    assert rows(correct(rollout_is="sequence").weights) == [[0.6] * 3, [1.5, 1.5, 0]]
+    assert correct(rollout_is=None).weights is None
+
+
+def test_batch_normalisation_makes_the_mean_1() -> None:
+    token = correct(rollout_is="token", rollout_is_batch_normalize=True)
+    assert token.weights is not None
+    assert token.weights[MASK.bool()].mean().item() == pytest.approx(1)
+    assert token.metrics["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(5.7 / 5)
+    sequence = correct(rollout_is="sequence", rollout_is_batch_normalize=True).weights
+    assert sequence is not None
+    assert sequence[:, 0].mean().item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "threshold", "kept"),
+    [
+        ("token", "0.5_2", [[1, 0, 0], [1, 1, 0]]),
+        ("token_k1", 2.0, [[1, 0, 0], [1, 1, 0]]),
+        ("token_k1", "0.5_6", [[1, 0, 1], [1, 1, 0]]),
+        ("token_k2", 0.1, [[1, 0, 0], [1, 1, 0]]),
+        ("token_k3", 0.85, [[1, 0, 1], [1, 1, 0]]),
+        ("sequence", 1.6, [[0, 0, 0], [1, 1, 0]]),
+        ("geometric", 1.2, [[1, 1, 1], [0, 0, 0]]),
+        ("seq_sum_k2", 1.0, [[0, 0, 0], [1, 1, 0]]),
+        ("seq_mean_k3", 0.5, [[0, 0, 0], [1, 1, 0]]),
+        ("seq_max_k2", 1.2, [[0, 0, 0], [1, 1, 0]]),
+        ("token_k1, seq_sum_k2", "2,3", [[1, 0, 0], [1, 1, 0]]),
+    ],
+)
+def test_rejection(mode: str, threshold: Any, kept: list[list[int]]) -> None:
+    assert correct(rollout_rs=mode, rollout_rs_threshold=threshold).response_mask.tolist() == kept
+
+
+def test_metrics_tell_how_much_was_rejected() -> None:
+    metrics = correct(rollout_rs="token", rollout_rs_threshold=2.0).metrics
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(2 / 5)
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 2)
+    assert metrics["rollout_corr/rollout_rs_token_k1_fraction_high"] == pytest.approx(1 / 5)
+
+
+def test_an_empty_mask_gives_no_weights_and_no_nan() -> None:
+    empty = correct(mask=torch.zeros_like(MASK), rollout_is="token", rollout_rs="geometric", rollout_rs_threshold=2.0)
+    assert empty.weights is not None
+    assert (empty.weights == 0).all()
+    assert all(math.isfinite(value) for value in empty.metrics.values())
+
+
+def test_equal_policies_change_nothing() -> None:
+    same = correct(torch.ones_like(RATIO), rollout_is="token", rollout_rs=",".join(RS_MODES), rollout_rs_threshold=1.1)
+    assert same.weights is not None
+    assert torch.equal(same.weights, MASK.double())
+    assert torch.equal(same.response_mask, MASK)
+    assert same.metrics["rollout_corr/kl"] == 0
+    assert same.metrics["rollout_corr/chi2_seq"] == 0
+    assert same.metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rollout_is": "tokens"},
+        {"loss_type": "ppo"},
+        {"rollout_is_threshold": "a"},
+        {"rollout_is_threshold": True},
+        {"rollout_is_threshold": -1.0},
+        {"rollout_is_threshold": "2_1"},
+        {"rollout_is_threshold": "1_2_3"},
+        {"rollout_rs": "token_k4", "rollout_rs_threshold": 2},
+        {"rollout_rs": "token_k1"},
+        {"rollout_rs": "token_k2", "rollout_rs_threshold": "1_2"},
+        {"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5},
+        {"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "2,2,2"},
+        {"bypass_mode": True, "loss_type": "reinforce", "rollout_is_batch_normalize": True},
+    ],
+    ids=str,
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="rollout_"):
+        RolloutCorrection(**settings)
+
+
+def test_decoupled_weights() -> None:
+    keys = {
+        "proximal_log_probs": RATIO.log(),
+        "behaviour_log_probs": torch.zeros_like(RATIO),
+        "response_mask": MASK,
+    }
+    assert rows(decoupled_weights(**keys)) == [[1, 3, 0.2], [1.5, 1, 0]]
+    assert rows(decoupled_weights(**keys, upper=2.0)) == [[1, 0, 0.2], [1.5, 1, 0]]
+    assert rows(decoupled_weights(**keys, upper=2.0, lower=0.5, action="clamp")) == [[1, 2, 0.5], [1.5, 1, 0]]
+    by_row = decoupled_weights(**keys, upper=1.2, lower=0.9, level="sequence")
+    assert rows(by_row) == [[0, 0, 0], [0, 0, 0]]
+    assert rows(decoupled_weights(**keys, upper=1.3, lower=0.9, level="sequence"))[1] == [1.5, 1, 0]
+    with pytest.raises(ValueError, match="action"):
+        decoupled_weights(**keys, action="drop")
+
+
+def test_mismatch_by_hand() -> None:
+    ours, theirs = torch.tensor([[-1.0, -2.0], [-3.0, 9.0]]), torch.tensor([[-1.5, -2.0], [-2.0, -9.0]])
+    metrics = mismatch_metrics(ours, theirs, torch.tensor([[1, 1], [1, 0]]))
+    assert metrics["kl"] == pytest.approx((-0.5 + 0 + 1) / 3)
+    assert metrics["training_ppl"] == pytest.approx((math.exp(1.5) + math.exp(3)) / 2)
+    assert metrics["log_ppl_diff"] == pytest.approx((-0.25 + 1) / 2)
+    assert metrics["chi2_token"] == pytest.approx((math.e + 1 + math.exp(-2)) / 3 - 1)
+    assert metrics["chi2_seq"] == pytest.approx((math.e + math.exp(-2)) / 2 - 1)
+    assert mismatch_metrics(ours, theirs, torch.zeros(2, 2)) == {}
+
+
+def test_probs_diff_by_hand() -> None:
+    ours, theirs = torch.tensor([[0.5, 0.2, 0.9]]), torch.tensor([[0.4, 0.4, 0.1]])
+    metrics = probs_diff_metrics(
+        old_log_probs=ours.log(), rollout_log_probs=theirs.log(), response_mask=torch.tensor([[1, 1, 0]])
+    )
+    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(0.2)
+    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(0.15)
+    assert metrics["training/rollout_probs_diff_std"] == pytest.approx(0.1 / 2**0.5)
+    perfect = probs_diff_metrics(
+        old_log_probs=ours.log(), rollout_log_probs=(ours / 2).log(), response_mask=torch.ones(1, 3)
+    )
+    assert perfect["training/rollout_actor_probs_pearson_corr"] == pytest.approx(1)
+    nothing = probs_diff_metrics(old_log_probs=ours, rollout_log_probs=ours, response_mask=torch.zeros(1, 3))
+    assert nothing["training/rollout_probs_diff_valid"] == 0

@@ -1,0 +1,124 @@
+"""Group filters, the overlong penalty, resampling, and AReaL's normalisation against loops over groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlsys.algorithms import (
+    NormSettings,
+    RewardSettings,
+    informative_groups,
+    normalize,
+    overlong_penalty,
+    pf_ppo_rows,
+    shape_rewards,
+)
+
+
+def test_groups_with_equal_rewards_are_dropped_exactly() -> None:
+    """0.1 three times has a float deviation that is not 0; the spread is."""
+    metric = torch.tensor([0.1, 1.0, 0.1, 0.0, 0.1, 5.0], dtype=torch.float64)
+    ids = torch.tensor([0, 1, 0, 1, 0, 2])
+    assert informative_groups(metric, ids).tolist() == [False, True, False, True, False, True]
+
+
+def test_overlong_penalty_by_hand() -> None:
+    lengths = torch.tensor([0, 80, 90, 100, 110])
+    got = overlong_penalty(lengths, max_length=100, buffer_length=20, penalty_factor=2.0)
+    assert got.tolist() == pytest.approx([0, 0, -1, -2, -3])
+    for buffer in (0, 101):
+        with pytest.raises(ValueError, match="overlong"):
+            overlong_penalty(lengths, max_length=100, buffer_length=buffer)
+
+
+def test_pf_ppo_resamples_by_reward() -> None:
+    scores = torch.tensor([0.0, 1.0, 3.0, 1.0])
+    rows = pf_ppo_rows(scores.repeat(500), seed=1)
+    drawn = torch.bincount(rows % 4, minlength=4) / len(rows)
+    assert drawn.tolist() == pytest.approx([0, 1 / 11, 9 / 11, 1 / 11], abs=0.03)
+    assert torch.equal(rows, pf_ppo_rows(scores.repeat(500), seed=1))
+    assert set(pf_ppo_rows(scores, reweight_method="max_min", seed=0).tolist()) <= {0, 2}
+    best = (pf_ppo_rows(scores.repeat(500), reweight_method="max_random") % 4 == 2).double().mean()
+    assert best.item() == pytest.approx(4 / 7, abs=0.04)
+    with pytest.raises(ValueError, match="reweight_method"):
+        pf_ppo_rows(scores, reweight_method="max")
+
+
+def loop(values: Tensor, mask: Tensor, ids: Tensor, settings: NormSettings) -> Tensor:
+    """AReaL's normalisation, one group at a time."""
+    values, counted = values.double(), mask.bool()
+    out = torch.zeros_like(values)
+    everyone = [torch.arange(len(ids))]
+    groups = [(ids == g).nonzero()[:, 0] for g in ids.unique()]
+    mean = torch.zeros_like(values)
+    for rows in [] if settings.mean_level is None else everyone if settings.mean_level == "batch" else groups:
+        for i in rows:
+            for t in range(values.shape[1]):
+                pool = values[rows][counted[rows]]
+                if settings.mean_leave1out:
+                    mean[i, t] = (pool.sum() - values[i, t]) / (len(pool) - 1) if len(pool) > 1 else 0
+                elif len(pool):
+                    mean[i, t] = pool.mean()
+    centred = (values - mean) * counted
+    if settings.std_level is None:
+        return centred
+    for rows in everyone if settings.std_level == "batch" else groups:
+        pool = centred[rows][counted[rows]]
+        degrees = len(pool) - int(settings.std_unbiased)
+        std = (pool.square().sum() / degrees).sqrt() if degrees > 0 else torch.tensor(1.0)
+        out[rows] = centred[rows] / (std + settings.eps)
+    return out
+
+
+@pytest.mark.parametrize("mean_level", [None, "batch", "group"])
+@pytest.mark.parametrize("std_level", [None, "batch", "group"])
+@pytest.mark.parametrize("leave1out", [False, True])
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_normalisation_equals_a_loop(
+    mean_level: str | None, std_level: str | None, leave1out: bool, unbiased: bool
+) -> None:
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.tensor([0, 1, 0, 2, 1, 0])
+    values = torch.randn(6, 5, generator=draw, dtype=torch.float64)
+    mask = torch.rand(6, 5, generator=draw) > 0.3
+    settings = NormSettings(mean_level, std_level, leave1out, unbiased)
+    got = normalize(values, settings, group_ids=ids, mask=mask)
+    torch.testing.assert_close(got, loop(values, mask, ids, settings))
+    scores = values[:, 0]
+    got = normalize(scores, settings, group_ids=ids)
+    expected = loop(scores.unsqueeze(1), torch.ones(6, 1), ids, settings)[:, 0]
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_group_of_one_is_left_in_peace() -> None:
+    group = NormSettings("group", "group", mean_leave1out=True)
+    assert normalize(torch.tensor([3.0]), group, group_ids=torch.tensor([0])).item() == pytest.approx(3, rel=1e-4)
+    plain = NormSettings("group", "group")
+    assert normalize(torch.tensor([3.0]), plain, group_ids=torch.tensor([0])).item() == 0
+    with pytest.raises(ValueError, match="std_level"):
+        NormSettings(std_level="row")
+
+
+def test_rewards_are_shaped_in_areals_order() -> None:
+    """Overlong before bias and scaling, clip before norm, truncation last."""
+    settings = RewardSettings(
+        reward_bias=-0.5,
+        reward_scaling=10.0,
+        reward_clip=4.0,
+        overlong_tokens=10,
+        overlong_penalty_factor=1.0,
+        max_new_tokens=20,
+    )
+    keys = {
+        "group_ids": torch.tensor([0, 0, 0]),
+        "lengths": torch.tensor([5, 15, 20]),
+        "truncated": torch.tensor([False, False, True]),
+    }
+    scores = torch.tensor([1.0, 1.0, 0.6])
+    assert shape_rewards(scores, settings, **keys).tolist() == pytest.approx([4, 0, -4])
+    zeroed = RewardSettings(reward_norm=NormSettings("batch", None), mask_no_eos_with_zero=True)
+    assert shape_rewards(scores, zeroed, **keys).tolist() == pytest.approx([1 - 2.6 / 3, 1 - 2.6 / 3, 0])
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        RewardSettings(overlong_tokens=3)

@@ -1,0 +1,135 @@
+"""KL estimators, the KL in the reward, its controllers, and the critic's loss."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlsys.algorithms import AdaptiveKLController, compute_value_loss, get_kl_controller, kl_penalty
+from rlsys.algorithms.kl import full_kl, kl_in_reward
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("kl", 0.5),
+        ("k1", 0.5),
+        ("abs", 0.5),
+        ("mse", 0.125),
+        ("k2", 0.125),
+        ("k3", math.exp(-0.5) + 0.5 - 1),
+        ("low_var_kl", math.exp(-0.5) + 0.5 - 1),
+        ("k1+", 0.5),
+        ("k3+", math.exp(-0.5) + 0.5 - 1),
+    ],
+)
+def test_estimators_by_hand(kind: str, expected: float) -> None:
+    log_prob, ref = torch.tensor([[-1.0]], dtype=torch.float64), torch.tensor([[-1.5]], dtype=torch.float64)
+    assert kl_penalty(log_prob, ref, kind).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", ["k1+", "abs+", "k3+", "mse", "mse+", "k2"])
+def test_straight_through_forms_have_the_gradient_of_k2(kind: str) -> None:
+    log_prob = torch.tensor([[-1.0, -3.0]], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([[-1.5, -2.0]], dtype=torch.float64)
+    kl_penalty(log_prob, ref, kind).sum().backward()
+    assert log_prob.grad is not None
+    torch.testing.assert_close(log_prob.grad, (log_prob - ref).detach())
+
+
+def test_k1_and_k3_are_unbiased_and_full_is_exact() -> None:
+    draw = torch.Generator().manual_seed(0)
+    logits, ref_logits = (torch.randn(1, 1, 5, generator=draw, dtype=torch.float64) / 2 for _ in range(2))
+    log_p, log_q = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    exact = full_kl(logits, ref_logits)
+    torch.testing.assert_close(exact, (log_p.exp() * (log_p - log_q)).sum(-1))
+    torch.testing.assert_close(kl_penalty(logits, ref_logits, "full"), exact)
+    for kind in ("k1", "k3"):
+        expectation = (log_p.exp() * kl_penalty(log_p, log_q, kind)).sum(-1)
+        torch.testing.assert_close(expectation, exact)
+
+
+def test_the_expected_gradient_of_k3_plus_is_that_of_the_kl_and_of_k3_is_not() -> None:
+    draw = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, generator=draw, dtype=torch.float64, requires_grad=True)
+    ref = torch.randn(5, generator=draw, dtype=torch.float64).log_softmax(0)
+    log_p = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((log_p.exp() * (log_p - ref)).sum(), logits, retain_graph=True)
+    got = {}
+    for kind in ("k3+", "k3"):
+        sampled = (log_p.exp().detach() * kl_penalty(log_p, ref, kind)).sum()
+        (got[kind],) = torch.autograd.grad(sampled, logits, retain_graph=True)
+    torch.testing.assert_close(got["k3+"], exact)
+    assert (got["k3"] - exact).abs().max() > 0.01
+
+
+def test_k3_is_bounded_and_unknown_kinds_are_refused() -> None:
+    far = kl_penalty(torch.tensor([[-50.0]]), torch.tensor([[-1.0]]), "k3")
+    assert far.item() == 10
+    with pytest.raises(ValueError, match="low_var_kl"):
+        kl_penalty(torch.zeros(1, 1), torch.zeros(1, 1), "k4")
+    with pytest.raises(ValueError, match=r"\(B, R, V\)"):
+        kl_penalty(torch.zeros(1, 1), torch.zeros(1, 1), "full")
+
+
+def test_kl_in_reward_by_hand() -> None:
+    rewards, current = kl_in_reward(
+        token_level_scores=torch.tensor([[0.0, 1.0], [2.0, 0.0]]),
+        log_prob=torch.tensor([[-1.0, -1.0], [-1.0, -9.0]]),
+        ref_log_prob=torch.tensor([[-1.5, -2.0], [-1.0, torch.nan]]),
+        response_mask=torch.tensor([[1, 1], [1, 0]]),
+        beta=0.1,
+        kind="kl",
+    )
+    torch.testing.assert_close(rewards, torch.tensor([[-0.05, 0.9], [2.0, 0.0]]))
+    assert current == pytest.approx((0.75 + 0) / 2)
+
+
+def test_adaptive_controller_by_hand_and_through_a_checkpoint() -> None:
+    controller = get_kl_controller("adaptive", kl_coef=0.2, target_kl=6.0, horizon=100)
+    controller.update(current_kl=6.6, n_steps=10)
+    assert controller.value == pytest.approx(0.2 * (1 + 0.1 * 10 / 100))
+    controller.update(current_kl=600.0, n_steps=10)
+    value = 0.2 * 1.01 * (1 + 0.2 * 0.1)
+    assert controller.value == pytest.approx(value)
+    resumed = AdaptiveKLController(0.2, 6.0, 100)
+    resumed.load_state_dict(controller.state_dict())
+    assert resumed.value == controller.value
+
+
+def test_fixed_controller_stays() -> None:
+    controller = get_kl_controller("fixed", kl_coef=0.3)
+    controller.update(current_kl=100.0, n_steps=10)
+    assert controller.value == 0.3
+    for kind, horizon in (("adaptve", 1.0), ("adaptive", 0.0)):
+        with pytest.raises(ValueError, match="kl_ctrl"):
+            get_kl_controller(kind, kl_coef=0.1, horizon=horizon)
+
+
+def test_value_loss_by_hand() -> None:
+    """v = 2, old 1, clip 0.5 -> held at 1.5; R = 1.6: max(0.16, 0.01) / 2. R = 3: max(1, 2.25) / 2, clipped."""
+    result = compute_value_loss(
+        vpreds=torch.tensor([[2.0, 2.0, torch.nan]]),
+        returns=torch.tensor([[1.6, 3.0, 0.0]]),
+        values=torch.tensor([[1.0, 1.0, 0.0]]),
+        response_mask=torch.tensor([[1, 1, 0]]),
+        cliprange_value=0.5,
+    )
+    assert (result.total / result.count).item() == pytest.approx((0.08 + 1.125) / 2)
+    assert result.metrics["critic/vf_clipfrac"] == (1, 2)
+    assert result.metrics["critic/vpred_mean"] == (4, 2)
+
+
+def test_value_gradient_is_that_of_finite_differences() -> None:
+    draw = torch.Generator().manual_seed(0)
+    vpreds, returns, values = (torch.randn(3, 4, generator=draw, dtype=torch.float64) for _ in range(3))
+    mask = (torch.rand(3, 4, generator=draw) > 0.3).long()
+
+    def loss(v: torch.Tensor) -> torch.Tensor:
+        return compute_value_loss(
+            vpreds=v, returns=returns, values=values, response_mask=mask, cliprange_value=0.4
+        ).total
+
+    assert torch.autograd.gradcheck(loss, vpreds.requires_grad_())

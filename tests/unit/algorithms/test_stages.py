@@ -1,0 +1,191 @@
+"""What the controller calls, on real DataProtos."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rlsys.algorithms import (
+    PFPPO,
+    NormSettings,
+    PolicyLossParams,
+    RewardSettings,
+    RolloutCorrection,
+    add_selected_tokens,
+    adv_estimator_names,
+    apply_kl_penalty,
+    apply_rollout_correction,
+    compute_advantage,
+    filter_groups,
+    get_kl_controller,
+    is_truncated,
+    rewards_from_scores,
+    shape_batch_rewards,
+)
+from rlsys.protocol import DataProto
+
+EOS = 2
+
+
+def make(rows: int = 4, tokens: int = 3, **columns: Any) -> DataProto:
+    draw = torch.Generator().manual_seed(0)
+    mask = torch.ones(rows, tokens, dtype=torch.int64)
+    mask[1, 2:] = 0
+    scores = torch.zeros(rows, tokens)
+    scores[torch.arange(rows), mask.sum(1) - 1] = torch.tensor([1.0, 0.0, 0.5, 0.25])
+    responses = torch.full((rows, tokens), 7)
+    responses[0, 2] = EOS
+    responses[1, 1] = EOS
+
+    def normal() -> Tensor:
+        return torch.randn(rows, tokens, generator=draw) * mask
+
+    tensors = {
+        "responses": responses,
+        "response_mask": mask,
+        "token_level_scores": scores,
+        "old_log_probs": -normal().abs(),
+        "ref_log_prob": -normal().abs(),
+        "rollout_log_probs": -normal().abs(),
+        "values": normal(),
+        "sum_pi_squared": normal().abs(),
+        "reward_baselines": torch.zeros(rows),
+    }
+    non_tensors = {
+        "uid": np.array(["b", "a", "b", "a"], dtype=object),
+        "acc": np.array([1, 0, 1, 0], dtype=object),
+        "part": np.array([1.0, 0.0, 0.0, 1.0], dtype=object),
+    }
+    return DataProto.from_dict({**tensors, **columns}, non_tensors)
+
+
+def values(batch: DataProto, name: str) -> Tensor:
+    assert batch.batch is not None
+    return batch.batch[name]
+
+
+@pytest.mark.parametrize("name", adv_estimator_names())
+def test_every_estimator_runs_on_a_batch(name: str) -> None:
+    batch = rewards_from_scores(make())
+    done = compute_advantage(batch, estimator=name, gdpo_reward_keys=("acc", "part"), gdpo_reward_weights=(1.0, 0.5))
+    assert torch.isfinite(values(done, "advantages")).all()
+    assert (values(done, "returns")[1, 2:] == 0).all()
+    assert "advantages" not in batch.batch.keys()  # noqa: SIM118
+
+
+def test_groups_follow_uid_or_else_position() -> None:
+    batch = rewards_from_scores(make())
+    by_uid = compute_advantage(batch, estimator="grpo", norm_adv_by_std_in_grpo=False)
+    assert values(by_uid, "advantages")[:, 0].tolist() == pytest.approx([0.25, -0.125, -0.25, 0.125])
+    del batch.non_tensor_batch["uid"]
+    by_place = compute_advantage(batch, estimator="grpo", norm_adv_by_std_in_grpo=False, num_repeat=2)
+    assert values(by_place, "advantages")[:, 0].tolist() == pytest.approx([0.5, -0.5, 0.125, -0.125])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "missing"),
+    [
+        ("gae", "values"),
+        ("remax", "reward_baselines"),
+        ("optimal_token_baseline", "sum_pi_squared"),
+        ("gdpo", "gdpo_reward_keys"),
+        ("grop", "did you mean"),
+    ],
+)
+def test_what_is_missing_is_named(estimator: str, missing: str) -> None:
+    batch = rewards_from_scores(make())
+    batch.pop(batch_keys=["values", "reward_baselines", "sum_pi_squared"])
+    with pytest.raises(ValueError, match=missing):
+        compute_advantage(batch, estimator=estimator)
+    with pytest.raises(ValueError, match="token_level_rewards"):
+        compute_advantage(make(), estimator="grpo")
+    with pytest.raises(ValueError, match="style"):
+        compute_advantage(batch, estimator="gdpo", gdpo_reward_keys=("style",))
+    with pytest.raises(ValueError, match="2 values for 1"):
+        compute_advantage(batch, estimator="gdpo", gdpo_reward_keys=("acc",), gdpo_reward_weights=(1, 2))
+
+
+def test_adv_norm_replaces_the_whitening_of_gae() -> None:
+    batch = rewards_from_scores(make())
+    whitened = values(compute_advantage(batch, estimator="gae"), "advantages")
+    raw = values(compute_advantage(batch, estimator="gae", adv_norm=NormSettings(None, None)), "advantages")
+    assert not torch.allclose(whitened, raw)
+    normed = values(compute_advantage(batch, estimator="gae", adv_norm=NormSettings(eps=0.0)), "advantages")
+    torch.testing.assert_close(normed, whitened, rtol=1e-5, atol=1e-6)
+
+
+def test_pf_ppo_resamples_rows_with_everything_that_belongs_to_them() -> None:
+    batch = rewards_from_scores(make())
+    done = compute_advantage(batch, estimator="gae", pf_ppo=PFPPO(weight_pow=8.0), seed=3)
+    plain = compute_advantage(batch, estimator="gae")
+    for row in range(4):
+        scores = values(plain, "token_level_scores")
+        source = int((scores == values(done, "token_level_scores")[row]).all(dim=1).nonzero()[0])
+        assert torch.equal(values(done, "advantages")[row], values(plain, "advantages")[source])
+        assert done.non_tensor_batch["uid"][row] == plain.non_tensor_batch["uid"][source]
+
+
+def test_kl_penalty_lowers_the_reward_and_moves_the_controller() -> None:
+    controller = get_kl_controller("adaptive", kl_coef=0.1, target_kl=0.01, horizon=100)
+    batch = make()
+    done, metrics = apply_kl_penalty(batch, controller)
+    kl = (values(batch, "old_log_probs") - values(batch, "ref_log_prob")) * values(batch, "response_mask")
+    torch.testing.assert_close(values(done, "token_level_rewards"), values(batch, "token_level_scores") - 0.1 * kl)
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.1
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(
+        (kl.sum(1) / values(batch, "response_mask").sum(1)).mean().item()
+    )
+    assert controller.value != 0.1
+
+
+def test_rollout_correction_adds_weights_and_shrinks_the_mask() -> None:
+    batch = make()
+    settings = RolloutCorrection(rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=0.3)
+    done, metrics = apply_rollout_correction(batch, settings)
+    assert values(done, "rollout_is_weights").shape == (4, 3)
+    assert values(done, "response_mask").sum() < values(batch, "response_mask").sum()
+    assert all(name.startswith("rollout_corr/") for name in metrics)
+    bypass, nothing = apply_rollout_correction(batch, RolloutCorrection(bypass_mode=True))
+    assert torch.equal(values(bypass, "old_log_probs"), values(batch, "rollout_log_probs"))
+    assert nothing == {}
+
+
+def test_areal_rewards_are_placed_at_the_last_token() -> None:
+    done = shape_batch_rewards(make(), RewardSettings(reward_scaling=2.0, mask_no_eos_with_zero=True), eos_token_id=EOS)
+    assert values(done, "token_level_scores").tolist() == [[0, 0, 2], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
+
+
+def test_truncation_is_read_from_the_finish_reason_or_the_last_token() -> None:
+    batch = make()
+    assert is_truncated(batch, EOS).tolist() == [False, False, True, True]
+    assert is_truncated(batch, [EOS, 7]).tolist() == [False] * 4
+    with pytest.raises(ValueError, match="finish_reason"):
+        is_truncated(batch)
+    batch.non_tensor_batch["finish_reason"] = np.array(["length", "stop", "stop", "length"], dtype=object)
+    assert is_truncated(batch).tolist() == [True, False, False, True]
+
+
+def test_filter_groups_keeps_rows_in_order() -> None:
+    batch = rewards_from_scores(make())
+    kept, metrics = filter_groups(batch, metric="seq_reward")
+    assert len(kept) == 4
+    assert metrics == {"training/filter_groups_kept": 2.0, "training/filter_groups_dropped": 0.0}
+    none, metrics = filter_groups(batch, metric="acc")
+    assert len(none) == 0
+    assert metrics["training/filter_groups_dropped"] == 2
+    batch.non_tensor_batch["part"] = np.array([1.0, 0.5, 1.0, 1.0], dtype=object)
+    part, _ = filter_groups(batch, metric="part")
+    assert part.non_tensor_batch["uid"].tolist() == ["a", "a"]
+    with pytest.raises(ValueError, match="metric"):
+        filter_groups(batch, metric="score")
+
+
+def test_selected_tokens_are_added_for_the_covariance_losses_only() -> None:
+    batch = compute_advantage(rewards_from_scores(make()), estimator="grpo")
+    chosen = add_selected_tokens(batch, loss_mode="kl_cov", params=PolicyLossParams(kl_cov_ratio=0.3))
+    assert values(chosen, "selected_tokens").sum() == int(0.3 * 11)
+    assert add_selected_tokens(batch, loss_mode="vanilla", params=PolicyLossParams()) is batch

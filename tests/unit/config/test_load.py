@@ -1,0 +1,513 @@
+"""Layers, spellings, references, presets and what is printed."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rlsys.config import EvalConfig, PPOConfig, RMConfig, SFTConfig, load_config, main_config
+from rlsys.config.aliases import AREAL, EVAL, EXPANSIONS, GLOBAL_MICRO_BATCHES, SUPERVISED, VERL, canonical, table_for
+from rlsys.config.arguments import parse_arguments
+from rlsys.config.describe import describe
+from rlsys.config.elsewhere import known_elsewhere
+from rlsys.config.keys import default_of, leaves, sections
+from rlsys.config.load import load
+from rlsys.config.presets import preset_names, presets_folder
+from rlsys.config.schema_base import Section
+
+JOBS = [PPOConfig, SFTConfig, RMConfig, EvalConfig]
+A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.parquet", "test.parquet"):
+        (tmp_path / name).write_bytes(b"PAR1")
+    (tmp_path / "some" / "model").mkdir(parents=True)
+    (tmp_path / "some" / "model" / "config.json").write_text('{"hidden_size": 8}')
+    return tmp_path
+
+
+def notes(argv: list[str], schema: type[Section] = PPOConfig) -> str:
+    return "\n".join(load(parse_arguments(argv), schema).notes)
+
+
+def value(cfg: Section, path: str) -> object:
+    found: object = cfg
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+# The schema
+
+
+@pytest.mark.parametrize("schema", JOBS)
+def test_every_key_is_described(schema: type[Section]) -> None:
+    for path, section in sections(schema).items():
+        assert section.__doc__, path
+        for name in section.model_fields:
+            key = f"{path}.{name}" if path else name
+            if key in leaves(schema):
+                assert describe(section, name), key
+
+
+@pytest.mark.parametrize("schema", JOBS)
+def test_every_default_is_itself_valid(schema: type[Section], folder: Path) -> None:
+    (folder / "bare.yaml").write_text("")
+    files = ["data.train_files=null", "data.val_files=null"] if schema is PPOConfig else []
+    load_config(["--config-name=./bare.yaml", *files], schema)
+
+
+@pytest.mark.parametrize("schema", JOBS)
+def test_no_key_is_also_another_spelling_or_elsewhere(schema: type[Section]) -> None:
+    job = schema.__name__
+    assert not set(table_for(job)) & set(leaves(schema))
+    shadowed = {key for key in known_elsewhere(job) if key in leaves(schema)}
+    allowed = {
+        key for key in shadowed if key.endswith(("optimizer_offload", "strategy", "ulysses_sequence_parallel_size"))
+    }
+    assert shadowed == allowed
+
+
+@pytest.mark.parametrize("schema", JOBS)
+def test_every_spelling_leads_to_a_key(schema: type[Section]) -> None:
+    table = table_for(schema.__name__)
+    ends = {*leaves(schema), *sections(schema), *EXPANSIONS, *known_elsewhere(schema.__name__)}
+    for spelling in table:
+        if schema is RMConfig or not spelling.startswith("ray_init"):
+            assert canonical(spelling, table) in ends or "lora" in spelling, spelling
+    if schema is PPOConfig:
+        assert set(GLOBAL_MICRO_BATCHES.values()) <= set(leaves(schema))
+
+
+VERL_DEFAULTS = {
+    "data.train_batch_size": 1024,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    "data.prompt_key": "prompt",
+    "data.reward_fn_key": "data_source",
+    "data.shuffle": True,
+    "data.truncation": "error",
+    "data.filter_overlong_prompts": False,
+    "data.filter_overlong_prompts_workers": 1,
+    "data.train_max_samples": -1,
+    "data.val_max_samples": -1,
+    "data.validation_shuffle": False,
+    "data.return_raw_chat": True,
+    f"{M}.enable_gradient_checkpointing": True,
+    f"{M}.use_remove_padding": True,
+    f"{M}.lora_rank": 0,
+    f"{M}.lora_alpha": 16,
+    f"{M}.target_modules": ("all-linear",),
+    f"{A}.strategy": "fsdp",
+    f"{A}.ppo_mini_batch_size": 256,
+    f"{A}.ppo_micro_batch_size_per_gpu": None,
+    f"{A}.use_dynamic_bsz": False,
+    f"{A}.ppo_max_token_len_per_gpu": 16384,
+    f"{A}.ppo_epochs": 1,
+    f"{A}.shuffle": False,
+    f"{A}.data_loader_seed": 42,
+    f"{A}.clip_ratio": 0.2,
+    f"{A}.clip_ratio_low": 0.2,
+    f"{A}.clip_ratio_high": 0.2,
+    f"{A}.clip_ratio_c": 3.0,
+    f"{A}.tau_pos": 1.0,
+    f"{A}.tau_neg": 1.05,
+    f"{A}.loss_agg_mode": "token-mean",
+    f"{A}.entropy_coeff": 0.0,
+    f"{A}.use_kl_loss": False,
+    f"{A}.kl_loss_coef": 0.001,
+    f"{A}.kl_loss_type": "low_var_kl",
+    f"{A}.grad_clip": 1.0,
+    f"{A}.ulysses_sequence_parallel_size": 1,
+    f"{A}.policy_loss.loss_mode": "vanilla",
+    f"{A}.policy_loss.clip_cov_ratio": 0.0002,
+    f"{A}.policy_loss.kl_cov_ratio": 0.0002,
+    f"{A}.policy_loss.ppo_kl_coef": 0.1,
+    f"{A}.optim.lr": 1e-6,
+    f"{A}.optim.weight_decay": 0.01,
+    f"{A}.optim.lr_warmup_steps": -1,
+    f"{A}.optim.lr_warmup_steps_ratio": 0.0,
+    f"{A}.optim.lr_scheduler_type": "constant",
+    f"{A}.optim.betas": (0.9, 0.999),
+    f"{A}.fsdp_config.fsdp_size": -1,
+    f"{A}.fsdp_config.param_offload": False,
+    f"{A}.fsdp_config.model_dtype": "float32",
+    f"{A}.checkpoint.save_contents": ("model", "optimizer", "extra"),
+    f"{R}.temperature": 1.0,
+    f"{R}.top_k": -1,
+    f"{R}.top_p": 1.0,
+    f"{R}.do_sample": True,
+    f"{R}.n": 1,
+    f"{R}.seed": 42,
+    f"{R}.max_num_seqs": 256,
+    f"{R}.calculate_log_probs": True,
+    f"{R}.val_kwargs.temperature": 0.0,
+    f"{R}.val_kwargs.do_sample": False,
+    f"{R}.checkpoint_engine.update_weights_bucket_megabytes": 2048,
+    "actor_rollout_ref.nccl_timeout": 600.0,
+    "critic.optim.lr": 1e-5,
+    "critic.ppo_mini_batch_size": 256,
+    "critic.ppo_max_token_len_per_gpu": 32768,
+    "critic.forward_max_token_len_per_gpu": 32768,
+    "critic.cliprange_value": 0.5,
+    "algorithm.adv_estimator": "gae",
+    "algorithm.gamma": 1.0,
+    "algorithm.lam": 1.0,
+    "algorithm.norm_adv_by_std_in_grpo": True,
+    "algorithm.use_kl_in_reward": False,
+    "algorithm.kl_penalty": "kl",
+    "algorithm.kl_ctrl.type": "fixed",
+    "algorithm.kl_ctrl.kl_coef": 0.001,
+    "algorithm.kl_ctrl.horizon": 10000,
+    "algorithm.kl_ctrl.target_kl": 0.1,
+    "algorithm.filter_groups.enable": False,
+    "algorithm.rollout_correction.rollout_is": None,
+    "algorithm.rollout_correction.rollout_is_threshold": "2.0",
+    "algorithm.rollout_correction.bypass_mode": False,
+    "algorithm.rollout_correction.loss_type": "ppo_clip",
+    "reward.num_workers": 8,
+    "reward.custom_reward_function.name": "compute_score",
+    "reward.reward_manager.name": "naive",
+    "reward.reward_model.enable": False,
+    "reward.sandbox_fusion.memory_limit_mb": 1024,
+    "trainer.total_epochs": 30,
+    "trainer.nnodes": 1,
+    "trainer.save_freq": -1,
+    "trainer.test_freq": -1,
+    "trainer.val_before_train": True,
+    "trainer.val_only": False,
+    "trainer.critic_warmup": 0,
+    "trainer.balance_batch": True,
+    "trainer.resume_mode": "auto",
+    "trainer.log_val_generations": 0,
+    "trainer.deadlines.start_s": 300.0,
+}
+
+
+def test_defaults_are_verls(folder: Path) -> None:
+    (folder / "bare.yaml").write_text("")
+    cfg = load_config(["--config-name=./bare.yaml", "data.train_files=train.parquet", "data.val_files=test.parquet"])
+    assert {key: value(cfg, key) for key in VERL_DEFAULTS} == VERL_DEFAULTS
+
+
+def test_a_configuration_is_frozen_and_travels() -> None:
+    cfg = load_config([])
+    with pytest.raises(ValueError, match="frozen"):
+        cfg.data.seed = 3  # type: ignore[misc]
+    assert pickle.loads(pickle.dumps(cfg)) == cfg
+
+
+# Spellings
+
+
+SAME = [
+    ("custom_reward_function.name=f", "reward.custom_reward_function.name", "f"),
+    ("reward_model.reward_manager=dapo", "reward.reward_manager.name", "dapo"),
+    ("reward_model.num_workers=3", "reward.num_workers", 3),
+    ("reward_model.reward_kwargs.max_resp_len=8", "reward.reward_kwargs.max_resp_len", 8),
+    ("reward_model.micro_batch_size_per_gpu=8", "reward.reward_model.micro_batch_size_per_gpu", 8),
+    ("sandbox_fusion.memory_limit_mb=99", "reward.sandbox_fusion.memory_limit_mb", 99),
+    ("critic.model.fsdp_config.param_offload=true", "critic.fsdp.param_offload", True),
+    ("critic.optim.clip_grad=2.0", "critic.grad_clip", 2.0),
+    (f"{A}.optim.clip_grad=2.0", f"{A}.grad_clip", 2.0),
+    (f"{A}.optim.warmup_style=cosine", f"{A}.optim.lr_scheduler_type", "cosine"),
+    (f"{A}.ppo_micro_batch_size=4", f"{A}.ppo_micro_batch_size_per_gpu", 4),
+    (f"{A}.fsdp_config.mixed_precision.param_dtype=bf16", f"{A}.fsdp_config.dtype", "bfloat16"),
+    (f"{A}.eps_clip=0.3", f"{A}.clip_ratio", 0.3),
+    (f"{A}.c_clip=4.0", f"{A}.clip_ratio_c", 4.0),
+    (f"{R}.group_size=4", f"{R}.n", 4),
+    (f"{R}.prompt_length=20", "data.max_prompt_length", 20),
+    (f"{R}.update_weights_bucket_megabytes=64", f"{R}.checkpoint_engine.update_weights_bucket_megabytes", 64),
+    (f"{R}.checkpoint_engine.backend=naive", f"{R}.checkpoint_engine.backend", "auto"),
+    (f"{R}.dtype=fp32", f"{R}.dtype", "float32"),
+    ("algorithm.kl_ctl=0.1", "algorithm.kl_ctrl.kl_coef", 0.1),
+    ("algorithm.kl_ctl=0.1", "algorithm.use_kl_in_reward", True),
+    ("algorithm.kl_ctl=0.0", "algorithm.use_kl_in_reward", False),
+    ("algorithm.adv_norm=true", "algorithm.adv_norm.mean_level", "batch"),
+    ("algorithm.group_reward_norm=true", "algorithm.reward_norm.std_level", "group"),
+    ("algorithm.discount=0.9", "algorithm.gamma", 0.9),
+    ("actor.group_size=4", f"{R}.n", 4),
+    ("actor.reward_scaling=10", "algorithm.reward_scaling", 10.0),
+    ("gconfig.max_new_tokens=6", "data.max_response_length", 6),
+    ("trainer.ray_wait_register_center_timeout=60", "trainer.deadlines.start_s", 60.0),
+    ("ray_init.num_cpus=2", "ray_kwargs.ray_init.num_cpus", 2),
+    ("data.trust_remote_code=true", f"{M}.trust_remote_code", True),
+]
+
+
+@pytest.mark.parametrize(("argument", "key", "expected"), SAME, ids=[case[0] for case in SAME])
+def test_other_spellings_mean_the_same(argument: str, key: str, expected: object) -> None:
+    assert value(load_config([argument]), key) == expected
+
+
+def test_both_spellings_may_agree() -> None:
+    assert load_config([f"{A}.clip_ratio=0.3", f"{A}.eps_clip=0.3"]).actor_rollout_ref.actor.clip_ratio == 0.3
+
+
+def test_a_later_layer_wins_under_either_spelling() -> None:
+    assert load_config(["reward_model.num_workers=5"]).reward.num_workers == 5  # quickstart says reward.num_workers
+
+
+def test_sizes_over_all_ranks_are_divided_and_followed() -> None:
+    cfg = load_config([f"{A}.ppo_micro_batch_size=8", "trainer.n_gpus_per_node=2", f"{A}.use_dynamic_bsz=false"])
+    assert cfg.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 4
+    assert cfg.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu == 4
+
+
+def test_spellings_of_the_other_jobs() -> None:
+    cfg = load_config(["ulysses_sequence_parallel_size=1", "trainer.seed=7", "use_remove_padding=false"], SFTConfig)
+    assert (cfg.data.seed, cfg.model.use_remove_padding) == (7, False)
+    assert load_config(["rollout.max_num_seqs=3"], EvalConfig).actor_rollout_ref.rollout.max_num_seqs == 3
+
+
+def test_a_section_of_nulls_from_an_old_file_sets_nothing(folder: Path) -> None:
+    (folder / "old.yaml").write_text(
+        "defaults: [quickstart]\ncustom_reward_function: {path: null, name: null}\n"
+        "reward_model: {enable: null, num_workers: null, rollout: {name: null}, model: {path: null}}\n"
+        "sandbox_fusion: {url: null, memory_limit_mb: null}\nactor_rollout_ref: {_target_: x.Y}\n"
+    )
+    assert load_config(["--config-name=./old.yaml"]) == load_config(["--config-name=quickstart"])
+
+
+# Keys of other systems
+
+
+def test_settings_without_effect_are_noted_in_one_line_for_each_reason() -> None:
+    told = notes([f"{R}.gpu_memory_utilization=0.6", f"{R}.enforce_eager=false", "trainer.v1.trainer_mode=sync"])
+    assert told.count("\n") == 1
+    assert f"{R}.gpu_memory_utilization, {R}.enforce_eager: " in told
+    assert "trainer.v1.trainer_mode" in told
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [f"{R}.mode=async", f"{R}.tensor_model_parallel_size=1", "trainer.use_v1=true", f"{A}.optim.optimizer=AdamW"],
+)
+def test_settings_that_ask_for_what_happens_anyway_are_silent(argument: str) -> None:
+    assert notes([argument]) == ""
+
+
+def test_notes_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        load_config(["transfer_queue.enable=true"])
+    assert "transfer_queue.enable" in caplog.text
+
+
+VERL_SCRIPT = """
+algorithm.adv_estimator=grpo data.train_files=train.parquet data.val_files=['test.parquet']
+data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=1024
+data.filter_overlong_prompts=True data.truncation='error' actor_rollout_ref.model.path=some/model
+actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.model.use_remove_padding=True
+actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32
+actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001
+actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0
+actor_rollout_ref.model.enable_gradient_checkpointing=True actor_rollout_ref.actor.fsdp_config.param_offload=False
+actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32
+actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.name=hf
+actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.n=5
+actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32 actor_rollout_ref.ref.fsdp_config.param_offload=True
+algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.logger=['console'] trainer.project_name=verl_grpo
+trainer.experiment_name=qwen3_8b trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5
+trainer.total_epochs=15 +trainer.default_hdfs_dir=null
+"""
+
+
+def test_a_script_written_for_verl_runs_with_the_engine_changed() -> None:
+    cfg = load_config(shlex.split(VERL_SCRIPT))
+    assert cfg.actor_rollout_ref.ref.fsdp_config.param_offload is True
+    assert cfg.data.val_files == ("test.parquet",)
+    assert cfg.trainer.default_local_dir == "checkpoints/verl_grpo/qwen3_8b"
+    assert notes(shlex.split(VERL_SCRIPT)).count("\n") == 0
+
+
+# References, files and presets
+
+
+def test_references_are_resolved_after_all_layers() -> None:
+    cfg = load_config(
+        [
+            "data.seed=${actor_rollout_ref.rollout.seed}",
+            f"{R}.seed=5",
+            "trainer.experiment_name=n${actor_rollout_ref.rollout.group_size}",
+        ]
+    )
+    assert cfg.data.seed == 5
+    assert cfg.trainer.experiment_name == "n8"
+    assert cfg.trainer.default_local_dir == "checkpoints/rlsys/n8"
+
+
+def test_linked_keys_follow_unless_set() -> None:
+    cfg = load_config([f"{A}.clip_ratio=0.3", "algorithm.adv_estimator=gae", f"{A}.use_dynamic_bsz=false"])
+    assert cfg.actor_rollout_ref.actor.clip_ratio_low == 0.3
+    assert cfg.actor_rollout_ref.actor.clip_ratio_high == 0.28  # quickstart sets it
+    assert cfg.critic.use_dynamic_bsz is False
+    assert cfg.critic.ppo_mini_batch_size == 48
+
+
+def test_environment_variables_may_be_referred_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLSYS_TEST_NAME", "here")
+    assert load_config(["trainer.experiment_name=${oc.env:RLSYS_TEST_NAME}"]).trainer.experiment_name == "here"
+    assert load_config(["trainer.experiment_name=${oc.env:RLSYS_NOT,there}"]).trainer.experiment_name == "there"
+
+
+def test_home_folders_are_spelled_out() -> None:
+    assert load_config(["trainer.default_local_dir=~/x"]).trainer.default_local_dir == str(Path.home() / "x")
+
+
+def test_without_a_model_the_quickstart_runs_and_says_so() -> None:
+    loaded = load(parse_arguments(["trainer.total_epochs=2"]), PPOConfig)
+    assert loaded.headline.startswith("preset quickstart with 1 override: no model was named")
+    assert loaded.config.actor_rollout_ref.model.path is None
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [f"{M}.path=some/model"],
+        ["actor_rollout_ref={model: {path: some/model}}"],
+        ["actor.path=some/model"],
+        ["--config-name=ppo_trainer"],
+    ],
+)
+def test_with_a_model_or_a_preset_verls_defaults_run(argv: list[str]) -> None:
+    files = ["data.train_files=train.parquet", "data.val_files=test.parquet"]
+    loaded = load(parse_arguments([*argv, *files]), PPOConfig)
+    assert loaded.headline.startswith("preset ppo_trainer")
+    assert loaded.config.data.train_batch_size == 1024
+
+
+def test_a_file_builds_on_presets(folder: Path) -> None:
+    (folder / "mine").mkdir()
+    (folder / "mine" / "base.yaml").write_text("defaults: [quickstart]\ndata: {seed: 3, train_batch_size: 96}\n")
+    (folder / "mine" / "top.yaml").write_text("defaults:\n- base\n- _self_\ndata: {seed: 4}\nhydra: {run: {dir: .}}\n")
+    cfg = load_config([f"--config-path={folder / 'mine'}", "--config-name", "top.yaml"])
+    assert (cfg.data.seed, cfg.data.train_batch_size, cfg.actor_rollout_ref.rollout.n) == (4, 96, 8)
+
+
+def test_self_may_come_first(folder: Path) -> None:
+    (folder / "top.yaml").write_text("defaults: [_self_, quickstart]\ndata: {train_batch_size: 96, seed: 4}\n")
+    cfg = load_config(["--config-name=./top.yaml"])
+    assert (cfg.data.train_batch_size, cfg.data.seed) == (48, 4)
+
+
+SCHEMA_OF = {"sft_trainer": SFTConfig, "rm_trainer": RMConfig, "eval": EvalConfig}
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_every_preset_loads(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = SCHEMA_OF.get(name, PPOConfig)
+    argv = [f"--config-name={name}"]
+    if name.startswith("smollm2"):
+        model = "models/SmolLM2-135M-Instruct/config.json"
+        for file in ("data/mix/train.parquet", "data/mix/test.parquet", model):
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_text('{"max_position_embeddings": 8192}')
+        monkeypatch.setenv("RLSYS_CACHE", str(folder))
+    elif name in ("ppo_trainer", "dapo"):
+        argv += [f"{M}.path=some/model", "data.train_files=train.parquet", "data.val_files=test.parquet"]
+    loaded = load(parse_arguments(argv), schema)
+    assert not [note for note in loaded.notes if "without effect" in note]
+    assert len((presets_folder() / f"{name}.yaml").read_text().splitlines()) <= 70
+
+
+# What is printed
+
+
+@pytest.mark.parametrize("schema", JOBS)
+def test_the_printed_configuration_gives_itself_back(
+    schema: type[Section], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["trainer.experiment_name=x-1"] if schema is PPOConfig else []
+    with pytest.raises(SystemExit) as left:
+        main_config([*argv, "--print-config"], schema)
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    (folder / "printed.yaml").write_text(text)
+    assert load_config(["--config-name=./printed.yaml"], schema) == load_config(argv, schema)
+    assert set(yaml.safe_load(text)) == {name.partition(".")[0] for name in leaves(schema)}
+
+
+def test_a_dry_run_prints_the_plan_and_leaves_with_0(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main_config(["--dry-run"], PPOConfig)
+    told = capsys.readouterr().out
+    assert left.value.code == 0
+    assert told.splitlines()[0].startswith("rlsys: preset quickstart: no model was named")
+    assert "384 samples" in told
+    assert told.splitlines()[-1] == "rlsys: --dry-run: nothing was started"
+
+
+def test_a_run_prints_its_plan_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    cfg = main_config(["transfer_queue.enable=true"], PPOConfig)
+    told = capsys.readouterr()
+    assert isinstance(cfg, PPOConfig)
+    assert "384 samples" in told.out
+    assert "rlsys: note: without effect here: transfer_queue.enable" in told.err
+
+
+@pytest.mark.parametrize("schema", JOBS)
+def test_help_lists_every_key_with_its_default(schema: type[Section], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main_config(["--help"], schema)
+    told = capsys.readouterr().out
+    assert left.value.code == 0
+    for key, field in leaves(schema).items():
+        assert f"  {key}=" in told or f"  {key}   (follows " in told, key
+        if default_of(field) is True:
+            assert f"  {key}=true" in told
+
+
+def test_tables_do_not_overlap() -> None:
+    assert not set(VERL) & set(AREAL)
+    assert not set(SUPERVISED) & set(leaves(SFTConfig))
+    assert not set(EVAL) & set(leaves(EvalConfig))
+
+
+@pytest.mark.slow
+def test_the_wheel_finds_its_presets(tmp_path: Path) -> None:
+    source, wheels, installed = tmp_path / "source", tmp_path / "wheels", tmp_path / "installed"
+    ignore = shutil.ignore_patterns(".*", "__pycache__", "build", "tests", "*.egg-info")
+    shutil.copytree(Path(__file__).resolve().parents[3], source, ignore=ignore)
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", wheels, source]
+    subprocess.run(build, check=True, timeout=240)
+    shutil.unpack_archive(next(wheels.glob("*.whl")), installed, format="zip")
+    code = "import sys; from rlsys.config import *; main_config(sys.argv[1:], PPOConfig)"
+    told = subprocess.run(
+        [sys.executable, "-c", code, "--dry-run"], cwd=installed, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "preset quickstart" in told.stdout
+    assert {path.stem for path in (installed / "rlsys" / "presets").iterdir()} == set(preset_names())
+
+
+# The guide
+
+GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "config.md").read_text()
+
+
+@pytest.mark.parametrize("table", [VERL, AREAL, SUPERVISED, EVAL], ids=["verl", "areal", "supervised", "eval"])
+def test_the_guide_lists_every_spelling(table: dict[str, str]) -> None:
+    assert [name for name, key in table.items() if f"| `{name}` | `{key}` |" not in GUIDE] == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "key", "expected"),
+    [
+        (["trainer.allocation_mode=hf:d2+fsdp:d4"], "trainer.rollout_workers", 2),
+        (["trainer.allocation_mode=hf[r]:d4|fsdp[a]:d4"], "trainer.n_gpus_per_node", 4),
+        (['trainer.experiment_name="a,b"'], "trainer.experiment_name", "a,b"),
+    ],
+)
+def test_what_the_guide_shows_works(argv: list[str], key: str, expected: object) -> None:
+    assert value(load_config(argv), key) == expected

@@ -1,0 +1,598 @@
+"""Malformed settings: each ends with exit code 2 and a message that names the key and what to write, no traceback."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rlsys.config import EvalConfig, PPOConfig, RMConfig, SFTConfig, load_config, main_config, plan_text
+from rlsys.config.aliases import AREAL, EXPANSIONS, VERL
+from rlsys.config.keys import leaves
+from rlsys.config.schema_base import Section
+from rlsys.utils.errors import ConfigError
+
+A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+C = "algorithm.rollout_correction"
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Arguments, and the words that must stand in the message."""
+
+    argv: tuple[str, ...]
+    says: tuple[str, ...]
+    schema: type[Section] = PPOConfig
+
+
+def bad(argv: str | list[str], *says: str, schema: type[Section] = PPOConfig) -> Bad:
+    return Bad((argv,) if isinstance(argv, str) else tuple(argv), says, schema)
+
+
+UNREADABLE = [
+    bad("trainer.nnodes", "trainer.nnodes", "key=value"),
+    bad("=3", "=3", "is no key"),
+    bad("data..seed=1", "data..seed", "is no key"),
+    bad("data seed=1", "data seed", "names joined by dots"),
+    bad("data.train_files=[a,b", "data.train_files", "']' is missing"),
+    bad("data.train_files=[a,]", "data.train_files", "after the last comma"),
+    bad("data.train_files=[,a]", "data.train_files", "a value is missing"),
+    bad("data.train_files=a,b", "data.train_files", "['a', ...]"),
+    bad("data.train_files='a", "data.train_files", "closing '"),
+    bad("data.train_files='a' b", "data.train_files", "left over"),
+    bad(f"{M}.override_config={{a}}", f"{M}.override_config", "{name: value"),
+    bad(f"{M}.override_config={{a: 1", f"{M}.override_config", "'}' is missing"),
+    bad("data.train_files=" + "[" * 100, "data.train_files", "brackets"),
+    bad("data.seed=" + "9" * 5000, "data.seed"),
+    bad("--confg-name=dapo", "--confg-name", "did you mean --config-name"),
+    bad("--config-name", "--config-name", "needs a value"),
+    bad("--data.seed=1", "without dashes: data.seed=1"),
+    bad("-x", "no option -x", "--help"),
+    bad("--config-name=dappo", "dappo", "did you mean dapo"),
+    bad("--config-name=nothing_like_it", "nothing_like_it", "quickstart"),
+    bad("--config-path=./nowhere", "--config-path", "no such folder"),
+    bad("--multirun", "--multirun", "options are"),
+]
+
+UNKNOWN = [
+    bad("data.train_batch_sise=4", "data.train_batch_sise", "did you mean data.train_batch_size"),
+    bad("trainer.nnode=1", "trainer.nnode", "trainer.nnodes"),
+    bad("trainer.total_epoch=1", "trainer.total_epoch", "trainer.total_epochs"),
+    bad(f"{A}.lr=1e-6", f"{A}.lr", f"{A}.optim.lr"),
+    bad(f"{A}.ppo_mini_batch_siz=4", "ppo_mini_batch_siz", f"{A}.ppo_mini_batch_size"),
+    bad("actor.ppo_mini_batch_size=4", "actor.ppo_mini_batch_size", f"{A}.ppo_mini_batch_size"),
+    bad(f"{R}.temprature=1", f"{R}.temprature", f"{R}.temperature"),
+    bad("algorithm.adv_estimater=grpo", "adv_estimater", "algorithm.adv_estimator"),
+    bad("algorithm.kl_ctrl.coef=1", "algorithm.kl_ctrl.coef", "algorithm.kl_ctrl.kl_coef"),
+    bad("critic.cliprange=0.5", "critic.cliprange", "critic.cliprange_value"),
+    bad("reward.custom_reward_function.file=x", "reward.custom_reward_function.file", "did you mean"),
+    bad("custom_reward_function.pth=x", "custom_reward_function.pth", "path"),
+    bad("zzz=1", "zzz", "no such key"),
+    bad("data=1", "data = 1", "section", "data."),
+    bad("critic=null", "critic = null", "section"),
+    bad("data.seed.x=1", "data.seed.x", "data.seed is a single value"),
+    bad("data.seed={a: 1}", "data.seed", "single value"),
+    bad("+data.seeed=1", "data.seeed", "data.seed"),
+    bad("++data.seeed=1", "data.seeed", "data.seed"),
+    bad("~data.seeed", "~data.seeed", "data.seed"),
+    bad("data={train_batch_sise: 4}", "data.train_batch_sise", "data.train_batch_size"),
+    bad("trainer.project-name=x", "trainer.project-name", "trainer.project_name"),
+    bad("Data.seed=1", "Data.seed", "data.seed"),
+]
+
+ADDING = [
+    bad("+data.train_batch_size=4", "+data.train_batch_size=4", "already", "write data.train_batch_size=4"),
+    bad(f"{M}.override_config.attention_dropout=0", "is not there yet", f"+{M}.override_config.attention_dropout=0"),
+    bad([f"+{M}.override_config.a=1", f"+{M}.override_config.a=2"], "+", "already"),
+    bad(f"~{M}.override_config.a", f"{M}.override_config.a", "is not there"),
+    bad("~data.train_batch_size=7", "data.train_batch_size", "is 48", "~data.train_batch_size"),
+]
+
+TYPES = [
+    bad("data.train_batch_size=many", "data.train_batch_size = many", "whole number, at least 1"),
+    bad("data.train_batch_size=1.5", "data.train_batch_size = 1.5", "whole number"),
+    bad("data.train_batch_size=true", "data.train_batch_size = true", "whole number"),
+    bad("data.train_batch_size=null", "data.train_batch_size = null", "whole number"),
+    bad("data.train_batch_size=[4]", "data.train_batch_size = [4]", "whole number"),
+    bad("data.train_batch_size='4'", "data.train_batch_size", "whole number"),
+    bad("data.train_batch_size=", "data.train_batch_size", "whole number"),
+    bad("data.shuffle=yes", "data.shuffle = yes", "true or false"),
+    bad("data.shuffle=1", "data.shuffle = 1", "true or false"),
+    bad("data.shuffle=null", "data.shuffle = null", "true or false"),
+    bad("trainer.project_name=null", "trainer.project_name = null", "text"),
+    bad("trainer.project_name=''", "trainer.project_name", "text"),
+    bad("trainer.project_name=[a]", "trainer.project_name = [a]", "text"),
+    bad("trainer.logger={a: 1}", "trainer.logger", "single value"),
+    bad("trainer.logger=3.5", "trainer.logger", "text, or a list"),
+    bad("data.train_files=[1.5,true]", "data.train_files", "path"),
+    bad("data.train_files=''", "data.train_files", "path"),
+    bad(f"{A}.optim.lr=fast", f"{A}.optim.lr = fast", "a number"),
+    bad(f"{A}.optim.lr=true", f"{A}.optim.lr = true", "a number"),
+    bad(f"{A}.optim.betas=0.9", f"{A}.optim.betas = 0.9", "2 in a list"),
+    bad(f"{A}.optim.betas=[0.9]", f"{A}.optim.betas", "2 in a list"),
+    bad(f"{A}.optim.betas=[0.9,0.99,1]", f"{A}.optim.betas", "2 in a list"),
+    bad(f"{A}.optim.betas=[0.9,1.5]", f"{A}.optim.betas", "at most 1"),
+    bad(f"{M}.override_config=3", f"{M}.override_config = 3", "{a: 1}"),
+    bad("global_profiler.steps=two", "global_profiler.steps", "whole number"),
+    bad("trainer.deadlines.call_s=soon", "trainer.deadlines.call_s", "a number, more than 0"),
+]
+
+RANGES = [
+    bad("data.train_batch_size=0", "data.train_batch_size = 0", "at least 1"),
+    bad("data.train_batch_size=-8", "data.train_batch_size = -8", "at least 1"),
+    bad("data.train_batch_size=99999999999999", "data.train_batch_size", "at most 1000000000"),
+    bad("data.max_prompt_length=0", "data.max_prompt_length", "at least 1"),
+    bad("data.max_response_length=-1", "data.max_response_length", "at least 1"),
+    bad("data.seed=-1", "data.seed = -1", "at least 0"),
+    bad("data.val_max_samples=-2", "data.val_max_samples", "at least -1"),
+    bad(f"{A}.optim.lr=-1e-6", f"{A}.optim.lr", "at least 0"),
+    bad(f"{A}.optim.lr=nan", f"{A}.optim.lr = nan", "a number"),
+    bad(f"{A}.optim.lr=inf", f"{A}.optim.lr = inf", "a number"),
+    bad(f"{A}.optim.lr=100", f"{A}.optim.lr = 100", "at most 10"),
+    bad(f"{A}.optim.weight_decay=-0.1", "weight_decay", "at least 0"),
+    bad(f"{A}.optim.lr_warmup_steps_ratio=1.5", "lr_warmup_steps_ratio", "at most 1"),
+    bad(f"{A}.clip_ratio=-0.2", f"{A}.clip_ratio = -0.2", "at least 0"),
+    bad(f"{A}.clip_ratio_c=1.0", f"{A}.clip_ratio_c", "more than 1"),
+    bad(f"{A}.grad_clip=-1", f"{A}.grad_clip", "at least 0"),
+    bad(f"{A}.ppo_epochs=0", f"{A}.ppo_epochs", "at least 1"),
+    bad(f"{A}.kl_loss_coef=-1", f"{A}.kl_loss_coef", "at least 0"),
+    bad(f"{A}.tau_neg=0", f"{A}.tau_neg", "more than 0"),
+    bad(f"{R}.temperature=-1", f"{R}.temperature", "at least 0"),
+    bad(f"{R}.top_p=0", f"{R}.top_p", "more than 0"),
+    bad(f"{R}.top_p=1.1", f"{R}.top_p", "at most 1"),
+    bad(f"{R}.n=0", f"{R}.n = 0", "at least 1"),
+    bad(f"{M}.lora_rank=-4", f"{M}.lora_rank", "at least 0"),
+    bad("algorithm.gamma=1.01", "algorithm.gamma", "at most 1"),
+    bad("algorithm.lam=-0.1", "algorithm.lam", "at least 0"),
+    bad("algorithm.kl_ctrl.horizon=0", "horizon", "at least 1"),
+    bad("critic.cliprange_value=0", "critic.cliprange_value", "more than 0"),
+    bad("reward.timeout_s=0", "reward.timeout_s", "more than 0"),
+    bad("reward.timeout_s=inf", "reward.timeout_s", "a number"),
+    bad("reward.num_workers=0", "reward.num_workers", "at least 1"),
+    bad("reward.sandbox_fusion.memory_limit_mb=1", "memory_limit_mb", "at least 16"),
+    bad("trainer.nnodes=0", "trainer.nnodes = 0", "at least 1"),
+    bad("trainer.total_epochs=0", "trainer.total_epochs", "at least 1"),
+    bad("trainer.save_freq=-2", "trainer.save_freq", "at least -1"),
+    bad("trainer.max_staleness=-1", "trainer.max_staleness", "at least 0"),
+    bad("actor_rollout_ref.nccl_timeout=-5", "nccl_timeout", "more than 0"),
+]
+
+CHOICES = [
+    bad("data.truncation=rigt", "data.truncation = rigt", "error, left, right, middle", "write data.truncation=right"),
+    bad("data.bad_rows=ignore", "data.bad_rows", "refuse, skip"),
+    bad(f"{A}.strategy=megatron", f"{A}.strategy", "extra [megatron]"),
+    bad(f"{A}.strategy=deepspeed", f"{A}.strategy", "fsdp, fsdp2"),
+    bad(f"{R}.name=vllm", f"{R}.name = vllm", "extra [vllm]"),
+    bad(f"{R}.name=sglang", f"{R}.name = sglang", "extra [sglang]"),
+    bad(f"{R}.name=hff", f"{R}.name", f"write {R}.name=hf"),
+    bad(f"{R}.dtype=int8", f"{R}.dtype", "bfloat16"),
+    bad(f"{A}.fsdp_config.model_dtype=fp8", "model_dtype", "float32, bfloat16"),
+    bad(f"{A}.loss_agg_mode=token_mean", f"{A}.loss_agg_mode", "write " + f"{A}.loss_agg_mode=token-mean"),
+    bad(f"{A}.kl_loss_type=k4", f"{A}.kl_loss_type", "low_var_kl"),
+    bad(f"{A}.optim.lr_scheduler_type=cosin", "lr_scheduler_type", "lr_scheduler_type=cosine"),
+    bad(f"{A}.checkpoint.save_contents=[model,optim]", "save_contents", "optimizer"),
+    bad("algorithm.kl_ctrl.type=adaptiv", "algorithm.kl_ctrl.type", "adaptive"),
+    bad("algorithm.kl_penalty=k9", "algorithm.kl_penalty", "low_var_kl"),
+    bad("algorithm.reward_norm.mean_level=prompt", "algorithm.reward_norm.mean_level", "batch, group"),
+    bad(f"{C}.rollout_is=tokens", f"{C}.rollout_is", "token, sequence"),
+    bad(f"{C}.loss_type=pg", f"{C}.loss_type", "reinforce"),
+    bad("trainer.device=gpu", "trainer.device", "auto, cpu, cuda"),
+    bad("trainer.device=npu", "trainer.device", "Ascend"),
+    bad("trainer.backend=slurm", "trainer.backend", "ray, local"),
+    bad("trainer.resume_mode=always", "trainer.resume_mode", "auto, disable, resume_path"),
+    bad("trainer.logger=[console,wandbb]", "trainer.logger", "wandbb", "wandb"),
+    bad("trainer.logger=swanlab", "trainer.logger", "choose from console"),
+    bad("global_profiler.tool=nsys", "global_profiler.tool", "torch_memory"),
+    bad("algorithm.adv_estimator=grp", "algorithm.adv_estimator", "write algorithm.adv_estimator=grpo"),
+    bad(f"{A}.policy_loss.loss_mode=gmpo", "loss_mode", "geo_mean"),
+    bad(f"{A}.policy_loss.loss_mode=clip-cv", "loss_mode", "clip_cov"),
+    bad("reward.reward_manager.name=prime", "reward.reward_manager.name", "naive, dapo"),
+]
+
+ELSEWHERE = [
+    bad(f"{A}.megatron.tensor_model_parallel_size=2", "megatron", "extra [megatron]"),
+    bad("critic.megatron.param_offload=true", "critic.megatron.param_offload", "extra [megatron]"),
+    bad("model_engine=megatron", "model_engine", "extra [megatron]"),
+    bad(f"{R}.tensor_model_parallel_size=2", "tensor_model_parallel_size", "trainer.rollout_workers"),
+    bad(f"{R}.multi_turn.enable=true", "multi_turn.enable", "one turn"),
+    bad(f"{R}.quantization=fp8", "quantization", "does not quantise"),
+    bad("data.image_key=pictures", "data.image_key", "trains on text"),
+    bad(f"{A}.optim.num_cycles=1", "num_cycles", "falls once"),
+    bad(f"{M}.exclude_modules=[lm_head]", f"{M}.exclude_modules", "target_modules"),
+    bad("distillation.enabled=true", "distillation.enabled", "not built"),
+    bad("trainer.default_hdfs_dir=hdfs://x", "trainer.default_hdfs_dir", "trainer.default_local_dir"),
+    bad("trainer.del_local_ckpt_after_load=true", "del_local_ckpt_after_load", "max_actor_ckpt_to_keep"),
+    bad(f"{A}.router_replay.mode=R2", "router_replay.mode", "mixture-of-experts"),
+    bad(f"{A}.optim.optimizer=Muon", f"{A}.optim.optimizer", "AdamW"),
+    bad("reward.sandbox_fusion.url=http://x", "reward.sandbox_fusion.url", "local sandbox"),
+    bad("sandbox_fusion.url=http://x", "sandbox_fusion.url", "local sandbox"),
+    bad("ray_kwargs.ray_init.num_gpus=8", "num_gpus", "CUDA_VISIBLE_DEVICES"),
+    bad(f"{M}.lora.merge=true", f"{M}.lora.merge", "lora_rank"),
+    bad("actor.ppo_n_minibatches=4", "ppo_n_minibatches", f"{A}.ppo_mini_batch_size"),
+    bad("async_training=true", "async_training", "trainer.max_staleness"),
+]
+
+SPELLINGS = [
+    bad([f"{A}.clip_ratio=0.2", f"{A}.eps_clip=0.3"], "clip_ratio = 0.2", "eps_clip = 0.3", "give one"),
+    bad(["reward.num_workers=2", "reward_model.num_workers=3"], "reward_model.num_workers", "give one"),
+    bad([f"{R}.n=4", f"{R}.group_size=8"], f"{R}.n = 4", "group_size = 8", "give one"),
+    bad(["algorithm.kl_ctl=0.1", "algorithm.use_kl_in_reward=false"], "algorithm.kl_ctl", "use_kl_in_reward"),
+    bad([f"{A}.eps_clip=-1"], f"{A}.eps_clip", f"{A}.clip_ratio", "at least 0"),
+    bad(["trainer.n_gpus_per_node=2", f"{A}.ppo_micro_batch_size=3"], "ppo_micro_batch_size = 3", "2 ranks"),
+    bad([f"{A}.ppo_micro_batch_size=4", f"{A}.ppo_micro_batch_size_per_gpu=2"], "ppo_micro_batch_size = 4", "give one"),
+    bad("critic.model.fsdp_config.fsdp_sice=1", "fsdp_sice", "fsdp_size"),
+]
+
+REFERENCES = [
+    bad("data.val_batch_size=${data.nothing}", "data.val_batch_size", "data.nothing"),
+    bad(["data.seed=${actor_rollout_ref.rollout.seed}", f"{R}.seed=${{data.seed}}"], "data.seed", "itself"),
+    bad("data.seed=${", "data.seed"),
+    bad("data.seed=${no_such_resolver:1}", "data.seed", "no_such_resolver"),
+    bad("data.seed=${oc.env:RLSYS_SURELY_NOT_SET}", "data.seed", "RLSYS_SURELY_NOT_SET"),
+    bad("data.seed=${trainer.project_name}", "data.seed = rlsys", "whole number"),
+    bad("trainer.project_name=???", "trainer.project_name", "must be set"),
+]
+
+BATCHES = [
+    bad(f"{A}.ppo_mini_batch_size=64", f"{A}.ppo_mini_batch_size = 64", f"write {A}.ppo_mini_batch_size=48"),
+    bad(f"{A}.ppo_mini_batch_size=20", "does not divide data.train_batch_size=48", "ppo_mini_batch_size=16"),
+    bad("data.train_batch_size=32", f"{A}.ppo_mini_batch_size = 48", "data.train_batch_size=32"),
+    bad("trainer.n_gpus_per_node=7", f"{A}.ppo_mini_batch_size", "7 data-parallel ranks", "multiple of 7"),
+    bad(
+        [f"{A}.use_dynamic_bsz=false", f"{A}.ppo_micro_batch_size_per_gpu=1000"],
+        f"{A}.ppo_micro_batch_size_per_gpu = 1000",
+        "only 384 samples",
+    ),
+    bad(f"{A}.ppo_max_token_len_per_gpu=20", f"{A}.ppo_max_token_len_per_gpu = 20", "=32 or more"),
+    bad(f"{R}.log_prob_max_token_len_per_gpu=31", "log_prob_max_token_len_per_gpu", "=32 or more"),
+    bad("data.max_response_length=9000", f"{A}.ppo_max_token_len_per_gpu", "9024 tokens does not fit"),
+    bad(
+        [f"{A}.use_kl_loss=true", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=8"],
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu = 8",
+        "=32",
+    ),
+    bad(["algorithm.adv_estimator=gae", "critic.ppo_max_token_len_per_gpu=8"], "critic.ppo_max_token_len_per_gpu"),
+    bad(["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=36"], "critic.ppo_mini_batch_size", "=24"),
+    bad(f"{A}.ulysses_sequence_parallel_size=2", f"{A}.ulysses_sequence_parallel_size", "1 training processes"),
+    bad(f"{A}.fsdp_config.fsdp_size=2", f"{A}.fsdp_config.fsdp_size", "fsdp_size=-1"),
+    bad(f"{A}.fsdp_config.fsdp_size=0", f"{A}.fsdp_config.fsdp_size", "fsdp_size=-1"),
+    bad(
+        [f"{A}.fsdp_config.offload_policy=true", f"{A}.fsdp_config.param_offload=true"],
+        "offload_policy",
+        "param_offload=false",
+    ),
+    bad("data.gen_batch_size=96", "data.gen_batch_size = 96", "filter_groups"),
+    bad("data.train_max_samples=0", "data.train_max_samples", "-1 for all"),
+    bad("data.train_max_samples=10", "data.train_max_samples = 10", "fewer rows than data.train_batch_size=48"),
+    bad(
+        ["trainer.n_gpus_per_node=2", f"{A}.ulysses_sequence_parallel_size=2", f"{M}.use_remove_padding=false"],
+        f"{M}.use_remove_padding",
+        "only when packed",
+    ),
+]
+
+ALGORITHMS = [
+    bad(f"{R}.n=1", f"{R}.n = 1", "adv_estimator=grpo", "n=8"),
+    bad([f"{R}.n=1", "algorithm.adv_estimator=rloo"], f"{R}.n", "adv_estimator=rloo"),
+    bad(
+        [f"{R}.n=1", "algorithm.adv_estimator=remax", "algorithm.group_adv_norm=true"],
+        f"{R}.n",
+        "adv_norm.mean_level=group",
+    ),
+    bad(["algorithm.adv_estimator=gae", "critic.enable=false"], "critic.enable", "needs values"),
+    bad("algorithm.use_pf_ppo=true", "algorithm.use_pf_ppo", "adv_estimator=gae"),
+    bad("algorithm.pf_ppo.reweight_method=min", "reweight_method", "max_min"),
+    bad([f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold=0.5"], f"{C}.rollout_rs_threshold", "at least 1"),
+    bad([f"{C}.rollout_rs=seq_max_k2", f"{C}.rollout_rs_threshold=0.5_2"], f"{C}.rollout_rs_threshold", "one upper"),
+    bad(
+        [f"{C}.bypass_mode=true", f"{C}.loss_type=reinforce", f"{C}.rollout_is_batch_normalize=true"],
+        f"{C}.rollout_is_batch_normalize",
+        "=false",
+    ),
+    bad("trainer.critic_warmup=2", "trainer.critic_warmup", "there is no critic"),
+    bad("algorithm.kl_ctrl.type=adaptive", "algorithm.use_kl_in_reward", "steers a penalty that is off"),
+    bad(f"{A}.clip_ratio_low=1.5", f"{A}.clip_ratio_low", "0 to 1"),
+    bad(f"{A}.policy_loss.clip_cov_lb=9", "clip_cov_lb", "clip_cov_ub"),
+    bad(f"{A}.loss_scale_factor=100", f"{A}.loss_agg_mode", "seq-mean-token-sum-norm"),
+    bad([f"{C}.rollout_is=token", f"{R}.calculate_log_probs=false"], f"{R}.calculate_log_probs", "=true"),
+    bad(f"{C}.loss_type=reinforce", f"{C}.loss_type", "bypass_mode=true"),
+    bad([f"{C}.bypass_mode=true", f"{A}.policy_loss.loss_mode=gspo"], "loss_mode", "vanilla"),
+    bad([f"{C}.rollout_is=token", f"{C}.rollout_is_threshold=-2"], f"{C}.rollout_is_threshold", "above 0"),
+    bad([f"{C}.rollout_is=token", f"{C}.rollout_is_threshold=5.0_0.5"], f"{C}.rollout_is_threshold", "low_high"),
+    bad([f"{C}.rollout_is=token", f"{C}.rollout_is_threshold=nan"], f"{C}.rollout_is_threshold", "above 0"),
+    bad(f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs", "needs a bound"),
+    bad([f"{C}.rollout_rs=token_k7", f"{C}.rollout_rs_threshold=2"], f"{C}.rollout_rs", "token_k1"),
+    bad(
+        [f"{C}.rollout_rs='token_k1,token_k2'", f"{C}.rollout_rs_threshold='1,2,3'"],
+        "rollout_rs_threshold",
+        "2 measures",
+    ),
+    bad(f"{C}.rollout_rs_threshold=2", f"{C}.rollout_rs_threshold", "nothing to bound"),
+    bad("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric", "metric=acc"),
+    bad(
+        ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc", f"{R}.n=1"],
+        f"{R}.n",
+        "filter_groups.enable=true",
+    ),
+    bad("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys", "[correct,format]"),
+    bad("algorithm.gdpo_reward_keys=[a]", "algorithm.gdpo_reward_keys", "only gdpo"),
+    bad(
+        ["algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[a,b]", "algorithm.gdpo_reward_weights=[1]"],
+        "algorithm.gdpo_reward_weights",
+        "1 weights for 2 keys",
+    ),
+    bad("algorithm.reward_scaling=0", "algorithm.reward_scaling", "=1"),
+    bad("algorithm.reward_clip=0", "algorithm.reward_clip", "more than 0"),
+    bad("reward.reward_kwargs.overlong_buffer_cfg.enable=true", "overlong_buffer_cfg.len", "from 1"),
+    bad(
+        ["reward.reward_kwargs.overlong_buffer_cfg.enable=true", "reward.reward_kwargs.overlong_buffer_cfg.len=4"],
+        "overlong_buffer_cfg.enable",
+        "reward.reward_manager.name=dapo",
+    ),
+    bad(
+        [
+            "reward.reward_kwargs.overlong_buffer_cfg.enable=true",
+            "reward.reward_kwargs.overlong_buffer_cfg.len=4",
+            "reward.reward_manager.name=dapo",
+            "reward.reward_kwargs.max_resp_len=100",
+        ],
+        "reward.reward_kwargs.max_resp_len",
+        "write 8",
+    ),
+    bad("reward.reward_model.enable=true", "reward.reward_model.model_path", "folder of the reward model"),
+    bad("reward_model.model.path=./rm", "reward.reward_model.enable", "=true"),
+    bad(
+        [
+            "reward_model.enable=true",
+            "reward_model.model.path=./model",
+            "reward_model.enable_resource_pool=true",
+        ],
+        "reward.reward_model.nnodes",
+        "=1",
+    ),
+    bad(f"{R}.temperature=0", f"{R}.temperature", "temperature=1.0"),
+    bad(f"{R}.do_sample=false", f"{R}.do_sample", "all be the same"),
+    bad(f"{R}.top_k=0", f"{R}.top_k", "-1 for all tokens"),
+    bad(f"{R}.val_kwargs.n=4", f"{R}.val_kwargs.n", "do_sample=true"),
+]
+
+RUNS = [
+    bad("trainer.project_name=a/b", "trainer.project_name", "becomes a folder"),
+    bad("trainer.experiment_name=..", "trainer.experiment_name", "becomes a folder"),
+    bad(["trainer.backend=local", "trainer.n_gpus_per_node=2"], "trainer.backend", "trainer.backend=ray"),
+    bad(["trainer.backend=local", "trainer.rollout_workers=1"], "trainer.rollout_workers", "one process"),
+    bad("trainer.resume_mode=resume_path", "trainer.resume_from_path", "global_step_N"),
+    bad("trainer.resume_from_path=./c/global_step_3", "trainer.resume_from_path", "resume_mode=resume_path"),
+    bad(
+        ["trainer.resume_mode=resume_path", "trainer.resume_from_path=./c"],
+        "trainer.resume_from_path",
+        "ends in global_step_<N>",
+    ),
+    bad(
+        ["trainer.resume_mode=resume_path", "trainer.resume_from_path=./c/global_step_3"],
+        "trainer.resume_from_path",
+        "no such folder",
+    ),
+    bad(["ray_kwargs.ray_init.address=auto", "ray_kwargs.ray_init.num_cpus=4"], "num_cpus", "running cluster"),
+    bad("trainer.max_staleness=1", "trainer.max_staleness", "trainer.rollout_workers=1"),
+    bad(["trainer.max_staleness=5", "trainer.rollout_workers=1"], "trainer.max_staleness", "max_staleness=1"),
+    bad("actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.hybrid_engine", "trainer.rollout_workers=0"),
+    bad(["trainer.rollout_workers=1", "actor_rollout_ref.hybrid_engine=true"], "actor_rollout_ref.hybrid_engine"),
+    bad(["trainer.rollout_workers=1", f"{R}.checkpoint_engine.backend=local"], "checkpoint_engine.backend", "auto"),
+    bad(["trainer.val_only=true", "data.train_files=./rows.jsonl"], "trainer.val_only", "data.val_files"),
+    bad("global_profiler.tool=torch", "global_profiler.steps", "[2,3]"),
+    bad("global_profiler.steps=[2]", "global_profiler.tool", "tool=torch"),
+    bad(f"{A}.checkpoint.load_contents=[model,hf_model]", f"{A}.checkpoint.load_contents", "hf_model"),
+    bad(f"{A}.checkpoint.save_contents=[model,model]", f"{A}.checkpoint.save_contents", "named twice"),
+    bad("trainer.allocation_mode=hf:d2", "trainer.allocation_mode", "hf:d2+fsdp:d2"),
+    bad("trainer.allocation_mode=sglang:d2+fsdp:d2", "trainer.allocation_mode", "extra [sglang]", "hf:d2"),
+    bad("trainer.allocation_mode=hf:d2+megatron:d2", "trainer.allocation_mode", "extra [megatron]", "fsdp:d2"),
+    bad("trainer.allocation_mode=hf:d2|fsdp:d2", "trainer.allocation_mode", "need names"),
+    bad("trainer.allocation_mode=hf:d1+fsdp:d2t2", "trainer.allocation_mode", "fsdp:d4"),
+    bad(
+        ["trainer.allocation_mode=hf:d1+fsdp:d2", "trainer.n_gpus_per_node=1"],
+        "trainer.n_gpus_per_node = 1",
+        "trainer.n_gpus_per_node=2",
+    ),
+    bad(["trainer.allocation_mode=hf:d1+fsdp:d3", "trainer.nnodes=2"], "trainer.allocation_mode", "2 nodes"),
+]
+
+FILES = [
+    bad("data.train_files=./nowhere.parquet", "data.train_files", "no such file"),
+    bad("data.train_files=./row.jsonl", "data.train_files = ./row.jsonl", "there is rows.jsonl"),
+    bad("data.train_files=[]", "data.train_files", "an empty list"),
+    bad("data.train_files=./notes.txt", "data.train_files = ./notes.txt", ".parquet"),
+    bad("data.train_files=./empty.jsonl", "data.train_files = ./empty.jsonl", "empty"),
+    bad("data.train_files=[./rows.jsonl,./rows.jsonl]", "data.train_files", "named twice"),
+    bad(["data.train_files=./rows.jsonl", "data.val_files=./gone.csv"], "data.val_files", "no such file"),
+    bad(f"{M}.path=./nowhere", f"{M}.path", "no such folder"),
+    bad(f"{M}.path=Qwen/Qwen3-8B", f"{M}.path", "hf download Qwen/Qwen3-8B"),
+    bad("data.train_files=s3://bucket/x.parquet", "data.train_files", "only local files"),
+    bad("data.train_files=./folder", "data.train_files", "save_to_disk"),
+    bad("--config-name=smollm2", "data/mix/train.parquet", "scripts/prepare_data.py --out data/mix", "smollm2.py"),
+    bad(f"{M}.path=./rows.jsonl", f"{M}.path", "name its folder"),
+    bad(["--config-name=quickstart", f"{M}.path=./folder"], f"{M}.path", "config.json"),
+    bad(["--config-name=quickstart", f"{M}.path=./model"], f"{M}.path", "takes 16 positions"),
+    bad(f"{M}.tokenizer_path=/nowhere/tok", f"{M}.tokenizer_path", "no such folder"),
+    bad([f"{M}.lora_rank=8", f"{M}.lora_adapter_path=./gone"], f"{M}.lora_adapter_path", "no such folder"),
+    bad(f"{M}.external_lib=surely_not_a_module", f"{M}.external_lib", "PYTHONPATH"),
+    bad("custom_reward_function.path=./gone.py", "reward.custom_reward_function.path", "no such file"),
+    bad("custom_reward_function.path=./broken.py", "reward.custom_reward_function.path", "not Python, line 1"),
+    bad(
+        ["custom_reward_function.path=./graders.py", "custom_reward_function.name=score"],
+        "reward.custom_reward_function.name",
+        "compute_score",
+    ),
+    bad("+reward.custom_reward_function.reward_kwargs.a=1", "reward_kwargs", "custom_reward_function.path"),
+    bad("data.custom_cls.path=./graders.py", "data.custom_cls.name", "name the class"),
+    bad("data.custom_cls.name=Rows", "data.custom_cls.path", "Rows"),
+    bad(["data.custom_cls.path=./graders.py", "data.custom_cls.name=Rows"], "data.custom_cls.name", "compute_score"),
+    bad("reward.reward_manager.source=importlib", "reward.reward_manager.module.path", "needs a file"),
+    bad("trainer.default_local_dir=./notes.txt/out", "trainer.default_local_dir", "notes.txt is a file"),
+    bad("trainer.rollout_data_dir=./notes.txt", "trainer.rollout_data_dir", "is a file"),
+]
+
+OTHER_JOBS = [
+    bad("data.train_batch_size=0", "data.train_batch_size", "at least 1", schema=SFTConfig),
+    bad("data.max_lenght=9", "data.max_lenght", "data.max_length", schema=SFTConfig),
+    bad("data.max_length=99999", "data.max_token_len_per_gpu", "99999", schema=SFTConfig),
+    bad("trainer.n_gpus_per_node=3", "data.train_batch_size = 256", "multiple of 3", schema=SFTConfig),
+    bad(
+        ["data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=999"],
+        "data.micro_batch_size_per_gpu",
+        "256",
+        schema=SFTConfig,
+    ),
+    bad("model.partial_pretrain=./nowhere", "model.path", "no such folder", schema=SFTConfig),
+    bad("engine.fsdp_size=5", "engine.fsdp_size", "-1", schema=SFTConfig),
+    bad("engine.ulysses_sequence_parallel_size=2", "engine.ulysses_sequence_parallel_size", "=1", schema=SFTConfig),
+    bad("optim.clip_grad=-1", "optim.clip_grad", "at least 0", schema=SFTConfig),
+    bad("data.chosen_kei=x", "data.chosen_kei", "data.chosen_key", schema=RMConfig),
+    bad("algorithm.gamma=1", "algorithm.gamma", "no such key", schema=RMConfig),
+    bad("data.path=./gone.parquet", "data.val_files", "no such file", schema=EvalConfig),
+    bad("data.response_key=x", "data.response_key", "main_eval", schema=EvalConfig),
+    bad("rollout.name=vllm", f"{R}.name", "extra [vllm]", schema=EvalConfig),
+]
+
+YAML = {
+    "tab": ("data:\n\tseed: 1\n", "line 2", "not YAML"),
+    "colon": ("data: seed: 1\n", "line 1", "not YAML"),
+    "list": ("- data\n", "list", "keys and values"),
+    "text": ("hello\n", "hello", "no such key"),
+    "twice": ("data:\n  seed: 1\n  seed: 2\n", "seed", "line 3"),
+    "typo": ("data:\n  train_batch_sise: 1\n", "data.train_batch_sise", "data.train_batch_size"),
+    "flat": ("data.sed: 1\n", "data.sed", "data.seed"),
+    "null_section": ("trainer:\n", "trainer = null", "section"),
+    "type": ("trainer:\n  nnodes: two\n", "trainer.nnodes = two", "whole number"),
+    "bytes": ("trainer:\n  project_name: !!binary aGVsbG8=\n", "trainer.project_name", "quotes"),
+    "parent": ("defaults: [no_such_preset]\n", "no_such_preset", "There are"),
+    "group": ("defaults:\n- actor@actor: dp\n", "defaults", "config groups"),
+    "defaults_text": ("defaults: dapo\n", "defaults", "a list"),
+    "circle": ("defaults: [circle]\n", "circle -> circle", ""),
+    "both": ("reward_model:\n  num_workers: 3\nreward:\n  num_workers: 4\n", "reward.num_workers", "give one"),
+    "reference": ("data:\n  seed: ${data.nothing}\n", "data.seed", "data.nothing"),
+    "grammar": ("data:\n  seed: ${\n", "data.seed", ""),
+    "anchor": ("data: *nothing\n", "line 1", "undefined alias"),
+}
+
+TABLE = [
+    *UNREADABLE,
+    *UNKNOWN,
+    *ADDING,
+    *TYPES,
+    *RANGES,
+    *CHOICES,
+    *ELSEWHERE,
+    *SPELLINGS,
+    *REFERENCES,
+    *BATCHES,
+    *ALGORITHMS,
+    *RUNS,
+    *FILES,
+    *OTHER_JOBS,
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the files the table speaks of."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "notes.txt").write_text("notes")
+    (tmp_path / "broken.py").write_text("def compute_score(:\n")
+    (tmp_path / "graders.py").write_text("def compute_score(**kwargs):\n    return 1.0\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 16}))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def message(argv: list[str], schema: type[Section], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a job says on stderr; it must leave with 2 and keep stdout empty."""
+    with pytest.raises(SystemExit) as left:
+        main_config(argv, schema)
+    told = capsys.readouterr()
+    assert left.value.code == 2
+    assert told.out == ""
+    return told.err
+
+
+def check_words(text: str, says: tuple[str, ...]) -> None:
+    for word in says:
+        assert word in text, text
+    for jargon in ("Traceback", "pydantic", "https://", "omegaconf", "input_type", "Input should"):
+        assert jargon not in text, text
+
+
+def test_the_table_is_long_enough() -> None:
+    assert len({case.argv for case in TABLE}) + len(YAML) >= 150
+
+
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: " ".join(case.argv)[:70])
+def test_malformed_settings_are_told(case: Bad, capsys: pytest.CaptureFixture[str]) -> None:
+    check_words(message(list(case.argv), case.schema, capsys), case.says)
+
+
+@pytest.mark.parametrize("name", YAML)
+def test_malformed_files_are_told(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, *says = YAML[name]
+    (folder / f"{name}.yaml").write_text(text)
+    check_words(message([f"--config-path={folder}", f"--config-name={name}"], PPOConfig, capsys), (*says,))
+
+
+def test_bytes_that_are_no_text_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "x.yaml").write_bytes(b"data:\n  seed: \xff\xfe\n")
+    check_words(message(["--config-name=./x.yaml"], PPOConfig, capsys), ("x.yaml", "not UTF-8"))
+
+
+def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["data.sed=1", "trainer.nnodes=0", "data.truncation=no", f"{R}.name=vllm", "data.train_files=a,b"]
+    text = message(argv, PPOConfig, capsys)
+    check_words(text, ("5 settings are wrong", "data.sed", "trainer.nnodes", "data.truncation", f"{R}.name", "comma"))
+
+
+def test_a_wrong_value_is_told_once_and_not_for_the_keys_that_follow_it(capsys: pytest.CaptureFixture[str]) -> None:
+    text = message([f"{A}.ppo_mini_batch_size=-1"], PPOConfig, capsys)
+    assert text.count("must be") == 1
+    assert "critic" not in text
+
+
+KEYS = st.sampled_from([*leaves(PPOConfig), *VERL, *AREAL, *EXPANSIONS, "critic", "data", "nothing.here"])
+NUMBERS = st.sampled_from(["0", "1", "-1", "2", "1e9", "nan", "inf", "1" * 30, "0.5", "1e-400", "1e400"])
+WORDS = st.sampled_from(
+    ["null", "true", "''", "fsdp", "group", "./rows.jsonl", "./model", "${data.seed}", "${.x}", "[]"]
+)
+DICTS = st.sampled_from(["{}", "{a: 1}", "{path: ./model}", "[1,[2]]", "hf:d2+fsdp:d2", "'0.5_2'", "token_k1", "[a,a]"])
+
+
+CHOSEN = st.lists(st.tuples(st.sampled_from(["", "", "+", "++", "~"]), KEYS, NUMBERS | WORDS | DICTS), max_size=4)
+CHECKS = [HealthCheck.function_scoped_fixture]
+
+
+def load_or_be_told(chosen: list[tuple[str, str, str]]) -> None:
+    argv = [f"{op}{key}={value}" for op, key, value in chosen]
+    try:
+        cfg = load_config(argv)
+    except ConfigError as error:
+        check_words(str(error), ())
+    else:
+        assert plan_text(cfg)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=CHECKS)
+@given(CHOSEN)
+def test_any_mixture_of_settings_loads_or_is_told(chosen: list[tuple[str, str, str]]) -> None:
+    load_or_be_told(chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@settings(max_examples=3000, deadline=None, suppress_health_check=CHECKS)
+@given(CHOSEN)
+def test_many_mixtures_of_settings_load_or_are_told(chosen: list[tuple[str, str, str]]) -> None:
+    load_or_be_told(chosen)

@@ -1,0 +1,289 @@
+"""Every kind of bad row is refused with file and row, or skipped and counted, and never slips through."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rlsys.data.dataset import PromptDataset, PromptFormat
+from rlsys.data.start_assets import build_tokenizer
+from rlsys.utils.errors import ConfigError, DataError
+
+GOOD: dict[str, Any] = {
+    "data_source": "rlsys/arithmetic",
+    "prompt": [{"role": "user", "content": "1+1="}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"split": "train", "index": 0},
+}
+HEAD = "prompt,data_source,ground_truth"
+FORM = PromptFormat(max_prompt_length=64)
+tokenizer = cache(build_tokenizer)
+
+
+def load(path: Path, *, bad_rows: Any = "refuse", form: PromptFormat = FORM) -> PromptDataset:
+    return PromptDataset.load(str(path), tokenizer(), form, bad_rows=bad_rows)
+
+
+def without(key: str) -> dict[str, Any]:
+    return {k: v for k, v in GOOD.items() if k != key}
+
+
+def asking(*messages: Any) -> dict[str, Any]:
+    return {**GOOD, "prompt": list(messages)}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+# name: (row as a value or as the bytes of its line, what the message must say)
+BAD_LINES: dict[str, tuple[Any, str]] = {
+    "prompt missing": (without("prompt"), "'prompt' is missing"),
+    "prompt null": ({**GOOD, "prompt": None}, "'prompt' is null"),
+    "prompt a number": ({**GOOD, "prompt": 5}, "must be text or a list"),
+    "prompt an object": ({**GOOD, "prompt": user("x")}, "must be text or a list"),
+    "prompt blank": ({**GOOD, "prompt": " \n"}, "blank"),
+    "prompt without messages": ({**GOOD, "prompt": []}, "empty list"),
+    "prompt with NUL": ({**GOOD, "prompt": "a\0b"}, "NUL"),
+    "prompt of 10 MB": ({**GOOD, "prompt": "x" * 10_000_000}, "characters"),
+    "prompt too long": ({**GOOD, "prompt": "x" * 100}, "max_prompt_length=64"),
+    "row of 20 MB": ({**GOOD, "note": "x" * 20_000_000}, "too long for one row"),
+    "message a text": (asking("hello"), "message 0 must be"),
+    "message null": (asking(user("a"), None), "message 1 must be"),
+    "message without role": (asking({"content": "a"}), "no 'role'"),
+    "message without content": (asking({"role": "user"}), "no 'content'"),
+    "message with null content": (asking(user(None)), "no 'content'"),
+    "message with a number": (asking(user(12)), "'content' must be text"),
+    "message with parts": (asking(user([{"type": "image"}])), "'content' must be text"),
+    "message role a number": (asking({"role": 1, "content": "a"}), "'role' must be text"),
+    "message role unknown": (asking({"role": "human", "content": "a"}), "'human' is none of"),
+    "user blank": (asking({"role": "system", "content": "a"}, user("  ")), "blank"),
+    "all messages blank": (asking({"role": "system", "content": ""}), "all messages are blank"),
+    "data_source missing": (without("data_source"), "'data_source' is missing"),
+    "data_source null": ({**GOOD, "data_source": None}, "'data_source' is null"),
+    "data_source a list": ({**GOOD, "data_source": ["a"]}, "'data_source' must be text"),
+    "data_source blank": ({**GOOD, "data_source": ""}, "'data_source' is blank"),
+    "reward_model missing": (without("reward_model"), "'reward_model' is missing"),
+    "reward_model null": ({**GOOD, "reward_model": None}, "'reward_model' is null"),
+    "reward_model a text": ({**GOOD, "reward_model": "2"}, "'reward_model' must be"),
+    "ground_truth missing": ({**GOOD, "reward_model": {"style": "rule"}}, "no 'ground_truth'"),
+    "ground_truth null": ({**GOOD, "reward_model": {"ground_truth": None}}, "no 'ground_truth'"),
+    "style a number": ({**GOOD, "reward_model": {"style": 1, "ground_truth": "2"}}, "style must be text"),
+    "extra_info a text": ({**GOOD, "extra_info": "x"}, "'extra_info' must be an object"),
+    "extra_info a list": ({**GOOD, "extra_info": [1]}, "'extra_info' must be an object"),
+    "ability a number": ({**GOOD, "ability": 3}, "'ability' must be text"),
+    "images": ({**GOOD, "images": ["a.png"]}, "images"),
+    "videos": ({**GOOD, "videos": ["a.mp4"]}, "videos"),
+    "half a surrogate pair": (b'{"data_source": "a", "prompt": "\\ud800"}', "not valid Unicode"),
+    "not UTF-8": (b'{"prompt": "\xff\xfe"}', "not UTF-8 at byte 12"),
+    "Latin-1": ('{"prompt": "é"}'.encode("latin-1"), "not UTF-8"),
+    "UTF-16": ('{"prompt": "a"}'.encode("utf-16"), "UTF-16"),
+    "not JSON": (b"hello", "not valid JSON"),
+    "single quotes": (b"{'prompt': 'a'}", "not valid JSON"),
+    "two rows on a line": (b'{"prompt": "a"} {"prompt": "b"}', "not valid JSON"),
+    "trailing comma": (b'{"prompt": "a",}', "not valid JSON"),
+    "unescaped tab": (b'{"prompt": "a\tb"}', "not valid JSON"),
+    "a list": (b'["prompt"]', "must be an object"),
+    "a number": (b"17", "must be an object"),
+    "null": (b"null", "must be an object, this is null"),
+    "NaN": (b'{"prompt": NaN}', "NaN is not JSON"),
+    "Infinity": (b'{"prompt": -Infinity}', "Infinity is not JSON"),
+    "key twice": (b'{"prompt": "a", "prompt": "b"}', "'prompt' occurs twice"),
+    "nested too deeply": (b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "too deeply"),
+    "huge integer": (b'{"prompt": ' + b"9" * 5000 + b"}", "integer"),
+}
+
+
+def as_line(row: Any) -> bytes:
+    return row if isinstance(row, bytes) else json.dumps(row).encode()
+
+
+@pytest.mark.parametrize("kind", BAD_LINES)
+def test_a_bad_line_is_refused_by_name_or_skipped_and_counted(kind: str, tmp_path: Path) -> None:
+    row, message = BAD_LINES[kind]
+    path = tmp_path / "rows.jsonl"
+    good = as_line(GOOD)
+    path.write_bytes(good + b"\n\n" + as_line(row).replace(b"\n", b"") + b"\n" + good + b"\n")
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 3: ") as caught:
+        load(path)
+    assert message in str(caught.value)
+    found = load(path, bad_rows="skip")
+    assert [row.index for row in found] == [0, 1]
+    assert [(Path(b.file).name, b.place) for b in found.bad_rows] == [("rows.jsonl", "line 3")]
+    assert found.metrics()["data/bad_rows"] == 1
+    only_bad = tmp_path / "only.jsonl"
+    only_bad.write_bytes(as_line(row).replace(b"\n", b"") + b"\n")
+    with pytest.raises(DataError, match=r"only\.jsonl"):
+        load(only_bad, bad_rows="skip")
+
+
+def test_a_file_that_ends_within_a_line_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "cut.jsonl"
+    path.write_bytes(as_line(GOOD) + b"\n" + as_line(GOOD)[:-20])
+    with pytest.raises(DataError, match=r"line 2: .*the file ends within this line"):
+        load(path)
+    assert len(load(path, bad_rows="skip")) == 1
+
+
+def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def wrong_utf8(path: Path) -> None:
+    table = pa.table({**{k: [v] * 3 for k, v in without("prompt").items()}})
+    raw = pa.array([b"1+1=", b"\xff\xfe", b"2+2="], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 3, raw.buffers())
+    pq.write_table(table.append_column("prompt", text), path)
+
+
+def broken_page(path: Path) -> None:
+    rows = [{**GOOD, "prompt": f"{i}+{i}="} for i in range(200)]
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=100, compression="snappy", use_dictionary=False)
+    start = pq.ParquetFile(path).metadata.row_group(1).column(1).data_page_offset
+    data = bytearray(path.read_bytes())
+    data[start : start + 40] = b"\xff" * 40
+    path.write_bytes(data)
+
+
+def cut_parquet(path: Path) -> None:
+    write_parquet(path, [GOOD] * 3)
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def text(content: str | bytes) -> Callable[[Path], Any]:
+    return lambda path: path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def bad_footer(path: Path) -> None:
+    write_parquet(path, [GOOD] * 3)
+    path.write_bytes(path.read_bytes()[:-8] + struct.pack("<i", 2**31 - 1) + b"PAR1")
+
+
+BAD_FILES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
+    "cut parquet": ("a.parquet", cut_parquet, "whole file: not a readable parquet"),
+    "parquet with a bad footer": ("a.parquet", bad_footer, "whole file: not a readable parquet"),
+    "parquet that is text": ("a.parquet", text("hello"), "whole file: not a readable parquet"),
+    "empty parquet file": ("a.parquet", text(b""), "whole file: not a readable parquet"),
+    "parquet without rows": ("a.parquet", lambda p: pq.write_table(pa.table({"a": []}), p), "it holds no rows"),
+    "parquet with a broken page": ("a.parquet", broken_page, "rows 100 to 199: the row group cannot be read"),
+    "parquet not UTF-8": ("a.parquet", wrong_utf8, "row 1: the text is not UTF-8"),
+    "parquet with null prompt": (
+        "a.parquet",
+        lambda p: write_parquet(p, [GOOD, {**GOOD, "prompt": None}, GOOD]),
+        "row 1: column 'prompt' is null",
+    ),
+    "parquet with bytes": (
+        "a.parquet",
+        lambda p: write_parquet(p, [{**GOOD, "prompt": b"1+1="}]),
+        "row 0: column 'prompt' must be text",
+    ),
+    "parquet with numbers": (
+        "a.parquet",
+        lambda p: write_parquet(p, [{**GOOD, "prompt": 5}]),
+        "row 0: column 'prompt' must be text",
+    ),
+    "parquet with NaN truth": (
+        "a.parquet",
+        lambda p: write_parquet(p, [{**GOOD, "reward_model": {"ground_truth": float("nan")}}]),
+        "row 0: column 'reward_model': its ground_truth is nan",
+    ),
+    "parquet with a column twice": (
+        "a.parquet",
+        lambda p: pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["prompt", "prompt"]), p),
+        "'prompt' occurs twice",
+    ),
+    "empty jsonl": ("a.jsonl", text(b""), "it holds no rows"),
+    "jsonl of blank lines": ("a.jsonl", text(b"\n \r\n"), "it holds no rows"),
+    "cut json": ("a.json", text(json.dumps([GOOD, GOOD])[:-30]), "whole file: not valid JSON"),
+    "json with a text in it": ("a.json", text(json.dumps([GOOD, "x"])), "row 1: a row must be"),
+    "empty json list": ("a.json", text("[]"), "it holds no rows"),
+    "csv with too few cells": ("a.csv", text(f"{HEAD}\na,b,c\nd,e\n"), "line 3: it has 2 cells"),
+    "csv with too many cells": ("a.csv", text("prompt,data_source\na,b,c\n"), "line 2: it has 3 cells"),
+    "csv with an open quote": ("a.csv", text('prompt,data_source\n"a,b\n'), "line 2: unexpected end"),
+    "csv with text after a quote": ("a.csv", text('prompt,data_source\n"a"b,c\n'), "line 2: "),
+    "csv not UTF-8": ("a.csv", text(b"prompt,data_source,ground_truth\n\xff,b,c\n"), "line 2: the text is not UTF-8"),
+    "csv with a column twice": ("a.csv", text("prompt,prompt\na,b\n"), "'prompt' occurs twice"),
+    "csv with an empty cell": ("a.csv", text(f"{HEAD}\n,b,c\n"), "line 2: column 'prompt' is null"),
+    "csv with only a header": ("a.csv", text("prompt,data_source\n"), "it holds no rows"),
+    "empty csv": ("a.csv", text(b""), "it holds no rows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_a_bad_file_is_refused_with_its_place_or_skipped(kind: str, tmp_path: Path) -> None:
+    name, write, message = BAD_FILES[kind]
+    path = tmp_path / name
+    write(path)
+    with pytest.raises(DataError) as caught:
+        load(path)
+    assert f"{path}, " in str(caught.value)
+    assert message in str(caught.value)
+    other = tmp_path / "good.jsonl"
+    other.write_bytes(as_line(GOOD))
+    found = PromptDataset.load([str(path), str(other)], tokenizer(), FORM, bad_rows="skip")
+    assert len(found) >= 1
+    assert any(message in str(bad) for bad in found.bad_rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("missing.parquet", "there is no such file"),
+        ("hdfs://host/train.parquet", "only local files"),
+        ("rows.txt", "none of .parquet"),
+        ("folder", "no state.json"),
+        ("splits", "name one of them: .*/splits/train"),
+    ],
+)
+def test_a_file_that_cannot_be_meant_is_a_config_error_whatever_the_policy(
+    name: str, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "rows.txt").write_text("x")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "splits" / "train").mkdir(parents=True)
+    (tmp_path / "splits" / "dataset_dict.json").write_text("{}")
+    (tmp_path / "splits" / "train" / "state.json").write_text("{}")
+    file = name if "://" in name else str(tmp_path / name)
+    for policy in ("refuse", "skip"):
+        with pytest.raises(ConfigError, match=message):
+            PromptDataset.load(file, tokenizer(), FORM, bad_rows=policy)  # pyrefly: ignore[bad-argument-type]
+
+
+def test_a_chat_template_that_refuses_a_row_makes_it_a_bad_row(tmp_path: Path) -> None:
+    strict = build_tokenizer()
+    strict.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(as_line(GOOD) + b"\n" + as_line(asking({"role": "system", "content": "s"}, user("a"))))
+    with pytest.raises(DataError, match=r"line 2: the chat template refuses the messages: no system role"):
+        PromptDataset.load(str(path), strict, FORM)
+    assert len(PromptDataset.load(str(path), strict, FORM, bad_rows="skip")) == 1
+
+
+def test_harmless_oddities_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "odd.jsonl"
+    line = as_line({**GOOD, "prompt": "é\u2028\U0001f600", "extra_info": None, "unknown": {"a": [1, None]}})
+    path.write_bytes(b"\xef\xbb\xbf" + line + b"\r\n\r\n  \n" + line + b"\r\n" + line)
+    found = load(path)
+    assert len(found) == 3
+    assert found[0].raw_prompt == "é\u2028\U0001f600"
+    assert found[0].fields == {"unknown": {"a": [1, None]}}
+    assert found[0].extra_info == {}
+    csv_path = tmp_path / "odd.csv"
+    csv_path.write_bytes(b'\xef\xbb\xbfprompt,data_source,ground_truth\r\n"a\nb, ""c""",src,2\r\n')
+    assert load(csv_path)[0].raw_prompt == 'a\nb, "c"'
+
+
+def test_the_policy_itself_is_checked(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(as_line(GOOD))
+    with pytest.raises(ConfigError, match="bad_rows=ignore"):
+        load(path, bad_rows="ignore")

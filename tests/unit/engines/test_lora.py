@@ -1,0 +1,127 @@
+"""Adapters: what is trained, what is served, the reference without them, and their files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rlsys.engines.fsdp import ModelSource
+from rlsys.models.lora import LoraSettings
+from rlsys.utils.errors import CheckpointError, ConfigError
+from tests.ranks import run_ranks
+from tests.unit.engines.common import MODEL, same, small_engine, small_rows, train, whole
+
+LORA = LoraSettings(rank=3, alpha=6.0, seed=4)
+
+
+def log_probs(engine: Any) -> Tensor:
+    return engine.forward(small_rows(), ("log_probs",))["log_probs"]
+
+
+def train_adapters(place: Path) -> dict[str, Any]:
+    plain, engine = small_engine(), small_engine(lora=LORA)
+    start, first = whole(plain), log_probs(engine)
+    torch.testing.assert_close(first, log_probs(plain))
+    assert same(start, whole(engine))
+    for _ in range(3):
+        assert train(engine).applied
+    base = engine._held().base
+    assert all(p.grad is None and not p.requires_grad for p in base.values())
+    with engine.adapters_disabled():
+        assert torch.equal(log_probs(engine), first)
+    assert not torch.allclose(log_probs(engine), first, atol=1e-3)
+    merged = whole(engine)
+    assert {name for name in merged if not torch.equal(merged[name], start[name])} == {
+        name for name in merged if "_proj" in name
+    }
+    engine.save(place / "export", "export")
+    engine.save(place / "resume", "resume")
+    served = small_engine(ModelSource(path=str(place / "export")))
+    torch.testing.assert_close(log_probs(served), log_probs(engine), rtol=1e-5, atol=1e-5)
+    layout, local = engine.weight_layout(), engine.local_tensors()
+    for shard in layout.shards:
+        box = tuple(slice(s, s + n) for s, n in zip(shard.box.start, shard.box.shape, strict=True))
+        torch.testing.assert_close(local[shard.local], merged[shard.box.tensor][box], rtol=1e-6, atol=1e-6)
+    resumed = small_engine(lora=LORA)
+    resumed.load(place / "resume")
+    assert same(whole(resumed), merged)
+    assert train(resumed) == train(engine)
+    assert same(whole(resumed), whole(engine))
+    return {"merged": merged, "log_probs": log_probs(served)}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_adapters_are_trained_served_resumed_and_exported(tmp_path: Path, world: int) -> None:
+    found = run_ranks(world, train_adapters, tmp_path)[0]
+    torch.manual_seed(1)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    saved = dict(base.named_parameters())
+    assert all(torch.equal(saved[name], tensor) for name, tensor in found["merged"].items())
+    config = json.loads((tmp_path / "export/lora_adapter/adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (3, 6.0)
+
+
+def continue_adapter(place: Path) -> tuple[Tensor, Tensor]:
+    first = small_engine(lora=LORA)
+    train(first)
+    first.save(place / "export", "export")
+    again = small_engine(lora=LoraSettings(rank=99, adapter_path=str(place / "export/lora_adapter")))
+    assert again.lora is not None
+    assert (again.lora.rank, again.lora.alpha) == (3, 6.0)
+    return log_probs(first), log_probs(again)
+
+
+def test_training_goes_on_from_a_saved_adapter_and_peft_loads_it(tmp_path: Path) -> None:
+    for first, again in run_ranks(2, continue_adapter, tmp_path):
+        torch.testing.assert_close(first, again)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        from rlsys.models.hf import read_config
+
+        base = AutoModelForCausalLM.from_config(read_config(ModelSource(config=MODEL)))
+    model = PeftModel.from_pretrained(base, str(tmp_path / "export/lora_adapter")).eval()
+    ids = small_rows().batch["input_ids"]
+    expected = torch.log_softmax(model(ids).logits[:, 2:-1], -1).gather(2, ids[:, 3:, None])[..., 0]
+    torch.testing.assert_close(again, expected, rtol=1e-5, atol=1e-5)
+
+
+def train_scalar() -> set[str]:
+    engine = small_engine(lora=LORA, head="scalar")
+    before = whole(engine)
+    train(engine, outputs=("values",))
+    train(engine, outputs=("values",))
+    return {name for name, tensor in whole(engine).items() if not torch.equal(tensor, before[name])}
+
+
+def test_a_scalar_head_is_trained_whole_beside_the_adapters() -> None:
+    (changed,) = run_ranks(1, train_scalar)
+    assert {"score.weight", "score.bias"} < changed
+    assert all("_proj" in name for name in changed - {"score.weight", "score.bias"})
+
+
+def targets(names: Any) -> set[str]:
+    engine = small_engine(lora=LoraSettings(rank=2, target_modules=names))
+    return {name.rsplit(".", 2)[1] for name in engine._held()._adapted}
+
+
+def test_target_modules_pick_the_layers() -> None:
+    assert run_ranks(1, targets, ("q_proj", "v_proj")) == [{"q_proj", "v_proj"}]
+    assert len(run_ranks(1, targets, "all-linear")[0]) == 7
+
+
+def wrong_settings(place: Path) -> None:
+    with pytest.raises(ConfigError, match="target_modules"):
+        small_engine(lora=LoraSettings(rank=2, target_modules=("nothing",)))
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
+        small_engine(lora=LoraSettings(rank=2, adapter_path=str(place)))
+
+
+def test_wrong_targets_and_paths_are_told(tmp_path: Path) -> None:
+    run_ranks(1, wrong_settings, tmp_path)

@@ -1,0 +1,108 @@
+"""Micro-batches that agree over ranks, groups of ranks, and small exchanges between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.engines.mesh import Parallel, gather_json, make_ranks, max_over_ranks, together
+from rlsys.engines.micro import MicroBatches, split_rows
+from rlsys.utils.errors import CheckpointError, ConfigError
+from tests.ranks import run_ranks
+
+
+@given(
+    lengths=st.lists(st.integers(0, 20), max_size=12).map(lambda x: x * 2),
+    rows=st.integers(1, 5),
+    budget=st.integers(40, 90),
+    others=st.integers(0, 20),
+)
+def test_every_row_is_in_one_micro_batch_and_pairs_stay_together(
+    lengths: list[int], rows: int, budget: int, others: int
+) -> None:
+    for size in (MicroBatches(rows=rows, rows_together=2), MicroBatches(max_tokens=budget, rows_together=2)):
+        parts = split_rows(lengths, size, agree=lambda own: max(own, others))
+        assert sorted(row for part in parts for row in part) == list(range(len(lengths)))
+        assert len(parts) >= others
+        for part in parts:
+            assert all((row ^ 1) in part for row in part)
+            assert size.max_tokens is None or sum(lengths[row] for row in part) <= size.max_tokens
+            assert size.rows is None or len(part) <= size.rows + size.rows % 2
+
+
+def test_a_token_budget_counts_for_each_rank_that_shares_the_rows() -> None:
+    assert len(split_rows([10] * 4, MicroBatches(max_tokens=20), agree=int)) == 2
+    assert len(split_rows([10] * 4, MicroBatches(max_tokens=20), agree=int, num_sharing=2)) == 1
+
+
+@pytest.mark.parametrize("size", [{}, {"rows": 0}, {"max_tokens": 0}, {"rows": 1, "max_tokens": 1}])
+def test_a_micro_batch_has_one_size(size: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="so many rows or so many tokens"):
+        MicroBatches(**size)
+
+
+def too_long() -> str:
+    lengths = [[50], [], [3, 4]][dist.get_rank()]
+    with pytest.raises(ValueError, match="exceed") as caught:
+        split_rows(lengths, MicroBatches(max_tokens=20), agree=max_over_ranks)
+    return str(caught.value)
+
+
+def test_a_row_over_the_budget_is_refused_on_every_rank() -> None:
+    first, *others = run_ranks(3, too_long)
+    assert "row 0 of 50 tokens" in first
+    assert all("another rank" in other for other in others)
+
+
+def places(parallel: Parallel) -> dict[str, Any]:
+    ranks = make_ranks("cpu", parallel)
+    groups = {"dp": ranks.dp_group, "sp": ranks.sp_group, "shard": ranks.shard_group}
+    members = {name: dist.get_process_group_ranks(group) if group else None for name, group in groups.items()}
+    return {"dp_rank": ranks.dp_rank, "dp_size": ranks.dp_size, "sp_rank": ranks.sp_rank, **members}
+
+
+def test_neighbours_share_sequences_and_shards() -> None:
+    found = run_ranks(4, places, Parallel(fsdp_size=2, sp_size=2))
+    assert [place["dp_rank"] for place in found] == [0, 0, 1, 1]
+    assert [place["sp_rank"] for place in found] == [0, 1, 0, 1]
+    assert [place["dp"] for place in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [place["sp"] for place in found] == [place["shard"] for place in found] == [[0, 1]] * 2 + [[2, 3]] * 2
+
+
+def wrong_sizes() -> list[str]:
+    messages = []
+    for parallel in (Parallel(fsdp_size=2), Parallel(sp_size=2)):
+        with pytest.raises(ConfigError) as caught:
+            make_ranks("cpu", parallel)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_sizes_that_do_not_divide_are_refused() -> None:
+    for shard, sequence in run_ranks(3, wrong_sizes):
+        assert "fsdp_size=2 does not divide the 3 ranks" in shard
+        assert "ulysses_sequence_parallel_size=2 does not divide the 3 ranks" in sequence
+
+
+def exchange() -> tuple[Any, int, str]:
+    rank = dist.get_rank()
+
+    def work() -> int:
+        if rank == 1:
+            raise OSError("the disk is full")
+        return rank
+
+    with pytest.raises(CheckpointError) as caught:
+        together(work, (OSError,), CheckpointError)
+    return gather_json({"rank": rank, "text": "é" * rank}), max_over_ranks(rank * 10), str(caught.value)
+
+
+def test_ranks_exchange_values_and_fail_together() -> None:
+    for values, largest, message in run_ranks(3, exchange):
+        assert values == [{"rank": rank, "text": "é" * rank} for rank in range(3)]
+        assert largest == 20
+        assert message == "rank 1: the disk is full"

@@ -1,0 +1,55 @@
+"""Learning-rate schedules against transformers' own, and settings that do not make sense."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    get_constant_schedule_with_warmup,
+    get_cosine_with_min_lr_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+)
+
+from rlsys.engines.optim import OptimSettings, lr_at
+from rlsys.utils.errors import ConfigError
+
+THEIRS: dict[str, Callable[[Any, int, int], Any]] = {
+    "constant": lambda optimizer, warmup, total: get_constant_schedule_with_warmup(optimizer, warmup),
+    "linear": lambda optimizer, warmup, total: get_linear_schedule_with_warmup(optimizer, warmup, total),
+    "cosine": lambda optimizer, warmup, total: get_cosine_with_min_lr_schedule_with_warmup(
+        optimizer, warmup, total, min_lr_rate=0.1
+    ),
+}
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_schedules_are_those_of_transformers(schedule: Any, warmup: int) -> None:
+    floor = 0.1 if schedule == "cosine" else 0.0
+    ours = OptimSettings(lr=2.0, schedule=schedule, warmup_steps=warmup, total_steps=20, min_lr_ratio=floor)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
+    theirs = THEIRS[schedule](optimizer, warmup, 20)
+    for step in range(25 if schedule != "cosine" else 20):
+        assert lr_at(step, ours) == pytest.approx(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+
+
+def test_min_lr_ratio_is_where_the_decay_ends_and_stays() -> None:
+    settings = OptimSettings(lr=1.0, schedule="linear", warmup_steps=0, total_steps=10, min_lr_ratio=0.25)
+    assert [lr_at(step, settings) for step in (0, 5, 10, 99)] == [1.0, 0.625, 0.25, 0.25]
+
+
+def test_warmup_by_ratio_counts_of_the_total() -> None:
+    settings = OptimSettings(lr=1.0, warmup_ratio=0.2, total_steps=20)
+    assert settings.num_warmup_steps == 4
+    assert [lr_at(step, settings) for step in range(6)] == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("settings", [{"schedule": "cosine"}, {"schedule": "linear"}, {"warmup_ratio": 0.1}])
+def test_a_schedule_that_needs_the_total_says_so(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="total number of optimizer steps"):
+        OptimSettings(**settings)

@@ -1,0 +1,186 @@
+"""Configurations, structure without memory, and weights from files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from rlsys.models.flops import block_parameters, forward_flops, measured_flops, training_flops
+from rlsys.models.hf import ModelSource, SafetensorsDir, build, check_names, open_weights, read_config
+from rlsys.utils.errors import CheckpointError, ConfigError
+
+QWEN: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "intermediate_size": 24,
+    "vocab_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(read_config(ModelSource(config=QWEN)))
+    model.save_pretrained(tmp_path / "model", max_shard_size="8KB")
+    return tmp_path / "model"
+
+
+def test_a_source_is_a_path_or_a_config() -> None:
+    for wrong in ({}, {"path": "x", "config": QWEN}):
+        with pytest.raises(ValueError, match="either a path or a config"):
+            ModelSource(**wrong)
+
+
+def test_overrides_are_applied_and_unknown_ones_refused(directory: Path) -> None:
+    config = read_config(ModelSource(path=str(directory), override_config={"rms_norm_eps": 0.5}))
+    assert config.rms_norm_eps == 0.5
+    with pytest.raises(ConfigError, match=r"override_config\.rms_norm: qwen2 has no such setting"):
+        read_config(ModelSource(path=str(directory), override_config={"rms_norm": 0.5}))
+
+
+def test_structure_has_no_memory_but_true_buffers() -> None:
+    config = read_config(ModelSource(config=QWEN))
+    model = build(config, head="lm", packed=True)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    expected = dict(AutoModelForCausalLM.from_config(config).named_buffers())
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, expected[name])
+
+
+@pytest.mark.parametrize(
+    ("setting", "packed", "message"),
+    [
+        ({"attention_dropout": 0.1}, True, "attention_dropout"),
+        ({"model_type": "gemma2", "head_dim": 4}, False, "final_logit_softcapping"),
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, True, "conv layers"),
+    ],
+)
+def test_what_would_be_computed_wrongly_is_refused(setting: dict[str, Any], packed: bool, message: str) -> None:
+    config = read_config(ModelSource(config={**QWEN, **setting}))
+    with pytest.raises(ConfigError, match=message):
+        build(config, head="lm", packed=packed)
+
+
+def test_weights_are_read_box_by_box(directory: Path) -> None:
+    assert len(list(directory.glob("*.safetensors"))) > 1
+    weights = SafetensorsDir(directory)
+    whole = {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
+    assert set(weights.names()) == set(whole)
+    for name, tensor in whole.items():
+        rows = tensor.shape[0] // 2
+        start, shape = (rows, *(0 for _ in tensor.shape[1:])), (tensor.shape[0] - rows, *tensor.shape[1:])
+        assert weights.shape(name) == tuple(tensor.shape)
+        assert torch.equal(weights.read(name, start, shape), tensor[rows:])
+
+
+def test_random_weights_depend_on_the_seed_alone() -> None:
+    config = read_config(ModelSource(config=QWEN))
+    first, again, other = (open_weights(ModelSource(config=QWEN, seed=s), config, head="lm") for s in (1, 1, 2))
+    name, box = "model.layers.1.mlp.up_proj.weight", ((0, 0), (24, 16))
+    assert torch.equal(first.read(name, *box), again.read(name, *box))
+    assert not torch.equal(first.read(name, *box), other.read(name, *box))
+
+
+def test_a_scalar_head_that_is_not_in_the_files_is_drawn_from_the_seed(directory: Path) -> None:
+    source = ModelSource(path=str(directory), seed=5)
+    weights = [open_weights(source, read_config(source), head="scalar") for _ in range(2)]
+    assert torch.equal(*(w.read("score.weight", (0, 0), (1, 16)) for w in weights))
+    assert weights[0].read("score.bias", (0,), (1,)) == 0
+
+
+def damage_truncate(path: Path) -> None:
+    file = min(path.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def damage_remove(path: Path) -> None:
+    min(path.glob("*.safetensors")).unlink()
+
+
+def damage_pickle(path: Path) -> None:
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    (path / "pytorch_model.bin").touch()
+
+
+def damage_config(path: Path) -> None:
+    (path / "config.json").write_text("{")
+
+
+def damage_type(path: Path) -> None:
+    (path / "config.json").write_text(json.dumps({"model_type": "no-such-model"}))
+
+
+def damage_quantised(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
+
+
+def damage_gone(path: Path) -> None:
+    (path / "config.json").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_truncate, "is damaged"),
+        (damage_remove, "tensors of its index are missing"),
+        (damage_pickle, "only pickled weights"),
+        (damage_config, r"cannot read .*config.json"),
+        (damage_type, "no-such-model"),
+        (damage_quantised, "is quantised"),
+        (damage_gone, "no config.json"),
+    ],
+)
+def test_a_bad_model_directory_is_told_by_name(directory: Path, damage: Any, message: str) -> None:
+    damage(directory)
+    source = ModelSource(path=str(directory))
+    with pytest.raises(CheckpointError, match=message):
+        open_weights(source, read_config(source), head="lm")
+
+
+def test_weights_of_another_model_are_told_by_tensor(tmp_path: Path) -> None:
+    save_file(
+        {"a": torch.zeros(2, 3), "c": torch.zeros(1), "x.rotary_emb.inv_freq": torch.zeros(1)},
+        tmp_path / "m.safetensors",
+    )
+    with pytest.raises(
+        CheckpointError, match=r"missing \(b\).*not the model's \(c\).*a is \(2, 3\), the model's \(3, 2\)"
+    ):
+        check_names({"a": (3, 2), "b": (1,)}, SafetensorsDir(tmp_path))
+    check_names({"a": (2, 3)}, SafetensorsDir(tmp_path), aliases=["c"])
+
+
+def test_flops_count_every_matrix_product_of_a_transformer() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = read_config(ModelSource(config=QWEN))
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    length = 24
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, length, dtype=torch.long))
+    causal_saving = 2 * 4 * (length**2 - length * (length + 1) // 2) * 4 * 4
+    rope = counter.get_total_flops() - causal_saving - forward_flops(config, [length])
+    assert 0 <= rope < 0.001 * counter.get_total_flops()
+    assert training_flops(config, [3, 4]) == 3 * (forward_flops(config, [3]) + forward_flops(config, [4]))
+    assert forward_flops(config, [5]) - forward_flops(config, [5], num_head_tokens=2) == 2 * 3 * 16 * 40
+
+
+def test_flops_of_experts_count_those_a_token_is_sent_to() -> None:
+    shape = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "model_type": "qwen3_moe"}
+    config = read_config(ModelSource(config={**QWEN, **shape, "head_dim": 4}))
+    assert block_parameters(config) == 2 * 16 * 16 + 2 * 16 * 8 + 2 * 3 * 16 * 10 + 16 * 8
+
+
+def test_a_device_without_a_data_sheet_is_measured() -> None:
+    assert 1e8 < measured_flops(torch.device("cpu"), repeats=1) < 1e13

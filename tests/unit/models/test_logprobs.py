@@ -1,0 +1,108 @@
+"""Chunked token statistics against float64 autograd over all logits, and their memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlsys.models.logprobs import token_stats
+
+OUTPUTS = ("log_probs", "entropy", "sum_pi_squared")
+
+
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> dict[str, Tensor]:
+    scores = torch.log_softmax(hidden @ weight.t() / temperature, dim=-1)
+    probs = scores.exp()
+    picked = scores.gather(1, targets[:, None])[:, 0]
+    return {"log_probs": picked, "entropy": -(probs * scores).sum(-1), "sum_pi_squared": (probs**2).sum(-1)}
+
+
+def case(num: int, hidden_size: int, vocab: int, seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    draw = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num, hidden_size, generator=draw, dtype=torch.float64)
+    weight = torch.randn(vocab, hidden_size, generator=draw, dtype=torch.float64)
+    targets = torch.randint(0, vocab, (num,), generator=draw)
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets
+
+
+@given(
+    num=st.integers(0, 9),
+    vocab=st.integers(2, 17),
+    chunk=st.integers(1, 60),
+    temperature=st.floats(0.2, 3.0),
+    seed=st.integers(0, 999),
+    wanted=st.sets(st.sampled_from(OUTPUTS[1:])),
+)
+@settings(max_examples=60, deadline=None)
+def test_values_and_gradients_equal_the_unchunked_ones(
+    num: int, vocab: int, chunk: int, temperature: float, seed: int, wanted: set[str]
+) -> None:
+    hidden, weight, targets = case(num, 4, vocab, seed)
+    names = ("log_probs", *sorted(wanted))
+    found = token_stats(hidden, weight, targets, temperature=temperature, outputs=names, chunk_elements=chunk)
+    expected = plain(hidden, weight, targets, temperature)
+    assert set(found) == set(names)
+    for name in names:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-12)
+    factors = {name: torch.randn(num, dtype=torch.float64) for name in names}
+    for results in (found, expected):
+        hidden.grad = weight.grad = None
+        torch.stack([(results[name] * factors[name]).sum() for name in names]).sum().backward()
+        results["d_hidden"], results["d_weight"] = hidden.grad, weight.grad
+    torch.testing.assert_close(found["d_hidden"], expected["d_hidden"], rtol=1e-8, atol=1e-11)
+    torch.testing.assert_close(found["d_weight"], expected["d_weight"], rtol=1e-8, atol=1e-11)
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_one_output_alone_has_its_own_gradient(output: str) -> None:
+    hidden, weight, targets = case(6, 5, 11, seed=1)
+    grads = []
+    chunked = token_stats(hidden, weight, targets, outputs=OUTPUTS, chunk_elements=22)
+    for results in (chunked, plain(hidden, weight, targets, 1.0)):
+        grads.append(torch.autograd.grad(results[output].sum(), (hidden, weight)))
+    for found, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_results_are_float32_and_near_float64_when_the_model_is_bfloat16() -> None:
+    hidden, weight, targets = case(20, 16, 50, seed=2, dtype=torch.bfloat16)
+    found = token_stats(hidden, weight, targets, outputs=OUTPUTS)
+    expected = plain(hidden.double(), weight.double(), targets, 1.0)
+    for name in OUTPUTS:
+        assert found[name].dtype == torch.float32
+        torch.testing.assert_close(found[name].double(), expected[name], rtol=0.02, atol=0.05)
+    found["log_probs"].sum().backward()
+    assert (hidden.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    hidden, weight, targets = case(3, 4, 7, seed=3)
+    token_stats(hidden, weight.detach(), targets)["log_probs"].sum().backward()
+    assert hidden.grad is not None
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_a_temperature_that_is_not_positive_is_refused(temperature: float) -> None:
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        token_stats(*case(1, 2, 3, seed=4), temperature=temperature)
+
+
+def test_never_more_logits_than_a_chunk() -> None:
+    num, vocab, chunk = 64, 1000, 8000
+    hidden, weight, targets = case(num, 4, vocab, seed=5, dtype=torch.float32)
+    largest = 0
+
+    class Watch(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            largest = max(largest, result.numel() if isinstance(result, Tensor) else 0)
+            return result
+
+    with Watch():
+        results = token_stats(hidden, weight, targets, outputs=OUTPUTS, chunk_elements=chunk)
+        torch.stack([value.sum() for value in results.values()]).sum().backward()
+    assert largest == chunk < num * vocab

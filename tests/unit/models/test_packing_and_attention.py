@@ -1,0 +1,115 @@
+"""Finding real tokens, laying them out, and exact attention within each sequence of a pack."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from rlsys.models.attention import Packing, packed_attention
+from rlsys.models.packing import empty_rows, left_aligned, padded_to_multiple, token_rows
+
+CPU = torch.device("cpu")
+
+
+def rows_of(prompts: list[int], responses: list[int], prompt_width: int, response_width: int) -> dict[str, Tensor]:
+    columns = torch.arange(prompt_width + response_width)
+    lengths = torch.tensor(prompts)[:, None], torch.tensor(responses)[:, None]
+    mask = (columns >= prompt_width - lengths[0]) & (columns < prompt_width + lengths[1])
+    ids = (1 + torch.arange(mask.numel()).view(mask.shape)) * mask
+    return {
+        "input_ids": ids,
+        "responses": ids[:, prompt_width:],
+        "attention_mask": mask.long(),
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0) * mask,
+    }
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), min_size=1, max_size=5),
+    spare=st.tuples(st.integers(0, 2), st.integers(1, 3)),
+)
+@settings(max_examples=60, deadline=None)
+def test_tokens_are_found_and_put_back(lengths: list[tuple[int, int]], spare: tuple[int, int]) -> None:
+    prompts, responses = [p for p, _ in lengths], [r for _, r in lengths]
+    width = max(prompts) + spare[0], max(responses) + spare[1]
+    batch = rows_of(prompts, responses, *width)
+    rows = token_rows(batch)
+    assert rows.lengths == tuple(p + r for p, r in lengths)
+    assert torch.equal(rows.scatter(rows.targets), batch["responses"])
+    assert torch.equal(rows.at, rows.before + 1)
+    sequences = rows.token_ids.split(rows.lengths)
+    for row, (prompt, response) in enumerate(lengths):
+        assert torch.equal(sequences[row], batch["input_ids"][row][batch["attention_mask"][row].bool()])
+        assert torch.equal(rows.position_ids.split(rows.lengths)[row], torch.arange(prompt + response))
+    ids, positions, mask, places = left_aligned(rows)
+    assert torch.equal(ids.flatten()[places], rows.token_ids)
+    assert torch.equal(positions.flatten()[places], rows.position_ids)
+    assert torch.equal(mask.sum(1), torch.tensor(rows.lengths))
+
+
+def test_a_response_without_a_prompt_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"rows \[1\] have a response but an empty prompt"):
+        token_rows(rows_of([2, 0], [1, 3], 2, 3))
+
+
+def test_rows_of_nothing_are_an_idle_pack_of_their_shape() -> None:
+    rows = token_rows(rows_of([0, 0], [0, 0], 2, 3))
+    assert (rows.shape, rows.num_tokens, len(rows.targets)) == ((2, 3), 2, 0)
+    assert torch.equal(rows.scatter(torch.zeros(0)), torch.zeros(2, 3))
+
+
+def test_padding_to_a_multiple_is_a_sequence_of_its_own() -> None:
+    rows = padded_to_multiple(token_rows(rows_of([2, 3], [1, 2], 3, 2)), 6)
+    assert rows.lengths == (3, 5, 4)
+    assert torch.equal(rows.position_ids[-4:], torch.arange(4))
+    assert padded_to_multiple(empty_rows(CPU), 2).lengths == (2,)
+
+
+def one_by_one(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None) -> Tensor:
+    """(1, tokens, heads, dim) in float64, with loops."""
+    outs, start = [], 0
+    groups = query.shape[1] // key.shape[1]
+    for length in lengths:
+        q, k, v = (x[0, :, start : start + length].double() for x in (query, key, value))
+        k, v = (x.repeat_interleave(groups, dim=0) for x in (k, v))
+        scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])
+        for i in range(length):
+            for j in range(length):
+                if j > i or (window is not None and i - j >= window):
+                    scores[:, i, j] = -math.inf
+        outs.append(torch.softmax(scores, dim=-1) @ v)
+        start += length
+    return torch.cat(outs, dim=1).transpose(0, 1)[None]
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_packed_attention_is_causal_within_each_sequence(kv_heads: int, window: int | None) -> None:
+    torch.manual_seed(0)
+    lengths = [3, 1, 7, 2]
+    query, key, value = (torch.randn(1, heads, sum(lengths), 8) for heads in (4, kv_heads, kv_heads))
+    packing = Packing(lengths, CPU)
+    out, weights = packed_attention(nn.Module(), query, key, value, None, packing=packing, sliding_window=window)
+    assert weights is None
+    torch.testing.assert_close(out.double(), one_by_one(query, key, value, lengths, window), rtol=1e-5, atol=1e-6)
+
+
+def test_a_sequence_has_the_same_digits_whatever_it_is_packed_with() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 9, 8)
+    alone, _ = packed_attention(nn.Module(), x, x, x, None, packing=Packing([9], CPU))
+    both = torch.cat([torch.randn(1, 2, 5, 8), x, torch.randn(1, 2, 3, 8)], dim=2)
+    packed, _ = packed_attention(nn.Module(), both, both, both, None, packing=Packing([5, 9, 3], CPU))
+    assert torch.equal(packed[:, 5:14], alone)
+
+
+@pytest.mark.parametrize("odd", [{"softcap": 30.0}, {"s_aux": torch.zeros(2)}, {"dropout": 0.1}])
+def test_what_packed_attention_does_not_do_it_refuses(odd: dict[str, object]) -> None:
+    x = torch.randn(1, 2, 4, 8)
+    with pytest.raises(NotImplementedError, match=next(iter(odd))):
+        packed_attention(nn.Module(), x, x, x, None, packing=Packing([4], CPU), **odd)

@@ -1,0 +1,167 @@
+"""Built-in graders and their routing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from rlsys.rewards import gsm8k, text
+from rlsys.rewards import math as math_rewards
+from rlsys.rewards.pool import RewardItem, RewardPool
+from rlsys.rewards.registry import ROUTES, check_data_sources, compute_score, route
+from rlsys.utils.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "method", "score"),
+    [
+        ("so it is #### 42", "42", "strict", 1.0),
+        ("#### 1,234", "1234", "strict", 1.0),
+        ("#### 1234", "1,234", "strict", 1.0),
+        ("#### -7", "-7", "strict", 1.0),
+        ("#### 41 no #### 42.", "42", "strict", 1.0),
+        ("#### 41", "42", "strict", 0.1),
+        ("it is 42", "42", "strict", 0.0),
+        ("####42", "42", "strict", 0.0),
+        ("#### 42" + " " * 300, "42", "strict", 0.0),
+        ("it is 42", "42", "flexible", 1.0),
+        ("it is 42, or rather 43.", "43", "flexible", 1.0),
+        ("it is 43 ... , .", "43", "flexible", 1.0),
+        ("no number .", "42", "flexible", 0.0),
+        ("", "42", "flexible", 0.0),
+    ],
+)
+def test_gsm8k(answer: str, truth: str, method: Any, score: float) -> None:
+    found = gsm8k.compute_score(answer, truth, method=method, format_score=0.1)
+    assert (found["score"], found["acc"]) == (score, float(score == 1.0))
+
+
+def test_gsm8k_refuses_an_unknown_method() -> None:
+    with pytest.raises(ValueError, match="strict"):
+        gsm8k.extract_solution("1", method="loose")  # pyrefly: ignore[bad-argument-type]
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "right"),
+    [
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", True),
+        (r"\boxed{0.5}", r"\frac12", True),
+        (r"\boxed{1} then \boxed{x^2+1}", "1+x^2", True),
+        (r"\boxed{1}, no, \boxed{2}", "1", False),
+        (r"\boxed{(1, 2)}", "(1,2)", True),
+        (r"\boxed{\{1,2\}}", r"\{2,1\}", True),
+        (r"\boxed{2\sqrt{2}}", r"\sqrt{8}", True),
+        (r"\boxed{12", "12", False),
+        (r"\boxed{12} \boxed{1", "12", True),
+        ("12", "12", False),
+        (r"\boxed{}", "12", False),
+        (r"\boxed{\text{Paris}}", r"\text{Paris}", True),
+        (r"\boxed{__import__('os').system('true')}", "1", False),
+    ],
+)
+def test_math_compares_the_last_box_as_mathematics(answer: str, truth: str, right: bool) -> None:
+    assert math_rewards.compute_score(answer, truth)["score"] == float(right)
+
+
+def test_math_outside_the_main_thread_gives_the_same() -> None:
+    scores: list[float] = []
+    thread = threading.Thread(
+        target=lambda: scores.append(math_rewards.compute_score(r"\boxed{\frac{2}{4}}", r"\frac{1}{2}")["score"])
+    )
+    thread.start()
+    thread.join()
+    assert scores == [1.0]
+
+
+def swallow_one_timeout() -> None:
+    start = time.monotonic()
+    while time.monotonic() - start < 0.5:
+        try:
+            time.sleep(0.01)
+        except TimeoutError:
+            continue
+
+
+def test_math_that_takes_too_long_is_a_timeout_and_not_a_zero() -> None:
+    with pytest.raises(TimeoutError), math_rewards.time_limit(0.1):
+        swallow_one_timeout()
+    with math_rewards.time_limit(0.1):
+        pass
+    time.sleep(0.2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "score", "pred"),
+    [("Answer: 7", 1.0, "7"), ("answer: $7$", 1.0, "7"), ("Answer: 6\nAnswer: 7", 1.0, "7"), ("7", -1.0, ""),
+     ("Answer: 8", -1.0, "8"), (r"Answer: \boxed{7}", 1.0, "7"), ("Answer: 7" + "." * 300, -1.0, "")],
+)  # fmt: skip
+def test_dapo_math(answer: str, score: float, pred: str) -> None:
+    found = compute_score("math_dapo", answer, "7")
+    assert (found["score"], found["acc"], found["pred"]) == (score, float(score > 0), pred)
+
+
+def test_geometry_rewards_the_form_too() -> None:
+    assert compute_score("hiyouga/geometry3k", r"<think>a</think> \boxed{5}", "5")["score"] == pytest.approx(1.0)
+    assert compute_score("hiyouga/geometry3k", r"\boxed{5}", "5")["score"] == pytest.approx(0.9)
+    assert compute_score("hiyouga/geometry3k", r"<think>a</think> \boxed{6}", "5")["score"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [("7 - 4 = 3", "3"), ("5-9", "9"), ("is -4", "-4"), ("-4", "-4"), ("= -12.50.", "-12.50"), ("1,234,567", "1234567"),
+     ("x=+3", "3"), ("\u22125", "-5"), (".5", ".5"), ("none", None), ("", None), ("(3) -2", "-2"), ("3)-2", "2"),
+     ("a1b22c", "22")],
+)  # fmt: skip
+def test_the_last_number_of_a_text(answer: str, number: str | None) -> None:
+    assert text.last_number(answer) == number
+
+
+@pytest.mark.parametrize(
+    ("source", "answer", "truth", "score"),
+    [
+        ("rlsys/arithmetic", "3 + 4 = 7", "7", 1.0),
+        ("rlsys/arithmetic", "7.0", 7, 1.0),
+        ("rlsys/arithmetic", r"4, so \boxed{7} as 8 is too much", "7", 1.0),
+        ("rlsys/arithmetic", "8", "7", 0.0),
+        ("rlsys/arithmetic/two_digit", "seven", "7", 0.0),
+        ("text/exact", " the  answer\n", "the answer", 1.0),
+        ("text/exact", "The answer", "the answer", 0.0),
+        ("text/regex", "code: AB12", r"code: ([A-Z]+\d+)", 1.0),
+        ("text/regex", "nothing", r"code", 0.0),
+        ("searchR1_nq", "<answer>The Paris.</answer>", {"target": ["London", "paris"]}, 1.0),
+        ("searchR1_nq", "<answer>Rome</answer>", {"target": "paris"}, 0.0),
+        ("searchR1_nq", "Paris", ["paris"], 0.0),
+        ("numina_olympiads", "the result is $x+1$", "1+x", 1.0),
+        ("lighteval/MATH", r"\boxed{3}", "3", 1.0),
+        ("openai/gsm8k", "#### 3", "3", 1.0),
+        ("aime2024", "Answer: 3", "3", 1.0),
+    ],
+)
+def test_routing_by_data_source(source: str, answer: str, truth: Any, score: float) -> None:
+    assert compute_score(source, answer, truth)["score"] == score
+
+
+def test_every_route_leads_to_a_grader() -> None:
+    for source in ROUTES:
+        assert route(source.replace("*", "anything")) == ROUTES[source]
+
+
+def test_an_unknown_data_source_says_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"'my/data'.*custom_reward_function.path"):
+        check_data_sources(["openai/gsm8k", "my/data"])
+    with RewardPool(num_workers=1) as pool:
+        result = pool.score([RewardItem("my/data", "1", "1")])[0]
+    assert result.status == "error"
+    assert "custom_reward_function.path" in result.message
+
+
+def test_built_in_graders_in_the_pool_take_their_arguments() -> None:
+    from rlsys.rewards.pool import Grader
+
+    with RewardPool(Grader(kwargs={"format_score": 0.25, "memory_limit_mb": 256}), num_workers=1) as pool:
+        results = pool.score([RewardItem("openai/gsm8k", "#### 5", "6")])
+    assert results[0].score == 0.25
+    assert results[0].extra == {"acc": 0.0, "pred": "5"}

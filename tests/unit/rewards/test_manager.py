@@ -1,0 +1,195 @@
+"""Reward managers: decoding, placing, the overlong penalty, extra columns, managers from files."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.protocol import DataProto, object_array
+from rlsys.rewards.manager import (
+    OverlongBuffer,
+    build_reward_manager,
+    load_reward_manager,
+    overlong_penalty,
+    place_on_last_token,
+    register,
+)
+from rlsys.rewards.pool import Grader, RewardPool
+from rlsys.utils.errors import ConfigError
+
+EOS, PAD = 11, 10
+
+
+class Digits:
+    """Tokens 0-9 are digits, EOS and PAD are special."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(str(t) if t < EOS - 1 else "" if skip_special_tokens else "?" for t in token_ids)
+
+
+def batch(responses: list[list[int]], truths: list[object], **columns: list[object]) -> DataProto:
+    num_tokens = 6
+    rows = [r + [PAD] * (num_tokens - len(r)) for r in responses]
+    mask = [[0, 1] + [1] * len(r) + [0] * (num_tokens - len(r)) for r in responses]
+    non_tensors = {
+        "data_source": object_array(["rlsys/arithmetic"] * len(rows)),
+        "reward_model": object_array([{"style": "rule", "ground_truth": t} for t in truths]),
+        "extra_info": object_array([{"index": i} for i in range(len(rows))]),
+        **{name: object_array(values) for name, values in columns.items()},
+    }
+    tensors = {"prompts": torch.ones(len(rows), 2, dtype=torch.int64), "responses": torch.tensor(rows)}
+    return DataProto.from_dict({**tensors, "attention_mask": torch.tensor(mask)}, non_tensors)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RewardPool]:
+    with RewardPool(num_workers=1) as pool:
+        yield pool
+
+
+ROWS = batch([[4, 2, EOS], [4, 1, EOS], [4, 2, 4, 2, 4, 2], [EOS], []], ["42", "42", "424242", "0", "1"])
+
+
+def test_scores_lie_on_the_last_token(pool: RewardPool) -> None:
+    graded = build_reward_manager("naive", tokenizer=Digits(), pool=pool).grade(ROWS)
+    expected = torch.zeros(5, 6)
+    expected[0, 2] = expected[2, 5] = 1.0
+    assert torch.equal(graded.rm_scores, expected)
+    assert graded.rm_scores.dtype == torch.float32
+    assert graded.extra["acc"].tolist() == [1.0, 0.0, 1.0, 0.0, 0.0]
+    assert graded.extra["pred"].tolist() == ["42", "41", "424242", "", ""]
+    assert graded.extra["reward_status"].tolist() == ["ok"] * 5
+    assert graded.metrics["reward/zeros"] == 3
+
+
+def test_the_older_call_of_verl(pool: RewardPool) -> None:
+    manager = build_reward_manager("naive", tokenizer=Digits(), pool=pool)
+    assert callable(manager)
+    answer = manager(ROWS, return_dict=True)
+    assert torch.equal(answer["reward_tensor"], manager(ROWS))
+    assert answer["reward_extra_info"]["acc"] == [1.0, 0.0, 1.0, 0.0, 0.0]
+    scored = batch([[1]], ["1"])
+    assert scored.batch is not None
+    scored.batch["rm_scores"] = torch.full((1, 6), 0.5)
+    assert torch.equal(manager(scored), torch.full((1, 6), 0.5))
+
+
+def test_dapo_takes_from_long_responses(pool: RewardPool) -> None:
+    buffer = OverlongBuffer(max_response_tokens=6, num_tokens=4, penalty_factor=2.0, log=True)
+    graded = build_reward_manager("dapo", tokenizer=Digits(), pool=pool, overlong_buffer=buffer).grade(ROWS)
+    assert graded.rm_scores.sum(-1).tolist() == [0.5, -0.5, -1.0, 0.0, 0.0]
+    assert graded.extra["overlong"].tolist() == [True, True, True, False, False]
+    assert graded.extra["overlong_reward"].tolist() == [-0.5, -0.5, -2.0, 0.0, 0.0]
+    assert graded.extra["acc"].tolist() == [1.0, 0.0, 1.0, 0.0, 0.0]
+
+
+@given(st.integers(1, 100), st.data())
+def test_the_overlong_penalty_is_the_formula_of_the_paper(longest: int, data: st.DataObject) -> None:
+    cache = data.draw(st.integers(1, longest))
+    lengths = list(range(longest + 1))
+    found = overlong_penalty(torch.tensor(lengths), OverlongBuffer(longest, cache)).tolist()
+    expected = [0.0 if n <= longest - cache else (longest - cache - n) / cache for n in lengths]
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("num_tokens", [0, -1, 7])
+def test_an_impossible_overlong_buffer_is_a_config_error(num_tokens: int) -> None:
+    with pytest.raises(ConfigError, match="overlong_buffer_cfg"):
+        OverlongBuffer(max_response_tokens=6, num_tokens=num_tokens)
+
+
+@given(st.lists(st.tuples(st.floats(-9, 9, width=32), st.integers(0, 7)), min_size=1, max_size=9))
+def test_placing_keeps_the_sum_and_touches_one_token(rows: list[tuple[float, int]]) -> None:
+    rewards, lengths = torch.tensor([r for r, _ in rows]), torch.tensor([n for _, n in rows])
+    placed = place_on_last_token(rewards, lengths, 7)
+    assert torch.equal(placed.sum(-1), torch.where(lengths > 0, rewards, 0.0))
+    assert all(set(row.nonzero().flatten().tolist()) <= {n - 1} for row, (_, n) in zip(placed, rows))
+
+
+def test_graders_with_different_values_share_columns(tmp_path: Path) -> None:
+    source = """
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        if solution_str == "1": return {"score": 1, "acc": True, "part": 2, "turns": extra_info["num_turns"]}
+        if solution_str == "2": return {"score": 0, "part": 3, "note": [1]}
+        if solution_str == "3": raise ValueError("bad")
+        return extra_info["index"]
+    """
+    (tmp_path / "r.py").write_text(textwrap.dedent(source))
+    data = batch([[1, EOS], [2, EOS], [3, EOS], [4, EOS]], [0] * 4, __num_turns__=[2, 3, 4, 5])
+    with RewardPool(Grader(path=str(tmp_path / "r.py")), num_workers=1) as pool:
+        graded = build_reward_manager("naive", tokenizer=Digits(), pool=pool).grade(data)
+    assert graded.rm_scores[:, 1].tolist() == [1.0, 0.0, 0.0, 3.0]
+    assert graded.extra["part"].tolist() == [2, 3, None, None]
+    assert graded.extra["note"].tolist() == [None, [1], None, None]
+    assert graded.extra["turns"][0] == 2
+    assert graded.extra["reward_status"].tolist() == ["ok", "ok", "error", "ok"]
+    assert graded.metrics["reward/errors"] == 1
+
+
+def test_rows_without_the_routing_column_are_a_config_error(pool: RewardPool) -> None:
+    manager = build_reward_manager("naive", tokenizer=Digits(), pool=pool, reward_fn_key="source")
+    with pytest.raises(ConfigError, match="reward_fn_key=source"):
+        manager.grade(ROWS)
+
+
+def test_unknown_and_doubled_managers_are_refused(pool: RewardPool) -> None:
+    with pytest.raises(ConfigError, match="dapo, naive"):
+        build_reward_manager("prime", tokenizer=Digits(), pool=pool)
+    with pytest.raises(ValueError, match="naive"):
+        register("naive")(lambda **_: None)  # pyrefly: ignore[bad-argument-type]
+
+
+MANAGERS = """
+import torch
+
+class Legacy:
+    def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source", bonus=0.0):
+        self.tokenizer, self.compute_score, self.bonus = tokenizer, compute_score, bonus
+
+    def __call__(self, data, return_dict=False):
+        reward, acc = torch.zeros_like(data.batch["responses"], dtype=torch.float32), []
+        for i in range(len(data)):
+            item = data[i]
+            text = self.tokenizer.decode(item.batch["responses"].tolist())
+            truth = item.non_tensor_batch["reward_model"]["ground_truth"]
+            score = self.compute_score(data_source="rlsys/arithmetic", solution_str=text, ground_truth=truth)
+            reward[i, 0] = score["score"] + self.bonus
+            acc.append(score["acc"])
+        return {"reward_tensor": reward, "reward_extra_info": {"acc": acc}} if return_dict else reward
+
+class Single:
+    def __init__(self, config, tokenizer, compute_score):
+        self.scale = config["scale"]
+
+    async def run_single(self, data):
+        return {"reward_score": self.scale * len(data), "reward_extra_info": {"acc": 1.0}}
+
+class Nothing:
+    pass
+"""
+
+
+def test_managers_written_for_verl_work_from_a_file(pool: RewardPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "managers.py")
+    Path(path).write_text(MANAGERS)
+    legacy = load_reward_manager(path, "Legacy", tokenizer=Digits(), pool=pool, reward_kwargs={"bonus": 0.5}).grade(
+        ROWS
+    )
+    assert legacy.rm_scores[:, 0].tolist() == [1.5, 0.5, 1.5, 0.5, 0.5]
+    assert legacy.extra["acc"].tolist() == [1.0, 0.0, 1.0, 0.0, 0.0]
+    single = load_reward_manager(path, "Single", tokenizer=Digits(), pool=pool, config={"scale": 3}).grade(ROWS)
+    assert single.rm_scores.sum(-1).tolist() == [3.0, 3.0, 3.0, 3.0, 0.0]
+    assert np.array_equal(single.extra["acc"], np.ones(5))
+    with pytest.raises(ConfigError, match="none of grade"):
+        load_reward_manager(path, "Nothing", tokenizer=Digits(), pool=pool)
+    with pytest.raises(ConfigError, match="nothing of that name"):
+        load_reward_manager(path, "Missing", tokenizer=Digits(), pool=pool)
+    with pytest.raises(ConfigError, match="no such local file"):
+        load_reward_manager("/no/file.py", "X", tokenizer=Digits(), pool=pool)

@@ -1,0 +1,232 @@
+"""Death, hang and exception of workers under real Ray: one error, in seconds, naming who and why; nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from rlsys.single_controller.calls import wait_any
+from rlsys.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from rlsys.utils.errors import ConfigError, DeadlineError, WorkerError
+from tests.unit.single_controller.crew import Calculator, Gloo, Sleeper
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def _pool(num_ranks: int, **kwargs: Any) -> RayResourcePool:
+    return RayResourcePool([num_ranks], use_gpu=False, num_cpus=0.5, **kwargs)
+
+
+def _group(
+    cls: type, *args: Any, num_ranks: int = 2, pool: RayResourcePool | None = None, **kwargs: Any
+) -> RayWorkerGroup:
+    options = {name: kwargs.pop(name) for name in ("deadlines", "role", "worker_env") if name in kwargs}
+    made = RayClassWithInitArgs(cls, *args, **kwargs)
+    return RayWorkerGroup(pool or _pool(num_ranks), made, **{"role": "sleeper", "deadlines": 30.0, **options})
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def _all_gone(pids: list[int], within_s: float = 5.0) -> bool:
+    end_s = time.monotonic() + within_s
+    while any(_runs(pid) for pid in pids) and time.monotonic() < end_s:
+        time.sleep(0.02)
+    return not any(_runs(pid) for pid in pids)
+
+
+@pytest.fixture(scope="module")
+def bedroom() -> Iterator[RayWorkerGroup]:
+    with _group(Sleeper, deadlines={"sleep": 2.0, "default": 25.0}) as group:
+        yield group
+
+
+@pytest.fixture
+def sleepers(bedroom: RayWorkerGroup) -> Iterator[RayWorkerGroup]:
+    """Two ranks, idle and alive; those a test leaves in another state are replaced behind it."""
+    yield bedroom
+    for rank in range(bedroom.world_size):
+        try:
+            bedroom.execute_rank(rank, "pid", deadline_s=0.5)
+        except (WorkerError, DeadlineError):
+            bedroom.restart_rank(rank)
+
+
+def test_failures_in_a_collective_are_told_by_their_cause_not_by_broken_connections() -> None:
+    def spoil() -> None:
+        raise ZeroDivisionError("the reward was empty")
+
+    def die() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with _group(Gloo, role="trainer", deadlines=60.0) as group:
+        assert group.total(-1) == [1.0, 1.0]
+        start_s = time.monotonic()
+        with pytest.raises(WorkerError) as caught:
+            group.total(1, spoil)
+        assert time.monotonic() - start_s < 3
+        assert (caught.value.failed.role, caught.value.failed.rank) == ("trainer", 1)
+        assert "ZeroDivisionError: the reward was empty" in caught.value.failed.cause
+        start_s = time.monotonic()
+        with pytest.raises(WorkerError) as caught:
+            group.total(1, die)
+        assert time.monotonic() - start_s < 5
+        assert caught.value.failed.rank == 1
+        assert "the worker process died" in caught.value.failed.cause
+
+
+def test_a_killed_worker_is_reported_with_its_last_words(sleepers: RayWorkerGroup) -> None:
+    start_s = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        sleepers.die(1)
+    assert time.monotonic() - start_s < 5
+    failed = caught.value.failed
+    assert (failed.role, failed.rank, failed.stage) == ("sleeper", 1, "die")
+    assert failed.host
+    assert "rank 1 says farewell" in failed.log_tail
+    with pytest.raises(WorkerError):
+        sleepers.pid()
+
+
+def test_a_death_of_a_rank_that_has_nothing_to_do_is_seen(sleepers: RayWorkerGroup) -> None:
+    assert sleepers.first_sleeps(1.5) == 0
+    os.kill(sleepers.pid()[1], signal.SIGKILL)
+    start_s = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        sleepers.first_sleeps(20.0)
+    assert time.monotonic() - start_s < 5
+    assert caught.value.failed.rank == 1
+
+
+def test_a_hang_is_a_deadline_error_that_says_where_the_code_stands(sleepers: RayWorkerGroup) -> None:
+    start_s = time.monotonic()
+    with pytest.raises(DeadlineError) as caught:
+        sleepers.sleep([0.0, 60.0])
+    assert 2 <= time.monotonic() - start_s < 5
+    assert (caught.value.stage, caught.value.deadline_s) == ("sleep", 2.0)
+    assert caught.value.who.startswith("sleeper rank 1 on ")
+    assert "in sleep" in str(caught.value)
+    assert "crew.py" in str(caught.value)
+
+
+def test_a_stopped_process_is_named_as_such_and_killed_on_close(sleepers: RayWorkerGroup) -> None:
+    pids = sleepers.pid()
+    os.kill(pids[0], signal.SIGSTOP)
+    with pytest.raises(DeadlineError, match=r"rank 0: pid \d+ is stopped by a signal"):
+        sleepers.sleep([0.0, 0.0])
+    start_s = time.monotonic()
+    sleepers.restart_rank(0)
+    assert time.monotonic() - start_s < 15
+    assert _all_gone(pids[:1])
+    assert sleepers.sleep([0.0, 0.0]) == [0, 1]
+
+
+def test_an_exception_comes_with_the_last_lines_of_its_worker(sleepers: RayWorkerGroup) -> None:
+    with pytest.raises(WorkerError) as caught:
+        sleepers.fails([0, 1])
+    assert "cannot divide" in caught.value.failed.cause
+    assert "into the abyss" in caught.value.failed.log_tail
+
+
+@pytest.mark.parametrize(("cause", "text"), [("dies_at_birth", "died"), ("hangs", "did not answer within 3 s")])
+def test_a_group_that_cannot_be_built_leaves_nothing(cause: str, text: str) -> None:
+    pool = _pool(2)
+    arguments = {"dies_at_birth": 1} if cause == "dies_at_birth" else {"sleeps_at_birth_s": 60.0}
+    deadline_s = 20.0 if cause == "dies_at_birth" else 3.0
+    with pytest.raises((WorkerError, DeadlineError), match=text):
+        _group(Sleeper, pool=pool, deadlines=deadline_s, **arguments)
+    assert not _placement_groups_of(pool)
+
+
+def test_close_ends_workers_their_children_and_the_reservation() -> None:
+    pool = _pool(1)
+    group = _group(Sleeper, pool=pool)
+    pids = group.pid() + group.breed()
+    assert _placement_groups_of(pool) == 1
+    group.close()
+    group.close()
+    assert _all_gone(pids)
+    assert not _placement_groups_of(pool)
+
+
+def test_children_of_a_killed_worker_end_too() -> None:
+    with _group(Sleeper, num_ranks=1) as group:
+        (pid,), children = group.pid(), group.breed()
+        os.kill(pid, signal.SIGKILL)
+        assert _all_gone(children)
+
+
+def test_a_dead_rank_is_replaced_in_its_place(sleepers: RayWorkerGroup) -> None:
+    first, second = sleepers.pid()
+    future = sleepers.execute_rank_async(1, "sleep", [0.0, 50.0], stage="generate")
+    healthy = sleepers.execute_rank_async(0, "sleep", [0.1, 0.0], stage="generate")
+    os.kill(second, signal.SIGKILL)
+    done = wait_any([future, healthy], 10.0)
+    while len(done) < 2:
+        done = wait_any([future, healthy], 10.0)
+    with pytest.raises(WorkerError) as caught:
+        future.get()
+    assert (caught.value.failed.rank, caught.value.failed.stage) == (1, "generate")
+    assert healthy.get() == 0
+    sleepers.restart_rank(1)
+    again = sleepers.pid()
+    assert again[0] == first
+    assert again[1] != second
+    assert sleepers.execute_rank(1, "sleep", [0.0, 0.0]) == 1
+
+
+def test_waiting_for_any_has_a_deadline(sleepers: RayWorkerGroup) -> None:
+    futures = [sleepers.execute_rank_async(rank, "sleep", [5.0, 5.0], stage="generate") for rank in (0, 1)]
+    with pytest.raises(DeadlineError, match=r"sleeper ranks 0, 1 .* at stage 'generate'"):
+        wait_any(futures, 0.5)
+    assert not futures[0].done()
+
+
+def test_a_later_answer_can_still_be_had_after_its_deadline(sleepers: RayWorkerGroup) -> None:
+    future = sleepers.sleep_later([1.5, 0.0])
+    with pytest.raises(DeadlineError):
+        future.get(deadline_s=0.3)
+    assert future.get(deadline_s=10.0) == [0, 1]
+
+
+def _placement_groups_of(pool: RayResourcePool) -> int:
+    table = ray.util.placement_group_table().values()
+    return sum(one["name"].startswith(pool.name_prefix) and one["state"] != "REMOVED" for one in table)
+
+
+def test_a_pool_larger_than_the_cluster_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"has 8 CPUs and 2 GPUs on 1 node.*needs 64 CPUs"):
+        _group(Sleeper, pool=RayResourcePool([64], use_gpu=False))
+    with pytest.raises(ConfigError, match=r"needs 4 CPUs and 4 GPUs.*trainer\.device=cpu"):
+        _group(Sleeper, pool=RayResourcePool([4]))
+
+
+def test_a_pool_that_others_hold_is_told_after_the_start_deadline() -> None:
+    holder = RayResourcePool([1], use_gpu=False, num_cpus=1.0)
+    holder.get_placement_groups()
+    try:
+        with pytest.raises(DeadlineError, match="free are"):
+            _group(Sleeper, pool=RayResourcePool([1], use_gpu=False, num_cpus=8.0), deadlines={"start": 1.0})
+    finally:
+        holder.acquire(True, 1.0)
+        holder.release()
+
+
+def test_groups_share_a_pool_up_to_its_count() -> None:
+    pool = _pool(1, max_colocate_count=2)
+    with _group(Sleeper, pool=pool) as first, _group(Calculator, pool=pool) as second:
+        assert first.pid() != [one["pid"] for one in second.whoami()]
+        with pytest.raises(ConfigError, match="max_colocate_count"):
+            _group(Sleeper, pool=pool)
+    assert not _placement_groups_of(pool)

@@ -1,0 +1,64 @@
+"""The guard kills what a driver leaves behind, and nothing else."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+DRIVER = textwrap.dedent(
+    """
+    import os, subprocess, sys, time
+    from rlsys.single_controller.guard import MARK, Guard
+    log = open(sys.argv[1] + "/worker.out", "w")
+    marked = subprocess.Popen(["sleep", "100"], env={MARK: "abc"}, start_new_session=True)
+    titled = ["ray::Sleeper", "100"]
+    logging = subprocess.Popen(titled, executable="/bin/sleep", env={MARK: "other"}, pass_fds=[log.fileno()])
+    null = subprocess.DEVNULL
+    stranger = subprocess.Popen(["sleep", "100"], env={MARK: "other"}, pass_fds=[log.fileno()], stdout=null)
+    guard = Guard("abc", sys.argv[1])
+    print(marked.pid, logging.pid, stranger.pid, flush=True)
+    sys.stdin.readline()
+    guard.close()
+    """
+)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("end", ["killed", "closed"])
+def test_the_guard_kills_the_cluster_and_no_stranger(tmp_path: Path, end: str) -> None:
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, tmp_path], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert driver.stdin is not None
+    assert driver.stdout is not None
+    marked, logging, stranger = (int(pid) for pid in driver.stdout.readline().split())
+    try:
+        assert _runs(marked)
+        assert _runs(logging)
+        if end == "killed":
+            driver.send_signal(signal.SIGKILL)
+        else:
+            driver.stdin.write("\n")
+            driver.stdin.flush()
+        driver.wait(20)
+        end_s = time.monotonic() + 10
+        while (_runs(marked) or _runs(logging)) and time.monotonic() < end_s:
+            time.sleep(0.05)
+        assert not _runs(marked)
+        assert not _runs(logging)
+        assert _runs(stranger)
+    finally:
+        subprocess.run(["kill", "-9", str(stranger)], check=False)

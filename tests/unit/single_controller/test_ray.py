@@ -1,0 +1,249 @@
+"""What only Ray has: futures between groups, detached groups, sub-pools, colocation in a bundle, the cluster itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from rlsys.protocol import DataProto, DataProtoFuture
+from rlsys.single_controller.ray import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    ResourcePoolManager,
+    connect,
+    merge_resource_pool,
+    split_resource_pool,
+)
+from rlsys.utils.errors import ConfigError, DeadlineError, WorkerError
+from tests.unit.single_controller.crew import Calculator
+from tests.unit.single_controller.data_crew import DataWorker
+
+ROOT = Path(__file__).resolve().parents[3]
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def _pool(process_on_nodes: list[int], **kwargs: Any) -> RayResourcePool:
+    return RayResourcePool(process_on_nodes, use_gpu=False, num_cpus=0.5, **kwargs)
+
+
+def _rows(num_rows: int) -> DataProto:
+    return DataProto.from_dict(
+        tensors={"x": torch.arange(num_rows * 3).reshape(num_rows, 3)},
+        non_tensors={"uid": [f"row{i}" for i in range(num_rows)]},
+        meta_info={"step": 4},
+    )
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[RayWorkerGroup, RayWorkerGroup]]:
+    """A group of one rank and one of two."""
+    one = RayWorkerGroup(_pool([1]), RayClassWithInitArgs(DataWorker), role="one", deadlines=60.0)
+    two = RayWorkerGroup(_pool([2]), RayClassWithInitArgs(DataWorker), role="two", deadlines=60.0)
+    with one, two:
+        yield one, two
+
+
+@pytest.mark.parametrize("num_rows", [4, 5])
+def test_futures_go_from_group_to_group(pair: tuple[RayWorkerGroup, RayWorkerGroup], num_rows: int) -> None:
+    one, two = pair
+    data = _rows(num_rows)
+    first = two.add_later(data, 1)
+    assert isinstance(first, DataProtoFuture)
+    second = one.add_later(first, 10)
+    third = two.add_later(second, amount=100)
+    result = third.get(30.0)
+    assert torch.equal(result.batch["x"], data.batch["x"] + 111)
+    assert list(result.non_tensor_batch["uid"]) == [f"row{i}" for i in range(num_rows)]
+    assert torch.equal(first.get().batch["x"], data.batch["x"] + 1)
+
+
+def test_parts_of_uneven_length_are_shared_out_anew(pair: tuple[RayWorkerGroup, RayWorkerGroup]) -> None:
+    _, two = pair
+    kept = two.keep_later(_rows(8), [3, 1])
+    counted = two.count(kept)
+    assert counted == [{"uids": ["row0", "row1"]}, {"uids": ["row2", "row4"]}]
+
+
+def test_a_future_chunked_by_hand_still_works(pair: tuple[RayWorkerGroup, RayWorkerGroup]) -> None:
+    one, two = pair
+    halves = two.add_later(_rows(4), 1).chunk(2)
+    assert one.add(halves[1], 0).batch["x"].tolist() == [[7, 8, 9], [10, 11, 12]]
+
+
+def test_a_failure_upstream_is_told_under_its_own_name(pair: tuple[RayWorkerGroup, RayWorkerGroup]) -> None:
+    one, two = pair
+    broken = two.break_later(_rows(2))
+    with pytest.raises(WorkerError) as caught:
+        one.add(broken, 1)
+    assert (caught.value.failed.role, caught.value.failed.stage) == ("two", "break_later")
+    assert "spilled" in caught.value.failed.cause
+
+
+def test_a_method_may_take_the_future_itself(pair: tuple[RayWorkerGroup, RayWorkerGroup]) -> None:
+    one, two = pair
+    assert one.lazily(two.add_later(_rows(4), 1)) == ["LazyRows", 4]
+
+
+class Counted:
+    """Counts how often this process serialises it."""
+
+    times = 0
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        Counted.times += 1
+        return dict, ()
+
+
+def test_what_all_ranks_get_is_serialised_once(pair: tuple[RayWorkerGroup, RayWorkerGroup]) -> None:
+    _, two = pair
+    assert two.kind_of(Counted()) == ["dict", "dict"]
+    assert Counted.times == 1
+
+
+def test_a_late_answer_is_laid_at_the_door_of_the_group_it_waits_for(
+    pair: tuple[RayWorkerGroup, RayWorkerGroup],
+) -> None:
+    one, two = pair
+    with pytest.raises(DeadlineError) as caught:
+        one.add_later(two.nap_later(_rows(2), 2.0), 1).get(0.5)
+    assert caught.value.who.startswith("two ranks 0, 1 on ")
+    assert caught.value.stage == "nap_later"
+
+
+def test_a_detached_group_is_found_again() -> None:
+    pool = _pool([1], detached=True)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Calculator, 5), name_prefix="kept", detached=True)
+    try:
+        again = RayWorkerGroup.from_detached(
+            worker_names=group.worker_names, ray_cls_with_init=RayClassWithInitArgs(Calculator), deadlines=20.0
+        )
+        assert again.execute_rank(0, "plain", 1) == (0, 6)
+        assert again.whoami() == group.whoami()
+    finally:
+        group.close()
+
+
+def test_sub_pools_and_merged_pools_place_their_ranks() -> None:
+    pool = _pool([3])
+    small, large = split_resource_pool(pool, [1, 2])
+    with (
+        RayWorkerGroup(large, RayClassWithInitArgs(ray.remote(Calculator)), deadlines=30.0) as group,
+        RayWorkerGroup(
+            merge_resource_pool(small, _pool([1])), RayClassWithInitArgs(Calculator), deadlines=30.0
+        ) as mixed,
+    ):
+        places = [(one["RANK"], one["LOCAL_RANK"], one["LOCAL_WORLD_SIZE"]) for one in group.whoami()]
+        assert places == [("0", "0", "2"), ("1", "1", "2")]
+        assert [one["LOCAL_RANK"] for one in mixed.whoami()] == ["0", "1"]
+        assert ray.get(group.workers[1].plain.remote(3)) == (1, 3)
+
+
+def test_groups_on_one_gpu_pool_see_the_same_devices() -> None:
+    def devices(_: None = None) -> str:
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    pool = RayResourcePool([2], use_gpu=True, max_colocate_count=3, num_cpus=0.5)
+    with (
+        RayWorkerGroup(pool, RayClassWithInitArgs(Calculator), deadlines=30.0) as actor,
+        RayWorkerGroup(pool, RayClassWithInitArgs(Calculator), deadlines=30.0) as critic,
+    ):
+        seen = [group.execute_all_sync("execute_func_rank_zero", devices) for group in (actor, critic)]
+        assert sorted(seen[0]) == ["0", "1"]
+        assert seen[0] == seen[1]
+        places = [(one["LOCAL_RANK"], one["LOCAL_WORLD_SIZE"]) for one in actor.whoami()]
+        assert places == [("0", "2"), ("0", "2")]
+
+
+def test_a_manager_checks_the_whole_plan() -> None:
+    manager = ResourcePoolManager({"train": [6], "serve": [6]}, {"actor": "train", "rollout": "serve"}, use_gpu=False)
+    with pytest.raises(ConfigError, match=r"8 CPUs.*needs 12 CPUs"):
+        manager.create_resource_pool()
+
+
+def test_connect_takes_the_cluster_that_is_there(tmp_path: Path) -> None:
+    timeline = tmp_path / "timeline.json"
+    again = connect({"num_cpus": 1}, timeline_json_file=str(timeline))
+    again.close()
+    assert ray.is_initialized()
+    assert isinstance(json.loads(timeline.read_text()), list)
+    assert not again.connected_here
+    assert again.address.startswith("127.0.0.1:")
+
+
+def test_threads_and_variables_are_set_before_the_worker_is_built() -> None:
+    group = RayWorkerGroup(
+        _pool([1]),
+        RayClassWithInitArgs(Calculator),
+        worker_env={"CUDA_VISIBLE_DEVICES": "3", "RLSYS_TEST": "here"},
+        num_threads=3,
+        deadlines=30.0,
+    )
+    with group:
+        found = group.execute_func_rank_zero(
+            lambda names: {n: os.environ.get(n) for n in names}, ["OMP_NUM_THREADS", "RLSYS_TEST", "LOCAL_RANK"]
+        )
+    assert found == {"OMP_NUM_THREADS": "3", "RLSYS_TEST": "here", "LOCAL_RANK": "0"}
+
+
+@pytest.mark.slow
+def test_a_killed_driver_leaves_no_process(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        """
+        import json, os, signal, sys
+        from rlsys.single_controller.ray import *
+        from tests.unit.single_controller.crew import Sleeper
+        connect({"num_cpus": 2}, timeline_json_file=sys.argv[2])
+        group = RayWorkerGroup(RayResourcePool([2], use_gpu=False), RayClassWithInitArgs(Sleeper))
+        pids = group.pid() + group.breed()
+        open(sys.argv[1], "w").write(json.dumps(pids))
+        os.kill(pids[1], signal.SIGSTOP)
+        group.sleep([100, 100])
+        """
+    )
+    told = tmp_path / "pids.json"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    driver = subprocess.Popen(
+        [sys.executable, "-c", script, told, tmp_path / "timeline.json"],
+        cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    try:
+        end_s = time.monotonic() + 60
+        while not (told.exists() and told.read_text()) and time.monotonic() < end_s:
+            time.sleep(0.1)
+        pids = [int(pid) for pid in told.read_text().strip("[]").split(",")]
+        family = _descendants(driver.pid)
+        assert set(pids) <= set(family)
+    finally:
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+    end_s = time.monotonic() + 10
+    while (left := [pid for pid in family if _runs(pid)]) and time.monotonic() < end_s:
+        time.sleep(0.1)
+    assert not left
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def _descendants(pid: int) -> list[int]:
+    children = [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    return [one for child in children for one in [child, *_descendants(child)]]

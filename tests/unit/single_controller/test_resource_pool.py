@@ -1,0 +1,107 @@
+"""The arithmetic of pools: slots, ranks on nodes, split, merge, and whether a cluster has room."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.single_controller.resource_pool import (
+    NodeCapacity,
+    PoolNeed,
+    ResourcePool,
+    ResourcePoolManager,
+    check_capacity,
+    merge_resource_pool,
+    split_resource_pool,
+)
+from rlsys.utils.errors import ConfigError
+
+counts = st.lists(st.integers(1, 8), min_size=1, max_size=6)
+
+
+def test_ranks_count_along_the_nodes() -> None:
+    pool = ResourcePool([2, 3])
+    assert pool.world_size == 5
+    assert pool.store == [2, 3]
+    assert pool.local_world_size_list() == [2, 2, 3, 3, 3]
+    assert pool.local_rank_list() == [0, 1, 0, 1, 2]
+    pool.add_node(1)
+    assert pool.store == [2, 3, 1]
+    assert pool.local_rank_list() == [0, 1, 0, 1, 2, 0]
+
+
+def test_a_split_pool_keeps_its_nodes_apart() -> None:
+    first, second = split_resource_pool(ResourcePool([4, 4]), [6, 2])
+    assert (first.store, second.store) == ([4, 2], [2])
+    assert first.local_rank_list() == [0, 1, 2, 3, 0, 1]
+    assert second.local_world_size_list() == [2, 2]
+    assert second.slots[0].index == 2
+
+
+@pytest.mark.parametrize("size", [0, 3, 9, [4, 3], [9, -1], []])
+def test_a_split_that_does_not_add_up_is_refused(size: int | list[int]) -> None:
+    with pytest.raises(ConfigError, match="cannot be split"):
+        split_resource_pool(ResourcePool([4, 4]), size)
+
+
+@given(counts, st.data())
+def test_split_and_merge_lose_no_slot(process_on_nodes: list[int], data: st.DataObject) -> None:
+    pool = ResourcePool(process_on_nodes)
+    sizes, left = [], pool.world_size
+    while left:
+        sizes.append(data.draw(st.integers(1, left)))
+        left -= sizes[-1]
+    merged, *others = split_resource_pool(pool, sizes)
+    for other in others:
+        merged = merge_resource_pool(merged, other)
+    assert merged.slots == pool.slots
+    assert merged.local_rank_list() == pool.local_rank_list()
+
+
+def test_pools_of_different_kinds_do_not_merge() -> None:
+    with pytest.raises(ConfigError, match="one kind"):
+        merge_resource_pool(ResourcePool([1], max_colocate_count=1), ResourcePool([1], max_colocate_count=2))
+
+
+def test_two_pools_of_one_node_each_stay_two_nodes_when_merged() -> None:
+    merged = merge_resource_pool(ResourcePool([2]), ResourcePool([2]))
+    assert merged.store == [2, 2]
+
+
+@pytest.mark.parametrize(("arguments", "message"), [(([0],), "at least one process"), (([1], 0), "max_colocate_count")])
+def test_senseless_pools_are_refused(arguments: tuple[object, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ResourcePool(*arguments)  # type: ignore[arg-type]
+
+
+def test_capacity_counts_whole_nodes() -> None:
+    nodes = [NodeCapacity(32, 8), NodeCapacity(32, 8)]
+    check_capacity([PoolNeed("a", (8,), 1, 1), PoolNeed("b", (4, 4), 1, 1)], nodes)
+    check_capacity([PoolNeed("small", (2,), 1, 1), PoolNeed("large", (8, 6), 1, 1)], nodes)
+    with pytest.raises(
+        ConfigError, match=r"64 CPUs and 16 GPUs on 2 node.*12 CPUs and 12 GPUs.*trainer\.n_gpus_per_node"
+    ):
+        check_capacity([PoolNeed("wide", (12,), 1, 1)], nodes)
+    with pytest.raises(ConfigError, match="pool 'b'"):
+        check_capacity([PoolNeed("a", (8, 8), 1, 1), PoolNeed("b", (1,), 1, 1)], nodes)
+    check_capacity([PoolNeed("fractions", (4,), 0.5, 0)], [NodeCapacity(2, 0)])
+
+
+def test_the_manager_gives_roles_their_pools() -> None:
+    made = []
+
+    def make(process_on_nodes: object, max_colocate_count: int, name: str) -> ResourcePool:
+        made.append((name, max_colocate_count))
+        return ResourcePool(process_on_nodes, max_colocate_count)  # type: ignore[arg-type]
+
+    mapping = {"actor": "train", "critic": "train", "rollout": "serve"}
+    manager = ResourcePoolManager({"train": [4], "serve": [2, 2]}, mapping, make)
+    manager.create_resource_pool()
+    assert made == [("train", 2), ("serve", 1)]
+    assert manager.get_resource_pool("actor") is manager.get_resource_pool("critic")
+    assert manager.get_n_gpus() == 8
+    with pytest.raises(KeyError, match="judge"):
+        manager.get_resource_pool("judge")
+    with pytest.raises(ConfigError, match=r"pool 'elsewhere'.*\['train'\]"):
+        ResourcePoolManager({"train": [4]}, {"actor": "elsewhere"}, make)

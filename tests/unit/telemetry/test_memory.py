@@ -1,0 +1,142 @@
+"""The memory ledger sees real allocations of this process."""
+
+from __future__ import annotations
+
+import mmap
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlsys.telemetry.memory import (
+    GIB,
+    MemoryLedger,
+    MemoryRecord,
+    host_used_bytes,
+    memory_metrics,
+    memory_table,
+    snapshot,
+)
+from rlsys.telemetry.metrics import StageTimer
+
+MIB = 1024**2
+SLACK = 12 * MIB
+
+
+def touched(size: int) -> mmap.mmap:
+    """Anonymous memory that is really there and goes away at once when closed."""
+    block = mmap.mmap(-1, size)
+    for i in range(0, size, mmap.PAGESIZE):
+        block[i] = 1
+    return block
+
+
+def record(worker: str, stage: str, *gib: float) -> MemoryRecord:
+    return MemoryRecord(worker, stage, *(int(g * GIB) for g in gib))
+
+
+def test_a_stage_that_frees_what_it_took_shows_only_in_its_peak() -> None:
+    ledger = MemoryLedger("actor 0")
+    with ledger.stage("gen"):
+        touched(96 * MIB).close()
+    with ledger.stage("quiet"):
+        pass
+    gen, quiet = ledger.drain()
+    assert (gen.worker, gen.stage) == ("actor 0", "gen")
+    assert gen.rss_peak_bytes - gen.rss_before_bytes == pytest.approx(96 * MIB, abs=SLACK)
+    assert gen.rss_after_bytes - gen.rss_before_bytes < SLACK
+    assert quiet.rss_peak_bytes - quiet.rss_before_bytes < SLACK
+    assert ledger.drain() == []
+
+
+def test_a_peak_inside_a_nested_stage_counts_for_the_outer_one_too() -> None:
+    ledger = MemoryLedger("actor 0")
+    timer = StageTimer(ledger.stage)
+    with timer("step"):
+        with timer("inner"):
+            touched(96 * MIB).close()
+        with timer("after"):
+            pass
+    peaks = {r.stage: r.rss_peak_bytes - r.rss_before_bytes for r in ledger.drain()}
+    assert peaks["step"] == pytest.approx(96 * MIB, abs=SLACK)
+    assert peaks["inner"] == pytest.approx(96 * MIB, abs=SLACK)
+    assert peaks["after"] < SLACK
+
+
+def test_a_stage_that_raises_is_recorded() -> None:
+    ledger = MemoryLedger("actor 0")
+    with pytest.raises(MemoryError), ledger.stage("update"):
+        raise MemoryError
+    assert [r.stage for r in ledger.drain()] == ["update"]
+
+
+def test_snapshot_is_light_and_does_not_import_torch() -> None:
+    root = Path(__file__).resolve().parents[3]
+    code = f"""
+import sys; sys.path.insert(0, {str(root)!r})
+from rlsys.telemetry.memory import snapshot
+assert snapshot().rss_bytes > 1e6
+print("torch" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
+    start = time.perf_counter()
+    for _ in range(100):
+        snapshot()
+    assert (time.perf_counter() - start) / 100 < 0.005
+
+
+def test_metrics_take_the_highest_over_workers() -> None:
+    metrics = memory_metrics(
+        [
+            record("actor 0", "gen", 1, 1, 2.0, 1, 1, 3.0, 4.0),
+            record("actor 1", "gen", 1, 1, 2.5, 1, 1, 1.0, 8.0),
+            record("actor 0", "update", 1, 1, 0.5, 0, 0, 0, 0),
+        ]
+    )
+    used = metrics.pop("perf/cpu_memory_used_gb")
+    assert used == pytest.approx(host_used_bytes() / GIB, rel=0.2)
+    assert metrics == {
+        "perf/max_memory_allocated_gb": 3.0,
+        "perf/max_memory_reserved_gb": 8.0,
+        "perf/memory/gen/rss_peak_gb": 2.5,
+        "perf/memory/gen/cuda_peak_gb": 3.0,
+        "perf/memory/update/rss_peak_gb": 0.5,
+    }
+
+
+def test_no_records_give_zeros() -> None:
+    metrics = memory_metrics([])
+    assert metrics["perf/max_memory_allocated_gb"] == 0.0
+    assert metrics["perf/cpu_memory_used_gb"] > 0
+
+
+def test_table_keeps_the_highest_peak_of_a_stage() -> None:
+    table = memory_table(
+        [
+            record("actor 0", "gen", 1, 1, 5, 0, 0, 2, 3),
+            record("actor 0", "update_actor", 1, 1, 1, 0, 0, 0, 0),
+            record("actor 0", "gen", 2, 3, 4, 0, 0, 1, 1),
+        ]
+    )
+    assert table.splitlines() == [
+        "worker   stage         rss_before  rss_after  rss_peak  cuda_before  cuda_after  cuda_peak  cuda_reserved",
+        "actor 0  gen                 2.00       3.00      5.00         0.00        0.00       2.00           3.00",
+        "actor 0  update_actor        1.00       1.00      1.00         0.00        0.00       0.00           0.00",
+    ]
+
+
+@pytest.mark.gpu
+def test_cuda_peaks_are_seen() -> None:
+    import torch
+
+    torch.zeros(1, device="cuda")
+    ledger = MemoryLedger("actor 0")
+    with ledger.stage("gen"):
+        block = torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")
+        del block
+    (gen,) = ledger.drain()
+    assert gen.cuda_peak_bytes - gen.cuda_before_bytes >= 64 * MIB
+    assert gen.cuda_after_bytes == gen.cuda_before_bytes

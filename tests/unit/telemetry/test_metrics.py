@@ -1,0 +1,195 @@
+"""Batch metrics against numbers worked out by hand, and the stage clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from rlsys.telemetry.flops import mfu_metrics, model_flops, peak_flops
+from rlsys.telemetry.metrics import StageTimer, data_metrics, reduce_metrics, throughput_metrics, timing_metrics
+
+
+def small_batch() -> dict[str, torch.Tensor]:
+    """Three rows, prompts of width 2, responses of width 3; the last row is aborted."""
+    return {
+        "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0], [0, 1, 0, 0, 0]]),
+        "response_mask": torch.tensor([[1, 1, 1], [1, 1, 0], [0, 0, 0]]),
+        "token_level_scores": torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.5, 0.0], [9.0, 9.0, 9.0]]),
+        "token_level_rewards": torch.tensor([[-0.25, 0.0, 1.0], [0.0, 0.25, 0.0], [9.0, 9.0, 9.0]]),
+        "advantages": torch.tensor([[1.0, 2.0, 3.0], [-1.0, 0.0, 99.0], [99.0, 99.0, 99.0]]),
+        "returns": torch.tensor([[1.0, 1.0, 1.0], [3.0, 4.0, 99.0], [99.0, 99.0, 99.0]]),
+        "values": torch.tensor([[1.0, 1.0, 2.0], [3.0, 3.0, 99.0], [99.0, 99.0, 99.0]]),
+    }
+
+
+def test_data_metrics_by_hand() -> None:
+    metrics = data_metrics(**small_batch(), num_turns=[1, 2, 6])
+    assert metrics == pytest.approx(
+        {
+            "critic/score/mean": 0.75,
+            "critic/score/max": 1.0,
+            "critic/score/min": 0.5,
+            "critic/rewards/mean": 0.5,
+            "critic/rewards/max": 0.75,
+            "critic/rewards/min": 0.25,
+            "critic/advantages/mean": 1.0,
+            "critic/advantages/max": 3.0,
+            "critic/advantages/min": -1.0,
+            "critic/returns/mean": 2.0,
+            "critic/returns/max": 4.0,
+            "critic/returns/min": 1.0,
+            "critic/values/mean": 2.0,
+            "critic/values/max": 3.0,
+            "critic/values/min": 1.0,
+            # returns - values = 0, 0, -1, 0, 1: variance 0.5; returns 1, 1, 1, 3, 4: variance 2
+            "critic/vf_explained_var": 1 - 0.5 / (2.0 + 1e-5),
+            "response_length/mean": 5 / 3,
+            "response_length/max": 3.0,
+            "response_length/min": 0.0,
+            "response_length/clip_ratio": 1 / 3,
+            "response_length_non_aborted/mean": 2.5,
+            "response_length_non_aborted/max": 3.0,
+            "response_length_non_aborted/min": 2.0,
+            "response_length_non_aborted/clip_ratio": 0.5,
+            "response/aborted_ratio": 1 / 3,
+            "prompt_length/mean": 4 / 3,
+            "prompt_length/max": 2.0,
+            "prompt_length/min": 1.0,
+            "prompt_length/clip_ratio": 1 / 3,
+            "num_turns/min": 1.0,
+            "num_turns/max": 6.0,
+            "num_turns/mean": 3.0,
+        }
+    )
+
+
+def test_without_critic_there_are_no_value_metrics() -> None:
+    batch = small_batch()
+    del batch["values"]
+    names = data_metrics(**batch)
+    assert not [name for name in names if "values" in name or "vf_" in name]
+
+
+def test_a_batch_of_aborted_rows_gives_nan_not_an_exception() -> None:
+    batch = {name: t[2:] for name, t in small_batch().items()}
+    metrics = data_metrics(**batch)
+    assert metrics["response/aborted_ratio"] == 1.0
+    assert math.isnan(metrics["critic/score/mean"])
+    assert math.isnan(metrics["critic/vf_explained_var"])
+
+
+def test_timing_divides_generation_by_response_tokens_and_training_by_all() -> None:
+    metrics = timing_metrics(
+        {"gen": 2.0, "update_actor": 3.0, "reward": 1.0}, num_prompt_tokens=100, num_response_tokens=500
+    )
+    assert metrics == pytest.approx(
+        {
+            "timing_s/gen": 2.0,
+            "timing_s/update_actor": 3.0,
+            "timing_s/reward": 1.0,
+            "timing_per_token_ms/gen": 4.0,
+            "timing_per_token_ms/update_actor": 5.0,
+        }
+    )
+
+
+def test_throughput_is_per_device() -> None:
+    metrics = throughput_metrics(num_tokens=1000, step_s=2.0, num_devices=4)
+    assert metrics == {"perf/total_num_tokens": 1000.0, "perf/time_per_step": 2.0, "perf/throughput": 125.0}
+
+
+def test_reduce_takes_mean_max_or_min_by_the_last_part_of_the_name() -> None:
+    reduced = reduce_metrics(
+        {
+            "actor/loss": [1.0, 2.0, 6.0],
+            "critic/score/max": [1.0, 5.0, 2.0],
+            "actor/min_ratio": [0.5, 0.25],
+            "actor/lr": 1e-6,
+            "val/maximum/acc": [0.0, 1.0],
+            "tensor": torch.tensor([1.0, 3.0]),
+            "scalar": torch.tensor(2.5),
+            "empty": [],
+        }
+    )
+    assert math.isnan(reduced.pop("empty"))
+    assert reduced == pytest.approx(
+        {
+            "actor/loss": 3.0,
+            "critic/score/max": 5.0,
+            "actor/min_ratio": 0.25,
+            "actor/lr": 1e-6,
+            "val/maximum/acc": 0.5,
+            "tensor": 2.0,
+            "scalar": 2.5,
+        }
+    )
+
+
+@pytest.mark.parametrize("values", [[math.nan, 1.0], [1.0, math.nan]])
+@pytest.mark.parametrize("name", ["a/mean", "a/max", "a/min"])
+def test_reduce_never_hides_nan(name: str, values: list[float]) -> None:
+    assert math.isnan(reduce_metrics({name: values})[name])
+
+
+def test_reduce_survives_infinities() -> None:
+    assert reduce_metrics({"a": [math.inf, 1.0]})["a"] == math.inf
+    assert math.isnan(reduce_metrics({"a": [math.inf, -math.inf]})["a"])
+
+
+def test_stage_timer_adds_up_and_times_a_failing_stage() -> None:
+    ticks = iter([0.0, 1.0, 10.0, 12.0, 20.0, 25.0])
+    timer = StageTimer(clock=lambda: next(ticks))
+    with timer("gen"):
+        pass
+    with timer("gen"):
+        pass
+    with pytest.raises(ValueError, match="boom"), timer("reward"):
+        raise ValueError("boom")
+    assert timer.drain() == {"gen": 3.0, "reward": 5.0}
+    assert timer.drain() == {}
+
+
+def test_stage_timer_surrounds_the_stage_with_its_listeners() -> None:
+    told: list[str] = []
+
+    @contextmanager
+    def listener(stage: str) -> Iterator[None]:
+        told.append(f"enter {stage}")
+        yield
+        told.append(f"leave {stage}")
+
+    with StageTimer(listener, listener)("adv"):
+        told.append("work")
+    assert told == ["enter adv", "enter adv", "work", "leave adv", "leave adv"]
+
+
+def test_model_flops_by_hand() -> None:
+    # 2 sequences of 3 and 4 tokens: 7 tokens, 25 pairs
+    shape = {"num_params": 10, "num_layers": 2, "attention_width": 8}
+    assert model_flops(**shape, sequence_tokens=[3, 4]) == 6 * 10 * 7 + 12 * 2 * 8 * 25
+    assert model_flops(**shape, sequence_tokens=[3, 4], backward=False) == 2 * 10 * 7 + 4 * 2 * 8 * 25
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("cpu", None),
+    ],
+)
+def test_peak_flops(device: str, peak: float | None) -> None:
+    assert peak_flops(device) == peak
+
+
+def test_mfu() -> None:
+    found = mfu_metrics("actor", flops=989e12, seconds=2.0, num_devices=2, device_name="NVIDIA H200")
+    assert found == {"perf/mfu/actor": 0.25}
+    assert mfu_metrics("actor", flops=1.0, seconds=1.0, num_devices=1, device_name="cpu") == {}

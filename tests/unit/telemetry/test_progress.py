@@ -1,0 +1,189 @@
+"""The live display in a real pseudo-terminal, and the plain lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from rlsys.telemetry.metrics import StageTimer
+from rlsys.telemetry.progress import Progress, duration, sparkline
+
+ROOT = Path(__file__).resolve().parents[3]
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+
+SCRIPT = f"""
+import sys, time; sys.path.insert(0, {str(ROOT)!r})
+from rlsys.telemetry.log import get_logger, setup_logging
+from rlsys.telemetry.progress import Progress
+setup_logging(role="driver")
+with Progress(total_steps=4, title="GRPO") as progress:
+    for step in (1, 2, 3):
+        with progress.stage("gen"):
+            time.sleep(0.4)
+        with progress.stage("update_actor"):
+            get_logger("trainer.ppo").info("logged in step %d", step)
+            print("printed in step", step)
+            time.sleep(0.4)
+            if step == 3 and "raise" in sys.argv:
+                raise RuntimeError("boom")
+        progress.step_done(step, reward=step / 10, tokens_per_s=1234.5, staleness=1)
+print("the end")
+"""
+
+
+def in_pseudo_terminal(*args: str) -> str:
+    """Everything a terminal of 100 columns was sent by SCRIPT."""
+    main, side = pty.openpty()
+    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
+    child = subprocess.Popen([sys.executable, "-c", SCRIPT, *args], stdin=side, stdout=side, stderr=side, env=env)
+    os.close(side)
+    shown = b""
+    while True:
+        try:
+            data = os.read(main, 65536)
+        except OSError:  # the terminal is gone with its last process
+            break
+        shown += data
+    os.close(main)
+    child.wait(timeout=30)
+    return shown.decode()
+
+
+def without_escapes(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def test_terminal_shows_stage_and_numbers_and_keeps_log_lines_whole() -> None:
+    raw = in_pseudo_terminal()
+    text = without_escapes(raw)
+    for step in (1, 2, 3):
+        assert re.search(rf"INFO +\[driver\] logged in step {step}", text)
+        assert f"printed in step {step}" in text
+    assert re.search(r"gen 0\.\d s", text)
+    assert "update_actor 0." in text
+    assert "3/4  75%" in text
+    assert "reward 0.200 ▁█  1,234 tok/s  staleness 1" in text
+    assert "eta" in text
+    assert text.rstrip().endswith("the end")
+    assert raw.rindex(SHOW_CURSOR) > raw.rindex(HIDE_CURSOR)
+
+
+def test_exception_leaves_the_terminal_clean() -> None:
+    raw = in_pseudo_terminal("raise")
+    text = without_escapes(raw)
+    assert text.rstrip().endswith("RuntimeError: boom")
+    assert "2/4  50%" in text
+    assert raw.rindex(SHOW_CURSOR) > raw.rindex(HIDE_CURSOR)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def plain_progress(clock: Clock, out: io.StringIO, total_steps: int = 10, first_step: int = 0) -> Progress:
+    console = Console(file=io.StringIO(), force_terminal=False)
+    return Progress(
+        total_steps=total_steps,
+        first_step=first_step,
+        title="PPO",
+        console=console,
+        out=out,
+        plain_every_s=30,
+        clock=clock,
+    )
+
+
+def test_plain_lines_come_now_and_then_and_at_the_end() -> None:
+    clock, out = Clock(), io.StringIO()
+    with plain_progress(clock, out) as progress:
+        for step in range(1, 6):
+            clock.now += 20
+            progress.step_done(step, reward=float(step), tokens_per_s=1000.0, staleness=0)
+    assert out.getvalue().splitlines() == [
+        "PPO 2/10  20 s/step  eta 2:40  reward 2.000 ▁█  1,000 tok/s  staleness 0",
+        "PPO 4/10  20 s/step  eta 2:00  reward 4.000 ▁▃▆█  1,000 tok/s  staleness 0",
+        "PPO 5/10  20 s/step  eta 1:40  reward 5.000 ▁▃▅▆█  1,000 tok/s  staleness 0",
+    ]
+
+
+def test_resumed_run_starts_at_its_step() -> None:
+    clock, out = Clock(), io.StringIO()
+    with plain_progress(clock, out, first_step=8) as progress:
+        clock.now = 40
+        progress.step_done(9)
+    assert out.getvalue() == "PPO 9/10  40 s/step  eta 40 s\n"
+
+
+def test_several_steps_told_at_once_share_their_time() -> None:
+    clock, out = Clock(), io.StringIO()
+    with plain_progress(clock, out) as progress:
+        clock.now = 40
+        progress.step_done(4)
+    assert out.getvalue() == "PPO 4/10  10 s/step  eta 1:00\n"
+
+
+def test_stages_of_two_threads_are_shown_together() -> None:
+    clock = Clock()
+    progress = plain_progress(clock, io.StringIO())
+    inside, leave = threading.Event(), threading.Event()
+
+    def generate() -> None:
+        with progress.stage("gen"):
+            inside.set()
+            leave.wait(5)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    inside.wait(5)
+    timer = StageTimer(progress.stage)
+    with timer("step"), timer("update_actor"):
+        clock.now = 75
+        assert progress.line().endswith("gen 1:15 + update_actor 1:15")
+    leave.set()
+    thread.join(5)
+    assert progress.line() == "PPO 0/10  "
+
+
+def test_no_steps_at_all_divides_by_nothing() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=80)
+    with Progress(total_steps=0, console=console):
+        pass
+    assert "0/0" in without_escapes(out.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.04, "0.0 s"),
+        (9.94, "9.9 s"),
+        (9.96, "10 s"),
+        (59.4, "59 s"),
+        (59.6, "1:00"),
+        (185, "3:05"),
+        (7800, "2:10:00"),
+    ],
+)
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_sparkline() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([2.0, 2.0]) == "▁▁"
+    assert sparkline([0.0, math.nan, 1.0, math.inf]) == "▁ █ "
+    assert sparkline([]) == ""

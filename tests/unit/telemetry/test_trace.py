@@ -1,0 +1,183 @@
+"""Timelines: spans of threads and processes line up, and the file survives a cut at any byte."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlsys.telemetry.trace import Event, Timeline, Tracer, read_timeline
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def spans(events: list[Event]) -> dict[str, Event]:
+    return {e["name"]: e for e in events if e["ph"] == "X"}
+
+
+def contains(outer: Event, inner: Event) -> bool:
+    return outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+
+
+def test_spans_nest_carry_arguments_and_wall_clock_time() -> None:
+    tracer = Tracer("actor 0")
+    before = time.time()
+    with tracer.span("step", {"step": 3}), tracer.span("update_actor"):
+        time.sleep(0.02)
+    found = spans(tracer.drain())
+    assert contains(found["step"], found["update_actor"])
+    assert found["step"]["args"] == {"step": 3}
+    assert 0.02e6 <= found["update_actor"]["dur"] < 0.5e6
+    assert found["step"]["ts"] / 1e6 == pytest.approx(before, abs=0.05)
+    assert tracer.drain() == []
+
+
+def test_names_of_process_and_threads_are_told_once() -> None:
+    tracer = Tracer("rollout 1", thread_name="driver")
+    thread = threading.Thread(target=lambda: [tracer.instant("a"), tracer.instant("b")], name="sampler")
+    thread.start()
+    thread.join()
+    events = tracer.drain()
+    names = [(e["name"], e["args"]["name"]) for e in events if e["ph"] == "M"]
+    assert names[0][0] == "process_name"
+    assert names[0][1].startswith("rollout 1 @ ")
+    assert names[1:] == [("thread_name", "driver"), ("thread_name", "sampler")]
+    assert len({e["tid"] for e in events}) == 2
+    assert len({e["pid"] for e in events}) == 1
+
+
+def test_a_failing_stage_is_recorded_with_its_error() -> None:
+    tracer = Tracer("x")
+    with pytest.raises(KeyError), tracer.span("reward", {"n": 1}):
+        raise KeyError("k")
+    assert spans(tracer.drain())["reward"]["args"] == {"n": 1, "error": "KeyError"}
+
+
+def test_many_threads_lose_nothing() -> None:
+    tracer = Tracer("x")
+
+    def work() -> None:
+        for _ in range(200):
+            with tracer.span("s"):
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    drained = []
+    while any(t.is_alive() for t in threads):
+        drained += tracer.drain()
+    drained += tracer.drain()
+    assert sum(e["ph"] == "X" for e in drained) == 1600
+
+
+def test_memory_is_bounded_and_the_loss_is_told() -> None:
+    tracer = Tracer("x", max_events=10)
+    for _ in range(50):
+        tracer.counter("memory", {"gb": 1.0})
+    events = tracer.drain()
+    assert len(events) == 11
+    assert events[-1]["name"] == "42 events dropped"
+    tracer.instant("again")
+    assert [e["name"] for e in tracer.drain()] == ["again"]
+
+
+def test_disabled_tracer_records_nothing() -> None:
+    tracer = Tracer("x", enabled=False)
+    with tracer.span("s"):
+        tracer.instant("i")
+        tracer.counter("c", {"v": 1})
+    assert tracer.drain() == []
+
+
+def _child(connection: Any) -> None:
+    tracer = Tracer("worker 1")
+    with tracer.span("inside"):
+        time.sleep(0.02)
+    connection.send(tracer.drain())
+
+
+def test_events_of_two_processes_line_up(tmp_path: Path) -> None:
+    tracer = Tracer("driver")
+    here, there = multiprocessing.Pipe()
+    with tracer.span("wait"):
+        child = multiprocessing.get_context("fork").Process(target=_child, args=(there,))
+        child.start()
+        events = here.recv()
+        child.join(10)
+    with Timeline(tmp_path / "timeline.json") as timeline:
+        timeline.add(tracer.drain())
+        timeline.add(events)
+    merged = json.loads((tmp_path / "timeline.json").read_text())
+    found = spans(merged)
+    assert contains(found["wait"], found["inside"])
+    assert found["wait"]["pid"] != found["inside"]["pid"]
+
+
+def test_file_cut_at_any_byte_is_readable_and_can_be_continued(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    events = [{"name": f"e{i}", "ph": "X", "ts": i, "dur": 1, "pid": 1, "tid": 1} for i in range(4)]
+    with Timeline(path) as timeline:
+        timeline.add(events[:2])
+        timeline.add(events[2:])
+    whole = path.read_bytes()
+    assert json.loads(whole) == events
+    for cut in range(len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        kept = read_timeline(path)
+        assert kept == events[: len(kept)]
+        assert len(kept) >= whole[:cut].count(b",\n")
+        with Timeline(path) as timeline:
+            timeline.add([{"name": "later"}])
+        assert json.loads(path.read_bytes()) == [*kept, {"name": "later"}]
+
+
+def test_empty_timeline_is_valid(tmp_path: Path) -> None:
+    Timeline(tmp_path / "t.json").close()
+    assert json.loads((tmp_path / "t.json").read_text()) == []
+
+
+def test_odd_arguments_stay_valid_json(tmp_path: Path) -> None:
+    tracer = Tracer("x")
+    with tracer.span("s", {"nan": float("nan"), "path": tmp_path, "ok": 1.5, "nested": {1: None}}):
+        pass
+    with Timeline(tmp_path / "t.json") as timeline:
+        timeline.add(tracer.drain())
+    found = spans(json.loads((tmp_path / "t.json").read_text()))
+    assert found["s"]["args"] == {"nan": "nan", "path": str(tmp_path), "ok": 1.5, "nested": {"1": None}}
+
+
+def test_kill_9_while_writing(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    code = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from rlsys.telemetry.trace import Timeline, Tracer
+tracer, timeline = Tracer("victim"), Timeline(Path({str(path)!r}))
+for i in range(10**9):
+    with tracer.span(f"s{{i}}", {{"text": "x" * 3000}}):
+        pass
+    timeline.add(tracer.drain())
+    if i == 20: print("go", flush=True)
+"""
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait(timeout=10)
+    names = [e["name"] for e in read_timeline(path) if e["ph"] == "X"]
+    assert names == [f"s{i}" for i in range(len(names))]
+    assert len(names) > 20
+    repaired = path.read_bytes().rstrip(b",\n")
+    if not repaired.endswith(b"}"):
+        repaired = repaired[: repaired.rindex(b",\n")]
+    assert len(json.loads(repaired + b"]")) == len(read_timeline(path))

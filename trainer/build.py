@@ -1,0 +1,168 @@
+"""From a configuration to a running trainer: start assets, tokenizer, rows, places and workers."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from rlsys.config import PPOConfig, plan_batches
+from rlsys.config.schema_data import PromptsConfig
+from rlsys.data.dataset import PromptDataset, PromptFormat
+from rlsys.telemetry.log import setup_logging
+from rlsys.telemetry.trackers import check_loggers
+from rlsys.utils.plugins import load_from_file
+from trainer.errors import told
+from trainer.estimate import correction_of, loss_mode_of
+from trainer.groups import Role
+from trainer.place import Place, find_place, load_tokenizer
+from trainer.ppo import RayPPOTrainer
+from trainer.runtime import steps_of
+from trainer.start import with_start_assets
+from workers.actor import ActorWorker
+from workers.critic import CriticWorker
+from workers.engines import EngineRun
+from workers.reference import ReferenceWorker
+from workers.reward_model import RewardModelWorker
+from workers.rollout import HFRolloutWorker
+
+
+def run_ppo(config: PPOConfig) -> int:
+    """Train and tell where everything is; exit code 0, or 1 with one clear error."""
+    setup_logging()
+    start = time.perf_counter()
+    with told(sys.stderr) as outcome:
+        check_loggers(config.trainer.logger)
+        config = with_start_assets(config)
+        with place_of(config) as place:
+            trainer = build_trainer(config, place)
+            try:
+                trainer.fit()
+            finally:
+                trainer.close()
+        print(trainer.reporter.farewell(seconds=time.perf_counter() - start))
+    return outcome.exit_code
+
+
+def place_of(config: PPOConfig) -> Place:
+    """Where the workers of a PPO run live."""
+    run = config.trainer
+    return find_place(run.backend, run.device, config.ray_kwargs, ranks=plan_batches(config).pools.total_ranks)
+
+
+def build_trainer(config: PPOConfig, place: Place | None = None) -> RayPPOTrainer:
+    """The trainer of a configuration; its workers start with `init_workers()` or `fit()`.
+
+    Without a `place` one is found: the running Ray cluster, a new one, or this process for trainer.backend=local.
+    """
+    config = with_start_assets(config)
+    place = place or place_of(config)
+    model = config.actor_rollout_ref.model
+    if model.external_lib:
+        importlib.import_module(model.external_lib)
+    tokenizer = load_tokenizer(model)
+    train, val = prompt_datasets(config, tokenizer)
+    mapping, pools = place_roles(config)
+    run = engine_run(config, place, num_steps=steps_of(config, train))
+    worker_args: dict[Role, tuple[Any, ...]] = {
+        Role.Actor: (ActorWorker, config.actor_rollout_ref, run),
+        Role.Rollout: (HFRolloutWorker, model, config.actor_rollout_ref.rollout, run),
+        Role.Critic: (CriticWorker, config.critic, run),
+        Role.RefPolicy: (ReferenceWorker, config.actor_rollout_ref, run),
+        Role.RewardModel: (RewardModelWorker, config.reward.reward_model, run),
+    }
+    return RayPPOTrainer(
+        config,
+        tokenizer,
+        {role: place.make_class(*worker_args[role]) for role in mapping},
+        place.make_manager(pools, mapping),
+        place.group_cls,
+        train_dataset=train,
+        val_dataset=val,
+        device_name=place.device,
+    )
+
+
+def place_roles(config: PPOConfig) -> tuple[dict[Role, str], dict[str, list[int]]]:
+    """Each role's pool, and each pool's processes by node; roles the algorithm does not need are left out."""
+    plan = plan_batches(config)
+    pools = {"train": [plan.pools.train_per_node] * plan.pools.nodes}
+    mapping = {Role.Actor: "train", Role.Rollout: "train"}
+    if not plan.pools.colocated:
+        mapping[Role.Rollout], pools["rollout"] = "rollout", [plan.pools.rollout_ranks]
+    if plan.critic is not None:
+        mapping[Role.Critic] = "train"
+    lora = config.actor_rollout_ref.model
+    if plan.use_reference and not (lora.lora_rank or lora.lora_adapter_path):
+        mapping[Role.RefPolicy] = "train"
+    if config.reward.reward_model.enable:
+        mapping[Role.RewardModel] = "reward_model" if plan.pools.reward_model_ranks else "train"
+        if plan.pools.reward_model_ranks:
+            grader = config.reward.reward_model
+            pools["reward_model"] = [grader.n_gpus_per_node] * grader.nnodes
+    return mapping, pools
+
+
+def engine_run(config: PPOConfig, place: Place, *, num_steps: int) -> EngineRun:
+    """What the roles need to know of the run."""
+    plan = plan_batches(config)
+    actor = config.actor_rollout_ref.actor
+    warm = config.trainer.critic_warmup
+    return EngineRun(
+        device=place.device,
+        nccl_timeout_s=config.actor_rollout_ref.nccl_timeout,
+        temperature=config.actor_rollout_ref.rollout.temperature,
+        max_response_tokens=config.data.max_response_length,
+        samples=plan.samples,
+        num_answers=plan.answers,
+        actor_steps=max(1, (num_steps - warm) * plan.actor.optimizer_steps),
+        critic_steps=num_steps * plan.critic.optimizer_steps if plan.critic else -1,
+        with_entropy=actor.calculate_entropy,
+        with_sum_pi_squared=config.algorithm.adv_estimator.endswith("optimal_token_baseline"),
+        loss_mode=loss_mode_of(config),
+        correction=correction_of(config),
+        num_threads=place.threads,
+    )
+
+
+def prompt_datasets(config: PPOConfig, tokenizer: Any) -> tuple[PromptDataset, PromptDataset | None]:
+    """Training and validation prompts."""
+    data = config.data
+    assert data.train_files is not None
+    load = partial(load_prompts, data, tokenizer=tokenizer, seed=data.seed)
+    train = load(data.train_files, max_samples=data.train_max_samples, shuffle=data.shuffle)
+    if not data.val_files:
+        return train, None
+    return train, load(data.val_files, max_samples=data.val_max_samples, shuffle=data.validation_shuffle)
+
+
+def load_prompts(
+    data: PromptsConfig, files: Sequence[str], *, tokenizer: Any, max_samples: int, shuffle: bool, seed: int
+) -> PromptDataset:
+    form = PromptFormat(
+        prompt_key=data.prompt_key,
+        reward_fn_key=data.reward_fn_key,
+        max_prompt_length=data.max_prompt_length,
+        truncation=data.truncation,
+        filter_overlong_prompts=data.filter_overlong_prompts,
+        template_kwargs=data.apply_chat_template_kwargs,
+    )
+    custom = data.custom_cls
+    threads = data.filter_overlong_prompts_workers
+    if custom.path is not None:
+        made = load_from_file(custom.path, custom.name or "Dataset", key="data.custom_cls.path")
+        own = made(data_files=list(files), tokenizer=tokenizer, config=data, processor=None, max_samples=max_samples)
+        return PromptDataset.wrap(own, tokenizer, form, bad_rows=data.bad_rows, num_threads=threads)
+    return PromptDataset.load(
+        list(files),
+        tokenizer,
+        form,
+        max_samples=max_samples,
+        shuffle=shuffle,
+        seed=seed,
+        bad_rows=data.bad_rows,
+        num_threads=threads,
+    )

@@ -1,0 +1,127 @@
+"""Checkpoints of a run, in verl's layout: global_step_N/{actor,critic}/..., data.pt, latest_checkpointed_iteration.txt.
+
+A checkpoint is written beside its place, made durable, and renamed; only then does the pointer name it. So a crash at
+any moment leaves the pointer on a complete checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlsys.utils.atomic import commit_dir, write_text_atomic
+from rlsys.utils.errors import CheckpointError, ConfigError
+
+LATEST = "latest_checkpointed_iteration.txt"
+STATE = "trainer.json"
+DATA = "data.pt"
+_STEP_DIR = re.compile(r"global_step_(\d+)")
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What the controller itself must remember: everything else lives in the roles' own folders."""
+
+    global_step: int
+    weight_version: int
+    kl_ctrl: Mapping[str, Any] = field(default_factory=dict)
+    source: Mapping[str, Any] = field(default_factory=dict)
+
+
+class CheckpointStore:
+    """The checkpoints under one folder."""
+
+    def __init__(self, root: Path, *, keep: Mapping[str, int | None]) -> None:
+        """`keep` maps a role's folder name to how many of its latest checkpoints stay (None: all)."""
+        self.root = root
+        self._keep = dict(keep)
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint, or None where there is none."""
+        pointer = self.root / LATEST
+        if not pointer.exists():
+            return None
+        text = pointer.read_text().strip()
+        if not text.isdecimal():
+            raise CheckpointError(f"{pointer} should hold a step number but holds {text!r}; correct or delete it")
+        return self._existing(self.root / f"global_step_{text}")
+
+    def to_resume(self, mode: str, path: str | None) -> Path | None:
+        """The checkpoint that `trainer.resume_mode` asks for."""
+        if mode == "disable":
+            return None
+        if mode == "auto":
+            return self.latest()
+        if path is None:
+            raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N")
+        if not _STEP_DIR.fullmatch(Path(path).name):
+            raise ConfigError(f"trainer.resume_from_path={path} must end in global_step_N")
+        return self._existing(Path(path))
+
+    def sweep(self) -> None:
+        """Remove what interrupted saves left."""
+        for left in self.root.glob("global_step_*.tmp"):
+            shutil.rmtree(left)
+
+    @contextmanager
+    def writing(self, step: int) -> Iterator[Path]:
+        """A folder to fill; on leaving without error it becomes checkpoint `step` and the pointer names it."""
+        final = self.root / f"global_step_{step}"
+        tmp = final.with_name(final.name + ".tmp")
+        try:
+            if tmp.exists():
+                shutil.rmtree(tmp)
+            tmp.mkdir(parents=True)
+            yield tmp
+            if final.exists():
+                shutil.rmtree(final)
+            commit_dir(tmp, final)
+            write_text_atomic(self.root / LATEST, str(step))
+        except OSError as error:
+            shutil.rmtree(tmp, ignore_errors=True)
+            raise CheckpointError(
+                f"checkpoint {final} could not be written: {error}; earlier checkpoints are untouched"
+            ) from error
+        self._prune(step)
+
+    def _prune(self, newest: int) -> None:
+        steps = sorted((int(m[1]) for p in self.root.iterdir() if (m := _STEP_DIR.fullmatch(p.name))), reverse=True)
+        steps = [step for step in steps if step <= newest]
+        for role, keep in self._keep.items():
+            for step in steps[keep:] if keep is not None else []:
+                shutil.rmtree(self.root / f"global_step_{step}" / role, ignore_errors=True)
+        if self._keep and all(keep is not None for keep in self._keep.values()):
+            for step in steps[max(keep for keep in self._keep.values() if keep is not None) :]:
+                shutil.rmtree(self.root / f"global_step_{step}", ignore_errors=True)
+
+    @staticmethod
+    def _existing(path: Path) -> Path:
+        if not (path / STATE).is_file():
+            raise CheckpointError(f"{path} is not a complete checkpoint: {STATE} is missing")
+        return path
+
+
+def save_state(folder: Path, state: TrainerState) -> None:
+    """Write the controller's part of a checkpoint."""
+    record = asdict(state)
+    source = record.pop("source")
+    torch.save(json.dumps(source), folder / DATA)
+    (folder / STATE).write_text(json.dumps(record, indent=1))
+
+
+def load_state(folder: Path) -> TrainerState:
+    """Read what `save_state` wrote; a damaged file is named."""
+    try:
+        record = json.loads((folder / STATE).read_text())
+        source = json.loads(torch.load(folder / DATA, weights_only=True))
+        return TrainerState(**record, source=source)
+    except (OSError, ValueError, TypeError, RuntimeError, EOFError) as error:
+        raise CheckpointError(f"{folder}: {STATE} or {DATA} is damaged: {error}") from error

@@ -1,0 +1,68 @@
+"""What was generated, for people: JSON lines and a page to browse them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlsys.protocol import DataProto
+from rlsys.telemetry.rollouts import dump_rollouts, ragged, token_texts_of
+
+SHOWN_VALUES = {"log_probs": "old_log_probs", "rollout_log_probs": "rollout_log_probs", "advantages": "advantages"}
+
+
+def dump(batch: DataProto, step: int, folder: Path, tokenizer: Any) -> Path:
+    """Write all rows of a batch as `{folder}/{step}.jsonl` and bring `{folder}/index.html` up to date."""
+    rows = batch.tensors
+    lengths = response_lengths(batch)
+    tokens = ragged(rows["responses"], lengths)
+    values = {name: ragged(rows[key], lengths) for name, key in SHOWN_VALUES.items() if key in set(rows.keys())}
+    extras = {name: list(batch.non_tensor_batch[name]) for name in batch.meta_info.get("reward_extra_keys", ())}
+
+    def decode(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    return dump_rollouts(
+        folder,
+        step=step,
+        inputs=prompt_texts(batch, tokenizer),
+        outputs=response_texts(batch, tokenizer),
+        gts=[_ground_truth(model) for model in batch.non_tensor_batch["reward_model"]],
+        scores=rows["token_level_scores"].sum(-1).tolist(),
+        extras=extras,
+        token_texts=[token_texts_of([int(t) for t in row], decode) for row in tokens],
+        token_values={"token_ids": tokens, **values},
+    )
+
+
+def sample_rows(batch: DataProto, tokenizer: Any, count: int, *, seed: int) -> list[tuple[str, str, float]]:
+    """`count` rows drawn by seed as (prompt, answer, score), for the trackers' tables."""
+    if count == 0:
+        return []
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))[:count]
+    chosen = batch.select_idxs(order)
+    scores = chosen.tensors["token_level_scores"].sum(-1).tolist()
+    return list(zip(prompt_texts(chosen, tokenizer), response_texts(chosen, tokenizer), scores))
+
+
+def response_lengths(batch: DataProto) -> torch.Tensor:
+    """Real tokens of each response (B,)."""
+    width = batch.tensors["responses"].shape[1]
+    return batch.tensors["attention_mask"][:, -width:].sum(-1)
+
+
+def prompt_texts(batch: DataProto, tokenizer: Any) -> list[str]:
+    width = batch.tensors["prompts"].shape[1]
+    pairs = zip(batch.tensors["prompts"], batch.tensors["attention_mask"][:, :width].bool())
+    return tokenizer.batch_decode([row[kept].tolist() for row, kept in pairs], skip_special_tokens=True)
+
+
+def response_texts(batch: DataProto, tokenizer: Any) -> list[str]:
+    pairs = zip(batch.tensors["responses"], response_lengths(batch).tolist())
+    return tokenizer.batch_decode([row[:n].tolist() for row, n in pairs], skip_special_tokens=True)
+
+
+def _ground_truth(model: Any) -> Any:
+    return model.get("ground_truth") if isinstance(model, dict) else None

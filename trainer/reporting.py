@@ -1,0 +1,164 @@
+"""What a person sees of a run: progress, metrics, timeline, memory and what was generated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlsys.config.schema_trainer import RunConfig
+from rlsys.protocol import DataProto
+from rlsys.telemetry.log import get_logger
+from rlsys.telemetry.memory import MemoryLedger, memory_metrics
+from rlsys.telemetry.metrics import StageTimer, data_metrics, reduce_metrics, throughput_metrics, timing_metrics
+from rlsys.telemetry.progress import Progress
+from rlsys.telemetry.trace import Timeline, Tracer
+from rlsys.telemetry.trackers import Tracking
+
+log = get_logger(__name__)
+
+
+class Reporter:
+    """Collects the metrics of a step and hands them on once, when the step is finished."""
+
+    def __init__(self, trainer: RunConfig, resolved: Mapping[str, Any], *, num_devices: int) -> None:
+        self._cfg, self._resolved = trainer, resolved
+        self.root = Path(trainer.default_local_dir)
+        self._num_devices = num_devices
+        self._progress: Progress | None = None
+        self._tracking: Tracking | None = None
+        self._stack = ExitStack()
+        self._tracer = Tracer("controller")
+        self._ledger = MemoryLedger("controller")
+        self._timeline: Timeline | None = None
+        self._timer = StageTimer(self._tracer.span, self._ledger.stage, self._shown)
+        self._metrics: dict[str, float] = {}
+        self._tokens = (0, 0)
+
+    @property
+    def stage(self) -> StageTimer:
+        """`with stage("update_actor"):` times a stage, shows it and puts it on the timeline."""
+        return self._timer
+
+    def start(self, step: int, total_steps: int) -> None:
+        """Open trackers and progress; `step` is the last one already done."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._timeline = self._stack.enter_context(Timeline(self.root / "timeline.json"))
+        self._tracking = self._stack.enter_context(
+            Tracking(
+                self._cfg.project_name,
+                self._cfg.experiment_name,
+                loggers=self._cfg.logger,
+                config=self._resolved,
+                default_dir=self.root,
+                resume_step=step or None,
+            )
+        )
+        self._progress = self._stack.enter_context(
+            Progress(total_steps=total_steps, first_step=step, title=self._cfg.experiment_name)
+        )
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        self._metrics.update(metrics)
+
+    def add_lists(self, metrics: Mapping[str, Any]) -> None:
+        """Metrics collected from ranks: lists become one number."""
+        self._metrics.update(reduce_metrics(metrics))
+
+    def batch_metrics(self, batch: DataProto) -> None:
+        """What the trained batch looked like."""
+        rows = batch.tensors
+        self.token_counts(batch)
+        self.add(
+            data_metrics(
+                attention_mask=rows["attention_mask"],
+                response_mask=rows["response_mask"],
+                token_level_scores=rows["token_level_scores"],
+                token_level_rewards=rows["token_level_rewards"],
+                advantages=rows["advantages"],
+                returns=rows["returns"],
+                values=rows.get("values"),
+            )
+        )
+        versions = rows["weight_versions"][rows["weight_versions"] >= 0]
+        if versions.numel():
+            step = int(batch.meta_info["global_steps"])
+            self.add({"training/staleness": float(step - 1 - versions.double().mean())})
+
+    def token_counts(self, batch: DataProto) -> None:
+        """Prompt and response tokens, for rates."""
+        mask = batch.tensors["attention_mask"]
+        response = int(mask[:, -batch.tensors["responses"].shape[1] :].sum())
+        self._tokens = (int(mask.sum()) - response, response)
+
+    def add_entropy(self, entropy: torch.Tensor, mask: torch.Tensor) -> None:
+        count = mask.sum().clamp(min=1)
+        self.add({"actor/entropy": float((entropy.double() * mask).sum() / count)})
+
+    def finish_step(self, step: int) -> dict[str, float]:
+        """Write the step's metrics everywhere; a checkpoint of the step may be published only after this."""
+        seconds, memory = self._timer.drain(), self._ledger.drain()
+        if self._timeline is not None:
+            self._timeline.add(self._tracer.drain())
+        prompt, response = self._tokens
+        metrics = {
+            **self._metrics,
+            **timing_metrics(seconds, num_prompt_tokens=prompt, num_response_tokens=response),
+            **throughput_metrics(
+                num_tokens=prompt + response, step_s=seconds.get("step", 0.0), num_devices=self._num_devices
+            ),
+            **memory_metrics(memory),
+            "training/global_step": float(step),
+        }
+        self._metrics = {}
+        if self._tracking is not None:
+            self._tracking.log(metrics, step)
+        if self._progress is not None:
+            self._progress.step_done(
+                step,
+                reward=metrics.get("critic/score/mean"),
+                tokens_per_s=metrics["perf/throughput"],
+                staleness=metrics.get("training/staleness"),
+            )
+        return metrics
+
+    def generations(self, rows: list[tuple[str, str, float]], step: int) -> None:
+        if self._tracking is not None and rows:
+            self._tracking.log_generations(rows, step)
+
+    def validated(self, metrics: Mapping[str, float], step: int) -> None:
+        """Tell the validation result at once; the trackers get it with the step."""
+        core = {name: value for name, value in metrics.items() if name.startswith("val-core/")}
+        log.info("validation at step %d: %s", step, "  ".join(f"{k}={v:.3f}" for k, v in sorted(core.items())))
+        if step == 0 and self._tracking is not None:
+            self._tracking.log(self._metrics, 0)
+            self._metrics = {}
+
+    def farewell(self, *, seconds: float) -> str:
+        """Where everything is that the run left."""
+        lines = [f"rlsys: done in {seconds:.0f} s"]
+        for name, path in (
+            ("metrics", self.root / "metrics.jsonl"),
+            ("rollouts", Path(getattr(self._cfg, "rollout_data_dir", None) or self.root / "rollouts") / "index.html"),
+            ("timeline", self.root / "timeline.json"),
+            ("checkpoint", self.root / "latest_checkpointed_iteration.txt"),
+        ):
+            if path.exists():
+                lines.append(f"  {name:<11}{path}")
+        return "\n".join(lines)
+
+    def close(self) -> None:
+        """Close everything; safe to call twice."""
+        self._stack.close()
+        self._progress = self._tracking = self._timeline = None
+
+    @contextmanager
+    def _shown(self, stage: str) -> Iterator[None]:
+        if self._progress is None:
+            yield
+        else:
+            with self._progress.stage(stage):
+                yield

@@ -1,0 +1,67 @@
+"""Who holds device memory now, and the only legal moves.
+
+Roles that share processes take turns: a holder that leaves gives its memory back (parameters and optimizer state to the
+host, the rollout's weights and cache released), the next one takes it. Weights are pushed in the state SYNC, where the
+actor's parameters and the rollout's weights are present and nothing else is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Holder(StrEnum):
+    """The states of a shared pool."""
+
+    NONE = "none"
+    ROLLOUT = "rollout"
+    SYNC = "sync"
+    ACTOR = "actor"
+    CRITIC = "critic"
+    REFERENCE = "reference"
+    REWARD_MODEL = "reward_model"
+
+
+TRAINED = (Holder.ACTOR, Holder.CRITIC, Holder.REFERENCE, Holder.REWARD_MODEL)
+
+LEGAL: Mapping[Holder, tuple[Holder, ...]] = {
+    Holder.NONE: (*TRAINED, Holder.SYNC),
+    Holder.ROLLOUT: (*TRAINED, Holder.SYNC),
+    Holder.SYNC: (*TRAINED, Holder.ROLLOUT),
+    **dict.fromkeys(TRAINED, (*TRAINED, Holder.SYNC, Holder.ROLLOUT)),
+}
+
+
+def _nothing() -> None:
+    """A role that need not move."""
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What a state does when it is entered and left."""
+
+    enter: Callable[[], None] = _nothing
+    leave: Callable[[], None] = _nothing
+
+
+class Residency:
+    """Tracks the holder and runs the moves between holders; states without moves cost nothing."""
+
+    def __init__(self, moves: Mapping[Holder, Moves]) -> None:
+        self._moves = moves
+        self.holder = Holder.NONE
+        self.num_switches = 0
+
+    def enter(self, holder: Holder) -> None:
+        """Make `holder` the one that holds memory; a move that is not in LEGAL is a programming error."""
+        if holder is self.holder:
+            return
+        if holder not in LEGAL[self.holder]:
+            raise AssertionError(f"no move leads from {self.holder} to {holder}; see LEGAL")
+        self._moves.get(self.holder, Moves()).leave()
+        self.holder = Holder.NONE
+        self._moves.get(holder, Moves()).enter()
+        self.holder = holder
+        self.num_switches += 1

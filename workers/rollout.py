@@ -1,0 +1,96 @@
+"""The rollout: an engine that completes prompts with the weights it was last given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rlsys.config.schema_actor import GenerationConfig
+from rlsys.config.schema_model import ModelConfig
+from rlsys.protocol import DataProto
+from rlsys.rollout.batch import generate_sequences
+from rlsys.rollout.hf import HFRollout, LoadFormat
+from rlsys.single_controller.base import Worker
+from rlsys.single_controller.base.decorator import Dispatch, register
+from rlsys.types import WeightLayout
+from rlsys.weights.shm import Moved, ShmSpec
+from rlsys.weights.sides import WeightReceiver
+from rlsys.weights.verify import BoxSum
+from workers.engines import EngineRun
+from workers.weights import offer_rollout
+
+
+class HFRolloutWorker(Worker):
+    """One replica: a transformers model on this process's device."""
+
+    def __init__(
+        self, model: ModelConfig, rollout: GenerationConfig, run: EngineRun, load_format: LoadFormat = "dummy"
+    ) -> None:
+        """With `load_format` "dummy" the weights come with the first push, with "auto" from the model's folder."""
+        self.model_cfg, self.cfg, self.run, self.load_format = model, rollout, run, load_format
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the engine."""
+        if self.run.num_threads:
+            torch.set_num_threads(self.run.num_threads)
+        assert self.model_cfg.path is not None, "the start model is resolved before workers start"
+        self.engine = HFRollout.from_path(
+            self.model_cfg.path,
+            load_format=self.load_format,
+            dtype=self.run.compute_dtype(self.cfg.dtype),
+            device=self.run.device,
+            seed=self.cfg.seed,
+            max_num_seqs=self.cfg.max_num_seqs,
+            rank=self.rank,
+        )
+        self.receiver = WeightReceiver(self.engine)
+        offer_rollout(self.engine)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Complete prompts as their meta_info says (see rlsys.rollout.batch)."""
+        return generate_sequences(self.engine, prompts)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """`rollout_log_probs` (B, R) of given responses under the served weights."""
+        found = self.engine.compute_log_prob(data, temperature=data.meta_info["temperature"])
+        return DataProto.from_dict({"rollout_log_probs": found})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_layout(self) -> WeightLayout:
+        return self.receiver.weight_layout()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def open_weight_transfer(self, spec: ShmSpec) -> str:
+        return self.receiver.open_weight_transfer(spec)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, version: int) -> Moved:
+        return self.receiver.receive_weights(version)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_checksum(self, dtypes: dict[str, str] | None = None) -> tuple[BoxSum, ...]:
+        return self.receiver.weight_checksum(dtypes)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_difference(self) -> dict[str, float]:
+        return self.receiver.weight_difference()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sleep(self, tags: tuple[str, ...]) -> None:
+        self.engine.sleep(tags)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wake(self, tags: tuple[str, ...]) -> None:
+        self.engine.wake(tags)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def health(self) -> dict[str, Any]:
+        return self.engine.health()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def close_weight_transfer(self) -> None:
+        self.receiver.close_weight_transfer()
