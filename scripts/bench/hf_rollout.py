@@ -114,11 +114,13 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    kind = getattr(torch, args.dtype)
-    load: Any = {"load_format": "auto", "dtype": args.dtype, "device": args.device}
-    peer = load_causal_lm(args.model, **load) if args.model else build(args.shape).to(args.device, kind)
-    peer = peer.eval()
-    mine = load_causal_lm(args.model, **load) if args.model else build(args.shape).to(args.device, kind)
+
+    def make() -> Any:
+        if args.model:
+            return load_causal_lm(args.model, load_format="auto", dtype=args.dtype, device=args.device)
+        return build(args.shape).to(args.device, getattr(torch, args.dtype))
+
+    mine, peer = make(), make().eval()
     engine, prompts = HFRollout(mine), prompts_of(args, peer.config.vocab_size)
     num_tokens = args.rows * args.new
     best = {"HFRollout": 0.0, "transformers": 0.0}

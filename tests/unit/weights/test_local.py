@@ -1,0 +1,81 @@
+"""The local executor notices what did not arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rlsys.rollout.hf import HFRollout
+from rlsys.types import Box, Shard, WeightLayout
+from rlsys.utils.errors import WeightTransferError
+from rlsys.weights.local import reshard_local
+
+
+def model_of(seed: int) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=False))
+
+
+class Trainer:
+    """A trainer rank that holds everything, or says that it holds only the first rows."""
+
+    def __init__(self, *, partial: bool) -> None:
+        self.tensors = {name: p.detach() for name, p in model_of(1).named_parameters()}
+        self.partial = partial
+
+    def weight_layout(self) -> WeightLayout:
+        shards = []
+        for name, tensor in self.tensors.items():
+            shape = (1, *tensor.shape[1:]) if self.partial else tuple(tensor.shape)
+            shards.append(Shard(Box(name, (0,) * tensor.ndim, shape), name, (0,) * tensor.ndim))
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        return WeightLayout(0, "", tuple(shards), shapes, dict.fromkeys(shapes, "float32"))
+
+    def local_tensors(self) -> Mapping[str, Tensor]:
+        return self.tensors
+
+    def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        yield list(self.tensors.items())
+
+
+class Forgetful(HFRollout):
+    """An engine that takes weights and keeps the old ones of one tensor."""
+
+    def local_tensors(self) -> Mapping[str, Tensor]:
+        kept = dict(super().local_tensors())
+        return {**kept, "model.norm.weight": torch.full_like(kept["model.norm.weight"], 7.0)}
+
+    def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        super().load([item for item in bucket if item[0] != "model.norm.weight"])
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_weights_arrive_whole_or_not_at_all(partial: bool) -> None:
+    trainer: Any = Trainer(partial=partial)
+    good = HFRollout(model_of(2), load_format="dummy")
+    reshard_local(trainer, good, version=5)
+    assert all(torch.equal(good.local_tensors()[name], tensor) for name, tensor in trainer.tensors.items())
+    assert (good.health()["version"], good.health()["quarantined"]) == (5, False)
+    bad = Forgetful(model_of(2))
+    with pytest.raises(WeightTransferError, match=r"'model\.norm\.weight' that arrived is not the one"):
+        reshard_local(trainer, bad, version=5)
+    assert (bad.health()["version"], bad.health()["quarantined"]) == (0, True)
+
+
+def test_a_tensor_that_the_trainer_lacks_is_named() -> None:
+    trainer: Any = Trainer(partial=False)
+    del trainer.tensors["lm_head.weight"]
+    with pytest.raises(WeightTransferError, match=r"no tensor 'lm_head\.weight'"):
+        reshard_local(trainer, HFRollout(model_of(2)), version=1)
+    layout = Trainer(partial=False).weight_layout()
+    trainer = Trainer(partial=False)
+    trainer.weight_layout = lambda: replace(layout, full_shapes={**layout.full_shapes, "lm_head.weight": (21, 8)})
+    with pytest.raises(WeightTransferError, match=r"two shapes: \(21, 8\)"):
+        reshard_local(trainer, HFRollout(model_of(2)), version=1)
