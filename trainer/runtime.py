@@ -313,6 +313,9 @@ def push_by(transfer: ShardingManager, fleet: RolloutFleet) -> Callable[[int], T
     """Push weights, and from then on refuse answers of older ones."""
 
     def push(version: int) -> TransferReport:
+        fleet.settle()
+        if fleet.max_restarts and transfer.version is not None:
+            fleet.check_health()
         report = transfer.push(version)
         fleet.weights_pushed(version)
         return report

@@ -384,6 +384,12 @@ class RolloutFleet:
     def _place(self, name: str) -> _Place:
         return next(place for place in self._places if place.replica.name == name)
 
+    def settle(self) -> None:
+        """Wait until no replica is being restarted or given weights, so that the trainer's may change."""
+        with self._change:
+            longest_s = self.deadlines.health_s + self.deadlines.restart_s
+            self._change.wait_for(lambda: all(p.state != "recovering" for p in self._places), timeout=longest_s)
+
     def weights_pushed(self, version: int) -> None:
         """From now on rows must be completed by this version (or one within `max_staleness` before it)."""
         with self._change:
@@ -406,8 +412,7 @@ class RolloutFleet:
         self._give_up(unfinished, "closed")
         with self._change:
             self._happened()
-            longest_s = self.deadlines.health_s + self.deadlines.restart_s
-            self._change.wait_for(lambda: all(p.state != "recovering" for p in self._places), timeout=longest_s)
+        self.settle()
 
     def _happened(self) -> None:
         """Note that something changed; the caller holds the lock."""
