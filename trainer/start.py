@@ -66,6 +66,8 @@ def warm_up(folder: Path, texts: Path, settings: WarmUp) -> None:
             weight_decay=settings.weight_decay,
             grad_clip=settings.grad_clip,
             warmup_steps=settings.warmup_steps,
+            schedule=settings.schedule,
+            total_steps=settings.num_steps,
         ),
         training=MicroBatches(rows=settings.batch_size),
     )
