@@ -1,0 +1,81 @@
+"""Beside the command line: a notebook on a running Ray head, and a submitted job, with token authentication."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from tests.e2e.conftest import Toy
+
+ROOT = Path(__file__).resolve().parents[2]
+RAY = str(Path(sys.executable).with_name("ray"))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
+    """A Ray head on loopback that asks for a token; yields the environment of its clients."""
+    folder = tmp_path_factory.mktemp("ray", numbered=True)
+    gcs, dashboard = free_port(), free_port()
+    env = {
+        **os.environ,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={gcs}", "--num-cpus=4"]
+    command += [f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1", "--include-dashboard=true"]
+    with (folder / "head.log").open("w") as log:
+        running = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            yield {**env, "RAY_ADDRESS": f"127.0.0.1:{gcs}", "DASHBOARD": f"http://127.0.0.1:{dashboard}"}
+        finally:
+            running.terminate()
+            try:
+                running.wait(30)
+            except subprocess.TimeoutExpired:
+                running.kill()
+
+
+@pytest.mark.slow
+def test_the_notebook_steps_a_trainer_on_a_running_head(
+    head: Mapping[str, str], toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in head.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PPO_BY_HAND", " ".join(toy.overrides(tmp_path / "out", "trainer.total_training_steps=2")))
+    notebook = nbformat.read(ROOT / "docs" / "notebooks" / "ppo_by_hand.ipynb", as_version=4)
+    done = NotebookClient(notebook, timeout=240, kernel_name="python3").execute(cwd=str(tmp_path))
+    assert "responses" in str(done.cells)
+    assert (tmp_path / "out" / "global_step_2" / "trainer.json").exists()
+
+
+@pytest.mark.slow
+def test_a_submitted_job_trains(head: Mapping[str, str], toy: Toy, tmp_path: Path) -> None:
+    env = {name: value for name, value in head.items() if name != "RAY_ADDRESS"}
+    job = [sys.executable, "-m", "trainer.main_ppo", *toy.overrides(tmp_path / "out", "trainer.total_training_steps=1")]
+    command = [RAY, "job", "submit", "--address", head["DASHBOARD"], "--", *job]
+    until_s = time.monotonic() + 90
+    while True:
+        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+        if "No available agent" not in done.stderr or time.monotonic() > until_s:
+            break
+        time.sleep(2)  # the head answers before its job agent does
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "1"
