@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -20,3 +21,12 @@ def ray_cluster() -> Iterator[object]:
 
     with connect({"num_cpus": 8, "num_gpus": 2}) as cluster:
         yield cluster
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_is_left() -> Iterator[None]:
+    """A test that trains in this process leaves no process group to those that fork their own ranks."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()

@@ -31,7 +31,7 @@ def free_port() -> int:
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]]:
     """A Ray head on loopback that asks for a token; yields the environment of its clients."""
     folder = tmp_path_factory.mktemp("ray", numbered=True)
-    gcs, dashboard = free_port(), free_port()
+    gcs, dashboard, agent = free_port(), free_port(), free_port()
     env = {
         **os.environ,
         "RAY_AUTH_MODE": "token",
@@ -41,6 +41,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, str]
     }
     command = [RAY, "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={gcs}", "--num-cpus=4"]
     command += [f"--dashboard-port={dashboard}", "--dashboard-host=127.0.0.1", "--include-dashboard=true"]
+    command += [f"--dashboard-agent-listen-port={agent}"]
     with (folder / "head.log").open("w") as log:
         running = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:

@@ -25,17 +25,11 @@ WAIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[list[Any]]:
-    ray.init(
-        address="local",
-        num_cpus=1,
-        include_dashboard=False,
-        object_store_memory=300 << 20,
-        runtime_env={"env_vars": {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}},
-        log_to_driver=False,
-    )
-    yield [ray.remote(Worker).options(num_cpus=0.5).remote() for _ in range(2)]
-    ray.shutdown()
+def workers(ray_cluster: object) -> Iterator[list[Any]]:
+    held = [ray.remote(Worker).options(num_cpus=0.5).remote() for _ in range(2)]
+    yield held
+    for worker in held:
+        ray.kill(worker)
 
 
 class Worker:
