@@ -1,4 +1,4 @@
-"""Beside the command line: a notebook on a running Ray head, and a submitted job, with token authentication."""
+"""Beside the command line: a notebook on a running Ray head with token authentication."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import secrets
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -65,19 +64,3 @@ def test_the_notebook_steps_a_trainer_on_a_running_head(
     done = NotebookClient(notebook, timeout=240, kernel_name="python3").execute(cwd=str(tmp_path))
     assert "responses" in str(done.cells)
     assert (tmp_path / "out" / "global_step_2" / "trainer.json").exists()
-
-
-@pytest.mark.slow
-def test_a_submitted_job_trains(head: Mapping[str, str], toy: Toy, tmp_path: Path) -> None:
-    env = {name: value for name, value in head.items() if name != "RAY_ADDRESS"}
-    job = [sys.executable, "-m", "trainer.main_ppo", *toy.overrides(tmp_path / "out", "trainer.total_training_steps=1")]
-    command = [RAY, "job", "submit", "--address", head["DASHBOARD"], "--", *job]
-    until_s = time.monotonic() + 90
-    while True:
-        done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-        not_up_yet = "No available agent" in done.stderr or "Failed to connect" in done.stderr
-        if not not_up_yet or time.monotonic() > until_s:
-            break
-        time.sleep(2)  # the head answers before its job agent does
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "1"
