@@ -29,7 +29,7 @@ class Problem:
         """As a sentence for a language model, or as "12+34="."""
         if style == "symbols":
             return f"{self.left}{self.operator}{self.right}="
-        return f"What is {self.left} {self.operator} {self.right}? Answer with just the number."
+        return f"Calculate {self.left} {self.operator} {self.right}. Give only the result as your final answer."
 
 
 def problems(

@@ -71,7 +71,7 @@ def test_the_model_has_about_a_million_parameters() -> None:
 def test_problems_and_their_answers() -> None:
     assert [Problem(12, o, 5).answer for o in ("+", "-", "*")] == [17, 7, 60]  # pyrefly: ignore[bad-argument-type]
     assert Problem(3, "-", 9).question("symbols") == "3-9="
-    assert Problem(3, "*", 9).question("words") == "What is 3 * 9? Answer with just the number."
+    assert Problem(3, "*", 9).question("words") == "Calculate 3 * 9. Give only the result as your final answer."
     found = problems(500, seed=3)
     assert found == problems(500, seed=3) != problems(500, seed=4)
     assert len(set(found)) == 500
