@@ -126,13 +126,14 @@ def test_overlong_prompts_are_refused_or_filtered_and_counted(tmp_path: Path) ->
         PromptDataset.load(file, tokenizer(), PromptFormat(max_prompt_length=2, filter_overlong_prompts=True))
 
 
-@given(st.lists(st.integers(0, 9), max_size=30), st.integers(1, 40), st.sampled_from(["left", "right", "middle"]))
-def test_truncation_keeps_order_and_length(ids: list[int], most: int, how: Truncation) -> None:
+@given(st.integers(0, 30), st.integers(1, 20), st.sampled_from(["left", "right", "middle"]))
+def test_truncation_keeps_order_and_length(num: int, most: int, how: Truncation) -> None:
+    ids = list(range(num))
     kept = truncate(ids, most, how)
-    assert len(kept) == min(len(ids), most)
-    head = {"left": 0, "right": len(kept), "middle": len(kept) if len(ids) <= most else most // 2}[how]
+    assert len(kept) == min(num, most)
+    head = {"left": 0, "right": len(kept), "middle": len(kept) if num <= most else most // 2}[how]
     assert kept[:head] == ids[:head]
-    assert kept[head:] == ids[len(ids) - (len(kept) - head) :]
+    assert kept[head:] == ids[num - (len(kept) - head) :]
 
 
 def test_max_samples_takes_the_first_or_draws_by_seed(tmp_path: Path) -> None:

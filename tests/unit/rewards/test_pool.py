@@ -346,26 +346,34 @@ def test_closing_leaves_no_process_and_no_folder(grader_file: Callable[[str], st
     pool.close()
 
 
-@pytest.mark.parametrize("fault", ["sleep", "daemon", "c_loop"])
-def test_kill_9_of_the_owner_leaves_no_orphan(grader_file: Callable[[str], str], tmp_path: Path, fault: str) -> None:
+@pytest.mark.parametrize(("fault", "forks"), [("sleep", False), ("daemon", False), ("c_loop", False), ("sleep", True)])
+def test_kill_9_of_the_owner_leaves_no_orphan(
+    grader_file: Callable[[str], str], tmp_path: Path, fault: str, forks: bool
+) -> None:
+    """Also where the owner has forked a process that holds copies of its sockets."""
     owner_source = f"""
-    import sys, time
+    import os, sys, time
     from rlsys.rewards.pool import Grader, RewardItem, RewardPool
     pool = RewardPool(Grader(path={grader_file(FAULTS)!r}), num_workers=2, timeout_s=60)
     pool.start()
     pool.submit([RewardItem("any", {fault!r}, {str(tmp_path / "marker")!r})])
     time.sleep(0.5)
-    print("ready", flush=True)
+    if {forks} and (copy := os.fork()) == 0:
+        time.sleep(5)
+        os._exit(0)
+    print(copy if {forks} else 0, flush=True)
     time.sleep(100)
     """
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", textwrap.dedent(owner_source)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True) as owner:
         assert owner.stdout is not None
-        assert owner.stdout.readline() == "ready\n"
-        below = descendants(owner.pid)
+        copy = int(owner.stdout.readline())
+        below = descendants(owner.pid) - {copy}
         assert len(below) >= 4
         owner.send_signal(signal.SIGKILL)
+        if forks:
+            assert is_alive(copy)
     for pid in below:
         wait_until_gone(pid)
     assert not list(tmp_path.glob("rlsys-reward-*"))

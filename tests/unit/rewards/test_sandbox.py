@@ -159,14 +159,15 @@ def test_nothing_is_left_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_without_what_is_required_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    jail = tmp_path / "jail.py"
-    jail.write_text(
-        sandbox.JAIL.read_text().replace('"x86_64": 0x', '"other": 0x').replace('"aarch64": 0x', '"more": 0x')
-    )
+    jail, original = tmp_path / "jail.py", sandbox.JAIL.read_text()
+    jail.write_text(original.replace('"x86_64": 0x', '"other": 0x').replace('"aarch64": 0x', '"more": 0x'))
     monkeypatch.setattr(sandbox, "JAIL", jail)
     with pytest.raises(SandboxError, match="network,processes"):
         run_python("open('ran', 'w')")
     assert run_python("print(1)", require=["files", "privileges"]).stdout == "1\n"
+    jail.write_text(original.replace("(444, 445, 446)", "(9444, 9445, 9446)"))
+    with pytest.raises(SandboxError, match="cannot restrict files"):
+        run_python("open('ran', 'w')")
     with pytest.raises(ValueError, match="dreams"):
         run_python("print(1)", require=["dreams"])
 
