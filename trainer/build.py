@@ -28,7 +28,7 @@ from workers.critic import CriticWorker
 from workers.engines import EngineRun
 from workers.reference import ReferenceWorker
 from workers.reward_model import RewardModelWorker
-from workers.rollout import HFRolloutWorker
+from workers.rollout import ROLLOUT_WORKERS
 
 
 def run_ppo(config: PPOConfig) -> int:
@@ -69,9 +69,10 @@ def build_trainer(config: PPOConfig, place: Place | None = None) -> RayPPOTraine
     train, val = prompt_datasets(config, tokenizer)
     mapping, pools = place_roles(config)
     run = engine_run(config, place, num_steps=steps_of(config, train))
+    rollout = config.actor_rollout_ref.rollout
     worker_args: dict[Role, tuple[Any, ...]] = {
         Role.Actor: (ActorWorker, config.actor_rollout_ref, run),
-        Role.Rollout: (HFRolloutWorker, model, config.actor_rollout_ref.rollout, run),
+        Role.Rollout: (ROLLOUT_WORKERS[rollout.name], model, rollout, run),
         Role.Critic: (CriticWorker, config.critic, run),
         Role.RefPolicy: (ReferenceWorker, config.actor_rollout_ref, run),
         Role.RewardModel: (RewardModelWorker, config.reward.reward_model, run),

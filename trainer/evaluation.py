@@ -23,7 +23,7 @@ from trainer.groups import deadlines_of
 from trainer.place import find_place, load_tokenizer
 from trainer.runtime import generate_by, reward_manager, reward_pool, rollout_fleet, validation, validation_sampling
 from workers.engines import EngineRun
-from workers.rollout import HFRolloutWorker
+from workers.rollout import ROLLOUT_WORKERS
 
 
 def run_eval(config: EvalConfig) -> int:
@@ -60,7 +60,8 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     with ExitStack() as stack:
         place = stack.enter_context(find_place(run.backend, run.device, config.ray_kwargs, ranks=ranks))
         engine = EngineRun(device=place.device, nccl_timeout_s=run.deadlines.call_s, num_threads=place.threads)
-        made = place.make_class(HFRolloutWorker, model, config.actor_rollout_ref.rollout, engine, "auto")
+        rollout = config.actor_rollout_ref.rollout
+        made = place.make_class(ROLLOUT_WORKERS[rollout.name], model, rollout, engine, "auto")
         manager = place.make_manager({"rollout": [run.n_gpus_per_node] * run.nnodes}, {"rollout": "rollout"})
         manager.create_resource_pool()
         group: Any = place.group_cls(

@@ -44,18 +44,14 @@ _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 _ENGINE_KEYS = {
-    "gpu_memory_utilization": _note(_ENGINES),
-    "enforce_eager": _note(_ENGINES),
     "cudagraph_capture_sizes": _note(_ENGINES),
     "free_cache_engine": _note(_ENGINES),
     "load_format": _note(_ENGINES),
-    "enable_chunked_prefill": _note(_ENGINES),
-    "enable_prefix_caching": _note(_ENGINES),
     "scheduling_policy": _note(_ENGINES),
     "disable_log_stats": _note(_ENGINES),
     "skip_tokenizer_init": _note(_ENGINES),
     "multi_stage_wake_up": _note(_ENGINES),
-    "engine_kwargs": _note(_ENGINES, {}),
+    "engine_kwargs.sglang": _note(_ENGINES, {}),
     "prometheus": _note(_ENGINES),
     "layered_summon": _note(_ENGINES),
     "limit_images": _note(_VISION),

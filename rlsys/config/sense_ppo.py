@@ -254,6 +254,15 @@ def _gdpo(cfg: PPOConfig) -> Iterator[str]:
         yield wrong("algorithm.gdpo_reward_weights", list(weights), why)
 
 
+VLLM_ONLY = {
+    "gpu_memory_utilization",
+    "kv_cache_gib",
+    "enforce_eager",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+}
+
+
 def check_generation(cfg: PPOConfig) -> Iterator[str]:
     """Sampling that gives something to learn from."""
     rollout, val = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.rollout.val_kwargs
@@ -264,6 +273,9 @@ def check_generation(cfg: PPOConfig) -> Iterator[str]:
         yield wrong(
             f"{key}.do_sample", False, f"{N}={rollout.n} answers would all be the same; write {key}.do_sample=true"
         )
+    for name in sorted(VLLM_ONLY) if rollout.name == "hf" else ():
+        if (value := getattr(rollout, name)) != type(rollout).model_fields[name].default:
+            yield note(f"{key}.{name}", value, f"the hf engine has no use for it, vLLM has: {key}.name=vllm")
     for name, top_k in (("top_k", rollout.top_k), ("val_kwargs.top_k", val.top_k)):
         if top_k == 0:
             yield wrong(f"{key}.{name}", 0, f"nothing could be drawn; write {key}.{name}=-1 for all tokens")
