@@ -53,7 +53,8 @@ class DrawParams:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DrawParams:
-        return cls(**{**values, "stop_ids": tuple(values["stop_ids"])})
+        fields: dict[str, Any] = {**values, "stop_ids": tuple(values["stop_ids"])}
+        return cls(**fields)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class RolloutExtension:
     def rlsys_reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load full HF tensors through vLLM's own loader, which packs them as its kernels want them."""
         self.model_runner.reload_weights(weights_iterator=iter(tensors))
-        head = getattr(self.model_runner.get_model(), "lm_head", None)
+        head: Any = getattr(self.model_runner.get_model(), "lm_head", None)
         if hasattr(head, "cpu_linear"):  # a tied head loads nothing itself, so its packed copy would stay the old one
             head.quant_method.process_weights_after_loading(head)
 
