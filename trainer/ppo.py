@@ -135,6 +135,7 @@ class RayPPOTrainer:
         """Evaluate, report and save what is due after a step."""
         if self._test_due:
             self.evaluate()
+        self.reporter.add_stages(self.groups.drain_stages())
         self.reporter.finish_step(self.global_step)
         if self._save_due:
             self.save()
@@ -212,6 +213,7 @@ class RayPPOTrainer:
             runtime.close()
         if groups is not None:
             groups.close()
+            self.reporter.add_stages(groups.drain_stages())
         self.reporter.close()
 
     @contextmanager

@@ -22,6 +22,17 @@ def metrics_of(out: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in line.items() if not k.startswith(WALL_CLOCK)} for line in lines]
 
 
+def spans_by_track(out: Path) -> dict[str, dict[str, list[tuple[int, int]]]]:
+    """(start, end) of every span of a timeline in microseconds, by track and name."""
+    events = json.loads((out / "timeline.json").read_text())
+    tracks = {e["pid"]: e["args"]["name"].split(" @ ")[0] for e in events if e["name"] == "process_name"}
+    found: dict[str, dict[str, list[tuple[int, int]]]] = {name: {} for name in tracks.values()}
+    for e in events:
+        if e["ph"] == "X":
+            found[tracks[e["pid"]]].setdefault(e["name"], []).append((e["ts"], e["ts"] + e["dur"]))
+    return found
+
+
 def weights_of(out: Path, step: int) -> dict[str, Any]:
     return load_file(str(out / f"global_step_{step}" / "actor" / "model_world_size_1_rank_0.safetensors"))
 
@@ -37,8 +48,19 @@ def test_a_run_leaves_metrics_checkpoint_timeline_and_rollouts(toy: Toy, tmp_pat
     assert (out / "latest_checkpointed_iteration.txt").read_text() == "3"
     assert (out / "rollouts" / "index.html").exists()
     assert len((out / "rollouts" / "1.jsonl").read_text().splitlines()) == 32
-    names = {event["name"] for event in json.loads((out / "timeline.json").read_text())}
-    assert {"gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights"} <= names
+    stages = spans_by_track(out)
+    assert {"gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights"} <= stages["controller"].keys()
+    assert {"init_model", "compute_log_prob", "update_actor", "save_checkpoint"} <= stages["actor 0"].keys()
+    assert {"init_model", "generate_sequences"} <= stages["rollout 0"].keys()
+    outer, inner = stages["controller"]["update_actor"], stages["actor 0"]["update_actor"]
+    assert len(outer) == len(inner) == 3
+    for (start, end), (first, last) in zip(outer, inner):
+        assert start <= first <= last <= end
+    assert len(stages["controller"]["save_checkpoint"]) == 1
+    ledger = (out / "memory.txt").read_text().splitlines()
+    assert any(line.startswith("actor 0     update_actor") for line in ledger), ledger
+    whole = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+    assert whole["perf/memory/compute_log_prob/rss_peak_gb"] > 0
 
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(toy: Toy, tmp_path: Path) -> None:
