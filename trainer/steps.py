@@ -48,6 +48,7 @@ def old_log_probs(trainer: RayPPOTrainer, batch: DataProto) -> DataProto:
         found = trainer.groups.actor.compute_log_prob(
             batch.select(batch_keys=LOG_PROB_FIELDS, non_tensor_batch_keys=[])
         )
+    trainer.reporter.add_lists(found.meta_info.pop("metrics", {}))
     if "entropys" in set(found.tensors.keys()):
         trainer.reporter.add_entropy(found.tensors.pop("entropys"), batch.tensors["response_mask"])
     return batch.union(found)

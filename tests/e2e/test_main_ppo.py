@@ -61,6 +61,8 @@ def test_a_run_leaves_metrics_checkpoint_timeline_and_rollouts(toy: Toy, tmp_pat
     assert any(line.startswith("actor 0     update_actor") for line in ledger), ledger
     whole = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
     assert whole["perf/memory/compute_log_prob/rss_peak_gb"] > 0
+    assert 0 < whole["perf/mfu/actor"] < 1
+    assert 0 < whole["perf/mfu/actor_infer"] < 1
 
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(toy: Toy, tmp_path: Path) -> None:
@@ -89,3 +91,5 @@ def test_other_algorithms_run_through_the_same_loop(toy: Toy, tmp_path: Path, ov
     assert main(toy.overrides(out, LOCAL, "trainer.total_training_steps=1", *overrides)) == 0
     (line,) = metrics_of(out)
     assert line["actor/skipped_steps"] == 0
+    (whole,) = [json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()]
+    assert ("perf/mfu/critic" in whole) == ("critic/vf_loss" in whole)
