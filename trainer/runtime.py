@@ -128,7 +128,7 @@ def assemble(trainer: RayPPOTrainer) -> Runtime:
         else None,
         advantages=advantage_settings(cfg),
         kl_ctrl=kl_controller(cfg),
-        push=push_by(transfer, fleet),
+        push=push_by(transfer, fleet, validate=cfg.actor_rollout_ref.rollout.validate_weight),
         total_steps=steps_of(cfg, trainer.train_dataset),
         closers=(source.close, fleet.close, transfer.close, pool.close),
     )
@@ -309,14 +309,16 @@ def _restore(transfer: ShardingManager, replica: Any) -> None:
     transfer.restore(replica.rank)
 
 
-def push_by(transfer: ShardingManager, fleet: RolloutFleet) -> Callable[[int], TransferReport]:
-    """Push weights, and from then on refuse answers of older ones."""
+def push_by(transfer: ShardingManager, fleet: RolloutFleet, *, validate: bool) -> Callable[[int], TransferReport]:
+    """Push weights, prove on request that they arrived, and from then on refuse answers of older ones."""
 
     def push(version: int) -> TransferReport:
         fleet.settle()
         if fleet.max_restarts and transfer.version is not None:
             fleet.check_health()
         report = transfer.push(version)
+        if validate:
+            transfer.validate()
         fleet.weights_pushed(version)
         return report
 
@@ -351,6 +353,7 @@ def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) ->
         groups.actor if local else groups.rollout,
         executor="local" if local else "shm",
         deadline_s=cfg.trainer.deadlines.weights_s,
+        report_dir=cfg.actor_rollout_ref.rollout.validate_save_dir,
     )
     manager.connect()
     return manager

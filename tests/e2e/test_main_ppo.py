@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from rlsys.rollout.hf import HFRollout
 from tests.e2e.conftest import Toy
 from trainer.main_ppo import main
 
 LOCAL = "trainer.backend=local"
+CORRUPTED = "model.layers.1.mlp.up_proj.weight"
 WALL_CLOCK = ("timing", "perf/", "weights/seconds", "reward/seconds")
 
 
@@ -74,6 +76,58 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(toy: Toy, tmp_path: Path
     assert ours.keys() == theirs.keys()
     assert all(ours[name].equal(theirs[name]) for name in theirs)
     assert metrics_of(parts) == metrics_of(whole)
+
+
+def weight_checks(*more: str) -> tuple[str, ...]:
+    return (LOCAL, "actor_rollout_ref.rollout.validate_weight=true", *more)
+
+
+def reports_of(folder: Path) -> dict[int, dict[str, Any]]:
+    """The reports of compared weights by version."""
+    reports = [json.loads(path.read_text()) for path in folder.glob("weights_v*.json")]
+    return {report["version"]: report for report in reports}
+
+
+@pytest.mark.parametrize("engine", ["local", "shm"])
+def test_every_push_is_compared_tensor_by_tensor(toy: Toy, tmp_path: Path, engine: str) -> None:
+    checks = weight_checks(
+        f"actor_rollout_ref.rollout.validate_save_dir={tmp_path}/checks",
+        f"actor_rollout_ref.rollout.checkpoint_engine.backend={engine}",
+    )
+    assert main(toy.overrides(tmp_path / "out", *checks, "trainer.total_training_steps=2")) == 0
+    reports = reports_of(tmp_path / "checks")
+    assert sorted(reports) == [0, 1, 2]
+    assert all(report["equal"] and len(report["tensors"]) == 26 for report in reports.values())
+    assert len({report["checksum"] for report in reports.values()}) == 3
+
+
+def test_a_rollout_tensor_that_differs_ends_the_run_and_is_named(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    finish = HFRollout.finish_update
+
+    def corrupted(engine: HFRollout, version: int) -> None:
+        if version == 2:
+            engine.local_tensors()[CORRUPTED][3, 5] += 1e-6
+        finish(engine, version)
+
+    monkeypatch.setattr(HFRollout, "finish_update", corrupted)
+    checks = weight_checks(f"actor_rollout_ref.rollout.validate_save_dir={tmp_path}/checks")
+    assert main(toy.overrides(tmp_path / "out", *checks)) == 1
+    told = capfd.readouterr().err
+    assert f"1 tensors differ between trainer and rollout: ['{CORRUPTED}']" in told
+    reports = reports_of(tmp_path / "checks")
+    assert {version: report["unequal"] for version, report in reports.items()} == {0: [], 1: [], 2: [CORRUPTED]}
+    assert [line["step"] for line in metrics_of(tmp_path / "out")] == [1]
+
+
+def test_weights_are_pushed_each_so_many_steps_and_before_validation(toy: Toy, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    often = ("trainer.sync_freq=3", "trainer.total_training_steps=6", "trainer.test_freq=5", "trainer.save_freq=-1")
+    assert main(toy.overrides(out, LOCAL, *often)) == 0
+    lines = metrics_of(out)
+    assert [line.get("weights/version") for line in lines[1:]] == [None, 3, None, 5, 6]
+    assert [line["training/staleness"] for line in lines] == [0, 1, 2, 0, 1, 0]
 
 
 @pytest.mark.parametrize(
