@@ -12,7 +12,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,14 +25,10 @@ class Tracer:
     """Records spans of this process; thread-safe, a few microseconds a span, bounded memory.
 
     `process_name` names the track (e.g. "actor 0"): it is the same for later attempts of a run, and roles that share a
-    process have one each. Beyond `max_events` undrained events new ones are counted and left out. `enabled=False` makes
-    every call free.
+    process have one each. Beyond `max_events` undrained events new ones are counted and left out.
     """
 
-    def __init__(
-        self, process_name: str, *, thread_name: str = "main", enabled: bool = True, max_events: int = 100_000
-    ) -> None:
-        self.enabled = enabled
+    def __init__(self, process_name: str, *, thread_name: str = "main", max_events: int = 100_000) -> None:
         track = f"{process_name} @ {socket.gethostname()}"
         self._pid = zlib.crc32(track.encode()) & _PID_MASK
         self._epoch_ns = _epoch_offset_ns()
@@ -41,23 +37,12 @@ class Tracer:
         self._max_events = max_events
         self._lock = threading.Lock()
         self._named_threads = {threading.get_native_id()}
-        if enabled:
-            self._name("process_name", track, threading.get_native_id())
-            self._name("thread_name", thread_name, threading.get_native_id())
+        self._name("process_name", track, threading.get_native_id())
+        self._name("thread_name", thread_name, threading.get_native_id())
 
     def span(self, name: str, args: Mapping[str, Any] | None = None) -> AbstractContextManager[Any]:
         """Surround a stage; `args` (numbers and strings) are shown on click. A stage that raises names its error."""
-        return _Span(self, name, args) if self.enabled else nullcontext()
-
-    def counter(self, name: str, values: Mapping[str, float]) -> None:
-        """Values over time as a graph of their own, e.g. `counter("memory", {"rss_gb": 1.5})`."""
-        if self.enabled:
-            self._add({"name": name, "ph": "C", "ts": self._now_us(), "args": dict(values)})
-
-    def instant(self, name: str, args: Mapping[str, Any] | None = None) -> None:
-        """A mark at this moment."""
-        if self.enabled:
-            self._add({"name": name, "ph": "i", "s": "p", "ts": self._now_us(), "args": dict(args or {})})
+        return _Span(self, name, args)
 
     def drain(self) -> list[Event]:
         """The events since the last call, ready to be sent to the driver."""
