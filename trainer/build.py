@@ -5,23 +5,18 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlsys.config import PPOConfig, plan_batches
-from rlsys.config.schema_data import PromptsConfig
-from rlsys.data.dataset import PromptDataset, PromptFormat
 from rlsys.telemetry.log import setup_logging
 from rlsys.telemetry.trackers import check_loggers
-from rlsys.utils.plugins import load_from_file
 from trainer.errors import make_root, told
 from trainer.estimate import correction_of, loss_mode_of
 from trainer.groups import Role
 from trainer.place import Place, find_place, load_tokenizer
 from trainer.ppo import RayPPOTrainer
-from trainer.runtime import steps_of
+from trainer.prompts import prompt_datasets, steps_of
 from trainer.start import with_start_assets
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
@@ -128,44 +123,4 @@ def engine_run(config: PPOConfig, place: Place, *, num_steps: int) -> EngineRun:
         loss_mode=loss_mode_of(config),
         correction=correction_of(config),
         num_threads=place.threads,
-    )
-
-
-def prompt_datasets(config: PPOConfig, tokenizer: Any) -> tuple[PromptDataset, PromptDataset | None]:
-    """Training and validation prompts."""
-    data = config.data
-    assert data.train_files is not None
-    load = partial(load_prompts, data, tokenizer=tokenizer, seed=data.seed)
-    train = load(data.train_files, max_samples=data.train_max_samples, shuffle=data.shuffle)
-    if not data.val_files:
-        return train, None
-    return train, load(data.val_files, max_samples=data.val_max_samples, shuffle=data.validation_shuffle)
-
-
-def load_prompts(
-    data: PromptsConfig, files: Sequence[str], *, tokenizer: Any, max_samples: int, shuffle: bool, seed: int
-) -> PromptDataset:
-    form = PromptFormat(
-        prompt_key=data.prompt_key,
-        reward_fn_key=data.reward_fn_key,
-        max_prompt_length=data.max_prompt_length,
-        truncation=data.truncation,
-        filter_overlong_prompts=data.filter_overlong_prompts,
-        template_kwargs=data.apply_chat_template_kwargs,
-    )
-    custom = data.custom_cls
-    threads = data.filter_overlong_prompts_workers
-    if custom.path is not None:
-        made = load_from_file(custom.path, custom.name or "Dataset", key="data.custom_cls.path")
-        own = made(data_files=list(files), tokenizer=tokenizer, config=data, processor=None, max_samples=max_samples)
-        return PromptDataset.wrap(own, tokenizer, form, bad_rows=data.bad_rows, num_threads=threads)
-    return PromptDataset.load(
-        list(files),
-        tokenizer,
-        form,
-        max_samples=max_samples,
-        shuffle=shuffle,
-        seed=seed,
-        bad_rows=data.bad_rows,
-        num_threads=threads,
     )

@@ -14,14 +14,15 @@ from rlsys.protocol import DataProto
 from rlsys.telemetry.log import setup_logging
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.telemetry.trackers import check_loggers
-from trainer.answers import Answers
-from trainer.build import load_prompts
+from trainer.answers import Answers, validation_sampling
 from trainer.dumps import dump, sample_rows
 from trainer.errors import told
-from trainer.evaluate import Dump
+from trainer.evaluate import Dump, validation
 from trainer.groups import deadlines_of
 from trainer.place import find_place, load_tokenizer
-from trainer.runtime import generate_by, reward_manager, reward_pool, rollout_fleet, validation, validation_sampling
+from trainer.prompts import load_prompts
+from trainer.rewards import reward_manager, reward_pool
+from trainer.rollouts import generate_by, rollout_fleet
 from workers.engines import EngineRun
 from workers.rollout import ROLLOUT_WORKERS
 

@@ -172,8 +172,6 @@ _PPO: dict[str, Elsewhere] = {
     f"{_ROLLOUT}.sglang": _note(_ENGINES),
     f"{_ROLLOUT}.vllm": _note(_ENGINES),
     f"{_ROLLOUT}.rollout_backend": _refuse(f"write {_ROLLOUT}.name=hf; other engines come with their extras", "hf"),
-    f"{_ROLLOUT}.validate_weight": _note("weights are compared by checksum after every push", False),
-    f"{_ROLLOUT}.validate_save_dir": _note("weights are compared by checksum after every push"),
     f"{_ROLLOUT}.print_outputs": _note("read the answers in trainer.rollout_data_dir or the rollouts browser", False),
     f"{_ROLLOUT}.group_name": _note("worker groups are named by their role"),
     f"{_ROLLOUT}.model_dir": _refuse(f"the rollout takes the actor's weights: {_MODEL}.path"),

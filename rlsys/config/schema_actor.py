@@ -13,6 +13,7 @@ from rlsys.config.schema_base import (
     Flag,
     Fraction,
     KLEstimator,
+    LocalPath,
     LossAgg,
     OpenDict,
     Positive,
@@ -214,6 +215,10 @@ class RolloutConfig(GenerationConfig):
     """Tokens of one of these passes on a rank."""
     val_kwargs: ValKwargsConfig
     checkpoint_engine: CheckpointEngineConfig
+    validate_weight: Flag = False
+    """Compare every tensor of every engine with the actor's after each push; one that differs ends the run."""
+    validate_save_dir: LocalPath | None = None
+    """Folder for the reports of these comparisons, weights_v{version}.json."""
 
 
 class ActorRolloutRefConfig(Section):
