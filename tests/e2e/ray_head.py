@@ -34,8 +34,8 @@ PORTS = (
     "node-manager-port",
     "object-manager-port",
 )
-"""Each has a default, or a default range, that a second cluster on this host would take too; the agent that answers
-submitted jobs then does not come up."""
+"""A second head on this host would take the same defaults; where the port of its agent is taken, it starts but refuses
+jobs: "No available agent"."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,8 @@ def ray_head() -> Iterator[Head]:
     try:
         end_s = time.monotonic() + START_S
         while not head.jobs_are_taken():
-            assert running.poll() is None and time.monotonic() < end_s, _logs(folder)
+            assert running.poll() is None, _logs(folder)
+            assert time.monotonic() < end_s, _logs(folder)
             time.sleep(0.2)
         head.own.update(one.pid for one in psutil.Process(running.pid).children(recursive=True))
         head.own.update((running.pid, os.getpid()))
