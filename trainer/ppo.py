@@ -7,7 +7,7 @@ source, retries in the fleet, what a person sees in telemetry. A notebook builds
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -208,11 +208,12 @@ class RayPPOTrainer:
         """Stop everything this trainer started; safe to call twice."""
         runtime, self._runtime = self._runtime, None
         groups, self._groups = self._groups, None
-        if runtime is not None:
-            runtime.close()
-        if groups is not None:
-            groups.close()
-        self.reporter.close()
+        with ExitStack() as stack:
+            stack.callback(self.reporter.close)
+            if groups is not None:
+                stack.callback(groups.close)
+            if runtime is not None:
+                stack.callback(runtime.close)
 
     @contextmanager
     def session(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -48,8 +49,10 @@ class Runtime:
     closers: tuple[Callable[[], None], ...]
 
     def close(self) -> None:
-        for close in self.closers:
-            close()
+        """Close every part, also when closing another fails."""
+        with ExitStack() as stack:
+            for close in reversed(self.closers):
+                stack.callback(close)
 
 
 @dataclass(frozen=True)
@@ -89,9 +92,9 @@ def launch(trainer: RayPPOTrainer) -> WorkerGroups:
 def assemble(trainer: RayPPOTrainer) -> Runtime:
     """Connect weights, rollouts, rewards and data of a trainer whose groups run."""
     cfg, groups = trainer.cfg, trainer.groups
+    transfer = connect_weights(groups, cfg, colocated=trainer.plan.pools.colocated)
     pool = reward_pool(cfg.reward)
     manager = reward_manager(cfg, trainer.tokenizer, pool)
-    transfer = connect_weights(groups, cfg, colocated=trainer.plan.pools.colocated)
     fleet = rollout_fleet(
         groups.rollout,
         cfg,
@@ -130,7 +133,7 @@ def assemble(trainer: RayPPOTrainer) -> Runtime:
         kl_ctrl=kl_controller(cfg),
         push=push_by(transfer, fleet),
         total_steps=steps_of(cfg, trainer.train_dataset),
-        closers=(source.close, fleet.close, transfer.close, pool.close),
+        closers=(source.close, fleet.close, pool.close),  # what the transfer holds goes with the workers
     )
 
 

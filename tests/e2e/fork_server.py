@@ -43,7 +43,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Patches:
-    """What is done to a run: a kill, functions of tests.e2e.injections by name, a limit on the size of its files, signals."""
+    """What is done to a run: a kill, functions of tests.e2e.injections by name, a limit on file sizes, signals."""
 
     kill: Kill | None = None
     inject: tuple[str, ...] = ()

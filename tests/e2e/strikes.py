@@ -1,4 +1,4 @@
-"""Signals that a driver under test sends to its own Ray workers, each at a stage or in the middle of a worker's call."""
+"""Signals that a driver under test sends to its Ray workers, each at a stage or in the middle of a worker's call."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _process(strike: Strike) -> psutil.Process:
 
 
 def _send(strike: Strike, process: psutil.Process, name: str) -> None:
-    print(f"struck: {strike}", file=sys.stderr, flush=True)
+    print(f"struck: {time.monotonic():.1f} {strike}", file=sys.stderr, flush=True)
     if strike.role == "driver" and name == "STOP":
         subprocess.Popen(["sh", "-c", f"sleep {PAUSE_S}; kill -CONT {os.getpid()}"])
     process.send_signal(getattr(signal, f"SIG{name}"))
