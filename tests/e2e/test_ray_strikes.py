@@ -21,7 +21,7 @@ from tests.e2e.conftest import Toy
 from tests.e2e.fork_server import Ended, ForkServer, Patches
 from tests.e2e.ray_head import Head, ray_head
 from tests.e2e.strikes import HEAD_PID, Strike
-from tests.e2e.test_resume_after_kill import assert_same
+from tests.e2e.test_resume_after_kill import assert_same, metrics_of
 
 ENDED_S = 60.0
 ERROR = re.compile(r"rlsys: (WorkerError|DeadlineError): (\w+) rank (\d) on [\w.-]+ .*stage '(\w+)'")
@@ -205,3 +205,17 @@ def test_one_of_two_training_ranks(runs: Runs, out: Path, signal: str) -> None:
     points = ("actor.init_model", "actor.compute_log_prob", "critic.update_critic", "actor.update_actor")
     runs.all_fail(out, [Strike("actor", point, signal, rank=1) for point in points], two)
     runs.finishes(out, more=[two])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_one_step_off_with_decoupled_ppo(runs: Runs, out: Path) -> None:
+    off = ("trainer.max_staleness=1", "algorithm.rollout_correction.rollout_is=token")
+    for point in ("gen", "update_actor", "actor.send_weights", "save_checkpoint", "critic.save_checkpoint"):
+        assert runs.run(out, Strike("driver", point), more=off).status == -9
+    train = [Strike("actor", point) for point in ("actor.update_actor", "save_checkpoint")]
+    runs.all_fail(out, [*train, Strike("actor", "critic.update_critic", "STOP")], *off)
+    runs.finishes(out, Strike("rollout", "rollout.generate_sequences"), more=off)
+    last = metrics_of(out)[-1]
+    assert last["training/staleness"] == 1
+    assert last["rollout_corr/rollout_is_std"] > 0
