@@ -22,7 +22,7 @@ from trainer.evaluate import Evaluator
 from trainer.groups import Role, WorkerGroups
 from trainer.reporting import Reporter
 from trainer.residency import Holder
-from trainer.runtime import Runtime, assemble, launch
+from trainer.runtime import Runtime, assemble, launch, steps_of
 
 log = get_logger(__name__)
 
@@ -104,6 +104,15 @@ class RayPPOTrainer:
                 with self.stage("step"):
                     self.step(self.next_batch())
                 self.finish_step()
+
+    def nothing_left(self) -> bool:
+        """Whether the checkpoint to resume from is that of the last step; no worker is needed to know."""
+        run = self.cfg.trainer
+        self.store.sweep()
+        folder = self.store.to_resume(run.resume_mode, run.resume_from_path)
+        if folder is None or run.val_only:
+            return False
+        return load_state(folder).global_step >= steps_of(self.cfg, self.train_dataset)
 
     def next_batch(self) -> DataProto:
         """The next graded batch from the rollouts."""

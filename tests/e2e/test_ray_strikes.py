@@ -12,6 +12,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -131,9 +132,19 @@ class Runs:
     def assert_left_clean(self, shared_memory: set[str]) -> None:
         """No actor, reservation, process (so no port) and no shared memory of a run."""
         end_s = time.monotonic() + 15.0
-        while left := [*self.head.living(), *self.head.processes(), *set(os.listdir("/dev/shm")) - shared_memory]:
+        while left := [*self.head.living(), *self.head.processes(), *new_shared_memory(shared_memory)]:
             assert time.monotonic() < end_s, left
             time.sleep(0.2)
+
+
+def new_shared_memory(before: set[str]) -> set[str]:
+    """Files that are new and that no living process has mapped: those of others on this host come and go."""
+    new = set(os.listdir("/dev/shm")) - before
+    for maps in Path("/proc").glob("[0-9]*/maps") if new else ():
+        with suppress(OSError):
+            text = maps.read_text()
+            new = {name for name in new if f"/dev/shm/{name}" not in text}
+    return new
 
 
 @pytest.fixture(scope="module")

@@ -166,6 +166,7 @@ LOAD = "workers.critic:CriticWorker.load_checkpoint"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_ppo_with_critic_and_reference_killed_in_every_stage(runs: Runs) -> None:
     stages = (GENERATE, REWARD, LOG_PROB, REFERENCE, VALUES, ADVANTAGES, UPDATE_CRITIC, UPDATE_ACTOR, VALIDATION)
     first = [Patches(Kill(stage, when=when)) for stage in stages for when in ("before", "after")]
