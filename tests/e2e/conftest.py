@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,3 +92,22 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "grader.py").write_text(GRADER)
     return Toy(folder / "model", folder / "train.jsonl", folder / "val.jsonl", folder / "grader.py", folder / "judge")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 640 KiB: room for one checkpoint of the toy actor, not for two."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=640k", "tmpfs", folder], capture_output=True, check=False
+    )
+    if made.returncode != 0:
+        pytest.skip("nobody may mount a file system here")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def enlarge(disk: Path) -> None:
+    """Give a small disk room enough."""
+    subprocess.run(["mount", "-o", "remount,size=16m", disk], check=True)

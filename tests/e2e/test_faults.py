@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.conftest import Toy
+from tests.e2e.conftest import Toy, enlarge
 from tests.e2e.fork_server import Ended, ForkServer, Patches
 
 DEADLINE_S = 60.0
@@ -90,6 +90,15 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_next_one_goes_
     assert (job.out / POINTER).exists() == (step > 1)
     assert job.run().status == 0
     assert [line["step"] for line in job.metrics()] == [1, 2, 3]
+
+
+def test_a_disk_that_is_full_ends_the_run_and_with_more_room_the_next_one_goes_on(job: Job, small_disk: Path) -> None:
+    here = f"trainer.default_local_dir={small_disk}/out"
+    assert_one_error(job.run(here), 1, "CheckpointError", "global_step_2", "No space left on device")
+    assert sorted(path.name for path in (small_disk / "out").glob("global_step_*")) == ["global_step_1"]
+    enlarge(small_disk)
+    assert job.run(here).status == 0
+    assert (small_disk / "out" / POINTER).read_text() == "3"
 
 
 def test_metrics_that_cannot_be_written_end_the_run(job: Job) -> None:

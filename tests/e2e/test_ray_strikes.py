@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import Toy
+from tests.e2e.conftest import Toy, enlarge
 from tests.e2e.fork_server import Ended, ForkServer, Patches
 from tests.e2e.ray_head import Head, ray_head
 from tests.e2e.strikes import HEAD_PID, Strike
@@ -216,6 +216,19 @@ def test_one_of_two_training_ranks(runs: Runs, out: Path, signal: str) -> None:
     points = ("actor.init_model", "actor.compute_log_prob", "critic.update_critic", "actor.update_actor")
     runs.all_fail(out, [Strike("actor", point, signal, rank=1) for point in points], two)
     runs.finishes(out, more=[two])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_full_disk(runs: Runs, small_disk: Path) -> None:
+    out = small_disk / "out"
+    ended = runs.run(out)
+    assert ended.status == 1
+    assert "No space left on device" in ended.log
+    assert ended.log.count("rlsys: CheckpointError") + ended.log.count("rlsys: WorkerError") == 1, ended.log
+    assert not list(out.glob("global_step_*.tmp"))
+    enlarge(small_disk)
+    assert runs.run(out).status == 0
 
 
 @pytest.mark.slow
