@@ -27,7 +27,7 @@ from workers.rollout import ROLLOUT_WORKERS
 
 
 def run_ppo(config: PPOConfig) -> int:
-    """Train and tell where everything is; exit code 0, or 1 with one clear error."""
+    """Train what is left to train and tell where everything is; exit code 0, or 1 with one clear error."""
     setup_logging()
     start = time.perf_counter()
     with told(sys.stderr) as outcome:
@@ -36,11 +36,14 @@ def run_ppo(config: PPOConfig) -> int:
         config = with_start_assets(config)
         with place_of(config) as place:
             trainer = build_trainer(config, place)
+            nothing_left = trainer.nothing_left()
             try:
-                trainer.fit()
+                if not nothing_left:
+                    trainer.fit()
             finally:
                 trainer.close()
-        print(trainer.reporter.farewell(seconds=time.perf_counter() - start))
+        seconds = None if nothing_left else time.perf_counter() - start
+        print(trainer.reporter.farewell(seconds=seconds))
     return outcome.exit_code
 
 

@@ -7,7 +7,7 @@ source, retries in the fleet, what a person sees in telemetry. A notebook builds
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,15 @@ class RayPPOTrainer:
                 with self.stage("step"):
                     self.step(self.next_batch())
                 self.finish_step()
+
+    def nothing_left(self) -> bool:
+        """Whether the checkpoint to resume from is that of the last step; no worker is needed to know."""
+        run = self.cfg.trainer
+        self.store.sweep()
+        folder = self.store.to_resume(run.resume_mode, run.resume_from_path)
+        if folder is None or run.val_only:
+            return False
+        return load_state(folder).global_step >= steps_of(self.cfg, self.train_dataset)
 
     def next_batch(self) -> DataProto:
         """The next graded batch from the rollouts."""
@@ -210,12 +219,13 @@ class RayPPOTrainer:
         """Stop everything this trainer started; safe to call twice."""
         runtime, self._runtime = self._runtime, None
         groups, self._groups = self._groups, None
-        if runtime is not None:
-            runtime.close()
-        if groups is not None:
-            groups.close()
-            self.reporter.add_stages(groups.drain_stages())
-        self.reporter.close()
+        with ExitStack() as stack:
+            stack.callback(self.reporter.close)
+            if groups is not None:
+                stack.callback(lambda: self.reporter.add_stages(groups.drain_stages()))
+                stack.callback(groups.close)
+            if runtime is not None:
+                stack.callback(runtime.close)
 
     @contextmanager
     def session(self) -> Iterator[None]:

@@ -20,6 +20,9 @@ from rlsys.telemetry.trace import Timeline
 from rlsys.telemetry.trackers import Tracking
 
 log = get_logger(__name__)
+NOTHING_LEFT = """rlsys: nothing is left to do: the last step was done by an earlier run
+  to go on    raise trainer.total_training_steps (or trainer.total_epochs)
+  to repeat   write trainer.resume_mode=disable, or another trainer.default_local_dir"""
 
 
 class Reporter:
@@ -145,9 +148,9 @@ class Reporter:
             self._tracking.log(self._metrics, 0)
             self._metrics = {}
 
-    def farewell(self, *, seconds: float) -> str:
-        """Where everything is that the run left."""
-        lines = [f"rlsys: done in {seconds:.0f} s"]
+    def farewell(self, *, seconds: float | None) -> str:
+        """Where everything is that the run left; `seconds` None: an earlier run had left nothing to do."""
+        lines = [NOTHING_LEFT if seconds is None else f"rlsys: done in {seconds:.0f} s"]
         for name, path in (
             ("metrics", self.root / "metrics.jsonl"),
             ("rollouts", Path(getattr(self._cfg, "rollout_data_dir", None) or self.root / "rollouts") / "index.html"),

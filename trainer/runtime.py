@@ -47,9 +47,8 @@ def assemble(trainer: RayPPOTrainer) -> Runtime:
     cfg, plan, groups = trainer.cfg, trainer.plan, trainer.groups
     rollout, pad = cfg.actor_rollout_ref.rollout, trainer.tokenizer.pad_token_id
     with ExitStack() as stack:
+        transfer = connect_weights(groups, cfg, colocated=plan.pools.colocated)  # what it holds goes with the workers
         pool = stack.enter_context(reward_pool(cfg.reward))
-        transfer = connect_weights(groups, cfg, colocated=plan.pools.colocated)
-        stack.callback(transfer.close)
         fleet = rollout_fleet(
             groups.rollout,
             cfg,

@@ -130,6 +130,24 @@ def test_weights_are_pushed_each_so_many_steps_and_before_validation(toy: Toy, t
     assert [line["training/staleness"] for line in lines] == [0, 1, 2, 0, 1, 0]
 
 
+def test_a_run_that_is_done_says_so_and_changes_nothing(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    argv = toy.overrides(out, LOCAL, "trainer.total_training_steps=1")
+    assert main(argv) == 0
+    assert "rlsys: done in" in capsys.readouterr().out
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert main(argv) == 0
+    told = capsys.readouterr().out
+    assert "nothing is left to do" in told
+    assert f"{out}/metrics.jsonl" in told
+    assert "done in" not in told
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    assert main([*argv, "trainer.total_training_steps=2"]) == 0
+    assert [line["step"] for line in metrics_of(out)] == [1, 2]
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
