@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -83,11 +84,14 @@ def test_cuda_answers_as_the_cpu_does() -> None:
 
 
 def sleep_and_wake() -> tuple[int, int, bool]:
+    HFRollout(model_of().cuda()).generate(requests_of(4))
+    gc.collect()
+    libraries = torch.cuda.memory_allocated()
     engine = HFRollout(model_of().cuda())
     before = engine.generate(requests_of(4))
-    held = torch.cuda.memory_allocated()
+    held = torch.cuda.memory_allocated() - libraries
     engine.sleep(["weights", "kv_cache"])
-    asleep = torch.cuda.memory_allocated()
+    asleep = torch.cuda.memory_allocated() - libraries
     for refused in (lambda: engine.generate(requests_of(1)), engine.local_tensors):
         with pytest.raises((RolloutError, WeightTransferError), match="sleep"):
             refused()
