@@ -91,24 +91,27 @@ def engine_layouts(
     wanted = {name: tuple(s) for name, s in hf_shapes.items() if not (tied and name == "lm_head.weight")}
     last = max((int(m[2]) for m in map(LAYER.match, wanted) if m), default=0)
     layers_per_stage = -(-(last + 1) // sizes.pp_size)
-    made: dict[tuple[int, ...], tuple[tuple[Shard, ...], dict[str, Shape], dict[str, str]]] = {}
+    stages: dict[int, tuple[dict[str, Shape], dict[str, str], _Names]] = {}
+    made: dict[tuple[int, ...], tuple[Shard, ...]] = {}
     layouts = []
     for rank in range(sizes.world_size):
         tp, pp, dp = rank % sizes.tp_size, rank // sizes.tp_size % sizes.pp_size, rank // sizes.tp_size // sizes.pp_size
         place = _Rank(sizes, tp, pp, dp)
+        if pp not in stages:
+            held = {n: s for n, s in wanted.items() if _on_stage(n, pp, sizes.pp_size, layers_per_stage, tied)}
+            stages[pp] = held, dict.fromkeys(held, dtype), _names(held)
+        shapes, dtypes, names = stages[pp]
         key = (tp, pp, *place.expert_cut)
         if key not in made:
-            held = {n: s for n, s in wanted.items() if _on_stage(n, pp, sizes.pp_size, layers_per_stage, tied)}
-            made[key] = tuple(_shards(held, place, num_kv_heads)), held, dict.fromkeys(held, dtype)
-        shards, shapes, dtypes = made[key]
+            made[key] = tuple(_shards(shapes, names, place, num_kv_heads))
         aliases = {"lm_head.weight": "model.embed_tokens.weight"} if tied and pp in (0, sizes.pp_size - 1) else {}
         host = (hosts or {}).get(rank, f"host {rank // ranks_per_host}")
-        layouts.append(WeightLayout(rank, host, shards, shapes, dtypes, aliases))
+        layouts.append(WeightLayout(rank, host, made[key], shapes, dtypes, aliases))
     return layouts
 
 
-def local_shapes(layout: WeightLayout, *, vocab_multiple: int = 64) -> dict[str, Shape]:
-    """The shapes of the local tensors that a layout needs, vocabulary tensors padded as the engine pads them."""
+def local_shapes(layout: WeightLayout) -> dict[str, Shape]:
+    """The smallest shapes of local tensors in which a layout has room."""
     ends: dict[str, list[int]] = {}
     for shard in layout.shards:
         extra = len(shard.local_start) - len(shard.box.shape)
@@ -126,31 +129,45 @@ def _on_stage(name: str, pp: int, pp_size: int, layers_per_stage: int, tied: boo
     return pp == pp_size - 1
 
 
-def _shards(shapes: Mapping[str, Shape], rank: _Rank, num_kv_heads: int) -> Iterator[Shard]:
-    fused: dict[str, dict[str, list[tuple[Box, int]]]] = {}
-    experts = [n for n in shapes if EXPERT.match(n)]
-    num_experts = 1 + max((int(EXPERT.match(n)[2]) for n in experts), default=-1)  # pyrefly: ignore
-    for name, shape in shapes.items():
+@dataclass(frozen=True)
+class _Names:
+    """The tensors of a stage: experts' as (name, stack, number, module) by expert, and all others."""
+
+    experts: dict[int, list[tuple[str, str, int, str]]]
+    others: list[str]
+
+
+def _names(shapes: Mapping[str, Shape]) -> _Names:
+    experts: dict[int, list[tuple[str, str, int, str]]] = {}
+    others = []
+    for name in shapes:
         if match := EXPERT.match(name):
-            yield from _expert(name, shape, match, rank, num_experts)
-            continue
+            experts.setdefault(int(match[2]), []).append((name, match[1], int(match[2]), match[3]))
+        else:
+            others.append(name)
+    return _Names(experts, others)
+
+
+def _shards(shapes: Mapping[str, Shape], names: _Names, rank: _Rank, num_kv_heads: int) -> Iterator[Shard]:
+    fused: dict[str, dict[str, Box]] = {}
+    for name in names.others:
         *path, module, kind = name.split(".")
-        box = _cut(name, shape, module, rank, num_kv_heads)
-        if module in FUSED and not (module == "q_proj" and _is_mla(shapes, path)):
-            parts = fused.setdefault(".".join([*path, FUSED[module], kind]), {})
-            parts[module] = [(box, box.shape[0])]
+        box = _cut(name, shapes[name], module, rank, num_kv_heads)
+        if module in FUSED and not (module == "q_proj" and ".".join([*path, "kv_b_proj", "weight"]) in shapes):
+            fused.setdefault(".".join([*path, FUSED[module], kind]), {})[module] = box
         elif all(box.shape):
-            yield Shard(box, name, (0,) * len(shape))
+            yield Shard(box, name, (0,) * len(box.shape))
     for local, parts in fused.items():
         at = 0
-        for module in ORDER:
-            for box, rows in parts.get(module, ()):
-                yield Shard(box, local, (at, *(0,) * (len(box.shape) - 1)))
-                at += rows
-
-
-def _is_mla(shapes: Mapping[str, Shape], path: list[str]) -> bool:
-    return ".".join([*path, "kv_b_proj", "weight"]) in shapes
+        for box in (parts[module] for module in ORDER if module in parts):
+            yield Shard(box, local, (at, *(0,) * (len(box.shape) - 1)))
+            at += box.shape[0]
+    if names.experts:
+        ep, part, parts_of_expert = rank.expert_cut
+        per_rank = _whole("the experts", max(names.experts) + 1, rank.sizes.ep_size)
+        for number in range(ep * per_rank, (ep + 1) * per_rank):
+            for name, stack, _, module in names.experts[number]:
+                yield _expert(name, shapes[name], stack, module, number % per_rank, part, parts_of_expert)
 
 
 def _cut(name: str, shape: Shape, module: str, rank: _Rank, num_kv_heads: int) -> Box:
@@ -170,20 +187,14 @@ def _cut(name: str, shape: Shape, module: str, rank: _Rank, num_kv_heads: int) -
     return Box(name, (0,) * len(shape), shape)
 
 
-def _expert(name: str, shape: Shape, match: re.Match[str], rank: _Rank, num_experts: int) -> Iterator[Shard]:
-    """The part of an expert's matrix that a rank holds in its stacks, nothing for another rank's expert."""
-    stack, number, module = match[1], int(match[2]), match[3]
-    ep, part, parts = rank.expert_cut
-    per_rank = _whole(name, num_experts, rank.sizes.ep_size)
-    if number // per_rank != ep:
-        return
+def _expert(name: str, shape: Shape, stack: str, module: str, slot: int, part: int, parts: int) -> Shard:
+    """The part of an expert's matrix that a rank holds in slot `slot` of its stacks."""
     if module in W13:
         box = _part(name, shape, 0, part, parts)
-        yield Shard(box, f"{stack}.w13_weight", (number % per_rank, W13[module] * box.shape[0], 0))
-    elif module in W2:
-        yield Shard(_part(name, shape, 1, part, parts), f"{stack}.w2_weight", (number % per_rank, 0, 0))
-    else:
-        raise ConfigError(f"an expert's matrix '{name}' of an unknown kind")
+        return Shard(box, f"{stack}.w13_weight", (slot, W13[module] * box.shape[0], 0))
+    if module in W2:
+        return Shard(_part(name, shape, 1, part, parts), f"{stack}.w2_weight", (slot, 0, 0))
+    raise ConfigError(f"an expert's matrix '{name}' of an unknown kind")
 
 
 def _part(name: str, shape: Shape, dim: int, number: int, parts: int) -> Box:

@@ -108,10 +108,22 @@ class Plan:
 
     def bytes_by_link(self) -> dict[tuple[int, int], int]:
         """Bytes from each source rank to each destination rank."""
-        links, of_copy = np.unique(self.moves[:, 3:], axis=0, return_inverse=True)
+        keys = self.moves[:, 3] << 32 | self.moves[:, 4]
+        links, of_copy = np.unique(keys, return_inverse=True)
         totals = np.zeros(len(links), np.int64)
         np.add.at(totals, of_copy.reshape(-1), self.copy_bytes)
-        return {(int(a), int(b)): int(n) for (a, b), n in zip(links, totals, strict=True)}
+        return {(int(k) >> 32, int(k) & 0xFFFFFFFF): int(n) for k, n in zip(links, totals, strict=True)}
+
+    @cached_property
+    def proofs(self) -> tuple[Ints, Ints]:
+        """A number for every copy (C,), equal for equal elements in equal dtypes, and for each number its first copy."""
+        keys = self.moves[:, 0] * len(self.dtypes) + self.places.dtype[self.moves[:, 2]]
+        _, first, numbers = np.unique(keys, return_index=True, return_inverse=True)
+        return numbers.reshape(-1), first
+
+    def select(self, chosen: Ints) -> tuple[Copy, ...]:
+        """The copies at these positions."""
+        return tuple(self._copies(self.moves[chosen]))
 
     def to_json(self) -> str:
         """The plan as text; `from_json` gives it back."""
@@ -245,7 +257,7 @@ def make_plan(
     names = resolve_names(sources, destinations)
     givers, giver_of = tables.templates_of(sources)
     takers, taker_of = tables.templates_of(destinations)
-    dims = max(tables.num_dims(sources), tables.num_dims(destinations))
+    dims = tables.num_dims([*givers, *takers])
     tensors, locals_, dtypes = Numbers(), Numbers(), Numbers()
     taken = tables.rows_of(takers, names, dims, tensors, locals_, dtypes)
     given = tables.rows_of(givers, None, dims, tensors, locals_, dtypes)

@@ -88,10 +88,9 @@ def templates_of(layouts: Sequence[WeightLayout]) -> tuple[list[WeightLayout], l
     return kinds, numbers
 
 
-def num_dims(layouts: Sequence[WeightLayout]) -> int:
-    """The most dimensions of any box or local tensor, at least one."""
-    kinds, _ = templates_of(layouts)
-    return max([1, *(len(shard.local_start) for layout in kinds for shard in layout.shards)])
+def num_dims(templates: Sequence[WeightLayout]) -> int:
+    """The most dimensions of any local tensor, at least one."""
+    return max([1, *(len(shard.local_start) for layout in templates for shard in layout.shards)])
 
 
 def rows_of(
