@@ -156,9 +156,7 @@ class Puller:
         self._borrowed: dict[int, Borrowed] = {}
 
     @torch.no_grad()
-    def receive(
-        self, version: int, sums: np.ndarray | None, offers: Mapping[int, Offer] | None = None
-    ) -> Moved:
+    def receive(self, version: int, sums: np.ndarray | None, offers: Mapping[int, Offer] | None = None) -> Moved:
         """Quarantine the engine, copy and check; it stays quarantined until `finish`."""
         started_s = time.monotonic()
         self.pulled = None

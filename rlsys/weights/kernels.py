@@ -17,14 +17,14 @@ def _copy_tiles(table, words: tl.constexpr, block: tl.constexpr, pitched: tl.con
     row = table + tl.program_id(0).to(tl.int64) * 6
     source = tl.load(row).to(tl.pointer_type(words))
     target = tl.load(row + 1).to(tl.pointer_type(words))
-    count = tl.load(row + 2)
+    count = tl.load(row + 2).to(tl.int32)
     lanes = tl.arange(0, block)
     if pitched:
         width = tl.load(row + 3).to(tl.int32)
         from_pitch = tl.load(row + 4)
         to_pitch = tl.load(row + 5)
         for at in range(0, count, block):
-            lane = (at + lanes).to(tl.int32)
+            lane = at + lanes
             line, column = lane // width, lane % width
             inside = lane < count
             value = tl.load(source + line * from_pitch + column, mask=inside)

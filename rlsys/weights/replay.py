@@ -19,7 +19,7 @@ from torch import Tensor
 
 Pair = tuple[Tensor, Tensor]
 Method = Literal["auto", "kernel", "foreach", "loop"]
-TILE_BYTES = 1 << 18
+SMALLEST_TILE_BYTES, LARGEST_TILE_BYTES, MANY_TILES = 1 << 15, 1 << 18, 1 << 16
 log = logging.getLogger(__name__)
 
 
@@ -90,8 +90,11 @@ class Replay:
         device = self.pairs[0][0].device
         self._cast = [(t, s) for t, s in self.pairs if not (t.dtype == s.dtype and s.is_cuda)]
         tiles: dict[tuple[int, bool], list[tuple[int, ...]]] = defaultdict(list)
+        tile_bytes = SMALLEST_TILE_BYTES
+        while tile_bytes < LARGEST_TILE_BYTES and self.num_bytes > tile_bytes * MANY_TILES:
+            tile_bytes *= 2
         for span in merge_spans([span for pair in same for span in spans_of(*pair)]):
-            for word_bytes, pitched, tile in _tiles(span):
+            for word_bytes, pitched, tile in tiles_of(span, tile_bytes):
                 tiles[word_bytes, pitched].append(tile)
         try:
             _kernels()
@@ -172,17 +175,17 @@ def _joined(run: Sequence[Pair]) -> Pair:
     return target, source
 
 
-def _tiles(span: Span) -> Iterator[tuple[int, bool, tuple[int, ...]]]:
+def tiles_of(span: Span, tile_bytes: int) -> Iterator[tuple[int, bool, tuple[int, ...]]]:
     """(word bytes, pitched, row of the kernel's table) of each tile of a span."""
     if span.rows == 1:
         aligned = not (span.source % 16 or span.target % 16)
         word = 8 if aligned and not span.width % 8 else gcd(8, span.source, span.target, span.width)
-        for at in range(0, span.width, TILE_BYTES):
-            n = min(TILE_BYTES, span.width - at) // word
+        for at in range(0, span.width, tile_bytes):
+            n = min(tile_bytes, span.width - at) // word
             yield word, not aligned, (span.source + at, span.target + at, n, n, n, n)
         return
     word = gcd(8, span.source, span.target, span.width, span.source_pitch, span.target_pitch)
-    step = max(1, TILE_BYTES // span.width)
+    step = max(1, tile_bytes // span.width)
     for row in range(0, span.rows, step):
         n = min(step, span.rows - row)
         yield (

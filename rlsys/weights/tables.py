@@ -201,12 +201,13 @@ def _overlapping(boxes: Boxes) -> Ints:
     few = np.flatnonzero((count > 1) & (count <= MANY_BOXES))
     bad = set()
     if len(few):
-
         members = _join(first[few], count[few])[1]
         ends = np.repeat(first[few] + count[few], count[few])
         left, right = _join(members + 1, ends - members - 1)
         left = members[left]
-        apart = (np.minimum(boxes.stop[left], boxes.stop[right]) <= np.maximum(boxes.start[left], boxes.start[right])).any(1)
+        apart = (
+            np.minimum(boxes.stop[left], boxes.stop[right]) <= np.maximum(boxes.start[left], boxes.start[right])
+        ).any(1)
         bad = set(boxes.tensor[left[~apart]].tolist())
     for number in np.flatnonzero(count > MANY_BOXES):
         part = slice(first[number], first[number] + count[number])

@@ -63,9 +63,7 @@ def megatron_layouts(
     for rank in range(sizes.world_size):
         place = sizes.place(rank)
         if place not in made:
-            made[place] = family.shards(
-                hf_config, place, grouped_experts=grouped_experts, fused_norms=fused_norms
-            )
+            made[place] = family.shards(hf_config, place, grouped_experts=grouped_experts, fused_norms=fused_norms)
         layouts.append(WeightLayout(rank, f"host {rank // ranks_per_host}", made[place], shapes, dtypes, aliases))
     return layouts
 

@@ -124,11 +124,13 @@ class Ranks:
 
 def sizes_of(text: str) -> dict[str, int]:
     """TP2xPP2 -> {"tp": 2, "pp": 2}."""
-    return {part.rstrip("0123456789").lower(): int(part.lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")) for part in text.split("x")}
+    return {
+        part.rstrip("0123456789").lower(): int(part.lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")) for part in text.split("x")
+    }
 
 
-def layouts_of(case: str, world: int) -> tuple[list[WeightLayout], list[WeightLayout], list[WeightLayout]]:
-    """Trainer, engine, and the names of all tensors' owners; sizes that are not named are what is left."""
+def layouts_of(case: str, world: int) -> tuple[list[WeightLayout], list[WeightLayout]]:
+    """Trainer's and engine's ranks; data-parallel sizes are what is left."""
     shape, _, way = case.partition(":")
     trainer, engine = (sizes_of(side) for side in way.split("->"))
     config = SHAPES[shape]
@@ -141,7 +143,7 @@ def layouts_of(case: str, world: int) -> tuple[list[WeightLayout], list[WeightLa
     tied = bool(family.aliases(config))
     shapes = family.hf_shapes(config)
     destinations = engine_layouts(shapes, target, num_kv_heads=config["num_key_value_heads"], tied=tied)
-    return sources, destinations, []
+    return sources, destinations
 
 
 def limit_s(plan: Plan, world: int, local: float, peer: float) -> tuple[float, dict[str, int]]:
@@ -219,7 +221,9 @@ def check(ranks: Ranks, world: int, seed: int, only: set[str] | None = None) -> 
             ranks.end(f"engine rank {rank} holds wrong elements of {len(bad)} tensors: {bad[:4]}")
 
 
-def measure_peer(ranks: Ranks, world: int, sources: list[WeightLayout], wanted: list[str], args: Any, *, flat: bool) -> dict:
+def measure_peer(
+    ranks: Ranks, world: int, sources: list[WeightLayout], wanted: list[str], args: Any, *, flat: bool
+) -> dict:
     """A peer's seconds for all tensors; the first push warms up on a few buckets."""
     total = sum(2 * prod(sources[0].full_shapes[name]) for name in wanted)
     bucket = min(BUCKET_BYTES, max(1 << 12, total // 4)) if args.device == "cpu" else BUCKET_BYTES
@@ -227,20 +231,19 @@ def measure_peer(ranks: Ranks, world: int, sources: list[WeightLayout], wanted: 
     buckets = buckets_of(sources, names, bucket, args.peer_bytes)
     ranks.all("engine", "clear")
     push_as_peer(ranks, buckets[:2], flat=flat)
-    ranks.both("memory", reset=True)
+    before = ranks.both("memory", reset=True)
     seconds = push_as_peer(ranks, buckets, flat=flat)
     peaks = ranks.both("memory", reset=False)
     done = [name for bucket in buckets for name, _ in bucket]
     check(ranks, world, 1, set(done))
     moved = sum(2 * prod(sources[0].full_shapes[name]) for name in done)
     scale = total / moved if flat else max(len(wanted) / len(done), 1.0)
-    held = [[sum(prod(s.box.shape) * 2 for s in layout.shards) for layout in sources]]
-    extra = max(peak - held[0][rank] for rank, (peak, _) in enumerate(peaks[0]))
+    extra = max(peak - was for (peak, _), (was, _) in zip(peaks[0], before[0], strict=True))
     return {"s": seconds * scale, "scaled": len(done) < len(wanted), "tensors": len(done), "extra_bytes": max(0, extra)}
 
 
 def run_case(ranks: Ranks, case: str, world: int, local: float, peer: float, args: Any) -> dict[str, Any]:
-    sources, destinations, _ = layouts_of(case, world)
+    sources, destinations = layouts_of(case, world)
     started_s = time.perf_counter()
     plan = make_plan(sources, destinations)
     plan_s = time.perf_counter() - started_s
@@ -248,25 +251,30 @@ def run_case(ranks: Ranks, case: str, world: int, local: float, peer: float, arg
     held = ranks.all("trainer", "build", [(layout, 1) for layout in sources])
     taken = ranks.all("engine", "build", [(layout, 1) for layout in destinations])
     before = ranks.both("memory", reset=True)
-    started_s = time.perf_counter()
     offers = ranks.all("trainer", "lend", [(spec,) for spec in pull.lenders])
-    specs = [(pull.reader(rank, offers, method=args.method),) for rank in range(world)]
-    ranks.all("engine", "pull_from", specs)
-    connect_s = time.perf_counter() - started_s
-    for version in range(2):
-        push_ours(ranks, pull, version, verify=False)
-    ranks.all("engine", "clear")
-    times = [push_ours(ranks, pull, version, verify=False) for version in range(2, 2 + args.repeats)]
+    others = {}
+    for method in [*args.also, args.method]:
+        started_s = time.perf_counter()
+        ranks.all("engine", "pull_from", [(pull.reader(rank, offers, method=method),) for rank in range(world)])
+        connect_s = time.perf_counter() - started_s
+        for version in range(2):
+            push_ours(ranks, pull, version, verify=False)
+        ranks.all("engine", "clear")
+        times = [push_ours(ranks, pull, version, verify=False) for version in range(2, 2 + args.repeats)]
+        others[method] = statistics.median(waited for waited, _ in times)
     after = ranks.both("memory", reset=False)
     check(ranks, world, 1)
     ranks.all("trainer", "write", [(2,)] * world)
-    verified_s, _ = push_ours(ranks, pull, 99, verify=args.device == "cpu" or len(plan.proofs[1]) < args.checksums)
+    verify = len(plan.proofs[1]) < args.checksums
+    verified_s, _ = push_ours(ranks, pull, 99, verify=verify)
     check(ranks, world, 2)
     ranks.all("trainer", "write", [(1,)] * world)
     limit, worst = limit_s(plan, world, local, peer)
     waited_s, engine_s = (statistics.median(column) for column in zip(*times, strict=True))
     extra = [
-        max(0, peak - was) for side in zip(before, after, strict=True) for (was, _), (peak, _) in zip(*side, strict=True)
+        max(0, peak - was)
+        for side in zip(before, after, strict=True)
+        for (was, _), (peak, _) in zip(*side, strict=True)
     ]
     method, operations, table_bytes = ranks.all("engine", "told")[0]
     result: dict[str, Any] = {
@@ -285,7 +293,8 @@ def run_case(ranks: Ranks, case: str, world: int, local: float, peer: float, arg
         "t_best_s": min(t for t, _ in times),
         "engine_s": engine_s,
         "limit_s": limit,
-        "with_checksums_s": verified_s if args.device == "cpu" or len(plan.proofs[1]) < args.checksums else None,
+        "by_method_s": others,
+        "with_checksums_s": verified_s if verify else None,
         "extra_bytes": max(extra),
         "table_bytes": table_bytes,
     }
@@ -308,6 +317,8 @@ def told(result: dict[str, Any]) -> str:
         f"   push {ms:8.2f} ms (engines {result['engine_s'] * 1e3:.2f})   limit {limit:.2f} ms   "
         f"t/limit {ms / limit:.2f}   extra {result['extra_bytes'] / 2**20:.1f} MiB a process",
     ]
+    if len(result["by_method_s"]) > 1:
+        lines.append("   by method: " + ", ".join(f"{m} {s * 1e3:.2f} ms" for m, s in result["by_method_s"].items()))
     if result["with_checksums_s"] is not None:
         lines.append(f"   with checksums {result['with_checksums_s'] * 1e3:.1f} ms")
     for name in ("bucketed", "per_tensor"):
@@ -326,10 +337,13 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", help="SHAPE:TPnxPPnxEPn->TPnxEPnxDPn")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--method", choices=["auto", "kernel", "foreach", "loop"], default="auto")
+    parser.add_argument("--also", nargs="*", default=["loop", "foreach"], help="further ways to copy, timed before it")
     parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--peer-bytes", type=int, default=20 << 30, help="a peer moves at most this before it is scaled")
+    parser.add_argument(
+        "--peer-bytes", type=int, default=20 << 30, help="a peer moves at most this before it is scaled"
+    )
     parser.add_argument("--peer-tensors", type=int, default=2000, help="per-tensor peer: at most so many, then scaled")
-    parser.add_argument("--checksums", type=int, default=20000, help="push with checksums where there are fewer of them")
+    parser.add_argument("--checksums", type=int, default=5000, help="push with checksums where there are fewer of them")
     parser.add_argument("--seconds", type=float, default=200.0, help="start nothing new after this")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -338,7 +352,9 @@ def main() -> None:
     cases = args.cases or (CASES if args.device == "cuda" else TINY)[world]
     ranks = Ranks(world, args.device)
     local, peer = measure_ceilings(ranks, world, CEILING_BYTES if args.device == "cuda" else 1 << 26)
-    print(f"torch {torch.__version__}, {world} x {args.device}; local copy {local / 1e9:.0f} GB/s, peer {peer / 1e9:.0f} GB/s")
+    print(
+        f"torch {torch.__version__}, {world} x {args.device}; local copy {local / 1e9:.0f} GB/s, peer {peer / 1e9:.0f} GB/s"
+    )
     results = []
     for case in cases:
         if time.monotonic() > args.end_s:

@@ -97,7 +97,9 @@ def blocks_of(shard: Shard) -> Iterator[Shard]:
         start = (shard.box.start[0] + at, *shard.box.start[1:])
         local = list(shard.local_start)
         local[extra] += at
-        yield Shard(Box(shard.box.tensor, start, (min(step, rows - at), *shard.box.shape[1:])), shard.local, tuple(local))
+        yield Shard(
+            Box(shard.box.tensor, start, (min(step, rows - at), *shard.box.shape[1:])), shard.local, tuple(local)
+        )
 
 
 def bits_of(box: Box, full: Sequence[int], seed: int, device: torch.device) -> Tensor:
@@ -118,13 +120,16 @@ class Rank:
         self.role, self.rank, self.world, self.beside = role, rank, world, beside
         self.device = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
         if self.device.type == "cuda":
+            os.environ["NCCL_NVLS_ENABLE"] = "0"
             torch.cuda.set_device(self.device)
         else:
             torch.set_num_threads(1)
         if role == "trainer" and world > 1:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             wait = timedelta(seconds=120)
-            dist.init_process_group(backend, store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=wait)
+            dist.init_process_group(
+                backend, store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=wait
+            )
 
     # --- both sides
     def build(self, layout: WeightLayout, seed: int) -> int:
@@ -297,7 +302,9 @@ class Rank:
             places[name] = at
             at += prod(self._full_shape(name))
         flat = torch.empty(at, dtype=dtype, device=self.device)
-        fulls = {name: flat[p : p + prod(self._full_shape(name))].view(self._full_shape(name)) for name, p in places.items()}
+        fulls = {
+            name: flat[p : p + prod(self._full_shape(name))].view(self._full_shape(name)) for name, p in places.items()
+        }
         by_owner: dict[int, list[tuple[str, Box]]] = defaultdict(list)
         for name, pieces in bucket:
             for box, owner in pieces:
@@ -316,7 +323,9 @@ class Rank:
         self.kept = [flat]
         whole = offer_of({"flat": flat})
         lent = whole.tensors["flat"]
-        tensors = {n: Lent(0, lent.dtype, tuple(t.shape), tuple(t.stride()), lent.offset + places[n]) for n, t in fulls.items()}
+        tensors = {
+            n: Lent(0, lent.dtype, tuple(t.shape), tuple(t.stride()), lent.offset + places[n]) for n, t in fulls.items()
+        }
         return Offer(whole.memories, tensors)
 
 
