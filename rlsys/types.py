@@ -143,7 +143,7 @@ class WeightLayout:
     """Everything one rank holds. `full_shapes` and `dtypes` (torch names, e.g. "float32") are keyed by HF tensor name.
 
     `aliases` maps a tied HF name to the name under which its data is held (e.g. lm_head.weight). `loader` names the
-    tensors that a rollout engine takes through its own `load` only; they have shapes and dtypes and no shards.
+    tensors that a rollout engine takes through its own `load` only. `device` is the kind of device that holds them.
     """
 
     rank: int
@@ -153,3 +153,4 @@ class WeightLayout:
     dtypes: Mapping[str, str]
     aliases: Mapping[str, str] = field(default_factory=dict)
     loader: tuple[str, ...] = ()
+    device: str = "cpu"

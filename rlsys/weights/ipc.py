@@ -9,24 +9,22 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
-from rlsys.types import Shard, WeightLayout, Box
+from rlsys.types import Box, WeightLayout
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.checksum import box_checksum
+from rlsys.weights.checksum import box_checksum, digest
 from rlsys.weights.handles import Borrowed, Offer, offer_of
 from rlsys.weights.layout import dtype_of, view_of
 from rlsys.weights.plan import Copy, Plan
 from rlsys.weights.replay import Method, Replay
-from rlsys.weights.shm import Moved
-from rlsys.weights.target import Target
-
-Verify = Literal["always", "first", "never"]
+from rlsys.weights.target import Moved, Target
+from rlsys.weights.verify import merge_boxes
 
 
 @dataclass(frozen=True)
@@ -67,16 +65,15 @@ class PullPlan:
     lenders: tuple[LendSpec, ...]
     proof_order: np.ndarray
 
-    def reader(self, rank: int, offers: Sequence[Offer], *, method: Method = "auto") -> PullSpec:
+    def reader(self, rank: int, offers: Mapping[int, Offer], *, method: Method = "auto") -> PullSpec:
         chosen = np.flatnonzero(self.plan.moves[:, 4] == rank)
         copies = self.plan.select(chosen)
         shapes = self.lenders[0].full_shapes
-        used = {copy.tensor for copy in copies}
         return PullSpec(
             copies=copies,
             proofs=tuple(self.plan.proofs[0][chosen].tolist()),
-            full_shapes={name: shapes[name] for name in used},
-            offers={number: offers[number] for number in {copy.source_rank for copy in copies}},
+            full_shapes={name: shapes[name] for name in {copy.tensor for copy in copies}},
+            offers={number: offers[number] for number in {copy.source_rank for copy in copies} if number in offers},
             method=method,
         )
 
@@ -87,12 +84,25 @@ class PullPlan:
         merged[self.proof_order] = sums
         return merged
 
+    def digest(self, sums: np.ndarray) -> str:
+        """One checksum for all tensors, the same whatever the layouts."""
+        parts: dict[str, dict[Box, int]] = {}
+        for copy, number in self._proofs:
+            parts.setdefault(copy.tensor, {}).setdefault(Box(copy.tensor, copy.start, copy.shape), int(sums[number]))
+        shapes = self.lenders[0].full_shapes
+        return digest({name: merge_boxes(name, tuple(shapes[name]), boxes) for name, boxes in parts.items()})
+
+    @cached_property
+    def _proofs(self) -> list[tuple[Copy, int]]:
+        copies = [copy for lender in self.lenders for copy in lender.proofs]
+        return list(zip(copies, self.proof_order.tolist(), strict=True))
+
 
 def plan_pull(plan: Plan, sources: Sequence[WeightLayout]) -> PullPlan:
     """Share out a plan; `sources` in the order of their ranks."""
     numbers, first = plan.proofs
     givers = plan.moves[first, 3]
-    shapes = {name: shape for layout in sources for name, shape in layout.full_shapes.items()}
+    shapes = {name: tuple(shape) for layout in sources for name, shape in layout.full_shapes.items()}
     lenders, order = [], []
     for layout in sources:
         mine = np.flatnonzero(givers == layout.rank)
@@ -102,6 +112,25 @@ def plan_pull(plan: Plan, sources: Sequence[WeightLayout]) -> PullPlan:
     return PullPlan(plan, tuple(lenders), np.concatenate(order))
 
 
+@torch.no_grad()
+def state_sums(spec: LendSpec, tensors: Mapping[str, Tensor]) -> np.ndarray:
+    """The checksums of a rank's proofs, each cast first to the dtype in which it will arrive."""
+    sums = np.zeros(len(spec.proofs), np.uint64)
+    for number, copy in enumerate(spec.proofs):
+        values = view_of(tensors[copy.source_local], copy.source_start, copy.shape).to(dtype_of(copy.dtype))
+        sums[number] = box_checksum(values, copy.start, spec.full_shapes[copy.tensor])
+    return sums
+
+
+@torch.no_grad()
+def check_sums(spec: PullSpec, tensors: Mapping[str, Tensor], sums: np.ndarray) -> None:
+    """WeightTransferError naming a tensor of which what arrived is not what was stated."""
+    for copy, number in zip(spec.copies, spec.proofs, strict=True):
+        values = view_of(tensors[copy.local], copy.local_start, copy.shape)
+        if box_checksum(values, copy.start, spec.full_shapes[copy.tensor]) != int(sums[number]):
+            raise WeightTransferError(f"tensor '{copy.tensor}' that arrived is not the one that the trainer holds")
+
+
 class Lender:
     """A trainer rank's side."""
 
@@ -109,7 +138,7 @@ class Lender:
         self.spec, self.engine = spec, engine
         self._places: dict[str, int] = {}
         self.version: int | None = None
-        self.offer = self._lend(engine.local_tensors())
+        self.address = self._lend(engine.local_tensors())
 
     @torch.no_grad()
     def send(self, version: int, *, verify: bool = True) -> Published:
@@ -118,12 +147,9 @@ class Lender:
         self.version = None
         tensors, offer = self.engine.local_tensors(), None
         if self._places != self._places_of(tensors):
-            offer = self.offer = self._lend(tensors)
+            offer = self.address = self._lend(tensors)
         _wait_for_device(tensors)
-        sums = np.zeros(len(self.spec.proofs), np.uint64)
-        for number, copy in enumerate(self.spec.proofs if verify else ()):
-            values = view_of(tensors[copy.source_local], copy.source_start, copy.shape).to(dtype_of(copy.dtype))
-            sums[number] = box_checksum(values, copy.start, self.spec.full_shapes[copy.tensor])
+        sums = state_sums(self.spec, tensors) if verify else np.zeros(0, np.uint64)
         self.version = version
         return Published(version, sums, time.monotonic() - started_s, offer)
 
@@ -155,23 +181,23 @@ class Puller:
         self._offers = dict(spec.offers)
         self._borrowed: dict[int, Borrowed] = {}
 
-    @torch.no_grad()
-    def receive(self, version: int, sums: np.ndarray | None, offers: Mapping[int, Offer] | None = None) -> Moved:
-        """Quarantine the engine, copy and check; it stays quarantined until `finish`."""
+    def receive(self, version: int, offers: Mapping[int, Offer] | None = None) -> Moved:
+        """Quarantine the engine and copy; it stays quarantined until `finish`."""
         started_s = time.monotonic()
         self.pulled = None
         tensors = self.target.begin()
         replay = self._ready(tensors, offers or {})
         replay.run()
         _wait_for_device(tensors)
-        if sums is not None:
-            self._check(tensors, sums)
         self.pulled = version
         return Moved(version, replay.num_bytes, time.monotonic() - started_s, "")
 
-    def finish(self, version: int) -> None:
+    def finish(self, version: int, sums: np.ndarray | None) -> None:
+        """Check what arrived and release the engine."""
         if self.pulled != version:
             raise WeightTransferError(f"this engine has not pulled weight version {version}")
+        if sums is not None:
+            check_sums(self.spec, self.target.tensors(), sums)
         self.target.finish(version)
 
     def close(self) -> None:
@@ -199,12 +225,6 @@ class Puller:
             pairs.append((view_of(tensors[copy.local], copy.local_start, copy.shape), given))
         self.replay, self._places = Replay(pairs, method=self.spec.method), places
         return self.replay
-
-    def _check(self, tensors: Mapping[str, Tensor], sums: np.ndarray) -> None:
-        for copy, number in zip(self.spec.copies, self.spec.proofs, strict=True):
-            values = view_of(tensors[copy.local], copy.local_start, copy.shape)
-            if box_checksum(values, copy.start, self.spec.full_shapes[copy.tensor]) != int(sums[number]):
-                raise WeightTransferError(f"tensor '{copy.tensor}' that arrived is not the one that the trainer holds")
 
     def _forget(self, ranks: Sequence[int]) -> None:
         for rank in ranks:

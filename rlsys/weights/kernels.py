@@ -12,7 +12,7 @@ NUM_WARPS = 8
 
 
 @triton.jit
-def _copy_tiles(table, words: tl.constexpr, block: tl.constexpr, pitched: tl.constexpr):  # noqa: ANN001, ANN202
+def _copy_tiles(table, words: tl.constexpr, block: tl.constexpr, pitched: tl.constexpr):
     """A program copies one tile: (from, to, words, words of a row, from's and to's pitch in words)."""
     row = table + tl.program_id(0).to(tl.int64) * 6
     source = tl.load(row).to(tl.pointer_type(words))

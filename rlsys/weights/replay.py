@@ -202,7 +202,7 @@ def tiles_of(span: Span, tile_bytes: int) -> Iterator[tuple[int, bool, tuple[int
         )
 
 
-def _kernels():  # noqa: ANN202
+def _kernels():
     from rlsys.weights import kernels
 
     return kernels

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +14,16 @@ from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.layout import dtype_of, whole_box
 
 STAGED = "loader:"
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one rank did for a push; `checksum` is over all tensors that were pushed, "" for a rank that cannot tell."""
+
+    version: int
+    num_bytes: int
+    seconds: float
+    checksum: str
 
 
 class Target:
@@ -48,6 +58,8 @@ class Target:
 
 def with_staging(layout: WeightLayout) -> WeightLayout:
     """The layout with a shard for every tensor of the loader: whole, in a local tensor that `Target` provides."""
+    if any(shard.local.startswith(STAGED) for shard in layout.shards):
+        return layout
     if lacking := [name for name in layout.loader if name not in layout.full_shapes]:
         raise WeightTransferError(f"the engine's layout gives no shape for its loader's tensors {lacking}")
     staged = (

@@ -176,9 +176,9 @@ def push_ours(ranks: Ranks, pull: PullPlan, version: int, *, verify: bool) -> tu
     started_s = time.monotonic()
     published = ranks.all("trainer", "send", [(version, verify)] * len(pull.lenders))
     sums = pull.merged(published) if verify else None
-    slowest = max(ranks.all("engine", "receive", [(version, sums)] * len(pull.lenders)))
+    slowest = max(ranks.all("engine", "receive", [(version,)] * len(pull.lenders)))
     ranks.all("trainer", "confirm", [(version,)] * len(pull.lenders))
-    ranks.all("engine", "finish", [(version,)] * len(pull.lenders))
+    ranks.all("engine", "finish", [(version, sums)] * len(pull.lenders))
     return time.monotonic() - started_s, slowest
 
 
@@ -255,7 +255,11 @@ def run_case(ranks: Ranks, case: str, world: int, local: float, peer: float, arg
     others = {}
     for method in [*args.also, args.method]:
         started_s = time.perf_counter()
-        ranks.all("engine", "pull_from", [(pull.reader(rank, offers, method=method),) for rank in range(world)])
+        ranks.all(
+            "engine",
+            "pull_from",
+            [(pull.reader(rank, dict(enumerate(offers)), method=method),) for rank in range(world)],
+        )
         connect_s = time.perf_counter() - started_s
         for version in range(2):
             push_ours(ranks, pull, version, verify=False)

@@ -189,25 +189,25 @@ class Rank:
     # --- ours
     def lend(self, spec: LendSpec) -> Offer:
         self.lender = Lender(spec, self.holder)  # pyrefly: ignore
-        return self.lender.offer
+        return self.lender.address
 
     def pull_from(self, spec: PullSpec) -> float:
         started_s = time.monotonic()
         self.puller = Puller(spec, self.holder)  # pyrefly: ignore
-        self.puller.receive(-1, None)
+        self.puller.receive(-1)
         return time.monotonic() - started_s
 
     def send(self, version: int, verify: bool) -> Any:
         return self.lender.send(version, verify=verify)
 
-    def receive(self, version: int, sums: Any) -> float:
-        return self.puller.receive(version, sums).seconds
+    def receive(self, version: int) -> float:
+        return self.puller.receive(version).seconds
 
     def confirm(self, version: int) -> None:
         self.lender.confirm(version)
 
-    def finish(self, version: int) -> None:
-        self.puller.finish(version)
+    def finish(self, version: int, sums: Any) -> None:
+        self.puller.finish(version, sums)
 
     def told(self) -> tuple[str, int, int]:
         """How the copies are carried out: method, operations, bytes of tables."""
