@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlsys.models.hf import InMemory
-from rlsys.models.megatron.convert import full_tensors, load_from, local_shapes
+from rlsys.models.megatron.convert import full_tensors, load_from
 from rlsys.models.megatron.family import Family, Place, family_of
-from rlsys.types import Shard
 from rlsys.utils.errors import ConfigError
 from tests.unit.models.megatron_families.tiny import CONFIGS
 
@@ -37,13 +36,9 @@ def places(tp: int, pp: int, vp: int, ep: int, etp: int) -> Iterator[Place]:
         yield Place(t, tp, p, pp, vp, e, ep, x, etp)
 
 
-def empty_locals(shards: tuple[Shard, ...], config: dict[str, Any], tp: int) -> dict[str, Tensor]:
-    """Local tensors full of what must not stay, with Megatron's padding of the vocabulary."""
-    padded = -(-config["vocab_size"] // tp)
-    shapes = local_shapes(shards)
-    for name in shapes:
-        if name.endswith(("word_embeddings.weight", "output_layer.weight")) and shapes[name][0] != 1:
-            shapes[name] = (padded, *shapes[name][1:])
+def empty_locals(family: Family, config: dict[str, Any], place: Place, **flags: Any) -> dict[str, Tensor]:
+    """Local tensors full of what must not stay."""
+    shapes = family.local_shapes(config, place, **flags)
     return {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
 
 
@@ -53,7 +48,7 @@ def round_trip(config: dict[str, Any], ranks: list[Place], **flags: Any) -> None
     holders = []
     for place in ranks:
         shards = family.shards(config, place, **flags)
-        local = empty_locals(shards, config, place.tp_size)
+        local = empty_locals(family, config, place, **flags)
         load_from(InMemory(model), shards, local, full_shapes=shapes)
         assert all(prod(shard.box.shape) for shard in shards)
         assert not any(tensor.isnan().any() for tensor in local.values())
@@ -177,8 +172,8 @@ def test_latent_down_projections_are_whole_in_transformer_engine_only() -> None:
     config = config_of("deepseek-v3")
     family, place = family_of(config), Place(tp_rank=1, tp_size=2)
     name = "0.decoder.layers.0.self_attention.linear_kv_down_proj.weight"
-    assert local_shapes(family.shards(config, place))[name] == (8, 32)
-    assert local_shapes(family.shards(config, place, fused_norms=True))[name] == (16, 32)
+    assert family.local_shapes(config, place)[name] == (8, 32)
+    assert family.local_shapes(config, place, fused_norms=True)[name] == (16, 32)
 
 
 def test_interleaved_and_uneven_pipelines() -> None:
@@ -292,7 +287,7 @@ def test_published_sizes_are_met() -> None:
 
 
 def _filled(config: dict[str, Any], model: dict[str, Tensor], place: Place, **flags: Any) -> dict[str, Tensor]:
-    shards = family_of(config).shards(config, place, **flags)
-    local = empty_locals(shards, config, place.tp_size)
-    load_from(InMemory(model), shards, local)
+    family = family_of(config)
+    local = empty_locals(family, config, place, **flags)
+    load_from(InMemory(model), family.shards(config, place, **flags), local)
     return local
