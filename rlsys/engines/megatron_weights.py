@@ -83,6 +83,12 @@ class HeldModel:
         boxes = {s.box for place in earlier for s in self._shards_at(place) if EXPERTS not in s.local}
         return frozenset(shard for shard in self.shards if shard.box in boxes and EXPERTS not in shard.local)
 
+    def mark_parts(self) -> None:
+        """Tell Megatron which parameters are parts, that is, count in a norm on this tensor-parallel rank too."""
+        parts = {shard.local for shard in self.shards if shard not in self.copies}
+        for name, parameter in self.parameters.items():
+            parameter.tensor_model_parallel = name in parts  # type: ignore[attr-defined]
+
     def gives(self, shard: Shard) -> bool:
         """Whether this rank is the one of the world that gives this box."""
         replica = self.ranks.expert_dp_rank if EXPERTS in shard.local else self.ranks.copy_rank
