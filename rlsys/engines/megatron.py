@@ -92,6 +92,7 @@ class MegatronEngine:
             self.held = HeldModel(family, hf_config, head == "scalar", self.ranks, chunks)
             self._weights = open_weights(source, self.config, head=head)
             check_names(self.held.full_shapes, self._weights, aliases=[*self._carried(), *self._aliases()])
+            self.held.meet()
             self.held.mark_parts()
             for parameter in self.held.parameters.values():
                 parameter.requires_grad_(optimizer is not None)

@@ -63,12 +63,6 @@ class HeldModel:
         all_ = {f"{number}.{n}": b for number, chunk in enumerate(self.chunks) for n, b in chunk.named_buffers()}
         return {name: buffer for name, buffer in all_.items() if name in wanted}
 
-    @cached_property
-    def untrained(self) -> frozenset[str]:
-        """HF tensors that are buffers, on whichever rank; collective the first time."""
-        own = sorted({shard.box.tensor for shard in self.shards if shard.local in self.buffers})
-        return frozenset(name for part in gather_json(own) for name in part)
-
     def local(self) -> dict[str, Tensor]:
         """Parameters and buffers by local name, live."""
         return {name: t.detach() for name, t in {**self.parameters, **self.buffers}.items()}
@@ -94,13 +88,27 @@ class HeldModel:
         replica = self.ranks.expert_dp_rank if EXPERTS in shard.local else self.ranks.copy_rank
         return replica == 0 and shard not in self.copies
 
+    def meet(self) -> None:
+        """Learn what other ranks hold. Collective, unlike `dtypes` and `untrained` afterwards."""
+        _ = self._everyone
+
+    @cached_property
+    def _everyone(self) -> list[dict[str, Any]]:
+        local = self.local()
+        dtypes = {s.box.tensor: str(local[s.local].dtype).removeprefix("torch.") for s in self.shards}
+        buffers = sorted({s.box.tensor for s in self.shards if s.local in self.buffers})
+        return gather_json({"dtypes": dtypes, "buffers": buffers})
+
     @cached_property
     def dtypes(self) -> dict[str, str]:
-        """Type of each HF tensor, those of other ranks included; collective the first time."""
-        local = self.local()
-        own = {s.box.tensor: str(local[s.local].dtype).removeprefix("torch.") for s in self.shards}
-        found = {name: dtype for part in gather_json(own) for name, dtype in part.items()}
+        """Type of each HF tensor, those of other ranks included."""
+        found = {name: dtype for part in self._everyone for name, dtype in part["dtypes"].items()}
         return {name: found[name] for name in self.full_shapes}
+
+    @cached_property
+    def untrained(self) -> frozenset[str]:
+        """HF tensors that are buffers, on whichever rank."""
+        return frozenset(name for part in self._everyone for name in part["buffers"])
 
     def layout(self) -> WeightLayout:
         """The boxes of HF tensors on this rank."""
