@@ -39,7 +39,6 @@ QK_NORM = (
     Rule("self_attention.q_layernorm.weight", whole, ("self_attn.q_norm.weight [head_dim]",)),
     Rule("self_attention.k_layernorm.weight", whole, ("self_attn.k_norm.weight [head_dim]",)),
 )
-SPARSE_NORM = Rule("pre_mlp_layernorm.weight", whole, ("post_attention_layernorm.weight [hidden]",))
 GATED_MLP = (
     Rule(
         "pre_mlp_layernorm.weight",
@@ -50,6 +49,7 @@ GATED_MLP = (
     Rule("mlp.linear_fc1.weight", stacked, ("mlp.gate_proj.weight [ffn, hidden]", "mlp.up_proj.weight [ffn, hidden]")),
     Rule("mlp.linear_fc2.weight", columns, ("mlp.down_proj.weight [hidden, ffn]",)),
 )
+SPARSE_NORM = Rule("pre_mlp_layernorm.weight", whole, ("post_attention_layernorm.weight [hidden]",))
 ROUTER = Rule("mlp.router.weight", whole, ("mlp.gate.weight [experts, hidden]",))
 EXPERT = (
     Rule(
@@ -116,6 +116,22 @@ def attention_settings(hf_config: HFConfig) -> dict[str, Any]:
         "init_method_std": hf_config.get("initializer_range", 0.02),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+    }
+
+
+def expert_settings(hf_config: HFConfig, *, experts: int, expert_ffn: int, normalised: bool) -> dict[str, Any]:
+    """Megatron's settings of a mixture of experts with a softmax router and no loss on its balance.
+
+    `normalised`: the weights of the chosen experts sum to one.
+    """
+    return {
+        "num_moe_experts": experts,
+        "moe_router_topk": hf_config["num_experts_per_tok"],
+        "moe_ffn_hidden_size": expert_ffn,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": not normalised,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
     }
 
 

@@ -191,9 +191,7 @@ class TokenGPT(GPTModel):
     def _whole(self, hidden: Tensor) -> Tensor:
         """All tokens (T, H); the backward pass adds the parts of tensor-parallel ranks where the head is cut."""
         if self.config.sequence_parallel:
-            whole = tensor_parallel.gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=self.is_lm
-            )
+            whole = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=self.is_lm)
         else:
             whole = tensor_parallel.copy_to_tensor_model_parallel_region(hidden) if self.is_lm else hidden
         return whole[:, 0]

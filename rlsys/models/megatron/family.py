@@ -12,12 +12,14 @@ from math import ceil
 from pkgutil import iter_modules
 from typing import Any, Literal
 
-from rlsys.models.megatron.rules import Cut, Lies, Rule, padded_rows, whole
-from rlsys.types import Shard
+from rlsys.models.megatron.rules import Cut, Lies, Rule, Sizes, extents, padded_rows, whole
+from rlsys.types import Box, Shard
 from rlsys.utils.errors import ConfigError
 
 Head = Literal["lm", "value", "score"]
 HFConfig = Mapping[str, Any]
+
+NEEDS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 EMBEDDING = Rule("embedding.word_embeddings.weight", padded_rows, ("model.embed_tokens.weight [vocab, hidden]",))
 FINAL_NORM = Rule("decoder.final_layernorm.weight", whole, ("model.norm.weight [hidden]",))
@@ -25,6 +27,7 @@ OUTPUT = Rule("output_layer.weight", padded_rows, ("lm_head.weight [vocab, hidde
 TIED_OUTPUT = Rule("output_layer.weight", padded_rows, ("model.embed_tokens.weight [vocab, hidden]",))
 SCORE = Rule("output_layer.weight", whole, ("score.weight [1, hidden]",))
 SCORE_BIAS = Rule("output_layer.bias", whole, ("score.bias [1]",))
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,10 @@ class Family:
     """One family: rules of every `layer`, of the ones with `dense` or `sparse` MLPs, and of one `expert`.
 
     `sizes` reads the sizes the rules speak of from the HF config, `settings` the keyword arguments of Megatron's
-    transformer configuration; `only` lists settings that must have one of the given values. HF names in rules are below
-    `model.layers.N.`, with `{e}` for the number of an expert.
+    transformer configuration and `rope` GPTModel's rotary ones. The HF config must have the keys `needs`; keys in
+    `only` must have one of the given values; `refuse` says what else is wrong. HF names in rules are below
+    `model.layers.N.`, with `{e}` for the number of an expert. `mtp` is what a layer for multi-token prediction,
+    numbered after the last, has besides a sparse layer's tensors.
     """
 
     architectures: tuple[str, ...]
@@ -66,22 +71,32 @@ class Family:
     sparse: tuple[Rule, ...] = ()
     expert: tuple[Rule, ...] = ()
     is_sparse: Callable[[HFConfig, int], bool] = lambda hf_config, layer: False
+    needs: tuple[str, ...] = NEEDS
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     refuse: Callable[[HFConfig], str] = lambda hf_config: ""
-    carried: Callable[[HFConfig], dict[str, tuple[int, ...]]] = lambda hf_config: {}
+    mtp: tuple[Rule, ...] = ()
     mla: bool = False
 
     def check(self, hf_config: HFConfig, place: Place) -> None:
         """ConfigError for a model Megatron would compute otherwise than transformers, or one `place` cannot hold."""
+        lacking = [key for key in self.needs if hf_config.get(key) is None]
+        if lacking:
+            raise ConfigError(f"{self.architectures[0]}: config.json lacks {', '.join(lacking)}")
         sizes = self.sizes(hf_config)
         problems = [*self._odd_settings(hf_config), *_odd_place(place), *_indivisible(sizes, place)]
         if problems:
             raise ConfigError(f"{self.architectures[0]}: {'; '.join(problems)}")
+        self.transformer_config(hf_config)
+        self.rope(hf_config)
         self.layers_of(hf_config, place)
 
     def transformer_config(self, hf_config: HFConfig) -> dict[str, Any]:
         """Keyword arguments of Megatron's TransformerConfig, or MLATransformerConfig when `mla`; no parallel sizes."""
-        return self.settings(hf_config)
+        settings = self.settings(hf_config)
+        if not self.sparse:
+            return settings
+        pattern = [int(self.is_sparse(hf_config, layer)) for layer in range(settings["num_layers"])]
+        return {**settings, "moe_layer_freq": pattern}
 
     def model_args(self, hf_config: HFConfig, *, tp_size: int, head: Head = "lm") -> dict[str, Any]:
         """Keyword arguments of Megatron's GPTModel besides its configuration, specs and stage."""
@@ -103,16 +118,30 @@ class Family:
         sizes = self.sizes(hf_config)
         shapes = dict(EMBEDDING.parts(sizes))
         for layer in range(sizes["layers"]):
-            for rule in self._layer_rules(hf_config, layer, sizes):
-                shapes.update((f"model.layers.{layer}.{name}", shape) for name, shape in rule.parts(sizes))
-            if self.is_sparse(hf_config, layer):
-                prefix = f"model.layers.{layer}."
-                parts = [part for rule in self.expert for part in rule.parts(sizes)]
-                for e in range(sizes["experts"]):
-                    shapes.update((prefix + name.format(e=e), shape) for name, shape in parts)
+            sparse = self.is_sparse(hf_config, layer)
+            shapes.update(self._layer_shapes(layer, self._layer_rules(sparse, sizes), sizes, experts=sparse))
         for rule in (FINAL_NORM, *_head_rules(hf_config, head)):
             shapes.update(rule.parts(sizes))
         return shapes
+
+    def carried(self, hf_config: HFConfig) -> dict[str, tuple[int, ...]]:
+        """HF tensors that Megatron does not hold and conversion passes on, where a checkpoint has them."""
+        sizes = self.sizes(hf_config)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for layer in range(sizes["layers"], sizes["layers"] + sizes.get("mtp_layers", 0)):
+            rules = [*self._layer_rules(True, sizes), *self.mtp]
+            shapes.update(self._layer_shapes(layer, rules, sizes, experts=True))
+        return shapes
+
+    def _layer_shapes(
+        self, layer: int, rules: Sequence[Rule], sizes: Sizes, *, experts: bool
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+        prefix = f"model.layers.{layer}."
+        for rule in rules:
+            yield from ((prefix + name, shape) for name, shape in rule.parts(sizes))
+        parts = [part for rule in self.expert for part in rule.parts(sizes)]
+        for e in range(sizes["experts"] if experts else 0):
+            yield from ((prefix + name.format(e=e), shape) for name, shape in parts)
 
     def layers_of(self, hf_config: HFConfig, place: Place) -> list[list[int]]:
         """Global layer numbers of each virtual chunk of the stage `place.pp_rank`, by Megatron's own split.
@@ -142,6 +171,21 @@ class Family:
         self.check(hf_config, place)
         return tuple(self._shards(hf_config, place, head, grouped_experts, fused_norms))
 
+    def local_shapes(
+        self,
+        hf_config: HFConfig,
+        place: Place,
+        *,
+        head: Head = "lm",
+        grouped_experts: bool = False,
+        fused_norms: bool = False,
+    ) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor Megatron holds at `place`, padding of the vocabulary included."""
+        shards = self.shards(hf_config, place, head=head, grouped_experts=grouped_experts, fused_norms=fused_norms)
+        rows = ceil(self.sizes(hf_config)["vocab"] / place.tp_size)
+        padded = {shard.local for shard in shards if shard.box.tensor in VOCABULARY}
+        return {name: (rows, *shape[1:]) if name in padded else shape for name, shape in extents(shards).items()}
+
     def _shards(
         self, hf_config: HFConfig, place: Place, head: Head, grouped_experts: bool, te: bool
     ) -> Iterator[Shard]:
@@ -154,9 +198,10 @@ class Family:
         for chunk, layers in enumerate(chunks):
             for number, layer in enumerate(layers):
                 local, hf = f"{chunk}.decoder.layers.{number}.", f"model.layers.{layer}."
-                for rule in self._layer_rules(hf_config, layer, sizes):
+                sparse = self.is_sparse(hf_config, layer)
+                for rule in self._layer_rules(sparse, sizes):
                     yield from _lay(rule, local, hf, tensor, te)
-                if self.is_sparse(hf_config, layer):
+                if sparse:
                     yield from self._experts(local, hf, place, expert, grouped_experts)
         if place.pp_rank == place.pp_size - 1:
             last = f"{len(chunks) - 1}."
@@ -164,8 +209,8 @@ class Family:
             for rule in _head_rules(hf_config, head, shared=place.pp_size == 1):
                 yield from _lay(rule, last, "", tensor, te)
 
-    def _layer_rules(self, hf_config: HFConfig, layer: int, sizes: Mapping[str, int]) -> list[Rule]:
-        rules = (*self.layer, *(self.sparse if self.is_sparse(hf_config, layer) else self.dense))
+    def _layer_rules(self, sparse: bool, sizes: Sizes) -> list[Rule]:
+        rules = (*self.layer, *(self.sparse if sparse else self.dense))
         return [rule for rule in rules if not rule.when or sizes[rule.when]]
 
     def _experts(self, local: str, hf: str, place: Place, cut: Cut, grouped_experts: bool) -> Iterator[Shard]:
@@ -176,7 +221,7 @@ class Family:
             for name, boxes in pieces:
                 own = f"{name}{number}" if grouped_experts else f"local_experts.{number}.{name}"
                 for box, at in boxes:
-                    whose = type(box)(hf + box.tensor.format(e=e), box.start, box.shape)
+                    whose = Box(hf + box.tensor.format(e=e), box.start, box.shape)
                     yield Shard(whose, f"{local}mlp.experts.{own}", at)
 
     def _odd_settings(self, hf_config: HFConfig) -> list[str]:
@@ -270,7 +315,7 @@ def _odd_place(place: Place) -> list[str]:
     return odd
 
 
-def _indivisible(sizes: Mapping[str, int], place: Place) -> list[str]:
+def _indivisible(sizes: Sizes, place: Place) -> list[str]:
     tp, groups = place.tp_size, sizes["groups"]
     names: Sequence[tuple[str, str, int, str]] = (
         ("heads", "attention heads", tp, "tensor_model_parallel_size"),
