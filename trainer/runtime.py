@@ -12,6 +12,8 @@ from rlsys.config import EvalConfig, PPOConfig
 from rlsys.config.plan import total_steps
 from rlsys.config.schema_algorithm import FilterGroupsConfig, RewardConfig
 from rlsys.config.schema_data import DataConfig
+from rlsys.config.schema_megatron import MegatronConfig
+from rlsys.config.schema_model import FSDPConfig
 from rlsys.data.collate import collate_prompts
 from rlsys.data.cursor import Cursor
 from rlsys.data.dataset import PromptDataset
@@ -220,10 +222,13 @@ def reward_manager(cfg: PPOConfig | EvalConfig, tokenizer: Any, pool: RewardPool
 def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, colocated: bool) -> dict[Holder, Moves]:
     """What each role does when it gets and gives back memory, as offloading is configured."""
     moves: dict[Holder, Moves] = {}
-    actor, critic, ref = cfg.actor_rollout_ref.actor.fsdp_config, cfg.critic.fsdp, cfg.actor_rollout_ref.ref.fsdp_config
+    policy = cfg.actor_rollout_ref
+    actor = policy.actor.megatron if policy.actor.strategy == "megatron" else policy.actor.fsdp_config
+    critic = cfg.critic.megatron if cfg.critic.strategy == "megatron" else cfg.critic.fsdp
+    ref = policy.ref.megatron if policy.actor.strategy == "megatron" else policy.ref.fsdp_config
     wanted = (
-        (Holder.ACTOR, groups.actor, ("params",) * actor.param_offload + ("optimizer",) * actor.optimizer_offload),
-        (Holder.CRITIC, groups.critic, ("params",) * critic.param_offload + ("optimizer",) * critic.optimizer_offload),
+        (Holder.ACTOR, groups.actor, _offloaded(actor)),
+        (Holder.CRITIC, groups.critic, _offloaded(critic)),
         (Holder.REFERENCE, groups.ref, ("params",) * ref.param_offload),
     )
     for holder, group, parts in wanted:
@@ -241,6 +246,12 @@ def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, colocated
     if sync_in:
         moves[Holder.SYNC] = Moves(_all(sync_in), _all(sync_out))
     return moves
+
+
+def _offloaded(role: FSDPConfig | MegatronConfig) -> tuple[str, ...]:
+    """The parts of a trained role that leave the device while another role runs."""
+    grads = isinstance(role, MegatronConfig) and role.grad_offload
+    return ("params",) * role.param_offload + ("grads",) * grads + ("optimizer",) * role.optimizer_offload
 
 
 def _all(calls: list[Callable[[], None]]) -> Callable[[], None]:

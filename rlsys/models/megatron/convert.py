@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Protocol
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlsys.models.hf import SafetensorsDir, TensorSource, check_names
+from rlsys.models.megatron.rules import extents
 from rlsys.types import Shard
 from rlsys.utils.errors import CheckpointError
 
@@ -20,15 +21,6 @@ class LocalTensors(Protocol):
     """Where a rank's local tensors are read from, by local name."""
 
     def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor: ...
-
-
-def local_shapes(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
-    """The extent of each local tensor that the shards fill, without padding at its end."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for shard in shards:
-        end = [at + n for at, n in zip(shard.local_start, shard.box.shape, strict=True)]
-        shapes[shard.local] = tuple(map(max, shapes.get(shard.local, (0,) * len(end)), end))
-    return shapes
 
 
 def load_hf(
@@ -112,7 +104,7 @@ def _assembled(name: str, shape: tuple[int, ...], boxes: Sequence[tuple[Shard, L
 
 
 def _check_local(shards: Sequence[Shard], local_tensors: Mapping[str, Tensor]) -> None:
-    needed = local_shapes(shards)
+    needed = extents(shards)
     lacking = sorted(needed.keys() - local_tensors.keys())
     unknown = sorted(local_tensors.keys() - needed.keys())
     small = [

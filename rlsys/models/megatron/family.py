@@ -12,7 +12,7 @@ from math import ceil
 from pkgutil import iter_modules
 from typing import Any, Literal
 
-from rlsys.models.megatron.rules import Cut, Lies, Rule, Sizes, padded_rows, whole
+from rlsys.models.megatron.rules import Cut, Lies, Rule, Sizes, extents, padded_rows, whole
 from rlsys.types import Box, Shard
 from rlsys.utils.errors import ConfigError
 
@@ -27,6 +27,7 @@ OUTPUT = Rule("output_layer.weight", padded_rows, ("lm_head.weight [vocab, hidde
 TIED_OUTPUT = Rule("output_layer.weight", padded_rows, ("model.embed_tokens.weight [vocab, hidden]",))
 SCORE = Rule("output_layer.weight", whole, ("score.weight [1, hidden]",))
 SCORE_BIAS = Rule("output_layer.bias", whole, ("score.bias [1]",))
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,21 @@ class Family:
         """
         self.check(hf_config, place)
         return tuple(self._shards(hf_config, place, head, grouped_experts, fused_norms))
+
+    def local_shapes(
+        self,
+        hf_config: HFConfig,
+        place: Place,
+        *,
+        head: Head = "lm",
+        grouped_experts: bool = False,
+        fused_norms: bool = False,
+    ) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor Megatron holds at `place`, padding of the vocabulary included."""
+        shards = self.shards(hf_config, place, head=head, grouped_experts=grouped_experts, fused_norms=fused_norms)
+        rows = ceil(self.sizes(hf_config)["vocab"] / place.tp_size)
+        padded = {shard.local for shard in shards if shard.box.tensor in VOCABULARY}
+        return {name: (rows, *shape[1:]) if name in padded else shape for name, shape in extents(shards).items()}
 
     def _shards(
         self, hf_config: HFConfig, place: Place, head: Head, grouped_experts: bool, te: bool

@@ -6,12 +6,12 @@ the boxes that part `cut.index` of `cut.of` equal parts holds, each with its pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
-from rlsys.types import Box
+from rlsys.types import Box, Shard
 from rlsys.utils.errors import ConfigError
 
 Sizes = Mapping[str, int]
@@ -115,6 +115,15 @@ def grouped(parts: Parts, cut: Cut) -> Iterator[Piece]:
                     (low - first, *tail),
                 )
             at += length
+
+
+def extents(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
+    """How far the shards reach in each local tensor."""
+    reach: dict[str, tuple[int, ...]] = {}
+    for shard in shards:
+        end = [at + n for at, n in zip(shard.local_start, shard.box.shape, strict=True)]
+        reach[shard.local] = tuple(map(max, reach.get(shard.local, (0,) * len(end)), end))
+    return reach
 
 
 def _part(name: str, shape: tuple[int, ...], dim: int, cut: Cut) -> Box:
