@@ -139,24 +139,26 @@ class Lender:
         self._places: dict[str, int] = {}
         self.version: int | None = None
         self.address = self._lend(engine.local_tensors())
+        self._news: Offer | None = None
 
     @torch.no_grad()
     def send(self, version: int, *, verify: bool = True) -> Published:
         """State the checksums of what the version holds; the memory must stay as it is until it is confirmed."""
         started_s = time.monotonic()
         self.version = None
-        tensors, offer = self.engine.local_tensors(), None
+        tensors = self.engine.local_tensors()
         if self._places != self._places_of(tensors):
-            offer = self.address = self._lend(tensors)
+            self._news = self._lend(tensors)
         _wait_for_device(tensors)
         sums = state_sums(self.spec, tensors) if verify else np.zeros(0, np.uint64)
         self.version = version
-        return Published(version, sums, time.monotonic() - started_s, offer)
+        return Published(version, sums, time.monotonic() - started_s, self._news)
 
     def confirm(self, version: int) -> None:
         """WeightTransferError unless the memory still holds this version."""
         if self.version != version or self._places != self._places_of(self.engine.local_tensors()):
             raise WeightTransferError(f"the trainer no longer holds weight version {version}")
+        self._news = None
 
     def close(self) -> None:
         self.version = None
