@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from typing import Any
+
+from rlsys.utils.errors import ConfigError
+
+
+def sizes_of(text: str, allowed: Collection[str]) -> dict[str, int]:
+    """Parallel sizes out of "TP2xPP2": {"tp": 2, "pp": 2}; ConfigError for anything else."""
+    sizes: dict[str, int] = {}
+    for part in text.lower().split("x"):
+        match = re.fullmatch(r"([a-z]+)(\d+)", part)
+        if match is None or match[1] not in allowed or match[1] in sizes or not int(match[2]):
+            raise ConfigError(f"'{part}' in '{text}' is no size: write {'x'.join(f'{n.upper()}n' for n in allowed)}")
+        sizes[match[1]] = int(match[2])
+    return sizes
 
 
 def _qwen2(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int, *, tied: bool) -> dict[str, Any]:

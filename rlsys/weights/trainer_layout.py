@@ -13,7 +13,10 @@ from rlsys.utils.errors import ConfigError
 
 @dataclass(frozen=True)
 class MegatronSizes:
-    """Parallel sizes of a Megatron trainer; `dp_size` counts replicas of the dense part, context parallel ranks too."""
+    """Parallel sizes of a Megatron trainer; `dp_size` counts replicas of the dense part, context parallel ranks too.
+
+    `first_layers` and `last_layers` are those of the first and last pipeline stage where the split is uneven.
+    """
 
     tp_size: int = 1
     pp_size: int = 1
@@ -21,6 +24,8 @@ class MegatronSizes:
     ep_size: int = 1
     etp_size: int = 1
     vp_size: int = 1
+    first_layers: int | None = None
+    last_layers: int | None = None
 
     @property
     def world_size(self) -> int:
@@ -42,6 +47,8 @@ class MegatronSizes:
             ep_size=self.ep_size,
             etp_rank=inner % self.etp_size,
             etp_size=self.etp_size,
+            first_layers=self.first_layers,
+            last_layers=self.last_layers,
         )
 
 

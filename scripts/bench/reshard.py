@@ -42,7 +42,7 @@ from rlsys.types import WeightLayout  # noqa: E402
 from rlsys.weights.engine_layout import EngineSizes, engine_layouts  # noqa: E402
 from rlsys.weights.ipc import PullPlan, plan_pull  # noqa: E402
 from rlsys.weights.plan import Plan, make_plan  # noqa: E402
-from rlsys.weights.shapes import SHAPES  # noqa: E402
+from rlsys.weights.shapes import SHAPES, sizes_of  # noqa: E402
 from rlsys.weights.trainer_layout import MegatronSizes, megatron_layouts  # noqa: E402
 
 BUCKET_BYTES = 512 << 20
@@ -122,17 +122,10 @@ class Ranks:
             raise SystemExit(message)
 
 
-def sizes_of(text: str) -> dict[str, int]:
-    """TP2xPP2 -> {"tp": 2, "pp": 2}."""
-    return {
-        part.rstrip("0123456789").lower(): int(part.lstrip("ABCDEFGHIJKLMNOPQRSTUVWXYZ")) for part in text.split("x")
-    }
-
-
 def layouts_of(case: str, world: int) -> tuple[list[WeightLayout], list[WeightLayout]]:
     """Trainer's and engine's ranks; data-parallel sizes are what is left."""
     shape, _, way = case.partition(":")
-    trainer, engine = (sizes_of(side) for side in way.split("->"))
+    trainer, engine = (sizes_of(side, ("tp", "pp", "ep", "dp")) for side in way.split("->"))
     config = SHAPES[shape]
     tp, pp, ep = (trainer.get(key, 1) for key in ("tp", "pp", "ep"))
     megatron = MegatronSizes(tp_size=tp, pp_size=pp, ep_size=ep, dp_size=world // tp // pp)

@@ -62,7 +62,9 @@ def filled(layouts: list[WeightLayout], full: Mapping[str, np.ndarray]) -> Side:
             tensors = {name: np.zeros(shape, np.int32) for name, shape in local_shapes(layout).items()}
             for shard in layout.shards:
                 box = shard.box
-                part(tensors[shard.local], shard.local_start, box.shape)[...] = part(full[box.tensor], box.start, box.shape)
+                part(tensors[shard.local], shard.local_start, box.shape)[...] = part(
+                    full[box.tensor], box.start, box.shape
+                )
             made[id(layout.shards)] = tensors
         side.tensors.append(made[id(layout.shards)])
     return side
