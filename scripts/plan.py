@@ -4,7 +4,8 @@
     python scripts/plan.py path/to/config.json FSDP8 TP2xDP4 --ranks-per-host 4 --json plan.json
 
 The model is a known shape (0.5B, 7B, 32B, 30B-A3B, 671B, tiny, tiny-moe) or a config.json. The trainer is Megatron's
-TPnxPPnxEPnxETPnxDPn or FSDPn (LASTn: layers of the last stage), the engine TPnxPPnxEPnxDPn with fused parameters. Rank n of both sides is on device n.
+TPnxPPnxEPnxETPnxDPn or FSDPn (LASTn: layers of the last stage), the engine TPnxPPnxEPnxDPn with fused parameters.
+Rank n of both sides is on device n.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def told(plan: Plan, args: argparse.Namespace, sources: list[WeightLayout], engi
     gb = 1e9
     lines = [
         f"{args.model}: {args.trainer} ({len(sources)} ranks) -> {args.engine} ({len(engines)} ranks), {args.dtype}",
-        f"{plan.num_copies} copies, {plan.num_bytes / gb:.2f} GB; stays on its device {sum(kept.values()) / gb:.2f} GB, "
+        f"{plan.num_copies} copies, {plan.num_bytes / gb:.2f} GB; stays on its device {sum(kept.values()) / gb:.2f}, "
         f"crosses links {sum(given.values()) / gb:.2f} GB",
         "rank    gives GB   takes GB   keeps GB",
     ]

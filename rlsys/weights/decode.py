@@ -63,7 +63,7 @@ def boxes_in(
 ) -> list[Found]:
     """The boxes of numbered tensors in a parameter of numbers (-1 for none) with these strides in memory.
 
-    Elements of tensor t have the numbers from `bases[t]`, in row-major order. NotBoxes if there are more than `max_boxes`.
+    Elements of tensor t have the numbers from `bases[t]`, row-major. NotBoxes if there are more than `max_boxes`.
     """
     if numbers.ndim == 0:
         numbers, strides = numbers.reshape(1), (1,)
@@ -97,7 +97,7 @@ def _pieces(
 
 
 def _groups(numbers: Tensor, which: Tensor, dim: int) -> list[tuple[int, int, int]]:
-    """(start, extent, step) of runs of slabs along a dimension, each the one before plus a constant; empty ones left out."""
+    """(start, extent, step) of runs of slabs along a dimension, each the one before plus a constant; no empty ones."""
     here = numbers.movedim(dim, 0).reshape(numbers.shape[dim], -1)
     kind = which.movedim(dim, 0).reshape(numbers.shape[dim], -1)
     some = (kind >= 0).any(1).tolist()

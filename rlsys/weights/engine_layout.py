@@ -85,7 +85,7 @@ def engine_layouts(
 ) -> list[WeightLayout]:
     """The layouts of all ranks, rank = (dp * pp_size + pp) * tp_size + tp; equal ranks share their shards.
 
-    `hf_shapes` are all HF tensors; with `tied`, lm_head.weight is the embedding. ConfigError for sizes that do not divide.
+    `hf_shapes` are all HF tensors; with `tied`, lm_head.weight is the embedding. ConfigError for indivisible sizes.
     """
     sizes.check()
     wanted = {name: tuple(s) for name, s in hf_shapes.items() if not (tied and name == "lm_head.weight")}

@@ -60,7 +60,8 @@ def offer_of(tensors: Mapping[str, Tensor]) -> Offer:
             numbers[key] = len(memories)
             memories.append(_lend(storage))
         dtype = str(tensor.dtype).removeprefix("torch.")
-        lent[name] = Lent(numbers[key], dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+        offset = int(tensor.storage_offset())
+        lent[name] = Lent(numbers[key], dtype, tuple(tensor.shape), tuple(tensor.stride()), offset)
     return Offer(tuple(memories), lent)
 
 

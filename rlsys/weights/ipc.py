@@ -100,7 +100,7 @@ class PullPlan:
 
 def plan_pull(plan: Plan, sources: Sequence[WeightLayout]) -> PullPlan:
     """Share out a plan; `sources` in the order of their ranks."""
-    numbers, first = plan.proofs
+    _, first = plan.proofs
     givers = plan.moves[first, 3]
     shapes = {name: tuple(shape) for layout in sources for name, shape in layout.full_shapes.items()}
     lenders, order = [], []

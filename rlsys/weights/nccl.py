@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -37,7 +38,7 @@ Message = tuple[int, tuple[Copy, ...]]
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where all ranks meet: the place of rank 0 of the trainer, and who is who. Engines come after the trainer's ranks."""
+    """Where all ranks meet: at rank 0 of the trainer; engines are numbered after the trainer's ranks."""
 
     address: str
     token: str
@@ -72,7 +73,7 @@ def rounds_of(plan: Plan, *, staging_bytes: int = STAGING_BYTES) -> list[dict[tu
     for copy in plan.copies:
         links[copy.source_rank, copy.rank].append(copy)
     busiest = max(Counter(end for a, b in links for end in (("from", a), ("to", b))).values(), default=1)
-    limit = max(1 << 12, staging_bytes // busiest)
+    limit = max(256, staging_bytes // busiest // ALIGN_BYTES * ALIGN_BYTES)
     queues = {link: list(_messages(copies, limit)) for link, copies in sorted(links.items())}
     return [
         {link: messages[number] for link, messages in queues.items() if number < len(messages)}
@@ -82,7 +83,7 @@ def rounds_of(plan: Plan, *, staging_bytes: int = STAGING_BYTES) -> list[dict[tu
 
 def _messages(copies: Sequence[Copy], limit_bytes: int) -> Iterator[tuple[Copy, ...]]:
     message, filled = list[Copy](), 0
-    for copy in (part for copy in copies for part in _cut(copy, limit_bytes)):
+    for copy in chain.from_iterable(_cut(whole, limit_bytes) for whole in copies):
         if message and filled + _room(copy) > limit_bytes:
             yield tuple(message)
             message, filled = [], 0
@@ -129,7 +130,8 @@ class _Line:
     """The process group of both sides, as one rank sees it."""
 
     def __init__(self, meeting: Meeting) -> None:
-        self.meeting, self.group, self._waiting = meeting, None, False
+        self.meeting, self._waiting = meeting, False
+        self.group: Any = None
         self.store: Any = None
         self.address = meeting.address or self._open()
 

@@ -52,7 +52,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Places:
-    """Where boxes lie in local tensors, one row each: local name, place of the box's start, dimensions, dtype, box start."""
+    """Where boxes lie, one row each: local tensor, start there, its dimensions, its dtype, start of the box."""
 
     local: Ints
     local_start: Ints
@@ -65,8 +65,8 @@ class Places:
 class Plan:
     """All copies of a transfer as columns, and the source tensors that no destination wants.
 
-    `moves` (C, 5) are, for each copy: piece, source place, place, source rank, rank; a piece is a part `shape` (P, D) of
-    a tensor from `start`. All numbers index the tables of names.
+    `moves` (C, 5) are, for each copy: piece, source place, place, source rank, rank; a piece is the part `shape` (P, D)
+    of a tensor from `start`. All numbers index the tables of names.
     """
 
     tensors: tuple[str, ...]
@@ -115,7 +115,7 @@ class Plan:
 
     @cached_property
     def proofs(self) -> tuple[Ints, Ints]:
-        """A number for every copy (C,), equal for equal elements in equal dtypes, and for each number its first copy."""
+        """A number for every copy (C,), the same for the same elements and dtype, and the first copy of each number."""
         keys = self.moves[:, 0] * len(self.dtypes) + self.places.dtype[self.moves[:, 2]]
         _, first, numbers = np.unique(keys, return_index=True, return_inverse=True)
         return numbers.reshape(-1), first
@@ -186,7 +186,9 @@ class Plan:
             taken.dtype[place],
         )
         dims = start.shape[1]
-        for t, at, n, s, sl, ss, sd, st, r, l, ls, ld, lt in zip(*(column.tolist() for column in columns), strict=True):
+        for t, at, n, s, sl, ss, sd, st, r, ln, ls, ld, lt in zip(
+            *(column.tolist() for column in columns), strict=True
+        ):
             own = dims - int(self.tensor_dims[t])
             yield Copy(
                 self.tensors[t],
@@ -197,7 +199,7 @@ class Plan:
                 tuple(ss[dims - sd :]),
                 self.dtypes[st],
                 r,
-                self.locals[l],
+                self.locals[ln],
                 tuple(ls[dims - ld :]),
                 self.dtypes[lt],
             )

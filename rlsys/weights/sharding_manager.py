@@ -43,11 +43,11 @@ EXCHANGES: dict[str, Any] = {
 class ShardingManager:
     """Moves weights from a trainer group into a rollout group; a WeightTransfer.
 
-    `executor`: "shm" shared memory of one host; "ipc" engines of one host pull out of the trainer's memory; "nccl" the
+    `executor`: "shm" shared memory of one host; "ipc" engines of one host pull from the trainer's memory; "nccl" the
     trainer sends, over NCCL or gloo; "disk" a directory for each version below `disk_root`; "gather" full tensors
     through the engines' loaders; "local" one group whose workers hold both engines, passed as both. "auto" chooses by
     where the ranks are (see `choose`). Every call answers or raises within `deadline_s`; a failed push leaves the
-    engines that did not complete quarantined, and the next good one heals them. `report_dir` is where `validate` writes.
+    engines that did not complete quarantined, and the next good one heals them. `validate` writes into `report_dir`.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, product
+from itertools import chain, pairwise, product
 
 import numpy as np
 
@@ -238,7 +238,7 @@ def _cells(tensor: int, members: Ints, rows: Rows) -> tuple[Ints, Ints, Ints, In
         spans = []
         for d in range(dims):
             inside = cuts[d][(cuts[d] >= rows.start[row, d]) & (cuts[d] <= rows.stop[row, d])]
-            spans.append(list(zip(inside[:-1], inside[1:], strict=True)))
+            spans.append(list(pairwise(inside)))
         for cell in product(*spans):
             starts.append([a for a, _ in cell])
             stops.append([b for _, b in cell])

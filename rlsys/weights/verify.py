@@ -94,7 +94,7 @@ def merge_sums(ranks: Sequence[Sequence[BoxSum]], full_shapes: Mapping[str, Sequ
 
 
 def merge_boxes(name: str, shape: tuple[int, ...], parts: Mapping[Box, int]) -> int:
-    """The checksum of a tensor out of those of boxes: add up the boxes, the largest first, leaving out those that lie inside others."""
+    """The checksum of a tensor out of those of boxes: the largest are added first, boxes inside others left out."""
     missing, sums = [whole_box(name, shape)], []
     for box in sorted(parts, key=lambda b: (-num_elements(b), b.start)):
         left = subtract_all(missing, box)

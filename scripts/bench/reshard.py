@@ -1,6 +1,6 @@
 """Milliseconds of a weight push from Megatron shards into engine-shaped parameters, beside the limit and two peers.
 
-    python scripts/bench/reshard.py                      # every case that fits the GPUs of this machine, under 4 minutes
+    python scripts/bench/reshard.py                      # the cases for as many GPUs as there are, < 4 minutes
     python scripts/bench/reshard.py --cases 7B:TP2xPP2->TP2xDP2 --json out.json
     python scripts/bench/reshard.py --device cpu         # the same code on tiny shapes over shared memory
 
@@ -12,8 +12,8 @@ max over GPUs of (bytes in / peer, bytes out / peer, (2 local + in + out) / (2 l
 
 Peers, which load through the engine's own loader (narrow and copy, tensor by tensor): (a) every full tensor gathered on
 every trainer rank and lent by itself, acknowledged every 512 MB; (b) the same gathered into one flat buffer a bucket of
-512 MB, one broadcast for each owner, one handle. Where a peer is cut short for time its figure is scaled by bytes (b) or
-by tensors (a), and marked. Elements are checked one by one after every kind of push.
+512 MB, one broadcast for each owner, one handle. Where a peer is cut short for time its figure is scaled by bytes (b)
+or by tensors (a), and marked. Elements are checked one by one after every kind of push.
 """
 
 from __future__ import annotations
@@ -349,9 +349,8 @@ def main() -> None:
     cases = args.cases or (CASES if args.device == "cuda" else TINY)[world]
     ranks = Ranks(world, args.device)
     local, peer = measure_ceilings(ranks, world, CEILING_BYTES if args.device == "cuda" else 1 << 26)
-    print(
-        f"torch {torch.__version__}, {world} x {args.device}; local copy {local / 1e9:.0f} GB/s, peer {peer / 1e9:.0f} GB/s"
-    )
+    print(f"torch {torch.__version__}, {world} x {args.device}")
+    print(f"one large copy: {local / 1e9:.0f} GB/s local, {peer / 1e9:.0f} GB/s from a peer", flush=True)
     results = []
     for case in cases:
         if time.monotonic() > args.end_s:

@@ -43,7 +43,7 @@ class Holder:
     """Tensors of a layout; stands for a trainer engine or a rollout engine."""
 
     def __init__(self, layout: WeightLayout, device: torch.device, *, flat: bool) -> None:
-        """`flat`: all tensors are views of one buffer, as Megatron keeps its parameters; else each has its own memory."""
+        """`flat`: all tensors are views of one buffer, as Megatron has them; else each has memory of its own."""
         self.layout, self.version, self.quarantined = layout, -1, True
         shapes = local_shapes(layout)
         dtype = dtype_of(next(iter(layout.dtypes.values())))
@@ -315,7 +315,7 @@ class Rank:
             if owner == self.rank:
                 torch._foreach_copy_(list(_views(packs[owner], boxes)), [self._mine(box) for _, box in boxes])
         works = [dist.broadcast(p, o, async_op=True) for o, p in sorted(packs.items())] if self.world > 1 else []
-        for work in works:
+        for work in filter(None, works):
             work.wait()
         for owner, boxes in by_owner.items():
             targets = [view_of(fulls[name], box.start, box.shape) for name, box in boxes]

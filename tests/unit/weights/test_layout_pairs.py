@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from rlsys.models.megatron.family import family_of
-from rlsys.types import Box, WeightLayout
+from rlsys.types import WeightLayout
 from rlsys.utils.errors import ConfigError
 from rlsys.weights.engine_layout import EngineSizes, engine_layouts, local_shapes
 from rlsys.weights.plan import Plan, make_plan
