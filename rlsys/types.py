@@ -144,6 +144,7 @@ class WeightLayout:
 
     `aliases` maps a tied HF name to the name under which its data is held (e.g. lm_head.weight). `loader` names the
     tensors that a rollout engine takes through its own `load` only. `device` is the kind of device that holds them.
+    Layouts of one side with the same `digest`, where there is one, are equal but for rank and host.
     """
 
     rank: int
@@ -154,3 +155,4 @@ class WeightLayout:
     aliases: Mapping[str, str] = field(default_factory=dict)
     loader: tuple[str, ...] = ()
     device: str = "cpu"
+    digest: str = ""

@@ -23,6 +23,7 @@ from rlsys.weights.handles import Borrowed, Offer, offer_of
 from rlsys.weights.layout import dtype_of, view_of
 from rlsys.weights.plan import Copy, Plan
 from rlsys.weights.replay import Method, Replay
+from rlsys.weights.tables import unlike
 from rlsys.weights.target import Moved, Target
 from rlsys.weights.verify import merge_boxes
 
@@ -102,7 +103,7 @@ def plan_pull(plan: Plan, sources: Sequence[WeightLayout]) -> PullPlan:
     """Share out a plan; `sources` in the order of their ranks."""
     _, first = plan.proofs
     givers = plan.moves[first, 3]
-    shapes = {name: tuple(shape) for layout in sources for name, shape in layout.full_shapes.items()}
+    shapes = {name: tuple(shape) for layout in unlike(sources) for name, shape in layout.full_shapes.items()}
     lenders, order = [], []
     for layout in sources:
         mine = np.flatnonzero(givers == layout.rank)

@@ -238,11 +238,11 @@ def resolve_names(sources: Sequence[WeightLayout], destinations: Sequence[Weight
 
 
 def _shapes(layouts: Sequence[WeightLayout]) -> list[Mapping[str, tuple[int, ...]]]:
-    return tables.distinct([layout.full_shapes for layout in layouts])
+    return tables.distinct([layout.full_shapes for layout in tables.unlike(layouts)])
 
 
 def _aliases(layouts: Sequence[WeightLayout]) -> list[Mapping[str, str]]:
-    return tables.distinct([layout.aliases for layout in layouts])
+    return tables.distinct([layout.aliases for layout in tables.unlike(layouts)])
 
 
 def make_plan(

@@ -96,16 +96,17 @@ class Replay:
         for span in merge_spans([span for pair in same for span in spans_of(*pair)]):
             for word_bytes, pitched, tile in tiles_of(span, tile_bytes):
                 tiles[word_bytes, pitched].append(tile)
+        self._tables = [
+            (torch.tensor(rows, dtype=torch.int64, device=device), word_bytes, pitched)
+            for (word_bytes, pitched), rows in sorted(tiles.items())
+        ]
         try:
-            _kernels()
-            self._tables = [
-                (torch.tensor(rows, dtype=torch.int64, device=device), word_bytes, pitched)
-                for (word_bytes, pitched), rows in sorted(tiles.items())
-            ]
-        except ImportError as error:
+            for table, word_bytes, pitched in self._tables:
+                _kernels().copy_tiles(table[:1], word_bytes=word_bytes, pitched=pitched)
+        except Exception as error:  # triton missing, or no compiler for it: told, and not needed
             if not fall_back:
                 raise
-            log.warning("weights are copied by foreach, the copy kernel needs triton: %s", error)
+            log.warning("weights are copied by foreach, the copy kernel does not work here: %s", error)
             self.method, self._tables, self._cast = "foreach", [], []
 
 

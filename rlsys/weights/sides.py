@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any, Protocol
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
@@ -67,7 +68,9 @@ class _Side:
     def weight_layout(self) -> WeightLayout:
         tensors = self._engine.local_tensors()
         device = next((tensor.device.type for tensor in tensors.values()), "cpu")
-        return replace(with_staging(self._engine.weight_layout()), device=device)
+        layout = replace(with_staging(self._engine.weight_layout()), device=device, digest="")
+        text = repr(replace(layout, rank=0, host="")).encode()
+        return replace(layout, digest=blake2b(text, digest_size=16).hexdigest())
 
     def open_weight_transfer(self, spec: Spec) -> Any:
         """Join a transfer (leaving an earlier one); returns what the others need to find it."""

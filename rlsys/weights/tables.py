@@ -58,6 +58,12 @@ class Numbers(dict[str, int]):
         return self[name]
 
 
+def unlike(layouts: Sequence[WeightLayout]) -> list[WeightLayout]:
+    """The layouts without those whose digest has been seen."""
+    seen = {layout.digest: layout for layout in layouts if layout.digest}
+    return [*seen.values(), *(layout for layout in layouts if not layout.digest)]
+
+
 def distinct(mappings: Sequence[Mapping]) -> list[Mapping]:
     """The mappings without repetitions, which are found by identity first and by the last one seen."""
     seen: dict[int, Mapping] = {}
@@ -69,12 +75,12 @@ def distinct(mappings: Sequence[Mapping]) -> list[Mapping]:
 
 def templates_of(layouts: Sequence[WeightLayout]) -> tuple[list[WeightLayout], list[int]]:
     """One layout for each kind of rank, and the kind of every rank."""
-    by_identity: dict[tuple[int, int], int] = {}
+    by_identity: dict[tuple[int, int] | str, int] = {}
     by_look: dict[tuple, list[int]] = defaultdict(list)
     kinds: list[WeightLayout] = []
     numbers = []
     for layout in layouts:
-        key = (id(layout.shards), id(layout.dtypes))
+        key = layout.digest or (id(layout.shards), id(layout.dtypes))
         if key not in by_identity:
             shards = layout.shards
             look = (len(shards), *shards[:1], *shards[len(shards) // 2 : len(shards) // 2 + 1], *shards[-1:])
