@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from rlsys.algorithms import filter_groups
 from rlsys.config import PPOConfig
 from rlsys.config.schema_algorithm import FilterGroupsConfig
+from rlsys.config.schema_megatron import MegatronConfig
+from rlsys.config.schema_model import FSDPConfig
 from rlsys.types import TransferReport
 from trainer.answers import Answers, training_sampling
 from trainer.estimate import advantage_settings, kl_controller
@@ -90,10 +92,13 @@ def assemble(trainer: RayPPOTrainer) -> Runtime:
 def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, colocated: bool) -> dict[Holder, Moves]:
     """What each role does when it gets and gives back memory, as offloading is configured."""
     moves: dict[Holder, Moves] = {}
-    actor, critic, ref = cfg.actor_rollout_ref.actor.fsdp_config, cfg.critic.fsdp, cfg.actor_rollout_ref.ref.fsdp_config
+    policy = cfg.actor_rollout_ref
+    actor = policy.actor.megatron if policy.actor.strategy == "megatron" else policy.actor.fsdp_config
+    critic = cfg.critic.megatron if cfg.critic.strategy == "megatron" else cfg.critic.fsdp
+    ref = policy.ref.megatron if policy.actor.strategy == "megatron" else policy.ref.fsdp_config
     wanted = (
-        (Holder.ACTOR, groups.actor, ("params",) * actor.param_offload + ("optimizer",) * actor.optimizer_offload),
-        (Holder.CRITIC, groups.critic, ("params",) * critic.param_offload + ("optimizer",) * critic.optimizer_offload),
+        (Holder.ACTOR, groups.actor, _offloaded(actor)),
+        (Holder.CRITIC, groups.critic, _offloaded(critic)),
         (Holder.REFERENCE, groups.ref, ("params",) * ref.param_offload),
     )
     for holder, group, parts in wanted:
@@ -111,6 +116,12 @@ def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, colocated
     if sync_in:
         moves[Holder.SYNC] = Moves(_all(sync_in), _all(sync_out))
     return moves
+
+
+def _offloaded(role: FSDPConfig | MegatronConfig) -> tuple[str, ...]:
+    """The parts of a trained role that leave the device while another role runs."""
+    grads = isinstance(role, MegatronConfig) and role.grad_offload
+    return ("params",) * role.param_offload + ("grads",) * grads + ("optimizer",) * role.optimizer_offload
 
 
 def _all(calls: list[Callable[[], None]]) -> Callable[[], None]:

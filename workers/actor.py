@@ -12,8 +12,8 @@ from rlsys.single_controller.base import Worker
 from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from rlsys.types import WeightLayout
 from rlsys.weights.local import local_sums, reshard_local
-from rlsys.weights.shm import Moved, ShmSpec
-from rlsys.weights.sides import WeightSender
+from rlsys.weights.sides import Spec, WeightSender
+from rlsys.weights.target import Moved
 from rlsys.weights.verify import BoxSum, LayoutSums
 from workers.engines import EngineRun, actor_settings, build_actor_engine, meter_of
 from workers.weights import rollout_of_this_process
@@ -94,11 +94,15 @@ class ActorWorker(Worker):
         return self.sender.weight_layout()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def open_weight_transfer(self, spec: ShmSpec) -> str:
+    def open_weight_transfer(self, spec: Spec) -> Any:
         return self.sender.open_weight_transfer(spec)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_weights(self, version: int) -> Moved:
+    def weight_step(self, step: str, *args: Any) -> Any:
+        return self.sender.weight_step(step, *args)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights(self, version: int) -> Any:
         return self.sender.send_weights(version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

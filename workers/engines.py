@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from rlsys.algorithms import ActorObjective, PolicyLossParams, RolloutCorrection
 from rlsys.config import RMConfig, SFTConfig
 from rlsys.config.schema_actor import ActorConfig, ActorRolloutRefConfig, CriticConfig
 from rlsys.config.schema_algorithm import RewardModelConfig
+from rlsys.config.schema_megatron import MegatronConfig, MegatronRoleConfig
 from rlsys.config.schema_model import CheckpointConfig, ModelConfig, OptimConfig, ShardConfig
 from rlsys.engines import rng
 from rlsys.engines.fsdp import FSDPEngine, FsdpOptions, Precision
@@ -24,6 +25,11 @@ from rlsys.roles.actor import ActorSettings
 from rlsys.roles.critic import CriticSettings
 from rlsys.roles.update import UpdateSettings
 from workers.mfu import MfuMeter, mfu_meter
+
+if TYPE_CHECKING:
+    from rlsys.engines.megatron import MegatronEngine
+
+    Engine = FSDPEngine | MegatronEngine
 
 
 @dataclass(frozen=True)
@@ -109,12 +115,6 @@ def _engine(
     sp_size: int = 1,
     checkpoint: CheckpointConfig | None = None,
 ) -> FSDPEngine:
-    contents: dict[str, Any] = {}
-    if checkpoint is not None:
-        contents = {
-            "save_contents": [part for part in checkpoint.save_contents if part != "hf_model"],
-            "load_contents": [part for part in checkpoint.load_contents if part != "hf_model"],
-        }
     trained = optimizer is not None
     return FSDPEngine(
         model_source(model, seed=shard.seed),
@@ -133,7 +133,57 @@ def _engine(
         packed=model.use_remove_padding,
         gradient_checkpointing=trained and model.enable_gradient_checkpointing,
         lora=_lora(model, seed=shard.seed) if trained else None,
-        **contents,
+        **_contents(checkpoint),
+    )
+
+
+def _contents(checkpoint: CheckpointConfig | None) -> dict[str, Any]:
+    """What an engine saves and loads itself; a Hugging Face folder is written beside it."""
+    if checkpoint is None:
+        return {}
+    parts = {"save_contents": checkpoint.save_contents, "load_contents": checkpoint.load_contents}
+    return {name: [part for part in value if part != "hf_model"] for name, value in parts.items()}
+
+
+def _megatron_engine(
+    model: ModelConfig,
+    megatron: MegatronRoleConfig,
+    run: EngineRun,
+    *,
+    head: Literal["lm", "scalar"] = "lm",
+    optimizer: OptimSettings | None = None,
+    training: MicroBatches,
+    scoring: MicroBatches | None = None,
+    checkpoint: CheckpointConfig | None = None,
+) -> MegatronEngine:
+    from rlsys.engines.megatron import MegatronEngine
+    from rlsys.models.megatron.build import ModelOptions, Sizes
+
+    device = run.place()
+    trained = isinstance(megatron, MegatronConfig)
+    return MegatronEngine(
+        model_source(model, seed=megatron.seed if trained else 0),
+        head=head,
+        device=device,
+        optimizer=optimizer,
+        training=training,
+        scoring=scoring,
+        sizes=Sizes(
+            tp=megatron.tensor_model_parallel_size,
+            pp=megatron.pipeline_model_parallel_size,
+            vp=megatron.virtual_pipeline_model_parallel_size or 1,
+            cp=megatron.context_parallel_size,
+            ep=megatron.expert_model_parallel_size,
+            etp=megatron.expert_tensor_parallel_size,
+            sequence_parallel=megatron.sequence_parallel,
+        ),
+        options=ModelOptions(
+            dtype=run.compute_dtype(megatron.dtype),
+            recompute=trained and model.enable_gradient_checkpointing,
+            fp8=megatron.fp8 if trained else None,
+            overrides=megatron.override_transformer_config,
+        ),
+        **_contents(checkpoint),
     )
 
 
@@ -150,31 +200,30 @@ def _lora(model: ModelConfig, *, seed: int) -> LoraSettings | None:
     )
 
 
-def build_actor_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> FSDPEngine:
+def build_actor_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> Engine:
     actor, rollout = cfg.actor, cfg.rollout
-    return _engine(
-        cfg.model,
-        actor.fsdp_config,
-        run,
-        optimizer=optim_settings(actor.optim, grad_clip=actor.grad_clip, total_steps=run.actor_steps),
-        training=micro_batches(
+    common: dict[str, Any] = {
+        "optimizer": optim_settings(actor.optim, grad_clip=actor.grad_clip, total_steps=run.actor_steps),
+        "training": micro_batches(
             rows=actor.ppo_micro_batch_size_per_gpu,
             dynamic=actor.use_dynamic_bsz,
             max_tokens=actor.ppo_max_token_len_per_gpu,
             share=run.samples,
         ),
-        scoring=micro_batches(
+        "scoring": micro_batches(
             rows=rollout.log_prob_micro_batch_size_per_gpu,
             dynamic=rollout.log_prob_use_dynamic_bsz,
             max_tokens=rollout.log_prob_max_token_len_per_gpu,
             share=run.samples,
         ),
-        sp_size=actor.ulysses_sequence_parallel_size,
-        checkpoint=actor.checkpoint,
-    )
+        "checkpoint": actor.checkpoint,
+    }
+    if actor.strategy == "megatron":
+        return _megatron_engine(cfg.model, actor.megatron, run, **common)
+    return _engine(cfg.model, actor.fsdp_config, run, sp_size=actor.ulysses_sequence_parallel_size, **common)
 
 
-def build_reference_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> FSDPEngine:
+def build_reference_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> Engine:
     ref = cfg.ref
     scoring = micro_batches(
         rows=ref.log_prob_micro_batch_size_per_gpu,
@@ -182,31 +231,32 @@ def build_reference_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> FSDPEn
         max_tokens=ref.log_prob_max_token_len_per_gpu,
         share=run.samples,
     )
+    if cfg.actor.strategy == "megatron":
+        return _megatron_engine(cfg.model, ref.megatron, run, training=scoring)
     return _engine(cfg.model, ref.fsdp_config, run, training=scoring, sp_size=ref.ulysses_sequence_parallel_size)
 
 
-def build_critic_engine(cfg: CriticConfig, run: EngineRun) -> FSDPEngine:
-    return _engine(
-        cfg.model,
-        cfg.fsdp,
-        run,
-        head="scalar",
-        optimizer=optim_settings(cfg.optim, grad_clip=cfg.grad_clip, total_steps=run.critic_steps),
-        training=micro_batches(
+def build_critic_engine(cfg: CriticConfig, run: EngineRun) -> Engine:
+    common: dict[str, Any] = {
+        "head": "scalar",
+        "optimizer": optim_settings(cfg.optim, grad_clip=cfg.grad_clip, total_steps=run.critic_steps),
+        "training": micro_batches(
             rows=cfg.ppo_micro_batch_size_per_gpu,
             dynamic=cfg.use_dynamic_bsz,
             max_tokens=cfg.ppo_max_token_len_per_gpu,
             share=run.samples,
         ),
-        scoring=micro_batches(
+        "scoring": micro_batches(
             rows=cfg.forward_micro_batch_size_per_gpu,
             dynamic=cfg.use_dynamic_bsz,
             max_tokens=cfg.forward_max_token_len_per_gpu,
             share=run.samples,
         ),
-        sp_size=cfg.ulysses_sequence_parallel_size,
-        checkpoint=cfg.checkpoint,
-    )
+        "checkpoint": cfg.checkpoint,
+    }
+    if cfg.strategy == "megatron":
+        return _megatron_engine(cfg.model, cfg.megatron, run, **common)
+    return _engine(cfg.model, cfg.fsdp, run, sp_size=cfg.ulysses_sequence_parallel_size, **common)
 
 
 def build_reward_engine(cfg: RewardModelConfig, run: EngineRun) -> FSDPEngine:

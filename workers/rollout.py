@@ -15,8 +15,8 @@ from rlsys.rollout.hf import HFRollout, LoadFormat
 from rlsys.single_controller.base import Worker
 from rlsys.single_controller.base.decorator import Dispatch, register
 from rlsys.types import WeightLayout
-from rlsys.weights.shm import Moved, ShmSpec
-from rlsys.weights.sides import WeightReceiver
+from rlsys.weights.sides import Spec, WeightReceiver
+from rlsys.weights.target import Moved
 from rlsys.weights.verify import BoxSum
 from workers.engines import EngineRun
 from workers.weights import offer_rollout
@@ -71,12 +71,16 @@ class RolloutWorker(Worker):
         return self.receiver.weight_layout()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def open_weight_transfer(self, spec: ShmSpec) -> str:
+    def open_weight_transfer(self, spec: Spec) -> Any:
         return self.receiver.open_weight_transfer(spec)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_weights(self, version: int) -> Moved:
-        return self.receiver.receive_weights(version)
+    def weight_step(self, step: str, *args: Any) -> Any:
+        return self.receiver.weight_step(step, *args)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, version: int, *news: Any) -> Moved:
+        return self.receiver.receive_weights(version, *news)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weight_checksum(self, dtypes: dict[str, str] | None = None) -> tuple[BoxSum, ...]:

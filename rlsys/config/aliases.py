@@ -15,6 +15,7 @@ _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 VERL = {
+    "model_engine": f"{_ACTOR}.strategy",
     "custom_reward_function": "reward.custom_reward_function",
     "reward_model.reward_manager": "reward.reward_manager.name",
     "reward_model.num_workers": "reward.num_workers",

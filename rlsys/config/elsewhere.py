@@ -27,14 +27,13 @@ def _refuse(why: str, *agreed: Any) -> Elsewhere:
     return Elsewhere(why, refuse=True, agreed=(None, *agreed))
 
 
-_MEGATRON = "Megatron comes with the extra [megatron]; train with FSDP: actor_rollout_ref.actor.strategy=fsdp"
 _ENGINES = "it belongs to the SGLang and vLLM engines, which come with their extras; the hf engine has no use for it"
 _VISION = "images, video and audio come with the vision workflow; this build trains on text"
 _AGENT = "agents and tools come with the agent workflows; this build answers each prompt in one turn"
 _PROFILER = "the timeline of every stage on every worker is always written; kernels are not profiled"
 _HYDRA = "Hydra is not used here: the working folder and the log are left alone"
 _QAT = "quantisation-aware training is not built here"
-_MOE = "it is for mixture-of-experts models, which come with the extra [megatron]"
+_MOE = "the routes of generated tokens are not replayed in training"
 _FSDP1 = "FSDP2 has no such setting; layers are wrapped by the model's own blocks"
 _CHUNKED = "log-probs and entropy are always computed in chunks, so there is nothing to switch"
 _ONE_RANK = "the hf engine keeps one whole model in each worker; use more workers: trainer.rollout_workers"
@@ -69,7 +68,7 @@ _ENGINE_KEYS = {
     "pipeline_model_parallel_size": _refuse(_ONE_RANK, 1),
     "pipeline_parallel_size": _refuse(_ONE_RANK, 1),
     "data_parallel_size": _refuse(_ONE_RANK, 1),
-    "expert_parallel_size": _refuse(_MOE, 1),
+    "expert_parallel_size": _refuse(_ONE_RANK, 1),
     "quantization": _refuse("the hf engine does not quantise"),
     "quantization_config_file": _refuse("the hf engine does not quantise"),
     "mtp": _refuse("multi-token prediction comes with the SGLang and vLLM engines"),
@@ -83,7 +82,6 @@ _PPO: dict[str, Elsewhere] = {
     "distillation": _note("distillation is not built here"),
     "distillation.enabled": _refuse("distillation is not built here", False),
     "skip": _note("there is no rollout cache; rollouts are kept with trainer.rollout_data_dir"),
-    "model_engine": _refuse(_MEGATRON, "dp", "fsdp", "fsdp2"),
     "trainer.use_v1": _note("there is one trainer", True, False),
     "trainer.v1": _note("there is one trainer; trainer.max_staleness=1 trains one step off"),
     "trainer.esi_redundant_time": _note("checkpoints are saved by trainer.save_freq", 0),
@@ -123,8 +121,7 @@ _PPO: dict[str, Elsewhere] = {
     f"{_MODEL}.mtp": _refuse("multi-token prediction is not trained here"),
     f"{_MODEL}.mtp.enable": _refuse("multi-token prediction is not trained here", False),
     f"{_MODEL}.lora": _refuse(f"these are Megatron's; write {_MODEL}.lora_rank, lora_alpha, target_modules"),
-    f"{_ACTOR}.megatron": _refuse(_MEGATRON),
-    f"{_ACTOR}.veomni": _refuse(_MEGATRON.replace("Megatron", "only FSDP and Megatron are built; the latter")),
+    f"{_ACTOR}.veomni": _refuse(f"only FSDP and Megatron are built: write {_ACTOR}.strategy=fsdp"),
     f"{_ACTOR}.rollout_n": _note(f"it is {_ROLLOUT}.n"),
     f"{_ACTOR}.calculate_sum_pi_squared": _note("computed whenever the estimator needs it", True, False),
     f"{_ACTOR}.freeze_vision_tower": _note(_VISION, False),
@@ -141,8 +138,7 @@ _PPO: dict[str, Elsewhere] = {
     f"{_ACTOR}.router_replay.mode": _refuse(_MOE, "disabled"),
     f"{_ACTOR}.qat": _refuse(_QAT),
     f"{_ACTOR}.qat.enable": _refuse(_QAT, False),
-    "actor_rollout_ref.ref.strategy": _note("the reference runs on the actor's engine", "fsdp", "fsdp2"),
-    "actor_rollout_ref.ref.megatron": _refuse(_MEGATRON),
+    "actor_rollout_ref.ref.strategy": _note("the reference runs on the actor's engine", "fsdp", "fsdp2", "megatron"),
     "actor_rollout_ref.ref.rollout_n": _note(f"it is {_ROLLOUT}.n"),
     "actor_rollout_ref.ref.use_torch_compile": _note("kernels are not compiled; results are the same", True, False),
     "actor_rollout_ref.ref.entropy_from_logits_with_chunking": _note(_CHUNKED, True, False),
@@ -183,7 +179,6 @@ _PPO: dict[str, Elsewhere] = {
     f"{_ROLLOUT}.cuda_graph_max_bs": _note(_ENGINES),
     f"{_ROLLOUT}.distributed_executor_backend": _note(_ENGINES),
     f"{_ROLLOUT}.micro_batch_size": _refuse(f"write {_ROLLOUT}.max_num_seqs"),
-    "critic.megatron": _refuse(_MEGATRON),
     "critic.rollout_n": _note(f"it is {_ROLLOUT}.n"),
     "critic.profiler": _note(_PROFILER),
     "critic.model.use_shm": _note("weights are read where they lie", False),
@@ -203,7 +198,7 @@ _PPO: dict[str, Elsewhere] = {
     "reward.reward_model.launch_reward_fn_async": _note("grading always overlaps with other work where it can"),
     "reward.reward_model.model.input_tokenizer": _refuse("the reward model must have the actor's tokenizer"),
     "reward.reward_model.model": _note("only reward.reward_model.model_path and trust_remote_code are looked at"),
-    "reward.reward_model.megatron": _refuse(_MEGATRON),
+    "reward.reward_model.megatron": _refuse("the reward model runs on FSDP2"),
     "reward.reward_model.profiler": _note(_PROFILER),
     "reward.reward_model.max_length": _note("sequences are not cut for the reward model"),
     "reward.reward_model.ulysses_sequence_parallel_size": _note("sequences are not split for the reward model", 1),
@@ -254,6 +249,28 @@ _FSDP = {
     "mixed_precision": _refuse("write fsdp_config.dtype; gradients are reduced in float32"),
     "optimizer_offload": _note("there is no optimizer here", False),
     "ulysses_sequence_parallel_size": _note("it is the role's own ulysses_sequence_parallel_size", 1),
+}
+
+_MEGATRON = {
+    "use_mbridge": _note("families of models are tables of their own: docs/extend.md", True, False),
+    "vanilla_mbridge": _note("families of models are tables of their own: docs/extend.md", True, False),
+    "use_dist_checkpointing": _note("checkpoints are always sharded and load into any layout", False),
+    "dist_checkpointing_path": _refuse("name the Hugging Face folder: actor_rollout_ref.model.path"),
+    "dist_checkpointing_prefix": _note("names are those of Hugging Face", ""),
+    "dist_ckpt_optim_fully_reshardable": _note("checkpoints load into any layout", True, False),
+    "distrib_optim_fully_reshardable_mem_efficient": _note("nothing is gathered to save", True, False),
+    "use_distributed_optimizer": _note("the optimizer is always spread over the data-parallel ranks", True),
+    "use_remove_padding": _note("rows are always packed", True),
+    "forward_only": _note("known from the role", True, False),
+    "load_weight": _note("weights are always loaded", True),
+    "strategy": _note("known from the role", "megatron"),
+    "override_ddp_config": _refuse("gradients are summed in float32, once a step", {}),
+    "override_mcore_model_config": _refuse("write override_transformer_config", {}),
+    "extra": _refuse("write override_transformer_config", {}),
+    "mixed_precision": _refuse("write dtype; masters and gradients are in float32"),
+    "optimizer_offload": _note("there is no optimizer here", False),
+    "grad_offload": _note("there are no gradients here", False),
+    "seed": _note("nothing is drawn here"),
 }
 
 _CHECKPOINT = {
@@ -312,6 +329,7 @@ def known_elsewhere(job: str) -> dict[str, Elsewhere]:
     fsdp = (f"{_ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.fsdp")
     return (
         _within(fsdp, _FSDP)
+        | _within((f"{_ACTOR}.megatron", "actor_rollout_ref.ref.megatron", "critic.megatron"), _MEGATRON)
         | _within((f"{_ACTOR}.optim", "critic.optim"), _OPTIM)
         | _within((f"{_ACTOR}.checkpoint", "critic.checkpoint"), _CHECKPOINT)
         | _within((_ROLLOUT,), _ENGINE_KEYS)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from rlsys.config.pools import Pools, resolve_pools
 from rlsys.config.schema import PPOConfig, SupervisedConfig
+from rlsys.config.schema_actor import ActorConfig, CriticConfig
 from rlsys.config.schema_base import Section
 from rlsys.config.schema_trainer import RunConfig
 
@@ -65,6 +66,14 @@ def needs_reference(cfg: PPOConfig) -> bool:
     return cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
 
 
+def shared_by(role: ActorConfig | CriticConfig) -> int:
+    """Ranks that work on the same samples: they share sequences, and with Megatron matrices and layers too."""
+    if role.strategy != "megatron":
+        return role.ulysses_sequence_parallel_size
+    sizes = role.megatron
+    return sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size * sizes.context_parallel_size
+
+
 def plan_batches(cfg: PPOConfig) -> BatchPlan:
     """The plan of a loaded configuration."""
     actor, critic = cfg.actor_rollout_ref.actor, cfg.critic
@@ -79,7 +88,7 @@ def plan_batches(cfg: PPOConfig) -> BatchPlan:
         actor=role_plan(
             samples,
             mini_batch_samples=actor.ppo_mini_batch_size * answers,
-            dp_size=pools.train_ranks // actor.ulysses_sequence_parallel_size,
+            dp_size=pools.train_ranks // shared_by(actor),
             epochs=actor.ppo_epochs,
             micro_batch_samples=actor.ppo_micro_batch_size_per_gpu,
             max_tokens=actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
@@ -87,7 +96,7 @@ def plan_batches(cfg: PPOConfig) -> BatchPlan:
         critic=role_plan(
             samples,
             mini_batch_samples=critic.ppo_mini_batch_size * answers,
-            dp_size=pools.train_ranks // critic.ulysses_sequence_parallel_size,
+            dp_size=pools.train_ranks // shared_by(critic),
             epochs=critic.ppo_epochs,
             micro_batch_samples=critic.ppo_micro_batch_size_per_gpu,
             max_tokens=critic.ppo_max_token_len_per_gpu if critic.use_dynamic_bsz else None,

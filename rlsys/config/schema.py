@@ -9,7 +9,7 @@ from rlsys.config.schema_actor import (
     ValKwargsConfig,
 )
 from rlsys.config.schema_algorithm import AlgorithmConfig, RewardConfig
-from rlsys.config.schema_base import Coefficient, Count, Positive, Seconds, Section, Strategy
+from rlsys.config.schema_base import Coefficient, Count, Positive, Seconds, Section, SupervisedStrategy
 from rlsys.config.schema_data import DataConfig, PromptsConfig, RMDataConfig, SFTDataConfig, SupervisedDataConfig
 from rlsys.config.schema_model import CheckpointConfig, ModelConfig, OptimConfig, ShardConfig
 from rlsys.config.schema_trainer import (
@@ -35,7 +35,7 @@ class PPOConfig(Section):
 class SupervisedEngineConfig(ShardConfig):
     """FSDP2 for SFT and reward models."""
 
-    strategy: Strategy = "fsdp2"
+    strategy: SupervisedStrategy = "fsdp2"
     """Training engine; fsdp and fsdp2 both mean FSDP2."""
     ulysses_sequence_parallel_size: Count = 1
     """Ranks that share one sequence."""

@@ -25,6 +25,7 @@ from rlsys.config.schema_base import (
     linked,
     open_dict,
 )
+from rlsys.config.schema_megatron import MegatronConfig, RefMegatronConfig
 from rlsys.config.schema_model import (
     AnyDType,
     CheckpointConfig,
@@ -68,7 +69,7 @@ class ActorConfig(Section):
     """The policy that is trained."""
 
     strategy: Strategy = "fsdp"
-    """Training engine; fsdp and fsdp2 both mean FSDP2."""
+    """Training engine of actor and reference; fsdp and fsdp2 both mean FSDP2, megatron Megatron-Core."""
     ppo_mini_batch_size: Count = 256
     """Prompts of one optimizer step (times rollout.n samples)."""
     ppo_micro_batch_size_per_gpu: Count | None = None
@@ -116,6 +117,7 @@ class ActorConfig(Section):
     """Ranks that share one sequence."""
     optim: OptimConfig
     fsdp_config: FSDPConfig
+    megatron: MegatronConfig
     checkpoint: CheckpointConfig
 
 
@@ -131,6 +133,7 @@ class RefConfig(Section):
     ulysses_sequence_parallel_size: Count = linked("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
     """Ranks that share one sequence."""
     fsdp_config: RefShardConfig
+    megatron: RefMegatronConfig
 
 
 class ValKwargsConfig(Section):
@@ -244,6 +247,7 @@ class CriticConfig(Section):
     model: CriticModelConfig
     optim: CriticOptimConfig
     fsdp: FSDPConfig
+    megatron: MegatronConfig
     ppo_mini_batch_size: Count = linked("actor_rollout_ref.actor.ppo_mini_batch_size")
     """Prompts of one optimizer step (times rollout.n samples)."""
     ppo_micro_batch_size_per_gpu: Count | None = linked("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")

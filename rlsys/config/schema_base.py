@@ -74,7 +74,8 @@ Numbers = Annotated[tuple[Number, ...], BeforeValidator(_tuple)]
 OpenDict = dict[str, Any]
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Strategy = Literal["fsdp", "fsdp2"]
+Strategy = Annotated[Literal["fsdp", "fsdp2", "megatron"], BeforeValidator(lambda v: "fsdp" if v == "dp" else v)]
+SupervisedStrategy = Literal["fsdp", "fsdp2"]
 KLEstimator = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
 ]

@@ -8,6 +8,7 @@ from rlsys.config.schema import EvalConfig, PPOConfig, SupervisedConfig
 from rlsys.config.schema_base import Section
 from rlsys.config.sense_batches import check_ppo_batches, check_supervised_batches
 from rlsys.config.sense_files import check_eval_files, check_ppo_files, check_supervised_files
+from rlsys.config.sense_megatron import check_megatron
 from rlsys.config.sense_ppo import check_algorithm, check_generation
 from rlsys.config.sense_run import check_checkpoints, check_ppo_run, check_run
 from rlsys.config.words import Note
@@ -22,6 +23,7 @@ def check(cfg: Section) -> tuple[list[str], list[str]]:
 
 def _findings(cfg: Section) -> Iterator[str]:
     if isinstance(cfg, PPOConfig):
+        yield from check_megatron(cfg)
         yield from check_ppo_batches(cfg)
         yield from check_algorithm(cfg)
         yield from check_generation(cfg)

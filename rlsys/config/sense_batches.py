@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlsys.config.plan import needs_critic, needs_reference
+from rlsys.config.plan import needs_critic, needs_reference, shared_by
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema import PPOConfig, SupervisedConfig
 from rlsys.config.schema_actor import ActorConfig, CriticConfig
@@ -59,8 +59,8 @@ def _ranks(role: str, sharding: str, shard: RoleShardConfig, sequence: int, rank
 
 
 def _micro_batches(cfg: PPOConfig, role: str, section: ActorConfig | CriticConfig, ranks: int) -> Iterator[str]:
-    answers, sequence = cfg.actor_rollout_ref.rollout.n, section.ulysses_sequence_parallel_size
-    groups = max(ranks // sequence, 1)
+    answers = cfg.actor_rollout_ref.rollout.n
+    groups = max(ranks // shared_by(section), 1)
     samples = section.ppo_mini_batch_size * answers
     key = f"{role}.ppo_mini_batch_size"
     if samples % groups:
@@ -82,16 +82,17 @@ def _micro_batches(cfg: PPOConfig, role: str, section: ActorConfig | CriticConfi
 def _budgets(cfg: PPOConfig) -> Iterator[str]:
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     actor, ref, rollout = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.ref, cfg.actor_rollout_ref.rollout
-    shared = actor.ulysses_sequence_parallel_size
+    shared = _sequence_ranks(actor)
     budgets = [
         (f"{ACTOR}.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu, actor.use_dynamic_bsz, shared),
         (f"{ROLLOUT}.{LOG_PROB}", rollout.log_prob_max_token_len_per_gpu, rollout.log_prob_use_dynamic_bsz, shared),
     ]
     if needs_reference(cfg):
-        dynamic, sequence = ref.log_prob_use_dynamic_bsz, ref.ulysses_sequence_parallel_size
+        cp, ulysses = ref.megatron.context_parallel_size, ref.ulysses_sequence_parallel_size
+        dynamic, sequence = ref.log_prob_use_dynamic_bsz, cp if actor.strategy == "megatron" else ulysses
         budgets.append((f"{REF}.{LOG_PROB}", ref.log_prob_max_token_len_per_gpu, dynamic, sequence))
     if needs_critic(cfg):
-        dynamic, sequence = cfg.critic.use_dynamic_bsz, cfg.critic.ulysses_sequence_parallel_size
+        dynamic, sequence = cfg.critic.use_dynamic_bsz, _sequence_ranks(cfg.critic)
         for name in ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu"):
             budgets.append((f"{CRITIC}.{name}", getattr(cfg.critic, name), dynamic, sequence))
     if cfg.reward.reward_model.enable:
@@ -100,6 +101,11 @@ def _budgets(cfg: PPOConfig) -> Iterator[str]:
     for key, budget, dynamic, sequence in budgets:
         if dynamic and budget * sequence < longest:
             yield wrong(key, budget, _too_small(longest, sequence, key))
+
+
+def _sequence_ranks(role: ActorConfig | CriticConfig) -> int:
+    """Ranks that share each sequence."""
+    return role.megatron.context_parallel_size if role.strategy == "megatron" else role.ulysses_sequence_parallel_size
 
 
 def _too_small(longest: int, sequence: int, key: str) -> str:

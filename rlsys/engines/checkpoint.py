@@ -1,8 +1,8 @@
 """Resumable checkpoints: sharded, atomic, verified before a byte is used, loadable on another number of ranks.
 
 A directory holds `model_world_size_W_rank_R.safetensors` and `optim_...` per rank, `extra_state_...json` (random
-generators), `tensors.json` (where each box lies), `fsdp_config.json` and, last, `manifest.json` with the size and the
-checksum of every other file. All ranks must see the same directory.
+generators), `tensors.json` (where each box lies), a file on the layout it was written from (`fsdp_config.json`) and,
+last, `manifest.json` with the size and the checksum of every other file. All ranks must see the same directory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, file_digest
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -30,7 +30,7 @@ from rlsys.engines.dcp_storage import (
     data_file,
     read_tensor_index,
 )
-from rlsys.engines.mesh import Ranks, gather_json, together
+from rlsys.engines.mesh import gather_json, together
 from rlsys.utils.atomic import commit_dir, staging_dir, write_text_durable
 from rlsys.utils.errors import CheckpointError
 
@@ -38,15 +38,42 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 
 
+class Contents(Protocol):
+    """What is saved or restored. `extra`: the random generators go along."""
+
+    @property
+    def extra(self) -> bool: ...
+    @property
+    def layout(self) -> tuple[str, Mapping[str, Any]]:
+        """Name and contents of the file that says from which layout the checkpoint was written."""
+        ...
+
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        """Full shape of every tensor that is loaded, by its key in the checkpoint; the same on all ranks."""
+        ...
+
+    def write(self, staging: Path) -> list[str]:
+        """Write this rank's tensors; returns the names of its files."""
+        ...
+
+    def read(self, path: Path) -> None: ...
+
+
 @dataclass(frozen=True)
 class State:
-    """What is saved or restored: sharded parameters by name, this rank's parts of the optimizer's moments by
-    `<moment>.<name>`, and whether the random generators go along."""
+    """What FSDP saves or restores: sharded parameters by name, this rank's parts of the optimizer's moments by
+    `<moment>.<name>`, whether the random generators go along, and over how many ranks parameters are sharded."""
 
     model: Mapping[str, Any]
     moments: Mapping[str, Tensor]
     parameters: Mapping[str, Any]
     extra: bool
+    shard_size: int
+
+    @property
+    def layout(self) -> tuple[str, Mapping[str, Any]]:
+        sizes = {"world_size": dist.get_world_size(), "shard_size": self.shard_size}
+        return "fsdp_config.json", {"FSDP_version": 2, **sizes}
 
     def tensors(self) -> dict[str, Any]:
         """DTensors under the keys of the checkpoint."""
@@ -55,6 +82,19 @@ class State:
             moment, _, name = key.partition(".")
             optim[f"optim.{moment}.{name}"] = _like(self.parameters[name], local)
         return {**{f"model.{name}": p.detach() for name, p in self.model.items()}, **optim}
+
+    def shapes(self) -> dict[str, Sequence[int]]:
+        return {key: tensor.shape for key, tensor in self.tensors().items()}
+
+    def write(self, staging: Path) -> list[str]:
+        tensors = self.tensors()
+        if tensors:
+            _unwrapped(lambda: dcp.save(tensors, storage_writer=SafetensorsWriter(staging)))
+        return sorted({data_file(key.partition(".")[0]) for key in tensors})
+
+    def read(self, path: Path) -> None:
+        if tensors := self.tensors():
+            _unwrapped(lambda: dcp.load(tensors, storage_reader=SafetensorsReader(path)))
 
 
 def _like(parameter: Any, local: Tensor) -> DTensor:
@@ -68,32 +108,31 @@ def _like(parameter: Any, local: Tensor) -> DTensor:
     )
 
 
-def save(path: Path, state: State, ranks: Ranks, header: Mapping[str, Any]) -> None:
+def save(path: Path, state: Contents, rank: int, header: Mapping[str, Any]) -> None:
     """Write `path`; on any failure CheckpointError on all ranks, and what was at `path` before is untouched."""
     errors = (*STORAGE_ERRORS, CheckpointError)
-    first = ranks.rank == 0
+    first = rank == 0
     try:
         together(lambda: staging_dir(path) if first else None, errors, CheckpointError)
         staging = path.with_name(path.name + ".tmp")
         files = together(lambda: _write(staging, state), errors, CheckpointError)
         everyone = {name: entry for part in gather_json(files) for name, entry in part.items()}
-        together(lambda: _commit(staging, path, everyone, ranks, header) if first else None, errors, CheckpointError)
+        together(
+            lambda: _commit(staging, path, everyone, state.layout, header) if first else None, errors, CheckpointError
+        )
     except CheckpointError as error:
         if first:
             shutil.rmtree(path.with_name(path.name + ".tmp"), ignore_errors=True)
         raise CheckpointError(f"cannot save {path}: {error}") from error
 
 
-def _write(staging: Path, state: State) -> dict[str, dict[str, Any]]:
+def _write(staging: Path, state: Contents) -> dict[str, dict[str, Any]]:
     """Write this rank's files; returns their sizes and checksums by name."""
-    tensors = state.tensors()
-    names = sorted({data_file(key.partition(".")[0]) for key in tensors})
-    if tensors:
-        _unwrapped(lambda: dcp.save(tensors, storage_writer=SafetensorsWriter(staging)))
+    names = state.write(staging)
     if state.extra:
         names.append(_extra_file(dist.get_world_size(), dist.get_rank()))
         write_text_durable(staging / names[-1], json.dumps(rng.capture()))
-    if dist.get_rank() == 0 and tensors:
+    if dist.get_rank() == 0 and (staging / METADATA).exists():
         names.append(METADATA)
     return {name: _fingerprint(staging / name) for name in names if (staging / name).exists()}
 
@@ -108,14 +147,15 @@ def _unwrapped(work: Callable[[], Any]) -> None:
             raise CheckpointError(str(own[0])) from error
 
 
-def _commit(staging: Path, path: Path, files: Mapping[str, Any], ranks: Ranks, header: Mapping[str, Any]) -> None:
+def _commit(
+    staging: Path, path: Path, files: Mapping[str, Any], layout: tuple[str, Any], header: Mapping[str, Any]
+) -> None:
     unseen = [name for name in files if not (staging / name).exists()]
     if unseen:
         raise OSError(f"{unseen[0]} of another rank is not visible here: all ranks need one shared directory")
-    layout = {"FSDP_version": 2, "world_size": ranks.world_size, "shard_size": ranks.shard_size}
-    write_text_durable(staging / "fsdp_config.json", json.dumps(layout))
-    files = {**files, "fsdp_config.json": _fingerprint(staging / "fsdp_config.json")}
-    manifest = {"format": FORMAT, "world_size": ranks.world_size, **header, "files": dict(sorted(files.items()))}
+    write_text_durable(staging / layout[0], json.dumps(layout[1]))
+    files = {**files, layout[0]: _fingerprint(staging / layout[0])}
+    manifest = {"format": FORMAT, "world_size": dist.get_world_size(), **header, "files": dict(sorted(files.items()))}
     write_text_durable(staging / MANIFEST, json.dumps(manifest, indent=1))
     commit_dir(staging, path)
 
@@ -156,31 +196,28 @@ def verify(path: Path, *, part: int = 0, parts: int = 1) -> dict[str, Any]:
     return manifest
 
 
-def load(path: Path, state: State, ranks: Ranks) -> dict[str, Any]:
+def load(path: Path, state: Contents, rank: int) -> dict[str, Any]:
     """Restore `state` in place; returns the header that was saved. CheckpointError, before anything is changed, if a
     file is damaged or the checkpoint is another model's."""
     errors = (*STORAGE_ERRORS, CheckpointError, KeyError)
-    manifest = together(lambda: verify(path, part=ranks.rank, parts=ranks.world_size), errors, CheckpointError)
-    tensors = state.tensors()
-    together(lambda: _check_same_model(path, tensors), errors, CheckpointError)
-    if tensors:
-        reader = SafetensorsReader(path)
-        together(lambda: _unwrapped(lambda: dcp.load(tensors, storage_reader=reader)), errors, CheckpointError)
+    manifest = together(lambda: verify(path, part=rank, parts=dist.get_world_size()), errors, CheckpointError)
+    together(lambda: _check_same_model(path, state.shapes()), errors, CheckpointError)
+    together(lambda: state.read(path), errors, CheckpointError)
     if state.extra:
-        together(lambda: _restore_rng(path, manifest["world_size"], ranks), errors, CheckpointError)
+        together(lambda: _restore_rng(path, manifest["world_size"]), errors, CheckpointError)
     return manifest
 
 
-def _check_same_model(path: Path, tensors: Mapping[str, Any]) -> None:
-    kinds = {key.partition(".")[0] for key in tensors}
-    saved = {k: e for k, e in read_tensor_index(path).items() if k.partition(".")[0] in kinds} if tensors else {}
+def _check_same_model(path: Path, shapes: Mapping[str, Sequence[int]]) -> None:
+    kinds = {key.partition(".")[0] for key in shapes}
+    saved = {k: e for k, e in read_tensor_index(path).items() if k.partition(".")[0] in kinds} if shapes else {}
     notes = [
-        *_some("is not in the checkpoint", sorted(set(tensors) - set(saved))),
-        *_some("is only in the checkpoint", sorted(set(saved) - set(tensors))),
+        *_some("is not in the checkpoint", sorted(set(shapes) - set(saved))),
+        *_some("is only in the checkpoint", sorted(set(saved) - set(shapes))),
         *[
-            f"{key} is {tuple(saved[key]['shape'])} there and {tuple(tensor.shape)} here"
-            for key, tensor in sorted(tensors.items())
-            if key in saved and tuple(saved[key]["shape"]) != tuple(tensor.shape)
+            f"{key} is {tuple(saved[key]['shape'])} there and {tuple(shape)} here"
+            for key, shape in sorted(shapes.items())
+            if key in saved and tuple(saved[key]["shape"]) != tuple(shape)
         ][:3],
     ]
     if notes:
@@ -191,10 +228,11 @@ def _some(what: str, names: Sequence[str]) -> list[str]:
     return [f"{name} {what}" for name in names[:3]] + ([f"and {len(names) - 3} more"] if len(names) > 3 else [])
 
 
-def _restore_rng(path: Path, saved_world: int, ranks: Ranks) -> None:
-    own = ranks.rank if saved_world == ranks.world_size else 0
-    state = json.loads((path / _extra_file(saved_world, own)).read_text())
-    if saved_world == ranks.world_size:
+def _restore_rng(path: Path, saved_world: int) -> None:
+    rank = dist.get_rank()
+    same = saved_world == dist.get_world_size()
+    state = json.loads((path / _extra_file(saved_world, rank if same else 0)).read_text())
+    if same:
         rng.restore(state)
     else:
-        rng.derive(state, ranks.rank)
+        rng.derive(state, rank)

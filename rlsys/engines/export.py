@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlsys.engines.dcp_storage import STORAGE_ERRORS
-from rlsys.engines.mesh import Ranks, together
+from rlsys.engines.mesh import together
 from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_text_durable
 from rlsys.utils.errors import CheckpointError
 
@@ -33,7 +33,7 @@ TOKENIZER_FILES = (
 def write(
     path: Path,
     weights: Iterator[list[tuple[str, Tensor]]],
-    ranks: Ranks,
+    rank: int,
     config: Any,
     *,
     source_dir: Path | None = None,
@@ -41,7 +41,7 @@ def write(
 ) -> None:
     """Write a model directory from gathered weights; rank 0 writes, all ranks gather. `source_dir` gives the tokenizer
     files, `adapter` (tensors, adapter_config) goes to `lora_adapter/`. CheckpointError leaves an old one as it was."""
-    first = ranks.rank == 0
+    first = rank == 0
     staging = path.with_name(path.name + ".tmp")
     files: dict[str, list[str]] = {}
     try:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlsys.engines import checkpoint, export
-from rlsys.engines.mesh import Parallel, Ranks, gather_json, make_ranks, max_over_ranks
+from rlsys.engines.mesh import Parallel, Ranks, gather_json, make_ranks, max_over_ranks, sum_over_ranks
 from rlsys.engines.micro import MicroBatches, split_rows
 from rlsys.engines.optim import OptimSettings, ShardedAdamW
 from rlsys.engines.sharding import (
@@ -200,7 +200,7 @@ class FSDPEngine:
             for name, (total, count) in {"loss": (float(loss.total.detach()), loss.count), **loss.metrics}.items():
                 sums[name][0] += float(total)
                 sums[name][1] += float(count)
-        total = _sum_over_ranks(gather_json(sums, self.ranks.dp_group))
+        total = sum_over_ranks(gather_json(sums, self.ranks.dp_group))
         self._count += total["loss"][1] if "loss" in total else 0.0
         return {name: value / count if count else 0.0 for name, (value, count) in total.items()}
 
@@ -246,11 +246,11 @@ class FSDPEngine:
         if what == "export":
             self._export(Path(path))
         else:
-            checkpoint.save(Path(path), self._state(self.save_contents), self.ranks, self._header())
+            checkpoint.save(Path(path), self._state(self.save_contents), self.ranks.rank, self._header())
 
     def load(self, path: Path) -> None:
         """Restore what `save(path, "resume")` wrote, on any number of ranks."""
-        header = checkpoint.load(Path(path), self._state(self.load_contents), self.ranks)
+        header = checkpoint.load(Path(path), self._state(self.load_contents), self.ranks.rank)
         if self.optimizer is not None and "optimizer" in self.load_contents:
             self.optimizer.set_num_updates(int(header["num_updates"]))
 
@@ -262,6 +262,7 @@ class FSDPEngine:
             moments=moments if "optimizer" in contents else {},
             parameters=parameters,
             extra="extra" in contents,
+            shard_size=self.ranks.shard_size,
         )
 
     def _export(self, path: Path) -> None:
@@ -275,7 +276,7 @@ class FSDPEngine:
         export.write(
             path,
             held.full(export.FILE_BYTES),
-            self.ranks,
+            self.ranks.rank,
             export.exported_config(self.config, self.head, dtype),
             source_dir=Path(self.source.path) if self.source.path else None,
             adapter=adapter,
@@ -299,11 +300,3 @@ class FSDPEngine:
         if self.ranks.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-
-
-def _sum_over_ranks(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, tuple[float, float]]:
-    names = sorted({name for part in parts for name in part})
-    return {
-        name: (sum(p[name][0] for p in parts if name in p), sum(p[name][1] for p in parts if name in p))
-        for name in names
-    }

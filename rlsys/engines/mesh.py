@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -83,10 +83,7 @@ def make_ranks(device: str, parallel: Parallel) -> Ranks:
         raise ConfigError(f"ulysses_sequence_parallel_size={sp} does not divide the {world} ranks")
     if shard < 1 or world % shard:
         raise ConfigError(f"fsdp_size={parallel.fsdp_size} does not divide the {world} ranks")
-    own = torch.device(device)
-    if own.type == "cuda":
-        own = torch.device("cuda", torch.cuda.current_device() if own.index is None else own.index)
-        torch.cuda.set_device(own)
+    own = own_device(device)
     grid = torch.arange(world)
     mesh = (
         DeviceMesh(own.type, grid, mesh_dim_names=("shard",))
@@ -96,6 +93,15 @@ def make_ranks(device: str, parallel: Parallel) -> Ranks:
     sp_group = _own_group([list(range(s, s + sp)) for s in range(0, world, sp)]) if sp > 1 else None
     dp_group = _own_group([list(range(s, world, sp)) for s in range(sp)]) if sp > 1 else None
     return Ranks(own, rank, world, mesh, rank % sp, sp, sp_group, dp_group)
+
+
+def own_device(name: str) -> torch.device:
+    """The device of this rank, which becomes the current one."""
+    own = torch.device(name)
+    if own.type == "cuda":
+        own = torch.device("cuda", torch.cuda.current_device() if own.index is None else own.index)
+        torch.cuda.set_device(own)
+    return own
 
 
 def _own_group(members: list[list[int]]) -> dist.ProcessGroup | None:
@@ -123,6 +129,15 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
 def exchange_device(group: dist.ProcessGroup | None) -> torch.device:
     has_gloo = "gloo" in str(dist.get_backend_config(group))
     return torch.device("cpu") if has_gloo else torch.device("cuda", torch.cuda.current_device())
+
+
+def sum_over_ranks(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, tuple[float, float]]:
+    """The ranks' (sum, count) by name, added up in the order of the ranks."""
+    names = sorted({name for part in parts for name in part})
+    return {
+        name: (sum(p[name][0] for p in parts if name in p), sum(p[name][1] for p in parts if name in p))
+        for name in names
+    }
 
 
 def max_over_ranks(value: int, group: dist.ProcessGroup | None = None) -> int:

@@ -182,6 +182,10 @@ class SafetensorsDir:
             return self.extra.shape(name)
         return tuple(self._where[name].get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """The type a tensor is stored in, as safetensors names it (BF16)."""
+        return self._where[name].get_slice(name).get_dtype()
+
     def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
         if name not in self._where:
             return self.extra.read(name, start, shape)

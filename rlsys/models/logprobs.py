@@ -7,12 +7,22 @@ where they are computed anew; the results are float32 (float64 in a float64 mode
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """The rows of the output weight on this rank: those from `start` on; the ranks of `group` hold all of them."""
+
+    start: int
+    group: dist.ProcessGroup
 
 
 def token_stats(
@@ -23,18 +33,21 @@ def token_stats(
     temperature: float = 1.0,
     outputs: Collection[str] = ("log_probs",),
     chunk_elements: int | None = None,
+    part: VocabularyPart | None = None,
 ) -> dict[str, Tensor]:
     """Statistics (M,) of softmax(hidden @ weight.T / temperature), differentiable in `hidden` and `weight`.
 
     hidden (M, H), weight (V, H), targets (M,) int64. `outputs` picks among `log_probs` (of the targets, always there),
     `entropy` (-sum_v p_v log p_v, nats) and `sum_pi_squared` (sum_v p_v^2). ValueError unless the temperature is > 0.
+    With `part`, `weight` is this rank's rows of the vocabulary, the ranks exchange numbers of (M,) only, and the
+    gradient of `hidden` is this rank's part of a sum over the group.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     limit = chunk_elements or CHUNK_ELEMENTS.get(hidden.device.type, 1 << 26)
-    rows = max(1, limit // weight.shape[0])
+    rows = max(1, limit // max(1, weight.shape[0]))
     wanted = ("entropy" in outputs, "sum_pi_squared" in outputs)
-    stats = _TokenStats.apply(hidden, weight, targets, 1.0 / temperature, rows, *wanted)
+    stats = _TokenStats.apply(hidden, weight, targets, 1.0 / temperature, rows, *wanted, part)
     named = zip(("log_probs", "entropy", "sum_pi_squared"), stats, strict=True)
     return {name: value for name, value in named if value is not None}
 
@@ -70,22 +83,35 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
 class _TokenStats(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, rows: int, entropy: bool, squares: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        scale: float,
+        rows: int,
+        entropy: bool,
+        squares: bool,
+        vocabulary: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         scores_of = _Scores(hidden, weight, scale, rows)
+        target_of = _Targets(targets, vocabulary, len(weight))
         log_norm, log_probs, mean, square_sum = (
             torch.zeros(len(hidden), dtype=scores_of.dtype, device=hidden.device) for _ in range(4)
         )
         for part in scores_of.parts():
             scores = scores_of.of(part)
             log_norm[part] = torch.logsumexp(scores, dim=-1)
-            log_probs[part] = scores.gather(1, targets[part, None])[:, 0] - log_norm[part]
+            log_probs[part] = target_of.scores(scores, part)
+            if vocabulary is None:
+                log_probs[part] -= log_norm[part]
             if entropy or squares:
                 probs = torch.exp(scores - log_norm[part, None])
                 mean[part] = torch.linalg.vecdot(probs, scores)
                 square_sum[part] = torch.linalg.vecdot(probs, probs)
-        ctx.save_for_backward(hidden, weight, targets, log_norm, mean, square_sum)
-        ctx.scale, ctx.rows = scale, rows
+        if vocabulary is not None:
+            _combine(vocabulary.group, log_norm, log_probs, mean, square_sum, moments=entropy or squares)
+        ctx.save_for_backward(hidden, weight, log_norm, mean, square_sum)
+        ctx.scale, ctx.rows, ctx.target_of = scale, rows, target_of
         ctx.set_materialize_grads(False)
         return log_probs, log_norm - mean if entropy else None, square_sum.clone() if squares else None
 
@@ -93,7 +119,7 @@ class _TokenStats(torch.autograd.Function):
     def backward(  # type: ignore[override]
         ctx: Any, d_log_probs: Tensor | None, d_entropy: Tensor | None, d_squares: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_norm, mean, square_sum = ctx.saved_tensors
+        hidden, weight, log_norm, mean, square_sum = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         scores_of = _Scores(hidden, weight, ctx.scale, ctx.rows)
         d_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -106,13 +132,58 @@ class _TokenStats(torch.autograd.Function):
             else:
                 slope = _slope(slope, scores, mean, square_sum, (d_log_probs, d_entropy, d_squares), part)
             if d_log_probs is not None:
-                slope.scatter_add_(1, targets[part, None], d_log_probs[part, None])
+                ctx.target_of.add(slope, part, d_log_probs)
             slope = (slope if ctx.scale == 1.0 else slope.mul_(ctx.scale)).to(hidden.dtype)
             if d_hidden is not None:
                 torch.mm(slope, weight, out=d_hidden[part])
             if d_weight is not None:
                 _add_product(d_weight, slope.t(), hidden[part])
-        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *(None,) * 5
+        return d_hidden, None if d_weight is None else d_weight.to(weight.dtype), *(None,) * 6
+
+
+class _Targets:
+    """The columns of the targets among this rank's scores; a target that another rank holds counts zero here."""
+
+    def __init__(self, targets: Tensor, vocabulary: VocabularyPart | None, size: int) -> None:
+        self.size, self.here = size, None
+        self.column = targets
+        if vocabulary is not None:
+            column = targets - vocabulary.start
+            self.here = (column >= 0) & (column < size)
+            self.column = column.clamp(0, max(0, size - 1))
+
+    def scores(self, scores: Tensor, part: slice) -> Tensor:
+        if self.size == 0:
+            return scores.new_zeros(len(scores))
+        found = scores.gather(1, self.column[part, None])[:, 0]
+        return found if self.here is None else found * self.here[part]
+
+    def add(self, slope: Tensor, part: slice, values: Tensor) -> None:
+        """Add `values` (M,) of the rows of `part` to the targets' columns of `slope`."""
+        if self.size:
+            own = values[part] if self.here is None else values[part] * self.here[part]
+            slope.scatter_add_(1, self.column[part, None], own[:, None])
+
+
+def _combine(
+    group: dist.ProcessGroup, log_norm: Tensor, log_probs: Tensor, mean: Tensor, square_sum: Tensor, *, moments: bool
+) -> None:
+    """Make statistics of the ranks' parts those of the whole vocabulary, in place; `log_probs` come as scores.
+
+    A part's share of the probability is exp(own log_norm - whole log_norm), by which its moments are weighted.
+    """
+    own, highest = log_norm.clone(), log_norm.clone()
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    sums = torch.stack([(own - highest).exp_(), log_probs])
+    dist.all_reduce(sums, group=group)
+    torch.add(highest, sums[0].log_(), out=log_norm)
+    torch.sub(sums[1], log_norm, out=log_probs)
+    if moments:
+        share = (own - log_norm).exp_()
+        weighted = torch.stack([mean * share, square_sum * share * share])
+        dist.all_reduce(weighted, group=group)
+        mean.copy_(weighted[0])
+        square_sum.copy_(weighted[1])
 
 
 def _slope(

@@ -77,15 +77,22 @@ def empty_rows(device: torch.device, num_rows: int = 0, response_length: int = 0
 
 
 def padded_to_multiple(rows: TokenRows, multiple: int) -> TokenRows:
-    """Append a sequence of pad tokens so that N divides by `multiple`; it predicts nothing."""
-    extra = -rows.num_tokens % multiple
-    if not extra:
+    """Append pad tokens so that N divides by `multiple`; they predict nothing."""
+    return padded_to(rows, -(-rows.num_tokens // multiple) * multiple)
+
+
+def padded_to(rows: TokenRows, num_tokens: int) -> TokenRows:
+    """Append sequences of pad tokens, none longer than the longest row, up to `num_tokens`; they predict nothing."""
+    extra, longest = num_tokens - rows.num_tokens, max(rows.lengths)
+    if extra <= 0:
         return rows
+    pads = tuple(min(longest, extra - at) for at in range(0, extra, longest))
+    positions = torch.cat([torch.arange(pad, device=rows.position_ids.device) for pad in pads])
     return replace(
         rows,
         token_ids=torch.cat([rows.token_ids, rows.token_ids.new_zeros(extra)]),
-        position_ids=torch.cat([rows.position_ids, torch.arange(extra, device=rows.position_ids.device)]),
-        lengths=(*rows.lengths, extra),
+        position_ids=torch.cat([rows.position_ids, positions]),
+        lengths=(*rows.lengths, *pads),
     )
 
 

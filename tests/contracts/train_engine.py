@@ -15,10 +15,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rlsys.engines.fsdp import FSDPEngine, ModelSource
+from rlsys.engines.megatron import MegatronEngine
 from rlsys.engines.mesh import Parallel
 from rlsys.engines.micro import MicroBatches
 from rlsys.engines.optim import OptimSettings
 from rlsys.interfaces import LossSum, TrainEngine
+from rlsys.models.megatron.build import ModelOptions, Sizes
 from rlsys.protocol import DataProto
 from tests.ranks import run_ranks
 
@@ -46,6 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
         **SHAPE,
         **HEADS,
     },
+    "qwen3-4-layers": {"model_type": "qwen3", "head_dim": 8, **SHAPE, **HEADS, "num_hidden_layers": 4},
 }
 
 
@@ -59,6 +62,8 @@ class Case:
     gradient_checkpointing: bool = False
     fsdp_size: int = -1
     sp_size: int = 1
+    megatron: Sizes = Sizes()  # noqa: RUF009
+    overrides: tuple[tuple[str, Any], ...] = ()
     lr: float = 1e-3
     chunk_elements: int | None = 3 * VOCAB
 
@@ -69,6 +74,8 @@ class Case:
             + (["recompute"] if self.gradient_checkpointing else [])
             + ([f"hsdp{self.fsdp_size}"] if self.fsdp_size > 0 else [])
             + ([f"sp{self.sp_size}"] if self.sp_size > 1 else [])
+            + [f"{name}{value:d}" for name, value in vars(self.megatron).items() if value not in (1, None, False)]
+            + [str(value) for _, value in self.overrides]
         )
 
 
@@ -85,8 +92,21 @@ def fsdp_engine(model: Mapping[str, Any], head: str, case: Case) -> FSDPEngine:
     )
 
 
+def megatron_engine(model: Mapping[str, Any], head: str, case: Case) -> MegatronEngine:
+    return MegatronEngine(
+        ModelSource(config=model, seed=3),
+        head=head,  # type: ignore[arg-type]
+        optimizer=OptimSettings(lr=case.lr, grad_clip=1.0),
+        training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
+        sizes=case.megatron,
+        options=ModelOptions(
+            recompute=case.gradient_checkpointing, chunk_elements=case.chunk_elements, overrides=dict(case.overrides)
+        ),
+    )
+
+
 Factory = Callable[[Mapping[str, Any], str, Case], Any]
-ENGINES: dict[str, Factory] = {"fsdp": fsdp_engine}
+ENGINES: dict[str, Factory] = {"fsdp": fsdp_engine, "megatron": megatron_engine}
 SPLITS = [
     Case(rows=rows, max_tokens=tokens, packed=packed, gradient_checkpointing=recompute)
     for rows, tokens in [(1, None), (3, None), (None, 15), (None, 1000)]
@@ -102,12 +122,29 @@ MESHES = {
     ],
     4: [Case(rows=2, fsdp_size=2), Case(rows=2, sp_size=2), Case(max_tokens=20, fsdp_size=2, sp_size=2)],
 }
-CASES = [
+FSDP_CASES = [
     (world, case)
     for world in (1, 2, 4)
     for case in [*SPLITS, *MESHES[world]]
     if world < 4 or case.packed or not case.gradient_checkpointing
 ]
+TP2_SP = Sizes(tp=2, sequence_parallel=True)
+MEGATRON_CASES = [
+    (1, Case(rows=3)),
+    (1, Case(max_tokens=15, gradient_checkpointing=True)),
+    (2, Case(rows=3)),
+    (2, Case(max_tokens=15)),
+    (2, Case(rows=3, megatron=Sizes(tp=2))),
+    (2, Case(max_tokens=15, megatron=TP2_SP, gradient_checkpointing=True)),
+    (2, Case(rows=1, megatron=Sizes(pp=2))),
+    (2, Case(max_tokens=15, megatron=Sizes(pp=2), gradient_checkpointing=True)),
+    (4, Case(rows=3, megatron=Sizes(tp=2, pp=2))),
+    (4, Case(rows=1, megatron=Sizes(tp=2, pp=2, sequence_parallel=True))),
+    (4, Case(rows=1, megatron=TP2_SP)),
+    (4, Case(max_tokens=15, megatron=Sizes(pp=2))),
+    (4, Case(rows=3, megatron=Sizes(tp=4, sequence_parallel=True))),
+]
+CASES = {"fsdp": FSDP_CASES, "megatron": MEGATRON_CASES}
 
 
 def make_batch() -> dict[str, Tensor]:
@@ -214,8 +251,8 @@ def all_steps(factory: Factory, name: str, head: str, cases: list[Case]) -> dict
 
 
 @cache
-def results(factory: Factory, world: int, name: str, head: str) -> dict[Case, list[dict[str, Any]]]:
+def results(engine: str, world: int, name: str, head: str) -> dict[Case, list[dict[str, Any]]]:
     """Each case's result per rank; the cases of one world run in one group of forked ranks."""
-    cases = [case for size, case in CASES if size == world]
-    ranks = run_ranks(world, all_steps, factory, name, head, cases)
+    cases = [case for size, case in CASES[engine] if size == world]
+    ranks = run_ranks(world, all_steps, ENGINES[engine], name, head, cases)
     return {case: [rank[case] for rank in ranks] for case in cases}

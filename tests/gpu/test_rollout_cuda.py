@@ -128,9 +128,9 @@ def push() -> bool:
     trainer: Any = Trainer(rollout.host)
     plan = plan_shm([trainer.layout], [rollout.weight_layout()])
     writer = ShmWriter(plan.writers[0], trainer)
-    reader = ShmReader(plan.at(writer.path).reader, rollout)
-    writer.write(1)
-    reader.read(1)
+    reader = ShmReader(plan.at(writer.address).reader, rollout)
+    writer.send(1)
+    reader.receive(1)
     on_cpu = {name: tensor.cpu() for name, tensor in trainer.tensors.items()}
     bf16 = dict.fromkeys(on_cpu, "bfloat16")
     sums = [

@@ -1,0 +1,173 @@
+"""The tables and readers that families share: attention, gated MLPs, experts, and what config.json says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.nn import functional
+
+from rlsys.models.megatron.rules import Rule, columns, grouped, stacked, whole
+from rlsys.utils.errors import ConfigError
+
+HFConfig = Mapping[str, Any]
+
+ATTENTION = (
+    Rule(
+        "input_layernorm.weight",
+        whole,
+        ("input_layernorm.weight [hidden]",),
+        te="self_attention.linear_qkv.layer_norm_weight",
+    ),
+    Rule(
+        "self_attention.linear_qkv.weight",
+        grouped,
+        (
+            "self_attn.q_proj.weight [q, hidden]",
+            "self_attn.k_proj.weight [kv, hidden]",
+            "self_attn.v_proj.weight [kv, hidden]",
+        ),
+    ),
+    Rule("self_attention.linear_proj.weight", columns, ("self_attn.o_proj.weight [hidden, q]",)),
+)
+QKV_BIAS = Rule(
+    "self_attention.linear_qkv.bias",
+    grouped,
+    ("self_attn.q_proj.bias [q]", "self_attn.k_proj.bias [kv]", "self_attn.v_proj.bias [kv]"),
+)
+QK_NORM = (
+    Rule("self_attention.q_layernorm.weight", whole, ("self_attn.q_norm.weight [head_dim]",)),
+    Rule("self_attention.k_layernorm.weight", whole, ("self_attn.k_norm.weight [head_dim]",)),
+)
+GATED_MLP = (
+    Rule(
+        "pre_mlp_layernorm.weight",
+        whole,
+        ("post_attention_layernorm.weight [hidden]",),
+        te="mlp.linear_fc1.layer_norm_weight",
+    ),
+    Rule("mlp.linear_fc1.weight", stacked, ("mlp.gate_proj.weight [ffn, hidden]", "mlp.up_proj.weight [ffn, hidden]")),
+    Rule("mlp.linear_fc2.weight", columns, ("mlp.down_proj.weight [hidden, ffn]",)),
+)
+SPARSE_NORM = Rule("pre_mlp_layernorm.weight", whole, ("post_attention_layernorm.weight [hidden]",))
+ROUTER = Rule("mlp.router.weight", whole, ("mlp.gate.weight [experts, hidden]",))
+EXPERT = (
+    Rule(
+        "linear_fc1.weight",
+        stacked,
+        (
+            "mlp.experts.{e}.gate_proj.weight [expert_ffn, hidden]",
+            "mlp.experts.{e}.up_proj.weight [expert_ffn, hidden]",
+        ),
+    ),
+    Rule("linear_fc2.weight", columns, ("mlp.experts.{e}.down_proj.weight [hidden, expert_ffn]",)),
+)
+
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "attention_dropout": (0, 0.0, None),
+    "quantization_config": (None,),
+}
+
+
+def first_of(hf_config: HFConfig, *keys: str) -> Any:
+    """The value of the first key that is there and not None; ConfigError if there is none."""
+    for key in keys:
+        if hf_config.get(key) is not None:
+            return hf_config[key]
+    raise ConfigError(f"config.json has no {' or '.join(keys)}")
+
+
+def attention_sizes(hf_config: HFConfig) -> dict[str, int]:
+    """The sizes of a decoder with grouped-query attention and a gated MLP."""
+    heads, hidden = hf_config["num_attention_heads"], hf_config["hidden_size"]
+    groups = hf_config.get("num_key_value_heads") or heads
+    head_dim = hf_config.get("head_dim") or hidden // heads
+    return {
+        "layers": hf_config["num_hidden_layers"],
+        "vocab": hf_config["vocab_size"],
+        "hidden": hidden,
+        "ffn": hf_config["intermediate_size"],
+        "heads": heads,
+        "groups": groups,
+        "head_dim": head_dim,
+        "q": heads * head_dim,
+        "kv": groups * head_dim,
+    }
+
+
+def attention_settings(hf_config: HFConfig) -> dict[str, Any]:
+    """Megatron's settings of a decoder with RMSNorm, grouped-query attention and a gated MLP, without dropout."""
+    sizes = attention_sizes(hf_config)
+    return {
+        "num_layers": sizes["layers"],
+        "hidden_size": sizes["hidden"],
+        "ffn_hidden_size": sizes["ffn"],
+        "num_attention_heads": sizes["heads"],
+        "num_query_groups": sizes["groups"],
+        "kv_channels": sizes["head_dim"],
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": hf_config.get("rms_norm_eps", 1e-6),
+        "gated_linear_unit": True,
+        "activation_func": functional.silu,
+        "add_bias_linear": False,
+        "init_method_std": hf_config.get("initializer_range", 0.02),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def expert_settings(hf_config: HFConfig, *, experts: int, expert_ffn: int, normalised: bool) -> dict[str, Any]:
+    """Megatron's settings of a mixture of experts with a softmax router and no loss on its balance.
+
+    `normalised`: the weights of the chosen experts sum to one.
+    """
+    return {
+        "num_moe_experts": experts,
+        "moe_router_topk": hf_config["num_experts_per_tok"],
+        "moe_ffn_hidden_size": expert_ffn,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": not normalised,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+    }
+
+
+def rope_of(hf_config: HFConfig) -> dict[str, Any]:
+    """The rotary settings, "rope_theta" and "rope_type" among them, from `rope_parameters` or the older keys."""
+    own = hf_config.get("rope_parameters") or {}
+    scaling = hf_config.get("rope_scaling") or {}
+    merged = {"rope_theta": hf_config.get("rope_theta") or 10000.0, **scaling, **own}
+    merged["rope_type"] = merged.get("rope_type") or merged.get("type") or "default"
+    return merged
+
+
+def rope_args(hf_config: HFConfig) -> dict[str, Any]:
+    """GPTModel's rotary arguments; ConfigError for a scaling that Megatron does not compute."""
+    rope = rope_of(hf_config)
+    kind = rope["rope_type"]
+    args = {
+        "rotary_base": rope["rope_theta"],
+        "rotary_percent": rope.get("partial_rotary_factor") or hf_config.get("partial_rotary_factor") or 1.0,
+    }
+    if kind == "default":
+        return args
+    if kind == "linear":
+        return {**args, "seq_len_interpolation_factor": float(rope["factor"])}
+    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if kind == "llama3" and all(rope.get(key) == value for key, value in fixed.items()):
+        return {**args, "rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+    raise ConfigError(
+        f"Megatron does not compute this rotary scaling: {rope}; known are default, linear and llama3 with {fixed}"
+    )
+
+
+def sliding(hf_config: HFConfig) -> str:
+    """What is wrong where some layer attends to a window only; empty when none does."""
+    window = hf_config.get("sliding_window")
+    used = hf_config.get("use_sliding_window", window is not None) and window is not None
+    types = hf_config.get("layer_types")
+    windowed = "sliding_attention" in types if types else used
+    return f"sliding_window={window} (Megatron's layers attend to all tokens)" if windowed else ""

@@ -1,0 +1,226 @@
+"""GPTModel chunks of one rank, from a family's tables and the parallel sizes, and their heads.
+
+M response tokens, H hidden size, T packed tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlsys.models.logprobs import VocabularyPart, token_stats
+from rlsys.models.megatron import start  # isort: split
+
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+from rlsys.models.megatron.family import Family
+from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, block_spec
+from rlsys.models.packing import TokenRows
+from rlsys.models.token_model import LM_OUTPUTS, SCALAR_OUTPUTS
+from rlsys.utils.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Megatron's parallel sizes. Without `etp` experts are cut like everything else (`tp`); `sequence_parallel` shares
+    what tensor parallelism leaves whole, and is off where tp is 1."""
+
+    tp: int = 1
+    pp: int = 1
+    vp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    sequence_parallel: bool = False
+    first_layers: int | None = None
+    last_layers: int | None = None
+
+    @property
+    def expert_tp(self) -> int:
+        return self.tp if self.etp is None else self.etp
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How the model computes: `dtype` a torch name, `fp8` a Transformer Engine format (e4m3, hybrid), `overrides`
+    further settings of Megatron's transformer configuration."""
+
+    dtype: str = "float32"
+    recompute: bool = False
+    fp8: str | None = None
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    chunk_elements: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.fp8 is not None and not HAS_TRANSFORMER_ENGINE:
+            raise ConfigError(f"fp8={self.fp8} needs Transformer Engine on CUDA: leave fp8 out")
+
+
+def transformer_config(
+    family: Family, hf_config: Mapping[str, Any], sizes: Sizes, options: ModelOptions
+) -> TransformerConfig:
+    """Megatron's configuration of the model on these sizes; ConfigError for settings it refuses."""
+    dtype = getattr(torch, options.dtype)
+    settings: dict[str, Any] = {
+        **family.transformer_config(hf_config),
+        "tensor_model_parallel_size": sizes.tp,
+        "pipeline_model_parallel_size": sizes.pp,
+        "virtual_pipeline_model_parallel_size": sizes.vp if sizes.vp > 1 else None,
+        "context_parallel_size": sizes.cp,
+        "expert_model_parallel_size": sizes.ep,
+        "expert_tensor_parallel_size": sizes.expert_tp,
+        "sequence_parallel": sizes.sequence_parallel and sizes.tp > 1,
+        "num_layers_in_first_pipeline_stage": sizes.first_layers,
+        "num_layers_in_last_pipeline_stage": sizes.last_layers,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "calculate_per_token_loss": True,
+        "perform_initialization": False,
+        "use_cpu_initialization": start.ON_CPU,
+        "overlap_p2p_comm": sizes.vp > 1,
+        "batch_p2p_comm": sizes.vp == 1,
+        **_kernels(moe="num_moe_experts" in family.transformer_config(hf_config)),
+    }
+    if options.recompute:
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if options.fp8 is not None:
+        settings["fp8"] = options.fp8
+    kind = MLATransformerConfig if family.mla else TransformerConfig
+    try:
+        return kind(**settings | dict(options.overrides))
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"Megatron refuses this configuration: {error}") from error
+
+
+def _kernels(*, moe: bool) -> dict[str, Any]:
+    """Fused kernels, which come with Transformer Engine; without it they would be compiled, which takes minutes."""
+    fused = HAS_TRANSFORMER_ENGINE
+    return {
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": fused,
+        "apply_rope_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "moe_grouped_gemm": fused and moe,
+        "moe_permute_fusion": fused and moe,
+        "attention_softmax_in_fp32": True,
+    }
+
+
+def build_chunks(
+    family: Family,
+    hf_config: Mapping[str, Any],
+    sizes: Sizes,
+    options: ModelOptions,
+    *,
+    scalar_head: bool,
+    device: torch.device,
+) -> list[TokenGPT]:
+    """This rank's chunks in order, parameters not yet filled; Megatron's groups of these sizes must be current."""
+    config = transformer_config(family, hf_config, sizes, options)
+    head = "value" if scalar_head else "lm"
+    arguments = family.model_args(hf_config, tp_size=sizes.tp, head=head)
+    chunks = []
+    for number in range(sizes.vp):
+        stage = number if sizes.vp > 1 else None
+        ends = {
+            "pre_process": mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            "post_process": mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+        }
+        spec = block_spec(config, vp_stage=stage)
+        chunk = TokenGPT(config=config, transformer_layer_spec=spec, vp_stage=stage, **ends, **arguments)
+        if scalar_head and chunk.post_process:
+            chunk.output_layer = nn.Linear(config.hidden_size, 1, device=device)
+        chunk.vocabulary = int(hf_config["vocab_size"])
+        chunk.chunk_elements = options.chunk_elements
+        chunks.append(chunk.to(device))
+    return chunks
+
+
+class TokenGPT(GPTModel):
+    """A GPTModel that ends with its hidden states; `token_outputs` of the last stage makes numbers of them."""
+
+    vocabulary: int
+    chunk_elements: int | None
+
+    def _postprocess(self, hidden_states: Tensor, **options: Any) -> Tensor:
+        return hidden_states
+
+    @property
+    def is_lm(self) -> bool:
+        return not isinstance(self.output_layer, nn.Linear)
+
+    def token_outputs(
+        self, hidden: Tensor, rows: TokenRows, outputs: Sequence[str], temperature: float
+    ) -> dict[str, Tensor]:
+        """Numbers (M,) of the response tokens from hidden states (T or this rank's share, 1, H); equal on all
+        tensor-parallel ranks. ValueError for outputs that the head does not give."""
+        known = LM_OUTPUTS if self.is_lm else SCALAR_OUTPUTS
+        if unknown := [name for name in outputs if name not in known]:
+            raise ValueError(f"this model gives {', '.join(known)}, not {', '.join(unknown)}")
+        whole = self._whole(hidden)
+        if not self.is_lm:
+            head: Any = self.output_layer
+            places = {"values": rows.before, "scores": rows.at}
+            return {name: head(whole[places[name]].to(head.weight.dtype))[:, 0] for name in outputs}
+        weight, part = self._vocabulary_part()
+        stats = token_stats(
+            whole[rows.before],
+            weight,
+            rows.targets,
+            temperature=temperature,
+            outputs=outputs,
+            chunk_elements=self.chunk_elements,
+            part=part,
+        )
+        return {name: stats[name] for name in outputs}
+
+    def _whole(self, hidden: Tensor) -> Tensor:
+        """All tokens (T, H); the backward pass adds the parts of tensor-parallel ranks where the head is cut."""
+        if self.config.sequence_parallel:
+            whole = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=self.is_lm)
+        else:
+            whole = tensor_parallel.copy_to_tensor_model_parallel_region(hidden) if self.is_lm else hidden
+        return whole[:, 0]
+
+    def _vocabulary_part(self) -> tuple[Tensor, VocabularyPart | None]:
+        """This rank's rows of the output weight without those that pad the vocabulary."""
+        tied = self.share_embeddings_and_output_weights
+        weight: Any = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        group = mpu.get_tensor_model_parallel_group()
+        begin = dist.get_rank(group) * len(weight)
+        real = min(max(self.vocabulary - begin, 0), len(weight))
+        weight = weight if real == len(weight) else weight[:real]
+        return weight, VocabularyPart(begin, group) if dist.get_world_size(group) > 1 else None
+
+
+def packed_arguments(rows: TokenRows, device: torch.device) -> dict[str, Any]:
+    """What TokenGPT is called with for one pack (1, T)."""
+    ends = torch.tensor((0, *rows.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    longest = max(rows.lengths)
+    packing = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    return {
+        "input_ids": rows.token_ids[None],
+        "position_ids": rows.position_ids[None],
+        "attention_mask": None,
+        "packed_seq_params": packing,
+    }

@@ -1,0 +1,1 @@
+"""One table a family; a new family is a new file with a `FAMILY` in it."""

@@ -1,0 +1,206 @@
+"""DeepSeek-V3: latent attention with or without low-rank queries, first layers dense, then shared and routed experts
+chosen by sigmoid scores plus a bias, within the best groups of experts. Multi-token prediction layers are carried."""
+
+from typing import Any
+
+from rlsys.models.megatron.blocks import (
+    EXPERT,
+    GATED_MLP,
+    ONLY,
+    ROUTER,
+    SPARSE_NORM,
+    HFConfig,
+    attention_settings,
+    expert_settings,
+    first_of,
+    rope_of,
+)
+from rlsys.models.megatron.family import NEEDS, Family
+from rlsys.models.megatron.rules import Rule, columns, rows, stacked, whole
+from rlsys.utils.errors import ConfigError
+
+MLA = (
+    Rule("input_layernorm.weight", whole, ("input_layernorm.weight [hidden]",)),
+    Rule("self_attention.linear_q_proj.weight", rows, ("self_attn.q_proj.weight [q, hidden]",), when="full_q"),
+    Rule(
+        "self_attention.linear_q_down_proj.weight",
+        rows,
+        ("self_attn.q_a_proj.weight [q_lora, hidden]",),
+        te_lies=whole,
+        when="q_lora",
+    ),
+    Rule(
+        "self_attention.q_layernorm.weight",
+        whole,
+        ("self_attn.q_a_layernorm.weight [q_lora]",),
+        te="self_attention.linear_q_up_proj.layer_norm_weight",
+        when="q_lora",
+    ),
+    Rule("self_attention.linear_q_up_proj.weight", rows, ("self_attn.q_b_proj.weight [q, q_lora]",), when="q_lora"),
+    Rule(
+        "self_attention.linear_kv_down_proj.weight",
+        rows,
+        ("self_attn.kv_a_proj_with_mqa.weight [kv_lora_rope, hidden]",),
+        te_lies=whole,
+    ),
+    Rule(
+        "self_attention.kv_layernorm.weight",
+        whole,
+        ("self_attn.kv_a_layernorm.weight [kv_lora]",),
+        te="self_attention.linear_kv_up_proj.layer_norm_weight",
+    ),
+    Rule("self_attention.linear_kv_up_proj.weight", rows, ("self_attn.kv_b_proj.weight [kv, kv_lora]",)),
+    Rule("self_attention.linear_proj.weight", columns, ("self_attn.o_proj.weight [hidden, v]",)),
+)
+BIASED_ROUTER = (
+    ROUTER,
+    Rule("mlp.router.expert_bias", whole, ("mlp.gate.e_score_correction_bias [experts]",)),
+)
+SHARED_EXPERTS = (
+    Rule(
+        "mlp.shared_experts.linear_fc1.weight",
+        stacked,
+        (
+            "mlp.shared_experts.gate_proj.weight [shared_ffn, hidden]",
+            "mlp.shared_experts.up_proj.weight [shared_ffn, hidden]",
+        ),
+        when="shared_ffn",
+    ),
+    Rule(
+        "mlp.shared_experts.linear_fc2.weight",
+        columns,
+        ("mlp.shared_experts.down_proj.weight [hidden, shared_ffn]",),
+        when="shared_ffn",
+    ),
+)
+MTP = (
+    Rule("embedding", whole, ("embed_tokens.weight [vocab, hidden]",)),
+    Rule("enorm", whole, ("enorm.weight [hidden]",)),
+    Rule("hnorm", whole, ("hnorm.weight [hidden]",)),
+    Rule("eh_proj", whole, ("eh_proj.weight [hidden, two_hidden]",)),
+    Rule("norm", whole, ("shared_head.norm.weight [hidden]",)),
+    Rule("head", whole, ("shared_head.head.weight [vocab, hidden]",)),
+)
+
+
+def sizes(hf_config: HFConfig) -> dict[str, int]:
+    heads, q_lora = hf_config["num_attention_heads"], hf_config.get("q_lora_rank") or 0
+    nope, rope, v = (hf_config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    return {
+        "layers": hf_config["num_hidden_layers"],
+        "vocab": hf_config["vocab_size"],
+        "hidden": hf_config["hidden_size"],
+        "two_hidden": 2 * hf_config["hidden_size"],
+        "ffn": hf_config["intermediate_size"],
+        "heads": heads,
+        "groups": heads,
+        "full_q": 0 if q_lora else 1,
+        "q_lora": q_lora,
+        "kv_lora": hf_config["kv_lora_rank"],
+        "kv_lora_rope": hf_config["kv_lora_rank"] + rope,
+        "q": heads * (nope + rope),
+        "kv": heads * (nope + v),
+        "v": heads * v,
+        "experts": first_of(hf_config, "n_routed_experts", "num_local_experts"),
+        "expert_ffn": hf_config["moe_intermediate_size"],
+        "shared_ffn": hf_config["moe_intermediate_size"] * (hf_config.get("n_shared_experts") or 0),
+        "mtp_layers": hf_config.get("num_nextn_predict_layers") or hf_config.get("num_mtp_layers") or 0,
+    }
+
+
+def settings(hf_config: HFConfig) -> dict[str, Any]:
+    own = sizes(hf_config)
+    groups = {
+        "moe_router_num_groups": hf_config.get("n_group"),
+        "moe_router_group_topk": hf_config.get("topk_group"),
+    }
+    return {
+        **attention_settings({**hf_config, "num_key_value_heads": None, "head_dim": hf_config["v_head_dim"]}),
+        **expert_settings(hf_config, experts=own["experts"], expert_ffn=own["expert_ffn"], normalised=True),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": hf_config.get("routed_scaling_factor") or 1.0,
+        "moe_router_dtype": "fp32",
+        "moe_shared_expert_intermediate_size": own["shared_ffn"] or None,
+        **(groups if grouped_routing(hf_config) else {}),
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": hf_config.get("q_lora_rank"),
+        "kv_lora_rank": hf_config["kv_lora_rank"],
+        "qk_head_dim": hf_config["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": hf_config["qk_rope_head_dim"],
+        "v_head_dim": hf_config["v_head_dim"],
+        **rope_settings(hf_config),
+    }
+
+
+def grouped_routing(hf_config: HFConfig) -> bool:
+    """Whether some groups of experts are out of a token's reach."""
+    groups = hf_config.get("n_group") or 1
+    return groups > 1 and (hf_config.get("topk_group") or groups) < groups
+
+
+def rope_settings(hf_config: HFConfig) -> dict[str, Any]:
+    """The rotary part of MLATransformerConfig; ConfigError for a scaling that Megatron computes otherwise."""
+    rope = rope_of(hf_config)
+    if rope["rope_type"] == "default":
+        return {"rope_type": "rope", "rotary_base": rope["rope_theta"], "rotary_scaling_factor": 1.0}
+    mscale, all_dim = rope.get("mscale") or 0.0, rope.get("mscale_all_dim") or 0.0
+    known = rope["rope_type"] == "yarn" and rope.get("attention_factor") is None and rope.get("truncate", True)
+    if not known or (all_dim and not mscale):
+        raise ConfigError(f"Megatron does not compute this rotary scaling: {rope}; known are default and plain yarn")
+    return {
+        "rope_type": "yarn",
+        "rotary_base": rope["rope_theta"],
+        "rotary_scaling_factor": float(rope["factor"]),
+        "original_max_position_embeddings": first_of(
+            {**hf_config, **rope}, "original_max_position_embeddings", "max_position_embeddings"
+        ),
+        "beta_fast": rope.get("beta_fast") or 32,
+        "beta_slow": rope.get("beta_slow") or 1,
+        "mscale": mscale if all_dim else 1.0,
+        "mscale_all_dim": all_dim,
+    }
+
+
+def refuse(hf_config: HFConfig) -> str:
+    """What Megatron's router would do otherwise than transformers'."""
+    reach = hf_config.get("topk_group") or 1
+    if grouped_routing(hf_config) and hf_config["num_experts_per_tok"] // reach != 2:
+        return "num_experts_per_tok is not 2 x topk_group (Megatron rates a group by that many experts, HF by two)"
+    return ""
+
+
+FAMILY = Family(
+    architectures=("DeepseekV3ForCausalLM",),
+    model_types=("deepseek_v3",),
+    sizes=sizes,
+    settings=settings,
+    rope=lambda hf_config: {"rotary_base": rope_of(hf_config)["rope_theta"]},
+    needs=(
+        *NEEDS,
+        "moe_intermediate_size",
+        "num_experts_per_tok",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+    ),
+    only={
+        **ONLY,
+        "norm_topk_prob": (True,),
+        "rope_interleave": (True, None),
+        "moe_layer_freq": (1, None),
+        "scoring_func": ("sigmoid", None),
+        "topk_method": ("noaux_tc", None),
+    },
+    refuse=refuse,
+    layer=MLA,
+    dense=GATED_MLP,
+    is_sparse=lambda hf_config, layer: layer >= (hf_config.get("first_k_dense_replace") or 0),
+    sparse=(SPARSE_NORM, *BIASED_ROUTER, *SHARED_EXPERTS),
+    expert=EXPERT,
+    mtp=MTP,
+    mla=True,
+)

@@ -1,0 +1,25 @@
+"""Qwen3, dense: as Llama, with norms on queries and keys and heads of a size of their own."""
+
+from rlsys.models.megatron.blocks import (
+    ATTENTION,
+    GATED_MLP,
+    ONLY,
+    QK_NORM,
+    attention_settings,
+    attention_sizes,
+    rope_args,
+    sliding,
+)
+from rlsys.models.megatron.family import Family
+
+FAMILY = Family(
+    architectures=("Qwen3ForCausalLM",),
+    model_types=("qwen3",),
+    sizes=lambda hf_config: attention_sizes({"head_dim": 128, **hf_config}),
+    settings=lambda hf_config: {**attention_settings({"head_dim": 128, **hf_config}), "qk_layernorm": True},
+    rope=rope_args,
+    only=ONLY,
+    refuse=sliding,
+    layer=(*ATTENTION, *QK_NORM),
+    dense=GATED_MLP,
+)

@@ -1,0 +1,55 @@
+"""Qwen3-MoE: Qwen3's attention with a softmax router over many small experts; some layers may stay dense."""
+
+from typing import Any
+
+from rlsys.models.megatron.blocks import (
+    ATTENTION,
+    EXPERT,
+    GATED_MLP,
+    ONLY,
+    QK_NORM,
+    ROUTER,
+    SPARSE_NORM,
+    HFConfig,
+    attention_settings,
+    attention_sizes,
+    expert_settings,
+    first_of,
+    rope_args,
+    sliding,
+)
+from rlsys.models.megatron.family import NEEDS, Family
+
+
+def sizes(hf_config: HFConfig) -> dict[str, int]:
+    experts = first_of(hf_config, "num_experts", "num_local_experts")
+    return {**attention_sizes(hf_config), "experts": experts, "expert_ffn": hf_config["moe_intermediate_size"]}
+
+
+def settings(hf_config: HFConfig) -> dict[str, Any]:
+    own = sizes(hf_config)
+    normalised = bool(hf_config.get("norm_topk_prob", False))
+    experts = expert_settings(hf_config, experts=own["experts"], expert_ffn=own["expert_ffn"], normalised=normalised)
+    return {**attention_settings(hf_config), **experts, "qk_layernorm": True}
+
+
+def is_sparse(hf_config: HFConfig, layer: int) -> bool:
+    dense = hf_config.get("mlp_only_layers") or ()
+    return layer not in dense and (layer + 1) % (hf_config.get("decoder_sparse_step") or 1) == 0
+
+
+FAMILY = Family(
+    architectures=("Qwen3MoeForCausalLM",),
+    model_types=("qwen3_moe",),
+    sizes=sizes,
+    settings=settings,
+    rope=rope_args,
+    needs=(*NEEDS, "moe_intermediate_size", "num_experts_per_tok"),
+    only=ONLY,
+    refuse=sliding,
+    layer=(*ATTENTION, *QK_NORM),
+    dense=GATED_MLP,
+    is_sparse=is_sparse,
+    sparse=(SPARSE_NORM, ROUTER),
+    expert=EXPERT,
+)

@@ -1,0 +1,338 @@
+"""A family of models: which Hugging Face tensors a Megatron rank holds where, and Megatron's settings for them.
+
+Everything here is arithmetic on a model's config.json; nothing imports Megatron. Families are tables in `families/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from math import ceil
+from pkgutil import iter_modules
+from typing import Any, Literal
+
+from rlsys.models.megatron.rules import Cut, Lies, Rule, Sizes, extents, padded_rows, whole
+from rlsys.types import Box, Shard
+from rlsys.utils.errors import ConfigError
+
+Head = Literal["lm", "value", "score"]
+HFConfig = Mapping[str, Any]
+
+NEEDS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+
+EMBEDDING = Rule("embedding.word_embeddings.weight", padded_rows, ("model.embed_tokens.weight [vocab, hidden]",))
+FINAL_NORM = Rule("decoder.final_layernorm.weight", whole, ("model.norm.weight [hidden]",))
+OUTPUT = Rule("output_layer.weight", padded_rows, ("lm_head.weight [vocab, hidden]",))
+TIED_OUTPUT = Rule("output_layer.weight", padded_rows, ("model.embed_tokens.weight [vocab, hidden]",))
+SCORE = Rule("output_layer.weight", whole, ("score.weight [1, hidden]",))
+SCORE_BIAS = Rule("output_layer.bias", whole, ("score.bias [1]",))
+VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place in the parallel layout, as far as it decides what the rank holds.
+
+    `first_layers` and `last_layers` are Megatron's num_layers_in_first/last_pipeline_stage for uneven splits.
+    """
+
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    vp_size: int = 1
+    ep_rank: int = 0
+    ep_size: int = 1
+    etp_rank: int = 0
+    etp_size: int = 1
+    first_layers: int | None = None
+    last_layers: int | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family: rules of every `layer`, of the ones with `dense` or `sparse` MLPs, and of one `expert`.
+
+    `sizes` reads the sizes the rules speak of from the HF config, `settings` the keyword arguments of Megatron's
+    transformer configuration and `rope` GPTModel's rotary ones. The HF config must have the keys `needs`; keys in
+    `only` must have one of the given values; `refuse` says what else is wrong. HF names in rules are below
+    `model.layers.N.`, with `{e}` for the number of an expert. `mtp` is what a layer for multi-token prediction,
+    numbered after the last, has besides a sparse layer's tensors.
+    """
+
+    architectures: tuple[str, ...]
+    model_types: tuple[str, ...]
+    sizes: Callable[[HFConfig], dict[str, int]]
+    settings: Callable[[HFConfig], dict[str, Any]]
+    rope: Callable[[HFConfig], dict[str, Any]]
+    layer: tuple[Rule, ...]
+    dense: tuple[Rule, ...]
+    sparse: tuple[Rule, ...] = ()
+    expert: tuple[Rule, ...] = ()
+    is_sparse: Callable[[HFConfig, int], bool] = lambda hf_config, layer: False
+    needs: tuple[str, ...] = NEEDS
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    refuse: Callable[[HFConfig], str] = lambda hf_config: ""
+    mtp: tuple[Rule, ...] = ()
+    mla: bool = False
+
+    def check(self, hf_config: HFConfig, place: Place) -> None:
+        """ConfigError for a model Megatron would compute otherwise than transformers, or one `place` cannot hold."""
+        lacking = [key for key in self.needs if hf_config.get(key) is None]
+        if lacking:
+            raise ConfigError(f"{self.architectures[0]}: config.json lacks {', '.join(lacking)}")
+        sizes = self.sizes(hf_config)
+        problems = [*self._odd_settings(hf_config), *_odd_place(place), *_indivisible(sizes, place)]
+        if problems:
+            raise ConfigError(f"{self.architectures[0]}: {'; '.join(problems)}")
+        self.transformer_config(hf_config)
+        self.rope(hf_config)
+        self.layers_of(hf_config, place)
+
+    def transformer_config(self, hf_config: HFConfig) -> dict[str, Any]:
+        """Keyword arguments of Megatron's TransformerConfig, or MLATransformerConfig when `mla`; no parallel sizes."""
+        settings = self.settings(hf_config)
+        if not self.sparse:
+            return settings
+        pattern = [int(self.is_sparse(hf_config, layer)) for layer in range(settings["num_layers"])]
+        return {**settings, "moe_layer_freq": pattern}
+
+    def model_args(self, hf_config: HFConfig, *, tp_size: int, head: Head = "lm") -> dict[str, Any]:
+        """Keyword arguments of Megatron's GPTModel besides its configuration, specs and stage."""
+        vocab = self.sizes(hf_config)["vocab"]
+        return {
+            "vocab_size": ceil(vocab / tp_size) * tp_size,
+            "max_sequence_length": hf_config.get("max_position_embeddings", 4096),
+            "share_embeddings_and_output_weights": head == "lm" and tied(hf_config),
+            "position_embedding_type": "rope",
+            **self.rope(hf_config),
+        }
+
+    def aliases(self, hf_config: HFConfig) -> dict[str, str]:
+        """HF names a checkpoint may leave out, and the tensors whose data they have."""
+        return {"lm_head.weight": "model.embed_tokens.weight"} if tied(hf_config) else {}
+
+    def hf_shapes(self, hf_config: HFConfig, *, head: Head = "lm") -> dict[str, tuple[int, ...]]:
+        """The full shape of every HF tensor that is trained, in the order of the model; not those of `carried`."""
+        sizes = self.sizes(hf_config)
+        shapes = dict(EMBEDDING.parts(sizes))
+        for layer in range(sizes["layers"]):
+            sparse = self.is_sparse(hf_config, layer)
+            shapes.update(self._layer_shapes(layer, self._layer_rules(sparse, sizes), sizes, experts=sparse))
+        for rule in (FINAL_NORM, *_head_rules(hf_config, head)):
+            shapes.update(rule.parts(sizes))
+        return shapes
+
+    def carried(self, hf_config: HFConfig) -> dict[str, tuple[int, ...]]:
+        """HF tensors that Megatron does not hold and conversion passes on, where a checkpoint has them."""
+        sizes = self.sizes(hf_config)
+        shapes: dict[str, tuple[int, ...]] = {}
+        for layer in range(sizes["layers"], sizes["layers"] + sizes.get("mtp_layers", 0)):
+            rules = [*self._layer_rules(True, sizes), *self.mtp]
+            shapes.update(self._layer_shapes(layer, rules, sizes, experts=True))
+        return shapes
+
+    def _layer_shapes(
+        self, layer: int, rules: Sequence[Rule], sizes: Sizes, *, experts: bool
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+        prefix = f"model.layers.{layer}."
+        for rule in rules:
+            yield from ((prefix + name, shape) for name, shape in rule.parts(sizes))
+        parts = [part for rule in self.expert for part in rule.parts(sizes)]
+        for e in range(sizes["experts"] if experts else 0):
+            yield from ((prefix + name.format(e=e), shape) for name, shape in parts)
+
+    def layers_of(self, hf_config: HFConfig, place: Place) -> list[list[int]]:
+        """Global layer numbers of each virtual chunk of the stage `place.pp_rank`, by Megatron's own split.
+
+        ConfigError where Megatron cannot split the layers so.
+        """
+        count = self.sizes(hf_config)["layers"]
+        each = [n // place.vp_size for n in _stage_layers(count, place)]
+        before = sum(each[: place.pp_rank])
+        starts = [chunk * sum(each) + before for chunk in range(place.vp_size)]
+        return [list(range(start, start + each[place.pp_rank])) for start in starts]
+
+    def shards(
+        self,
+        hf_config: HFConfig,
+        place: Place,
+        *,
+        head: Head = "lm",
+        grouped_experts: bool = False,
+        fused_norms: bool = False,
+    ) -> tuple[Shard, ...]:
+        """What the rank at `place` holds, by Megatron's parameter names after the number of the chunk.
+
+        `grouped_experts`: experts are TEGroupedMLP rather than SequentialMLP. `fused_norms`: the Transformer Engine
+        spec, which keeps norms inside the linear layers that follow them. ConfigError as of `check`.
+        """
+        self.check(hf_config, place)
+        return tuple(self._shards(hf_config, place, head, grouped_experts, fused_norms))
+
+    def local_shapes(
+        self,
+        hf_config: HFConfig,
+        place: Place,
+        *,
+        head: Head = "lm",
+        grouped_experts: bool = False,
+        fused_norms: bool = False,
+    ) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor Megatron holds at `place`, padding of the vocabulary included."""
+        shards = self.shards(hf_config, place, head=head, grouped_experts=grouped_experts, fused_norms=fused_norms)
+        rows = ceil(self.sizes(hf_config)["vocab"] / place.tp_size)
+        padded = {shard.local for shard in shards if shard.box.tensor in VOCABULARY}
+        return {name: (rows, *shape[1:]) if name in padded else shape for name, shape in extents(shards).items()}
+
+    def _shards(
+        self, hf_config: HFConfig, place: Place, head: Head, grouped_experts: bool, te: bool
+    ) -> Iterator[Shard]:
+        sizes = self.sizes(hf_config)
+        tensor = Cut(place.tp_rank, place.tp_size, sizes)
+        expert = Cut(place.etp_rank, place.etp_size, sizes)
+        chunks = self.layers_of(hf_config, place)
+        if place.pp_rank == 0:
+            yield from _lay(EMBEDDING, "0.", "", tensor, te)
+        for chunk, layers in enumerate(chunks):
+            for number, layer in enumerate(layers):
+                local, hf = f"{chunk}.decoder.layers.{number}.", f"model.layers.{layer}."
+                sparse = self.is_sparse(hf_config, layer)
+                for rule in self._layer_rules(sparse, sizes):
+                    yield from _lay(rule, local, hf, tensor, te)
+                if sparse:
+                    yield from self._experts(local, hf, place, expert, grouped_experts)
+        if place.pp_rank == place.pp_size - 1:
+            last = f"{len(chunks) - 1}."
+            yield from _lay(FINAL_NORM, last, "", tensor, te)
+            for rule in _head_rules(hf_config, head, shared=place.pp_size == 1):
+                yield from _lay(rule, last, "", tensor, te)
+
+    def _layer_rules(self, sparse: bool, sizes: Sizes) -> list[Rule]:
+        rules = (*self.layer, *(self.sparse if sparse else self.dense))
+        return [rule for rule in rules if not rule.when or sizes[rule.when]]
+
+    def _experts(self, local: str, hf: str, place: Place, cut: Cut, grouped_experts: bool) -> Iterator[Shard]:
+        count = cut.sizes["experts"] // place.ep_size
+        pieces = [(rule.local, list(rule.lies(rule.parts(cut.sizes), cut))) for rule in self.expert]
+        for number in range(count):
+            e = place.ep_rank * count + number
+            for name, boxes in pieces:
+                own = f"{name}{number}" if grouped_experts else f"local_experts.{number}.{name}"
+                for box, at in boxes:
+                    whose = Box(hf + box.tensor.format(e=e), box.start, box.shape)
+                    yield Shard(whose, f"{local}mlp.experts.{own}", at)
+
+    def _odd_settings(self, hf_config: HFConfig) -> list[str]:
+        odd = [
+            f"{key}={hf_config[key]!r} (Megatron is given {' or '.join(map(repr, allowed))})"
+            for key, allowed in self.only.items()
+            if key in hf_config and hf_config[key] not in allowed
+        ]
+        return [*odd, *filter(None, [self.refuse(hf_config)])]
+
+
+def tied(hf_config: HFConfig) -> bool:
+    """Whether the output layer is the embedding."""
+    return bool(hf_config.get("tie_word_embeddings", False))
+
+
+def family_of(hf_config: HFConfig) -> Family:
+    """The family of a config.json, by its architectures or else its model_type; ConfigError names the known ones."""
+    named = set(hf_config.get("architectures") or ())
+    model_type = hf_config.get("model_type")
+    families = known_families()
+    stems = [(a.removesuffix("ForCausalLM"), family) for family in families for a in family.architectures]
+    for stem, family in stems:
+        if any(name.startswith(stem + "For") for name in named):
+            return family
+    for family in families:
+        if not named and model_type in family.model_types:
+            return family
+    known = ", ".join(sorted(a for family in families for a in family.architectures))
+    raise ConfigError(f"Megatron has no table for {', '.join(sorted(named)) or model_type}: known are {known}")
+
+
+def known_families() -> list[Family]:
+    """The families of `families/`, by the names of their files."""
+    package = import_module("rlsys.models.megatron.families")
+    modules = [import_module(f"{package.__name__}.{info.name}") for info in iter_modules(package.__path__)]
+    return [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
+
+
+def _lay(rule: Rule, local: str, hf: str, cut: Cut, te: bool) -> Iterator[Shard]:
+    lies: Lies = (te and rule.te_lies) or rule.lies
+    name = local + ((te and rule.te) or rule.local)
+    parts = [(hf + part, shape) for part, shape in rule.parts(cut.sizes)]
+    for box, at in lies(parts, cut):
+        yield Shard(box, name, at)
+
+
+def _head_rules(hf_config: HFConfig, head: Head, *, shared: bool = False) -> tuple[Rule, ...]:
+    """What follows the final norm. `shared`: the stage holds the embedding too, so a tied output needs no copy."""
+    if head == "value":
+        return (SCORE, SCORE_BIAS)
+    if head == "score":
+        return (SCORE,)
+    if tied(hf_config):
+        return () if shared else (TIED_OUTPUT,)
+    return (OUTPUT,)
+
+
+def _stage_layers(count: int, place: Place) -> list[int]:
+    """How many layers each pipeline stage holds."""
+    if place.pp_size * place.vp_size > count:
+        raise ConfigError(
+            f"{count} layers cannot be split over pipeline_model_parallel_size={place.pp_size} stages"
+            f" of {place.vp_size} chunks each"
+        )
+    fixed = {0: place.first_layers, place.pp_size - 1: place.last_layers}
+    given = {stage: n for stage, n in fixed.items() if n is not None}
+    free = place.pp_size - len(given)
+    rest = count - sum(given.values())
+    per_stage = rest // free if free else 0
+    stages = [given.get(stage, per_stage) for stage in range(place.pp_size)]
+    if sum(stages) != count or any(n < 1 or n % place.vp_size for n in stages):
+        raise ConfigError(
+            f"{count} layers do not split evenly over pipeline_model_parallel_size={place.pp_size}"
+            f" and {place.vp_size} virtual chunks: set num_layers_in_first_pipeline_stage or"
+            f" num_layers_in_last_pipeline_stage so that the rest does"
+        )
+    return stages
+
+
+def _odd_place(place: Place) -> list[str]:
+    pairs = (
+        ("tp", place.tp_rank, place.tp_size),
+        ("pp", place.pp_rank, place.pp_size),
+        ("ep", place.ep_rank, place.ep_size),
+        ("etp", place.etp_rank, place.etp_size),
+    )
+    odd = [f"{name} rank {rank} of {size}" for name, rank, size in pairs if not 0 <= rank < size]
+    if place.vp_size > 1 and place.pp_size == 1:
+        odd.append("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1")
+    return odd
+
+
+def _indivisible(sizes: Sizes, place: Place) -> list[str]:
+    tp, groups = place.tp_size, sizes["groups"]
+    names: Sequence[tuple[str, str, int, str]] = (
+        ("heads", "attention heads", tp, "tensor_model_parallel_size"),
+        ("ffn", "MLP channels", tp, "tensor_model_parallel_size"),
+        ("shared_ffn", "channels of shared experts", tp, "tensor_model_parallel_size"),
+        ("experts", "experts", place.ep_size, "expert_model_parallel_size"),
+        ("expert_ffn", "channels of an expert", place.etp_size, "expert_tensor_parallel_size"),
+    )
+    odd = [
+        f"{sizes[size]} {what} are not divisible by {key}={by}"
+        for size, what, by, key in names
+        if sizes.get(size, 0) % by
+    ]
+    if groups % tp and tp % groups:
+        odd.append(f"{groups} key-value heads are neither a multiple nor a divisor of tensor_model_parallel_size={tp}")
+    if ceil(sizes["vocab"] / tp) * (tp - 1) >= sizes["vocab"]:
+        odd.append(f"a vocabulary of {sizes['vocab']} leaves nothing to some of {tp} tensor-parallel ranks")
+    if not sizes.get("experts") and place.ep_size > 1:
+        odd.append("expert parallelism without experts: set expert_model_parallel_size=1")
+    return odd

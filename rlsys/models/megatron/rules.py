@@ -1,0 +1,138 @@
+"""The vocabulary of the family tables: how tensors of a Hugging Face checkpoint lie in one Megatron parameter.
+
+A rule names a parameter, the HF tensors it is made of with their sizes, and one of the functions below, which yields
+the boxes that part `cut.index` of `cut.of` equal parts holds, each with its place in the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+from rlsys.types import Box, Shard
+from rlsys.utils.errors import ConfigError
+
+Sizes = Mapping[str, int]
+Parts = Sequence[tuple[str, tuple[int, ...]]]
+Piece = tuple[Box, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Part `index` of `of` equal parts, of a model with these sizes."""
+
+    index: int
+    of: int
+    sizes: Sizes
+
+
+Lies = Callable[[Parts, Cut], Iterator[Piece]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One Megatron parameter. `hf` names each tensor with its sizes, as "self_attn.o_proj.weight [hidden, q]".
+
+    `te` is the parameter's name in the Transformer Engine spec and `te_lies` how it lies there, where they differ. The
+    rule holds for models whose size `when` is not zero.
+    """
+
+    local: str
+    lies: Lies
+    hf: tuple[str, ...]
+    te: str = ""
+    te_lies: Lies | None = None
+    when: str = ""
+
+    @cached_property
+    def named(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Each HF tensor's name and the names of its sizes."""
+        parts = (text.removesuffix("]").split(" [") for text in self.hf)
+        return tuple((name, tuple(size.strip() for size in sizes.split(","))) for name, sizes in parts)
+
+    def parts(self, sizes: Sizes) -> list[tuple[str, tuple[int, ...]]]:
+        """Each HF tensor's name and full shape."""
+        return [(name, tuple(1 if d == "1" else sizes[d] for d in dims)) for name, dims in self.named]
+
+
+def whole(parts: Parts, cut: Cut) -> Iterator[Piece]:
+    """Every rank holds all of it."""
+    for name, shape in parts:
+        yield Box(name, (0,) * len(shape), shape), (0,) * len(shape)
+
+
+def rows(parts: Parts, cut: Cut) -> Iterator[Piece]:
+    """Equal parts of the first dimension."""
+    ((name, shape),) = parts
+    yield _part(name, shape, 0, cut), (0,) * len(shape)
+
+
+def columns(parts: Parts, cut: Cut) -> Iterator[Piece]:
+    """Equal parts of the last dimension."""
+    ((name, shape),) = parts
+    yield _part(name, shape, len(shape) - 1, cut), (0,) * len(shape)
+
+
+def stacked(parts: Parts, cut: Cut) -> Iterator[Piece]:
+    """Equal parts of the rows of each tensor, one below the other: a gate above its up projection."""
+    at = 0
+    for name, shape in parts:
+        box = _part(name, shape, 0, cut)
+        yield box, (at, *box.start[1:])
+        at += box.shape[0]
+
+
+def padded_rows(parts: Parts, cut: Cut) -> Iterator[Piece]:
+    """Parts of the rows after padding them to a multiple; padding rows are nobody's."""
+    ((name, shape),) = parts
+    each = ceil(shape[0] / cut.of)
+    start = min(cut.index * each, shape[0])
+    size = min(each, shape[0] - start)
+    if size:
+        yield Box(name, (start, *(0,) * (len(shape) - 1)), (size, *shape[1:])), (0,) * len(shape)
+
+
+def grouped(parts: Parts, cut: Cut) -> Iterator[Piece]:
+    """Equal parts of queries, keys and values interleaved by group: a group's queries, its key, its value.
+
+    With fewer groups than parts a part is a run of rows inside a group, as Megatron cuts it.
+    """
+    heads = cut.sizes["groups"]
+    runs = [(name, shape[0] // heads, shape[1:]) for name, shape in parts]
+    per_group = sum(length for _, length, _ in runs)
+    each = _divided(per_group * heads, cut.of, parts[0][0])
+    first, last = cut.index * each, (cut.index + 1) * each
+    for group in range(first // per_group, ceil(last / per_group)):
+        at = group * per_group
+        for name, length, rest in runs:
+            low, high = max(first, at), min(last, at + length)
+            if low < high:
+                tail = (0,) * len(rest)
+                yield (
+                    Box(name, (group * length + low - at, *tail), (high - low, *rest)),
+                    (low - first, *tail),
+                )
+            at += length
+
+
+def extents(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
+    """How far the shards reach in each local tensor."""
+    reach: dict[str, tuple[int, ...]] = {}
+    for shard in shards:
+        end = [at + n for at, n in zip(shard.local_start, shard.box.shape, strict=True)]
+        reach[shard.local] = tuple(map(max, reach.get(shard.local, (0,) * len(end)), end))
+    return reach
+
+
+def _part(name: str, shape: tuple[int, ...], dim: int, cut: Cut) -> Box:
+    each = _divided(shape[dim], cut.of, name)
+    start = tuple(cut.index * each if d == dim else 0 for d in range(len(shape)))
+    return Box(name, start, (*shape[:dim], each, *shape[dim + 1 :]))
+
+
+def _divided(size: int, parts: int, name: str) -> int:
+    if size % parts:
+        raise ConfigError(f"{name}: {size} is not divisible into {parts} tensor-parallel parts")
+    return size // parts

@@ -1,0 +1,293 @@
+"""Shards of simulated ranks: every element held once a replica, the same bits on the way back, Megatron's own order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlsys.models.hf import InMemory
+from rlsys.models.megatron.convert import full_tensors, load_from
+from rlsys.models.megatron.family import Family, Place, family_of
+from rlsys.utils.errors import ConfigError
+from tests.unit.models.megatron_families.tiny import CONFIGS
+
+MODELS = [name for name in CONFIGS if name not in ("llama-linear-rope", "qwen3-moe-unnormalised")]
+
+
+def config_of(name: str, **changes: Any) -> dict[str, Any]:
+    return {**CONFIGS[name], **changes}
+
+
+def random_model(family: Family, config: dict[str, Any]) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return {n: torch.randn(shape, generator=draw) for n, shape in family.hf_shapes(config).items()}
+
+
+def places(tp: int, pp: int, vp: int, ep: int, etp: int) -> Iterator[Place]:
+    for t, p, e, x in product(range(tp), range(pp), range(ep), range(etp)):
+        yield Place(t, tp, p, pp, vp, e, ep, x, etp)
+
+
+def empty_locals(family: Family, config: dict[str, Any], place: Place, **flags: Any) -> dict[str, Tensor]:
+    """Local tensors full of what must not stay."""
+    shapes = family.local_shapes(config, place, **flags)
+    return {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+
+
+def round_trip(config: dict[str, Any], ranks: list[Place], **flags: Any) -> None:
+    family = family_of(config)
+    shapes, model = family.hf_shapes(config), random_model(family, config)
+    holders = []
+    for place in ranks:
+        shards = family.shards(config, place, **flags)
+        local = empty_locals(family, config, place, **flags)
+        load_from(InMemory(model), shards, local, full_shapes=shapes)
+        assert all(prod(shard.box.shape) for shard in shards)
+        assert not any(tensor.isnan().any() for tensor in local.values())
+        held = sum(prod(shard.box.shape) for shard in shards)
+        spare = sum(tensor.numel() for tensor in local.values()) - held
+        assert spare <= 2 * place.tp_size * config["hidden_size"]
+        holders.append((shards, InMemory(local)))
+    back = dict(full_tensors(shapes, holders))
+    assert list(back) == list(model)
+    assert all(torch.equal(back[name], model[name]) for name in model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layout_gives_the_same_bits_back(name: str) -> None:
+    config = config_of(name)
+    expert_sizes = list(product((1, 2, 4), (1, 2))) if "num_experts_per_tok" in config else [(1, 1), (1, 2)]
+    tried = 0
+    for tp, (pp, vp), (ep, etp) in product((1, 2, 4), ((1, 1), (2, 1), (2, 2), (4, 1)), expert_sizes):
+        flags = {"grouped_experts": tried % 2 == 1, "fused_norms": tried % 3 == 1}
+        round_trip(config, list(places(tp, pp, vp, ep, etp)), **flags)
+        tried += 1
+    assert tried == 12 * len(expert_sizes)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_odd_sizes_give_the_same_bits_back(data: st.DataObject) -> None:
+    tp = data.draw(st.sampled_from((1, 2, 3, 4, 6)), "tp")
+    groups = data.draw(st.sampled_from([g for g in range(1, 13) if g % tp == 0 or tp % g == 0]), "groups")
+    heads = groups * data.draw(st.sampled_from([n for n in (1, 2, 3, 4, 6) if groups * n % tp == 0]), "per group")
+    config = config_of(
+        data.draw(st.sampled_from(["llama", "qwen2-tied", "qwen3"]), "family"),
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=data.draw(st.integers(1, 5), "head_dim") * (1 if groups % tp == 0 else tp),
+        hidden_size=data.draw(st.integers(1, 9), "hidden"),
+        intermediate_size=tp * data.draw(st.integers(1, 5), "ffn"),
+        vocab_size=data.draw(st.integers(tp * tp, 60), "vocab"),
+        num_hidden_layers=2,
+    )
+    pp = data.draw(st.sampled_from((1, 2)), "pp")
+    round_trip(config, list(places(tp, pp, 1, 1, 1)))
+
+
+def test_queries_keys_and_values_lie_group_by_group() -> None:
+    config = config_of("qwen2-tied", num_key_value_heads=4)
+    family, hidden, size = family_of(config), 32, 4
+    model = random_model(family, config)
+    prefix = "model.layers.1.self_attn."
+    q, k, v = (model[f"{prefix}{part}_proj.weight"].view(4, -1, hidden) for part in "qkv")
+    fused = torch.cat([q, k, v], dim=1).view(-1, hidden)
+    biases = [model[f"{prefix}{part}_proj.bias"].view(4, -1) for part in "qkv"]
+    for rank in range(size):
+        local = _filled(config, model, Place(tp_rank=rank, tp_size=size))
+        own = "0.decoder.layers.1.self_attention."
+        assert torch.equal(local[own + "linear_qkv.weight"], fused.chunk(size)[rank])
+        assert torch.equal(local[own + "linear_qkv.bias"], torch.cat(biases, dim=1).view(-1).chunk(size)[rank])
+        out = model[prefix + "o_proj.weight"].chunk(size, dim=1)[rank]
+        assert torch.equal(local[own + "linear_proj.weight"], out)
+
+
+def test_gate_lies_above_up_and_padding_is_zero() -> None:
+    config = config_of("llama", vocab_size=9)
+    model = random_model(family_of(config), config)
+    local = _filled(config, model, Place(tp_rank=1, tp_size=2))
+    gate, up = (model[f"model.layers.2.mlp.{part}_proj.weight"].chunk(2)[1] for part in ("gate", "up"))
+    assert torch.equal(local["0.decoder.layers.2.mlp.linear_fc1.weight"], torch.cat([gate, up]))
+    embedding = local["0.embedding.word_embeddings.weight"]
+    assert torch.equal(embedding[:4], model["model.embed_tokens.weight"][5:])
+    assert embedding.shape == (5, 32)
+    assert not embedding[4:].any()
+
+
+def test_experts_are_numbered_from_the_first_of_the_rank() -> None:
+    config = config_of("mixtral")
+    model = random_model(family_of(config), config)
+    place = Place(ep_rank=1, ep_size=4, etp_rank=1, etp_size=2)
+    w1, w3 = (model[f"model.layers.0.block_sparse_moe.experts.3.w{n}.weight"].chunk(2)[1] for n in (1, 3))
+    one_by_one = _filled(config, model, place)["0.decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"]
+    grouped = _filled(config, model, place, grouped_experts=True)["0.decoder.layers.0.mlp.experts.linear_fc1.weight1"]
+    assert torch.equal(one_by_one, torch.cat([w1, w3]))
+    assert torch.equal(grouped, one_by_one)
+
+
+def test_transformer_engine_names() -> None:
+    def names(model: str) -> set[str]:
+        config = config_of(model)
+        shards = family_of(config).shards(config, Place(), fused_norms=True, grouped_experts=True)
+        return {shard.local.removeprefix("0.decoder.layers.") for shard in shards}
+
+    dense = {name for name in names("qwen3") if name.startswith(("0.self", "0.mlp", "0.input", "0.pre"))}
+    assert dense == {
+        "0.self_attention.linear_qkv.layer_norm_weight",
+        "0.self_attention.linear_qkv.weight",
+        "0.self_attention.linear_proj.weight",
+        "0.self_attention.q_layernorm.weight",
+        "0.self_attention.k_layernorm.weight",
+        "0.mlp.linear_fc1.layer_norm_weight",
+        "0.mlp.linear_fc1.weight",
+        "0.mlp.linear_fc2.weight",
+    }
+    latent = {name for name in names("deepseek-v3") if name.startswith("1.") and ".experts." not in name}
+    assert latent == {
+        "1.input_layernorm.weight",
+        "1.self_attention.linear_q_down_proj.weight",
+        "1.self_attention.linear_q_up_proj.layer_norm_weight",
+        "1.self_attention.linear_q_up_proj.weight",
+        "1.self_attention.linear_kv_down_proj.weight",
+        "1.self_attention.linear_kv_up_proj.layer_norm_weight",
+        "1.self_attention.linear_kv_up_proj.weight",
+        "1.self_attention.linear_proj.weight",
+        "1.pre_mlp_layernorm.weight",
+        "1.mlp.router.weight",
+        "1.mlp.router.expert_bias",
+        "1.mlp.shared_experts.linear_fc1.weight",
+        "1.mlp.shared_experts.linear_fc2.weight",
+    }
+
+
+def test_latent_down_projections_are_whole_in_transformer_engine_only() -> None:
+    config = config_of("deepseek-v3")
+    family, place = family_of(config), Place(tp_rank=1, tp_size=2)
+    name = "0.decoder.layers.0.self_attention.linear_kv_down_proj.weight"
+    assert family.local_shapes(config, place)[name] == (10, 32)
+    assert family.local_shapes(config, place, fused_norms=True)[name] == (20, 32)
+
+
+def test_interleaved_and_uneven_pipelines() -> None:
+    family = family_of(config_of("llama"))
+
+    def split(layers: int, **place: Any) -> list[list[list[int]]]:
+        config = config_of("llama", num_hidden_layers=layers)
+        return [family.layers_of(config, Place(pp_rank=rank, **place)) for rank in range(place["pp_size"])]
+
+    assert split(8, pp_size=2, vp_size=2) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert split(7, pp_size=3, first_layers=1) == [[[0]], [[1, 2, 3]], [[4, 5, 6]]]
+    assert split(7, pp_size=2, last_layers=3) == [[[0, 1, 2, 3]], [[4, 5, 6]]]
+    assert split(10, pp_size=3, vp_size=2, last_layers=2) == [[[0, 1], [5, 6]], [[2, 3], [7, 8]], [[4], [9]]]
+
+
+def test_tied_output_is_held_by_the_last_stage_too() -> None:
+    config = config_of("qwen2-tied")
+    family = family_of(config)
+    last = family.shards(config, Place(pp_rank=1, pp_size=2))
+    assert {s.box.tensor for s in last if s.local == "0.output_layer.weight"} == {"model.embed_tokens.weight"}
+    assert not any(s.local == "0.output_layer.weight" for s in family.shards(config, Place()))
+    assert family.aliases(config) == {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+@pytest.mark.parametrize(("head", "held"), [("value", {"score.weight", "score.bias"}), ("score", {"score.weight"})])
+def test_scalar_heads_replace_the_output(head: Any, held: set[str]) -> None:
+    config = config_of("qwen2-tied")
+    family = family_of(config)
+    shards = family.shards(config, Place(tp_rank=1, tp_size=2), head=head)
+    assert {s.box.tensor for s in shards if "output_layer" in s.local} == held
+    assert held <= family.hf_shapes(config, head=head).keys()
+    assert not family.model_args(config, tp_size=2, head=head)["share_embeddings_and_output_weights"]
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "place", "words"),
+    [
+        ("llama", {}, Place(tp_size=3), "8 attention heads are not divisible by tensor_model_parallel_size=3"),
+        ("llama", {"num_key_value_heads": 8, "num_attention_heads": 24}, Place(tp_size=12), "neither a multiple"),
+        ("llama", {}, Place(pp_size=3), "num_layers_in_first_pipeline_stage"),
+        ("llama", {}, Place(pp_size=4, vp_size=2), "4 layers cannot be split"),
+        ("llama", {}, Place(vp_size=2), "needs pipeline_model_parallel_size > 1"),
+        ("llama", {}, Place(ep_size=2), "without experts"),
+        ("llama", {}, Place(tp_rank=2, tp_size=2), "tp rank 2 of 2"),
+        ("llama", {"vocab_size": 5}, Place(tp_size=4), "leaves nothing"),
+        ("llama", {"attention_bias": True}, Place(), "attention_bias=True"),
+        ("llama", {"hidden_act": "gelu"}, Place(), "hidden_act='gelu'"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, Place(), "rotary scaling"),
+        ("llama", {"num_hidden_layers": None}, Place(), "lacks num_hidden_layers"),
+        ("qwen2-tied", {"use_sliding_window": True, "sliding_window": 8}, Place(), "sliding_window=8"),
+        ("qwen3-moe", {}, Place(ep_size=3), "8 experts are not divisible by expert_model_parallel_size=3"),
+        ("qwen3-moe", {}, Place(etp_size=3), "expert_tensor_parallel_size=3"),
+        ("deepseek-v3", {"num_experts_per_tok": 6}, Place(), "2 x topk_group"),
+        ("deepseek-v3", {"norm_topk_prob": False}, Place(), "norm_topk_prob=False"),
+        ("deepseek-v3", {"quantization_config": {"quant_method": "fp8"}}, Place(), "quantization_config"),
+    ],
+)
+def test_what_megatron_cannot_hold_or_compute_is_refused(
+    model: str, changes: dict[str, Any], place: Place, words: str
+) -> None:
+    config = config_of(model, **changes)
+    with pytest.raises(ConfigError, match=words):
+        family_of(config).check(config, place)
+
+
+def test_unknown_architectures_are_named_beside_the_known() -> None:
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel: known are DeepseekV3ForCausalLM, Llama"):
+        family_of({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"})
+    assert family_of({"architectures": ["Qwen2ForTokenClassification"]}) is family_of(config_of("qwen2-tied"))
+
+
+def test_old_and_new_rotary_keys_mean_the_same() -> None:
+    new = config_of("deepseek-v3")
+    rope = dict(new["rope_parameters"])
+    old = {k: v for k, v in new.items() if k != "rope_parameters"} | {"rope_theta": rope.pop("rope_theta")}
+    old["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
+    family = family_of(new)
+    assert family.transformer_config(old) == family.transformer_config(new)
+    assert family.transformer_config(new)["rope_type"] == "yarn"
+
+
+def test_published_sizes_are_met() -> None:
+    """DeepSeek-V3 is published as 671B parameters and 14B more for multi-token prediction, less what is shared."""
+    config = {
+        **CONFIGS["deepseek-v3"],
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "n_group": 8,
+        "topk_group": 4,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "num_nextn_predict_layers": 1,
+    }
+    family = family_of(config)
+    assert round(sum(map(prod, family.hf_shapes(config).values())) / 1e9) == 671
+    extra = family.carried(config)
+    assert round(sum(map(prod, extra.values())) / 1e9, 1) == 13.5
+    assert extra["model.layers.61.eh_proj.weight"] == (7168, 14336)
+    assert extra["model.layers.61.mlp.experts.255.up_proj.weight"] == (2048, 7168)
+
+
+def _filled(config: dict[str, Any], model: dict[str, Tensor], place: Place, **flags: Any) -> dict[str, Tensor]:
+    family = family_of(config)
+    local = empty_locals(family, config, place, **flags)
+    load_from(InMemory(model), family.shards(config, place, **flags), local)
+    return local

@@ -1,0 +1,105 @@
+"""A small random model of every family, written as transformers writes it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DENSE: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.3,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+LATENT = {
+    **DENSE,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 6,
+    "routed_scaling_factor": 1.7,
+    "num_nextn_predict_layers": 0,
+    "num_key_value_heads": 8,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 64,
+    "beta_slow": 1,
+    "mscale": 0.8,
+    "mscale_all_dim": 1.1,
+    "original_max_position_embeddings": 2048,
+}
+EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 16, "head_dim": 6}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {**DENSE, "model_type": "llama", "rope_parameters": LLAMA3_ROPE},
+    "llama-linear-rope": {
+        **DENSE,
+        "model_type": "llama",
+        "head_dim": 8,
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    },
+    "qwen2-tied": {**DENSE, "model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen3": {**DENSE, "model_type": "qwen3", "head_dim": 12},
+    "qwen3-moe": {
+        **DENSE,
+        **EXPERTS,
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [2],
+    },
+    "qwen3-moe-unnormalised": {**DENSE, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 8},
+    "mixtral": {**DENSE, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
+    "deepseek-v3": {**LATENT, "model_type": "deepseek_v3", "rope_parameters": YARN},
+    "deepseek-v3-full-q": {**LATENT, "model_type": "deepseek_v3", "q_lora_rank": None, "n_group": 1, "topk_group": 1},
+}
+
+
+def write_model(name: str, path: Path) -> Any:
+    """Write the model as a directory and return it: random weights, norms and biases included."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    settings = dict(CONFIGS[name])
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for tensor_name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor_name.endswith(("norm.weight", "bias")):
+                tensor.copy_(torch.randn_like(tensor) * 0.3 + tensor_name.endswith("norm.weight"))
+    model.save_pretrained(path, max_shard_size="100KB")
+    return model
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    return json.loads((path / "config.json").read_text())
