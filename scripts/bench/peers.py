@@ -30,9 +30,14 @@ def verl_python() -> Path:
     return python
 
 
+def python_path() -> str:
+    """This checkout before what the environment names."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
 def start_side(command: Sequence[str], extra: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """One side of a benchmark in its own process, single-threaded, talking over its standard input and output."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(extra or {})}
+    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **(extra or {})}
     with tempfile.NamedTemporaryFile("w", prefix="rlsys-bench-", suffix=".log", delete=False) as log:
         print(f"{' '.join(command)} > {log.name}", file=sys.stderr)
         return subprocess.Popen(

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from peers import machine  # pyrefly: ignore
+from peers import machine, python_path  # pyrefly: ignore
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT, PEER = "python -c pass", "import torch"
@@ -48,7 +48,7 @@ class Figure:
 
 def fresh_process_s(name: str) -> float:
     """Seconds one fresh process takes, from spawning it to its exit."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": python_path()}
     start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, *COMMANDS[name]], env=environment, capture_output=True, cwd=ROOT, check=False
