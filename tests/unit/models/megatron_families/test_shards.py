@@ -172,8 +172,8 @@ def test_latent_down_projections_are_whole_in_transformer_engine_only() -> None:
     config = config_of("deepseek-v3")
     family, place = family_of(config), Place(tp_rank=1, tp_size=2)
     name = "0.decoder.layers.0.self_attention.linear_kv_down_proj.weight"
-    assert family.local_shapes(config, place)[name] == (8, 32)
-    assert family.local_shapes(config, place, fused_norms=True)[name] == (16, 32)
+    assert family.local_shapes(config, place)[name] == (10, 32)
+    assert family.local_shapes(config, place, fused_norms=True)[name] == (20, 32)
 
 
 def test_interleaved_and_uneven_pipelines() -> None:

@@ -34,7 +34,7 @@ LATENT = {
     "kv_lora_rank": 12,
     "q_lora_rank": 24,
     "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
+    "qk_rope_head_dim": 8,
     "v_head_dim": 6,
     "routed_scaling_factor": 1.7,
     "num_nextn_predict_layers": 0,
@@ -52,11 +52,11 @@ YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
     "factor": 4.0,
-    "beta_fast": 32,
+    "beta_fast": 64,
     "beta_slow": 1,
     "mscale": 0.8,
     "mscale_all_dim": 1.1,
-    "original_max_position_embeddings": 16,
+    "original_max_position_embeddings": 2048,
 }
 EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 16, "head_dim": 6}
 

@@ -1,0 +1,114 @@
+"""Checkpoints of training <-> Hugging Face model directories, tensor by tensor.
+
+python -m rlsys.model_merger merge  --local_dir CHECKPOINT --target_dir MODEL
+python -m rlsys.model_merger split  --hf_model_path MODEL --target_dir RANKS --tp 2 --pp 2 --ep 4
+python -m rlsys.model_merger verify --local_dir CHECKPOINT --hf_model_path MODEL
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlsys.model_merger.convert import compare, lines_of, merge, split
+from rlsys.model_merger.kinds import Split
+from rlsys.utils.errors import CheckpointError, ConfigError
+
+BACKENDS = ("fsdp", "megatron")
+FLOATS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Code 0 when all went well, 1 when verify found differences, 2 and one line for what is wrong."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except (CheckpointError, ConfigError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m rlsys.model_merger", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    folder = {"type": Path, "metavar": "DIR"}
+
+    merging = commands.add_parser("merge", help="a checkpoint becomes a model directory")
+    merging.set_defaults(run=_merge)
+    merging.add_argument("--local_dir", required=True, help="the checkpoint: global_step_N/actor, or a split", **folder)
+    merging.add_argument("--target_dir", required=True, help="the model directory to write", **folder)
+    merging.add_argument("--backend", choices=BACKENDS, help="refuse a checkpoint of the other one")
+    merging.add_argument("--hf_model_config_path", help="config.json and tokenizer; LOCAL_DIR/huggingface", **folder)
+    merging.add_argument(
+        "--carry_from", help="a model directory that gives what training does not hold (MTP)", **folder
+    )
+    merging.add_argument("--dtype", choices=FLOATS, help="convert floats; otherwise bits stay as they are")
+    merging.add_argument("--overwrite", action="store_true")
+
+    splitting = commands.add_parser("split", help="a model directory becomes one file a Megatron rank")
+    splitting.set_defaults(run=_split)
+    splitting.add_argument("--hf_model_path", required=True, help="the model directory", **folder)
+    splitting.add_argument("--target_dir", required=True, help="the folder to write", **folder)
+    for name in ("tp", "pp", "vp", "ep", "etp"):
+        splitting.add_argument(f"--{name}", type=int, default=1, metavar="N")
+    splitting.add_argument("--first_layers", type=int, metavar="N", help="num_layers_in_first_pipeline_stage")
+    splitting.add_argument("--last_layers", type=int, metavar="N", help="num_layers_in_last_pipeline_stage")
+    splitting.add_argument("--head", choices=("lm", "value", "score"), default="lm")
+    splitting.add_argument("--grouped_experts", action="store_true", help="names of TEGroupedMLP")
+    splitting.add_argument("--transformer_engine", action="store_true", help="names of the Transformer Engine spec")
+    splitting.add_argument("--overwrite", action="store_true")
+
+    verifying = commands.add_parser("verify", help="compare a checkpoint with a model directory, bit by bit")
+    verifying.set_defaults(run=_verify)
+    verifying.add_argument("--local_dir", required=True, help="the checkpoint, or another model directory", **folder)
+    verifying.add_argument("--hf_model_path", required=True, help="the model directory", **folder)
+    verifying.add_argument("--backend", choices=BACKENDS, help="refuse a checkpoint of the other one")
+    return parser
+
+
+def _merge(options: argparse.Namespace) -> int:
+    count = merge(
+        options.local_dir,
+        options.target_dir,
+        backend=options.backend,
+        config_dir=options.hf_model_config_path,
+        carry_from=options.carry_from,
+        dtype=FLOATS[options.dtype] if options.dtype else None,
+        overwrite=options.overwrite,
+    )
+    print(f"{options.target_dir}: {count} tensors")
+    return 0
+
+
+def _split(options: argparse.Namespace) -> int:
+    cut = Split(
+        tp=options.tp,
+        pp=options.pp,
+        vp=options.vp,
+        ep=options.ep,
+        etp=options.etp,
+        first_layers=options.first_layers,
+        last_layers=options.last_layers,
+        grouped_experts=options.grouped_experts,
+        transformer_engine=options.transformer_engine,
+        head=options.head,
+    )
+    count = split(options.hf_model_path, options.target_dir, cut, overwrite=options.overwrite)
+    print(f"{options.target_dir}: {count} files")
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    differences = compare(options.local_dir, options.hf_model_path, backend=options.backend)
+    for line in lines_of(differences):
+        print(line)
+    print(f"{len(differences)} differences" if differences else "equal, bit by bit")
+    return 1 if differences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

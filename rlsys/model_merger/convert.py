@@ -1,0 +1,222 @@
+"""Merging checkpoints into Hugging Face model directories, splitting those into ranks, and comparing the two.
+
+One tensor is in memory at a time, and what it is made of. Output is there wholly or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlsys.engines.export import TOKENIZER_FILES
+from rlsys.model_merger.kinds import Split, open_checkpoint, split_text
+from rlsys.model_merger.stored import Pieces, Together, Weights, read_whole
+from rlsys.model_merger.stream import DTYPES, FILE_BYTES, Kind, torch_dtype, write_file, write_model_files
+from rlsys.models.hf import ModelSource, SafetensorsDir, build, check_names, read_config
+from rlsys.models.megatron.convert import view
+from rlsys.models.megatron.family import Family, Head, family_of, tied
+from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_text_durable
+from rlsys.utils.errors import CheckpointError, ConfigError
+
+HUGGINGFACE = "huggingface"
+BUFFERS = (".e_score_correction_bias",)
+
+
+def merge(
+    local_dir: Path,
+    target_dir: Path,
+    *,
+    backend: str | None = None,
+    config_dir: Path | None = None,
+    carry_from: Path | None = None,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    file_bytes: int = FILE_BYTES,
+) -> int:
+    """Write a checkpoint as a model directory; returns the number of tensors.
+
+    `config_dir` has config.json and the tokenizer (by default `huggingface/` in the checkpoint), `carry_from` is a
+    model directory to take tensors from that training does not hold (multi-token prediction). Bits stay as they are
+    unless `dtype`, a safetensors name such as BF16, asks for other floats. CheckpointError for anything missing,
+    superfluous or misshapen; nothing is left behind then.
+    """
+    config_dir = config_dir or local_dir / HUGGINGFACE
+    hf_config = read_config_json(config_dir)
+    stored = open_checkpoint(local_dir, hf_config, backend)
+    carried = _carried(hf_config)
+    weights: Weights = stored
+    if carry_from is not None:
+        lacking = [name for name in _expected(config_dir, hf_config, stored) if name.endswith(BUFFERS)]
+        weights = Together(stored, SafetensorsDir(carry_from), [*carried, *lacking])
+    expected = _expected(config_dir, hf_config, weights)
+    check_names(expected, weights, aliases=[*_aliases(hf_config), *carried])
+    _check_copies(stored)
+    there = weights.names()
+    shapes = {**expected, **{name: shape for name, shape in carried.items() if name in there}}
+    kinds = {name: (_kept(name, weights.dtype(name), dtype), tuple(shape)) for name, shape in shapes.items()}
+    tensors = (read_whole(weights, name).to(torch_dtype(kind[0])) for name, kind in kinds.items())
+
+    def fill(staging: Path) -> None:
+        write_model_files(staging, kinds, tensors, file_bytes=file_bytes)
+        _copy_settings(config_dir, staging, most_common(kinds))
+
+    _write_directory(target_dir, fill, overwrite=overwrite)
+    return len(kinds)
+
+
+def split(model_dir: Path, target_dir: Path, cut: Split, *, overwrite: bool = False) -> int:
+    """Write a model directory as one file a Megatron rank, besides split.json and `huggingface/`; returns the number of
+    files. ConfigError for a layout that cannot be, CheckpointError for files that are not the model's."""
+    hf_config = read_config_json(model_dir)
+    family = family_of(hf_config)
+    weights = SafetensorsDir(model_dir)
+    carried = family.carried(hf_config)
+    files = list(cut.files(family, hf_config))
+    for _, place in files:
+        family.check(hf_config, place)
+    check_names(family.hf_shapes(hf_config, head=cut.head), weights, aliases=[*family.aliases(hf_config), *carried])
+    there = weights.names()
+
+    def fill(staging: Path) -> None:
+        for file, place in files:
+            shapes, shards = cut.content(family, hf_config, file, place)
+            by_local: dict[str, list[Any]] = {name: [] for name in shapes}
+            for shard in shards:
+                by_local[shard.local].append(shard)
+            kinds = {name: (weights.dtype(own[0].box.tensor), shapes[name]) for name, own in by_local.items()}
+            write_file(staging / file, kinds, (_local(weights, kinds[n], own) for n, own in by_local.items()))
+        kept = {name: (weights.dtype(name), shape) for name, shape in carried.items() if name in there}
+        if kept:
+            write_file(staging / "carried.safetensors", kept, (read_whole(weights, name) for name in kept))
+        write_text_durable(staging / "split.json", split_text(cut))
+        (staging / HUGGINGFACE).mkdir()
+        _copy_settings(model_dir, staging / HUGGINGFACE, None)
+
+    _write_directory(target_dir, fill, overwrite=overwrite)
+    return len(files)
+
+
+def compare(local_dir: Path, model_dir: Path, *, backend: str | None = None) -> list[str]:
+    """How the bits of a checkpoint (or another model directory) differ from those of a model directory: one line a
+    tensor, none when they are equal. Tensors the checkpoint does not hold but carries may be missing there."""
+    hf_config = read_config_json(model_dir)
+    theirs = SafetensorsDir(model_dir)
+    plain = any(local_dir.glob("*.safetensors")) and (local_dir / "config.json").is_file()
+    ours = SafetensorsDir(local_dir) if plain else open_checkpoint(local_dir, hf_config, backend)
+    spare = {*_aliases(hf_config), *_carried(hf_config)}
+    names, other = set(ours.names()), set(theirs.names())
+    lines = [f"{name} is only in {local_dir}" for name in sorted(names - other - spare)]
+    lines += [f"{name} is only in {model_dir}" for name in sorted(other - names - spare)]
+    lines += [line for name in sorted(names & other) if (line := _difference(name, ours, theirs))]
+    return lines + (list(ours.differing_copies()) if isinstance(ours, Pieces) else [])
+
+
+def read_config_json(directory: Path) -> dict[str, Any]:
+    """The config.json of a directory; CheckpointError if it cannot be read."""
+    try:
+        return json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {directory / 'config.json'}: {error}") from error
+
+
+def most_common(kinds: Mapping[str, Kind]) -> str:
+    """The torch name of the type of most tensors."""
+    name = Counter(dtype for dtype, _ in kinds.values()).most_common(1)[0][0]
+    return str(DTYPES[name]).removeprefix("torch.")
+
+
+def _family(hf_config: Mapping[str, Any]) -> Family | None:
+    try:
+        return family_of(hf_config)
+    except ConfigError:
+        return None
+
+
+def _carried(hf_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    family = _family(hf_config)
+    return family.carried(hf_config) if family else {}
+
+
+def _aliases(hf_config: Mapping[str, Any]) -> list[str]:
+    return ["lm_head.weight"] if tied(hf_config) else []
+
+
+def _expected(config_dir: Path, hf_config: Mapping[str, Any], weights: Weights) -> Mapping[str, tuple[int, ...]]:
+    """The shapes of the model's tensors by its table, or by transformers' own model for families without one."""
+    names = weights.names()
+    scalar = "score.weight" in names
+    head: Head = ("value" if "score.bias" in names else "score") if scalar else "lm"
+    family = _family(hf_config)
+    if family is not None:
+        return family.hf_shapes(hf_config, head=head)
+    model = build(read_config(ModelSource(str(config_dir))), head="scalar" if scalar else "lm", packed=False)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def _kept(name: str, stored: str, wanted: str | None) -> str:
+    floats = stored in ("F64", "F32", "F16", "BF16")
+    return wanted if wanted is not None and floats and not name.endswith(BUFFERS) else stored
+
+
+def _local(weights: SafetensorsDir, kind: Kind, shards: list[Any]) -> Tensor:
+    dtype, shape = kind
+    tensor = torch.zeros(shape, dtype=torch_dtype(dtype))
+    for shard in shards:
+        box, found = shard.box, weights.dtype(shard.box.tensor)
+        if found != dtype:
+            raise CheckpointError(
+                f"{box.tensor} is {found} and {shards[0].box.tensor} is {dtype}: one Megatron tensor holds both"
+            )
+        view(tensor, shard.local_start, box.shape).copy_(weights.read(box.tensor, box.start, box.shape))
+    return tensor
+
+
+def _check_copies(weights: Pieces) -> None:
+    if lines := list(weights.differing_copies()):
+        raise CheckpointError(f"ranks disagree on {len(lines)} tensors: {'; '.join(lines[:3])}")
+
+
+def _difference(name: str, ours: Weights, theirs: Weights) -> str:
+    kinds = [(weights.dtype(name), weights.shape(name)) for weights in (ours, theirs)]
+    if kinds[0] != kinds[1]:
+        return f"{name} is {kinds[0][0]} {kinds[0][1]} and {kinds[1][0]} {kinds[1][1]}"
+    mine, other = (read_whole(weights, name).contiguous().reshape(-1).view(torch.uint8) for weights in (ours, theirs))
+    return "" if torch.equal(mine, other) else f"{name} differs in {int((mine != other).sum())} bytes"
+
+
+def _copy_settings(source: Path, target: Path, dtype: str | None) -> None:
+    config = read_config_json(source)
+    if dtype is not None and dtype not in (config.get("dtype"), config.get("torch_dtype")):
+        config = {**{key: value for key, value in config.items() if key != "torch_dtype"}, "dtype": dtype}
+    write_text_durable(target / "config.json", json.dumps(config, indent=2) + "\n")
+    for pattern in TOKENIZER_FILES:
+        for file in sorted(source.glob(pattern)):
+            if file.is_file():
+                shutil.copyfile(file, target / file.name)
+                fsync_file(target / file.name)
+
+
+def _write_directory(target: Path, fill: Callable[[Path], None], *, overwrite: bool) -> None:
+    if target.exists() and not overwrite:
+        raise CheckpointError(f"{target} exists already: give another folder, or --overwrite")
+    staging = staging_dir(target)
+    try:
+        fill(staging)
+        commit_dir(staging, target)
+    except (OSError, CheckpointError) as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise CheckpointError(f"cannot write {target}: {error}") from error
+
+
+def lines_of(differences: list[str], most: int = 20) -> Iterator[str]:
+    """The first differences and how many more there are."""
+    yield from differences[:most]
+    if len(differences) > most:
+        yield f"and {len(differences) - most} more"

@@ -1,0 +1,214 @@
+"""The kinds of checkpoint there are: where each keeps which Hugging Face tensor."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from rlsys.engines import checkpoint
+from rlsys.engines.dcp_storage import METADATA, read_tensor_index
+from rlsys.model_merger.stored import Piece, Pieces
+from rlsys.models.lora import is_adapter
+from rlsys.models.megatron.family import Family, Head, Place, family_of
+from rlsys.types import Shard
+from rlsys.utils.errors import CheckpointError, ConfigError
+
+SPLIT = "split.json"
+FORMAT = 1
+EXPERTS = ".mlp.experts."
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a model is cut into one file a rank: Megatron's parallel sizes and naming."""
+
+    tp: int = 1
+    pp: int = 1
+    vp: int = 1
+    ep: int = 1
+    etp: int = 1
+    first_layers: int | None = None
+    last_layers: int | None = None
+    grouped_experts: bool = False
+    transformer_engine: bool = False
+    head: Head = "lm"
+
+    def files(self, family: Family, hf_config: Mapping[str, Any]) -> Iterator[tuple[str, Place]]:
+        """Each file with a place that holds what is in it. Experts are cut otherwise than the rest, so they have files
+        of their own, and nothing but what tensor-parallel ranks share is stored twice."""
+        across = {"pp_size": self.pp, "vp_size": self.vp, "tp_size": self.tp, "ep_size": self.ep, "etp_size": self.etp}
+        uneven = {"first_layers": self.first_layers, "last_layers": self.last_layers}
+        for pp, tp in product(range(self.pp), range(self.tp)):
+            yield f"tp_{tp:03d}_pp_{pp:03d}.safetensors", Place(pp_rank=pp, tp_rank=tp, **across, **uneven)
+        if family.expert:
+            for pp, ep, etp in product(range(self.pp), range(self.ep), range(self.etp)):
+                place = Place(pp_rank=pp, ep_rank=ep, etp_rank=etp, **across, **uneven)
+                yield f"experts_ep_{ep:03d}_etp_{etp:03d}_pp_{pp:03d}.safetensors", place
+
+    def content(
+        self, family: Family, hf_config: Mapping[str, Any], file: str, place: Place
+    ) -> tuple[dict[str, tuple[int, ...]], list[Shard]]:
+        """The local tensors of a file with their shapes, and the shards in them."""
+        flags = {"grouped_experts": self.grouped_experts, "fused_norms": self.transformer_engine}
+        experts = file.startswith("experts")
+        shapes = family.local_shapes(hf_config, place, head=self.head, **flags)
+        shards = family.shards(hf_config, place, head=self.head, **flags)
+        return (
+            {name: shape for name, shape in shapes.items() if (EXPERTS in name) == experts},
+            [shard for shard in shards if (EXPERTS in shard.local) == experts],
+        )
+
+
+def open_checkpoint(directory: Path, hf_config: Mapping[str, Any], backend: str | None = None) -> Pieces:
+    """The weights of a checkpoint of either backend; CheckpointError if it is not whole or not of this model.
+
+    Every file of a training checkpoint is checked against its manifest first.
+    """
+    if (directory / SPLIT).is_file():
+        found, weights = "megatron", _split_pieces
+    elif (directory / METADATA).is_file():
+        found = "fsdp" if (directory / "fsdp_config.json").is_file() else "megatron"
+        weights = _training_pieces
+    else:
+        raise CheckpointError(f"{directory} is no checkpoint: it has neither {METADATA} nor {SPLIT}")
+    if backend not in (None, found):
+        raise CheckpointError(f"{directory} is a checkpoint of {found}, not of {backend}")
+    return weights(directory, hf_config)
+
+
+def read_split(directory: Path) -> Split:
+    """What split.json says; CheckpointError if it cannot be read."""
+    try:
+        settings = json.loads((directory / SPLIT).read_text())
+        if settings.pop("format") != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}")
+        return Split(**settings)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(f"{directory / SPLIT} cannot be read: {error}") from error
+
+
+def split_text(split: Split) -> str:
+    """The content of split.json."""
+    return json.dumps({"format": FORMAT, **asdict(split)}, indent=1)
+
+
+def _split_pieces(directory: Path, hf_config: Mapping[str, Any]) -> Pieces:
+    family, split = family_of(hf_config), read_split(directory)
+    pieces: dict[str, list[Piece]] = defaultdict(list)
+    for file, place in split.files(family, hf_config):
+        shapes, shards = split.content(family, hf_config, file, place)
+        _check_file(directory / file, shapes)
+        for shard in shards:
+            box = shard.box
+            pieces[box.tensor].append(Piece(box.start, box.shape, file, shard.local, shard.local_start))
+    shapes = family.hf_shapes(hf_config, head=split.head)
+    carried = directory / "carried.safetensors"
+    if carried.is_file():
+        extra = family.carried(hf_config)
+        there = _stored_shapes(carried)
+        _check_file(carried, {name: extra[name] for name in there if name in extra})
+        for name in there:
+            shapes[name] = extra[name]
+            pieces[name] = [Piece((0,) * len(extra[name]), extra[name], carried.name, name, (0,) * len(extra[name]))]
+    return Pieces(directory, shapes, pieces)
+
+
+def _check_file(file: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
+    there = _stored_shapes(file)
+    missing, unknown = sorted(expected.keys() - there.keys()), sorted(there.keys() - expected.keys())
+    odd = [
+        f"{name} is {there[name]}, this model's {shape}"
+        for name, shape in expected.items()
+        if name in there and there[name] != shape
+    ]
+    parts = [
+        f"{len(missing)} tensors are missing ({', '.join(missing[:3])})" if missing else "",
+        f"{len(unknown)} tensors are not this model's ({', '.join(unknown[:3])})" if unknown else "",
+        f"{len(odd)} shapes differ ({'; '.join(odd[:3])})" if odd else "",
+    ]
+    if any(parts):
+        raise CheckpointError(f"{file}: {'; '.join(filter(None, parts))}")
+
+
+def _stored_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safe_open(file, framework="pt") as stored:
+            return {key: tuple(stored.get_slice(key).get_shape()) for key in stored.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+
+
+def _training_pieces(directory: Path, hf_config: Mapping[str, Any]) -> Pieces:
+    checkpoint.verify(directory)
+    index = read_tensor_index(directory)
+    stored = {key.removeprefix("model."): entry for key, entry in index.items() if key.startswith("model.")}
+    if not stored:
+        raise CheckpointError(f"{directory} has no weights of a model: it was saved without them")
+    if any(map(is_adapter, stored)):
+        raise CheckpointError(f"{directory} has adapters: export the model from training, which merges them")
+    shapes = {name: tuple(entry["shape"]) for name, entry in stored.items()}
+    pieces = {name: [_piece(chunk, 0) for chunk in entry["chunks"]] for name, entry in stored.items()}
+    for name, shape, fused, row in _experts_apart(hf_config, stored):
+        shapes[name] = shape
+        pieces[name] = list(_expert_pieces(name, shape, stored[fused]["chunks"], row))
+    for fused in [name for name in shapes if _is_fused(name)]:
+        del shapes[fused], pieces[fused]
+    _rename(shapes, pieces, hf_config)
+    return Pieces(directory, shapes, pieces)
+
+
+def _piece(chunk: Mapping[str, Any], at: int) -> Piece:
+    shape = tuple(chunk["shape"])
+    return Piece(tuple(chunk["offset"]), shape, chunk["file"], chunk["name"], (at,) * len(shape))
+
+
+def _is_fused(name: str) -> bool:
+    return name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"))
+
+
+def _experts_apart(
+    hf_config: Mapping[str, Any], stored: Collection[str]
+) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
+    """transformers trains all experts of a layer as one tensor (E, rows, columns) and stores them one by one: each
+    stored name with its shape, the tensor it is in and its first row there."""
+    if not any(map(_is_fused, stored)):
+        return
+    family = family_of(hf_config)
+    sizes = family.sizes(hf_config)
+    for layer in range(sizes["layers"]):
+        for rule, fused in zip(family.expert, ("gate_up_proj", "down_proj"), strict=True):
+            whole, row = f"model.layers.{layer}.mlp.experts.{fused}", 0
+            for part, shape in rule.parts(sizes) if whole in stored else ():
+                for e in range(sizes["experts"]):
+                    yield f"model.layers.{layer}.{part.format(e=e)}", shape, whole, row
+                row += shape[0]
+
+
+def _expert_pieces(name: str, shape: tuple[int, ...], chunks: Collection[Any], row: int) -> Iterator[Piece]:
+    e = int(name.split(".experts.")[1].split(".")[0])
+    for chunk in chunks:
+        (first, *begin), (count, *size) = chunk["offset"], chunk["shape"]
+        low = max(row, begin[0])
+        high = min(row + shape[0], begin[0] + size[0])
+        if first <= e < first + count and low < high:
+            at = (e - first, low - begin[0], 0)
+            yield Piece((low - row, begin[1]), (high - low, size[1]), chunk["file"], chunk["name"], at)
+
+
+def _rename(shapes: dict[str, Any], pieces: dict[str, Any], hf_config: Mapping[str, Any]) -> None:
+    """Give tensors the names of the files transformers writes where they differ from those it trains with."""
+    try:
+        expected = family_of(hf_config).hf_shapes(hf_config)
+    except ConfigError:
+        return
+    for name in expected.keys() - shapes.keys():
+        trained = name.replace(".block_sparse_moe.", ".mlp.")
+        if trained in shapes:
+            shapes[name], pieces[name] = shapes.pop(trained), pieces.pop(trained)

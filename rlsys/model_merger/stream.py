@@ -1,0 +1,106 @@
+"""Safetensors files written tensor by tensor: what is in memory is one tensor, whatever the file's size."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rlsys.utils.atomic import write_text_durable
+from rlsys.utils.errors import CheckpointError
+
+FILE_BYTES = 5 * 10**9
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+Kind = tuple[str, tuple[int, ...]]
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch type of safetensors' name for it; CheckpointError for one torch lacks."""
+    if name not in DTYPES:
+        raise CheckpointError(f"stored type {name} is not known: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def num_bytes(kind: Kind) -> int:
+    dtype, shape = kind
+    return torch_dtype(dtype).itemsize * prod(shape)
+
+
+def write_file(path: Path, kinds: Mapping[str, Kind], tensors: Iterable[Tensor]) -> None:
+    """Write one file and force it to disk. `tensors` come in the order of `kinds`, names to (stored type, shape).
+
+    CheckpointError if a tensor is not of its kind.
+    """
+    given = iter(tensors)
+    with path.open("wb") as file:
+        file.write(_header(kinds))
+        for name, (dtype, shape) in kinds.items():
+            tensor = next(given)
+            if tensor.dtype != torch_dtype(dtype) or tuple(tensor.shape) != tuple(shape):
+                raise CheckpointError(
+                    f"{name} came as {tensor.dtype} {tuple(tensor.shape)}, announced as {dtype} {shape}"
+                )
+            if tensor.numel():
+                file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _header(kinds: Mapping[str, Kind]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, kind in kinds.items():
+        end = at + num_bytes(kind)
+        entries[name] = {"dtype": kind[0], "shape": list(kind[1]), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_model_files(
+    directory: Path, kinds: Mapping[str, Kind], tensors: Iterable[Tensor], *, file_bytes: int = FILE_BYTES
+) -> None:
+    """The safetensors files of a model directory: one, or numbered ones of about `file_bytes` with their index."""
+    given = iter(tensors)
+    parts = list(_parts(kinds, file_bytes))
+    if len(parts) == 1:
+        write_file(directory / "model.safetensors", kinds, given)
+        return
+    weight_map = {}
+    for number, names in enumerate(parts, 1):
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        write_file(directory / file, {name: kinds[name] for name in names}, given)
+        weight_map |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_size": sum(map(num_bytes, kinds.values()))}, "weight_map": weight_map}
+    write_text_durable(directory / "model.safetensors.index.json", json.dumps(index, indent=1))
+
+
+def _parts(kinds: Mapping[str, Kind], file_bytes: int) -> Iterator[Sequence[str]]:
+    part: list[str] = []
+    size = 0
+    for name, kind in kinds.items():
+        if part and size + num_bytes(kind) > file_bytes:
+            yield part
+            part, size = [], 0
+        part.append(name)
+        size += num_bytes(kind)
+    yield part

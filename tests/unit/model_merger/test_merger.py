@@ -1,0 +1,261 @@
+"""The merger: the same bits through ranks and back, real FSDP checkpoints, and one clear error for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rlsys.engines.fsdp import FSDPEngine
+from rlsys.model_merger.__main__ import main
+from rlsys.model_merger.convert import compare, merge, split
+from rlsys.model_merger.kinds import Split
+from rlsys.models.hf import ModelSource
+from rlsys.models.megatron.family import family_of
+from rlsys.utils.errors import CheckpointError, ConfigError
+from tests.ranks import run_ranks
+from tests.unit.models.megatron_families.tiny import CONFIGS, read_config, write_model
+
+CUTS = {
+    "one": Split(),
+    "TP2 PP2 in two chunks": Split(tp=2, pp=2, vp=2),
+    "TP4 EP4 ETP2": Split(tp=4, ep=4, etp=2),
+    "PP3 uneven EP2, Transformer Engine": Split(
+        pp=3, first_layers=1, last_layers=2, ep=2, grouped_experts=True, transformer_engine=True
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    paths = {}
+    for name in ("qwen2-tied", "qwen3-moe", "mixtral", "deepseek-v3", "deepseek-v3-full-q"):
+        paths[name] = tmp_path_factory.mktemp("models") / name
+        write_model(name, paths[name])
+    add_mtp(paths["deepseek-v3"])
+    (paths["qwen2-tied"] / "tokenizer_config.json").write_text("{}")
+    return paths
+
+
+def add_mtp(path: Path) -> None:
+    """Give a model directory the tensors of one layer for multi-token prediction."""
+    config = {**read_config(path), "num_nextn_predict_layers": 1}
+    config.pop("num_mtp_layers", None)
+    (path / "config.json").write_text(json.dumps(config))
+    draw = torch.Generator().manual_seed(5)
+    shapes = family_of(config).carried(config)
+    save_file({n: torch.randn(s, generator=draw) for n, s in shapes.items()}, path / "model-mtp.safetensors")
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
+
+
+def cut_for(name: str, cut: Split) -> Split:
+    return cut if "qwen2" not in name else Split(**{**vars(cut), "ep": 1})
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_the_same_bits_through_ranks_and_back(cut: str, models: dict[str, Path], tmp_path: Path) -> None:
+    for name, model in models.items():
+        ranks, back = tmp_path / f"{name}-ranks", tmp_path / f"{name}-back"
+        split(model, ranks, cut_for(name, CUTS[cut]))
+        assert compare(ranks, model) == []
+        merge(ranks, back, file_bytes=100_000)
+        assert same(tensors_of(back), tensors_of(model)), name
+        assert compare(back, model) == []
+        assert read_config(back) == read_config(model)
+
+
+def test_a_merged_model_is_loaded_by_transformers(models: dict[str, Path], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    split(models["qwen3-moe"], tmp_path / "ranks", CUTS["TP4 EP4 ETP2"])
+    merge(tmp_path / "ranks", tmp_path / "back", file_bytes=20_000)
+    assert (tmp_path / "back" / "model.safetensors.index.json").is_file()
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        old, new = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)(ids).logits
+            for path in (models["qwen3-moe"], tmp_path / "back")
+        )
+    assert torch.equal(old, new)
+
+
+def test_a_rank_file_holds_its_part_alone(models: dict[str, Path], tmp_path: Path) -> None:
+    split(models["deepseek-v3"], tmp_path / "ranks", Split(tp=2, pp=2, ep=4))
+    files = {file.name: load_file(file) for file in (tmp_path / "ranks").glob("*.safetensors")}
+    experts = [name for name in files if name.startswith("experts")]
+    assert len(experts) == 8
+    assert len(files) == 13
+    expected = tensors_of(models["deepseek-v3"])
+    down = expected["model.layers.3.mlp.experts.5.down_proj.weight"]
+    held = files["experts_ep_002_etp_000_pp_001.safetensors"]
+    assert torch.equal(held["0.decoder.layers.1.mlp.experts.local_experts.1.linear_fc2.weight"], down)
+    assert all("model.layers.4." in name for name in files["carried.safetensors"])
+
+
+def save_fsdp(config: dict[str, Any], path: Path) -> dict[str, Tensor]:
+    engine = FSDPEngine(ModelSource(config=config, seed=3))
+    engine.save(path, "resume")
+    engine.save(path / "huggingface", "export")
+    return {name: tensor.clone() for bucket in engine.weights(1 << 12) for name, tensor in bucket}
+
+
+def test_an_fsdp_checkpoint_becomes_what_the_engine_exports(tmp_path: Path) -> None:
+    run_ranks(2, save_fsdp, CONFIGS["qwen2-tied"], tmp_path / "actor")
+    assert main(["merge", "--backend", "fsdp", *_folders(tmp_path / "actor", tmp_path / "hf")]) == 0
+    exported = tmp_path / "actor" / "huggingface"
+    assert same(tensors_of(tmp_path / "hf"), tensors_of(exported))
+    assert read_config(tmp_path / "hf") == read_config(exported)
+    assert main(["verify", "--local_dir", str(tmp_path / "actor"), "--hf_model_path", str(exported)]) == 0
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral", "deepseek-v3"])
+def test_experts_that_transformers_trains_together_are_stored_one_by_one(
+    name: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    trained = run_ranks(2, save_fsdp, CONFIGS[name], tmp_path / "actor")[0]
+    merge(tmp_path / "actor", tmp_path / "hf", config_dir=models[name], carry_from=models[name])
+    found = tensors_of(tmp_path / "hf")
+    fused = trained["model.layers.3.mlp.experts.gate_up_proj"]
+    spelled = ("block_sparse_moe", "w1", "w3") if name == "mixtral" else ("mlp", "gate_proj", "up_proj")
+    for e in range(8):
+        parts = [found[f"model.layers.3.{spelled[0]}.experts.{e}.{part}.weight"] for part in spelled[1:]]
+        assert torch.equal(torch.cat(parts), fused[e])
+    assert found.keys() == tensors_of(models[name]).keys()
+
+
+def test_what_training_does_not_hold_is_taken_from_elsewhere(models: dict[str, Path], tmp_path: Path) -> None:
+    model = models["deepseek-v3"]
+    split(model, tmp_path / "ranks", Split())
+    (tmp_path / "ranks" / "carried.safetensors").unlink()
+    merge(tmp_path / "ranks", tmp_path / "without")
+    assert not any("layers.4." in name for name in tensors_of(tmp_path / "without"))
+    merge(tmp_path / "ranks", tmp_path / "with", carry_from=model)
+    assert same(tensors_of(tmp_path / "with"), tensors_of(model))
+
+
+def test_floats_are_converted_on_demand(models: dict[str, Path], tmp_path: Path) -> None:
+    split(models["deepseek-v3"], tmp_path / "ranks", Split(tp=2))
+    assert main(["merge", *_folders(tmp_path / "ranks", tmp_path / "hf"), "--dtype", "bfloat16"]) == 0
+    old, new = tensors_of(models["deepseek-v3"]), tensors_of(tmp_path / "hf")
+    for name, tensor in new.items():
+        kept = name.endswith("e_score_correction_bias")
+        assert torch.equal(tensor, old[name] if kept else old[name].bfloat16())
+    assert read_config(tmp_path / "hf")["dtype"] == "bfloat16"
+
+
+def _folders(source: Path, target: Path) -> list[str]:
+    return ["--local_dir", str(source), "--target_dir", str(target)]
+
+
+FIRST = "tp_000_pp_000.safetensors"
+QKV = "0.decoder.layers.0.self_attention.linear_qkv.weight"
+NORM = "0.decoder.layers.0.input_layernorm.weight"
+
+
+def _without(tensors: dict[str, Tensor]) -> None:
+    del tensors[QKV]
+
+
+def _with_another(tensors: dict[str, Tensor]) -> None:
+    tensors["0.decoder.layers.9.input_layernorm.weight"] = torch.zeros(32)
+
+
+def _misshapen(tensors: dict[str, Tensor]) -> None:
+    tensors[QKV] = tensors[QKV][:-1].clone()
+
+
+def _of_another_type(tensors: dict[str, Tensor]) -> None:
+    tensors[QKV] = tensors[QKV].bfloat16()
+
+
+def _another_copy(tensors: dict[str, Tensor]) -> None:
+    tensors[NORM] += 1
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (_without, f"{FIRST}: 1 tensors are missing \\({QKV}\\)"),
+        (_with_another, "1 tensors are not this model's"),
+        (_misshapen, r"linear_qkv.weight is \(31, 32\), this model's \(32, 32\)"),
+        (_of_another_type, "must be of one type in all files, and is BF16 in tp_000_pp_000.safetensors, F32 in tp_001"),
+        (_another_copy, "ranks disagree on 1 tensors: model.layers.0.input_layernorm.weight in tp_000"),
+    ],
+)
+def test_spoilt_rank_files_are_told(
+    spoil: Callable[[dict[str, Tensor]], None], words: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    split(models["mixtral"], tmp_path / "ranks", Split(tp=2))
+    file = tmp_path / "ranks" / FIRST
+    tensors = load_file(file)
+    spoil(tensors)
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=words):
+        merge(tmp_path / "ranks", tmp_path / "hf")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ranks"]
+
+
+def test_a_truncated_file_is_told(models: dict[str, Path], tmp_path: Path) -> None:
+    split(models["mixtral"], tmp_path / "ranks", Split(tp=2))
+    file = tmp_path / "ranks" / FIRST
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=f"{FIRST} cannot be read"):
+        merge(tmp_path / "ranks", tmp_path / "hf")
+    (tmp_path / "ranks" / FIRST).unlink()
+    with pytest.raises(CheckpointError, match=f"{FIRST} cannot be read"):
+        merge(tmp_path / "ranks", tmp_path / "hf")
+
+
+def test_a_model_directory_of_another_model_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    wrong = shutil.copytree(models["qwen3-moe"], tmp_path / "wrong")
+    (wrong / "config.json").write_text(json.dumps({**read_config(wrong), "num_hidden_layers": 3}))
+    with pytest.raises(CheckpointError, match=r"tensors are not the model's \(model.layers.3."):
+        split(wrong, tmp_path / "ranks", Split())
+    with pytest.raises(ConfigError, match="not divisible by expert_model_parallel_size=3"):
+        split(models["qwen3-moe"], tmp_path / "ranks", Split(ep=3))
+    assert not (tmp_path / "ranks").exists()
+
+
+def test_other_weights_of_the_same_model_differ(models: dict[str, Path], tmp_path: Path) -> None:
+    split(models["qwen2-tied"], tmp_path / "ranks", Split(tp=2))
+    other = shutil.copytree(models["qwen2-tied"], tmp_path / "other")
+    (other / "model.safetensors.index.json").unlink(missing_ok=True)
+    file = min(other.glob("*.safetensors"))
+    tensors = load_file(file)
+    name = min(tensors)
+    tensors[name].view(-1)[0] += 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    (difference,) = compare(tmp_path / "ranks", other)
+    assert difference.startswith(f"{name} differs in ")
+    assert main(["verify", "--local_dir", str(tmp_path / "ranks"), "--hf_model_path", str(other)]) == 1
+
+
+def test_errors_at_the_command_line_are_one_line(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["merge", *_folders(tmp_path, tmp_path / "hf")]) == 2
+    assert "cannot read" in capsys.readouterr().err
+    shutil.copytree(models["mixtral"], tmp_path / "huggingface")
+    assert main(["merge", *_folders(tmp_path, tmp_path / "hf")]) == 2
+    assert "neither tensors.json nor split.json" in capsys.readouterr().err
+    split(models["mixtral"], tmp_path / "ranks", Split())
+    assert main(["merge", *_folders(tmp_path / "ranks", tmp_path / "hf"), "--backend", "fsdp"]) == 2
+    assert "checkpoint of megatron, not of fsdp" in capsys.readouterr().err
+    merge(tmp_path / "ranks", tmp_path / "hf")
+    assert main(["merge", *_folders(tmp_path / "ranks", tmp_path / "hf")]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert main(["merge", *_folders(tmp_path / "ranks", tmp_path / "hf"), "--overwrite"]) == 0
