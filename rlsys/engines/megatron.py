@@ -92,7 +92,7 @@ class MegatronEngine:
                 family, hf_config, sizes, options, scalar_head=head == "scalar", device=self.ranks.device
             )
             self.held = HeldModel(family, hf_config, head == "scalar", self.ranks, chunks)
-            self._weights = open_weights(source, self.config, head=head)
+            self._weights = open_weights(source, self.config, head=head, as_saved=True)
             check_names(self.held.full_shapes, self._weights, aliases=[*self._carried(), *self._aliases()])
             self.held.meet()
             self.held.mark_parts()

@@ -20,6 +20,7 @@ from rlsys.engines.mesh import Parallel
 from rlsys.engines.micro import MicroBatches
 from rlsys.engines.optim import OptimSettings
 from rlsys.interfaces import LossSum, TrainEngine
+from rlsys.models.hf import saved_names
 from rlsys.models.megatron.build import ModelOptions, Sizes
 from rlsys.protocol import DataProto
 from tests.ranks import run_ranks
@@ -235,7 +236,7 @@ def reference(name: str, head: str) -> tuple[dict[str, Tensor], float, dict[str,
     loss = loss_of(outputs, batch)
     mean = loss.total / loss.count
     mean.backward()
-    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    gradients = saved_names(model, {n: p.grad.clone() for n, p in model.named_parameters()})
     return {n: v.detach() for n, v in outputs.items()}, float(mean.detach()), gradients
 
 

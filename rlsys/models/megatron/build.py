@@ -25,7 +25,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from rlsys.models.megatron.family import Family
-from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, block_spec
+from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, block_spec, mend_latent_attention
 from rlsys.models.packing import TokenRows
 from rlsys.models.token_model import LM_OUTPUTS, SCALAR_OUTPUTS
 from rlsys.utils.errors import ConfigError
@@ -72,8 +72,13 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration of the model on these sizes; ConfigError for settings it refuses."""
     dtype = getattr(torch, options.dtype)
+    own = family.transformer_config(hf_config)
+    moe = own.get("num_moe_experts") is not None
+    if (moe or family.mla) and sizes.tp > 1 and not sizes.sequence_parallel:
+        what = "latent attention" if family.mla else "experts"
+        raise ConfigError(f"{what} on tensor-parallel ranks: set sequence_parallel=true")
     settings: dict[str, Any] = {
-        **family.transformer_config(hf_config),
+        **own,
         "tensor_model_parallel_size": sizes.tp,
         "pipeline_model_parallel_size": sizes.pp,
         "virtual_pipeline_model_parallel_size": sizes.vp if sizes.vp > 1 else None,
@@ -93,7 +98,7 @@ def transformer_config(
         "use_cpu_initialization": start.ON_CPU,
         "overlap_p2p_comm": sizes.vp > 1,
         "batch_p2p_comm": sizes.vp == 1,
-        **_kernels(moe="num_moe_experts" in family.transformer_config(hf_config)),
+        **_kernels(moe=moe),
     }
     if options.recompute:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -146,6 +151,8 @@ def build_chunks(
         chunk = TokenGPT(config=config, transformer_layer_spec=spec, vp_stage=stage, **ends, **arguments)
         if scalar_head and chunk.post_process:
             chunk.output_layer = nn.Linear(config.hidden_size, 1, device=device)  # pyrefly: ignore
+        if config.sequence_parallel:
+            mend_latent_attention(chunk)
         chunk.vocabulary = int(hf_config["vocab_size"])
         chunk.chunk_elements = options.chunk_elements
         chunks.append(chunk.to(device))
