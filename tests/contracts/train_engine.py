@@ -62,6 +62,34 @@ MODELS: dict[str, dict[str, Any]] = {
         **SHAPE,
         **HEADS,
     },
+    "mixtral": {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "experts_implementation": "eager",
+        **SHAPE,
+        **HEADS,
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "experts_implementation": "eager",
+        **SHAPE,
+    },
     "qwen3-4-layers": {"model_type": "qwen3", "head_dim": 8, **SHAPE, **HEADS, "num_hidden_layers": 4},
 }
 
@@ -159,6 +187,22 @@ MEGATRON_CASES = [
     (4, Case(rows=3, megatron=Sizes(tp=4, sequence_parallel=True))),
 ]
 CASES = {"fsdp": FSDP_CASES, "megatron": MEGATRON_CASES}
+EP2, BY_GATHERING = Sizes(ep=2), (("moe_token_dispatcher_type", "allgather"),)
+TP2_EP2 = Sizes(tp=2, ep=2, etp=1, sequence_parallel=True)
+EXPERT_CASES = [
+    ("qwen3-moe", 2, Case(rows=3, megatron=EP2)),
+    ("qwen3-moe", 2, Case(rows=3, megatron=EP2, overrides=BY_GATHERING)),
+    ("deepseek-v3", 2, Case(rows=3, megatron=TP2_EP2)),
+    ("mixtral", 2, Case(max_tokens=15, megatron=EP2, gradient_checkpointing=True)),
+    ("qwen3-moe", 2, Case(rows=3, megatron=TP2_EP2)),
+    ("qwen3-moe", 2, Case(rows=3, megatron=TP2_SP)),
+    ("qwen3-moe", 4, Case(rows=3, megatron=Sizes(pp=2, ep=2))),
+    ("qwen3-moe", 4, Case(rows=3, megatron=Sizes(tp=2, ep=2, sequence_parallel=True))),
+    ("qwen3-moe", 4, Case(rows=1, megatron=TP2_EP2, overrides=BY_GATHERING)),
+    ("deepseek-v3", 2, Case(rows=1, megatron=Sizes(pp=2))),
+    ("deepseek-v3", 2, Case(max_tokens=15, megatron=TP2_SP, gradient_checkpointing=True)),
+    ("deepseek-v3", 4, Case(rows=3, megatron=Sizes(tp=2, pp=2, sequence_parallel=True))),
+]
 
 
 def make_batch() -> dict[str, Tensor]:
