@@ -34,8 +34,9 @@ from rlsys.engines.micro import MicroBatches
 from rlsys.engines.optim import OptimSettings
 from rlsys.interfaces import LossFn, Output, Part
 from rlsys.models.hf import Head, ModelSource, check_names, open_weights, read_config
-from rlsys.models.megatron.build import ModelOptions, Sizes, TokenGPT, build_chunks
+from rlsys.models.megatron.build import TokenGPT, build_chunks
 from rlsys.models.megatron.family import family_of
+from rlsys.models.megatron.options import ModelOptions, Sizes
 from rlsys.types import StepReport, WeightLayout
 from rlsys.utils.errors import ConfigError
 

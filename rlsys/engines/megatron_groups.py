@@ -22,8 +22,8 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from rlsys.engines.mesh import ensure_process_group, own_device
-from rlsys.models.megatron.build import Sizes
 from rlsys.models.megatron.family import Place
+from rlsys.models.megatron.options import Sizes
 from rlsys.utils.errors import ConfigError
 
 _made: dict[tuple[Any, Sizes], dict[str, Any]] = {}
@@ -78,6 +78,7 @@ def make_ranks(device: str, sizes: Sizes) -> MegatronRanks:
     """The groups of an engine over all ranks of the default process group; ConfigError if the sizes do not fit."""
     ensure_process_group(device)
     check_sizes(sizes, dist.get_world_size())
+    own = own_device(device)
     with current(sizes):
         now: Any = mpu
         place = Place(
@@ -94,7 +95,7 @@ def make_ranks(device: str, sizes: Sizes) -> MegatronRanks:
             last_layers=sizes.last_layers,
         )
         return MegatronRanks(
-            device=own_device(device),
+            device=own,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             sizes=sizes,
@@ -137,5 +138,5 @@ def _make(sizes: Sizes) -> None:
         expert_tensor_parallel_size=sizes.expert_tp,
         create_gloo_process_groups=False,
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[] if start.ON_CPU else [torch.cuda.current_device()]):
         model_parallel_cuda_manual_seed(1)

@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import rlsys.engines.megatron  # noqa: F401  imported once, before ranks are forked
 from rlsys.interfaces import LossSum
-from rlsys.models.megatron.build import Sizes
+from rlsys.models.megatron.options import Sizes
 from rlsys.protocol import DataProto
 from tests.contracts.train_engine import (
     CASES,

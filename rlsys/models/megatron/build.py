@@ -6,7 +6,6 @@ M response tokens, H hidden size, T packed tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,52 +24,19 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from rlsys.models.megatron.family import Family
+from rlsys.models.megatron.options import ModelOptions, Sizes
 from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, block_spec, mend_latent_attention
 from rlsys.models.packing import TokenRows
 from rlsys.models.token_model import LM_OUTPUTS, SCALAR_OUTPUTS
 from rlsys.utils.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Megatron's parallel sizes. Without `etp` experts are cut like everything else (`tp`); `sequence_parallel` shares
-    what tensor parallelism leaves whole, and is off where tp is 1."""
-
-    tp: int = 1
-    pp: int = 1
-    vp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int | None = None
-    sequence_parallel: bool = False
-    first_layers: int | None = None
-    last_layers: int | None = None
-
-    @property
-    def expert_tp(self) -> int:
-        return self.tp if self.etp is None else self.etp
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """How the model computes: `dtype` a torch name, `fp8` a Transformer Engine format (e4m3, hybrid), `overrides`
-    further settings of Megatron's transformer configuration."""
-
-    dtype: str = "float32"
-    recompute: bool = False
-    fp8: str | None = None
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    chunk_elements: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.fp8 is not None and not HAS_TRANSFORMER_ENGINE:
-            raise ConfigError(f"fp8={self.fp8} needs Transformer Engine on CUDA: leave fp8 out")
-
-
 def transformer_config(
     family: Family, hf_config: Mapping[str, Any], sizes: Sizes, options: ModelOptions
 ) -> TransformerConfig:
     """Megatron's configuration of the model on these sizes; ConfigError for settings it refuses."""
+    if options.fp8 is not None and not HAS_TRANSFORMER_ENGINE:
+        raise ConfigError(f"fp8={options.fp8} needs Transformer Engine on CUDA: leave fp8 out")
     dtype = getattr(torch, options.dtype)
     own = family.transformer_config(hf_config)
     moe = own.get("num_moe_experts") is not None
@@ -98,7 +64,7 @@ def transformer_config(
         "use_cpu_initialization": start.ON_CPU,
         "overlap_p2p_comm": sizes.vp > 1,
         "batch_p2p_comm": sizes.vp == 1,
-        **_kernels(moe=moe),
+        **_kernels(moe=moe, mla=family.mla),
     }
     if options.recompute:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -111,13 +77,13 @@ def transformer_config(
         raise ConfigError(f"Megatron refuses this configuration: {error}") from error
 
 
-def _kernels(*, moe: bool) -> dict[str, Any]:
+def _kernels(*, moe: bool, mla: bool) -> dict[str, Any]:
     """Fused kernels, which come with Transformer Engine; without it they would be compiled, which takes minutes."""
     fused = HAS_TRANSFORMER_ENGINE
     return {
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
-        "apply_rope_fusion": False,
+        "apply_rope_fusion": fused and not mla,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "gradient_accumulation_fusion": False,

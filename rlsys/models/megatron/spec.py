@@ -92,7 +92,7 @@ def mend_latent_attention(model: nn.Module) -> None:
     """Give latent attention of the plain specification the whole gradient under sequence parallelism.
 
     Megatron-Core 0.16 cuts the rotary part of the keys, which all heads share, by columns, and takes the gradient of
-    this rank's heads for that of all. Handed over whole, it goes the way of Transformer Engine's modules, which is right.
+    this rank's heads for that of all. Handed over whole, it goes the way of Transformer Engine's modules.
     """
     for module in model.modules():
         if isinstance(module, MLASelfAttention) and isinstance(module.linear_kv_down_proj, ColumnParallelLinear):

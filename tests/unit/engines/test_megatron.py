@@ -20,7 +20,7 @@ from rlsys.engines.megatron_state import flat_boxes
 from rlsys.engines.micro import MicroBatches
 from rlsys.engines.optim import OptimSettings
 from rlsys.models.hf import ModelSource
-from rlsys.models.megatron.build import ModelOptions, Sizes
+from rlsys.models.megatron.options import ModelOptions, Sizes
 from rlsys.utils.errors import CheckpointError, ConfigError
 from tests.contracts.train_engine import MODELS
 from tests.ranks import run_ranks
@@ -47,6 +47,7 @@ def whole(engine: MegatronEngine) -> dict[str, Tensor]:
         (MODELS["qwen3-moe"], 3, {"sizes": Sizes(ep=3)}, "4 experts are not divisible"),
         (MODELS["qwen3-moe"], 2, {"sizes": Sizes(tp=2)}, "sequence_parallel=true"),
         ({**MODEL, "model_type": "gpt_neox"}, 1, {}, "known are"),
+        (MODEL, 1, {"options": ModelOptions(fp8="hybrid")}, "needs Transformer Engine"),
         (MODEL, 1, {"options": ModelOptions(overrides={"no_such_setting": 1})}, "no_such_setting"),
     ],
 )
@@ -58,11 +59,6 @@ def refused(model: Any, options: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as error:
         megatron(ModelSource(config=model, seed=1), **options)
     return str(error.value)
-
-
-def test_fp8_needs_transformer_engine() -> None:
-    with pytest.raises(ConfigError, match="Transformer Engine"):
-        ModelOptions(fp8="hybrid")
 
 
 def test_the_shim_does_not_load_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
