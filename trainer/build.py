@@ -20,7 +20,8 @@ from trainer.prompts import prompt_datasets, steps_of
 from trainer.start import with_start_assets
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
-from workers.engines import EngineRun
+from workers.engines import EngineRun, check_megatron_model
+from workers.megatron import MegatronPPOWorker
 from workers.reference import ReferenceWorker
 from workers.reward_model import RewardModelWorker
 from workers.rollout import ROLLOUT_WORKERS
@@ -67,9 +68,11 @@ def build_trainer(config: PPOConfig, place: Place | None = None) -> RayPPOTraine
     train, val = prompt_datasets(config, tokenizer)
     mapping, pools = place_roles(config)
     run = engine_run(config, place, num_steps=steps_of(config, train))
+    check_megatron_models(config)
+    actor = MegatronPPOWorker if config.actor_rollout_ref.actor.strategy == "megatron" else ActorWorker
     rollout = config.actor_rollout_ref.rollout
     worker_args: dict[Role, tuple[Any, ...]] = {
-        Role.Actor: (ActorWorker, config.actor_rollout_ref, run),
+        Role.Actor: (actor, config.actor_rollout_ref, run),
         Role.Rollout: (ROLLOUT_WORKERS[rollout.name], model, rollout, run),
         Role.Critic: (CriticWorker, config.critic, run),
         Role.RefPolicy: (ReferenceWorker, config.actor_rollout_ref, run),
@@ -85,6 +88,18 @@ def build_trainer(config: PPOConfig, place: Place | None = None) -> RayPPOTraine
         val_dataset=val,
         device_name=place.device,
     )
+
+
+def check_megatron_models(config: PPOConfig) -> None:
+    """ConfigError, before any worker starts, for a model that Megatron does not know or cannot cut as asked."""
+    policy, critic = config.actor_rollout_ref, config.critic
+    plan = plan_batches(config)
+    if policy.actor.strategy == "megatron":
+        check_megatron_model("actor_rollout_ref.actor.megatron", policy.model, policy.actor.megatron)
+        if plan.use_reference:
+            check_megatron_model("actor_rollout_ref.ref.megatron", policy.model, policy.ref.megatron)
+    if plan.critic is not None and critic.strategy == "megatron":
+        check_megatron_model("critic.megatron", critic.model, critic.megatron)
 
 
 def place_roles(config: PPOConfig) -> tuple[dict[Role, str], dict[str, list[int]]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,9 +23,12 @@ from rlsys.engines.micro import MicroBatches
 from rlsys.engines.optim import OptimSettings
 from rlsys.models.hf import ModelSource, read_config
 from rlsys.models.lora import LoraSettings
+from rlsys.models.megatron.family import Place, family_of
+from rlsys.models.megatron.options import ModelOptions, Sizes
 from rlsys.roles.actor import ActorSettings
 from rlsys.roles.critic import CriticSettings
 from rlsys.roles.update import UpdateSettings
+from rlsys.utils.errors import ConfigError
 from workers.mfu import MfuMeter, mfu_meter
 
 if TYPE_CHECKING:
@@ -157,7 +162,6 @@ def _megatron_engine(
     checkpoint: CheckpointConfig | None = None,
 ) -> MegatronEngine:
     from rlsys.engines.megatron import MegatronEngine
-    from rlsys.models.megatron.build import ModelOptions, Sizes
 
     device = run.place()
     trained = isinstance(megatron, MegatronConfig)
@@ -168,15 +172,7 @@ def _megatron_engine(
         optimizer=optimizer,
         training=training,
         scoring=scoring,
-        sizes=Sizes(
-            tp=megatron.tensor_model_parallel_size,
-            pp=megatron.pipeline_model_parallel_size,
-            vp=megatron.virtual_pipeline_model_parallel_size or 1,
-            cp=megatron.context_parallel_size,
-            ep=megatron.expert_model_parallel_size,
-            etp=megatron.expert_tensor_parallel_size,
-            sequence_parallel=megatron.sequence_parallel,
-        ),
+        sizes=megatron_sizes(megatron),
         options=ModelOptions(
             dtype=run.compute_dtype(megatron.dtype),
             recompute=trained and model.enable_gradient_checkpointing,
@@ -185,6 +181,41 @@ def _megatron_engine(
         ),
         **_contents(checkpoint),
     )
+
+
+def megatron_sizes(megatron: MegatronRoleConfig) -> Sizes:
+    overrides = megatron.override_transformer_config
+    return Sizes(
+        tp=megatron.tensor_model_parallel_size,
+        pp=megatron.pipeline_model_parallel_size,
+        vp=megatron.virtual_pipeline_model_parallel_size or 1,
+        cp=megatron.context_parallel_size,
+        ep=megatron.expert_model_parallel_size,
+        etp=megatron.expert_tensor_parallel_size,
+        sequence_parallel=megatron.sequence_parallel,
+        first_layers=overrides.get("num_layers_in_first_pipeline_stage"),
+        last_layers=overrides.get("num_layers_in_last_pipeline_stage"),
+    )
+
+
+def check_megatron_model(key: str, model: ModelConfig, megatron: MegatronRoleConfig) -> None:
+    """ConfigError that names `key` unless Megatron knows the model and can cut it so; reads config.json only."""
+    assert model.path is not None, "the start model is resolved before workers start"
+    sizes = megatron_sizes(megatron)
+    place = Place(
+        tp_size=sizes.tp,
+        pp_size=sizes.pp,
+        vp_size=sizes.vp,
+        ep_size=sizes.ep,
+        etp_size=sizes.expert_tp,
+        first_layers=sizes.first_layers,
+        last_layers=sizes.last_layers,
+    )
+    hf_config = json.loads((Path(model.path) / "config.json").read_text()) | model.override_config
+    try:
+        family_of(hf_config).check(hf_config, place)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
 
 
 def _lora(model: ModelConfig, *, seed: int) -> LoraSettings | None:

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlsys.models.megatron import start  # isort: split  # noqa: F401
+from rlsys.models.megatron import start  # noqa: F401
+
+# isort: split
 
 from megatron.core import parallel_state as mpu
 
@@ -32,8 +34,9 @@ from rlsys.engines.micro import MicroBatches
 from rlsys.engines.optim import OptimSettings
 from rlsys.interfaces import LossFn, Output, Part
 from rlsys.models.hf import Head, ModelSource, check_names, open_weights, read_config
-from rlsys.models.megatron.build import ModelOptions, Sizes, TokenGPT, build_chunks
+from rlsys.models.megatron.build import TokenGPT, build_chunks
 from rlsys.models.megatron.family import family_of
+from rlsys.models.megatron.options import ModelOptions, Sizes
 from rlsys.types import StepReport, WeightLayout
 from rlsys.utils.errors import ConfigError
 
@@ -90,7 +93,7 @@ class MegatronEngine:
                 family, hf_config, sizes, options, scalar_head=head == "scalar", device=self.ranks.device
             )
             self.held = HeldModel(family, hf_config, head == "scalar", self.ranks, chunks)
-            self._weights = open_weights(source, self.config, head=head)
+            self._weights = open_weights(source, self.config, head=head, as_saved=True)
             check_names(self.held.full_shapes, self._weights, aliases=[*self._carried(), *self._aliases()])
             self.held.meet()
             self.held.mark_parts()
@@ -140,7 +143,8 @@ class MegatronEngine:
     def forward(self, batch: DataProto, outputs: Sequence[Output], *, temperature: float = 1.0) -> dict[str, Tensor]:
         """Per-token outputs (B, R) of this rank's rows, float32 on the rows' device, zero at padding."""
         rows = batch.tensors
-        results = {name: torch.zeros(rows["responses"].shape, device=self.ranks.device) for name in outputs}
+        shape = rows["responses"].shape
+        results: dict[str, Tensor] = {name: torch.zeros(shape, device=self.ranks.device) for name in outputs}
 
         def finish(pack: Pack, hidden: Tensor) -> None:
             found = self.chunks[-1].token_outputs(hidden, pack.tokens, outputs, temperature)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlsys.engines.megatron_groups import MegatronRanks
-from rlsys.engines.mesh import exchange_device, gather_json
+from rlsys.engines.mesh import gather_json
 from rlsys.models.hf import TensorSource
 from rlsys.models.megatron.build import TokenGPT
 from rlsys.models.megatron.family import Family, Place
@@ -149,13 +149,13 @@ class HeldModel:
 
     def _whole(self, name: str, dtype: torch.dtype, local: Mapping[str, Tensor], given: Sequence[Shard]) -> Tensor:
         """Every byte comes from one rank and is zero on the others, so that a sum of bytes is exact."""
-        whole = torch.zeros(self.full_shapes[name], dtype=dtype, device=exchange_device(None))
+        whole = torch.zeros(self.full_shapes[name], dtype=dtype, device=self.ranks.device)
         for shard in given:
             box = tuple(slice(s, s + n) for s, n in zip(shard.box.start, shard.box.shape, strict=True))
             whole[box] = region(local[shard.local], shard).to(whole)
         if self.ranks.world_size > 1:
             dist.all_reduce(whole.view(-1).view(torch.uint8))
-        return whole.to(self.ranks.device)
+        return whole
 
 
 def region(tensor: Tensor, shard: Shard) -> Tensor:

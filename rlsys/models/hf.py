@@ -126,14 +126,29 @@ def _fill_buffers(model: Any) -> None:
             raise ConfigError(f"{type(module).__name__}.{bad[0]}: a buffer whose value is not known")
 
 
-def open_weights(source: ModelSource, config: Any, *, head: Head) -> TensorSource:
-    """The source's tensors. A scalar head that a checkpoint lacks is drawn from `seed` (normal, bias zero)."""
+def open_weights(source: ModelSource, config: Any, *, head: Head, as_saved: bool = False) -> TensorSource:
+    """The source's tensors. A scalar head that a checkpoint lacks is drawn from `seed` (normal, bias zero).
+
+    A random model has transformers' own parameters, or with `as_saved` all tensors of a checkpoint under their names
+    there, which differ where transformers stacks experts.
+    """
     if source.path is not None:
         return SafetensorsDir(Path(source.path), extra=_new_head(config, source.seed) if head == "scalar" else {})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(source.seed)
         model = _construct(config, head, {"trust_remote_code": source.trust_remote_code})
-    return InMemory({name: tensor.detach() for name, tensor in model.named_parameters()})
+    tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    if not as_saved:
+        return InMemory(tensors)
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    return InMemory(saved_names(model, {**tensors, **buffers}))
+
+
+def saved_names(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of `model` under the names and in the shapes in which transformers saves them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
 
 
 def _new_head(config: Any, seed: int) -> dict[str, Tensor]:

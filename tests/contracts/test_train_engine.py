@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import rlsys.engines.megatron  # noqa: F401  imported once, before ranks are forked
 from rlsys.interfaces import LossSum
-from rlsys.models.megatron.build import Sizes
+from rlsys.models.megatron.options import Sizes
 from rlsys.protocol import DataProto
 from tests.contracts.train_engine import (
     CASES,
     ENGINES,
+    EXPERT_CASES,
     MODELS,
     TEMPERATURE,
     TP2_SP,
@@ -119,6 +121,17 @@ def test_sequences_or_heads_over_more_ranks_than_key_value_heads(
     ],
 )
 def test_interleaved_stages(model: str, world: int, case: Case) -> None:
+    check_step(run_ranks(world, one_step, ENGINES["megatron"], model, "lm", case), model, "lm")
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "case"),
+    [
+        pytest.param(*entry, id=f"{entry[0]}-{entry[1]}ranks-{entry[2]}", marks=[pytest.mark.slow] * (number > 3))
+        for number, entry in enumerate(EXPERT_CASES)
+    ],
+)
+def test_experts_and_latent_attention_over_ranks(model: str, world: int, case: Case) -> None:
     check_step(run_ranks(world, one_step, ENGINES["megatron"], model, "lm", case), model, "lm")
 
 

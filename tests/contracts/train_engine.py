@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rlsys.engines.fsdp import FSDPEngine, ModelSource
-from rlsys.engines.megatron import MegatronEngine
 from rlsys.engines.mesh import Parallel
 from rlsys.engines.micro import MicroBatches
 from rlsys.engines.optim import OptimSettings
 from rlsys.interfaces import LossSum, TrainEngine
-from rlsys.models.megatron.build import ModelOptions, Sizes
+from rlsys.models.hf import saved_names
+from rlsys.models.megatron.options import ModelOptions, Sizes
 from rlsys.protocol import DataProto
 from tests.ranks import run_ranks
 
@@ -47,6 +47,47 @@ MODELS: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
         **SHAPE,
         **HEADS,
+    },
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+        "experts_implementation": "eager",
+        **SHAPE,
+        **HEADS,
+    },
+    "mixtral": {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "experts_implementation": "eager",
+        **SHAPE,
+        **HEADS,
+    },
+    "deepseek-v3": {
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_shared_experts": 1,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.5,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "experts_implementation": "eager",
+        **SHAPE,
     },
     "qwen3-4-layers": {"model_type": "qwen3", "head_dim": 8, **SHAPE, **HEADS, "num_hidden_layers": 4},
 }
@@ -92,7 +133,9 @@ def fsdp_engine(model: Mapping[str, Any], head: str, case: Case) -> FSDPEngine:
     )
 
 
-def megatron_engine(model: Mapping[str, Any], head: str, case: Case) -> MegatronEngine:
+def megatron_engine(model: Mapping[str, Any], head: str, case: Case) -> Any:
+    from rlsys.engines.megatron import MegatronEngine
+
     return MegatronEngine(
         ModelSource(config=model, seed=3),
         head=head,  # type: ignore[arg-type]
@@ -145,6 +188,22 @@ MEGATRON_CASES = [
     (4, Case(rows=3, megatron=Sizes(tp=4, sequence_parallel=True))),
 ]
 CASES = {"fsdp": FSDP_CASES, "megatron": MEGATRON_CASES}
+EP2, BY_GATHERING = Sizes(ep=2), (("moe_token_dispatcher_type", "allgather"),)
+TP2_EP2 = Sizes(tp=2, ep=2, etp=1, sequence_parallel=True)
+EXPERT_CASES = [
+    ("qwen3-moe", 2, Case(rows=3, megatron=EP2)),
+    ("qwen3-moe", 2, Case(rows=3, megatron=EP2, overrides=BY_GATHERING)),
+    ("deepseek-v3", 2, Case(rows=3, megatron=TP2_EP2)),
+    ("mixtral", 2, Case(max_tokens=15, megatron=EP2, gradient_checkpointing=True)),
+    ("qwen3-moe", 2, Case(rows=3, megatron=TP2_EP2)),
+    ("qwen3-moe", 2, Case(rows=3, megatron=TP2_SP)),
+    ("qwen3-moe", 4, Case(rows=3, megatron=Sizes(pp=2, ep=2))),
+    ("qwen3-moe", 4, Case(rows=3, megatron=Sizes(tp=2, ep=2, sequence_parallel=True))),
+    ("qwen3-moe", 4, Case(rows=1, megatron=TP2_EP2, overrides=BY_GATHERING)),
+    ("deepseek-v3", 2, Case(rows=1, megatron=Sizes(pp=2))),
+    ("deepseek-v3", 2, Case(max_tokens=15, megatron=TP2_SP, gradient_checkpointing=True)),
+    ("deepseek-v3", 4, Case(rows=3, megatron=Sizes(tp=2, pp=2, sequence_parallel=True))),
+]
 
 
 def make_batch() -> dict[str, Tensor]:
@@ -222,7 +281,7 @@ def reference(name: str, head: str) -> tuple[dict[str, Tensor], float, dict[str,
     loss = loss_of(outputs, batch)
     mean = loss.total / loss.count
     mean.backward()
-    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    gradients = saved_names(model, {n: p.grad.clone() for n, p in model.named_parameters()})
     return {n: v.detach() for n, v in outputs.items()}, float(mean.detach()), gradients
 
 

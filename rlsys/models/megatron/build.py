@@ -6,7 +6,6 @@ M response tokens, H hidden size, T packed tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlsys.models.logprobs import VocabularyPart, token_stats
-from rlsys.models.megatron import start  # isort: split
+from rlsys.models.megatron import start
+
+# isort: split
 
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
@@ -23,55 +24,27 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from rlsys.models.megatron.family import Family
-from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, block_spec
+from rlsys.models.megatron.options import ModelOptions, Sizes
+from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, block_spec, mend_latent_attention
 from rlsys.models.packing import TokenRows
 from rlsys.models.token_model import LM_OUTPUTS, SCALAR_OUTPUTS
 from rlsys.utils.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Megatron's parallel sizes. Without `etp` experts are cut like everything else (`tp`); `sequence_parallel` shares
-    what tensor parallelism leaves whole, and is off where tp is 1."""
-
-    tp: int = 1
-    pp: int = 1
-    vp: int = 1
-    cp: int = 1
-    ep: int = 1
-    etp: int | None = None
-    sequence_parallel: bool = False
-    first_layers: int | None = None
-    last_layers: int | None = None
-
-    @property
-    def expert_tp(self) -> int:
-        return self.tp if self.etp is None else self.etp
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """How the model computes: `dtype` a torch name, `fp8` a Transformer Engine format (e4m3, hybrid), `overrides`
-    further settings of Megatron's transformer configuration."""
-
-    dtype: str = "float32"
-    recompute: bool = False
-    fp8: str | None = None
-    overrides: Mapping[str, Any] = field(default_factory=dict)
-    chunk_elements: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.fp8 is not None and not HAS_TRANSFORMER_ENGINE:
-            raise ConfigError(f"fp8={self.fp8} needs Transformer Engine on CUDA: leave fp8 out")
 
 
 def transformer_config(
     family: Family, hf_config: Mapping[str, Any], sizes: Sizes, options: ModelOptions
 ) -> TransformerConfig:
     """Megatron's configuration of the model on these sizes; ConfigError for settings it refuses."""
+    if options.fp8 is not None and not HAS_TRANSFORMER_ENGINE:
+        raise ConfigError(f"fp8={options.fp8} needs Transformer Engine on CUDA: leave fp8 out")
     dtype = getattr(torch, options.dtype)
+    own = family.transformer_config(hf_config)
+    moe = own.get("num_moe_experts") is not None
+    if (moe or family.mla) and sizes.tp > 1 and not sizes.sequence_parallel:
+        what = "latent attention" if family.mla else "experts"
+        raise ConfigError(f"{what} on tensor-parallel ranks: set sequence_parallel=true")
     settings: dict[str, Any] = {
-        **family.transformer_config(hf_config),
+        **own,
         "tensor_model_parallel_size": sizes.tp,
         "pipeline_model_parallel_size": sizes.pp,
         "virtual_pipeline_model_parallel_size": sizes.vp if sizes.vp > 1 else None,
@@ -91,7 +64,7 @@ def transformer_config(
         "use_cpu_initialization": start.ON_CPU,
         "overlap_p2p_comm": sizes.vp > 1,
         "batch_p2p_comm": sizes.vp == 1,
-        **_kernels(moe="num_moe_experts" in family.transformer_config(hf_config)),
+        **_kernels(moe=moe, mla=family.mla),
     }
     if options.recompute:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -104,13 +77,13 @@ def transformer_config(
         raise ConfigError(f"Megatron refuses this configuration: {error}") from error
 
 
-def _kernels(*, moe: bool) -> dict[str, Any]:
+def _kernels(*, moe: bool, mla: bool) -> dict[str, Any]:
     """Fused kernels, which come with Transformer Engine; without it they would be compiled, which takes minutes."""
     fused = HAS_TRANSFORMER_ENGINE
     return {
         "bias_activation_fusion": fused,
         "bias_dropout_fusion": fused,
-        "apply_rope_fusion": False,
+        "apply_rope_fusion": fused and not mla,
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "gradient_accumulation_fusion": False,
@@ -143,7 +116,9 @@ def build_chunks(
         spec = block_spec(config, vp_stage=stage)
         chunk = TokenGPT(config=config, transformer_layer_spec=spec, vp_stage=stage, **ends, **arguments)
         if scalar_head and chunk.post_process:
-            chunk.output_layer = nn.Linear(config.hidden_size, 1, device=device)
+            chunk.output_layer = nn.Linear(config.hidden_size, 1, device=device)  # pyrefly: ignore
+        if config.sequence_parallel:
+            mend_latent_attention(chunk)
         chunk.vocabulary = int(hf_config["vocab_size"])
         chunk.chunk_elements = options.chunk_elements
         chunks.append(chunk.to(device))
@@ -156,7 +131,7 @@ class TokenGPT(GPTModel):
     vocabulary: int
     chunk_elements: int | None
 
-    def _postprocess(self, hidden_states: Tensor, **options: Any) -> Tensor:
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:  # pyrefly: ignore
         return hidden_states
 
     @property
@@ -200,7 +175,7 @@ class TokenGPT(GPTModel):
         """This rank's rows of the output weight without those that pad the vocabulary."""
         tied = self.share_embeddings_and_output_weights
         weight: Any = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        group = mpu.get_tensor_model_parallel_group()
+        group: Any = mpu.get_tensor_model_parallel_group()
         begin = dist.get_rank(group) * len(weight)
         real = min(max(self.vocabulary - begin, 0), len(weight))
         weight = weight if real == len(weight) else weight[:real]

@@ -12,10 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlsys.models.megatron import start  # isort: split
+from rlsys.models.megatron import start
+
+# isort: split
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
@@ -31,7 +39,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class PackedAttention(nn.Module):
-    """Causal attention within each sequence of a pack, one sequence after another; grouped and latent heads included."""
+    """Causal attention within each sequence of a pack, one after another; grouped and latent heads included."""
 
     def __init__(
         self,
@@ -70,7 +78,7 @@ class PackedAttention(nn.Module):
 
 def block_spec(config: Any, *, vp_stage: int | None) -> Any:
     """The layers of one pipeline stage or virtual chunk."""
-    spec = get_gpt_decoder_block_spec(
+    spec: Any = get_gpt_decoder_block_spec(
         config, HAS_TRANSFORMER_ENGINE, normalization=config.normalization, vp_stage=vp_stage
     )
     if not HAS_TRANSFORMER_ENGINE:
@@ -78,6 +86,22 @@ def block_spec(config: Any, *, vp_stage: int | None) -> Any:
         for layer in spec.layer_specs:
             _exact(layer)
     return spec
+
+
+def mend_latent_attention(model: nn.Module) -> None:
+    """Give latent attention of the plain specification the whole gradient under sequence parallelism.
+
+    Megatron-Core 0.16 cuts the rotary part of the keys, which all heads share, by columns, and takes the gradient of
+    this rank's heads for that of all. Handed over whole, it goes the way of Transformer Engine's modules.
+    """
+    for module in model.modules():
+        if isinstance(module, MLASelfAttention) and isinstance(module.linear_kv_down_proj, ColumnParallelLinear):
+            module.linear_kv_down_proj.register_forward_hook(_whole_latent)
+
+
+def _whole_latent(module: nn.Module, args: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    whole = gather_from_tensor_model_parallel_region(output[0])
+    return scatter_to_sequence_parallel_region(whole), output[1]
 
 
 def _exact(spec: ModuleSpec) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlsys.models.logprobs import token_stats
+from rlsys.models.logprobs import VocabularyPart, token_stats
+from tests.ranks import run_ranks
 
 OUTPUTS = ("log_probs", "entropy", "sum_pi_squared")
 
@@ -106,3 +108,29 @@ def test_never_more_logits_than_a_chunk() -> None:
         results = token_stats(hidden, weight, targets, outputs=OUTPUTS, chunk_elements=chunk)
         torch.stack([value.sum() for value in results.values()]).sum().backward()
     assert largest == chunk < num * vocab
+
+
+def by_part(starts: list[int]) -> dict[str, Tensor]:
+    """Values, and gradients as a sum over the ranks, of a vocabulary that begins at `starts` on each rank."""
+    rank = dist.get_rank()
+    hidden, weight, targets = case(7, 4, 13, seed=3)
+    begin, end = starts[rank], [*starts, 13][rank + 1]
+    own = weight.detach()[begin:end].clone().requires_grad_()
+    part = VocabularyPart(begin, dist.group.WORLD)
+    found = token_stats(hidden, own, targets, temperature=0.7, outputs=OUTPUTS, chunk_elements=10, part=part)
+    torch.stack([(number + 0.5) * found[name].sum() for number, name in enumerate(OUTPUTS)]).sum().backward()
+    dist.all_reduce(hidden.grad)
+    return {**{name: value.detach() for name, value in found.items()}, "d_hidden": hidden.grad, "d_weight": own.grad}
+
+
+@pytest.mark.parametrize("starts", [[0, 6], [0, 0, 9], [0, 5, 13]])
+def test_a_vocabulary_in_parts_gives_what_the_whole_gives(starts: list[int]) -> None:
+    hidden, weight, targets = case(7, 4, 13, seed=3)
+    expected = plain(hidden, weight, targets, 0.7)
+    torch.stack([(number + 0.5) * expected[name].sum() for number, name in enumerate(OUTPUTS)]).sum().backward()
+    ranks = run_ranks(len(starts), by_part, starts)
+    for rank in ranks:
+        for name in OUTPUTS:
+            torch.testing.assert_close(rank[name], expected[name].detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(rank["d_hidden"], hidden.grad, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(torch.cat([rank["d_weight"] for rank in ranks]), weight.grad, rtol=1e-10, atol=1e-12)

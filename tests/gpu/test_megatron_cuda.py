@@ -1,0 +1,245 @@
+"""MegatronEngine on CUDA: bf16 with float32 masters, Transformer Engine where it is there, one and two GPUs."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlsys.engines.fsdp import FSDPEngine, ModelSource, Precision
+from rlsys.engines.micro import MicroBatches
+from rlsys.engines.optim import OptimSettings
+from rlsys.models.hf import open_weights, read_config
+from rlsys.models.megatron.options import ModelOptions, Sizes
+from rlsys.protocol import DataProto
+from tests.contracts.train_engine import Case, loss_of, one_step, reference
+from tests.ranks import run_ranks
+
+HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_MEGATRON, reason="needs megatron-core")]
+BACKEND = "cpu:gloo,cuda:nccl"
+GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
+SMOLLM2: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+    "tie_word_embeddings": True,
+}
+EVEN: dict[str, Any] = {
+    **SMOLLM2,
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+SPARSE: dict[str, Any] = {
+    **{k: v for k, v in EVEN.items() if k not in ("model_type", "tie_word_embeddings")},
+    "model_type": "qwen3_moe",
+    "head_dim": 64,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [],
+}
+
+
+def needs(gpus: int) -> Any:
+    return pytest.mark.skipif(gpus > GPUS, reason=f"needs {gpus} GPUs")
+
+
+def megatron(model: Mapping[str, Any], head: str = "lm", case: Case = Case(max_tokens=4096), **options: Any) -> Any:  # noqa: B008
+    from rlsys.engines.megatron import MegatronEngine
+
+    settings: dict[str, Any] = {
+        "head": head,
+        "device": f"cuda:{dist.get_rank()}",
+        "optimizer": OptimSettings(lr=case.lr),
+        "training": MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
+        "sizes": case.megatron,
+        "options": ModelOptions(dtype="bfloat16", recompute=case.gradient_checkpointing),
+    }
+    return MegatronEngine(ModelSource(config=model, seed=3), **{**settings, **options})
+
+
+def fsdp(model: Mapping[str, Any]) -> FSDPEngine:
+    return FSDPEngine(
+        ModelSource(config=model, seed=3),
+        device=f"cuda:{dist.get_rank()}",
+        optimizer=OptimSettings(lr=1e-3),
+        training=MicroBatches(max_tokens=4096),
+        precision=Precision(compute="bfloat16"),
+    )
+
+
+def rows_of(vocab: int, num: int = 8, prompt: int = 64, response: int = 192) -> DataProto:
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, vocab, (num, prompt + response), generator=draw)
+    lengths = torch.randint(8, response, (num, 1), generator=draw)
+    mask = (torch.arange(prompt + response) < prompt + lengths).long()
+    return DataProto.from_dict(
+        {
+            "input_ids": ids * mask,
+            "prompts": ids[:, :prompt],
+            "responses": (ids * mask)[:, prompt:],
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(1) - 1) * mask,
+            "response_mask": mask[:, prompt:],
+            "weights": torch.ones(num, response),
+        }
+    )
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def both_log_probs() -> dict[str, float]:
+    rows = rows_of(SMOLLM2["vocab_size"])
+    found = [
+        engine.forward(rows, ("log_probs", "entropy"), temperature=1.0) for engine in (megatron(SMOLLM2), fsdp(SMOLLM2))
+    ]
+    mask = rows.tensors["response_mask"].bool()
+    return {name: float((found[0][name] - found[1][name])[mask].abs().mean()) for name in found[0]}
+
+
+def test_log_probs_are_those_of_fsdp_in_bf16() -> None:
+    (apart,) = run_ranks(1, both_log_probs, backend=BACKEND)
+    print(apart)
+    assert apart["log_probs"] < 0.02
+    assert apart["entropy"] < 0.02
+
+
+def whole(engine: Any) -> dict[str, Tensor]:
+    return {name: tensor.cpu().clone() for bucket in engine.weights(1 << 28) for name, tensor in bucket}
+
+
+def loaded_weights(model: dict[str, Any], case: Case) -> list[str]:
+    """Names of tensors that are not, bit by bit, those of the source."""
+    source = ModelSource(config=model, seed=3)
+    expected = open_weights(source, read_config(source), head="lm", as_saved=True)
+    found = whole(megatron(model, case=case))
+    return [
+        name
+        for name, tensor in found.items()
+        if not torch.equal(tensor, expected.read(name, (0,) * tensor.ndim, tensor.shape).to(tensor.dtype))
+    ]
+
+
+LAYOUTS = [
+    pytest.param(model, world, Case(max_tokens=2048, megatron=sizes), marks=needs(world), id=f"{name}-{world}-{label}")
+    for name, model in (("dense", EVEN), ("sparse", SPARSE))
+    for world, label, sizes in [
+        (1, "one", Sizes()),
+        (2, "tp2", Sizes(tp=2, sequence_parallel=True)),
+        (2, "pp2", Sizes(pp=2)),
+        (2, "vp2", Sizes(pp=2, vp=2)),
+        (2, "dp2", Sizes()),
+        (2, "ep2", Sizes(ep=2)),
+    ]
+    if name == "sparse" or label != "ep2"
+]
+
+
+@pytest.mark.parametrize(("model", "world", "case"), LAYOUTS)
+def test_the_weights_are_those_of_the_source_bit_by_bit(model: dict[str, Any], world: int, case: Case) -> None:
+    assert run_ranks(world, loaded_weights, model, case, backend=BACKEND) == [[]] * world
+
+
+def trained(model: dict[str, Any], case: Case, steps: int = 3) -> list[tuple[float, float]]:
+    engine = megatron(model, case=case)
+    rows = rows_of(model["vocab_size"])
+    share = len(rows) // engine.dp_size
+    mine = rows[engine.dp_rank * share : (engine.dp_rank + 1) * share]
+    found = []
+    for _ in range(steps):
+        loss = engine.forward_backward(mine, loss_of)["loss"]
+        found.append((loss, engine.optim_step().grad_norm))
+    return found
+
+
+@pytest.mark.parametrize(("model", "world", "case"), LAYOUTS)
+def test_every_layout_trains_as_one_gpu_does(model: dict[str, Any], world: int, case: Case) -> None:
+    (alone,) = run_ranks(1, trained, model, Case(max_tokens=2048), backend=BACKEND)
+    for found in run_ranks(world, trained, model, case, backend=BACKEND):
+        for (loss, norm), (loss_alone, norm_alone) in zip(found, alone, strict=True):
+            assert loss == pytest.approx(loss_alone, rel=0.02, abs=0.02)
+            assert norm == pytest.approx(norm_alone, rel=0.05)
+
+
+@pytest.mark.parametrize(("name", "head"), [("qwen2-tied", "lm"), ("llama-untied", "scalar"), ("deepseek-v3", "lm")])
+def test_loss_and_gradients_are_near_the_float64_reference(name: str, head: str) -> None:
+    outputs, loss, gradients = reference(name, head)
+    (rank,) = run_ranks(1, one_step, megatron, name, head, Case(rows=3), backend=BACKEND)
+    for output, expected in outputs.items():
+        assert distance(rank["outputs"][output], expected) < 0.05
+    assert rank["metrics"]["loss"] == pytest.approx(loss, rel=0.5, abs=0.05)
+    flat = [torch.cat([found[n].flatten() for n in gradients]) for found in (rank["gradients"], gradients)]
+    assert distance(*flat) < 0.1
+
+
+def moved() -> dict[str, Any]:
+    engine = megatron(EVEN)
+    rows = rows_of(EVEN["vocab_size"])
+    train = lambda: (engine.forward_backward(rows, loss_of)["loss"], engine.optim_step().grad_norm)  # noqa: E731
+    train()
+    before, full = whole(engine), torch.cuda.memory_allocated()
+    engine.move(("params", "grads", "optimizer"), "cpu")
+    left = torch.cuda.memory_allocated()
+    engine.move(("params", "grads", "optimizer"), f"cuda:{dist.get_rank()}")
+    same = all(torch.equal(tensor, before[name]) for name, tensor in whole(engine).items())
+    return {"left": left / full, "same": same, "after": train()}
+
+
+def test_parts_move_to_the_host_and_back() -> None:
+    (found,) = run_ranks(1, moved, backend=BACKEND)
+    assert found["same"]
+    assert found["left"] < 0.1
+    assert all(value == value for value in found["after"])
+
+
+def resumed(place: Path, first: bool) -> tuple[Any, dict[str, Tensor]]:
+    engine = megatron(EVEN)
+    rows = rows_of(EVEN["vocab_size"])
+    if first:
+        engine.forward_backward(rows, loss_of)
+        engine.optim_step()
+        engine.save(place, "resume")
+    else:
+        engine.load(place)
+    engine.forward_backward(rows, loss_of)
+    return engine.optim_step(), whole(engine)
+
+
+def test_a_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path) -> None:
+    (report, weights), (again, others) = (
+        run_ranks(1, resumed, tmp_path / "step", first, backend=BACKEND)[0] for first in (True, False)
+    )
+    assert again.grad_norm == pytest.approx(report.grad_norm, rel=1e-3)
+    assert all(torch.allclose(weights[name].float(), others[name].float(), atol=2e-3) for name in weights)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine")
+def test_fp8_trains() -> None:
+    (found,) = run_ranks(1, trained_in_fp8, backend=BACKEND)
+    (exact,) = run_ranks(1, trained, EVEN, Case(max_tokens=2048), backend=BACKEND)
+    assert found[0][0] == pytest.approx(exact[0][0], rel=0.05)
+    assert found[-1][0] < found[0][0] or exact[-1][0] >= exact[0][0]
+
+
+def trained_in_fp8() -> list[tuple[float, float]]:
+    engine = megatron(EVEN, options=ModelOptions(dtype="bfloat16", fp8="hybrid"))
+    rows = rows_of(EVEN["vocab_size"])
+    return [(engine.forward_backward(rows, loss_of)["loss"], engine.optim_step().grad_norm) for _ in range(3)]

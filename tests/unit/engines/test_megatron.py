@@ -1,0 +1,151 @@
+"""MegatronEngine beyond the contract: what it refuses, what it writes, how its parts are cut."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from rlsys.engines.megatron import MegatronEngine
+from rlsys.engines.megatron_parking import Parking
+from rlsys.engines.megatron_state import flat_boxes
+from rlsys.engines.micro import MicroBatches
+from rlsys.engines.optim import OptimSettings
+from rlsys.models.hf import ModelSource
+from rlsys.models.megatron.options import ModelOptions, Sizes
+from rlsys.utils.errors import CheckpointError, ConfigError
+from tests.contracts.train_engine import MODELS
+from tests.ranks import run_ranks
+from tests.unit.engines.common import MODEL, nll, same, small_rows
+
+
+def megatron(source: ModelSource | None = None, **options: Any) -> MegatronEngine:
+    options = {"optimizer": OptimSettings(lr=1e-2), "training": MicroBatches(rows=2), **options}
+    return MegatronEngine(source or ModelSource(config=MODEL, seed=1), **options)
+
+
+def whole(engine: MegatronEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for bucket in engine.weights(1 << 12) for name, tensor in bucket}
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "options", "says"),
+    [
+        (MODEL, 2, {"sizes": Sizes(tp=3)}, "does not divide the 2 ranks"),
+        (MODEL, 3, {"sizes": Sizes(tp=3)}, "4 attention heads are not divisible"),
+        (MODEL, 4, {"sizes": Sizes(pp=4)}, "2 layers cannot be split"),
+        (MODEL, 2, {"sizes": Sizes(ep=2)}, "expert_model_parallel_size=1"),
+        (MODEL, 2, {"sizes": Sizes(cp=2)}, "Transformer Engine"),
+        (MODELS["qwen3-moe"], 3, {"sizes": Sizes(ep=3)}, "4 experts are not divisible"),
+        (MODELS["qwen3-moe"], 2, {"sizes": Sizes(tp=2)}, "sequence_parallel=true"),
+        ({**MODEL, "model_type": "gpt_neox"}, 1, {}, "known are"),
+        (MODEL, 1, {"options": ModelOptions(fp8="hybrid")}, "needs Transformer Engine"),
+        (MODEL, 1, {"options": ModelOptions(overrides={"no_such_setting": 1})}, "no_such_setting"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(model: Any, world: int, options: dict[str, Any], says: str) -> None:
+    assert all(says in text for text in run_ranks(world, refused, model, options))
+
+
+def refused(model: Any, options: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        megatron(ModelSource(config=model, seed=1), **options)
+    return str(error.value)
+
+
+def test_the_shim_does_not_load_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "rlsys.models.megatron.shim")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ImportError, match="must not be loaded where there is CUDA"):
+        importlib.import_module("rlsys.models.megatron.shim")
+
+
+def exported(place: Path) -> dict[str, Tensor]:
+    engine = megatron(sizes=Sizes(tp=2))
+    engine.forward_backward(small_rows(), nll)
+    engine.optim_step()
+    engine.save(place, "export")
+    return whole(engine)
+
+
+def test_an_export_is_what_transformers_loads(tmp_path: Path) -> None:
+    (weights, _) = run_ranks(2, exported, tmp_path / "hf")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert same(weights, dict(loaded.named_parameters()))
+
+
+def two_layouts() -> tuple[list[float], list[float]]:
+    """An actor of two stages and a critic of two tensor-parallel ranks in the same processes, taking turns."""
+    actor = megatron(sizes=Sizes(pp=2))
+    critic = megatron(head="scalar", sizes=Sizes(tp=2, sequence_parallel=True))
+    losses: tuple[list[float], list[float]] = ([], [])
+    for _ in range(2):
+        for engine, output, kept in ((actor, "log_probs", losses[0]), (critic, "values", losses[1])):
+            kept.append(engine.forward_backward(small_rows(), nll, outputs=(output,))["loss"])  # type: ignore[arg-type]
+            engine.optim_step()
+    return losses
+
+
+def test_engines_of_different_sizes_share_processes() -> None:
+    alone = run_ranks(1, plain_losses)[0]
+    for found in run_ranks(2, two_layouts):
+        for ours, theirs in zip(found, alone, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def plain_losses() -> tuple[list[float], list[float]]:
+    return tuple(
+        [
+            (engine.forward_backward(small_rows(), nll, outputs=(output,))["loss"], engine.optim_step())[0]
+            for _ in range(2)
+        ]
+        for engine, output in ((megatron(), "log_probs"), (megatron(head="scalar"), "values"))
+    )  # type: ignore[return-value]
+
+
+def another_model(place: Path) -> str:
+    megatron().save(place, "resume")
+    other = megatron(ModelSource(config={**MODEL, "intermediate_size": 32}, seed=1))
+    before = whole(other)
+    with pytest.raises(CheckpointError) as error:
+        other.load(place)
+    assert same(before, whole(other))
+    return str(error.value)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    assert "is (24, 16) there and (32, 16) here" in run_ranks(1, another_model, tmp_path / "step")[0]
+
+
+@given(shape=st.one_of(st.tuples(st.integers(1, 40)), st.tuples(st.integers(1, 9), st.integers(1, 9))), data=st.data())
+def test_a_range_of_a_flattened_tensor_is_boxes(shape: tuple[int, ...], data: Any) -> None:
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    start = data.draw(st.integers(0, whole.numel() - 1))
+    stop = data.draw(st.integers(start + 1, whole.numel()))
+    flat, boxes = whole.flatten()[start:stop], list(flat_boxes(start, stop, shape))
+    for begin, size, at in boxes:
+        box = whole[tuple(slice(b, b + n) for b, n in zip(begin, size, strict=True))]
+        assert torch.equal(box.flatten(), flat[at : at + box.numel()])
+    assert sum(torch.Size(size).numel() for _, size, _ in boxes) == stop - start
+    assert len(boxes) <= 3
+
+
+def test_parked_memory_comes_back_under_every_view() -> None:
+    buffer = torch.randn(12)
+    view, expected = buffer[4:8].view(2, 2), buffer.clone()
+    parking = Parking()
+    parking.send("params", [buffer, view])
+    parking.send("params", [buffer])
+    assert buffer.untyped_storage().nbytes() == 0
+    parking.fetch("params")
+    parking.fetch("params")
+    assert torch.equal(buffer, expected)
+    assert torch.equal(view.flatten(), expected[4:8])
