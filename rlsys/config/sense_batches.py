@@ -105,9 +105,7 @@ def _budgets(cfg: PPOConfig) -> Iterator[str]:
 
 def _sequence_ranks(role: ActorConfig | CriticConfig) -> int:
     """Ranks that share each sequence."""
-    return (
-        role.megatron.context_parallel_size if role.strategy == "megatron" else role.ulysses_sequence_parallel_size
-    )
+    return role.megatron.context_parallel_size if role.strategy == "megatron" else role.ulysses_sequence_parallel_size
 
 
 def _too_small(longest: int, sequence: int, key: str) -> str:

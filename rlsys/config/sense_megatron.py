@@ -65,7 +65,9 @@ def _sizes(key: str, section: MegatronRoleConfig, ranks: int, on_cpu: bool) -> I
 
 def _model(key: str, role: str, model: ModelConfig, sequence: int) -> Iterator[str]:
     if model.lora_rank or model.lora_adapter_path:
-        yield wrong(f"{key}.lora_rank", model.lora_rank, f"there are no adapters on Megatron; write {role}.strategy=fsdp")
+        yield wrong(
+            f"{key}.lora_rank", model.lora_rank, f"there are no adapters on Megatron; write {role}.strategy=fsdp"
+        )
     if sequence > 1:
         why = "Megatron shares sequences by context_parallel_size"
         yield wrong(f"{role}.ulysses_sequence_parallel_size", sequence, f"{why}; leave it at 1")

@@ -115,9 +115,7 @@ def test_sequences_or_heads_over_more_ranks_than_key_value_heads(
     ("model", "world", "case"),
     [
         ("qwen3-4-layers", 2, Case(rows=2, megatron=Sizes(pp=2, vp=2))),
-        pytest.param(
-            "qwen3-4-layers", 4, Case(rows=1, megatron=Sizes(tp=2, pp=2, vp=2)), marks=pytest.mark.slow
-        ),
+        pytest.param("qwen3-4-layers", 4, Case(rows=1, megatron=Sizes(tp=2, pp=2, vp=2)), marks=pytest.mark.slow),
     ],
 )
 def test_interleaved_stages(model: str, world: int, case: Case) -> None:
