@@ -143,6 +143,9 @@ _PPO: dict[str, Elsewhere] = {
     f"{_ACTOR}.qat": _refuse(_QAT),
     f"{_ACTOR}.qat.enable": _refuse(_QAT, False),
     "actor_rollout_ref.ref.strategy": _note("the reference runs on the actor's engine", "fsdp", "fsdp2", "megatron"),
+    "actor_rollout_ref.ref.megatron.optimizer_offload": _note("there is no optimizer here", False),
+    "actor_rollout_ref.ref.megatron.grad_offload": _note("there are no gradients here", False),
+    "actor_rollout_ref.ref.megatron.seed": _note("nothing is drawn here"),
     "actor_rollout_ref.ref.rollout_n": _note(f"it is {_ROLLOUT}.n"),
     "actor_rollout_ref.ref.use_torch_compile": _note("kernels are not compiled; results are the same", True, False),
     "actor_rollout_ref.ref.entropy_from_logits_with_chunking": _note(_CHUNKED, True, False),
@@ -274,9 +277,6 @@ _MEGATRON = {
     "override_mcore_model_config": _refuse("write override_transformer_config", {}),
     "extra": _refuse("write override_transformer_config", {}),
     "mixed_precision": _refuse("write dtype; masters and gradients are in float32"),
-    "optimizer_offload": _note("there is no optimizer here", False),
-    "grad_offload": _note("there are no gradients here", False),
-    "seed": _note("nothing is drawn here"),
 }
 
 _CHECKPOINT = {

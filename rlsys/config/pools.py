@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rlsys.config.allocation import Allocation, parse_allocation
+from rlsys.config.allocation import Allocation, Part, parse_allocation
 from rlsys.config.schema import PPOConfig
 from rlsys.utils.errors import ConfigError
 
 MODE = "trainer.allocation_mode"
+_ACTOR = "actor_rollout_ref.actor"
+_ULYSSES = f"{_ACTOR}.ulysses_sequence_parallel_size"
 
 
 @dataclass(frozen=True)
@@ -48,27 +50,40 @@ def resolve_pools(cfg: PPOConfig) -> Pools:
 
 
 def allocation_counts(text: str, nnodes: int) -> dict[str, Any]:
-    """The keys that an allocation sets: training processes a node, rollout workers, sequence parallelism.
+    """The keys that an allocation sets: training processes a node, rollout workers, the engine and its parallel sizes.
 
-    ConfigError where this build cannot run it: it takes one hf and one fsdp part.
+    ConfigError where this build cannot run it: it takes one hf part and one of fsdp or megatron.
     """
     allocation = parse_allocation(text)
     train, generate = _two_parts(allocation, text)
     if train.world % nnodes:
         raise ConfigError(f"'{text}': {train} are {train.world} processes, which {nnodes} nodes cannot share evenly")
-    if train.dims.t > 1:
+    if train.backend == "fsdp" and train.dims.t > 1:
         raise ConfigError(f"'{text}': tensor parallelism in {train} is not built; write fsdp:d{train.world}")
     return {
         "trainer.n_gpus_per_node": train.world // nnodes,
         "trainer.rollout_workers": 0 if len(allocation.groups) == 1 else generate.world,
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size": train.dims.c,
+        **(_megatron_sizes(train) if train.backend == "megatron" else {_ULYSSES: train.dims.c}),
+    }
+
+
+def _megatron_sizes(train: Part) -> dict[str, Any]:
+    sizes, experts = train.dims, train.ffn or train.dims
+    key = f"{_ACTOR}.megatron"
+    return {
+        f"{_ACTOR}.strategy": "megatron",
+        f"{key}.tensor_model_parallel_size": sizes.t,
+        f"{key}.pipeline_model_parallel_size": sizes.p,
+        f"{key}.context_parallel_size": sizes.c,
+        f"{key}.expert_model_parallel_size": experts.e,
+        **({f"{key}.expert_tensor_parallel_size": train.ffn.t} if train.ffn else {}),
     }
 
 
 def _two_parts(allocation: Allocation, text: str) -> tuple[Any, Any]:
-    extras = {"sglang": "sglang", "vllm": "vllm", "megatron": "megatron"}
+    extras = {"sglang": "sglang", "vllm": "vllm"}
     for part in allocation.parts:
-        if part.backend not in ("hf", "fsdp"):
+        if part.backend not in ("hf", "fsdp", "megatron"):
             extra = extras.get(part.backend)
             why = f"comes with the extra [{extra}]" if extra else "is not built"
             use = "fsdp" if part.trains else "hf"

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlsys.models.megatron import start  # isort: split  # noqa: F401
+from rlsys.models.megatron import start  # noqa: F401
+
+# isort: split
 
 from megatron.core import parallel_state as mpu
 
@@ -140,7 +142,8 @@ class MegatronEngine:
     def forward(self, batch: DataProto, outputs: Sequence[Output], *, temperature: float = 1.0) -> dict[str, Tensor]:
         """Per-token outputs (B, R) of this rank's rows, float32 on the rows' device, zero at padding."""
         rows = batch.tensors
-        results = {name: torch.zeros(rows["responses"].shape, device=self.ranks.device) for name in outputs}
+        shape = rows["responses"].shape
+        results: dict[str, Tensor] = {name: torch.zeros(shape, device=self.ranks.device) for name in outputs}
 
         def finish(pack: Pack, hidden: Tensor) -> None:
             found = self.chunks[-1].token_outputs(hidden, pack.tokens, outputs, temperature)

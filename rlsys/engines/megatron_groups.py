@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlsys.models.megatron import start  # isort: split  # noqa: F401
+from rlsys.models.megatron import start
+
+# isort: split
 
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
@@ -77,15 +79,16 @@ def make_ranks(device: str, sizes: Sizes) -> MegatronRanks:
     ensure_process_group(device)
     check_sizes(sizes, dist.get_world_size())
     with current(sizes):
+        now: Any = mpu
         place = Place(
-            tp_rank=mpu.get_tensor_model_parallel_rank(),
+            tp_rank=now.get_tensor_model_parallel_rank(),
             tp_size=sizes.tp,
-            pp_rank=mpu.get_pipeline_model_parallel_rank(),
+            pp_rank=now.get_pipeline_model_parallel_rank(),
             pp_size=sizes.pp,
             vp_size=sizes.vp,
-            ep_rank=mpu.get_expert_model_parallel_rank(),
+            ep_rank=now.get_expert_model_parallel_rank(),
             ep_size=sizes.ep,
-            etp_rank=mpu.get_expert_tensor_parallel_rank(),
+            etp_rank=now.get_expert_tensor_parallel_rank(),
             etp_size=sizes.expert_tp,
             first_layers=sizes.first_layers,
             last_layers=sizes.last_layers,
@@ -96,11 +99,11 @@ def make_ranks(device: str, sizes: Sizes) -> MegatronRanks:
             world_size=dist.get_world_size(),
             sizes=sizes,
             place=place,
-            cp_rank=mpu.get_context_parallel_rank(),
-            dp_rank=mpu.get_data_parallel_rank(),
-            dp_size=mpu.get_data_parallel_world_size(),
-            copy_rank=mpu.get_data_parallel_rank(with_context_parallel=True),
-            expert_dp_rank=mpu.get_expert_data_parallel_rank(),
+            cp_rank=now.get_context_parallel_rank(),
+            dp_rank=now.get_data_parallel_rank(),
+            dp_size=now.get_data_parallel_world_size(),
+            copy_rank=now.get_data_parallel_rank(with_context_parallel=True),
+            expert_dp_rank=now.get_expert_data_parallel_rank(),
         )
 
 

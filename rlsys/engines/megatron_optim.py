@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlsys.models.megatron import start  # isort: split  # noqa: F401
+from rlsys.models.megatron import start  # noqa: F401
+
+# isort: split
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -46,7 +48,9 @@ class MegatronAdamW:
         self.settings, self.num_steps = settings, 0
         self.config = chunks[0].config
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-        self.chunks = [DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=True) for chunk in chunks]
+        self.chunks: list[Any] = [
+            DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=True) for chunk in chunks
+        ]
         adam = OptimizerConfig(
             lr=settings.lr,
             weight_decay=settings.weight_decay,
@@ -58,8 +62,9 @@ class MegatronAdamW:
             params_dtype=dtype,
             use_distributed_optimizer=True,
         )
-        self._megatron = get_megatron_optimizer(adam, self.chunks, config_overrides={}, use_gloo_process_groups=False)
-        self._parts = [part for part in self._megatron.chained_optimizers if not part.is_stub_optimizer]
+        chained: Any = get_megatron_optimizer(adam, self.chunks, config_overrides={}, use_gloo_process_groups=False)
+        self._megatron = chained
+        self._parts = [part for part in chained.chained_optimizers if not part.is_stub_optimizer]
         for part in self._parts:
             for group in part.optimizer.param_groups:
                 for parameter in group["params"]:

@@ -13,14 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.models.megatron import start  # isort: split  # noqa: F401
+from rlsys.models.megatron import start  # noqa: F401
+
+# isort: split
 
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rlsys.engines.megatron_groups import MegatronRanks
 from rlsys.engines.mesh import max_over_ranks
 from rlsys.engines.micro import MicroBatches, split_rows
-from rlsys.models.megatron.build import TokenGPT, packed_arguments
+from rlsys.models.megatron.build import packed_arguments
 from rlsys.models.packing import TokenRows, empty_rows, padded_to, token_rows
 
 

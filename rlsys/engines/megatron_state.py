@@ -186,7 +186,7 @@ def flat_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[tu
     if len(shape) == 1:
         yield (start,), (stop - start,), 0
         return
-    rows, width = shape
+    width = shape[1]
     at = start
     while at < stop:
         row, column = divmod(at, width)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,8 @@ def write_file(path: Path, kinds: Mapping[str, Kind], tensors: Iterable[Tensor])
                     f"{name} came as {tensor.dtype} {tuple(tensor.shape)}, announced as {dtype} {shape}"
                 )
             if tensor.numel():
-                file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+                flat: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+                file.write(flat)
         file.flush()
         os.fsync(file.fileno())
 

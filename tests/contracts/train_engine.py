@@ -48,6 +48,19 @@ MODELS: dict[str, dict[str, Any]] = {
         **SHAPE,
         **HEADS,
     },
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+        "experts_implementation": "eager",
+        **SHAPE,
+        **HEADS,
+    },
     "qwen3-4-layers": {"model_type": "qwen3", "head_dim": 8, **SHAPE, **HEADS, "num_hidden_layers": 4},
 }
 

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlsys.models.logprobs import VocabularyPart, token_stats
-from rlsys.models.megatron import start  # isort: split
+from rlsys.models.megatron import start
+
+# isort: split
 
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
@@ -143,7 +145,7 @@ def build_chunks(
         spec = block_spec(config, vp_stage=stage)
         chunk = TokenGPT(config=config, transformer_layer_spec=spec, vp_stage=stage, **ends, **arguments)
         if scalar_head and chunk.post_process:
-            chunk.output_layer = nn.Linear(config.hidden_size, 1, device=device)
+            chunk.output_layer = nn.Linear(config.hidden_size, 1, device=device)  # pyrefly: ignore
         chunk.vocabulary = int(hf_config["vocab_size"])
         chunk.chunk_elements = options.chunk_elements
         chunks.append(chunk.to(device))
@@ -156,7 +158,7 @@ class TokenGPT(GPTModel):
     vocabulary: int
     chunk_elements: int | None
 
-    def _postprocess(self, hidden_states: Tensor, **options: Any) -> Tensor:
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:  # pyrefly: ignore
         return hidden_states
 
     @property
@@ -200,7 +202,7 @@ class TokenGPT(GPTModel):
         """This rank's rows of the output weight without those that pad the vocabulary."""
         tied = self.share_embeddings_and_output_weights
         weight: Any = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        group = mpu.get_tensor_model_parallel_group()
+        group: Any = mpu.get_tensor_model_parallel_group()
         begin = dist.get_rank(group) * len(weight)
         real = min(max(self.vocabulary - begin, 0), len(weight))
         weight = weight if real == len(weight) else weight[:real]

@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rlsys.models.megatron import start  # isort: split
+from rlsys.models.megatron import start
+
+# isort: split
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -31,7 +33,7 @@ class RMSNorm(nn.RMSNorm):
 
 
 class PackedAttention(nn.Module):
-    """Causal attention within each sequence of a pack, one sequence after another; grouped and latent heads included."""
+    """Causal attention within each sequence of a pack, one after another; grouped and latent heads included."""
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class PackedAttention(nn.Module):
 
 def block_spec(config: Any, *, vp_stage: int | None) -> Any:
     """The layers of one pipeline stage or virtual chunk."""
-    spec = get_gpt_decoder_block_spec(
+    spec: Any = get_gpt_decoder_block_spec(
         config, HAS_TRANSFORMER_ENGINE, normalization=config.normalization, vp_stage=vp_stage
     )
     if not HAS_TRANSFORMER_ENGINE:

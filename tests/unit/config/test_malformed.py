@@ -18,6 +18,7 @@ from rlsys.utils.errors import ConfigError
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 C = "algorithm.rollout_correction"
+MEGATRON = f"{A}.megatron"
 
 
 @dataclass(frozen=True)
@@ -163,8 +164,9 @@ RANGES = [
 CHOICES = [
     bad("data.truncation=rigt", "data.truncation = rigt", "error, left, right, middle", "write data.truncation=right"),
     bad("data.bad_rows=ignore", "data.bad_rows", "refuse, skip"),
-    bad(f"{A}.strategy=megatron", f"{A}.strategy", "extra [megatron]"),
-    bad(f"{A}.strategy=deepspeed", f"{A}.strategy", "fsdp, fsdp2"),
+    bad(f"{A}.strategy=deepspeed", f"{A}.strategy", "fsdp, fsdp2, megatron"),
+    bad("engine.strategy=megatron", "engine.strategy", "write fsdp", schema=SFTConfig),
+    bad(f"{A}.megatron.fp8=e5m2", f"{A}.megatron.fp8", "e4m3, hybrid"),
     bad(f"{R}.name=vllm", f"{R}.name = vllm", "extra [vllm]"),
     bad(f"{R}.name=sglang", f"{R}.name = sglang", "extra [sglang]"),
     bad(f"{R}.name=hff", f"{R}.name", f"write {R}.name=hf"),
@@ -192,9 +194,8 @@ CHOICES = [
 ]
 
 ELSEWHERE = [
-    bad(f"{A}.megatron.tensor_model_parallel_size=2", "megatron", "extra [megatron]"),
-    bad("critic.megatron.param_offload=true", "critic.megatron.param_offload", "extra [megatron]"),
-    bad("model_engine=megatron", "model_engine", "extra [megatron]"),
+    bad(f"{A}.megatron.mixed_precision={{param_dtype: bf16}}", "mixed_precision", "write dtype"),
+    bad(f"{A}.megatron.dist_checkpointing_path=x", "dist_checkpointing_path", "model.path"),
     bad(f"{R}.tensor_model_parallel_size=2", "tensor_model_parallel_size", "trainer.rollout_workers"),
     bad(f"{R}.multi_turn.enable=true", "multi_turn.enable", "one turn"),
     bad(f"{R}.quantization=fp8", "quantization", "does not quantise"),
@@ -204,7 +205,7 @@ ELSEWHERE = [
     bad("distillation.enabled=true", "distillation.enabled", "not built"),
     bad("trainer.default_hdfs_dir=hdfs://x", "trainer.default_hdfs_dir", "trainer.default_local_dir"),
     bad("trainer.del_local_ckpt_after_load=true", "del_local_ckpt_after_load", "max_actor_ckpt_to_keep"),
-    bad(f"{A}.router_replay.mode=R2", "router_replay.mode", "mixture-of-experts"),
+    bad(f"{A}.router_replay.mode=R2", "router_replay.mode", "not replayed"),
     bad(f"{A}.optim.optimizer=Muon", f"{A}.optim.optimizer", "AdamW"),
     bad("reward.sandbox_fusion.url=http://x", "reward.sandbox_fusion.url", "local sandbox"),
     bad("sandbox_fusion.url=http://x", "sandbox_fusion.url", "local sandbox"),
@@ -384,7 +385,25 @@ RUNS = [
     bad(f"{A}.checkpoint.save_contents=[model,model]", f"{A}.checkpoint.save_contents", "named twice"),
     bad("trainer.allocation_mode=hf:d2", "trainer.allocation_mode", "hf:d2+fsdp:d2"),
     bad("trainer.allocation_mode=sglang:d2+fsdp:d2", "trainer.allocation_mode", "extra [sglang]", "hf:d2"),
-    bad("trainer.allocation_mode=hf:d2+megatron:d2", "trainer.allocation_mode", "extra [megatron]", "fsdp:d2"),
+    bad("trainer.allocation_mode=hf:d2+archon:d2", "trainer.allocation_mode", "not built", "fsdp:d2"),
+    *(
+        bad(["model_engine=megatron", "trainer.n_gpus_per_node=2", *argv], *says)
+        for argv, says in [
+            (
+                [f"{MEGATRON}.tensor_model_parallel_size=3"],
+                (f"{MEGATRON}.tensor_model_parallel_size = 3", "2 training"),
+            ),
+            ([f"{MEGATRON}.pipeline_model_parallel_size=4"], ("pipeline 4", "2 training")),
+            ([f"{MEGATRON}.expert_model_parallel_size=4"], (f"{MEGATRON}.expert_model_parallel_size = 4", "write")),
+            ([f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"], ("one stage", "pipeline_model_parallel_size=2")),
+            (
+                [f"{MEGATRON}.context_parallel_size=2", "trainer.device=cpu"],
+                (f"{MEGATRON}.context_parallel_size = 2", "Transformer Engine"),
+            ),
+            ([f"{A}.ulysses_sequence_parallel_size=2"], ("ulysses_sequence_parallel_size", "context_parallel_size")),
+            ([f"{M}.lora_rank=8"], (f"{M}.lora_rank = 8", "strategy=fsdp")),
+        ]
+    ),
     bad("trainer.allocation_mode=hf:d2|fsdp:d2", "trainer.allocation_mode", "need names"),
     bad("trainer.allocation_mode=hf:d1+fsdp:d2t2", "trainer.allocation_mode", "fsdp:d4"),
     bad(

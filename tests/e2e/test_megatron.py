@@ -1,0 +1,78 @@
+"""The main job with strategy=megatron: parts of the actor in several Ray workers, weights by plan into the rollouts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from torch import Tensor
+
+from tests.e2e.conftest import Toy
+from trainer.main_ppo import main
+
+MEGATRON = "actor_rollout_ref.actor.megatron"
+WALL_CLOCK = ("timing", "perf/", "weights/seconds", "reward/seconds")
+TP2 = ("trainer.n_gpus_per_node=2", f"{MEGATRON}.tensor_model_parallel_size=2")
+
+
+def run(toy: Toy, out: Path, *more: str) -> list[dict[str, Any]]:
+    """The metric lines of a run without what depends on the clock."""
+    argv = toy.overrides(
+        out,
+        "--config-name=ppo_megatron_trainer",
+        "trainer.backend=ray",
+        "trainer.device=cpu",
+        "trainer.save_freq=1",
+        f"reward.custom_reward_function.path={toy.grader}",
+        *more,
+    )
+    assert main(argv) == 0
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(WALL_CLOCK)} for line in lines]
+
+
+def saved(out: Path, step: int, role: str = "actor") -> dict[str, Tensor]:
+    """Every tensor of a role's checkpoint: weights and moments of all ranks."""
+    found = {}
+    for file in sorted((out / f"global_step_{step}" / role).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            found |= {f"{file.name}:{name}": tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    return found
+
+
+def check_resume(toy: Toy, tmp_path: Path, more: Sequence[str], roles: Sequence[str] = ("actor",)) -> None:
+    """Three steps train, and the third one taken up from the second's checkpoint is bitwise the same."""
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    lines = run(toy, whole, *more)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["actor/grad_norm"] > 0 and line["actor/skipped_steps"] == 0 for line in lines)
+    assert all(line["training/rollout_probs_diff_max"] < 1e-6 for line in lines), "the rollouts have other weights"
+    checkpoint = f"trainer.resume_from_path={whole}/global_step_2"
+    resumed = run(toy, rest, *more, "trainer.resume_mode=resume_path", checkpoint)
+    assert resumed[-1] == lines[-1]
+    for role in roles:
+        ours, theirs = saved(rest, 3, role), saved(whole, 3, role)
+        assert ours.keys() == theirs.keys()
+        assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+def test_two_tensor_parallel_ranks_train_and_resume_bitwise(toy: Toy, tmp_path: Path, ray_cluster: object) -> None:
+    check_resume(toy, tmp_path, TP2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_stages_of_two_ranks_with_critic_and_reference(toy: Toy, tmp_path: Path, ray_cluster: object) -> None:
+    more = [
+        "trainer.n_gpus_per_node=4",
+        f"{MEGATRON}.tensor_model_parallel_size=2",
+        f"{MEGATRON}.pipeline_model_parallel_size=2",
+        "algorithm.adv_estimator=gae",
+        "critic.megatron.pipeline_model_parallel_size=2",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+    ]
+    check_resume(toy, tmp_path, more, roles=("actor", "critic"))
