@@ -142,14 +142,14 @@ def main() -> None:
         config = hf_config_of(args.model)
         sources = trainer_of(config, args.trainer, args.ranks_per_host, args.dtype)
         engines = engine_of(config, args.engine, args.ranks_per_host, args.dtype)
-        started_s = time.perf_counter()
+        started_s, cpu_s = time.perf_counter(), time.process_time()
         plan = make_plan(sources, engines)
-        plan_s = time.perf_counter() - started_s
+        plan_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
     except (ConfigError, WeightTransferError) as error:
         raise SystemExit(str(error)) from None
     print(told(plan, args, sources, engines))
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"planned in {plan_s:.2f} s; this process has used at most {peak_mib:.0f} MiB")
+    print(f"planned in {plan_s:.2f} s ({cpu_s:.2f} s of one core); this process has used at most {peak_mib:.0f} MiB")
     if args.json:
         args.json.write_text(plan.to_json())
 

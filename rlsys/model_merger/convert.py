@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from rlsys.model_merger.kinds import Split, open_checkpoint, split_text
 from rlsys.model_merger.stored import Pieces, Together, Weights, read_whole
 from rlsys.model_merger.stream import DTYPES, FILE_BYTES, Kind, torch_dtype, write_file, write_model_files
 from rlsys.models.hf import ModelSource, SafetensorsDir, build, check_names, read_config
-from rlsys.models.megatron.convert import view
+from rlsys.models.megatron.convert import fill
 from rlsys.models.megatron.family import Family, Head, family_of, tied
+from rlsys.types import Shard
 from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_text_durable
 from rlsys.utils.errors import CheckpointError, ConfigError
 
@@ -63,11 +64,11 @@ def merge(
     kinds = {name: (_kept(name, weights.dtype(name), dtype), tuple(shape)) for name, shape in shapes.items()}
     tensors = (read_whole(weights, name).to(torch_dtype(kind[0])) for name, kind in kinds.items())
 
-    def fill(staging: Path) -> None:
+    def write(staging: Path) -> None:
         write_model_files(staging, kinds, tensors, file_bytes=file_bytes)
         _copy_settings(config_dir, staging, most_common(kinds))
 
-    _write_directory(target_dir, fill, overwrite=overwrite)
+    _write_directory(target_dir, write, overwrite=overwrite)
     return len(kinds)
 
 
@@ -84,10 +85,10 @@ def split(model_dir: Path, target_dir: Path, cut: Split, *, overwrite: bool = Fa
     check_names(family.hf_shapes(hf_config, head=cut.head), weights, aliases=[*family.aliases(hf_config), *carried])
     there = weights.names()
 
-    def fill(staging: Path) -> None:
+    def write(staging: Path) -> None:
         for file, place in files:
             shapes, shards = cut.content(family, hf_config, file, place)
-            by_local: dict[str, list[Any]] = {name: [] for name in shapes}
+            by_local: dict[str, list[Shard]] = {name: [] for name in shapes}
             for shard in shards:
                 by_local[shard.local].append(shard)
             kinds = {name: (weights.dtype(own[0].box.tensor), shapes[name]) for name, own in by_local.items()}
@@ -99,7 +100,7 @@ def split(model_dir: Path, target_dir: Path, cut: Split, *, overwrite: bool = Fa
         (staging / HUGGINGFACE).mkdir()
         _copy_settings(model_dir, staging / HUGGINGFACE, None)
 
-    _write_directory(target_dir, fill, overwrite=overwrite)
+    _write_directory(target_dir, write, overwrite=overwrite)
     return len(files)
 
 
@@ -165,16 +166,14 @@ def _kept(name: str, stored: str, wanted: str | None) -> str:
     return wanted if wanted is not None and floats and not name.endswith(BUFFERS) else stored
 
 
-def _local(weights: SafetensorsDir, kind: Kind, shards: list[Any]) -> Tensor:
+def _local(weights: SafetensorsDir, kind: Kind, shards: Sequence[Shard]) -> Tensor:
     dtype, shape = kind
-    tensor = torch.zeros(shape, dtype=torch_dtype(dtype))
-    for shard in shards:
-        box, found = shard.box, weights.dtype(shard.box.tensor)
-        if found != dtype:
-            raise CheckpointError(
-                f"{box.tensor} is {found} and {shards[0].box.tensor} is {dtype}: one Megatron tensor holds both"
-            )
-        view(tensor, shard.local_start, box.shape).copy_(weights.read(box.tensor, box.start, box.shape))
+    for name in dict.fromkeys(shard.box.tensor for shard in shards):
+        if weights.dtype(name) != dtype:
+            first = shards[0].box.tensor
+            raise CheckpointError(f"{name} is {weights.dtype(name)} and {first} {dtype}: one Megatron tensor has both")
+    tensor = torch.empty(shape, dtype=torch_dtype(dtype))
+    fill(tensor, shards, weights)
     return tensor
 
 
@@ -203,19 +202,19 @@ def _copy_settings(source: Path, target: Path, dtype: str | None) -> None:
                 fsync_file(target / file.name)
 
 
-def _write_directory(target: Path, fill: Callable[[Path], None], *, overwrite: bool) -> None:
+def _write_directory(target: Path, write: Callable[[Path], None], *, overwrite: bool) -> None:
     if target.exists() and not overwrite:
         raise CheckpointError(f"{target} exists already: give another folder, or --overwrite")
     staging = staging_dir(target)
     try:
-        fill(staging)
+        write(staging)
         commit_dir(staging, target)
     except (OSError, CheckpointError) as error:
         shutil.rmtree(staging, ignore_errors=True)
         raise CheckpointError(f"cannot write {target}: {error}") from error
 
 
-def lines_of(differences: list[str], most: int = 20) -> Iterator[str]:
+def lines_of(differences: Sequence[str], most: int = 20) -> Iterator[str]:
     """The first differences and how many more there are."""
     yield from differences[:most]
     if len(differences) > most:

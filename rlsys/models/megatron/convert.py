@@ -58,13 +58,16 @@ def load_from(
         by_local[shard.local].append(shard)
     with torch.no_grad():
         for name, own in by_local.items():
-            target = local_tensors[name].detach()
-            if sum(prod(shard.box.shape) for shard in own) < target.numel():
-                target.zero_()
-            for shard in own:
-                view(target, shard.local_start, shard.box.shape).copy_(
-                    source.read(shard.box.tensor, shard.box.start, shard.box.shape)
-                )
+            fill(local_tensors[name].detach(), own, source)
+
+
+def fill(target: Tensor, shards: Sequence[Shard], source: TensorSource) -> None:
+    """Fill one local tensor from its shards' boxes; what they do not cover becomes zero."""
+    if sum(prod(shard.box.shape) for shard in shards) < target.numel():
+        target.zero_()
+    for shard in shards:
+        box = shard.box
+        view(target, shard.local_start, box.shape).copy_(source.read(box.tensor, box.start, box.shape))
 
 
 def view(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:

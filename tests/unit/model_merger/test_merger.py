@@ -93,6 +93,30 @@ def test_a_merged_model_is_loaded_by_transformers(models: dict[str, Path], tmp_p
     assert torch.equal(old, new)
 
 
+def test_a_critic_goes_through_ranks_and_back(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForTokenClassification
+
+    settings = {k: v for k, v in CONFIGS["qwen2-tied"].items() if k != "model_type"}
+    config = AutoConfig.for_model("qwen2", **settings, num_labels=1)
+    AutoModelForTokenClassification.from_config(config).save_pretrained(tmp_path / "critic")
+    split(tmp_path / "critic", tmp_path / "ranks", Split(tp=2, pp=2, head="value"))
+    last = load_file(tmp_path / "ranks" / "tp_001_pp_001.safetensors")
+    assert last["0.output_layer.weight"].shape == (1, 32)
+    merge(tmp_path / "ranks", tmp_path / "back")
+    assert same(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "critic"))
+
+
+def test_types_that_one_megatron_tensor_cannot_hold_are_told(models: dict[str, Path], tmp_path: Path) -> None:
+    mixed = shutil.copytree(models["qwen2-tied"], tmp_path / "mixed")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    file = next(file for file in mixed.glob("*.safetensors") if name in load_file(file))
+    tensors = load_file(file)
+    save_file({**tensors, name: tensors[name].bfloat16()}, file)
+    with pytest.raises(CheckpointError, match=f"{name} is BF16 and model.layers.1.self_attn.q_proj.weight F32"):
+        split(mixed, tmp_path / "ranks", Split())
+    assert not (tmp_path / "ranks").exists()
+
+
 def test_a_rank_file_holds_its_part_alone(models: dict[str, Path], tmp_path: Path) -> None:
     split(models["deepseek-v3"], tmp_path / "ranks", Split(tp=2, pp=2, ep=4))
     files = {file.name: load_file(file) for file in (tmp_path / "ranks").glob("*.safetensors")}

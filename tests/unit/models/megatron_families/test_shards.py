@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from itertools import product
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from rlsys.models.hf import InMemory
 from rlsys.models.megatron.convert import full_tensors, load_from
 from rlsys.models.megatron.family import Family, Place, family_of
 from rlsys.utils.errors import ConfigError
-from tests.unit.models.megatron_families.tiny import CONFIGS
+from tests.unit.models.megatron_families.tiny import CONFIGS, DENSE
 
 MODELS = [name for name in CONFIGS if name not in ("llama-linear-rope", "qwen3-moe-unnormalised")]
 
@@ -291,3 +293,23 @@ def _filled(config: dict[str, Any], model: dict[str, Tensor], place: Place, **fl
     local = empty_locals(family, config, place, **flags)
     load_from(InMemory(model), family.shards(config, place, **flags), local)
     return local
+
+
+def test_the_example_of_the_guide_is_a_family(tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    guide = (Path(__file__).resolve().parents[4] / "docs" / "extend.md").read_text()
+    (tmp_path / "mistral_of_the_guide.py").write_text(guide.split("```python\n")[1].split("```")[0])
+    spec = importlib.util.spec_from_file_location("mistral_of_the_guide", tmp_path / "mistral_of_the_guide.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = AutoConfig.for_model("mistral", **{**DENSE, "sliding_window": None})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = module.FAMILY.hf_shapes(config.to_dict())
+    assert shapes == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    module.FAMILY.check(config.to_dict(), Place(tp_size=2))
+    with pytest.raises(ConfigError, match="sliding_window=16"):
+        module.FAMILY.check({**config.to_dict(), "sliding_window": 16, "layer_types": None}, Place())
