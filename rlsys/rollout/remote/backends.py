@@ -7,7 +7,7 @@ Seen in the sources of SGLang 0.5.23 (`entrypoints/http_server.py`, `managers/to
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rlsys.rollout.remote.draft import BadAnswerError, Delta
 from rlsys.rollout.remote.http import Call
@@ -17,27 +17,6 @@ PROCESSED, RAW, FULL = "processed", "raw", "full"
 """Which log-probabilities a server gives: after temperature and truncation, before both, or after temperature only."""
 _HEALTH = Call("/health", method="GET")
 _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
-
-
-class Backend(Protocol):
-    """One kind of server. `identity` routes are tried in their order; the first that exists names the weights."""
-
-    kind: str
-    health: Call
-    identity: tuple[Call, ...]
-    probe: Call | None
-    pause: Call
-    resume: Call
-
-    def generate(self, request: ModelRequest, *, model: str, adapter: str, send_seed: bool) -> Call: ...
-    def read(self, event: Mapping[str, Any], num_seen: int) -> Delta: ...
-    def reload(self, path: str, version: int) -> tuple[Call, ...]: ...
-    def load_adapter(self, name: str, path: str, *, in_place: bool) -> Call: ...
-    def unload_adapter(self, name: str) -> Call: ...
-    def score(self, token_ids: Sequence[int], *, model: str, adapter: str) -> Call: ...
-    def read_scores(self, answer: Any) -> list[float]: ...
-    def sleep(self, tags: Sequence[str]) -> Call: ...
-    def wake(self, tags: Sequence[str]) -> Call: ...
 
 
 class SGLangBackend:
@@ -203,6 +182,10 @@ class VLLMBackend:
 
     def wake(self, tags: Sequence[str]) -> Call:
         return Call("/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
+
+
+Backend = SGLangBackend | VLLMBackend
+"""One kind of server. `identity` routes are tried in their order; the first that exists names the weights."""
 
 
 def probed_mode(answer: Any) -> str:

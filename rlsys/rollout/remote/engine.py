@@ -32,7 +32,7 @@ class RemoteEngine:
     """Completes requests on external servers; all methods may be called from any thread.
 
     `generate` and `sample` keep to the RolloutEngine protocol: what `pause` or an update cuts off comes back with
-    Finish.ABORT. `complete` and `agenerate` wait until the servers go on, maybe with new weights, and finish the answer.
+    Finish.ABORT. `complete` and `agenerate` wait until the servers go on, maybe with new weights, and finish it.
     Log-probabilities are the server's one kind, given as output_logprobs and sampled_logprobs alike; `health` names it.
     """
 

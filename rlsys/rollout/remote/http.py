@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,7 +53,7 @@ def open_session(token: str) -> aiohttp.ClientSession:
 async def ask(session: aiohttp.ClientSession, url: str, call: Call, *, stage: str, deadline_s: float) -> Any:
     """The JSON a call answers, None for an empty or non-JSON answer; ServerFault or RefusedError."""
     timeout = aiohttp.ClientTimeout(total=deadline_s)
-    async with _answer(session, url, call, stage=stage, timeout=timeout) as response:
+    async with _Answer(session, url, call, stage=stage, timeout=timeout) as response:
         data = await response.content.read(MAX_ANSWER_BYTES + 1)
         while len(data) <= MAX_ANSWER_BYTES and (more := await response.content.read(MAX_ANSWER_BYTES)):
             data += more
@@ -74,9 +73,9 @@ async def events(
     stage: str,
     timeout: aiohttp.ClientTimeout,
     max_event_bytes: int,
-) -> AsyncIterator[dict[str, Any]]:
+) -> AsyncGenerator[dict[str, Any], None]:
     """The JSON objects of a server-sent event stream up to its end mark; ServerFault where it ends without one."""
-    async with _answer(session, url, call, stage=stage, timeout=timeout) as response:
+    async with _Answer(session, url, call, stage=stage, timeout=timeout) as response:
         buffer = bytearray()
         async for part in response.content.iter_any():
             buffer += part
@@ -111,7 +110,7 @@ def _event(text: bytes, url: str, stage: str) -> dict[str, Any]:
     return event
 
 
-class _answer:  # noqa: N801
+class _Answer:
     """The response to a call whose status is 200; everything else, inside the block too, is told as a fault."""
 
     def __init__(

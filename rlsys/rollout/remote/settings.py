@@ -22,10 +22,10 @@ TOKEN_VARIABLE = "RLSYS_SERVER_TOKEN"
 class RemoteSettings:
     """How to talk to servers at `urls`.
 
-    `policy`: least_loaded; round_robin; affinity sends equal prompts to one server, whose prefix cache then serves them.
+    `policy`: least_loaded; round_robin; affinity sends equal prompts to one server, whose prefix cache serves them.
     Requests of one session stay on one server under any policy. At most `max_concurrent` requests are out at once. A
-    request is tried `max_retries` more times, waiting up to `max_backoff_s` in between. `breaker_failures` failures in a
-    row take a server out for `cooldown_s`, doubled each time up to `max_cooldown_s`, until its health check succeeds.
+    request is tried `max_retries` more times, waiting up to `max_backoff_s` in between. `breaker_failures` failures in
+    a row take a server out for `cooldown_s`, doubled each time up to `max_cooldown_s`, until its health check succeeds.
     `request_s` bounds a request with all retries, `idle_s` the silence within an answer, `update_s` a weight update.
     `send_seeds` passes each request's seed on, which real servers pay for with speed and few of them honour exactly.
     `model` is the served name to ask for; empty takes the server's own. `token` is sent as a bearer token.
@@ -60,8 +60,8 @@ class RemoteSettings:
 def server_urls(kind: str, given: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Addresses without path, from `given` or else from the environment variables of `kind` (sglang or vllm).
 
-    Takes `http://host:port`, `http://host:port/v1` and `host:port`, several separated by commas. ConfigError where there
-    is none, or one has another scheme, a password or a path of its own.
+    Takes `http://host:port`, `http://host:port/v1` and `host:port`, several separated by commas. ConfigError where
+    there is none, or one has another scheme, a password or a path of its own.
     """
     environment = os.environ if environment is None else environment
     names = ADDRESS_VARIABLES[kind]
