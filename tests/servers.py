@@ -125,8 +125,8 @@ class SampledBrain(EngineBrain):
 class Server:
     """One server in a thread of its own. `faults` holds what goes wrong with the next generations, "" for nothing:
 
-    a status as "500", "429" or "302"; "cut:3", "hang:3" or "die:3" after so many tokens; "garbage", "length", "missing",
-    "nan", "huge", "text", "unfinished"; "abort:3".
+    a status as "500", "429" or "302"; "cut:3", "hang:3" or "die:3" after so many tokens; "garbage", "length",
+    "missing", "nan", "huge", "text"; "abort:3" and "unfinished:3" end an answer, with and without saying so.
     """
 
     def __init__(self, kind: str, brain: Any, *, token: str = "", dev: bool = True, incremental: bool = False) -> None:
@@ -294,9 +294,9 @@ class Server:
         finished = False
         async for token in self.brain.tokens(prompt, params):
             num += 1
-            finished = token.finish is not None and fault != "unfinished"
-            await response.write(_data(write(token, token.finish if finished else None)))
-            if num == at and fault == "abort":
+            finished = token.finish is not None
+            await response.write(_data(write(token, token.finish)))
+            if num == at and fault in ("abort", "unfinished"):
                 break
             if num == at and fault == "hang":
                 await asyncio.sleep(60)

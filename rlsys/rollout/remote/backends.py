@@ -26,7 +26,7 @@ class SGLangBackend:
     health = _HEALTH
     identity = (Call("/model_info", method="GET"), Call("/get_model_info", method="GET"))
     probe = None
-    pause = Call("/pause_generation", {"mode": "abort"}, optional=True)
+    pause = Call("/pause_generation", {"mode": "abort"})
     resume = Call("/continue_generation", {}, optional=True)
 
     def generate(self, request: ModelRequest, *, model: str, adapter: str, send_seed: bool) -> Call:
@@ -103,7 +103,7 @@ class VLLMBackend:
     kind = "vllm"
     health = _HEALTH
     identity = (Call("/weight_info", method="GET"),)
-    pause = Call("/pause?mode=abort", {}, optional=True)
+    pause = Call("/pause?mode=abort", {})
     resume = Call("/resume", {}, optional=True)
     probe = Call(
         "/v1/completions",

@@ -316,7 +316,7 @@ class Service:
             stops = not name or in_place
             if stops:
                 await self.stop(quarantine=True)
-            reached = await self._each(lambda server: self._give(server, meta), "update_weights")
+            reached = await self._each(lambda server: self._give(server, meta), "update_weights", anyone=True)
             if not reached:
                 causes = "\n  ".join(server.cause for server in self.router.servers)
                 raise WeightTransferError(f"no server took version {meta.version}:\n  {causes}")
@@ -325,6 +325,7 @@ class Service:
             self._versions[self.adapter or str(meta.version)] = meta.version
             for server in reached:
                 server.identity = await self._identity(server)
+                self.router.readmit(server)
             if stops:
                 await self.go()
             await self._forget_adapters()
@@ -350,16 +351,17 @@ class Service:
             await self._each(lambda server: self._ask(server, call, "unload_adapter", limit_s), "unload", keep=True)  # noqa: B023
 
     async def _each(
-        self, do: Callable[[Server], Awaitable[Any]], stage: str, *, keep: bool = False
+        self, do: Callable[[Server], Awaitable[Any]], stage: str, *, keep: bool = False, anyone: bool = False
     ) -> Sequence[Server]:
         """Do something with every admitted server at once; returns those where it worked, takes the others out unless
-        `keep`."""
+        `keep`. Where none is admitted, `anyone` tries those that are out."""
         servers = [server for server in self.router.servers if server.admitted]
+        servers = self.router.servers if anyone and not servers else servers
         results = await asyncio.gather(*(do(server) for server in servers), return_exceptions=True)
         reached = []
         for server, result in zip(servers, results, strict=True):
             if isinstance(result, ServerFault | RefusedError):
-                log.warning("%s failed at %s: %s", server.url, stage, result)
+                log.log(logging.INFO if keep else logging.WARNING, "%s", result)
                 if not keep:
                     self.counts["trips"] += self.router.trip(server, str(result))
             elif isinstance(result, BaseException):
