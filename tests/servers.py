@@ -86,7 +86,7 @@ class EngineBrain:
 
     async def tokens(self, prompt: Sequence[int], params: SamplingParams) -> AsyncIterator[Token]:
         answer: ModelResponse = await self.engine.sample(list(prompt), params)
-        values = self.values(answer)
+        values = answer.output_logprobs if params.greedy else self.values(answer)
         for at, (token, value) in enumerate(zip(answer.output_tokens, values, strict=True), 1):
             last = at == len(values) and answer.stop_reason is not Finish.ABORT
             yield Token(token, value, answer.stop_reason.value if last else None)
@@ -361,5 +361,5 @@ def _vllm_params(given: dict[str, Any]) -> SamplingParams:
         min_new_tokens=given["min_tokens"],
         stop_token_ids=tuple(given["stop_token_ids"]),
         ignore_eos=given["ignore_eos"],
-        seed=given.get("seed", 0),
+        seed=given.get("seed", 0) - len(given["prompt"]),
     )
