@@ -135,7 +135,7 @@ class Server:
         self.seen: Counter[str] = Counter()
         self.requests: list[dict[str, Any]] = []
         self.adapters: dict[str, str] = {}
-        self.version, self.port, self.mode = "default", 0, "processed"
+        self.version, self.port, self.mode, self.device = "default", 0, "processed", "cuda"
         self.update_status, self.health_status = 200, 200
         self.open = self.most_open = 0
         self._loop = asyncio.new_event_loop()
@@ -224,6 +224,8 @@ class Server:
         if path == "/v1/unload_lora_adapter":
             known = self.adapters.pop(body["lora_name"], None)
             return web.Response(text="Success", status=200 if known else 404)
+        if path == "/server_info" and self.dev:
+            return web.json_response({"vllm_config": {"device_config": {"device": self.device}}})
         if path == "/weight_info" and self.dev:
             return web.json_response({"weight_version": self.version})
         if path == "/collective_rpc" and self.dev:

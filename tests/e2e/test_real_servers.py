@@ -72,7 +72,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         eos_token_id=1,
         pad_token_id=0,
         bos_token_id=None,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
         initializer_range=0.2,
     )
     made = []

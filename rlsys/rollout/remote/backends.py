@@ -25,7 +25,7 @@ class SGLangBackend:
     kind = "sglang"
     health = _HEALTH
     identity = (Call("/model_info", method="GET"), Call("/get_model_info", method="GET"))
-    probe = None
+    probe = about = None
     pause = Call("/pause_generation", {"mode": "abort"})
     resume = Call("/continue_generation", {}, optional=True)
 
@@ -105,6 +105,7 @@ class VLLMBackend:
     identity = (Call("/weight_info", method="GET"),)
     pause = Call("/pause?mode=abort", {})
     resume = Call("/resume", {}, optional=True)
+    about = Call("/server_info?config_format=json", method="GET", optional=True)
     probe = Call(
         "/v1/completions",
         {"prompt": [1], "max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "ignore_eos": True},
@@ -186,6 +187,14 @@ class VLLMBackend:
 
 Backend = SGLangBackend | VLLMBackend
 """One kind of server. `identity` routes are tried in their order; the first that exists names the weights."""
+
+
+def device_of(about: Any) -> str:
+    """The device that vLLM's answer about itself names; empty where it does not."""
+    found = about
+    for key in ("vllm_config", "device_config", "device"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, str) else ""
 
 
 def probed_mode(answer: Any) -> str:

@@ -28,6 +28,7 @@ class Server:
     probe_at_s: float = 0.0
     identity: str = ""
     logprobs: str = ""
+    device: str = ""
     cause: str = ""
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from rlsys.rollout.remote.backends import FULL, RAW, Backend, probed_mode
+from rlsys.rollout.remote.backends import FULL, RAW, Backend, device_of, probed_mode
 from rlsys.rollout.remote.draft import BadAnswerError, Delta, Draft, check
 from rlsys.rollout.remote.http import Call, RefusedError, ServerFault, ask, events, open_session
 from rlsys.rollout.remote.router import Router, Server
@@ -25,6 +27,10 @@ T = TypeVar("T")
 EVENT_BYTES, EVENT_TOKEN_BYTES = 1 << 20, 256
 ABORT_WAIT_S = 0.05
 FIRST_BACKOFF_S = 0.2
+TIED_ON_CPU = (
+    "vLLM on CPU keeps the old output head when the weights of a model with tied embeddings are reloaded (seen with "
+    "0.32.0); push adapters, serve it with SGLang, or take a model with tie_word_embeddings=false"
+)
 COUNTS = ("requests", "tokens", "retries", "failovers", "bad_answers", "busy", "trips", "readmitted", "aborted")
 
 
@@ -251,6 +257,9 @@ class Service:
                 probe = self.backend.probe
                 answer = await self._ask(server, probe, "probe", self.settings.health_deadline_s) if probe else None
                 server.logprobs = probed_mode(answer) if probe else FULL
+                if self.backend.about:
+                    about = await self._ask(server, self.backend.about, "start", self.settings.health_deadline_s)
+                    server.device = device_of(about)
             async with self._updating:
                 if self._weights is not None:
                     await self._give(server, self._weights)
@@ -335,6 +344,8 @@ class Service:
         in_place = bool(meta.metadata.get("in_place"))
         if adapter:
             calls = (self.backend.load_adapter(adapter, meta.weights_path, in_place=in_place),)
+        elif server.device == "cpu" and _tied(meta.weights_path):
+            raise ServerFault(server.url, "update_weights", TIED_ON_CPU, kind="status")
         else:
             calls = self.backend.reload(meta.weights_path, meta.version)
         for call in calls:
@@ -409,6 +420,15 @@ class Service:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         await self.session.close()
+
+
+def _tied(folder: str) -> bool:
+    """Whether the model of a folder shares its embeddings with its head, where that can be read."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(config.get("tie_word_embeddings", False))
 
 
 def adapter_of(meta: WeightUpdateMeta) -> str:

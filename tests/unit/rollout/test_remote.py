@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -347,6 +348,26 @@ def test_log_probs_before_the_temperature_are_refused() -> None:
             engine.generate(hot)
         greedy = [replace(request, gconfig=SamplingParams(4, temperature=0.0)) for request in requests_of(1)]
         assert engine.generate(greedy)[0].sampled_logprobs == (0.0,) * 4
+    finally:
+        for closing in (engine, server):
+            closing.close()
+
+
+def test_a_head_that_vllm_would_keep_is_refused(tmp_path: Path) -> None:
+    """vLLM on CPU reloads everything but the packed head of a tied model."""
+    fleet = Fleet("vllm")
+    (server,) = fleet.serve()
+    server.device = "cpu"
+    engine = fleet.engine(server)
+    try:
+        for tied in (False, True):
+            (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
+            update = engine.update_weights(WeightUpdateMeta(1, weights_path=str(tmp_path)))
+            if not tied:
+                update.result(10)
+                continue
+            with pytest.raises(WeightTransferError, match="keeps the old output head"):
+                update.result(10)
     finally:
         for closing in (engine, server):
             closing.close()
