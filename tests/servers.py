@@ -135,6 +135,7 @@ class Server:
         self.seen: Counter[str] = Counter()
         self.requests: list[dict[str, Any]] = []
         self.adapters: dict[str, str] = {}
+        self.told: list[tuple[str, dict[str, Any]]] = []
         self.version, self.port, self.mode, self.device = "default", 0, "processed", "cuda"
         self.update_status, self.health_status = 200, 200
         self.open = self.most_open = 0
@@ -200,6 +201,10 @@ class Server:
                 pairs = [[value, token, None] for value, token in zip([None, *scores], body["input_ids"], strict=True)]
                 return web.json_response({"meta_info": {"input_token_logprobs": pairs}})
             return await self._generate(request, body, body["input_ids"], _sglang_params(body["sampling_params"]))
+        if path in ("/init_weights_update_group", "/update_weights_from_distributed"):
+            self.told.append((path, body))
+            self.version = body.get("weight_version", self.version)
+            return web.json_response({"success": True, "message": ""})
         if path == "/model_info":
             return web.json_response({"weight_version": self.version})
         if path == "/update_weights_from_disk":

@@ -34,8 +34,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 PYTHONS = {"vllm": "RLSYS_VLLM_PYTHON", "sglang": "RLSYS_SGLANG_PYTHON"}
 OPTIONS = {
-    "vllm": ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16"],
-    "sglang": ["--dtype", "float32", "--mem-fraction-static", "0.1", "--max-total-tokens", "8192"],
+    "vllm": ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096", "--max-num-seqs", "16"],
+    "sglang": ["--dtype", "float32", "--mem-fraction-static", "0.1", "--max-total-tokens", "65536"],
 }
 START_S = 600
 SECRET = "a-token-for-the-tests"
@@ -68,7 +68,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=1024,
+        max_position_embeddings=4096,
         eos_token_id=1,
         pad_token_id=0,
         bos_token_id=None,
@@ -180,7 +180,7 @@ def test_greedy_and_stop_tokens(real: Real, models: Models) -> None:
 
 def test_a_request_that_cannot_be_served_is_named(real: Real) -> None:
     with pytest.raises(ValueError, match="culprit"):
-        real.engine.generate([ModelRequest((3,) * 2000, SamplingParams(4), rid="culprit")])
+        real.engine.generate([ModelRequest((3,) * 5000, SamplingParams(4), rid="culprit")])
 
 
 def test_scores_are_the_models(real: Real, models: Models) -> None:
@@ -208,13 +208,13 @@ def run_in_thread(real: Real, requests: list[ModelRequest], patient: bool) -> tu
 
 
 def test_pause_keeps_what_there_is(real: Real, models: Models) -> None:
-    requests = requests_of(3, SamplingParams(480, ignore_eos=True))
+    requests = requests_of(8, SamplingParams(3000, ignore_eos=True))
     thread, partial = run_in_thread(real, requests, patient=False)
     real.engine.pause()
     thread.join(60)
     assert {response.stop_reason for response in partial} == {Finish.ABORT}
     assert any(response.output_tokens for response in partial)
-    assert [r.output_tokens for r in real.engine.generate(requests)] == [()] * 3
+    assert [r.output_tokens for r in real.engine.generate(requests)] == [()] * 8
     real.engine.resume()
     rest = [
         replace(r, input_ids=p.input_tokens + p.output_tokens, gconfig=SamplingParams(8, ignore_eos=True))
@@ -227,7 +227,7 @@ def test_pause_keeps_what_there_is(real: Real, models: Models) -> None:
 
 def test_weights_change_in_flight_and_nothing_is_lost(real: Real, models: Models) -> None:
     """Each token has the log-probability of the model whose version it bears."""
-    thread, answers = run_in_thread(real, requests_of(6, SamplingParams(450, ignore_eos=True)), patient=True)
+    thread, answers = run_in_thread(real, requests_of(6, SamplingParams(2000, ignore_eos=True)), patient=True)
     real.engine.update_weights(WeightUpdateMeta(1, weights_path=str(models.folders[1]))).result(120)
     seen = real.engine.metrics()["rollout/remote/tokens"]
     while real.engine.metrics()["rollout/remote/tokens"] < seen + 100:
@@ -237,7 +237,7 @@ def test_weights_change_in_flight_and_nothing_is_lost(real: Real, models: Models
     assert len(answers) == 6
     assert {version for answer in answers for version in answer.output_versions} == {0, 1, 2}
     for answer in answers:
-        assert len(answer.output_tokens) == 450
+        assert len(answer.output_tokens) == 2000
         assert_as_model(models, answer, 1.0)
 
 

@@ -7,16 +7,30 @@ Seen in the sources of SGLang 0.5.23 (`entrypoints/http_server.py`, `managers/to
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlsys.rollout.remote.draft import BadAnswerError, Delta
 from rlsys.rollout.remote.http import Call
-from rlsys.types import Finish, ModelRequest
+from rlsys.types import Finish, ModelRequest, WeightUpdateMeta
 
 PROCESSED, RAW, FULL = "processed", "raw", "full"
 """Which log-probabilities a server gives: after temperature and truncation, before both, or after temperature only."""
+NO_GROUP = "vLLM's servers have no common way to take weights over a process group: write files"
 _HEALTH = Call("/health", method="GET")
 _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
+
+
+@dataclass(frozen=True)
+class WeightGroupSpec:
+    """A process group of a trainer (rank 0) and all ranks of all servers, over which weights are broadcast."""
+
+    address: str
+    port: int
+    world_size: int
+    ranks_per_server: int
+    backend: str = "nccl"
+    name: str = "weight_update_group"
 
 
 class SGLangBackend:
@@ -64,13 +78,28 @@ class SGLangBackend:
         stamps = _stamps(about, num_seen, total)
         return Delta([pair[1] for pair in new], [pair[0] for pair in new], stamps, finish)
 
-    def reload(self, path: str, version: int) -> tuple[Call, ...]:
-        return (Call("/update_weights_from_disk", {"model_path": path, "weight_version": str(version)}),)
+    def join_group(self, group: WeightGroupSpec, rank: int) -> Call:
+        """Let the server's ranks, from `rank` on, join the group; answers when everybody has."""
+        about = {"master_address": group.address, "master_port": group.port, "group_name": group.name}
+        about |= {"rank_offset": rank, "world_size": group.world_size, "backend": group.backend}
+        return Call("/init_weights_update_group", about)
 
-    def load_adapter(self, name: str, path: str, *, in_place: bool) -> Call:
-        if in_place:
+    def update(self, meta: WeightUpdateMeta) -> tuple[Call, ...]:
+        """What brings a server to these weights: from a folder, an adapter, or over a process group."""
+        version, about = str(meta.version), meta.metadata
+        if about.get("in_place"):
             raise ValueError("SGLang has no load in place: leave in_place out, adapters are named by their version")
-        return Call("/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        if adapter := adapter_of(meta):
+            return (Call("/load_lora_adapter", {"lora_name": adapter, "lora_path": meta.weights_path}),)
+        if not over_group(meta):
+            return (Call("/update_weights_from_disk", {"model_path": meta.weights_path, "weight_version": version}),)
+        body = {name: list(about[name]) for name in ("names", "dtypes", "shapes")}
+        body |= {"group_name": about["group"], "weight_version": version}
+        return (
+            Call("/begin_weight_update", {}, optional=True),
+            Call("/update_weights_from_distributed", body),
+            Call("/end_weight_update", {}, optional=True),
+        )
 
     def unload_adapter(self, name: str) -> Call:
         return Call("/unload_lora_adapter", {"lora_name": name})
@@ -153,16 +182,23 @@ class VLLMBackend:
             raise BadAnswerError("the answer lacks token_ids or logprobs.token_logprobs")
         return Delta(tokens, logprobs, [str(event.get("model", ""))] * len(tokens), finish)
 
-    def reload(self, path: str, version: int) -> tuple[Call, ...]:
-        return (
-            Call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}}),
-            Call("/reset_prefix_cache", {}, optional=True),
-            Call("/update_weight_version", {"new_version": str(version)}, optional=True),
-        )
+    def join_group(self, group: WeightGroupSpec, rank: int) -> Call:
+        raise ValueError(NO_GROUP)
 
-    def load_adapter(self, name: str, path: str, *, in_place: bool) -> Call:
-        body = {"lora_name": name, "lora_path": path} | ({"load_inplace": True} if in_place else {})
-        return Call("/v1/load_lora_adapter", body)
+    def update(self, meta: WeightUpdateMeta) -> tuple[Call, ...]:
+        """What brings a server to these weights: from a folder, or an adapter."""
+        if over_group(meta):
+            raise ValueError(NO_GROUP)
+        if adapter := adapter_of(meta):
+            body: dict[str, Any] = {"lora_name": adapter, "lora_path": meta.weights_path}
+            return (
+                Call("/v1/load_lora_adapter", body | ({"load_inplace": True} if meta.metadata.get("in_place") else {})),
+            )
+        return (
+            Call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": meta.weights_path}}),
+            Call("/reset_prefix_cache", {}, optional=True),
+            Call("/update_weight_version", {"new_version": str(meta.version)}, optional=True),
+        )
 
     def unload_adapter(self, name: str) -> Call:
         return Call("/v1/unload_lora_adapter", {"lora_name": name})
@@ -187,6 +223,17 @@ class VLLMBackend:
 
 Backend = SGLangBackend | VLLMBackend
 """One kind of server. `identity` routes are tried in their order; the first that exists names the weights."""
+
+
+def adapter_of(meta: WeightUpdateMeta) -> str:
+    """The served name of an adapter: its version is part of it unless it is replaced in place."""
+    name = str(meta.metadata.get("lora_name", ""))
+    return f"{name}-v{meta.version}" if name and not meta.metadata.get("in_place") else name
+
+
+def over_group(meta: WeightUpdateMeta) -> bool:
+    """Whether the weights come over a process group instead of from files."""
+    return "group" in meta.metadata
 
 
 def device_of(about: Any) -> str:

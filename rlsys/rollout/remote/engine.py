@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlsys.protocol.columns import tensors_of
-from rlsys.rollout.remote.backends import Backend, SGLangBackend, VLLMBackend
+from rlsys.rollout.remote.backends import Backend, SGLangBackend, VLLMBackend, WeightGroupSpec
 from rlsys.rollout.remote.service import Service
 from rlsys.rollout.remote.settings import RemoteSettings
 from rlsys.rollout.remote.workflow import Workflow, run_workflow
@@ -107,8 +107,15 @@ class RemoteEngine:
         metadata `lora_name` the folder holds an adapter; it is loaded beside the older ones as `<lora_name>-v<version>`
         and nothing is interrupted, or with `in_place` under the name itself. The future raises WeightTransferError when
         no server took it; a server that failed alone is out until it has taken it.
+
+        With metadata `group`, `names`, `dtypes` and `shapes` (SGLang only) the tensors come over a process group that
+        `init_weights_update_group` made: broadcast them from rank 0 in that order while the future is open.
         """
         return self._start(self._service.update(meta))
+
+    def init_weights_update_group(self, group: WeightGroupSpec) -> Future[None]:
+        """Let all servers join a process group; the future is done when the trainer has joined as rank 0, too."""
+        return self._start(self._service.join_group(group))
 
     def set_version(self, version: int) -> None:
         """Say that the servers' present weights are this version."""

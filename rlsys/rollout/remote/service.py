@@ -13,7 +13,16 @@ from typing import Any, TypeVar
 import aiohttp
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_after_attempt, wait_random_exponential
 
-from rlsys.rollout.remote.backends import FULL, RAW, Backend, device_of, probed_mode
+from rlsys.rollout.remote.backends import (
+    FULL,
+    RAW,
+    Backend,
+    WeightGroupSpec,
+    adapter_of,
+    device_of,
+    over_group,
+    probed_mode,
+)
 from rlsys.rollout.remote.draft import BadAnswerError, Delta, Draft, check
 from rlsys.rollout.remote.http import Call, RefusedError, ServerFault, ask, events, open_session
 from rlsys.rollout.remote.router import Router, Server
@@ -27,6 +36,7 @@ T = TypeVar("T")
 EVENT_BYTES, EVENT_TOKEN_BYTES = 1 << 20, 256
 ABORT_WAIT_S = 0.05
 FIRST_BACKOFF_S = 0.2
+GONE_BY = "the present weights went over a process group and cannot be had again: update from files once"
 TIED_ON_CPU = (
     "vLLM on CPU keeps the old output head when the weights of a model with tied embeddings are reloaded (seen with "
     "0.32.0); push adapters, serve it with SGLang, or take a model with tie_word_embeddings=false"
@@ -261,6 +271,8 @@ class Service:
                     about = await self._ask(server, self.backend.about, "start", self.settings.health_deadline_s)
                     server.device = device_of(about)
             async with self._updating:
+                if self._weights is not None and over_group(self._weights):
+                    raise ServerFault(server.url, "update_weights", GONE_BY, kind="stale")
                 if self._weights is not None:
                     await self._give(server, self._weights)
                 if again:
@@ -319,10 +331,11 @@ class Service:
 
     async def update(self, meta: WeightUpdateMeta) -> None:
         """Give every server new weights; those that fail are taken out and get them before they serve again."""
-        name, in_place = str(meta.metadata.get("lora_name", "")), bool(meta.metadata.get("in_place"))
+        adapter, in_place = adapter_of(meta), bool(meta.metadata.get("in_place"))
+        self.backend.update(meta)
         await self.connect()
         async with self._updating:
-            stops = not name or in_place
+            stops = not adapter or in_place
             if stops:
                 await self.stop(quarantine=True)
             reached = await self._each(lambda server: self._give(server, meta), "update_weights", anyone=True)
@@ -330,7 +343,7 @@ class Service:
                 causes = "\n  ".join(server.cause for server in self.router.servers)
                 raise WeightTransferError(f"no server took version {meta.version}:\n  {causes}")
             self._weights, self.version = meta, meta.version
-            self.adapter = adapter_of(meta)
+            self.adapter = adapter
             self._versions[self.adapter or str(meta.version)] = meta.version
             for server in reached:
                 server.identity = await self._identity(server)
@@ -340,18 +353,24 @@ class Service:
             await self._forget_adapters()
 
     async def _give(self, server: Server, meta: WeightUpdateMeta) -> None:
-        adapter, limit_s = adapter_of(meta), self.settings.update_s
-        in_place = bool(meta.metadata.get("in_place"))
-        if adapter:
-            calls = (self.backend.load_adapter(adapter, meta.weights_path, in_place=in_place),)
-        elif server.device == "cpu" and _tied(meta.weights_path):
-            raise ServerFault(server.url, "update_weights", TIED_ON_CPU, kind="status")
-        else:
-            calls = self.backend.reload(meta.weights_path, meta.version)
-        for call in calls:
-            answer = await self._ask(server, call, f"update_weights to version {meta.version}", limit_s)
+        stage = f"update_weights to version {meta.version}"
+        if server.device == "cpu" and not adapter_of(meta) and _tied(meta.weights_path):
+            raise ServerFault(server.url, stage, TIED_ON_CPU, kind="status")
+        for call in self.backend.update(meta):
+            answer = await self._ask(server, call, stage, self.settings.update_s)
             if isinstance(answer, dict) and answer.get("success") is False:
-                raise ServerFault(server.url, "update_weights", str(answer.get("message"))[:300], kind="status")
+                raise ServerFault(server.url, stage, str(answer.get("message"))[:300], kind="status")
+
+    async def join_group(self, group: WeightGroupSpec) -> None:
+        """Let every server join a process group, in the order of their addresses."""
+        await self.connect()
+        calls = [
+            self.backend.join_group(group, 1 + number * group.ranks_per_server)
+            for number in range(len(self.router.servers))
+        ]
+        pairs = zip(self.router.servers, calls, strict=True)
+        limit_s = self.settings.update_s
+        await asyncio.gather(*(self._ask(server, call, "join_group", limit_s) for server, call in pairs))
 
     async def _forget_adapters(self) -> None:
         if self.adapter and self.adapter not in self._adapters:
@@ -429,9 +448,3 @@ def _tied(folder: str) -> bool:
     except (OSError, ValueError):
         return False
     return bool(config.get("tie_word_embeddings", False))
-
-
-def adapter_of(meta: WeightUpdateMeta) -> str:
-    """The served name of an adapter: its version is part of it unless it is replaced in place."""
-    name = str(meta.metadata.get("lora_name", ""))
-    return f"{name}-v{meta.version}" if name and not meta.metadata.get("in_place") else name

@@ -15,7 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from rlsys.rollout.remote import RemoteEngine, RemoteSettings, SGLangRemoteEngine, VLLMRemoteEngine
+from rlsys.rollout.remote import (
+    RemoteEngine,
+    RemoteSettings,
+    SGLangRemoteEngine,
+    VLLMRemoteEngine,
+    WeightGroupSpec,
+)
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams, WeightUpdateMeta
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, WeightTransferError
 from tests.servers import RuleBrain, Server
@@ -351,6 +357,32 @@ def test_log_probs_before_the_temperature_are_refused() -> None:
     finally:
         for closing in (engine, server):
             closing.close()
+
+
+def test_weights_over_a_process_group_are_announced_to_every_server(sglang: Fleet) -> None:
+    servers = sglang.serve(2)
+    engine = sglang.engine(*servers)
+    group = WeightGroupSpec("127.0.0.1", 29500, world_size=5, ranks_per_server=2, backend="gloo", name="g")
+    engine.init_weights_update_group(group).result(10)
+    about = {"group": "g", "names": ["a", "b"], "dtypes": ["float32"] * 2, "shapes": [[2], [3, 4]]}
+    engine.update_weights(WeightUpdateMeta(6, metadata=about)).result(10)
+    for server, first_rank in zip(servers, (1, 3), strict=True):
+        (_, joined), (_, update) = server.told
+        assert (joined["rank_offset"], joined["world_size"], joined["backend"]) == (first_rank, 5, "gloo")
+        assert update == {
+            **{k: about[k] for k in ("names", "dtypes", "shapes")},
+            "group_name": "g",
+            "weight_version": "6",
+        }
+    assert engine.generate(requests_of(1))[0].version == 6
+    servers[0].stop()
+    wait_for(lambda: not engine.health()["servers"][servers[0].url]["admitted"])
+    servers[0].restart()
+    wait_for(lambda: "update from files" in engine.health()["servers"][servers[0].url]["cause"])
+    vllm = VLLMRemoteEngine(replace(FAST, urls=(servers[1].url,)))
+    with pytest.raises(ValueError, match="write files"):
+        vllm.update_weights(WeightUpdateMeta(7, metadata=about)).result(10)
+    vllm.close()
 
 
 def test_a_head_that_vllm_would_keep_is_refused(tmp_path: Path) -> None:
