@@ -42,13 +42,19 @@ def test_a_run_trains_on_what_external_servers_write(
     variable = "AREAL_LLM_SERVER_ADDRS" if kind == "sglang" else "VLLM_API_BASE"
     monkeypatch.setenv(variable, ",".join(f"{server.url}/v1" for server in servers))
     arguments = toy.overrides(
-        out, "trainer.backend=local", f"inference.backend={kind}", "trainer.test_freq=3", "trainer.sync_freq=1"
+        out,
+        "trainer.backend=local",
+        f"inference.backend={kind}",
+        "trainer.test_freq=3",
+        f"reward.custom_reward_function.path={toy.grader}",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
     )
     assert main(arguments) == 0
     lines = lines_of(out)
     assert [line["step"] for line in lines] == [1, 2, 3]
     for line in lines:
         assert line["training/rollout_probs_diff_max"] < 1e-4
+        assert line["actor/grad_norm"] > 0
         assert line["rollout/lost"] == 0
         assert line["rollout/remote/servers_ready"] == 2
         assert line["weights/version"] == line["step"]

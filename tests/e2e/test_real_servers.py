@@ -73,7 +73,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
         pad_token_id=0,
         bos_token_id=None,
         tie_word_embeddings=False,
-        initializer_range=0.2,
+        initializer_range=0.05,
     )
     made = []
     for number in range(2):
@@ -257,6 +257,7 @@ def overrides(toy: Toy, model: Path, out: Path, url: str, *more: str) -> list[st
         "trainer.backend=local",
         "trainer.total_training_steps=2",
         f"actor_rollout_ref.rollout.servers.urls=[{url}]",
+        f"reward.custom_reward_function.path={toy.grader}",
         "actor_rollout_ref.actor.optim.lr=3e-3",
         *more,
     )[1:]
