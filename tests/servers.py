@@ -125,7 +125,7 @@ class SampledBrain(EngineBrain):
 class Server:
     """One server in a thread of its own. `faults` holds what goes wrong with the next generations, "" for nothing:
 
-    a status as "500", "429" or "302"; "cut:3", "hang:3" or "die:3" after so many tokens; "garbage", "length",
+    a status as "500", "429" or "307"; "cut:3", "hang:3" or "die:3" after so many tokens; "garbage", "length",
     "missing", "nan", "huge", "text"; "abort:3" and "unfinished:3" end an answer, with and without saying so.
     """
 
@@ -137,7 +137,7 @@ class Server:
         self.adapters: dict[str, str] = {}
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.version, self.port, self.mode, self.device = "default", 0, "processed", "cuda"
-        self.update_status, self.health_status = 200, 200
+        self.update_status, self.health_status, self.elsewhere = 200, 200, "http://127.0.0.1:9"
         self.open = self.most_open = 0
         self._loop = asyncio.new_event_loop()
         self._runner: web.AppRunner | None = None
@@ -266,7 +266,7 @@ class Server:
         self.requests.append(body)
         fault, _, at = (self.faults.popleft() if self.faults else "").partition(":")
         if fault.isdecimal():
-            headers = {"Retry-After": "0", "Location": "http://127.0.0.1:9/"}
+            headers = {"Retry-After": "0", "Location": self.elsewhere + request.path}
             return web.Response(status=int(fault), text="told to fail", headers=headers)
         if fault == "text":
             return web.Response(text="<html>a proxy's page</html>")

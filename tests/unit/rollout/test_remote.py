@@ -109,7 +109,7 @@ def wait_for(happened: Callable[[], object], *, within_s: float = 10) -> None:
 
 
 FAULTS = [
-    *("500", "502", "429", "503", "302", "401", "404", "text"),
+    *("500", "502", "429", "503", "307", "401", "404", "text"),
     *("cut:1", "cut:5", "hang:4", "garbage", "huge", "length", "missing", "nan", "unfinished:6", "abort:3"),
 ]
 
@@ -120,6 +120,7 @@ def test_an_answer_is_whole_whatever_one_server_does(fleet: Fleet, fault: str) -
     engine = fleet.engine(bad, good, policy="round_robin", idle_s=0.5)
     engine.connect()
     bad.faults.extend([fault] * 2)
+    bad.elsewhere = good.url
     requests = requests_of(6)
     assert_whole(engine.generate(requests), requests)
     counts = engine.metrics()
