@@ -17,6 +17,7 @@ from trainer.groups import Role
 from trainer.place import Place, find_place, load_tokenizer
 from trainer.ppo import RayPPOTrainer
 from trainer.prompts import prompt_datasets, steps_of
+from trainer.served import server_settings
 from trainer.start import with_start_assets
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
@@ -60,6 +61,8 @@ def build_trainer(config: PPOConfig, place: Place | None = None) -> RayPPOTraine
     Without a `place` one is found: the running Ray cluster, a new one, or this process for trainer.backend=local.
     """
     config = with_start_assets(config)
+    if plan_batches(config).pools.external:
+        server_settings(config)
     place = place or place_of(config)
     model = config.actor_rollout_ref.model
     if model.external_lib:
@@ -73,7 +76,7 @@ def build_trainer(config: PPOConfig, place: Place | None = None) -> RayPPOTraine
     rollout = config.actor_rollout_ref.rollout
     worker_args: dict[Role, tuple[Any, ...]] = {
         Role.Actor: (actor, config.actor_rollout_ref, run),
-        Role.Rollout: (ROLLOUT_WORKERS[rollout.name], model, rollout, run),
+        Role.Rollout: (ROLLOUT_WORKERS.get(rollout.name), model, rollout, run),
         Role.Critic: (CriticWorker, config.critic, run),
         Role.RefPolicy: (ReferenceWorker, config.actor_rollout_ref, run),
         Role.RewardModel: (RewardModelWorker, config.reward.reward_model, run),
@@ -106,8 +109,10 @@ def place_roles(config: PPOConfig) -> tuple[dict[Role, str], dict[str, list[int]
     """Each role's pool, and each pool's processes by node; roles the algorithm does not need are left out."""
     plan = plan_batches(config)
     pools = {"train": [plan.pools.train_per_node] * plan.pools.nodes}
-    mapping = {Role.Actor: "train", Role.Rollout: "train"}
-    if not plan.pools.colocated:
+    mapping = {Role.Actor: "train"}
+    if plan.pools.colocated:
+        mapping[Role.Rollout] = "train"
+    elif not plan.pools.external:
         mapping[Role.Rollout], pools["rollout"] = "rollout", [plan.pools.rollout_ranks]
     if plan.critic is not None:
         mapping[Role.Critic] = "train"

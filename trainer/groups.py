@@ -30,10 +30,10 @@ class Role(Enum):
 
 @dataclass(frozen=True)
 class WorkerGroups:
-    """The groups of a run; roles that the algorithm does not need are None."""
+    """The groups of a run; roles that the algorithm does not need or that others play are None."""
 
     actor: Any
-    rollout: Any
+    rollout: Any = None
     critic: Any = None
     ref: Any = None
     rm: Any = None

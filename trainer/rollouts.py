@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from rlsys.config import EvalConfig, PPOConfig
 from rlsys.protocol import DataProto
@@ -68,7 +68,16 @@ def _restore(transfer: ShardingManager, replica: Any) -> None:
     transfer.restore(replica.rank)
 
 
-def push_by(transfer: ShardingManager, fleet: RolloutFleet, *, validate: bool) -> Callable[[int], TransferReport]:
+class Transfer(Protocol):
+    """What brings the actor's weights to the rollout."""
+
+    @property
+    def version(self) -> int | None: ...
+    def push(self, version: int) -> TransferReport: ...
+    def validate(self) -> object: ...
+
+
+def push_by(transfer: Transfer, fleet: RolloutFleet, *, validate: bool) -> Callable[[int], TransferReport]:
     """Push weights, prove on request that they arrived, and from then on refuse answers of older ones."""
 
     def push(version: int) -> TransferReport:
@@ -88,7 +97,7 @@ def generate_by(fleet: RolloutFleet) -> Generate:
     """Rows in, completed rows out, with the counts of what this call took."""
 
     def generate(rows: DataProto) -> tuple[DataProto, dict[str, float]]:
-        before = {**fleet.metrics(), "rollout/replicas_ready": 0.0}
+        before = {name: 0.0 if name.endswith("_ready") else count for name, count in fleet.metrics().items()}
         prompts = rows.select(batch_keys=["prompts", "attention_mask"], non_tensor_batch_keys=[])
         done = fleet.generate_sequences(prompts)
         columns = {**rows.non_tensor_batch, **done.non_tensor_batch}

@@ -22,6 +22,7 @@ from trainer.prompts import training_prompts
 from trainer.residency import Holder, Moves, Residency
 from trainer.rewards import reward_manager, reward_pool
 from trainer.rollouts import connect_weights, generate_by, push_by, rollout_fleet
+from trainer.served import served_rollout
 from trainer.source import GroupFilter, RolloutSource
 from trainer.steps import Steps
 
@@ -49,16 +50,20 @@ def assemble(trainer: RayPPOTrainer) -> Runtime:
     cfg, plan, groups = trainer.cfg, trainer.plan, trainer.groups
     rollout, pad = cfg.actor_rollout_ref.rollout, trainer.tokenizer.pad_token_id
     with ExitStack() as stack:
-        transfer = connect_weights(groups, cfg, colocated=plan.pools.colocated)  # what it holds goes with the workers
         pool = stack.enter_context(reward_pool(cfg.reward))
-        fleet = rollout_fleet(
-            groups.rollout,
-            cfg,
-            transfer=transfer,
-            rows=cfg.data.gen_batch_size * rollout.n,
-            restartable=not plan.pools.colocated,
-            max_staleness=cfg.trainer.max_staleness,
-        )
+        if plan.pools.external:
+            fleet, transfer = served_rollout(cfg, groups.actor)
+            stack.callback(transfer.close)
+        else:
+            transfer = connect_weights(groups, cfg, colocated=plan.pools.colocated)  # what it holds goes with workers
+            fleet = rollout_fleet(
+                groups.rollout,
+                cfg,
+                transfer=transfer,
+                rows=cfg.data.gen_batch_size * rollout.n,
+                restartable=not plan.pools.colocated,
+                max_staleness=cfg.trainer.max_staleness,
+            )
         stack.callback(fleet.close)
         answers = Answers(
             generate=generate_by(fleet),

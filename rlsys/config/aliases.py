@@ -55,7 +55,22 @@ VERL = {
     "ray_init.timeline_json_file": "ray_kwargs.timeline_json_file",
 }
 
-AREAL = {
+_SERVERS = f"{_ROLLOUT}.servers"
+INFERENCE = {
+    f"inference.{kind}.{name}": key
+    for kind in ("vllm", "sglang")
+    for name, key in {
+        "api_base": f"{_SERVERS}.urls",
+        "max_tokens": "data.max_response_length",
+        "temperature": f"{_ROLLOUT}.temperature",
+        "top_p": f"{_ROLLOUT}.top_p",
+        "timeout": f"{_SERVERS}.timeout_s",
+        "max_retries": f"{_SERVERS}.max_retries",
+    }.items()
+}
+"""The keys of those who run a server of their own beside the training."""
+
+AREAL = INFERENCE | {
     f"{_ACTOR}.eps_clip": f"{_ACTOR}.clip_ratio",
     f"{_ACTOR}.eps_clip_higher": f"{_ACTOR}.clip_ratio_high",
     f"{_ACTOR}.c_clip": f"{_ACTOR}.clip_ratio_c",
@@ -127,6 +142,10 @@ GLOBAL_MICRO_BATCHES = {
 """Sizes over all ranks, of old: divided by the number of training ranks."""
 
 
+def _inference_backend(value: Any) -> dict[str, Any]:
+    return {f"{_ROLLOUT}.name": f"{value}_remote"}
+
+
 def _kl_ctl(value: Any) -> dict[str, Any]:
     return {"algorithm.kl_ctrl.kl_coef": value, "algorithm.use_kl_in_reward": value not in (0, 0.0, None, False)}
 
@@ -141,6 +160,7 @@ def _norm(section: str, level: str) -> Callable[[Any], dict[str, Any]]:
 
 EXPANSIONS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "algorithm.kl_ctl": _kl_ctl,
+    "inference.backend": _inference_backend,
     "algorithm.reward_norm": _norm("algorithm.reward_norm", "batch"),
     "algorithm.adv_norm": _norm("algorithm.adv_norm", "batch"),
     "algorithm.group_reward_norm": _norm("algorithm.reward_norm", "group"),

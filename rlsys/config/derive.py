@@ -7,7 +7,7 @@ from typing import Any
 
 from rlsys.config.keys import shown
 from rlsys.config.layers import Given
-from rlsys.config.pools import MODE, allocation_counts
+from rlsys.config.pools import MODE, allocation_counts, is_external
 from rlsys.utils.errors import ConfigError
 
 
@@ -31,7 +31,8 @@ def fill_auto(values: dict[str, Any]) -> None:
         values["critic.enable"] = values["algorithm.adv_estimator"] == "gae"
     key = "actor_rollout_ref.hybrid_engine"
     if key in values and values[key] is None:
-        values[key] = values["trainer.rollout_workers"] == 0
+        external = is_external(values["actor_rollout_ref.rollout.name"])
+        values[key] = values["trainer.rollout_workers"] == 0 and not external
 
 
 def _is_count(value: Any) -> bool:

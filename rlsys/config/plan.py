@@ -216,6 +216,7 @@ def _worker_words(pools: Pools, trainer: RunConfig) -> str:
     generate = (
         " and generate" if pools.colocated else f", {pools.rollout_ranks} generate" if pools.rollout_ranks else ""
     )
+    generate = ", external servers generate" if pools.external else generate
     grade = f", {pools.reward_model_ranks} run the reward model" if pools.reward_model_ranks else ""
     backend = "Ray actors" if trainer.backend == "ray" else "in this process"
     return f"{pools.nodes} x {pools.train_per_node} train{generate}{grade} ({where}; {backend})"

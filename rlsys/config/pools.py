@@ -19,7 +19,8 @@ class Pools:
     """Processes by what they do. Actor, critic and reference share the training processes.
 
     `colocated`: the training processes also generate, and `rollout_ranks` is their number. Otherwise `rollout_ranks`
-    processes in a pool of their own do. `reward_model_ranks` is 0 where the reward model shares the training processes.
+    processes in a pool of their own do, or with `external` servers outside of the run. `reward_model_ranks` is 0 where
+    the reward model shares the training processes.
     """
 
     nodes: int
@@ -28,6 +29,7 @@ class Pools:
     rollout_ranks: int
     colocated: bool
     reward_model_ranks: int
+    external: bool = False
 
     @property
     def total_ranks(self) -> int:
@@ -38,15 +40,22 @@ def resolve_pools(cfg: PPOConfig) -> Pools:
     """The pools of a loaded configuration (loading has already turned trainer.allocation_mode into counts)."""
     trainer, grader = cfg.trainer, cfg.reward.reward_model
     train_ranks = trainer.nnodes * trainer.n_gpus_per_node
+    external = is_external(cfg.actor_rollout_ref.rollout.name)
     own_pool = grader.enable and grader.enable_resource_pool
     return Pools(
         nodes=trainer.nnodes,
         train_per_node=trainer.n_gpus_per_node,
         train_ranks=train_ranks,
-        rollout_ranks=trainer.rollout_workers or train_ranks,
-        colocated=trainer.rollout_workers == 0,
+        rollout_ranks=0 if external else trainer.rollout_workers or train_ranks,
+        colocated=trainer.rollout_workers == 0 and not external,
         reward_model_ranks=grader.nnodes * grader.n_gpus_per_node if own_pool else 0,
+        external=external,
     )
+
+
+def is_external(name: object) -> bool:
+    """Whether a rollout engine of this name is servers outside of the run."""
+    return isinstance(name, str) and name.endswith("_remote")
 
 
 def allocation_counts(text: str, nnodes: int) -> dict[str, Any]:

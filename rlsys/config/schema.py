@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from rlsys.config.schema_actor import (
     ActorRolloutRefConfig,
     CriticConfig,
@@ -79,6 +81,8 @@ class RMConfig(SupervisedConfig):
 class EvalRolloutConfig(GenerationConfig):
     """Generation for evaluation."""
 
+    name: Literal["hf", "vllm"] = "hf"
+    """Engine: hf (transformers) or vllm."""
     val_kwargs: ValKwargsConfig
 
 

@@ -10,6 +10,7 @@ from rlsys.config.schema_base import (
     Coefficient,
     Count,
     CountOrOff,
+    CountOrZero,
     Flag,
     Fraction,
     KLEstimator,
@@ -22,6 +23,7 @@ from rlsys.config.schema_base import (
     Seed,
     Strategy,
     Text,
+    Texts,
     linked,
     open_dict,
 )
@@ -170,8 +172,6 @@ class EngineKwargsConfig(Section):
 class GenerationConfig(Section):
     """The engine that writes responses."""
 
-    name: Literal["hf", "vllm"] = "hf"
-    """Engine: hf (transformers) or vllm."""
     gpu_memory_utilization: Share = 0.5
     """Share of a GPU's memory for vLLM's weights and cache."""
     kv_cache_gib: Positive = 1.0
@@ -197,9 +197,34 @@ class GenerationConfig(Section):
     """Longest prompt and response together; null takes what the model's positions allow."""
 
 
+class ServersConfig(Section):
+    """External servers, for rollout.name=sglang_remote and vllm_remote."""
+
+    urls: Texts | None = None
+    """Addresses; null takes VLLM_API_BASE (vLLM) or AREAL_LLM_SERVER_ADDRS (either) from the environment."""
+    model: Text | None = None
+    """Name the model is served under; null takes the server's own."""
+    lora_name: Text | None = None
+    """Push LoRA adapters only, served under this name and their version; null pushes merged weights."""
+    policy: Literal["least_loaded", "round_robin", "affinity"] = "least_loaded"
+    """Who gets a request; affinity: equal prompts meet at one server, for its prefix cache."""
+    max_concurrent: Count = 256
+    """Requests that are out at once."""
+    timeout_s: Seconds = 120.0
+    """Longest silence within an answer before another server is asked for the rest."""
+    max_retries: CountOrZero = 3
+    """Further attempts of a failed request."""
+    token_env: Text = "RLSYS_SERVER_TOKEN"
+    """Environment variable that holds the servers' bearer token; unset sends none."""
+    weights_dir: LocalPath = "${trainer.default_local_dir}/served_weights"
+    """Folder through which weights are pushed; the servers must see it under the same path."""
+
+
 class RolloutConfig(GenerationConfig):
     """Generation for training, and the log-probs of what was generated."""
 
+    name: Literal["hf", "vllm", "sglang_remote", "vllm_remote"] = "hf"
+    """Engine: hf (transformers), vllm, or external servers: sglang_remote, vllm_remote."""
     temperature: Temperature = 1.0
     """Sampling temperature; log-probs are taken at it too."""
     top_k: CountOrOff = -1
@@ -222,6 +247,7 @@ class RolloutConfig(GenerationConfig):
     """Compare every tensor of every engine with the actor's after each push; one that differs ends the run."""
     validate_save_dir: LocalPath | None = None
     """Folder for the reports of these comparisons, weights_v{version}.json."""
+    servers: ServersConfig
 
 
 class ActorRolloutRefConfig(Section):

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 from rlsys.config.plan import needs_critic
+from rlsys.config.pools import is_external
 from rlsys.config.schema import PPOConfig
 from rlsys.config.schema_model import CheckpointConfig, ModelConfig
 from rlsys.config.schema_trainer import RayKwargsConfig, RunConfig, TrainingConfig
@@ -82,10 +83,12 @@ def _pools(cfg: PPOConfig) -> Iterator[str]:
             f"0 (synchronous) and {MAX_STALENESS} (one step off) are built; write trainer.max_staleness={MAX_STALENESS}"
         )
         yield wrong("trainer.max_staleness", trainer.max_staleness, why)
-    if trainer.max_staleness > 0 and not split:
+    external = is_external(cfg.actor_rollout_ref.rollout.name)
+    yield from _servers(cfg, external)
+    if trainer.max_staleness > 0 and not (split or external):
         why = "generating ahead needs processes of its own; write trainer.rollout_workers=1"
         yield wrong("trainer.max_staleness", trainer.max_staleness, why)
-    if hybrid is not None and hybrid == split:
+    if hybrid is not None and hybrid == (split or external):
         key = "actor_rollout_ref.hybrid_engine"
         yield wrong(key, hybrid, f"trainer.rollout_workers={trainer.rollout_workers} says the other; leave {key} out")
     if split and cfg.actor_rollout_ref.rollout.checkpoint_engine.backend == "local":
@@ -103,6 +106,33 @@ def _pools(cfg: PPOConfig) -> Iterator[str]:
     if trainer.sync_freq > 1:
         why = f"samples are up to {trainer.sync_freq - 1} steps older than the weights they train"
         yield note("trainer.sync_freq", trainer.sync_freq, why)
+
+
+def _servers(cfg: PPOConfig, external: bool) -> Iterator[str]:
+    """Whether the keys of external servers go with the engine."""
+    key, rollout, name = "actor_rollout_ref.rollout", cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.rollout.name
+    servers = rollout.servers
+    if not external:
+        if servers.urls is not None:
+            why = f"{key}.name={name} asks no servers; write {key}.name=vllm_remote or sglang_remote"
+            yield wrong(f"{key}.servers.urls", list(servers.urls), why)
+        return
+    if cfg.trainer.rollout_workers > 0:
+        why = f"{key}.name={name} generates on servers outside; write trainer.rollout_workers=0"
+        yield wrong("trainer.rollout_workers", cfg.trainer.rollout_workers, why)
+    if rollout.checkpoint_engine.backend != "auto":
+        why = f"servers outside take weights from files; write {key}.checkpoint_engine.backend=auto"
+        yield wrong(f"{key}.checkpoint_engine.backend", rollout.checkpoint_engine.backend, why)
+    if rollout.validate_weight:
+        why = f"servers outside hand out no tensors to compare; write {key}.validate_weight=false"
+        yield wrong(f"{key}.validate_weight", True, why)
+    if servers.lora_name is not None and not cfg.actor_rollout_ref.model.lora_rank:
+        why = "there are no adapters to push; write actor_rollout_ref.model.lora_rank=16, or leave it out"
+        yield wrong(f"{key}.servers.lora_name", servers.lora_name, why)
+    if rollout.top_k > 0 or rollout.top_p < 1:
+        full = name == "sglang_remote"
+        why = f"log-probs of the server are of the {'full' if full else 'truncated'} distribution only"
+        yield note(f"{key}.top_k" if rollout.top_k > 0 else f"{key}.top_p", rollout.top_k or rollout.top_p, why)
 
 
 def check_checkpoints(role: str, checkpoint: CheckpointConfig, resume_mode: str) -> Iterator[str]:

@@ -7,8 +7,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,18 +21,26 @@ from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import from_responses, generate_sequences
 from rlsys.rollout.hf import HFRollout
+from rlsys.rollout.remote import RemoteSettings, SGLangRemoteEngine, VLLMRemoteEngine
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams
 from rlsys.utils.errors import WeightTransferError
+from tests.servers import EngineBrain, SampledBrain, Server
 
 VOCABULARY, EOS = 96, 2
 
 
 @dataclass
 class Bench:
-    """An engine and the float32 model that it must agree with: `logits` (T,) -> (T, V)."""
+    """An engine, what it `lacks`, and the float32 model that it must agree with: `logits` (T,) -> (T, V)."""
 
     engine: RolloutEngine
     logits: Callable[[Tensor], Tensor]
+    lacks: frozenset[str] = frozenset()
+    close: Callable[[], None] = field(default=lambda: None)
+
+    def needs(self, what: str) -> None:
+        if what in self.lacks:
+            pytest.skip(f"this engine has no {what}")
 
 
 def tiny_model(seed: int = 0) -> Qwen2ForCausalLM:
@@ -71,6 +79,24 @@ def vllm_bench() -> Bench:
     return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach())
 
 
+def remote_bench(kind: str) -> Bench:
+    """The remote engine over a server of ours that has the reference engine inside."""
+    behind, reference = HFRollout(tiny_model(), seed=11), tiny_model()
+    server = Server(kind, EngineBrain(behind) if kind == "sglang" else SampledBrain(behind)).start()
+    make = SGLangRemoteEngine if kind == "sglang" else VLLMRemoteEngine
+    engine = make(RemoteSettings((server.url,), send_seeds=True, request_s=60))
+    engine.connect()
+
+    def close() -> None:
+        engine.close()
+        server.close()
+        behind.close()
+
+    other_kind = "log-probabilities of the truncated distribution" if kind == "sglang" else "full log-probabilities"
+    lacks = frozenset({"tensors", "scores at a temperature", other_kind})
+    return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach(), lacks, close)
+
+
 def vllm_reset(bench: Bench) -> None:
     """As if it were new."""
     bench.engine.resume()
@@ -79,7 +105,12 @@ def vllm_reset(bench: Bench) -> None:
     bench.engine.finish_update(0)
 
 
-FACTORIES = {"hf": (hf_bench, lambda bench: bench.engine.close()), "vllm": (vllm_bench, vllm_reset)}
+FACTORIES = {
+    "hf": (hf_bench, lambda bench: bench.engine.close()),
+    "vllm": (vllm_bench, vllm_reset),
+    "sglang_remote": (partial(remote_bench, "sglang"), lambda bench: bench.close()),
+    "vllm_remote": (partial(remote_bench, "vllm"), lambda bench: bench.close()),
+}
 MARKS = {"vllm": [pytest.mark.vllm, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")]}
 
 
@@ -149,6 +180,7 @@ def test_tokens_do_not_depend_on_the_batch(bench: Bench, params: SamplingParams)
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_are_those_of_the_full_distribution(bench: Bench, temperature: float) -> None:
+    bench.needs("full log-probabilities")
     params = SamplingParams(30, temperature=temperature, top_k=7, ignore_eos=True)
     for response in bench.engine.generate(requests_of(6, params)):
         expected = at_tokens(reference_logprobs(bench, response, temperature), response)
@@ -157,6 +189,7 @@ def test_log_probs_are_those_of_the_full_distribution(bench: Bench, temperature:
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (-1, 0.8), (10, 0.7)])
 def test_sampled_log_probs_are_renormalised(bench: Bench, top_k: int, top_p: float) -> None:
+    bench.needs("log-probabilities of the truncated distribution")
     params = SamplingParams(30, temperature=0.9, top_k=top_k, top_p=top_p, ignore_eos=True)
     for response in bench.engine.generate(requests_of(4, params)):
         full = reference_logprobs(bench, response, 0.9)
@@ -273,6 +306,7 @@ def test_an_update_aborts_what_runs_and_never_mixes_weights(bench: Bench) -> Non
 
 
 def test_quarantine_until_the_update_is_whole(bench: Bench) -> None:
+    bench.needs("tensors")
     request = requests_of(1, SamplingParams(8, temperature=0.0, ignore_eos=True))
     before = tokens_of(bench.engine.generate(request))
     with pytest.raises(WeightTransferError):
@@ -294,6 +328,7 @@ def test_quarantine_until_the_update_is_whole(bench: Bench) -> None:
 
 
 def test_new_weights_are_used(bench: Bench) -> None:
+    bench.needs("tensors")
     other = tiny_model(seed=1)
     bench.engine.begin_update()
     bench.engine.load(list(other.state_dict().items()))
@@ -306,6 +341,7 @@ def test_new_weights_are_used(bench: Bench) -> None:
 
 
 def test_the_layout_speaks_of_the_live_tensors(bench: Bench) -> None:
+    bench.needs("tensors")
     layout, tensors = bench.engine.weight_layout(), bench.engine.local_tensors()
     names = {shard.box.tensor for shard in layout.shards}
     assert names == set(layout.full_shapes) == set(layout.dtypes)
@@ -374,6 +410,8 @@ def test_a_batch_comes_back_in_the_agreed_layout(bench: Bench) -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_engine_scores_are_the_sampled_log_probs(bench: Bench, temperature: float) -> None:
+    if temperature != 1.0:
+        bench.needs("scores at a temperature")
     out = generate_sequences(bench.engine, prompt_batch(requests_of(7, SamplingParams(24)), temperature=temperature))
     scores = bench.engine.compute_log_prob(out, temperature=temperature)
     torch.testing.assert_close(scores, out.batch["rollout_log_probs"], atol=1e-4, rtol=0)

@@ -1,0 +1,176 @@
+"""HTTP with limits: every wait has a deadline, every answer a size, and nothing is followed, unpacked or trusted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import aiohttp
+
+Kind = Literal["unreachable", "status", "busy", "timeout", "bad_answer", "stale"]
+MAX_TEXT_CHARS = 300
+MAX_ANSWER_BYTES = 64 << 20
+MAX_WAIT_S = 60.0
+EVENT = b"data:"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request to a server: a route and its JSON body. An `optional` route may be missing on the server."""
+
+    path: str
+    body: Mapping[str, Any] | None = None
+    method: str = "POST"
+    optional: bool = False
+
+
+class ServerFault(RuntimeError):
+    """A server failed at something that another one, or the same one later, may do."""
+
+    def __init__(self, url: str, stage: str, cause: str, *, kind: Kind, wait_s: float = 0.0, status: int = 0) -> None:
+        super().__init__(f"{url} at stage '{stage}': {cause}")
+        self.url, self.stage, self.kind, self.wait_s, self.status = url, stage, kind, wait_s, status
+
+
+class RefusedError(ValueError):
+    """The server says that the request itself is wrong."""
+
+
+def open_session(token: str) -> aiohttp.ClientSession:
+    """A session that sends the token, accepts no compression, keeps no cookies and reads no proxy settings."""
+    headers = {"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {token}"} if token else {})
+    return aiohttp.ClientSession(
+        headers=headers,
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        connector=aiohttp.TCPConnector(limit=0),
+        trust_env=False,
+    )
+
+
+async def ask(session: aiohttp.ClientSession, url: str, call: Call, *, stage: str, deadline_s: float) -> Any:
+    """The JSON a call answers, None for an empty or non-JSON answer; ServerFault or RefusedError."""
+    timeout = aiohttp.ClientTimeout(total=deadline_s)
+    async with _Answer(session, url, call, stage=stage, timeout=timeout) as response:
+        data = await response.content.read(MAX_ANSWER_BYTES + 1)
+        while len(data) <= MAX_ANSWER_BYTES and (more := await response.content.read(MAX_ANSWER_BYTES)):
+            data += more
+    if len(data) > MAX_ANSWER_BYTES:
+        raise ServerFault(url, stage, f"an answer of more than {MAX_ANSWER_BYTES} bytes", kind="bad_answer")
+    try:
+        return json.loads(data) if data.lstrip()[:1] in (b"{", b"[") else None
+    except ValueError as error:
+        raise ServerFault(url, stage, f"invalid JSON: {error}", kind="bad_answer") from error
+
+
+async def events(
+    session: aiohttp.ClientSession,
+    url: str,
+    call: Call,
+    *,
+    stage: str,
+    timeout: aiohttp.ClientTimeout,
+    max_event_bytes: int,
+) -> AsyncGenerator[dict[str, Any], None]:
+    """The JSON objects of a server-sent event stream up to its end mark; ServerFault where it ends without one."""
+    async with _Answer(session, url, call, stage=stage, timeout=timeout) as response:
+        buffer = bytearray()
+        async for part in response.content.iter_any():
+            buffer += part
+            *lines, rest = buffer.split(b"\n")
+            buffer = bytearray(rest)
+            if max(map(len, (*lines, rest))) > max_event_bytes:
+                raise ServerFault(url, stage, f"an event of more than {max_event_bytes} bytes", kind="bad_answer")
+            for line in lines:
+                text = bytes(line).strip()
+                if not text.startswith(EVENT):
+                    continue
+                text = text.removeprefix(EVENT).strip()
+                if text == b"[DONE]":
+                    return
+                yield _event(text, url, stage)
+    raise ServerFault(url, stage, "the stream ended in the middle of an answer", kind="unreachable")
+
+
+def _event(text: bytes, url: str, stage: str) -> dict[str, Any]:
+    try:
+        event = json.loads(text)
+    except ValueError as error:
+        raise ServerFault(url, stage, f"invalid JSON in the stream: {error}", kind="bad_answer") from error
+    if not isinstance(event, dict):
+        raise ServerFault(url, stage, "an event that is no object", kind="bad_answer")
+    if error := event.get("error"):
+        details = error if isinstance(error, dict) else {"message": error}
+        text_of, code = _short(details.get("message", "")), details.get("code")
+        if isinstance(code, int) and 400 <= code < 500 and code not in (408, 429):
+            raise RefusedError(f"{url} at stage '{stage}': {text_of}")
+        raise ServerFault(url, stage, f"error in the stream: {text_of}", kind="status")
+    return event
+
+
+class _Answer:
+    """The response to a call whose status is 200; everything else, inside the block too, is told as a fault."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        url: str,
+        call: Call,
+        *,
+        stage: str,
+        timeout: aiohttp.ClientTimeout,
+    ) -> None:
+        self.url, self.stage, self.timeout = url, stage, timeout
+        self.request = session.request(
+            call.method, url + call.path, json=call.body, timeout=timeout, allow_redirects=False
+        )
+
+    async def __aenter__(self) -> aiohttp.ClientResponse:
+        try:
+            response = await self.request.__aenter__()
+        except Exception as error:
+            raise self._fault(error) from error
+        if response.status == 200:
+            return response
+        try:
+            text = (await response.content.read(4096)).decode(errors="replace")
+        except (aiohttp.ClientError, TimeoutError) as error:
+            text = str(error)
+        wait_s = response.headers.get("Retry-After", "")
+        response.close()
+        raise self._refusal(response.status, _short(text), wait_s)
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        await self.request.__aexit__(kind, error, trace)
+        if isinstance(error, aiohttp.ClientError | TimeoutError | OSError):
+            raise self._fault(error) from error
+
+    def _fault(self, error: BaseException) -> ServerFault:
+        if isinstance(error, TimeoutError):
+            allowed = f"{self.timeout.total:g} s" if self.timeout.total else "its time"
+            if self.timeout.sock_read is not None:
+                allowed += f" (or {self.timeout.sock_read:g} s of silence)"
+            return ServerFault(self.url, self.stage, f"no answer within {allowed}", kind="timeout")
+        cause = f"{type(error).__name__}: {error}" if isinstance(error, aiohttp.ClientError | OSError) else repr(error)
+        return ServerFault(self.url, self.stage, cause, kind="unreachable")
+
+    def _refusal(self, status: int, text: str, wait: str) -> Exception:
+        say = f"HTTP {status}: {text}"
+        if status in (400, 413, 422):
+            return RefusedError(f"{self.url} at stage '{self.stage}': {say}")
+        if status in (429, 503):
+            wait_s = min(float(wait), MAX_WAIT_S) if wait.isdecimal() else 0.0
+            return ServerFault(self.url, self.stage, say, kind="busy", wait_s=wait_s, status=status)
+        if 300 <= status < 400:
+            say = f"HTTP {status}: redirects are not followed; name the server itself"
+        if status in (401, 403):
+            say = f"HTTP {status}: the token is missing or wrong"
+        return ServerFault(self.url, self.stage, say, kind="status", status=status)
+
+
+def _short(text: object) -> str:
+    """Some of what a server said, on one line."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= MAX_TEXT_CHARS else line[:MAX_TEXT_CHARS] + " ..."

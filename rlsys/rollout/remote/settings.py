@@ -1,0 +1,89 @@
+"""Where external servers are and how patient we are with them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+from urllib.parse import urlsplit
+
+from rlsys.utils.errors import ConfigError
+
+Policy = Literal["least_loaded", "round_robin", "affinity"]
+ADDRESS_VARIABLES: Mapping[str, tuple[str, ...]] = {
+    "sglang": ("AREAL_LLM_SERVER_ADDRS", "SGLANG_API_BASE"),
+    "vllm": ("VLLM_API_BASE", "AREAL_LLM_SERVER_ADDRS"),
+}
+TOKEN_VARIABLE = "RLSYS_SERVER_TOKEN"
+
+
+@dataclass(frozen=True)
+class RemoteSettings:
+    """How to talk to servers at `urls`.
+
+    `policy`: least_loaded; round_robin; affinity sends equal prompts to one server, whose prefix cache serves them.
+    Requests of one session stay on one server under any policy. At most `max_concurrent` requests are out at once. A
+    request is tried `max_retries` more times, waiting up to `max_backoff_s` in between. `breaker_failures` failures in
+    a row take a server out for `cooldown_s`, doubled each time up to `max_cooldown_s`, until its health check succeeds.
+    `request_s` bounds a request with all retries, `idle_s` the silence within an answer, `update_s` a weight update.
+    `send_seeds` passes each request's seed on, which real servers pay for with speed and few of them honour exactly.
+    `model` is the served name to ask for; empty takes the server's own. `token` is sent as a bearer token.
+    """
+
+    urls: tuple[str, ...]
+    token: str = field(default="", repr=False)
+    model: str = ""
+    policy: Policy = "least_loaded"
+    max_concurrent: int = 256
+    max_retries: int = 3
+    max_backoff_s: float = 10.0
+    breaker_failures: int = 3
+    cooldown_s: float = 2.0
+    max_cooldown_s: float = 60.0
+    health_s: float = 5.0
+    health_deadline_s: float = 30.0
+    start_s: float = 300.0
+    connect_s: float = 10.0
+    idle_s: float = 120.0
+    request_s: float = 3600.0
+    update_s: float = 600.0
+    stop_grace_s: float = 5.0
+    send_seeds: bool = False
+    keep_adapters: int = 2
+
+    def __post_init__(self) -> None:
+        if len(set(self.urls)) < len(self.urls) or not self.urls:
+            raise ConfigError(f"external servers need different addresses, at least one: {list(self.urls)}")
+
+
+def server_urls(kind: str, given: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Addresses without path, from `given` or else from the environment variables of `kind` (sglang or vllm).
+
+    Takes `http://host:port`, `http://host:port/v1` and `host:port`, several separated by commas. ConfigError where
+    there is none, or one has another scheme, a password or a path of its own.
+    """
+    environment = os.environ if environment is None else environment
+    names = ADDRESS_VARIABLES[kind]
+    texts = list(given) or next(([environment[name]] for name in names if environment.get(name)), [])
+    parts = [part.strip() for text in texts for part in text.split(",") if part.strip()]
+    if not parts:
+        raise ConfigError(f"no address of a {kind} server: write the URLs, or set {' or '.join(names)}")
+    return tuple(dict.fromkeys(_url(part) for part in parts))
+
+
+def _url(text: str) -> str:
+    url = urlsplit(text if "://" in text else f"http://{text}")
+    shown = text.rpartition("@")[2]
+    try:
+        port = url.port
+    except ValueError as error:
+        raise ConfigError(f"server address '{shown}': {error}") from error
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ConfigError(f"server address '{shown}' is written http://host:port")
+    if "@" in text:
+        raise ConfigError(f"server address '...@{shown}' holds a password; set {TOKEN_VARIABLE} instead")
+    if url.path.rstrip("/") not in ("", "/v1") or url.query or url.fragment:
+        raise ConfigError(f"server address '{shown}': only the path /v1 is understood")
+    host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
+    return f"{url.scheme}://{host}" + (f":{port}" if port else "")

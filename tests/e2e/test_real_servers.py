@@ -1,0 +1,294 @@
+"""Remote engines against real vLLM and SGLang servers on CPU, started by our scripts.
+
+RLSYS_VLLM_PYTHON and RLSYS_SGLANG_PYTHON name interpreters that have them; without one its tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from rlsys.data.start_assets import build_tokenizer
+from rlsys.rollout.batch import from_responses
+from rlsys.rollout.remote import RemoteEngine, RemoteSettings, SGLangRemoteEngine, VLLMRemoteEngine
+from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams, WeightUpdateMeta
+from tests.e2e.conftest import Toy
+from trainer.main_ppo import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+PYTHONS = {"vllm": "RLSYS_VLLM_PYTHON", "sglang": "RLSYS_SGLANG_PYTHON"}
+OPTIONS = {
+    "vllm": ["--dtype", "float32", "--enforce-eager", "--max-model-len", "4096", "--max-num-seqs", "16"],
+    "sglang": ["--dtype", "float32", "--mem-fraction-static", "0.1", "--max-total-tokens", "65536"],
+}
+START_S = 600
+SECRET = "a-token-for-the-tests"
+
+
+@dataclass(frozen=True)
+class Models:
+    """Two models of one shape, and the servers' tokenizer beside each."""
+
+    folders: tuple[Path, Path]
+    models: tuple[Any, Any]
+
+    def logprobs(self, response: ModelResponse, temperature: float) -> list[float]:
+        """What the model of each token's version says of it; version 2 and 0 are the first model."""
+        ids = torch.tensor([response.input_tokens + response.output_tokens])
+        with torch.inference_mode():
+            both = [torch.log_softmax(m(ids).logits[0].double() / temperature, -1) for m in self.models]
+        first = len(response.input_tokens) - 1
+        pairs = zip(response.output_tokens, response.output_versions, strict=True)
+        return [float(both[version % 2][first + at, token]) for at, (token, version) in enumerate(pairs)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    root = tmp_path_factory.mktemp("models")
+    config = Qwen2Config(
+        vocab_size=262,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+        tie_word_embeddings=False,
+        initializer_range=0.05,
+    )
+    made = []
+    for number in range(2):
+        torch.manual_seed(number)
+        model = AutoModelForCausalLM.from_config(config)
+        model.save_pretrained(root / f"m{number}")
+        build_tokenizer().save_pretrained(str(root / f"m{number}"))
+        made.append(model.eval())
+    return Models((root / "m0", root / "m1"), (made[0], made[1]))
+
+
+@contextmanager
+def served(kind: str, script: str, model: Path, log: Path, **environment: str) -> Iterator[str]:
+    """The address of a server that a script of ours started, ended with its children afterwards."""
+    python = os.environ.get(PYTHONS[kind])
+    if not python:
+        pytest.skip(f"{PYTHONS[kind]} is not set")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    own = {"PYTHON": python, "PORT": str(port), "DEVICE": "cpu", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    own |= {"RLSYS_SERVER_TOKEN": SECRET, **environment}
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [SCRIPTS / script, model, *OPTIONS[kind]],
+            env=os.environ | own,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    try:
+        end_s = time.monotonic() + START_S
+        while not _is_well(port):
+            if process.poll() is not None or time.monotonic() > end_s:
+                pytest.fail(f"the server did not come up: {log.read_text()[-4000:]}")
+            time.sleep(2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _is_well(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class Real:
+    kind: str
+    url: str
+    engine: RemoteEngine
+
+
+@pytest.fixture(scope="module", params=["vllm", "sglang"])
+def real(request: pytest.FixtureRequest, models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
+    kind = request.param
+    script = {"vllm": "run_vllm_base.sh", "sglang": "run_sglang.sh"}[kind]
+    log = tmp_path_factory.mktemp(kind) / "server.log"
+    with served(kind, script, models.folders[0], log) as url:
+        make = VLLMRemoteEngine if kind == "vllm" else SGLangRemoteEngine
+        engine = make(RemoteSettings((url,), token=SECRET, request_s=300))
+        engine.connect()
+        yield Real(kind, url, engine)
+        engine.close()
+
+
+def requests_of(num: int, params: SamplingParams) -> list[ModelRequest]:
+    return [ModelRequest((5, 6, 7 + number, 9), params, rid=f"r{number}") for number in range(num)]
+
+
+def assert_as_model(models: Models, response: ModelResponse, temperature: float) -> None:
+    expected = models.logprobs(response, temperature)
+    assert response.output_logprobs == pytest.approx(expected, abs=2e-3)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_the_models(real: Real, models: Models, temperature: float) -> None:
+    params = SamplingParams(24, temperature=temperature, ignore_eos=True)
+    for response in real.engine.generate(requests_of(6, params)):
+        assert (len(response.output_tokens), response.stop_reason) == (24, Finish.LENGTH)
+        assert_as_model(models, response, temperature)
+
+
+def test_greedy_and_stop_tokens(real: Real, models: Models) -> None:
+    (request,) = requests_of(1, SamplingParams(24, temperature=0.0, ignore_eos=True))
+    (whole,) = real.engine.generate([request])
+    assert_as_model(models, whole, 1.0)
+    assert whole.sampled_logprobs == (0.0,) * 24
+    stop = whole.output_tokens[5]
+    least = whole.output_tokens.index(stop)
+    stopping = replace(request, gconfig=SamplingParams(24, temperature=0.0, stop_token_ids=(stop,)))
+    (cut,) = real.engine.generate([stopping])
+    if 1 not in whole.output_tokens[:least]:
+        assert cut.output_tokens == whole.output_tokens[: least + 1]
+    assert cut.stop_reason is Finish.STOP
+
+
+def test_a_request_that_cannot_be_served_is_named(real: Real) -> None:
+    with pytest.raises(ValueError, match="culprit"):
+        real.engine.generate([ModelRequest((3,) * 5000, SamplingParams(4), rid="culprit")])
+
+
+def test_scores_are_the_models(real: Real, models: Models) -> None:
+    from rlsys.protocol import DataProto
+
+    answers = real.engine.generate(requests_of(3, SamplingParams(10)))
+    prompts = torch.tensor([answer.input_tokens for answer in answers])
+    meta = {"response_length": 12, "pad_token_id": 0}
+    rows = {"prompts": prompts, "attention_mask": torch.ones_like(prompts)}
+    batch = from_responses(DataProto.from_dict(rows, meta_info=meta), answers)
+    scores = real.engine.compute_log_prob(batch)
+    torch.testing.assert_close(scores, batch.batch["rollout_log_probs"], atol=2e-3, rtol=0)
+
+
+def run_in_thread(real: Real, requests: list[ModelRequest], patient: bool) -> tuple[threading.Thread, list[Any]]:
+    answers: list[ModelResponse] = []
+    ask = real.engine.complete if patient else real.engine.generate
+    before = real.engine.metrics()["rollout/remote/tokens"]
+    thread = threading.Thread(target=lambda: answers.extend(ask(requests)))
+    thread.start()
+    while real.engine.metrics()["rollout/remote/tokens"] < before + 20:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    return thread, answers
+
+
+def test_pause_keeps_what_there_is(real: Real, models: Models) -> None:
+    requests = requests_of(8, SamplingParams(3000, ignore_eos=True))
+    thread, partial = run_in_thread(real, requests, patient=False)
+    real.engine.pause()
+    thread.join(60)
+    assert {response.stop_reason for response in partial} == {Finish.ABORT}
+    assert any(response.output_tokens for response in partial)
+    assert [r.output_tokens for r in real.engine.generate(requests)] == [()] * 8
+    real.engine.resume()
+    rest = [
+        replace(r, input_ids=p.input_tokens + p.output_tokens, gconfig=SamplingParams(8, ignore_eos=True))
+        for r, p in zip(requests, partial, strict=True)
+    ]
+    for response in real.engine.generate(rest):
+        assert len(response.output_tokens) == 8
+        assert_as_model(models, response, 1.0)
+
+
+def test_weights_change_in_flight_and_nothing_is_lost(real: Real, models: Models) -> None:
+    """Each token has the log-probability of the model whose version it bears."""
+    thread, answers = run_in_thread(real, requests_of(6, SamplingParams(2000, ignore_eos=True)), patient=True)
+    real.engine.update_weights(WeightUpdateMeta(1, weights_path=str(models.folders[1]))).result(120)
+    seen = real.engine.metrics()["rollout/remote/tokens"]
+    while real.engine.metrics()["rollout/remote/tokens"] < seen + 20:
+        time.sleep(0.01)
+    real.engine.update_weights(WeightUpdateMeta(2, weights_path=str(models.folders[0]))).result(120)
+    thread.join(240)
+    assert len(answers) == 6
+    assert {0, 1} <= {version for answer in answers for version in answer.output_versions}
+    for answer in answers:
+        assert len(answer.output_tokens) == 2000
+        assert_as_model(models, answer, 1.0)
+
+
+def test_without_the_token_nothing_is_answered(real: Real) -> None:
+    stranger = type(real.engine)(RemoteSettings((real.url,), start_s=3))
+    try:
+        with pytest.raises((TimeoutError, RuntimeError), match="token is missing or wrong"):
+            stranger.generate(requests_of(1, SamplingParams(2)))
+    finally:
+        stranger.close()
+
+
+def overrides(toy: Toy, model: Path, out: Path, url: str, *more: str) -> list[str]:
+    return toy.overrides(
+        out,
+        f"actor_rollout_ref.model.path={model}",
+        "trainer.backend=local",
+        "trainer.total_training_steps=2",
+        f"actor_rollout_ref.rollout.servers.urls=[{url}]",
+        f"reward.custom_reward_function.path={toy.grader}",
+        "actor_rollout_ref.actor.optim.lr=3e-3",
+        *more,
+    )[1:]
+
+
+def check_run(out: Path) -> None:
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        assert line["training/rollout_probs_diff_max"] < 2e-3
+        assert line["actor/grad_norm"] > 0
+
+
+def test_training_follows_the_server(
+    real: Real, models: Models, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLSYS_SERVER_TOKEN", SECRET)
+    arguments = overrides(toy, models.folders[0], tmp_path / "out", real.url, f"inference.backend={real.kind}")
+    assert main(arguments) == 0
+    check_run(tmp_path / "out")
+
+
+def test_adapters_trained_here_are_served_live(
+    models: Models, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLSYS_SERVER_TOKEN", SECRET)
+    log = tmp_path / "server.log"
+    with served("vllm", "run_vllm_training.sh", models.folders[0], log) as url:
+        more = ("actor_rollout_ref.rollout.name=vllm_remote", "actor_rollout_ref.rollout.servers.lora_name=actor")
+        arguments = overrides(
+            toy, models.folders[0], tmp_path / "out", url, *more, "actor_rollout_ref.model.lora_rank=8"
+        )
+        assert main(arguments) == 0
+        check_run(tmp_path / "out")

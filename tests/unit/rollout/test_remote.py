@@ -1,0 +1,552 @@
+"""Remote engines against real HTTP servers on 127.0.0.1 that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rlsys.rollout.remote import (
+    RemoteEngine,
+    RemoteSettings,
+    SGLangRemoteEngine,
+    VLLMRemoteEngine,
+    WeightGroupSpec,
+)
+from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams, WeightUpdateMeta
+from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, WeightTransferError
+from tests.servers import RuleBrain, Server
+
+ENGINES = {"sglang": SGLangRemoteEngine, "vllm": VLLMRemoteEngine}
+FAST = RemoteSettings(
+    ("http://x",),
+    health_s=0.1,
+    cooldown_s=0.1,
+    max_cooldown_s=0.2,
+    max_backoff_s=0.05,
+    health_deadline_s=2,
+    start_s=5,
+    idle_s=2,
+    request_s=20,
+    stop_grace_s=1,
+)
+
+
+class Fleet:
+    """Some servers and an engine over them, closed together."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.servers: list[Server] = []
+        self.engines: list[RemoteEngine] = []
+
+    def serve(self, num: int = 1, *, delay_s: float = 0.0, **options: Any) -> list[Server]:
+        made = [Server(self.kind, RuleBrain(delay_s=delay_s), **options).start() for _ in range(num)]
+        self.servers += made
+        return made
+
+    def engine(self, *servers: Server, **changes: Any) -> RemoteEngine:
+        urls = tuple(server.url for server in servers)
+        self.engines.append(ENGINES[self.kind](replace(FAST, urls=urls, **changes)))
+        return self.engines[-1]
+
+
+@pytest.fixture(params=ENGINES)
+def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    fleet = Fleet(request.param)
+    yield fleet
+    for closing in (*fleet.engines, *fleet.servers):
+        closing.close()
+
+
+@pytest.fixture
+def sglang() -> Iterator[Fleet]:
+    fleet = Fleet("sglang")
+    yield fleet
+    for closing in (*fleet.engines, *fleet.servers):
+        closing.close()
+
+
+def requests_of(num: int, num_tokens: int = 12) -> list[ModelRequest]:
+    params = SamplingParams(num_tokens)
+    return [ModelRequest((7, 8, number), params, rid=f"r{number}") for number in range(num)]
+
+
+def ruled(request: ModelRequest, weights: str = "") -> list[tuple[int, float]]:
+    """The tokens and log-probabilities that a server with these weights gives."""
+    brain, ids, found = RuleBrain(), list(request.input_ids), []
+    brain.weights = weights
+    for _ in range(request.gconfig.max_new_tokens):
+        token = brain.follow(ids)
+        ids.append(token.id)
+        found.append((token.id, token.logprob))
+    return found
+
+
+def assert_whole(responses: list[ModelResponse], requests: list[ModelRequest]) -> None:
+    """Every answer is complete and as one uninterrupted server would have given it."""
+    assert [response.rid for response in responses] == [request.rid for request in requests]
+    for response, request in zip(responses, requests, strict=True):
+        assert list(zip(response.output_tokens, response.output_logprobs, strict=True)) == ruled(request)
+        assert response.stop_reason is Finish.LENGTH
+        assert len(response.output_versions) == len(response.sampled_logprobs) == len(response.output_tokens)
+
+
+def wait_for(happened: Callable[[], object], *, within_s: float = 10) -> None:
+    end_s = time.monotonic() + within_s
+    while not happened():
+        assert time.monotonic() < end_s, "it did not happen"
+        time.sleep(0.01)
+
+
+FAULTS = [
+    *("500", "502", "429", "503", "307", "401", "404", "text"),
+    *("cut:1", "cut:5", "hang:4", "garbage", "huge", "length", "missing", "nan", "unfinished:6", "abort:3"),
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_answer_is_whole_whatever_one_server_does(fleet: Fleet, fault: str) -> None:
+    bad, good = fleet.serve(2)
+    engine = fleet.engine(bad, good, policy="round_robin", idle_s=0.5)
+    engine.connect()
+    bad.faults.extend([fault] * 2)
+    bad.elsewhere = good.url
+    requests = requests_of(6)
+    assert_whole(engine.generate(requests), requests)
+    counts = engine.metrics()
+    assert counts["rollout/remote/requests"] == 6
+    assert not bad.faults
+    assert counts["rollout/remote/retries"] == (0 if fault.startswith("abort") else 2)
+    assert counts["rollout/remote/failovers"] == (2 if fault in ("cut:1", "cut:5", "hang:4", "unfinished:6") else 0)
+    assert counts["rollout/remote/bad_answers"] == (2 if fault in ("length", "missing", "nan") else 0)
+    assert counts["rollout/remote/busy"] == (2 if fault in ("429", "503") else 0)
+
+
+def test_tokens_before_a_cut_are_not_asked_for_again(fleet: Fleet) -> None:
+    first, second = fleet.serve(2)
+    engine = fleet.engine(first, second, policy="round_robin")
+    engine.connect()
+    first.faults.append("cut:5")
+    second.faults.append("cut:4")
+    (request,) = requests_of(1)
+    assert_whole(engine.generate([request]), [request])
+    asked = [body.get("input_ids") or body["prompt"] for server in (first, second) for body in server.requests]
+    assert sorted(map(len, asked)) == [3, 8, 12]
+    limits = [body.get("max_tokens") or body["sampling_params"]["max_new_tokens"] for body in first.requests]
+    assert limits == [12, 3]
+
+
+def test_a_server_that_only_fails_is_named_with_every_cause(fleet: Fleet) -> None:
+    (server,) = fleet.serve()
+    engine = fleet.engine(server, max_retries=2, breaker_failures=9)
+    engine.connect()
+    server.faults.extend(["500", "nan", "cut:1"])
+    with pytest.raises(RolloutError, match="r0 failed 3 times") as caught:
+        engine.generate(requests_of(1))
+    text = str(caught.value)
+    assert text.count(server.url) >= 3
+    assert "HTTP 500: told to fail" in text
+    assert "no log-probability" in text
+
+
+def test_a_request_the_server_refuses_is_not_retried(fleet: Fleet) -> None:
+    (server,) = fleet.serve()
+    engine = fleet.engine(server)
+    server.faults.append("400")
+    with pytest.raises(ValueError, match=r"r0.*HTTP 400: told to fail"):
+        engine.generate(requests_of(1))
+    assert len(server.requests) == 1
+    for ids, params in [((), SamplingParams(4)), ((-1,), SamplingParams(4)), ((3,), SamplingParams(0))]:
+        with pytest.raises(ValueError, match="culprit"):
+            engine.generate([ModelRequest(ids, params, rid="culprit")])
+
+
+def test_deadlines_name_the_server_and_the_stage(fleet: Fleet) -> None:
+    (server,) = fleet.serve()
+    engine = fleet.engine(server, request_s=0.5, idle_s=30)
+    engine.connect()
+    server.faults.append("hang:2")
+    with pytest.raises(DeadlineError, match=f"{server.url}.*'generate'.*has 2 tokens"):
+        engine.generate(requests_of(1))
+    server.stop()
+    nobody = fleet.engine(server, start_s=0.3)
+    with pytest.raises(DeadlineError, match=f"{server.url}.*'start'.*Connect"):
+        nobody.connect()
+
+
+def test_the_breaker_opens_and_a_server_that_comes_back_is_readmitted(fleet: Fleet) -> None:
+    bad, good = fleet.serve(2)
+    engine = fleet.engine(bad, good, policy="round_robin", breaker_failures=2)
+    engine.connect()
+    bad.faults.append("die:2")
+    requests = requests_of(12)
+    assert_whole(engine.generate(requests), requests)
+    wait_for(lambda: not engine.health()["servers"][bad.url]["admitted"])
+    assert engine.metrics()["rollout/remote/servers_ready"] == 1
+    before = len(bad.requests)
+    engine.generate(requests)
+    assert len(bad.requests) == before
+    bad.restart()
+    wait_for(lambda: engine.health()["servers"][bad.url]["admitted"])
+    engine.generate(requests)
+    assert len(bad.requests) > before
+    assert engine.metrics()["rollout/remote/trips"] >= 1
+    assert engine.metrics()["rollout/remote/readmitted"] >= 1
+
+
+def test_a_restarted_server_gets_the_weights_before_it_serves(fleet: Fleet) -> None:
+    one, other = fleet.serve(2)
+    engine = fleet.engine(one, other, policy="round_robin", breaker_failures=1)
+    engine.update_weights(WeightUpdateMeta(4, weights_path="/weights/4")).result(10)
+    one.stop()
+    requests = requests_of(8)
+    engine.generate(requests)
+    one.restart()
+    wait_for(lambda: engine.health()["servers"][one.url]["admitted"] and one.version == "4")
+    before = len(one.requests)
+    for response, request in zip(engine.generate(requests), requests, strict=True):
+        assert list(response.output_tokens) == [token for token, _ in ruled(request, "/weights/4")]
+        assert set(response.output_versions) == {4}
+    assert len(one.requests) > before
+
+
+def test_tokens_of_wrong_weights_are_refused(sglang: Fleet) -> None:
+    """A server that was restarted between two health checks gives itself away by the version it stamps."""
+    one, other = sglang.serve(2)
+    engine = sglang.engine(one, other, policy="round_robin", health_s=30)
+    engine.update_weights(WeightUpdateMeta(4, weights_path="/weights/4")).result(10)
+    one.stop()
+    one.restart()
+    requests = requests_of(6)
+    for response, request in zip(engine.generate(requests), requests, strict=True):
+        assert list(response.output_tokens) == [token for token, _ in ruled(request, "/weights/4")]
+    wait_for(lambda: one.version == "4")
+
+
+def test_no_request_is_lost_when_weights_change_in_flight(fleet: Fleet) -> None:
+    servers = fleet.serve(3, delay_s=0.01)
+    engine = fleet.engine(*servers)
+    requests = requests_of(24, num_tokens=60)
+    answers: list[ModelResponse] = []
+    thread = threading.Thread(target=lambda: answers.extend(engine.complete(requests)))
+    thread.start()
+    for version in (1, 2):
+        seen = engine.metrics()["rollout/remote/tokens"]
+        wait_for(lambda: engine.metrics()["rollout/remote/tokens"] > seen + 200)  # noqa: B023
+        engine.update_weights(WeightUpdateMeta(version, weights_path=f"/weights/{version}")).result(10)
+        assert engine.get_version() == version
+    thread.join(20)
+    assert [answer.rid for answer in answers] == [request.rid for request in requests]
+    paths = {0: "", 1: "/weights/1", 2: "/weights/2"}
+    for answer in answers:
+        assert answer.stop_reason is Finish.LENGTH
+        assert set(answer.output_versions) == {0, 1, 2}
+        assert list(answer.output_versions) == sorted(answer.output_versions)
+        brain, ids = RuleBrain(), list(answer.input_tokens)
+        for token, version in zip(answer.output_tokens, answer.output_versions, strict=True):
+            brain.weights = paths[version]
+            assert token == brain.follow(ids).id
+            ids.append(token)
+
+
+def test_a_server_without_a_pause_route_is_interrupted_by_hanging_up(fleet: Fleet) -> None:
+    (server,) = fleet.serve(delay_s=0.01, dev=False)
+    engine = fleet.engine(server, stop_grace_s=30)
+    answers: list[ModelResponse] = []
+    thread = threading.Thread(target=lambda: answers.extend(engine.generate(requests_of(4, num_tokens=500))))
+    thread.start()
+    wait_for(lambda: engine.metrics()["rollout/remote/tokens"] > 20)
+    started_s = time.monotonic()
+    engine.pause()
+    assert time.monotonic() - started_s < 5
+    thread.join(5)
+    assert {answer.stop_reason for answer in answers} == {Finish.ABORT}
+    assert all(0 < len(answer.output_tokens) < 500 for answer in answers)
+    wait_for(lambda: server.open == 0)
+    patient: list[ModelResponse] = []
+    thread = threading.Thread(target=lambda: patient.extend(engine.complete(requests_of(2))))
+    thread.start()
+    time.sleep(0.2)
+    assert not patient
+    engine.resume()
+    thread.join(5)
+    assert_whole(patient, requests_of(2))
+
+
+def test_an_update_that_no_server_takes_is_an_error_and_quarantines(fleet: Fleet) -> None:
+    (server,) = fleet.serve()
+    engine = fleet.engine(server)
+    engine.connect()
+    server.update_status = 400
+    with pytest.raises(WeightTransferError, match=f"(?s)no server took version 2.*{server.url}.*HTTP 400"):
+        engine.update_weights(WeightUpdateMeta(2, weights_path="/nowhere")).result(10)
+    with pytest.raises(WeightTransferError, match="quarantine"):
+        engine.generate(requests_of(1))
+    assert engine.get_version() == 0
+    server.update_status = 200
+    engine.update_weights(WeightUpdateMeta(3, weights_path="/weights/3")).result(10)
+    assert engine.generate(requests_of(1))[0].version == 3
+
+
+def test_one_server_that_cannot_take_an_update_serves_again_once_it_has(fleet: Fleet) -> None:
+    bad, good = fleet.serve(2)
+    engine = fleet.engine(bad, good, policy="round_robin")
+    engine.connect()
+    bad.update_status = 500
+    engine.update_weights(WeightUpdateMeta(2, weights_path="/weights/2")).result(10)
+    assert not engine.health()["servers"][bad.url]["admitted"]
+    assert {v for r in engine.generate(requests_of(4)) for v in r.output_versions} == {2}
+    bad.update_status = 200
+    wait_for(lambda: engine.health()["servers"][bad.url]["admitted"])
+    assert bad.brain.weights == "/weights/2"
+
+
+def test_adapters_change_without_interrupting_anything() -> None:
+    fleet = Fleet("vllm")
+    (server,) = fleet.serve(delay_s=0.01, dev=False)
+    engine = fleet.engine(server, keep_adapters=2)
+    try:
+        engine.update_weights(WeightUpdateMeta(1, weights_path="/a/1", metadata={"lora_name": "actor"})).result(10)
+        answers: list[ModelResponse] = []
+        thread = threading.Thread(target=lambda: answers.extend(engine.complete(requests_of(3, num_tokens=50))))
+        thread.start()
+        wait_for(lambda: engine.metrics()["rollout/remote/tokens"] > 10)
+        engine.update_weights(WeightUpdateMeta(2, weights_path="/a/2", metadata={"lora_name": "actor"})).result(10)
+        assert {v for r in engine.generate(requests_of(2)) for v in r.output_versions} == {2}
+        thread.join(10)
+        assert {v for r in answers for v in r.output_versions} == {1}
+        assert {body["model"] for body in server.requests} == {"actor-v1", "actor-v2"}
+        assert len(server.requests) == 5
+        engine.update_weights(WeightUpdateMeta(3, weights_path="/a/3", metadata={"lora_name": "actor"})).result(10)
+        assert server.adapters == {"actor-v2": "/a/2", "actor-v3": "/a/3"}
+        server.stop()
+        server.restart()
+        engine.generate(requests_of(2))
+        assert server.adapters == {"actor-v3": "/a/3"}
+        in_place = {"lora_name": "hot", "in_place": True}
+        for version in (4, 5):
+            engine.update_weights(WeightUpdateMeta(version, weights_path="/a/h", metadata=in_place)).result(10)
+            assert engine.generate(requests_of(1))[0].version == version
+        assert server.adapters["hot"] == "/a/h"
+    finally:
+        for closing in (engine, server):
+            closing.close()
+
+
+def test_log_probs_before_the_temperature_are_refused() -> None:
+    fleet = Fleet("vllm")
+    (server,) = fleet.serve()
+    server.mode = "raw"
+    engine = fleet.engine(server)
+    try:
+        assert engine.generate(requests_of(1))[0].output_logprobs
+        hot = [replace(request, gconfig=SamplingParams(4, temperature=0.7)) for request in requests_of(1)]
+        with pytest.raises(ValueError, match="--logprobs-mode processed_logprobs"):
+            engine.generate(hot)
+        greedy = [replace(request, gconfig=SamplingParams(4, temperature=0.0)) for request in requests_of(1)]
+        assert engine.generate(greedy)[0].sampled_logprobs == (0.0,) * 4
+    finally:
+        for closing in (engine, server):
+            closing.close()
+
+
+def test_weights_over_a_process_group_are_announced_to_every_server(sglang: Fleet) -> None:
+    servers = sglang.serve(2)
+    engine = sglang.engine(*servers)
+    group = WeightGroupSpec("127.0.0.1", 29500, world_size=5, ranks_per_server=2, backend="gloo", name="g")
+    engine.init_weights_update_group(group).result(10)
+    about = {"group": "g", "names": ["a", "b"], "dtypes": ["float32"] * 2, "shapes": [[2], [3, 4]]}
+    engine.update_weights(WeightUpdateMeta(6, metadata=about)).result(10)
+    for server, first_rank in zip(servers, (1, 3), strict=True):
+        (_, joined), (_, update) = server.told
+        assert (joined["rank_offset"], joined["world_size"], joined["backend"]) == (first_rank, 5, "gloo")
+        assert update == {
+            **{k: about[k] for k in ("names", "dtypes", "shapes")},
+            "group_name": "g",
+            "weight_version": "6",
+        }
+    assert engine.generate(requests_of(1))[0].version == 6
+    servers[0].stop()
+    wait_for(lambda: not engine.health()["servers"][servers[0].url]["admitted"])
+    servers[0].restart()
+    wait_for(lambda: "update from files" in engine.health()["servers"][servers[0].url]["cause"])
+    vllm = VLLMRemoteEngine(replace(FAST, urls=(servers[1].url,)))
+    with pytest.raises(ValueError, match="write files"):
+        vllm.update_weights(WeightUpdateMeta(7, metadata=about)).result(10)
+    vllm.close()
+
+
+def test_a_head_that_vllm_would_keep_is_refused(tmp_path: Path) -> None:
+    """vLLM on CPU reloads everything but the packed head of a tied model."""
+    fleet = Fleet("vllm")
+    (server,) = fleet.serve()
+    server.device = "cpu"
+    engine = fleet.engine(server)
+    try:
+        for tied in (False, True):
+            (tmp_path / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
+            update = engine.update_weights(WeightUpdateMeta(1, weights_path=str(tmp_path)))
+            if not tied:
+                update.result(10)
+                continue
+            with pytest.raises(WeightTransferError, match="keeps the old output head"):
+                update.result(10)
+    finally:
+        for closing in (engine, server):
+            closing.close()
+
+
+def test_no_more_than_the_limit_is_out_at_once(fleet: Fleet) -> None:
+    servers = fleet.serve(2, delay_s=0.005)
+    engine = fleet.engine(*servers, max_concurrent=6)
+    requests = requests_of(40)
+    assert_whole(engine.generate(requests), requests)
+    assert 2 <= max(server.most_open for server in servers) <= 4
+
+
+def test_incremental_streams_read_the_same(sglang: Fleet) -> None:
+    whole, parts = sglang.serve(1)[0], sglang.serve(1, incremental=True)[0]
+    requests = requests_of(3)
+    assert_whole(sglang.engine(whole).generate(requests), requests)
+    assert_whole(sglang.engine(parts).generate(requests), requests)
+
+
+async def test_a_session_stays_on_its_server(fleet: Fleet) -> None:
+    servers = fleet.serve(3)
+    engine = fleet.engine(*servers)
+    for turn in range(4):
+        await asyncio.gather(
+            *(engine.sample((3, turn, episode), SamplingParams(2), session=f"e{episode}") for episode in range(6))
+        )
+    for server in servers:
+        prompts = [body.get("input_ids") or body["prompt"] for body in server.requests]
+        episodes = [ids[2] for ids in prompts]
+        assert all(episodes.count(episode) == 4 for episode in episodes)
+
+
+def test_equal_prompts_meet_under_affinity(fleet: Fleet) -> None:
+    servers = fleet.serve(3)
+    engine = fleet.engine(*servers, policy="affinity")
+    engine.generate([request for request in requests_of(9) for _ in range(4)])
+    for server in servers:
+        prompts = [tuple(body.get("input_ids") or body["prompt"]) for body in server.requests]
+        assert prompts
+        assert all(prompts.count(prompt) == 4 for prompt in prompts)
+
+
+def test_the_token_is_sent_and_never_shown(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+    secret = "s3cret-t0ken"
+    (server,) = fleet.serve(token=secret)
+    caplog.set_level(logging.DEBUG)
+    engine = fleet.engine(server, token=secret)
+    requests = requests_of(2)
+    assert_whole(engine.generate(requests), requests)
+    server.faults.append("500")
+    engine.generate(requests)
+    shown = [repr(engine.settings), str(engine.health()), caplog.text]
+    strange = fleet.engine(server, token="wrong", start_s=0.3)
+    with pytest.raises(DeadlineError, match="the token is missing or wrong") as caught:
+        strange.connect()
+    assert secret not in "".join([*shown, str(caught.value)])
+
+
+def test_scores_are_those_of_the_server(fleet: Fleet) -> None:
+    from rlsys.protocol import DataProto
+
+    (server,) = fleet.serve()
+    engine = fleet.engine(server)
+    (request,) = requests_of(1, num_tokens=4)
+    expected = ruled(request)
+    ids = [0, *request.input_ids, *(token for token, _ in expected), 0]
+    rows = {
+        "responses": torch.tensor([[*ids[4:8], 0]]),
+        "input_ids": torch.tensor([ids]),
+        "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 0]]),
+    }
+    scores = engine.compute_log_prob(DataProto.from_dict(rows))
+    torch.testing.assert_close(scores, torch.tensor([[value for _, value in expected] + [0.0]]))
+    with pytest.raises(ValueError, match="temperature 1 only"):
+        engine.compute_log_prob(DataProto.from_dict(rows), temperature=0.5)
+
+
+class Doubling:
+    """An AReaL workflow: two answers a row, one after the other; rows that say so are rejected."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, torch.Tensor] | None:
+        if data.get("reject"):
+            return None
+        if data.get("fail"):
+            raise KeyError("no such answer")
+        params = SamplingParams(data["length"])
+        first = await engine.agenerate(ModelRequest(tuple(data["ids"]), params))
+        second = await engine.agenerate(ModelRequest(first.input_tokens + first.output_tokens, params))
+        ids = second.input_tokens + second.output_tokens
+        versions = (-1,) * len(data["ids"]) + first.output_versions + second.output_versions
+        return {
+            "input_ids": torch.tensor([ids]),
+            "attention_mask": torch.ones(1, len(ids), dtype=torch.int64),
+            "versions": torch.tensor([versions]),
+            "rewards": torch.tensor([float(len(ids))]),
+        }
+
+
+def test_rollout_batch_pads_what_the_workflow_accepts(fleet: Fleet) -> None:
+    engine = fleet.engine(*fleet.serve(2))
+    rows = [{"ids": [5, 6], "length": 3}, {"reject": True}, {"ids": [9], "length": 5}]
+    batch = engine.rollout_batch(rows, Doubling())
+    assert batch.meta_info == {"accepted": 2, "rejected": 1}
+    assert batch.batch["input_ids"].shape == (2, 11)
+    assert batch.batch["rewards"].tolist() == [8.0, 11.0]
+    assert batch.batch["attention_mask"].sum(1).tolist() == [8, 11]
+    assert batch.batch["versions"][0].tolist() == [-1, -1, *[0] * 6, *[-1] * 3]
+    expected = ruled(ModelRequest((9,), SamplingParams(10)))
+    assert batch.batch["input_ids"][1].tolist() == [9, *(token for token, _ in expected)]
+    with pytest.raises(KeyError) as caught:
+        engine.rollout_batch([*rows, {"fail": True}], Doubling())
+    assert caught.value.__notes__ == ["rollout_batch: row 3"]
+    with pytest.raises(ValueError, match="rejected all 1"):
+        engine.rollout_batch([{"reject": True}], Doubling())
+
+
+def test_a_closed_engine_says_so(fleet: Fleet) -> None:
+    (server,) = fleet.serve(delay_s=0.01)
+    engine = fleet.engine(server)
+    problems: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            engine.generate(requests_of(1, num_tokens=1000))
+        except BaseException as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    wait_for(lambda: engine.metrics()["rollout/remote/tokens"] > 3)
+    engine.close()
+    thread.join(5)
+    assert problems
+    wait_for(lambda: server.open == 0)
+    with pytest.raises(RolloutError, match="closed"):
+        engine.generate(requests_of(1))
+
+
+def test_the_engine_needs_no_pickle(fleet: Fleet) -> None:
+    """What goes over the wire is JSON that another program could have written."""
+    (server,) = fleet.serve()
+    fleet.engine(server).generate(requests_of(1))
+    assert json.loads(json.dumps(server.requests[0])) == server.requests[0]
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ConfigError, match="different addresses"):
+        RemoteSettings(("http://a", "http://a"))
