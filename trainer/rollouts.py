@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from rlsys.config import EvalConfig, PPOConfig
@@ -11,7 +12,13 @@ from rlsys.protocol import DataProto
 from rlsys.rollout.fleet import FleetDeadlines, RolloutFleet
 from rlsys.types import TransferReport
 from rlsys.utils.errors import ConfigError
-from rlsys.weights.sharding_manager import FSDPHFShardingManager, ShardingManager
+from rlsys.weights.sharding_manager import (
+    FSDPHFShardingManager,
+    FSDPVLLMShardingManager,
+    MegatronHFShardingManager,
+    MegatronVLLMShardingManager,
+    ShardingManager,
+)
 from trainer.answers import Generate
 from trainer.groups import WorkerGroups
 
@@ -107,21 +114,35 @@ def generate_by(fleet: RolloutFleet) -> Generate:
     return generate
 
 
+MANAGERS: dict[tuple[str, str], type[ShardingManager]] = {
+    ("fsdp", "hf"): FSDPHFShardingManager,
+    ("fsdp", "vllm"): FSDPVLLMShardingManager,
+    ("megatron", "hf"): MegatronHFShardingManager,
+    ("megatron", "vllm"): MegatronVLLMShardingManager,
+}
+
+
 def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) -> ShardingManager:
     """The manager that reshards the actor's weights into the rollout, connected."""
-    backend = cfg.actor_rollout_ref.rollout.checkpoint_engine.backend
-    local = colocated and backend != "shm"
-    if not colocated and backend in ("local", "gather"):
+    policy = cfg.actor_rollout_ref
+    engine = policy.rollout.checkpoint_engine
+    if engine.backend == "local" and not colocated:
         raise ConfigError(
-            f"actor_rollout_ref.rollout.checkpoint_engine.backend={backend} needs actor and rollout in one process; "
-            "write auto or shm where the rollout has processes of its own"
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=local needs actor and rollout in one process; "
+            "write auto where the rollout has processes of its own"
         )
-    manager = FSDPHFShardingManager(
+    alone = groups.actor.world_size == 1 or cfg.trainer.nnodes > 1
+    local = engine.backend == "local" or (engine.backend == "auto" and colocated and alone)
+    disk = engine.backend == "disk"
+    manager = MANAGERS["megatron" if policy.actor.strategy == "megatron" else "fsdp", policy.rollout.name](
         groups.actor,
         groups.actor if local else groups.rollout,
-        executor="local" if local else "shm",
+        executor="local" if local else engine.backend,
         deadline_s=cfg.trainer.deadlines.weights_s,
-        report_dir=cfg.actor_rollout_ref.rollout.validate_save_dir,
+        report_dir=policy.rollout.validate_save_dir,
+        disk_root=Path(cfg.trainer.default_local_dir) / "served_weights" if disk else None,
+        disk_assets=(policy.model.path or "") if disk else "",
+        bucket_bytes=engine.update_weights_bucket_megabytes << 20,
     )
     manager.connect()
     return manager

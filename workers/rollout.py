@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,12 +14,19 @@ from rlsys.rollout.batch import generate_sequences
 from rlsys.rollout.hf import HFRollout, LoadFormat
 from rlsys.single_controller.base import Worker
 from rlsys.single_controller.base.decorator import Dispatch, register
+from rlsys.telemetry.log import get_logger
 from rlsys.types import WeightLayout
+from rlsys.weights.learn import learn_layout
 from rlsys.weights.sides import Spec, WeightReceiver
 from rlsys.weights.target import Moved
 from rlsys.weights.verify import BoxSum
 from workers.engines import EngineRun
 from workers.weights import offer_rollout
+
+if TYPE_CHECKING:
+    from rlsys.rollout.vllm.weights import LiveWeights
+
+log = get_logger(__name__)
 
 
 class RolloutWorker(Worker):
@@ -119,9 +126,10 @@ class VLLMRolloutWorker(RolloutWorker):
 
     def build_engine(self, path: str, common: dict[str, Any]) -> RolloutEngine:
         from rlsys.rollout.vllm.engine import VLLMRollout
+        from rlsys.rollout.vllm.weights import LiveWeights
 
         cfg = self.cfg
-        return VLLMRollout(
+        engine = VLLMRollout(
             path,
             gpu_memory_utilization=cfg.gpu_memory_utilization,
             kv_cache_gib=cfg.kv_cache_gib,
@@ -133,6 +141,19 @@ class VLLMRolloutWorker(RolloutWorker):
             },
             **common,
         )
+        if isinstance(engine.weights, LiveWeights):
+            learn(engine.weights, keep=self.load_format == "auto")
+        return engine
+
+
+def learn(weights: LiveWeights, *, keep: bool) -> None:
+    """Ask the engine's own loader what of the HF tensors lies where in its parameters."""
+    found = learn_layout(
+        weights.load, weights.parameters, weights.shapes, weights.dtypes, aliases=weights.aliases, keep=keep
+    )
+    for name, why in found.odd.items():
+        log.info("'%s' goes through the rollout engine's own loader: %s", name, why)
+    weights.adopt(found.layout, found.tensors)
 
 
 ROLLOUT_WORKERS: dict[str, type[RolloutWorker]] = {"hf": HFRolloutWorker, "vllm": VLLMRolloutWorker}

@@ -44,7 +44,8 @@ Temperature = Annotated[float, Strict(), Field(ge=0, le=100)]
 TopP = Annotated[float, Strict(), Field(gt=0, le=1)]
 Share = TopP
 Executor = Annotated[
-    Literal["auto", "local", "shm", "gather"], BeforeValidator(lambda v: "auto" if v == "naive" else v)
+    Literal["auto", "local", "shm", "ipc", "nccl", "disk", "gather"],
+    BeforeValidator(lambda v: "auto" if v == "naive" else v),
 ]
 
 
@@ -157,7 +158,8 @@ class CheckpointEngineConfig(Section):
     """How weights reach the rollout."""
 
     backend: Executor = "auto"
-    """auto (also: naive) chooses: local in one process, else shm; gather is the slow way that always works."""
+    """auto (also: naive) chooses: local in one process, ipc between GPUs of a host, else shm on one host, nccl over
+    hosts; disk writes files; gather is the slow way that always works."""
     update_weights_bucket_megabytes: Count = 2048
     """Largest bucket of the slow way."""
 

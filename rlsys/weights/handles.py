@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
+from uuid import uuid4
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -21,12 +23,21 @@ from rlsys.weights.segment import Segment
 
 @dataclass(frozen=True)
 class Memory:
-    """One storage: a path and size on the host, or the eight plain values of a CUDA IPC handle."""
+    """One storage: a path and size on the host, or the eight plain values of a CUDA IPC handle.
+
+    A process cannot open a handle of its own: there `lender` and `address` find the storage itself.
+    """
 
     device: str
     num_bytes: int
     path: str = ""
     handle: tuple[Any, ...] = ()
+    lender: str = ""
+    address: int = 0
+
+
+PROCESS = uuid4().hex
+_lent_here: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,9 @@ def offer_of(tensors: Mapping[str, Tensor]) -> Offer:
 
 def _lend(storage: torch.UntypedStorage) -> Memory:
     if storage.device.type == "cuda":
-        return Memory("cuda", storage.nbytes(), handle=tuple(storage._share_cuda_()))
+        _lent_here[storage.data_ptr()] = storage
+        handle = tuple(storage._share_cuda_())
+        return Memory("cuda", storage.nbytes(), handle=handle, lender=PROCESS, address=storage.data_ptr())
     if storage.device.type != "cpu" or not storage.nbytes():
         raise WeightTransferError(f"memory of {storage.nbytes()} bytes on {storage.device} cannot be lent")
     fd, num_bytes = storage._share_fd_cpu_()
@@ -98,6 +111,8 @@ class Borrowed:
             segment = Segment.open(memory.path, memory.num_bytes)
             self._segments.append(segment)
             return segment.bytes.untyped_storage()
+        if memory.lender == PROCESS:
+            return _lent_here[memory.address]
         if device.type != "cuda":
             raise WeightTransferError(f"device memory cannot be read by an engine on {device}")
         torch.cuda.init()

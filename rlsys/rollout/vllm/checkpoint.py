@@ -31,15 +31,20 @@ def eos_of(path: str | Path) -> tuple[int, ...]:
     return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
 
 
-def hf_tensors(path: str | Path, *, dtype: str, filled: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The model's HF tensors, with the checkpoint's values if `filled`, and the names that are tied to others."""
+def hf_tensors(
+    path: str | Path, *, dtype: str, filled: bool, real: bool = True
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The model's HF tensors and the names that are tied to others.
+
+    `real` tensors have memory, and the checkpoint's values if `filled`; else only shapes are told.
+    """
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     state, first = model.state_dict(keep_vars=True), dict[int, str]()
     aliases = {name: held for name, t in state.items() if (held := first.setdefault(id(t), name)) != name}
-    kind = getattr(torch, dtype)
-    tensors = {name: torch.zeros(t.shape, dtype=kind) for name, t in state.items() if name not in aliases}
+    kind, device = getattr(torch, dtype), "cpu" if real else "meta"
+    tensors = {n: torch.zeros(t.shape, dtype=kind, device=device) for n, t in state.items() if n not in aliases}
     for file in sorted(Path(path).glob("*.safetensors")) if filled else ():
         with safe_open(file, framework="pt") as saved:
             for name in saved.keys():  # noqa: SIM118

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from rlsys.protocol.columns import tensors_of
 from rlsys.rollout.draws import Answer, DrawParams
-from rlsys.rollout.hf import LoadFormat, copy_by_name, whole_layout
-from rlsys.rollout.serving import Deliver, Pull, ServingEngine, Ticket
+from rlsys.rollout.hf import LoadFormat
+from rlsys.rollout.serving import SLEEP_TAGS, Deliver, Pull, ServingEngine, Ticket
 from rlsys.rollout.vllm.checkpoint import eos_of, hf_tensors, model_length, vocabulary
+from rlsys.rollout.vllm.weights import HostWeights, LiveWeights
 from rlsys.types import Finish, ModelResponse, WeightLayout
 from rlsys.utils.errors import RolloutError
 
@@ -36,8 +37,9 @@ class VLLMRollout(ServingEngine):
     """A RolloutEngine over vLLM's engine core in this process, one device.
 
     On CPU vLLM packs the weights of its layers, so new weights are received into host tensors and go through its loader
-    at `finish_update`. `kv_cache_gib` is the CPU's cache, `gpu_memory_utilization` bounds a GPU's; `engine_kwargs` are
-    vLLM's own engine arguments.
+    at `finish_update`. On a GPU they are written into its parameters in place, once `weights.adopt` has told what was
+    learned of their layout. `kv_cache_gib` is the CPU's cache, `gpu_memory_utilization` bounds a GPU's; `engine_kwargs`
+    are vLLM's own engine arguments.
     """
 
     def __init__(
@@ -86,7 +88,8 @@ class VLLMRollout(ServingEngine):
             **(engine_kwargs or {}),
         }
         self.engine = _start(arguments, kv_cache_gib=kv_cache_gib)
-        self._tensors, self._aliases = hf_tensors(path, dtype=dtype, filled=load_format == "auto")
+        names = hf_tensors(path, dtype=dtype, filled=load_format == "auto" and device == "cpu", real=device == "cpu")
+        self.weights = HostWeights(*names, self._reload) if device == "cpu" else LiveWeights(*names, self._model)
 
     def _decode(self, pull: Pull, deliver: Deliver) -> int:
         running: dict[str, Ticket] = {}
@@ -172,28 +175,40 @@ class VLLMRollout(ServingEngine):
         return torch.where(counted > 0, scores, 0.0)
 
     def weight_layout(self) -> WeightLayout:
-        """Every HF tensor whole: host tensors that vLLM's loader takes over at `finish_update`."""
-        return whole_layout(self._tensors, self._aliases, rank=self.rank, host=self.host)
+        """On CPU every HF tensor whole, in host memory; on a GPU what was learned of vLLM's own parameters."""
+        return self.weights.layout(rank=self.rank, host=self.host)
 
     def local_tensors(self) -> Mapping[str, Tensor]:
         self._awake_weights()
-        return self._tensors
+        return self.weights.tensors()
 
     def _load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        copy_by_name(self._tensors, self._aliases, bucket)
+        self.weights.load(bucket)
 
     def finish_update(self, version: int) -> None:
-        """Give the received tensors to vLLM and forget the cache that the old weights made."""
-        self._rpc("rlsys_reload", list(self._tensors.items()))
+        """Take the new weights into use and forget the cache that the old ones made."""
+        self.weights.finish()
         self.engine.reset_prefix_cache()
         super().finish_update(version)
 
     def _move_memory(self, tags: Sequence[str], *, asleep: bool) -> None:
-        raise NotImplementedError
+        """vLLM sleeps as a whole, its weights kept on the host, and wakes by tag."""
+        if asleep and not self._asleep:
+            self.engine.reset_prefix_cache()
+            self.engine.sleep(level=1)
+            self._asleep |= set(SLEEP_TAGS)
+        elif not asleep and (due := [tag for tag in SLEEP_TAGS if tag in tags and tag in self._asleep]):
+            self.engine.wake_up(due)
 
     def _free(self) -> None:
         self.engine.engine_core.shutdown()
         del self.engine
+
+    def _reload(self, tensors: Mapping[str, Tensor]) -> None:
+        self._rpc("rlsys_reload", list(tensors.items()))
+
+    def _model(self) -> Any:
+        return self.engine.model_executor.driver_worker.worker.model_runner.get_model()
 
     def _rpc(self, method: str, *args: Any) -> Any:
         """The first worker's result of a method of `RolloutExtension`."""
