@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlsys.models.stacked import Part, flat_stack, saved_parts
 from rlsys.rollout.decode import Decoder, Deliver, Limits, Pull
 from rlsys.rollout.kv import ATTENTION
 from rlsys.rollout.rows import Ticket
@@ -152,25 +154,36 @@ class HFRollout:
         self._paused.clear()
 
     def weight_layout(self) -> WeightLayout:
-        """Every parameter whole, under its own name; tied names are aliases."""
+        """Every tensor whole, under the name it is saved by; tied names are aliases."""
         tensors = self.local_tensors()
+        parts = {name: (part.stack, part.start, part.shape) for name, part in self._parts.items()}
+        stacks = {stack for stack, _, _ in parts.values()}
+        parts |= {name: (name, 0, tuple(t.shape)) for name, t in tensors.items() if name not in stacks}
         return WeightLayout(
             rank=self.rank,
             host=self.host,
             shards=tuple(
-                Shard(Box(name, (0,) * t.ndim, tuple(t.shape)), name, (0,) * t.ndim) for name, t in tensors.items()
+                Shard(Box(name, (0,) * len(shape), shape), local, (start, *(0,) * len(shape))[: len(shape)])
+                for name, (local, start, shape) in parts.items()
             ),
-            full_shapes={name: tuple(t.shape) for name, t in tensors.items()},
-            dtypes={name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()},
+            full_shapes={name: shape for name, (_, _, shape) in parts.items()},
+            dtypes={n: str(tensors[local].dtype).removeprefix("torch.") for n, (local, _, _) in parts.items()},
             aliases=self._aliases(),
         )
 
+    @cached_property
+    def _parts(self) -> dict[str, Part]:
+        return saved_parts(self.model)
+
     def local_tensors(self) -> Mapping[str, Tensor]:
-        """The live parameters and persistent buffers by name, each once; ask again after `wake`."""
+        """The live parameters and persistent buffers by name, each once, stacked experts as one matrix; ask again
+        after `wake`."""
         if "weights" in self._asleep:
             raise WeightTransferError("the rollout engine's weights are asleep: wake(['weights']) first")
         aliases = self._aliases()
-        return {name: t.detach() for name, t in self.model.state_dict(keep_vars=True).items() if name not in aliases}
+        state = self.model.state_dict(keep_vars=True)
+        stacks = {part.stack for part in self._parts.values()}
+        return {n: flat_stack(t.detach()) if n in stacks else t.detach() for n, t in state.items() if n not in aliases}
 
     def _aliases(self) -> dict[str, str]:
         first: dict[int, str] = {}
@@ -197,7 +210,10 @@ class HFRollout:
             raise WeightTransferError("load outside an update: call begin_update first")
         held, aliases = self.local_tensors(), self._aliases()
         for name, tensor in bucket:
-            target = held.get(aliases.get(name, name))
+            part = self._parts.get(name)
+            target = held.get(aliases.get(name, name) if part is None else part.stack)
+            if part is not None and target is not None:
+                target = target[part.start : part.start + part.shape[0]]
             if target is None:
                 raise WeightTransferError(f"the rollout model has no tensor '{name}'")
             if target.shape != tensor.shape:
