@@ -1,7 +1,8 @@
-"""Parameters that transformers stacks in memory and saves apart: the experts of a layer, each with its own name."""
+"""Tensors that transformers saves under other names than it holds them by, above all stacked experts saved one by one."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +14,11 @@ STACK_DIMS = 3
 
 @dataclass(frozen=True)
 class Part:
-    """A saved tensor (rows, width): the rows from `start` on of the parameter `stack`, seen as (all rows, width)."""
+    """A saved tensor of `shape`: the rows from `start` on of the held tensor `stack`, seen as (all rows, width)."""
 
     stack: str
     start: int
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
 
 
 def flat_stack(tensor: Tensor) -> Tensor:
@@ -26,21 +27,28 @@ def flat_stack(tensor: Tensor) -> Tensor:
 
 
 def saved_parts(model: Any) -> dict[str, Part]:
-    """Every saved tensor that is a part of a stack, by its saved name.
+    """The saved tensors that are held under another name, by the name they are saved by.
 
-    Asked of transformers itself: numbered rows go through the conversion that it saves with. A stack whose parts are
-    not runs of rows (a transposed one) is left whole, under its own name.
+    Asked of transformers itself: numbered rows go through the conversion that it saves with. What comes out as no run
+    of rows of one tensor (a transposed stack) is left under its own name.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
+    state = model.state_dict(keep_vars=True)
+    held = {name: t for name, t in [*model.named_parameters(), *model.named_buffers()] if name in state and t.ndim}
+    names, starts, coded, count = list(held), [], {}, 0
+    for name, tensor in held.items():
+        rows = tensor.shape if tensor.ndim == 1 else (*tensor.shape[:-1], 1)
+        starts.append(count)
+        coded[name] = torch.arange(torch.Size(rows).numel()).view(rows) + count
+        count += coded[name].numel()
     found: dict[str, Part] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.ndim != STACK_DIMS:
-            continue
-        experts, rows, width = parameter.shape
-        numbers = torch.arange(experts * rows).view(experts, rows, 1)
-        saved = revert_weight_conversion(model, {name: numbers})
-        runs = {key: part.flatten() for key, part in saved.items()}
-        if name not in saved and all(torch.equal(run, torch.arange(len(run)) + run[0]) for run in runs.values()):
-            found |= {key: Part(name, int(run[0]), (len(run), width)) for key, run in runs.items()}
+    for saved, part in revert_weight_conversion(model, coded).items():
+        run = part.flatten()
+        at = bisect_right(starts, int(run[0])) - 1
+        source, start = names[at], int(run[0]) - starts[at]
+        is_run = torch.equal(run, torch.arange(len(run)) + run[0]) and start + len(run) <= coded[source].numel()
+        if saved != source and is_run:
+            tensor = held[source]
+            found[saved] = Part(source, start, (len(run),) if tensor.ndim == 1 else (len(run), tensor.shape[-1]))
     return found
