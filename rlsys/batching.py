@@ -1,17 +1,15 @@
-"""Who computes which rows: balance over ranks, micro-batches under a token budget, packing without padding.
+"""Who computes which rows: balance over ranks, micro-batches under a token budget.
 
 Everything here is arithmetic on lengths, deterministic, and the same on every rank that is given the same lengths.
-B rows, S padded width, T tokens without padding. Lengths are in tokens; weights are any non-negative measure of work.
+Lengths are in tokens; weights are any non-negative measure of work.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from rlsys.partition import balanced_partitions
@@ -19,12 +17,6 @@ from rlsys.partition import balanced_partitions
 Lengths = Sequence[int] | np.ndarray | Tensor
 
 TOO_LONG = 1 << 30
-
-
-def attention_work(lengths: Lengths, *, hidden_size: int) -> np.ndarray:
-    """Work of a dense transformer layer in units of 2 * hidden_size operations: 6 * hidden_size * s + s^2."""
-    sizes = _array(lengths)
-    return 6 * hidden_size * sizes + sizes**2
 
 
 def balance_rows(
@@ -129,50 +121,6 @@ def _best_fit(sizes: np.ndarray, max_tokens: int) -> list[np.ndarray]:
         parts[part].append(row)
         bisect.insort(free, (room - size, part))
     return [np.sort(np.array(part, dtype=np.int64)) for part in parts]
-
-
-def restore_order(parts: Sequence[np.ndarray | Sequence[int]]) -> np.ndarray:
-    """Where each original row lies in the concatenation of `parts`: concatenated[restore_order(parts)] is in order."""
-    order = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts]) if parts else np.empty(0, np.int64)
-    places = np.empty_like(order)
-    places[order] = np.arange(len(order))
-    return places
-
-
-@dataclass(frozen=True)
-class Packing:
-    """Where the tokens of padded rows (B, S) lie in one packed sequence of T tokens.
-
-    `indices` (T,) point into the flattened rows; row i is packed[cu_seqlens[i] : cu_seqlens[i + 1]], `cu_seqlens`
-    (B + 1,) int32 as varlen attention kernels take it; `position_ids` (T,) count from 0 in every row.
-    """
-
-    indices: Tensor
-    cu_seqlens: Tensor
-    position_ids: Tensor
-    max_seqlen: int
-    num_rows: int
-    width: int
-
-    def pack(self, rows: Tensor) -> Tensor:
-        """(B, S, ...) -> (T, ...)."""
-        return rows.reshape(-1, *rows.shape[2:])[self.indices]
-
-    def unpack(self, packed: Tensor) -> Tensor:
-        """(T, ...) -> (B, S, ...), zero at the padding; differentiable."""
-        rows = packed.new_zeros((self.num_rows * self.width, *packed.shape[1:]))
-        return rows.index_copy(0, self.indices, packed).view(self.num_rows, self.width, *packed.shape[1:])
-
-
-def packing(attention_mask: Tensor) -> Packing:
-    """How to pack rows (B, S) without their padding, wherever it lies."""
-    mask = attention_mask.bool()
-    lengths = mask.sum(dim=1)
-    ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    indices = mask.flatten().nonzero().squeeze(1)
-    places = torch.arange(len(indices), device=mask.device) - ends[:-1].repeat_interleave(lengths)
-    longest = int(lengths.max()) if len(lengths) else 0
-    return Packing(indices, ends.int(), places, longest, mask.shape[0], mask.shape[1])
 
 
 def seqlen_metrics(lengths: Lengths, parts: Sequence[np.ndarray], prefix: str = "global_seqlen") -> dict[str, float]:

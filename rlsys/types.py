@@ -142,7 +142,9 @@ class Shard:
 class WeightLayout:
     """Everything one rank holds. `full_shapes` and `dtypes` (torch names, e.g. "float32") are keyed by HF tensor name.
 
-    `aliases` maps a tied HF name to the name under which its data is held (e.g. lm_head.weight).
+    `aliases` maps a tied HF name to the name under which its data is held (e.g. lm_head.weight). `loader` names the
+    tensors that a rollout engine takes through its own `load` only. `device` is the kind of device that holds them.
+    Layouts of one side with the same `digest`, where there is one, are equal but for rank and host.
     """
 
     rank: int
@@ -151,3 +153,6 @@ class WeightLayout:
     full_shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]
     aliases: Mapping[str, str] = field(default_factory=dict)
+    loader: tuple[str, ...] = ()
+    device: str = "cpu"
+    digest: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from rlsys.config import EvalConfig, PPOConfig
 from rlsys.protocol import DataProto
 from rlsys.rewards.manager import RewardManager
 from rlsys.telemetry.metrics import StageTimer
@@ -65,3 +66,28 @@ class Answers:
 
 def _greedy(sampling: SamplingParams) -> SamplingParams:
     return SamplingParams(**{**asdict(sampling), "temperature": 0.0, "top_p": 1.0, "top_k": -1})
+
+
+def training_sampling(cfg: PPOConfig) -> SamplingParams:
+    rollout = cfg.actor_rollout_ref.rollout
+    return SamplingParams(
+        max_new_tokens=cfg.data.max_response_length,
+        temperature=rollout.temperature if rollout.do_sample else 0.0,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        ignore_eos=rollout.ignore_eos,
+        seed=rollout.seed,
+    )
+
+
+def validation_sampling(cfg: PPOConfig | EvalConfig) -> SamplingParams:
+    rollout = cfg.actor_rollout_ref.rollout
+    val = rollout.val_kwargs
+    return SamplingParams(
+        max_new_tokens=cfg.data.max_response_length,
+        temperature=val.temperature if val.do_sample else 0.0,
+        top_p=val.top_p,
+        top_k=val.top_k,
+        ignore_eos=rollout.ignore_eos,
+        seed=rollout.seed + VALIDATION_SEED,
+    )

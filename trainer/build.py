@@ -5,23 +5,18 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlsys.config import PPOConfig, plan_batches
-from rlsys.config.schema_data import PromptsConfig
-from rlsys.data.dataset import PromptDataset, PromptFormat
 from rlsys.telemetry.log import setup_logging
 from rlsys.telemetry.trackers import check_loggers
-from rlsys.utils.plugins import load_from_file
 from trainer.errors import make_root, told
 from trainer.estimate import correction_of, loss_mode_of
 from trainer.groups import Role
 from trainer.place import Place, find_place, load_tokenizer
 from trainer.ppo import RayPPOTrainer
-from trainer.runtime import steps_of
+from trainer.prompts import prompt_datasets, steps_of
 from trainer.start import with_start_assets
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
@@ -29,11 +24,11 @@ from workers.engines import EngineRun, check_megatron_model
 from workers.megatron import MegatronPPOWorker
 from workers.reference import ReferenceWorker
 from workers.reward_model import RewardModelWorker
-from workers.rollout import HFRolloutWorker
+from workers.rollout import ROLLOUT_WORKERS
 
 
 def run_ppo(config: PPOConfig) -> int:
-    """Train and tell where everything is; exit code 0, or 1 with one clear error."""
+    """Train what is left to train and tell where everything is; exit code 0, or 1 with one clear error."""
     setup_logging()
     start = time.perf_counter()
     with told(sys.stderr) as outcome:
@@ -42,11 +37,14 @@ def run_ppo(config: PPOConfig) -> int:
         config = with_start_assets(config)
         with place_of(config) as place:
             trainer = build_trainer(config, place)
+            nothing_left = trainer.nothing_left()
             try:
-                trainer.fit()
+                if not nothing_left:
+                    trainer.fit()
             finally:
                 trainer.close()
-        print(trainer.reporter.farewell(seconds=time.perf_counter() - start))
+        seconds = None if nothing_left else time.perf_counter() - start
+        print(trainer.reporter.farewell(seconds=seconds))
     return outcome.exit_code
 
 
@@ -72,9 +70,10 @@ def build_trainer(config: PPOConfig, place: Place | None = None) -> RayPPOTraine
     run = engine_run(config, place, num_steps=steps_of(config, train))
     check_megatron_models(config)
     actor = MegatronPPOWorker if config.actor_rollout_ref.actor.strategy == "megatron" else ActorWorker
+    rollout = config.actor_rollout_ref.rollout
     worker_args: dict[Role, tuple[Any, ...]] = {
         Role.Actor: (actor, config.actor_rollout_ref, run),
-        Role.Rollout: (HFRolloutWorker, model, config.actor_rollout_ref.rollout, run),
+        Role.Rollout: (ROLLOUT_WORKERS[rollout.name], model, rollout, run),
         Role.Critic: (CriticWorker, config.critic, run),
         Role.RefPolicy: (ReferenceWorker, config.actor_rollout_ref, run),
         Role.RewardModel: (RewardModelWorker, config.reward.reward_model, run),
@@ -142,44 +141,4 @@ def engine_run(config: PPOConfig, place: Place, *, num_steps: int) -> EngineRun:
         loss_mode=loss_mode_of(config),
         correction=correction_of(config),
         num_threads=place.threads,
-    )
-
-
-def prompt_datasets(config: PPOConfig, tokenizer: Any) -> tuple[PromptDataset, PromptDataset | None]:
-    """Training and validation prompts."""
-    data = config.data
-    assert data.train_files is not None
-    load = partial(load_prompts, data, tokenizer=tokenizer, seed=data.seed)
-    train = load(data.train_files, max_samples=data.train_max_samples, shuffle=data.shuffle)
-    if not data.val_files:
-        return train, None
-    return train, load(data.val_files, max_samples=data.val_max_samples, shuffle=data.validation_shuffle)
-
-
-def load_prompts(
-    data: PromptsConfig, files: Sequence[str], *, tokenizer: Any, max_samples: int, shuffle: bool, seed: int
-) -> PromptDataset:
-    form = PromptFormat(
-        prompt_key=data.prompt_key,
-        reward_fn_key=data.reward_fn_key,
-        max_prompt_length=data.max_prompt_length,
-        truncation=data.truncation,
-        filter_overlong_prompts=data.filter_overlong_prompts,
-        template_kwargs=data.apply_chat_template_kwargs,
-    )
-    custom = data.custom_cls
-    threads = data.filter_overlong_prompts_workers
-    if custom.path is not None:
-        made = load_from_file(custom.path, custom.name or "Dataset", key="data.custom_cls.path")
-        own = made(data_files=list(files), tokenizer=tokenizer, config=data, processor=None, max_samples=max_samples)
-        return PromptDataset.wrap(own, tokenizer, form, bad_rows=data.bad_rows, num_threads=threads)
-    return PromptDataset.load(
-        list(files),
-        tokenizer,
-        form,
-        max_samples=max_samples,
-        shuffle=shuffle,
-        seed=seed,
-        bad_rows=data.bad_rows,
-        num_threads=threads,
     )

@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -73,9 +73,10 @@ class CheckpointStore:
             shutil.rmtree(left)
         for left in self.root.glob(f".{LATEST}.*.tmp"):
             left.unlink()
-        newest = self._pointed_at()
-        if newest is not None:
-            self.prune(newest)
+        with suppress(CheckpointError):  # to_resume tells of a damaged pointer, where it matters
+            newest = self._pointed_at()
+            if newest is not None:
+                self.prune(newest)
 
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rlsys.protocol import DataProto
-from rlsys.telemetry.rollouts import dump_rollouts, ragged, token_texts_of
+from rlsys.telemetry.rollouts import dump_rollouts, ragged, token_texts_of_rows
 
 SHOWN_VALUES = {"log_probs": "old_log_probs", "rollout_log_probs": "rollout_log_probs", "advantages": "advantages"}
 
@@ -17,7 +17,7 @@ def dump(batch: DataProto, step: int, folder: Path, tokenizer: Any) -> Path:
     """Write all rows of a batch as `{folder}/{step}.jsonl` and bring `{folder}/index.html` up to date."""
     rows = batch.tensors
     lengths = response_lengths(batch)
-    tokens = ragged(rows["responses"], lengths)
+    tokens: Any = ragged(rows["responses"], lengths)
     values = {name: ragged(rows[key], lengths) for name, key in SHOWN_VALUES.items() if key in set(rows.keys())}
     extras = {name: list(batch.non_tensor_batch[name]) for name in batch.meta_info.get("reward_extra_keys", ())}
 
@@ -32,7 +32,7 @@ def dump(batch: DataProto, step: int, folder: Path, tokenizer: Any) -> Path:
         gts=[_ground_truth(model) for model in batch.non_tensor_batch["reward_model"]],
         scores=rows["token_level_scores"].sum(-1).tolist(),
         extras=extras,
-        token_texts=[token_texts_of([int(t) for t in row], decode) for row in tokens],
+        token_texts=token_texts_of_rows(tokens, decode),
         token_values={"token_ids": tokens, **values},
     )
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from rlsys.config import EvalConfig, PPOConfig
+from rlsys.data.collate import collate_prompts
+from rlsys.data.dataset import PromptDataset
 from rlsys.protocol import DataProto
 from rlsys.telemetry.validation import validation_metrics
+from trainer.answers import Answers, validation_sampling
 
 Answer = Callable[[DataProto, int, int], DataProto]
 """(prompts, step, number of the batch) -> graded answers."""
@@ -37,6 +41,34 @@ class Evaluator:
             infos,
             seed=self.seed,
         )
+
+
+def validation(
+    cfg: PPOConfig | EvalConfig, dataset: PromptDataset, answers: Answers, dump: Dump, *, seed: int
+) -> Evaluator:
+    """Validation by a fleet and graders, with the sampling of val_kwargs."""
+    asking = replace(
+        answers,
+        sampling=validation_sampling(cfg),
+        num_answers=cfg.actor_rollout_ref.rollout.val_kwargs.n,
+        greedy_baseline=False,
+    )
+    size = cfg.data.val_batch_size or len(dataset)
+
+    def batches() -> list[DataProto]:
+        return [
+            collate_prompts(
+                [dataset[i] for i in range(start, min(start + size, len(dataset)))],
+                prompt_length=cfg.data.max_prompt_length,
+                pad_token_id=answers.pad_token_id,
+            )
+            for start in range(0, len(dataset), size)
+        ]
+
+    def answer(prompts: DataProto, step: int, call: int) -> DataProto:
+        return asking.make(prompts, step=step, call=call)[0]
+
+    return Evaluator(batches=batches, answer=answer, dump=dump, seed=seed)
 
 
 def numeric_columns(batch: DataProto) -> dict[str, list[Any]]:

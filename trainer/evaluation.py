@@ -14,16 +14,17 @@ from rlsys.protocol import DataProto
 from rlsys.telemetry.log import setup_logging
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.telemetry.trackers import check_loggers
-from trainer.answers import Answers
-from trainer.build import load_prompts
+from trainer.answers import Answers, validation_sampling
 from trainer.dumps import dump, sample_rows
 from trainer.errors import told
-from trainer.evaluate import Dump
+from trainer.evaluate import Dump, validation
 from trainer.groups import deadlines_of
 from trainer.place import find_place, load_tokenizer
-from trainer.runtime import generate_by, reward_manager, reward_pool, rollout_fleet, validation, validation_sampling
+from trainer.prompts import load_prompts
+from trainer.rewards import reward_manager, reward_pool
+from trainer.rollouts import generate_by, rollout_fleet
 from workers.engines import EngineRun
-from workers.rollout import HFRolloutWorker
+from workers.rollout import ROLLOUT_WORKERS
 
 
 def run_eval(config: EvalConfig) -> int:
@@ -60,7 +61,8 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     with ExitStack() as stack:
         place = stack.enter_context(find_place(run.backend, run.device, config.ray_kwargs, ranks=ranks))
         engine = EngineRun(device=place.device, nccl_timeout_s=run.deadlines.call_s, num_threads=place.threads)
-        made = place.make_class(HFRolloutWorker, model, config.actor_rollout_ref.rollout, engine, "auto")
+        rollout = config.actor_rollout_ref.rollout
+        made = place.make_class(ROLLOUT_WORKERS[rollout.name], model, rollout, engine, "auto")
         manager = place.make_manager({"rollout": [run.n_gpus_per_node] * run.nnodes}, {"rollout": "rollout"})
         manager.create_resource_pool()
         group: Any = place.group_cls(

@@ -12,6 +12,7 @@ from rlsys.config.schema_trainer import DeadlinesConfig
 from rlsys.single_controller.base import ClassWithInitArgs, WorkerGroup
 from rlsys.single_controller.colocate import create_colocated_worker_cls
 from rlsys.single_controller.resource_pool import ResourcePoolManager
+from rlsys.telemetry.recorder import StageReport, merged
 
 
 class Role(Enum):
@@ -47,11 +48,17 @@ class WorkerGroups:
         for name, group in self._trained().items():
             group.load_checkpoint(str(folder / name))
 
+    def drain_stages(self) -> StageReport:
+        """What the workers noted of their stages since the last time."""
+        return merged(group.drain_stages() for group in self._all())
+
     def close(self) -> None:
         """End the workers of all roles."""
-        for group in (self.actor, self.rollout, self.critic, self.ref, self.rm):
-            if group is not None:
-                group.close()
+        for group in self._all():
+            group.close()
+
+    def _all(self) -> list[Any]:
+        return [group for group in (self.actor, self.rollout, self.critic, self.ref, self.rm) if group is not None]
 
     def _trained(self) -> dict[str, Any]:
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})

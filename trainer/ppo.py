@@ -7,7 +7,7 @@ source, retries in the fleet, what a person sees in telemetry. A notebook builds
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,13 @@ from rlsys.config import PPOConfig, plan_batches
 from rlsys.protocol import DataProto
 from rlsys.telemetry.log import get_logger
 from rlsys.types import TransferReport
-from trainer import steps
 from trainer.checkpoint import CheckpointStore, TrainerState, load_state, save_state
 from trainer.dumps import dump, sample_rows
-from trainer.evaluate import Evaluator
-from trainer.groups import Role, WorkerGroups
+from trainer.groups import Role, WorkerGroups, deadlines_of, start_groups
+from trainer.prompts import steps_of
 from trainer.reporting import Reporter
 from trainer.residency import Holder
-from trainer.runtime import Runtime, assemble, launch
+from trainer.runtime import Runtime, assemble
 
 log = get_logger(__name__)
 
@@ -88,10 +87,15 @@ class RayPPOTrainer:
     def init_workers(self) -> None:
         """Start the worker groups, load their models and connect weights, rollouts, rewards and data."""
         with self.stage("start_workers"):
-            self._groups = launch(self)
+            self._groups = start_groups(
+                self.role_worker_mapping,
+                self.resource_pool_manager,
+                group_cls=self.ray_worker_group_cls,
+                deadlines=deadlines_of(self.cfg.trainer.deadlines),
+            )
         with self.stage("connect"):
             self._runtime = assemble(self)
-        self.total_steps = self.runtime.total_steps
+        self.total_steps = steps_of(self.cfg, self.train_dataset)
 
     def fit(self) -> None:
         """Train until the last step; resumes where the latest checkpoint left off."""
@@ -105,24 +109,33 @@ class RayPPOTrainer:
                     self.step(self.next_batch())
                 self.finish_step()
 
+    def nothing_left(self) -> bool:
+        """Whether the checkpoint to resume from is that of the last step; no worker is needed to know."""
+        run = self.cfg.trainer
+        self.store.sweep()
+        folder = self.store.to_resume(run.resume_mode, run.resume_from_path)
+        if folder is None or run.val_only:
+            return False
+        return load_state(folder).global_step >= steps_of(self.cfg, self.train_dataset)
+
     def next_batch(self) -> DataProto:
         """The next graded batch from the rollouts."""
-        self.runtime.residency.enter(Holder.ROLLOUT)
-        with self.stage("source"):
+        with self.runtime.residency.turn(Holder.ROLLOUT, "source"):
             return self.source.next()
 
     def step(self, batch: DataProto) -> DataProto:
         """Train on one batch and push the new weights; returns the batch with everything computed on it."""
         self.global_step += 1
-        batch = steps.balance(self, batch)
-        batch = steps.old_log_probs(self, batch)
-        batch = steps.reference_log_probs(self, batch)
-        batch = steps.reward_model_scores(self, batch)
-        batch = steps.values(self, batch)
-        batch = steps.advantages(self, batch)
-        steps.update_critic(self, batch)
+        steps = self.runtime.steps
+        batch = steps.balance(batch, self.global_step)
+        batch = steps.old_log_probs(batch)
+        batch = steps.reference_log_probs(batch)
+        batch = steps.reward_model_scores(batch)
+        batch = steps.values(batch)
+        batch = steps.advantages(batch)
+        steps.update_critic(batch)
         if self.global_step > self.cfg.trainer.critic_warmup:
-            steps.update_actor(self, batch)
+            steps.update_actor(batch)
         if self._due(self.cfg.trainer.sync_freq) or self._test_due or self._save_due:
             self.push_weights()
         self.reporter.batch_metrics(batch)
@@ -135,6 +148,7 @@ class RayPPOTrainer:
         """Evaluate, report and save what is due after a step."""
         if self._test_due:
             self.evaluate()
+        self.reporter.add_stages(self.groups.drain_stages())
         self.reporter.finish_step(self.global_step)
         if self._save_due:
             self.save()
@@ -142,8 +156,7 @@ class RayPPOTrainer:
     def push_weights(self) -> TransferReport:
         """Reshard the actor's weights into the rollout engines; they serve version `global_step` afterwards."""
         self.source.settle()
-        self.runtime.residency.enter(Holder.SYNC)
-        with self.stage("update_weights"):
+        with self.runtime.residency.turn(Holder.SYNC, "update_weights"):
             report = self.runtime.push(self.global_step)
         self.weight_version = report.version
         self.reporter.add(
@@ -157,13 +170,11 @@ class RayPPOTrainer:
 
     def evaluate(self) -> dict[str, float]:
         """Answer and grade the validation prompts with the weights now served."""
-        evaluator: Evaluator | None = self.runtime.evaluator
-        if evaluator is None:
+        if self.runtime.evaluator is None:
             return {}
         self.source.settle()
-        self.runtime.residency.enter(Holder.ROLLOUT)
-        with self.stage("testing"):
-            metrics = evaluator.run(self.global_step)
+        with self.runtime.residency.turn(Holder.ROLLOUT, "testing"):
+            metrics = self.runtime.evaluator.run(self.global_step)
         self.reporter.add(metrics)
         self.reporter.validated(metrics, self.global_step)
         return metrics
@@ -176,7 +187,7 @@ class RayPPOTrainer:
             state = TrainerState(
                 global_step=self.global_step,
                 weight_version=self.weight_version,
-                kl_ctrl=self.runtime.kl_ctrl.state_dict(),
+                kl_ctrl=self.runtime.steps.kl_ctrl.state_dict(),
                 source=self.source.state_dict(),
             )
             save_state(folder, state)
@@ -191,7 +202,7 @@ class RayPPOTrainer:
                 state = load_state(folder)
                 self.groups.load(folder)
                 self.source.load(state.source, folder)
-                self.runtime.kl_ctrl.load_state_dict(dict(state.kl_ctrl))
+                self.runtime.steps.kl_ctrl.load_state_dict(dict(state.kl_ctrl))
                 self.global_step = state.global_step
             log.info("resumed from %s", folder)
         self.reporter.start(self.global_step, self.total_steps)
@@ -208,11 +219,13 @@ class RayPPOTrainer:
         """Stop everything this trainer started; safe to call twice."""
         runtime, self._runtime = self._runtime, None
         groups, self._groups = self._groups, None
-        if runtime is not None:
-            runtime.close()
-        if groups is not None:
-            groups.close()
-        self.reporter.close()
+        with ExitStack() as stack:
+            stack.callback(self.reporter.close)
+            if groups is not None:
+                stack.callback(lambda: self.reporter.add_stages(groups.drain_stages()))
+                stack.callback(groups.close)
+            if runtime is not None:
+                stack.callback(runtime.close)
 
     @contextmanager
     def session(self) -> Iterator[None]:

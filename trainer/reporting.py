@@ -12,13 +12,17 @@ import torch
 from rlsys.config.schema_trainer import RunConfig
 from rlsys.protocol import DataProto
 from rlsys.telemetry.log import get_logger
-from rlsys.telemetry.memory import MemoryLedger, memory_metrics
+from rlsys.telemetry.memory import MemoryRecord, by_stage, memory_metrics, memory_table
 from rlsys.telemetry.metrics import StageTimer, data_metrics, reduce_metrics, throughput_metrics, timing_metrics
 from rlsys.telemetry.progress import Progress
-from rlsys.telemetry.trace import Timeline, Tracer
+from rlsys.telemetry.recorder import StageRecorder, StageReport
+from rlsys.telemetry.trace import Timeline
 from rlsys.telemetry.trackers import Tracking
 
 log = get_logger(__name__)
+NOTHING_LEFT = """rlsys: nothing is left to do: the last step was done by an earlier run
+  to go on    raise trainer.total_training_steps (or trainer.total_epochs)
+  to repeat   write trainer.resume_mode=disable, or another trainer.default_local_dir"""
 
 
 class Reporter:
@@ -31,17 +35,17 @@ class Reporter:
         self._progress: Progress | None = None
         self._tracking: Tracking | None = None
         self._stack = ExitStack()
-        self._tracer = Tracer("controller")
-        self._ledger = MemoryLedger("controller")
+        self._stages = StageRecorder("controller", self._shown)
         self._timeline: Timeline | None = None
-        self._timer = StageTimer(self._tracer.span, self._ledger.stage, self._shown)
+        self._memory: list[MemoryRecord] = []
+        self._ledger: list[MemoryRecord] = []
         self._metrics: dict[str, float] = {}
         self._tokens = (0, 0)
 
     @property
     def stage(self) -> StageTimer:
         """`with stage("update_actor"):` times a stage, shows it and puts it on the timeline."""
-        return self._timer
+        return self._stages.stage
 
     def start(self, step: int, total_steps: int) -> None:
         """Open trackers and progress; `step` is the last one already done."""
@@ -63,6 +67,12 @@ class Reporter:
 
     def add(self, metrics: Mapping[str, float]) -> None:
         self._metrics.update(metrics)
+
+    def add_stages(self, report: StageReport) -> None:
+        """Stages of workers: their spans go to the timeline now, their memory to the metrics of this step."""
+        if self._timeline is not None:
+            self._timeline.add(report.events)
+        self._memory += report.memory
 
     def add_lists(self, metrics: Mapping[str, Any]) -> None:
         """Metrics collected from ranks: lists become one number."""
@@ -100,9 +110,10 @@ class Reporter:
 
     def finish_step(self, step: int) -> dict[str, float]:
         """Write the step's metrics everywhere; a checkpoint of the step may be published only after this."""
-        seconds, memory = self._timer.drain(), self._ledger.drain()
-        if self._timeline is not None:
-            self._timeline.add(self._tracer.drain())
+        seconds = self.stage.drain()
+        self.add_stages(self._stages.drain())
+        memory, self._memory = self._memory, []
+        self._write_ledger(memory)
         prompt, response = self._tokens
         metrics = {
             **self._metrics,
@@ -137,13 +148,14 @@ class Reporter:
             self._tracking.log(self._metrics, 0)
             self._metrics = {}
 
-    def farewell(self, *, seconds: float) -> str:
-        """Where everything is that the run left."""
-        lines = [f"rlsys: done in {seconds:.0f} s"]
+    def farewell(self, *, seconds: float | None) -> str:
+        """Where everything is that the run left; `seconds` None: an earlier run had left nothing to do."""
+        lines = [NOTHING_LEFT if seconds is None else f"rlsys: done in {seconds:.0f} s"]
         for name, path in (
             ("metrics", self.root / "metrics.jsonl"),
             ("rollouts", Path(getattr(self._cfg, "rollout_data_dir", None) or self.root / "rollouts") / "index.html"),
             ("timeline", self.root / "timeline.json"),
+            ("memory", self.root / "memory.txt"),
             ("checkpoint", self.root / "latest_checkpointed_iteration.txt"),
         ):
             if path.exists():
@@ -152,8 +164,15 @@ class Reporter:
 
     def close(self) -> None:
         """Close everything; safe to call twice."""
-        self._stack.close()
+        with self._stack:
+            self.add_stages(self._stages.drain())
+            self._write_ledger(self._memory)
         self._progress = self._tracking = self._timeline = None
+
+    def _write_ledger(self, memory: list[MemoryRecord]) -> None:
+        if self._timeline is not None:
+            self._ledger = by_stage([*self._ledger, *memory])
+            (self.root / "memory.txt").write_text(memory_table(self._ledger) + "\n")
 
     @contextmanager
     def _shown(self, stage: str) -> Iterator[None]:

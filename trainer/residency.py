@@ -7,9 +7,12 @@ actor's parameters and the rollout's weights are present and nothing else is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+
+from rlsys.telemetry.metrics import StageTimer
 
 
 class Holder(StrEnum):
@@ -49,10 +52,16 @@ class Moves:
 class Residency:
     """Tracks the holder and runs the moves between holders; states without moves cost nothing."""
 
-    def __init__(self, moves: Mapping[Holder, Moves]) -> None:
-        self._moves = moves
+    def __init__(self, moves: Mapping[Holder, Moves], stage: StageTimer) -> None:
+        self._moves, self._stage = moves, stage
         self.holder = Holder.NONE
-        self.num_switches = 0
+
+    @contextmanager
+    def turn(self, holder: Holder, stage: str) -> Iterator[None]:
+        """A stage of the step, run while `holder` holds memory; moving is not part of its time."""
+        self.enter(holder)
+        with self._stage(stage):
+            yield
 
     def enter(self, holder: Holder) -> None:
         """Make `holder` the one that holds memory; a move that is not in LEGAL is a programming error."""
@@ -64,4 +73,3 @@ class Residency:
         self.holder = Holder.NONE
         self._moves.get(holder, Moves()).enter()
         self.holder = holder
-        self.num_switches += 1

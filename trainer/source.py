@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlsys.protocol import DataProto
-from rlsys.utils.errors import ConfigError, DeadlineError
+from rlsys.protocol import DataProto, WireError
+from rlsys.utils.errors import CheckpointError, ConfigError, DeadlineError
 
 PENDING = "pending.dp"
 
@@ -94,7 +94,7 @@ class RolloutSource:
         self._step = state["step"]
         if state["ahead"] and self._pool is not None:
             self._pending = Future()
-            self._pending.set_result(DataProto.load_from_disk(str(folder / PENDING)))
+            self._pending.set_result(_load_pending(folder / PENDING))
 
     def close(self) -> None:
         if self._pool is not None:
@@ -143,3 +143,10 @@ class RolloutSource:
             "algorithm.filter_groups.max_num_gen_batches or data.gen_batch_size, or choose data that the model "
             "neither always nor never solves"
         )
+
+
+def _load_pending(path: Path) -> DataProto:
+    try:
+        return DataProto.load_from_disk(path)
+    except (WireError, OSError) as error:
+        raise CheckpointError(f"{path}, the batch made ahead, cannot be read: {error}") from error

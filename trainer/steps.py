@@ -1,118 +1,112 @@
-"""The verbs of one training step: each takes the trainer and the batch and returns the batch with more on it."""
+"""The verbs of one training step: each takes the batch and returns it with more on it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from rlsys.algorithms import KLController
 from rlsys.batching import balance_rows, seqlen_metrics
+from rlsys.config import PPOConfig
+from rlsys.config.plan import BatchPlan
 from rlsys.protocol import DataProto
-from trainer.estimate import estimate
-from trainer.residency import Holder
+from trainer.estimate import AdvantageSettings, estimate
+from trainer.groups import WorkerGroups
+from trainer.reporting import Reporter
+from trainer.residency import Holder, Residency
 
-if TYPE_CHECKING:
-    from trainer.ppo import RayPPOTrainer
-
-LOG_PROB_FIELDS = ["input_ids", "attention_mask", "position_ids", "responses", "prompts", "response_mask"]
-UPDATE_FIELDS = [*LOG_PROB_FIELDS, "old_log_probs", "advantages"]
-OPTIONAL_UPDATE_FIELDS = ["ref_log_prob", "rollout_log_probs", "rollout_is_weights", "selected_tokens"]
-VALUE_UPDATE_FIELDS = [*LOG_PROB_FIELDS, "values", "returns"]
-
-
-def balance(trainer: RayPPOTrainer, batch: DataProto) -> DataProto:
-    """Order rows so that each rank gets as many tokens as the others and mini-batches do not depend on the ranks."""
-    trainer.reporter.add(batch.meta_info.pop("source_metrics", {}))
-    lengths = batch.tensors["attention_mask"].sum(-1).tolist()
-    batch.meta_info["global_token_num"] = lengths
-    batch.meta_info["global_steps"] = trainer.global_step
-    batch.meta_info["temperature"] = trainer.cfg.actor_rollout_ref.rollout.temperature
-    ranks, rows = trainer.plan.actor.dp_size, trainer.plan.actor.mini_batch_samples
-    parts = np.array_split(np.arange(len(batch)), ranks)
-    if trainer.cfg.trainer.balance_batch and ranks > 1:
-        order = balance_rows(lengths, num_ranks=ranks, mini_batch_rows=rows)
-        batch.reorder(torch.from_numpy(order))
-        parts = np.array_split(order, ranks)
-    trainer.reporter.add(seqlen_metrics(lengths, parts))
-    return batch
+ROWS = ["input_ids", "attention_mask", "position_ids", "responses", "prompts", "response_mask"]
+ACTOR_ROWS = [*ROWS, "old_log_probs", "advantages"]
+CRITIC_ROWS = [*ROWS, "values", "returns"]
+OPTIONAL = ["ref_log_prob", "rollout_log_probs", "rollout_is_weights", "selected_tokens"]
 
 
-def old_log_probs(trainer: RayPPOTrainer, batch: DataProto) -> DataProto:
-    """Log-probabilities under the weights that are about to be trained, or the rollout's own in bypass mode."""
-    if trainer.cfg.algorithm.rollout_correction.bypass_mode:
-        batch.tensors["old_log_probs"] = batch.tensors["rollout_log_probs"]
+@dataclass(frozen=True)
+class Steps:
+    """What a step asks of the groups, in turn; a role that the algorithm does without changes nothing."""
+
+    cfg: PPOConfig
+    plan: BatchPlan
+    groups: WorkerGroups
+    residency: Residency
+    reporter: Reporter
+    settings: AdvantageSettings
+    kl_ctrl: KLController
+
+    def balance(self, batch: DataProto, step: int) -> DataProto:
+        """Order rows so that ranks get equally many tokens and mini-batches do not depend on the ranks."""
+        self.reporter.add(batch.meta_info.pop("source_metrics", {}))
+        lengths = batch.tensors["attention_mask"].sum(-1).tolist()
+        temperature = self.cfg.actor_rollout_ref.rollout.temperature
+        batch.meta_info |= {"global_token_num": lengths, "global_steps": step, "temperature": temperature}
+        ranks, rows = self.plan.actor.dp_size, self.plan.actor.mini_batch_samples
+        order = np.arange(len(batch))
+        if self.cfg.trainer.balance_batch and ranks > 1:
+            order = balance_rows(lengths, num_ranks=ranks, mini_batch_rows=rows)
+            batch.reorder(torch.from_numpy(order))
+        self.reporter.add(seqlen_metrics(lengths, np.array_split(order, ranks)))
         return batch
-    trainer.runtime.residency.enter(Holder.ACTOR)
-    with trainer.stage("old_log_prob"):
-        found = trainer.groups.actor.compute_log_prob(
-            batch.select(batch_keys=LOG_PROB_FIELDS, non_tensor_batch_keys=[])
-        )
-    if "entropys" in set(found.tensors.keys()):
-        trainer.reporter.add_entropy(found.tensors.pop("entropys"), batch.tensors["response_mask"])
-    return batch.union(found)
 
+    def old_log_probs(self, batch: DataProto) -> DataProto:
+        """Log-probabilities under the weights that are about to be trained, or the rollout's own in bypass mode."""
+        if self.cfg.algorithm.rollout_correction.bypass_mode:
+            batch.tensors["old_log_probs"] = batch.tensors["rollout_log_probs"]
+            return batch
+        with self.residency.turn(Holder.ACTOR, "old_log_prob"):
+            found = self.groups.actor.compute_log_prob(_only(batch, ROWS))
+        self.reporter.add_lists(found.meta_info.pop("metrics", {}))
+        if (entropy := found.tensors.pop("entropys", None)) is not None:
+            self.reporter.add_entropy(entropy, batch.tensors["response_mask"])
+        return batch.union(found)
 
-def reference_log_probs(trainer: RayPPOTrainer, batch: DataProto) -> DataProto:
-    """Log-probabilities under the frozen policy, where a KL term asks for them."""
-    if not trainer.plan.use_reference:
+    def reference_log_probs(self, batch: DataProto) -> DataProto:
+        """Log-probabilities under the frozen policy, where a KL term asks for them."""
+        if not self.plan.use_reference:
+            return batch
+        holder, group = Holder.REFERENCE, self.groups.ref
+        if group is None:
+            holder, group = Holder.ACTOR, self.groups.actor
+        with self.residency.turn(holder, "ref"):
+            return batch.union(group.compute_ref_log_prob(_only(batch, ROWS)))
+
+    def reward_model_scores(self, batch: DataProto) -> DataProto:
+        """Add the reward model's score to the graders', where there is one."""
+        if self.groups.rm is not None:
+            with self.residency.turn(Holder.REWARD_MODEL, "reward_model"):
+                found = self.groups.rm.compute_rm_score(_only(batch, ROWS))
+            batch.tensors["token_level_scores"] = batch.tensors["token_level_scores"] + found.tensors["rm_scores"]
         return batch
-    rows = batch.select(batch_keys=LOG_PROB_FIELDS, non_tensor_batch_keys=[])
-    if trainer.groups.ref is None:
-        trainer.runtime.residency.enter(Holder.ACTOR)
-        with trainer.stage("ref"):
-            return batch.union(trainer.groups.actor.compute_ref_log_prob(rows))
-    trainer.runtime.residency.enter(Holder.REFERENCE)
-    with trainer.stage("ref"):
-        return batch.union(trainer.groups.ref.compute_ref_log_prob(rows))
 
+    def values(self, batch: DataProto) -> DataProto:
+        """The critic's values, where the estimator uses them."""
+        if self.groups.critic is None:
+            return batch
+        with self.residency.turn(Holder.CRITIC, "values"):
+            return batch.union(self.groups.critic.compute_values(_only(batch, ROWS)))
 
-def reward_model_scores(trainer: RayPPOTrainer, batch: DataProto) -> DataProto:
-    """Add the reward model's score to the graders', where there is one."""
-    if trainer.groups.rm is None:
+    def advantages(self, batch: DataProto) -> DataProto:
+        """Shape rewards, correct for the rollout's own distribution, and estimate advantages; all on the controller."""
+        with self.reporter.stage("adv"):
+            batch, metrics = estimate(batch, self.settings, self.kl_ctrl)
+        self.reporter.add(metrics)
         return batch
-    trainer.runtime.residency.enter(Holder.REWARD_MODEL)
-    with trainer.stage("reward_model"):
-        rows = batch.select(batch_keys=LOG_PROB_FIELDS, non_tensor_batch_keys=[])
-        scores = trainer.groups.rm.compute_rm_score(rows).tensors["rm_scores"]
-    batch.tensors["token_level_scores"] = batch.tensors["token_level_scores"] + scores
-    return batch
+
+    def update_critic(self, batch: DataProto) -> None:
+        if self.groups.critic is not None:
+            with self.residency.turn(Holder.CRITIC, "update_critic"):
+                done = self.groups.critic.update_critic(_only(batch, CRITIC_ROWS, OPTIONAL))
+            self.reporter.add_lists(done.meta_info["metrics"])
+
+    def update_actor(self, batch: DataProto) -> None:
+        with self.residency.turn(Holder.ACTOR, "update_actor"):
+            done = self.groups.actor.update_actor(_only(batch, ACTOR_ROWS, OPTIONAL))
+        self.reporter.add_lists(done.meta_info["metrics"])
 
 
-def values(trainer: RayPPOTrainer, batch: DataProto) -> DataProto:
-    """The critic's values, where the estimator uses them."""
-    if trainer.groups.critic is None:
-        return batch
-    trainer.runtime.residency.enter(Holder.CRITIC)
-    with trainer.stage("values"):
-        rows = batch.select(batch_keys=LOG_PROB_FIELDS, non_tensor_batch_keys=[])
-        return batch.union(trainer.groups.critic.compute_values(rows))
-
-
-def advantages(trainer: RayPPOTrainer, batch: DataProto) -> DataProto:
-    """Shape rewards, correct for the rollout's own distribution, and estimate advantages; all on the controller."""
-    with trainer.stage("adv"):
-        batch, metrics = estimate(batch, trainer.runtime.advantages, trainer.runtime.kl_ctrl)
-    trainer.reporter.add(metrics)
-    return batch
-
-
-def update_critic(trainer: RayPPOTrainer, batch: DataProto) -> None:
-    if trainer.groups.critic is None:
-        return
-    trainer.runtime.residency.enter(Holder.CRITIC)
-    with trainer.stage("update_critic"):
-        done = trainer.groups.critic.update_critic(_fields(batch, VALUE_UPDATE_FIELDS))
-    trainer.reporter.add_lists(done.meta_info["metrics"])
-
-
-def update_actor(trainer: RayPPOTrainer, batch: DataProto) -> None:
-    trainer.runtime.residency.enter(Holder.ACTOR)
-    with trainer.stage("update_actor"):
-        done = trainer.groups.actor.update_actor(_fields(batch, UPDATE_FIELDS))
-    trainer.reporter.add_lists(done.meta_info["metrics"])
-
-
-def _fields(batch: DataProto, names: list[str]) -> DataProto:
-    optional = [name for name in OPTIONAL_UPDATE_FIELDS if name in set(batch.tensors.keys()) and name not in names]
-    return batch.select(batch_keys=[*names, *optional], non_tensor_batch_keys=[])
+def _only(batch: DataProto, names: Sequence[str], optional: Sequence[str] = ()) -> DataProto:
+    """What a role needs of the batch, so that no more travels; `optional` columns go along where they are there."""
+    there = set(batch.tensors.keys())
+    return batch.select(batch_keys=[*names, *(name for name in optional if name in there)], non_tensor_batch_keys=[])

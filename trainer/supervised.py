@@ -153,6 +153,7 @@ class SupervisedTrainer:
                 self.reporter.token_counts(batch)
             if self._due(self.cfg.trainer.test_freq) or self._last:
                 self.evaluate()
+            self.reporter.add_stages(self.group.drain_stages())
             self.reporter.finish_step(self.step)
             if self._due(self.cfg.trainer.save_freq) or self._last:
                 self.save()
@@ -194,6 +195,7 @@ class SupervisedTrainer:
     def close(self) -> None:
         """End the workers; safe to call twice."""
         self.group.close()
+        self.reporter.add_stages(self.group.drain_stages())
         self.reporter.close()
 
     @property

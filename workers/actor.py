@@ -12,10 +12,10 @@ from rlsys.single_controller.base import Worker
 from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from rlsys.types import WeightLayout
 from rlsys.weights.local import local_sums, reshard_local
-from rlsys.weights.shm import Moved, ShmSpec
-from rlsys.weights.sides import WeightSender
+from rlsys.weights.sides import Spec, WeightSender
+from rlsys.weights.target import Moved
 from rlsys.weights.verify import BoxSum, LayoutSums
-from workers.engines import EngineRun, actor_settings, build_actor_engine
+from workers.engines import EngineRun, actor_settings, build_actor_engine, meter_of
 from workers.weights import rollout_of_this_process
 
 MESH = "actor"
@@ -35,11 +35,15 @@ class ActorWorker(Worker):
         self._register_dispatch_collect_info(MESH, self.engine.dp_rank, self.engine.is_collect)
         self.actor = PPOActor(self.engine, actor_settings(self.cfg, self.run, dp_size=self.engine.dp_size))
         self.sender = WeightSender(self.engine)
+        self.mfu = meter_of(self.cfg.model, self.engine, self.run)
 
     @register(dispatch_mode=BY_MESH)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs` and, where asked for, `entropys` and `sum_pi_squared` (B, R)."""
-        return self.actor.compute_logp(data, entropy=self.run.with_entropy, sum_pi_squared=self.run.with_sum_pi_squared)
+        entropy, sum_pi_squared = self.run.with_entropy, self.run.with_sum_pi_squared
+        with self.mfu("actor_infer", data) as used:
+            found = self.actor.compute_logp(data, entropy=entropy, sum_pi_squared=sum_pi_squared)
+        return DataProto(found.batch, meta_info={"metrics": used})
 
     @register(dispatch_mode=BY_MESH)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -50,7 +54,9 @@ class ActorWorker(Worker):
     @register(dispatch_mode=BY_MESH)
     def update_actor(self, data: DataProto) -> DataProto:
         """Train on this rank's rows; the metrics are global means."""
-        return DataProto(meta_info={"metrics": self.actor.ppo_update(data)})
+        with self.mfu("actor", data, epochs=self.cfg.actor.ppo_epochs) as used:
+            metrics = self.actor.ppo_update(data)
+        return DataProto(meta_info={"metrics": metrics | used})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
@@ -88,11 +94,15 @@ class ActorWorker(Worker):
         return self.sender.weight_layout()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def open_weight_transfer(self, spec: ShmSpec) -> str:
+    def open_weight_transfer(self, spec: Spec) -> Any:
         return self.sender.open_weight_transfer(spec)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_weights(self, version: int) -> Moved:
+    def weight_step(self, step: str, *args: Any) -> Any:
+        return self.sender.weight_step(step, *args)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def send_weights(self, version: int) -> Any:
         return self.sender.send_weights(version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -10,7 +10,7 @@ from rlsys.protocol import DataProto
 from rlsys.roles.critic import PPOCritic
 from rlsys.single_controller.base import Worker
 from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from workers.engines import EngineRun, build_critic_engine, critic_settings
+from workers.engines import EngineRun, build_critic_engine, critic_settings, meter_of
 
 MESH = "critic"
 BY_MESH: Any = make_nd_compute_dataproto_dispatch_fn(MESH)
@@ -28,6 +28,7 @@ class CriticWorker(Worker):
         self.engine = build_critic_engine(self.cfg, self.run)
         self._register_dispatch_collect_info(MESH, self.engine.dp_rank, self.engine.is_collect)
         self.critic = PPOCritic(self.engine, critic_settings(self.cfg, self.run, dp_size=self.engine.dp_size))
+        self.mfu = meter_of(self.cfg.model, self.engine, self.run, lm_head=False)
 
     @register(dispatch_mode=BY_MESH)
     def compute_values(self, data: DataProto) -> DataProto:
@@ -37,7 +38,9 @@ class CriticWorker(Worker):
     @register(dispatch_mode=BY_MESH)
     def update_critic(self, data: DataProto) -> DataProto:
         """Train on this rank's rows; the metrics are global means."""
-        return DataProto(meta_info={"metrics": self.critic.ppo_update(data)})
+        with self.mfu("critic", data, epochs=self.cfg.ppo_epochs) as used:
+            metrics = self.critic.ppo_update(data)
+        return DataProto(meta_info={"metrics": metrics | used})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:

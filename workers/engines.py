@@ -21,7 +21,7 @@ from rlsys.engines.fsdp import FSDPEngine, FsdpOptions, Precision
 from rlsys.engines.mesh import Parallel, ensure_process_group
 from rlsys.engines.micro import MicroBatches
 from rlsys.engines.optim import OptimSettings
-from rlsys.models.hf import ModelSource
+from rlsys.models.hf import ModelSource, read_config
 from rlsys.models.lora import LoraSettings
 from rlsys.models.megatron.family import Place, family_of
 from rlsys.models.megatron.options import ModelOptions, Sizes
@@ -29,6 +29,7 @@ from rlsys.roles.actor import ActorSettings
 from rlsys.roles.critic import CriticSettings
 from rlsys.roles.update import UpdateSettings
 from rlsys.utils.errors import ConfigError
+from workers.mfu import MfuMeter, mfu_meter
 
 if TYPE_CHECKING:
     from rlsys.engines.megatron import MegatronEngine
@@ -80,6 +81,12 @@ def model_source(model: ModelConfig, *, seed: int) -> ModelSource:
         override_config=model.override_config,
         trust_remote_code=model.trust_remote_code,
     )
+
+
+def meter_of(model: ModelConfig, engine: Any, run: EngineRun, *, lm_head: bool = True) -> MfuMeter:
+    """The MFU meter of a rank of an engine."""
+    num_sharing = dist.get_world_size() // engine.dp_size
+    return mfu_meter(read_config(model_source(model, seed=0)), run.device, num_sharing=num_sharing, lm_head=lm_head)
 
 
 def optim_settings(optim: OptimConfig, *, grad_clip: float, total_steps: int) -> OptimSettings:

@@ -8,21 +8,22 @@ import torch
 
 from rlsys.config.schema_actor import GenerationConfig
 from rlsys.config.schema_model import ModelConfig
+from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import generate_sequences
 from rlsys.rollout.hf import HFRollout, LoadFormat
 from rlsys.single_controller.base import Worker
 from rlsys.single_controller.base.decorator import Dispatch, register
 from rlsys.types import WeightLayout
-from rlsys.weights.shm import Moved, ShmSpec
-from rlsys.weights.sides import WeightReceiver
+from rlsys.weights.sides import Spec, WeightReceiver
+from rlsys.weights.target import Moved
 from rlsys.weights.verify import BoxSum
 from workers.engines import EngineRun
 from workers.weights import offer_rollout
 
 
-class HFRolloutWorker(Worker):
-    """One replica: a transformers model on this process's device."""
+class RolloutWorker(Worker):
+    """One replica: an engine on this process's device; a backend says how it is built."""
 
     def __init__(
         self, model: ModelConfig, rollout: GenerationConfig, run: EngineRun, load_format: LoadFormat = "dummy"
@@ -30,23 +31,27 @@ class HFRolloutWorker(Worker):
         """With `load_format` "dummy" the weights come with the first push, with "auto" from the model's folder."""
         self.model_cfg, self.cfg, self.run, self.load_format = model, rollout, run, load_format
 
+    def build_engine(self, path: str, common: dict[str, Any]) -> RolloutEngine:
+        """The engine over the model in `path`; `common` are the arguments that every backend takes."""
+        raise NotImplementedError
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Build the engine."""
         if self.run.num_threads:
             torch.set_num_threads(self.run.num_threads)
         assert self.model_cfg.path is not None, "the start model is resolved before workers start"
-        self.engine = HFRollout.from_path(
-            self.model_cfg.path,
-            load_format=self.load_format,
-            dtype=self.run.compute_dtype(self.cfg.dtype),
-            device=self.run.device,
-            seed=self.cfg.seed,
-            max_num_seqs=self.cfg.max_num_seqs,
-            max_num_batched_tokens=self.cfg.max_num_batched_tokens,
-            max_model_len=self.cfg.max_model_len,
-            rank=self.rank,
-        )
+        common = {
+            "load_format": self.load_format,
+            "dtype": self.run.compute_dtype(self.cfg.dtype),
+            "device": self.run.device,
+            "seed": self.cfg.seed,
+            "max_num_seqs": self.cfg.max_num_seqs,
+            "max_num_batched_tokens": self.cfg.max_num_batched_tokens,
+            "max_model_len": self.cfg.max_model_len,
+            "rank": self.rank,
+        }
+        self.engine = self.build_engine(self.model_cfg.path, common)
         self.receiver = WeightReceiver(self.engine)
         offer_rollout(self.engine)
 
@@ -66,12 +71,16 @@ class HFRolloutWorker(Worker):
         return self.receiver.weight_layout()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def open_weight_transfer(self, spec: ShmSpec) -> str:
+    def open_weight_transfer(self, spec: Spec) -> Any:
         return self.receiver.open_weight_transfer(spec)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_weights(self, version: int) -> Moved:
-        return self.receiver.receive_weights(version)
+    def weight_step(self, step: str, *args: Any) -> Any:
+        return self.receiver.weight_step(step, *args)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def receive_weights(self, version: int, *news: Any) -> Moved:
+        return self.receiver.receive_weights(version, *news)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weight_checksum(self, dtypes: dict[str, str] | None = None) -> tuple[BoxSum, ...]:
@@ -96,3 +105,34 @@ class HFRolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close_weight_transfer(self) -> None:
         self.receiver.close_weight_transfer()
+
+
+class HFRolloutWorker(RolloutWorker):
+    """A transformers model."""
+
+    def build_engine(self, path: str, common: dict[str, Any]) -> RolloutEngine:
+        return HFRollout.from_path(path, **common)
+
+
+class VLLMRolloutWorker(RolloutWorker):
+    """vLLM in the worker's process."""
+
+    def build_engine(self, path: str, common: dict[str, Any]) -> RolloutEngine:
+        from rlsys.rollout.vllm.engine import VLLMRollout
+
+        cfg = self.cfg
+        return VLLMRollout(
+            path,
+            gpu_memory_utilization=cfg.gpu_memory_utilization,
+            kv_cache_gib=cfg.kv_cache_gib,
+            enforce_eager=cfg.enforce_eager,
+            engine_kwargs={
+                "enable_chunked_prefill": cfg.enable_chunked_prefill,
+                "enable_prefix_caching": cfg.enable_prefix_caching,
+                **cfg.engine_kwargs.vllm,
+            },
+            **common,
+        )
+
+
+ROLLOUT_WORKERS: dict[str, type[RolloutWorker]] = {"hf": HFRolloutWorker, "vllm": VLLMRolloutWorker}

@@ -43,18 +43,14 @@ _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 _ENGINE_KEYS = {
-    "gpu_memory_utilization": _note(_ENGINES),
-    "enforce_eager": _note(_ENGINES),
     "cudagraph_capture_sizes": _note(_ENGINES),
     "free_cache_engine": _note(_ENGINES),
     "load_format": _note(_ENGINES),
-    "enable_chunked_prefill": _note(_ENGINES),
-    "enable_prefix_caching": _note(_ENGINES),
     "scheduling_policy": _note(_ENGINES),
     "disable_log_stats": _note(_ENGINES),
     "skip_tokenizer_init": _note(_ENGINES),
     "multi_stage_wake_up": _note(_ENGINES),
-    "engine_kwargs": _note(_ENGINES, {}),
+    "engine_kwargs.sglang": _note(_ENGINES, {}),
     "prometheus": _note(_ENGINES),
     "layered_summon": _note(_ENGINES),
     "limit_images": _note(_VISION),
@@ -175,8 +171,6 @@ _PPO: dict[str, Elsewhere] = {
     f"{_ROLLOUT}.sglang": _note(_ENGINES),
     f"{_ROLLOUT}.vllm": _note(_ENGINES),
     f"{_ROLLOUT}.rollout_backend": _refuse(f"write {_ROLLOUT}.name=hf; other engines come with their extras", "hf"),
-    f"{_ROLLOUT}.validate_weight": _note("weights are compared by checksum after every push", False),
-    f"{_ROLLOUT}.validate_save_dir": _note("weights are compared by checksum after every push"),
     f"{_ROLLOUT}.print_outputs": _note("read the answers in trainer.rollout_data_dir or the rollouts browser", False),
     f"{_ROLLOUT}.group_name": _note("worker groups are named by their role"),
     f"{_ROLLOUT}.model_dir": _refuse(f"the rollout takes the actor's weights: {_MODEL}.path"),

@@ -13,7 +13,9 @@ from rlsys.config.schema_base import (
     Flag,
     Fraction,
     KLEstimator,
+    LocalPath,
     LossAgg,
+    OpenDict,
     Positive,
     Seconds,
     Section,
@@ -21,6 +23,7 @@ from rlsys.config.schema_base import (
     Strategy,
     Text,
     linked,
+    open_dict,
 )
 from rlsys.config.schema_megatron import MegatronConfig, RefMegatronConfig
 from rlsys.config.schema_model import (
@@ -37,6 +40,7 @@ from rlsys.config.schema_model import (
 Clip = Annotated[float, Strict(), Field(ge=0, le=1e6)]
 Temperature = Annotated[float, Strict(), Field(ge=0, le=100)]
 TopP = Annotated[float, Strict(), Field(gt=0, le=1)]
+Share = TopP
 Executor = Annotated[
     Literal["auto", "local", "shm", "gather"], BeforeValidator(lambda v: "auto" if v == "naive" else v)
 ]
@@ -156,11 +160,29 @@ class CheckpointEngineConfig(Section):
     """Largest bucket of the slow way."""
 
 
+class EngineKwargsConfig(Section):
+    """Further arguments of an engine, under its own names."""
+
+    vllm: OpenDict = open_dict()
+    """Of vLLM's EngineArgs."""
+
+
 class GenerationConfig(Section):
     """The engine that writes responses."""
 
-    name: Literal["hf"] = "hf"
-    """Engine: hf (transformers)."""
+    name: Literal["hf", "vllm"] = "hf"
+    """Engine: hf (transformers) or vllm."""
+    gpu_memory_utilization: Share = 0.5
+    """Share of a GPU's memory for vLLM's weights and cache."""
+    kv_cache_gib: Positive = 1.0
+    """GiB of vLLM's cache on CPU."""
+    enforce_eager: Flag = False
+    """vLLM runs without compiling and without CUDA graphs: starts sooner, generates slower."""
+    enable_chunked_prefill: Flag = True
+    """vLLM reads long prompts in parts beside running answers."""
+    enable_prefix_caching: Flag = True
+    """vLLM reads a prompt that several answers share once."""
+    engine_kwargs: EngineKwargsConfig
     seed: Seed = 42
     """Seed of all draws."""
     ignore_eos: Flag = False
@@ -196,6 +218,10 @@ class RolloutConfig(GenerationConfig):
     """Tokens of one of these passes on a rank."""
     val_kwargs: ValKwargsConfig
     checkpoint_engine: CheckpointEngineConfig
+    validate_weight: Flag = False
+    """Compare every tensor of every engine with the actor's after each push; one that differs ends the run."""
+    validate_save_dir: LocalPath | None = None
+    """Folder for the reports of these comparisons, weights_v{version}.json."""
 
 
 class ActorRolloutRefConfig(Section):

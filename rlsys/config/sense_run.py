@@ -94,6 +94,12 @@ def _pools(cfg: PPOConfig) -> Iterator[str]:
     if trainer.backend == "local" and split:
         why = "trainer.backend=local runs everything in this one process; write trainer.rollout_workers=0"
         yield wrong("trainer.rollout_workers", trainer.rollout_workers, why)
+    rollout = cfg.actor_rollout_ref.rollout
+    if rollout.validate_save_dir is not None and not rollout.validate_weight:
+        key = "actor_rollout_ref.rollout.validate_save_dir"
+        yield note(
+            key, rollout.validate_save_dir, "no reports are made without actor_rollout_ref.rollout.validate_weight=true"
+        )
     if trainer.sync_freq > 1:
         why = f"samples are up to {trainer.sync_freq - 1} steps older than the weights they train"
         yield note("trainer.sync_freq", trainer.sync_freq, why)

@@ -11,10 +11,13 @@ from rlsys.utils.errors import ConfigError
 
 REASONING_GYM: dict[str, dict[str, Any]] = {
     "products": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-    "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 20},
-    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2},
+    "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 2, "max_value": 10},
+    "chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
 }
-"""Task -> the settings of reasoning-gym's generator."""
+"""Task -> the settings of reasoning-gym's generator: the easiest, which a model of 135M parameters solves in part."""
+
+SUFFIX = {"chain_sum": " Give only the result as your final answer."}
+NUM_ARITHMETIC = 500
 
 TASKS = ("arithmetic", *REASONING_GYM)
 MAX_HELD_OUT = 0.2
@@ -46,7 +49,8 @@ def make_split(
 def _different_rows(task: str, num_rows: int, *, seed: int) -> Iterator[dict[str, Any]]:
     """`num_rows` rows with different questions, fewer when no more seem to come."""
     if task == "arithmetic":
-        yield from (prompt_row(problem, index=0, split="") for problem in problems(num_rows, seed=seed))
+        easy_ones = problems(min(num_rows, NUM_ARITHMETIC), seed=seed)
+        yield from (prompt_row(problem, index=0, split="") for problem in easy_ones)
         return
     if task not in REASONING_GYM:
         raise ConfigError(f"--task {task}: must be one of {', '.join((*TASKS, 'mix'))}")
@@ -69,7 +73,7 @@ def _different_rows(task: str, num_rows: int, *, seed: int) -> Iterator[dict[str
 
 def reasoning_gym_row(task: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     """A verl row of what reasoning-gym generated."""
-    question, answer = str(entry["question"]), str(entry["answer"])
+    question, answer = str(entry["question"]) + SUFFIX.get(task, ""), str(entry["answer"])
     return {
         "data_source": f"reasoning_gym/{task}",
         "prompt": [{"role": "user", "content": question}],

@@ -59,7 +59,7 @@ def write_file(path: Path, kinds: Mapping[str, Kind], tensors: Iterable[Tensor])
                     f"{name} came as {tensor.dtype} {tuple(tensor.shape)}, announced as {dtype} {shape}"
                 )
             if tensor.numel():
-                file.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+                file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
 

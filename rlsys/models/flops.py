@@ -7,27 +7,30 @@ gradient checkpointing does not count, as in Chowdhery et al. 2022 (PaLM, append
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from time import perf_counter
 from typing import Any
 
 import torch
 
-DENSE_BF16_PEAK = {
+DENSE_PEAK = {
     "GB200": 2500e12,
     "B200": 2250e12,
     "H200": 989e12,
-    "H100 PCIe": 756e12,
     "H100": 989e12,
+    "H100 PCIE": 756e12,
     "H800": 989e12,
     "H20": 148e12,
     "A100": 312e12,
     "A800": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
     "A10": 125e12,
+    "V100": 125e12,
     "RTX 4090": 165e12,
 }
-"""Dense bf16 FLOP/s from the makers' data sheets, by part of the device name; the first match counts."""
+"""Dense bf16 FLOP/s (V100: fp16) from the makers' data sheets, by words of the device name; most words win."""
 
 
 def block_parameters(config: Any) -> int:
@@ -59,14 +62,18 @@ def training_flops(config: Any, lengths: Iterable[int], *, num_head_tokens: int 
     return 3 * forward_flops(config, lengths, num_head_tokens=num_head_tokens)
 
 
+def data_sheet_flops(device_name: str) -> float | None:
+    """Dense half-precision FLOP/s of a device by its marketing name, None when it is not in the table."""
+    words = set(device_name.upper().replace("-", " ").split())
+    known = [name for name in DENSE_PEAK if set(name.split()) <= words]
+    return DENSE_PEAK[max(known, key=len)] if known else None
+
+
+@cache
 def peak_flops(device: torch.device) -> float:
-    """FLOP/s the device can reach: the data sheet's dense bf16 number for a known GPU, else a measured product."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        known = next((peak for part, peak in DENSE_BF16_PEAK.items() if part in name), None)
-        if known is not None:
-            return known
-    return measured_flops(device)
+    """FLOP/s the device can reach: the data sheet's number for a known GPU, else a measured product."""
+    known = data_sheet_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return known or measured_flops(device)
 
 
 def measured_flops(device: torch.device, *, repeats: int = 3) -> float:

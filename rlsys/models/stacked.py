@@ -1,4 +1,4 @@
-"""Tensors that transformers saves under other names than it holds them by, above all stacked experts saved one by one."""
+"""Tensors that transformers saves under other names than it holds them by: stacked experts above all."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ STACK_DIMS = 3
 
 @dataclass(frozen=True)
 class Part:
-    """A saved tensor of `shape`: the rows from `start` on of the held tensor `stack`, seen as (all rows, width)."""
+    """A saved tensor: `num_rows` rows from `start` on of the tensor `held`, whose stack counts as (all rows, width)."""
 
-    stack: str
+    held: str
     start: int
-    shape: tuple[int, ...]
+    num_rows: int
 
 
-def flat_stack(tensor: Tensor) -> Tensor:
-    """A stack (E, rows, width) as (E * rows, width), sharing its memory; other tensors as they are."""
-    return tensor.view(-1, tensor.shape[-1]) if tensor.ndim == STACK_DIMS else tensor
+def part_of(tensor: Tensor, part: Part) -> Tensor:
+    """The saved tensor inside the held one, sharing its memory."""
+    flat = tensor.view(-1, tensor.shape[-1]) if tensor.ndim == STACK_DIMS else tensor
+    return flat[part.start : part.start + part.num_rows]
 
 
 def saved_parts(model: Any) -> dict[str, Part]:
@@ -49,6 +50,5 @@ def saved_parts(model: Any) -> dict[str, Part]:
         source, start = names[at], int(run[0]) - starts[at]
         is_run = torch.equal(run, torch.arange(len(run)) + run[0]) and start + len(run) <= coded[source].numel()
         if saved != source and is_run:
-            tensor = held[source]
-            found[saved] = Part(source, start, (len(run),) if tensor.ndim == 1 else (len(run), tensor.shape[-1]))
+            found[saved] = Part(source, start, len(run))
     return found

@@ -15,16 +15,15 @@ import torch
 from torch import Tensor
 
 from rlsys.rollout.kv import ColumnCache, causal_mask, hidden_score
-from rlsys.rollout.rows import RunningRows, Ticket, empty_response
+from rlsys.rollout.rows import RunningRows, empty_response
 from rlsys.rollout.sampling import sample_tokens
-from rlsys.types import Finish, ModelResponse
+from rlsys.rollout.serving import Deliver, Pull, Ticket
+from rlsys.types import Finish
 from rlsys.utils.errors import RolloutError
 
 COLUMN_STEP = 256
 
 Prompt = tuple[int, ...]
-Pull = Callable[[], Sequence[Ticket]]
-Deliver = Callable[[int, ModelResponse], None]
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,10 @@ import torch
 from torch import Tensor
 
 from rlsys.rollout.sampling import Drawn, Sampling, row_keys
+from rlsys.rollout.serving import Ticket
 from rlsys.types import Finish, ModelRequest, ModelResponse
 
 NO_TOKEN = -1
-
-
-@dataclass(frozen=True)
-class Ticket:
-    """A request, the number by which its answer is delivered, the ids that end it and the most tokens it may get."""
-
-    number: int
-    request: ModelRequest
-    stop_ids: tuple[int, ...]
-    max_new_tokens: int
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rlsys.telemetry.recorder import StageReport
 from rlsys.utils.errors import (
     CheckpointError,
     ConfigError,
@@ -66,10 +67,11 @@ class Failure:
 
 @dataclass(frozen=True)
 class Header:
-    """The small half of an answer: whether it worked and, when the value is a batch, its rows."""
+    """The small half of an answer: whether it worked, the rows of a batch, and what the worker noted of its stages."""
 
     failure: Failure | None = None
     num_rows: int | None = None
+    report: StageReport | None = None
 
 
 class Pending(Protocol):
@@ -106,6 +108,10 @@ class Crew(Protocol):
 
     def probe(self, rank: int) -> Pending:
         """A call without effect, which tells whether the rank lives once it is idle."""
+        ...
+
+    def note(self, one: Pending, report: StageReport) -> None:
+        """Keep what came with an answer; the same answer may be noted more than once."""
         ...
 
     def host(self, rank: int) -> str: ...
@@ -204,13 +210,17 @@ def finish(
 
 
 def _failures(done: Sequence[Pending]) -> list[tuple[Pending, Failure]]:
+    """Those that failed; of all, what their workers noted is kept."""
     failed = []
     for one in done:
-        failure = one.header().failure
-        if failure is None:
+        header = one.header()
+        if header.report is not None:
+            one.crew.note(one, header.report)
+        if header.failure is None:
+            _failures(one.upstream)
             one.upstream.clear()
         else:
-            failed.append((one, failure))
+            failed.append((one, header.failure))
     return failed
 
 

@@ -11,12 +11,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlsys.single_controller.calls import Failure, Header
 from rlsys.single_controller.dispatch import MAGIC_ATTR
 from rlsys.single_controller.rows import FutureRows, is_rows, row_spans, rows_of
+from rlsys.telemetry.recorder import StageRecorder
 
 TRACE_CHARS = 4000
 
@@ -25,11 +26,12 @@ TRACE_CHARS = 4000
 class CallSpec:
     """Which method to run. The values sent beside it are its positional arguments, then those named in `names`.
 
-    `target` is the role inside a process that several share. The last `num_padding` rows of the batches are repeated
-    ones, which the result is freed of.
+    `role` is the group that calls, `target` the role inside a process that several share. The last `num_padding` rows
+    of the batches are repeated ones, which the result is freed of.
     """
 
     method: str
+    role: str
     target: str | None = None
     names: tuple[str, ...] = ()
     num_padding: int = 0
@@ -78,6 +80,7 @@ class WorkerHost:
     def __init__(self, fetch: Callable[[Any], Any]) -> None:
         self._fetch = fetch
         self._worker: Any = None
+        self._recorders = Recorders()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.Lock()
 
@@ -104,7 +107,8 @@ class WorkerHost:
 
     def call(self, spec: CallSpec, *values: Any) -> tuple[Header, Any]:
         """Run one method of the worker; failures are told in the header, never raised."""
-        return answer(lambda: self._run(spec, values))
+        worker = f"{spec.role} {os.environ.get('RANK', 0)}"
+        return self._recorders.answer(worker, spec.method, lambda: self._run(spec, values))
 
     def _run(self, spec: CallSpec, values: Sequence[Any]) -> Any:
         worker = self._worker if spec.target is None else self._worker.role(spec.target)
@@ -193,6 +197,26 @@ def answer(run: Callable[[], Any]) -> tuple[Header, Any]:
     except Exception as error:
         return Header(failure_of(error)), None
     return Header(num_rows=len(value) if is_rows(value) else None), value
+
+
+class Recorders(dict[str, StageRecorder]):
+    """What this process notes about its calls: a recorder for each worker that lives here, made when asked for."""
+
+    def __missing__(self, worker: str) -> StageRecorder:
+        recorder = self[worker] = StageRecorder(worker)
+        return recorder
+
+    def answer(self, worker: str, stage: str, run: Callable[[], Any]) -> tuple[Header, Any]:
+        """Run something as a stage; its span and memory travel with the header, also when it fails."""
+        if stage.startswith("_"):
+            return answer(run)
+
+        def staged() -> Any:
+            with self[worker].stage(stage):
+                return run()
+
+        header, value = answer(staged)
+        return replace(header, report=self[worker].drain()), value
 
 
 def failure_of(error: BaseException) -> Failure:

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from rlsys.single_controller.calls import DEFAULT_DEADLINE_S, Crew, Deadlines, Failure, Header, Pending, finish
-from rlsys.single_controller.host import answer, run_method, without_padding
+from rlsys.single_controller.host import Recorders, answer, run_method, without_padding
 from rlsys.single_controller.resource_pool import ResourcePool
 from rlsys.single_controller.rows import is_rows
 from rlsys.single_controller.worker import NO_PROCESS_GROUP, RANK_VARIABLES, environment, free_port, rank_environment
@@ -87,6 +87,7 @@ class LocalBackend(Backend):
             for rank in range(world_size)
         ]
         self._workers: list[Any] = [None] * world_size
+        self._recorders = Recorders()
         for rank in range(world_size):
             self._build(rank)
 
@@ -95,7 +96,9 @@ class LocalBackend(Backend):
         return list(self._workers)
 
     def submit(self, role: str, stage: str, calls: Sequence[RankCall]) -> list[Pending]:
-        return [self._pending(role, stage, call.rank, partial(self._run, call), list(call.upstream)) for call in calls]
+        return [
+            self._pending(role, stage, call.rank, partial(self._recorded, call), list(call.upstream)) for call in calls
+        ]
 
     def wait_done(self, pending: Sequence[Pending], timeout_s: float) -> list[Pending]:
         return list(pending)
@@ -124,11 +127,11 @@ class LocalBackend(Backend):
         def build() -> None:
             self._workers[rank] = made.cls(*made.args, **made.kwargs)
 
-        finish([self._pending(self._role, "start", rank, build, [])])
+        finish([self._pending(self._role, "start", rank, lambda: answer(build), [])])
 
     def _pending(self, role: str, stage: str, rank: int, run: Any, upstream: list[Pending]) -> Pending:
         with environment(self._environments[rank], unset=RANK_VARIABLES):
-            header, value = answer(run)
+            header, value = run()
         return LocalPending(self, role, rank, stage, (self._explained(header), value), upstream)
 
     def _explained(self, header: Header) -> Header:
@@ -137,6 +140,10 @@ class LocalBackend(Backend):
         if self.world_size == 1 or failure is None or not _wants_process_group(failure):
             return header
         return replace(header, failure=replace(failure, cause=f"{failure.cause} ({NO_PROCESS_GROUP})"))
+
+    def _recorded(self, call: RankCall) -> tuple[Header, Any]:
+        worker = f"{call.spec.role} {call.rank}"
+        return self._recorders.answer(worker, call.spec.method, lambda: self._run(call))
 
     def _run(self, call: RankCall) -> Any:
         host = self._workers[call.rank]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
+from weakref import WeakSet
 
 from rlsys.single_controller.calls import (
     Deadlines,
@@ -30,6 +32,9 @@ from rlsys.single_controller.dispatch import (
 from rlsys.single_controller.host import CallSpec, remote_rows
 from rlsys.single_controller.rows import FutureRows, is_future, source_of
 from rlsys.single_controller.worker import MeshRank
+from rlsys.telemetry.recorder import StageReport, merged
+
+MAX_REPORTS = 10_000
 
 
 class ClassWithInitArgs:
@@ -54,6 +59,16 @@ class Backend(ABC):
 
     def __init__(self, world_size: int, deadlines: Deadlines) -> None:
         self.world_size, self.deadlines = world_size, deadlines
+        self._reports: deque[StageReport] = deque(maxlen=MAX_REPORTS)
+        self._noted: WeakSet[Pending] = WeakSet()
+
+    def note(self, one: Pending, report: StageReport) -> None:
+        if one not in self._noted:
+            self._noted.add(one)
+            self._reports.append(report)
+
+    def drain_stages(self) -> StageReport:
+        return merged([self._reports.popleft() for _ in range(len(self._reports))])
 
     @property
     @abstractmethod
@@ -134,7 +149,7 @@ class WorkerGroup:
         """Start a method on one rank, registered or not; other ranks do not matter to it."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{self.role} has ranks 0..{self.world_size - 1}, not {rank}")
-        spec = CallSpec(method, self._target, tuple(kwargs))
+        spec = CallSpec(method, self.role, self._target, tuple(kwargs))
         call = self._rank_call(rank, spec, (*args, *kwargs.values()))
         return Future(self._backend.submit(self.role, stage or method, [call])[0])
 
@@ -176,6 +191,10 @@ class WorkerGroup:
     def restart_rank(self, rank: int, deadline_s: float | None = None) -> None:
         """Replace one rank by a new process in the same place, built from the same arguments and environment."""
         self._backend.restart(rank, deadline_s)
+
+    def drain_stages(self) -> StageReport:
+        """Spans and memory of the calls waited for since the last time, of all roles that share the processes."""
+        return self._backend.drain_stages()
 
     def close(self) -> None:
         """End the workers and give their resources back; a role's view ends them when the last view is closed."""
@@ -230,7 +249,7 @@ class WorkerGroup:
         for rank in range(self.world_size):
             num_padding = split.num_padding[rank] if split.num_padding else 0
             values = tuple(value[rank] for value in (*split.args, *split.kwargs.values()))
-            calls.append(self._rank_call(rank, CallSpec(method, self._target, names, num_padding), values))
+            calls.append(self._rank_call(rank, CallSpec(method, self.role, self._target, names, num_padding), values))
         return self._backend.submit(self.role, method, calls)
 
     def _rank_call(self, rank: int, spec: CallSpec, values: Sequence[Any]) -> RankCall:

@@ -64,18 +64,16 @@ class MemoryLedger:
 
     worker: str
     _records: list[MemoryRecord] = field(default_factory=list)
-    _open: list[_Peaks] = field(default_factory=list)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
     def stage(self, name: str) -> Generator[None]:
         """Record one stage, also when it raises; usable as a listener of StageTimer."""
         peaks = _Peaks()
-        before = self._boundary(entering=peaks)
+        before = _boundary(entering=peaks)
         try:
             yield
         finally:
-            after = self._boundary(leaving=peaks)
+            after = _boundary(leaving=peaks)
             record = MemoryRecord(
                 worker=self.worker,
                 stage=name,
@@ -87,24 +85,30 @@ class MemoryLedger:
                 cuda_peak_bytes=peaks.cuda,
                 cuda_reserved_peak_bytes=peaks.cuda_reserved,
             )
-            with self._lock:
+            with _boundaries:
                 self._records.append(record)
 
     def drain(self) -> list[MemoryRecord]:
         """The records since the last call, ready to be sent to the driver."""
-        with self._lock:
+        with _boundaries:
             records, self._records = self._records, []
         return records
 
-    def _boundary(self, *, entering: _Peaks | None = None, leaving: _Peaks | None = None) -> MemorySnapshot:
-        """Credit the peak since the last boundary to every open stage and start a new one."""
-        with self._lock:
-            now = snapshot()
-            for peaks in self._open:
-                peaks.raise_to(now)
-            self._open = [p for p in self._open if p is not leaving] + ([entering] if entering else [])
-            reset_peaks()
-            return now
+
+# Peaks belong to the process: a boundary of one ledger counts for the open stages of all.
+_open: list[_Peaks] = []
+_boundaries = threading.Lock()
+
+
+def _boundary(*, entering: _Peaks | None = None, leaving: _Peaks | None = None) -> MemorySnapshot:
+    """Credit the peak since the last boundary to every open stage and start a new one."""
+    with _boundaries:
+        now = snapshot()
+        for peaks in _open:
+            peaks.raise_to(now)
+        _open[:] = [p for p in _open if p is not leaving] + ([entering] if entering else [])
+        reset_peaks()
+        return now
 
 
 def snapshot() -> MemorySnapshot:
@@ -148,14 +152,19 @@ def memory_metrics(records: Iterable[MemoryRecord]) -> dict[str, float]:
     return metrics
 
 
-def memory_table(records: Iterable[MemoryRecord]) -> str:
-    """The ledger as text, one line a worker and stage in order of appearance: last before/after, highest peak; GiB."""
+def by_stage(records: Iterable[MemoryRecord]) -> list[MemoryRecord]:
+    """One record a worker and stage in order of appearance: the last before/after, the highest peaks."""
     rows: dict[tuple[str, str], MemoryRecord] = {}
     for r in records:
         rows[r.worker, r.stage] = _merged(rows.get((r.worker, r.stage)), r)
+    return list(rows.values())
+
+
+def memory_table(records: Iterable[MemoryRecord]) -> str:
+    """The ledger as text, a line for each record of `by_stage`; sizes in GiB."""
     columns = [f.name for f in fields(MemoryRecord)][2:]
     heads = ["worker", "stage", *(c.removesuffix("_bytes").replace("reserved_peak", "reserved") for c in columns)]
-    lines = [heads] + [[r.worker, r.stage, *(f"{getattr(r, c) / GIB:.2f}" for c in columns)] for r in rows.values()]
+    lines = [heads] + [[r.worker, r.stage, *(f"{getattr(r, c) / GIB:.2f}" for c in columns)] for r in by_stage(records)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
     pads = [str.ljust, str.ljust, *[str.rjust] * len(columns)]
     return "\n".join("  ".join(pad(cell, w) for pad, cell, w in zip(pads, line, widths)).rstrip() for line in lines)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 from rlsys.telemetry.memory import MemoryLedger, MemoryRecord
 from rlsys.telemetry.metrics import StageTimer
@@ -19,12 +21,15 @@ class StageReport:
 
 
 class StageRecorder:
-    """One process's stages: `with recorder.stage("update_actor"):` puts it on the timeline and in the memory ledger."""
+    """One worker's stages: `with recorder.stage("update_actor"):` puts it on the timeline and in the memory ledger.
 
-    def __init__(self, process: str) -> None:
-        self._tracer = Tracer(process)
-        self._ledger = MemoryLedger(process)
-        self.stage = StageTimer(self._tracer.span, self._ledger.stage)
+    `listeners` are told of each stage too, as in StageTimer.
+    """
+
+    def __init__(self, worker: str, *listeners: Callable[[str], AbstractContextManager[Any]]) -> None:
+        self._tracer = Tracer(worker)
+        self._ledger = MemoryLedger(worker)
+        self.stage = StageTimer(self._tracer.span, self._ledger.stage, *listeners)
 
     def drain(self) -> StageReport:
         """Everything since the last call, small enough to travel with a result."""

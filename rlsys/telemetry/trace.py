@@ -7,57 +7,42 @@ a `Timeline`. Times are wall-clock microseconds read from the monotonic clock, s
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
 import time
 import zlib
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 Event = dict[str, Any]
-_PID_BITS = 22
-_HOST_MASK = 0x1FF
+_PID_MASK = 0x7FFFFFFF
 
 
 class Tracer:
     """Records spans of this process; thread-safe, a few microseconds a span, bounded memory.
 
-    `process_name` is shown as the track's name (e.g. "actor 0"). Beyond `max_events` undrained events new ones are
-    counted and left out. `enabled=False` makes every call free.
+    `process_name` names the track (e.g. "actor 0"): it is the same for later attempts of a run, and roles that share a
+    process have one each. Beyond `max_events` undrained events new ones are counted and left out.
     """
 
-    def __init__(
-        self, process_name: str, *, thread_name: str = "main", enabled: bool = True, max_events: int = 100_000
-    ) -> None:
-        self.enabled = enabled
-        self._pid = _unique_pid()
+    def __init__(self, process_name: str, *, thread_name: str = "main", max_events: int = 100_000) -> None:
+        track = f"{process_name} @ {socket.gethostname()}"
+        self._pid = zlib.crc32(track.encode()) & _PID_MASK
         self._epoch_ns = _epoch_offset_ns()
         self._events: list[Event] = []
         self._num_dropped = 0
         self._max_events = max_events
         self._lock = threading.Lock()
         self._named_threads = {threading.get_native_id()}
-        if enabled:
-            self._name("process_name", f"{process_name} @ {socket.gethostname()}", threading.get_native_id())
-            self._name("thread_name", thread_name, threading.get_native_id())
+        self._name("process_name", track, threading.get_native_id())
+        self._name("thread_name", thread_name, threading.get_native_id())
 
     def span(self, name: str, args: Mapping[str, Any] | None = None) -> AbstractContextManager[Any]:
         """Surround a stage; `args` (numbers and strings) are shown on click. A stage that raises names its error."""
-        return _Span(self, name, args) if self.enabled else nullcontext()
-
-    def counter(self, name: str, values: Mapping[str, float]) -> None:
-        """Values over time as a graph of their own, e.g. `counter("memory", {"rss_gb": 1.5})`."""
-        if self.enabled:
-            self._add({"name": name, "ph": "C", "ts": self._now_us(), "args": dict(values)})
-
-    def instant(self, name: str, args: Mapping[str, Any] | None = None) -> None:
-        """A mark at this moment."""
-        if self.enabled:
-            self._add({"name": name, "ph": "i", "s": "p", "ts": self._now_us(), "args": dict(args or {})})
+        return _Span(self, name, args)
 
     def drain(self) -> list[Event]:
         """The events since the last call, ready to be sent to the driver."""
@@ -173,11 +158,6 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, float):
         return value if value - value == 0 else str(value)
     return str(value)
-
-
-def _unique_pid() -> int:
-    """The process id with nine bits of the host's name above it: 31 bits that differ between hosts."""
-    return (zlib.crc32(socket.gethostname().encode()) & _HOST_MASK) << _PID_BITS | os.getpid()
 
 
 def _epoch_offset_ns() -> int:

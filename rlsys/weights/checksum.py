@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 
 MODULUS = 1 << 64
 WORD_BYTES = 8
-CHUNK_WORDS = 1 << 18
+CHUNK_WORDS = 1 << 22
 ROW_STREAM, WORD_STREAM = 0x243F6A8885A308D3, 0x13198A2E03707344
 
 
@@ -67,7 +67,7 @@ def _weighted_sum(words: Tensor, row_weights: np.ndarray, word_weights: np.ndarr
         by_row = np.einsum("rw,w->r", words.numpy(), word_weights)
         return int(np.einsum("r,r->", by_row, row_weights)) % MODULUS
     columns = torch.from_numpy(word_weights).to(words.device)
-    step = max(1, CHUNK_WORDS * 64 // words.shape[1])
+    step = max(1, CHUNK_WORDS // words.shape[1])
     by_row = torch.cat([(words[at : at + step] * columns).sum(1) for at in range(0, words.shape[0], step)])
     return int((by_row * torch.from_numpy(row_weights).to(words.device)).sum()) % MODULUS
 

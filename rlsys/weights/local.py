@@ -17,7 +17,7 @@ from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.checksum import box_checksum, digest
 from rlsys.weights.layout import dtype_of, gaps, shard_view, view_of
 from rlsys.weights.plan import make_plan, resolve_names
-from rlsys.weights.shm import Moved
+from rlsys.weights.target import Moved
 from rlsys.weights.verify import LayoutSums, box_sums, merge_sums
 
 BUCKET_BYTES = 256 << 20

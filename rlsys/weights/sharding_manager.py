@@ -12,23 +12,42 @@ from typing import Any, Literal
 
 from rlsys.types import TransferReport, WeightLayout
 from rlsys.utils.errors import WeightTransferError
+from rlsys.weights.exchange import (
+    DiskExchange,
+    Exchange,
+    GatherExchange,
+    LocalExchange,
+    NcclExchange,
+    PullExchange,
+    ShmExchange,
+    all_of,
+)
 from rlsys.weights.plan import resolve_names
-from rlsys.weights.shm import Moved, ShmPlan, plan_shm
-from rlsys.weights.sides import Answer, WeightGroup
+from rlsys.weights.sides import WeightGroup
+from rlsys.weights.target import Moved
 from rlsys.weights.verify import LayoutSums, Side, TensorCheck, compare, write_report
 
 log = logging.getLogger(__name__)
 
-Executor = Literal["shm", "local"]
+Executor = Literal["auto", "shm", "local", "ipc", "nccl", "disk", "gather"]
+EXCHANGES: dict[str, Any] = {
+    "shm": ShmExchange,
+    "ipc": PullExchange,
+    "nccl": NcclExchange,
+    "disk": DiskExchange,
+    "gather": GatherExchange,
+    "local": LocalExchange,
+}
 
 
 class ShardingManager:
     """Moves weights from a trainer group into a rollout group; a WeightTransfer.
 
-    "shm": two groups on one host; every trainer rank writes its own boxes into shared memory, rollout ranks read
-    theirs. "local": one group whose workers hold both engines; pass it as both. Every call answers or raises within
-    `deadline_s`; a failed push leaves the engines that did not complete quarantined, and the next good one heals them.
-    `report_dir` is where `validate` writes its JSON files.
+    `executor`: "shm" shared memory of one host; "ipc" engines of one host pull from the trainer's memory; "nccl" the
+    trainer sends, over NCCL or gloo; "disk" a directory for each version below `disk_root`; "gather" full tensors
+    through the engines' loaders; "local" one group whose workers hold both engines, passed as both. "auto" chooses by
+    where the ranks are (see `choose`). Every call answers or raises within `deadline_s`; a failed push leaves the
+    engines that did not complete quarantined, and the next good one heals them. `validate` writes into `report_dir`.
     """
 
     def __init__(
@@ -36,51 +55,51 @@ class ShardingManager:
         source: WeightGroup,
         destination: WeightGroup,
         *,
-        executor: Executor = "shm",
+        executor: Executor = "auto",
         deadline_s: float = 300.0,
         report_dir: str | Path | None = None,
+        disk_root: str | Path | None = None,
+        disk_assets: str | Path = "",
+        bucket_bytes: int = 256 << 20,
     ) -> None:
         if executor == "local" and source is not destination:
             raise ValueError("the local executor needs one group whose workers hold both engines")
+        if (executor == "disk") != (disk_root is not None):
+            raise ValueError("the disk executor, and no other, needs disk_root")
         self.source, self.destination = source, destination
-        self.executor: Executor = executor
+        self.executor: Executor = "local" if executor == "auto" and source is destination else executor
         self.deadline_s = deadline_s
         self.report_dir = None if report_dir is None else Path(report_dir)
         self.version: int | None = None
-        self._plan: ShmPlan | None = None
+        self._settings: dict[str, dict[str, Any]] = {
+            "disk": {"root": disk_root, "assets": disk_assets},
+            "gather": {"bucket_bytes": bucket_bytes},
+        }
+        self._exchange: Exchange | None = None
         self._layouts: tuple[list[WeightLayout], list[WeightLayout]] = ([], [])
 
     def connect(self) -> None:
-        """Exchange layouts, compile the plan and open the memory; WeightTransferError when the sides do not fit."""
-        if self.executor == "local":
-            return
+        """Exchange layouts, compile the plan and join; WeightTransferError when the sides do not fit."""
         with self._stage("connect") as left_s:
-            self._layouts = sources, destinations = (
-                _numbered(_all(self.source.execute_all_async("weight_layout"), left_s)),
-                _numbered(_all(self.destination.execute_all_async("weight_layout"), left_s)),
-            )
-            plan = plan_shm(sources, destinations)
-            if plan.unused:
-                log.warning("no rollout engine wants the trainer's tensors %s", ", ".join(plan.unused))
-            path = self.source.execute_rank_async(0, "open_weight_transfer", plan.writers[0]).get(left_s())
-            self._plan = plan.at(path)
-            opened = [
-                self.source.execute_rank_async(rank, "open_weight_transfer", self._plan.writers[rank])
-                for rank in range(1, self.source.world_size)
-            ]
-            opened += [self._open_reader(rank) for rank in range(self.destination.world_size)]
-            _all(opened, left_s)
+            if self.executor != "local":
+                self._layouts = (
+                    _numbered(all_of(self.source.execute_all_async("weight_layout"), left_s)),
+                    _numbered(all_of(self.destination.execute_all_async("weight_layout"), left_s)),
+                )
+            if self.executor == "auto":
+                self.executor = choose(*self._layouts)
+            settings = self._settings.get(self.executor, {})
+            exchange = EXCHANGES[self.executor](self.source, self.destination, timeout_s=self.deadline_s, **settings)
+            exchange.connect(*self._layouts, left_s)
+            if exchange.unused:
+                log.warning("no rollout engine wants the trainer's tensors %s", ", ".join(exchange.unused))
+            self._exchange = exchange
 
     def push(self, version: int) -> TransferReport:
         """Bring every rollout engine to the trainer's weights, under this version."""
         started_s = time.monotonic()
         with self._stage(f"push of version {version}") as left_s:
-            if self.executor == "local":
-                moved = _all(self.source.execute_all_async("reshard_weights", version), left_s)
-            else:
-                self._connected()
-                _all(self.source.execute_all_async("send_weights", version), left_s)
-                moved = _all(self.destination.execute_all_async("receive_weights", version), left_s)
+            moved = self._connected().push(version, left_s)
             checksum = _one_checksum(moved)
             self.version = version
         return TransferReport(
@@ -92,13 +111,15 @@ class ShardingManager:
         )
 
     def restore(self, rank: int) -> None:
-        """Bring a restarted rollout rank to the last pushed version; the trainer is not asked for anything."""
+        """Bring a restarted rollout rank to the last pushed version, where the executor still has it.
+
+        "shm" and "disk" do without the trainer; "ipc" asks its memory, which must not have changed since the push.
+        """
         with self._stage(f"restore of rollout rank {rank}") as left_s:
-            self._connected()
+            exchange = self._connected()
             if self.version is None:
                 raise WeightTransferError(f"rollout rank {rank} cannot be restored before the first push")
-            self._open_reader(rank).get(left_s())
-            self.destination.execute_rank_async(rank, "receive_weights", self.version).get(left_s())
+            exchange.restore(rank, self.version, left_s)
 
     def validate(self) -> list[TensorCheck]:
         """Compare every tensor of every engine with the trainer's by checksum (and by difference to what was sent).
@@ -115,38 +136,35 @@ class ShardingManager:
         return checks
 
     def close(self) -> None:
-        """Leave the transfer on all ranks; the memory goes with the last of them."""
-        if self._plan is None:
+        """Leave the transfer on all ranks; what they shared goes with the last of them."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is None or self.executor == "local":
             return
-        self._plan = None
         with self._stage("close") as left_s:
             for group in (self.destination, self.source):
-                _all(group.execute_all_async("close_weight_transfer"), left_s)
+                all_of(group.execute_all_async("close_weight_transfer"), left_s)
 
     def _sums(self, left_s: Callable[[], float]) -> tuple[Side, Side, dict[str, float]]:
-        """The checksums of both sides, and the largest differences to what was sent."""
+        """The checksums of both sides, and the largest differences to what was sent, where they are known."""
         self._connected()
         sources, destinations = self._layouts
         names = resolve_names(sources, destinations)
-        dtypes = {names[name]: dtype for layout in destinations for name, dtype in layout.dtypes.items()}
-        sent = _all(self.source.execute_all_async("weight_checksum", dtypes), left_s)
-        arrived = _all(self.destination.execute_all_async("weight_checksum"), left_s)
-        apart = _all(self.destination.execute_all_async("weight_difference"), left_s)
-        largest = {name: max(found.get(name, 0.0) for found in apart) for name in names}
+        dtypes = {names[name]: dtype for layout in reversed(destinations) for name, dtype in layout.dtypes.items()}
+        sent = all_of(self.source.execute_all_async("weight_checksum", dtypes), left_s)
+        arrived = all_of(self.destination.execute_all_async("weight_checksum"), left_s)
+        apart = all_of(self.destination.execute_all_async("weight_difference"), left_s)
+        largest = {name: max(f.get(name, 0.0) for f in apart) for name in {n for found in apart for n in found}}
         return Side(sources, sent), Side(destinations, arrived), largest
 
     def _local_sums(self, left_s: Callable[[], float]) -> tuple[Side, Side, dict[str, float]]:
-        pairs = _all(self.source.execute_all_async("weight_sums"), left_s)
+        pairs = all_of(self.source.execute_all_async("weight_sums"), left_s)
         ours, theirs = zip(*pairs, strict=True)
         return _side_of(ours), _side_of(theirs), {}
 
-    def _open_reader(self, rank: int) -> Answer:
-        assert self._plan is not None
-        return self.destination.execute_rank_async(rank, "open_weight_transfer", self._plan.reader)
-
-    def _connected(self) -> None:
-        if self._plan is None:
+    def _connected(self) -> Exchange:
+        if self._exchange is None:
             raise WeightTransferError("the sharding manager is not connected: call connect() first")
+        return self._exchange
 
     @contextmanager
     def _stage(self, stage: str) -> Iterator[Callable[[], float]]:
@@ -163,8 +181,32 @@ class FSDPHFShardingManager(ShardingManager):
     """FSDP trainer to transformers rollout: boxes are dim-0 shards on one side and whole tensors on the other."""
 
 
-def _all(answers: Sequence[Answer], left_s: Callable[[], float]) -> list[Any]:
-    return [answer.get(left_s()) for answer in answers]
+class FSDPVLLMShardingManager(ShardingManager):
+    """FSDP trainer to vLLM: the engine's fused and cut parameters are learned from its own loader."""
+
+
+class FSDPSGLangShardingManager(ShardingManager):
+    """FSDP trainer to SGLang: the engine's fused and cut parameters are learned from its own loader."""
+
+
+class MegatronHFShardingManager(ShardingManager):
+    """Megatron trainer to transformers rollout: whole tensors out of tensor, pipeline and expert parallel shards."""
+
+
+class MegatronVLLMShardingManager(ShardingManager):
+    """Megatron trainer to vLLM: shards to fused shards."""
+
+
+class MegatronSGLangShardingManager(ShardingManager):
+    """Megatron trainer to SGLang: shards to fused shards."""
+
+
+def choose(sources: Sequence[WeightLayout], destinations: Sequence[WeightLayout]) -> Executor:
+    """The executor for ranks in these places: on one host "ipc" between GPUs and "shm" else, over hosts "nccl"."""
+    layouts = (*sources, *destinations)
+    if len({layout.host for layout in layouts}) > 1:
+        return "nccl"
+    return "ipc" if {layout.device for layout in layouts} == {"cuda"} else "shm"
 
 
 def _numbered(layouts: Sequence[WeightLayout]) -> list[WeightLayout]:

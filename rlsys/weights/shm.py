@@ -13,37 +13,21 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 
 import torch
-from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
-from rlsys.types import Box, Shard, WeightLayout
+from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.checksum import MODULUS, add_up, box_checksum, digest
-from rlsys.weights.layout import check_layouts, dtype_of, element_bytes, shard_view, view_of, whole_box
-from rlsys.weights.plan import Copy, make_plan, resolve_names
+from rlsys.weights.checksum import MODULUS, add_up, digest
+from rlsys.weights.image import ImageTensor, largest_differences, plan_image, read_boxes, tensors_in, write_boxes
+from rlsys.weights.plan import Copy
 from rlsys.weights.segment import Segment
+from rlsys.weights.target import Moved, Target
 
 ALIGN_BYTES = 64
 TOKEN_WORDS = 2
 NEVER = -(1 << 62)
-IMAGE_RANK = 0
-
-
-@dataclass(frozen=True)
-class ImageTensor:
-    """A whole tensor in the segment, `offset` bytes from its start."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * element_bytes(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -61,16 +45,6 @@ class ShmSpec:
     names: Mapping[str, str]
     writes: tuple[Copy, ...] = ()
     writer: int = -1
-
-
-@dataclass(frozen=True)
-class Moved:
-    """What one rank did for a push; `checksum` is over all tensors of the image, "" for a rank that cannot tell."""
-
-    version: int
-    num_bytes: int
-    seconds: float
-    checksum: str
 
 
 @dataclass(frozen=True)
@@ -95,42 +69,14 @@ def plan_shm(sources: Sequence[WeightLayout], destinations: Sequence[WeightLayou
     """
     if len(hosts := {layout.host for layout in (*sources, *destinations)}) > 1:
         raise WeightTransferError(f"shared memory joins one host only, trainer and rollout are on {sorted(hosts)}")
-    check_layouts(sources, "trainer")
-    check_layouts(destinations, "rollout")
-    names = resolve_names(sources, destinations)
-    dtypes = _image_dtypes(destinations, names)
-    header_bytes = _aligned(8 * _header_words(len(sources), len(dtypes)))
-    tensors, end = [], header_bytes
-    shapes = {name: shape for layout in sources for name, shape in layout.full_shapes.items()}
-    for name in sorted(dtypes):
-        tensors.append(ImageTensor(name, tuple(shapes[name]), dtypes[name], end))
-        end = _aligned(end + tensors[-1].num_bytes)
-    image = WeightLayout(
-        rank=IMAGE_RANK,
-        host="",
-        shards=tuple(Shard(whole_box(t.name, t.shape), t.name, (0,) * len(t.shape)) for t in tensors),
-        full_shapes={t.name: t.shape for t in tensors},
-        dtypes=dtypes,
-    )
-    plan = make_plan(sources, [image])
-    reader = ShmSpec(secrets.randbits(62), "", end, len(sources), tuple(tensors), names)
+    num_tensors = len({name for layout in destinations for name in layout.full_shapes})
+    header_bytes = -(-8 * _header_words(len(sources), num_tensors) // ALIGN_BYTES) * ALIGN_BYTES
+    image = plan_image(sources, destinations, start_bytes=header_bytes, align_bytes=ALIGN_BYTES)
+    reader = ShmSpec(secrets.randbits(62), "", image.num_bytes, len(sources), image.tensors, image.names)
     writers = tuple(
-        replace(reader, writes=plan.from_rank(layout.rank), writer=number) for number, layout in enumerate(sources)
+        replace(reader, writes=image.plan.from_rank(layout.rank), writer=n) for n, layout in enumerate(sources)
     )
-    return ShmPlan(writers, reader, plan.unused)
-
-
-def _image_dtypes(destinations: Sequence[WeightLayout], names: Mapping[str, str]) -> dict[str, str]:
-    """Each image tensor in the dtype of the engines; the first engine's where they differ (the others cast)."""
-    dtypes: dict[str, str] = {}
-    for layout in destinations:
-        for name, dtype in layout.dtypes.items():
-            dtypes.setdefault(names[name], dtype)
-    return dtypes
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+    return ShmPlan(writers, reader, image.plan.unused)
 
 
 def _header_words(num_writers: int, num_tensors: int) -> int:
@@ -154,11 +100,7 @@ class _Image:
         elif int(self._token[0]) != spec.token:
             self.segment.close()
             raise WeightTransferError(f"{spec.path} is the memory of another transfer")
-        self.tensors = {t.name: self._tensor(t) for t in spec.tensors}
-
-    def _tensor(self, entry: ImageTensor) -> Tensor:
-        flat = self.segment.bytes[entry.offset : entry.offset + entry.num_bytes]
-        return flat.view(dtype_of(entry.dtype)).view(entry.shape)
+        self.tensors = tensors_in(self.segment.bytes, spec.tensors)
 
     @cached_property
     def numbers(self) -> dict[str, int]:
@@ -178,28 +120,21 @@ class _Image:
 
 
 class ShmWriter:
-    """A trainer rank's side. The first to be made creates the segment; `path` is for the others."""
+    """A trainer rank's side. The first to be made creates the segment; `address` is for the others."""
 
     def __init__(self, spec: ShmSpec, engine: TrainEngine) -> None:
         self.spec, self.engine = spec, engine
         self.image = _Image(spec)
-        self.path = self.image.segment.path
+        self.address = self.image.segment.path
 
-    @torch.no_grad()
-    def write(self, version: int) -> Moved:
+    def send(self, version: int) -> Moved:
         """Write this rank's boxes and their checksums; returns when the version is complete on this rank."""
         started_s = time.monotonic()
         image, spec = self.image, self.spec
         mine = image.versions[spec.writer]
         mine[0], mine[1] = version, NEVER
-        tensors = self.engine.local_tensors()
-        sums = dict.fromkeys(image.numbers, 0)
-        for copy in spec.writes:
-            held = Shard(Box(copy.tensor, copy.start, copy.shape), copy.source_local, copy.source_start)
-            target = view_of(image.tensors[copy.tensor], copy.start, copy.shape)
-            target.copy_(shard_view(tensors, held))
-            sums[copy.tensor] += box_checksum(target, copy.start, image.tensors[copy.tensor].shape)
-        image.sums[spec.writer] = torch.tensor([_signed(sums[entry.name]) for entry in spec.tensors])
+        sums = write_boxes(spec.writes, self.engine.local_tensors(), image.tensors)
+        image.sums[spec.writer] = torch.tensor([_signed(sums.get(entry.name, 0)) for entry in spec.tensors])
         mine[1] = version
         return Moved(version, sum(copy.num_bytes for copy in spec.writes), time.monotonic() - started_s, "")
 
@@ -211,47 +146,25 @@ class ShmReader:
     """A rollout engine's side."""
 
     def __init__(self, spec: ShmSpec, engine: RolloutEngine) -> None:
-        self.spec, self.engine = spec, engine
+        self.spec, self.target = spec, Target(engine)
         self.image = _Image(spec)
-        self.path = self.image.segment.path
+        self.address = self.image.segment.path
 
-    @torch.no_grad()
-    def read(self, version: int) -> Moved:
+    def receive(self, version: int) -> Moved:
         """Bring the engine to `version`: quarantine, copy, verify, release. An error leaves it quarantined."""
         started_s = time.monotonic()
-        engine, image = self.engine, self.image
-        engine.begin_update()
+        tensors = self.target.begin()
         self._check_version(version)
-        layout, tensors, published = engine.weight_layout(), engine.local_tensors(), image.published()
-        checked: set[str] = set()
-        num_bytes = sum(self._take(shard, tensors, published, checked) for shard in layout.shards)
+        published = self.image.published()
+        num_bytes = read_boxes(self.target.layout, tensors, self.image.tensors, self.spec.names, published)
         self._check_version(version)
-        engine.finish_update(version)
+        self.target.finish(version)
         return Moved(version, num_bytes, time.monotonic() - started_s, digest(published))
-
-    def _take(
-        self, shard: Shard, tensors: Mapping[str, Tensor], published: Mapping[str, int], checked: set[str]
-    ) -> int:
-        """Copy one shard; check it or, where it is a part or is cast, the image it comes from. Returns its bytes."""
-        name = self.spec.names[shard.box.tensor]
-        image, target = self.image.tensors[name], shard_view(tensors, shard)
-        target.copy_(view_of(image, shard.box.start, shard.box.shape))
-        proof = target if target.shape == image.shape and target.dtype == image.dtype else image
-        if proof is target or name not in checked:
-            if box_checksum(proof, (0,) * image.ndim, image.shape) != published[name]:
-                raise WeightTransferError(f"tensor '{name}' that arrived is not the one that the trainer wrote")
-            checked.add(name)
-        return target.numel() * target.element_size()
 
     def differences(self) -> dict[str, float]:
         """The largest absolute difference between the engine's elements and the image, by rollout tensor."""
-        tensors, largest = self.engine.local_tensors(), dict[str, float]()
-        for shard in self.engine.weight_layout().shards:
-            source = view_of(self.image.tensors[self.spec.names[shard.box.tensor]], shard.box.start, shard.box.shape)
-            apart = (shard_view(tensors, shard).to(source.device, torch.float64) - source.double()).abs()
-            name = shard.box.tensor
-            largest[name] = max(largest.get(name, 0.0), float(apart.max()) if apart.numel() else 0.0)
-        return largest
+        engine = self.target.engine
+        return largest_differences(engine.weight_layout(), engine.local_tensors(), self.image.tensors, self.spec.names)
 
     def _check_version(self, version: int) -> None:
         late = [

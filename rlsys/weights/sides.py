@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
 from typing import Any, Protocol
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
+from rlsys.weights.disk import DiskReader, DiskSpec, DiskWriter
+from rlsys.weights.gather import Gatherer, GatherSpec, Loader
+from rlsys.weights.ipc import Lender, LendSpec, Puller, PullSpec
+from rlsys.weights.nccl import Receiver, ReceiveSpec, Sender, SendSpec
 from rlsys.weights.shm import Moved, ShmReader, ShmSpec, ShmWriter
+from rlsys.weights.target import with_staging
 from rlsys.weights.verify import BoxSum, box_sums
+
+Spec = ShmSpec | LendSpec | PullSpec | SendSpec | ReceiveSpec | DiskSpec | GatherSpec
+SENDERS: dict[type, Callable[[Any, TrainEngine], Any]] = {
+    ShmSpec: ShmWriter,
+    LendSpec: Lender,
+    SendSpec: Sender,
+    DiskSpec: DiskWriter,
+    GatherSpec: Gatherer,
+}
+RECEIVERS: dict[type, Callable[[Any, RolloutEngine], Any]] = {
+    ShmSpec: ShmReader,
+    PullSpec: Puller,
+    ReceiveSpec: Receiver,
+    DiskSpec: DiskReader,
+    GatherSpec: Loader,
+}
+STEPS = ("join", "confirm", "prepare", "commit", "bucket", "finish")
 
 
 class Answer(Protocol):
@@ -32,66 +56,72 @@ class WeightGroup(Protocol):
     def execute_rank_async(self, rank: int, method: str, *args: Any) -> Answer: ...
 
 
-class WeightSender:
-    """The trainer's side of one rank."""
+class _Side:
+    """One rank's end of a transfer, whichever executor it belongs to."""
 
-    def __init__(self, engine: TrainEngine) -> None:
+    ends: Mapping[type, Callable[[Any, Any], Any]]
+
+    def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._writer: ShmWriter | None = None
+        self._end: Any = None
 
     def weight_layout(self) -> WeightLayout:
-        return self._engine.weight_layout()
+        tensors = self._engine.local_tensors()
+        device = next((tensor.device.type for tensor in tensors.values()), "cpu")
+        layout = replace(with_staging(self._engine.weight_layout()), device=device, digest="")
+        text = repr(replace(layout, rank=0, host="")).encode()
+        return replace(layout, digest=blake2b(text, digest_size=16).hexdigest())
 
-    def open_weight_transfer(self, spec: ShmSpec) -> str:
-        """Join a transfer (leaving an earlier one); returns where the others find it."""
+    def open_weight_transfer(self, spec: Spec) -> Any:
+        """Join a transfer (leaving an earlier one); returns what the others need to find it."""
         self.close_weight_transfer()
-        self._writer = ShmWriter(spec, self._engine)
-        return self._writer.path
+        self._end = self.ends[type(spec)](spec, self._engine)
+        return getattr(self._end, "address", None)
 
-    def send_weights(self, version: int) -> Moved:
-        if self._writer is None:
-            raise WeightTransferError("this trainer rank has joined no weight transfer: connect first")
-        return self._writer.write(version)
+    def weight_step(self, step: str, *args: Any) -> Any:
+        """A further step of the executor's own, one of STEPS."""
+        if step not in STEPS:
+            raise ValueError(f"'{step}' is no step of a weight transfer: {', '.join(STEPS)}")
+        return getattr(self._joined(), step)(*args)
 
     def weight_checksum(self, dtypes: Mapping[str, str] | None = None) -> tuple[BoxSum, ...]:
         """Checksums of this rank's boxes, each cast first to the dtype named for its tensor."""
         return box_sums(self._engine.weight_layout(), self._engine.local_tensors(), dtypes)
 
     def close_weight_transfer(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._end is not None:
+            self._end.close()
+            self._end = None
+
+    def _joined(self) -> Any:
+        if self._end is None:
+            raise WeightTransferError("this rank has joined no weight transfer: connect first")
+        return self._end
 
 
-class WeightReceiver:
+class WeightSender(_Side):
+    """The trainer's side of one rank."""
+
+    ends = SENDERS
+
+    def __init__(self, engine: TrainEngine) -> None:
+        super().__init__(engine)
+
+    def send_weights(self, version: int) -> Any:
+        return self._joined().send(version)
+
+
+class WeightReceiver(_Side):
     """The rollout's side of one rank."""
 
+    ends = RECEIVERS
+
     def __init__(self, engine: RolloutEngine) -> None:
-        self._engine = engine
-        self._reader: ShmReader | None = None
+        super().__init__(engine)
 
-    def weight_layout(self) -> WeightLayout:
-        return self._engine.weight_layout()
-
-    def open_weight_transfer(self, spec: ShmSpec) -> str:
-        """Join a transfer (leaving an earlier one); returns where it is."""
-        self.close_weight_transfer()
-        self._reader = ShmReader(spec, self._engine)
-        return self._reader.path
-
-    def receive_weights(self, version: int) -> Moved:
-        if self._reader is None:
-            raise WeightTransferError("this rollout rank has joined no weight transfer: connect first")
-        return self._reader.read(version)
-
-    def weight_checksum(self, dtypes: Mapping[str, str] | None = None) -> tuple[BoxSum, ...]:
-        return box_sums(self._engine.weight_layout(), self._engine.local_tensors(), dtypes)
+    def receive_weights(self, version: int, *news: Any) -> Moved:
+        return self._joined().receive(version, *news)
 
     def weight_difference(self) -> dict[str, float]:
-        """Largest absolute difference to what the trainer last sent, by rollout tensor."""
-        return {} if self._reader is None else self._reader.differences()
-
-    def close_weight_transfer(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
+        """Largest absolute difference to what the trainer last sent, by rollout tensor; empty where nobody can tell."""
+        return self._end.differences() if hasattr(self._end, "differences") else {}

@@ -42,7 +42,13 @@ class Side:
 
     @property
     def full_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(shape) for layout in self.layouts for name, shape in layout.full_shapes.items()}
+        """Of all tensors but those that only an engine's loader can place."""
+        return {
+            name: tuple(shape)
+            for layout in self.layouts
+            for name, shape in layout.full_shapes.items()
+            if name not in layout.loader
+        }
 
 
 @dataclass(frozen=True)
@@ -84,11 +90,11 @@ def merge_sums(ranks: Sequence[Sequence[BoxSum]], full_shapes: Mapping[str, Sequ
         for part in sums:
             if boxes.setdefault(part.box.tensor, {}).setdefault(part.box, part.checksum) != part.checksum:
                 raise WeightTransferError(f"two ranks hold different values of {part.box}")
-    return {name: _merge(name, tuple(shape), boxes.get(name, {})) for name, shape in full_shapes.items()}
+    return {name: merge_boxes(name, tuple(shape), boxes.get(name, {})) for name, shape in full_shapes.items()}
 
 
-def _merge(name: str, shape: tuple[int, ...], parts: Mapping[Box, int]) -> int:
-    """Add up the boxes, the largest first, leaving out those that lie inside others."""
+def merge_boxes(name: str, shape: tuple[int, ...], parts: Mapping[Box, int]) -> int:
+    """The checksum of a tensor out of those of boxes: the largest are added first, boxes inside others left out."""
     missing, sums = [whole_box(name, shape)], []
     for box in sorted(parts, key=lambda b: (-num_elements(b), b.start)):
         left = subtract_all(missing, box)

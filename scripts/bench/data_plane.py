@@ -29,6 +29,8 @@ PROMPT, RESPONSE = 1024, 3072
 RESIDENT = {"RAY_preallocate_plasma_memory": "1"}
 OPERATIONS = ("memcpy", "memcpy_new_pages", "empty_call", "dispatch_and_read", "dispatch", "own", "return", "collect")
 ANSWER = "seconds:"
+# After an operation its workers still free what they held; the next side does not pay for that.
+PAUSE_S = 0.2
 SIDES = ("rlsys", "numpy", "verl", "verl-numpy-mode")
 
 
@@ -202,19 +204,19 @@ def take_turns(
     sides: Sequence[str], num_rows: int, num_workers: int, repeats: int
 ) -> dict[str, dict[str, list[float]]]:
     """Seconds of every operation of every side in every turn, three turns of warm-up left out."""
-    processes = {}
-    for side in sides:
-        python = verl_python() if side.startswith("verl") else Path(sys.executable)
-        command = [str(python), __file__, f"--side={side}", f"--rows={num_rows}", f"--workers={num_workers}"]
-        processes[side] = start_side(command, RESIDENT)
+    processes: dict[str, subprocess.Popen[str]] = {}
+    times: dict[str, dict[str, list[float]]] = {}
     try:
-        times: dict[str, dict[str, list[float]]] = {side: {"num_bytes": []} for side in sides}
-        for side, process in processes.items():
-            times[side]["num_bytes"].append(ask(process, "num_bytes"))
+        for side in sides:
+            python = verl_python() if side.startswith("verl") else Path(sys.executable)
+            command = [str(python), __file__, f"--side={side}", f"--rows={num_rows}", f"--workers={num_workers}"]
+            processes[side] = start_side(command, RESIDENT)
+            times[side] = {"num_bytes": [ask(processes[side], "num_bytes")]}
         for turn in range(-3, repeats):
             for operation in OPERATIONS:
-                for side, process in processes.items():
-                    taken_s = ask(process, operation)
+                for side in (*sides[turn % len(sides) :], *sides[: turn % len(sides)]):
+                    time.sleep(PAUSE_S)
+                    taken_s = ask(processes[side], operation)
                     if turn >= 0:
                         times[side].setdefault(operation, []).append(taken_s)
     finally:

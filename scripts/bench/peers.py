@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,19 @@ def verl_python() -> Path:
     return python
 
 
+def python_path() -> str:
+    """This checkout before what the environment names."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
 def start_side(command: Sequence[str], extra: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
     """One side of a benchmark in its own process, single-threaded, talking over its standard input and output."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(extra or {})}
-    return subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    environment = {**os.environ, "PYTHONPATH": python_path(), "OMP_NUM_THREADS": "1", **(extra or {})}
+    with tempfile.NamedTemporaryFile("w", prefix="rlsys-bench-", suffix=".log", delete=False) as log:
+        print(f"{' '.join(command)} > {log.name}", file=sys.stderr)
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        )
 
 
 def measure(python: Path | str, script: Path | str, arguments: Sequence[str], timeout_s: float) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""How long starting takes: the configuration's import and the time to tell a wrong setting, as ratios.
+"""How long starting takes: the configuration's import, the time to tell a wrong setting, 1 and 8 workers, as ratios.
 
-Each figure is the least of several runs of a fresh process, taken in turns in the same minute with two yardsticks: an
-empty Python (the limit) and `import torch` (what a job that imports first and checks later would cost).
+Each figure is the least of several runs taken in turns in the same minute with yardsticks. Of the configuration, in
+fresh processes: an empty Python (the limit) and `import torch` (what a job that imports first and checks later would
+cost). Of workers, until the last of them has answered a first call: as many bare Ray actors on the same cluster.
 
     python scripts/bench/startup.py [--runs 7] [--json startup.json]
 """
@@ -14,9 +15,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from peers import machine, python_path  # pyrefly: ignore
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT, PEER = "python -c pass", "import torch"
@@ -29,6 +34,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "tell a wrong value": ("-c", TELL, "data.train_batch_size=-4"),
     "print the plan (--dry-run)": ("-c", TELL, "--dry-run"),
 }
+COUNTS = (1, 8)
 EXIT_CODES = {"tell an unknown key": 2, "tell a wrong value": 2}
 
 
@@ -42,7 +48,7 @@ class Figure:
 
 def fresh_process_s(name: str) -> float:
     """Seconds one fresh process takes, from spawning it to its exit."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": python_path()}
     start = time.perf_counter()
     done = subprocess.run(
         [sys.executable, *COMMANDS[name]], env=environment, capture_output=True, cwd=ROOT, check=False
@@ -53,10 +59,57 @@ def fresh_process_s(name: str) -> float:
     return seconds
 
 
-def worker_start_s(num_workers: int) -> float | None:
-    """Seconds until `num_workers` idle Ray workers answer their first call; None where this cannot be measured yet."""
-    del num_workers
-    return None
+class Bare:
+    """An actor without anything."""
+
+    def answer(self) -> int:
+        return os.getpid()
+
+
+def bare_start_s(num_workers: int) -> float:
+    """Seconds until bare Ray actors have answered their first call."""
+    import ray
+
+    start = time.perf_counter()
+    actors: list[Any] = [ray.remote(num_cpus=1)(Bare).remote() for _ in range(num_workers)]
+    ray.get([actor.answer.remote() for actor in actors], timeout=300)
+    seconds = time.perf_counter() - start
+    for actor in actors:
+        ray.kill(actor)
+    return seconds
+
+
+def group_start_s(num_workers: int) -> float:
+    """Seconds until a worker group has answered its first call."""
+    from rlsys.single_controller.base import Worker
+    from rlsys.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+
+    start = time.perf_counter()
+    pool = RayResourcePool([num_workers], use_gpu=False, max_colocate_count=1)
+    with RayWorkerGroup(pool, RayClassWithInitArgs(Worker), role="idle", deadlines=300.0) as group:
+        group.execute_all_sync("get_cuda_visible_devices")
+        return time.perf_counter() - start
+
+
+def measure_workers(counts: Sequence[int], runs: int) -> list[Figure]:
+    """The start of bare actors and of groups, on a cluster of this process that has started its first workers."""
+    from rlsys.single_controller.ray import connect
+
+    with connect({"num_cpus": max(counts)}):
+        group_start_s(max(counts))
+        starts: dict[str, Callable[[], float]] = {}
+        for count in counts:
+            starts[bare_name(count)] = partial(bare_start_s, count)
+            starts[group_name(count)] = partial(group_start_s, count)
+        return measure(starts, runs)
+
+
+def bare_name(count: int) -> str:
+    return f"{count} bare actor{'s' if count > 1 else ''}"
+
+
+def group_name(count: int) -> str:
+    return f"a group of {count}"
 
 
 def measure(names: dict[str, Callable[[], float]], runs: int) -> list[Figure]:
@@ -75,15 +128,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     figures = measure({name: lambda name=name: fresh_process_s(name) for name in COMMANDS}, options.runs)
-    for count in (1, 8):
-        taken = worker_start_s(count)
-        if taken is not None:
-            figures.append(Figure(f"start {count} worker{'s' if count > 1 else ''}", taken))
-    by_name = {figure.name: figure.seconds for figure in figures}
+    workers = measure_workers(COUNTS, min(options.runs, 5))
+    by_name = {figure.name: figure.seconds for figure in (*figures, *workers)}
+    print(f"machine: {machine()}, load {os.getloadavg()[0]:.1f}\n")
     print(f"{'':<28}{'seconds':>9}{'x ' + LIMIT:>18}{'x ' + PEER:>16}   (least of {options.runs} runs)")
     for figure in figures:
         ratios = f"{figure.seconds / by_name[LIMIT]:>18.2f}{figure.seconds / by_name[PEER]:>16.3f}"
         print(f"{figure.name:<28}{figure.seconds:>9.3f}{ratios}")
+    print(f"\n{'':<28}{'seconds':>9}{'x bare actors':>18}")
+    for count in COUNTS:
+        bare, ours = by_name[bare_name(count)], by_name[group_name(count)]
+        print(f"{bare_name(count):<28}{bare:>9.3f}\n{group_name(count):<28}{ours:>9.3f}{ours / bare:>18.2f}")
     if options.json:
         options.json.write_text(json.dumps(by_name, indent=2) + "\n")
 

@@ -73,7 +73,7 @@ def main() -> None:
     plan_s = timed(lambda: plan_shm([t.weight_layout() for t in trainers], [rollout.weight_layout()]))
     plan = plan_shm([t.weight_layout() for t in trainers], [rollout.weight_layout()])
     writers = [ShmWriter(plan.writers[0], trainers[0])]
-    plan = plan.at(writers[0].path)
+    plan = plan.at(writers[0].address)
     writers += [ShmWriter(spec, trainer) for spec, trainer in zip(plan.writers[1:], trainers[1:], strict=True)]
     reader: Any = ShmReader(plan.reader, rollout)
     into = {name: torch.empty_like(tensor, dtype=kind) for name, tensor in full.items()}
@@ -83,8 +83,8 @@ def main() -> None:
     best = {"write": 9e9, "read": 9e9, "two copies": 9e9}
     for version in range(args.repeats):
         best["two copies"] = min(best["two copies"], timed(lambda: list(copies(first)) + list(copies(second))))
-        best["write"] = min(best["write"], timed(lambda v=version: [writer.write(v) for writer in writers]))
-        best["read"] = min(best["read"], timed(lambda v=version: reader.read(v)))
+        best["write"] = min(best["write"], timed(lambda v=version: [writer.send(v) for writer in writers]))
+        best["read"] = min(best["read"], timed(lambda v=version: reader.receive(v)))
     assert all(torch.equal(engine[name], tensor.to(kind)) for name, tensor in full.items())
     num_bytes = sum(tensor.nbytes for tensor in engine.values())
     push_s = best["write"] + best["read"]

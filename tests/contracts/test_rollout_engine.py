@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,15 +40,15 @@ def tiny_model(seed: int = 0) -> Qwen2ForCausalLM:
     model = Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=64,
+            hidden_size=128,
+            intermediate_size=128,
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=4096,
             tie_word_embeddings=True,
             eos_token_id=EOS,
-            initializer_range=0.3,
+            initializer_range=0.15,
         )
     )
     return model.eval()
@@ -55,14 +59,36 @@ def hf_bench() -> Bench:
     return Bench(HFRollout(tiny_model(), seed=11), lambda ids: reference(ids[None]).logits[0].detach())
 
 
-FACTORIES = {"hf": hf_bench}
+@cache
+def vllm_bench() -> Bench:
+    """One engine for all tests; it takes seconds to start."""
+    from rlsys.rollout.vllm.engine import VLLMRollout
+
+    reference = tiny_model()
+    folder = Path(tempfile.mkdtemp(prefix="rlsys-vllm-"))
+    reference.save_pretrained(folder)
+    engine = VLLMRollout(folder, seed=11, enforce_eager=True, max_num_seqs=32)
+    return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach())
 
 
-@pytest.fixture(params=FACTORIES)
+def vllm_reset(bench: Bench) -> None:
+    """As if it were new."""
+    bench.engine.resume()
+    bench.engine.begin_update()
+    bench.engine.load(list(tiny_model().state_dict().items()))
+    bench.engine.finish_update(0)
+
+
+FACTORIES = {"hf": (hf_bench, lambda bench: bench.engine.close()), "vllm": (vllm_bench, vllm_reset)}
+MARKS = {"vllm": [pytest.mark.vllm, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")]}
+
+
+@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, [])) for name in FACTORIES])
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
-    bench = FACTORIES[request.param]()
+    make, end = FACTORIES[request.param]
+    bench = make()
     yield bench
-    bench.engine.close()
+    end(bench)
 
 
 def requests_of(num: int, params: SamplingParams, *, shortest: int = 1) -> list[ModelRequest]:

@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -28,7 +30,7 @@ from rlsys.rollout.hf import HFRollout
 from rlsys.types import Box, ModelRequest, SamplingParams, Shard, TransferReport, WeightLayout
 from rlsys.utils.errors import DeadlineError, WeightTransferError
 from rlsys.weights.local import local_sums, reshard_local
-from rlsys.weights.sharding_manager import FSDPHFShardingManager, ShardingManager
+from rlsys.weights.sharding_manager import FSDPHFShardingManager, ShardingManager, choose
 from rlsys.weights.shm import Moved
 from rlsys.weights.sides import WeightReceiver, WeightSender
 
@@ -130,16 +132,42 @@ class TrainerWorker(WeightSender, Worker):
         self.trainer = ShardedTrainer(rank, world_size)
         super().__init__(self.trainer)  # pyrefly: ignore
 
+    def step_in_place(self) -> None:
+        """Change the weights where they are."""
+        for tensor in self.trainer.tensors.values():
+            tensor.add_(1.0)
+
     def damage(self) -> None:
         """Change one byte of what was sent, as a wild write would."""
-        assert self._writer is not None
-        self._writer.image.tensors["model.norm.weight"].view(torch.uint8)[5] ^= 1
+        self._end.image.tensors["model.norm.weight"].view(torch.uint8)[5] ^= 1
+
+
+class ArmedRollout(HFRollout):
+    """An engine to which something happens in the middle of an update."""
+
+    deed: Deed = staticmethod(lambda: None)
+
+    def begin_update(self) -> None:
+        super().begin_update()
+        self.deed()
 
 
 class RolloutWorker(WeightReceiver, Worker):
     def __init__(self, rank: int, dtype: torch.dtype) -> None:
-        self.rollout = HFRollout(tiny_model(999, dtype), load_format="dummy", rank=rank, host="here")
+        self.rollout = ArmedRollout(tiny_model(999, dtype), load_format="dummy", rank=rank, host="here")
         super().__init__(self.rollout)
+
+    def kill_in_update(self, pid: int) -> None:
+        """In the middle of the next update, kill a process; 0 is this one, -1 none."""
+
+        def deed() -> None:
+            os.kill(pid or os.getpid(), signal.SIGKILL)
+            time.sleep(0.3)
+
+        self.rollout.deed = deed if pid >= 0 else lambda: None
+
+    def pid(self) -> int:
+        return os.getpid()
 
 
 class ColocatedWorker(Worker):
@@ -250,12 +278,24 @@ class Bench:
     manager: ShardingManager
 
 
-def shm_bench(stack: ExitStack, num_trainers: int, num_rollouts: int, dtype: torch.dtype, deadline_s: float) -> Bench:
+def remote_bench(
+    stack: ExitStack,
+    num_trainers: int,
+    num_rollouts: int,
+    dtype: torch.dtype,
+    deadline_s: float,
+    *,
+    executor: Any = "shm",
+) -> Bench:
     trainers = PipeGroup("trainer", [lambda r=r: TrainerWorker(r, num_trainers) for r in range(num_trainers)])
     stack.callback(trainers.close)
     rollouts = PipeGroup("rollout", [lambda r=r: RolloutWorker(r, dtype) for r in range(num_rollouts)])
     stack.callback(rollouts.close)
-    return Bench(trainers, rollouts, FSDPHFShardingManager(trainers, rollouts, deadline_s=deadline_s))
+    disk = {"disk_root": stack.enter_context(TemporaryDirectory())} if executor == "disk" else {}
+    manager = FSDPHFShardingManager(
+        trainers, rollouts, executor=executor, deadline_s=deadline_s, bucket_bytes=1000, **disk
+    )
+    return Bench(trainers, rollouts, manager)
 
 
 def local_bench(stack: ExitStack, num_trainers: int, num_rollouts: int, dtype: torch.dtype, deadline_s: float) -> Bench:
@@ -265,7 +305,8 @@ def local_bench(stack: ExitStack, num_trainers: int, num_rollouts: int, dtype: t
     return Bench(group, group, ShardingManager(group, group, executor="local", deadline_s=deadline_s))
 
 
-EXECUTORS = {"shm": shm_bench, "local": local_bench}
+REMOTE = ["shm", "ipc", "nccl", "disk", "gather"]
+EXECUTORS = {**{name: partial(remote_bench, executor=name) for name in REMOTE}, "local": local_bench}
 
 
 @contextmanager
@@ -319,7 +360,12 @@ def test_a_push_brings_every_engine_to_the_trainers_weights(executor: str, num_t
 
 def test_the_checksum_does_not_depend_on_the_way() -> None:
     checksums = set()
-    for executor, num_trainers in [("shm", 1), ("shm", 3), ("local", 1), ("local", 2)]:
+    for executor, num_trainers in [(name, 2) for name in EXECUTORS] + [
+        ("shm", 1),
+        ("shm", 3),
+        ("local", 1),
+        ("ipc", 3),
+    ]:
         with bench_of(executor, num_trainers=num_trainers, num_rollouts=1) as bench:
             checksums.add(bench.manager.push(1).checksum)
     assert len(checksums) == 1
@@ -366,7 +412,7 @@ def test_a_trainer_that_raises_is_healed_by_the_next_push(executor: str) -> None
             bench.manager.push(2)
         assert "push of version 2" in str(error.value.__notes__)
         for health in bench.rollouts.all("health"):
-            assert health["quarantined"] or health["version"] == (1 if executor == "shm" else 2)
+            assert health["quarantined"] or health["version"] == (2 if executor == "local" else 1)
         bench.trainers.execute_rank_async(1, "arm", "nothing").get(5)
         bench.manager.push(3)
         assert_serves(bench, 1, 3)
@@ -418,6 +464,111 @@ def test_a_restarted_engine_is_restored_without_the_trainer() -> None:
         assert_serves(bench, 0, 4)
 
 
+def serves_one_whole_version(bench: Bench, rank: int) -> bool:
+    """Whether an engine serves; if so, tokens of one whole version, stamped as such."""
+    if bench.rollouts.execute_rank_async(rank, "health").get(10)["quarantined"]:
+        with pytest.raises(WeightTransferError, match="quarantine"):
+            bench.rollouts.execute_rank_async(rank, "complete").get(10)
+        return False
+    tokens, versions = bench.rollouts.execute_rank_async(rank, "complete").get(10)
+    assert (tokens, set(versions)) in [(expected_tokens(0), {1}), (expected_tokens(1), {2})]
+    return True
+
+
+@pytest.mark.parametrize("executor", REMOTE)
+@pytest.mark.parametrize("victim", ["trainer", "trainer in the update", "rollout"])
+def test_who_dies_in_a_push_leaves_no_mixed_weights(executor: str, victim: str) -> None:
+    with bench_of(executor, deadline_s=8.0) as bench:
+        bench.manager.push(1)
+        bench.trainers.all("train", 1)
+        died, kept = (bench.trainers.workers[1], [0, 1]) if "trainer" in victim else (bench.rollouts.workers[1], [0])
+        if victim == "trainer":
+            bench.trainers.execute_rank_async(1, "arm", "die").get(5)
+        elif victim == "rollout":
+            bench.rollouts.execute_rank_async(1, "kill_in_update", 0).get(5)
+        else:
+            bench.rollouts.execute_rank_async(0, "kill_in_update", died.process.pid).get(5)
+        told = None
+        try:
+            bench.manager.push(2)
+        except (ConnectionError, WeightTransferError, DeadlineError) as error:
+            told = str(error.__notes__)
+        served = [serves_one_whole_version(bench, rank) for rank in kept]
+        if told is None:
+            assert all(served)
+            assert victim == "trainer in the update"
+            assert executor not in ("ipc", "gather")
+        else:
+            assert "push of version 2" in told
+        bench.rollouts.execute_rank_async(0, "kill_in_update", -1).get(10)
+        died.kill()
+        died.start()
+        bench.trainers.all("train", 1)
+        bench.manager.connect()
+        bench.manager.push(3)
+        assert_serves(bench, 1, 3)
+
+
+def test_a_version_directory_is_a_model_that_anybody_loads(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        bench = remote_bench(stack, 2, 1, torch.bfloat16, 20.0)
+        (tmp_path / "model").mkdir()
+        tiny_model(0).config.save_pretrained(tmp_path / "model")
+        manager = ShardingManager(
+            bench.trainers,
+            bench.rollouts,
+            executor="disk",
+            disk_root=tmp_path / "weights",
+            disk_assets=tmp_path / "model",
+        )
+        manager.connect()
+        for version in range(4):
+            manager.push(version)
+        assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["v2", "v3"]
+        loaded = Qwen2ForCausalLM.from_pretrained(tmp_path / "weights" / "v3", dtype=torch.bfloat16)
+        wanted = dict(tiny_model(0, torch.bfloat16).named_parameters())
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in loaded.named_parameters())
+        file = tmp_path / "weights" / "v3" / "model.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 1
+        file.write_bytes(content)
+        with pytest.raises(WeightTransferError, match="that arrived is not the one"):
+            bench.rollouts.execute_rank_async(0, "receive_weights", 3).get(5)
+        with pytest.raises(WeightTransferError, match="holds no complete weights"):
+            bench.rollouts.execute_rank_async(0, "receive_weights", 9).get(5)
+        with pytest.raises(WeightTransferError, match="quarantine"):
+            bench.rollouts.all("complete")
+
+
+def test_a_lost_engine_is_restored_or_told() -> None:
+    with bench_of("ipc") as bench:
+        bench.manager.push(4)
+        bench.rollouts.workers[1].kill()
+        bench.rollouts.workers[1].start()
+        bench.manager.restore(1)
+        assert_serves(bench, 0, 4)
+        bench.trainers.all("step_in_place")
+        with pytest.raises(WeightTransferError, match="that arrived is not the one"):
+            bench.manager.restore(1)
+    with bench_of("gather") as bench:
+        bench.manager.push(4)
+        with pytest.raises(WeightTransferError, match="push again"):
+            bench.manager.restore(1)
+
+
+def test_the_executor_is_chosen_by_place() -> None:
+    def at(host: str, device: str) -> WeightLayout:
+        return WeightLayout(0, host, (), {}, {}, device=device)
+
+    assert choose([at("a", "cuda")], [at("a", "cuda")]) == "ipc"
+    assert choose([at("a", "cpu")], [at("a", "cuda")]) == choose([at("a", "cpu")], [at("a", "cpu")]) == "shm"
+    assert choose([at("a", "cuda")], [at("b", "cuda")]) == "nccl"
+    with pytest.raises(ValueError, match="disk_root"):
+        ShardingManager(PipeGroup("a", []), PipeGroup("b", []), executor="disk")
+    with pytest.raises(ValueError, match="no step"):
+        WeightSender(ShardedTrainer(0, 1)).weight_step("close")  # pyrefly: ignore
+
+
 def test_damaged_memory_is_found_and_healed() -> None:
     with bench_of("shm") as bench:
         bench.manager.push(1)
@@ -441,11 +592,11 @@ def test_sides_that_do_not_fit_are_told_at_connect() -> None:
     def fails(change: Callable[[WeightLayout], WeightLayout], message: str) -> None:
         kind = type("Changed", (Misfit,), {"change": staticmethod(change)})
         with ExitStack() as stack:
-            bench = shm_bench(stack, 1, 0, torch.float32, 10.0)
+            bench = remote_bench(stack, 1, 0, torch.float32, 10.0)
             misfits = PipeGroup("rollout", [lambda: kind(0, torch.float32)])
             stack.callback(misfits.close)
             with pytest.raises(WeightTransferError, match=message):
-                ShardingManager(bench.trainers, misfits).connect()
+                ShardingManager(bench.trainers, misfits, executor="shm").connect()
 
     fails(lambda layout: replace(layout, host="elsewhere"), r"one host only.*\['elsewhere', 'here'\]")
     fails(lambda layout: replace(layout, full_shapes={**layout.full_shapes, "new": (2,)}), "no rollout rank holds.*new")

@@ -238,6 +238,47 @@ def test_roles_share_a_process(make: Make) -> None:
         assert caught.value.failed.role == "teacher"
 
 
+def stages_of(group: WorkerGroup) -> list[tuple[str, str]]:
+    """(worker, stage) of every span noted since the last time, which are those of the memory ledger too."""
+    report = group.drain_stages()
+    noted = [(record.worker, record.stage) for record in report.memory]
+    spans = [event for event in report.events if event["ph"] == "X"]
+    assert [event["name"] for event in spans] == [stage for _, stage in noted]
+    return sorted(noted)
+
+
+def test_every_call_of_every_worker_is_noted_once(make: Make) -> None:
+    with make(Calculator) as group:
+        futures = group.execute_all_async("plain", [1, 2])
+        assert stages_of(group) == []
+        assert [future.get() for future in (*futures, *futures)] == [(0, 1), (1, 2)] * 2
+        assert stages_of(group) == [("calc 0", "plain"), ("calc 1", "plain")]
+        group.waits(3)
+        group.first_only([1])
+        assert stages_of(group) == [("calc 0", "first_only"), ("calc 0", "waits"), ("calc 1", "waits")]
+        with pytest.raises(WorkerError):
+            group.execute_rank(1, "fails", [1])
+        (error,) = [event for event in group.drain_stages().events if event["name"] == "fails"]
+        assert error["args"] == {"error": "ValueError"}
+        assert stages_of(group) == []
+
+
+def test_roles_of_one_process_have_a_track_each(make: Make) -> None:
+    entry = ClassWithInitArgs if make.args[0] == "local" else RayClassWithInitArgs
+    both = create_colocated_worker_cls({"student": entry(Student, "Ada"), "teacher": entry(Teacher, name="Emmy")})
+    with make(both) as group:
+        roles = group.spawn({"student", "teacher"})
+        roles["student"].call_me()
+        roles["teacher"].call_me()
+        events = group.drain_stages().events
+    tracks = {
+        event["args"]["name"].split(" @ ")[0]: event["pid"] for event in events if event["name"] == "process_name"
+    }
+    assert tracks.keys() == {"student 0", "student 1", "teacher 0", "teacher 1"}
+    assert len(set(tracks.values())) == 4
+    assert [event["pid"] for event in events if event["ph"] == "X"] == list(tracks.values())
+
+
 def test_a_mode_of_ones_own() -> None:
     def hand_out(group: WorkerGroup, value: int) -> tuple[tuple[list[int], ...], dict[str, list[int]]]:
         return ([value + rank for rank in range(group.world_size)],), {}

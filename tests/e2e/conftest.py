@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
 
 from rlsys.data.start_assets import build_tokenizer
 
@@ -28,6 +30,8 @@ class Toy:
     val: Path
     grader: Path
     """Scores that depend on the text and differ within a group even before anything is learned."""
+    judge: Path
+    """A reward model."""
 
     def overrides(self, out: Path, *more: str) -> list[str]:
         """Arguments of a run of a few seconds that learns from 32 samples a step."""
@@ -69,6 +73,9 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
         tie_word_embeddings=True,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(str(folder / "model"))
+    judge = Qwen2Config.from_dict({**config.to_dict(), "num_labels": 1, "tie_word_embeddings": False})
+    AutoModelForSequenceClassification.from_config(judge).save_pretrained(str(folder / "judge"))
+    build_tokenizer().save_pretrained(str(folder / "judge"))
     draw = random.Random(0)
     for name, count in (("train", 64), ("val", 8)):
         rows = []
@@ -84,4 +91,23 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
             )
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "grader.py").write_text(GRADER)
-    return Toy(folder / "model", folder / "train.jsonl", folder / "val.jsonl", folder / "grader.py")
+    return Toy(folder / "model", folder / "train.jsonl", folder / "val.jsonl", folder / "grader.py", folder / "judge")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 640 KiB: room for one checkpoint of the toy actor, not for two."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=640k", "tmpfs", folder], capture_output=True, check=False
+    )
+    if made.returncode != 0:
+        pytest.skip("nobody may mount a file system here")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def enlarge(disk: Path) -> None:
+    """Give a small disk room enough."""
+    subprocess.run(["mount", "-o", "remount,size=16m", disk], check=True)

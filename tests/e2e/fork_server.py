@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import wraps
 from importlib import import_module
@@ -43,11 +43,13 @@ class Kill:
 
 @dataclass(frozen=True)
 class Patches:
-    """What is done to a run: a kill, functions of tests.e2e.injections by name, a limit on the size of its files."""
+    """What is done to a run: a kill, functions of tests.e2e.injections by name, a limit on file sizes, signals."""
 
     kill: Kill | None = None
     inject: tuple[str, ...] = ()
     max_file_bytes: int | None = None
+    strikes: tuple[Any, ...] = ()
+    """tests.e2e.strikes.Strike: signals to the workers of a run under Ray."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,20 @@ class Ended:
 class ForkServer:
     """The test's end of the server."""
 
-    def __init__(self) -> None:
+    def __init__(self, env: Mapping[str, str] | None = None) -> None:
+        """`env` is added to this process's environment."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.fork_server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=Path(__file__).parents[2],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **(env or {})},
         )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def run(self, argv: list[str], log: Path, patches: Patches | None = None, *, deadline_s: float = 60.0) -> Ended:
         """Run the main job with these arguments to its end, whichever."""
@@ -144,6 +151,10 @@ def apply(patches: dict[str, Any]) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (patches["max_file_bytes"],) * 2)
     for name in patches["inject"]:
         getattr(import_module("tests.e2e.injections"), name)()
+    if patches["strikes"]:
+        from tests.e2e.strikes import Strike, arm_strikes
+
+        arm_strikes([Strike(**strike) for strike in patches["strikes"]])
     if patches["kill"] is not None:
         arm(Kill(**patches["kill"]))
 

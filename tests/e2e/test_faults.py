@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.e2e.conftest import Toy
+from tests.e2e.conftest import Toy, enlarge
 from tests.e2e.fork_server import Ended, ForkServer, Patches
 
 DEADLINE_S = 60.0
@@ -92,6 +92,15 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_next_one_goes_
     assert [line["step"] for line in job.metrics()] == [1, 2, 3]
 
 
+def test_a_disk_that_is_full_ends_the_run_and_with_more_room_the_next_one_goes_on(job: Job, small_disk: Path) -> None:
+    here = f"trainer.default_local_dir={small_disk}/out"
+    assert_one_error(job.run(here), 1, "CheckpointError", "global_step_2", "No space left on device")
+    assert sorted(path.name for path in (small_disk / "out").glob("global_step_*")) == ["global_step_1"]
+    enlarge(small_disk)
+    assert job.run(here).status == 0
+    assert (small_disk / "out" / POINTER).read_text() == "3"
+
+
 def test_metrics_that_cannot_be_written_end_the_run(job: Job) -> None:
     ended = job.run(patches=Patches(inject=("disk_full_for_metrics",)))
     assert_one_error(ended, 1, "metrics.jsonl", "No space left on device")
@@ -146,6 +155,10 @@ def test_a_damaged_checkpoint_is_refused_by_name(
     named = "global_step_7" if "7" in (job.out / POINTER).read_text(errors="replace") else Path(name).name
     assert_one_error(job.run(), 1, "CheckpointError", named)
     assert set(before) <= set(job.out.rglob("*"))
+    older = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={job.out}/global_step_1")
+    assert job.run(*older).status == 0
+    assert [line["step"] for line in job.metrics()] == [1, 2, 3]
+    assert (job.out / POINTER).read_text() == "3"
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +179,14 @@ def saved(server: ForkServer, toy: Toy, tmp_path_factory: pytest.TempPathFactory
         ("    os._exit(3)", "reward/errors"),
         ("    raise SystemExit(3)", "reward/errors"),
         ("    while extra_info['index'] % 16 == 0: time.sleep(9)\n    return 1.0", "reward/timeouts"),
+        ("    while extra_info['index'] % 16 == 0: print('x' * 999)\n    return 1.0", "reward/timeouts"),
+        (
+            "    if extra_info['index'] % 16 == 0:\n        if os.fork() == 0: os.setsid()\n        time.sleep(99)\n"
+            "    return 1.0",
+            "reward/timeouts",
+        ),
     ],
-    ids=["nan", "exits", "gives up", "hangs"],
+    ids=["nan", "exits", "gives up", "hangs", "prints forever", "forks and hangs"],
 )
 def test_a_broken_grader_is_counted_and_training_goes_on(job: Job, body: str, metric: str) -> None:
     ended = job.run(job.grader(body), "reward.timeout_s=1", "trainer.total_training_steps=1")
@@ -183,6 +202,12 @@ def test_a_gradient_that_is_not_a_number_is_not_applied(job: Job) -> None:
     first, second, third = (job.weights(step) for step in (1, 2, 3))
     assert all(first[name].equal(second[name]) for name in first)
     assert not all(second[name].equal(third[name]) for name in first)
+
+
+def test_a_port_that_somebody_took_is_told_with_the_worker(job: Job) -> None:
+    ended = job.run(patches=Patches(inject=("port_taken",)))
+    assert_one_error(ended, 1, "WorkerError", "actor rank 0", "'init_model'", "EADDRINUSE")
+    assert job.run().status == 0
 
 
 def test_fewer_rows_than_a_batch_is_a_configuration_error(job: Job) -> None:

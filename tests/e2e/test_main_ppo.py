@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from rlsys.rollout.hf import HFRollout
 from tests.e2e.conftest import Toy
 from trainer.main_ppo import main
 
 LOCAL = "trainer.backend=local"
+CORRUPTED = "model.layers.1.mlp.up_proj.weight"
 WALL_CLOCK = ("timing", "perf/", "weights/seconds", "reward/seconds")
 
 
@@ -20,6 +22,17 @@ def metrics_of(out: Path) -> list[dict[str, Any]]:
     """The metric lines without what depends on the clock."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not k.startswith(WALL_CLOCK)} for line in lines]
+
+
+def spans_by_track(out: Path) -> dict[str, dict[str, list[tuple[int, int]]]]:
+    """(start, end) of every span of a timeline in microseconds, by track and name."""
+    events = json.loads((out / "timeline.json").read_text())
+    tracks = {e["pid"]: e["args"]["name"].split(" @ ")[0] for e in events if e["name"] == "process_name"}
+    found: dict[str, dict[str, list[tuple[int, int]]]] = {name: {} for name in tracks.values()}
+    for e in events:
+        if e["ph"] == "X":
+            found[tracks[e["pid"]]].setdefault(e["name"], []).append((e["ts"], e["ts"] + e["dur"]))
+    return found
 
 
 def weights_of(out: Path, step: int) -> dict[str, Any]:
@@ -37,8 +50,21 @@ def test_a_run_leaves_metrics_checkpoint_timeline_and_rollouts(toy: Toy, tmp_pat
     assert (out / "latest_checkpointed_iteration.txt").read_text() == "3"
     assert (out / "rollouts" / "index.html").exists()
     assert len((out / "rollouts" / "1.jsonl").read_text().splitlines()) == 32
-    names = {event["name"] for event in json.loads((out / "timeline.json").read_text())}
-    assert {"gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights"} <= names
+    stages = spans_by_track(out)
+    assert {"gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights"} <= stages["controller"].keys()
+    assert {"init_model", "compute_log_prob", "update_actor", "save_checkpoint"} <= stages["actor 0"].keys()
+    assert {"init_model", "generate_sequences"} <= stages["rollout 0"].keys()
+    outer, inner = stages["controller"]["update_actor"], stages["actor 0"]["update_actor"]
+    assert len(outer) == len(inner) == 3
+    for (start, end), (first, last) in zip(outer, inner):
+        assert start <= first <= last <= end
+    assert len(stages["controller"]["save_checkpoint"]) == 1
+    ledger = (out / "memory.txt").read_text().splitlines()
+    assert any(line.startswith("actor 0     update_actor") for line in ledger), ledger
+    whole = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+    assert whole["perf/memory/compute_log_prob/rss_peak_gb"] > 0
+    assert 0 < whole["perf/mfu/actor"] < 1
+    assert 0 < whole["perf/mfu/actor_infer"] < 1
 
 
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(toy: Toy, tmp_path: Path) -> None:
@@ -50,6 +76,76 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(toy: Toy, tmp_path: Path
     assert ours.keys() == theirs.keys()
     assert all(ours[name].equal(theirs[name]) for name in theirs)
     assert metrics_of(parts) == metrics_of(whole)
+
+
+def weight_checks(*more: str) -> tuple[str, ...]:
+    return (LOCAL, "actor_rollout_ref.rollout.validate_weight=true", *more)
+
+
+def reports_of(folder: Path) -> dict[int, dict[str, Any]]:
+    """The reports of compared weights by version."""
+    reports = [json.loads(path.read_text()) for path in folder.glob("weights_v*.json")]
+    return {report["version"]: report for report in reports}
+
+
+@pytest.mark.parametrize("engine", ["local", "shm"])
+def test_every_push_is_compared_tensor_by_tensor(toy: Toy, tmp_path: Path, engine: str) -> None:
+    checks = weight_checks(
+        f"actor_rollout_ref.rollout.validate_save_dir={tmp_path}/checks",
+        f"actor_rollout_ref.rollout.checkpoint_engine.backend={engine}",
+    )
+    assert main(toy.overrides(tmp_path / "out", *checks, "trainer.total_training_steps=2")) == 0
+    reports = reports_of(tmp_path / "checks")
+    assert sorted(reports) == [0, 1, 2]
+    assert all(report["equal"] and len(report["tensors"]) == 26 for report in reports.values())
+    assert len({report["checksum"] for report in reports.values()}) == 3
+
+
+def test_a_rollout_tensor_that_differs_ends_the_run_and_is_named(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    finish = HFRollout.finish_update
+
+    def corrupted(engine: HFRollout, version: int) -> None:
+        if version == 2:
+            engine.local_tensors()[CORRUPTED][3, 5] += 1e-6
+        finish(engine, version)
+
+    monkeypatch.setattr(HFRollout, "finish_update", corrupted)
+    checks = weight_checks(f"actor_rollout_ref.rollout.validate_save_dir={tmp_path}/checks")
+    assert main(toy.overrides(tmp_path / "out", *checks)) == 1
+    told = capfd.readouterr().err
+    assert f"1 tensors differ between trainer and rollout: ['{CORRUPTED}']" in told
+    reports = reports_of(tmp_path / "checks")
+    assert {version: report["unequal"] for version, report in reports.items()} == {0: [], 1: [], 2: [CORRUPTED]}
+    assert [line["step"] for line in metrics_of(tmp_path / "out")] == [1]
+
+
+def test_weights_are_pushed_each_so_many_steps_and_before_validation(toy: Toy, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    often = ("trainer.sync_freq=3", "trainer.total_training_steps=6", "trainer.test_freq=5", "trainer.save_freq=-1")
+    assert main(toy.overrides(out, LOCAL, *often)) == 0
+    lines = metrics_of(out)
+    assert [line.get("weights/version") for line in lines[1:]] == [None, 3, None, 5, 6]
+    assert [line["training/staleness"] for line in lines] == [0, 1, 2, 0, 1, 0]
+
+
+def test_a_run_that_is_done_says_so_and_changes_nothing(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    argv = toy.overrides(out, LOCAL, "trainer.total_training_steps=1")
+    assert main(argv) == 0
+    assert "rlsys: done in" in capsys.readouterr().out
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert main(argv) == 0
+    told = capsys.readouterr().out
+    assert "nothing is left to do" in told
+    assert f"{out}/metrics.jsonl" in told
+    assert "done in" not in told
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    assert main([*argv, "trainer.total_training_steps=2"]) == 0
+    assert [line["step"] for line in metrics_of(out)] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -67,3 +163,5 @@ def test_other_algorithms_run_through_the_same_loop(toy: Toy, tmp_path: Path, ov
     assert main(toy.overrides(out, LOCAL, "trainer.total_training_steps=1", *overrides)) == 0
     (line,) = metrics_of(out)
     assert line["actor/skipped_steps"] == 0
+    (whole,) = [json.loads(text) for text in (out / "metrics.jsonl").read_text().splitlines()]
+    assert ("perf/mfu/critic" in whole) == ("critic/vf_loss" in whole)

@@ -57,14 +57,22 @@ class RayRun:
 
     def signal_worker(self, title: str, number: int, *, after_step: int) -> None:
         """Send a signal to the first Ray worker of that title once a step is done."""
+        self._wait_for(after_step)
+        worker = next(one for one in self._family if " ".join(one.cmdline()).startswith(f"ray::{title}"))
+        worker.send_signal(number)
+
+    def signal_driver(self, *, after_step: int) -> None:
+        """Kill the driver, whose cluster must follow it."""
+        self._wait_for(after_step)
+        self.process.kill()
+
+    def _wait_for(self, after_step: int) -> None:
         end_s = time.monotonic() + STARTED_S
         while not any(line["step"] >= after_step for line in self.lines()):
             assert self.process.poll() is None, self.log
             assert time.monotonic() < end_s, self.log
             time.sleep(0.02)
         self._family = psutil.Process(self.process.pid).children(recursive=True)
-        worker = next(one for one in self._family if " ".join(one.cmdline()).startswith(f"ray::{title}"))
-        worker.send_signal(number)
 
     def end(self, within_s: float) -> int:
         """The exit code; nothing of the run may live a little later."""
@@ -107,8 +115,12 @@ def test_a_lost_actor_ends_the_run_and_the_same_command_goes_on_even_when_a_roll
     assert "at stage '" in stopped.error()
     assert "stopped by a signal" in stopped.log
 
+    orphaned = RayRun(toy, out)
+    orphaned.signal_driver(after_step=4)
+    assert orphaned.end(ENDED_S) == -signal.SIGKILL
+
     replaced = RayRun(toy, out)
-    replaced.signal_worker("Colocated_rollout", signal.SIGKILL, after_step=5)
+    replaced.signal_worker("Colocated_rollout", signal.SIGKILL, after_step=6)
     assert replaced.end(WHOLE_S) == 0, replaced.log
     assert [line["step"] for line in replaced.lines()] == list(range(1, STEPS + 1))
     assert all(line["training/staleness"] == 0 for line in replaced.lines())

@@ -150,16 +150,79 @@ def test_killed_while_batches_are_made_again_for_dynamic_sampling(runs: Runs) ->
     assert_same(runs.killed("dapo", overrides, points), runs.uninterrupted("dapo", overrides))
 
 
-def assert_same(out: Path, whole: Path) -> None:
-    """Everything that two runs leave is the same, but for what the clock says."""
+PPO = (
+    "algorithm.adv_estimator=gae",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "algorithm.use_kl_in_reward=true",
+    "algorithm.kl_ctrl.type=adaptive",
+    "trainer.test_freq=1",
+)
+VALUES = "workers.critic:CriticWorker.compute_values"
+REFERENCE = "workers.reference:ReferenceWorker.compute_ref_log_prob"
+UPDATE_CRITIC = "workers.critic:CriticWorker.update_critic"
+UPDATE_ACTOR = "workers.actor:ActorWorker.update_actor"
+VALIDATION = "trainer.evaluate:Evaluator.run"
+LOAD = "workers.critic:CriticWorker.load_checkpoint"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_ppo_with_critic_and_reference_killed_in_every_stage(runs: Runs) -> None:
+    stages = (GENERATE, REWARD, LOG_PROB, REFERENCE, VALUES, ADVANTAGES, UPDATE_CRITIC, UPDATE_ACTOR, VALIDATION)
+    first = [Patches(Kill(stage, when=when)) for stage in stages for when in ("before", "after")]
+    steps = [Patches(Kill(OPTIM_STEP, call=call, when="after")) for call in (1, 2, 3, 4)]
+    saves = [
+        Patches(Kill(stage, when=when))
+        for stage in (SAVE_ACTOR, SAVE_CRITIC, SAVE_STATE, COMMIT)
+        for when in ("before", "after")
+    ]
+    loads = [Patches(Kill(LOAD, when=when)) for when in ("before", "after")]
+    saved = Patches(Kill(POINTER, when="after"))
+    later = [saved, *loads, *first, saved, *loads, *first[::3], *saves]
+    assert_same(runs.killed("ppo_stages", PPO, [*first, *steps, *saves, *later]), runs.uninterrupted("ppo_stages", PPO))
+
+
+@pytest.mark.slow
+def test_killed_around_the_ends_of_epochs(runs: Runs) -> None:
+    """Two steps an epoch, so that each resume is at another place of the order and two cross into the next epoch."""
+    overrides = ("data.train_max_samples=16", "trainer.total_epochs=3", "trainer.total_training_steps=null")
+    around = [Patches(Kill(stage, when="after")) for stage in (GENERATE, OPTIM_STEP, SAVE_STATE, COMMIT, GENERATE)]
+    points = [*around, Patches(Kill(POINTER, when="after"))] * 2
+    whole = runs.uninterrupted("epochs", overrides)
+    assert_same(runs.killed("epochs", overrides, points), whole, last=6)
+    prompts = [[json.loads(line)["input"] for line in (whole / "rollouts" / f"{n}.jsonl").open()] for n in range(1, 7)]
+    assert sorted(prompts[0] + prompts[1]) == sorted(prompts[2] + prompts[3])
+    assert prompts[:2] != prompts[2:4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["fsync", "rename", "replace", "mkdir", "unlink", "rmdir"])
+def test_killed_at_every_change_of_the_disk_while_saving(runs: Runs, function: str) -> None:
+    """Before the first call in a save, the second, and so on until a save has no more of them."""
+    overrides = ("algorithm.adv_estimator=gae", "trainer.max_actor_ckpt_to_keep=1", "trainer.max_critic_ckpt_to_keep=1")
+    out, kills = runs.folder / f"disk_{function}", 0
+    while True:
+        point = Patches(Kill(f"os:{function}", call=kills + 1, inside="trainer.ppo:RayPPOTrainer.save"))
+        ended = runs.server.run(runs.argv(out, overrides), runs.folder / f"{function}.log", point)
+        assert ended.orphans == 0
+        if ended.status == 0:
+            break
+        assert ended.status == -9, ended.log
+        kills += 1
+    assert kills >= {"fsync": 10, "rename": 2}.get(function, 1)
+    assert_same(out, runs.uninterrupted("disk", overrides))
+
+
+def assert_same(out: Path, whole: Path, *, ignored: tuple[str, ...] = (), last: int = 3) -> None:
+    """Everything that two runs leave is the same, but for what the clock says and the `ignored` metrics."""
     assert files_of(out) == files_of(whole)
-    assert metrics_of(out) == metrics_of(whole)
+    assert metrics_of(out, ignored) == metrics_of(whole, ignored)
     for name in sorted(files_of(whole)):
         if name.startswith("rollouts/") or "/actor/" in name or "/critic/" in name:
             assert (out / name).read_bytes() == (whole / name).read_bytes(), name
     for step in whole.glob("global_step_*"):
         assert load_state(out / step.name) == load_state(step)
-    assert (out / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == str(last)
 
 
 def files_of(out: Path) -> set[str]:
@@ -167,6 +230,6 @@ def files_of(out: Path) -> set[str]:
     return {name for name in files if not ANEW.fullmatch(name)}
 
 
-def metrics_of(out: Path) -> list[dict[str, Any]]:
+def metrics_of(out: Path, ignored: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith(WALL_CLOCK)} for line in lines]
+    return [{k: v for k, v in line.items() if not k.startswith((*WALL_CLOCK, *ignored))} for line in lines]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -83,11 +84,14 @@ def test_cuda_answers_as_the_cpu_does() -> None:
 
 
 def sleep_and_wake() -> tuple[int, int, bool]:
+    HFRollout(model_of().cuda()).generate(requests_of(4))
+    gc.collect()
+    libraries = torch.cuda.memory_allocated()
     engine = HFRollout(model_of().cuda())
     before = engine.generate(requests_of(4))
-    held = torch.cuda.memory_allocated()
+    held = torch.cuda.memory_allocated() - libraries
     engine.sleep(["weights", "kv_cache"])
-    asleep = torch.cuda.memory_allocated()
+    asleep = torch.cuda.memory_allocated() - libraries
     for refused in (lambda: engine.generate(requests_of(1)), engine.local_tensors):
         with pytest.raises((RolloutError, WeightTransferError), match="sleep"):
             refused()
@@ -124,9 +128,9 @@ def push() -> bool:
     trainer: Any = Trainer(rollout.host)
     plan = plan_shm([trainer.layout], [rollout.weight_layout()])
     writer = ShmWriter(plan.writers[0], trainer)
-    reader = ShmReader(plan.at(writer.path).reader, rollout)
-    writer.write(1)
-    reader.read(1)
+    reader = ShmReader(plan.at(writer.address).reader, rollout)
+    writer.send(1)
+    reader.receive(1)
     on_cpu = {name: tensor.cpu() for name, tensor in trainer.tensors.items()}
     bf16 = dict.fromkeys(on_cpu, "bfloat16")
     sums = [

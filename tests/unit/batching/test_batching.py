@@ -1,4 +1,4 @@
-"""Balance, micro-batches, packing: every row once, no budget broken, mini-batches the same on any number of ranks."""
+"""Balance and micro-batches: every row once, no budget broken, mini-batches the same on any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ from hypothesis import strategies as st
 from rlsys import partition
 from rlsys.batching import (
     TOO_LONG,
-    attention_work,
     balance_rows,
     micro_batches,
-    packing,
-    restore_order,
     seqlen_metrics,
 )
 from rlsys.partition import balanced_partitions
@@ -181,8 +178,7 @@ def test_one_rank_keeps_the_order() -> None:
 
 def test_rows_are_balanced_by_the_given_work() -> None:
     lengths = np.array([100, 100, 100, 100, 400, 1, 1, 1])
-    work = attention_work(lengths, hidden_size=10)
-    assert work.tolist() == [(60 * s + s * s) for s in lengths.tolist()]
+    work = 60 * lengths + lengths**2
     halves = balance_rows(lengths, 2, weights=work).reshape(2, 4)
     alone = next(half for half in halves if 4 in half)
     assert lengths[alone].sum() == 403
@@ -267,14 +263,6 @@ def test_rows_that_belong_together_stay_together(lengths: list[int], together: i
         assert (groups[:, 0] % together == 0).all()
 
 
-@properties
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(100, 300))
-def test_restore_order_undoes_micro_batches(lengths: list[int], budget: int) -> None:
-    parts = micro_batches(lengths, budget)
-    values = np.concatenate([np.array(lengths)[part] for part in parts])
-    assert values[restore_order(parts)].tolist() == lengths
-
-
 def test_a_row_over_the_budget_is_named_on_its_rank_and_told_on_the_others() -> None:
     with pytest.raises(ValueError, match="row 1 of 50 tokens exceed the budget of 10"):
         micro_batches([5, 50, 60], 10)
@@ -305,40 +293,3 @@ def test_full_budget_is_used() -> None:
 def test_grouping_must_divide() -> None:
     with pytest.raises(ValueError, match="do not group by 2"):
         micro_batches([1, 2, 3], 10, rows_together=2)
-
-
-# ---- packing -------------------------------------------------------------------------------------------------------
-
-
-@properties
-@given(st.integers(0, 5), st.integers(0, 6), st.integers(0, 99), st.sampled_from([(), (3,)]))
-def test_unpack_undoes_pack(num_rows: int, width: int, seed: int, more: tuple[int, ...]) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    mask = torch.rand(num_rows, width, generator=generator) > 0.4
-    values = torch.rand(num_rows, width, *more, generator=generator)
-    plan = packing(mask)
-    packed = plan.pack(values)
-    assert len(packed) == int(mask.sum())
-    assert torch.equal(plan.unpack(packed), values * mask.view(num_rows, width, *[1] * len(more)))
-    for i in range(num_rows):
-        start, end = plan.cu_seqlens[i : i + 2].tolist()
-        assert torch.equal(packed[start:end], values[i][mask[i]])
-        assert plan.position_ids[start:end].tolist() == list(range(end - start))
-    assert plan.max_seqlen == max((int(row.sum()) for row in mask), default=0)
-
-
-def test_packing_by_hand() -> None:
-    plan = packing(torch.tensor([[0, 1, 1], [1, 0, 0], [0, 0, 0]]))
-    assert plan.indices.tolist() == [1, 2, 3]
-    assert plan.cu_seqlens.tolist() == [0, 2, 3, 3]
-    assert plan.cu_seqlens.dtype == torch.int32
-    assert plan.position_ids.tolist() == [0, 1, 0]
-    assert (plan.max_seqlen, plan.num_rows, plan.width) == (2, 3, 3)
-
-
-def test_gradients_pass_through_packing() -> None:
-    plan = packing(torch.tensor([[1, 1, 0], [0, 1, 0]]))
-    packed = torch.ones(3, requires_grad=True)
-    (plan.unpack(packed) * torch.arange(6.0).view(2, 3)).sum().backward()
-    assert packed.grad is not None
-    assert packed.grad.tolist() == [0, 1, 4]

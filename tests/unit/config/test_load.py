@@ -282,10 +282,17 @@ def test_a_section_of_nulls_from_an_old_file_sets_nothing(folder: Path) -> None:
 
 
 def test_settings_without_effect_are_noted_in_one_line_for_each_reason() -> None:
-    told = notes([f"{R}.gpu_memory_utilization=0.6", f"{R}.enforce_eager=false", "trainer.v1.trainer_mode=sync"])
+    told = notes([f"{R}.scheduling_policy=fcfs", f"{R}.disable_log_stats=false", "trainer.v1.trainer_mode=sync"])
     assert told.count("\n") == 1
-    assert f"{R}.gpu_memory_utilization, {R}.enforce_eager: " in told
+    assert f"{R}.scheduling_policy, {R}.disable_log_stats: " in told
     assert "trainer.v1.trainer_mode" in told
+
+
+def test_settings_of_another_engine_are_noted() -> None:
+    told = notes([f"{R}.gpu_memory_utilization=0.6", f"{R}.enforce_eager=true"])
+    assert "no use for gpu_memory_utilization, enforce_eager" in told
+    assert f"{R}.name=vllm" in told
+    assert not notes([f"{R}.name=vllm", f"{R}.gpu_memory_utilization=0.6", f"{R}.enforce_eager=true"])
 
 
 @pytest.mark.parametrize(

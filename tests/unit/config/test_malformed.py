@@ -167,7 +167,7 @@ CHOICES = [
     bad(f"{A}.strategy=deepspeed", f"{A}.strategy", "fsdp, fsdp2, megatron"),
     bad("engine.strategy=megatron", "engine.strategy", "write fsdp", schema=SFTConfig),
     bad(f"{A}.megatron.fp8=e5m2", f"{A}.megatron.fp8", "e4m3, hybrid"),
-    bad(f"{R}.name=vllm", f"{R}.name = vllm", "extra [vllm]"),
+    bad(f"{R}.name=trtllm", f"{R}.name = trtllm", "hf"),
     bad(f"{R}.name=sglang", f"{R}.name = sglang", "extra [sglang]"),
     bad(f"{R}.name=hff", f"{R}.name", f"write {R}.name=hf"),
     bad(f"{R}.dtype=int8", f"{R}.dtype", "bfloat16"),
@@ -468,7 +468,7 @@ OTHER_JOBS = [
     bad("algorithm.gamma=1", "algorithm.gamma", "no such key", schema=RMConfig),
     bad("data.path=./gone.parquet", "data.val_files", "no such file", schema=EvalConfig),
     bad("data.response_key=x", "data.response_key", "main_eval", schema=EvalConfig),
-    bad("rollout.name=vllm", f"{R}.name", "extra [vllm]", schema=EvalConfig),
+    bad("rollout.name=trtllm", f"{R}.name", "hf", schema=EvalConfig),
 ]
 
 YAML = {
@@ -565,7 +565,7 @@ def test_bytes_that_are_no_text_are_told(folder: Path, capsys: pytest.CaptureFix
 
 
 def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["data.sed=1", "trainer.nnodes=0", "data.truncation=no", f"{R}.name=vllm", "data.train_files=a,b"]
+    argv = ["data.sed=1", "trainer.nnodes=0", "data.truncation=no", f"{R}.name=trtllm", "data.train_files=a,b"]
     text = message(argv, PPOConfig, capsys)
     check_words(text, ("5 settings are wrong", "data.sed", "trainer.nnodes", "data.truncation", f"{R}.name", "comma"))
 

@@ -65,6 +65,18 @@ def test_a_peak_inside_a_nested_stage_counts_for_the_outer_one_too() -> None:
     assert peaks["after"] < SLACK
 
 
+def test_a_peak_in_a_stage_of_another_worker_of_this_process_counts_too() -> None:
+    controller, actor = MemoryLedger("controller"), MemoryLedger("actor 0")
+    with controller.stage("update"):
+        with actor.stage("update_actor"):
+            touched(96 * MIB).close()
+        with actor.stage("after"):
+            pass
+    (record,) = controller.drain()
+    assert record.rss_peak_bytes - record.rss_before_bytes == pytest.approx(96 * MIB, abs=SLACK)
+    assert [r.stage for r in actor.drain()] == ["update_actor", "after"]
+
+
 def test_a_stage_that_raises_is_recorded() -> None:
     ledger = MemoryLedger("actor 0")
     with pytest.raises(MemoryError), ledger.stage("update"):

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from rlsys.telemetry.flops import mfu_metrics, model_flops, peak_flops
 from rlsys.telemetry.metrics import StageTimer, data_metrics, reduce_metrics, throughput_metrics, timing_metrics
 
 
@@ -165,31 +164,3 @@ def test_stage_timer_surrounds_the_stage_with_its_listeners() -> None:
     with StageTimer(listener, listener)("adv"):
         told.append("work")
     assert told == ["enter adv", "enter adv", "work", "leave adv", "leave adv"]
-
-
-def test_model_flops_by_hand() -> None:
-    # 2 sequences of 3 and 4 tokens: 7 tokens, 25 pairs
-    shape = {"num_params": 10, "num_layers": 2, "attention_width": 8}
-    assert model_flops(**shape, sequence_tokens=[3, 4]) == 6 * 10 * 7 + 12 * 2 * 8 * 25
-    assert model_flops(**shape, sequence_tokens=[3, 4], backward=False) == 2 * 10 * 7 + 4 * 2 * 8 * 25
-
-
-@pytest.mark.parametrize(
-    ("device", "peak"),
-    [
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H20", 148e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("cpu", None),
-    ],
-)
-def test_peak_flops(device: str, peak: float | None) -> None:
-    assert peak_flops(device) == peak
-
-
-def test_mfu() -> None:
-    found = mfu_metrics("actor", flops=989e12, seconds=2.0, num_devices=2, device_name="NVIDIA H200")
-    assert found == {"perf/mfu/actor": 0.25}
-    assert mfu_metrics("actor", flops=1.0, seconds=1.0, num_devices=1, device_name="cpu") == {}

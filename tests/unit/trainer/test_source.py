@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from rlsys.protocol import DataProto
+from rlsys.utils.errors import CheckpointError
 from trainer.source import RolloutSource
 
 
@@ -71,3 +73,26 @@ def test_a_source_taken_up_after_each_step_gives_the_batches_of_an_uninterrupted
         source.close()
     assert found == expected
     assert [answers[0] for answers, _, _ in found] == [101, 202, 303, 404]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        Path.unlink,
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(path.read_bytes()[:-9]),
+        lambda path: path.write_bytes(path.read_bytes().replace(b"answers", b"answerz")),
+    ],
+    ids=["missing", "empty", "cut off", "changed"],
+)
+def test_a_damaged_batch_made_ahead_is_refused_by_name(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    source = make()
+    source.next()
+    source.save_pending(tmp_path)
+    state = source.state_dict()
+    source.close()
+    damage(tmp_path / "pending.dp")
+    again = make()
+    with pytest.raises(CheckpointError, match=r"pending\.dp"):
+        again.load(state, tmp_path)
+    again.close()

@@ -1,0 +1,1 @@
+"""vLLM behind the RolloutEngine protocol; the modules here are the only ones that import vllm."""

@@ -1,0 +1,49 @@
+"""What an HF directory says of its model, without building it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+
+def _text_config(path: str | Path) -> object:
+    return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).get_text_config()
+
+
+def vocabulary(path: str | Path) -> int:
+    return int(_text_config(path).vocab_size)  # type: ignore[attr-defined]
+
+
+def model_length(path: str | Path) -> int:
+    """The most tokens that the model's positions allow."""
+    return int(_text_config(path).max_position_embeddings)  # type: ignore[attr-defined]
+
+
+def eos_of(path: str | Path) -> tuple[int, ...]:
+    """The ids that end a completion, by generation_config.json or else config.json."""
+    eos = getattr(_text_config(path), "eos_token_id", None)
+    if (Path(path) / "generation_config.json").exists():
+        eos = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id or eos
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def hf_tensors(path: str | Path, *, dtype: str, filled: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The model's HF tensors, with the checkpoint's values if `filled`, and the names that are tied to others."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    state, first = model.state_dict(keep_vars=True), dict[int, str]()
+    aliases = {name: held for name, t in state.items() if (held := first.setdefault(id(t), name)) != name}
+    kind = getattr(torch, dtype)
+    tensors = {name: torch.zeros(t.shape, dtype=kind) for name, t in state.items() if name not in aliases}
+    for file in sorted(Path(path).glob("*.safetensors")) if filled else ():
+        with safe_open(file, framework="pt") as saved:
+            for name in saved.keys():  # noqa: SIM118
+                held = tensors.get(aliases.get(name, name))
+                if held is not None:
+                    held.copy_(saved.get_tensor(name))
+    return tensors, aliases

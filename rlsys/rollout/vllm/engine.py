@@ -1,0 +1,232 @@
+"""VLLMRollout: vLLM in this process behind the RolloutEngine protocol.
+
+vLLM schedules, batches and runs the model; tokens are drawn by us inside its sampler (`rlsys.rollout.draws`), so that
+equal requests give equal tokens in any batch and log-probabilities cost no pass over the sorted vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from rlsys.protocol.columns import tensors_of
+from rlsys.rollout.draws import Answer, DrawParams
+from rlsys.rollout.hf import LoadFormat, copy_by_name, whole_layout
+from rlsys.rollout.serving import Deliver, Pull, ServingEngine, Ticket
+from rlsys.rollout.vllm.checkpoint import eos_of, hf_tensors, model_length, vocabulary
+from rlsys.types import Finish, ModelResponse, WeightLayout
+from rlsys.utils.errors import RolloutError
+
+if TYPE_CHECKING:
+    from rlsys.protocol import DataProto
+
+DRAW = "rlsys_draw"
+numbers = itertools.count()
+GREEDY = (0, 0.0, 1.0, -1, 0, ())
+"""A draw that nobody looks at: seed, temperature, top_p, top_k, min_new_tokens, stop_ids."""
+
+
+class VLLMRollout(ServingEngine):
+    """A RolloutEngine over vLLM's engine core in this process, one device.
+
+    On CPU vLLM packs the weights of its layers, so new weights are received into host tensors and go through its loader
+    at `finish_update`. `kv_cache_gib` is the CPU's cache, `gpu_memory_utilization` bounds a GPU's; `engine_kwargs` are
+    vLLM's own engine arguments.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        load_format: LoadFormat = "auto",
+        dtype: str = "float32",
+        device: str = "cpu",
+        seed: int = 0,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        max_model_len: int | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+        gpu_memory_utilization: float = 0.5,
+        kv_cache_gib: float = 1.0,
+        enforce_eager: bool = False,
+        engine_kwargs: Mapping[str, Any] | None = None,
+        version: int = 0,
+        rank: int = 0,
+        host: str = "",
+    ) -> None:
+        length = max_model_len or model_length(path)
+        super().__init__(
+            vocab_size=vocabulary(path),
+            max_model_len=length,
+            eos_token_ids=eos_of(path) if eos_token_ids is None else eos_token_ids,
+            device=device,
+            quarantined=load_format == "dummy",
+            version=version,
+            rank=rank,
+            host=host,
+        )
+        arguments = {
+            "model": str(path),
+            "load_format": load_format,
+            "dtype": dtype,
+            "seed": seed,
+            "max_num_seqs": max_num_seqs,
+            "max_num_batched_tokens": max(max_num_batched_tokens, max_num_seqs),
+            "max_model_len": length,
+            "enforce_eager": enforce_eager,
+            **(
+                {} if device == "cpu" else {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
+            ),
+            **(engine_kwargs or {}),
+        }
+        self.engine = _start(arguments, kv_cache_gib=kv_cache_gib)
+        self._tensors, self._aliases = hf_tensors(path, dtype=dtype, filled=load_format == "auto")
+
+    def _decode(self, pull: Pull, deliver: Deliver) -> int:
+        running: dict[str, Ticket] = {}
+        num_tokens = 0
+
+        def answer(ended: Mapping[str, Finish]) -> int:
+            drawn = self._rpc("rlsys_take_draws", [int(name) for name in ended]) if ended else {}
+            for name, why in ended.items():
+                ticket = running.pop(name)
+                deliver(ticket.number, self._response(ticket, drawn[int(name)], why))
+            return sum(len(answer.tokens) for answer in drawn.values())
+
+        try:
+            while True:
+                for ticket in pull():
+                    draw = DrawParams.of(ticket, next(numbers))
+                    name = self._add(ticket.request.input_ids, draw, max_tokens=ticket.max_new_tokens)
+                    running[name] = ticket
+                if self._stopped():
+                    self.engine.abort_request(list(running))
+                    return num_tokens + answer(dict.fromkeys(running, Finish.ABORT))
+                if not running:
+                    return num_tokens
+                outputs = [output for output in self.engine.step() if output.finished]
+                num_tokens += answer({output.request_id: _finish(output) for output in outputs})
+        except BaseException:
+            self.engine.abort_request(list(running))
+            raise
+
+    def _add(
+        self, ids: Sequence[int], draw: DrawParams, *, max_tokens: int = 1, prompt_logprobs: int | None = None
+    ) -> str:
+        """Hand a request to vLLM, which takes the token that we draw; returns its name there, the draw's number."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            stop_token_ids=list(draw.stop_ids),
+            ignore_eos=True,
+            detokenize=False,
+            prompt_logprobs=prompt_logprobs,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={DRAW: draw.to_dict()},
+        )
+        self.engine.add_request(str(draw.number), {"prompt_token_ids": list(ids)}, params)
+        return str(draw.number)
+
+    def _response(self, ticket: Ticket, answer: Answer, why: Finish) -> ModelResponse:
+        request = ticket.request
+        if not answer.finite:
+            raise RolloutError(f"logits are not finite for request {request.rid}: check the weights that were loaded")
+        return ModelResponse(
+            request.rid,
+            request.input_ids,
+            answer.tokens,
+            answer.full_logprobs,
+            answer.sampled_logprobs,
+            (self.version,) * len(answer.tokens),
+            why,
+        )
+
+    def _score(self, batch: DataProto, temperature: float) -> Tensor:
+
+        rows = tensors_of(batch.batch)
+        attention, num_columns = rows["attention_mask"].cpu(), rows["responses"].shape[1]
+        sequences = [ids[mask.bool()].tolist() for ids, mask in zip(rows["input_ids"].cpu(), attention, strict=True)]
+        lengths = attention[:, -num_columns:].sum(1).tolist()
+        self._rpc("rlsys_score_at", temperature)
+        names = {
+            self._add(ids, DrawParams(next(numbers), len(ids), *GREEDY), prompt_logprobs=0): row
+            for row, ids in enumerate(sequences)
+        }
+        scores = torch.zeros(len(sequences), num_columns)
+        while names:
+            for output in self.engine.step():
+                if output.finished:
+                    row = names.pop(output.request_id)
+                    _fill(scores[row], output, sequences[row], lengths[row])
+                    self._rpc("rlsys_take_draws", [int(output.request_id)])
+        counted = rows.get("response_mask", attention[:, -num_columns:]).cpu()
+        return torch.where(counted > 0, scores, 0.0)
+
+    def weight_layout(self) -> WeightLayout:
+        """Every HF tensor whole: host tensors that vLLM's loader takes over at `finish_update`."""
+        return whole_layout(self._tensors, self._aliases, rank=self.rank, host=self.host)
+
+    def local_tensors(self) -> Mapping[str, Tensor]:
+        self._awake_weights()
+        return self._tensors
+
+    def _load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        copy_by_name(self._tensors, self._aliases, bucket)
+
+    def finish_update(self, version: int) -> None:
+        """Give the received tensors to vLLM and forget the cache that the old weights made."""
+        self._rpc("rlsys_reload", list(self._tensors.items()))
+        self.engine.reset_prefix_cache()
+        super().finish_update(version)
+
+    def _move_memory(self, tags: Sequence[str], *, asleep: bool) -> None:
+        raise NotImplementedError
+
+    def _free(self) -> None:
+        self.engine.engine_core.shutdown()
+        del self.engine
+
+    def _rpc(self, method: str, *args: Any) -> Any:
+        """The first worker's result of a method of `RolloutExtension`."""
+        return self.engine.collective_rpc(method, args=args)[0]
+
+
+def _start(arguments: Mapping[str, Any], *, kv_cache_gib: float) -> Any:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", f"{kv_cache_gib:g}")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    return LLMEngine.from_engine_args(
+        EngineArgs(
+            skip_tokenizer_init=True,
+            distributed_executor_backend="uni",
+            worker_extension_cls="rlsys.rollout.vllm.extension.RolloutExtension",
+            logits_processors=["rlsys.rollout.vllm.sampler:DrawingProcessor"],
+            async_scheduling=False,
+            disable_log_stats=True,
+            **arguments,
+        )
+    )
+
+
+def _finish(output: Any) -> Finish:
+    reason = output.outputs[0].finish_reason
+    return Finish.LENGTH if reason == "length" else Finish.STOP
+
+
+def _fill(scores: Tensor, output: Any, ids: Sequence[int], length: int) -> None:
+    """Write the log-probabilities of the last `length` prompt tokens."""
+    found = output.prompt_logprobs[len(ids) - length :]
+    scores[:length] = torch.tensor([entry[i].logprob for entry, i in zip(found, ids[len(ids) - length :], strict=True)])

@@ -1,0 +1,35 @@
+"""What runs inside each of vLLM's workers, called by name through collective_rpc."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from rlsys.rollout.draws import Answer
+from rlsys.rollout.vllm.sampler import DrawingProcessor
+
+
+class RolloutExtension:
+    """Mixed into vLLM's worker class."""
+
+    model_runner: Any
+
+    def rlsys_take_draws(self, numbers: Iterable[int]) -> dict[int, Answer]:
+        """What was drawn for these requests."""
+        return self._rlsys_sampler().sampler.log.take(numbers)
+
+    def rlsys_reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Load full HF tensors through vLLM's own loader, which packs them as its kernels want them."""
+        self.model_runner.reload_weights(weights_iterator=iter(tensors))
+        head: Any = getattr(self.model_runner.get_model(), "lm_head", None)
+        if hasattr(head, "cpu_linear"):  # a tied head loads nothing itself, so its packed copy would stay the old one
+            head.quant_method.process_weights_after_loading(head)
+
+    def rlsys_score_at(self, temperature: float) -> None:
+        """Take prompt log-probabilities at this temperature from now on."""
+        self.model_runner.sampler.compute_logprobs = lambda logits: (logits.float() / temperature).log_softmax(-1)
+
+    def _rlsys_sampler(self) -> DrawingProcessor:
+        return next(p for p in self.model_runner.input_batch.logitsprocs.all if isinstance(p, DrawingProcessor))

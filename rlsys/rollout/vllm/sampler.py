@@ -1,0 +1,50 @@
+"""The logits processor through which vLLM draws our tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
+
+from rlsys.rollout.draws import DrawParams, RowSampler, force_tokens
+
+EXTRA_ARG = "rlsys_draw"
+SEED_KEY = "rlsys_seed"
+
+
+class DrawingProcessor(LogitsProcessor):
+    """Draws a token for each row and makes it the one that greedy decoding takes.
+
+    Requests say how they draw in `SamplingParams.extra_args["rlsys_draw"]`; the engine's seed stands in the model
+    config's seed.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self.sampler = RowSampler(vllm_config.model_config.seed, device)
+        self._rows: dict[int, tuple[DrawParams, list[int]]] = {}
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if batch_update is None:
+            return
+        rows = self._rows
+        for index in batch_update.removed:
+            rows.pop(index, None)
+        for index, params, _, output_ids in batch_update.added:
+            rows[index] = (DrawParams.from_dict(params.extra_args[EXTRA_ARG]), output_ids)
+        for source, target, how in batch_update.moved:
+            first, second = rows.pop(source, None), rows.pop(target, None)
+            if first is not None:
+                rows[target] = first
+            if second is not None and how is MoveDirectionality.SWAP:
+                rows[source] = second
+        self.sampler.set_rows([rows[index][0] for index in sorted(rows)])
+
+    def apply(self, logits: Tensor) -> Tensor:
+        assert logits.shape[0] == len(self._rows), f"{logits.shape[0]} rows of logits for {len(self._rows)} requests"
+        num_drawn = [len(self._rows[index][1]) for index in sorted(self._rows)]
+        return force_tokens(logits, self.sampler.draw(logits, num_drawn))

@@ -1,0 +1,209 @@
+"""Carrying out the same copies again and again: compiled once into few large operations.
+
+Copies are merged where they touch on both sides. On a GPU all of them are one or two launches over a table of tiles, or
+where that kernel is not to be had, grouped foreach copies.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import gcd
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Pair = tuple[Tensor, Tensor]
+Method = Literal["auto", "kernel", "foreach", "loop"]
+SMALLEST_TILE_BYTES, LARGEST_TILE_BYTES, MANY_TILES = 1 << 15, 1 << 18, 1 << 16
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """`rows` stretches of `width` bytes from address `source` to `target`, each a pitch apart."""
+
+    source: int
+    target: int
+    rows: int
+    width: int
+    source_pitch: int
+    target_pitch: int
+
+
+class Replay:
+    """Copies from the second tensor of each pair into the first; all destinations are on one device."""
+
+    def __init__(self, pairs: Sequence[Pair], *, method: Method = "auto") -> None:
+        """`method`: "kernel" (GPU), "foreach", "loop"; "auto" takes the kernel where it works. Dtypes may differ."""
+        self.pairs = [(target.detach(), source.detach()) for target, source in pairs if target.numel()]
+        on_gpu = bool(self.pairs) and self.pairs[0][0].is_cuda
+        self.method: Method = ("kernel" if on_gpu else "foreach") if method == "auto" else method
+        self.num_bytes = sum(target.numel() * target.element_size() for target, _ in self.pairs)
+        self._tables: list[tuple[Tensor, int, bool]] = []
+        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._cast: list[Pair] = []
+        if self.method == "kernel":
+            self._compile(fall_back=method == "auto")
+        if self.method == "foreach":
+            self._group()
+
+    @property
+    def num_operations(self) -> int:
+        """Launches, or calls of foreach, or copies of a run."""
+        grouped = len(self._tables) + len(self._groups) + len(self._cast)
+        return len(self.pairs) if self.method == "loop" else grouped
+
+    @property
+    def table_bytes(self) -> int:
+        return sum(table.nbytes for table, _, _ in self._tables)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Issue all copies; on a GPU they are done when the current stream has been waited for."""
+        if self.method == "loop":
+            for target, source in self.pairs:
+                target.copy_(source, non_blocking=True)
+            return
+        for table, word_bytes, pitched in self._tables:
+            _kernels().copy_tiles(table, word_bytes=word_bytes, pitched=pitched)
+        for targets, sources in self._groups:
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+        for target, source in self._cast:
+            target.copy_(source, non_blocking=True)
+
+    def _group(self) -> None:
+        groups: dict[tuple, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+        for target, source in merged_views(self.pairs):
+            plain = target.is_contiguous() and source.is_contiguous()
+            targets, sources = groups[target.dtype, source.dtype, source.device, plain]
+            targets.append(target)
+            sources.append(source)
+        self._groups = list(groups.values())
+
+    def _compile(self, *, fall_back: bool) -> None:
+        same = [(t, s) for t, s in self.pairs if t.dtype == s.dtype and s.is_cuda]
+        device = self.pairs[0][0].device
+        self._cast = [(t, s) for t, s in self.pairs if not (t.dtype == s.dtype and s.is_cuda)]
+        tiles: dict[tuple[int, bool], list[tuple[int, ...]]] = defaultdict(list)
+        tile_bytes = SMALLEST_TILE_BYTES
+        while tile_bytes < LARGEST_TILE_BYTES and self.num_bytes > tile_bytes * MANY_TILES:
+            tile_bytes *= 2
+        for span in merge_spans([span for pair in same for span in spans_of(*pair)]):
+            for word_bytes, pitched, tile in tiles_of(span, tile_bytes):
+                tiles[word_bytes, pitched].append(tile)
+        self._tables = [
+            (torch.tensor(rows, dtype=torch.int64, device=device), word_bytes, pitched)
+            for (word_bytes, pitched), rows in sorted(tiles.items())
+        ]
+        try:
+            for table, word_bytes, pitched in self._tables:
+                _kernels().copy_tiles(table[:1], word_bytes=word_bytes, pitched=pitched)
+        except Exception as error:  # triton missing, or no compiler for it: told, and not needed
+            if not fall_back:
+                raise
+            log.warning("weights are copied by foreach, the copy kernel does not work here: %s", error)
+            self.method, self._tables, self._cast = "foreach", [], []
+
+
+def spans_of(target: Tensor, source: Tensor) -> Iterator[Span]:
+    """The bytes of a pair of equal dtype and shape as rows of contiguous stretches."""
+    itemsize = target.element_size()
+    dims = [(n, a, b) for n, a, b in zip(target.shape, target.stride(), source.stride(), strict=True) if n > 1]
+    width = 1
+    while dims and dims[-1][1] == dims[-1][2] == width:
+        width *= dims.pop()[0]
+    rows, a, b = dims.pop() if dims else (1, width, width)
+    while dims and dims[-1][1] == rows * a and dims[-1][2] == rows * b:
+        rows *= dims.pop()[0]
+    base_target, base_source = target.data_ptr(), source.data_ptr()
+    for index in product(*(range(n) for n, _, _ in dims)):
+        to = base_target + itemsize * sum(i * step for i, (_, step, _) in zip(index, dims, strict=True))
+        of = base_source + itemsize * sum(i * step for i, (_, _, step) in zip(index, dims, strict=True))
+        yield Span(of, to, rows, width * itemsize, b * itemsize, a * itemsize)
+
+
+def merge_spans(spans: Sequence[Span]) -> list[Span]:
+    """The same bytes in as few spans as touching stretches allow."""
+    merged: list[Span] = []
+    for span in sorted(spans, key=lambda span: span.target):
+        last = merged[-1] if merged else None
+        if last and last.rows == span.rows == 1 and _touch(last, span):
+            merged[-1] = Span(last.source, last.target, 1, (n := last.width + span.width), n, n)
+        else:
+            merged.append(span)
+    return merged
+
+
+def merged_views(pairs: Sequence[Pair]) -> list[Pair]:
+    """Pairs with the contiguous ones merged, as long as they lie in one storage on either side."""
+    plain, rest = [], []
+    for target, source in pairs:
+        same = target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
+        (plain if same else rest).append((target, source))
+    plain.sort(key=lambda pair: pair[0].data_ptr())
+    runs: list[list[Pair]] = []
+    for pair in plain:
+        if runs and _follows(runs[-1][-1], pair):
+            runs[-1].append(pair)
+        else:
+            runs.append([pair])
+    return [*(_joined(run) for run in runs), *rest]
+
+
+def _touch(last: Span, span: Span) -> bool:
+    return last.target + last.width == span.target and last.source + last.width == span.source
+
+
+def _follows(last: Pair, pair: Pair) -> bool:
+    return all(
+        a.dtype == b.dtype
+        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        and a.data_ptr() + a.numel() * a.element_size() == b.data_ptr()
+        for a, b in zip(last, pair, strict=True)
+    )
+
+
+def _joined(run: Sequence[Pair]) -> Pair:
+    if len(run) == 1:
+        return run[0]
+    count = sum(target.numel() for target, _ in run)
+    target, source = (one.as_strided((count,), (1,), one.storage_offset()) for one in run[0])
+    return target, source
+
+
+def tiles_of(span: Span, tile_bytes: int) -> Iterator[tuple[int, bool, tuple[int, ...]]]:
+    """(word bytes, pitched, row of the kernel's table) of each tile of a span."""
+    if span.rows == 1:
+        aligned = not (span.source % 16 or span.target % 16)
+        word = 8 if aligned and not span.width % 8 else gcd(8, span.source, span.target, span.width)
+        for at in range(0, span.width, tile_bytes):
+            n = min(tile_bytes, span.width - at) // word
+            yield word, not aligned, (span.source + at, span.target + at, n, n, n, n)
+        return
+    word = gcd(8, span.source, span.target, span.width, span.source_pitch, span.target_pitch)
+    step = max(1, tile_bytes // span.width)
+    for row in range(0, span.rows, step):
+        n = min(step, span.rows - row)
+        yield (
+            word,
+            True,
+            (
+                span.source + row * span.source_pitch,
+                span.target + row * span.target_pitch,
+                n * span.width // word,
+                span.width // word,
+                span.source_pitch // word,
+                span.target_pitch // word,
+            ),
+        )
+
+
+def _kernels():
+    from rlsys.weights import kernels
+
+    return kernels

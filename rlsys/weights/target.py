@@ -1,0 +1,69 @@
+"""A rollout engine as a transfer writes into it: its own parameters, and room for what only its loader can place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rlsys.interfaces import RolloutEngine
+from rlsys.types import Shard, WeightLayout
+from rlsys.utils.errors import WeightTransferError
+from rlsys.weights.layout import dtype_of, whole_box
+
+STAGED = "loader:"
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one rank did for a push; `checksum` is over all tensors that were pushed, "" for a rank that cannot tell."""
+
+    version: int
+    num_bytes: int
+    seconds: float
+    checksum: str
+
+
+class Target:
+    """The engine from `begin` to `finish`, quarantined in between."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.engine = engine
+        self.layout = with_staging(engine.weight_layout())
+        self._staged: dict[str, Tensor] = {}
+
+    def begin(self) -> Mapping[str, Tensor]:
+        """Quarantine the engine; the tensors to write into, those for its loader among them."""
+        self.engine.begin_update()
+        return self.tensors()
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        own = self.engine.local_tensors()
+        device = next(iter(own.values())).device if own else torch.device("cpu")
+        for name in self.layout.loader:
+            if name not in self._staged:
+                shape, dtype = self.layout.full_shapes[name], dtype_of(self.layout.dtypes[name])
+                self._staged[name] = torch.empty(shape, dtype=dtype, device=device)
+        return {**own, **{STAGED + name: tensor for name, tensor in self._staged.items()}}
+
+    def finish(self, version: int) -> None:
+        """Hand what was staged to the engine's loader and release the engine."""
+        if self._staged:
+            self.engine.load(list(self._staged.items()))
+            self._staged = {}
+        self.engine.finish_update(version)
+
+
+def with_staging(layout: WeightLayout) -> WeightLayout:
+    """The layout with a shard for every tensor of the loader: whole, in a local tensor that `Target` provides."""
+    if any(shard.local.startswith(STAGED) for shard in layout.shards):
+        return layout
+    if lacking := [name for name in layout.loader if name not in layout.full_shapes]:
+        raise WeightTransferError(f"the engine's layout gives no shape for its loader's tensors {lacking}")
+    staged = (
+        Shard(whole_box(name, layout.full_shapes[name]), STAGED + name, (0,) * len(layout.full_shapes[name]))
+        for name in layout.loader
+    )
+    return replace(layout, shards=(*layout.shards, *staged)) if layout.loader else layout

@@ -1,0 +1,368 @@
+"""Milliseconds of a weight push from Megatron shards into engine-shaped parameters, beside the limit and two peers.
+
+    python scripts/bench/reshard.py                      # the cases for as many GPUs as there are, < 4 minutes
+    python scripts/bench/reshard.py --cases 7B:TP2xPP2->TP2xDP2 --json out.json
+    python scripts/bench/reshard.py --device cpu         # the same code on tiny shapes over shared memory
+
+Two processes a GPU: a trainer rank whose parameters lie in one flat buffer as Megatron keeps them, and an engine rank
+with fused qkv_proj, gate_up_proj, w13 and w2 of its own. A push is what the controller waits for: the trainer publishes
+the version, every engine pulls what it holds into its parameters, the trainer confirms, the engines are released. The
+limit is computed from this plan's bytes and from the bandwidths of plain large copies that are measured first:
+max over GPUs of (bytes in / peer, bytes out / peer, (2 local + in + out) / (2 local bandwidth)).
+
+Peers, which load through the engine's own loader (narrow and copy, tensor by tensor): (a) every full tensor gathered on
+every trainer rank and lent by itself, acknowledged every 512 MB; (b) the same gathered into one flat buffer a bucket of
+512 MB, one broadcast for each owner, one handle. Where a peer is cut short for time its figure is scaled by bytes (b)
+or by tensors (a), and marked. Elements are checked one by one after every kind of push.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [p for p in (str(HERE), str(HERE.parents[1])) if p not in sys.path]
+
+from reshard_ranks import Piece, serve  # noqa: E402  # pyrefly: ignore
+
+from rlsys.models.megatron.family import family_of  # noqa: E402
+from rlsys.types import WeightLayout  # noqa: E402
+from rlsys.weights.engine_layout import EngineSizes, engine_layouts  # noqa: E402
+from rlsys.weights.ipc import PullPlan, plan_pull  # noqa: E402
+from rlsys.weights.plan import Plan, make_plan  # noqa: E402
+from rlsys.weights.shapes import SHAPES, sizes_of  # noqa: E402
+from rlsys.weights.trainer_layout import MegatronSizes, megatron_layouts  # noqa: E402
+
+BUCKET_BYTES = 512 << 20
+CEILING_BYTES = 2 << 30
+ANSWER_S = 150.0
+CASES = {
+    1: ["0.5B:TP1->TP1", "7B:TP1->TP1", "30B-A3B:TP1->TP1"],
+    2: ["0.5B:TP2->TP1xDP2", "7B:TP2->TP1xDP2", "7B:PP2->TP2", "30B-A3B:EP2->TP2", "30B-A3B:PP2->TP2"],
+    4: [
+        "0.5B:TP2xPP2->TP2xDP2",
+        "7B:TP2xPP2->TP2xDP2",
+        "7B:TP4->TP2xDP2",
+        "7B:PP4->TP4",
+        "30B-A3B:TP2xPP2xEP2->TP4",
+        "30B-A3B:TP4xEP4->TP2xDP2",
+    ],
+    8: ["7B:TP4xPP2->TP2xDP4", "7B:TP8->TP4xDP2", "30B-A3B:TP2xPP2xEP4->TP4xDP2", "30B-A3B:TP4xEP8->TP4xDP2"],
+}
+TINY = {
+    1: ["tiny:TP1->TP1", "tiny-moe:TP1->TP1"],
+    2: ["tiny:TP2->TP1xDP2", "tiny:PP2->TP2", "tiny-moe:EP2->TP2", "tiny-moe:PP2->EP2xTP2"],
+    4: ["tiny:TP2xPP2->TP2xDP2", "tiny-moe:TP2xPP2xEP2->TP2xDP2"],
+}
+
+
+class Ranks:
+    """All processes of the benchmark."""
+
+    def __init__(self, world: int, device: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.place = tempfile.TemporaryDirectory()
+        self.pipes: dict[str, list[Any]] = {"trainer": [], "engine": []}
+        self.processes = []
+        for rank in range(world):
+            beside = dict(zip(self.pipes, context.Pipe(), strict=True))
+            for role, pipes in self.pipes.items():
+                ours, theirs = context.Pipe()
+                arguments = (role, rank, world, device, theirs, beside[role], f"{self.place.name}/store")
+                process = context.Process(target=serve, args=arguments, daemon=True)
+                process.start()
+                self.processes.append(process)
+                pipes.append(ours)
+        for role in self.pipes:
+            self.answers(role)
+
+    def tell(self, role: str, name: str, arguments: Iterable[tuple] | None = None, **kwargs: Any) -> None:
+        pipes = self.pipes[role]
+        for pipe, args in zip(pipes, arguments or [()] * len(pipes), strict=True):
+            pipe.send((name, args, kwargs))
+
+    def answers(self, role: str) -> list[Any]:
+        found = []
+        for rank, pipe in enumerate(self.pipes[role]):
+            if not pipe.poll(ANSWER_S):
+                self.end(f"{role} rank {rank} did not answer within {ANSWER_S:g} s")
+            state, value = pipe.recv()
+            if state != "ok":
+                self.end(f"{role} rank {rank} failed:\n{value}")
+            found.append(value)
+        return found
+
+    def all(self, role: str, name: str, arguments: Iterable[tuple] | None = None, **kwargs: Any) -> list[Any]:
+        self.tell(role, name, arguments, **kwargs)
+        return self.answers(role)
+
+    def both(self, name: str, arguments: Iterable[tuple] | None = None, **kwargs: Any) -> list[list[Any]]:
+        arguments = list(arguments) if arguments is not None else None
+        for role in self.pipes:
+            self.tell(role, name, arguments, **kwargs)
+        return [self.answers(role) for role in self.pipes]
+
+    def end(self, message: str = "") -> None:
+        for process in self.processes:
+            process.kill()
+        self.place.cleanup()
+        if message:
+            raise SystemExit(message)
+
+
+def layouts_of(case: str, world: int) -> tuple[list[WeightLayout], list[WeightLayout]]:
+    """Trainer's and engine's ranks; data-parallel sizes are what is left."""
+    shape, _, way = case.partition(":")
+    trainer, engine = (sizes_of(side, ("tp", "pp", "ep", "dp")) for side in way.split("->"))
+    config = SHAPES[shape]
+    tp, pp, ep = (trainer.get(key, 1) for key in ("tp", "pp", "ep"))
+    megatron = MegatronSizes(tp_size=tp, pp_size=pp, ep_size=ep, dp_size=world // tp // pp)
+    tp, ep = engine.get("tp", 1), engine.get("ep", 1)
+    target = EngineSizes(tp_size=tp, ep_size=ep, dp_size=world // tp)
+    family = family_of(config)
+    sources = megatron_layouts(config, megatron, grouped_experts=True, fused_norms=True)
+    tied = bool(family.aliases(config))
+    shapes = family.hf_shapes(config)
+    destinations = engine_layouts(shapes, target, num_kv_heads=config["num_key_value_heads"], tied=tied)
+    return sources, destinations
+
+
+def limit_s(plan: Plan, world: int, local: float, peer: float) -> tuple[float, dict[str, int]]:
+    """The time that the bytes of the busiest GPU take at the measured bandwidths, and that GPU's bytes."""
+    worst, bytes_of_worst = 0.0, dict[str, int]()
+    links = plan.bytes_by_link()
+    for gpu in range(world):
+        own = links.get((gpu, gpu), 0)
+        into = sum(n for (a, b), n in links.items() if b == gpu != a)
+        out = sum(n for (a, b), n in links.items() if a == gpu != b)
+        seconds = max(into / peer, out / peer, (2 * own + into + out) / (2 * local))
+        if seconds >= worst:
+            worst, bytes_of_worst = seconds, {"local": own, "in": into, "out": out}
+    return worst, bytes_of_worst
+
+
+def measure_ceilings(ranks: Ranks, world: int, num_bytes: int) -> tuple[float, float]:
+    """Bytes per second of one large copy: inside a GPU, and from the next GPU while all others do the same."""
+    offers = ranks.all("trainer", "lend_block", [(num_bytes,)] * world)
+    local = min(ranks.all("engine", "copy_block", [(offer, 5) for offer in offers]))
+    around = [offers[(rank + 1) % world] for rank in range(world)]
+    peer = min(ranks.all("engine", "copy_block", [(offer, 5) for offer in around])) if world > 1 else local
+    ranks.all("engine", "drop")
+    ranks.all("trainer", "drop_block")
+    return local, peer
+
+
+def push_ours(ranks: Ranks, pull: PullPlan, version: int, *, verify: bool) -> tuple[float, float]:
+    """(seconds the controller waited, seconds of the slowest engine)."""
+    started_s = time.monotonic()
+    published = ranks.all("trainer", "send", [(version, verify)] * len(pull.lenders))
+    sums = pull.merged(published) if verify else None
+    slowest = max(ranks.all("engine", "receive", [(version,)] * len(pull.lenders)))
+    ranks.all("trainer", "confirm", [(version,)] * len(pull.lenders))
+    ranks.all("engine", "finish", [(version, sums)] * len(pull.lenders))
+    return time.monotonic() - started_s, slowest
+
+
+def buckets_of(
+    sources: Sequence[WeightLayout], wanted: Sequence[str], limit_bytes: int, stop: int
+) -> list[list[tuple[str, list[Piece]]]]:
+    """Buckets of HF tensors with the boxes that make them up and who sends each; tensors until `stop` bytes."""
+    pieces: dict[str, dict[Any, int]] = {}
+    for layout in sources:
+        for shard in layout.shards:
+            pieces.setdefault(shard.box.tensor, {}).setdefault(shard.box, layout.rank)
+    buckets: list[list[tuple[str, list[Piece]]]] = [[]]
+    filled = total = 0
+    for name in wanted:
+        num_bytes = 2 * prod(sources[0].full_shapes[name])
+        if filled and filled + num_bytes > limit_bytes:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append((name, list(pieces[name].items())))
+        filled, total = filled + num_bytes, total + num_bytes
+        if total >= stop:
+            break
+    return buckets
+
+
+def push_as_peer(ranks: Ranks, buckets: list[Any], *, flat: bool) -> float:
+    started_s = time.monotonic()
+    world = len(ranks.pipes["engine"])
+    ranks.tell("engine", "peer_receive", [(len(buckets),)] * world)
+    ranks.tell("trainer", "peer_send", [(buckets, flat)] * world)
+    ranks.answers("trainer")
+    ranks.answers("engine")
+    return time.monotonic() - started_s
+
+
+def check(ranks: Ranks, world: int, seed: int, only: set[str] | None = None) -> None:
+    """SystemExit where an element of an engine is not the trainer's."""
+    for rank, wrong in enumerate(ranks.all("engine", "wrong", [(seed,)] * world)):
+        if bad := [name for name in wrong if only is None or name in only]:
+            ranks.end(f"engine rank {rank} holds wrong elements of {len(bad)} tensors: {bad[:4]}")
+
+
+def measure_peer(
+    ranks: Ranks, world: int, sources: list[WeightLayout], wanted: list[str], args: Any, *, flat: bool
+) -> dict:
+    """A peer's seconds for all tensors; the first push warms up on a few buckets."""
+    total = sum(2 * prod(sources[0].full_shapes[name]) for name in wanted)
+    bucket = min(BUCKET_BYTES, max(1 << 12, total // 4)) if args.device == "cpu" else BUCKET_BYTES
+    names = wanted if flat else wanted[: args.peer_tensors]
+    buckets = buckets_of(sources, names, bucket, args.peer_bytes)
+    ranks.all("engine", "clear")
+    push_as_peer(ranks, buckets[:2], flat=flat)
+    before = ranks.both("memory", reset=True)
+    seconds = push_as_peer(ranks, buckets, flat=flat)
+    peaks = ranks.both("memory", reset=False)
+    done = [name for bucket in buckets for name, _ in bucket]
+    check(ranks, world, 1, set(done))
+    moved = sum(2 * prod(sources[0].full_shapes[name]) for name in done)
+    scale = total / moved if flat else max(len(wanted) / len(done), 1.0)
+    extra = max(peak - was for (peak, _), (was, _) in zip(peaks[0], before[0], strict=True))
+    return {"s": seconds * scale, "scaled": len(done) < len(wanted), "tensors": len(done), "extra_bytes": max(0, extra)}
+
+
+def run_case(ranks: Ranks, case: str, world: int, local: float, peer: float, args: Any) -> dict[str, Any]:
+    sources, destinations = layouts_of(case, world)
+    started_s = time.perf_counter()
+    plan = make_plan(sources, destinations)
+    plan_s = time.perf_counter() - started_s
+    pull = plan_pull(plan, sources)
+    held = ranks.all("trainer", "build", [(layout, 1) for layout in sources])
+    taken = ranks.all("engine", "build", [(layout, 1) for layout in destinations])
+    before = ranks.both("memory", reset=True)
+    offers = ranks.all("trainer", "lend", [(spec,) for spec in pull.lenders])
+    others = {}
+    for method in [*args.also, args.method]:
+        started_s = time.perf_counter()
+        ranks.all(
+            "engine",
+            "pull_from",
+            [(pull.reader(rank, dict(enumerate(offers)), method=method),) for rank in range(world)],
+        )
+        connect_s = time.perf_counter() - started_s
+        for version in range(2):
+            push_ours(ranks, pull, version, verify=False)
+        ranks.all("engine", "clear")
+        times = [push_ours(ranks, pull, version, verify=False) for version in range(2, 2 + args.repeats)]
+        others[method] = statistics.median(waited for waited, _ in times)
+    after = ranks.both("memory", reset=False)
+    check(ranks, world, 1)
+    ranks.all("trainer", "write", [(2,)] * world)
+    verify = len(plan.proofs[1]) < args.checksums
+    verified_s, _ = push_ours(ranks, pull, 99, verify=verify)
+    check(ranks, world, 2)
+    ranks.all("trainer", "write", [(1,)] * world)
+    limit, worst = limit_s(plan, world, local, peer)
+    waited_s, engine_s = (statistics.median(column) for column in zip(*times, strict=True))
+    extra = [
+        max(0, peak - was)
+        for side in zip(before, after, strict=True)
+        for (was, _), (peak, _) in zip(*side, strict=True)
+    ]
+    method, operations, table_bytes = ranks.all("engine", "told")[0]
+    result: dict[str, Any] = {
+        "case": case,
+        "gpus": world,
+        "bytes": plan.num_bytes,
+        "worst_gpu_bytes": worst,
+        "held_bytes": max(held),
+        "engine_bytes": max(taken),
+        "copies": plan.num_copies,
+        "operations": operations,
+        "method": method,
+        "plan_s": plan_s,
+        "connect_s": connect_s,
+        "t_s": waited_s,
+        "t_best_s": min(t for t, _ in times),
+        "engine_s": engine_s,
+        "limit_s": limit,
+        "by_method_s": others,
+        "with_checksums_s": verified_s if verify else None,
+        "extra_bytes": max(extra),
+        "table_bytes": table_bytes,
+    }
+    if not args.no_peers and time.monotonic() < args.end_s:
+        names = sorted({s.box.tensor for layout in destinations for s in layout.shards})
+        result["bucketed"] = measure_peer(ranks, world, sources, names, args, flat=True)
+        if time.monotonic() < args.end_s:
+            result["per_tensor"] = measure_peer(ranks, world, sources, names, args, flat=False)
+    ranks.all("engine", "drop")
+    ranks.all("trainer", "drop")
+    return result
+
+
+def told(result: dict[str, Any]) -> str:
+    ms, limit = result["t_s"] * 1e3, result["limit_s"] * 1e3
+    lines = [
+        f"{result['case']}  on {result['gpus']}: {result['bytes'] / 1e9:.2f} GB in {result['copies']} copies "
+        f"({result['method']}, {result['operations']} operations), plan {result['plan_s']:.2f} s, "
+        f"connect {result['connect_s']:.2f} s",
+        f"   push {ms:8.2f} ms (engines {result['engine_s'] * 1e3:.2f})   limit {limit:.2f} ms   "
+        f"t/limit {ms / limit:.2f}   extra {result['extra_bytes'] / 2**20:.1f} MiB a process",
+    ]
+    if len(result["by_method_s"]) > 1:
+        lines.append("   by method: " + ", ".join(f"{m} {s * 1e3:.2f} ms" for m, s in result["by_method_s"].items()))
+    if result["with_checksums_s"] is not None:
+        lines.append(f"   with checksums {result['with_checksums_s'] * 1e3:.1f} ms")
+    for name in ("bucketed", "per_tensor"):
+        if peer := result.get(name):
+            scaled = f" (scaled from {peer['tensors']} tensors)" if peer["scaled"] else ""
+            ratio = peer["s"] / result["t_s"]
+            extra = peer["extra_bytes"] / 2**20
+            lines.append(f"   {name:11s} {peer['s'] * 1e3:9.1f} ms{scaled} = {ratio:.1f}x ours, extra {extra:.0f} MiB")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--gpus", type=int, default=0, help="processes of each side; all GPUs, or 2 on a CPU")
+    parser.add_argument("--cases", nargs="*", help="SHAPE:TPnxPPnxEPn->TPnxEPnxDPn")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--method", choices=["auto", "kernel", "foreach", "loop"], default="auto")
+    parser.add_argument("--also", nargs="*", default=["loop", "foreach"], help="further ways to copy, timed before it")
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument(
+        "--peer-bytes", type=int, default=20 << 30, help="a peer moves at most this before it is scaled"
+    )
+    parser.add_argument("--peer-tensors", type=int, default=2000, help="per-tensor peer: at most so many, then scaled")
+    parser.add_argument("--checksums", type=int, default=5000, help="push with checksums where there are fewer of them")
+    parser.add_argument("--seconds", type=float, default=200.0, help="start nothing new after this")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    args.end_s = time.monotonic() + args.seconds
+    world = args.gpus or (torch.cuda.device_count() if args.device == "cuda" else 2)
+    cases = args.cases or (CASES if args.device == "cuda" else TINY)[world]
+    ranks = Ranks(world, args.device)
+    local, peer = measure_ceilings(ranks, world, CEILING_BYTES if args.device == "cuda" else 1 << 26)
+    print(f"torch {torch.__version__}, {world} x {args.device}")
+    print(f"one large copy: {local / 1e9:.0f} GB/s local, {peer / 1e9:.0f} GB/s from a peer", flush=True)
+    results = []
+    for case in cases:
+        if time.monotonic() > args.end_s:
+            print(f"{case}: left out, the time is up")
+            continue
+        results.append(run_case(ranks, case, world, local, peer, args))
+        print(told(results[-1]), flush=True)
+    ranks.end()
+    if args.json:
+        ceilings = {"local_bytes_per_s": local, "peer_bytes_per_s": peer, "torch": torch.__version__}
+        args.json.write_text(json.dumps({**ceilings, "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""What a weight transfer moves: bytes on every link and rank, and the time that given bandwidths allow.
+
+    python scripts/plan.py 30B-A3B TP2xPP2xEP2xDP2 TP4xDP2
+    python scripts/plan.py path/to/config.json FSDP8 TP2xDP4 --ranks-per-host 4 --json plan.json
+
+The model is a known shape (0.5B, 7B, 32B, 30B-A3B, 671B, tiny, tiny-moe) or a config.json. The trainer is Megatron's
+TPnxPPnxEPnxETPnxDPn or FSDPn (LASTn: layers of the last stage), the engine TPnxPPnxEPnxDPn with fused parameters.
+Rank n of both sides is on device n.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from rlsys.models.megatron.family import family_of  # noqa: E402
+from rlsys.types import WeightLayout  # noqa: E402
+from rlsys.utils.errors import ConfigError, WeightTransferError  # noqa: E402
+from rlsys.weights.engine_layout import EngineSizes, engine_layouts  # noqa: E402
+from rlsys.weights.plan import Plan, make_plan  # noqa: E402
+from rlsys.weights.shapes import SHAPES, sizes_of  # noqa: E402
+from rlsys.weights.trainer_layout import MegatronSizes, fsdp_layouts, megatron_layouts  # noqa: E402
+
+MOST_LINES = 40
+
+
+def hf_config_of(name: str) -> dict[str, Any]:
+    """A known shape, or a config.json (its folder will do)."""
+    if name in SHAPES:
+        return SHAPES[name]
+    path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if not path.is_file():
+        raise ConfigError(f"'{name}' is neither a file nor one of {', '.join(SHAPES)}")
+    return json.loads(path.read_text())
+
+
+def trainer_of(config: Mapping[str, Any], text: str, ranks_per_host: int, dtype: str) -> list[WeightLayout]:
+    sizes = sizes_of(text, ("tp", "pp", "dp", "ep", "etp", "vp", "first", "last", "fsdp"))
+    family = family_of(config)
+    if ranks := sizes.pop("fsdp", 0):
+        aliases = family.aliases(config)
+        return fsdp_layouts(
+            family.hf_shapes(config), ranks, dtype=dtype, ranks_per_host=ranks_per_host, aliases=aliases
+        )
+    keys = {"first": "first_layers", "last": "last_layers"}
+    megatron = MegatronSizes(**{keys.get(name, f"{name}_size"): size for name, size in sizes.items()})
+    return megatron_layouts(config, megatron, dtype=dtype, ranks_per_host=ranks_per_host, grouped_experts=True)
+
+
+def engine_of(config: Mapping[str, Any], text: str, ranks_per_host: int, dtype: str) -> list[WeightLayout]:
+    sizes = EngineSizes(**{f"{name}_size": size for name, size in sizes_of(text, ("tp", "pp", "dp", "ep")).items()})
+    family = family_of(config)
+    return engine_layouts(
+        family.hf_shapes(config),
+        sizes,
+        num_kv_heads=config.get("num_key_value_heads", config["num_attention_heads"]),
+        dtype=dtype,
+        tied=bool(family.aliases(config)),
+        ranks_per_host=ranks_per_host,
+    )
+
+
+def limit_of(plan: Plan, hosts: Mapping[str, Mapping[int, str]], rates: Mapping[str, float]) -> tuple[float, int, str]:
+    """Seconds of the device that needs longest, which one it is, and what holds it up."""
+    totals: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for (giver, taker), num_bytes in plan.bytes_by_link().items():
+        far = hosts["source"][giver] != hosts["destination"][taker]
+        if giver == taker and not far:
+            totals[taker]["memory"] += 2 * num_bytes / (2 * rates["local"])
+            continue
+        link = "network" if far else "peer"
+        totals[taker][f"{link} in"] += num_bytes / rates[link]
+        totals[giver][f"{link} out"] += num_bytes / rates[link]
+        totals[taker]["memory"] += num_bytes / (2 * rates["local"])
+        totals[giver]["memory"] += num_bytes / (2 * rates["local"])
+    return max(
+        ((seconds, rank, what) for rank, by in totals.items() for what, seconds in by.items()), default=(0.0, 0, "-")
+    )
+
+
+def told(plan: Plan, args: argparse.Namespace, sources: list[WeightLayout], engines: list[WeightLayout]) -> str:
+    links = plan.bytes_by_link()
+    given, taken, kept = (defaultdict[int, int](int) for _ in range(3))
+    for (giver, taker), num_bytes in links.items():
+        if giver == taker and sources[giver].host == engines[taker].host:
+            kept[taker] += num_bytes
+        else:
+            given[giver] += num_bytes
+            taken[taker] += num_bytes
+    gb = 1e9
+    lines = [
+        f"{args.model}: {args.trainer} ({len(sources)} ranks) -> {args.engine} ({len(engines)} ranks), {args.dtype}",
+        f"{plan.num_copies} copies, {plan.num_bytes / gb:.2f} GB; stays on its device {sum(kept.values()) / gb:.2f}, "
+        f"crosses links {sum(given.values()) / gb:.2f} GB",
+        "rank    gives GB   takes GB   keeps GB",
+    ]
+    ranks = sorted({*given, *taken, *kept})
+    lines += [
+        f"{rank:4d}  {given[rank] / gb:10.3f} {taken[rank] / gb:10.3f} {kept[rank] / gb:10.3f}"
+        for rank in ranks[:MOST_LINES]
+    ]
+    lines += [f"  ... {len(ranks) - MOST_LINES} more ranks"] if len(ranks) > MOST_LINES else []
+    lines += ["link         GB"]
+    heaviest = sorted(links.items(), key=lambda item: (-item[1], item[0]))
+    lines += [f"{a:4d} -> {b:<4d} {n / gb:8.3f}" for (a, b), n in heaviest[: args.links]]
+    lines += [f"  ... {len(heaviest) - args.links} more links"] if len(heaviest) > args.links else []
+    if plan.unused:
+        lines.append(f"no engine wants {len(plan.unused)} tensors: {', '.join(plan.unused[:4])}")
+    rates = {"local": args.local * gb, "peer": args.peer * gb, "network": args.network * gb}
+    hosts = {"source": {s.rank: s.host for s in sources}, "destination": {d.rank: d.host for d in engines}}
+    seconds, rank, what = limit_of(plan, hosts, rates)
+    lines.append(
+        f"limit {seconds * 1e3:.2f} ms (device {rank}, {what}) at {args.local:g} GB/s local copies, "
+        f"{args.peer:g} GB/s between devices, {args.network:g} GB/s between hosts, each direction"
+    )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("trainer", help="TPnxPPnxEPnxETPnxDPn or FSDPn")
+    parser.add_argument("engine", help="TPnxPPnxEPnxDPn")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--ranks-per-host", type=int, default=8)
+    parser.add_argument("--local", type=float, default=2136, help="GB/s of a copy inside a device")
+    parser.add_argument("--peer", type=float, default=396, help="GB/s between devices of a host")
+    parser.add_argument("--network", type=float, default=50, help="GB/s of a device between hosts")
+    parser.add_argument("--links", type=int, default=20, help="how many of the heaviest links are printed")
+    parser.add_argument("--json", type=Path, help="write the whole plan there")
+    args = parser.parse_args()
+    try:
+        config = hf_config_of(args.model)
+        sources = trainer_of(config, args.trainer, args.ranks_per_host, args.dtype)
+        engines = engine_of(config, args.engine, args.ranks_per_host, args.dtype)
+        started_s = time.perf_counter()
+        plan = make_plan(sources, engines)
+        plan_s = time.perf_counter() - started_s
+    except (ConfigError, WeightTransferError) as error:
+        raise SystemExit(str(error)) from None
+    print(told(plan, args, sources, engines))
+    peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"planned in {plan_s:.2f} s; this process has used at most {peak_mib:.0f} MiB")
+    if args.json:
+        args.json.write_text(plan.to_json())
+
+
+if __name__ == "__main__":
+    main()

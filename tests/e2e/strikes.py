@@ -1,0 +1,108 @@
+"""Signals that a driver under test sends to its Ray workers, each at a stage or in the middle of a worker's call."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from tests.e2e.fork_server import wrap
+
+UNDER_WAY_S = 0.3
+PAUSE_S = 3
+HEAD_PID = "HEAD_PID"
+TITLE = re.compile(r"ray::Colocated_([a-z_]+)")
+
+
+@dataclass(frozen=True)
+class Strike:
+    """SIG`signal` to the process that plays `role` when `at` is entered for the `entry`-th time.
+
+    `at` is a stage of the controller ("adv"), or a call of a worker ("critic.update_critic"): a SIGKILL then comes
+    when the call has been sent and the worker cannot have answered. `rank` counts the processes of that role. A driver
+    that is stopped goes on after PAUSE_S.
+    """
+
+    role: str
+    at: str
+    signal: str = "KILL"
+    entry: int = 1
+    rank: int = 0
+
+
+def arm_strikes(strikes: Sequence[Strike]) -> None:
+    """Let this process, the driver, strike."""
+    entered: dict[str, int] = {}
+
+    def due(at: str) -> list[Strike]:
+        entered[at] = entered.get(at, 0) + 1
+        return [strike for strike in strikes if strike.at == at and strike.entry == entered[at]]
+
+    def stages(original: Callable[..., Any]) -> Callable[..., Any]:
+        @contextmanager
+        def call(timer: Any, stage: str) -> Iterator[None]:
+            with original(timer, stage):
+                for strike in due(stage):
+                    _send(strike, _process(strike), strike.signal)
+                yield
+
+        return call
+
+    def calls(original: Callable[..., Any]) -> Callable[..., Any]:
+        def submit(backend: Any, role: str, stage: str, calls: Any) -> Any:
+            found = [(strike, _process(strike)) for strike in due(f"{role}.{stage}")]
+            for strike, process in found:
+                _send(strike, process, "KILL" if strike.role == "driver" else "STOP")
+            sent = original(backend, role, stage, calls)
+            for strike, process in found:
+                if strike.signal == "KILL":
+                    threading.Thread(target=_later, args=(process,)).start()
+            return sent
+
+        return submit
+
+    wrap("rlsys.telemetry.metrics:StageTimer.__call__", stages)
+    wrap("rlsys.single_controller.ray.backend:RayBackend.submit", calls)
+
+
+def workers(head_pid: int) -> list[tuple[list[str], psutil.Process]]:
+    """The workers below a head, oldest first, with the roles they play."""
+    found = []
+    for one in psutil.Process(head_pid).children(recursive=True):
+        try:
+            title = TITLE.match(" ".join(one.cmdline()))
+            if title:
+                found.append((title[1].split("_"), one, one.create_time()))
+        except psutil.Error:
+            continue
+    return [(roles, one) for roles, one, _ in sorted(found, key=lambda item: item[2])]
+
+
+def _process(strike: Strike) -> psutil.Process:
+    if strike.role == "driver":
+        return psutil.Process()
+    playing = [one for roles, one in workers(int(os.environ[HEAD_PID])) if strike.role in roles]
+    assert strike.rank < len(playing), f"no process for {strike}"
+    return playing[strike.rank]
+
+
+def _send(strike: Strike, process: psutil.Process, name: str) -> None:
+    print(f"struck: {time.monotonic():.1f} {strike}", file=sys.stderr, flush=True)
+    if strike.role == "driver" and name == "STOP":
+        subprocess.Popen(["sh", "-c", f"sleep {PAUSE_S}; kill -CONT {os.getpid()}"])
+    process.send_signal(getattr(signal, f"SIG{name}"))
+
+
+def _later(process: psutil.Process) -> None:
+    time.sleep(UNDER_WAY_S)
+    process.kill()

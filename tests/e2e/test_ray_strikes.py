@@ -1,0 +1,245 @@
+"""kill -9 and SIGSTOP of every kind of process at every stage, under Ray.
+
+A run that loses the actor, critic, reference or reward model ends with one error that names role, rank, host and stage;
+a rollout worker is replaced and the run goes on. Either way nothing is left behind, and what the same command makes of
+it in the end is bitwise what an uninterrupted run makes. All runs share a head and a process that has imported all.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Toy, enlarge
+from tests.e2e.fork_server import Ended, ForkServer, Patches
+from tests.e2e.ray_head import Head, ray_head
+from tests.e2e.strikes import HEAD_PID, Strike
+from tests.e2e.test_resume_after_kill import assert_same, metrics_of
+
+ENDED_S = 60.0
+ERROR = re.compile(r"rlsys: (WorkerError|DeadlineError): (\w+) rank (\d) on [\w.-]+ .*stage '(\w+)'")
+STRUCK = re.compile(r"struck: ([\d.]+) ")
+STEPS = 3
+START = ("actor.init_model", "connect", "update_weights")
+STEP = ("gen", "reward", "old_log_prob", "ref", "reward_model", "values", "adv", "update_critic", "update_actor")
+END = ("dump_rollouts", "testing", "save_checkpoint")
+TRAIN_CALLS = (
+    "critic.init_model",
+    "ref.init_model",
+    "actor.open_weight_transfer",
+    "actor.send_weights",
+    "actor.compute_log_prob",
+    "ref.compute_ref_log_prob",
+    "critic.compute_values",
+    "critic.update_critic",
+    "actor.update_actor",
+    "actor.save_checkpoint",
+    "critic.save_checkpoint",
+)
+LOADS = ("load_checkpoint", "actor.load_checkpoint", "critic.load_checkpoint")
+SAVED = "critic.save_checkpoint"
+
+
+@dataclass(frozen=True)
+class Runs:
+    """PPO with critic, reference, adaptive KL and a reward model; this and the rollout have own processes."""
+
+    server: ForkServer
+    head: Head
+    toy: Toy
+    folder: Path
+    ended_s: list[float] = field(default_factory=list)
+
+    def run(self, out: Path, *strikes: Strike, more: Sequence[str] = ()) -> Ended:
+        """To its end, whichever; nothing of it may be left."""
+        before = set(os.listdir("/dev/shm"))
+        names = ("call", "generate", "update", "weights", "save", "reward")
+        argv = self.toy.overrides(
+            out,
+            "algorithm.adv_estimator=gae",
+            "algorithm.use_kl_in_reward=true",
+            "algorithm.kl_ctrl.type=adaptive",
+            "reward.reward_model.enable=true",
+            f"reward.reward_model.model_path={self.toy.judge}",
+            "reward.reward_model.enable_resource_pool=true",
+            "reward.reward_model.nnodes=1",
+            f"reward.custom_reward_function.path={self.toy.grader}",
+            "trainer.rollout_workers=1",
+            "trainer.test_freq=1",
+            "trainer.save_freq=1",
+            f"trainer.total_training_steps={STEPS}",
+            f"trainer.rollout_data_dir={out}/rollouts",
+            "trainer.deadlines.start_s=45",
+            *(f"trainer.deadlines.{name}_s=8" for name in names),
+            *more,
+        )
+        ended = self.server.run(argv, out.with_suffix(".log"), Patches(strikes=strikes), deadline_s=180)
+        self.ended_s.append(time.monotonic())
+        assert ended.orphans == 0
+        assert ended.log.count("struck: ") == len(strikes), ended.log
+        self.assert_left_clean(before)
+        return ended
+
+    def whole(self, *more: str) -> Path:
+        """An uninterrupted run: in one process, where that can be."""
+        out = self.folder / "-".join(["whole", *more])
+        if not out.exists():
+            here = () if more else ("trainer.backend=local", "trainer.rollout_workers=0")
+            ended = self.run(out, more=[*more, *here])
+            assert ended.status == 0, ended.log
+        return out
+
+    def fails(self, out: Path, strike: Strike, *more: str) -> None:
+        """The run ends with one error about this strike, in time."""
+        ended = self.run(out, strike, more=more)
+        assert ended.status == 1, f"{strike}\n{ended.log}"
+        took_s = self.ended_s[-1] - float(STRUCK.findall(ended.log)[0])
+        assert took_s < ENDED_S, f"{strike}: {took_s:.0f} s\n{ended.log}"
+        errors = [line for line in ended.log.splitlines() if line.startswith("rlsys: ") and "preset" not in line]
+        assert len(errors) == 1, ended.log
+        assert "Traceback" not in ended.log, ended.log
+        told = ERROR.match(errors[0])
+        assert told, errors[0]
+        kind, role, rank, _ = told.groups()
+        assert kind == ("DeadlineError" if strike.signal == "STOP" else "WorkerError"), f"{strike}: {errors[0]}"
+        assert role in ({"actor", "critic", "ref"} if strike.role == "actor" else {strike.role}), errors[0]
+        assert int(rank) == strike.rank, errors[0]
+
+    def all_fail(self, out: Path, strikes: Sequence[Strike], *more: str) -> None:
+        """Each of these, one run after the other; told together."""
+        wrong = []
+        for strike in strikes:
+            try:
+                self.fails(out, strike, *more)
+            except AssertionError as error:
+                wrong.append(f"{strike}: {error}")
+        assert not wrong, "\n\n".join(wrong)
+
+    def finishes(self, out: Path, *strikes: Strike, more: Sequence[str] = ()) -> None:
+        """The run recovers from all strikes, and leaves what an uninterrupted one does."""
+        ended = self.run(out, *strikes, more=more)
+        assert ended.status == 0, f"{strikes}\n{ended.log}"
+        assert_same(out, self.whole(*more), ignored=("rollout/failures", "rollout/retries", "rollout/restarts"))
+
+    def assert_left_clean(self, shared_memory: set[str]) -> None:
+        """No actor, reservation, process (so no port) and no shared memory of a run."""
+        end_s = time.monotonic() + 15.0
+        while left := [*self.head.living(), *self.head.processes(), *new_shared_memory(shared_memory)]:
+            assert time.monotonic() < end_s, left
+            time.sleep(0.2)
+
+
+def new_shared_memory(before: set[str]) -> set[str]:
+    """Files that are new and that no living process has mapped: those of others on this host come and go."""
+    new = set(os.listdir("/dev/shm")) - before
+    for maps in Path("/proc").glob("[0-9]*/maps") if new else ():
+        with suppress(OSError):
+            text = maps.read_text()
+            new = {name for name in new if f"/dev/shm/{name}" not in text}
+    return new
+
+
+@pytest.fixture(scope="module")
+def runs(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    with ray_head() as head, ForkServer({**head.env, HEAD_PID: str(head.process.pid)}) as server:
+        head.own.add(server.pid)
+        yield Runs(server, head, toy, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture
+def out(runs: Runs, tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+def test_a_lost_worker_is_told_or_replaced(runs: Runs, out: Path) -> None:
+    runs.fails(out, Strike("actor", "critic.update_critic", entry=2))
+    runs.finishes(out, Strike("rollout", "rollout.generate_sequences"))
+
+
+signals = pytest.mark.parametrize("signal", ["KILL", "STOP"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@signals
+@pytest.mark.parametrize("points", [(*START, *STEP, *END), (*TRAIN_CALLS, *LOADS)], ids=["idle or not", "in a call"])
+def test_the_training_worker(runs: Runs, out: Path, signal: str, points: tuple[str, ...]) -> None:
+    runs.all_fail(out, [Strike("actor", point, signal) for point in points])
+    runs.finishes(out)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@signals
+def test_the_reward_model(runs: Runs, out: Path, signal: str) -> None:
+    points = ("rm.init_model", *START[1:], *STEP, *END, "rm.compute_rm_score")
+    runs.all_fail(out, [Strike("rm", point, signal) for point in points])
+    runs.finishes(out)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@signals
+def test_a_rollout_worker(runs: Runs, out: Path, signal: str) -> None:
+    start = ("rollout.init_model", "connect", "rollout.open_weight_transfer", "update_weights")
+    runs.all_fail(out, [Strike("rollout", point, signal) for point in start])
+    points = [*STEP, *END, "rollout.generate_sequences", "rollout.receive_weights"]
+    for first in range(0, len(points), STEPS):
+        strikes = [Strike("rollout", at, signal, step) for step, at in enumerate(points[first : first + STEPS], 1)]
+        runs.finishes(out, *strikes)
+        shutil.rmtree(out)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_driver(runs: Runs, out: Path) -> None:
+    for point in (*START, *STEP, *END, "load_checkpoint", "critic.update_critic", "rollout.generate_sequences"):
+        assert runs.run(out, Strike("driver", point)).status == -9
+    runs.finishes(out)
+    shutil.rmtree(out)
+    runs.finishes(out, *(Strike("driver", point, "STOP") for point in ("connect", "gen", "update_actor", "testing")))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@signals
+def test_one_of_two_training_ranks(runs: Runs, out: Path, signal: str) -> None:
+    two = "trainer.n_gpus_per_node=2"
+    points = ("actor.init_model", "actor.compute_log_prob", "critic.update_critic", "actor.update_actor")
+    runs.all_fail(out, [Strike("actor", point, signal, rank=1) for point in points], two)
+    runs.finishes(out, more=[two])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_full_disk(runs: Runs, small_disk: Path) -> None:
+    out = small_disk / "out"
+    ended = runs.run(out)
+    assert ended.status == 1
+    assert "No space left on device" in ended.log
+    assert ended.log.count("rlsys: CheckpointError") + ended.log.count("rlsys: WorkerError") == 1, ended.log
+    assert not list(out.glob("global_step_*.tmp"))
+    enlarge(small_disk)
+    assert runs.run(out).status == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_one_step_off_with_decoupled_ppo(runs: Runs, out: Path) -> None:
+    off = ("trainer.max_staleness=1", "algorithm.rollout_correction.rollout_is=token")
+    for point in ("gen", "update_actor", "actor.send_weights", "save_checkpoint", "critic.save_checkpoint"):
+        assert runs.run(out, Strike("driver", point), more=off).status == -9
+    train = [Strike("actor", point) for point in ("actor.update_actor", "save_checkpoint")]
+    runs.all_fail(out, [*train, Strike("actor", "critic.update_critic", "STOP")], *off)
+    runs.finishes(out, Strike("rollout", "rollout.generate_sequences"), more=off)
+    last = metrics_of(out)[-1]
+    assert last["training/staleness"] == 1
+    assert last["rollout_corr/rollout_is_std"] > 0

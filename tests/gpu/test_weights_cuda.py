@@ -1,0 +1,80 @@
+"""Weights on GPUs: the copy kernel, memory lent to another process, and a push between two processes of one GPU."""
+
+from __future__ import annotations
+
+import random
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from rlsys.weights.handles import Borrowed, offer_of
+from rlsys.weights.replay import Method, Pair, Replay
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+def random_pairs(rng: random.Random, device: str) -> tuple[list[Pair], torch.Tensor]:
+    """Parts of tensors of every dtype, strided and not, into one buffer of parameters each; and all that they write."""
+    pairs, targets = list[Pair](), []
+    for _ in range(60):
+        dtype = rng.choice([torch.bfloat16, torch.float32, torch.uint8])
+        shape = [rng.randint(1, 60) for _ in range(rng.randint(1, 3))]
+        whole = [n + rng.randint(0, 9) for n in shape]
+        at = [rng.randint(0, a - n) for a, n in zip(whole, shape, strict=True)]
+        part = tuple(slice(a, a + n) for a, n in zip(at, shape, strict=True))
+        source = torch.randint(0, 100, whole, device=device).to(dtype)
+        target = torch.zeros(whole, dtype=dtype, device=device)
+        pairs.append((target[part], source[part]))
+        targets.append(target)
+    big = torch.randn(3_000_001, device=device)
+    pairs.append((torch.zeros_like(big), big))
+    cast = torch.randn(100, 100, device=device)
+    pairs.append((torch.zeros(100, 100, dtype=torch.bfloat16, device=device), cast))
+    return pairs, targets
+
+
+@pytest.mark.parametrize("method", ["kernel", "foreach", "loop"])
+def test_every_way_copies_the_same(method: Method) -> None:
+    pairs, _ = random_pairs(random.Random(1), "cuda")
+    replay = Replay(pairs, method=method)
+    assert replay.method == method
+    replay.run()
+    torch.cuda.synchronize()
+    assert all(torch.equal(target, source.to(target.dtype)) for target, source in pairs)
+
+
+def _engine(pipe: Connection) -> None:
+    offer = pipe.recv()
+    for device in range(torch.cuda.device_count()):
+        borrowed = Borrowed(offer, ["w"], device=torch.device("cuda", device))
+        target = torch.zeros(borrowed.tensors["w"].shape, device=f"cuda:{device}")
+        with torch.cuda.device(device):
+            Replay([(target, borrowed.tensors["w"])]).run()
+            torch.cuda.synchronize()
+        pipe.send(target.cpu())
+        borrowed.close()
+    pipe.recv()
+
+
+def test_memory_of_another_process_is_read_from_every_gpu() -> None:
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_engine, args=(theirs,), daemon=True)
+    process.start()
+    base = torch.randn(5000, 300, device="cuda:0")
+    lent = {"w": base[7:4000, 20:280]}
+    ours.send(offer_of(lent))
+    try:
+        for _ in range(torch.cuda.device_count()):
+            assert ours.poll(120)
+            assert torch.equal(ours.recv(), lent["w"].cpu())
+        ours.send("done")
+        process.join(30)
+        assert process.exitcode == 0
+    finally:
+        process.kill()

@@ -1,0 +1,98 @@
+"""Prompts: from files to rows, and from rows to batches in an order that can be resumed anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from rlsys.config import PPOConfig
+from rlsys.config.plan import total_steps
+from rlsys.config.schema_data import DataConfig, PromptsConfig
+from rlsys.data.collate import collate_prompts
+from rlsys.data.cursor import Cursor
+from rlsys.data.dataset import PromptDataset, PromptFormat
+from rlsys.protocol import DataProto
+from rlsys.utils.plugins import load_from_file
+
+
+@dataclass(frozen=True)
+class CollatedPrompts:
+    """A cursor over a dataset that hands out padded batches."""
+
+    cursor: Cursor
+    dataset: PromptDataset
+    max_prompt_tokens: int
+    pad_token_id: int
+
+    def next(self) -> DataProto:
+        step = self.cursor.next()
+        rows = [self.dataset[index] for index in step.rows]
+        return collate_prompts(
+            rows, prompt_length=self.max_prompt_tokens, pad_token_id=self.pad_token_id, epoch=step.epoch
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.cursor.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.cursor.load_state_dict(state)
+
+
+def training_prompts(data: DataConfig, dataset: PromptDataset, *, pad_token_id: int) -> CollatedPrompts:
+    cursor = Cursor(
+        len(dataset),
+        batch_size=data.gen_batch_size,
+        seed=data.seed,
+        shuffle=data.shuffle,
+        dataset=dataset.fingerprint,
+        batch_size_key="data.gen_batch_size",
+    )
+    return CollatedPrompts(cursor, dataset, data.max_prompt_length, pad_token_id)
+
+
+def steps_of(cfg: PPOConfig, dataset: Any) -> int:
+    """Steps of the whole run."""
+    run = cfg.trainer
+    return total_steps(len(dataset), cfg.data.gen_batch_size, run.total_epochs, run.total_training_steps)
+
+
+def prompt_datasets(config: PPOConfig, tokenizer: Any) -> tuple[PromptDataset, PromptDataset | None]:
+    """Training and validation prompts."""
+    data = config.data
+    assert data.train_files is not None
+    load = partial(load_prompts, data, tokenizer=tokenizer, seed=data.seed)
+    train = load(data.train_files, max_samples=data.train_max_samples, shuffle=data.shuffle)
+    if not data.val_files:
+        return train, None
+    return train, load(data.val_files, max_samples=data.val_max_samples, shuffle=data.validation_shuffle)
+
+
+def load_prompts(
+    data: PromptsConfig, files: Sequence[str], *, tokenizer: Any, max_samples: int, shuffle: bool, seed: int
+) -> PromptDataset:
+    form = PromptFormat(
+        prompt_key=data.prompt_key,
+        reward_fn_key=data.reward_fn_key,
+        max_prompt_length=data.max_prompt_length,
+        truncation=data.truncation,
+        filter_overlong_prompts=data.filter_overlong_prompts,
+        template_kwargs=data.apply_chat_template_kwargs,
+    )
+    custom = data.custom_cls
+    threads = data.filter_overlong_prompts_workers
+    if custom.path is not None:
+        made = load_from_file(custom.path, custom.name or "Dataset", key="data.custom_cls.path")
+        own = made(data_files=list(files), tokenizer=tokenizer, config=data, processor=None, max_samples=max_samples)
+        return PromptDataset.wrap(own, tokenizer, form, bad_rows=data.bad_rows, num_threads=threads)
+    return PromptDataset.load(
+        list(files),
+        tokenizer,
+        form,
+        max_samples=max_samples,
+        shuffle=shuffle,
+        seed=seed,
+        bad_rows=data.bad_rows,
+        num_threads=threads,
+    )

@@ -1,0 +1,55 @@
+"""How much of the device's peak a role uses: model FLOPs utilisation (MFU) under verl's names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from rlsys.models.flops import forward_flops, peak_flops
+from rlsys.protocol import DataProto
+from rlsys.telemetry.log import get_logger
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class MfuMeter:
+    """`model` is a transformers configuration, `peak` the FLOP/s of the ranks that share their rows together."""
+
+    model: Any
+    peak: float
+    lm_head: bool = True
+    clock: Callable[[], float] = perf_counter
+
+    @contextmanager
+    def __call__(self, name: str, rows: DataProto, *, epochs: int | None = None) -> Iterator[dict[str, float]]:
+        """Time the work inside and give `perf/mfu/{name}` when it is done.
+
+        `epochs` are the passes over `rows` forward and backward; None is one pass forward. Nothing is given for models
+        whose products cannot be counted.
+        """
+        found: dict[str, float] = {}
+        start_s = self.clock()
+        yield found
+        seconds = self.clock() - start_s
+        try:
+            flops = self._forward_flops(rows) * (1 if epochs is None else 3 * epochs)
+        except (AttributeError, TypeError) as error:
+            log.debug("no MFU of a %s: %s", type(self.model).__name__, error)
+            return
+        found[f"perf/mfu/{name}"] = flops / (seconds * self.peak)
+
+    def _forward_flops(self, rows: DataProto) -> float:
+        mask = rows.tensors["attention_mask"]
+        num_predicted = int(mask[:, -rows.tensors["responses"].shape[1] :].sum())
+        return forward_flops(self.model, mask.sum(1).tolist(), num_head_tokens=num_predicted if self.lm_head else 0)
+
+
+def mfu_meter(model: Any, device: str, *, num_sharing: int, lm_head: bool = True) -> MfuMeter:
+    """The meter of a rank on `device` that shares its rows with `num_sharing` ranks, itself included."""
+    return MfuMeter(model, peak_flops(torch.device(device)) * num_sharing, lm_head)
