@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlsys.models.stacked import Part, part_of, saved_parts
 from rlsys.rollout.decode import Decoder, Limits
 from rlsys.rollout.kv import ATTENTION
 from rlsys.rollout.score import score_responses
@@ -106,14 +108,22 @@ class HFRollout(ServingEngine):
         )
 
     def weight_layout(self) -> WeightLayout:
-        """Every parameter whole, under its own name; tied names are aliases."""
+        """Every tensor whole, under the name it is saved by; tied names are aliases."""
         return whole_layout(self.local_tensors(), self._aliases(), rank=self.rank, host=self.host)
 
     def local_tensors(self) -> Mapping[str, Tensor]:
-        """The live parameters and persistent buffers by name, each once; ask again after `wake`."""
+        """The live parameters and persistent buffers by the names they are saved by, each once, stacked experts one by
+        one; ask again after `wake`."""
         self._awake_weights()
         aliases = self._aliases()
-        return {name: t.detach() for name, t in self.model.state_dict(keep_vars=True).items() if name not in aliases}
+        held = {name: t.detach() for name, t in self.model.state_dict(keep_vars=True).items() if name not in aliases}
+        apart = {saved: part_of(held[part.held], part) for saved, part in self._parts.items()}
+        whole = set(held) - {part.held for part in self._parts.values()}
+        return {name: tensor for name, tensor in held.items() if name in whole} | apart
+
+    @cached_property
+    def _parts(self) -> dict[str, Part]:
+        return saved_parts(self.model)
 
     def _aliases(self) -> dict[str, str]:
         first: dict[int, str] = {}

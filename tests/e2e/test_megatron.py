@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from tests.e2e.conftest import Toy
 from trainer.main_ppo import main
@@ -76,3 +80,31 @@ def test_two_stages_of_two_ranks_with_critic_and_reference(toy: Toy, tmp_path: P
         "actor_rollout_ref.actor.use_kl_loss=true",
     ]
     check_resume(toy, tmp_path, more, roles=("actor", "critic"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_experts_on_two_ranks(toy: Toy, tmp_path: Path, ray_cluster: object) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(toy.model, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=262,
+        hidden_size=32,
+        head_dim=8,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        intermediate_size=48,
+        norm_topk_prob=True,
+        max_position_embeddings=64,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(str(folder))
+    more = ["trainer.n_gpus_per_node=2", f"{MEGATRON}.expert_model_parallel_size=2"]
+    check_resume(replace(toy, model=folder), tmp_path, more)
