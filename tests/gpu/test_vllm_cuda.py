@@ -1,0 +1,97 @@
+"""vLLM on a GPU: log-probs as transformers gives them, weights in place by the learned layout, sleep and wake."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlsys.rollout.hf import HFRollout
+from rlsys.types import ModelRequest, ModelResponse, SamplingParams, TransferReport
+from rlsys.weights.local import reshard_local
+from tests.ranks import run_ranks
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM")]
+BACKEND = "cpu:gloo,cuda:nccl"
+
+
+def model_of(seed: int) -> Qwen2ForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Qwen2Config(vocab_size=500, num_key_value_heads=2, max_position_embeddings=512, eos_token_id=2, **sizes)
+    config.tie_word_embeddings = True
+    return Qwen2ForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def requests_of(num: int) -> list[ModelRequest]:
+    params = SamplingParams(24, temperature=0.8, ignore_eos=True)
+    return [ModelRequest((5, 6, 7 + i), params, rid=str(i)) for i in range(num)]
+
+
+def apart(model: Any, answers: list[ModelResponse]) -> float:
+    """Mean difference of the answers' log-probs to the model's."""
+    found = []
+    for answer in answers:
+        ids = torch.tensor([answer.input_tokens + answer.output_tokens], device=model.device)
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(answer.input_tokens) - 1 : -1].float()
+        expected = torch.log_softmax(logits / 0.8, -1).cpu()
+        chosen = expected.gather(1, torch.tensor(answer.output_tokens)[:, None])[:, 0]
+        found.append((chosen - torch.tensor(answer.output_logprobs)).abs().mean().item())
+    return sum(found) / len(found)
+
+
+class Trainer:
+    """A whole model on the device, as one trainer rank holds it."""
+
+    def __init__(self, model: Qwen2ForCausalLM) -> None:
+        self.rollout = HFRollout(model)
+
+    def weight_layout(self) -> Any:
+        return self.rollout.weight_layout()
+
+    def local_tensors(self) -> Any:
+        return self.rollout.local_tensors()
+
+
+def serve(path: Path) -> dict[str, Any]:
+    from rlsys.rollout.vllm.engine import VLLMRollout
+    from workers.rollout import learn
+
+    first, second = model_of(0).cuda(), model_of(1).cuda()
+    engine = VLLMRollout(
+        path, dtype="bfloat16", device="cuda", seed=3, gpu_memory_utilization=0.1, enforce_eager=True, max_num_seqs=16
+    )
+    told: dict[str, Any] = {"before": apart(first, engine.generate(requests_of(8)))}
+    learn(engine.weights, keep=True)  # type: ignore[arg-type]
+    told["kept"] = apart(first, engine.generate(requests_of(8)))
+    report: TransferReport | Any = reshard_local(Trainer(second), engine, version=7)  # type: ignore[arg-type]
+    answers = engine.generate(requests_of(8))
+    told["pushed"], told["bytes"] = apart(second, answers), report.num_bytes
+    told["loader"] = engine.weight_layout().loader
+    free_before = torch.cuda.mem_get_info()[0]
+    engine.sleep(["weights", "kv_cache"])
+    told["freed"] = torch.cuda.mem_get_info()[0] - free_before
+    engine.wake(["weights"])
+    engine.wake(["kv_cache"])
+    told["same"] = [a.output_tokens for a in engine.generate(requests_of(8))] == [a.output_tokens for a in answers]
+    told["version"] = answers[0].version
+    engine.close()
+    return told
+
+
+def test_vllm_serves_what_is_pushed(tmp_path: Path) -> None:
+    model_of(0).save_pretrained(tmp_path)
+    (told,) = run_ranks(1, serve, tmp_path, backend=BACKEND)
+    assert told["before"] < 0.03
+    assert told["kept"] < 0.03
+    assert told["pushed"] < 0.03
+    assert told["loader"] == ()
+    assert told["version"] == 7
+    assert told["freed"] > 4 << 30
+    assert told["same"]
