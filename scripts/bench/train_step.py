@@ -1,0 +1,175 @@
+"""A training step of MegatronEngine or FSDPEngine on all GPUs of this machine: tokens/s, MFU, memory.
+
+    python scripts/bench/train_step.py --shape 0.5B                                # Megatron, one process a GPU
+    python scripts/bench/train_step.py --shape 7B --tp 2 --recompute
+    python scripts/bench/train_step.py --shape 0.5B --engine fsdp --json out.json
+    python scripts/bench/train_step.py --shape tiny --device cpu --ranks 2 --tp 2   # the same code here
+
+Random weights of a known shape, full sequences, log-probabilities of all but 64 prompt tokens. MFU is given against the
+data sheet and against the rate of a large matrix product measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from rlsys.engines.micro import MicroBatches
+from rlsys.engines.optim import OptimSettings
+from rlsys.interfaces import LossSum, TrainEngine
+from rlsys.models.flops import data_sheet_flops, measured_flops, training_flops
+from rlsys.models.hf import ModelSource, read_config
+from rlsys.models.megatron.family import family_of
+from rlsys.protocol import DataProto
+from rlsys.weights.shapes import SHAPES
+
+PROMPT = 64
+
+
+def write_checkpoint(shape: str, folder: Path, device: str) -> None:
+    """Random bfloat16 weights in Hugging Face's layout, a file a gigabyte."""
+    config = SHAPES[shape]
+    folder.joinpath("config.json").write_text(json.dumps(config))
+    part: dict[str, torch.Tensor] = {}
+    for number, (name, size) in enumerate(shapes := sorted(family_of(config).hf_shapes(config).items())):
+        drawn = torch.randn(size, device=device, dtype=torch.float32) * 0.02
+        part[name] = (drawn + 1 if "norm" in name else drawn).to(torch.bfloat16).cpu()
+        if sum(tensor.nbytes for tensor in part.values()) > 1 << 30 or number == len(shapes) - 1:
+            save_file(part, folder / f"model-{number:05d}.safetensors", {"format": "pt"})
+            part = {}
+
+
+def build(args: argparse.Namespace, folder: Path) -> TrainEngine:
+    source, compute = ModelSource(path=str(folder)), "bfloat16" if args.device == "cuda" else "float32"
+    training = MicroBatches(max_tokens=args.sequence * args.micro)
+    optimizer = OptimSettings(lr=1e-5)
+    if args.engine == "fsdp":
+        from rlsys.engines.fsdp import FSDPEngine, Precision
+
+        return FSDPEngine(
+            source,
+            device=args.device,
+            optimizer=optimizer,
+            training=training,
+            precision=Precision(compute=compute),
+            gradient_checkpointing=args.recompute,
+        )
+    from rlsys.engines.megatron import MegatronEngine
+    from rlsys.models.megatron.options import ModelOptions, Sizes
+
+    return MegatronEngine(
+        source,
+        device=args.device,
+        optimizer=optimizer,
+        training=training,
+        sizes=Sizes(tp=args.tp, pp=args.pp, sequence_parallel=args.tp > 1),
+        options=ModelOptions(dtype=compute, recompute=args.recompute, fp8=args.fp8),
+    )
+
+
+def rows_of(args: argparse.Namespace, vocab: int, dp: int) -> DataProto:
+    """`sequences` full sequences for each data-parallel rank; every rank draws its own."""
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    ids = torch.randint(0, vocab, (max(1, args.sequences // dp), args.sequence), generator=draw)
+    if dp < dist.get_world_size():
+        dist.broadcast(ids, 0)
+    ones = torch.ones_like(ids)
+    tensors = {"input_ids": ids, "responses": ids[:, PROMPT:], "attention_mask": ones}
+    return DataProto.from_dict(
+        {**tensors, "position_ids": ones.cumsum(1) - 1, "response_mask": ones[:, PROMPT:].contiguous()}
+    )
+
+
+def nll(outputs: Any, rows: Any) -> LossSum:
+    mask = rows["response_mask"]
+    return LossSum(-(outputs["log_probs"] * mask).sum(), float(mask.sum()))
+
+
+def run_rank(rank: int, args: argparse.Namespace, folder: Path, port: int) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(args.ranks), "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
+    cuda = args.device == "cuda"
+    if cuda:
+        torch.cuda.set_device(rank)
+    started_s = perf_counter()
+    engine = build(args, folder)
+    built_s = perf_counter() - started_s
+    config = read_config(ModelSource(path=str(folder)))
+    rows = rows_of(args, config.vocab_size, engine.dp_size)
+    steps_s, losses = [], []
+    for _ in range(args.steps + 2):
+        dist.barrier()
+        started_s = perf_counter()
+        losses.append(engine.forward_backward(rows, nll)["loss"])
+        norm = engine.optim_step().grad_norm
+        if cuda:
+            torch.cuda.synchronize()
+        steps_s.append(perf_counter() - started_s)
+    lengths = [args.sequence] * len(rows) * engine.dp_size
+    seconds = sorted(steps_s[2:])[args.steps // 2]
+    flops = training_flops(config, lengths, num_head_tokens=len(lengths) * (args.sequence - PROMPT)) / seconds
+    device = torch.device(args.device)
+    measured = measured_flops(device, size=8192) if cuda else measured_flops(device)
+    sheet = data_sheet_flops(torch.cuda.get_device_name()) if cuda else None
+    if rank == 0:
+        found = {
+            "case": f"{args.shape} {args.engine} tp{args.tp} pp{args.pp} dp{engine.dp_size}" + " fp8" * bool(args.fp8),
+            "sequence_tokens": args.sequence,
+            "build_s": round(built_s, 1),
+            "step_s": round(seconds, 4),
+            "tokens_per_s_per_gpu": round(sum(lengths) / seconds / args.ranks),
+            "tflops_per_gpu": round(flops / args.ranks / 1e12, 1),
+            "mfu_of_measured_matmul": round(flops / args.ranks / measured, 3),
+            "measured_matmul_tflops": round(measured / 1e12, 1),
+            "mfu_of_data_sheet": sheet and round(flops / args.ranks / sheet, 3),
+            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if cuda else None,
+            "loss": [round(loss, 4) for loss in losses],
+            "grad_norm": round(norm, 4),
+        }
+        print(json.dumps(found), flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5B" if cuda else "tiny")
+    parser.add_argument("--engine", choices=["megatron", "fsdp"], default="megatron")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if cuda else "cpu")
+    parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() if cuda else 1)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
+    parser.add_argument("--sequence", type=int, default=4096 if cuda else 128)
+    parser.add_argument("--sequences", type=int, default=16, help="of one step, over all ranks")
+    parser.add_argument("--micro", type=int, default=1, help="sequences of a micro-batch")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--fp8", choices=["e4m3", "hybrid"])
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    room = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory(dir=room) as folder:
+        write_checkpoint(args.shape, Path(folder), args.device)
+        torch.multiprocessing.spawn(run_rank, (args, Path(folder), port), nprocs=args.ranks)
+
+
+if __name__ == "__main__":
+    main()
