@@ -12,7 +12,6 @@ import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,7 +59,7 @@ class Runs:
 
     def run(self, out: Path, *strikes: Strike, more: Sequence[str] = ()) -> Ended:
         """To its end, whichever; nothing of it may be left."""
-        before = set(os.listdir("/dev/shm"))
+        before = shared_memory()
         names = ("call", "generate", "update", "weights", "save", "reward")
         argv = self.toy.overrides(
             out,
@@ -129,22 +128,17 @@ class Runs:
         assert ended.status == 0, f"{strikes}\n{ended.log}"
         assert_same(out, self.whole(*more), ignored=("rollout/failures", "rollout/retries", "rollout/restarts"))
 
-    def assert_left_clean(self, shared_memory: set[str]) -> None:
+    def assert_left_clean(self, before: set[str]) -> None:
         """No actor, reservation, process (so no port) and no shared memory of a run."""
         end_s = time.monotonic() + 15.0
-        while left := [*self.head.living(), *self.head.processes(), *new_shared_memory(shared_memory)]:
+        while left := [*self.head.living(), *self.head.processes(), *shared_memory() - before]:
             assert time.monotonic() < end_s, left
             time.sleep(0.2)
 
 
-def new_shared_memory(before: set[str]) -> set[str]:
-    """Files that are new and that no living process has mapped: those of others on this host come and go."""
-    new = set(os.listdir("/dev/shm")) - before
-    for maps in Path("/proc").glob("[0-9]*/maps") if new else ():
-        with suppress(OSError):
-            text = maps.read_text()
-            new = {name for name in new if f"/dev/shm/{name}" not in text}
-    return new
+def shared_memory() -> set[str]:
+    """Named memory that Ray, torch or this package may have made; others on this host have theirs."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("rlsys", "plasma", "ray", "torch"))}
 
 
 @pytest.fixture(scope="module")
