@@ -44,7 +44,6 @@ TRAIN_CALLS = (
     "critic.save_checkpoint",
 )
 LOADS = ("load_checkpoint", "actor.load_checkpoint", "critic.load_checkpoint")
-SAVED = "critic.save_checkpoint"
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,10 @@ signals = pytest.mark.parametrize("signal", ["KILL", "STOP"])
 @signals
 @pytest.mark.parametrize("points", [(*START, *STEP, *END), (*TRAIN_CALLS, *LOADS)], ids=["idle or not", "in a call"])
 def test_the_training_worker(runs: Runs, out: Path, signal: str, points: tuple[str, ...]) -> None:
-    runs.all_fail(out, [Strike("actor", point, signal) for point in points])
+    first, loads = [[point for point in points if (point in LOADS) == late] for late in (False, True)]
+    saved = [Strike("actor", "critic.update_critic", signal, entry=2)]
+    strikes = [*(Strike("actor", point, signal) for point in first), *saved]
+    runs.all_fail(out, [*strikes, *(Strike("actor", point, signal) for point in loads)])
     runs.finishes(out)
 
 
@@ -195,8 +197,10 @@ def test_a_rollout_worker(runs: Runs, out: Path, signal: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_driver(runs: Runs, out: Path) -> None:
-    for point in (*START, *STEP, *END, "load_checkpoint", "critic.update_critic", "rollout.generate_sequences"):
-        assert runs.run(out, Strike("driver", point)).status == -9
+    first = [*START, *STEP, *END, "critic.update_critic", "rollout.generate_sequences"]
+    strikes = [*(Strike("driver", point) for point in first), Strike("driver", "gen", entry=2)]
+    for strike in [*strikes, *(Strike("driver", point) for point in LOADS)]:
+        assert runs.run(out, strike).status == -9
     runs.finishes(out)
     shutil.rmtree(out)
     runs.finishes(out, *(Strike("driver", point, "STOP") for point in ("connect", "gen", "update_actor", "testing")))
