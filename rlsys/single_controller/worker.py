@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from random import SystemRandom
 from typing import Any, Self
 
 from rlsys.single_controller.dispatch import Dispatch, Execute, register
 from rlsys.utils.errors import ConfigError
+
+QUIET_PORTS = range(20000, 32000)
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,13 @@ def environment(values: Mapping[str, str], unset: Sequence[str] = ()) -> Iterato
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on at this moment."""
+    """A TCP port that nobody listens on at this moment.
+
+    It is used seconds later, so it is not one of those that systems hand out to outgoing connections meanwhile.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]
+    for port in (*SystemRandom().sample(QUIET_PORTS, 32), 0):
+        with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
+            probe.bind((address, port))
+            return probe.getsockname()[1]
+    raise OSError(errno.EADDRINUSE, f"no port is free on {address}")

@@ -29,8 +29,8 @@ class Strike:
     """SIG`signal` to the process that plays `role` when `at` is entered for the `entry`-th time.
 
     `at` is a stage of the controller ("adv"), or a call of a worker ("critic.update_critic"): a SIGKILL then comes
-    when the call has been sent and the worker cannot have answered. `rank` counts the processes of that role. A driver
-    that is stopped goes on after PAUSE_S.
+    when the call has been sent and the worker cannot have answered. `rank` counts the processes of that role in
+    the order of their start, which need not be that of their ranks. A driver that is stopped goes on after PAUSE_S.
     """
 
     role: str
