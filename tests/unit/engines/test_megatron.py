@@ -149,3 +149,16 @@ def test_parked_memory_comes_back_under_every_view() -> None:
     parking.fetch("params")
     assert torch.equal(buffer, expected)
     assert torch.equal(view.flatten(), expected[4:8])
+
+
+def half_precision_head() -> dict[str, float]:
+    """A critic in bfloat16, whose head stays in float32: how far the engine's weights are from those it was given."""
+    source = ModelSource(config=MODEL, seed=1)
+    exact = whole(megatron(source, head="scalar"))
+    held = whole(megatron(source, head="scalar", options=ModelOptions(dtype="bfloat16")))
+    return {name: float((held[name].float() - tensor).abs().max()) for name, tensor in exact.items()}
+
+
+def test_masters_are_those_of_their_parameters_whatever_their_type() -> None:
+    (apart,) = run_ranks(1, half_precision_head)
+    assert max(apart.values()) < 2**-8
