@@ -20,6 +20,7 @@ from torch import Tensor
 Pair = tuple[Tensor, Tensor]
 Method = Literal["auto", "kernel", "foreach", "loop"]
 SMALLEST_TILE_BYTES, LARGEST_TILE_BYTES, MANY_TILES = 1 << 15, 1 << 18, 1 << 16
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 log = logging.getLogger(__name__)
 
 
@@ -80,6 +81,8 @@ class Replay:
         groups: dict[tuple, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
         for target, source in merged_views(self.pairs):
             plain = target.is_contiguous() and source.is_contiguous()
+            if target.dtype == source.dtype:
+                target, source = bits_of(target), bits_of(source)
             targets, sources = groups[target.dtype, source.dtype, source.device, plain]
             targets.append(target)
             sources.append(source)
@@ -108,6 +111,11 @@ class Replay:
                 raise
             log.warning("weights are copied by foreach, the copy kernel does not work here: %s", error)
             self.method, self._tables, self._cast = "foreach", [], []
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The tensor as integers of its width: foreach copies of floats on a GPU do not keep the payload of a NaN."""
+    return tensor.view(BITS[tensor.element_size()]) if tensor.element_size() in BITS else tensor
 
 
 def spans_of(target: Tensor, source: Tensor) -> Iterator[Span]:

@@ -32,7 +32,7 @@ from rlsys.weights.engine_layout import local_shapes  # noqa: E402
 from rlsys.weights.handles import Borrowed, Lent, Offer, offer_of  # noqa: E402
 from rlsys.weights.ipc import Lender, LendSpec, Puller, PullSpec  # noqa: E402
 from rlsys.weights.layout import dtype_of, shard_view, view_of  # noqa: E402
-from rlsys.weights.replay import Replay  # noqa: E402
+from rlsys.weights.replay import Replay, bits_of  # noqa: E402
 
 CHUNK = 1 << 22
 Piece = tuple[Box, int]
@@ -102,7 +102,7 @@ def blocks_of(shard: Shard) -> Iterator[Shard]:
         )
 
 
-def bits_of(box: Box, full: Sequence[int], seed: int, device: torch.device) -> Tensor:
+def hash_of(box: Box, full: Sequence[int], seed: int, device: torch.device) -> Tensor:
     """The int16 bits of a box: a hash of the tensor's name, the seed and the element's number."""
     number = torch.zeros(box.shape, dtype=torch.int32, device=device)
     for dim, (at, n) in enumerate(zip(box.start, box.shape, strict=True)):
@@ -142,7 +142,7 @@ class Rank:
     def write(self, seed: int) -> None:
         for shard in self.holder.layout.shards:
             for block in blocks_of(shard):
-                bits = bits_of(block.box, self.holder.layout.full_shapes[block.box.tensor], seed, self.device)
+                bits = hash_of(block.box, self.holder.layout.full_shapes[block.box.tensor], seed, self.device)
                 shard_view(self.holder.tensors, block).view(torch.int16).copy_(bits)
         self.wait()
 
@@ -151,7 +151,7 @@ class Rank:
         bad = torch.zeros(len(self.holder.layout.shards), dtype=torch.bool, device=self.device)
         for number, shard in enumerate(self.holder.layout.shards):
             for block in blocks_of(shard):
-                bits = bits_of(block.box, self.holder.layout.full_shapes[block.box.tensor], seed, self.device)
+                bits = hash_of(block.box, self.holder.layout.full_shapes[block.box.tensor], seed, self.device)
                 bad[number] |= (shard_view(self.holder.tensors, block).view(torch.int16) != bits).any()
         return [s.box.tensor for s, is_bad in zip(self.holder.layout.shards, bad.tolist(), strict=True) if is_bad]
 
@@ -313,13 +313,13 @@ class Rank:
         for owner, boxes in by_owner.items():
             packs[owner] = torch.empty(sum(prod(box.shape) for _, box in boxes), dtype=dtype, device=self.device)
             if owner == self.rank:
-                torch._foreach_copy_(list(_views(packs[owner], boxes)), [self._mine(box) for _, box in boxes])
+                _copy_all(list(_views(packs[owner], boxes)), [self._mine(box) for _, box in boxes])
         works = [dist.broadcast(p, o, async_op=True) for o, p in sorted(packs.items())] if self.world > 1 else []
         for work in filter(None, works):
             work.wait()
         for owner, boxes in by_owner.items():
             targets = [view_of(fulls[name], box.start, box.shape) for name, box in boxes]
-            torch._foreach_copy_(targets, list(_views(packs[owner], boxes)))
+            _copy_all(targets, list(_views(packs[owner], boxes)))
         self.kept = [flat]
         whole = offer_of({"flat": flat})
         lent = whole.tensors["flat"]
@@ -334,6 +334,11 @@ def _views(pack: Tensor, boxes: Sequence[tuple[str, Box]]) -> Iterator[Tensor]:
     for _, box in boxes:
         yield pack[at : at + prod(box.shape)].view(box.shape)
         at += prod(box.shape)
+
+
+def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """One foreach copy, of bits: random bits are not all numbers."""
+    torch._foreach_copy_([bits_of(t) for t in targets], [bits_of(s) for s in sources])
 
 
 def serve(role: str, rank: int, world: int, device: str, pipe: Connection, beside: Connection, store: str) -> None:
