@@ -142,8 +142,8 @@ class Reporter:
 
     def validated(self, metrics: Mapping[str, float], step: int) -> None:
         """Tell the validation result at once; the trackers get it with the step."""
-        core = {name: value for name, value in metrics.items() if name.startswith("val-core/")}
-        log.info("validation at step %d: %s", step, "  ".join(f"{k}={v:.3f}" for k, v in sorted(core.items())))
+        means = {name: value for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name}
+        log.info("validation at step %d: %s", step, "  ".join(f"{k}={v:.3f}" for k, v in sorted(means.items())))
         if step == 0 and self._tracking is not None:
             self._tracking.log(self._metrics, 0)
             self._metrics = {}

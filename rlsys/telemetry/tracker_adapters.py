@@ -68,7 +68,7 @@ class ConsoleTracker:
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
         parts = [f"{label} {data[name]:{form}}" for label, name, form in self._HEADLINES if _is_number(data.get(name))]
-        core = [f"{_short(name)} {value:.3f}" for name, value in data.items() if name.startswith("val-core/")]
+        core = [f"{_short(name)} {value:.3f}" for name, value in data.items() if _is_headline(name)]
         if not parts and not core:
             parts = [f"{name} {value:.4g}" for name, value in data.items() if _is_number(value)][:6]
         for line in (parts, core):
@@ -204,6 +204,11 @@ ADAPTERS: Mapping[str, Callable[[Run], Tracker]] = {
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(float(value))
+
+
+def _is_headline(name: str) -> bool:
+    """Whether a validation metric is one of those a person looks at first; files and trackers have all."""
+    return name.startswith("val-core/") and ("/mean@" in name or "/pass@" in name)
 
 
 def _short(name: str) -> str:
