@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from rlsys.utils.atomic import commit_dir, fsync_file, write_text_atomic, write_text_durable
-from rlsys.utils.errors import CheckpointError, ConfigError
+from rlsys.utils.errors import CheckpointError, ConfigError, DeadlineError
 
 LATEST = "latest_checkpointed_iteration.txt"
 STATE = "trainer.json"
@@ -92,7 +92,7 @@ class CheckpointStore:
             write_text_atomic(self.root / LATEST, str(step))
         except Exception as error:
             shutil.rmtree(tmp, ignore_errors=True)
-            if not isinstance(error, OSError):
+            if not isinstance(error, OSError) or isinstance(error, DeadlineError):
                 raise
             raise CheckpointError(
                 f"checkpoint {final} could not be written: {error}; earlier checkpoints are untouched"

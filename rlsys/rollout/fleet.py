@@ -308,11 +308,16 @@ class RolloutFleet:
         place.state = "recovering" if first else place.state
         return first
 
-    def _recover(self, place: _Place, problem: Exception) -> None:
-        """Find out what a suspect needs: nothing, weights, or a restart and weights."""
+    def _recover(self, place: _Place, problem: Exception, *, asked: bool = False) -> None:
+        """Find out what a suspect needs: nothing, weights, or a restart and weights.
+
+        `asked`: the problem is that it did not answer how it is, so it is not asked again.
+        """
         try:
             if isinstance(problem, _WrongVersionError | WeightTransferError):
                 self._bring_weights(place)
+            elif asked:
+                raise problem
             else:
                 place.replica.health(self.deadlines.health_s)
             state = "ready"
@@ -363,7 +368,7 @@ class RolloutFleet:
                 with self._change:
                     must_recover = self._suspect(place)
                 if must_recover:
-                    self._recover(place, error)
+                    self._recover(place, error, asked=True)
         return found
 
     def drain(self, name: str, *, deadline_s: float) -> None:

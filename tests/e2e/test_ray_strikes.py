@@ -7,6 +7,7 @@ it in the end is bitwise what an uninterrupted run makes. All runs share a head 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -79,7 +80,7 @@ class Runs:
             *(f"trainer.deadlines.{name}_s=8" for name in names),
             *more,
         )
-        ended = self.server.run(argv, out.with_suffix(".log"), Patches(strikes=strikes), deadline_s=180)
+        ended = self.server.run(argv, out.with_suffix(".log"), Patches(strikes=strikes), deadline_s=300)
         self.ended_s.append(time.monotonic())
         assert ended.orphans == 0
         assert ended.log.count("struck: ") == len(strikes), ended.log
@@ -125,6 +126,8 @@ class Runs:
         """The run recovers from all strikes, and leaves what an uninterrupted one does."""
         ended = self.run(out, *strikes, more=more)
         assert ended.status == 0, f"{strikes}\n{ended.log}"
+        lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        assert max(line["timing_s/step"] for line in lines) < ENDED_S, ended.log
         assert_same(out, self.whole(*more), ignored=("rollout/failures", "rollout/retries", "rollout/restarts"))
 
     def assert_left_clean(self, before: set[str]) -> None:
