@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.types import Box, Shard, WeightLayout
@@ -17,7 +18,7 @@ from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.checksum import box_checksum, digest
 from rlsys.weights.layout import dtype_of, gaps, shard_view, view_of
 from rlsys.weights.plan import make_plan, resolve_names
-from rlsys.weights.target import Moved
+from rlsys.weights.target import Moved, Target
 from rlsys.weights.verify import LayoutSums, box_sums, merge_sums
 
 BUCKET_BYTES = 256 << 20
@@ -31,20 +32,27 @@ def reshard_local(
     Raises WeightTransferError, and leaves the rollout engine quarantined, when anything does not fit or arrive.
     """
     started_s = time.monotonic()
-    rollout.begin_update()
-    source, target = engine.weight_layout(), rollout.weight_layout()
-    names = resolve_names([source], [target])
-    dtypes = {names[name]: dtype for name, dtype in target.dtypes.items()}
-    if gaps([source]):
-        sent = _load_gathered(engine, rollout, dtypes, bucket_bytes)
+    target = Target(rollout)
+    tensors = target.begin()
+    source, layout = engine.weight_layout(), target.layout
+    names = resolve_names([source], [layout])
+    dtypes = {names[name]: dtype for name, dtype in layout.dtypes.items()}
+    whole = not gaps([source])
+    if whole:
+        sent = _copy_by_plan(engine, tensors, source, layout, dtypes)
+        tensors = target.tensors()
     else:
-        sent = _copy_by_plan(engine, rollout, source, target, dtypes)
-    tensors = rollout.local_tensors()
-    for name, checksum in merge_sums([box_sums(target, tensors)], target.full_shapes).items():
+        sent = _load_gathered(engine, rollout, dtypes, bucket_bytes)
+        layout, tensors = rollout.weight_layout(), rollout.local_tensors()
+    held = {shard.box.tensor: layout.full_shapes[shard.box.tensor] for shard in layout.shards}
+    for name, checksum in merge_sums([box_sums(layout, tensors)], held).items():
         if sent.get(names[name]) != checksum:
             raise WeightTransferError(f"tensor '{name}' that arrived is not the one that the trainer holds")
-    rollout.finish_update(version)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    if whole:
+        target.finish(version)
+    else:
+        rollout.finish_update(version)
     return Moved(version, num_bytes, time.monotonic() - started_s, digest({name: sent[name] for name in dtypes}))
 
 
@@ -61,10 +69,14 @@ def local_sums(engine: TrainEngine, rollout: RolloutEngine) -> tuple[LayoutSums,
 
 @torch.no_grad()
 def _copy_by_plan(
-    engine: TrainEngine, rollout: RolloutEngine, source: WeightLayout, target: WeightLayout, dtypes: Mapping[str, str]
+    engine: TrainEngine,
+    ours: Mapping[str, Tensor],
+    source: WeightLayout,
+    target: WeightLayout,
+    dtypes: Mapping[str, str],
 ) -> dict[str, int]:
-    """Copy what this rank holds straight into the engine's parameters; returns the checksums of the source, as cast."""
-    theirs, ours = engine.local_tensors(), rollout.local_tensors()
+    """Copy what this rank holds straight into the engine's tensors; returns the checksums of the source, as cast."""
+    theirs = engine.local_tensors()
     for copy in make_plan([source], [target]).copies:
         held = Shard(Box(copy.tensor, copy.start, copy.shape), copy.source_local, copy.source_start)
         view_of(ours[copy.local], copy.local_start, copy.shape).copy_(shard_view(theirs, held))

@@ -79,3 +79,22 @@ def test_a_tensor_that_the_trainer_lacks_is_named() -> None:
     trainer.weight_layout = lambda: replace(layout, full_shapes={**layout.full_shapes, "lm_head.weight": (21, 8)})
     with pytest.raises(WeightTransferError, match=r"two shapes: \(21, 8\)"):
         reshard_local(trainer, HFRollout(model_of(2)), version=1)
+
+
+class Packing(HFRollout):
+    """An engine of which one tensor can be set by its own loader only."""
+
+    def weight_layout(self) -> WeightLayout:
+        layout = super().weight_layout()
+        shards = tuple(shard for shard in layout.shards if shard.box.tensor != "model.norm.weight")
+        return replace(layout, shards=shards, loader=("model.norm.weight",))
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_what_only_the_loader_can_place_goes_through_it(partial: bool) -> None:
+    trainer: Any = Trainer(partial=partial)
+    trainer.tensors["model.norm.weight"] += 0.5
+    engine = Packing(model_of(2), load_format="dummy")
+    reshard_local(trainer, engine, version=5)
+    assert all(torch.equal(engine.local_tensors()[name], tensor) for name, tensor in trainer.tensors.items())
+    assert engine.health()["version"] == 5
