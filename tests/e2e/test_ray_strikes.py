@@ -201,7 +201,7 @@ def test_a_rollout_worker(runs: Runs, out: Path, signal: str) -> None:
 @pytest.mark.timeout(1800)
 def test_the_driver(runs: Runs, out: Path) -> None:
     first = [*START, *STEP, *END, "critic.update_critic", "rollout.generate_sequences"]
-    strikes = [*(Strike("driver", point) for point in first), Strike("driver", "gen", entry=2)]
+    strikes = [*(Strike("driver", point) for point in first), Strike("driver", "update_actor", entry=2)]
     for strike in [*strikes, *(Strike("driver", point) for point in LOADS)]:
         assert runs.run(out, strike).status == -9
     runs.finishes(out)
