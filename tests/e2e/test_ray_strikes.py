@@ -1,8 +1,9 @@
 """kill -9 and SIGSTOP of every kind of process at every stage, under Ray.
 
 A run that loses the actor, critic, reference or reward model ends with one error that names role, rank, host and stage;
-a rollout worker is replaced and the run goes on. Either way nothing is left behind, and what the same command makes of
-it in the end is bitwise what an uninterrupted run makes. All runs share a head and a process that has imported all.
+a rollout worker is replaced and the run goes on, unless weights are being pushed to it. Either way nothing is left, and
+what the same command makes of it in the end is bitwise what an uninterrupted run makes. All runs share a head and a
+process that has imported everything.
 """
 
 from __future__ import annotations
@@ -189,8 +190,10 @@ def test_the_reward_model(runs: Runs, out: Path, signal: str) -> None:
 @signals
 def test_a_rollout_worker(runs: Runs, out: Path, signal: str) -> None:
     start = ("rollout.init_model", "connect", "rollout.open_weight_transfer", "update_weights")
-    runs.all_fail(out, [Strike("rollout", point, signal) for point in start])
-    points = [*STEP, *END, "rollout.generate_sequences", "rollout.receive_weights"]
+    pushed = Strike("rollout", "rollout.receive_weights", signal, entry=2)
+    runs.all_fail(out, [*(Strike("rollout", point, signal) for point in start), pushed])
+    shutil.rmtree(out)
+    points = [*STEP, *END, "rollout.generate_sequences"]
     for first in range(0, len(points), STEPS):
         strikes = [Strike("rollout", at, signal, step) for step, at in enumerate(points[first : first + STEPS], 1)]
         runs.finishes(out, *strikes)
