@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,19 +26,22 @@ from trainer.groups import WorkerGroups
 
 @dataclass(frozen=True)
 class GroupReplica:
-    """One rank of the rollout group as the fleet sees it."""
+    """Ranks of the rollout group that serve together, as the fleet sees them; the first one's answer counts."""
 
     group: Any
     rank: int
+    size: int = 1
 
     @property
     def name(self) -> str:
         return f"rollout {self.rank}"
 
     def generate(self, work: Any, deadline_s: float) -> Any:
-        return self.group.execute_rank(
-            self.rank, "generate_sequences", work, deadline_s=deadline_s, stage="generate_sequences"
-        )
+        stage, end_s = "generate_sequences", time.monotonic() + deadline_s
+        ranks = range(self.rank, self.rank + self.size)
+        asked = [self.group.execute_rank_async(rank, "generate_sequences", work, stage=stage) for rank in ranks]
+        first, *_ = [one.get(max(0.01, end_s - time.monotonic())) for one in asked]
+        return first
 
     def health(self, deadline_s: float) -> Mapping[str, Any]:
         return self.group.execute_rank(self.rank, "health", deadline_s=deadline_s)
@@ -58,15 +62,17 @@ def rollout_fleet(
 ) -> RolloutFleet:
     """The ranks of a rollout group as replicas, for calls of about `rows` rows.
 
-    One that dies is restarted, unless the actor lived in its process too.
+    One that dies is restarted, unless the actor lived in its process too or it served together with others.
     """
-    share = -(-rows // group.world_size)
+    size = cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
+    replicas = [GroupReplica(group, rank, size) for rank in range(0, group.world_size, size)]
+    share = -(-rows // len(replicas))
     return RolloutFleet(
-        [GroupReplica(group, rank) for rank in range(group.world_size)],
+        replicas,
         chunk_rows=min(share, cfg.actor_rollout_ref.rollout.max_num_seqs),
         deadlines=FleetDeadlines(generate_s=cfg.trainer.deadlines.generate_s, restart_s=cfg.trainer.deadlines.start_s),
         on_restart=None if transfer is None else lambda replica: _restore(transfer, replica),
-        max_restarts=3 if restartable else 0,
+        max_restarts=3 if restartable and size == 1 else 0,
         max_staleness=max_staleness,
     )
 

@@ -8,12 +8,13 @@ import torch
 
 from rlsys.config.schema_actor import GenerationConfig
 from rlsys.config.schema_model import ModelConfig
+from rlsys.engines.mesh import ensure_process_group
 from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import generate_sequences
 from rlsys.rollout.hf import HFRollout, LoadFormat
 from rlsys.single_controller.base import Worker
-from rlsys.single_controller.base.decorator import Dispatch, register
+from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from rlsys.telemetry.log import get_logger
 from rlsys.types import WeightLayout
 from rlsys.weights.learn import learn_layout
@@ -27,10 +28,16 @@ if TYPE_CHECKING:
     from rlsys.rollout.vllm.weights import LiveWeights
 
 log = get_logger(__name__)
+MESH = "rollout"
+BY_REPLICA: Any = make_nd_compute_dataproto_dispatch_fn(MESH)
 
 
 class RolloutWorker(Worker):
-    """One replica: an engine on this process's device; a backend says how it is built."""
+    """One rank of a replica: an engine on this process's device; a backend says how it is built.
+
+    A replica is `rollout.tensor_model_parallel_size` ranks that follow each other. All of them are asked for the same
+    rows at the same time, and the first one answers for them.
+    """
 
     def __init__(
         self, model: ModelConfig, rollout: GenerationConfig, run: EngineRun, load_format: LoadFormat = "dummy"
@@ -48,6 +55,10 @@ class RolloutWorker(Worker):
         if self.run.num_threads:
             torch.set_num_threads(self.run.num_threads)
         assert self.model_cfg.path is not None, "the start model is resolved before workers start"
+        size = self.cfg.tensor_model_parallel_size
+        if size > 1:
+            ensure_process_group(self.run.device, timeout_s=self.run.nccl_timeout_s)
+        self._register_dispatch_collect_info(MESH, self.rank // size, self.rank % size == 0)
         common = {
             "load_format": self.load_format,
             "dtype": self.run.compute_dtype(self.cfg.dtype),
@@ -62,12 +73,12 @@ class RolloutWorker(Worker):
         self.receiver = WeightReceiver(self.engine)
         offer_rollout(self.engine)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=BY_REPLICA)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Complete prompts as their meta_info says (see rlsys.rollout.batch)."""
         return generate_sequences(self.engine, prompts)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=BY_REPLICA)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`rollout_log_probs` (B, R) of given responses under the served weights."""
         found = self.engine.compute_log_prob(data, temperature=data.meta_info["temperature"])
@@ -131,6 +142,7 @@ class VLLMRolloutWorker(RolloutWorker):
         cfg = self.cfg
         engine = VLLMRollout(
             path,
+            tensor_parallel_size=cfg.tensor_model_parallel_size,
             gpu_memory_utilization=cfg.gpu_memory_utilization,
             kv_cache_gib=cfg.kv_cache_gib,
             enforce_eager=cfg.enforce_eager,

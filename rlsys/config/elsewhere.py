@@ -36,7 +36,7 @@ _QAT = "quantisation-aware training is not built here"
 _MOE = "the routes of generated tokens are not replayed in training"
 _FSDP1 = "FSDP2 has no such setting; layers are wrapped by the model's own blocks"
 _CHUNKED = "log-probs and entropy are always computed in chunks, so there is nothing to switch"
-_ONE_RANK = "the hf engine keeps one whole model in each worker; use more workers: trainer.rollout_workers"
+_SIZES = "rollout.tensor_model_parallel_size alone cuts a copy of the model; for more copies: trainer.rollout_workers"
 
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
@@ -63,12 +63,11 @@ _ENGINE_KEYS = {
     "over_sample_rate": _refuse(
         "prompts are not over-sampled; use algorithm.filter_groups with data.gen_batch_size", 0
     ),
-    "tensor_model_parallel_size": _refuse(_ONE_RANK, 1),
-    "tensor_parallel_size": _refuse(_ONE_RANK, 1),
-    "pipeline_model_parallel_size": _refuse(_ONE_RANK, 1),
-    "pipeline_parallel_size": _refuse(_ONE_RANK, 1),
-    "data_parallel_size": _refuse(_ONE_RANK, 1),
-    "expert_parallel_size": _refuse(_ONE_RANK, 1),
+    "tensor_parallel_size": _refuse("write rollout.tensor_model_parallel_size", 1),
+    "pipeline_model_parallel_size": _refuse(_SIZES, 1),
+    "pipeline_parallel_size": _refuse(_SIZES, 1),
+    "data_parallel_size": _refuse(_SIZES, 1),
+    "expert_parallel_size": _refuse(_SIZES, 1),
     "quantization": _refuse("the hf engine does not quantise"),
     "quantization_config_file": _refuse("the hf engine does not quantise"),
     "mtp": _refuse("multi-token prediction comes with the SGLang and vLLM engines"),

@@ -61,7 +61,7 @@ def is_external(name: object) -> bool:
 def allocation_counts(text: str, nnodes: int) -> dict[str, Any]:
     """The keys that an allocation sets: training processes a node, rollout workers, the engine and its parallel sizes.
 
-    ConfigError where this build cannot run it: it takes one hf part and one of fsdp or megatron.
+    ConfigError where this build cannot run it: it takes one part that generates and one of fsdp or megatron.
     """
     allocation = parse_allocation(text)
     train, generate = _two_parts(allocation, text)
@@ -72,7 +72,17 @@ def allocation_counts(text: str, nnodes: int) -> dict[str, Any]:
     return {
         "trainer.n_gpus_per_node": train.world // nnodes,
         "trainer.rollout_workers": 0 if len(allocation.groups) == 1 else generate.world,
+        **(_engine_sizes(generate) if generate.backend != "hf" else {}),
         **(_megatron_sizes(train) if train.backend == "megatron" else {_ULYSSES: train.dims.c}),
+    }
+
+
+def _engine_sizes(generate: Part) -> dict[str, Any]:
+    if generate.dims.p > 1:
+        raise ConfigError(f"pipeline parallelism in {generate} is not built; write t and d sizes only")
+    return {
+        "actor_rollout_ref.rollout.name": generate.backend,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": generate.dims.t,
     }
 
 
@@ -90,13 +100,10 @@ def _megatron_sizes(train: Part) -> dict[str, Any]:
 
 
 def _two_parts(allocation: Allocation, text: str) -> tuple[Any, Any]:
-    extras = {"sglang": "sglang", "vllm": "vllm"}
     for part in allocation.parts:
-        if part.backend not in ("hf", "fsdp", "megatron"):
-            extra = extras.get(part.backend)
-            why = f"comes with the extra [{extra}]" if extra else "is not built"
+        if part.backend not in ("hf", "vllm", "sglang", "fsdp", "megatron"):
             use = "fsdp" if part.trains else "hf"
-            raise ConfigError(f"'{text}': {part.backend} {why}; write {use}:d{part.world}")
+            raise ConfigError(f"'{text}': {part.backend} is not built; write {use}:d{part.world}")
     train = [part for part in allocation.parts if part.trains]
     generate = [part for part in allocation.parts if not part.trains]
     if len(train) != 1 or len(generate) != 1:

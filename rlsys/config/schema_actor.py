@@ -174,6 +174,8 @@ class EngineKwargsConfig(Section):
 class GenerationConfig(Section):
     """The engine that writes responses."""
 
+    tensor_model_parallel_size: Count = 1
+    """Processes that serve one copy of the model together; the others are further copies."""
     gpu_memory_utilization: Share = 0.5
     """Share of a GPU's memory for vLLM's weights and cache."""
     kv_cache_gib: Count = 1

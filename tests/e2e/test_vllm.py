@@ -15,6 +15,7 @@ from tests.e2e.conftest import Toy
 from trainer.main_ppo import main
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")]
+ROLLOUT = "actor_rollout_ref.rollout"
 MEGATRON = "actor_rollout_ref.actor.megatron"
 
 
@@ -63,6 +64,11 @@ def check(lines: list[dict[str, Any]]) -> None:
 
 def test_fsdp_trains_beside_vllm_in_one_process(wide: Toy, tmp_path: Path) -> None:
     check(run(wide, tmp_path, "trainer.backend=local"))
+
+
+def test_two_fsdp_ranks_train_beside_one_vllm_that_they_serve_together(wide: Toy, tmp_path: Path) -> None:
+    sizes = ("trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2", "ray_kwargs.ray_init.num_cpus=2")
+    check(run(wide, tmp_path, "trainer.backend=ray", *sizes))
 
 
 def test_megatron_tp2_trains_and_vllm_serves_in_processes_of_their_own(wide: Toy, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlsys.protocol.columns import tensors_of
@@ -37,6 +38,9 @@ GREEDY = (0, 0.0, 1.0, -1, 0, ())
 class VLLMRollout(ServingEngine):
     """A RolloutEngine over vLLM's engine core in this process, one device.
 
+    With `tensor_parallel_size` above 1 that many ranks of the default process group, which follow each other, serve one
+    model: each has an engine like this one, all take the same calls at the same time and find the same answers.
+
     On CPU vLLM packs the weights of its layers, so new weights are received into host tensors and go through its loader
     at `finish_update`. On a GPU they are written into its parameters in place, once `weights.adopt` has told what was
     learned of their layout. `kv_cache_gib` is the CPU's cache, `gpu_memory_utilization` bounds a GPU's; `engine_kwargs`
@@ -55,6 +59,7 @@ class VLLMRollout(ServingEngine):
         max_num_batched_tokens: int = 8192,
         max_model_len: int | None = None,
         eos_token_ids: Sequence[int] | None = None,
+        tensor_parallel_size: int = 1,
         gpu_memory_utilization: float = 0.5,
         kv_cache_gib: int = 1,
         enforce_eager: bool = False,
@@ -83,12 +88,15 @@ class VLLMRollout(ServingEngine):
             "max_num_batched_tokens": max(max_num_batched_tokens, max_num_seqs),
             "max_model_len": length,
             "enforce_eager": enforce_eager,
+            "tensor_parallel_size": tensor_parallel_size,
+            "distributed_executor_backend": "uni" if tensor_parallel_size == 1 else "external_launcher",
             **(
                 {} if device == "cpu" else {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
             ),
             **(engine_kwargs or {}),
         }
         self.engine = _start(arguments, kv_cache_gib=kv_cache_gib)
+        self._decision = torch.zeros(1, dtype=torch.uint8) if tensor_parallel_size > 1 else None
         names = hf_tensors(path, dtype=dtype, filled=load_format == "auto" and device == "cpu", real=device == "cpu")
         self.weights = HostWeights(*names, self._reload) if device == "cpu" else LiveWeights(*names, self._model)
 
@@ -109,7 +117,7 @@ class VLLMRollout(ServingEngine):
                     draw = DrawParams.of(ticket, next(numbers))
                     name = self._add(ticket.request.input_ids, draw, max_tokens=ticket.max_new_tokens)
                     running[name] = ticket
-                if self._stopped():
+                if self._told_to_stop():
                     self.engine.abort_request(list(running))
                     return num_tokens + answer(dict.fromkeys(running, Finish.ABORT))
                 if not running:
@@ -119,6 +127,17 @@ class VLLMRollout(ServingEngine):
         except BaseException:
             self.engine.abort_request(list(running))
             raise
+
+    def _told_to_stop(self) -> bool:
+        """Whether to stop at this step; ranks that serve together do what the first of them was told."""
+        if self._decision is None:
+            return self._stopped()
+        from vllm.distributed import get_tp_group
+
+        group = get_tp_group()
+        self._decision[0] = self._stopped()
+        dist.broadcast(self._decision, src=group.ranks[0], group=group.cpu_group)
+        return bool(self._decision[0])
 
     def _add(
         self, ids: Sequence[int], draw: DrawParams, *, max_tokens: int = 1, prompt_logprobs: int | None = None
@@ -155,7 +174,6 @@ class VLLMRollout(ServingEngine):
         )
 
     def _score(self, batch: DataProto, temperature: float) -> Tensor:
-
         rows = tensors_of(batch.batch)
         attention, num_columns = rows["attention_mask"].cpu(), rows["responses"].shape[1]
         sequences = [ids[mask.bool()].tolist() for ids, mask in zip(rows["input_ids"].cpu(), attention, strict=True)]
@@ -228,7 +246,6 @@ def _start(arguments: Mapping[str, Any], *, kv_cache_gib: int) -> Any:
     return LLMEngine.from_engine_args(
         EngineArgs(
             skip_tokenizer_init=True,
-            distributed_executor_backend="uni",
             worker_extension_cls="rlsys.rollout.vllm.extension.RolloutExtension",
             logits_processors=["rlsys.rollout.vllm.sampler:DrawingProcessor"],
             async_scheduling=False,

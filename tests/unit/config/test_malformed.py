@@ -196,7 +196,7 @@ CHOICES = [
 ELSEWHERE = [
     bad(f"{A}.megatron.mixed_precision={{param_dtype: bf16}}", "mixed_precision", "write dtype"),
     bad(f"{A}.megatron.dist_checkpointing_path=x", "dist_checkpointing_path", "model.path"),
-    bad(f"{R}.tensor_model_parallel_size=2", "tensor_model_parallel_size", "trainer.rollout_workers"),
+    bad(f"{R}.data_parallel_size=2", "data_parallel_size", "trainer.rollout_workers"),
     bad(f"{R}.multi_turn.enable=true", "multi_turn.enable", "one turn"),
     bad(f"{R}.quantization=fp8", "quantization", "does not quantise"),
     bad("data.image_key=pictures", "data.image_key", "trains on text"),
@@ -384,7 +384,14 @@ RUNS = [
     bad(f"{A}.checkpoint.load_contents=[model,hf_model]", f"{A}.checkpoint.load_contents", "hf_model"),
     bad(f"{A}.checkpoint.save_contents=[model,model]", f"{A}.checkpoint.save_contents", "named twice"),
     bad("trainer.allocation_mode=hf:d2", "trainer.allocation_mode", "hf:d2+fsdp:d2"),
-    bad("trainer.allocation_mode=sglang:d2+fsdp:d2", "trainer.allocation_mode", "extra [sglang]", "hf:d2"),
+    bad("trainer.allocation_mode=vllm:d2p2+fsdp:d2", "trainer.allocation_mode", "pipeline", "not built"),
+    bad(f"{R}.tensor_model_parallel_size=0", f"{R}.tensor_model_parallel_size"),
+    bad(f"{R}.tensor_model_parallel_size=2", f"{R}.tensor_model_parallel_size", "one process", "=1"),
+    bad(
+        [f"{R}.name=vllm", f"{R}.tensor_model_parallel_size=2", "trainer.rollout_workers=3"],
+        f"{R}.tensor_model_parallel_size",
+        "divisor of 3",
+    ),
     bad("trainer.allocation_mode=hf:d2+archon:d2", "trainer.allocation_mode", "not built", "fsdp:d2"),
     *(
         bad(["model_engine=megatron", "trainer.n_gpus_per_node=2", *argv], *says)
