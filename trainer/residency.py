@@ -8,7 +8,7 @@ actor's parameters and the rollout's weights are present and nothing else is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -50,7 +50,7 @@ class Moves:
 
 
 class Residency:
-    """Tracks the holder and runs the moves between holders; states without moves cost nothing."""
+    """Tracks the holder and runs the moves between holders as the stage `switch`; states without moves cost nothing."""
 
     def __init__(self, moves: Mapping[Holder, Moves], stage: StageTimer) -> None:
         self._moves, self._stage = moves, stage
@@ -69,7 +69,9 @@ class Residency:
             return
         if holder not in LEGAL[self.holder]:
             raise AssertionError(f"no move leads from {self.holder} to {holder}; see LEGAL")
-        self._moves.get(self.holder, Moves()).leave()
-        self.holder = Holder.NONE
-        self._moves.get(holder, Moves()).enter()
+        leave, enter = self._moves.get(self.holder, Moves()).leave, self._moves.get(holder, Moves()).enter
+        with self._stage("switch") if (leave, enter) != (_nothing, _nothing) else nullcontext():
+            leave()
+            self.holder = Holder.NONE
+            enter()
         self.holder = holder

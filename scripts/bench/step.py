@@ -1,0 +1,239 @@
+"""A GRPO step by phases, the same work by a schedule that pads and gathers, and the engine's own offline rate.
+
+    python scripts/bench/step.py --out runs/step -- --config-name smollm2 actor_rollout_ref.rollout.name=vllm
+    python scripts/bench/step.py --out runs/step7b --shape 7B --tokenizer models/SmolLM2 -- --config-name smollm2 \\
+      actor_rollout_ref.rollout.name=vllm trainer.allocation_mode='vllm[r]:d2t2|megatron[a]:t2p2'
+
+What follows `--` is the main job's command line; answers are drawn to their full length. With `--shape` the model has
+random weights of a known shape. Runs, one after the other: our job; the job as schedules that pad do it (fixed
+micro-batches of padded rows, rows unbalanced, weights gathered in buckets and loaded by the engine); the engine alone,
+started as its makers do, on one replica's share of the same number of tokens, with and without log-probabilities.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+from time import perf_counter
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
+POLICY = "actor_rollout_ref"
+PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "switch")
+SKIPPED = 2
+"""First steps, in which kernels are compiled and caches are filled."""
+
+
+def padded(micro_rows: int, megatron: bool) -> list[str]:
+    """Overrides that make our job work as padding schedules do; the rows of Megatron stay packed."""
+    rows = [
+        *(f"{POLICY}.actor.use_dynamic_bsz=false", f"{POLICY}.actor.ppo_micro_batch_size_per_gpu={micro_rows}"),
+        *(f"{POLICY}.rollout.log_prob_micro_batch_size_per_gpu={micro_rows}", "trainer.balance_batch=false"),
+        *(f"{POLICY}.rollout.checkpoint_engine.backend=gather",),
+        f"{POLICY}.rollout.checkpoint_engine.update_weights_bucket_megabytes=512",
+    ]
+    return rows if megatron else [*rows, f"{POLICY}.model.use_remove_padding=false"]
+
+
+def run_job(folder: Path, overrides: list[str], *, steps: int, deadline_s: float) -> dict[str, float]:
+    """Means over the later steps of one run of the main job."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    fixed = [
+        *(f"trainer.default_local_dir={folder}", f"trainer.total_training_steps={steps}", "trainer.save_freq=-1"),
+        *("trainer.test_freq=-1", "trainer.val_before_train=false", f"{POLICY}.rollout.ignore_eos=true"),
+        *("trainer.resume_mode=disable", "trainer.logger=[jsonl]", f"{POLICY}.actor.checkpoint.save_contents=[model]"),
+    ]
+    with (folder / "log.txt").open("w") as log:
+        command = [sys.executable, "-m", "trainer.main_ppo", *overrides, *fixed]
+        code = subprocess.run(
+            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, timeout=deadline_s, check=False
+        ).returncode
+    if code:
+        print((folder / "log.txt").read_text()[-3000:], file=sys.stderr)
+        raise SystemExit(f"the job in {folder} ended with {code}")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][SKIPPED:]
+    return {key: mean(line[key] for line in lines) for key in lines[-1] if all(key in line for line in lines)}
+
+
+def resolved(overrides: list[str]) -> Any:
+    """The job's configuration, as the job itself resolves it."""
+    from rlsys.config import load_config
+
+    return load_config(overrides)
+
+
+def offline(engine: str, work: dict[str, Any], deadline_s: float) -> dict[str, float]:
+    """Tokens a second of the engine alone, in a process of its own, with and without log-probabilities."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--alone", json.dumps(work | {"engine": engine})]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=deadline_s, check=False)
+    if done.returncode:
+        print(done.stdout[-1500:], done.stderr[-3000:], file=sys.stderr)
+        return {}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def alone(work: dict[str, Any]) -> dict[str, float]:
+    """What `offline` starts: `rows` answers of `answer_tokens` to random prompts, the second of two turns timed."""
+    import random
+
+    draw = random.Random(0)
+    prompts = [[draw.randrange(10, 10_000) for _ in range(work["prompt_tokens"])] for _ in range(work["prompts"])]
+    rows = [prompt for prompt in prompts for _ in range(work["rows"] // work["prompts"])]
+    generate = {"vllm": _vllm_alone, "sglang": _sglang_alone}[work["engine"]](work)
+    found = {}
+    for name, logprobs in (("plain", False), ("with_logprobs", True)):
+        for _ in range(2):
+            started_s = perf_counter()
+            num_tokens = generate(rows, logprobs)
+            found[name] = num_tokens / (perf_counter() - started_s)
+    return found
+
+
+def _vllm_alone(work: dict[str, Any]) -> Any:
+    from vllm import LLM, SamplingParams
+
+    cpu = {} if work["cuda"] else {"enforce_eager": True}
+    engine = LLM(
+        work["model"],
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        tensor_parallel_size=work["tp"],
+        max_num_seqs=work["max_num_seqs"],
+        max_model_len=work["prompt_tokens"] + work["answer_tokens"],
+        gpu_memory_utilization=0.8 if work["cuda"] else 0.3,
+        **cpu,
+    )
+
+    def generate(rows: list[list[int]], logprobs: bool) -> int:
+        params = SamplingParams(
+            temperature=1.0,
+            max_tokens=work["answer_tokens"],
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=0 if logprobs else None,
+        )
+        found = engine.generate([{"prompt_token_ids": row} for row in rows], params, use_tqdm=False)
+        return sum(len(answer.outputs[0].token_ids) for answer in found)
+
+    return generate
+
+
+def _sglang_alone(work: dict[str, Any]) -> Any:
+    from sglang import Engine
+
+    cpu = {"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch"}
+    engine = Engine(
+        model_path=work["model"],
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        tp_size=work["tp"],
+        max_running_requests=work["max_num_seqs"],
+        mem_fraction_static=0.8 if work["cuda"] else 0.2,
+        log_level="error",
+        **({} if work["cuda"] else cpu),
+    )
+
+    def generate(rows: list[list[int]], logprobs: bool) -> int:
+        params = {"temperature": 1.0, "max_new_tokens": work["answer_tokens"], "ignore_eos": True}
+        found = engine.generate(input_ids=rows, sampling_params=params, return_logprob=logprobs)
+        return sum(answer["meta_info"]["completion_tokens"] for answer in found)
+
+    return generate
+
+
+def shares(name: str, found: dict[str, float], ranks: int) -> str:
+    """One line a schedule: seconds of every phase, and what part of the step they are."""
+    step = found["timing_s/step"]
+    parts = [(phase, found.get(f"timing_s/{phase}", 0.0)) for phase in PHASES]
+    rest = step - sum(seconds for _, seconds in parts)
+    told = "  ".join(f"{phase} {seconds:.3f} ({seconds / step:.1%})" for phase, seconds in [*parts, ("rest", rest)])
+    rate = found["perf/total_num_tokens"] / step / ranks
+    mfu = found.get("perf/mfu/actor", float("nan"))
+    return f"{name}: step {step:.3f} s, {rate:,.0f} tokens/s a device, MFU of the update {mfu:.3f}\n  {told}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/step"))
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--micro-rows", type=int, default=8, help="rows of a padded micro-batch")
+    parser.add_argument("--shape", help="random weights of this shape, e.g. 7B")
+    parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer a random model gets")
+    parser.add_argument("--only", nargs="*", default=["ours", "padded", "offline"])
+    parser.add_argument("--deadline-s", type=float, default=400.0, help="longest one run may take")
+    parser.add_argument("--alone", help=argparse.SUPPRESS)
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    args, job = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
+    if args.alone:
+        print(json.dumps(alone(json.loads(args.alone))))
+        return 0
+    if args.shape:
+        job = [*job, f"{POLICY}.model.path={random_model(args.shape, args.out / args.shape, args.tokenizer)}"]
+    cfg = resolved(job)
+    rollout, tp = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
+    ranks = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node + cfg.trainer.rollout_workers
+    replicas = (cfg.trainer.rollout_workers or ranks) // tp
+    found: dict[str, Any] = {}
+    peer = padded(args.micro_rows, cfg.actor_rollout_ref.actor.strategy == "megatron")
+    for name, more in (("ours", []), ("padded", peer)):
+        if name in args.only:
+            found[name] = run_job(args.out / name, [*job, *more], steps=args.steps, deadline_s=args.deadline_s)
+            print(shares(name, found[name], ranks), flush=True)
+    if {"ours", "padded"} <= set(found):
+        ratio = found["padded"]["timing_s/step"] / found["ours"]["timing_s/step"]
+        print(f"padded / ours: {ratio:.2f}  (padded schedule: {' '.join(peer)})")
+    if "ours" in found and "offline" in args.only and rollout.name in ("vllm", "sglang"):
+        ours = found["ours"]
+        rows = cfg.data.train_batch_size * rollout.n // replicas
+        answer = round(ours["response_length/mean"])
+        work = {
+            "model": str(cfg.actor_rollout_ref.model.path),
+            "tp": tp,
+            "rows": rows,
+            "prompts": rows // rollout.n,
+            "prompt_tokens": round(ours["prompt_length/mean"]),
+            "answer_tokens": answer,
+            "max_num_seqs": rollout.max_num_seqs,
+            "cuda": "perf/max_memory_allocated_gb" in ours and has_cuda(),
+        }
+        found["offline"] = offline(rollout.name, work, args.deadline_s)
+        rate = rows * answer / ours["timing_s/gen"]
+        for name, alone_rate in found["offline"].items():
+            print(
+                f"generation, a replica: {rate:,.0f} tokens/s; engine alone, {name}: {alone_rate:,.0f}; "
+                f"ours / alone {rate / alone_rate:.2f}"
+            )
+    (args.out / "step.json").write_text(json.dumps(found))
+    return 0
+
+
+def has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def random_model(shape: str, folder: Path, tokenizer: Path | None) -> Path:
+    """Random weights of a known shape with somebody's tokenizer, written once."""
+    from train_step import write_checkpoint
+
+    if tokenizer is None:
+        raise SystemExit("--shape needs --tokenizer, a folder with tokenizer files")
+    if not (folder / "config.json").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in tokenizer.iterdir():
+            if file.suffix != ".safetensors" and file.name != "config.json":
+                shutil.copy(file, folder)
+        write_checkpoint(shape, folder, "cuda" if has_cuda() else "cpu")
+    return folder.resolve()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
