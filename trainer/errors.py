@@ -15,12 +15,22 @@ from rlsys.utils.errors import (
     ConfigError,
     DataError,
     DeadlineError,
+    ParityError,
     RolloutError,
     WeightTransferError,
     WorkerError,
 )
 
-TOLD = (ConfigError, DataError, CheckpointError, DeadlineError, RolloutError, WeightTransferError, WorkerError)
+TOLD = (
+    ConfigError,
+    DataError,
+    CheckpointError,
+    DeadlineError,
+    ParityError,
+    RolloutError,
+    WeightTransferError,
+    WorkerError,
+)
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM)
 
 

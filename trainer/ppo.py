@@ -15,9 +15,11 @@ from rlsys.config import PPOConfig, plan_batches
 from rlsys.protocol import DataProto
 from rlsys.telemetry.log import get_logger
 from rlsys.types import TransferReport
+from rlsys.utils.errors import ParityError, RolloutError
 from trainer.checkpoint import CheckpointStore, TrainerState, load_state, save_state
 from trainer.dumps import dump, sample_rows
 from trainer.groups import Role, WorkerGroups, deadlines_of, start_groups
+from trainer.parity import ParityReport
 from trainer.prompts import steps_of
 from trainer.reporting import Reporter
 from trainer.residency import Holder
@@ -102,6 +104,8 @@ class RayPPOTrainer:
         with self.session():
             self.resume()
             self.push_weights()
+            if self.cfg.actor_rollout_ref.rollout.parity.freq >= 0:
+                self.parity_probe(record=self.global_step == 0)
             if (self.cfg.trainer.val_before_train and self.global_step == 0) or self.cfg.trainer.val_only:
                 self.evaluate()
             while not self.cfg.trainer.val_only and self.global_step < self.total_steps:
@@ -138,6 +142,8 @@ class RayPPOTrainer:
             steps.update_actor(batch)
         if self._due(self.cfg.trainer.sync_freq) or self._test_due or self._save_due:
             self.push_weights()
+        if self._due(self.cfg.actor_rollout_ref.rollout.parity.freq) and self.weight_version == self.global_step:
+            self.parity_probe()
         self.reporter.batch_metrics(batch)
         if self.cfg.trainer.rollout_data_dir is not None:
             with self.stage("dump_rollouts"):
@@ -166,6 +172,25 @@ class RayPPOTrainer:
                 "weights/version": report.version,
             }
         )
+        return report
+
+    def parity_probe(self, *, record: bool = True) -> ParityReport:
+        """Score a few answers by the actor and by the rollout, which must hold the same weights; changes nothing.
+
+        With `record` the metrics of the step in hand get the result. Above the limits of rollout.parity it warns, or
+        raises ParityError where its policy is stop. RolloutError where weights have not been pushed since the update.
+        """
+        if self.weight_version != self.global_step:
+            served = f"the rollout serves weights of step {self.weight_version}, the actor is at {self.global_step}"
+            raise RolloutError(f"{served}: call push_weights() before parity_probe()")
+        self.source.settle()
+        report = self.runtime.parity.run(self.weight_version)
+        if record:
+            self.reporter.add(report.metrics())
+        if report.problem and self.cfg.actor_rollout_ref.rollout.parity.policy == "stop":
+            raise ParityError(report.problem)
+        if report.problem:
+            log.warning("%s", report.problem)
         return report
 
     def evaluate(self) -> dict[str, float]:

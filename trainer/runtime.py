@@ -18,6 +18,7 @@ from trainer.answers import Answers, training_sampling
 from trainer.estimate import advantage_settings, kl_controller
 from trainer.evaluate import Evaluator, validation
 from trainer.groups import WorkerGroups
+from trainer.parity import LOST, REFUSED, ParityProbe, probe_prompts
 from trainer.prompts import training_prompts
 from trainer.residency import Holder, Moves, Residency
 from trainer.rewards import reward_manager, reward_pool
@@ -32,12 +33,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where batches come from, the verbs of a step, how weights are pushed, how answers are evaluated."""
+    """Where batches come from, the verbs of a step, how weights are pushed, how answers and weights are checked."""
 
     source: RolloutSource
     steps: Steps
     push: Callable[[int], TransferReport]
     evaluator: Evaluator | None
+    parity: ParityProbe
     close: Callable[[], None]
 
     @property
@@ -91,7 +93,22 @@ def assemble(trainer: RayPPOTrainer) -> Runtime:
         if trainer.val_dataset is not None:
             evaluator = validation(cfg, trainer.val_dataset, answers, trainer.dump_validation, seed=cfg.data.seed)
         push = push_by(transfer, fleet, validate=rollout.validate_weight)
-        return Runtime(source, steps, push, evaluator, stack.pop_all().close)
+        parity = ParityProbe(
+            rollout.parity,
+            prompts=probe_prompts(
+                trainer.train_dataset,
+                rollout.parity,
+                answers.sampling,
+                prompt_length=cfg.data.max_prompt_length,
+                pad_token_id=pad,
+            ),
+            generate=answers.generate,
+            rollout=fleet if plan.pools.external else groups.rollout,
+            actor=groups.actor,
+            residency=residency,
+            refusals=REFUSED if plan.pools.external else () if plan.pools.colocated else LOST,
+        )
+        return Runtime(source, steps, push, evaluator, parity, stack.pop_all().close)
 
 
 def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, colocated: bool) -> dict[Holder, Moves]:

@@ -72,6 +72,11 @@ class ServedFleet(RolloutFleet):
 
     engine: RemoteEngine
 
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """`rollout_log_probs` (B, R) as the servers score the responses; they do at temperature 1 only."""
+        found = self.engine.compute_log_prob(data, temperature=data.meta_info["temperature"])
+        return DataProto.from_dict({"rollout_log_probs": found})
+
     def metrics(self) -> dict[str, float]:
         return super().metrics() | self.engine.metrics()
 

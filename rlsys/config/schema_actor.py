@@ -224,6 +224,23 @@ class ServersConfig(Section):
     """Folder through which weights are pushed; the servers must see it under the same path."""
 
 
+class ParityConfig(Section):
+    """The parity probe: a few answers scored by actor and rollout, which must agree."""
+
+    freq: CountOrOff = 0
+    """Probe after the first push and each so many steps; 0: after the first push only; -1: never."""
+    rows: Count = 4
+    """Training prompts that are answered for it, from the first on."""
+    max_tokens: Count = 32
+    """Longest of these answers."""
+    mean_limit: Positive = 0.05
+    """Largest mean of the log-probs' absolute differences, in nats."""
+    max_limit: Positive = 1.0
+    """Largest single difference."""
+    policy: Literal["warn", "stop"] = "warn"
+    """What happens above a limit: a warning, or the end of the run."""
+
+
 class RolloutConfig(GenerationConfig):
     """Generation for training, and the log-probs of what was generated."""
 
@@ -251,6 +268,7 @@ class RolloutConfig(GenerationConfig):
     """Compare every tensor of every engine with the actor's after each push; one that differs ends the run."""
     validate_save_dir: LocalPath | None = None
     """Folder for the reports of these comparisons, weights_v{version}.json."""
+    parity: ParityConfig
     servers: ServersConfig
 
 

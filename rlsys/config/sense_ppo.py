@@ -292,6 +292,9 @@ def check_generation(cfg: PPOConfig) -> Iterator[str]:
         yield wrong(f"{key}.val_kwargs.n", val.n, why)
     if val.do_sample and val.temperature == 0:
         yield note(f"{key}.val_kwargs.do_sample", True, "temperature 0 takes the likeliest token all the same")
+    if rollout.parity.freq > 0 and rollout.parity.freq % cfg.trainer.sync_freq:
+        why = f"weights are pushed each {cfg.trainer.sync_freq} steps, and only then can they be compared"
+        yield note(f"{key}.parity.freq", rollout.parity.freq, why)
     if needs_reference(cfg) and cfg.actor_rollout_ref.model.lora_adapter_path:
         why = "the reference is the model without any adapter, not the adapter you start from"
         yield note("actor_rollout_ref.model.lora_adapter_path", cfg.actor_rollout_ref.model.lora_adapter_path, why)

@@ -21,6 +21,10 @@ class WeightTransferError(Exception):
     """Weights did not reach a rollout engine whole; the engine must not serve until the next good push."""
 
 
+class ParityError(Exception):
+    """Actor and rollout score the same tokens differently; the message names the worst token and what to check."""
+
+
 class RolloutError(RuntimeError):
     """Completions could not be made; the message names the request or the replica and the cause."""
 

@@ -78,6 +78,7 @@ class Runs:
             f"trainer.total_training_steps={STEPS}",
             f"trainer.rollout_data_dir={out}/rollouts",
             "trainer.deadlines.start_s=45",
+            "actor_rollout_ref.rollout.parity.freq=-1",
             *(f"trainer.deadlines.{name}_s=8" for name in names),
             *more,
         )
@@ -159,6 +160,17 @@ def out(runs: Runs, tmp_path: Path) -> Path:
 def test_a_lost_worker_is_told_or_replaced(runs: Runs, out: Path) -> None:
     runs.fails(out, Strike("actor", "critic.update_critic", entry=2))
     runs.finishes(out, Strike("rollout", "rollout.generate_sequences"))
+
+
+def test_a_rollout_lost_in_a_parity_probe_is_replaced(runs: Runs, out: Path) -> None:
+    ended = runs.run(
+        out, Strike("rollout", "rollout.compute_log_prob"), more=["actor_rollout_ref.rollout.parity.freq=2"]
+    )
+    assert ended.status == 0, ended.log
+    assert "parity probe: the rollout did not score given tokens" in ended.log
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line.get("parity/skipped") for line in lines if line["step"] > 0] == [1.0, 0.0, None]
+    assert lines[1]["parity/max_abs"] < 1e-4
 
 
 signals = pytest.mark.parametrize("signal", ["KILL", "STOP"])

@@ -86,6 +86,7 @@ class Runs:
             out,
             "trainer.backend=local",
             "trainer.save_freq=1",
+            "actor_rollout_ref.rollout.parity.freq=-1",
             f"reward.custom_reward_function.path={self.toy.grader}",
             f"trainer.rollout_data_dir={out}/rollouts",
             *overrides,
