@@ -1,4 +1,4 @@
-"""What a weight transfer moves: bytes on every link and rank, and the time that given bandwidths allow.
+"""Plans made ahead: what a weight transfer moves and how long it must take, and what memory a job takes.
 
     python scripts/plan.py 30B-A3B TP2xPP2xEP2xDP2 TP4xDP2
     python scripts/plan.py path/to/config.json FSDP8 TP2xDP4 --ranks-per-host 4 --json plan.json
@@ -6,6 +6,12 @@
 The model is a known shape (0.5B, 7B, 32B, 30B-A3B, 671B, tiny, tiny-moe) or a config.json. The trainer is Megatron's
 TPnxPPnxEPnxETPnxDPn or FSDPn (LASTn: layers of the last stage), the engine TPnxPPnxEPnxDPn with fused parameters.
 Rank n of both sides is on device n.
+
+    python scripts/plan.py --memory smollm2 --model 7B trainer.n_gpus_per_node=8 --device-gib 80
+    python scripts/plan.py --memory run.yaml actor_rollout_ref.rollout.n=16
+
+prints GiB of every stage on one device by owner, what does not fit, and what would change that (docs/oom.md). Settings
+are those of the job; `--model` stands for a folder that is not here.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +131,7 @@ def told(plan: Plan, args: argparse.Namespace, sources: list[WeightLayout], engi
     return "\n".join(lines)
 
 
-def main() -> None:
+def plan_transfer() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("trainer", help="TPnxPPnxEPnxETPnxDPn or FSDPn")
@@ -154,5 +160,52 @@ def main() -> None:
         args.json.write_text(plan.to_json())
 
 
+def plan_job() -> None:
+    """The table of `--memory`; exit code 1 where a stage does not fit."""
+    from rlsys.config import load_config
+    from trainer.memory_advice import GIB, remedies, table, too_large
+    from trainer.memory_plan import MemoryPlan, plan_memory
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--memory", metavar="CONFIG", required=True, help="preset or YAML file")
+    parser.add_argument("--model", help="a known shape or a config.json instead of actor_rollout_ref.model.path")
+    parser.add_argument("--device-gib", type=float, default=141.0, help="memory of a device")
+    parser.add_argument("--reserve-gib", type=float, default=4.0, help="for the CUDA context, NCCL and fragments")
+    parser.add_argument("settings", nargs="*", metavar="key=value")
+    args = parser.parse_intermixed_args()
+    files = ["data.train_files=null", "data.val_files=null"]
+    files += ["actor_rollout_ref.model.path=null", "critic.model.path=null"] if args.model else []
+    given = ["--config-name", args.memory, *args.settings, *files]
+
+    def planned(more: Sequence[str] = ()) -> MemoryPlan:
+        cfg = load_config([*given, *more])
+        path, critic, grader = cfg.actor_rollout_ref.model.path, cfg.critic.model.path, cfg.reward.reward_model
+        if args.model is None and path is None:
+            raise ConfigError("no model is named: write --model 7B, or actor_rollout_ref.model.path=<folder>")
+        actor = hf_config_of(args.model or path or "") | cfg.actor_rollout_ref.model.override_config
+        return plan_memory(
+            cfg,
+            actor,
+            critic=hf_config_of(critic) if critic not in (None, path) else None,
+            reward_model=hf_config_of(grader.model_path) if grader.enable and grader.model_path else None,
+            device_bytes=int(args.device_gib * GIB),
+        )
+
+    try:
+        room = int((args.device_gib - args.reserve_gib) * GIB)
+        plan = planned()
+        print(f"GiB on a device of {args.device_gib:g}, {args.reserve_gib:g} of them reserved")
+        print(table(plan.train, room_bytes=room))
+        if plan.rollout:
+            print(f"\non a device that only generates\n{table(plan.rollout, room_bytes=room)}")
+        if wrong := too_large(plan, room_bytes=room):
+            print(f"\ndoes not fit: {', '.join(stage.name for stage in wrong)}; each of these by itself:")
+            for line in remedies(load_config(given), planned, room_bytes=room):
+                print(f"  {line}")
+            raise SystemExit(1)
+    except ConfigError as error:
+        raise SystemExit(str(error)) from None
+
+
 if __name__ == "__main__":
-    main()
+    plan_job() if any(text.startswith("--memory") for text in sys.argv[1:]) else plan_transfer()

@@ -99,8 +99,9 @@ class FsdpRole:
         extra = (saved if how.recompute else 0) + fp.layer_passing_bytes(d, size.tokens, c=c, backward=True)
         head = fp.head_hidden_bytes(d, size.tokens, size.responses, c=c, backward=True)
         full = not self.lora_rank
-        layer_comm = (c + fp.WIDE * self._prefetched + fp.WIDE // self.ranks) * d.layer if full else 0
-        outer_comm = (c + fp.WIDE + fp.WIDE // self.ranks) * d.outer if full else 0
+        added = fp.WIDE / self.ranks if size.count > 1 else 0  # reduced gradients that are added to those there
+        layer_comm = int((c + fp.WIDE * self._prefetched + added) * d.layer) if full else 0
+        outer_comm = int((c + fp.WIDE + added) * d.outer) if full else 0
         head_grad = c * d.vocab * d.hidden if full and self.lm else 0
         return _higher(
             {

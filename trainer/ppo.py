@@ -219,7 +219,7 @@ class RayPPOTrainer:
         return self.root / f"global_step_{self.global_step}"
 
     def resume(self) -> None:
-        """Take up the checkpoint that trainer.resume_mode asks for, if there is one."""
+        """Take up the checkpoint that trainer.resume_mode asks for, if there is one; then offload what is to be."""
         self.store.sweep()
         folder = self.store.to_resume(self.cfg.trainer.resume_mode, self.cfg.trainer.resume_from_path)
         if folder is not None:
@@ -230,6 +230,7 @@ class RayPPOTrainer:
                 self.runtime.steps.kl_ctrl.load_state_dict(dict(state.kl_ctrl))
                 self.global_step = state.global_step
             log.info("resumed from %s", folder)
+        self.runtime.residency.park()
         self.reporter.start(self.global_step, self.total_steps)
 
     def dump_validation(self, batch: DataProto, step: int) -> None:

@@ -43,6 +43,11 @@ class Reporter:
         self._tokens = (0, 0)
 
     @property
+    def ledger(self) -> list[MemoryRecord]:
+        """Memory of every stage so far; memory.txt shows it."""
+        return list(self._ledger)
+
+    @property
     def stage(self) -> StageTimer:
         """`with stage("update_actor"):` times a stage, shows it and puts it on the timeline."""
         return self._stages.stage

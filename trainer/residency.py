@@ -63,6 +63,11 @@ class Residency:
         with self._stage(stage):
             yield
 
+    def park(self) -> None:
+        """Before the first turn: what models took when they were loaded is given back, as if each had had a turn."""
+        for holder in TRAINED:
+            self._moves.get(holder, Moves()).leave()
+
     def enter(self, holder: Holder) -> None:
         """Make `holder` the one that holds memory; a move that is not in LEGAL is a programming error."""
         if holder is self.holder:

@@ -243,7 +243,8 @@ class MegatronEngine:
         path = Path(path)
         if what == "resume":
             header = {"num_updates": self.optimizer.num_steps if self.optimizer is not None else 0}
-            checkpoint.save(path, self._state(self.save_contents), self.ranks.rank, header)
+            with self._parking.home():
+                checkpoint.save(path, self._state(self.save_contents), self.ranks.rank, header)
             return
         dtype = getattr(torch, self.options.dtype)
         export.write(
@@ -265,7 +266,8 @@ class MegatronEngine:
 
     def load(self, path: Path) -> None:
         """Restore what `save(path, "resume")` wrote, on any number of ranks and any sizes."""
-        header = checkpoint.load(Path(path), self._state(self.load_contents), self.ranks.rank)
+        with self._parking.home():
+            header = checkpoint.load(Path(path), self._state(self.load_contents), self.ranks.rank)
         if self.optimizer is not None and "optimizer" in self.load_contents:
             self.optimizer.set_num_updates(int(header["num_updates"]))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,16 @@ class Parking:
         for storage in storages.values():
             storage.resize_(0)
         _release()
+
+    @contextmanager
+    def home(self) -> Iterator[None]:
+        """Everything where it was, within the block."""
+        away = {part: [storage for storage, _ in saved] for part, saved in self._away.items()}
+        for part in away:
+            self.fetch(part)
+        yield
+        for part, storages in away.items():
+            self.send(part, [_bytes_of(storage) for storage in storages])
 
     def fetch(self, part: str) -> None:
         """Bring a part back where it was; fetching what is there does nothing."""

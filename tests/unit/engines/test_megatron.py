@@ -151,6 +151,18 @@ def test_parked_memory_comes_back_under_every_view() -> None:
     assert torch.equal(view.flatten(), expected[4:8])
 
 
+def test_parked_memory_is_home_within_a_block_and_away_again_after_it() -> None:
+    buffer = torch.randn(12)
+    expected, parking = buffer.clone(), Parking()
+    parking.send("optimizer", [buffer[4:8]])
+    with parking.home():
+        assert torch.equal(buffer, expected)
+        buffer += 1
+    assert buffer.untyped_storage().nbytes() == 0
+    parking.fetch("optimizer")
+    assert torch.equal(buffer, expected + 1)
+
+
 def half_precision_head() -> dict[str, float]:
     """A critic in bfloat16, whose head stays in float32: how far the engine's weights are from those it was given."""
     source = ModelSource(config=MODEL, seed=1)

@@ -1,0 +1,189 @@
+"""The memory planner against the ledger of a real run: predicted, measured and their ratio for every stage.
+
+    python scripts/bench/memory_check.py --config-name smollm2 data.train_batch_size=32 ...
+    python scripts/bench/memory_check.py --config-name run.yaml --shape 7B ...     # random weights of a known shape
+
+Runs a short job with these settings (3 steps unless trainer.total_training_steps says otherwise; answers of full length
+unless rollout.ignore_eos does) and compares the highest CUDA memory that each stage allocated on any worker with the
+plan for the lengths that were seen. On a CPU nothing counts what is allocated: there the bytes of all tensors that live
+when a stage ends are compared with what the plan says stays, for workers in this process (trainer.backend=local).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+
+from rlsys.config import PPOConfig, load_config  # noqa: E402
+from rlsys.telemetry import memory  # noqa: E402
+from rlsys.weights.shapes import SHAPES  # noqa: E402
+from trainer.build import build_trainer, place_of  # noqa: E402
+from trainer.memory_config import Lengths  # noqa: E402
+from trainer.memory_plan import RESIDENT, MemoryPlan, plan_memory  # noqa: E402
+from trainer.memory_roles import GRADIENTS  # noqa: E402
+from trainer.start import with_start_assets  # noqa: E402
+
+GIB = 1 << 30
+CALLS = {
+    "start": ("init_model",),
+    "rollout": ("generate_sequences",),
+    "old_log_prob": ("compute_log_prob",),
+    "ref": ("compute_ref_log_prob",),
+    "reward_model": ("compute_rm_score",),
+    "values": ("compute_values",),
+    "update_critic": ("update_critic",),
+    "update_actor": ("update_actor",),
+    "update_weights": ("reshard_weights", "send_weights", "receive_weights"),
+    "save_checkpoint": ("save_checkpoint",),
+}
+"""The calls of workers that make up a stage."""
+
+
+class TensorBytes:
+    """Stands in for torch.cuda in the ledger of a CPU run: bytes of the tensors that Python can reach."""
+
+    last = 0
+
+    def memory_allocated(self) -> int:
+        gc.collect()
+        storages = {}
+        for found in gc.get_objects():
+            if type(found) in (torch.Tensor, torch.nn.Parameter) and found.device.type == "cpu":
+                storage = found.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        TensorBytes.last = sum(storages.values())
+        return self.last
+
+    def max_memory_allocated(self) -> int:
+        return self.last
+
+    memory_reserved = max_memory_reserved = max_memory_allocated
+
+    def reset_peak_memory_stats(self) -> None:
+        """There are no peaks to start anew."""
+
+
+def with_model(shape: str, folder: Path) -> list[str]:
+    """Random weights of a known shape, and the start model's tokenizer."""
+    from rlsys.data.start_assets import build_tokenizer
+    from scripts.bench.train_step import write_checkpoint
+
+    write_checkpoint(shape, folder, "cuda" if torch.cuda.is_available() else "cpu")
+    build_tokenizer().save_pretrained(str(folder))
+    return [f"actor_rollout_ref.model.path={folder}"]
+
+
+def lengths_seen(root: Path, cfg: PPOConfig) -> Lengths:
+    """Of the rows of all steps, from the metrics."""
+    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "prompt_length/max" in line]
+    if not steps:
+        return Lengths.longest(cfg)
+
+    def most(name: str) -> int:
+        return round(max(line[name] for line in steps))
+
+    names = ("prompt_length/max", "response_length/max", "prompt_length/mean", "response_length/mean")
+    return Lengths(*(most(name) for name in names))
+
+
+def rows_of(
+    plan: MemoryPlan, ledger: Sequence[memory.MemoryRecord], *, rollout_apart: bool, kept: Sequence[str] | None
+) -> Iterator[tuple[str, int, int]]:
+    """(stage, predicted, measured) of the stages that both know; bytes at the highest, or of the owners `kept`."""
+    for where, stages in (("", plan.train), ("rollout ", plan.rollout)):
+        for stage in stages:
+            records = [
+                r
+                for r in ledger
+                if r.stage in CALLS[stage.name] and _belongs(r, stage.name, where, rollout_apart=rollout_apart)
+            ]
+            if records:
+                measured = max(r.cuda_peak_bytes if kept is None else r.cuda_after_bytes for r in records)
+                yield where + stage.name, stage.total if kept is None else stage.sum_of(*kept), measured
+
+
+def _belongs(record: memory.MemoryRecord, stage: str, where: str, *, rollout_apart: bool) -> bool:
+    """Whether a worker's record is of this kind of device; the actor and the rollout both score."""
+    generates = record.worker.startswith("rollout")
+    if where:
+        return generates
+    return not generates or (not rollout_apart and stage not in ("old_log_prob",))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config-name", default="quickstart")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="train random weights of this shape")
+    parser.add_argument("--limit", type=float, default=0.1, help="largest deviation that passes, on GPUs")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("settings", nargs="*", metavar="key=value")
+    args = parser.parse_intermixed_args()
+    room = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=room) as scratch:
+        folder = Path(scratch)
+        (folder / "model").mkdir()
+        cuda = torch.cuda.is_available()
+        settings = [
+            "trainer.total_training_steps=3",
+            "trainer.val_before_train=false",
+            "trainer.resume_mode=disable",
+            "actor_rollout_ref.rollout.ignore_eos=true",
+            f"trainer.default_local_dir={folder}/run",
+            "trainer.rollout_data_dir=null",
+            *([] if cuda else ["trainer.backend=local"]),
+            *(with_model(args.shape, folder / "model") if args.shape else []),
+            *args.settings,
+        ]
+        if not cuda:
+            memory._cuda = TensorBytes  # type: ignore[assignment]  # the ledger asks it for torch.cuda
+        cfg = with_start_assets(load_config(["--config-name", args.config_name, *settings]))
+        found = checked(cfg, peaks=cuda)
+    print(f"{'stage':<24}{'predicted':>12}{'measured':>12}{'ratio':>8}   MiB {'at the highest' if cuda else 'kept'}")
+    for name, predicted, measured in found:
+        ratio = predicted / measured if measured else float("nan")
+        print(f"{name:<24}{predicted / 2**20:12.1f}{measured / 2**20:12.1f}{ratio:8.3f}")
+    if args.json:
+        args.json.write_text(json.dumps([{"stage": s, "predicted": p, "measured": m} for s, p, m in found]))
+    return int(cuda and any(abs(p / m - 1) > args.limit for _, p, m in found if m))
+
+
+def checked(cfg: PPOConfig, *, peaks: bool) -> list[tuple[str, int, int]]:
+    """Run the job and set its ledger beside its plan."""
+
+    def facts(path: str | None) -> dict[str, Any]:
+        return json.loads((Path(path or "") / "config.json").read_text())
+
+    with place_of(cfg) as place:
+        trainer = build_trainer(cfg, place)
+        try:
+            trainer.fit()
+        finally:
+            trainer.close()
+    model, grader = cfg.actor_rollout_ref.model, cfg.reward.reward_model
+    plan = plan_memory(
+        cfg,
+        facts(model.path) | model.override_config,
+        critic=facts(cfg.critic.model.path) if cfg.critic.model.path else None,
+        reward_model=facts(grader.model_path) if grader.enable else None,
+        lengths=lengths_seen(Path(cfg.trainer.default_local_dir), cfg),
+        device="cuda" if peaks else "cpu",
+        device_bytes=torch.cuda.get_device_properties(0).total_memory if peaks else 0,
+    )
+    megatron = cfg.actor_rollout_ref.actor.strategy == "megatron"  # whose gradients stay
+    kept = None if peaks else [owner for owner in RESIDENT if megatron or owner != GRADIENTS]
+    return list(rows_of(plan, trainer.reporter.ledger, rollout_apart=bool(plan.rollout), kept=kept))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,114 @@
+"""Bytes of a decoder: by hand for tiny shapes, and against the caches that the rollout makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from rlsys.models import footprint as fp
+from rlsys.models.megatron.family import Place, family_of
+from rlsys.rollout.hf import HFRollout
+from rlsys.rollout.kv import ColumnCache
+from rlsys.types import ModelRequest, SamplingParams
+from rlsys.weights.shapes import SHAPES
+
+TINY = fp.decoder_of(SHAPES["tiny"])
+LAYER = (64 * 64 + 64) + 2 * (64 * 32 + 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64
+"""q and k, v with biases, o, the gated MLP, two norms."""
+
+
+def test_elements_of_a_tiny_decoder() -> None:
+    assert TINY.layer == LAYER == 30976
+    assert TINY.outer == 250 * 64 + 64
+    assert TINY.parameters == 4 * LAYER + 250 * 64 + 64 == 139968
+    assert (TINY.q, TINY.kv, TINY.ffn, TINY.routed, TINY.largest) == (64, 32, 96, 0, 16000)
+    assert TINY.adaptable == 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 96))
+
+
+def test_a_token_passes_through_its_routed_experts_only() -> None:
+    moe = fp.decoder_of(SHAPES["tiny-moe"])
+    assert (moe.routed, moe.ffn) == (8, 8 * 48)
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_stages_and_tensor_ranks_hold_the_whole(shape: str) -> None:
+    config = SHAPES[shape]
+    places = [Place(pp_rank=rank, pp_size=2, first_layers=_first(config)) for rank in range(2)]
+    held = [fp.held_at(config, place) for place in places]
+    twice = config["vocab_size"] * config["hidden_size"] if config["tie_word_embeddings"] else 0
+    assert sum(part.parameters for part in held) == fp.decoder_of(config).parameters + twice
+    assert sum(part.num_layers for part in held) == config["num_hidden_layers"]
+
+
+def _first(config: dict[str, int]) -> int | None:
+    return config["num_hidden_layers"] // 2 if config["num_hidden_layers"] % 2 else None
+
+
+def test_experts_are_told_apart() -> None:
+    config = SHAPES["tiny-moe"]
+    held = fp.held_at(config, Place(ep_size=4))
+    assert held.experts == 4 * 2 * 3 * 64 * 48
+    assert held.dense == fp.decoder_of(config).parameters - 4 * 8 * 3 * 64 * 48
+    assert family_of(config).sizes(config)["experts"] == 8
+
+
+def test_saved_and_passing_activations_by_hand() -> None:
+    plain = 10 * (16 * 64 + 2 * 64 + 2 * (2 * 64 + 2 * 32 + 4 * 96))
+    assert fp.layer_saved_bytes(TINY, 10, c=2, fused=False) == plain
+    fused = 10 * (2 * 4 * 64 + 2 * (2 * 64 + 2 * 32 + 3 * 96))
+    assert fp.layer_saved_bytes(TINY, 10, c=2, fused=True) == fused
+    halved = fp.layer_saved_bytes(TINY, 10, c=2, fused=True, tp=2, shared_norms=True)
+    assert halved == fused // 2
+    assert fp.checkpoint_bytes(TINY, 10, c=2) == 10 * 64 * 2
+
+
+def test_chunks_of_logits() -> None:
+    big = fp.decoder_of(SHAPES["7B"])
+    chunk, slope = 4 * ((1 << 28) // 152064) * 152064, 4 * 152064 * 3584
+    sizes = {"c": 2, "device": "cuda", "entropy": False}
+    assert fp.logits_bytes(big, 5000, backward=False, trained=True, **sizes) == 2 * chunk
+    found = fp.logits_bytes(big, 5000, backward=True, trained=True, **sizes)
+    assert found == chunk * 3 // 2 + 2 * slope
+    assert fp.logits_bytes(big, 5000, backward=True, trained=False, **sizes) == chunk * 5 // 2
+    few = fp.logits_bytes(big, 10, backward=False, trained=True, **sizes)
+    assert few == 2 * 4 * 10 * 152064
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "columns"), [(10, 4, 14), (100, 256, 356), (100, 300, 534), (9, 520, 781)]
+)
+def test_columns_grow_as_the_decoder_lets_them(
+    prompt: int, response: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    relayout = ColumnCache.relayout
+
+    def noted(cache: ColumnCache, rows: int, **sizes: Any) -> None:
+        made.append(sizes["num_columns"])
+        relayout(cache, rows, **sizes)
+
+    monkeypatch.setattr(ColumnCache, "relayout", noted)
+    small = LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=1024,
+    )
+    engine = HFRollout(AutoModelForCausalLM.from_config(small), eos_token_ids=())
+    engine.generate([ModelRequest((1,) * prompt, SamplingParams(max_new_tokens=response))])
+    engine.close()
+    assert fp.cache_columns(prompt, response) == max(made) == columns
+
+
+def test_the_cache_is_that_of_the_rollout() -> None:
+    cache = ColumnCache(4, num_rows=3, num_columns=20)
+    keys = torch.zeros(3, 2, 1, 16)
+    for layer in cache.columns:
+        layer.lazy_initialization(keys, keys)
+    held = sum(buffer.nbytes for layer in cache.columns for buffer in layer.buffers)
+    assert fp.cache_bytes(TINY, 3, 20, c=4) == held

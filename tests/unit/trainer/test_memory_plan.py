@@ -1,0 +1,184 @@
+"""The memory planner: tables by hand, and the peaks that H200s measured (docs/performance.md)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlsys.config import PPOConfig, load_config
+from rlsys.models import footprint as fp
+from rlsys.models.megatron.options import Sizes
+from rlsys.weights.shapes import SHAPES
+from trainer.memory_advice import remedies, table, too_large
+from trainer.memory_config import Lengths
+from trainer.memory_plan import MemoryPlan, Stage, plan_memory
+from trainer.memory_roles import Computing, FsdpRole, Pass, filled_pass, fixed_pass, megatron_role
+
+ROOT = Path(__file__).resolve().parents[3]
+GIB = 1 << 30
+SMOLLM2: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 1e4,
+}
+N = fp.decoder_of(SHAPES["tiny"]).parameters
+FILES = ("data.train_files=null", "data.val_files=null", "actor_rollout_ref.model.path=null")
+ACTOR = "actor_rollout_ref.actor"
+
+
+def config(*settings: str, preset: str = "quickstart") -> PPOConfig:
+    return load_config(["--config-name", preset, *FILES, *settings])
+
+
+def stages(plan: MemoryPlan) -> dict[str, Stage]:
+    return {stage.name: stage for stage in plan.train}
+
+
+def test_packs_are_filled_and_balanced() -> None:
+    sizes = {"prompt": 60, "response": 40, "sharing": 1}
+    assert filled_pass(10, 450, **sizes) == Pass(400, 160, 3)
+    assert filled_pass(10, 50, **sizes) == Pass(100, 40, 10)
+    assert fixed_pass(10, 4, **sizes) == Pass(400, 160, 3)
+    assert filled_pass(10, 450, prompt=60, response=40, sharing=2) == Pass(250, 100, 2)
+
+
+def test_what_fsdp_holds_on_one_and_on_two_ranks_by_hand() -> None:
+    one = stages(plan_memory(config("trainer.n_gpus_per_node=1"), SHAPES["tiny"]))
+    assert one["start"].bytes == {"parameters": 4 * N, "optimizer": 8 * N, "rollout weights": 2 * N}
+    two = stages(plan_memory(config("trainer.n_gpus_per_node=2"), SHAPES["tiny"]))
+    assert two["start"].bytes == {"parameters": 2 * N, "optimizer": 4 * N, "rollout weights": 2 * N}
+    assert "rollout weights" not in one["update_actor"].bytes
+    on_cpu = stages(plan_memory(config(), SHAPES["tiny"], device="cpu"))
+    assert on_cpu["update_actor"].bytes["rollout weights"] == 4 * N
+
+
+def test_critic_and_reference_share_the_device_and_leave_it_where_offloaded() -> None:
+    roles = ("algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=true")
+    both = stages(plan_memory(config(*roles), SHAPES["tiny"]))
+    value = N + 64 + 1
+    assert (
+        both["start"].sum_of("parameters") == 4 * (2 * N) + 4 * fp.decoder_of(SHAPES["tiny"], head="value").parameters
+    )
+    assert both["start"].sum_of("optimizer") == 8 * N + 8 * fp.decoder_of(SHAPES["tiny"], head="value").parameters
+    assert fp.decoder_of(SHAPES["tiny"], head="value").parameters == value
+    away = (
+        f"{ACTOR}.fsdp_config.param_offload=true",
+        f"{ACTOR}.fsdp_config.optimizer_offload=true",
+        "critic.fsdp.param_offload=true",
+        "critic.fsdp.optimizer_offload=true",
+        "actor_rollout_ref.ref.fsdp_config.param_offload=true",
+    )
+    alone = stages(plan_memory(config(*roles, *away), SHAPES["tiny"]))
+    assert alone["rollout"].sum_of("parameters", "optimizer") == 0
+    assert alone["ref"].sum_of("parameters", "optimizer") == 4 * N
+    assert alone["update_critic"].sum_of("parameters", "optimizer") == 12 * value
+    assert alone["update_weights"].sum_of("parameters", "optimizer") == 4 * N
+
+
+def test_adapters_have_moments_and_the_base_has_none() -> None:
+    lora = stages(plan_memory(config("actor_rollout_ref.model.lora_rank=4"), SHAPES["tiny"]))
+    adapters = 4 * fp.decoder_of(SHAPES["tiny"]).adaptable
+    assert lora["start"].bytes["parameters"] == 4 * (N + adapters)
+    assert lora["start"].bytes["optimizer"] == 8 * adapters
+    assert lora["update_actor"].sum_of("gradients") <= 4 * adapters
+    assert lora["update_weights"].bytes["staging"] >= 4 * N
+
+
+def test_what_a_megatron_rank_holds_by_hand() -> None:
+    plan = plan_memory(config(f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=2"), SHAPES["tiny"])
+    held = stages(plan)["update_weights"].bytes
+    assert (held["parameters"], held["gradients"], held["masters"], held["optimizer"]) == (2 * N, 4 * N, 2 * N, 4 * N)
+
+
+def test_a_rollout_of_its_own_has_its_own_table() -> None:
+    cfg = config("trainer.rollout_workers=1", "data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16")
+    plan = plan_memory(cfg, SHAPES["tiny"])
+    assert "rollout" not in stages(plan)
+    assert [stage.name for stage in plan.rollout] == ["start", "rollout", "update_weights"]
+    rows = 16 * 8
+    assert plan.rollout[1].bytes["cache"] == 2 * 4 * rows * (24 + 8) * 32 * 2
+
+
+def test_vllm_takes_its_share() -> None:
+    name = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.gpu_memory_utilization=0.5")
+    found = stages(plan_memory(config(*name), SHAPES["tiny"], device_bytes=10 * GIB))["rollout"]
+    assert found.sum_of("rollout weights", "cache") == 5 * GIB
+
+
+@pytest.mark.parametrize(("tp", "measured_gib"), [(1, 108.0), (2, 76.0)])
+def test_megatron_training_of_7b_on_two_h200(tp: int, measured_gib: float) -> None:
+    """scripts/bench/train_step.py: 4096 tokens a micro-batch, no recomputation."""
+    sizes = Sizes(tp=tp, sequence_parallel=tp > 1)
+    how = Computing(2, "cuda", recompute=False)
+    role = megatron_role(SHAPES["7B"], how, sizes, ranks=2, pp_rank=0, head="lm", trained=True, fused=True)
+    found = sum(role.held().values()) + sum(role.training(Pass(4096, 4032, 4)).values())
+    assert found / GIB == pytest.approx(measured_gib, rel=0.05)
+
+
+def test_half_a_billion_parameters_on_either_engine_on_one_h200() -> None:
+    how, size = Computing(2, "cuda", recompute=False), Pass(4096, 4032, 8)
+    megatron = megatron_role(SHAPES["0.5B"], how, Sizes(), ranks=1, pp_rank=0, head="lm", trained=True, fused=True)
+    fsdp = FsdpRole(fp.decoder_of(SHAPES["0.5B"]), how, ranks=1, master=4, trained=True, lm=True)
+    for role, measured_gib in ((megatron, 15.0), (fsdp, 16.0)):
+        found = sum(role.held().values()) + sum(role.training(size).values())
+        assert found / GIB == pytest.approx(measured_gib, rel=0.06)
+
+
+def test_ppo_of_smollm2_with_everything_in_one_process() -> None:
+    settings = (
+        "algorithm.adv_estimator=gae",
+        "data.train_batch_size=32",
+        f"{ACTOR}.ppo_mini_batch_size=32",
+        "data.max_response_length=256",
+        f"{ACTOR}.ppo_max_token_len_per_gpu=16384",
+        "critic.ppo_max_token_len_per_gpu=16384",
+        "actor_rollout_ref.rollout.max_num_seqs=256",
+    )
+    cfg = config(*settings, preset="smollm2")
+    found = stages(plan_memory(cfg, SMOLLM2, lengths=Lengths(50, 256, 40, 256)))
+    measured = (("update_actor", 6.72), ("update_critic", 4.77), ("old_log_prob", 5.20), ("rollout", 4.94))
+    for name, gib in (*measured, ("update_weights", 3.48)):
+        assert found[name].total / GIB == pytest.approx(gib, rel=0.05), name
+
+
+def test_the_table_and_what_would_help() -> None:
+    settings = ("actor_rollout_ref.rollout.max_num_seqs=384",)
+    cfg = config(*settings)
+    room = 2 * N
+
+    def replan(more: Any) -> MemoryPlan:
+        return plan_memory(config(*settings, *more), SHAPES["tiny"])
+
+    plan = replan(())
+    lines = table(plan.train, room_bytes=room).splitlines()
+    assert lines[0].split()[0] == "stage"
+    assert all(line.endswith("!") for line in lines[1:])
+    assert [stage.total for stage in too_large(plan, room_bytes=room)] == sorted(
+        (stage.total for stage in plan.train), reverse=True
+    )
+    told = list(remedies(cfg, replan, room_bytes=room))
+    assert any(line.startswith("trainer.n_gpus_per_node=2: ") for line in told)
+    assert all("everything fits" not in line for line in told)
+
+
+def test_the_script_plans_a_model_that_is_not_here() -> None:
+    command = [sys.executable, "scripts/plan.py", "--memory", "smollm2", "--model", "7B", "--device-gib", "80"]
+    argv = [*command, "trainer.n_gpus_per_node=1"]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "does not fit: " in done.stdout
+    assert "trainer.n_gpus_per_node=2: " in done.stdout

@@ -1,0 +1,35 @@
+"""Who holds memory when: the moves of a shared pool."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from rlsys.telemetry.metrics import StageTimer
+from trainer.residency import Holder, Moves, Residency
+
+
+def told_moves() -> tuple[Residency, list[str]]:
+    done: list[str] = []
+    holders = (Holder.ACTOR, Holder.REFERENCE, Holder.ROLLOUT, Holder.SYNC)
+    moves = {h: Moves(partial(done.append, f"enter {h}"), partial(done.append, f"leave {h}")) for h in holders}
+    return Residency(moves, StageTimer()), done
+
+
+def test_parking_offloads_what_is_loaded_but_not_the_rollout() -> None:
+    residency, done = told_moves()
+    residency.park()
+    assert done == ["leave actor", "leave reference"]
+    assert residency.holder is Holder.NONE
+
+
+def test_a_turn_takes_memory_when_it_changes_hands_only() -> None:
+    residency, done = told_moves()
+    with residency.turn(Holder.SYNC, "push"), residency.turn(Holder.ROLLOUT, "gen"):
+        pass
+    with residency.turn(Holder.ROLLOUT, "testing"):
+        pass
+    assert done == ["enter sync", "leave sync", "enter rollout"]
+    with pytest.raises(AssertionError, match="no move leads"):
+        residency.enter(Holder.NONE)
