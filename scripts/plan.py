@@ -186,7 +186,7 @@ def plan_job() -> None:
         return plan_memory(
             cfg,
             actor,
-            critic=hf_config_of(critic) if critic not in (None, path) else None,
+            critic=hf_config_of(critic) if critic is not None and critic != path else None,
             reward_model=hf_config_of(grader.model_path) if grader.enable and grader.model_path else None,
             device_bytes=int(args.device_gib * GIB),
         )

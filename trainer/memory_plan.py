@@ -109,7 +109,7 @@ def _engine(job: Job, facts: Facts, device_bytes: int) -> Bytes:
     """The rollout's engine while it generates."""
     rollout, d = job.cfg.actor_rollout_ref.rollout, fp.decoder_of(facts)
     c = width_of(rollout.dtype, job.device)
-    weights = c * d.parameters
+    weights = c * d.parameters // rollout.tensor_model_parallel_size
     if rollout.name != "hf":
         share = int(device_bytes * rollout.gpu_memory_utilization) - weights
         return {ROLLOUT_WEIGHTS: weights, CACHE: max(0, share) if job.device == "cuda" else rollout.kv_cache_gib << 30}

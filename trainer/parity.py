@@ -15,7 +15,7 @@ from torch import Tensor
 from rlsys.algorithms.parity import Parity, compare_log_probs
 from rlsys.config.schema_actor import ParityConfig
 from rlsys.data.collate import collate_prompts
-from rlsys.protocol import DataProto
+from rlsys.protocol import DataProto, DataProtoConfig
 from rlsys.telemetry.log import get_logger
 from rlsys.types import SamplingParams
 from rlsys.utils.errors import DeadlineError, RolloutError, WorkerError
@@ -84,6 +84,7 @@ class ParityProbe:
             rows, _ = self.generate(self.prompts())
             seen = rows.tensors["rollout_log_probs"]
             rows = rows.select(batch_keys=ROWS, non_tensor_batch_keys=[])
+            rows.meta_info[DataProtoConfig.auto_padding_key] = True
             theirs = self._engine_scores(rows)
         with self.residency.turn(Holder.ACTOR, "parity"):
             ours = self.actor.compute_log_prob(rows).tensors["old_log_probs"]

@@ -163,9 +163,9 @@ def test_a_lost_worker_is_told_or_replaced(runs: Runs, out: Path) -> None:
 
 
 def test_a_rollout_lost_in_a_parity_probe_is_replaced(runs: Runs, out: Path) -> None:
-    ended = runs.run(
-        out, Strike("rollout", "rollout.compute_log_prob"), more=["actor_rollout_ref.rollout.parity.freq=2"]
-    )
+    parity = "actor_rollout_ref.rollout.parity"
+    more = [f"{parity}.freq=2", f"{parity}.rows=3", "trainer.n_gpus_per_node=2"]
+    ended = runs.run(out, Strike("rollout", "rollout.compute_log_prob"), more=more)
     assert ended.status == 0, ended.log
     assert "parity probe: the rollout did not score given tokens" in ended.log
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

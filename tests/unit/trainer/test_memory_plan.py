@@ -117,6 +117,8 @@ def test_vllm_takes_its_share() -> None:
     name = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.gpu_memory_utilization=0.5")
     found = stages(plan_memory(config(*name), SHAPES["tiny"], device_bytes=10 * GIB))["rollout"]
     assert found.sum_of("rollout weights", "cache") == 5 * GIB
+    shared = config(*name, "actor_rollout_ref.rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2")
+    assert stages(plan_memory(shared, SHAPES["tiny"]))["rollout"].bytes["rollout weights"] == N
 
 
 @pytest.mark.parametrize(("tp", "measured_gib"), [(1, 108.0), (2, 76.0)])
