@@ -1,7 +1,7 @@
 """The memory planner against the ledger of a real run: predicted, measured and their ratio for every stage.
 
     python scripts/bench/memory_check.py --config-name smollm2 data.train_batch_size=32 ...
-    python scripts/bench/memory_check.py --config-name run.yaml --shape 7B ...     # random weights of a known shape
+    python scripts/bench/memory_check.py --config-name run.yaml --shape 7B ...     # random weights and rows
 
 Runs a short job with these settings (3 steps unless trainer.total_training_steps says otherwise; answers of full length
 unless rollout.ignore_eos does) and compares the highest CUDA memory that each stage allocated on any worker with the
@@ -73,14 +73,20 @@ class TensorBytes:
         """There are no peaks to start anew."""
 
 
-def with_model(shape: str, folder: Path) -> list[str]:
-    """Random weights of a known shape, and the start model's tokenizer."""
+def with_model(shape: str, folder: Path, *, prompt: int) -> list[str]:
+    """Random weights of a known shape, the start model's tokenizer, and rows with prompts of about `prompt` tokens."""
     from rlsys.data.start_assets import build_tokenizer
     from scripts.bench.train_step import write_checkpoint
 
     write_checkpoint(shape, folder, "cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     build_tokenizer().save_pretrained(str(folder))
-    return [f"actor_rollout_ref.model.path={folder}"]
+    text = "1+" * max(1, prompt // 2 - 2)
+    row = {"data_source": "rlsys/arithmetic", "reward_model": {"style": "rule", "ground_truth": "0"}}
+    lines = [json.dumps({**row, "prompt": f"{text}{number % 10}"}) for number in range(4096)]
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    return [f"actor_rollout_ref.model.path={folder}", f"data.train_files={folder}/rows.jsonl", "data.val_files=null"]
 
 
 def lengths_seen(root: Path, cfg: PPOConfig) -> Lengths:
@@ -133,7 +139,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=room) as scratch:
         folder = Path(scratch)
         (folder / "model").mkdir()
-        cuda = torch.cuda.is_available()
+        cuda, job = torch.cuda.is_available(), ["--config-name", args.config_name]
         settings = [
             "trainer.total_training_steps=3",
             "trainer.val_before_train=false",
@@ -142,12 +148,15 @@ def main() -> int:
             f"trainer.default_local_dir={folder}/run",
             "trainer.rollout_data_dir=null",
             *([] if cuda else ["trainer.backend=local"]),
-            *(with_model(args.shape, folder / "model") if args.shape else []),
             *args.settings,
         ]
+        if args.shape:
+            none = ("actor_rollout_ref.model.path", "data.train_files", "data.val_files")
+            prompt = load_config([*job, *settings, *(f"{key}=null" for key in none)]).data.max_prompt_length
+            settings += with_model(args.shape, folder / "model", prompt=prompt)
         if not cuda:
             memory._cuda = TensorBytes  # type: ignore[assignment]  # the ledger asks it for torch.cuda
-        cfg = with_start_assets(load_config(["--config-name", args.config_name, *settings]))
+        cfg = with_start_assets(load_config([*job, *settings]))
         found = checked(cfg, peaks=cuda)
     print(f"{'stage':<24}{'predicted':>12}{'measured':>12}{'ratio':>8}   MiB {'at the highest' if cuda else 'kept'}")
     for name, predicted, measured in found:
