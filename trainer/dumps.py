@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,35 @@ def dump(batch: DataProto, step: int, folder: Path, tokenizer: Any) -> Path:
         token_texts=token_texts_of_rows(tokens, decode),
         token_values={"token_ids": tokens, **values},
     )
+
+
+class BackgroundDumps:
+    """Dumps of training steps, written beside the next step by a thread with a tokenizer of its own.
+
+    One is on its way at most; what went wrong with it is raised by the next call. The batch must stay as it is.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Any) -> None:
+        self.folder, self.tokenizer = folder, copy.deepcopy(tokenizer)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="dumps")
+        self._pending: Future[Path] | None = None
+
+    def write(self, batch: DataProto, step: int) -> None:
+        """Begin to write the rows of a step, once those of the step before are written."""
+        self.settle()
+        self._pending = self._thread.submit(dump, batch, step, self.folder, self.tokenizer)
+
+    def settle(self) -> None:
+        """Wait until everything is written."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        try:
+            self.settle()
+        finally:
+            self._thread.shutdown()
 
 
 def sample_rows(batch: DataProto, tokenizer: Any, count: int, *, seed: int) -> list[tuple[str, str, float]]:

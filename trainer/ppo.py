@@ -17,7 +17,7 @@ from rlsys.telemetry.log import get_logger
 from rlsys.types import TransferReport
 from rlsys.utils.errors import ParityError, RolloutError
 from trainer.checkpoint import CheckpointStore, TrainerState, load_state, save_state
-from trainer.dumps import dump, sample_rows
+from trainer.dumps import BackgroundDumps, dump, sample_rows
 from trainer.groups import Role, WorkerGroups, deadlines_of, start_groups
 from trainer.parity import ParityReport
 from trainer.prompts import steps_of
@@ -65,6 +65,8 @@ class RayPPOTrainer:
             config.trainer, config.model_dump(mode="json"), num_devices=self.plan.pools.total_ranks
         )
         self.stage = self.reporter.stage
+        folder = config.trainer.rollout_data_dir
+        self.dumps = None if folder is None else BackgroundDumps(Path(folder), tokenizer)
         self.global_step = 0
         self.weight_version = -1
         self.total_steps = 0
@@ -145,9 +147,9 @@ class RayPPOTrainer:
         if self._due(self.cfg.actor_rollout_ref.rollout.parity.freq) and self.weight_version == self.global_step:
             self.parity_probe()
         self.reporter.batch_metrics(batch)
-        if self.cfg.trainer.rollout_data_dir is not None:
+        if self.dumps is not None:
             with self.stage("dump_rollouts"):
-                dump(batch, self.global_step, Path(self.cfg.trainer.rollout_data_dir), self.tokenizer)
+                self.dumps.write(batch, self.global_step)
         return batch
 
     def finish_step(self) -> None:
@@ -207,6 +209,8 @@ class RayPPOTrainer:
     def save(self) -> Path:
         """Write checkpoint `global_step`; the pointer names it only when it is complete."""
         with self.stage("save_checkpoint"), self.store.writing(self.global_step) as folder:
+            if self.dumps is not None:
+                self.dumps.settle()
             self.groups.save(folder)
             self.source.save_pending(folder)
             state = TrainerState(
@@ -247,6 +251,8 @@ class RayPPOTrainer:
         groups, self._groups = self._groups, None
         with ExitStack() as stack:
             stack.callback(self.reporter.close)
+            if self.dumps is not None:
+                stack.callback(self.dumps.close)
             if groups is not None:
                 stack.callback(lambda: self.reporter.add_stages(groups.drain_stages()))
                 stack.callback(groups.close)

@@ -222,7 +222,7 @@ def has_cuda() -> bool:
 
 def random_model(shape: str, folder: Path, tokenizer: Path | None) -> Path:
     """Random weights of a known shape with somebody's tokenizer, written once."""
-    from train_step import write_checkpoint
+    from train_step import write_checkpoint  # pyrefly: ignore[missing-import]
 
     if tokenizer is None:
         raise SystemExit("--shape needs --tokenizer, a folder with tokenizer files")

@@ -1,0 +1,52 @@
+"""Dumps beside the next step: whole when settled, in order, and never silent about what went wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlsys.protocol import DataProto
+from trainer.dumps import BackgroundDumps
+
+
+class Letters:
+    """Token n is the n-th letter."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(97 + i) for i in ids)
+
+    def batch_decode(self, rows: list[list[int]], skip_special_tokens: bool = True) -> list[str]:
+        return [self.decode(row) for row in rows]
+
+
+def batch_of(score: float) -> DataProto:
+    rows = {
+        "prompts": torch.tensor([[0, 1]]),
+        "responses": torch.tensor([[2, 3]]),
+        "attention_mask": torch.ones(1, 4, dtype=torch.int64),
+        "token_level_scores": torch.tensor([[0.0, score]]),
+    }
+    models = np.array([{"ground_truth": "cd"}], dtype=object)
+    return DataProto.from_dict(rows, non_tensors={"reward_model": models})
+
+
+def test_every_step_is_written_by_the_time_it_is_settled(tmp_path: Path) -> None:
+    dumps = BackgroundDumps(tmp_path, Letters())
+    for step in range(1, 4):
+        dumps.write(batch_of(float(step)), step)
+    dumps.close()
+    lines = [json.loads((tmp_path / f"{step}.jsonl").read_text()) for step in range(1, 4)]
+    assert [(line["input"], line["output"], line["score"]) for line in lines] == [("ab", "cd", n) for n in (1, 2, 3)]
+
+
+def test_a_failure_is_raised_by_the_next_call(tmp_path: Path) -> None:
+    (tmp_path / "browser").write_text("in the way")
+    dumps = BackgroundDumps(tmp_path, Letters())
+    dumps.write(batch_of(1.0), 1)
+    with pytest.raises(FileExistsError):
+        dumps.write(batch_of(2.0), 2)
+    dumps.close()
