@@ -25,7 +25,7 @@ from workers.engines import EngineRun
 from workers.weights import offer_rollout
 
 if TYPE_CHECKING:
-    from rlsys.rollout.vllm.weights import LiveWeights
+    from rlsys.rollout.live import LiveWeights
 
 log = get_logger(__name__)
 MESH = "rollout"
@@ -137,7 +137,7 @@ class VLLMRolloutWorker(RolloutWorker):
 
     def build_engine(self, path: str, common: dict[str, Any]) -> RolloutEngine:
         from rlsys.rollout.vllm.engine import VLLMRollout
-        from rlsys.rollout.vllm.weights import LiveWeights
+        from rlsys.rollout.live import LiveWeights
 
         cfg = self.cfg
         engine = VLLMRollout(
