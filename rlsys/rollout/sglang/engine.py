@@ -233,6 +233,10 @@ class SGLangRollout(ServingEngine):
                 return asked.result()
             self.remote.check_alive()
 
+    def check_weights_awake(self) -> None:
+        """WeightTransferError while the weights are given back: nobody may touch them."""
+        self._awake_weights()
+
     def begin_update(self) -> None:
         """Abort what runs, clear the cache that the old weights made, and wait until no rank computes."""
         self._awake_weights()

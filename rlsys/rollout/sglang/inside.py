@@ -8,6 +8,7 @@ while the engine is quarantined and idle.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 import time
@@ -68,7 +69,7 @@ class InsideEngine:
         self.server = Server(Path(settings.socket), methods | dict(settings.methods(self)), enter=self._enter)
 
     def weight_layout(self) -> WeightLayout:
-        return self.weights.layout(rank=0, host=os.uname().nodename)
+        return self.weights.layout(rank=0, host=socket.gethostname())
 
     def local_tensors(self) -> Mapping[str, Tensor]:
         return self.weights.tensors()

@@ -77,11 +77,17 @@ class Running:
         pids = engine.get_all_child_pids()
         for pid in pids:
             kill_process_tree(pid)
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.loop.call_soon_threadsafe(self._leave)
         self._thread.join(STOP_WAIT_S)
         for child in multiprocessing.active_children():
             if child.pid in pids:
                 child.join(STOP_WAIT_S)
+
+    def _leave(self) -> None:
+        """Cancel SGLang's tasks, then end the loop."""
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.call_soon(self.loop.stop)
 
     def _own(self, arguments: dict[str, Any], inside: Inside) -> None:
         try:
