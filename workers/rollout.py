@@ -161,11 +161,12 @@ class SGLangRolloutWorker(RolloutWorker):
 
     def build_engine(self, path: str, common: dict[str, Any]) -> RolloutEngine:
         from rlsys.rollout.sglang.engine import SGLangRollout
-        from workers.sglang import WEIGHTS_WAIT_S, serve_weights
+        from workers.sglang import WEIGHTS_WAIT_S, replica_of, serve_weights
 
         cfg = self.cfg
         engine = SGLangRollout(
             path,
+            replica=replica_of(self.rank, cfg.tensor_model_parallel_size, ranks_per_host=self.local_world_size),
             gpu_memory_utilization=cfg.gpu_memory_utilization,
             kv_cache_gib=cfg.kv_cache_gib,
             enforce_eager=cfg.enforce_eager,

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
+
 from rlsys.rollout.sglang import wire
+from rlsys.rollout.sglang.arguments import Replica
 from rlsys.rollout.sglang.channel import Ask, allow_errors
 from rlsys.rollout.sglang.engine import SGLangRollout
 from rlsys.rollout.sglang.inside import InsideEngine
+from rlsys.single_controller.worker import free_port
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.weights.disk import DiskSpec
 from rlsys.weights.gather import Bucket, GatherSpec
@@ -40,6 +45,20 @@ METHODS = (
     "weight_difference",
     "close_weight_transfer",
 )
+
+
+def replica_of(rank: int, size: int, *, ranks_per_host: int) -> Replica:
+    """This rank's part of its replica: `size` ranks of the process group that follow each other.
+
+    The first of them says where SGLang's own process groups meet: on the loopback where they are of one host.
+    """
+    if size == 1:
+        return Replica()
+    host = socket.gethostname() if ranks_per_host % size else "127.0.0.1"
+    store, key = dist.distributed_c10d._get_default_store(), f"sglang/{rank // size}"
+    if rank % size == 0:
+        store.set(key, f"{host}:{free_port(host)}")
+    return Replica(rank % size, size, store.get(key).decode())
 
 
 def serve_weights(inside: InsideEngine) -> Mapping[str, Ask]:

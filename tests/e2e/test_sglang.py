@@ -13,15 +13,16 @@ from tests.e2e.conftest import Toy
 from trainer.main_ppo import main
 
 pytestmark = [pytest.mark.sglang, pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang")]
+ROLLOUT = "actor_rollout_ref.rollout"
 MEGATRON = "actor_rollout_ref.actor.megatron"
 
 
 def run(toy: Toy, out: Path, *more: str) -> list[dict[str, Any]]:
     argv = toy.overrides(
         out,
-        "actor_rollout_ref.rollout.name=sglang",
-        "actor_rollout_ref.rollout.validate_weight=true",
-        f"actor_rollout_ref.rollout.validate_save_dir={out}/weights",
+        f"{ROLLOUT}.name=sglang",
+        f"{ROLLOUT}.validate_weight=true",
+        f"{ROLLOUT}.validate_save_dir={out}/weights",
         f"reward.custom_reward_function.path={toy.grader}",
         "trainer.device=cpu",
         *more,
@@ -44,6 +45,11 @@ def check(lines: list[dict[str, Any]], reports: Path) -> None:
 
 def test_fsdp_trains_beside_sglang_in_one_process(toy: Toy, tmp_path: Path) -> None:
     check(run(toy, tmp_path, "trainer.backend=local"), tmp_path / "weights")
+
+
+def test_two_fsdp_ranks_train_beside_one_sglang_that_they_serve_together(toy: Toy, tmp_path: Path) -> None:
+    sizes = ("trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2", "ray_kwargs.ray_init.num_cpus=2")
+    check(run(toy, tmp_path, "trainer.backend=ray", *sizes), tmp_path / "weights")
 
 
 def test_megatron_tp2_trains_and_sglang_serves_in_processes_of_their_own(toy: Toy, tmp_path: Path) -> None:

@@ -110,6 +110,8 @@ class Running:
 def _start(arguments: dict[str, Any], inside: Inside) -> Any:
     if arguments["device"] == "cpu":
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        if arguments["tp_size"] > 1:
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shares(arguments["tp_size"]))
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
     from sglang.srt.entrypoints.engine import Engine
@@ -129,6 +131,14 @@ def _start(arguments: dict[str, Any], inside: Inside) -> Any:
     if watchdog is not None:  # it would end this process by a signal; `Caller.check_alive` tells instead
         watchdog.stop()
     return engine
+
+
+def _shares(size: int) -> str:
+    """The cores of each rank, in SGLang's words: "0-3|4-7"."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cores) // size)
+    parts = [[cores[n % len(cores)] for n in range(rank * each, (rank + 1) * each)] for rank in range(size)]
+    return "|".join(str(part[0]) if each == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 @contextmanager
