@@ -112,6 +112,8 @@ def _start(arguments: dict[str, Any], inside: Inside) -> Any:
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         if arguments["tp_size"] > 1:
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shares(arguments["tp_size"]))
+    if arguments["tp_size"] > 1:
+        os.environ["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # should ranks ever draw apart, the first one's log tells
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
     from sglang.srt.entrypoints.engine import Engine
