@@ -134,8 +134,8 @@ class VLLMRolloutWorker(RolloutWorker):
     """vLLM in the worker's process."""
 
     def build_engine(self, path: str, common: dict[str, Any]) -> RolloutEngine:
-        from rlsys.rollout.vllm.engine import VLLMRollout
         from rlsys.rollout.live import LiveWeights
+        from rlsys.rollout.vllm.engine import VLLMRollout
 
         cfg = self.cfg
         engine = VLLMRollout(

@@ -63,7 +63,7 @@ def replica_of(rank: int, size: int, *, ranks_per_host: int) -> Replica:
 
 def serve_weights(inside: InsideEngine) -> Mapping[str, Ask]:
     """What the scheduler process does for a weight transfer: the methods of a WeightReceiver, and learning."""
-    receiver = WeightReceiver(inside)
+    receiver = WeightReceiver(inside)  # pyrefly: ignore[bad-argument-type]
     return {name: getattr(receiver, name) for name in METHODS} | {
         "learn": lambda keep: learn(inside.weights, keep=keep)
     }

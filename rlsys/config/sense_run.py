@@ -114,7 +114,10 @@ def _pools(cfg: PPOConfig) -> Iterator[str]:
 
 def _apart(cfg: PPOConfig, *, colocated: bool) -> Iterator[str]:
     """What an engine cannot do whose weights are in a process of its own."""
-    key, backend = "actor_rollout_ref.rollout.checkpoint_engine.backend", cfg.actor_rollout_ref.rollout.checkpoint_engine
+    key, backend = (
+        "actor_rollout_ref.rollout.checkpoint_engine.backend",
+        cfg.actor_rollout_ref.rollout.checkpoint_engine,
+    )
     if colocated and backend.backend == "local":
         yield wrong(key, "local", f"SGLang's weights are in a process of their own; write {key}=auto")
     if colocated and cfg.trainer.nnodes > 1:

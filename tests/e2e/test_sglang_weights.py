@@ -167,12 +167,14 @@ def test_nothing_is_left_of_a_worker_that_was_killed(folder: Path, tmp_path: Pat
 
 
 def test_a_dead_scheduler_is_an_error_not_a_hang(engine: Any) -> None:
+    engine.begin_update()
+    engine.load(list(tiny_model(0).named_parameters()))
+    engine.finish_update(1)
+    long = ModelRequest((5, 6), SamplingParams(200, temperature=1.0, ignore_eos=True))
     with ThreadPoolExecutor(1) as thread:
-        answer = thread.submit(
-            engine.generate, [ModelRequest((5, 6), SamplingParams(200, temperature=1.0, ignore_eos=True))] * 8
-        )
-        while not engine.health()["running"]:
-            time.sleep(0.01)
+        answer = thread.submit(engine.generate, [long] * 8)
+        time.sleep(0.3)
+        assert not answer.done()
         for pid in engine._running.engine.get_all_child_pids():
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(RolloutError, match=r"scheduler of rollout rank 0 died"):

@@ -176,4 +176,3 @@ class Server:
                 line.answer(self.methods, *value)
         except (EOFError, OSError):
             link.close()
-

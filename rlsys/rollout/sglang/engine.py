@@ -30,7 +30,7 @@ from rlsys.rollout.sglang.inside import Inside, InsideEngine
 from rlsys.rollout.sglang.launch import Running
 from rlsys.rollout.sglang.sampler import request_name
 from rlsys.types import Finish, ModelRequest, ModelResponse, WeightLayout
-from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, WeightTransferError
+from rlsys.utils.errors import ConfigError, RolloutError, WeightTransferError
 
 if TYPE_CHECKING:
     from rlsys.protocol import DataProto
@@ -199,9 +199,7 @@ class SGLangRollout(ServingEngine):
         if ours != tuple(tokens):
             raise RolloutError(f"SGLang took other tokens than were drawn for request {request.rid}")
         full, sampled = tuple(drawn[:num, 1].tolist()), tuple(drawn[:num, 2].tolist())
-        return ModelResponse(
-            request.rid, request.input_ids, ours, full, sampled, (self.version,) * num, why
-        )
+        return ModelResponse(request.rid, request.input_ids, ours, full, sampled, (self.version,) * num, why)
 
     def _score(self, batch: DataProto, temperature: float) -> Tensor:
         rows = tensors_of(batch.batch)

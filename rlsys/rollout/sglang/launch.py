@@ -21,6 +21,8 @@ from rlsys.rollout.sglang.version import installed_sglang
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError
 
 STOP_WAIT_S = 20.0
+_stopped: list[Any] = []
+"""Engines that have ended: their sockets, collected as garbage, would wait for processes that are gone."""
 
 
 class Running:
@@ -74,6 +76,7 @@ class Running:
             return
         from sglang.srt.utils import kill_process_tree
 
+        _stopped.append(engine)
         pids = engine.get_all_child_pids()
         for pid in pids:
             kill_process_tree(pid)
@@ -159,5 +162,3 @@ def _as_before() -> Iterator[None]:
         root.handlers[:], root.level = handlers, level
         multiprocessing.set_start_method(method, force=True)
         asyncio.set_event_loop_policy(policy)
-
-

@@ -36,9 +36,7 @@ def draw_of(name: str) -> DrawParams | None:
     if not bar or not number.isdigit():
         return None
     prompt_length, seed, temperature, top_p, top_k, min_new_tokens, stop_ids = json.loads(text)
-    return DrawParams(
-        int(number), prompt_length, seed, temperature, top_p, top_k, min_new_tokens, tuple(stop_ids)
-    )
+    return DrawParams(int(number), prompt_length, seed, temperature, top_p, top_k, min_new_tokens, tuple(stop_ids))
 
 
 class Draws:

@@ -42,9 +42,10 @@ def encode(value: Any, blobs: list[bytes]) -> Any:
     if isinstance(value, Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         return _array("tensor", flat, str(value.dtype).removeprefix("torch."), blobs) | {"shape": list(value.shape)}
-    if is_dataclass(value) and type(value) is _records.get(type(value).__name__):
-        named = {field.name: encode(getattr(value, field.name), blobs) for field in fields(value)}
-        return {KIND: type(value).__name__, "fields": named}
+    kind = type(value)
+    if _records.get(kind.__name__) is kind:
+        named = {field.name: encode(getattr(value, field.name), blobs) for field in fields(kind)}
+        return {KIND: kind.__name__, "fields": named}
     raise TypeError(f"a {type(value).__name__} may not cross between processes")
 
 

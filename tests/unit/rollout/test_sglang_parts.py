@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.rollout.draws import DrawParams
+from rlsys.rollout.sampling import Sampling, row_keys, sample_tokens
 from rlsys.rollout.sglang import wire
 from rlsys.rollout.sglang.arguments import Replica, server_arguments
 from rlsys.rollout.sglang.channel import Caller, Server
 from rlsys.rollout.sglang.sampler import Draws, draw_of, request_name
-from rlsys.rollout.sampling import Sampling, row_keys, sample_tokens
 from rlsys.types import Box
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, WeightTransferError
 
@@ -34,10 +34,12 @@ class Stranger:
 wire.allow(Box)
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64) | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: st.lists(inner)
-    | st.lists(inner).map(tuple)
-    | st.dictionaries(st.text() | st.integers(), inner)
-    | st.builds(Box, st.text(), st.tuples(st.integers()), st.tuples(st.integers())),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers(), inner)
+        | st.builds(Box, st.text(), st.tuples(st.integers()), st.tuples(st.integers()))
+    ),
     max_leaves=20,
 )
 
@@ -56,9 +58,7 @@ def test_values_cross_unchanged(value: Any) -> None:
 def test_arrays_and_tensors_cross_bitwise() -> None:
     half = torch.randn(3, 5).bfloat16()
     arrays = [np.arange(4, dtype=np.uint64) + 2**63, np.zeros((0, 4))]
-    got_half, got_scalar, got_empty, (first, second) = crossed(
-        [half.t(), torch.tensor(2.5), torch.empty(0, 3), arrays]
-    )
+    got_half, got_scalar, got_empty, (first, second) = crossed([half.t(), torch.tensor(2.5), torch.empty(0, 3), arrays])
     assert torch.equal(got_half, half.t())
     assert got_half.dtype is torch.bfloat16
     assert got_scalar.shape == ()
