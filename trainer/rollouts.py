@@ -15,8 +15,10 @@ from rlsys.types import TransferReport
 from rlsys.utils.errors import ConfigError
 from rlsys.weights.sharding_manager import (
     FSDPHFShardingManager,
+    FSDPSGLangShardingManager,
     FSDPVLLMShardingManager,
     MegatronHFShardingManager,
+    MegatronSGLangShardingManager,
     MegatronVLLMShardingManager,
     ShardingManager,
 )
@@ -122,10 +124,16 @@ def generate_by(fleet: RolloutFleet) -> Generate:
 
 MANAGERS: dict[tuple[str, str], type[ShardingManager]] = {
     ("fsdp", "hf"): FSDPHFShardingManager,
+    ("fsdp", "sglang"): FSDPSGLangShardingManager,
     ("fsdp", "vllm"): FSDPVLLMShardingManager,
     ("megatron", "hf"): MegatronHFShardingManager,
+    ("megatron", "sglang"): MegatronSGLangShardingManager,
     ("megatron", "vllm"): MegatronVLLMShardingManager,
 }
+
+
+APART = ("sglang",)
+"""Engines whose weights are in a process of their own even where actor and rollout share one."""
 
 
 def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) -> ShardingManager:
@@ -138,7 +146,8 @@ def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) ->
             "write auto where the rollout has processes of its own"
         )
     alone = groups.actor.world_size == 1 or cfg.trainer.nnodes > 1
-    local = engine.backend == "local" or (engine.backend == "auto" and colocated and alone)
+    near = policy.rollout.name not in APART
+    local = engine.backend == "local" or (engine.backend == "auto" and colocated and alone and near)
     disk = engine.backend == "disk"
     manager = MANAGERS["megatron" if policy.actor.strategy == "megatron" else "fsdp", policy.rollout.name](
         groups.actor,

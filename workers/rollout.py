@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,19 +15,13 @@ from rlsys.rollout.batch import generate_sequences
 from rlsys.rollout.hf import HFRollout, LoadFormat
 from rlsys.single_controller.base import Worker
 from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from rlsys.telemetry.log import get_logger
 from rlsys.types import WeightLayout
-from rlsys.weights.learn import learn_layout
 from rlsys.weights.sides import Spec, WeightReceiver
 from rlsys.weights.target import Moved
 from rlsys.weights.verify import BoxSum
 from workers.engines import EngineRun
-from workers.weights import offer_rollout
+from workers.weights import learn, offer_rollout
 
-if TYPE_CHECKING:
-    from rlsys.rollout.vllm.weights import LiveWeights
-
-log = get_logger(__name__)
 MESH = "rollout"
 BY_REPLICA: Any = make_nd_compute_dataproto_dispatch_fn(MESH)
 
@@ -48,6 +42,10 @@ class RolloutWorker(Worker):
     def build_engine(self, path: str, common: dict[str, Any]) -> RolloutEngine:
         """The engine over the model in `path`; `common` are the arguments that every backend takes."""
         raise NotImplementedError
+
+    def receiver_of(self, engine: RolloutEngine) -> WeightReceiver:
+        """This rank's end of weight transfers."""
+        return WeightReceiver(engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -70,7 +68,7 @@ class RolloutWorker(Worker):
             "rank": self.rank,
         }
         self.engine = self.build_engine(self.model_cfg.path, common)
-        self.receiver = WeightReceiver(self.engine)
+        self.receiver = self.receiver_of(self.engine)
         offer_rollout(self.engine)
 
     @register(dispatch_mode=BY_REPLICA)
@@ -136,8 +134,8 @@ class VLLMRolloutWorker(RolloutWorker):
     """vLLM in the worker's process."""
 
     def build_engine(self, path: str, common: dict[str, Any]) -> RolloutEngine:
+        from rlsys.rollout.live import LiveWeights
         from rlsys.rollout.vllm.engine import VLLMRollout
-        from rlsys.rollout.vllm.weights import LiveWeights
 
         cfg = self.cfg
         engine = VLLMRollout(
@@ -158,14 +156,37 @@ class VLLMRolloutWorker(RolloutWorker):
         return engine
 
 
-def learn(weights: LiveWeights, *, keep: bool) -> None:
-    """Ask the engine's own loader what of the HF tensors lies where in its parameters."""
-    found = learn_layout(
-        weights.load, weights.parameters, weights.shapes, weights.dtypes, aliases=weights.aliases, keep=keep
-    )
-    for name, why in found.odd.items():
-        log.info("'%s' goes through the rollout engine's own loader: %s", name, why)
-    weights.adopt(found.layout, found.tensors)
+class SGLangRolloutWorker(RolloutWorker):
+    """SGLang: its engine in this process, its scheduler in a child process that holds the weights."""
+
+    def build_engine(self, path: str, common: dict[str, Any]) -> RolloutEngine:
+        from rlsys.rollout.sglang.engine import SGLangRollout
+        from workers.sglang import WEIGHTS_WAIT_S, replica_of, serve_weights
+
+        cfg = self.cfg
+        engine = SGLangRollout(
+            path,
+            replica=replica_of(self.rank, cfg.tensor_model_parallel_size, ranks_per_host=self.local_world_size),
+            gpu_memory_utilization=cfg.gpu_memory_utilization,
+            kv_cache_gib=cfg.kv_cache_gib,
+            enforce_eager=cfg.enforce_eager,
+            enable_chunked_prefill=cfg.enable_chunked_prefill,
+            enable_prefix_caching=cfg.enable_prefix_caching,
+            engine_kwargs=cfg.engine_kwargs.sglang,
+            methods=serve_weights,
+            **common,
+        )
+        engine.remote.call("learn", self.load_format == "auto", deadline_s=WEIGHTS_WAIT_S)
+        return engine
+
+    def receiver_of(self, engine: Any) -> Any:
+        from workers.sglang import RemoteReceiver
+
+        return RemoteReceiver(engine)
 
 
-ROLLOUT_WORKERS: dict[str, type[RolloutWorker]] = {"hf": HFRolloutWorker, "vllm": VLLMRolloutWorker}
+ROLLOUT_WORKERS: dict[str, type[RolloutWorker]] = {
+    "hf": HFRolloutWorker,
+    "vllm": VLLMRolloutWorker,
+    "sglang": SGLangRolloutWorker,
+}

@@ -50,7 +50,6 @@ _ENGINE_KEYS = {
     "disable_log_stats": _note(_ENGINES),
     "skip_tokenizer_init": _note(_ENGINES),
     "multi_stage_wake_up": _note(_ENGINES),
-    "engine_kwargs.sglang": _note(_ENGINES, {}),
     "prometheus": _note(_ENGINES),
     "layered_summon": _note(_ENGINES),
     "limit_images": _note(_VISION),

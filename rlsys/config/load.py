@@ -98,8 +98,6 @@ def _value_problem(path: str, values: dict[str, Any], layers: Layers, schema: ty
 
 _VALUE_HINTS = {
     "megatron": "supervised training runs on FSDP2; write fsdp",
-    "sglang": "SGLang comes with the extra [sglang]; write hf",
-    "sglang_async": "SGLang comes with the extra [sglang]; write hf",
     "trtllm": "TensorRT-LLM is not built; write hf",
     "npu": "Ascend is not supported",
 }

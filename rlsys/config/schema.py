@@ -81,8 +81,8 @@ class RMConfig(SupervisedConfig):
 class EvalRolloutConfig(GenerationConfig):
     """Generation for evaluation."""
 
-    name: Literal["hf", "vllm"] = "hf"
-    """Engine: hf (transformers) or vllm."""
+    name: Literal["hf", "sglang", "vllm"] = "hf"
+    """Engine: hf (transformers), sglang or vllm."""
     val_kwargs: ValKwargsConfig
 
 

@@ -43,6 +43,10 @@ Clip = Annotated[float, Strict(), Field(ge=0, le=1e6)]
 Temperature = Annotated[float, Strict(), Field(ge=0, le=100)]
 TopP = Annotated[float, Strict(), Field(gt=0, le=1)]
 Share = TopP
+Engine = Annotated[
+    Literal["hf", "sglang", "vllm", "sglang_remote", "vllm_remote"],
+    BeforeValidator(lambda v: "sglang" if v == "sglang_async" else v),
+]
 Executor = Annotated[
     Literal["auto", "local", "shm", "ipc", "nccl", "disk", "gather"],
     BeforeValidator(lambda v: "auto" if v == "naive" else v),
@@ -169,6 +173,8 @@ class EngineKwargsConfig(Section):
 
     vllm: OpenDict = open_dict()
     """Of vLLM's EngineArgs."""
+    sglang: OpenDict = open_dict()
+    """Of SGLang's ServerArgs."""
 
 
 class GenerationConfig(Section):
@@ -177,15 +183,15 @@ class GenerationConfig(Section):
     tensor_model_parallel_size: Count = 1
     """Processes that serve one copy of the model together; the others are further copies."""
     gpu_memory_utilization: Share = 0.5
-    """Share of a GPU's memory for vLLM's weights and cache."""
+    """Share of a GPU's memory for the weights and cache of vLLM or SGLang."""
     kv_cache_gib: Count = 1
-    """GiB of vLLM's cache on CPU."""
+    """GiB of vLLM's or SGLang's cache on CPU."""
     enforce_eager: Flag = False
-    """vLLM runs without compiling and without CUDA graphs: starts sooner, generates slower."""
+    """vLLM and SGLang run without compiling and without CUDA graphs: they start sooner, generate slower."""
     enable_chunked_prefill: Flag = True
-    """vLLM reads long prompts in parts beside running answers."""
+    """vLLM and SGLang read long prompts in parts beside running answers."""
     enable_prefix_caching: Flag = True
-    """vLLM reads a prompt that several answers share once."""
+    """vLLM and SGLang read a prompt that several answers share once."""
     engine_kwargs: EngineKwargsConfig
     seed: Seed = 42
     """Seed of all draws."""
@@ -244,8 +250,8 @@ class ParityConfig(Section):
 class RolloutConfig(GenerationConfig):
     """Generation for training, and the log-probs of what was generated."""
 
-    name: Literal["hf", "vllm", "sglang_remote", "vllm_remote"] = "hf"
-    """Engine: hf (transformers), vllm, or external servers: sglang_remote, vllm_remote."""
+    name: Engine = "hf"
+    """Engine: hf (transformers), sglang, vllm, or external servers: sglang_remote, vllm_remote."""
     temperature: Temperature = 1.0
     """Sampling temperature; log-probs are taken at it too."""
     top_k: CountOrOff = -1

@@ -256,7 +256,7 @@ def _gdpo(cfg: PPOConfig) -> Iterator[str]:
         yield wrong("algorithm.gdpo_reward_weights", list(weights), why)
 
 
-VLLM_ONLY = (
+SERVING_ONLY = (
     "gpu_memory_utilization",
     "kv_cache_gib",
     "enforce_eager",
@@ -281,8 +281,8 @@ def check_generation(cfg: PPOConfig) -> Iterator[str]:
         yield wrong(
             f"{key}.do_sample", False, f"{N}={rollout.n} answers would all be the same; write {key}.do_sample=true"
         )
-    if rollout.name == "hf" and (idle := _changed(rollout, VLLM_ONLY)):
-        why = f"the hf engine has no use for {', '.join(idle)}; vLLM has: {key}.name=vllm"
+    if rollout.name == "hf" and (idle := _changed(rollout, SERVING_ONLY)):
+        why = f"the hf engine has no use for {', '.join(idle)}; vLLM and SGLang have: {key}.name=vllm"
         yield note(f"{key}.{next(iter(idle))}", next(iter(idle.values())), why)
     for name, top_k in (("top_k", rollout.top_k), ("val_kwargs.top_k", val.top_k)):
         if top_k == 0:

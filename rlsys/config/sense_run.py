@@ -97,6 +97,8 @@ def _pools(cfg: PPOConfig) -> Iterator[str]:
     if split and cfg.actor_rollout_ref.rollout.checkpoint_engine.backend == "local":
         key = "actor_rollout_ref.rollout.checkpoint_engine.backend"
         yield wrong(key, "local", f"the rollout runs in processes of its own; write {key}=auto")
+    if cfg.actor_rollout_ref.rollout.name == "sglang":
+        yield from _apart(cfg, colocated=not split)
     if trainer.backend == "local" and split:
         why = "trainer.backend=local runs everything in this one process; write trainer.rollout_workers=0"
         yield wrong("trainer.rollout_workers", trainer.rollout_workers, why)
@@ -108,6 +110,19 @@ def _pools(cfg: PPOConfig) -> Iterator[str]:
     if trainer.sync_freq > 1:
         why = f"samples are up to {trainer.sync_freq - 1} steps older than the weights they train"
         yield note("trainer.sync_freq", trainer.sync_freq, why)
+
+
+def _apart(cfg: PPOConfig, *, colocated: bool) -> Iterator[str]:
+    """What an engine cannot do whose weights are in a process of its own."""
+    key, backend = (
+        "actor_rollout_ref.rollout.checkpoint_engine.backend",
+        cfg.actor_rollout_ref.rollout.checkpoint_engine,
+    )
+    if colocated and backend.backend == "local":
+        yield wrong(key, "local", f"SGLang's weights are in a process of their own; write {key}=auto")
+    if colocated and cfg.trainer.nnodes > 1:
+        why = "on several nodes SGLang needs workers of its own; write trainer.rollout_workers=<processes>"
+        yield wrong("actor_rollout_ref.rollout.name", "sglang", why)
 
 
 def _servers(cfg: PPOConfig, external: bool) -> Iterator[str]:

@@ -71,21 +71,22 @@ class DrawLog:
     """Tokens and log-probabilities by request, kept on the device until they are asked for."""
 
     def __init__(self) -> None:
-        self._steps: list[tuple[list[int], list[int], Tensor]] = []
+        self._steps: list[tuple[list[int], Tensor]] = []
         self._drawn: dict[int, dict[int, tuple[float, float, float, float]]] = {}
 
-    def add(self, numbers: list[int], places: list[int], drawn: Tensor) -> None:
-        """Note a step: requests, how many tokens each had, and (N, 4) token, full, sampled, finite in float64."""
-        self._steps.append((numbers, places, drawn))
+    def add(self, numbers: list[int], drawn: Tensor) -> None:
+        """Note a step: requests, and (N, 5) place in the answer, token, full, sampled, finite in float64."""
+        self._steps.append((numbers, drawn))
 
     def take(self, numbers: Iterable[int]) -> dict[int, Answer]:
         """The answers of these requests, which are forgotten; of two draws at one place the later counts."""
         if self._steps:
-            rows = torch.cat([drawn for _, _, drawn in self._steps]).tolist()
-            keys = [key for ids, places, _ in self._steps for key in zip(ids, places, strict=True)]
+            rows = torch.cat([drawn for _, drawn in self._steps]).tolist()
+            keys = [number for ids, _ in self._steps for number in ids]
             self._steps.clear()
-            for (number, place), row in zip(keys, rows, strict=True):
-                self._drawn.setdefault(number, {})[place] = tuple(row)
+            for number, (place, *row) in zip(keys, rows, strict=True):
+                if place >= 0:  # below are draws of an engine that reads a long prompt in parts
+                    self._drawn.setdefault(number, {})[int(place)] = tuple(row)
         return {number: _answer(self._drawn.pop(number, {})) for number in numbers}
 
 
@@ -121,28 +122,30 @@ class RowSampler:
             any_top_p=any(row.top_p < 1 for row in rows),
             max_top_k=max(top_ks, default=-1),
         )
-        self._any_min_new = any(row.min_new_tokens > 0 for row in rows)
+        self.prompt_lengths = torch.tensor([row.prompt_length for row in rows], device=device)
+        self._min_new = torch.tensor([row.min_new_tokens for row in rows], device=device)
+        early = any(row.min_new_tokens > 0 for row in rows)
+        self._stops = torch.tensor(_stop_table(rows), device=device) if early else None
 
-    def draw(self, logits: Tensor, num_drawn: Sequence[int]) -> Tensor:
-        """The next token (N,) of every row, given how many each has; both log-probabilities go to the log."""
-        rows = self._rows
-        positions = [row.prompt_length + done for row, done in zip(rows, num_drawn, strict=True)]
-        drawn = sample_tokens(logits, torch.tensor(positions, device=self.device), self._how, self._banned(num_drawn))
-        columns = (drawn.tokens, drawn.full_logprobs, drawn.sampled_logprobs, drawn.finite)
-        self.log.add([row.number for row in rows], list(num_drawn), torch.stack([c.double() for c in columns], 1))
+    def draw(self, logits: Tensor, num_drawn: Tensor) -> Tensor:
+        """The next token (N,) of every row, given how many each has (N,); both log-probabilities go to the log."""
+        drawn = sample_tokens(logits, self.prompt_lengths + num_drawn, self._how, self._banned(num_drawn))
+        columns = (num_drawn, drawn.tokens, drawn.full_logprobs, drawn.sampled_logprobs, drawn.finite)
+        self.log.add([row.number for row in self._rows], torch.stack([c.double() for c in columns], 1))
         return drawn.tokens
 
-    def _banned(self, num_drawn: Sequence[int]) -> Tensor | None:
+    def _banned(self, num_drawn: Tensor) -> Tensor | None:
         """Stop ids (N, S) of the rows that may not end yet, -1 elsewhere; None when there is no such row."""
-        if not self._any_min_new:
+        if self._stops is None:
             return None
-        early = [done < row.min_new_tokens for row, done in zip(self._rows, num_drawn, strict=True)]
-        width = max(1, *(len(row.stop_ids) for row in self._rows))
-        table = [
-            [*row.stop_ids, *[row.stop_ids[0]] * (width - len(row.stop_ids))] if now and row.stop_ids else [-1] * width
-            for row, now in zip(self._rows, early, strict=True)
-        ]
-        return torch.tensor(table, device=self.device)
+        return torch.where((num_drawn < self._min_new)[:, None], self._stops, -1)
+
+
+def _stop_table(rows: Sequence[DrawParams]) -> list[list[int]]:
+    """The stop ids of each row that has a shortest length, the first repeated to equal width; -1 elsewhere."""
+    stops = [row.stop_ids if row.min_new_tokens > 0 else () for row in rows]
+    width = max(1, *map(len, stops))
+    return [[*ids, *[ids[0] if ids else -1] * (width - len(ids))] for ids in stops]
 
 
 def force_tokens(logits: Tensor, tokens: Tensor) -> Tensor:

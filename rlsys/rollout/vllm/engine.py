@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlsys.protocol.columns import tensors_of
+from rlsys.rollout.checkpoint import eos_of, hf_tensors, model_length, vocabulary
 from rlsys.rollout.draws import Answer, DrawParams
 from rlsys.rollout.hf import LoadFormat
+from rlsys.rollout.live import LiveWeights
 from rlsys.rollout.serving import SLEEP_TAGS, Deliver, Pull, ServingEngine, Ticket
-from rlsys.rollout.vllm.checkpoint import eos_of, hf_tensors, model_length, vocabulary
 from rlsys.rollout.vllm.version import installed_vllm
-from rlsys.rollout.vllm.weights import HostWeights, LiveWeights
+from rlsys.rollout.vllm.weights import HostWeights
 from rlsys.types import Finish, ModelResponse, WeightLayout
 from rlsys.utils.errors import RolloutError
 

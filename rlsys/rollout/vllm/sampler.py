@@ -46,5 +46,5 @@ class DrawingProcessor(LogitsProcessor):
 
     def apply(self, logits: Tensor) -> Tensor:
         assert logits.shape[0] == len(self._rows), f"{logits.shape[0]} rows of logits for {len(self._rows)} requests"
-        num_drawn = [len(self._rows[index][1]) for index in sorted(self._rows)]
+        num_drawn = torch.tensor([len(self._rows[index][1]) for index in sorted(self._rows)], device=logits.device)
         return force_tokens(logits, self.sampler.draw(logits, num_drawn))

@@ -1,0 +1,1 @@
+"""SGLang behind the RolloutEngine protocol; the modules here are the only ones that import sglang."""

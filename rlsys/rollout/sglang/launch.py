@@ -1,0 +1,164 @@
+"""Starting and stopping SGLang's Engine beside other things in a process, which it does not expect to be there."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlsys.rollout.sglang.inside import Inside, run_scheduler
+from rlsys.rollout.sglang.version import installed_sglang
+from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError
+
+STOP_WAIT_S = 20.0
+_stopped: list[Any] = []
+"""Engines that have ended: their sockets, collected as garbage, would wait for processes that are gone."""
+
+
+class Running:
+    """SGLang's Engine and the thread that owns it: its children live as long as this thread does.
+
+    With `follows` it is a further rank of a replica: its scheduler runs, and requests come from the first rank's.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], inside: Inside, *, socket: Path, deadline_s: float) -> None:
+        installed_sglang()
+        self._failure: BaseException | None = None
+        self._ready = threading.Event()
+        self.engine: Any = None
+        self.loop: asyncio.AbstractEventLoop
+        self._thread = threading.Thread(target=self._own, args=(dict(arguments), inside), name="sglang", daemon=True)
+        self._thread.start()
+        end_s = time.monotonic() + deadline_s
+        if not self._ready.wait(deadline_s):
+            raise DeadlineError("SGLang", "start", deadline_s, "its first start on a GPU compiles kernels for minutes")
+        if self._failure is not None:
+            self._raise(self._failure)
+        atexit.register(self.stop)
+        while not socket.exists():
+            if time.monotonic() > end_s or not multiprocessing.active_children():
+                self.stop()
+                raise RolloutError("SGLang's scheduler did not open its channel: its own last words are in the log")
+            time.sleep(0.05)
+
+    @property
+    def num_cache_tokens(self) -> int | None:
+        """Tokens that the cache holds; None where SGLang does not tell."""
+        infos = self.engine._scheduler_init_result.scheduler_infos
+        return infos[0].get("max_total_num_tokens") if infos else None
+
+    def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        """Run a coroutine where the engine lives."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def wait(self, work: Coroutine[Any, Any, Any], stage: str, deadline_s: float) -> Any:
+        """The coroutine's result; DeadlineError after `deadline_s`."""
+        try:
+            return self.submit(work).result(deadline_s)
+        except TimeoutError:
+            raise DeadlineError("SGLang", stage, deadline_s, "it hangs in a step") from None
+
+    def stop(self) -> None:
+        """End SGLang's processes, these and no others."""
+        atexit.unregister(self.stop)
+        engine, self.engine = self.engine, None
+        if engine is None:
+            return
+        from sglang.srt.utils import kill_process_tree
+
+        _stopped.append(engine)
+        pids = engine.get_all_child_pids()
+        for pid in pids:
+            kill_process_tree(pid)
+        self.loop.call_soon_threadsafe(self._leave)
+        self._thread.join(STOP_WAIT_S)
+        for child in multiprocessing.active_children():
+            if child.pid in pids:
+                child.join(STOP_WAIT_S)
+
+    def _leave(self) -> None:
+        """Cancel SGLang's tasks, then end the loop."""
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.call_soon(self.loop.stop)
+
+    def _own(self, arguments: dict[str, Any], inside: Inside) -> None:
+        try:
+            with _as_before():
+                self.engine = _start(arguments, inside)
+            self.loop = self.engine.loop
+        except BaseException as error:
+            self._failure = error
+            return
+        finally:
+            self._ready.set()
+        self.loop.run_forever()
+
+    def _raise(self, failure: BaseException) -> None:
+        if isinstance(failure, TypeError | ConfigError):
+            raise ConfigError(f"SGLang does not take actor_rollout_ref.rollout.engine_kwargs.sglang: {failure}")
+        raise RolloutError(f"SGLang did not start: {failure}; its own last words are in the log") from failure
+
+
+def _start(arguments: dict[str, Any], inside: Inside) -> Any:
+    if arguments["device"] == "cpu":
+        os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        if arguments["tp_size"] > 1:
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shares(arguments["tp_size"]))
+    if arguments["tp_size"] > 1:
+        os.environ["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # should ranks ever draw apart, the first one's log tells
+    os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
+    os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
+    from sglang.srt.entrypoints.engine import Engine
+
+    class RolloutEngine(Engine):
+        """SGLang's, with our entry point for its schedulers and without a process that makes text of tokens."""
+
+        run_scheduler_process_func = staticmethod(partial(run_scheduler, inside=inside))
+
+        @classmethod
+        def _launch_detokenizer_subprocesses(cls, *args: Any, **kwargs: Any) -> tuple[list[Any], list[str]]:
+            return [], []
+
+    engine = RolloutEngine(**arguments)
+    atexit.unregister(engine.shutdown)  # it kills all children of this process, the reward pool's too
+    watchdog = getattr(engine.tokenizer_manager, "_subprocess_watchdog", None)
+    if watchdog is not None:  # it would end this process by a signal; `Caller.check_alive` tells instead
+        watchdog.stop()
+    return engine
+
+
+def _shares(size: int) -> str:
+    """The cores of each rank, in SGLang's words: "0-3|4-7"."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cores) // size)
+    parts = [[cores[n % len(cores)] for n in range(rank * each, (rank + 1) * each)] for rank in range(size)]
+    return "|".join(str(part[0]) if each == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+
+
+@contextmanager
+def _as_before() -> Iterator[None]:
+    """Give the process back its environment, logging, start method and event loops, which SGLang sets as it likes."""
+    root, environment = logging.getLogger(), dict(os.environ)
+    handlers, level = list(root.handlers), root.level
+    method = multiprocessing.get_start_method(allow_none=True)
+    policy = asyncio.get_event_loop_policy()
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]
+        os.environ.update(environment)
+        root.handlers[:], root.level = handlers, level
+        multiprocessing.set_start_method(method, force=True)
+        asyncio.set_event_loop_policy(policy)

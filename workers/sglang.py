@@ -1,0 +1,104 @@
+"""Weight transfers into SGLang: the receiver runs inside its scheduler process, beside the parameters."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from rlsys.rollout.sglang import wire
+from rlsys.rollout.sglang.arguments import Replica
+from rlsys.rollout.sglang.channel import Ask, allow_errors
+from rlsys.rollout.sglang.engine import SGLangRollout
+from rlsys.rollout.sglang.inside import InsideEngine
+from rlsys.single_controller.worker import free_port
+from rlsys.types import Box, Shard, WeightLayout
+from rlsys.weights.disk import DiskSpec
+from rlsys.weights.gather import Bucket, GatherSpec
+from rlsys.weights.handles import Lent, Memory, Offer
+from rlsys.weights.image import ImageTensor
+from rlsys.weights.ipc import LendSpec, Published, PullSpec
+from rlsys.weights.nccl import LostError, Meeting, ReceiveSpec
+from rlsys.weights.plan import Copy
+from rlsys.weights.shm import ShmSpec
+from rlsys.weights.sides import Spec, WeightReceiver
+from rlsys.weights.target import Moved
+from rlsys.weights.verify import BoxSum
+from workers.weights import learn
+
+WEIGHTS_WAIT_S = 1800.0
+"""Longer than any deadline of the controller, which tells it better."""
+
+wire.allow(Box, BoxSum, Bucket, Copy, DiskSpec, GatherSpec, ImageTensor, LendSpec, Lent, Meeting, Memory, Moved, Offer)
+wire.allow(Published, PullSpec, ReceiveSpec, Shard, ShmSpec, WeightLayout)
+allow_errors(LostError)
+
+METHODS = (
+    "weight_layout",
+    "open_weight_transfer",
+    "weight_step",
+    "receive_weights",
+    "weight_checksum",
+    "weight_difference",
+    "close_weight_transfer",
+)
+
+
+def replica_of(rank: int, size: int, *, ranks_per_host: int) -> Replica:
+    """This rank's part of its replica: `size` ranks of the process group that follow each other.
+
+    The first of them says where SGLang's own process groups meet: on the loopback where they are of one host.
+    """
+    if size == 1:
+        return Replica()
+    host = socket.gethostname() if ranks_per_host % size else "127.0.0.1"
+    store, key = dist.distributed_c10d._get_default_store(), f"sglang/{rank // size}"
+    if rank % size == 0:
+        store.set(key, f"{host}:{free_port(host)}")
+    return Replica(rank % size, size, store.get(key).decode())
+
+
+def serve_weights(inside: InsideEngine) -> Mapping[str, Ask]:
+    """What the scheduler process does for a weight transfer: the methods of a WeightReceiver, and learning."""
+    receiver = WeightReceiver(inside)  # pyrefly: ignore[bad-argument-type]
+    return {name: getattr(receiver, name) for name in METHODS} | {
+        "learn": lambda keep: learn(inside.weights, keep=keep)
+    }
+
+
+class RemoteReceiver:
+    """A WeightReceiver whose work is done in the scheduler process of this rank."""
+
+    def __init__(self, engine: SGLangRollout) -> None:
+        self.engine = engine
+
+    def weight_layout(self) -> WeightLayout:
+        return replace(self._awake("weight_layout"), rank=self.engine.rank, host=self.engine.host)
+
+    def open_weight_transfer(self, spec: Spec) -> Any:
+        return self._call("open_weight_transfer", spec)
+
+    def weight_step(self, step: str, *args: Any) -> Any:
+        return self._awake("weight_step", step, *args)
+
+    def receive_weights(self, version: int, *news: Any) -> Moved:
+        return self._awake("receive_weights", version, *news)
+
+    def weight_checksum(self, dtypes: Mapping[str, str] | None = None) -> tuple[BoxSum, ...]:
+        return self._awake("weight_checksum", dtypes)
+
+    def weight_difference(self) -> dict[str, float]:
+        return self._awake("weight_difference")
+
+    def close_weight_transfer(self) -> None:
+        self._call("close_weight_transfer")
+
+    def _awake(self, method: str, *args: Any) -> Any:
+        self.engine.check_weights_awake()
+        return self._call(method, *args)
+
+    def _call(self, method: str, *args: Any) -> Any:
+        return self.engine.remote.call(method, *args, deadline_s=WEIGHTS_WAIT_S)
