@@ -8,9 +8,10 @@ Letters: N rows, V vocabulary, S stop ids.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,13 +67,28 @@ class Answer:
     sampled_logprobs: tuple[float, ...]
     finite: bool
 
+    def first(self, num: int) -> Answer:
+        """The answer cut to its first tokens."""
+        return replace(
+            self,
+            tokens=self.tokens[:num],
+            full_logprobs=self.full_logprobs[:num],
+            sampled_logprobs=self.sampled_logprobs[:num],
+        )
+
 
 class DrawLog:
-    """Tokens and log-probabilities by request, kept on the device until they are asked for."""
+    """Tokens and log-probabilities by request, kept on the device until they are asked for.
+
+    On the host a request has a row of a table (S, T, 4): token, full, sampled, finite by its place in the answer.
+    """
 
     def __init__(self) -> None:
         self._steps: list[tuple[list[int], Tensor]] = []
-        self._drawn: dict[int, dict[int, tuple[float, float, float, float]]] = {}
+        self._slots: dict[int, int] = {}
+        self._free: list[int] = []
+        self._table = np.zeros((0, 0, 4))
+        self._lengths = np.zeros(0, np.int64)
 
     def add(self, numbers: list[int], drawn: Tensor) -> None:
         """Note a step: requests, and (N, 5) place in the answer, token, full, sampled, finite in float64."""
@@ -80,24 +96,53 @@ class DrawLog:
 
     def take(self, numbers: Iterable[int]) -> dict[int, Answer]:
         """The answers of these requests, which are forgotten; of two draws at one place the later counts."""
-        if self._steps:
-            rows = torch.cat([drawn for _, drawn in self._steps]).tolist()
-            keys = [number for ids, _ in self._steps for number in ids]
-            self._steps.clear()
-            for number, (place, *row) in zip(keys, rows, strict=True):
-                if place >= 0:  # below are draws of an engine that reads a long prompt in parts
-                    self._drawn.setdefault(number, {})[int(place)] = tuple(row)
-        return {number: _answer(self._drawn.pop(number, {})) for number in numbers}
+        self._bring()
+        return {number: self._take(number) for number in numbers}
 
+    def _bring(self) -> None:
+        """Move what was noted to the host."""
+        if not self._steps:
+            return
+        rows = torch.cat([drawn for _, drawn in self._steps]).cpu().numpy()
+        slots = np.array([self._slot(number) for numbers, _ in self._steps for number in numbers])
+        self._steps.clear()
+        places = rows[:, 0].astype(np.int64)
+        kept = places >= 0  # below are draws of an engine that reads a long prompt in parts
+        slots, places = slots[kept], places[kept]
+        self._grow(int(places.max(initial=-1)) + 1)
+        self._table[slots, places] = rows[kept, 1:]
+        np.maximum.at(self._lengths, slots, places + 1)
 
-def _answer(drawn: Mapping[int, tuple[float, float, float, float]]) -> Answer:
-    rows = [drawn[place] for place in sorted(drawn)]
-    return Answer(
-        tokens=tuple(int(row[0]) for row in rows),
-        full_logprobs=tuple(row[1] for row in rows),
-        sampled_logprobs=tuple(row[2] for row in rows),
-        finite=all(row[3] for row in rows),
-    )
+    def _slot(self, number: int) -> int:
+        slot = self._slots.get(number)
+        if slot is None:
+            slot = self._slots[number] = self._free.pop() if self._free else len(self._slots)
+        return slot
+
+    def _grow(self, width: int) -> None:
+        """Room for all slots and answers of this many tokens, twice the need where there is too little."""
+        slots, places, _ = self._table.shape
+        needed = len(self._slots) + len(self._free)
+        if needed > slots or width > places:
+            grown = np.zeros((max(slots, 2 * needed), max(places, 2 * width), 4))
+            grown[:slots, :places] = self._table
+            self._table = grown
+            self._lengths = np.pad(self._lengths, (0, len(grown) - len(self._lengths)))
+
+    def _take(self, number: int) -> Answer:
+        slot = self._slots.pop(number, None)
+        if slot is None:
+            return Answer((), (), (), True)
+        rows = self._table[slot, : self._lengths[slot]]
+        answer = Answer(
+            tokens=tuple(rows[:, 0].astype(np.int64).tolist()),
+            full_logprobs=tuple(rows[:, 1].tolist()),
+            sampled_logprobs=tuple(rows[:, 2].tolist()),
+            finite=bool(rows[:, 3].all()),
+        )
+        self._lengths[slot] = 0
+        self._free.append(slot)
+        return answer
 
 
 class RowSampler:

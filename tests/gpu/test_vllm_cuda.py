@@ -85,6 +85,30 @@ def serve(path: Path) -> dict[str, Any]:
     return told
 
 
+def drawn(path: Path, ahead: bool) -> list[tuple[tuple[int, ...], str]]:
+    """Answers of an engine that begins steps ahead, or does not."""
+    from rlsys.rollout.vllm.engine import VLLMRollout
+
+    sizes = {"gpu_memory_utilization": 0.1, "max_num_seqs": 8, "engine_kwargs": {"async_scheduling": ahead}}
+    engine = VLLMRollout(path, dtype="bfloat16", device="cuda", seed=3, enforce_eager=True, **sizes)  # type: ignore[arg-type]
+    stops = tuple(range(100, 160))
+    requests = [
+        ModelRequest((5, 6, 7 + i % 5), SamplingParams(4 + i % 9, stop_token_ids=stops), rid=str(i)) for i in range(40)
+    ]
+    answers = [(answer.output_tokens, answer.stop_reason.value) for answer in engine.generate(requests)]
+    engine.close()
+    return answers
+
+
+def test_steps_begun_ahead_change_no_token(tmp_path: Path) -> None:
+    model_of(0).save_pretrained(tmp_path)
+    (ahead,), (plain,) = (run_ranks(1, drawn, tmp_path, begin, backend=BACKEND) for begin in (True, False))
+    assert sum(a == b for a, b in zip(ahead, plain, strict=True)) >= 38, "bf16 may round a draw apart, not more"
+    assert {why for _, why in ahead} == {"stop", "length"}
+    assert all(tokens[-1] in range(100, 160) for tokens, why in ahead if why == "stop")
+    assert not any(token in range(100, 160) for tokens, _ in ahead for token in tokens[:-1])
+
+
 def test_vllm_serves_what_is_pushed(tmp_path: Path) -> None:
     model_of(0).save_pretrained(tmp_path)
     (told,) = run_ranks(1, serve, tmp_path, backend=BACKEND)

@@ -64,9 +64,9 @@ class Draws:
 
     def take(self, numbers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """How many tokens each request drew, and all of them: (T, 4) token, full, sampled, finite."""
-        if self.rows.device.type == "cuda":
-            torch.cuda.synchronize(self.rows.device)
         with self._lock:
+            if self.rows.device.type == "cuda":  # SGLang draws on streams of its own
+                torch.cuda.synchronize(self.rows.device)
             answers = self.rows.log.take(numbers)
         counts = np.array([len(answers[number].tokens) for number in numbers], np.int64)
         table = [

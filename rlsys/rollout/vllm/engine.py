@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rlsys.protocol import DataProto
 
 DRAW = "rlsys_draw"
+STEPS_AHEAD = 2
 numbers = itertools.count()
 GREEDY = (0, 0.0, 1.0, -1, 0, ())
 """A draw that nobody looks at: seed, temperature, top_p, top_k, min_new_tokens, stop_ids."""
@@ -91,6 +92,7 @@ class VLLMRollout(ServingEngine):
             "enforce_eager": enforce_eager,
             "tensor_parallel_size": tensor_parallel_size,
             "distributed_executor_backend": "uni" if tensor_parallel_size == 1 else "external_launcher",
+            "async_scheduling": device != "cpu",
             **(
                 {} if device == "cpu" else {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
             ),
@@ -110,7 +112,7 @@ class VLLMRollout(ServingEngine):
             for name, why in ended.items():
                 ticket = running.pop(name)
                 deliver(ticket.number, self._response(ticket, drawn[int(name)], why))
-            return sum(len(answer.tokens) for answer in drawn.values())
+            return sum(len(drawn[int(name)].tokens) for name in ended)
 
         try:
             while True:
@@ -120,14 +122,21 @@ class VLLMRollout(ServingEngine):
                     running[name] = ticket
                 if self._told_to_stop():
                     self.engine.abort_request(list(running))
+                    self._drain()
                     return num_tokens + answer(dict.fromkeys(running, Finish.ABORT))
                 if not running:
+                    self._drain()
                     return num_tokens
                 outputs = [output for output in self.engine.step() if output.finished]
                 num_tokens += answer({output.request_id: _finish(output) for output in outputs})
         except BaseException:
             self.engine.abort_request(list(running))
             raise
+
+    def _drain(self) -> None:
+        """Let a step end that was begun ahead; what it drew is for requests that have ended."""
+        for _ in range(STEPS_AHEAD):
+            self.engine.step()
 
     def _told_to_stop(self) -> bool:
         """Whether to stop at this step; ranks that serve together do what the first of them was told."""
@@ -162,6 +171,8 @@ class VLLMRollout(ServingEngine):
 
     def _response(self, ticket: Ticket, answer: Answer, why: Finish) -> ModelResponse:
         request = ticket.request
+        answer, stopped = _until_stop(answer, ticket)
+        why = Finish.STOP if stopped else why
         if not answer.finite:
             raise RolloutError(f"logits are not finite for request {request.rid}: check the weights that were loaded")
         return ModelResponse(
@@ -249,11 +260,18 @@ def _start(arguments: Mapping[str, Any], *, kv_cache_gib: int) -> Any:
             skip_tokenizer_init=True,
             worker_extension_cls="rlsys.rollout.vllm.extension.RolloutExtension",
             logits_processors=["rlsys.rollout.vllm.sampler:DrawingProcessor"],
-            async_scheduling=False,
             disable_log_stats=True,
             **arguments,
         )
     )
+
+
+def _until_stop(answer: Answer, ticket: Ticket) -> tuple[Answer, bool]:
+    """The answer up to its end, and whether a stop id is that: a step begun ahead may have drawn one token more."""
+    tokens, shortest = answer.tokens, ticket.request.gconfig.min_new_tokens
+    stops = (n for n, token in enumerate(tokens) if n >= shortest and token in ticket.stop_ids)
+    end = next(stops, None)
+    return answer.first(ticket.max_new_tokens if end is None else end + 1), end is not None
 
 
 def _finish(output: Any) -> Finish:

@@ -24,6 +24,8 @@ class DrawingProcessor(LogitsProcessor):
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.sampler = RowSampler(vllm_config.model_config.seed, device)
         self._rows: dict[int, tuple[DrawParams, list[int]]] = {}
+        self._order: list[int] = []
+        self._pin = is_pin_memory and device.type == "cuda"
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -42,9 +44,10 @@ class DrawingProcessor(LogitsProcessor):
                 rows[target] = first
             if second is not None and how is MoveDirectionality.SWAP:
                 rows[source] = second
-        self.sampler.set_rows([rows[index][0] for index in sorted(rows)])
+        self._order = sorted(rows)
+        self.sampler.set_rows([rows[index][0] for index in self._order])
 
     def apply(self, logits: Tensor) -> Tensor:
         assert logits.shape[0] == len(self._rows), f"{logits.shape[0]} rows of logits for {len(self._rows)} requests"
-        num_drawn = torch.tensor([len(self._rows[index][1]) for index in sorted(self._rows)], device=logits.device)
-        return force_tokens(logits, self.sampler.draw(logits, num_drawn))
+        num_drawn = torch.tensor([len(self._rows[index][1]) for index in self._order], pin_memory=self._pin)
+        return force_tokens(logits, self.sampler.draw(logits, num_drawn.to(logits.device, non_blocking=True)))

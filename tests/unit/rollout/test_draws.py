@@ -1,0 +1,51 @@
+"""The log of draws: what was drawn for a request comes back whole, in order, once, whoever shared its steps."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlsys.rollout.draws import DrawLog
+
+STEPS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), max_size=30)
+
+
+def row(number: int, place: int) -> list[float]:
+    return [place, 100 * number + place, -number - place / 8, -place / 4, 1.0]
+
+
+@given(steps=STEPS, taken_at=st.sets(st.integers(0, 29)))
+def test_requests_are_told_apart_and_forgotten_when_taken(steps: list[list[int]], taken_at: set[int]) -> None:
+    log, expected = DrawLog(), dict[int, int]()
+    for at, numbers in enumerate(steps):
+        log.add(numbers, torch.tensor([row(n, expected.get(n, 0)) for n in numbers], dtype=torch.float64))
+        for number in numbers:
+            expected[number] = expected.get(number, 0) + 1
+        if at in taken_at:
+            check(log, numbers[0], expected.pop(numbers[0]))
+    for number in range(6):
+        check(log, number, expected.get(number, 0))
+
+
+def check(log: DrawLog, number: int, length: int) -> None:
+    answer = log.take([number])[number]
+    rows = [row(number, place) for place in range(length)]
+    assert answer.tokens == tuple(r[1] for r in rows)
+    assert answer.full_logprobs == tuple(r[2] for r in rows)
+    assert answer.sampled_logprobs == tuple(r[3] for r in rows)
+    assert answer.finite
+
+
+def test_the_later_draw_counts_and_parts_of_a_prompt_do_not() -> None:
+    log = DrawLog()
+    log.add([4], torch.tensor([[-3, 1, 0, 0, 1]], dtype=torch.float64))
+    log.add([4], torch.tensor([[0, 7, -1, -1, 1]], dtype=torch.float64))
+    log.add([4], torch.tensor([[0, 8, -2, -2, 1]], dtype=torch.float64))
+    log.add([4], torch.tensor([[1, 9, -3, -3, 0]], dtype=torch.float64))
+    answer = log.take([4])[4]
+    assert answer.tokens == (8, 9)
+    assert answer.full_logprobs == (-2.0, -3.0)
+    assert not answer.finite
+    assert log.take([4])[4].tokens == ()
+    assert answer.first(1).tokens == (8,)
