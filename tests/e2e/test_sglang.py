@@ -1,4 +1,4 @@
-"""The main job with real SGLang rollouts: weights reach the engine after every step, and answers are of those weights."""
+"""The main job with real SGLang rollouts: every step's weights reach the engine, and answers are of those weights."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What runs inside SGLang's scheduler processes: our draws, and the live parameters for whoever transfers weights.
 
-`run_scheduler` stands in for SGLang's own entry point of these processes (`Engine.run_scheduler_process_func`): it hooks
-in and then runs SGLang's. Calls come over a `channel` and run in threads of their own; parameters are touched only
-while the engine is quarantined and idle.
+`run_scheduler` stands in for SGLang's own entry point of these processes (`Engine.run_scheduler_process_func`): it
+hooks in and then runs SGLang's. Calls come over a `channel` and run in threads of their own; parameters are touched
+only while the engine is quarantined and idle.
 """
 
 from __future__ import annotations
