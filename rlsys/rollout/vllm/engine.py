@@ -22,15 +22,16 @@ from rlsys.rollout.draws import Answer, DrawParams
 from rlsys.rollout.hf import LoadFormat
 from rlsys.rollout.live import LiveWeights
 from rlsys.rollout.serving import SLEEP_TAGS, Deliver, Pull, ServingEngine, Ticket
-from rlsys.rollout.vllm.version import installed_vllm
+from rlsys.rollout.vllm.version import NO_RELOAD, VLLM
 from rlsys.rollout.vllm.weights import HostWeights
 from rlsys.types import Finish, ModelResponse, WeightLayout
-from rlsys.utils.errors import RolloutError
+from rlsys.utils.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
     from rlsys.protocol import DataProto
 
 DRAW = "rlsys_draw"
+FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 numbers = itertools.count()
 GREEDY = (0, 0.0, 1.0, -1, 0, ())
 """A draw that nobody looks at: seed, temperature, top_p, top_k, min_new_tokens, stop_ids."""
@@ -69,6 +70,8 @@ class VLLMRollout(ServingEngine):
         rank: int = 0,
         host: str = "",
     ) -> None:
+        if not VLLM.chosen().reloads and device == "cpu":
+            raise ConfigError(f"vLLM {VLLM.installed()}: {NO_RELOAD}")
         length = max_model_len or model_length(path)
         super().__init__(
             vocab_size=vocabulary(path),
@@ -236,8 +239,8 @@ class VLLMRollout(ServingEngine):
 
 
 def _start(arguments: Mapping[str, Any], *, kv_cache_gib: int) -> Any:
-    installed_vllm()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the other one has no input_batch and keeps processors elsewhere
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -258,7 +261,9 @@ def _start(arguments: Mapping[str, Any], *, kv_cache_gib: int) -> Any:
 
 def _finish(output: Any) -> Finish:
     reason = output.outputs[0].finish_reason
-    return Finish.LENGTH if reason == "length" else Finish.STOP
+    if reason not in FINISH:
+        raise RolloutError(f"vLLM ended request {output.request_id} by '{reason}'")
+    return FINISH[reason]
 
 
 def _fill(scores: Tensor, output: Any, ids: Sequence[int], length: int) -> None:
