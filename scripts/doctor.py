@@ -96,6 +96,7 @@ def examine() -> Iterator[Finding]:
     yield from gpu_findings()
     yield from package_findings(project["dependencies"])
     yield from extra_findings(project["optional-dependencies"])
+    yield from engine_findings()
     yield from ray_findings(ray_listeners(), dashboard_asks_for_token)
     yield from directory_findings()
 
@@ -174,6 +175,25 @@ def extra_findings(extras: dict[str, list[str]]) -> Iterator[Finding]:
             yield Finding("extras", extra, "not installed", "note", advice)
         else:
             yield Finding("extras", extra, f"installed: {gives}")
+
+
+def engine_findings() -> Iterator[Finding]:
+    """Which row of the version tables serves the rollout engines that are installed here."""
+    sys.path.insert(0, str(ROOT))
+    from rlsys.rollout.sglang.version import SGLANG
+    from rlsys.rollout.vllm.version import VLLM
+
+    for name, table in {"vllm": VLLM, "sglang": SGLANG}.items():
+        version = table.installed()
+        if version is None:
+            yield Finding("engines", name, "not installed", "note", f"rollout.name={name}_remote needs none here")
+        elif (row := table.row(version)) is None:
+            known = ", ".join(row.versions for row in table.rows if row.adapter is not None)
+            yield Finding("engines", name, f"{version}, not in the table", "warn", f"rollout.name={name} takes {known}")
+        elif row.adapter is None:
+            yield Finding("engines", name, f"{version}, refused", "warn", row.note)
+        else:
+            yield Finding("engines", name, f"{version} by the adapter of {row.versions}: {row.note}")
 
 
 def ray_findings(listeners: Sequence[Listener], asks_for_token: Callable[[Listener], bool | None]) -> Iterator[Finding]:

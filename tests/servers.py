@@ -137,6 +137,7 @@ class Server:
         self.adapters: dict[str, str] = {}
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.version, self.port, self.mode, self.device = "default", 0, "processed", "cuda"
+        self.release = ""
         self.update_status, self.health_status, self.elsewhere = 200, 200, "http://127.0.0.1:9"
         self.open = self.most_open = 0
         self._loop = asyncio.new_event_loop()
@@ -191,6 +192,8 @@ class Server:
         body = await request.json() if request.can_read_body else {}
         if path == "/health":
             return web.Response(status=self.health_status)
+        if self.release and path == ("/get_server_info" if self.kind == "sglang" else "/version"):
+            return web.json_response({"version": self.release})
         routes = self._sglang if self.kind == "sglang" else self._vllm
         return await routes(request, path, body)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from rlsys.rollout.remote.draft import BadAnswerError, Delta
 from rlsys.rollout.remote.http import Call
+from rlsys.rollout.remote.servers import Ability
 from rlsys.types import Finish, ModelRequest, WeightUpdateMeta
 
 PROCESSED, RAW, FULL = "processed", "raw", "full"
@@ -39,6 +40,7 @@ class SGLangBackend:
     kind = "sglang"
     health = _HEALTH
     identity = (Call("/model_info", method="GET"), Call("/get_model_info", method="GET"))
+    version = (Call("/server_info", method="GET"), Call("/get_server_info", method="GET"))
     probe = about = None
     pause = Call("/pause_generation", {"mode": "abort"})
     resume = Call("/continue_generation", {}, optional=True)
@@ -132,6 +134,7 @@ class VLLMBackend:
     kind = "vllm"
     health = _HEALTH
     identity = (Call("/weight_info", method="GET"),)
+    version = (Call("/version", method="GET"),)
     pause = Call("/pause?mode=abort", {})
     resume = Call("/resume", {}, optional=True)
     about = Call("/server_info?config_format=json", method="GET", optional=True)
@@ -222,7 +225,8 @@ class VLLMBackend:
 
 
 Backend = SGLangBackend | VLLMBackend
-"""One kind of server. `identity` routes are tried in their order; the first that exists names the weights."""
+"""One kind of server. Of the `identity` routes the first that exists names the weights, of the `version` routes the
+server's version."""
 
 
 def adapter_of(meta: WeightUpdateMeta) -> str:
@@ -234,6 +238,15 @@ def adapter_of(meta: WeightUpdateMeta) -> str:
 def over_group(meta: WeightUpdateMeta) -> bool:
     """Whether the weights come over a process group instead of from files."""
     return "group" in meta.metadata
+
+
+def way_of(meta: WeightUpdateMeta) -> Ability:
+    """What a server must be able to do to take these weights."""
+    if over_group(meta):
+        return "group"
+    if not adapter_of(meta):
+        return "files"
+    return "in_place" if meta.metadata.get("in_place") else "adapters"
 
 
 def device_of(about: Any) -> str:

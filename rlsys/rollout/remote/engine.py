@@ -173,6 +173,7 @@ class RemoteEngine:
                     "served": server.served,
                     "trips": server.trips,
                     "weights": server.identity,
+                    "version": server.version,
                     "logprobs": server.logprobs,
                     "cause": server.cause,
                 }

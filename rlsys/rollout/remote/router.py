@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from rlsys.rollout.remote.servers import Abilities
 from rlsys.rollout.remote.settings import Policy
 
 MAX_SESSIONS = 100_000
@@ -29,6 +30,8 @@ class Server:
     identity: str = ""
     logprobs: str = ""
     device: str = ""
+    version: str = ""
+    abilities: Abilities = field(default_factory=Abilities)
     cause: str = ""
 
 

@@ -22,13 +22,15 @@ from rlsys.rollout.remote.backends import (
     device_of,
     over_group,
     probed_mode,
+    way_of,
 )
 from rlsys.rollout.remote.draft import BadAnswerError, Delta, Draft, check
 from rlsys.rollout.remote.http import Call, RefusedError, ServerFault, ask, events, open_session
 from rlsys.rollout.remote.router import Router, Server
+from rlsys.rollout.remote.servers import Abilities, abilities_of
 from rlsys.rollout.remote.settings import RemoteSettings
 from rlsys.types import ModelRequest, ModelResponse, WeightUpdateMeta
-from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
+from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, WeightTransferError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -264,6 +266,7 @@ class Service:
         try:
             await self._ask(server, self.backend.health, "health", self.settings.health_deadline_s)
             if not server.logprobs:
+                server.version, server.abilities = await self._abilities(server)
                 probe = self.backend.probe
                 answer = await self._ask(server, probe, "probe", self.settings.health_deadline_s) if probe else None
                 server.logprobs = probed_mode(answer) if probe else FULL
@@ -288,14 +291,25 @@ class Service:
             self.router.trip(server, str(error))
 
     async def _identity(self, server: Server) -> str:
-        for call in self.backend.identity:
+        return await self._told(server, self.backend.identity, "weight_version")
+
+    async def _abilities(self, server: Server) -> tuple[str, Abilities]:
+        version = await self._told(server, self.backend.version, "version")
+        try:
+            return version, abilities_of(self.backend.kind, version)
+        except ConfigError as error:
+            raise ServerFault(server.url, "start", str(error), kind="status") from error
+
+    async def _told(self, server: Server, calls: Sequence[Call], key: str) -> str:
+        """What the first of these routes that the server has answers under this key."""
+        for call in calls:
             try:
                 answer = await self._ask(server, call, "health", self.settings.health_deadline_s)
             except ServerFault as fault:
                 if fault.status != 404:
                     raise
             else:
-                return str(answer.get("weight_version", "")) if isinstance(answer, dict) else ""
+                return str(answer.get(key, "")) if isinstance(answer, dict) else ""
         return ""
 
     async def _ask(self, server: Server, call: Call, stage: str, deadline_s: float) -> Any:
@@ -356,6 +370,8 @@ class Service:
         stage = f"update_weights to version {meta.version}"
         if server.device == "cpu" and not adapter_of(meta) and _tied(meta.weights_path):
             raise ServerFault(server.url, stage, TIED_ON_CPU, kind="status")
+        if why := server.abilities.lacking(way_of(meta)):
+            raise ServerFault(server.url, stage, f"{self.backend.kind} {server.version}: {why}", kind="status")
         for call in self.backend.update(meta):
             answer = await self._ask(server, call, stage, self.settings.update_s)
             if isinstance(answer, dict) and answer.get("success") is False:

@@ -72,7 +72,12 @@ def server_arguments(
         "enable_memory_saver": True,
         "enable_weights_cpu_backup": True,
     }
-    apart = {"nnodes": replica.size, "node_rank": replica.rank, "dist_init_addr": replica.address}
+    apart = {
+        "nnodes": replica.size,
+        "node_rank": replica.rank,
+        "dist_init_addr": replica.address,
+        "disable_custom_all_reduce": True,  # it asks after devices that a worker with one visible GPU cannot see
+    }
     return {
         "model_path": path,
         "load_format": load_format,

@@ -1,25 +1,21 @@
-"""Which SGLang is installed, and whether the adapter here speaks to it."""
+"""Which versions of SGLang SGLangRollout speaks to."""
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from rlsys.rollout.versions import NAMES_ONLY, Row, VersionTable
 
-from packaging.specifiers import SpecifierSet
-
-from rlsys.utils.errors import ConfigError
-
-SUPPORTED = SpecifierSet(">=0.5.16,<0.5.24")
-"""Seen to run: 0.5.23 on CPUs; every name that is used stands in 0.5.16 too."""
-
-
-def installed_sglang() -> str:
-    """The version of SGLang here; ConfigError when there is none or one that the adapter does not know."""
-    try:
-        found = version("sglang")
-    except PackageNotFoundError:
-        raise ConfigError(
-            "actor_rollout_ref.rollout.name=sglang needs SGLang (docs/engines.md says how to install it); or write hf"
-        ) from None
-    if found not in SUPPORTED:
-        raise ConfigError(f"sglang {found} is installed, rollout.name=sglang needs {SUPPORTED}; or write hf")
-    return found
+SGLANG: VersionTable[bool] = VersionTable(
+    "SGLang in this process",
+    rows=(
+        Row(">=0.5.15,<0.5.24", True, "0.5.23 ran on CPUs; the others: names checked"),
+        Row(">=0.5.12,<0.5.15", True, f"{NAMES_ONLY}; requires an older transformers than rlsys does"),
+        Row(
+            ">=0.4.4,<0.5.12",
+            None,
+            "lacks places where our schedulers hook in; serve it and write rollout.name=sglang_remote",
+        ),
+    ),
+    distributions=("sglang",),
+    without="docs/engines.md says how to install it for actor_rollout_ref.rollout.name=sglang; or write hf",
+)
+"""Every name that the adapter uses is the same in the versions that it serves, so there is nothing to adapt."""

@@ -22,16 +22,17 @@ from rlsys.rollout.draws import Answer, DrawParams
 from rlsys.rollout.hf import LoadFormat
 from rlsys.rollout.live import LiveWeights
 from rlsys.rollout.serving import SLEEP_TAGS, Deliver, Pull, ServingEngine, Ticket
-from rlsys.rollout.vllm.version import installed_vllm
+from rlsys.rollout.vllm.version import NO_RELOAD, VLLM
 from rlsys.rollout.vllm.weights import HostWeights
 from rlsys.types import Finish, ModelResponse, WeightLayout
-from rlsys.utils.errors import RolloutError
+from rlsys.utils.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
     from rlsys.protocol import DataProto
 
 DRAW = "rlsys_draw"
 STEPS_AHEAD = 2
+FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 numbers = itertools.count()
 GREEDY = (0, 0.0, 1.0, -1, 0, ())
 """A draw that nobody looks at: seed, temperature, top_p, top_k, min_new_tokens, stop_ids."""
@@ -70,6 +71,8 @@ class VLLMRollout(ServingEngine):
         rank: int = 0,
         host: str = "",
     ) -> None:
+        if not VLLM.chosen().reloads and device == "cpu":
+            raise ConfigError(f"vLLM {VLLM.installed()}: {NO_RELOAD}")
         length = max_model_len or model_length(path)
         super().__init__(
             vocab_size=vocabulary(path),
@@ -92,6 +95,7 @@ class VLLMRollout(ServingEngine):
             "enforce_eager": enforce_eager,
             "tensor_parallel_size": tensor_parallel_size,
             "distributed_executor_backend": "uni" if tensor_parallel_size == 1 else "external_launcher",
+            "disable_custom_all_reduce": True,  # it asks after devices that a worker with one visible GPU cannot see
             "async_scheduling": device != "cpu",
             **(
                 {} if device == "cpu" else {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
@@ -247,8 +251,8 @@ class VLLMRollout(ServingEngine):
 
 
 def _start(arguments: Mapping[str, Any], *, kv_cache_gib: int) -> Any:
-    installed_vllm()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the other one has no input_batch and keeps processors elsewhere
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -276,7 +280,9 @@ def _until_stop(answer: Answer, ticket: Ticket) -> tuple[Answer, bool]:
 
 def _finish(output: Any) -> Finish:
     reason = output.outputs[0].finish_reason
-    return Finish.LENGTH if reason == "length" else Finish.STOP
+    if reason not in FINISH:
+        raise RolloutError(f"vLLM ended request {output.request_id} by '{reason}'")
+    return FINISH[reason]
 
 
 def _fill(scores: Tensor, output: Any, ids: Sequence[int], length: int) -> None:

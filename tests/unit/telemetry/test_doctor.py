@@ -17,8 +17,11 @@ import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+
+from rlsys.rollout.versions import VersionTable
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "scripts" / "doctor.py"
@@ -50,7 +53,7 @@ def test_plain_report_of_this_machine() -> None:
 def test_json_report_has_a_verdict_an_item() -> None:
     done = subprocess.run([sys.executable, SCRIPT, "--json"], capture_output=True, text=True, timeout=60, check=False)
     findings = json.loads(done.stdout)
-    assert {f["section"] for f in findings} == {"machine", "gpu", "packages", "extras", "ray", "directories"}
+    assert {f["section"] for f in findings} == {"machine", "gpu", "packages", "extras", "engines", "ray", "directories"}
     assert {f["verdict"] for f in findings} <= {"ok", "note", "warn", "fail"}
     assert all(f["advice"] for f in findings if f["verdict"] != "ok")
 
@@ -240,3 +243,24 @@ def wait_for_port(port: int) -> None:
                 return
         time.sleep(0.3)
     raise TimeoutError(f"nothing listens on {port}")
+
+
+def test_the_doctor_says_which_adapter_serves_what_is_installed(
+    doctor: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = {"vllm": "0.26.0", "sglang": "0.4.6"}
+
+    def installed(table: VersionTable[Any]) -> str | None:
+        return here.get(table.distributions[0])
+
+    monkeypatch.setattr(VersionTable, "installed", installed)
+    vllm, sglang = doctor.engine_findings()
+    assert (vllm.verdict, sglang.verdict) == ("ok", "warn")
+    assert vllm.value.startswith("0.26.0 by the adapter of >=0.26,<0.33")
+    assert "rollout.name=sglang_remote" in sglang.advice
+    here |= {"vllm": "0.1.0"}
+    del here["sglang"]
+    vllm, sglang = doctor.engine_findings()
+    assert (vllm.verdict, sglang.verdict) == ("warn", "note")
+    assert ">=0.26,<0.33" in vllm.advice
+    assert ">=0.8.5,<0.10.1" not in vllm.advice

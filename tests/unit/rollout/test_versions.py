@@ -1,0 +1,236 @@
+"""Version tables: which row a version chooses, what a refusal says, and whether the rows are what wheels have."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import rlsys
+from rlsys.rollout.remote.servers import SERVERS, Abilities, abilities_of
+from rlsys.rollout.sglang.version import SGLANG
+from rlsys.rollout.versions import Row, VersionTable
+from rlsys.rollout.vllm.engine import VLLMRollout
+from rlsys.rollout.vllm.version import VLLM
+from rlsys.utils.errors import ConfigError
+from tests.wheels.sources import Sources
+from tests.wheels.uses import USES, lacking, lacking_routes, read_record
+
+RECORD = read_record()
+TABLES = {"vllm": VLLM, "sglang": SGLANG, "vllm server": SERVERS["vllm"], "sglang server": SERVERS["sglang"]}
+ROLLOUT = Path(rlsys.__file__).parent / "rollout"
+ON_CPU_ONLY = ["vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights(weights_iterator)"]
+NEEDED = {
+    "vllm": {
+        "files": {"/collective_rpc": {"method", "kwargs"}},
+        "adapters": {"/v1/load_lora_adapter": {"lora_name", "lora_path"}, "/v1/unload_lora_adapter": {"lora_name"}},
+        "in_place": {"/v1/load_lora_adapter": {"load_inplace"}},
+    },
+    "sglang": {
+        "files": {"/update_weights_from_disk": {"model_path"}},
+        "adapters": {"/load_lora_adapter": {"lora_name", "lora_path"}, "/unload_lora_adapter": {"lora_name"}},
+        "group": {
+            "/init_weights_update_group": {"master_address", "master_port", "rank_offset", "world_size", "backend"},
+            "/update_weights_from_distributed": {"names", "dtypes", "shapes", "group_name"},
+        },
+    },
+}
+MISSED = {
+    "vllm": {"return_token_ids", "config_format", "mode", "load_inplace"},
+    "sglang": {
+        "sampling_params.sampling_seed",
+        "mode",
+        "tags",
+        "weight_version",
+        "names",
+        "dtypes",
+        "shapes",
+        "group_name",
+    },
+}
+"""Names that old servers do not read, each with a reason in `test_what_old_servers_do_not_read_is_known`."""
+
+
+def of_record(package: str, table: VersionTable[object]) -> Iterator[tuple[str, Row[object] | None]]:
+    for version in RECORD[package]:
+        yield version, table.row(version)
+
+
+@pytest.mark.parametrize(
+    ("version", "reloads"),
+    [
+        ("0.10.1", False),
+        ("0.15.1", False),
+        ("0.16.0", True),
+        ("0.26.0", True),
+        ("0.26.0+cu129", True),
+        ("0.32.0", True),
+    ],
+)
+def test_the_version_chooses_the_adapter(version: str, reloads: bool) -> None:
+    assert VLLM.adapter(version).reloads is reloads
+
+
+@pytest.mark.parametrize("version", ["0.8.4", "0.8.5.post1", "0.10.0", "0.34.0", "1.0", "nightly"])
+def test_a_refusal_holds_the_table_and_the_way_out(version: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        VLLM.adapter(version)
+    text = str(refusal.value)
+    assert version in text
+    assert all(row.versions in text and row.note in text for row in VLLM.rows)
+    assert "rollout.name=vllm_remote" in text
+
+
+@pytest.mark.parametrize(
+    ("version", "why"), [("0.12.0", "vLLM 0.12.0: .* which a CPU needs"), ("0.9.2", "0.9.2: takes no logits processor")]
+)
+def test_an_engine_that_cannot_be_served_is_refused_before_it_starts(
+    monkeypatch: pytest.MonkeyPatch, version: str, why: str
+) -> None:
+    monkeypatch.setattr(VersionTable, "installed", lambda table: version)
+    with pytest.raises(ConfigError, match=why):
+        VLLMRollout("/nowhere")
+
+
+def test_what_is_installed_is_read() -> None:
+    rows = (Row(">=8,<99", "new"), Row("<8", None, "too old"))
+    assert VersionTable("pytest", rows, ("no-such-thing", "pytest")).chosen() == "new"
+    with pytest.raises(ConfigError, match="x is not installed: get it"):
+        VersionTable("x", rows, ("no-such-thing",), "get it").chosen()
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_rows_do_not_overlap_and_every_row_was_read(name: str) -> None:
+    table = TABLES[name]
+    versions = RECORD[name.split()[0]]
+    for version in versions:
+        assert sum(version in row for row in table.rows) <= 1, version
+    for row in table.rows:
+        assert "newer than any" in row.note or any(version in row for version in versions), row.versions
+
+
+def test_every_version_that_an_adapter_serves_has_every_name_it_uses() -> None:
+    for version, row in of_record("vllm", VLLM):
+        missing = lacking("vllm", RECORD["vllm"][version]["symbols"])
+        if row is None or row.adapter is None:
+            assert set(missing) - set(ON_CPU_ONLY), f"{version} has all names and is refused"
+        else:
+            assert missing == ([] if row.adapter.reloads else ON_CPU_ONLY), version
+
+
+def test_every_sglang_that_is_served_has_every_name_and_no_other_has() -> None:
+    for version, row in of_record("sglang", SGLANG):
+        assert row is not None
+        assert (row.adapter is not None) == (lacking("sglang", RECORD["sglang"][version]["symbols"]) == []), version
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_servers_can_what_their_row_says_and_no_more(kind: str) -> None:
+    for version in RECORD[kind]:
+        abilities, routes = abilities_of(kind, version), RECORD[kind][version]["routes"]
+        for ability, needed in NEEDED[kind].items():
+            has = all(names <= set(routes.get(route, ())) for route, names in needed.items())
+            if kind == "vllm" and ability == "files":
+                runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights"
+                has = has and "weights_path=" in RECORD[kind][version]["symbols"].get(runner, ())
+            assert getattr(abilities, ability) == has, f"{kind} {version} {ability}"
+    assert not abilities_of("vllm", "").group
+    assert not abilities_of("sglang", "").in_place
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+def test_what_old_servers_do_not_read_is_known(kind: str) -> None:
+    """A name that a server ignores must be one that we can do without.
+
+    Token ids are then read from `token_id:17`; the device stays unknown; pausing aborts without a mode, too; memory is
+    given back as a whole; seeds are only wishes; weights are then not named. What weights need is in the abilities.
+    """
+    for version, found in RECORD[kind].items():
+        names = {text.partition("(")[2].rstrip(")") for text in lacking_routes(kind, found["routes"]) if "(" in text}
+        assert names <= MISSED[kind], version
+        generate = "/generate" if kind == "sglang" else "/v1/completions"
+        assert {"/health", generate} <= set(found["routes"]), version
+
+
+def test_newer_servers_are_taken_as_the_newest_and_older_ones_refused() -> None:
+    assert abilities_of("vllm", "0.40.1") == abilities_of("vllm", "0.33.0") == Abilities(group=False)
+    assert abilities_of("sglang", "0.6.0") == abilities_of("sglang", "0.5.23") == Abilities(in_place=False)
+    with pytest.raises(ConfigError, match=r"vLLM server of version 0.8.4: not in the table(?s:.*)>=0.8.5,<0.15.1"):
+        abilities_of("vllm", "0.8.4")
+
+
+def test_the_names_that_the_sglang_adapter_uses_are_all_checked() -> None:
+    checked, imported, hooked = USES["sglang"], set[str](), set[str]()
+    for path in (ROLLOUT / "sglang").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sglang":
+                imported |= {f"{node.module}:{alias.name}" for alias in node.names}
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("manager", "self._scheduler", "theirs"):
+                hooked.add(node.attr)
+    modules = {symbol.partition(":")[0] for symbol in checked}
+    for name in imported - {"sglang.srt.managers:scheduler"}:
+        assert any(symbol == name or symbol.startswith(f"{name}.") for symbol in checked), name
+    assert "sglang.srt.managers.scheduler" in modules
+    assert len(hooked) > 4
+    members = {part for symbol in checked for part in symbol.partition(":")[2].split(".")}
+    assert hooked <= members, hooked - members
+    asked = ast.parse((ROLLOUT / "sglang" / "arguments.py").read_text())
+    keys = {k.value for n in ast.walk(asked) if isinstance(n, ast.Dict) for k in n.keys if isinstance(k, ast.Constant)}
+    assert len(keys) > 15
+    assert keys <= set(checked["sglang.srt.server_args:ServerArgs"])
+
+
+def test_the_names_that_the_vllm_adapter_uses_are_all_checked() -> None:
+    """What stands in the adapter's own source: imports, keyword arguments, the engine's methods."""
+    checked = USES["vllm"]
+    imported, arguments, attributes = set[str](), dict[str, set[str]](), set[str]()
+    for path in (ROLLOUT / "vllm").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+                imported |= {f"{node.module}:{alias.name}" for alias in node.names}
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                arguments.setdefault(node.func.id, set()).update(word.arg for word in node.keywords if word.arg)
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "arguments":
+                dicts = [n for n in ast.walk(node.value) if isinstance(n, ast.Dict)]
+                keys = {k.value for found in dicts for k in found.keys if isinstance(k, ast.Constant)}
+                arguments.setdefault("EngineArgs", set()).update(keys)
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self.engine":
+                attributes.add(node.attr)
+    for name in imported:
+        assert any(symbol == name or symbol.startswith(f"{name}.") for symbol in checked), name
+    assert len(arguments["EngineArgs"]) > 15
+    assert arguments["EngineArgs"] <= set(checked["vllm:EngineArgs"])
+    assert arguments["SamplingParams"] <= set(checked["vllm:SamplingParams"])
+    assert len(attributes) > 5
+    assert {f"vllm.v1.engine.llm_engine:LLMEngine.{name}" for name in attributes} <= set(checked)
+
+
+def test_the_documented_versions_are_those_of_the_tables() -> None:
+    text = (Path(rlsys.__file__).parents[1] / "docs" / "engines.md").read_text()
+    rows = [line.split("|")[1].strip().strip("`") for line in text.splitlines() if line.startswith(("| `>=", "| `<"))]
+    assert sorted(rows) == sorted(row.versions for table in TABLES.values() for row in table.rows)
+
+
+def test_source_is_read_without_importing_it(tmp_path: Path) -> None:
+    package = tmp_path / "engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("from engine.core import *\nfrom .core import Args as Arguments\n1 / 0\n")
+    (package / "core.py").write_text(
+        "class Base:\n    kept: int = 1\n    def stop(self, ids, *, now=False): ...\n"
+        "class Args(Base):\n    size: int\n    def begin(self):\n        self.state = 1\n"
+        "class Plain:\n    def __init__(self, a, b=2, **rest): ...\n"
+        "WORDS = ('one', 'two')\nOther = Plain\n"
+        "@app.post('/go')\nasync def go(body: Args, raw):\n    return raw.query.get('tag'), body['more']\n"
+    )
+    sources = Sources(tmp_path)
+    assert sources.signature("engine:Arguments") == ["size", "kept"]
+    assert sources.signature("engine:Args.stop") == ["ids", "now="]
+    assert sources.signature("engine:Args.state") == []
+    assert sources.signature("engine:Plain") == ["a", "b=", "**rest"]
+    assert sources.signature("engine:Other") == ["a", "b=", "**rest"]
+    assert sources.signature("engine:WORDS") == ["one", "two"]
+    assert sources.signature("engine:Args.missing") is None
+    assert sources.signature("engine.nothing:Args") is None
+    assert sources.routes("engine") == {"/go": ["body", "kept", "more", "raw", "size", "tag"]}
