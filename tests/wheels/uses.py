@@ -65,6 +65,7 @@ VLLM: Uses = {
         *("enforce_eager", "gpu_memory_utilization", "enable_sleep_mode", "enable_chunked_prefill"),
         *("enable_prefix_caching", "skip_tokenizer_init", "distributed_executor_backend", "worker_extension_cls"),
         *("logits_processors", "async_scheduling", "disable_log_stats", "tensor_parallel_size"),
+        "disable_custom_all_reduce",
     ),
     "vllm:SamplingParams": (
         *("temperature", "max_tokens", "stop_token_ids", "ignore_eos", "detokenize", "prompt_logprobs", "output_kind"),
@@ -117,6 +118,7 @@ SGLANG: Uses = {
         *("dist_init_addr", "model_path", "load_format", "dtype", "device", "random_seed", "max_running_requests"),
         *("chunked_prefill_size", "max_prefill_tokens", "context_length", "disable_radix_cache", "tp_size"),
         *("skip_tokenizer_init", "grammar_backend", "sampling_backend", "sleep_on_idle", "log_level"),
+        "disable_custom_all_reduce",
     ),
     f"{_SGLANG_ENGINE}.run_scheduler_process_func": (),
     f"{_SGLANG_ENGINE}._launch_detokenizer_subprocesses": (),

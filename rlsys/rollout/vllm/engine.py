@@ -71,7 +71,8 @@ class VLLMRollout(ServingEngine):
         rank: int = 0,
         host: str = "",
     ) -> None:
-        if not VLLM.chosen().reloads and device == "cpu":
+        adapter = VLLM.chosen()
+        if not adapter.reloads and device == "cpu":
             raise ConfigError(f"vLLM {VLLM.installed()}: {NO_RELOAD}")
         length = max_model_len or model_length(path)
         super().__init__(
@@ -96,7 +97,7 @@ class VLLMRollout(ServingEngine):
             "tensor_parallel_size": tensor_parallel_size,
             "distributed_executor_backend": "uni" if tensor_parallel_size == 1 else "external_launcher",
             "disable_custom_all_reduce": True,  # it asks after devices that a worker with one visible GPU cannot see
-            "async_scheduling": device != "cpu",
+            "async_scheduling": adapter.ahead and device != "cpu",
             **(
                 {} if device == "cpu" else {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
             ),

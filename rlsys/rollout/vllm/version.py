@@ -9,9 +9,12 @@ from rlsys.rollout.versions import NAMES_ONLY, Row, VersionTable
 
 @dataclass(frozen=True)
 class VLLMAdapter:
-    """`reloads`: whether its loader takes weights from memory again, which is the only way in on a CPU."""
+    """`reloads`: its loader takes weights from memory again, the only way in on a CPU. `ahead`: a step begins on a GPU
+    before the one before it has ended; only where that was seen to run, since the draws count on what it does.
+    """
 
     reloads: bool = True
+    ahead: bool = False
 
 
 OLD_TRANSFORMERS = "it requires transformers<5 and rlsys a newer one, so pip installs both only against its own check"
@@ -19,7 +22,11 @@ VLLM = VersionTable(
     "vLLM in this process",
     rows=(
         Row(">=0.33,<0.34", VLLMAdapter()),
-        Row(">=0.26,<0.33", VLLMAdapter(), "0.26.0 ran on H200 GPUs, 0.32.0 on CPUs; the others: names checked"),
+        Row(
+            ">=0.26,<0.33",
+            VLLMAdapter(ahead=True),
+            "0.26.0 ran on H200 GPUs, 0.32.0 on CPUs; the others: names checked",
+        ),
         Row(">=0.19.1,<0.26", VLLMAdapter()),
         Row(">=0.16,<0.19.1", VLLMAdapter(), f"{NAMES_ONLY}; {OLD_TRANSFORMERS}"),
         Row(">=0.10.1,<0.16", VLLMAdapter(reloads=False), f"{NAMES_ONLY}; GPUs only; {OLD_TRANSFORMERS}"),

@@ -73,6 +73,11 @@ def test_the_version_chooses_the_adapter(version: str, reloads: bool) -> None:
     assert VLLM.adapter(version).reloads is reloads
 
 
+def test_steps_begin_ahead_only_where_that_ran() -> None:
+    ahead = [row.versions for row in VLLM.rows if row.adapter and row.adapter.ahead]
+    assert ahead == [row.versions for row in VLLM.rows if "ran on" in row.note]
+
+
 @pytest.mark.parametrize("version", ["0.8.4", "0.8.5.post1", "0.10.0", "0.34.0", "1.0", "nightly"])
 def test_a_refusal_holds_the_table_and_the_way_out(version: str) -> None:
     with pytest.raises(ConfigError) as refusal:
