@@ -80,7 +80,8 @@ class Answer:
 class DrawLog:
     """Tokens and log-probabilities by request, kept on the device until they are asked for.
 
-    On the host a request has a row of a table (S, T, 4): token, full, sampled, finite by its place in the answer.
+    On the host a request has a row of a table (S, T, 4): token, full, sampled, finite by its place in the answer, NaN
+    where nothing was drawn.
     """
 
     def __init__(self) -> None:
@@ -124,7 +125,7 @@ class DrawLog:
         slots, places, _ = self._table.shape
         needed = len(self._slots) + len(self._free)
         if needed > slots or width > places:
-            grown = np.zeros((max(slots, 2 * needed), max(places, 2 * width), 4))
+            grown = np.full((max(slots, 2 * needed), max(places, 2 * width), 4), np.nan)
             grown[:slots, :places] = self._table
             self._table = grown
             self._lengths = np.pad(self._lengths, (0, len(grown) - len(self._lengths)))
@@ -133,13 +134,15 @@ class DrawLog:
         slot = self._slots.pop(number, None)
         if slot is None:
             return Answer((), (), (), True)
-        rows = self._table[slot, : self._lengths[slot]]
+        held = self._table[slot, : self._lengths[slot]]
+        rows = held[~np.isnan(held[:, 0])]
         answer = Answer(
             tokens=tuple(rows[:, 0].astype(np.int64).tolist()),
             full_logprobs=tuple(rows[:, 1].tolist()),
             sampled_logprobs=tuple(rows[:, 2].tolist()),
             finite=bool(rows[:, 3].all()),
         )
+        held[:] = np.nan
         self._lengths[slot] = 0
         self._free.append(slot)
         return answer
