@@ -17,6 +17,7 @@ from trainer.groups import Role
 from trainer.place import Place, find_place, load_tokenizer
 from trainer.ppo import RayPPOTrainer
 from trainer.prompts import prompt_datasets, steps_of
+from trainer.rollouts import gives_up_weights
 from trainer.served import server_settings
 from trainer.start import with_start_assets
 from workers.actor import ActorWorker
@@ -146,4 +147,5 @@ def engine_run(config: PPOConfig, place: Place, *, num_steps: int) -> EngineRun:
         loss_mode=loss_mode_of(config),
         correction=correction_of(config),
         num_threads=place.threads,
+        keep_asleep=not gives_up_weights(config),
     )

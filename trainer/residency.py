@@ -52,8 +52,12 @@ class Moves:
 class Residency:
     """Tracks the holder and runs the moves between holders as the stage `switch`; states without moves cost nothing."""
 
-    def __init__(self, moves: Mapping[Holder, Moves], stage: StageTimer) -> None:
-        self._moves, self._stage = moves, stage
+    def __init__(
+        self, moves: Mapping[Holder, Moves], stage: StageTimer, refill: Callable[[], object] | None = None
+    ) -> None:
+        """`refill` pushes the served weights again; given where a rollout that leaves loses them."""
+        self._moves, self._stage, self._refill = moves, stage, refill
+        self._lost = False
         self.holder = Holder.NONE
 
     @contextmanager
@@ -72,11 +76,16 @@ class Residency:
         """Make `holder` the one that holds memory; a move that is not in LEGAL is a programming error."""
         if holder is self.holder:
             return
+        if holder is Holder.ROLLOUT and self._lost and self._refill is not None:
+            self.enter(Holder.SYNC)
+            self._refill()
         if holder not in LEGAL[self.holder]:
             raise AssertionError(f"no move leads from {self.holder} to {holder}; see LEGAL")
-        leave, enter = self._moves.get(self.holder, Moves()).leave, self._moves.get(holder, Moves()).enter
+        left = self.holder
+        leave, enter = self._moves.get(left, Moves()).leave, self._moves.get(holder, Moves()).enter
         with self._stage("switch") if (leave, enter) != (_nothing, _nothing) else nullcontext():
             leave()
             self.holder = Holder.NONE
             enter()
+        self._lost = holder is not Holder.SYNC and (self._lost or left is Holder.ROLLOUT)
         self.holder = holder

@@ -132,6 +132,11 @@ MANAGERS: dict[tuple[str, str], type[ShardingManager]] = {
 }
 
 
+def gives_up_weights(cfg: PPOConfig) -> bool:
+    """Whether sleeping rollout engines lose their weights: where a push comes before they serve again, in each step."""
+    return cfg.actor_rollout_ref.rollout.name in ("vllm", "sglang") and cfg.trainer.sync_freq == 1
+
+
 APART = ("sglang",)
 """Engines whose weights are in a process of their own even where actor and rollout share one."""
 

@@ -22,7 +22,7 @@ from trainer.parity import LOST, REFUSED, ParityProbe, probe_prompts
 from trainer.prompts import training_prompts
 from trainer.residency import Holder, Moves, Residency
 from trainer.rewards import reward_manager, reward_pool
-from trainer.rollouts import connect_weights, generate_by, push_by, rollout_fleet
+from trainer.rollouts import Transfer, connect_weights, generate_by, gives_up_weights, push_by, rollout_fleet
 from trainer.served import served_rollout
 from trainer.source import GroupFilter, RolloutSource
 from trainer.steps import Steps
@@ -87,12 +87,13 @@ def assemble(trainer: RayPPOTrainer) -> Runtime:
         )
         stack.callback(source.close)
         moves = residency_moves(cfg, groups, trainer.device_name, plan.pools.colocated)
-        residency = Residency(moves, trainer.stage)
+        push = push_by(transfer, fleet, validate=rollout.validate_weight)
+        refill = partial(_push_again, transfer, push) if Holder.ROLLOUT in moves and gives_up_weights(cfg) else None
+        residency = Residency(moves, trainer.stage, refill)
         steps = Steps(cfg, plan, groups, residency, trainer.reporter, advantage_settings(cfg), kl_controller(cfg))
         evaluator = None
         if trainer.val_dataset is not None:
             evaluator = validation(cfg, trainer.val_dataset, answers, trainer.dump_validation, seed=cfg.data.seed)
-        push = push_by(transfer, fleet, validate=rollout.validate_weight)
         parity = ParityProbe(
             rollout.parity,
             prompts=probe_prompts(
@@ -109,6 +110,12 @@ def assemble(trainer: RayPPOTrainer) -> Runtime:
             refusals=REFUSED if plan.pools.external else () if plan.pools.colocated else LOST,
         )
         return Runtime(source, steps, push, evaluator, parity, stack.pop_all().close)
+
+
+def _push_again(transfer: Transfer, push: Callable[[int], TransferReport]) -> None:
+    """Bring back the weights that were served, where there were any."""
+    if transfer.version is not None:
+        push(transfer.version)
 
 
 def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, colocated: bool) -> dict[Holder, Moves]:

@@ -57,6 +57,8 @@ class EngineRun:
     loss_mode: str = "vanilla"
     correction: RolloutCorrection | None = None
     num_threads: int | None = None
+    keep_asleep: bool = True
+    """Whether rollout engines keep weights on the host while they sleep; else the next push brings them."""
 
     def place(self) -> str:
         """Join the process group of the ranks, seed this rank's generators and return its device."""

@@ -141,6 +141,7 @@ class VLLMRolloutWorker(RolloutWorker):
         engine = VLLMRollout(
             path,
             tensor_parallel_size=cfg.tensor_model_parallel_size,
+            keep_asleep=self.run.keep_asleep,
             gpu_memory_utilization=cfg.gpu_memory_utilization,
             kv_cache_gib=cfg.kv_cache_gib,
             enforce_eager=cfg.enforce_eager,
@@ -173,6 +174,7 @@ class SGLangRolloutWorker(RolloutWorker):
             enable_chunked_prefill=cfg.enable_chunked_prefill,
             enable_prefix_caching=cfg.enable_prefix_caching,
             engine_kwargs=cfg.engine_kwargs.sglang,
+            keep_asleep=self.run.keep_asleep,
             methods=serve_weights,
             **common,
         )

@@ -70,7 +70,6 @@ def server_arguments(
         "mem_fraction_static": gpu_memory_utilization,
         "disable_cuda_graph": enforce_eager,
         "enable_memory_saver": True,
-        "enable_weights_cpu_backup": True,
     }
     apart = {
         "nnodes": replica.size,

@@ -53,8 +53,9 @@ class SGLangRollout(ServingEngine):
 
     Parameters live in the scheduler process: `methods` run there and are called by `remote.call`; `weight_layout` and
     `local_tensors` are refused here. Ranks after the first answer every request with nothing, since the first one
-    serves. `kv_cache_gib` is a CPU's cache, `gpu_memory_utilization` bounds what a GPU holds; `engine_kwargs` are
-    SGLang's own arguments.
+    serves. Without `keep_asleep` weights that sleep are given up, and the engine is quarantined until the next push.
+    `kv_cache_gib` is a CPU's cache, `gpu_memory_utilization` bounds what a GPU holds; `engine_kwargs` are SGLang's own
+    arguments.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class SGLangRollout(ServingEngine):
         enable_prefix_caching: bool = True,
         engine_kwargs: Mapping[str, Any] | None = None,
         replica: Replica | None = None,
+        keep_asleep: bool = True,
         methods: Callable[[InsideEngine], Mapping[str, Ask]] = no_methods,
         start_s: float = 900.0,
         version: int = 0,
@@ -93,7 +95,7 @@ class SGLangRollout(ServingEngine):
             host=host,
         )
         self.replica, self._numbers = replica or Replica(), itertools.count()
-        self._keeps_weights = (engine_kwargs or {}).get("enable_weights_cpu_backup", True)
+        self._keep_asleep = (engine_kwargs or {}).get("enable_weights_cpu_backup", keep_asleep)
         self._folder = tempfile.TemporaryDirectory(prefix="rlsys-sglang-")
         socket = Path(self._folder.name) / "scheduler"
         arguments = server_arguments(
@@ -111,7 +113,7 @@ class SGLangRollout(ServingEngine):
             enable_chunked_prefill=enable_chunked_prefill,
             enable_prefix_caching=enable_prefix_caching,
             replica=self.replica,
-            engine_kwargs=engine_kwargs or {},
+            engine_kwargs={"enable_weights_cpu_backup": keep_asleep and self.device == "cuda", **(engine_kwargs or {})},
         )
         inside = Inside(str(socket), str(path), dtype, seed, self.leads, methods)
         self._running = Running(arguments, inside, socket=socket, deadline_s=start_s)
@@ -281,7 +283,7 @@ class SGLangRollout(ServingEngine):
         else:
             move = manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=due))
         self._running.wait(move, "sleep" if asleep else "wake", CALL_WAIT_S)
-        if "weights" in due and not asleep and not self._keeps_weights:
+        if "weights" in due and not asleep and not self._keep_asleep:
             self._quarantined = True
 
     def _free(self) -> None:

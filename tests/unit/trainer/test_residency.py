@@ -33,3 +33,16 @@ def test_a_turn_takes_memory_when_it_changes_hands_only() -> None:
     assert done == ["enter sync", "leave sync", "enter rollout"]
     with pytest.raises(AssertionError, match="no move leads"):
         residency.enter(Holder.NONE)
+
+
+def test_a_rollout_that_loses_its_weights_gets_them_again_before_it_serves_unless_new_ones_came() -> None:
+    done: list[str] = []
+    moves = {h: Moves(partial(done.append, f"enter {h}")) for h in (Holder.ACTOR, Holder.ROLLOUT, Holder.SYNC)}
+    residency = Residency(moves, StageTimer(), partial(done.append, "push again"))
+    for holder in (Holder.SYNC, Holder.ROLLOUT, Holder.ACTOR, Holder.SYNC, Holder.ROLLOUT):
+        residency.enter(holder)
+    assert done == ["enter sync", "enter rollout", "enter actor", "enter sync", "enter rollout"]
+    done.clear()
+    for holder in (Holder.ACTOR, Holder.ROLLOUT, Holder.ROLLOUT):
+        residency.enter(holder)
+    assert done == ["enter actor", "enter sync", "push again", "enter rollout"]
