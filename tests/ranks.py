@@ -25,7 +25,7 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, backend: st
     """`work(*args)` on every rank of a fresh process group; results in rank order. AssertionError if one fails."""
     context: Any = multiprocessing.get_context("forkserver" if "nccl" in backend else "fork")
     if "nccl" in backend:
-        context.set_forkserver_preload(["rlsys.engines.fsdp", "tests.contracts.train_engine"])
+        context.set_forkserver_preload(["torch", "rlsys.protocol"])  # nothing that may touch CUDA
     with tempfile.TemporaryDirectory() as place:
         ranks = [
             context.Process(target=_rank, args=(rank, world_size, Path(place), backend, work, args), daemon=True)

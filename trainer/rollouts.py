@@ -133,8 +133,8 @@ MANAGERS: dict[tuple[str, str], type[ShardingManager]] = {
 
 
 def gives_up_weights(cfg: PPOConfig) -> bool:
-    """Whether sleeping rollout engines lose their weights: where a push comes before they serve again, in each step."""
-    return cfg.actor_rollout_ref.rollout.name in ("vllm", "sglang") and cfg.trainer.sync_freq == 1
+    """Whether sleeping rollout engines lose their weights: SGLang's copies to the host are slow, and a push comes."""
+    return cfg.actor_rollout_ref.rollout.name == "sglang" and cfg.trainer.sync_freq == 1
 
 
 APART = ("sglang",)

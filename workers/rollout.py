@@ -141,7 +141,6 @@ class VLLMRolloutWorker(RolloutWorker):
         engine = VLLMRollout(
             path,
             tensor_parallel_size=cfg.tensor_model_parallel_size,
-            keep_asleep=self.run.keep_asleep,
             gpu_memory_utilization=cfg.gpu_memory_utilization,
             kv_cache_gib=cfg.kv_cache_gib,
             enforce_eager=cfg.enforce_eager,

@@ -12,7 +12,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlsys.rollout.hf import HFRollout
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams, TransferReport
-from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.local import reshard_local
 from tests.ranks import run_ranks
 
@@ -84,40 +83,6 @@ def serve(path: Path) -> dict[str, Any]:
     told["version"] = answers[0].version
     engine.close()
     return told
-
-
-def forgetful(path: Path) -> dict[str, Any]:
-    """An engine that gives up its weights when it sleeps."""
-    from rlsys.rollout.vllm.engine import VLLMRollout
-    from workers.weights import learn
-
-    sizes = {"gpu_memory_utilization": 0.1, "max_num_seqs": 16}
-    engine = VLLMRollout(
-        path,
-        dtype="bfloat16",
-        device="cuda",
-        seed=3,
-        enforce_eager=True,
-        keep_asleep=False,
-        **sizes,  # type: ignore[arg-type]
-    )
-    learn(engine.weights, keep=True)  # type: ignore[arg-type]
-    before = engine.generate(requests_of(8))
-    engine.sleep()
-    engine.wake(["weights"])
-    engine.wake(["kv_cache"])
-    with pytest.raises(WeightTransferError, match="quarantined"):
-        engine.generate(requests_of(1))
-    reshard_local(Trainer(model_of(0).cuda()), engine, version=2)  # type: ignore[arg-type]
-    told = {"same": [a.output_tokens for a in engine.generate(requests_of(8))] == [a.output_tokens for a in before]}
-    engine.close()
-    return told
-
-
-def test_weights_given_up_come_back_with_a_push(tmp_path: Path) -> None:
-    model_of(0).save_pretrained(tmp_path)
-    (told,) = run_ranks(1, forgetful, tmp_path, backend=BACKEND)
-    assert told["same"]
 
 
 def drawn(path: Path, ahead: bool) -> list[tuple[tuple[int, ...], str]]:

@@ -7,7 +7,7 @@ from rlsys.rollout.versions import NAMES_ONLY, Row, VersionTable
 SGLANG: VersionTable[bool] = VersionTable(
     "SGLang in this process",
     rows=(
-        Row(">=0.5.15,<0.5.24", True, "0.5.23 ran on CPUs; the others: names checked"),
+        Row(">=0.5.15,<0.5.24", True, "0.5.16 ran on H200 GPUs, 0.5.23 on CPUs; the others: names checked"),
         Row(">=0.5.12,<0.5.15", True, f"{NAMES_ONLY}; requires an older transformers than rlsys does"),
         Row(
             ">=0.4.4,<0.5.12",

@@ -46,9 +46,8 @@ class VLLMRollout(ServingEngine):
 
     On CPU vLLM packs the weights of its layers, so new weights are received into host tensors and go through its loader
     at `finish_update`. On a GPU they are written into its parameters in place, once `weights.adopt` has told what was
-    learned of their layout. Without `keep_asleep` weights that sleep are given up, and the engine is quarantined until
-    the next push. `kv_cache_gib` is the CPU's cache, `gpu_memory_utilization` bounds a GPU's; `engine_kwargs` are
-    vLLM's own engine arguments.
+    learned of their layout. `kv_cache_gib` is the CPU's cache, `gpu_memory_utilization` bounds a GPU's; `engine_kwargs`
+    are vLLM's own engine arguments.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class VLLMRollout(ServingEngine):
         kv_cache_gib: int = 1,
         enforce_eager: bool = False,
         engine_kwargs: Mapping[str, Any] | None = None,
-        keep_asleep: bool = True,
         version: int = 0,
         rank: int = 0,
         host: str = "",
@@ -105,7 +103,6 @@ class VLLMRollout(ServingEngine):
             ),
             **(engine_kwargs or {}),
         }
-        self._keep_asleep = keep_asleep
         self.engine = _start(arguments, kv_cache_gib=kv_cache_gib)
         self._decision = torch.zeros(1, dtype=torch.uint8) if tensor_parallel_size > 1 else None
         names = hf_tensors(path, dtype=dtype, filled=load_format == "auto" and device == "cpu", real=device == "cpu")
@@ -231,14 +228,13 @@ class VLLMRollout(ServingEngine):
         super().finish_update(version)
 
     def _move_memory(self, tags: Sequence[str], *, asleep: bool) -> None:
-        """vLLM sleeps as a whole, its weights kept on the host or given up, and wakes by tag."""
+        """vLLM sleeps as a whole, its weights kept on the host, and wakes by tag."""
         if asleep and not self._asleep:
             self.engine.reset_prefix_cache()
-            self.engine.sleep(level=1 if self._keep_asleep else 2)
+            self.engine.sleep(level=1)
             self._asleep |= set(SLEEP_TAGS)
         elif not asleep and (due := [tag for tag in SLEEP_TAGS if tag in tags and tag in self._asleep]):
             self.engine.wake_up(due)
-            self._quarantined |= "weights" in due and not self._keep_asleep
 
     def _free(self) -> None:
         self.engine.engine_core.shutdown()
