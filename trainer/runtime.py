@@ -6,13 +6,16 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from rlsys.algorithms import filter_groups
 from rlsys.config import PPOConfig
+from rlsys.config.plan import BatchPlan
 from rlsys.config.schema_algorithm import FilterGroupsConfig
 from rlsys.config.schema_megatron import MegatronConfig
 from rlsys.config.schema_model import FSDPConfig
+from rlsys.protocol import DataProto
+from rlsys.telemetry.metrics import StageTimer
 from rlsys.types import TransferReport
 from trainer.answers import Answers, training_sampling
 from trainer.estimate import advantage_settings, kl_controller
@@ -20,6 +23,7 @@ from trainer.evaluate import Evaluator, validation
 from trainer.groups import WorkerGroups
 from trainer.parity import LOST, REFUSED, ParityProbe, probe_prompts
 from trainer.prompts import training_prompts
+from trainer.reporting import Reporter
 from trainer.residency import Holder, Moves, Residency
 from trainer.rewards import reward_manager, reward_pool
 from trainer.rollouts import Transfer, connect_weights, generate_by, gives_up_weights, push_by, rollout_fleet
@@ -27,8 +31,31 @@ from trainer.served import served_rollout
 from trainer.source import GroupFilter, RolloutSource
 from trainer.steps import Steps
 
-if TYPE_CHECKING:
-    from trainer.ppo import RayPPOTrainer
+
+class Parts(Protocol):
+    """A trainer as far as its runtime is made from it."""
+
+    @property
+    def cfg(self) -> PPOConfig: ...
+    @property
+    def plan(self) -> BatchPlan: ...
+    @property
+    def groups(self) -> WorkerGroups: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def train_dataset(self) -> Any: ...
+    @property
+    def val_dataset(self) -> Any: ...
+    @property
+    def train_sampler(self) -> Any: ...
+    @property
+    def reporter(self) -> Reporter: ...
+    @property
+    def stage(self) -> StageTimer: ...
+    @property
+    def device_name(self) -> str: ...
+    def dump_validation(self, batch: DataProto, step: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -47,7 +74,7 @@ class Runtime:
         return self.steps.residency
 
 
-def assemble(trainer: RayPPOTrainer) -> Runtime:
+def assemble(trainer: Parts) -> Runtime:
     """Connect weights, rollouts, rewards and data of a trainer whose groups run."""
     cfg, plan, groups = trainer.cfg, trainer.plan, trainer.groups
     rollout, pad = cfg.actor_rollout_ref.rollout, trainer.tokenizer.pad_token_id

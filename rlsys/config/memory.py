@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlsys.config.plan import needs_critic, needs_reference
+from rlsys.config.needs import needs_critic, needs_reference
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema import PPOConfig
 from rlsys.config.schema_model import ShardConfig

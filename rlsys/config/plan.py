@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlsys.config.memory import memory_words
+from rlsys.config.needs import needs_critic, needs_reference
 from rlsys.config.pools import Pools, resolve_pools
 from rlsys.config.schema import PPOConfig, SupervisedConfig
 from rlsys.config.schema_actor import ActorConfig, CriticConfig
@@ -54,16 +56,6 @@ class BatchPlan:
     @property
     def max_step_tokens(self) -> int:
         return self.samples * (self.max_prompt_tokens + self.max_response_tokens)
-
-
-def needs_critic(cfg: PPOConfig) -> bool:
-    """Whether there is a critic: as critic.enable says, else where the estimator is gae."""
-    return cfg.critic.enable if cfg.critic.enable is not None else cfg.algorithm.adv_estimator == "gae"
-
-
-def needs_reference(cfg: PPOConfig) -> bool:
-    """Whether a frozen reference is needed: for a KL loss or a KL penalty in the reward."""
-    return cfg.actor_rollout_ref.actor.use_kl_loss or cfg.algorithm.use_kl_in_reward
 
 
 def shared_by(role: ActorConfig | CriticConfig) -> int:
@@ -146,8 +138,6 @@ def plan_text(cfg: Section) -> str:
 
 
 def _ppo_lines(cfg: PPOConfig) -> list[tuple[str, str]]:
-    from rlsys.config.memory import memory_words
-
     plan, trainer = plan_batches(cfg), cfg.trainer
     return [
         ("step", _step_words(cfg, plan)),

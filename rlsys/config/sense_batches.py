@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlsys.config.plan import needs_critic, needs_reference, shared_by
+from rlsys.config.needs import needs_critic, needs_reference
+from rlsys.config.plan import shared_by
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema import PPOConfig, SupervisedConfig
 from rlsys.config.schema_actor import ActorConfig, CriticConfig

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from rlsys.config.plan import needs_critic
+from rlsys.config.needs import needs_critic
 from rlsys.config.schema import EvalConfig, PPOConfig, SupervisedConfig
 from rlsys.config.schema_algorithm import RewardConfig
 from rlsys.config.schema_data import RowsConfig

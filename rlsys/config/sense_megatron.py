@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from rlsys.config.plan import needs_critic, needs_reference
+from rlsys.config.needs import needs_critic, needs_reference
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema import PPOConfig
 from rlsys.config.schema_megatron import MegatronRoleConfig

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from rlsys.config.plan import needs_critic, needs_reference
+from rlsys.config.needs import needs_critic, needs_reference
 from rlsys.config.schema import PPOConfig
 from rlsys.config.schema_algorithm import RolloutCorrectionConfig
 from rlsys.config.schema_base import Section

@@ -6,7 +6,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 
-from rlsys.config.plan import needs_critic
+from rlsys.config.needs import needs_critic
 from rlsys.config.pools import is_external, resolve_pools
 from rlsys.config.schema import PPOConfig
 from rlsys.config.schema_actor import GenerationConfig

@@ -11,19 +11,35 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar
+from typing import Any, ClassVar, Protocol, TypedDict, TypeVar
 
 from rlsys.single_controller.rows import FutureRows, is_future, is_rows, rows_of, source_of, split_rows
-
-if TYPE_CHECKING:
-    from rlsys.single_controller.worker_group import WorkerGroup
 
 MAGIC_ATTR = "__rlsys_registered__"
 """The attribute in which `register` leaves a method's `Registration`."""
 
+
+@dataclass(frozen=True)
+class MeshRank:
+    """A rank's place on a mesh: whose rows it gets, and whether its results are the ones to collect."""
+
+    dp_rank: int
+    is_collect: bool
+
+
+class Ranks(Protocol):
+    """A group of workers as dispatch functions see it."""
+
+    @property
+    def role(self) -> str: ...
+    @property
+    def world_size(self) -> int: ...
+    def dispatch_info(self, mesh_name: str) -> list[MeshRank]: ...
+
+
 DispatchFn = Callable[..., Any]
-CollectFn = Callable[["WorkerGroup", list[Any]], Any]
-PartsFn = Callable[["WorkerGroup"], Sequence[int]]
+CollectFn = Callable[["Ranks", list[Any]], Any]
+PartsFn = Callable[["Ranks"], Sequence[int]]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -148,7 +164,7 @@ def mode_of(dispatch_mode: Dispatch | Mapping[str, Any]) -> Mode:
     return _MODES[dispatch_mode.name]
 
 
-def split_call(mode: Mode, group: WorkerGroup, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Split:
+def split_call(mode: Mode, group: Ranks, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Split:
     """Run a mode's dispatch function and check that it gave one value per rank."""
     answer = mode.dispatch_fn(group, *args, **kwargs)
     split = answer if isinstance(answer, Split) else Split(tuple(answer[0]), dict(answer[1]))
@@ -172,12 +188,12 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, auto_padding: bool = F
     }
 
 
-def _dispatch_nd(mesh_name: str, auto_padding: bool, group: WorkerGroup, /, *args: Any, **kwargs: Any) -> Split:
+def _dispatch_nd(mesh_name: str, auto_padding: bool, group: Ranks, /, *args: Any, **kwargs: Any) -> Split:
     ranks = group.dispatch_info(mesh_name)
     return _split_by_rows(group, [rank.dp_rank for rank in ranks], auto_padding, args, kwargs)
 
 
-def _nd_parts(mesh_name: str, group: WorkerGroup, /) -> list[int]:
+def _nd_parts(mesh_name: str, group: Ranks, /) -> list[int]:
     ranks = group.dispatch_info(mesh_name)
     by_dp_rank = {info.dp_rank: rank for rank, info in enumerate(ranks) if info.is_collect}
     dp_size = max(info.dp_rank for info in ranks) + 1
@@ -190,7 +206,7 @@ def _nd_parts(mesh_name: str, group: WorkerGroup, /) -> list[int]:
     return [by_dp_rank[dp_rank] for dp_rank in range(dp_size)]
 
 
-def _collect_nd(mesh_name: str, group: WorkerGroup, results: list[Any], /) -> Any:
+def _collect_nd(mesh_name: str, group: Ranks, results: list[Any], /) -> Any:
     return join([results[rank] for rank in _nd_parts(mesh_name, group)])
 
 
@@ -201,15 +217,15 @@ def join(results: Sequence[Any]) -> Any:
     return rows_of(results, [(part, 0, len(rows)) for part, rows in enumerate(results)])
 
 
-def _repeat(group: WorkerGroup, values: Any) -> list[Any]:
+def _repeat(group: Ranks, values: Any) -> list[Any]:
     return [values] * group.world_size
 
 
-def _one_to_all(group: WorkerGroup, /, *args: Any, **kwargs: Any) -> Split:
+def _one_to_all(group: Ranks, /, *args: Any, **kwargs: Any) -> Split:
     return Split(tuple(_repeat(group, arg) for arg in args), {key: _repeat(group, arg) for key, arg in kwargs.items()})
 
 
-def per_rank_or_same(group: WorkerGroup, /, *args: Any, **kwargs: Any) -> Split:
+def per_rank_or_same(group: Ranks, /, *args: Any, **kwargs: Any) -> Split:
     """Lists with an entry per rank are handed out, plain values go to all; ValueError for a mixture of the two."""
     values = [*args, *kwargs.values()]
     lists = [value for value in values if isinstance(value, list)]
@@ -223,18 +239,18 @@ def per_rank_or_same(group: WorkerGroup, /, *args: Any, **kwargs: Any) -> Split:
     return Split(args, dict(kwargs))
 
 
-def _dp_compute(group: WorkerGroup, /, *args: Any, **kwargs: Any) -> Split:
+def _dp_compute(group: Ranks, /, *args: Any, **kwargs: Any) -> Split:
     for value in (*args, *kwargs.values()):
         if not isinstance(value, list | tuple) or len(value) != group.world_size:
             raise ValueError(f"DP_COMPUTE needs every argument as a list of {group.world_size}, one entry per rank")
     return Split(tuple(list(arg) for arg in args), {key: list(arg) for key, arg in kwargs.items()})
 
 
-def _dp_compute_proto(pads: bool, group: WorkerGroup, /, *args: Any, **kwargs: Any) -> Split:
+def _dp_compute_proto(pads: bool, group: Ranks, /, *args: Any, **kwargs: Any) -> Split:
     return _split_by_rows(group, range(group.world_size), pads, args, kwargs)
 
 
-def _proto_with_func(group: WorkerGroup, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Split:
+def _proto_with_func(group: Ranks, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Split:
     if not callable(func):
         raise ValueError(
             f"DP_COMPUTE_PROTO_WITH_FUNC needs a function as its first argument, got {type(func).__name__}"
@@ -244,7 +260,7 @@ def _proto_with_func(group: WorkerGroup, func: Callable[..., Any], /, *args: Any
 
 
 def _split_by_rows(
-    group: WorkerGroup, dp_ranks: Sequence[int], pads: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
+    group: Ranks, dp_ranks: Sequence[int], pads: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Split:
     """Give rank r the rows of dp_ranks[r]; values without rows go to all."""
     named = {**dict(enumerate(args)), **kwargs}
@@ -285,19 +301,19 @@ def _forbidden(*_: Any, **__: Any) -> Any:
     )
 
 
-def _first(_: WorkerGroup, results: list[Any]) -> Any:
+def _first(_: Ranks, results: list[Any]) -> Any:
     return results[0]
 
 
-def _as_list(_: WorkerGroup, results: list[Any]) -> list[Any]:
+def _as_list(_: Ranks, results: list[Any]) -> list[Any]:
     return list(results)
 
 
-def _joined(_: WorkerGroup, results: list[Any]) -> Any:
+def _joined(_: Ranks, results: list[Any]) -> Any:
     return join(results)
 
 
-def _all_ranks(group: WorkerGroup) -> Sequence[int]:
+def _all_ranks(group: Ranks) -> Sequence[int]:
     return range(group.world_size)
 
 

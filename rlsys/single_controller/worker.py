@@ -7,22 +7,13 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from random import SystemRandom
 from typing import Any, Self
 
-from rlsys.single_controller.dispatch import Dispatch, Execute, register
+from rlsys.single_controller.dispatch import Dispatch, Execute, MeshRank, register
 from rlsys.utils.errors import ConfigError
 
 QUIET_PORTS = range(20000, 32000)
-
-
-@dataclass(frozen=True)
-class MeshRank:
-    """A rank's place on a mesh: whose rows it gets, and whether its results are the ones to collect."""
-
-    dp_rank: int
-    is_collect: bool
 
 
 class Worker:

@@ -20,6 +20,7 @@ from rlsys.single_controller.calls import (
 from rlsys.single_controller.dispatch import (
     Dispatch,
     Execute,
+    MeshRank,
     Mode,
     Registration,
     Split,
@@ -31,7 +32,6 @@ from rlsys.single_controller.dispatch import (
 )
 from rlsys.single_controller.host import CallSpec, remote_rows
 from rlsys.single_controller.rows import FutureRows, is_future, source_of
-from rlsys.single_controller.worker import MeshRank
 from rlsys.telemetry.recorder import StageReport, merged
 
 MAX_REPORTS = 10_000

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from rlsys.protocol import DataProto
-
-if TYPE_CHECKING:
-    from rlsys.rollout.remote.engine import RemoteEngine
 
 Trajectory = Mapping[str, Tensor]
 PADS = {"versions": -1, "turn_ids": -1}
@@ -28,7 +25,7 @@ Workflow = Episodes | Callable[[Any, Mapping[str, Any]], Awaitable[Trajectory | 
 """(engine, row) -> tensors (n, T) or (n,) by name, or None to reject the row."""
 
 
-async def run_workflow(engine: RemoteEngine, data: Sequence[Mapping[str, Any]], workflow: Workflow) -> DataProto:
+async def run_workflow(engine: object, data: Sequence[Mapping[str, Any]], workflow: Workflow) -> DataProto:
     """The trajectories of all rows that were not rejected, in their order; meta_info counts `accepted` and `rejected`.
 
     The first error of a row ends the others and is raised with the row's number; ValueError where all are rejected.
