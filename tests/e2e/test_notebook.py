@@ -19,7 +19,6 @@ def head() -> Iterator[Head]:
         yield head
 
 
-@pytest.mark.slow
 def test_the_notebook_steps_a_trainer_on_a_running_head(
     head: Head, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
