@@ -122,6 +122,11 @@ class RolloutWorker(Worker):
     def close_weight_transfer(self) -> None:
         self.receiver.close_weight_transfer()
 
+    def close(self) -> None:
+        """End the engine, if it was ever built."""
+        if "engine" in vars(self):
+            self.engine.close()
+
 
 class HFRolloutWorker(RolloutWorker):
     """A transformers model."""

@@ -17,6 +17,11 @@ class ColocatedWorker(Worker):
     def __init__(self, arguments: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]]) -> None:
         self._workers = {name: self.roles[name](*args, **kwargs) for name, (args, kwargs) in arguments.items()}
 
+    def close(self) -> None:
+        for worker in reversed(self._workers.values()):
+            if isinstance(worker, Worker):
+                worker.close()
+
     def role(self, name: str) -> Any:
         """The worker that plays a role."""
         return self._workers[name]

@@ -20,7 +20,14 @@ from rlsys.single_controller.calls import DEFAULT_DEADLINE_S, Crew, Deadlines, F
 from rlsys.single_controller.host import Recorders, answer, run_method, without_padding
 from rlsys.single_controller.resource_pool import ResourcePool
 from rlsys.single_controller.rows import is_rows
-from rlsys.single_controller.worker import NO_PROCESS_GROUP, RANK_VARIABLES, environment, free_port, rank_environment
+from rlsys.single_controller.worker import (
+    NO_PROCESS_GROUP,
+    RANK_VARIABLES,
+    Worker,
+    environment,
+    free_port,
+    rank_environment,
+)
 from rlsys.single_controller.worker_group import Backend, ClassWithInitArgs, RankCall, WorkerGroup
 
 
@@ -119,6 +126,9 @@ class LocalBackend(Backend):
         self._build(rank)
 
     def close(self) -> None:
+        for worker in self._workers:
+            if isinstance(worker, Worker):
+                worker.close()
         self._workers = [None] * self.world_size
 
     def _build(self, rank: int) -> None:

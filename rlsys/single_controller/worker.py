@@ -67,6 +67,9 @@ class Worker:
             raise ValueError(f"{who} never called _register_dispatch_collect_info('{mesh_name}', ...); known: {known}")
         return self._meshes[mesh_name]
 
+    def close(self) -> None:
+        """Give back what does not end with the object, such as threads and engines: this process may live on."""
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `func(worker, *args, **kwargs)` on every rank with its rows."""

@@ -8,8 +8,9 @@ parts, so boxes of one tensor can be summed on different ranks. One pass over th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from math import prod
 
 import numpy as np
@@ -19,18 +20,41 @@ from torch.nn.functional import pad
 
 MODULUS = 1 << 64
 WORD_BYTES = 8
-CHUNK_WORDS = 1 << 22
 ROW_STREAM, WORD_STREAM = 0x243F6A8885A308D3, 0x13198A2E03707344
+
+
+Held = tuple[Tensor, Sequence[int], Sequence[int]]
 
 
 def box_checksum(values: Tensor, start: Sequence[int], full_shape: Sequence[int]) -> int:
     """The part of the checksum of a tensor of `full_shape` that its box `values` at `start` contributes."""
+    return box_checksums([(values, start, full_shape)])[0]
+
+
+def box_checksums(boxes: Iterable[Held]) -> list[int]:
+    """`box_checksum` of many boxes (values, start, full shape) of one device; on a GPU in few launches.
+
+    Values are taken one after the other, so that a generator may make them.
+    """
+    boxes = iter(boxes)
+    first = next(boxes, None)
+    if first is None:
+        return []
+    if first[0].is_cuda:
+        from rlsys.weights.checksum_cuda import sums_on_gpu
+
+        return sums_on_gpu(chain([first], boxes))
+    return [_on_cpu(*box) for box in chain([first], boxes)]
+
+
+def _on_cpu(values: Tensor, start: Sequence[int], full_shape: Sequence[int]) -> int:
     if values.numel() == 0:
         return 0
     shape, full, begin = tuple(values.shape) or (1,), tuple(full_shape) or (1,), tuple(start) or (0,)
     words, first_word = _words(values.detach().reshape(-1, shape[-1]), begin[-1])
     rows = _row_weights(begin[:-1], shape[:-1], full[:-1])
-    return _weighted_sum(words, rows, _weights(WORD_STREAM, first_word, first_word + words.shape[1]))
+    by_row = np.einsum("rw,w->r", words.numpy(), _weights(WORD_STREAM, first_word, first_word + words.shape[1]))
+    return int(np.einsum("r,r->", by_row, rows)) % MODULUS
 
 
 def add_up(parts: Sequence[int]) -> int:
@@ -59,17 +83,6 @@ def _words(rows: Tensor, start: int) -> tuple[Tensor, int]:
 
 def _integer_of(num_bytes: int) -> torch.dtype:
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[num_bytes]
-
-
-def _weighted_sum(words: Tensor, row_weights: np.ndarray, word_weights: np.ndarray) -> int:
-    """Sum of words (R, W) times both weights, modulo 2**64."""
-    if words.device.type == "cpu":
-        by_row = np.einsum("rw,w->r", words.numpy(), word_weights)
-        return int(np.einsum("r,r->", by_row, row_weights)) % MODULUS
-    columns = torch.from_numpy(word_weights).to(words.device)
-    step = max(1, CHUNK_WORDS // words.shape[1])
-    by_row = torch.cat([(words[at : at + step] * columns).sum(1) for at in range(0, words.shape[0], step)])
-    return int((by_row * torch.from_numpy(row_weights).to(words.device)).sum()) % MODULUS
 
 
 def _row_weights(start: tuple[int, ...], shape: tuple[int, ...], full: tuple[int, ...]) -> np.ndarray:

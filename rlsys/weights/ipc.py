@@ -18,7 +18,7 @@ from torch import Tensor
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.types import Box, WeightLayout
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.checksum import box_checksum, digest
+from rlsys.weights.checksum import box_checksums, digest
 from rlsys.weights.handles import Borrowed, Offer, offer_of
 from rlsys.weights.layout import dtype_of, view_of
 from rlsys.weights.plan import Copy, Plan
@@ -116,19 +116,26 @@ def plan_pull(plan: Plan, sources: Sequence[WeightLayout]) -> PullPlan:
 @torch.no_grad()
 def state_sums(spec: LendSpec, tensors: Mapping[str, Tensor]) -> np.ndarray:
     """The checksums of a rank's proofs, each cast first to the dtype in which it will arrive."""
-    sums = np.zeros(len(spec.proofs), np.uint64)
-    for number, copy in enumerate(spec.proofs):
-        values = view_of(tensors[copy.source_local], copy.source_start, copy.shape).to(dtype_of(copy.dtype))
-        sums[number] = box_checksum(values, copy.start, spec.full_shapes[copy.tensor])
-    return sums
+    held = (
+        (
+            view_of(tensors[copy.source_local], copy.source_start, copy.shape).to(dtype_of(copy.dtype)),
+            copy.start,
+            spec.full_shapes[copy.tensor],
+        )
+        for copy in spec.proofs
+    )
+    return np.array(box_checksums(held), np.uint64)
 
 
 @torch.no_grad()
 def check_sums(spec: PullSpec, tensors: Mapping[str, Tensor], sums: np.ndarray) -> None:
     """WeightTransferError naming a tensor of which what arrived is not what was stated."""
-    for copy, number in zip(spec.copies, spec.proofs, strict=True):
-        values = view_of(tensors[copy.local], copy.local_start, copy.shape)
-        if box_checksum(values, copy.start, spec.full_shapes[copy.tensor]) != int(sums[number]):
+    arrived = box_checksums(
+        (view_of(tensors[copy.local], copy.local_start, copy.shape), copy.start, spec.full_shapes[copy.tensor])
+        for copy in spec.copies
+    )
+    for copy, number, checksum in zip(spec.copies, spec.proofs, arrived, strict=True):
+        if checksum != int(sums[number]):
             raise WeightTransferError(f"tensor '{copy.tensor}' that arrived is not the one that the trainer holds")
 
 

@@ -1,4 +1,4 @@
-"""One launch that carries out any number of copies on a GPU, between its own memory and any that it can read."""
+"""Kernels for many pieces of memory at once: copies between any memory a GPU can read, and checksums."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ import triton  # pyrefly: ignore
 import triton.language as tl  # pyrefly: ignore
 from torch import Tensor
 
+from rlsys.weights import checksum
+
 BLOCK = 2048
 NUM_WARPS = 8
+SUM_BLOCK = 1024
+WORDS_OF_A_PROGRAM = 1 << 16
+MOST_PROGRAMS = 1024
+ROW_STREAM = tl.constexpr(checksum.ROW_STREAM)
+WORD_STREAM = tl.constexpr(checksum.WORD_STREAM)
 
 
 @triton.jit
@@ -45,3 +52,44 @@ def copy_tiles(table: Tensor, *, word_bytes: int, pitched: bool) -> None:
     if len(table):
         with torch.cuda.device(table.device):
             _copy_tiles[(len(table),)](table, words, BLOCK, pitched, num_warps=NUM_WARPS)
+
+
+@triton.jit
+def _odd(stream: tl.constexpr, number):
+    """An odd weight of a number: the finaliser of SplitMix64, as in rlsys/weights/checksum.py."""
+    x = number.to(tl.uint64) * 0x9E3779B97F4A7C15 + stream
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return (x ^ (x >> 31)) | 1
+
+
+@triton.jit
+def _sum_rows(table, sums, words: tl.constexpr, per_word: tl.constexpr, block: tl.constexpr):
+    """Programs (piece, part): (address, words, words of a row, pitch, first row, first column, which sum) a piece."""
+    piece = table + tl.program_id(0).to(tl.int64) * 7
+    source = tl.load(piece).to(tl.pointer_type(words))
+    count = tl.load(piece + 1)
+    width = tl.load(piece + 2).to(tl.int32)
+    pitch = tl.load(piece + 3)
+    first_row = tl.load(piece + 4)
+    first_column = tl.load(piece + 5)
+    total = tl.zeros((block,), tl.uint64)
+    begin = tl.program_id(1).to(tl.int64) * block
+    for at in range(begin, count, tl.num_programs(1) * block):
+        lane = at + tl.arange(0, block)
+        line = lane // width
+        column = lane - line * width
+        value = tl.load(source + line * pitch + column, mask=lane < count, other=0).to(tl.uint64)
+        place = first_column + column
+        word = value << ((place % per_word) * (64 // per_word)).to(tl.uint64)
+        total += word * _odd(WORD_STREAM, place // per_word) * _odd(ROW_STREAM, first_row + line)
+    if begin < count:
+        tl.atomic_add(sums + tl.load(piece + 6), tl.sum(total, 0).to(tl.int64, bitcast=True))
+
+
+def sum_rows(table: Tensor, sums: Tensor, *, word_bytes: int, most_words: int) -> None:
+    """Add each piece's checksum to its sum; `table` int64 (N, 7) as `_sum_rows` says, the longest `most_words` long."""
+    words = {8: tl.uint64, 4: tl.uint32, 2: tl.uint16, 1: tl.uint8}[word_bytes]
+    parts = min(max(most_words // WORDS_OF_A_PROGRAM, 1), MOST_PROGRAMS)
+    with torch.cuda.device_of(table):
+        _sum_rows[(len(table), parts)](table, sums, words, 8 // word_bytes, SUM_BLOCK, num_warps=NUM_WARPS)

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.checksum import box_checksum, digest
+from rlsys.weights.checksum import box_checksums, digest
 from rlsys.weights.layout import dtype_of, gaps, shard_view, view_of
 from rlsys.weights.plan import make_plan, resolve_names
 from rlsys.weights.target import Moved, Target
@@ -92,6 +92,6 @@ def _load_gathered(
     for bucket in engine.weights(bucket_bytes):
         wanted = [(name, tensor.to(dtype_of(dtypes[name]))) for name, tensor in bucket if name in dtypes]
         rollout.load(wanted)
-        for name, tensor in wanted:
-            sent[name] = box_checksum(tensor, (0,) * tensor.ndim, tensor.shape)
+        sums = box_checksums((tensor, (0,) * tensor.ndim, tensor.shape) for _, tensor in wanted)
+        sent |= zip([name for name, _ in wanted], sums, strict=True)
     return sent

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 
 from torch import Tensor
 
 from rlsys.types import Box, WeightLayout
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.checksum import add_up, box_checksum, digest
+from rlsys.weights.checksum import add_up, box_checksums, digest
 from rlsys.weights.layout import dtype_of, num_elements, shard_view, subtract_all, whole_box
 from rlsys.weights.plan import resolve_names
 
@@ -71,13 +72,13 @@ def box_sums(
     layout: WeightLayout, tensors: Mapping[str, Tensor], dtypes: Mapping[str, str] | None = None
 ) -> tuple[BoxSum, ...]:
     """Checksums of all boxes of one rank, each cast first to the dtype that `dtypes` names for its tensor."""
-    sums = []
-    for shard in layout.shards:
-        name = shard.box.tensor
-        dtype = (dtypes or {}).get(name, layout.dtypes[name])
-        values = shard_view(tensors, shard).to(dtype_of(dtype))
-        sums.append(BoxSum(shard.box, dtype, box_checksum(values, shard.box.start, layout.full_shapes[name])))
-    return tuple(sums)
+    boxes = [shard.box for shard in layout.shards]
+    cast = [(dtypes or {}).get(box.tensor, layout.dtypes[box.tensor]) for box in boxes]
+    held = (
+        (shard_view(tensors, shard).to(dtype_of(dtype)), shard.box.start, layout.full_shapes[shard.box.tensor])
+        for shard, dtype in zip(layout.shards, cast, strict=True)
+    )
+    return tuple(starmap(BoxSum, zip(boxes, cast, box_checksums(held), strict=True)))
 
 
 def merge_sums(ranks: Sequence[Sequence[BoxSum]], full_shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:

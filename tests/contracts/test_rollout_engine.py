@@ -138,6 +138,16 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     end(bench)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def shared_engines() -> Iterator[None]:
+    """Engines that serve several tests end with the last of them."""
+    yield
+    for make in (vllm_bench, sglang_bench):
+        if make.cache_info().currsize:
+            make().engine.close()
+            make.cache_clear()
+
+
 def requests_of(num: int, params: SamplingParams, *, shortest: int = 1) -> list[ModelRequest]:
     """Different prompts of different lengths, each with its own seed."""
     generator = torch.Generator().manual_seed(5)

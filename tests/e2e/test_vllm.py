@@ -62,8 +62,9 @@ def check(lines: list[dict[str, Any]]) -> None:
     assert all(line["training/rollout_probs_diff_max"] < 1e-5 for line in lines), "the rollouts have other weights"
 
 
-def test_fsdp_trains_beside_vllm_in_one_process(wide: Toy, tmp_path: Path) -> None:
-    check(run(wide, tmp_path, "trainer.backend=local"))
+def test_fsdp_trains_beside_vllm_in_one_process_and_again_after_that(wide: Toy, tmp_path: Path) -> None:
+    for number in range(2):
+        check(run(wide, tmp_path / str(number), "trainer.backend=local"))
 
 
 def test_two_fsdp_ranks_train_beside_one_vllm_that_they_serve_together(wide: Toy, tmp_path: Path) -> None:

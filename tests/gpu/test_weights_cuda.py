@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
 import pytest
 import torch
 
+from rlsys.weights.checksum import box_checksum, box_checksums
 from rlsys.weights.handles import Borrowed, offer_of
 from rlsys.weights.replay import BITS, Method, Pair, Replay, bits_of
 
@@ -80,3 +82,32 @@ def test_memory_of_another_process_is_read_from_every_gpu() -> None:
         assert process.exitcode == 0
     finally:
         process.kill()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_checksums_on_a_gpu_are_those_on_a_cpu(seed: int) -> None:
+    rng = random.Random(seed)
+    boxes = list(boxes_of(rng))
+    on_cpu = [box_checksum(values, start, full) for values, start, full in boxes]
+    moved = [(to_cuda_as_it_lies(values), start, full) for values, start, full in boxes]
+    assert box_checksums(iter(moved)) == on_cpu
+
+
+def boxes_of(rng: random.Random) -> Iterator[tuple[torch.Tensor, list[int], list[int]]]:
+    """Parts of tensors of any dtype and shape, transposed ones, scalars and empty ones among them."""
+    for number in range(60):
+        full = [rng.randint(1, 12) for _ in range(rng.randint(0, 4))]
+        full = [70, 1 << 14] if number == 0 else [40, 1100] if number < 6 else full
+        bits = torch.randint(0, 256, (*full, 8), dtype=torch.uint8)
+        whole = bits.view(torch.int64).view(full).to(torch.int16).view(torch.bfloat16)
+        if dtype := rng.choice([None, torch.float32, torch.uint8, torch.float64]):
+            whole = torch.randn(full).abs().mul(50).to(dtype)
+        whole = whole.transpose(0, 1) if len(full) > 1 and rng.random() < 0.3 else whole
+        full, start = list(whole.shape), [rng.randint(0, n - 1) if rng.random() < 0.6 else 0 for n in whole.shape]
+        size = [rng.randint(0 if number > 50 else 1, n - s) for n, s in zip(full, start, strict=True)]
+        yield whole[tuple(slice(s, s + n) for s, n in zip(start, size, strict=True))], start, full
+
+
+def to_cuda_as_it_lies(values: torch.Tensor) -> torch.Tensor:
+    storage = torch.empty(0, dtype=values.dtype).set_(values.untyped_storage()).cuda()
+    return storage.as_strided(values.shape, values.stride(), values.storage_offset())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from rlsys.rollout.draws import Answer, DrawParams
 from rlsys.rollout.hf import LoadFormat
 from rlsys.rollout.live import LiveWeights
 from rlsys.rollout.serving import SLEEP_TAGS, Deliver, Pull, ServingEngine, Ticket
+from rlsys.rollout.vllm.groups import end_groups, own_shared_memory
 from rlsys.rollout.vllm.version import NO_RELOAD, VLLM
 from rlsys.rollout.vllm.weights import HostWeights
 from rlsys.types import Finish, ModelResponse, WeightLayout
@@ -85,6 +87,7 @@ class VLLMRollout(ServingEngine):
             rank=rank,
             host=host,
         )
+        together = tensor_parallel_size > 1
         arguments = {
             "model": str(path),
             "load_format": load_format,
@@ -95,7 +98,7 @@ class VLLMRollout(ServingEngine):
             "max_model_len": length,
             "enforce_eager": enforce_eager,
             "tensor_parallel_size": tensor_parallel_size,
-            "distributed_executor_backend": "uni" if tensor_parallel_size == 1 else "external_launcher",
+            "distributed_executor_backend": "external_launcher" if together else "uni",
             "disable_custom_all_reduce": True,  # it asks after devices that a worker with one visible GPU cannot see
             "async_scheduling": adapter.ahead and device != "cpu",
             **(
@@ -103,8 +106,10 @@ class VLLMRollout(ServingEngine):
             ),
             **(engine_kwargs or {}),
         }
-        self.engine = _start(arguments, kv_cache_gib=kv_cache_gib)
-        self._decision = torch.zeros(1, dtype=torch.uint8) if tensor_parallel_size > 1 else None
+        self._shares_groups = dist.is_initialized()
+        with own_shared_memory() if together and device == "cpu" else nullcontext():
+            self.engine = _start(arguments, kv_cache_gib=kv_cache_gib)
+        self._decision = torch.zeros(1, dtype=torch.uint8) if together else None
         names = hf_tensors(path, dtype=dtype, filled=load_format == "auto" and device == "cpu", real=device == "cpu")
         self.weights = HostWeights(*names, self._reload) if device == "cpu" else LiveWeights(*names, self._model)
 
@@ -237,7 +242,7 @@ class VLLMRollout(ServingEngine):
             self.engine.wake_up(due)
 
     def _free(self) -> None:
-        self.engine.engine_core.shutdown()
+        end_groups(self.engine.engine_core.shutdown, shared=self._shares_groups)
         del self.engine
 
     def _reload(self, tensors: Mapping[str, Tensor]) -> None:

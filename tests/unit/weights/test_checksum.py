@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from rlsys.types import Box
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.checksum import ROW_STREAM, WORD_STREAM, add_up, box_checksum, digest
+from rlsys.weights.checksum_cuda import stretches
 from rlsys.weights.layout import view_of
 from rlsys.weights.verify import BoxSum, merge_sums
 
@@ -84,6 +86,31 @@ def test_views_at_odd_offsets_and_empty_boxes() -> None:
     view = storage[1:].view(4, 10)
     assert box_checksum(view, (0, 0), (4, 10)) == reference(view.clone())
     assert box_checksum(storage[:0], (41,), (41,)) == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(DTYPES), st.lists(st.integers(1, 7), min_size=0, max_size=4), st.integers(0, 10**6))
+def test_the_rows_that_a_gpu_reads_are_those_of_the_box(dtype: torch.dtype, sizes: list[int], seed: int) -> None:
+    rng = random.Random(seed)
+    tensor = random_tensor(tuple(sizes), dtype, seed)
+    tensor = tensor.transpose(0, 1).contiguous().transpose(0, 1) if rng.random() < 0.3 and len(sizes) > 2 else tensor
+    start = [rng.randint(0, n - 1) for n in sizes]
+    size = [rng.randint(1, n - s) for n, s in zip(sizes, start, strict=True)]
+    values = view_of(tensor, start, size)
+    total = 0
+    for part in stretches(values, start, sizes):
+        words = memory_at(part.address, (part.rows - 1) * part.pitch + part.width)
+        for row in range(part.rows):
+            line = words[row * part.pitch :][: part.width]
+            for at in range(0, part.width, part.word_bytes):
+                column = part.first_column + at
+                word = int.from_bytes(line[at : at + part.word_bytes], "little") << column % 8 * 8
+                total += word * odd_hash(WORD_STREAM, column // 8) * odd_hash(ROW_STREAM, part.first_row + row)
+    assert total & MASK == box_checksum(values, start, sizes)
+
+
+def memory_at(address: int, num_bytes: int) -> bytes:
+    return bytes((ctypes.c_ubyte * num_bytes).from_address(address))
 
 
 def test_merging_demands_equal_replicas_and_no_gaps() -> None:

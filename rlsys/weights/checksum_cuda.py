@@ -1,0 +1,99 @@
+"""Checksums of boxes on a GPU: all boxes of one word size in one launch, read in place."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from rlsys.weights.checksum import MODULUS, Held
+
+LAUNCH_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Rows of words in memory and their numbers in the whole tensor; addresses and pitches in bytes."""
+
+    address: int
+    rows: int
+    width: int
+    pitch: int
+    first_row: int
+    first_column: int
+
+    @property
+    def word_bytes(self) -> int:
+        """The widest word that all of it is made of."""
+        return gcd(8, self.address, self.width, self.pitch, self.first_column)
+
+
+def stretches(values: Tensor, start: Sequence[int], full_shape: Sequence[int]) -> Iterator[Stretch]:
+    """A box as rows whose numbers follow each other; its last dimension must be contiguous."""
+    size = values.element_size()
+    *outer, columns = [*zip(values.shape, values.stride(), start, full_shape, strict=True)] or [(1, 1, 0, 1)]
+    rows, pitch, first, full = outer.pop() if outer else (1, columns[0], 0, 1)
+    while outer and rows == full and outer[-1][1] == rows * pitch:
+        more, _, begin, whole = outer.pop()
+        rows, first, full = rows * more, begin * full, full * whole
+    for index in product(*(range(dim[0]) for dim in outer)):
+        row = 0
+        for at, (_, _, begin, whole) in zip(index, outer, strict=True):
+            row = row * whole + begin + at
+        offset = sum(at * stride for at, (_, stride, _, _) in zip(index, outer, strict=True))
+        yield Stretch(
+            address=values.data_ptr() + offset * size,
+            rows=rows,
+            width=columns[0] * size,
+            pitch=pitch * size,
+            first_row=row * full + first,
+            first_column=columns[2] * size,
+        )
+
+
+@torch.no_grad()
+def sums_on_gpu(boxes: Iterable[Held]) -> list[int]:
+    """`box_checksums` of boxes on one GPU. Values made for this call are let go after LAUNCH_BYTES of them."""
+    held, found, num_bytes = list[Held](), list[Tensor](), 0
+    for values, start, full_shape in boxes:
+        held.append((values if values.ndim == 0 or values.stride(-1) == 1 else values.contiguous(), start, full_shape))
+        num_bytes += values.nbytes
+        if num_bytes >= LAUNCH_BYTES:
+            found.append(_launch(held))
+            held, num_bytes = [], 0
+    found += [_launch(held)] if held else []
+    return [number % MODULUS for number in torch.cat(found).tolist()]
+
+
+def _launch(boxes: Sequence[Held]) -> Tensor:
+    """The sums (N,) of N boxes, int64, on their device; not waited for."""
+    from rlsys.weights import kernels
+
+    device = boxes[0][0].device
+    sums = torch.zeros(len(boxes), dtype=torch.int64, device=device)
+    tables: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+    for number, (values, start, full_shape) in enumerate(boxes):
+        if values.numel() == 0:
+            continue
+        for part in stretches(values, start, full_shape):
+            word = part.word_bytes
+            width = part.width // word
+            row = (
+                part.address,
+                part.rows * width,
+                width,
+                part.pitch // word,
+                part.first_row,
+                part.first_column // word,
+            )
+            tables[word].append((*row, number))
+    for word_bytes, rows in tables.items():
+        most = max(row[1] for row in rows)
+        table = torch.tensor(rows, dtype=torch.int64).to(device)
+        kernels.sum_rows(table, sums, word_bytes=word_bytes, most_words=most)
+    return sums
