@@ -5,13 +5,14 @@ M response tokens, H hidden size, T packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlsys.models.context import own_among, own_tokens
 from rlsys.models.logprobs import VocabularyPart, token_stats
 from rlsys.models.megatron import start
 
@@ -28,6 +29,7 @@ from rlsys.models.megatron.options import ModelOptions, Sizes
 from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, block_spec, mend_latent_attention
 from rlsys.models.packing import TokenRows
 from rlsys.models.token_model import LM_OUTPUTS, SCALAR_OUTPUTS
+from rlsys.models.ulysses import sum_over
 from rlsys.utils.errors import ConfigError
 
 
@@ -141,8 +143,8 @@ class TokenGPT(GPTModel):
     def token_outputs(
         self, hidden: Tensor, rows: TokenRows, outputs: Sequence[str], temperature: float
     ) -> dict[str, Tensor]:
-        """Numbers (M,) of the response tokens from hidden states (T or this rank's share, 1, H); equal on all
-        tensor-parallel ranks. ValueError for outputs that the head does not give."""
+        """Numbers (M,) of the response tokens from hidden states (T or this rank's share, 1, H); equal on all ranks of
+        tensor and context parallelism. ValueError for outputs that the head does not give."""
         known = LM_OUTPUTS if self.is_lm else SCALAR_OUTPUTS
         if unknown := [name for name in outputs if name not in known]:
             raise ValueError(f"this model gives {', '.join(known)}, not {', '.join(unknown)}")
@@ -150,21 +152,22 @@ class TokenGPT(GPTModel):
         if not self.is_lm:
             head: Any = self.output_layer
             places = {"values": rows.before, "scores": rows.at}
-            return {name: head(whole[places[name]].to(head.weight.dtype))[:, 0] for name in outputs}
+            found: dict[str, Tensor] = {}
+            for name in outputs:
+                compute = lambda here, _, name=name: {name: head(whole[here].to(head.weight.dtype))[:, 0]}  # noqa: E731
+                found |= _at(places[name], rows, compute)
+            return found
         weight, part = self._vocabulary_part()
-        stats = token_stats(
-            whole[rows.before],
-            weight,
-            rows.targets,
-            temperature=temperature,
-            outputs=outputs,
-            chunk_elements=self.chunk_elements,
-            part=part,
-        )
-        return {name: stats[name] for name in outputs}
+
+        def stats(here: Tensor, numbers: Any) -> dict[str, Tensor]:
+            options = {"temperature": temperature, "outputs": outputs, "chunk_elements": self.chunk_elements}
+            made = token_stats(whole[here], weight, rows.targets[numbers], part=part, **options)
+            return {name: made[name] for name in outputs}
+
+        return _at(rows.before, rows, stats)
 
     def _whole(self, hidden: Tensor) -> Tensor:
-        """All tokens (T, H); the backward pass adds the parts of tensor-parallel ranks where the head is cut."""
+        """All tokens (T, H), of this rank's share of sequences; the backward pass adds the parts of tensor-parallel ranks where the head is cut."""
         if self.config.sequence_parallel:
             whole = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=self.is_lm)
         else:
@@ -182,8 +185,22 @@ class TokenGPT(GPTModel):
         return weight, VocabularyPart(begin, group) if dist.get_world_size(group) > 1 else None
 
 
+def _at(places: Tensor, rows: TokenRows, compute: Callable[[Tensor, Any], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Numbers (M,) of the tokens at `places` of the pack, on every rank of context parallelism: each computes those it
+    holds, from where it has them and their numbers among `places`. All go on with the same loss, so each takes the
+    gradient of its own."""
+    group: Any = mpu.get_context_parallel_group()
+    if group.size() == 1:
+        return compute(places, slice(None))
+    numbers, here = own_among(places, rows.lengths, group.rank(), group.size())
+    made = compute(here, numbers)
+    values = torch.stack(list(made.values()))
+    spread = values.new_zeros(len(values), len(places)).index_copy(1, numbers, values)
+    return dict(zip(made, sum_over(spread, group), strict=True))
+
+
 def packed_arguments(rows: TokenRows, device: torch.device) -> dict[str, Any]:
-    """What TokenGPT is called with for one pack (1, T)."""
+    """What TokenGPT is called with for one pack (1, T), or for this rank's share of its tokens."""
     ends = torch.tensor((0, *rows.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     longest = max(rows.lengths)
     packing = PackedSeqParams(
@@ -193,9 +210,15 @@ def packed_arguments(rows: TokenRows, device: torch.device) -> dict[str, Any]:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
+    group: Any = mpu.get_context_parallel_group()
+    ids, positions = rows.token_ids, rows.position_ids
+    if group.size() > 1:
+        packing.cu_seqlens_q_padded = packing.cu_seqlens_kv_padded = ends
+        own = own_tokens(rows.lengths, group.rank(), group.size()).to(device)
+        ids, positions = ids[own], positions[own]
     return {
-        "input_ids": rows.token_ids[None],
-        "position_ids": rows.position_ids[None],
+        "input_ids": ids[None],
+        "position_ids": positions[None],
         "attention_mask": None,
         "packed_seq_params": packing,
     }
