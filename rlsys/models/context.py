@@ -36,7 +36,9 @@ def own_spans(lengths: Sequence[int], rank: int, size: int) -> Iterator[Span]:
     first = 0
     for length in lengths:
         if size > 1 and length % (2 * size):
-            raise ValueError(f"{size} ranks cannot share a sequence of {length} tokens: pad it to a multiple of {2 * size}")
+            raise ValueError(
+                f"{size} ranks cannot share a sequence of {length} tokens: pad it to a multiple of {2 * size}"
+            )
         if size == 1:
             yield Span(first, first, first + length)
         else:

@@ -43,7 +43,7 @@ def whole(engine: MegatronEngine) -> dict[str, Tensor]:
         (MODEL, 3, {"sizes": Sizes(tp=3)}, "4 attention heads are not divisible"),
         (MODEL, 4, {"sizes": Sizes(pp=4)}, "2 layers cannot be split"),
         (MODEL, 2, {"sizes": Sizes(ep=2)}, "expert_model_parallel_size=1"),
-        (MODEL, 2, {"sizes": Sizes(cp=2)}, "Transformer Engine"),
+        (MODEL, 2, {"sizes": Sizes(cp=3)}, "does not divide the 2 ranks"),
         (MODELS["qwen3-moe"], 3, {"sizes": Sizes(ep=3)}, "4 experts are not divisible"),
         (MODELS["qwen3-moe"], 2, {"sizes": Sizes(tp=2)}, "sequence_parallel=true"),
         ({**MODEL, "model_type": "gpt_neox"}, 1, {}, "known are"),
