@@ -1,8 +1,8 @@
 """Which tokens of a pack a rank of context parallelism holds, and how the ranks' parts become whole again.
 
-Every sequence of a pack is cut into 2 S chunks, where S ranks share it, and rank r holds chunks r and 2 S - 1 - r of each
-(the order of Megatron-Core and Transformer Engine): causal attention is as much work on every rank. T tokens of the pack,
-T / S on a rank.
+Every sequence of a pack is cut into 2 S chunks, where S ranks share it, and rank r holds chunks r and 2 S - 1 - r of
+each (the order of Megatron-Core and Transformer Engine): causal attention is as much work on every rank. T tokens of
+the pack, T / S on a rank.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def whole_order(lengths: Sequence[int], size: int) -> Tensor:
 
 
 def own_among(places: Tensor, lengths: Sequence[int], rank: int, size: int) -> tuple[Tensor, Tensor]:
-    """Which of the tokens at `places` of the pack (M,) this rank holds, as numbers of `places`, and where it has them."""
+    """Which of the tokens at `places` of the pack (M,) a rank holds, as numbers of `places`, and where it has them."""
     here = torch.full((sum(lengths),), -1)
     mine = own_tokens(lengths, rank, size)
     here[mine] = torch.arange(len(mine))

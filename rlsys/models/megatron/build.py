@@ -167,7 +167,8 @@ class TokenGPT(GPTModel):
         return _at(rows.before, rows, stats)
 
     def _whole(self, hidden: Tensor) -> Tensor:
-        """All tokens (T, H), of this rank's share of sequences; the backward pass adds the parts of tensor-parallel ranks where the head is cut."""
+        """All tokens (T, H) of the pack or of this context-parallel rank's share; the backward pass adds the parts of
+        tensor-parallel ranks where the head is cut."""
         if self.config.sequence_parallel:
             whole = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=self.is_lm)
         else:
