@@ -18,8 +18,8 @@ from rlsys.models.megatron import start
 
 # isort: split
 
+from megatron.core import __version__, tensor_parallel
 from megatron.core import parallel_state as mpu
-from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -74,9 +74,20 @@ def transformer_config(
         settings["fp8"] = options.fp8
     kind = MLATransformerConfig if family.mla else TransformerConfig
     try:
-        return kind(**settings | dict(options.overrides))
+        config = kind(**settings | dict(options.overrides))
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"Megatron refuses this configuration: {error}") from error
+    if __version__.startswith("0.16."):
+        _weigh_router_losses(config, sizes.cp * (sizes.tp if config.sequence_parallel else 1))
+    return config
+
+
+def _weigh_router_losses(config: TransformerConfig, sharing: int) -> None:
+    """Give the routers' own losses (off unless asked for) the weight they have on one rank: Megatron-Core 0.16 divides
+    them by the number of ranks that share tokens once too often."""
+    aux, z = config.moe_aux_loss_coeff, config.moe_z_loss_coeff
+    config.moe_aux_loss_coeff = [x * sharing for x in aux] if isinstance(aux, list) else aux * sharing
+    config.moe_z_loss_coeff = None if z is None else z * sharing
 
 
 def _kernels(*, moe: bool, mla: bool) -> dict[str, Any]:
@@ -152,11 +163,11 @@ class TokenGPT(GPTModel):
         if not self.is_lm:
             head: Any = self.output_layer
             places = {"values": rows.before, "scores": rows.at}
-            found: dict[str, Tensor] = {}
-            for name in outputs:
-                compute = lambda here, _, name=name: {name: head(whole[here].to(head.weight.dtype))[:, 0]}  # noqa: E731
-                found |= _at(places[name], rows, compute)
-            return found
+
+            def number(here: Tensor, _: Any) -> dict[str, Tensor]:
+                return {"it": head(whole[here].to(head.weight.dtype))[:, 0]}
+
+            return {name: _at(places[name], rows, number)["it"] for name in outputs}
         weight, part = self._vocabulary_part()
 
         def stats(here: Tensor, numbers: Any) -> dict[str, Tensor]:
