@@ -108,8 +108,9 @@ def block_spec(config: Any, *, vp_stage: int | None) -> Any:
     )
     if not HAS_TRANSFORMER_ENGINE:
         spec.layer_norm = RMSNorm
-    for layer in spec.layer_specs:
-        _swap(layer, _replaced(config))
+    if replaced := _replaced(config):
+        for layer in spec.layer_specs:
+            _swap(layer, replaced)
     return spec
 
 
