@@ -199,14 +199,16 @@ class Shared:
     options: ModelOptions = ModelOptions(dtype="bfloat16")  # noqa: RUF009
 
 
+VOCABULARY = {"vocab_size": 4096}
+SMALL = {**EVEN, **VOCABULARY}
 SHARED = {
-    "dense": Shared(EVEN, 0.02, 0.1),
-    "values": Shared(EVEN, 0.02, 0.1, head="scalar"),
-    "recomputed": Shared(EVEN, 0.02, 0.1, options=ModelOptions(dtype="bfloat16", recompute=True)),
-    "sparse": Shared(SPARSE, 0.02, 0.2, ep=2),
+    "dense": Shared(SMALL, 0.02, 0.1),
+    "values": Shared(SMALL, 0.02, 0.1, head="scalar"),
+    "recomputed": Shared(SMALL, 0.02, 0.1, options=ModelOptions(dtype="bfloat16", recompute=True)),
+    "sparse": Shared({**SPARSE, **VOCABULARY}, 0.02, 0.2, ep=2),
     "latent": Shared(MODELS["deepseek-v3"], 0.02, 0.1),
-    "float32": Shared(EVEN, 2e-3, 0.01, options=ModelOptions(dtype="float32")),
-    "fp8": Shared(EVEN, 0.1, 0.4, options=ModelOptions(dtype="bfloat16", fp8="hybrid")),
+    "float32": Shared(SMALL, 2e-3, 0.01, options=ModelOptions(dtype="float32")),
+    "fp8": Shared(SMALL, 0.1, 0.4, options=ModelOptions(dtype="bfloat16", fp8="hybrid")),
 }
 
 
