@@ -92,7 +92,8 @@ def _changes(cfg: PPOConfig) -> Iterator[tuple[str, ...]]:
     yield tuple(f"{key}.{part}=true" for key in (f"{_ACTOR}.{shard}", critic) for part in parts)
     yield (f"actor_rollout_ref.ref.{shard}.param_offload=true",)
     if megatron:
-        yield (f"{_ACTOR}.megatron.tensor_model_parallel_size={2 * actor.megatron.tensor_model_parallel_size}",)
+        for size in ("tensor_model_parallel_size", "context_parallel_size"):
+            yield (f"{_ACTOR}.megatron.{size}={2 * getattr(actor.megatron, size)}",)
     yield (f"trainer.n_gpus_per_node={2 * cfg.trainer.n_gpus_per_node}",)
     if not megatron:
         yield (f"{_ACTOR}.ulysses_sequence_parallel_size={2 * actor.ulysses_sequence_parallel_size}",)

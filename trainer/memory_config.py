@@ -121,13 +121,14 @@ def _reference(job: Job, facts: Facts) -> Iterator[Resident]:
     policy, ref = job.cfg.actor_rollout_ref, job.cfg.actor_rollout_ref.ref
     if not job.plan.use_reference or policy.model.lora_rank:
         return
-    settings = ref.megatron if policy.actor.strategy == "megatron" else ref.fsdp_config
+    megatron = policy.actor.strategy == "megatron"
+    settings = ref.megatron if megatron else ref.fsdp_config
     scored = _pass(
         job,
         job.plan.samples // job.plan.actor.dp_size,
         rows=ref.log_prob_micro_batch_size_per_gpu,
         max_tokens=ref.log_prob_max_token_len_per_gpu if ref.log_prob_use_dynamic_bsz else None,
-        sharing=_sharing(policy.actor),
+        sharing=ref.megatron.context_parallel_size if megatron else ref.ulysses_sequence_parallel_size,
     )
     leaves = frozenset([PARAMETERS] * settings.param_offload)
     yield Resident(_role(job, facts, settings, trained=False), leaves, (("ref", False, scored),))

@@ -20,7 +20,7 @@ class MegatronRoleConfig(Section):
     virtual_pipeline_model_parallel_size: Count | None = None
     """Pieces of each stage, which take turns (interleaved schedule)."""
     context_parallel_size: Count = 1
-    """Ranks that share each sequence; needs Transformer Engine."""
+    """Ranks that share each sequence."""
     expert_model_parallel_size: Count = 1
     """Ranks the experts are spread over."""
     expert_tensor_parallel_size: Count | None = None
@@ -58,7 +58,7 @@ class RefMegatronConfig(MegatronRoleConfig):
     virtual_pipeline_model_parallel_size: Count | None = linked(f"{_ACTOR}.virtual_pipeline_model_parallel_size")
     """Pieces of each stage, which take turns (interleaved schedule)."""
     context_parallel_size: Count = linked(f"{_ACTOR}.context_parallel_size")
-    """Ranks that share each sequence; needs Transformer Engine."""
+    """Ranks that share each sequence."""
     expert_model_parallel_size: Count = linked(f"{_ACTOR}.expert_model_parallel_size")
     """Ranks the experts are spread over."""
     expert_tensor_parallel_size: Count | None = linked(f"{_ACTOR}.expert_tensor_parallel_size")

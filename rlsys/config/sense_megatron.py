@@ -23,17 +23,17 @@ ACTOR, CRITIC, REF, MODEL = (
 def check_megatron(cfg: PPOConfig) -> Iterator[str]:
     """The roles that run on Megatron."""
     policy, critic = cfg.actor_rollout_ref, cfg.critic
-    ranks, on_cpu = resolve_pools(cfg).train_ranks, cfg.trainer.device == "cpu"
+    ranks = resolve_pools(cfg).train_ranks
     if policy.actor.strategy == "megatron":
         yield from _installed(f"{ACTOR}.strategy")
-        yield from _sizes(f"{ACTOR}.megatron", policy.actor.megatron, ranks, on_cpu)
+        yield from _sizes(f"{ACTOR}.megatron", policy.actor.megatron, ranks)
         yield from _model(MODEL, ACTOR, policy.model, policy.actor.ulysses_sequence_parallel_size)
         if needs_reference(cfg):
-            yield from _sizes(f"{REF}.megatron", policy.ref.megatron, ranks, on_cpu)
+            yield from _sizes(f"{REF}.megatron", policy.ref.megatron, ranks)
     if needs_critic(cfg) and critic.strategy == "megatron":
         if policy.actor.strategy != "megatron":
             yield from _installed(f"{CRITIC}.strategy")
-        yield from _sizes(f"{CRITIC}.megatron", critic.megatron, ranks, on_cpu)
+        yield from _sizes(f"{CRITIC}.megatron", critic.megatron, ranks)
         yield from _model("critic.model", CRITIC, critic.model, critic.ulysses_sequence_parallel_size)
 
 
@@ -42,12 +42,15 @@ def _installed(key: str) -> Iterator[str]:
         yield wrong(key, "megatron", "Megatron-Core is not installed; pip install rlsys[megatron], or write fsdp")
 
 
-def _sizes(key: str, section: MegatronRoleConfig, ranks: int, on_cpu: bool) -> Iterator[str]:
+def _sizes(key: str, section: MegatronRoleConfig, ranks: int) -> Iterator[str]:
     tensor, stages = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
     context, experts = section.context_parallel_size, section.expert_model_parallel_size
-    if ranks % (tensor * stages * context):
-        why = f"x pipeline {stages} x context {context} does not divide the {ranks} training processes"
+    if ranks % (tensor * stages):
+        why = f"x pipeline {stages} does not divide the {ranks} training processes"
         yield wrong(f"{key}.tensor_model_parallel_size", tensor, f"{why}; write {key}.tensor_model_parallel_size=1")
+    elif ranks % (tensor * stages * context):
+        why = f"x tensor {tensor} x pipeline {stages} does not divide the {ranks} training processes"
+        yield wrong(f"{key}.context_parallel_size", context, f"{why}; write {key}.context_parallel_size=1")
     expert_tensor = section.expert_tensor_parallel_size or tensor
     if ranks % (expert_tensor * experts * stages):
         why = f"x expert tensor {expert_tensor} x pipeline {stages} does not divide the {ranks} training processes"
@@ -58,9 +61,6 @@ def _sizes(key: str, section: MegatronRoleConfig, ranks: int, on_cpu: bool) -> I
     if (virtual := section.virtual_pipeline_model_parallel_size) is not None and virtual > 1 and stages == 1:
         virtual_key = f"{key}.virtual_pipeline_model_parallel_size"
         yield wrong(virtual_key, virtual, f"there is one stage; write {key}.pipeline_model_parallel_size=2")
-    if context > 1:
-        why = "it needs Transformer Engine on CUDA" if on_cpu else "context parallelism is not built"
-        yield wrong(f"{key}.context_parallel_size", context, f"{why}; write {key}.context_parallel_size=1")
 
 
 def _model(key: str, role: str, model: ModelConfig, sequence: int) -> Iterator[str]:

@@ -70,8 +70,6 @@ def check_sizes(sizes: Sizes, world_size: int) -> None:
         raise ConfigError(f"expert tensor x expert x pipeline size = {sparse} does not divide the {world_size} ranks")
     if sizes.ep > 1 and sizes.tp > 1 and not sizes.sequence_parallel:
         raise ConfigError("expert and tensor parallelism together need sequence_parallel=true")
-    if sizes.cp > 1 and start.ON_CPU:
-        raise ConfigError("context_parallel_size > 1 needs Transformer Engine on CUDA")
 
 
 def make_ranks(device: str, sizes: Sizes) -> MegatronRanks:

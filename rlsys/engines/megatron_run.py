@@ -6,7 +6,7 @@ b rows of a micro-batch, B rows of this rank, R response tokens, T tokens of a p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from rlsys.engines.megatron_groups import MegatronRanks
 from rlsys.engines.mesh import max_over_ranks
 from rlsys.engines.micro import MicroBatches, split_rows
+from rlsys.models.context import pack_multiple
 from rlsys.models.megatron.build import packed_arguments
-from rlsys.models.packing import TokenRows, empty_rows, padded_to, token_rows
+from rlsys.models.packing import TokenRows, empty_rows, padded_each, padded_to, token_rows
 
 
 @dataclass(frozen=True)
@@ -35,18 +36,22 @@ class Pack:
 
 
 def make_packs(rows: Any, size: MicroBatches, ranks: MegatronRanks, *, multiple: int, equal: bool) -> list[Pack]:
-    """As many packs on every rank, each of a multiple of `multiple` tokens; all of one length where `equal`.
+    """As many packs on every rank, of which each has a multiple of `multiple` tokens; all of one length where `equal`.
 
-    Interleaved stages take them in groups of as many as there are stages.
+    The ranks of one context-parallel group make the same packs. Interleaved stages take them in groups of as many as
+    there are stages.
     """
-    lengths = rows["attention_mask"].sum(dim=1).tolist()
-    parts = split_rows(lengths, size, agree=max_over_ranks, num_sharing=ranks.sizes.cp)
+    lengths, cp = rows["attention_mask"].sum(dim=1).tolist(), ranks.sizes.cp
+    parts = split_rows(lengths, size, agree=max_over_ranks, num_sharing=cp)
     group = ranks.sizes.pp if ranks.sizes.vp > 1 else 1
     parts += [[]] * (-len(parts) % group)
     packs = [
         Pack(index := torch.tensor(part), token_rows(rows[index])) if part else Pack(None, empty_rows(rows.device))
         for part in parts
     ]
+    if cp > 1:
+        packs = [replace(pack, tokens=padded_each(pack.tokens, 2 * cp)) for pack in packs]
+        multiple = pack_multiple(multiple, cp)
     own = [pack.tokens.num_tokens for pack in packs]
     whole = [max_over_ranks(max(own, default=0))] * len(packs) if equal else own
     return [

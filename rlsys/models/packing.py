@@ -96,6 +96,27 @@ def padded_to(rows: TokenRows, num_tokens: int) -> TokenRows:
     )
 
 
+def padded_each(rows: TokenRows, multiple: int) -> TokenRows:
+    """Append pad tokens to every sequence so that its length divides by `multiple`; they predict nothing."""
+    extra = [-length % multiple for length in rows.lengths]
+    if not any(extra):
+        return rows
+    device = rows.token_ids.device
+    shift = torch.tensor([0, *extra[:-1]], device=device).cumsum(0)
+    lengths = torch.tensor(rows.lengths, device=device)
+    place = torch.arange(rows.num_tokens, device=device) + shift.repeat_interleave(lengths)
+    total = rows.num_tokens + sum(extra)
+    ids, positions = (x.new_zeros(total).index_copy(0, place, x) for x in (rows.token_ids, rows.position_ids))
+    return replace(
+        rows,
+        token_ids=ids,
+        position_ids=positions,
+        lengths=tuple(length + pad for length, pad in zip(rows.lengths, extra, strict=True)),
+        before=place[rows.before],
+        at=place[rows.at],
+    )
+
+
 def left_aligned(rows: TokenRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Rows (b, longest) padded on the right: ids, positions, mask, and each token's place in b*longest."""
     device = rows.token_ids.device

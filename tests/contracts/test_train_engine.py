@@ -117,6 +117,7 @@ def test_sequences_or_heads_over_more_ranks_than_key_value_heads(
     ("model", "world", "case"),
     [
         ("qwen3-4-layers", 2, Case(rows=2, megatron=Sizes(pp=2, vp=2))),
+        pytest.param("qwen3-4-layers", 4, Case(rows=2, megatron=Sizes(cp=2, pp=2, vp=2)), marks=pytest.mark.slow),
         pytest.param("qwen3-4-layers", 4, Case(rows=1, megatron=Sizes(tp=2, pp=2, vp=2)), marks=pytest.mark.slow),
     ],
 )
@@ -127,7 +128,7 @@ def test_interleaved_stages(model: str, world: int, case: Case) -> None:
 @pytest.mark.parametrize(
     ("model", "world", "case"),
     [
-        pytest.param(*entry, id=f"{entry[0]}-{entry[1]}ranks-{entry[2]}", marks=[pytest.mark.slow] * (number > 3))
+        pytest.param(*entry, id=f"{entry[0]}-{entry[1]}ranks-{entry[2]}", marks=[pytest.mark.slow] * (number > 5))
         for number, entry in enumerate(EXPERT_CASES)
     ],
 )
@@ -232,6 +233,7 @@ def held(factory: Factory, model: str, head: str, case: Case) -> tuple[Any, dict
         ("megatron", "qwen2-tied", "lm", 1, Case(rows=1), {1}),
         ("megatron", "qwen2-tied", "lm", 2, Case(rows=1, megatron=Sizes(pp=2)), {1, 2}),
         ("megatron", "llama-untied", "scalar", 2, Case(rows=1, megatron=Sizes(tp=2)), {1, 2}),
+        ("megatron", "qwen2-tied", "lm", 2, Case(rows=1, megatron=Sizes(cp=2)), {2}),
     ],
 )
 def test_the_layout_covers_every_element_and_says_where_it_is(
@@ -293,6 +295,7 @@ OTHER_RANKS = [
     ("fsdp", DP2, 4, Case(rows=1)),
     ("fsdp", DP2, 4, Case(rows=2, fsdp_size=2)),
     ("megatron", DP2, 2, Case(rows=2, megatron=Sizes(tp=2))),
+    ("megatron", DP2, 2, Case(rows=2, megatron=Sizes(cp=2))),
     ("megatron", DP2, 1, Case(rows=3)),
     pytest.param("megatron", TP2PP2, 4, Case(rows=2, megatron=Sizes(tp=4)), marks=pytest.mark.slow),
     pytest.param("megatron", TP2PP2, 2, DP2, marks=pytest.mark.slow),
@@ -320,7 +323,7 @@ def test_an_engine_loads_what_another_one_saved(writer: str, reader: str, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [Sizes(tp=2, pp=2), TP2_SP])
+@pytest.mark.parametrize("sizes", [Sizes(tp=2, pp=2), TP2_SP, Sizes(cp=2)])
 def test_a_resumed_run_of_parts_is_bitwise_the_uninterrupted_one(sizes: Sizes, tmp_path: Path) -> None:
     case = Case(rows=2, megatron=sizes)
     first = run_ranks(4, resumed, ENGINES["megatron"], tmp_path, case, None)

@@ -181,19 +181,29 @@ MEGATRON_CASES = [
     (2, Case(max_tokens=15, megatron=TP2_SP, gradient_checkpointing=True)),
     (2, Case(rows=1, megatron=Sizes(pp=2))),
     (2, Case(max_tokens=15, megatron=Sizes(pp=2), gradient_checkpointing=True)),
+    (2, Case(rows=3, megatron=Sizes(cp=2))),
+    (2, Case(max_tokens=15, megatron=Sizes(cp=2), gradient_checkpointing=True)),
     (4, Case(rows=3, megatron=Sizes(tp=2, pp=2))),
     (4, Case(rows=1, megatron=Sizes(tp=2, pp=2, sequence_parallel=True))),
     (4, Case(rows=1, megatron=TP2_SP)),
     (4, Case(max_tokens=15, megatron=Sizes(pp=2))),
     (4, Case(rows=3, megatron=Sizes(tp=4, sequence_parallel=True))),
+    (4, Case(max_tokens=15, megatron=Sizes(cp=2))),
+    (4, Case(rows=3, megatron=Sizes(cp=4))),
+    (4, Case(rows=1, megatron=Sizes(cp=2, tp=2))),
+    (4, Case(max_tokens=15, megatron=Sizes(cp=2, tp=2, sequence_parallel=True), gradient_checkpointing=True)),
+    (4, Case(rows=1, megatron=Sizes(cp=2, pp=2))),
 ]
 CASES = {"fsdp": FSDP_CASES, "megatron": MEGATRON_CASES}
 EP2, BY_GATHERING = Sizes(ep=2), (("moe_token_dispatcher_type", "allgather"),)
+CP2_EP2 = Sizes(cp=2, ep=2)
 TP2_EP2 = Sizes(tp=2, ep=2, etp=1, sequence_parallel=True)
 EXPERT_CASES = [
     ("qwen3-moe", 2, Case(rows=3, megatron=EP2)),
     ("qwen3-moe", 2, Case(rows=3, megatron=EP2, overrides=BY_GATHERING)),
     ("deepseek-v3", 2, Case(rows=3, megatron=TP2_EP2)),
+    ("deepseek-v3", 2, Case(rows=3, megatron=CP2_EP2)),
+    ("qwen3-moe", 2, Case(max_tokens=15, megatron=CP2_EP2, overrides=BY_GATHERING)),
     ("mixtral", 2, Case(max_tokens=15, megatron=EP2, gradient_checkpointing=True)),
     ("qwen3-moe", 2, Case(rows=3, megatron=TP2_EP2)),
     ("qwen3-moe", 2, Case(rows=3, megatron=TP2_SP)),
@@ -203,6 +213,8 @@ EXPERT_CASES = [
     ("deepseek-v3", 2, Case(rows=1, megatron=Sizes(pp=2))),
     ("deepseek-v3", 2, Case(max_tokens=15, megatron=TP2_SP, gradient_checkpointing=True)),
     ("deepseek-v3", 4, Case(rows=3, megatron=Sizes(tp=2, pp=2, sequence_parallel=True))),
+    ("qwen3-moe", 2, Case(rows=3, megatron=Sizes(cp=2))),
+    ("deepseek-v3", 4, Case(rows=3, megatron=Sizes(tp=2, cp=2, ep=2, etp=1, sequence_parallel=True))),
 ]
 
 

@@ -69,6 +69,19 @@ def test_two_tensor_parallel_ranks_train_and_resume_bitwise(toy: Toy, tmp_path: 
 
 
 @pytest.mark.slow
+def test_two_ranks_share_each_sequence(toy: Toy, tmp_path: Path, ray_cluster: object) -> None:
+    """Actor, critic and reference do on two ranks what they do on one."""
+    more = ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=true", "trainer.total_training_steps=2")
+    sizes = (f"{MEGATRON}.context_parallel_size=2", "critic.megatron.context_parallel_size=2")
+    alone = run(toy, tmp_path / "alone", *more, "trainer.n_gpus_per_node=1")
+    shared = run(toy, tmp_path / "shared", *more, "trainer.n_gpus_per_node=2", *sizes)
+    for ours, theirs in zip(shared, alone, strict=True):
+        assert ours.keys() == theirs.keys()
+        off = {k: (v, theirs[k]) for k, v in ours.items() if v != pytest.approx(theirs[k], rel=1e-4, abs=1e-6)}
+        assert off.keys() <= {"rollout/replicas_ready", "weights/bytes"}, off
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_stages_of_two_ranks_with_critic_and_reference(toy: Toy, tmp_path: Path, ray_cluster: object) -> None:
     more = [

@@ -1,9 +1,12 @@
-"""MegatronEngine on CUDA: bf16 with float32 masters, Transformer Engine where it is there, one and two GPUs."""
+"""MegatronEngine on CUDA: bf16 with float32 masters, Transformer Engine where it is there, one GPU and several."""
 
 from __future__ import annotations
 
 import importlib.util
+import traceback
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from rlsys.engines.optim import OptimSettings
 from rlsys.models.hf import open_weights, read_config
 from rlsys.models.megatron.options import ModelOptions, Sizes
 from rlsys.protocol import DataProto
-from tests.contracts.train_engine import Case, loss_of, one_step, reference
+from tests.contracts.train_engine import MODELS, OUTPUTS, Case, loss_of, one_step, reference
 from tests.ranks import run_ranks
 
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
@@ -147,9 +150,13 @@ LAYOUTS = [
         (2, "pp2", Sizes(pp=2)),
         (2, "vp2", Sizes(pp=2, vp=2)),
         (2, "dp2", Sizes()),
+        (2, "cp2", Sizes(cp=2)),
         (2, "ep2", Sizes(ep=2)),
+        (2, "cp2ep2", Sizes(cp=2, ep=2)),
+        (4, "cp2tp2", Sizes(cp=2, tp=2, sequence_parallel=True)),
+        (4, "cp2pp2", Sizes(cp=2, pp=2)),
     ]
-    if name == "sparse" or label != "ep2"
+    if name == "sparse" or sizes.ep == 1
 ]
 
 
@@ -177,6 +184,74 @@ def test_every_layout_trains_as_one_gpu_does(model: dict[str, Any], world: int, 
         for (loss, norm), (loss_alone, norm_alone) in zip(found, alone, strict=True):
             assert loss == pytest.approx(loss_alone, rel=0.02, abs=0.02)
             assert norm == pytest.approx(norm_alone, rel=0.05)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A model whose sequences two GPUs share, and how far from one GPU's numbers it may be: outputs on average, and
+    gradients against their norm."""
+
+    model: Mapping[str, Any]
+    outputs: float
+    gradients: float
+    head: str = "lm"
+    ep: int = 1
+    options: ModelOptions = ModelOptions(dtype="bfloat16")  # noqa: RUF009
+
+
+VOCABULARY = {"vocab_size": 4096}
+SMALL = {**EVEN, **VOCABULARY}
+SHARED = {
+    "dense": Shared(SMALL, 0.02, 0.1),
+    "values": Shared(SMALL, 0.02, 0.1, head="scalar"),
+    "recomputed": Shared(SMALL, 0.02, 0.1, options=ModelOptions(dtype="bfloat16", recompute=True)),
+    "sparse": Shared({**SPARSE, **VOCABULARY}, 0.02, 0.2, ep=2),
+    "latent": Shared(MODELS["deepseek-v3"], 0.02, 0.1),
+    "float32": Shared(SMALL, 2e-3, 0.01, options=ModelOptions(dtype="float32")),
+    "fp8": Shared(SMALL, 0.1, 0.4, options=ModelOptions(dtype="bfloat16", fp8="hybrid")),
+}
+
+
+def all_numbers() -> dict[str, Any]:
+    """Outputs and gradients of each case, or how it failed; of the first rank."""
+    found: dict[str, Any] = {}
+    for name, case in SHARED.items():
+        shared = dist.get_world_size() > 1
+        sizes = Sizes(cp=2, ep=case.ep) if shared else Sizes()
+        rows, outputs = rows_of(case.model["vocab_size"]), OUTPUTS[case.head]
+        try:
+            engine = megatron(case.model, case.head, Case(max_tokens=1024, megatron=sizes), options=case.options)
+            forward = engine.forward(rows, outputs)
+            metrics = engine.forward_backward(rows, loss_of, outputs=outputs)
+            gradients = torch.cat([gradient.flatten().cpu() for gradient in engine.gradients().values()])
+        except Exception:
+            found[name] = traceback.format_exc()
+            continue
+        norm = engine.optim_step().grad_norm
+        found[name] = {"outputs": forward, "gradients": gradients, "metrics": metrics, "norm": norm}
+    return found if dist.get_rank() == 0 else {}
+
+
+@cache
+def numbers(world: int) -> dict[str, Any]:
+    return run_ranks(world, all_numbers, backend=BACKEND)[0]
+
+
+@needs(2)
+@pytest.mark.parametrize("name", list(SHARED))
+def test_shared_sequences_have_the_numbers_of_one_gpu(name: str) -> None:
+    alone, shared, case = numbers(1)[name], numbers(2)[name], SHARED[name]
+    assert not isinstance(alone, str), alone
+    assert not isinstance(shared, str), shared
+    mask = rows_of(case.model["vocab_size"]).tensors["response_mask"].bool()
+    off = {k: float((shared["outputs"][k] - v)[mask].abs().mean()) for k, v in alone["outputs"].items()}
+    far = distance(shared["gradients"], alone["gradients"])
+    norms = shared["norm"], alone["norm"]
+    print(name, off, f"gradients {far:.2e}, norms {norms}, losses", shared["metrics"]["loss"], alone["metrics"]["loss"])
+    assert all(value < case.outputs for value in off.values())
+    assert far < case.gradients
+    assert norms[0] == pytest.approx(norms[1], rel=max(0.02, case.gradients / 4))
+    assert shared["metrics"]["row_length"] == alone["metrics"]["row_length"]
 
 
 @pytest.mark.parametrize(("name", "head"), [("qwen2-tied", "lm"), ("llama-untied", "scalar"), ("deepseek-v3", "lm")])

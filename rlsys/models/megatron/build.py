@@ -5,20 +5,21 @@ M response tokens, H hidden size, T packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlsys.models.context import own_among, own_tokens
 from rlsys.models.logprobs import VocabularyPart, token_stats
 from rlsys.models.megatron import start
 
 # isort: split
 
+from megatron.core import __version__, tensor_parallel
 from megatron.core import parallel_state as mpu
-from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -28,6 +29,7 @@ from rlsys.models.megatron.options import ModelOptions, Sizes
 from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, block_spec, mend_latent_attention
 from rlsys.models.packing import TokenRows
 from rlsys.models.token_model import LM_OUTPUTS, SCALAR_OUTPUTS
+from rlsys.models.ulysses import sum_over
 from rlsys.utils.errors import ConfigError
 
 
@@ -72,9 +74,20 @@ def transformer_config(
         settings["fp8"] = options.fp8
     kind = MLATransformerConfig if family.mla else TransformerConfig
     try:
-        return kind(**settings | dict(options.overrides))
+        config = kind(**settings | dict(options.overrides))
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"Megatron refuses this configuration: {error}") from error
+    if __version__.startswith("0.16."):
+        _weigh_router_losses(config, sizes.cp * (sizes.tp if config.sequence_parallel else 1))
+    return config
+
+
+def _weigh_router_losses(config: TransformerConfig, sharing: int) -> None:
+    """Give the routers' own losses (off unless asked for) the weight they have on one rank: Megatron-Core 0.16 divides
+    them by the number of ranks that share tokens once too often."""
+    aux, z = config.moe_aux_loss_coeff, config.moe_z_loss_coeff
+    config.moe_aux_loss_coeff = [x * sharing for x in aux] if isinstance(aux, list) else aux * sharing
+    config.moe_z_loss_coeff = None if z is None else z * sharing
 
 
 def _kernels(*, moe: bool, mla: bool) -> dict[str, Any]:
@@ -141,8 +154,8 @@ class TokenGPT(GPTModel):
     def token_outputs(
         self, hidden: Tensor, rows: TokenRows, outputs: Sequence[str], temperature: float
     ) -> dict[str, Tensor]:
-        """Numbers (M,) of the response tokens from hidden states (T or this rank's share, 1, H); equal on all
-        tensor-parallel ranks. ValueError for outputs that the head does not give."""
+        """Numbers (M,) of the response tokens from hidden states (T or this rank's share, 1, H); equal on all ranks of
+        tensor and context parallelism. ValueError for outputs that the head does not give."""
         known = LM_OUTPUTS if self.is_lm else SCALAR_OUTPUTS
         if unknown := [name for name in outputs if name not in known]:
             raise ValueError(f"this model gives {', '.join(known)}, not {', '.join(unknown)}")
@@ -150,21 +163,23 @@ class TokenGPT(GPTModel):
         if not self.is_lm:
             head: Any = self.output_layer
             places = {"values": rows.before, "scores": rows.at}
-            return {name: head(whole[places[name]].to(head.weight.dtype))[:, 0] for name in outputs}
+
+            def number(here: Tensor, _: Any) -> dict[str, Tensor]:
+                return {"it": head(whole[here].to(head.weight.dtype))[:, 0]}
+
+            return {name: _at(places[name], rows, number)["it"] for name in outputs}
         weight, part = self._vocabulary_part()
-        stats = token_stats(
-            whole[rows.before],
-            weight,
-            rows.targets,
-            temperature=temperature,
-            outputs=outputs,
-            chunk_elements=self.chunk_elements,
-            part=part,
-        )
-        return {name: stats[name] for name in outputs}
+
+        def stats(here: Tensor, numbers: Any) -> dict[str, Tensor]:
+            options = {"temperature": temperature, "outputs": outputs, "chunk_elements": self.chunk_elements}
+            made = token_stats(whole[here], weight, rows.targets[numbers], part=part, **options)
+            return {name: made[name] for name in outputs}
+
+        return _at(rows.before, rows, stats)
 
     def _whole(self, hidden: Tensor) -> Tensor:
-        """All tokens (T, H); the backward pass adds the parts of tensor-parallel ranks where the head is cut."""
+        """All tokens (T, H) of the pack or of this context-parallel rank's share; the backward pass adds the parts of
+        tensor-parallel ranks where the head is cut."""
         if self.config.sequence_parallel:
             whole = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=self.is_lm)
         else:
@@ -182,8 +197,22 @@ class TokenGPT(GPTModel):
         return weight, VocabularyPart(begin, group) if dist.get_world_size(group) > 1 else None
 
 
+def _at(places: Tensor, rows: TokenRows, compute: Callable[[Tensor, Any], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Numbers (M,) of the tokens at `places` of the pack, on every rank of context parallelism: each computes those it
+    holds, from where it has them and their numbers among `places`. All go on with the same loss, so each takes the
+    gradient of its own."""
+    group: Any = mpu.get_context_parallel_group()
+    if group.size() == 1:
+        return compute(places, slice(None))
+    numbers, here = own_among(places, rows.lengths, group.rank(), group.size())
+    made = compute(here, numbers)
+    values = torch.stack(list(made.values()))
+    spread = values.new_zeros(len(values), len(places)).index_copy(1, numbers, values)
+    return dict(zip(made, sum_over(spread, group), strict=True))
+
+
 def packed_arguments(rows: TokenRows, device: torch.device) -> dict[str, Any]:
-    """What TokenGPT is called with for one pack (1, T)."""
+    """What TokenGPT is called with for one pack (1, T), or for this rank's share of its tokens."""
     ends = torch.tensor((0, *rows.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     longest = max(rows.lengths)
     packing = PackedSeqParams(
@@ -193,9 +222,15 @@ def packed_arguments(rows: TokenRows, device: torch.device) -> dict[str, Any]:
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
+    group: Any = mpu.get_context_parallel_group()
+    ids, positions = rows.token_ids, rows.position_ids
+    if group.size() > 1:
+        packing.cu_seqlens_q_padded = packing.cu_seqlens_kv_padded = ends
+        own = own_tokens(rows.lengths, group.rank(), group.size()).to(device)
+        ids, positions = ids[own], positions[own]
     return {
-        "input_ids": rows.token_ids[None],
-        "position_ids": rows.position_ids[None],
+        "input_ids": ids[None],
+        "position_ids": positions[None],
         "attention_mask": None,
         "packed_seq_params": packing,
     }

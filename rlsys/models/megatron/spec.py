@@ -6,12 +6,14 @@ T packed tokens, N heads on this rank, D head size.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rlsys.models.context import gather_tokens, own_spans, whole_order
 from rlsys.models.megatron import start
 
 # isort: split
@@ -39,7 +41,10 @@ class RMSNorm(nn.RMSNorm):
 
 
 class PackedAttention(nn.Module):
-    """Causal attention within each sequence of a pack, one after another; grouped and latent heads included."""
+    """Causal attention within each sequence of a pack, one after another; grouped and latent heads included.
+
+    Under context parallelism this rank's queries meet the keys and values of all ranks (rlsys/models/context.py).
+    """
 
     def __init__(
         self,
@@ -48,10 +53,12 @@ class PackedAttention(nn.Module):
         attn_mask_type: Any,
         attention_type: str,
         softmax_scale: float | None = None,
+        *,
+        pg_collection: Any,
         **options: Any,
     ) -> None:
         super().__init__()
-        self.config, self.scale = config, softmax_scale
+        self.config, self.scale, self.group = config, softmax_scale, pg_collection.cp
 
     def forward(
         self,
@@ -64,16 +71,34 @@ class PackedAttention(nn.Module):
         **options: Any,
     ) -> Tensor:
         """query (T, N, D), key and value of as many or fewer heads -> (T, N * value size)."""
-        lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
-        parts = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (query, key, value)), strict=True)
-        grouped = query.shape[1] != key.shape[1]
+        lengths, size = packed_seq_params.cu_seqlens_q.diff().tolist(), self.group.size()
+        if size > 1:
+            order = whole_order(lengths, size).to(query.device)
+            both = gather_tokens(torch.cat([key, value], dim=-1), self.group, order)
+            key, value = both.split([key.shape[-1], value.shape[-1]], dim=-1)
+        spans = list(own_spans(lengths, self.group.rank(), size))
+        queries = query.transpose(0, 1).split([span.stop - span.start for span in spans], dim=1)
+        keys, values = key.transpose(0, 1), value.transpose(0, 1)
         outs = [
-            F.scaled_dot_product_attention(
-                *(x[None] for x in part), is_causal=True, scale=self.scale, enable_gqa=grouped
-            )[0]
-            for part in parts
+            _causal(q, keys[:, span.first : span.stop], values[:, span.first : span.stop], self.scale)
+            for q, span in zip(queries, spans, strict=True)
         ]
         return torch.cat(outs, dim=1).transpose(0, 1).flatten(1)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """The last tokens' attention (N, t, D) to all tokens (N or fewer, T, D) up to their own."""
+    last, earlier = query.shape[1], key.shape[1] - query.shape[1]
+    mask = query.new_ones(last, key.shape[1], dtype=torch.bool).tril(earlier) if earlier else None
+    return F.scaled_dot_product_attention(
+        query[None],
+        key[None],
+        value[None],
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=query.shape[0] != key.shape[0],
+    )[0]
 
 
 def block_spec(config: Any, *, vp_stage: int | None) -> Any:
@@ -83,9 +108,25 @@ def block_spec(config: Any, *, vp_stage: int | None) -> Any:
     )
     if not HAS_TRANSFORMER_ENGINE:
         spec.layer_norm = RMSNorm
+    if replaced := _replaced(config):
         for layer in spec.layer_specs:
-            _exact(layer)
+            _swap(layer, replaced)
     return spec
+
+
+def _replaced(config: Any) -> dict[Any, type[nn.Module]]:
+    """Modules of Megatron's specification that ours stand in for.
+
+    Of Transformer Engine's it is attention alone, where its own has no kernel to share sequences: in float32, and with
+    keys and values of different sizes.
+    """
+    if not HAS_TRANSFORMER_ENGINE:
+        return {WrappedTorchNorm: RMSNorm, DotProductAttention: PackedAttention}
+    if config.context_parallel_size > 1 and (config.multi_latent_attention or config.params_dtype == torch.float32):
+        from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+        return {TEDotProductAttention: PackedAttention}
+    return {}
 
 
 def mend_latent_attention(model: nn.Module) -> None:
@@ -104,12 +145,10 @@ def _whole_latent(module: nn.Module, args: Any, output: tuple[Tensor, Any]) -> t
     return scatter_to_sequence_parallel_region(whole), output[1]
 
 
-def _exact(spec: ModuleSpec) -> None:
-    """Put this module's norm and attention into a specification, in place."""
+def _swap(spec: ModuleSpec, replaced: Mapping[Any, type[nn.Module]]) -> None:
+    """Put other modules into a specification, in place."""
     for name, part in vars(spec.submodules).items() if spec.submodules is not None else ():
-        if part is WrappedTorchNorm:
-            setattr(spec.submodules, name, RMSNorm)
-        elif part is DotProductAttention:
-            setattr(spec.submodules, name, PackedAttention)
-        elif isinstance(part, ModuleSpec):
-            _exact(part)
+        if isinstance(part, ModuleSpec):
+            _swap(part, replaced)
+        elif isinstance(part, type) and part in replaced:
+            setattr(spec.submodules, name, replaced[part])

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from rlsys.config import load_config, resolve_pools
 from rlsys.config.allocation import Allocation, Dims, Part, parse_allocation
+from rlsys.config.plan import plan_batches
 from rlsys.utils.errors import ConfigError
 
 ACCEPTED = {
@@ -119,3 +120,8 @@ def test_an_allocation_is_spread_over_nodes_and_says_the_sequence_parallelism() 
     assert cfg.trainer.n_gpus_per_node == 2
     assert cfg.actor_rollout_ref.actor.ulysses_sequence_parallel_size == 2
     assert cfg.actor_rollout_ref.ref.ulysses_sequence_parallel_size == 2
+    cfg = load_config(["trainer.allocation_mode=hf:d1+megatron:d2c2"])
+    assert cfg.trainer.n_gpus_per_node == 4
+    assert cfg.actor_rollout_ref.actor.megatron.context_parallel_size == 2
+    assert cfg.actor_rollout_ref.ref.megatron.context_parallel_size == 2
+    assert plan_batches(cfg).actor.dp_size == 2

@@ -405,8 +405,8 @@ RUNS = [
             ([f"{MEGATRON}.expert_model_parallel_size=4"], (f"{MEGATRON}.expert_model_parallel_size = 4", "write")),
             ([f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"], ("one stage", "pipeline_model_parallel_size=2")),
             (
-                [f"{MEGATRON}.context_parallel_size=2", "trainer.device=cpu"],
-                (f"{MEGATRON}.context_parallel_size = 2", "Transformer Engine"),
+                [f"{MEGATRON}.context_parallel_size=4"],
+                (f"{MEGATRON}.context_parallel_size = 4", "2 training", f"{MEGATRON}.context_parallel_size=1"),
             ),
             ([f"{A}.ulysses_sequence_parallel_size=2"], ("ulysses_sequence_parallel_size", "context_parallel_size")),
             ([f"{M}.lora_rank=8"], (f"{M}.lora_rank = 8", "strategy=fsdp")),

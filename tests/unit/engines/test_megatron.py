@@ -19,8 +19,10 @@ from rlsys.engines.megatron_parking import Parking
 from rlsys.engines.megatron_state import flat_boxes
 from rlsys.engines.micro import MicroBatches
 from rlsys.engines.optim import OptimSettings
+from rlsys.interfaces import LossSum
 from rlsys.models.hf import ModelSource
 from rlsys.models.megatron.options import ModelOptions, Sizes
+from rlsys.protocol import DataProto
 from rlsys.utils.errors import CheckpointError, ConfigError
 from tests.contracts.train_engine import MODELS
 from tests.ranks import run_ranks
@@ -43,7 +45,7 @@ def whole(engine: MegatronEngine) -> dict[str, Tensor]:
         (MODEL, 3, {"sizes": Sizes(tp=3)}, "4 attention heads are not divisible"),
         (MODEL, 4, {"sizes": Sizes(pp=4)}, "2 layers cannot be split"),
         (MODEL, 2, {"sizes": Sizes(ep=2)}, "expert_model_parallel_size=1"),
-        (MODEL, 2, {"sizes": Sizes(cp=2)}, "Transformer Engine"),
+        (MODEL, 2, {"sizes": Sizes(cp=3)}, "does not divide the 2 ranks"),
         (MODELS["qwen3-moe"], 3, {"sizes": Sizes(ep=3)}, "4 experts are not divisible"),
         (MODELS["qwen3-moe"], 2, {"sizes": Sizes(tp=2)}, "sequence_parallel=true"),
         ({**MODEL, "model_type": "gpt_neox"}, 1, {}, "known are"),
@@ -80,6 +82,38 @@ def test_an_export_is_what_transformers_loads(tmp_path: Path) -> None:
     (weights, _) = run_ranks(2, exported, tmp_path / "hf")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert same(weights, dict(loaded.named_parameters()))
+
+
+def no_loss(outputs: Any, rows: Any) -> LossSum:
+    return LossSum(sum(values.sum() for values in outputs.values()) * 0.0, float(rows["response_mask"].sum()))
+
+
+def router_gradients(sizes: Sizes, overrides: dict[str, Any]) -> dict[str, Tensor]:
+    """Of rows whose lengths need no padding: padding too goes through routers."""
+    options = ModelOptions(overrides=overrides)
+    engine = megatron(ModelSource(config=MODELS["qwen3-moe"], seed=1), sizes=sizes, options=options)
+    ids = torch.arange(1, 33).view(4, 8)
+    ones = torch.ones_like(ids)
+    rows = {"prompts": ids[:, :4], "responses": ids[:, 4:], "input_ids": ids, "attention_mask": ones}
+    rows |= {"position_ids": ones.cumsum(1) - 1, "response_mask": ones[:, 4:]}
+    engine.forward_backward(DataProto.from_dict(rows), no_loss)
+    return engine.gradients()
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"moe_aux_loss_coeff": 1.0, "moe_router_load_balancing_type": "aux_loss"},
+        {"moe_aux_loss_coeff": [1.0], "moe_router_load_balancing_type": ["aux_loss"], "moe_z_loss_coeff": 0.1},
+    ],
+)
+def test_losses_of_routers_weigh_the_same_however_tokens_are_shared(overrides: dict[str, Any]) -> None:
+    (alone,) = run_ranks(1, router_gradients, Sizes(), overrides)
+    assert any(gradient.norm() > 0.1 for gradient in alone.values())
+    for sizes in (Sizes(cp=2), Sizes(tp=2, sequence_parallel=True)):
+        for shared in run_ranks(2, router_gradients, sizes, overrides):
+            for name, gradient in alone.items():
+                torch.testing.assert_close(shared[name], gradient, rtol=1e-4, atol=1e-5)
 
 
 def two_layouts() -> tuple[list[float], list[float]]:

@@ -104,6 +104,18 @@ def test_what_a_megatron_rank_holds_by_hand() -> None:
     assert (held["parameters"], held["gradients"], held["masters"], held["optimizer"]) == (2 * N, 4 * N, 2 * N, 4 * N)
 
 
+def test_ranks_that_share_sequences_share_their_activations_and_one_optimizer() -> None:
+    rows = (f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=2")
+    megatron = (f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=2", *rows)
+    apart, shared = (
+        stages(plan_memory(config(*megatron, f"{ACTOR}.megatron.context_parallel_size={size}"), SHAPES["tiny"]))
+        for size in (1, 2)
+    )
+    assert shared["update_weights"].bytes == apart["update_weights"].bytes
+    ours, theirs = (found["update_actor"].sum_of("activations") for found in (shared, apart))
+    assert ours == pytest.approx(theirs / 2, rel=0.01)
+
+
 def test_a_rollout_of_its_own_has_its_own_table() -> None:
     cfg = config("trainer.rollout_workers=1", "data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16")
     plan = plan_memory(cfg, SHAPES["tiny"])
