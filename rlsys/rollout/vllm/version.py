@@ -23,7 +23,7 @@ OLD_TRANSFORMERS = "it requires transformers<5 and rlsys a newer one, so pip ins
 VLLM = VersionTable(
     "vLLM in this process",
     rows=(
-        Row(">=0.33,<0.34", VLLMAdapter()),
+        Row(">=0.33,<0.34", VLLMAdapter(aligns=True)),
         Row(
             ">=0.26,<0.33",
             VLLMAdapter(ahead=True, aligns=True),
