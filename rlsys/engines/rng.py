@@ -70,4 +70,4 @@ def repeat_bitwise() -> None:
         "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
     }
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyrefly: ignore[missing-attribute]

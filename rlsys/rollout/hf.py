@@ -44,8 +44,8 @@ class HFRollout(ServingEngine):
     """A RolloutEngine over a transformers model.
 
     With `load_format="dummy"` the engine is quarantined until the first weights are pushed. `max_model_len` bounds
-    prompt and completion together; by default it is what the model's positions allow. With `full_determinism` logits are
-    not rounded to the model's type.
+    prompt and completion together; by default it is what the model's positions allow. With `full_determinism` logits
+    are not rounded to the model's type.
     """
 
     def __init__(

@@ -112,7 +112,7 @@ def prompts(path: Path, rows: int, width: int) -> list[list[int]]:
         return [[draw.randrange(vocab) for _ in range(draw.randint(width // 2, width))] for _ in range(rows)]
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer: Any = AutoTokenizer.from_pretrained(path)
     texts = [f"{TASKS[n % 8]} {THINGS[n // 8 % 8]}{'!' * (n // 64)}" for n in range(rows)]
     if tokenizer.chat_template:
         chats = [[{"role": "user", "content": text}] for text in texts]

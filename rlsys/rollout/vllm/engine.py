@@ -50,8 +50,8 @@ class VLLMRollout(ServingEngine):
     On CPU vLLM packs the weights of its layers, so new weights are received into host tensors and go through its loader
     at `finish_update`. On a GPU they are written into its parameters in place, once `weights.adopt` has told what was
     learned of their layout. `kv_cache_gib` is the CPU's cache, `gpu_memory_utilization` bounds a GPU's; `engine_kwargs`
-    are vLLM's own engine arguments. `full_determinism` asks for log-probabilities as near the trainer's as vLLM can: see
-    `rlsys.rollout.vllm.aligned`.
+    are vLLM's own engine arguments. `full_determinism` asks for log-probabilities as near the trainer's as vLLM can:
+    see `rlsys.rollout.vllm.aligned`.
     """
 
     def __init__(

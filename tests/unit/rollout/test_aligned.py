@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rlsys.engines.rng import repeat_bitwise
 from rlsys.models.logprobs import wide_product
 from rlsys.rollout.hf import HFRollout
 from rlsys.rollout.versions import VersionTable
@@ -65,6 +66,23 @@ def test_torch_keeps_its_product_with_gradients() -> None:
     with keep_gradients():
         torch.bmm = None  # type: ignore[assignment]
     assert torch.bmm is product
+
+
+def test_training_takes_kernels_that_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {
+        "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+        "CUBLASLT_WORKSPACE_SIZE": "1",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    }
+    for name in asked:
+        monkeypatch.setenv(name, "before")
+    try:
+        repeat_bitwise()
+        assert {name: os.environ[name] for name in asked} == asked
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_wide_products_are_not_rounded() -> None:
