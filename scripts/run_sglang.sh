@@ -4,6 +4,7 @@
 #   scripts/run_sglang.sh MODEL [further options of sglang.launch_server]
 #
 # PYTHON (python) runs it, HOST (127.0.0.1) and PORT (30000) are where it listens, NUM_GPUS (1) share the model.
+# FULL_DETERMINISM=1 gives the aligned mode: batch-invariant kernels (GPUs) and logits in float32 (docs/engines.md).
 # DEVICE=cpu adds the options that SGLang needs on a CPU.
 # RLSYS_SERVER_TOKEN, where set, is the bearer token that requests must carry; beyond this machine it is required.
 set -euo pipefail
@@ -20,6 +21,10 @@ if [ "${DEVICE:-}" = cpu ]; then
     export SGLANG_USE_CPU_ENGINE=1
     options+=(--device cpu --attention-backend torch_native --sampling-backend pytorch --grammar-backend none
         --disable-cuda-graph --disable-overlap-schedule)
+fi
+if [ "${FULL_DETERMINISM:-}" = 1 ]; then
+    options+=(--enable-fp32-lm-head)
+    [ "${DEVICE:-}" = cpu ] || options+=(--enable-deterministic-inference)
 fi
 if [ -n "${RLSYS_SERVER_TOKEN:-}" ]; then
     settings=$(mktemp --suffix=.yaml) # in a file, so that no list of processes shows it

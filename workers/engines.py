@@ -60,8 +60,13 @@ class EngineRun:
     keep_asleep: bool = True
     """Whether rollout engines keep weights on the host while they sleep; else the next push brings them."""
 
-    def place(self) -> str:
-        """Join the process group of the ranks, seed this rank's generators and return its device."""
+    def place(self, *, full_determinism: bool = False) -> str:
+        """Join the process group of the ranks, seed this rank's generators and return its device.
+
+        `full_determinism` goes for all that this process computes from then on.
+        """
+        if full_determinism:
+            rng.repeat_bitwise()
         if self.num_threads:
             torch.set_num_threads(self.num_threads)
         ensure_process_group(self.device, timeout_s=self.nccl_timeout_s)
@@ -126,7 +131,7 @@ def _engine(
     return FSDPEngine(
         model_source(model, seed=shard.seed),
         head=head,
-        device=run.place(),
+        device=run.place(full_determinism=shard.full_determinism),
         optimizer=optimizer,
         training=training,
         scoring=scoring,
@@ -165,7 +170,7 @@ def _megatron_engine(
 ) -> MegatronEngine:
     from rlsys.engines.megatron import MegatronEngine
 
-    device = run.place()
+    device = run.place(full_determinism=megatron.full_determinism)
     trained = isinstance(megatron, MegatronConfig)
     return MegatronEngine(
         model_source(model, seed=megatron.seed if trained else 0),

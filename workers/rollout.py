@@ -65,6 +65,7 @@ class RolloutWorker(Worker):
             "max_num_seqs": self.cfg.max_num_seqs,
             "max_num_batched_tokens": self.cfg.max_num_batched_tokens,
             "max_model_len": self.cfg.max_model_len,
+            "full_determinism": self.cfg.full_determinism,
             "rank": self.rank,
         }
         self.engine = self.build_engine(self.model_cfg.path, common)

@@ -58,7 +58,6 @@ _ENGINE_KEYS = {
         "both kinds are kept: rollout_log_probs of the full distribution, rollout_sampled_log_probs of the sampled one"
     ),
     "calculate_log_probs": _note("the log-probs seen while sampling are always kept", True),
-    "full_determinism": _note("draws depend on seed, request and position only, so runs always repeat", True, False),
     "over_sample_rate": _refuse(
         "prompts are not over-sampled; use algorithm.filter_groups with data.gen_batch_size", 0
     ),
@@ -232,7 +231,6 @@ _OPTIM = {
 _FSDP = {
     "wrap_policy": _note(_FSDP1),
     "use_orig_params": _note(_FSDP1),
-    "full_determinism": _note("runs on CPU always repeat bitwise", False),
     "use_torch_compile": _note("kernels are not compiled; results are the same", True, False),
     "use_no_sync_for_gradient_accumulation": _note(
         "gradients are reduced once a step where memory allows", True, False

@@ -193,6 +193,9 @@ class GenerationConfig(Section):
     enable_prefix_caching: Flag = True
     """vLLM and SGLang read a prompt that several answers share once."""
     engine_kwargs: EngineKwargsConfig
+    full_determinism: Flag = False
+    """Aligned mode: logits in float32 and, where the engine has them, kernels that give a token the same digits in any
+    batch; training computes deterministically too."""
     seed: Seed = 42
     """Seed of all draws."""
     ignore_eos: Flag = False

@@ -31,6 +31,8 @@ class MegatronRoleConfig(Section):
     """Keep parameters in host memory while another role runs."""
     dtype: AnyDType = "auto"
     """Type of weights and computation; auto is bfloat16 (with float32 masters) on CUDA and float32 on CPU."""
+    full_determinism: Flag = linked("actor_rollout_ref.rollout.full_determinism")
+    """Take kernels on CUDA that repeat bit for bit; it holds for all that the process computes."""
     override_transformer_config: OpenDict = open_dict()
     """Further settings of Megatron's TransformerConfig, e.g. {recompute_granularity: selective}."""
 
@@ -69,5 +71,7 @@ class RefMegatronConfig(MegatronRoleConfig):
     """Keep parameters in host memory while another role runs."""
     dtype: AnyDType = linked(f"{_ACTOR}.dtype")
     """Type of weights and computation."""
+    full_determinism: Flag = linked(f"{_ACTOR}.full_determinism")
+    """Take kernels on CUDA that repeat bit for bit."""
     override_transformer_config: OpenDict = linked(f"{_ACTOR}.override_transformer_config")
     """Further settings of Megatron's TransformerConfig."""

@@ -141,6 +141,8 @@ class ShardConfig(Section):
     """Type of the computation; auto is bfloat16 on CUDA and float32 on CPU."""
     seed: Seed = 42
     """Seed of weights that are made anew (value heads, LoRA)."""
+    full_determinism: Flag = False
+    """Take kernels on CUDA that repeat bit for bit; it holds for all that the process computes."""
 
 
 class RoleShardConfig(ShardConfig):
@@ -155,6 +157,8 @@ class FSDPConfig(RoleShardConfig):
 
     optimizer_offload: Flag = False
     """Keep optimizer state in host memory between updates."""
+    full_determinism: Flag = linked("actor_rollout_ref.rollout.full_determinism")
+    """Take kernels on CUDA that repeat bit for bit; it holds for all that the process computes."""
 
 
 class RefShardConfig(RoleShardConfig):
@@ -170,6 +174,8 @@ class RefShardConfig(RoleShardConfig):
     """Type the weights are held in."""
     dtype: AnyDType = linked("actor_rollout_ref.actor.fsdp_config.dtype")
     """Type of the computation."""
+    full_determinism: Flag = linked("actor_rollout_ref.actor.fsdp_config.full_determinism")
+    """Take kernels on CUDA that repeat bit for bit."""
 
 
 class CheckpointConfig(Section):

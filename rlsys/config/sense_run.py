@@ -88,6 +88,7 @@ def _pools(cfg: PPOConfig) -> Iterator[str]:
     yield from _servers(cfg, external)
     rollout = cfg.actor_rollout_ref.rollout
     yield from check_replicas(rollout, rollout.name, resolve_pools(cfg).rollout_ranks)
+    yield from check_aligned(rollout, rollout.name)
     if trainer.max_staleness > 0 and not (split or external):
         why = "generating ahead needs processes of its own; write trainer.rollout_workers=1"
         yield wrong("trainer.max_staleness", trainer.max_staleness, why)
@@ -164,6 +165,19 @@ def check_replicas(rollout: GenerationConfig, name: str, ranks: int) -> Iterator
     elif ranks % size:
         why = f"the {ranks} processes that generate do not make whole copies; write a divisor of {ranks}"
         yield wrong(key, size, why)
+
+
+def check_aligned(rollout: GenerationConfig, name: str) -> Iterator[str]:
+    """What the aligned mode is where the engine is not ours to set or has no batch-invariant kernels."""
+    if not rollout.full_determinism:
+        return
+    key, why = "actor_rollout_ref.rollout.full_determinism", ""
+    if is_external(name):
+        why = "servers compute as they were started: start them with FULL_DETERMINISM=1 by scripts/run_*.sh"
+    elif name == "hf":
+        why = "logits are in float32; transformers' kernels may give a token other digits in another batch"
+    if why:
+        yield note(key, True, why)
 
 
 def check_checkpoints(role: str, checkpoint: CheckpointConfig, resume_mode: str) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from base64 import b64decode, b64encode
 from hashlib import blake2b
@@ -55,3 +56,18 @@ def _text(state: torch.Tensor) -> str:
 
 def _tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(b64decode(text)), dtype=torch.uint8)
+
+
+def repeat_bitwise() -> None:
+    """Have all kernels of this process from now on give the same digits for the same work; a warning where one cannot.
+
+    To be called before the first product on CUDA, since cuBLAS looks at its settings then: little room for splits of
+    the summed dimension, which is also what makes vLLM's and SGLang's products independent of the batch.
+    """
+    os.environ |= {
+        "CUBLAS_WORKSPACE_CONFIG": ":16:8",
+        "CUBLASLT_WORKSPACE_SIZE": "1",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    }
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyrefly: ignore[missing-attribute]

@@ -72,12 +72,13 @@ class _Scores:
         if self.same:
             scores = torch.mm(hidden, vocabulary, out=self.buffer[: part.stop - part.start])
         else:
-            scores = _wide_product(hidden, vocabulary)
+            scores = wide_product(hidden, vocabulary)
         return scores if self.scale == 1.0 else scores.mul_(self.scale)
 
 
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a, b).float()
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """The product (m, n) in float32 of half-precision matrices (m, k) and (k, n), never rounded to their type."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a.float(), b.float())
 
 
 class _TokenStats(torch.autograd.Function):
@@ -208,4 +209,4 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     else:
-        total += _wide_product(a, b)
+        total += wide_product(a, b)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from rlsys.models.logprobs import wide_product
 from rlsys.models.stacked import Part, part_of, saved_parts
 from rlsys.rollout.decode import Decoder, Limits
 from rlsys.rollout.kv import ATTENTION
@@ -43,7 +44,8 @@ class HFRollout(ServingEngine):
     """A RolloutEngine over a transformers model.
 
     With `load_format="dummy"` the engine is quarantined until the first weights are pushed. `max_model_len` bounds
-    prompt and completion together; by default it is what the model's positions allow.
+    prompt and completion together; by default it is what the model's positions allow. With `full_determinism` logits
+    are not rounded to the model's type.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class HFRollout(ServingEngine):
         max_num_batched_tokens: int = 8192,
         max_model_len: int | None = None,
         eos_token_ids: Sequence[int] | None = None,
+        full_determinism: bool = False,
         version: int = 0,
         rank: int = 0,
         host: str = "",
@@ -72,6 +75,8 @@ class HFRollout(ServingEngine):
             host=host,
         )
         self.model = model.eval().requires_grad_(False)
+        if full_determinism:
+            _unrounded_logits(model)
         self.limits = Limits(max_num_seqs, max_num_batched_tokens)
         self.seed = seed
         _use_grouped_attention(model, self.max_model_len)
@@ -89,6 +94,7 @@ class HFRollout(ServingEngine):
         max_num_batched_tokens: int = 8192,
         max_model_len: int | None = None,
         eos_token_ids: Sequence[int] | None = None,
+        full_determinism: bool = False,
         version: int = 0,
         rank: int = 0,
         host: str = "",
@@ -102,6 +108,7 @@ class HFRollout(ServingEngine):
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             eos_token_ids=eos_token_ids,
+            full_determinism=full_determinism,
             version=version,
             rank=rank,
             host=host,
@@ -184,6 +191,15 @@ def _eos_of(model: Any) -> tuple[int, ...]:
     eos = getattr(generation, "eos_token_id", None)
     eos = model.config.get_text_config().eos_token_id if eos is None else eos
     return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def _unrounded_logits(model: Any) -> None:
+    """Let the head of a half-precision model give logits in float32, as the trainer's does."""
+    head = model.get_output_embeddings()
+    if head.weight.dtype in (torch.bfloat16, torch.float16) and head.bias is None:
+        head.forward = lambda hidden: wide_product(hidden.flatten(0, -2), head.weight.t()).unflatten(
+            0, hidden.shape[:-1]
+        )
 
 
 def _use_grouped_attention(model: Any, max_model_len: int) -> None:

@@ -59,13 +59,16 @@ Found = dict[str, dict[str, list[str]]]
 
 _RUNNER, _ENGINE = "vllm.v1.worker.gpu_model_runner:GPUModelRunner", "vllm.v1.engine.llm_engine:LLMEngine"
 _PROCESSORS = "vllm.v1.sample.logits_processor"
+_INVARIANT = "model_executor.layers.batch_invariant|vllm.model_executor.determinism.batch_invariant"
+_BATCH_INVARIANT = f"vllm.{_INVARIANT}:init_batch_invariance"
+_HEAD_DTYPE = "vllm.model_executor.layers.logits_processor:LogitsProcessor._apply_head"
 VLLM: Uses = {
     "vllm:EngineArgs": (
         *("model", "load_format", "dtype", "seed", "max_num_seqs", "max_num_batched_tokens", "max_model_len"),
         *("enforce_eager", "gpu_memory_utilization", "enable_sleep_mode", "enable_chunked_prefill"),
         *("enable_prefix_caching", "skip_tokenizer_init", "distributed_executor_backend", "worker_extension_cls"),
         *("logits_processors", "async_scheduling", "disable_log_stats", "tensor_parallel_size"),
-        "disable_custom_all_reduce",
+        *("disable_custom_all_reduce", "hf_overrides"),
     ),
     "vllm:SamplingParams": (
         *("temperature", "max_tokens", "stop_token_ids", "ignore_eos", "detokenize", "prompt_logprobs", "output_kind"),
@@ -110,6 +113,8 @@ VLLM: Uses = {
     f"{_RUNNER}.get_model": (),
     f"{_RUNNER}.reload_weights": ("weights_iterator",),
     "vllm.v1.sample.sampler:Sampler.compute_logprobs": ("logits",),
+    _BATCH_INVARIANT: (),
+    _HEAD_DTYPE: ("lm_head", "hidden_states", "embedding_bias"),
 }
 
 _TOKENS, _SCHEDULER = "sglang.srt.managers.tokenizer_manager:TokenizerManager", "sglang.srt.managers.scheduler"
@@ -121,7 +126,7 @@ SGLANG: Uses = {
         *("dist_init_addr", "model_path", "load_format", "dtype", "device", "random_seed", "max_running_requests"),
         *("chunked_prefill_size", "max_prefill_tokens", "context_length", "disable_radix_cache", "tp_size"),
         *("skip_tokenizer_init", "grammar_backend", "sampling_backend", "sleep_on_idle", "log_level"),
-        "disable_custom_all_reduce",
+        *("disable_custom_all_reduce", "enable_deterministic_inference", "enable_fp32_lm_head"),
     ),
     f"{_SGLANG_ENGINE}.run_scheduler_process_func": (),
     f"{_SGLANG_ENGINE}._launch_detokenizer_subprocesses": (),

@@ -54,10 +54,14 @@ def server_arguments(
     enforce_eager: bool,
     enable_chunked_prefill: bool,
     enable_prefix_caching: bool,
+    full_determinism: bool,
     replica: Replica,
     engine_kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The arguments; `engine_kwargs` win, and ConfigError names those of them that are not the user's to set."""
+    """The arguments; `engine_kwargs` win, and ConfigError names those of them that are not the user's to set.
+
+    With `full_determinism` logits are not rounded to the model's type, and on GPUs kernels are batch-invariant.
+    """
     if taken := sorted(RESERVED & set(engine_kwargs)):
         raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.sglang may not set {', '.join(taken)}")
     on_cpu = {
@@ -96,5 +100,7 @@ def server_arguments(
         "log_level": "error",
         **(apart if replica.size > 1 else {}),
         **(on_cpu if device == "cpu" else on_gpu),
+        **({"enable_fp32_lm_head": True} if full_determinism else {}),
+        **({"enable_deterministic_inference": True} if full_determinism and device != "cpu" else {}),
         **engine_kwargs,
     }

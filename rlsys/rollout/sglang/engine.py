@@ -55,7 +55,7 @@ class SGLangRollout(ServingEngine):
     `local_tensors` are refused here. Ranks after the first answer every request with nothing, since the first one
     serves. Without `keep_asleep` weights that sleep are given up, and the engine is quarantined until the next push.
     `kv_cache_gib` is a CPU's cache, `gpu_memory_utilization` bounds what a GPU holds; `engine_kwargs` are SGLang's own
-    arguments.
+    arguments. `full_determinism` asks for log-probabilities as near the trainer's as SGLang can.
     """
 
     def __init__(
@@ -75,6 +75,7 @@ class SGLangRollout(ServingEngine):
         enforce_eager: bool = False,
         enable_chunked_prefill: bool = True,
         enable_prefix_caching: bool = True,
+        full_determinism: bool = False,
         engine_kwargs: Mapping[str, Any] | None = None,
         replica: Replica | None = None,
         keep_asleep: bool = True,
@@ -112,6 +113,7 @@ class SGLangRollout(ServingEngine):
             enforce_eager=enforce_eager,
             enable_chunked_prefill=enable_chunked_prefill,
             enable_prefix_caching=enable_prefix_caching,
+            full_determinism=full_determinism,
             replica=self.replica,
             engine_kwargs={"enable_weights_cpu_backup": keep_asleep and self.device == "cuda", **(engine_kwargs or {})},
         )

@@ -23,6 +23,7 @@ from rlsys.rollout.draws import Answer, DrawParams
 from rlsys.rollout.hf import LoadFormat
 from rlsys.rollout.live import LiveWeights
 from rlsys.rollout.serving import SLEEP_TAGS, Deliver, Pull, ServingEngine, Ticket
+from rlsys.rollout.vllm.aligned import aligned_arguments, keep_gradients
 from rlsys.rollout.vllm.groups import end_groups, own_shared_memory
 from rlsys.rollout.vllm.version import NO_RELOAD, VLLM
 from rlsys.rollout.vllm.weights import HostWeights
@@ -49,7 +50,8 @@ class VLLMRollout(ServingEngine):
     On CPU vLLM packs the weights of its layers, so new weights are received into host tensors and go through its loader
     at `finish_update`. On a GPU they are written into its parameters in place, once `weights.adopt` has told what was
     learned of their layout. `kv_cache_gib` is the CPU's cache, `gpu_memory_utilization` bounds a GPU's; `engine_kwargs`
-    are vLLM's own engine arguments.
+    are vLLM's own engine arguments. `full_determinism` asks for log-probabilities as near the trainer's as vLLM can:
+    see `rlsys.rollout.vllm.aligned`.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class VLLMRollout(ServingEngine):
         gpu_memory_utilization: float = 0.5,
         kv_cache_gib: int = 1,
         enforce_eager: bool = False,
+        full_determinism: bool = False,
         engine_kwargs: Mapping[str, Any] | None = None,
         version: int = 0,
         rank: int = 0,
@@ -106,8 +109,10 @@ class VLLMRollout(ServingEngine):
             ),
             **(engine_kwargs or {}),
         }
+        if full_determinism:
+            arguments |= aligned_arguments(arguments, device=device)
         self._shares_groups = dist.is_initialized()
-        with own_shared_memory() if together and device == "cpu" else nullcontext():
+        with keep_gradients(), own_shared_memory() if together and device == "cpu" else nullcontext():
             self.engine = _start(arguments, kv_cache_gib=kv_cache_gib)
         self._decision = torch.zeros(1, dtype=torch.uint8) if together else None
         names = hf_tensors(path, dtype=dtype, filled=load_format == "auto" and device == "cpu", real=device == "cpu")

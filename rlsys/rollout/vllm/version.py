@@ -11,20 +11,22 @@ from rlsys.rollout.versions import NAMES_ONLY, Row, VersionTable
 class VLLMAdapter:
     """`reloads`: its loader takes weights from memory again, the only way in on a CPU. `ahead`: a step begins on a GPU
     before the one before it has ended; only where that was seen to run, since the draws count on what it does.
+    `aligns`: it has a batch-invariant mode and a head in float32.
     """
 
     reloads: bool = True
     ahead: bool = False
+    aligns: bool = False
 
 
 OLD_TRANSFORMERS = "it requires transformers<5 and rlsys a newer one, so pip installs both only against its own check"
 VLLM = VersionTable(
     "vLLM in this process",
     rows=(
-        Row(">=0.33,<0.34", VLLMAdapter()),
+        Row(">=0.33,<0.34", VLLMAdapter(aligns=True)),
         Row(
             ">=0.26,<0.33",
-            VLLMAdapter(ahead=True),
+            VLLMAdapter(ahead=True, aligns=True),
             "0.26.0 ran on H200 GPUs, 0.32.0 on CPUs; the others: names checked",
         ),
         Row(">=0.19.1,<0.26", VLLMAdapter()),

@@ -295,6 +295,22 @@ def test_settings_of_another_engine_are_noted() -> None:
     assert not notes([f"{R}.name=vllm", f"{R}.gpu_memory_utilization=0.6", f"{R}.enforce_eager=true"])
 
 
+def test_full_determinism_is_for_both_sides_and_says_what_it_is_not() -> None:
+    aligned = load_config([f"{R}.full_determinism=true", f"{R}.name=vllm"])
+    policy = aligned.actor_rollout_ref
+    assert policy.rollout.full_determinism
+    assert policy.actor.fsdp_config.full_determinism
+    assert policy.actor.megatron.full_determinism
+    assert policy.ref.fsdp_config.full_determinism
+    assert aligned.critic.fsdp.full_determinism
+    apart = load_config([f"{R}.full_determinism=true", f"{R}.name=vllm", f"{A}.fsdp_config.full_determinism=false"])
+    assert not apart.actor_rollout_ref.actor.fsdp_config.full_determinism
+    assert not notes([f"{R}.full_determinism=true", f"{R}.name=vllm"])
+    assert "another batch" in notes([f"{R}.full_determinism=true"])
+    servers = [f"{R}.name=vllm_remote", f"{R}.servers.urls=[http://127.0.0.1:1]"]
+    assert "FULL_DETERMINISM=1" in notes([f"{R}.full_determinism=true", *servers])
+
+
 @pytest.mark.parametrize(
     "argument",
     [f"{R}.mode=async", f"{R}.tensor_model_parallel_size=1", "trainer.use_v1=true", f"{A}.optim.optimizer=AdamW"],

@@ -200,6 +200,7 @@ def arguments(**more: Any) -> dict[str, Any]:
         "enforce_eager": False,
         "enable_chunked_prefill": True,
         "enable_prefix_caching": True,
+        "full_determinism": False,
         "replica": Replica(),
         "engine_kwargs": {},
     }
@@ -232,6 +233,14 @@ def test_every_setting_reaches_sglang_under_its_name() -> None:
     assert "enable_memory_saver" not in on_cpu
     cut = arguments(replica=Replica(1, 2, "127.0.0.1:9"))
     assert (cut["tp_size"], cut["nnodes"], cut["node_rank"], cut["dist_init_addr"]) == (2, 2, 1, "127.0.0.1:9")
+
+
+def test_the_aligned_mode_is_a_float32_head_and_on_gpus_batch_invariance() -> None:
+    names = ("enable_fp32_lm_head", "enable_deterministic_inference")
+    aligned, on_cpu = arguments(full_determinism=True), arguments(full_determinism=True, device="cpu")
+    assert [aligned.get(name) for name in names] == [True, True]
+    assert [on_cpu.get(name) for name in names] == [True, None]
+    assert not set(names) & set(arguments())
 
 
 def test_engine_kwargs_win_but_not_over_what_the_adapter_needs() -> None:
