@@ -18,7 +18,7 @@ def end_groups(shutdown: Callable[[], None], *, shared: bool) -> None:
 
     Where the default group is not vLLM's (`shared`) it stays: newer versions end all groups of the process otherwise.
     """
-    from vllm.distributed import parallel_state
+    import vllm.distributed.parallel_state as parallel_state
 
     end_all = parallel_state.destroy_distributed_environment
     if shared:
@@ -54,7 +54,7 @@ def own_shared_memory() -> Iterator[None]:
     vLLM names it after the ranks only, so that another job of the host, or what a killed one left, would be in the way.
     The names go when the block ends, for by then all ranks have it open; so nothing is ever left.
     """
-    from vllm.distributed.device_communicators import cpu_communicator
+    import vllm.distributed.device_communicators.cpu_communicator as cpu_communicator
 
     owner, made = cpu_communicator._CPUSHMDistributed, list[str]()
     make = owner.make_group_name
