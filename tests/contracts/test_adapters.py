@@ -164,3 +164,129 @@ def test_adapters_have_the_gradients_of_the_merged_model(
         assert not far
         assert rank["report"].grad_norm == pytest.approx(norm, rel=1e-5)
         assert all(torch.equal(tensor, ranks[0]["weights"][name]) for name, tensor in rank["weights"].items())
+
+
+FRESH = LoraSettings(rank=RANK, alpha=ALPHA, target_modules=ATTENTION, seed=4)
+ON_PARTS = {
+    "tp2": megatron(2, **SP),
+    "pp2": megatron(2, pp=2),
+    "experts": megatron(2, tp=2, ep=2, etp=1, sequence_parallel=True),
+}
+
+
+def three_steps(factory: Factory, model: str, case: Case) -> tuple[list[Any], dict[str, Tensor]]:
+    engine = factory(MODELS[model], "lm", case)
+    rows = my_rows(engine)
+    return [train(engine, rows) for _ in range(3)], whole(engine)
+
+
+@pytest.mark.parametrize(("model", "case"), [("qwen2-tied", "tp2"), ("qwen2-tied", "pp2"), ("qwen3-moe", "experts")])
+def test_every_engine_trains_the_same_adapters_from_the_same_first_values(model: str, case: str) -> None:
+    fsdp = run_ranks(2, three_steps, ENGINES["fsdp"], model, Case(rows=2, lora=FRESH))[0]
+    for reports, weights in run_ranks(2, three_steps, ENGINES["megatron"], model, replace(ON_PARTS[case], lora=FRESH)):
+        assert [r.grad_norm for r in reports] == pytest.approx([r.grad_norm for r in fsdp[0]], rel=1e-4)
+        for name, tensor in weights.items():
+            torch.testing.assert_close(tensor, of_fsdp(fsdp[1], name), rtol=0, atol=2e-6)
+
+
+def of_fsdp(weights: dict[str, Tensor], name: str) -> Tensor:
+    """A weight of transformers' model, which stacks experts."""
+    if name in weights:
+        return weights[name]
+    layer, _, rest = name.partition(".experts.")
+    number, kind = rest.split(".")[:2]
+    if kind == "down_proj":
+        return weights[f"{layer}.experts.down_proj"][int(number)]
+    return weights[f"{layer}.experts.gate_up_proj"][int(number)].chunk(2)[kind == "up_proj"]
+
+
+ALL_LINEAR = LoraSettings(rank=RANK, alpha=ALPHA, seed=4)
+
+
+def lived(model: str, case: Case, place: Path) -> dict[str, Any]:
+    """What holds of an engine with adapters from its making to its export."""
+    plain = ENGINES["megatron"](MODELS[model], "lm", replace(case, lora=None))
+    engine = ENGINES["megatron"](MODELS[model], "lm", replace(case, lora=ALL_LINEAR))
+    rows = my_rows(engine)
+    values = lambda: engine.forward(rows, ("log_probs",), temperature=TEMPERATURE)["log_probs"]  # noqa: E731
+    start, first = whole(plain), values()
+    assert torch.equal(first, plain.forward(rows, ("log_probs",), temperature=TEMPERATURE)["log_probs"])
+    assert all(torch.equal(tensor, start[name]) for name, tensor in whole(engine).items())
+    in_buffers = {
+        name
+        for chunk in engine.optimizer.chunks
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        for name, parameter in chunk.named_parameters()
+        if parameter in buffer.param_index_map
+    }
+    trained = {name for chunk in engine.optimizer.chunks for name, p in chunk.named_parameters() if p.requires_grad}
+    assert in_buffers == trained
+    assert all(".lora." in name for name in trained)
+    for _ in range(3):
+        assert train(engine, rows).applied
+    with engine.adapters_disabled():
+        assert torch.equal(values(), first)
+    merged = whole(engine)
+    layout, local = engine.weight_layout(), engine.local_tensors()
+    for shard in layout.shards:
+        box = tuple(slice(s, s + n) for s, n in zip(shard.box.start, shard.box.shape, strict=True))
+        at = tuple(slice(s, s + n) for s, n in zip(shard.local_start, shard.box.shape, strict=True))
+        assert torch.equal(local[shard.local][at], merged[shard.box.tensor][box])
+    engine.save(place / "export", "export")
+    again = replace(ALL_LINEAR, rank=99, adapter_path=str(place / "export/lora_adapter"))
+    taken_up = ENGINES["megatron"](MODELS[model], "lm", replace(case, lora=again))
+    assert all(torch.equal(tensor, merged[name]) for name, tensor in whole(taken_up).items())
+    log_probs = values()
+    moved = {name for name, tensor in merged.items() if not torch.equal(tensor, start[name])}
+    return {"merged": merged, "moved": moved, "change": float((log_probs - first).abs().max()), "start": start}
+
+
+@pytest.mark.parametrize(("model", "case"), [("qwen2-tied", "tp2"), ("qwen2-tied", "pp2"), ("qwen3-moe", "experts")])
+def test_adapters_alone_are_trained_switched_off_served_exported_and_taken_up_again(
+    model: str, case: str, tmp_path: Path
+) -> None:
+    found = run_ranks(2, lived, model, ON_PARTS[case], tmp_path)[0]
+    assert found["change"] > 1e-4
+    assert found["moved"] == {name for name in found["merged"] if name.endswith("_proj.weight")}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    saved = saved_names(loaded, dict(loaded.named_parameters()))
+    assert all(torch.equal(saved[name], tensor) for name, tensor in found["merged"].items())
+    config = json.loads((tmp_path / "export/lora_adapter/adapter_config.json").read_text())
+    with safe_open(tmp_path / "export/lora_adapter/adapter_model.safetensors", framework="pt") as file:
+        factors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (RANK, ALPHA, sorted(ALL))
+    assert len(factors) == 2 * len(found["moved"])
+    for name in found["moved"]:
+        a, b = (factors[f"base_model.model.{name.removesuffix('.weight')}.lora_{part}.weight"] for part in "AB")
+        merged = found["start"][name] + ALPHA / RANK * (b @ a)
+        torch.testing.assert_close(found["merged"][name], merged, rtol=1e-6, atol=1e-7)
+
+
+PARTS = replace(ON_PARTS["tp2"], lora=FRESH)
+
+
+@pytest.mark.parametrize("case", [PARTS, replace(ON_PARTS["pp2"], lora=FRESH)], ids=str)
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(case: Case, tmp_path: Path) -> None:
+    first, second = (run_ranks(2, resumed, ENGINES["megatron"], tmp_path, case, again) for again in (None, case))
+    for a, b in zip(first, second, strict=True):
+        assert a[:2] == b[:2]
+        assert all(torch.equal(tensor, b[2][name]) for name, tensor in a[2].items())
+        assert a[3] == b[3]
+
+
+@pytest.mark.parametrize(
+    ("writer", "case", "reader", "world", "other"),
+    [
+        ("megatron", PARTS, "megatron", 1, Case(rows=3, lora=FRESH)),
+        ("megatron", PARTS, "fsdp", 2, Case(rows=2, lora=FRESH)),
+        ("fsdp", Case(rows=2, lora=FRESH), "megatron", 2, replace(ON_PARTS["pp2"], lora=FRESH)),
+    ],
+)
+def test_a_checkpoint_loads_into_another_layout_and_another_engine(
+    writer: str, case: Case, reader: str, world: int, other: Case, tmp_path: Path
+) -> None:
+    uninterrupted = run_ranks(2, resumed, ENGINES[writer], tmp_path, case, None)[0]
+    for found in run_ranks(world, resumed, ENGINES[reader], tmp_path, case, other):
+        for name, tensor in uninterrupted[2].items():
+            torch.testing.assert_close(found[2][name], tensor, rtol=0, atol=2e-6)
+        assert [r.grad_norm for r in found[:2]] == pytest.approx([r.grad_norm for r in uninterrupted[:2]], rel=1e-4)
