@@ -17,8 +17,9 @@ from rlsys.engines.megatron_groups import MegatronRanks
 from rlsys.engines.mesh import gather_json
 from rlsys.models.hf import TensorSource
 from rlsys.models.lora import LoraSettings, is_adapter
-from rlsys.models.megatron.adapters import EXPERTS, AdapterPlan, Factors, factors_of, merged_weight, plan_adapters
+from rlsys.models.megatron.adapters import merged_weight
 from rlsys.models.megatron.build import TokenGPT
+from rlsys.models.megatron.factors import EXPERTS, AdapterPlan, Factors, factors_of, plan_adapters
 from rlsys.models.megatron.family import Family, Place
 from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE
 from rlsys.types import Shard, WeightLayout

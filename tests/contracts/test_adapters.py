@@ -24,12 +24,12 @@ import rlsys.engines.megatron  # noqa: F401  imported once, before ranks are for
 from rlsys.models.hf import saved_names
 from rlsys.models.lora import LoraSettings, to_saved_name
 from rlsys.models.megatron.options import Sizes
+from tests.contracts.test_train_engine import distance, my_rows, resumed, train, whole
 from tests.contracts.train_engine import (
     ENGINES,
     MODELS,
     TEMPERATURE,
     TP2_EP2,
-    TP2_SP,
     Case,
     Factory,
     loss_of,
@@ -38,7 +38,6 @@ from tests.contracts.train_engine import (
     reference_model,
     reference_outputs,
 )
-from tests.contracts.test_train_engine import distance, my_rows, resumed, train, whole
 from tests.ranks import run_ranks
 
 RANK, ALPHA = 3, 6.0
