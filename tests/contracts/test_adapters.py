@@ -121,12 +121,12 @@ RUNS: list[tuple[str, str, str, tuple[str, ...], int, Case]] = [
     ("megatron", "qwen2-tied", "lm", ALL, 2, megatron(pp=2, recompute=True)),
     ("megatron", "qwen3-4-layers", "lm", ALL, 2, megatron(2, pp=2, vp=2)),
     ("megatron", "qwen3-moe", "lm", ALL, 2, megatron(ep=2)),
-    ("megatron", "qwen3-moe", "lm", ALL, 2, megatron(**SP)),
     ("megatron", "qwen3-moe", "lm", ATTENTION, 2, Case(rows=3, megatron=TP2_EP2)),
-    ("megatron", "mixtral", "lm", (*ATTENTION, "w1", "w2", "w3"), 2, megatron(ep=2, recompute=True)),
     ("megatron", "deepseek-v3", "lm", (*LATENT, *MLP), 2, Case(rows=3, megatron=TP2_EP2)),
 ]
 SLOW_RUNS = [
+    ("megatron", "qwen3-moe", "lm", ALL, 2, megatron(**SP)),
+    ("megatron", "mixtral", "lm", (*ATTENTION, "w1", "w2", "w3"), 2, megatron(ep=2, recompute=True)),
     ("megatron", "qwen2-tied", "lm", ALL, 4, megatron(1, tp=2, pp=2, sequence_parallel=True)),
     ("megatron", "qwen2-tied", "lm", ALL, 4, megatron(1, **SP)),
     ("megatron", "llama-1-kv", "lm", ALL, 4, megatron(1, **SP)),
@@ -179,7 +179,10 @@ def three_steps(factory: Factory, model: str, case: Case) -> tuple[list[Any], di
     return [train(engine, rows) for _ in range(3)], whole(engine)
 
 
-@pytest.mark.parametrize(("model", "case"), [("qwen2-tied", "tp2"), ("qwen2-tied", "pp2"), ("qwen3-moe", "experts")])
+KINDS = [("qwen2-tied", "tp2"), pytest.param("qwen2-tied", "pp2", marks=pytest.mark.slow), ("qwen3-moe", "experts")]
+
+
+@pytest.mark.parametrize(("model", "case"), KINDS)
 def test_every_engine_trains_the_same_adapters_from_the_same_first_values(model: str, case: str) -> None:
     fsdp = run_ranks(2, three_steps, ENGINES["fsdp"], model, Case(rows=2, lora=FRESH))[0]
     for reports, weights in run_ranks(2, three_steps, ENGINES["megatron"], model, replace(ON_PARTS[case], lora=FRESH)):
@@ -240,7 +243,7 @@ def lived(model: str, case: Case, place: Path) -> dict[str, Any]:
     return {"merged": merged, "moved": moved, "change": float((log_probs - first).abs().max()), "start": start}
 
 
-@pytest.mark.parametrize(("model", "case"), [("qwen2-tied", "tp2"), ("qwen2-tied", "pp2"), ("qwen3-moe", "experts")])
+@pytest.mark.parametrize(("model", "case"), KINDS)
 def test_adapters_alone_are_trained_switched_off_served_exported_and_taken_up_again(
     model: str, case: str, tmp_path: Path
 ) -> None:
@@ -264,7 +267,9 @@ def test_adapters_alone_are_trained_switched_off_served_exported_and_taken_up_ag
 PARTS = replace(ON_PARTS["tp2"], lora=FRESH)
 
 
-@pytest.mark.parametrize("case", [PARTS, replace(ON_PARTS["pp2"], lora=FRESH)], ids=str)
+@pytest.mark.parametrize(
+    "case", [PARTS, pytest.param(replace(ON_PARTS["pp2"], lora=FRESH), marks=pytest.mark.slow)], ids=str
+)
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(case: Case, tmp_path: Path) -> None:
     first, second = (run_ranks(2, resumed, ENGINES["megatron"], tmp_path, case, again) for again in (None, case))
     for a, b in zip(first, second, strict=True):

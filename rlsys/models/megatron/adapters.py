@@ -26,10 +26,27 @@ from megatron.core import parallel_state as mpu
 from rlsys.models.megatron.factors import EXPERTS, Factors
 from rlsys.models.megatron.rules import extents
 from rlsys.types import Shard
+from rlsys.utils.errors import ConfigError
+
+
+PAST_THEM = (
+    "fp8",
+    "fp4",
+    "use_transformer_engine_op_fuser",
+    "gradient_accumulation_fusion",
+    "delay_wgrad_compute",
+    "cpu_offloading",
+)
+"""Megatron's settings that round merged weights, or reach for a layer's parameters past them."""
 
 
 def add_adapters(chunks: Sequence[Any], factors: Mapping[str, Sequence[Factors]]) -> None:
-    """Put the adapters, not yet filled, into the linear layers of this rank's chunks, in place."""
+    """Put the adapters, not yet filled, into the linear layers of this rank's chunks, in place.
+
+    ConfigError for settings of Megatron under which they would not count.
+    """
+    if factors and (odd := [name for name in PAST_THEM if getattr(chunks[0].config, name, None)]):
+        raise ConfigError(f"adapters do not go with {', '.join(odd)}: leave it out of override_transformer_config")
     layers: dict[str, dict[str, Sequence[Factors]]] = defaultdict(dict)
     for local, of_weight in factors.items():
         place, _, attribute = local.rpartition(".")

@@ -54,6 +54,12 @@ def whole(engine: MegatronEngine) -> dict[str, Tensor]:
         (MODEL, 1, {"options": ModelOptions(fp8="hybrid")}, "needs Transformer Engine"),
         (MODEL, 1, {"options": ModelOptions(fp8="hybrid"), "lora": LoraSettings(rank=2)}, "leave fp8 out"),
         (MODEL, 1, {"lora": LoraSettings(rank=2, target_modules=("nothing",))}, "there are down_proj, gate_proj"),
+        (
+            MODEL,
+            1,
+            {"options": ModelOptions(overrides={"delay_wgrad_compute": True}), "lora": LoraSettings(rank=2)},
+            "adapters do not go with delay_wgrad_compute",
+        ),
         (MODEL, 1, {"options": ModelOptions(overrides={"no_such_setting": 1})}, "no_such_setting"),
     ],
 )
