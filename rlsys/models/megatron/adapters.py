@@ -28,7 +28,6 @@ from rlsys.models.megatron.rules import extents
 from rlsys.types import Shard
 from rlsys.utils.errors import ConfigError
 
-
 PAST_THEM = (
     "fp8",
     "fp4",

@@ -57,8 +57,11 @@ def whole(engine: MegatronEngine) -> dict[str, Tensor]:
         (
             MODEL,
             1,
-            {"options": ModelOptions(overrides={"delay_wgrad_compute": True}), "lora": LoraSettings(rank=2)},
-            "adapters do not go with delay_wgrad_compute",
+            {
+                "options": ModelOptions(overrides={"use_transformer_engine_op_fuser": True}),
+                "lora": LoraSettings(rank=2),
+            },
+            "adapters do not go with use_transformer_engine_op_fuser",
         ),
         (MODEL, 1, {"options": ModelOptions(overrides={"no_such_setting": 1})}, "no_such_setting"),
     ],
