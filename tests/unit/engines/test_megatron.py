@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from rlsys.engines.optim import OptimSettings
 from rlsys.interfaces import LossSum
 from rlsys.models.hf import ModelSource
 from rlsys.models.lora import LoraSettings
-from rlsys.models.megatron.adapters import LayerAdapters
+from rlsys.models.megatron.adapters import LayerAdapters, add_adapters
 from rlsys.models.megatron.options import ModelOptions, Sizes
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import CheckpointError, ConfigError
@@ -54,15 +55,6 @@ def whole(engine: MegatronEngine) -> dict[str, Tensor]:
         (MODEL, 1, {"options": ModelOptions(fp8="hybrid")}, "needs Transformer Engine"),
         (MODEL, 1, {"options": ModelOptions(fp8="hybrid"), "lora": LoraSettings(rank=2)}, "leave fp8 out"),
         (MODEL, 1, {"lora": LoraSettings(rank=2, target_modules=("nothing",))}, "there are down_proj, gate_proj"),
-        (
-            MODEL,
-            1,
-            {
-                "options": ModelOptions(overrides={"use_transformer_engine_op_fuser": True}),
-                "lora": LoraSettings(rank=2),
-            },
-            "adapters do not go with use_transformer_engine_op_fuser",
-        ),
         (MODEL, 1, {"options": ModelOptions(overrides={"no_such_setting": 1})}, "no_such_setting"),
     ],
 )
@@ -74,6 +66,12 @@ def refused(model: Any, options: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as error:
         megatron(ModelSource(config=model, seed=1), **options)
     return str(error.value)
+
+
+def test_adapters_refuse_settings_that_reach_past_them() -> None:
+    chunk = SimpleNamespace(config=SimpleNamespace(use_transformer_engine_op_fuser=True))
+    with pytest.raises(ConfigError, match="do not go with use_transformer_engine_op_fuser"):
+        add_adapters([chunk], {"0.linear.weight": []})
 
 
 def test_the_shim_does_not_load_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
