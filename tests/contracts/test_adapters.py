@@ -104,7 +104,7 @@ def save_adapter(factors: dict[str, tuple[Tensor, Tensor]], targets: tuple[str, 
     (place / "adapter_config.json").write_text(json.dumps(config))
 
 
-def megatron(rows: int = 3, recompute: bool = False, **sizes: Any) -> Case:
+def megatron(rows: int = 3, *, recompute: bool = False, **sizes: Any) -> Case:
     return Case(rows=rows, gradient_checkpointing=recompute, megatron=Sizes(**sizes))
 
 
@@ -120,11 +120,13 @@ RUNS: list[tuple[str, str, str, tuple[str, ...], int, Case]] = [
     ("megatron", "llama-untied", "scalar", ALL, 2, megatron(**SP, recompute=True)),
     ("megatron", "qwen2-tied", "lm", ALL, 2, megatron(pp=2, recompute=True)),
     ("megatron", "qwen3-4-layers", "lm", ALL, 2, megatron(2, pp=2, vp=2)),
+    ("megatron", "qwen2-tied", "lm", ALL, 2, megatron(cp=2)),
     ("megatron", "qwen3-moe", "lm", ALL, 2, megatron(ep=2)),
     ("megatron", "qwen3-moe", "lm", ATTENTION, 2, Case(rows=3, megatron=TP2_EP2)),
     ("megatron", "deepseek-v3", "lm", (*LATENT, *MLP), 2, Case(rows=3, megatron=TP2_EP2)),
 ]
 SLOW_RUNS = [
+    ("megatron", "qwen2-tied", "lm", ALL, 4, megatron(1, cp=2, tp=2, sequence_parallel=True, recompute=True)),
     ("megatron", "qwen3-moe", "lm", ALL, 2, megatron(**SP)),
     ("megatron", "mixtral", "lm", (*ATTENTION, "w1", "w2", "w3"), 2, megatron(ep=2, recompute=True)),
     ("megatron", "qwen2-tied", "lm", ALL, 4, megatron(1, tp=2, pp=2, sequence_parallel=True)),

@@ -92,6 +92,7 @@ def test_adapters_on_two_tensor_parallel_ranks_are_their_own_reference(
         *TP2,
         *adapters,
         "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=ipc",
         "actor_rollout_ref.actor.optim.lr=0.01",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         "algorithm.adv_estimator=gae",
