@@ -97,8 +97,8 @@ def _changes(cfg: PPOConfig) -> Iterator[tuple[str, ...]]:
     yield (f"trainer.n_gpus_per_node={2 * cfg.trainer.n_gpus_per_node}",)
     if not megatron:
         yield (f"{_ACTOR}.ulysses_sequence_parallel_size={2 * actor.ulysses_sequence_parallel_size}",)
-        if not policy.model.lora_rank:
-            yield (f"{_MODEL}.lora_rank=16",)
+    if not policy.model.lora_rank:
+        yield (f"{_MODEL}.lora_rank=16",)
 
 
 def _smaller(key: str, longest: int, tokens: int | None) -> Iterator[tuple[str, ...]]:

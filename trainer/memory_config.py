@@ -12,6 +12,7 @@ from rlsys.config.schema_actor import ActorConfig, CriticConfig
 from rlsys.config.schema_megatron import MegatronConfig, MegatronRoleConfig
 from rlsys.config.schema_model import FSDPConfig, ShardConfig
 from rlsys.models import footprint as fp
+from rlsys.models.lora import LoraSettings
 from trainer.memory_roles import (
     GRADIENTS,
     MASTERS,
@@ -26,7 +27,7 @@ from trainer.memory_roles import (
     fixed_pass,
     megatron_role,
 )
-from workers.engines import megatron_sizes
+from workers.engines import lora_settings, megatron_sizes
 
 Facts = Mapping[str, Any]
 Device = Literal["cuda", "cpu"]
@@ -110,7 +111,7 @@ def _actor(job: Job, facts: Facts) -> Resident:
         actor.megatron if actor.strategy == "megatron" else actor.fsdp_config,
         recompute=model.enable_gradient_checkpointing,
         entropy=actor.entropy_coeff != 0 or actor.calculate_entropy,
-        lora_rank=model.lora_rank,
+        lora=lora_settings(model, seed=0),
     )
     return Resident(
         role, _leaving(actor.megatron if actor.strategy == "megatron" else actor.fsdp_config), tuple(stages)
@@ -145,7 +146,7 @@ def _critic(job: Job, plan: RolePlan, facts: Facts) -> Resident:
         sharing=_sharing(critic),
     )
     recompute = critic.model.enable_gradient_checkpointing
-    role = _role(job, facts, settings, lm=False, recompute=recompute, lora_rank=critic.model.lora_rank)
+    role = _role(job, facts, settings, lm=False, recompute=recompute, lora=lora_settings(critic.model, seed=0))
     trained = _training(job, plan, _sharing(critic))
     return Resident(role, _leaving(settings), (("values", False, scored), ("update_critic", True, trained)))
 
@@ -191,7 +192,7 @@ def _role(
     lm: bool = True,
     recompute: bool = False,
     entropy: bool = False,
-    lora_rank: int = 0,
+    lora: LoraSettings | None = None,
 ) -> Role:
     head, ranks = "lm" if lm else "value", job.plan.pools.train_ranks
     how = Computing(width_of(settings.dtype, job.device), job.device, recompute and trained, entropy)
@@ -205,6 +206,7 @@ def _role(
             head=head,
             trained=trained,
             fused=job.device == "cuda",
+            lora=lora,
         )
     return FsdpRole(
         fp.decoder_of(facts, head=head),
@@ -214,7 +216,7 @@ def _role(
         trained=trained,
         lm=lm,
         on_host=settings.offload_policy and job.device == "cuda",
-        lora_rank=lora_rank,
+        lora_rank=lora.rank if lora is not None else 0,
     )
 
 

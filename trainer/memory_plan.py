@@ -12,7 +12,7 @@ from rlsys.config import PPOConfig, plan_batches
 from rlsys.engines.export import FILE_BYTES
 from rlsys.models import footprint as fp
 from trainer.memory_config import Device, Facts, Job, Lengths, Resident, residents, width_of
-from trainer.memory_roles import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, Bytes, FsdpRole, together
+from trainer.memory_roles import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, Bytes, FsdpRole, MegatronRole, together
 
 ROLLOUT_WEIGHTS, CACHE, DRAWING, STAGING = "rollout weights", "cache", "drawing", "staging"
 RESIDENT = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER, ROLLOUT_WEIGHTS)
@@ -130,6 +130,8 @@ def _staging(job: Job, facts: Facts, actor: Resident) -> int:
     found = 2 * fp.decoder_of(facts).largest + CHECKSUM_WORDS_BYTES if job.device == "cuda" else 0
     if isinstance(role, FsdpRole) and role.lora_rank:
         found += role.master * role.model.parameters // role.ranks
+    if isinstance(role, MegatronRole) and role.adapters:
+        found += role.how.c * role.held_here.parameters
     if engine.backend == "gather":
         found += min(engine.update_weights_bucket_megabytes << 20, fp.WIDE * fp.decoder_of(facts).parameters)
     return found

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsys.models import footprint as fp
+from rlsys.models.lora import LoraSettings
 from rlsys.models.megatron.family import Head, Place
 from rlsys.models.megatron.options import Sizes
 
@@ -140,7 +141,7 @@ class FsdpRole:
 class MegatronRole:
     """A role on one rank of Megatron; `dp` and `expert_dp` ranks share the optimizer of the dense part and of experts.
 
-    `fused`: Transformer Engine's layers.
+    `fused`: Transformer Engine's layers. With `adapters` only these are trained.
     """
 
     model: fp.Decoder
@@ -153,15 +154,17 @@ class MegatronRole:
     trained: bool
     lm: bool
     fused: bool
+    adapters: fp.Adapters | None = None
 
     def held(self) -> Bytes:
         """Between calls: gradients stay, in float32."""
-        here, c = self.held_here, self.how.c
+        here, c = self.adapters or self.held_here, self.how.c
         own = here.dense // self.dp + here.experts // self.expert_dp
+        parameters = c * (self.held_here.parameters + (self.adapters.parameters if self.adapters else 0))
         if not self.trained:
-            return {PARAMETERS: c * here.parameters}
+            return {PARAMETERS: parameters}
         return {
-            PARAMETERS: c * here.parameters,
+            PARAMETERS: parameters,
             GRADIENTS: fp.WIDE * here.parameters,
             MASTERS: fp.WIDE * own if c < fp.WIDE else 0,
             OPTIMIZER: 2 * fp.WIDE * own,
@@ -169,6 +172,7 @@ class MegatronRole:
 
     def scoring(self, size: Pass) -> Bytes:
         inside = fp.layer_passing_bytes(self.model, size.tokens, c=self.how.c, tp=self.sizes.tp, backward=False)
+        inside += self._merged(1)
         if not self._last:
             return {ACTIVATIONS: inside}
         head = fp.head_hidden_bytes(self.model, size.tokens, size.responses, c=self.how.c, backward=False)
@@ -183,12 +187,17 @@ class MegatronRole:
         extra = (saved if self.how.recompute else 0) + fp.layer_passing_bytes(
             d, size.tokens, c=c, tp=sizes.tp, backward=True
         )
+        extra += self._merged(3 if self.fused else 2)
         if not self._last:
             return {ACTIVATIONS: kept + extra}
         head = fp.head_hidden_bytes(d, size.tokens, size.responses, c=c, backward=True)
         return _higher(
             {ACTIVATIONS: kept + extra}, {ACTIVATIONS: kept + head, LOGITS: self._logits(size, backward=True)}
         )
+
+    def _merged(self, times: int) -> int:
+        """Merged weights of a layer with adapters, and their gradient."""
+        return times * self.how.c * self.adapters.merged if self.adapters else 0
 
     @property
     def _last(self) -> bool:
@@ -211,7 +220,7 @@ class MegatronRole:
             c=self.how.c,
             device=self.how.device,
             backward=backward,
-            trained=True,
+            trained=self.adapters is None,
             entropy=self.how.entropy,
             tp=self.sizes.tp,
         )
@@ -230,6 +239,7 @@ def megatron_role(
     head: Head,
     trained: bool,
     fused: bool,
+    lora: LoraSettings | None = None,
 ) -> MegatronRole:
     """The role of the rank of stage `pp_rank` that holds the first part of everything."""
     etp = sizes.expert_tp
@@ -254,6 +264,7 @@ def megatron_role(
         trained=trained,
         lm=head == "lm",
         fused=fused,
+        adapters=fp.adapters_at(hf_config, place, lora, head=head, grouped=fused) if lora is not None else None,
     )
 
 

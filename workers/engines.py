@@ -144,7 +144,7 @@ def _engine(
         ),
         packed=model.use_remove_padding,
         gradient_checkpointing=trained and model.enable_gradient_checkpointing,
-        lora=_lora(model, seed=shard.seed) if trained else None,
+        lora=lora_settings(model, seed=shard.seed) if trained else None,
         **_contents(checkpoint),
     )
 
@@ -186,6 +186,7 @@ def _megatron_engine(
             fp8=megatron.fp8 if trained else None,
             overrides=megatron.override_transformer_config,
         ),
+        lora=lora_settings(model, seed=megatron.seed) if trained else None,
         **_contents(checkpoint),
     )
 
@@ -225,7 +226,8 @@ def check_megatron_model(key: str, model: ModelConfig, megatron: MegatronRoleCon
         raise ConfigError(f"{key}: {error}") from error
 
 
-def _lora(model: ModelConfig, *, seed: int) -> LoraSettings | None:
+def lora_settings(model: ModelConfig, *, seed: int) -> LoraSettings | None:
+    """The adapters of a trained role, if it has any."""
     if model.lora_rank == 0 and model.lora_adapter_path is None:
         return None
     targets = model.target_modules

@@ -47,7 +47,7 @@ class MegatronConfig(MegatronRoleConfig):
     fp8: Literal["e4m3", "hybrid"] | None = None
     """Matrix products in FP8 of this Transformer Engine format."""
     seed: Seed = 42
-    """Seed of weights that are made anew (value heads)."""
+    """Seed of weights that are made anew (value heads, LoRA)."""
 
 
 class RefMegatronConfig(MegatronRoleConfig):

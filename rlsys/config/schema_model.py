@@ -74,7 +74,7 @@ class ModelConfig(Section):
     lora_alpha: Count = 16
     """LoRA scale; the adapters' output is multiplied by lora_alpha / lora_rank."""
     target_modules: Texts = ("all-linear",)
-    """Modules that get adapters: names, or all-linear."""
+    """Modules that get adapters: names, or all-linear (on Megatron experts too)."""
     lora_adapter_path: LocalPath | None = None
     """Folder of a trained adapter to start from."""
 

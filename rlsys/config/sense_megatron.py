@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from rlsys.config.needs import needs_critic, needs_reference
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema import PPOConfig
-from rlsys.config.schema_megatron import MegatronRoleConfig
+from rlsys.config.schema_megatron import MegatronConfig, MegatronRoleConfig
 from rlsys.config.schema_model import ModelConfig
 from rlsys.config.words import note, wrong
 
@@ -27,14 +27,16 @@ def check_megatron(cfg: PPOConfig) -> Iterator[str]:
     if policy.actor.strategy == "megatron":
         yield from _installed(f"{ACTOR}.strategy")
         yield from _sizes(f"{ACTOR}.megatron", policy.actor.megatron, ranks)
-        yield from _model(MODEL, ACTOR, policy.model, policy.actor.ulysses_sequence_parallel_size)
+        yield from _model(
+            MODEL, ACTOR, policy.model, policy.actor.megatron, policy.actor.ulysses_sequence_parallel_size
+        )
         if needs_reference(cfg):
             yield from _sizes(f"{REF}.megatron", policy.ref.megatron, ranks)
     if needs_critic(cfg) and critic.strategy == "megatron":
         if policy.actor.strategy != "megatron":
             yield from _installed(f"{CRITIC}.strategy")
         yield from _sizes(f"{CRITIC}.megatron", critic.megatron, ranks)
-        yield from _model("critic.model", CRITIC, critic.model, critic.ulysses_sequence_parallel_size)
+        yield from _model("critic.model", CRITIC, critic.model, critic.megatron, critic.ulysses_sequence_parallel_size)
 
 
 def _installed(key: str) -> Iterator[str]:
@@ -63,11 +65,10 @@ def _sizes(key: str, section: MegatronRoleConfig, ranks: int) -> Iterator[str]:
         yield wrong(virtual_key, virtual, f"there is one stage; write {key}.pipeline_model_parallel_size=2")
 
 
-def _model(key: str, role: str, model: ModelConfig, sequence: int) -> Iterator[str]:
-    if model.lora_rank or model.lora_adapter_path:
-        yield wrong(
-            f"{key}.lora_rank", model.lora_rank, f"there are no adapters on Megatron; write {role}.strategy=fsdp"
-        )
+def _model(key: str, role: str, model: ModelConfig, megatron: MegatronConfig, sequence: int) -> Iterator[str]:
+    if model.lora_rank and megatron.fp8 is not None:
+        why = f"adapters are merged into weights that fp8 would round; write {role}.megatron.fp8=null"
+        yield wrong(f"{key}.lora_rank", model.lora_rank, why)
     if sequence > 1:
         why = "Megatron shares sequences by context_parallel_size"
         yield wrong(f"{role}.ulysses_sequence_parallel_size", sequence, f"{why}; leave it at 1")

@@ -270,7 +270,8 @@ class FSDPEngine:
         adapter = None
         if self.lora is not None:
             tensors = {n: full_of(p) for n, p in parameters_by_name(self.model).items() if adapters.is_adapter(n)}
-            settings = adapters.adapter_config(self.lora, self.model.model, self.source.path or "")
+            layers = [name.removesuffix(".weight") for name in adapters.adapted_weights(self.model.model)]
+            settings = adapters.adapter_config(self.lora, layers, self.source.path or "")
             adapter = ({adapters.to_saved_name(n): t for n, t in tensors.items()}, settings)
         dtype = next(iter(held.base.values())).dtype
         export.write(

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlsys.models import lora as adapters
 from rlsys.models.megatron import start  # noqa: F401
 
 # isort: split
@@ -28,12 +29,13 @@ from rlsys.engines.megatron_optim import MegatronAdamW
 from rlsys.engines.megatron_parking import Parking
 from rlsys.engines.megatron_run import Pack, make_packs, run
 from rlsys.engines.megatron_state import MegatronState
-from rlsys.engines.megatron_weights import HeldModel
+from rlsys.engines.megatron_weights import HeldModel, Merged
 from rlsys.engines.mesh import gather_json, sum_over_ranks
 from rlsys.engines.micro import MicroBatches
 from rlsys.engines.optim import OptimSettings
 from rlsys.interfaces import LossFn, Output, Part
-from rlsys.models.hf import Head, ModelSource, check_names, open_weights, read_config
+from rlsys.models.hf import Head, ModelSource, TensorSource, check_names, open_weights, read_config
+from rlsys.models.megatron.adapters import adapters_off, add_adapters
 from rlsys.models.megatron.build import TokenGPT, build_chunks
 from rlsys.models.megatron.family import family_of
 from rlsys.models.megatron.options import ModelOptions, Sizes
@@ -77,6 +79,7 @@ class MegatronEngine:
         scoring: MicroBatches | None = None,
         sizes: Sizes = Sizes(),  # noqa: B008
         options: ModelOptions = ModelOptions(),  # noqa: B008
+        lora: adapters.LoraSettings | None = None,
         save_contents: Sequence[Content] = ALL_CONTENTS,
         load_contents: Sequence[Content] = ALL_CONTENTS,
     ) -> None:
@@ -88,24 +91,35 @@ class MegatronEngine:
         family = family_of(hf_config)
         self.ranks: MegatronRanks = make_ranks(device, sizes)
         family.check(hf_config, self.ranks.place)
+        if lora is not None and options.fp8 is not None:
+            raise ConfigError("adapters are merged into weights that fp8 would round: leave fp8 out, or lora_rank=0")
         with current(sizes):
             chunks = build_chunks(
                 family, hf_config, sizes, options, scalar_head=head == "scalar", device=self.ranks.device
             )
-            self.held = HeldModel(family, hf_config, head == "scalar", self.ranks, chunks)
+            self.held = HeldModel(family, hf_config, head == "scalar", self.ranks, chunks, lora)
+            add_adapters(chunks, self.held.factors)
             self._weights = open_weights(source, self.config, head=head, as_saved=True)
-            check_names(self.held.full_shapes, self._weights, aliases=[*self._carried(), *self._aliases()])
+            check_names(self.held.base_shapes, self._weights, aliases=[*self._carried(), *self._aliases()])
             self.held.meet()
             self.held.mark_parts()
-            for parameter in self.held.parameters.values():
-                parameter.requires_grad_(optimizer is not None)
-            self.held.fill(self._weights)
+            self.held.mark_trained(optimizer is not None)
+            weights = self._with_adapters(self._weights)
+            self.held.fill(weights)
             self.optimizer: MegatronAdamW | None = None
             if optimizer is not None:
                 self.optimizer = MegatronAdamW(chunks, optimizer, dtype=getattr(torch, options.dtype))
-                self._state().fill_masters(self._weights)
+                self._state().fill_masters(weights)
         self._weights = None if source.path is None else self._weights
         self._parking, self._count = Parking(), 0.0
+
+    def _with_adapters(self, weights: TensorSource) -> TensorSource:
+        plan = self.held.adapters
+        if plan is None:
+            return weights
+        values = adapters.adapter_weights(plan.settings, plan.shapes)
+        check_names(plan.shapes, values)
+        return adapters.Beside(weights, values)
 
     def _aliases(self) -> Sequence[str]:
         return list(self.held.family.aliases(self.held.hf_config))
@@ -215,28 +229,27 @@ class MegatronEngine:
         assert self.optimizer is not None
         with self.optimizer.whole_gradients() as found:
             local = {name: found[p] for name, p in self.held.parameters.items() if p.requires_grad}
-            buckets = self.held.full(local, 1 << 30, dtype=torch.float32)
-            whole = {name: tensor / self._count for bucket in buckets for name, tensor in bucket}
-        return {name: tensor for name, tensor in whole.items() if name not in self.held.untrained}
+            names = [name for name in self.held.full_shapes if name not in self.held.untrained]
+            buckets = self.held.full(local, 1 << 30, names=names, dtype=torch.float32)
+            return {name: tensor / self._count for bucket in buckets for name, tensor in bucket}
 
     @contextmanager
     def adapters_disabled(self) -> Iterator[None]:
-        """The model without adapters, as the reference of its own training; there are none here."""
-        raise ConfigError("there are no adapters on Megatron to switch off: use a reference of its own")
-        yield
+        """The model without its LoRA adapters, as the reference of its own training."""
+        with adapters_off(self.chunks):
+            yield
 
     def weight_layout(self) -> WeightLayout:
-        """The boxes of HF tensors on this rank."""
+        """The boxes of HF tensors on this rank (adapters merged)."""
         return self.held.layout()
 
     def local_tensors(self) -> Mapping[str, Tensor]:
-        """The tensors of `weight_layout`: live parameters, read only."""
-        wanted = {shard.local for shard in self.held.shards}
-        return {name: tensor for name, tensor in self.held.local().items() if name in wanted}
+        """The tensors of `weight_layout`: live parameters, read only; adapted weights are merged anew at each call."""
+        return dict(Merged(self.held))
 
     def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Whole HF tensors, bucket by bucket."""
-        return self.held.full(self.held.local(), bucket_bytes)
+        """Whole HF tensors, adapters merged, bucket by bucket."""
+        return self.held.full(Merged(self.held), bucket_bytes, names=self.held.base_shapes)
 
     def save(self, path: Path, what: Literal["resume", "export"]) -> None:
         """Write a checkpoint that is there wholly or not at all; a CheckpointError leaves an old one alone."""
@@ -253,7 +266,18 @@ class MegatronEngine:
             self.ranks.rank,
             export.exported_config(self.config, self.head, dtype),
             source_dir=Path(self.source.path) if self.source.path else None,
+            adapter=self._adapter(),
         )
+
+    def _adapter(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """What peft loads: whole factors under its names, and its settings."""
+        plan = self.held.adapters
+        if plan is None:
+            return None
+        buckets = self.held.full(self.held.local(), export.FILE_BYTES, names=plan.shapes)
+        tensors = {adapters.to_saved_name(name): tensor.cpu() for bucket in buckets for name, tensor in bucket}
+        layers = [name.removesuffix(".weight") for name in plan.adapted]
+        return tensors, adapters.adapter_config(plan.settings, layers, self.source.path or "")
 
     def _exported(self) -> Iterator[list[tuple[str, Tensor]]]:
         """All tensors of an export: the trained ones, then those that were only carried along."""

@@ -23,6 +23,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from rlsys.engines.optim import MOMENTS, OptimSettings, lr_at
+from rlsys.models.megatron.adapters import sum_shared_gradients
 from rlsys.models.megatron.build import TokenGPT
 from rlsys.types import StepReport
 
@@ -41,7 +42,7 @@ class Piece:
 class MegatronAdamW:
     """AdamW on this rank's range of the parameters of `chunks`, which it wraps for data parallelism.
 
-    Gradients are sums in float32; weight decay is on every parameter, as in torch's AdamW.
+    Gradients are sums in float32; weight decay is on every trained parameter, as in torch's AdamW.
     """
 
     def __init__(self, chunks: Sequence[TokenGPT], settings: OptimSettings, *, dtype: torch.dtype) -> None:
@@ -84,7 +85,7 @@ class MegatronAdamW:
     def step(self, count: float) -> StepReport:
         """Divide the gradient sums by `count`, clip and step. Without a positive count, or with a norm that is not
         finite, nothing changes but the gradients, which are dropped."""
-        finalize_model_grads(self.chunks)
+        self._finalize()
         if count > 0:
             self._scale(1.0 / count)
         self._megatron.prepare_grads()
@@ -102,6 +103,11 @@ class MegatronAdamW:
         self.num_steps += 1
         self.zero_grad()
         return StepReport(norm, lr, applied=True)
+
+    def _finalize(self) -> None:
+        """Sum gradients over the ranks that have parts of them."""
+        sum_shared_gradients(self.chunks)
+        finalize_model_grads(self.chunks)
 
     def _master_grads(self) -> Iterator[Tensor]:
         for part in self._parts:
@@ -124,13 +130,13 @@ class MegatronAdamW:
         """Gradient sums over all ranks by parameter, as the next step would see them; afterwards they are as before."""
         buffers = self.grad_buffers()
         before = [buffer.grad_data.clone() for buffer in buffers]
-        finalize_model_grads(self.chunks)
+        self._finalize()
         for buffer in buffers:
             size, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
             for bucket in buffer.buckets:
                 own = bucket.grad_data.view(size, -1)[rank].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, own, group=buffer.data_parallel_group)
-        yield {p: p.main_grad for chunk in self.chunks for p in chunk.parameters()}  # type: ignore[misc]
+        yield {p: p.main_grad for chunk in self.chunks for p in chunk.parameters() if p.requires_grad}  # type: ignore[misc]
         for buffer, values in zip(buffers, before, strict=True):
             buffer.grad_data.copy_(values)
 

@@ -25,6 +25,7 @@ from rlsys.engines.megatron_weights import HeldModel, region
 from rlsys.engines.mesh import gather_json, together
 from rlsys.engines.optim import MOMENTS
 from rlsys.models.hf import TensorSource
+from rlsys.models.lora import hf_name
 from rlsys.types import Box, Shard
 from rlsys.utils.atomic import fsync_file, write_text_durable
 from rlsys.utils.errors import CheckpointError
@@ -56,10 +57,13 @@ class MegatronState:
     def shapes(self) -> dict[str, Sequence[int]]:
         trained = {name: shape for name, shape in self.held.full_shapes.items() if name not in self.held.untrained}
         return {
-            prefix + name: shape
+            prefix + self._saved_name(name): shape
             for kind, prefix in self._kinds().items()
             for name, shape in (self.held.full_shapes if kind == "master" else trained).items()
         }
+
+    def _saved_name(self, name: str) -> str:
+        return name if self.held.adapters is None else self.held.adapters.saved_name(name)
 
     def write(self, staging: Path) -> list[str]:
         errors = (*STORAGE_ERRORS, CheckpointError)
@@ -95,12 +99,13 @@ class MegatronState:
         kinds = self._kinds()
         for box, tensors in self._boxes(given_only=True):
             for kind, prefix in kinds.items():
-                yield prefix + box.tensor, box.start, tensors[kind]
+                yield prefix + self._saved_name(box.tensor), box.start, tensors[kind]
         if "model" in self.parts:
-            local = self.held.buffers if self.pieces else self.held.local()
+            local = self.held.untrained_here() if self.pieces else self.held.local()
             for shard in self.held.shards:
                 if shard.local in local and self.held.gives(shard):
-                    yield f"model.{shard.box.tensor}", shard.box.start, region(local[shard.local], shard)
+                    name = f"model.{self._saved_name(shard.box.tensor)}"
+                    yield name, shard.box.start, region(local[shard.local], shard)
 
     def _boxes(self, *, given_only: bool) -> Iterator[tuple[Box, dict[str, Tensor]]]:
         """Boxes of HF tensors of which this rank holds masters and moments, and views of these."""
@@ -143,7 +148,7 @@ class SavedTensors:
 
     def __init__(self, path: Path, index: Mapping[str, Any], prefix: str) -> None:
         self.path, self.prefix = path, prefix
-        self._index = {key.removeprefix(prefix): entry for key, entry in index.items() if key.startswith(prefix)}
+        self._index = {hf_name(k.removeprefix(prefix)): entry for k, entry in index.items() if k.startswith(prefix)}
         self._open: dict[str, Any] = {}
 
     def names(self) -> Collection[str]:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from math import prod
 from typing import Any
 
 from rlsys.models.logprobs import CHUNK_ELEMENTS
+from rlsys.models.lora import LoraSettings
+from rlsys.models.megatron.factors import factors_of, plan_adapters
 from rlsys.models.megatron.family import Head, Place, family_of
+from rlsys.models.megatron.rules import extents
 
 WIDE = 4
 """Bytes of float32."""
@@ -106,6 +109,41 @@ def _held(key: str, place: Place, head: Head) -> Held:
 def held_at(hf_config: Mapping[str, Any], place: Place, *, head: Head = "lm") -> Held:
     """What Megatron's rank at `place` holds."""
     return _held(json.dumps(hf_config, sort_keys=True), place, head)
+
+
+@dataclass(frozen=True)
+class Adapters(Held):
+    """Elements of adapters that a Megatron rank holds; `merged`: the weights of the largest layer that has some."""
+
+    merged: int
+
+
+def adapters_at(
+    hf_config: Mapping[str, Any], place: Place, lora: LoraSettings, *, head: Head = "lm", grouped: bool
+) -> Adapters:
+    """What Megatron's rank at `place` holds of adapters; `grouped`: the experts of a layer compute as one."""
+    return _adapters(json.dumps(hf_config, sort_keys=True), place, lora, head, grouped)
+
+
+@cache
+def _adapters(key: str, place: Place, lora: LoraSettings, head: Head, grouped: bool) -> Adapters:
+    hf_config = json.loads(key)
+    family = family_of(hf_config)
+    shards_at = partial(family.shards, hf_config, head=head, grouped_experts=grouped)
+    held = shards_at(place)
+    whole = shards_at(replace(place, tp_rank=0, tp_size=1, etp_rank=0, etp_size=1))
+    plan = plan_adapters(lora, shards_at(Place()), family.hf_shapes(hf_config, head=head))
+    factors = factors_of(plan, held, whole)
+    shards = [shard for of_weight in factors.values() for one in of_weight for shard in one.shards]
+    experts = sum(prod(shard.box.shape) for shard in shards if EXPERT_MARKS[0] in shard.local)
+    merged: dict[str, int] = {}
+    for local, shape in extents(held).items():
+        if local in factors:
+            layer = local.rpartition(".")[0]
+            merged[layer] = merged.get(layer, 0) + prod(shape)
+    layers = sum(len(chunk) for chunk in family.layers_of(hf_config, place))
+    dense = sum(prod(shard.box.shape) for shard in shards) - experts
+    return Adapters(dense, experts, layers, merged=max(merged.values(), default=0))
 
 
 def layer_saved_bytes(d: Decoder, tokens: int, *, c: int, fused: bool, tp: int = 1, shared_norms: bool = False) -> int:

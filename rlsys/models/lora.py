@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -49,7 +49,7 @@ def add_adapters(model: Any, settings: LoraSettings) -> LoraSettings:
     """Put adapters into `model` in place, freeze the rest but a scalar head; returns the settings that hold."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    settings = _with_adapter_config(settings)
+    settings = settled(settings)
     targets = settings.target_modules
     config = LoraConfig(
         r=settings.rank,
@@ -68,7 +68,8 @@ def add_adapters(model: Any, settings: LoraSettings) -> LoraSettings:
     return settings
 
 
-def _with_adapter_config(settings: LoraSettings) -> LoraSettings:
+def settled(settings: LoraSettings) -> LoraSettings:
+    """The settings that hold: those of `adapter_path` where there is one; CheckpointError if they cannot be read."""
     if settings.adapter_path is None:
         return settings
     file = Path(settings.adapter_path) / "adapter_config.json"
@@ -79,6 +80,27 @@ def _with_adapter_config(settings: LoraSettings) -> LoraSettings:
         return LoraSettings(saved["r"], saved["lora_alpha"], targets, settings.adapter_path, settings.seed)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"cannot read the adapter's {file}: {error}") from error
+
+
+def targeted(layers: Collection[str], settings: LoraSettings) -> list[str]:
+    """Those of the linear layers' names that get an adapter, by peft's rules; ConfigError if none does."""
+    targets = settings.target_modules
+    if targets == "all-linear":
+        found = list(layers)
+    elif isinstance(targets, str):
+        found = [layer for layer in layers if re.fullmatch(targets, layer)]
+    else:
+        found = [layer for layer in layers if layer in targets or layer.endswith(tuple(f".{t}" for t in targets))]
+    if not found:
+        known = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
+        raise ConfigError(f"target_modules={targets}: no linear layer of the model is named so; there are {known}")
+    return found
+
+
+def adapted_by(layer: str, settings: LoraSettings) -> Adapted:
+    """The adapter of a linear layer."""
+    parts = (f"{layer}.lora_{part}.{ADAPTER}.weight" for part in "AB")
+    return Adapted(*parts, scale=settings.alpha / settings.rank)
 
 
 def is_adapter(name: str) -> bool:
@@ -124,7 +146,7 @@ def adapter_weights(settings: LoraSettings, shapes: Mapping[str, tuple[int, ...]
     """The adapters' first values: from `adapter_path`, else A drawn per tensor from the seed and B zero."""
     if settings.adapter_path is not None:
         return _SavedAdapter(SafetensorsDir(Path(settings.adapter_path)))
-    return InMemory({name: _first_value(name, shape, settings.seed) for name, shape in shapes.items()})
+    return _FirstValues(shapes, settings.seed)
 
 
 def _first_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
@@ -133,6 +155,40 @@ def _first_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     own_seed = int.from_bytes(blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()) >> 1
     bound = 1 / math.sqrt(shape[1])
     return torch.empty(shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(own_seed))
+
+
+@dataclass(frozen=True)
+class _FirstValues:
+    """Drawn as they are read."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    seed: int
+
+    def names(self) -> Collection[str]:
+        return self.shapes.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.shapes[name]
+
+    def read(self, name: str, start: Any, shape: Any) -> Tensor:
+        return InMemory({name: _first_value(name, self.shapes[name], self.seed)}).read(name, start, shape)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A model's tensors and those of its adapters as one source."""
+
+    base: TensorSource
+    adapters: TensorSource
+
+    def names(self) -> Collection[str]:
+        return {*self.base.names(), *self.adapters.names()}
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return (self.adapters if is_adapter(name) else self.base).shape(name)
+
+    def read(self, name: str, start: Any, shape: Any) -> Tensor:
+        return (self.adapters if is_adapter(name) else self.base).read(name, start, shape)
 
 
 class _SavedAdapter:
@@ -161,18 +217,17 @@ def to_saved_name(name: str) -> str:
     return _PREFIX + name.replace(f".{ADAPTER}.weight", ".weight")
 
 
-def adapter_config(settings: LoraSettings, model: nn.Module, base_model: str) -> dict[str, Any]:
-    """What peft's adapter_config.json needs to load the adapter again."""
-    from peft.tuners.lora import LoraLayer
-
-    layers = [name for name, module in model.named_modules() if isinstance(module, LoraLayer)]
+def adapter_config(settings: LoraSettings, layers: Collection[str], base_model: str) -> dict[str, Any]:
+    """What peft's adapter_config.json needs to load the adapter of these linear layers again."""
+    targets = settings.target_modules
+    every = sorted({name.rpartition(".")[2] for name in layers})
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model,
         "r": settings.rank,
         "lora_alpha": settings.alpha,
-        "target_modules": sorted({name.rsplit(".", 1)[-1] for name in layers}),
+        "target_modules": every if targets == "all-linear" else targets if isinstance(targets, str) else list(targets),
         "lora_dropout": 0.0,
         "bias": "none",
     }

@@ -140,11 +140,12 @@ def check_sums(spec: PullSpec, tensors: Mapping[str, Tensor], sums: np.ndarray) 
 
 
 class Lender:
-    """A trainer rank's side."""
+    """A trainer rank's side. What it lent stays until it lends anew: merged adapters are fresh tensors at each push."""
 
     def __init__(self, spec: LendSpec, engine: TrainEngine) -> None:
         self.spec, self.engine = spec, engine
         self._places: list[int] = []
+        self._lent: Mapping[str, Tensor] = {}
         self.version: int | None = None
         self.address = self._lend(engine.local_tensors())
         self._news: Offer | None = None
@@ -169,11 +170,11 @@ class Lender:
         self._news = None
 
     def close(self) -> None:
-        self.version = None
+        self.version, self._lent = None, {}
 
     def _lend(self, tensors: Mapping[str, Tensor]) -> Offer:
         offer = offer_of({name: tensors[name] for name in self.spec.names})
-        self._places = self._places_of(tensors)
+        self._places, self._lent = self._places_of(tensors), tensors
         return offer
 
     def _places_of(self, tensors: Mapping[str, Tensor]) -> list[int]:

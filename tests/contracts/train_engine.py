@@ -20,6 +20,7 @@ from rlsys.engines.micro import MicroBatches
 from rlsys.engines.optim import OptimSettings
 from rlsys.interfaces import LossSum, TrainEngine
 from rlsys.models.hf import saved_names
+from rlsys.models.lora import LoraSettings
 from rlsys.models.megatron.options import ModelOptions, Sizes
 from rlsys.protocol import DataProto
 from tests.ranks import run_ranks
@@ -107,6 +108,7 @@ class Case:
     overrides: tuple[tuple[str, Any], ...] = ()
     lr: float = 1e-3
     chunk_elements: int | None = 3 * VOCAB
+    lora: LoraSettings | None = None
 
     def __str__(self) -> str:
         parts = [f"rows{self.rows}" if self.rows else f"tokens{self.max_tokens}", "packed" if self.packed else "padded"]
@@ -117,6 +119,7 @@ class Case:
             + ([f"sp{self.sp_size}"] if self.sp_size > 1 else [])
             + [f"{name}{value:d}" for name, value in vars(self.megatron).items() if value not in (1, None, False)]
             + [str(value) for _, value in self.overrides]
+            + (["lora"] if self.lora else [])
         )
 
 
@@ -130,6 +133,7 @@ def fsdp_engine(model: Mapping[str, Any], head: str, case: Case) -> FSDPEngine:
         packed=case.packed,
         gradient_checkpointing=case.gradient_checkpointing,
         chunk_elements=case.chunk_elements,
+        lora=case.lora,
     )
 
 
@@ -145,6 +149,7 @@ def megatron_engine(model: Mapping[str, Any], head: str, case: Case) -> Any:
         options=ModelOptions(
             recompute=case.gradient_checkpointing, chunk_elements=case.chunk_elements, overrides=dict(case.overrides)
         ),
+        lora=case.lora,
     )
 
 

@@ -83,6 +83,36 @@ def test_two_ranks_share_each_sequence(toy: Toy, tmp_path: Path, ray_cluster: ob
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_adapters_on_two_tensor_parallel_ranks_are_their_own_reference(
+    toy: Toy, tmp_path: Path, ray_cluster: object
+) -> None:
+    model = "actor_rollout_ref.model"
+    adapters = (f"{model}.lora_rank=4", f"{model}.lora_alpha=8", f"{model}.target_modules=[q_proj,v_proj,down_proj]")
+    more = [
+        *TP2,
+        *adapters,
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=ipc",
+        "actor_rollout_ref.actor.optim.lr=0.01",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "algorithm.adv_estimator=gae",
+        "critic.model.lora_rank=4",
+        "critic.megatron.tensor_model_parallel_size=2",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+    ]
+    check_resume(toy, tmp_path, more, roles=("actor", "critic"))
+    lines = [json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
+    assert abs(lines[0]["actor/kl_loss"]) < 1e-6 < abs(lines[-1]["actor/kl_loss"])
+    exported = tmp_path / "whole/global_step_3/actor/huggingface"
+    assert (exported / "lora_adapter/adapter_config.json").is_file()
+    base, merged = (AutoModelForCausalLM.from_pretrained(str(place)) for place in (toy.model, exported))
+    new = dict(merged.named_parameters())
+    moved = {name.split(".")[-2] for name, p in base.named_parameters() if not p.equal(new[name])}
+    assert moved == {"q_proj", "v_proj", "down_proj"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_stages_of_two_ranks_with_critic_and_reference(toy: Toy, tmp_path: Path, ray_cluster: object) -> None:
     more = [
         "trainer.n_gpus_per_node=4",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from rlsys.engines.fsdp import FSDPEngine, ModelSource, Precision
 from rlsys.engines.micro import MicroBatches
 from rlsys.engines.optim import OptimSettings
 from rlsys.models.hf import open_weights, read_config
+from rlsys.models.lora import LoraSettings
 from rlsys.models.megatron.options import ModelOptions, Sizes
 from rlsys.protocol import DataProto
+from tests.contracts.test_adapters import ALL, LATENT, MLP, adapted_reference
 from tests.contracts.train_engine import MODELS, OUTPUTS, Case, loss_of, one_step, reference
 from tests.ranks import run_ranks
 
@@ -73,6 +75,7 @@ def megatron(model: Mapping[str, Any], head: str = "lm", case: Case = Case(max_t
         "training": MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
         "sizes": case.megatron,
         "options": ModelOptions(dtype="bfloat16", recompute=case.gradient_checkpointing),
+        "lora": case.lora,
     }
     return MegatronEngine(ModelSource(config=model, seed=3), **{**settings, **options})
 
@@ -265,8 +268,87 @@ def test_loss_and_gradients_are_near_the_float64_reference(name: str, head: str)
     assert distance(*flat) < 0.1
 
 
-def moved() -> dict[str, Any]:
-    engine = megatron(EVEN)
+ALL_LINEAR = LoraSettings(rank=8, alpha=16.0, seed=4)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("name", "head", "targets"),
+    [("qwen2-tied", "lm", ALL), ("llama-untied", "scalar", ALL), ("deepseek-v3", "lm", (*LATENT, *MLP))],
+)
+def test_adapters_have_the_gradients_of_the_float64_reference(
+    name: str, head: str, targets: tuple[str, ...], recompute: bool, tmp_path: Path
+) -> None:
+    settings, outputs, loss, gradients = adapted_reference(name, head, targets, tmp_path)
+    case = Case(rows=3, gradient_checkpointing=recompute, lora=settings)
+    (rank,) = run_ranks(1, one_step, megatron, name, head, case, backend=BACKEND)
+    apart = {output: distance(rank["outputs"][output], expected) for output, expected in outputs.items()}
+    assert rank["gradients"].keys() == gradients.keys()
+    flat = [torch.cat([found[n].flatten() for n in gradients]) for found in (rank["gradients"], gradients)]
+    print(name, apart, rank["metrics"]["loss"], loss, distance(*flat))
+    assert max(apart.values()) < 0.05
+    assert rank["metrics"]["loss"] == pytest.approx(loss, rel=0.5, abs=0.05)
+    assert distance(*flat) < 0.1
+
+
+@pytest.mark.parametrize(("model", "world", "case"), LAYOUTS)
+def test_every_layout_trains_the_same_adapters(model: dict[str, Any], world: int, case: Case) -> None:
+    (alone,) = run_ranks(1, trained, model, Case(max_tokens=2048, lora=ALL_LINEAR), backend=BACKEND)
+    for found in run_ranks(world, trained, model, replace(case, lora=ALL_LINEAR), backend=BACKEND):
+        print(found, alone)
+        for (loss, norm), (loss_alone, norm_alone) in zip(found, alone, strict=True):
+            assert loss == pytest.approx(loss_alone, rel=0.02, abs=0.02)
+            assert norm == pytest.approx(norm_alone, rel=0.05)
+
+
+def served(model: dict[str, Any]) -> dict[str, Any]:
+    """Whether the engine without adapters and the pushed weights say the same as engines that hold just these."""
+    engine, plain = megatron(model, case=Case(max_tokens=2048, lora=ALL_LINEAR)), megatron(model)
+    rows = rows_of(model["vocab_size"])
+    values = lambda e: e.forward(rows, ("log_probs",))["log_probs"]  # noqa: E731
+    first = values(plain)
+    for _ in range(3):
+        engine.forward_backward(rows, loss_of)
+        engine.optim_step()
+    with engine.adapters_disabled():
+        reference = torch.equal(values(engine), first)
+    held = plain.held.local()
+    for name, tensor in engine.local_tensors().items():
+        held[name].copy_(tensor)
+    return {"reference": reference, "pushed": torch.equal(values(engine), values(plain))}
+
+
+@pytest.mark.parametrize("model", [EVEN, SPARSE], ids=["dense", "sparse"])
+def test_it_computes_with_the_weights_that_it_pushes_and_is_its_own_reference(model: dict[str, Any]) -> None:
+    (found,) = run_ranks(1, served, model, backend=BACKEND)
+    assert found["reference"]
+    assert found["pushed"]
+
+
+def peak_of_a_step(lora: LoraSettings | None) -> float:
+    """Bytes that a training step without recomputation takes beside what lies there, for each of many layers."""
+    found = []
+    for layers in (8, 40):
+        engine = megatron({**EVEN, "num_hidden_layers": layers}, case=Case(rows=1, lora=lora))
+        rows = rows_of(EVEN["vocab_size"], num=1, prompt=32, response=32)
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            engine.forward_backward(rows, loss_of)
+            found.append(torch.cuda.max_memory_allocated() - before)
+        del engine
+    return (found[3] - found[1]) / 32
+
+
+def test_merged_weights_are_not_kept_for_the_backward_pass() -> None:
+    (adapted,), (full,) = (run_ranks(1, peak_of_a_step, lora, backend=BACKEND) for lora in (ALL_LINEAR, None))
+    weights = 2 * (512 * (512 + 2 * 128) + 512 * 512 + 3 * 512 * 1536)
+    print(adapted, full, weights)
+    assert adapted - full < 0.3 * weights
+
+
+def moved(lora: LoraSettings | None) -> dict[str, Any]:
+    engine = megatron(EVEN, case=Case(max_tokens=4096, lora=lora))
     rows = rows_of(EVEN["vocab_size"])
     train = lambda: (engine.forward_backward(rows, loss_of)["loss"], engine.optim_step().grad_norm)  # noqa: E731
     train()
@@ -278,10 +360,11 @@ def moved() -> dict[str, Any]:
     return {"left": left / full, "same": same, "after": train()}
 
 
-def test_parts_move_to_the_host_and_back() -> None:
-    (found,) = run_ranks(1, moved, backend=BACKEND)
+@pytest.mark.parametrize("lora", [None, ALL_LINEAR], ids=["full", "lora"])
+def test_parts_move_to_the_host_and_back(lora: LoraSettings | None) -> None:
+    (found,) = run_ranks(1, moved, lora, backend=BACKEND)
     assert found["same"]
-    assert found["left"] < 0.2  # the libraries' workspaces stay
+    assert lora or found["left"] < 0.2  # the libraries' workspaces stay
     assert all(value == value for value in found["after"])
 
 

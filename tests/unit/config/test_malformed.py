@@ -409,7 +409,7 @@ RUNS = [
                 (f"{MEGATRON}.context_parallel_size = 4", "2 training", f"{MEGATRON}.context_parallel_size=1"),
             ),
             ([f"{A}.ulysses_sequence_parallel_size=2"], ("ulysses_sequence_parallel_size", "context_parallel_size")),
-            ([f"{M}.lora_rank=8"], (f"{M}.lora_rank = 8", "strategy=fsdp")),
+            ([f"{M}.lora_rank=8", f"{MEGATRON}.fp8=hybrid"], (f"{M}.lora_rank = 8", f"{MEGATRON}.fp8=null")),
         ]
     ),
     bad("trainer.allocation_mode=hf:d2|fsdp:d2", "trainer.allocation_mode", "need names"),

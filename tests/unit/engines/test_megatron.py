@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from rlsys.engines.micro import MicroBatches
 from rlsys.engines.optim import OptimSettings
 from rlsys.interfaces import LossSum
 from rlsys.models.hf import ModelSource
+from rlsys.models.lora import LoraSettings
+from rlsys.models.megatron.adapters import LayerAdapters, add_adapters
 from rlsys.models.megatron.options import ModelOptions, Sizes
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import CheckpointError, ConfigError
@@ -50,6 +53,8 @@ def whole(engine: MegatronEngine) -> dict[str, Tensor]:
         (MODELS["qwen3-moe"], 2, {"sizes": Sizes(tp=2)}, "sequence_parallel=true"),
         ({**MODEL, "model_type": "gpt_neox"}, 1, {}, "known are"),
         (MODEL, 1, {"options": ModelOptions(fp8="hybrid")}, "needs Transformer Engine"),
+        (MODEL, 1, {"options": ModelOptions(fp8="hybrid"), "lora": LoraSettings(rank=2)}, "leave fp8 out"),
+        (MODEL, 1, {"lora": LoraSettings(rank=2, target_modules=("nothing",))}, "there are down_proj, gate_proj"),
         (MODEL, 1, {"options": ModelOptions(overrides={"no_such_setting": 1})}, "no_such_setting"),
     ],
 )
@@ -61,6 +66,12 @@ def refused(model: Any, options: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as error:
         megatron(ModelSource(config=model, seed=1), **options)
     return str(error.value)
+
+
+def test_adapters_refuse_settings_that_reach_past_them() -> None:
+    chunk = SimpleNamespace(config=SimpleNamespace(use_transformer_engine_op_fuser=True))
+    with pytest.raises(ConfigError, match="do not go with use_transformer_engine_op_fuser"):
+        add_adapters([chunk], {"0.linear.weight": []})
 
 
 def test_the_shim_does_not_load_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +206,59 @@ def test_parked_memory_is_home_within_a_block_and_away_again_after_it() -> None:
     assert buffer.untyped_storage().nbytes() == 0
     parking.fetch("optimizer")
     assert torch.equal(buffer, expected + 1)
+
+
+def merging(layer_only: bool) -> tuple[int, list[float], list[float]]:
+    """Merged weights of two training steps, and what two of one stage that holds no adapter say."""
+    targets = ("model.layers.1.mlp.up_proj",) if layer_only else "all-linear"
+    engine = megatron(lora=LoraSettings(rank=2, target_modules=targets), sizes=Sizes(pp=2 if layer_only else 1))
+    count, merged = [0], LayerAdapters.merged
+
+    def counted(*args: Any) -> Tensor:
+        count[0] += 1
+        return merged(*args)
+
+    LayerAdapters.merged = counted  # type: ignore[method-assign]
+    losses, norms = [], []
+    for _ in range(2):
+        losses.append(engine.forward_backward(small_rows(2), nll)["loss"])
+        norms.append(engine.optim_step().grad_norm)
+    return count[0], losses, norms
+
+
+def test_merged_weights_are_not_kept_for_the_backward_pass() -> None:
+    ((count, _, _),) = run_ranks(1, merging, False)
+    assert count == 2 * 2 * 2 * 4  # steps, passes, layers, weights
+
+
+def test_a_stage_without_adapters_passes_gradients_on() -> None:
+    (first, losses, norms), (last, others, other_norms) = run_ranks(2, merging, True)
+    assert (first, last) == (0, 2 * 2)
+    assert losses == others
+    assert norms == other_norms
+    assert losses[1] < losses[0]
+    assert all(norm > 0 for norm in norms)
+
+
+def half_precision_adapters() -> tuple[Tensor, Tensor, bool]:
+    """In bfloat16 the engine computes with exactly the weights that it pushes."""
+    options: dict[str, Any] = {"options": ModelOptions(dtype="bfloat16")}
+    engine = megatron(lora=LoraSettings(rank=2, seed=3), **options)
+    for _ in range(3):
+        engine.forward_backward(small_rows(), nll)
+        engine.optim_step()
+    plain, layout = megatron(**options), engine.weight_layout()
+    held = plain.held.local()
+    for name, tensor in engine.local_tensors().items():
+        held[name].copy_(tensor)
+    ours, theirs = (e.forward(small_rows(), ("log_probs",))["log_probs"] for e in (engine, plain))
+    return ours, theirs, layout == plain.weight_layout()
+
+
+def test_in_half_precision_the_pushed_weights_are_those_it_computes_with() -> None:
+    ((ours, theirs, same_layout),) = run_ranks(1, half_precision_adapters)
+    assert torch.equal(ours, theirs)
+    assert same_layout
 
 
 def half_precision_head() -> dict[str, float]:

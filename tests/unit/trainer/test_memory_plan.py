@@ -116,6 +116,18 @@ def test_ranks_that_share_sequences_share_their_activations_and_one_optimizer() 
     assert ours == pytest.approx(theirs / 2, rel=0.01)
 
 
+def test_adapters_on_megatron_are_what_has_gradients_masters_and_moments() -> None:
+    options = (f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=2", "actor_rollout_ref.model.lora_rank=4")
+    held = stages(plan_memory(config(*options), SHAPES["tiny"]))["update_weights"].bytes
+    adapters = 4 * fp.decoder_of(SHAPES["tiny"]).adaptable
+    found = [held[owner] for owner in ("parameters", "gradients", "masters", "optimizer")]
+    assert found == [2 * (N + adapters), 4 * adapters, 2 * adapters, 4 * adapters]
+    assert held["staging"] >= 2 * N
+    cut = stages(plan_memory(config(*options, f"{ACTOR}.megatron.tensor_model_parallel_size=2"), SHAPES["tiny"]))
+    whole_factors = cut["start"].bytes["gradients"] - 4 * adapters // 2
+    assert 0 < whole_factors < 4 * adapters // 2
+
+
 def test_a_rollout_of_its_own_has_its_own_table() -> None:
     cfg = config("trainer.rollout_workers=1", "data.train_batch_size=16", f"{ACTOR}.ppo_mini_batch_size=16")
     plan = plan_memory(cfg, SHAPES["tiny"])
