@@ -64,36 +64,36 @@ def sums_on_gpu(boxes: Iterable[Held]) -> list[int]:
         held.append((values if values.ndim == 0 or values.stride(-1) == 1 else values.contiguous(), start, full_shape))
         num_bytes += values.nbytes
         if num_bytes >= LAUNCH_BYTES:
-            found.append(_launch(held))
+            found.append(GpuSums(held).launch())
             held, num_bytes = [], 0
-    found += [_launch(held)] if held else []
+    found += [GpuSums(held).launch()] if held else []
     return [number % MODULUS for number in torch.cat(found).tolist()]
 
 
-def _launch(boxes: Sequence[Held]) -> Tensor:
-    """The sums (N,) of N boxes, int64, on their device; not waited for."""
-    from rlsys.weights import kernels
+class GpuSums:
+    """Checksums of the same boxes again and again, as long as they stay where they are; last dimensions contiguous."""
 
-    device = boxes[0][0].device
-    sums = torch.zeros(len(boxes), dtype=torch.int64, device=device)
-    tables: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-    for number, (values, start, full_shape) in enumerate(boxes):
-        if values.numel() == 0:
-            continue
-        for part in stretches(values, start, full_shape):
-            word = part.word_bytes
-            width = part.width // word
-            row = (
-                part.address,
-                part.rows * width,
-                width,
-                part.pitch // word,
-                part.first_row,
-                part.first_column // word,
-            )
-            tables[word].append((*row, number))
-    for word_bytes, rows in tables.items():
-        most = max(row[1] for row in rows)
-        table = torch.tensor(rows, dtype=torch.int64).to(device)
-        kernels.sum_rows(table, sums, word_bytes=word_bytes, most_words=most)
-    return sums
+    def __init__(self, boxes: Sequence[Held]) -> None:
+        self.device, self.num_boxes = boxes[0][0].device, len(boxes)
+        rows: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+        for number, (values, start, full_shape) in enumerate(boxes):
+            for part in stretches(values, start, full_shape) if values.numel() else ():
+                word = part.word_bytes
+                width, pitch, column = part.width // word, part.pitch // word, part.first_column // word
+                rows[word].append((part.address, part.rows * width, width, pitch, part.first_row, column, number))
+        self._tables = [
+            (word, max(row[1] for row in table), torch.tensor(table, dtype=torch.int64).to(self.device))
+            for word, table in rows.items()
+        ]
+
+    def launch(self) -> Tensor:
+        """The sums (N,) of the N boxes, int64, on their device; not waited for."""
+        from rlsys.weights import kernels
+
+        sums = torch.zeros(self.num_boxes, dtype=torch.int64, device=self.device)
+        for word_bytes, most_words, table in self._tables:
+            kernels.sum_rows(table, sums, word_bytes=word_bytes, most_words=most_words)
+        return sums
+
+    def __call__(self) -> list[int]:
+        return [number % MODULUS for number in self.launch().tolist()]

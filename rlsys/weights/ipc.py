@@ -7,7 +7,7 @@ trainer's tensors must not change between `send` and the last `finish`.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.types import Box, WeightLayout
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.checksum import box_checksums, digest
+from rlsys.weights.checksum import Held, box_checksums, digest, prepared_checksums
 from rlsys.weights.handles import Borrowed, Offer, offer_of
 from rlsys.weights.layout import dtype_of, view_of
 from rlsys.weights.plan import Copy, Plan
@@ -114,27 +114,32 @@ def plan_pull(plan: Plan, sources: Sequence[WeightLayout]) -> PullPlan:
 
 
 @torch.no_grad()
-def state_sums(spec: LendSpec, tensors: Mapping[str, Tensor]) -> np.ndarray:
-    """The checksums of a rank's proofs, each cast first to the dtype in which it will arrive."""
-    held = (
-        (
-            view_of(tensors[copy.source_local], copy.source_start, copy.shape).to(dtype_of(copy.dtype)),
-            copy.start,
-            spec.full_shapes[copy.tensor],
-        )
-        for copy in spec.proofs
-    )
-    return np.array(box_checksums(held), np.uint64)
+def stated(spec: LendSpec, tensors: Mapping[str, Tensor]) -> Callable[[], list[int]]:
+    """What gives the checksums of a rank's proofs, each cast first to the dtype in which it will arrive."""
+
+    def held(copy: Copy) -> Held:
+        values = view_of(tensors[copy.source_local], copy.source_start, copy.shape)
+        return values.to(dtype_of(copy.dtype)), copy.start, spec.full_shapes[copy.tensor]
+
+    if all(tensors[copy.source_local].dtype == dtype_of(copy.dtype) for copy in spec.proofs):
+        return prepared_checksums([held(copy) for copy in spec.proofs])
+    return lambda: box_checksums(held(copy) for copy in spec.proofs)
 
 
 @torch.no_grad()
-def check_sums(spec: PullSpec, tensors: Mapping[str, Tensor], sums: np.ndarray) -> None:
-    """WeightTransferError naming a tensor of which what arrived is not what was stated."""
-    arrived = box_checksums(
-        (view_of(tensors[copy.local], copy.local_start, copy.shape), copy.start, spec.full_shapes[copy.tensor])
-        for copy in spec.copies
+def arrived(spec: PullSpec, tensors: Mapping[str, Tensor]) -> Callable[[], list[int]]:
+    """What gives the checksums of a rank's copies where they arrive."""
+    return prepared_checksums(
+        [
+            (view_of(tensors[copy.local], copy.local_start, copy.shape), copy.start, spec.full_shapes[copy.tensor])
+            for copy in spec.copies
+        ]
     )
-    for copy, number, checksum in zip(spec.copies, spec.proofs, arrived, strict=True):
+
+
+def check_sums(spec: PullSpec, found: Sequence[int], sums: np.ndarray) -> None:
+    """WeightTransferError naming a tensor of which what arrived is not what was stated."""
+    for copy, number, checksum in zip(spec.copies, spec.proofs, found, strict=True):
         if checksum != int(sums[number]):
             raise WeightTransferError(f"tensor '{copy.tensor}' that arrived is not the one that the trainer holds")
 
@@ -146,6 +151,7 @@ class Lender:
         self.spec, self.engine = spec, engine
         self._places: list[int] = []
         self._lent: Mapping[str, Tensor] = {}
+        self._sums: Callable[[], list[int]] | None = None
         self.version: int | None = None
         self.address = self._lend(engine.local_tensors())
         self._news: Offer | None = None
@@ -159,7 +165,9 @@ class Lender:
         if self._places != self._places_of(tensors):
             self._news = self._lend(tensors)
         _wait_for_device(tensors)
-        sums = state_sums(self.spec, tensors) if verify else np.zeros(0, np.uint64)
+        if verify and self._sums is None:
+            self._sums = stated(self.spec, tensors)
+        sums = np.array(self._sums() if verify and self._sums else [], np.uint64)
         self.version = version
         return Published(version, sums, time.monotonic() - started_s, self._news)
 
@@ -170,11 +178,11 @@ class Lender:
         self._news = None
 
     def close(self) -> None:
-        self.version, self._lent = None, {}
+        self.version, self._lent, self._sums = None, {}, None
 
     def _lend(self, tensors: Mapping[str, Tensor]) -> Offer:
         offer = offer_of({name: tensors[name] for name in self.spec.names})
-        self._places, self._lent = self._places_of(tensors), tensors
+        self._places, self._lent, self._sums = self._places_of(tensors), tensors, None
         return offer
 
     def _places_of(self, tensors: Mapping[str, Tensor]) -> list[int]:
@@ -188,6 +196,7 @@ class Puller:
         self.spec, self.target = spec, Target(engine)
         self.pulled: int | None = None
         self.replay: Replay | None = None
+        self._sums: Callable[[], list[int]] | None = None
         self._places: dict[str, int] = {}
         self._offers = dict(spec.offers)
         self._borrowed: dict[int, Borrowed] = {}
@@ -208,11 +217,12 @@ class Puller:
         if self.pulled != version:
             raise WeightTransferError(f"this engine has not pulled weight version {version}")
         if sums is not None:
-            check_sums(self.spec, self.target.tensors(), sums)
+            self._sums = self._sums or arrived(self.spec, self.target.tensors())
+            check_sums(self.spec, self._sums(), sums)
         self.target.finish(version)
 
     def close(self) -> None:
-        self.replay = None
+        self.replay = self._sums = None
         self._forget(list(self._borrowed))
 
     def _ready(self, tensors: Mapping[str, Tensor], offers: Mapping[int, Offer]) -> Replay:
@@ -221,7 +231,7 @@ class Puller:
         moved = [rank for rank in offers if rank in self._offers]
         if self.replay is not None and places == self._places and not moved:
             return self.replay
-        self.replay = None
+        self.replay = self._sums = None
         self._forget(moved)
         self._offers.update({rank: offers[rank] for rank in moved})
         device = next(iter(tensors.values())).device

@@ -17,13 +17,14 @@ from itertools import chain
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.ipc import LendSpec, Published, PullSpec, check_sums, state_sums
+from rlsys.weights.ipc import LendSpec, Published, PullSpec, arrived, check_sums, stated
 from rlsys.weights.layout import dtype_of, element_bytes, view_of
 from rlsys.weights.plan import Copy, Plan
 from rlsys.weights.target import Moved, Target
@@ -226,7 +227,8 @@ class Sender:
             everyone = range(self.spec.meeting.num_sources, self.spec.meeting.world_size)
             if self.spec.meeting.rank == 0:
                 self.line.exchange([(rank, stamp) for rank in everyone], send=True, device=device)
-        return Published(version, state_sums(self.spec.lend, tensors), time.monotonic() - started_s)
+        sums = np.array(stated(self.spec.lend, tensors)(), np.uint64)
+        return Published(version, sums, time.monotonic() - started_s)
 
     def _peer(self, rank: int) -> int:
         return self.spec.meeting.num_sources + rank
@@ -281,7 +283,7 @@ class Receiver:
     def finish(self, version: int, sums: Any) -> None:
         if self.received != version:
             raise WeightTransferError(f"this engine has not received weight version {version}")
-        check_sums(self.spec.pull, self.target.tensors(), sums)
+        check_sums(self.spec.pull, arrived(self.spec.pull, self.target.tensors())(), sums)
         self.target.finish(version)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from rlsys.weights.checksum import box_checksum, box_checksums
+from rlsys.weights.checksum import box_checksum, box_checksums, prepared_checksums
 from rlsys.weights.handles import Borrowed, offer_of
 from rlsys.weights.replay import BITS, Method, Pair, Replay, bits_of
 
@@ -91,6 +91,14 @@ def test_checksums_on_a_gpu_are_those_on_a_cpu(seed: int) -> None:
     on_cpu = [box_checksum(values, start, full) for values, start, full in boxes]
     moved = [(to_cuda_as_it_lies(values), start, full) for values, start, full in boxes]
     assert box_checksums(iter(moved)) == on_cpu
+    plain = [
+        (values if values.ndim == 0 or values.stride(-1) == 1 else values.contiguous(), *at) for values, *at in moved
+    ]
+    again = prepared_checksums(plain)
+    assert again() == again() == on_cpu
+    plain[0][0].add_(1)
+    assert again()[0] != on_cpu[0]
+    assert again()[1:] == on_cpu[1:]
 
 
 def boxes_of(rng: random.Random) -> Iterator[tuple[torch.Tensor, list[int], list[int]]]:
