@@ -53,10 +53,6 @@ class BatchPlan:
     def optimizer_steps(self) -> int:
         return self.actor.optimizer_steps
 
-    @property
-    def max_step_tokens(self) -> int:
-        return self.samples * (self.max_prompt_tokens + self.max_response_tokens)
-
 
 def shared_by(role: ActorConfig | CriticConfig) -> int:
     """Ranks that work on the same samples: they share sequences, and with Megatron matrices and layers too."""

@@ -68,13 +68,6 @@ def element_bytes(dtype: str) -> int:
     return dtype_of(dtype).itemsize
 
 
-def local_place(shard: Shard, box: Box) -> tuple[int, ...]:
-    """Where `box`, a part of the shard's box, starts in the shard's local tensor."""
-    extra = len(shard.local_start) - len(box.start)
-    offsets = (0,) * extra + tuple(b - s for b, s in zip(box.start, shard.box.start, strict=True))
-    return tuple(at + offset for at, offset in zip(shard.local_start, offsets, strict=True))
-
-
 def view_of(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
     """The part of `tensor` of the given shape from `start`; extra leading entries of `start` are indices."""
     extra = len(start) - len(shape)
