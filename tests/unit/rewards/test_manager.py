@@ -17,7 +17,6 @@ from rlsys.rewards.manager import (
     OverlongBuffer,
     build_reward_manager,
     load_reward_manager,
-    overlong_penalty,
     place_on_last_token,
     register,
 )
@@ -94,7 +93,7 @@ def test_dapo_takes_from_long_responses(pool: RewardPool) -> None:
 def test_the_overlong_penalty_is_the_formula_of_the_paper(longest: int, data: st.DataObject) -> None:
     cache = data.draw(st.integers(1, longest))
     lengths = list(range(longest + 1))
-    found = overlong_penalty(torch.tensor(lengths), OverlongBuffer(longest, cache)).tolist()
+    found = OverlongBuffer(longest, cache).penalty(torch.tensor(lengths)).tolist()
     expected = [0.0 if n <= longest - cache else (longest - cache - n) / cache for n in lengths]
     assert found == pytest.approx(expected, abs=1e-6)
 
