@@ -68,6 +68,11 @@ def element_bytes(dtype: str) -> int:
     return dtype_of(dtype).itemsize
 
 
+def device_of(tensors: Mapping[str, Tensor]) -> torch.device:
+    """Where the tensors of a rank lie; the CPU where there are none."""
+    return next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+
+
 def view_of(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
     """The part of `tensor` of the given shape from `start`; extra leading entries of `start` are indices."""
     extra = len(start) - len(shape)
