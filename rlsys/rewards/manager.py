@@ -19,11 +19,15 @@ from torch import Tensor
 from rlsys.algorithms.filters import overlong_penalty
 from rlsys.rewards.pool import RewardPool
 from rlsys.rewards.records import RewardItem, RewardResult, reward_metrics
+from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import ConfigError
 from rlsys.utils.plugins import load_from_file
 
 if TYPE_CHECKING:
     from rlsys.protocol import DataProto
+
+
+log = get_logger(__name__)
 
 
 class Decoder(Protocol):
@@ -134,6 +138,7 @@ class PoolRewardManager:
         results = self._pool.score(
             reward_items(data, self._tokenizer, self._reward_fn_key), deadline_s=self._deadline_s
         )
+        tell_failures(results)
         lengths = response_lengths(data)
         rewards = torch.tensor([r.score for r in results], dtype=torch.float32)
         extra = extra_columns(results)
@@ -155,6 +160,14 @@ class PoolRewardManager:
             return graded.rm_scores
         extra = {key: column.tolist() for key, column in graded.extra.items()}
         return {"reward_tensor": graded.rm_scores, "reward_extra_info": extra}
+
+
+def tell_failures(results: Sequence[RewardResult]) -> None:
+    """Warn where rows got no score, with the cause of the first: metrics only count them."""
+    lost = [result for result in results if result.status != "ok"]
+    if lost:
+        first = f"{lost[0].status}: {lost[0].message}"
+        log.warning("%d of %d rows got no score; the first one: %s", len(lost), len(results), first)
 
 
 def reward_items(data: DataProto, tokenizer: Decoder, reward_fn_key: str = "data_source") -> list[RewardItem]:
