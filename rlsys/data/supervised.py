@@ -10,7 +10,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rlsys.data.chat import Message, Truncation, as_messages, encode_conversation
-from rlsys.data.dataset import sample
+from rlsys.data.dataset import VerlDataset, rows_of, sample
 from rlsys.data.files import BadRow, Row, read_rows
 from rlsys.data.policy import BadRowPolicy, read_all
 from rlsys.data.rows import plain, read_messages, read_prompt
@@ -89,7 +89,7 @@ class TextFormat:
 
 def _load(
     read: Callable[[Row, PreTrainedTokenizerBase, TextFormat], T],
-    files: str | Sequence[str],
+    files: str | Sequence[str] | VerlDataset,
     tokenizer: PreTrainedTokenizerBase,
     form: TextFormat | None = None,
     *,
@@ -98,10 +98,12 @@ def _load(
     seed: int = 1,
     bad_rows: BadRowPolicy = "refuse",
 ) -> SupervisedDataset[T]:
-    """The rows of all files; `max_samples` as for prompts. Raises DataError with file and row, ConfigError for missing
-    files."""
+    """The rows of all files, or of a dataset object; `max_samples` as for prompts. Raises DataError with file and row,
+    ConfigError for missing files."""
     how = form or TextFormat()
-    rows = sample(read_rows(files), max_samples, seed=seed if shuffle else None)
+    source: Any = files
+    found = read_rows(source) if isinstance(files, str | list | tuple) else rows_of(source, how.prompt_key)
+    rows = sample(found, max_samples, seed=seed if shuffle else None)
     good, bad = read_all(rows, lambda row: read(row, tokenizer, how), bad_rows=bad_rows)
     return SupervisedDataset(good, bad_rows=bad)
 
