@@ -146,13 +146,11 @@ class PromptDataset:
         kept = [row for row in good if row is not None]
         if not kept:
             raise DataError(f"no prompt is left: all {len(good)} have more than {form.max_prompt_length} tokens")
-        if len(kept) < len(good):
-            lost = len(good) - len(kept)
-            log.warning(
-                "%d of %d prompts have over %d tokens and are left out", lost, len(good), form.max_prompt_length
-            )
+        if lost := len(good) - len(kept):
+            limit = form.max_prompt_length
+            log.warning("%d of %d prompts have more than %d tokens and are left out", lost, len(good), limit)
         numbered = [replace(row, index=index) for index, row in enumerate(kept)]
-        return cls(numbered, bad_rows=bad, num_overlong=len(good) - len(kept))
+        return cls(numbered, bad_rows=bad, num_overlong=lost)
 
 
 def prompt_of(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, form: PromptFormat) -> PromptRow | None:

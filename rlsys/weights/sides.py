@@ -104,9 +104,6 @@ class WeightSender(_Side):
 
     ends = SENDERS
 
-    def __init__(self, engine: TrainEngine) -> None:
-        super().__init__(engine)
-
     def send_weights(self, version: int) -> Any:
         return self._joined().send(version)
 
@@ -115,9 +112,6 @@ class WeightReceiver(_Side):
     """The rollout's side of one rank."""
 
     ends = RECEIVERS
-
-    def __init__(self, engine: RolloutEngine) -> None:
-        super().__init__(engine)
 
     def receive_weights(self, version: int, *news: Any) -> Moved:
         return self._joined().receive(version, *news)
