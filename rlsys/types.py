@@ -43,17 +43,6 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One row of a dataset, tokenised, with what its grader needs."""
-
-    token_ids: tuple[int, ...]
-    uid: str
-    data_source: str
-    ground_truth: Any = None
-    extra_info: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class ModelRequest:
     """A prompt to complete: token ids in. `session` keeps the turns of one episode on one server."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from rlsys.config import EvalConfig, PPOConfig
 from rlsys.protocol import DataProto
@@ -34,7 +35,8 @@ class Answers:
         rows = prompts.repeat(self.num_answers, interleave=True)
         batch, metrics = self._answer(rows, self.sampling, step=step, call=call)
         if self.greedy_baseline:
-            baseline, _ = self._answer(prompts, _greedy(self.sampling), step=step, call=call)
+            greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=-1)
+            baseline, _ = self._answer(prompts, greedy, step=step, call=call)
             scores = baseline.tensors["token_level_scores"].sum(-1)
             batch.tensors["reward_baselines"] = scores.repeat_interleave(self.num_answers)
         return batch, metrics
@@ -42,17 +44,8 @@ class Answers:
     def _answer(
         self, rows: DataProto, sampling: SamplingParams, *, step: int, call: int
     ) -> tuple[DataProto, dict[str, float]]:
-        rows.meta_info.update(
-            response_length=sampling.max_new_tokens,
-            pad_token_id=self.pad_token_id,
-            temperature=sampling.temperature,
-            do_sample=not sampling.greedy,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            ignore_eos=sampling.ignore_eos,
-            seed=sampling.seed + (call << 32),
-            global_steps=step,
-        )
+        drawn = replace(sampling, seed=sampling.seed + (call << 32))
+        rows.meta_info |= sampling_meta(drawn, pad_token_id=self.pad_token_id, step=step)
         with self.stage("gen"):
             batch, metrics = self.generate(rows)
         del batch.meta_info["seed"]  # of this call only: batches of several calls become one
@@ -64,8 +57,19 @@ class Answers:
         return batch, {**metrics, **graded.metrics}
 
 
-def _greedy(sampling: SamplingParams) -> SamplingParams:
-    return SamplingParams(**{**asdict(sampling), "temperature": 0.0, "top_p": 1.0, "top_k": -1})
+def sampling_meta(sampling: SamplingParams, *, pad_token_id: int, step: int) -> dict[str, Any]:
+    """What the meta_info of prompts says of their completion (see rlsys.rollout.batch)."""
+    return {
+        "response_length": sampling.max_new_tokens,
+        "pad_token_id": pad_token_id,
+        "temperature": sampling.temperature,
+        "do_sample": not sampling.greedy,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "ignore_eos": sampling.ignore_eos,
+        "seed": sampling.seed,
+        "global_steps": step,
+    }
 
 
 def training_sampling(cfg: PPOConfig) -> SamplingParams:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rlsys.protocol import DataProto
+from rlsys.rewards.manager import response_lengths
 from rlsys.telemetry.rollouts import dump_rollouts, ragged, token_texts_of_rows
 
 SHOWN_VALUES = {"log_probs": "old_log_probs", "rollout_log_probs": "rollout_log_probs", "advantages": "advantages"}
@@ -76,12 +77,6 @@ def sample_rows(batch: DataProto, tokenizer: Any, count: int, *, seed: int) -> l
     chosen = batch.select_idxs(order)
     scores = chosen.tensors["token_level_scores"].sum(-1).tolist()
     return list(zip(prompt_texts(chosen, tokenizer), response_texts(chosen, tokenizer), scores))
-
-
-def response_lengths(batch: DataProto) -> torch.Tensor:
-    """Real tokens of each response (B,)."""
-    width = batch.tensors["responses"].shape[1]
-    return batch.tensors["attention_mask"][:, -width:].sum(-1)
 
 
 def prompt_texts(batch: DataProto, tokenizer: Any) -> list[str]:

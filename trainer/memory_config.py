@@ -105,17 +105,16 @@ def _actor(job: Job, facts: Facts) -> Resident:
         stages.append(("old_log_prob", False, scored))
     if job.plan.use_reference and model.lora_rank:
         stages.append(("ref", False, scored))
+    settings = actor.megatron if actor.strategy == "megatron" else actor.fsdp_config
     role = _role(
         job,
         facts,
-        actor.megatron if actor.strategy == "megatron" else actor.fsdp_config,
+        settings,
         recompute=model.enable_gradient_checkpointing,
         entropy=actor.entropy_coeff != 0 or actor.calculate_entropy,
         lora=lora_settings(model, seed=0),
     )
-    return Resident(
-        role, _leaving(actor.megatron if actor.strategy == "megatron" else actor.fsdp_config), tuple(stages)
-    )
+    return Resident(role, _leaving(settings), tuple(stages))
 
 
 def _reference(job: Job, facts: Facts) -> Iterator[Resident]:

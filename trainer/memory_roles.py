@@ -124,17 +124,7 @@ class FsdpRole:
         return 2 if self.ranks > 1 else 1
 
     def _logits(self, size: Pass, *, backward: bool) -> int:
-        if not self.lm:
-            return 0
-        return fp.logits_bytes(
-            self.model,
-            size.responses,
-            c=self.how.c,
-            device=self.how.device,
-            backward=backward,
-            trained=not self.lora_rank,
-            entropy=self.how.entropy,
-        )
+        return _logits(self, size, backward=backward, trained=not self.lora_rank)
 
 
 @dataclass(frozen=True)
@@ -212,21 +202,17 @@ class MegatronRole:
         return layers * chunks // s.vp
 
     def _logits(self, size: Pass, *, backward: bool) -> int:
-        if not self.lm:
-            return 0
-        return fp.logits_bytes(
-            self.model,
-            size.responses,
-            c=self.how.c,
-            device=self.how.device,
-            backward=backward,
-            trained=self.adapters is None,
-            entropy=self.how.entropy,
-            tp=self.sizes.tp,
-        )
+        return _logits(self, size, backward=backward, trained=self.adapters is None, tp=self.sizes.tp)
 
 
 Role = FsdpRole | MegatronRole
+
+
+def _logits(role: Role, size: Pass, *, backward: bool, trained: bool, tp: int = 1) -> int:
+    """Bytes of logits at their highest; a value head has none."""
+    how = role.how
+    options = {"c": how.c, "device": how.device, "backward": backward, "entropy": how.entropy}
+    return fp.logits_bytes(role.model, size.responses, trained=trained, tp=tp, **options) if role.lm else 0
 
 
 def megatron_role(

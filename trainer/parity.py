@@ -7,7 +7,7 @@ probe takes nothing from the run's own), then scored by both sides at the sampli
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from rlsys.protocol import DataProto, DataProtoConfig
 from rlsys.telemetry.log import get_logger
 from rlsys.types import SamplingParams
 from rlsys.utils.errors import DeadlineError, RolloutError, WorkerError
-from trainer.answers import Generate
+from trainer.answers import Generate, sampling_meta
 from trainer.residency import Holder, Residency
 from trainer.steps import ROWS
 
@@ -124,21 +124,14 @@ def probe_prompts(
     dataset: PromptDataset, settings: ParityConfig, sampling: SamplingParams, *, prompt_length: int, pad_token_id: int
 ) -> Callable[[], DataProto]:
     """The first rows of the training data as prompts to complete, made anew at each call."""
+    length = min(settings.max_tokens, sampling.max_new_tokens)
+    probing = replace(sampling, max_new_tokens=length, seed=sampling.seed + SEED)
+    meta = sampling_meta(probing, pad_token_id=pad_token_id, step=0) | {"temperature": sampling.temperature or 1.0}
 
     def prompts() -> DataProto:
         rows = [dataset[index] for index in range(min(settings.rows, len(dataset)))]
         batch = collate_prompts(rows, prompt_length=prompt_length, pad_token_id=pad_token_id)
-        batch.meta_info.update(
-            response_length=min(settings.max_tokens, sampling.max_new_tokens),
-            pad_token_id=pad_token_id,
-            temperature=sampling.temperature or 1.0,
-            do_sample=not sampling.greedy,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            ignore_eos=sampling.ignore_eos,
-            seed=sampling.seed + SEED,
-            global_steps=0,
-        )
+        batch.meta_info |= meta
         return batch
 
     return prompts

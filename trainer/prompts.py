@@ -12,9 +12,8 @@ from rlsys.config.plan import total_steps
 from rlsys.config.schema_data import DataConfig, PromptsConfig
 from rlsys.data.collate import collate_prompts
 from rlsys.data.cursor import Cursor
-from rlsys.data.dataset import PromptDataset, PromptFormat
+from rlsys.data.dataset import PromptDataset, PromptFormat, load_custom_dataset
 from rlsys.protocol import DataProto
-from rlsys.utils.plugins import load_from_file
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,8 @@ def load_prompts(
     custom = data.custom_cls
     threads = data.filter_overlong_prompts_workers
     if custom.path is not None:
-        made = load_from_file(custom.path, custom.name or "Dataset", key="data.custom_cls.path")
-        own = made(data_files=list(files), tokenizer=tokenizer, config=data, processor=None, max_samples=max_samples)
+        name, how = custom.name or "Dataset", {"config": data, "max_samples": max_samples}
+        own = load_custom_dataset(custom.path, name, data_files=files, tokenizer=tokenizer, **how)
         return PromptDataset.wrap(own, tokenizer, form, bad_rows=data.bad_rows, num_threads=threads)
     return PromptDataset.load(
         list(files),

@@ -69,18 +69,19 @@ def rollout_fleet(
     size = cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
     replicas = [GroupReplica(group, rank, size) for rank in range(0, group.world_size, size)]
     share = -(-rows // len(replicas))
+
+    def restore(replica: Any) -> None:
+        assert transfer is not None
+        transfer.restore(replica.rank)
+
     return RolloutFleet(
         replicas,
         chunk_rows=min(share, cfg.actor_rollout_ref.rollout.max_num_seqs),
         deadlines=FleetDeadlines(generate_s=cfg.trainer.deadlines.generate_s, restart_s=cfg.trainer.deadlines.start_s),
-        on_restart=None if transfer is None else lambda replica: _restore(transfer, replica),
+        on_restart=None if transfer is None else restore,
         max_restarts=3 if restartable and size == 1 else 0,
         max_staleness=max_staleness,
     )
-
-
-def _restore(transfer: ShardingManager, replica: Any) -> None:
-    transfer.restore(replica.rank)
 
 
 class Transfer(Protocol):

@@ -68,7 +68,9 @@ class RolloutSource:
         if self._pool is None:
             self._step += 1
             return self._make(self._step)
-        batch = self._take() if self._pending is not None else self._submit_and_take()
+        if self._pending is None:
+            self._submit()
+        batch = self._take()
         self._submit()
         return batch
 
@@ -104,10 +106,6 @@ class RolloutSource:
         assert self._pool is not None
         self._step += 1
         self._pending = self._pool.submit(self._make, self._step)
-
-    def _submit_and_take(self) -> DataProto:
-        self._submit()
-        return self._take()
 
     def _take(self) -> DataProto:
         self.settle()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from rlsys.config import RMConfig, SFTConfig
 from rlsys.config.plan import total_steps
 from rlsys.data.collate import collate_pairs, collate_texts
 from rlsys.data.cursor import Cursor
+from rlsys.data.dataset import load_custom_dataset
 from rlsys.data.supervised import SupervisedDataset, TextFormat, load_pairs, load_texts
 from rlsys.protocol import DataProto, pad_dataproto_to_divisor
 from rlsys.roles.lm import RankSums, mean_over_ranks
@@ -73,30 +75,28 @@ def load_rows(config: SFTConfig | RMConfig, tokenizer: Any) -> Rows:
     data = config.data
     assert data.train_files is not None
     if isinstance(config, SFTConfig):
-        form = TextFormat(
-            messages_key=config.data.messages_key,
-            prompt_key=config.data.prompt_key,
-            response_key=config.data.response_key,
-            max_length=data.max_length,
-            truncation=data.truncation,
-            template_kwargs=data.apply_chat_template_kwargs,
-        )
-        load: Any = load_texts
+        names: dict[str, Any] = {"messages_key": config.data.messages_key, "response_key": config.data.response_key}
     else:
-        form = TextFormat(
-            prompt_key=config.data.prompt_key,
-            chosen_key=config.data.chosen_key,
-            rejected_key=config.data.rejected_key,
-            max_length=data.max_length,
-            truncation=data.truncation,
-            template_kwargs=data.apply_chat_template_kwargs,
-        )
-        load = load_pairs
+        names = {"chosen_key": config.data.chosen_key, "rejected_key": config.data.rejected_key}
+    form = TextFormat(
+        prompt_key=config.data.prompt_key,
+        max_length=data.max_length,
+        truncation=data.truncation,
+        template_kwargs=data.apply_chat_template_kwargs,
+        **names,
+    )
+    load: Any = load_texts if isinstance(config, SFTConfig) else load_pairs
     options: dict[str, Any] = {"seed": data.seed, "bad_rows": data.bad_rows}
-    train = load(list(data.train_files), tokenizer, form, max_samples=data.train_max_samples, **options)
-    val = None
-    if data.val_files:
-        val = load(list(data.val_files), tokenizer, form, max_samples=data.val_max_samples, **options)
+
+    def rows(files: Sequence[str], max_samples: int, *, shuffle: bool) -> SupervisedDataset[Any]:
+        own, found = data.custom_cls, list(files)
+        if own.path is not None and own.name is not None:
+            how = {"config": data, "max_samples": max_samples}
+            found = load_custom_dataset(own.path, own.name, data_files=files, tokenizer=tokenizer, **how)
+        return load(found, tokenizer, form, max_samples=max_samples, shuffle=shuffle, **options)
+
+    train = rows(data.train_files, data.train_max_samples, shuffle=data.shuffle)
+    val = rows(data.val_files, data.val_max_samples, shuffle=False) if data.val_files else None
     return Rows("lm" if isinstance(config, SFTConfig) else "rm", train, val, tokenizer.pad_token_id)
 
 

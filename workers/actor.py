@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from rlsys.config.schema_actor import ActorRolloutRefConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.actor import PPOActor
-from rlsys.single_controller.base import Worker
 from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from rlsys.types import WeightLayout
 from rlsys.weights.local import local_sums, reshard_local
-from rlsys.weights.sides import Spec, WeightSender
+from rlsys.weights.sides import WeightSender
 from rlsys.weights.target import Moved
-from rlsys.weights.verify import BoxSum, LayoutSums
+from rlsys.weights.verify import LayoutSums
+from workers.base import EngineWorker, TransferWorker
 from workers.engines import EngineRun, actor_settings, build_actor_engine, meter_of
 from workers.weights import rollout_of_this_process
 
@@ -22,19 +20,19 @@ MESH = "actor"
 BY_MESH: Any = make_nd_compute_dataproto_dispatch_fn(MESH)
 
 
-class ActorWorker(Worker):
+class ActorWorker(EngineWorker, TransferWorker):
     """One rank of the actor."""
 
     def __init__(self, config: ActorRolloutRefConfig, run: EngineRun) -> None:
         self.cfg, self.run = config, run
+        self.saves_hf_model = "hf_model" in config.actor.checkpoint.save_contents
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the model and its optimizer."""
-        self.engine = build_actor_engine(self.cfg, self.run)
-        self._register_dispatch_collect_info(MESH, self.engine.dp_rank, self.engine.is_collect)
+        self.use_engine(build_actor_engine(self.cfg, self.run), MESH)
         self.actor = PPOActor(self.engine, actor_settings(self.cfg, self.run, dp_size=self.engine.dp_size))
-        self.sender = WeightSender(self.engine)
+        self.end = WeightSender(self.engine)
         self.mfu = meter_of(self.cfg.model, self.engine, self.run)
 
     @register(dispatch_mode=BY_MESH)
@@ -59,26 +57,6 @@ class ActorWorker(Worker):
         return DataProto(meta_info={"metrics": metrics | used})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str) -> None:
-        self.engine.save(Path(path), "resume")
-        if "hf_model" in self.cfg.actor.checkpoint.save_contents:
-            self.engine.save(Path(path) / "huggingface", "export")
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str) -> None:
-        self.engine.load(Path(path))
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def export(self, path: str) -> None:
-        """Write the model as a Hugging Face folder."""
-        self.engine.save(Path(path), "export")
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def move(self, parts: tuple[str, ...], device: str) -> None:
-        """Send parameters or optimizer state to another device."""
-        self.engine.move(parts, device)  # pyrefly: ignore[bad-argument-type]
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def reshard_weights(self, version: int) -> Moved:
         """Copy the weights into the rollout engine of the same process."""
         bucket_bytes = self.cfg.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
@@ -90,25 +68,5 @@ class ActorWorker(Worker):
         return local_sums(self.engine, rollout_of_this_process())
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weight_layout(self) -> WeightLayout:
-        return self.sender.weight_layout()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def open_weight_transfer(self, spec: Spec) -> Any:
-        return self.sender.open_weight_transfer(spec)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weight_step(self, step: str, *args: Any) -> Any:
-        return self.sender.weight_step(step, *args)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_weights(self, version: int) -> Any:
-        return self.sender.send_weights(version)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weight_checksum(self, dtypes: dict[str, str] | None = None) -> tuple[BoxSum, ...]:
-        return self.sender.weight_checksum(dtypes)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def close_weight_transfer(self) -> None:
-        self.sender.close_weight_transfer()
+        return self.end.send_weights(version)

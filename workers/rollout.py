@@ -13,12 +13,10 @@ from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import generate_sequences
 from rlsys.rollout.hf import HFRollout, LoadFormat
-from rlsys.single_controller.base import Worker
 from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from rlsys.types import WeightLayout
-from rlsys.weights.sides import Spec, WeightReceiver
+from rlsys.weights.sides import WeightReceiver
 from rlsys.weights.target import Moved
-from rlsys.weights.verify import BoxSum
+from workers.base import TransferWorker
 from workers.engines import EngineRun
 from workers.weights import learn, offer_rollout
 
@@ -26,7 +24,7 @@ MESH = "rollout"
 BY_REPLICA: Any = make_nd_compute_dataproto_dispatch_fn(MESH)
 
 
-class RolloutWorker(Worker):
+class RolloutWorker(TransferWorker):
     """One rank of a replica: an engine on this process's device; a backend says how it is built.
 
     A replica is `rollout.tensor_model_parallel_size` ranks that follow each other. All of them are asked for the same
@@ -69,7 +67,7 @@ class RolloutWorker(Worker):
             "rank": self.rank,
         }
         self.engine = self.build_engine(self.model_cfg.path, common)
-        self.receiver = self.receiver_of(self.engine)
+        self.end = self.receiver_of(self.engine)
         offer_rollout(self.engine)
 
     @register(dispatch_mode=BY_REPLICA)
@@ -84,28 +82,12 @@ class RolloutWorker(Worker):
         return DataProto.from_dict({"rollout_log_probs": found})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weight_layout(self) -> WeightLayout:
-        return self.receiver.weight_layout()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def open_weight_transfer(self, spec: Spec) -> Any:
-        return self.receiver.open_weight_transfer(spec)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weight_step(self, step: str, *args: Any) -> Any:
-        return self.receiver.weight_step(step, *args)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def receive_weights(self, version: int, *news: Any) -> Moved:
-        return self.receiver.receive_weights(version, *news)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weight_checksum(self, dtypes: dict[str, str] | None = None) -> tuple[BoxSum, ...]:
-        return self.receiver.weight_checksum(dtypes)
+        return self.end.receive_weights(version, *news)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weight_difference(self) -> dict[str, float]:
-        return self.receiver.weight_difference()
+        return self.end.weight_difference()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self, tags: tuple[str, ...]) -> None:
@@ -118,10 +100,6 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def health(self) -> dict[str, Any]:
         return self.engine.health()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def close_weight_transfer(self) -> None:
-        self.receiver.close_weight_transfer()
 
     def close(self) -> None:
         """End the engine, if it was ever built."""

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Literal
 
 from rlsys.config import RMConfig, SFTConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.lm import LMEngine
 from rlsys.roles.reward_model import RWEngine
-from rlsys.single_controller.base import Worker
 from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from workers.base import EngineWorker
 from workers.engines import EngineRun, build_supervised_engine
 
 MESH = "train"
 BY_MESH: Any = make_nd_compute_dataproto_dispatch_fn(MESH)
 
 
-class SupervisedWorker(Worker):
+class SupervisedWorker(EngineWorker):
     """One rank of an SFT ("lm") or reward-model ("rm") run."""
 
     def __init__(self, config: SFTConfig | RMConfig, run: EngineRun, kind: Literal["lm", "rm"]) -> None:
@@ -26,8 +25,7 @@ class SupervisedWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the model and its optimizer."""
-        self.engine = build_supervised_engine(self.cfg, self.run, value_head=self.kind == "rm")
-        self._register_dispatch_collect_info(MESH, self.engine.dp_rank, self.engine.is_collect)
+        self.use_engine(build_supervised_engine(self.cfg, self.run, value_head=self.kind == "rm"), MESH)
         self.role: Any = LMEngine(self.engine) if self.kind == "lm" else RWEngine(self.engine)
 
     @register(dispatch_mode=BY_MESH)
@@ -39,16 +37,3 @@ class SupervisedWorker(Worker):
     def eval_batch(self, data: DataProto) -> dict[str, tuple[float, float]]:
         """`val/*` of this rank's rows as (sum, count), without a step."""
         return self.role.evaluate_lm(data) if self.kind == "lm" else self.role.evaluate_rw(data)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str) -> None:
-        self.engine.save(Path(path), "resume")
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str) -> None:
-        self.engine.load(Path(path))
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def export(self, path: str) -> None:
-        """Write the model as a Hugging Face folder."""
-        self.engine.save(Path(path), "export")

@@ -11,28 +11,26 @@ from torch import Tensor
 
 from rlsys.algorithms.masked import masked_mean
 
-KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full")
+KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 
 
 def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     """Estimate of KL(policy || reference) per token, from the log-probabilities of the sampled tokens (B, R).
 
     `kl`/`k1`: log p - log q. `abs`: its magnitude. `mse`/`k2`: half its square. `low_var_kl`/`k3`: q/p - log(q/p) - 1,
-    with the log-ratio held within 20 and the value within 10 (Schulman, joschu.net/blog/kl-approx.html). `full`: exact,
-    out of logits (B, R, V). A trailing `+` keeps the value and takes the gradient of k2, whose expectation is the
-    gradient of the KL; that of k1 and k3 is not (arXiv:2506.09477).
+    with the log-ratio held within 20 and the value within 10 (Schulman, joschu.net/blog/kl-approx.html). A trailing
+    `+` keeps the value and takes the gradient of k2, whose expectation is the gradient of the KL; that of k1 and k3 is
+    not (arXiv:2506.09477).
     """
     base = kind.removesuffix("+")
     value = _kl_value(log_prob, ref_log_prob, base)
-    if base == kind or base in ("mse", "k2", "full"):
+    if base == kind or base in ("mse", "k2"):
         return value
     gradient = 0.5 * (log_prob - ref_log_prob).square()
     return gradient - gradient.detach() + value.detach()
 
 
 def _kl_value(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
-    if kind == "full":
-        return full_kl(log_prob, ref_log_prob)
     difference = log_prob - ref_log_prob
     if kind in ("kl", "k1"):
         return difference
@@ -44,14 +42,6 @@ def _kl_value(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
         log_ratio = (-difference).clamp(min=-20.0, max=20.0)
         return (log_ratio.exp() - log_ratio - 1).clamp(min=-10.0, max=10.0)
     raise ValueError(f"unknown KL kind '{kind}', one of {', '.join(KL_KINDS)}, each with or without '+'")
-
-
-def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """KL(policy || reference) over the vocabulary, from logits or log-probabilities (B, R, V) -> (B, R)."""
-    if logits.dim() != 3:
-        raise ValueError(f"KL kind 'full' needs logits of shape (B, R, V), got {tuple(logits.shape)}: use k3 instead")
-    log_p, log_q = logits.log_softmax(dim=-1), ref_logits.log_softmax(dim=-1)
-    return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
 
 
 class KLController(Protocol):

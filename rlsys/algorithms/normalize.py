@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rlsys.algorithms.filters import overlong_penalty
 from rlsys.algorithms.groups import group_sum
 
 LEVELS = (None, "batch", "group")
@@ -34,20 +33,13 @@ class NormSettings:
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """AReaL's reward stage: `clip((r - overlong + bias) * scaling, +-clip)`, then `norm`."""
+    """AReaL's reward stage: `clip((r + bias) * scaling, +-clip)`, then `norm`."""
 
     reward_bias: float = 0.0
     reward_scaling: float = 1.0
     reward_clip: float = 20.0
     reward_norm: NormSettings | None = None
     mask_no_eos_with_zero: bool = False
-    overlong_tokens: int | None = None
-    overlong_penalty_factor: float = 1.0
-    max_new_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.overlong_tokens is not None and self.max_new_tokens is None:
-            raise ValueError("overlong_tokens needs max_new_tokens")
 
 
 @torch.no_grad()
@@ -92,23 +84,13 @@ def _deviation(centred: Tensor, counted: Tensor, ids: Tensor, unbiased: bool) ->
 
 
 @torch.no_grad()
-def shape_rewards(
-    scores: Tensor, settings: RewardSettings, *, group_ids: Tensor, lengths: Tensor, truncated: Tensor
-) -> Tensor:
-    """Outcomes (B,) after AReaL's reward stage, in its order: overlong, bias and scaling, clip, norm, truncation.
+def shape_rewards(scores: Tensor, settings: RewardSettings, *, group_ids: Tensor, truncated: Tensor) -> Tensor:
+    """Outcomes (B,) after AReaL's reward stage, in its order: bias and scaling, clip, norm, truncation.
 
-    `lengths` (B,) are response tokens, `truncated` (B,) bool marks responses without an end; with
-    `mask_no_eos_with_zero` those get 0, after the others have been normalised together with them.
+    `truncated` (B,) bool marks responses without an end; with `mask_no_eos_with_zero` those get 0, after the others
+    have been normalised together with them.
     """
-    shaped = scores.double()
-    if settings.overlong_tokens is not None and settings.max_new_tokens is not None:
-        shaped = shaped + overlong_penalty(
-            lengths,
-            max_length=settings.max_new_tokens,
-            buffer_length=settings.overlong_tokens,
-            penalty_factor=settings.overlong_penalty_factor,
-        )
-    shaped = (shaped + settings.reward_bias) * settings.reward_scaling
+    shaped = (scores.double() + settings.reward_bias) * settings.reward_scaling
     shaped = shaped.clamp(min=-settings.reward_clip, max=settings.reward_clip)
     if settings.reward_norm is not None:
         shaped = normalize(shaped, settings.reward_norm, group_ids=group_ids)

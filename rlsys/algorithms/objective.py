@@ -34,9 +34,8 @@ class ActorObjective:
         get_policy_loss_fn(self.loss_mode)
         if self.loss_agg_mode not in LOSS_AGG_MODES:
             raise ValueError(f"unknown loss_agg_mode '{self.loss_agg_mode}', one of {', '.join(LOSS_AGG_MODES)}")
-        kind = self.kl_loss_type.removesuffix("+")
-        if kind == "full" or kind not in KL_KINDS:
-            raise ValueError(f"kl_loss_type '{self.kl_loss_type}' is none of {', '.join(KL_KINDS[:-1])}")
+        if self.kl_loss_type.removesuffix("+") not in KL_KINDS:
+            raise ValueError(f"kl_loss_type '{self.kl_loss_type}' is none of {', '.join(KL_KINDS)}")
 
 
 def actor_loss(

@@ -22,7 +22,7 @@ from rlsys.algorithms.covariance_loss import select_tokens
 from rlsys.algorithms.filters import informative_groups, pf_ppo_rows
 from rlsys.algorithms.groups import group_ids_of
 from rlsys.algorithms.kl import KLController, kl_in_reward
-from rlsys.algorithms.masked import at_last_token, last_token
+from rlsys.algorithms.masked import at_last_token
 from rlsys.algorithms.normalize import NormSettings, RewardSettings, normalize, shape_rewards
 from rlsys.algorithms.policy_loss import PolicyLossParams
 from rlsys.protocol import DataProto
@@ -100,38 +100,20 @@ def apply_kl_penalty(
     return with_columns(batch, token_level_rewards=rewards), metrics
 
 
-def is_truncated(batch: DataProto, eos_token_id: int | Sequence[int] | None = None) -> Tensor:
-    """Rows (B,) bool without an end: by the column `finish_reason`, else by a last token that is no end token."""
+def is_truncated(batch: DataProto) -> Tensor:
+    """Rows (B,) bool without an end, by the column `finish_reason`."""
     reasons = batch.non_tensor_batch.get("finish_reason")
-    if reasons is not None:
-        return torch.from_numpy(np.asarray([str(reason) == "length" for reason in reasons]))
-    if eos_token_id is None:
-        raise ValueError("truncation needs the column finish_reason or an eos_token_id")
-    ends = torch.tensor([eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id))
-    last = last_token(column(batch, "response_mask")).unsqueeze(1)
-    return ~torch.isin(column(batch, "responses").gather(1, last).squeeze(1), ends)
+    if reasons is None:
+        raise ValueError("truncation needs the column finish_reason")
+    return torch.from_numpy(np.asarray([str(reason) == "length" for reason in reasons]))
 
 
-def shape_batch_rewards(
-    batch: DataProto,
-    settings: RewardSettings,
-    *,
-    num_repeat: int = 1,
-    eos_token_id: int | Sequence[int] | None = None,
-) -> DataProto:
+def shape_batch_rewards(batch: DataProto, settings: RewardSettings, *, num_repeat: int = 1) -> DataProto:
     """token_level_scores := AReaL's reward stage of each row's outcome, placed at its last counting token."""
-    scores, mask = column(batch, "token_level_scores"), column(batch, "response_mask")
-    truncated = torch.zeros(len(batch), dtype=torch.bool)
-    if settings.mask_no_eos_with_zero:
-        truncated = is_truncated(batch, eos_token_id)
-    shaped = shape_rewards(
-        scores.sum(dim=1),
-        settings,
-        group_ids=group_ids(batch, num_repeat=num_repeat),
-        lengths=mask.bool().sum(dim=1),
-        truncated=truncated,
-    )
-    return with_columns(batch, token_level_scores=at_last_token(shaped, mask))
+    scores, ids = column(batch, "token_level_scores").sum(dim=1), group_ids(batch, num_repeat=num_repeat)
+    truncated = is_truncated(batch) if settings.mask_no_eos_with_zero else torch.zeros(len(batch), dtype=torch.bool)
+    shaped = shape_rewards(scores, settings, group_ids=ids, truncated=truncated)
+    return with_columns(batch, token_level_scores=at_last_token(shaped, column(batch, "response_mask")))
 
 
 def apply_rollout_correction(batch: DataProto, settings: RolloutCorrection) -> tuple[DataProto, dict[str, float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlsys.config.keys import shown
+from rlsys.config.keys import is_count, shown
 from rlsys.config.layers import Given
 from rlsys.config.pools import MODE, allocation_counts, is_external
 from rlsys.utils.errors import ConfigError
@@ -19,7 +19,7 @@ def derived_counts(
     nnodes, per_node = values["trainer.nnodes"], values["trainer.n_gpus_per_node"]
     if "trainer.n_gpus_per_node" in counts:
         per_node = counts["trainer.n_gpus_per_node"].value
-    if _is_count(nnodes) and _is_count(per_node):
+    if is_count(nnodes) and is_count(per_node):
         sizes, more = _from_global_sizes(nnodes * per_node, given, pending)
         return counts | sizes, problems + more
     return counts, problems
@@ -35,14 +35,10 @@ def fill_auto(values: dict[str, Any]) -> None:
         values[key] = values["trainer.rollout_workers"] == 0 and not external
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
 def _from_allocation(values: Mapping[str, Any], given: Mapping[str, Given]) -> tuple[dict[str, Given], list[str]]:
     """The counts of an allocation; those that were given must agree with it."""
     text, nnodes = values.get(MODE), values["trainer.nnodes"]
-    if not isinstance(text, str) or not _is_count(nnodes):
+    if not isinstance(text, str) or not is_count(nnodes):
         return {}, []
     try:
         counts = allocation_counts(text, nnodes)
@@ -63,7 +59,7 @@ def _from_global_sizes(
     sizes: dict[str, Given] = {}
     problems = []
     for key, old in pending.items():
-        if not _is_count(old.value) or old.value % ranks:
+        if not is_count(old.value) or old.value % ranks:
             problems.append(
                 f"{old.spelling} = {shown(old.value)} ({old.origin}): it is shared by {ranks} ranks and must be a "
                 f"multiple of that; better write {key}"

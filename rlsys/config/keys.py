@@ -63,6 +63,11 @@ def plain(value: Any) -> Any:
     return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
+def is_count(value: object) -> bool:
+    """Whether a value is a whole number from 1 up."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def nest(values: dict[str, Any]) -> dict[str, Any]:
     """The tree of sections that values by path stand for."""
     tree: dict[str, Any] = {}

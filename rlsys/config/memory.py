@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlsys.config.keys import is_count
 from rlsys.config.needs import needs_critic, needs_reference
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema import PPOConfig
@@ -20,12 +21,12 @@ _TRAINED_BYTES = 4 + 8
 def parameter_count(facts: Mapping[str, Any]) -> int | None:
     """Parameters of a dense Llama-shaped decoder; None where config.json does not describe one."""
     dense = not any(facts.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
-    if not dense or not all(_is_count(facts.get(key)) for key in _NEEDED):
+    if not dense or not all(is_count(facts.get(key)) for key in _NEEDED):
         return None
     hidden, heads = facts["hidden_size"], facts["num_attention_heads"]
-    head = facts["head_dim"] if _is_count(facts.get("head_dim")) else hidden // heads
+    head = facts["head_dim"] if is_count(facts.get("head_dim")) else hidden // heads
     groups = facts.get("num_key_value_heads")
-    key_value = (groups if _is_count(groups) else heads) * head
+    key_value = (groups if is_count(groups) else heads) * head
     attention = hidden * (heads * head) * 2 + hidden * key_value * 2
     if facts.get("attention_bias") or facts.get("model_type") == "qwen2":
         attention += heads * head + 2 * key_value
@@ -34,10 +35,6 @@ def parameter_count(facts: Mapping[str, Any]) -> int | None:
     layer = attention + 3 * hidden * facts["intermediate_size"] + 2 * hidden
     embeddings = facts["vocab_size"] * hidden * (1 if facts.get("tie_word_embeddings", False) else 2)
     return facts["num_hidden_layers"] * layer + embeddings + hidden
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def trained_bytes(parameters: int, shard: ShardConfig, *, ranks: int, held_bytes: int) -> int:

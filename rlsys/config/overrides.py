@@ -79,7 +79,7 @@ def _parse(text: str, at: int, depth: int) -> tuple[Any, int]:
     at = _skip_space(text, at)
     if depth > _MAX_DEPTH:
         raise ValueError(f"more than {_MAX_DEPTH} brackets inside one another")
-    if text[at : at + 1] in ("'", '"') and text[at : at + 1]:
+    if text[at : at + 1] in ("'", '"'):
         return _quoted(text, at)
     if text[at : at + 1] == "[":
         return _list(text, at, depth)
@@ -105,7 +105,7 @@ def _dict(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
     items: dict[str, Any] = {}
     at = _skip_space(text, at + 1)
     while text[at : at + 1] != "}":
-        if text[at : at + 1] in ("'", '"') and text[at : at + 1]:
+        if text[at : at + 1] in ("'", '"'):
             key, at = _quoted(text, at)
         else:
             end = _scan(text, at, ":,}]")

@@ -53,10 +53,6 @@ class BatchPlan:
     def optimizer_steps(self) -> int:
         return self.actor.optimizer_steps
 
-    @property
-    def max_step_tokens(self) -> int:
-        return self.samples * (self.max_prompt_tokens + self.max_response_tokens)
-
 
 def shared_by(role: ActorConfig | CriticConfig) -> int:
     """Ranks that work on the same samples: they share sequences, and with Megatron matrices and layers too."""
@@ -68,33 +64,27 @@ def shared_by(role: ActorConfig | CriticConfig) -> int:
 
 def plan_batches(cfg: PPOConfig) -> BatchPlan:
     """The plan of a loaded configuration."""
-    actor, critic = cfg.actor_rollout_ref.actor, cfg.critic
     answers, pools = cfg.actor_rollout_ref.rollout.n, resolve_pools(cfg)
     samples = cfg.data.train_batch_size * answers
+
+    def plan_of(role: ActorConfig | CriticConfig) -> RolePlan:
+        return role_plan(
+            samples,
+            mini_batch_samples=role.ppo_mini_batch_size * answers,
+            dp_size=pools.train_ranks // shared_by(role),
+            epochs=role.ppo_epochs,
+            micro_batch_samples=role.ppo_micro_batch_size_per_gpu,
+            max_tokens=role.ppo_max_token_len_per_gpu if role.use_dynamic_bsz else None,
+        )
+
     return BatchPlan(
         prompts=cfg.data.train_batch_size,
         answers=answers,
         samples=samples,
         max_prompt_tokens=cfg.data.max_prompt_length,
         max_response_tokens=cfg.data.max_response_length,
-        actor=role_plan(
-            samples,
-            mini_batch_samples=actor.ppo_mini_batch_size * answers,
-            dp_size=pools.train_ranks // shared_by(actor),
-            epochs=actor.ppo_epochs,
-            micro_batch_samples=actor.ppo_micro_batch_size_per_gpu,
-            max_tokens=actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
-        ),
-        critic=role_plan(
-            samples,
-            mini_batch_samples=critic.ppo_mini_batch_size * answers,
-            dp_size=pools.train_ranks // shared_by(critic),
-            epochs=critic.ppo_epochs,
-            micro_batch_samples=critic.ppo_micro_batch_size_per_gpu,
-            max_tokens=critic.ppo_max_token_len_per_gpu if critic.use_dynamic_bsz else None,
-        )
-        if needs_critic(cfg)
-        else None,
+        actor=plan_of(cfg.actor_rollout_ref.actor),
+        critic=plan_of(cfg.critic) if needs_critic(cfg) else None,
         use_reference=needs_reference(cfg),
         pools=pools,
     )

@@ -76,7 +76,7 @@ class PromptsConfig(RowsConfig):
     filter_overlong_prompts: Flag = False
     """Drop prompts that are too long before anything starts."""
     filter_overlong_prompts_workers: Count = 1
-    """Processes that measure prompts for that."""
+    """Threads that read and measure prompts."""
 
 
 class DataConfig(PromptsConfig, TrainingRowsConfig):

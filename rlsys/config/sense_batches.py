@@ -9,7 +9,8 @@ from rlsys.config.plan import shared_by
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema import PPOConfig, SupervisedConfig
 from rlsys.config.schema_actor import ActorConfig, CriticConfig
-from rlsys.config.schema_model import RoleShardConfig
+from rlsys.config.schema_data import DataConfig, SupervisedDataConfig
+from rlsys.config.schema_model import RoleShardConfig, ShardConfig
 from rlsys.config.words import note, wrong
 
 ACTOR, CRITIC, REF = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref"
@@ -46,13 +47,17 @@ def _mini_batches(cfg: PPOConfig, role: str, section: ActorConfig | CriticConfig
         yield wrong(key, mini, f"does not divide data.train_batch_size={prompts}; write {key}={near}")
 
 
+def _divides(role: str, sharding: str, shard: ShardConfig, sequence: int, ranks: int) -> Iterator[str]:
+    for key, size, rest, instead in (
+        (f"{role}.ulysses_sequence_parallel_size", sequence, ranks % sequence, 1),
+        (f"{sharding}.fsdp_size", shard.fsdp_size, ranks % shard.fsdp_size if shard.fsdp_size > 0 else 0, -1),
+    ):
+        if rest or size == 0:
+            yield wrong(key, size, f"does not divide the {ranks} training processes; write {key}={instead}")
+
+
 def _ranks(role: str, sharding: str, shard: RoleShardConfig, sequence: int, ranks: int) -> Iterator[str]:
-    key = f"{role}.ulysses_sequence_parallel_size"
-    if ranks % sequence:
-        yield wrong(key, sequence, f"does not divide the {ranks} training processes; write {key}=1")
-    size_key = f"{role}.{sharding}.fsdp_size"
-    if shard.fsdp_size == 0 or (shard.fsdp_size > 0 and ranks % shard.fsdp_size):
-        yield wrong(size_key, shard.fsdp_size, f"does not divide the {ranks} training processes; write {size_key}=-1")
+    yield from _divides(role, f"{role}.{sharding}", shard, sequence, ranks)
     if shard.param_offload and shard.offload_policy:
         yield wrong(
             f"{role}.{sharding}.offload_policy", True, "it keeps parameters away already; write param_offload=false"
@@ -126,34 +131,30 @@ def _generated(cfg: PPOConfig) -> Iterator[str]:
             f"without algorithm.filter_groups.enable=true each generated prompt is trained on; write "
             f"data.gen_batch_size={data.train_batch_size} or leave it out",
         )
-    for key, limit in (("train_max_samples", data.train_max_samples), ("val_max_samples", data.val_max_samples)):
-        if limit == 0:
-            yield wrong(f"data.{key}", 0, f"no rows would be left; write data.{key}=-1 for all")
-    if 0 < data.train_max_samples < data.train_batch_size:
-        yield wrong(
-            "data.train_max_samples",
-            data.train_max_samples,
-            f"fewer rows than data.train_batch_size={data.train_batch_size}; "
-            f"write data.train_batch_size={data.train_max_samples} or less",
-        )
+    yield from _samples(data)
     if data.filter_overlong_prompts_workers > 1 and not data.filter_overlong_prompts:
         key = "data.filter_overlong_prompts_workers"
         yield note(key, data.filter_overlong_prompts_workers, "nothing is filtered: data.filter_overlong_prompts=false")
+
+
+def _samples(data: DataConfig | SupervisedDataConfig) -> Iterator[str]:
+    """How many rows of the files are used."""
+    for name in ("train_max_samples", "val_max_samples"):
+        if getattr(data, name) == 0:
+            yield wrong(f"data.{name}", 0, f"no rows would be left; write data.{name}=-1 for all")
+    if 0 < data.train_max_samples < data.train_batch_size:
+        why = f"fewer rows than data.train_batch_size={data.train_batch_size}"
+        advice = f"write data.train_batch_size={data.train_max_samples} or less"
+        yield wrong("data.train_max_samples", data.train_max_samples, f"{why}; {advice}")
 
 
 def check_supervised_batches(cfg: SupervisedConfig) -> Iterator[str]:
     """Rows over ranks, and texts into budgets."""
     data = cfg.data
     ranks, sequence = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node, cfg.engine.ulysses_sequence_parallel_size
-    key = "engine.ulysses_sequence_parallel_size"
+    yield from _divides("engine", "engine", cfg.engine, sequence, ranks)
     if ranks % sequence:
-        yield wrong(key, sequence, f"does not divide the {ranks} training processes; write {key}=1")
         return
-    size = cfg.engine.fsdp_size
-    if size == 0 or (size > 0 and ranks % size):
-        yield wrong(
-            "engine.fsdp_size", size, f"does not divide the {ranks} training processes; write engine.fsdp_size=-1"
-        )
     groups = ranks // sequence
     if data.train_batch_size % groups:
         why = f"{groups} data-parallel ranks cannot share it evenly; write a multiple of {groups}"
@@ -168,9 +169,4 @@ def check_supervised_batches(cfg: SupervisedConfig) -> Iterator[str]:
             f"a text of data.max_length={data.max_length} tokens does not fit; write data.max_token_len_per_gpu={need}"
         )
         yield wrong("data.max_token_len_per_gpu", data.max_token_len_per_gpu, why)
-    for name in ("train_max_samples", "val_max_samples"):
-        if getattr(data, name) == 0:
-            yield wrong(f"data.{name}", 0, f"no rows would be left; write data.{name}=-1 for all")
-    if 0 < data.train_max_samples < data.train_batch_size:
-        why = f"fewer rows than data.train_batch_size={data.train_batch_size}; write a smaller batch"
-        yield wrong("data.train_max_samples", data.train_max_samples, why)
+    yield from _samples(data)

@@ -21,6 +21,7 @@ from rlsys.config.schema_trainer import RunConfig, TrainingConfig
 from rlsys.config.words import wrong
 
 ROW_FILES = (".parquet", ".json", ".jsonl", ".csv")
+ANSWERED = "data.max_prompt_length + data.max_response_length"
 
 
 def check_ppo_files(cfg: PPOConfig) -> Iterator[str]:
@@ -30,13 +31,9 @@ def check_ppo_files(cfg: PPOConfig) -> Iterator[str]:
     yield from _rows("data.val_files", data.val_files)
     yield from _dataset_class(data)
     longest = data.max_prompt_length + data.max_response_length
-    yield from _model(
-        "actor_rollout_ref.model", policy.model, longest, "data.max_prompt_length + data.max_response_length"
-    )
+    yield from _model("actor_rollout_ref.model", policy.model, longest, ANSWERED)
     if needs_critic(cfg) and cfg.critic.model.path != policy.model.path:
-        yield from _model(
-            "critic.model", cfg.critic.model, longest, "data.max_prompt_length + data.max_response_length"
-        )
+        yield from _model("critic.model", cfg.critic.model, longest, ANSWERED)
     yield from _reward(cfg.reward)
     yield from _output(cfg.trainer)
     for key in ("rollout_data_dir", "validation_data_dir"):
@@ -59,7 +56,7 @@ def check_eval_files(cfg: EvalConfig) -> Iterator[str]:
     yield from _rows("data.val_files", data.val_files)
     yield from _dataset_class(data)
     longest = data.max_prompt_length + data.max_response_length
-    yield from _model("actor_rollout_ref.model", model, longest, "data.max_prompt_length + data.max_response_length")
+    yield from _model("actor_rollout_ref.model", model, longest, ANSWERED)
     yield from _reward(cfg.reward)
     yield from _output(cfg.trainer)
     yield from _folder_to_be("trainer.validation_data_dir", cfg.trainer.validation_data_dir)

@@ -14,6 +14,11 @@ Message = Mapping[str, str]
 Truncation = Literal["error", "left", "right", "middle"]
 
 
+def as_messages(prompt: str | Sequence[Message]) -> list[Message]:
+    """A text counts as one message of the user."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
 def render(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
@@ -51,8 +56,7 @@ def encode_prompt(
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids that a completion follows on. A text counts as one message of the user where there is a template."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    text = render(tokenizer, messages, add_generation_prompt=True, template_kwargs=template_kwargs)
+    text = render(tokenizer, as_messages(prompt), add_generation_prompt=True, template_kwargs=template_kwargs)
     return encode_text(tokenizer, text, special_tokens=not tokenizer.chat_template)
 
 

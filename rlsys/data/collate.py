@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlsys.data.chat import as_messages
 from rlsys.data.rows import PromptRow
 from rlsys.data.supervised import Pair, Text
 from rlsys.protocol import DataProto, object_array
@@ -55,12 +56,11 @@ def collate_prompts(
     pad_token_id: int,
     epoch: int = 0,
     prompt_length: int | None = None,
-    raw_chat: bool = True,
 ) -> DataProto:
     """Prompts to generate from: tensors prompts, attention_mask, position_ids (B, P).
 
     P is `prompt_length`, or that of the longest prompt. Columns: uid, index, data_source, ability, reward_model,
-    extra_info, tools_kwargs, interaction_kwargs, raw_prompt if asked for, and the columns that rows have besides.
+    extra_info, tools_kwargs, interaction_kwargs, raw_prompt, and the columns that rows have besides.
     """
     prompts = pad_left([row.token_ids for row in rows], value=pad_token_id, length=prompt_length)
     mask = pad_left([[1] * len(row.token_ids) for row in rows], value=0, length=prompt_length)
@@ -76,17 +76,10 @@ def collate_prompts(
         "extra_info": [dict(row.extra_info) for row in rows],
         "tools_kwargs": [row.extra_info.get("tools_kwargs") or {} for row in rows],
         "interaction_kwargs": [row.extra_info.get("interaction_kwargs") or {} for row in rows],
+        "raw_prompt": [[dict(message) for message in as_messages(row.raw_prompt)] for row in rows],
     }
-    if raw_chat:
-        columns["raw_prompt"] = [_messages(row) for row in rows]
     tensors = {"prompts": prompts, "attention_mask": mask, "position_ids": position_ids(mask)}
     return DataProto.from_dict(tensors, {name: object_array(values) for name, values in columns.items()})
-
-
-def _messages(row: PromptRow) -> list[dict[str, str]]:
-    if isinstance(row.raw_prompt, str):
-        return [{"role": "user", "content": row.raw_prompt}]
-    return [dict(message) for message in row.raw_prompt]
 
 
 def collate_texts(texts: Sequence[Text], *, pad_token_id: int) -> DataProto:

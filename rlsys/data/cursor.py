@@ -58,10 +58,6 @@ class Cursor:
         """The epoch that the next batch belongs to, from 0."""
         return self._epoch + (self._position + self._batch_size > self._num_rows)
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return self._num_rows // self._batch_size
-
     def next(self) -> Step:
         """The next batch."""
         if self._position + self._batch_size > self._num_rows:

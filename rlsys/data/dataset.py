@@ -6,6 +6,7 @@ user), without one the contents are taken as they are.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,9 @@ from rlsys.utils.plugins import load_from_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+log = logging.getLogger(__name__)
 
 
 class VerlDataset(Protocol):
@@ -122,9 +126,9 @@ class PromptDataset:
         bad_rows: BadRowPolicy = "refuse",
         num_threads: int = 1,
     ) -> Self:
-        """As `load`, with the rows of a dataset object; its `raw_prompt` stands for a missing prompt column."""
+        """As `load`, with the rows of a dataset object."""
         form = form or PromptFormat()
-        return cls._read(_rows_of(dataset, form.prompt_key), tokenizer, form, bad_rows, num_threads)
+        return cls._read(rows_of(dataset, form.prompt_key), tokenizer, form, bad_rows, num_threads)
 
     @classmethod
     def _read(
@@ -142,8 +146,11 @@ class PromptDataset:
         kept = [row for row in good if row is not None]
         if not kept:
             raise DataError(f"no prompt is left: all {len(good)} have more than {form.max_prompt_length} tokens")
+        if lost := len(good) - len(kept):
+            limit = form.max_prompt_length
+            log.warning("%d of %d prompts have more than %d tokens and are left out", lost, len(good), limit)
         numbered = [replace(row, index=index) for index, row in enumerate(kept)]
-        return cls(numbered, bad_rows=bad, num_overlong=len(good) - len(kept))
+        return cls(numbered, bad_rows=bad, num_overlong=lost)
 
 
 def prompt_of(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, form: PromptFormat) -> PromptRow | None:
@@ -160,7 +167,7 @@ def prompt_of(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, for
 def load_custom_dataset(
     path: str, name: str, *, data_files: Sequence[str], tokenizer: Any, config: Any, max_samples: int = -1
 ) -> VerlDataset:
-    """An object of the user's dataset class (data.custom_cls), made with verl's arguments; give it to `wrap`."""
+    """An object of the user's dataset class (data.custom_cls), made with verl's arguments."""
     cls = load_from_file(path, name, key="data.custom_cls")
     dataset = cls(
         data_files=list(data_files), tokenizer=tokenizer, config=config, processor=None, max_samples=max_samples
@@ -183,7 +190,8 @@ def sample(rows: Iterable[Row | BadRow], max_samples: int, *, seed: int | None) 
     return [rows[i] for i in sorted(permutation(len(rows), seed=seed, epoch=0)[:max_samples].tolist())]
 
 
-def _rows_of(dataset: VerlDataset, prompt_key: str) -> Iterator[Row | BadRow]:
+def rows_of(dataset: VerlDataset, prompt_key: str) -> Iterator[Row | BadRow]:
+    """The rows of a dataset object; its `raw_prompt` stands for a missing prompt column."""
     for index in range(len(dataset)):
         values, name, place = dataset[index], type(dataset).__name__, f"row {index}"
         if not isinstance(values, Mapping):

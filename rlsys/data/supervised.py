@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from rlsys.data.chat import Message, Truncation, encode_conversation
-from rlsys.data.dataset import sample
+from rlsys.data.chat import Message, Truncation, as_messages, encode_conversation
+from rlsys.data.dataset import VerlDataset, rows_of, sample
 from rlsys.data.files import BadRow, Row, read_rows
 from rlsys.data.policy import BadRowPolicy, read_all
 from rlsys.data.rows import plain, read_messages, read_prompt
@@ -86,8 +87,9 @@ class TextFormat:
             raise ConfigError(f"data.max_length={self.max_length}: must be at least 2")
 
 
-def load_texts(
-    files: str | Sequence[str],
+def _load(
+    read: Callable[[Row, PreTrainedTokenizerBase, TextFormat], T],
+    files: str | Sequence[str] | VerlDataset,
     tokenizer: PreTrainedTokenizerBase,
     form: TextFormat | None = None,
     *,
@@ -95,28 +97,14 @@ def load_texts(
     shuffle: bool = False,
     seed: int = 1,
     bad_rows: BadRowPolicy = "refuse",
-) -> SupervisedDataset[Text]:
-    """Rows for SFT. Raises DataError with file and row, ConfigError for missing files."""
-    form = form or TextFormat()
-    rows = sample(read_rows(files), max_samples, seed=seed if shuffle else None)
-    good, bad = read_all(rows, lambda row: read_text(row, tokenizer, form), bad_rows=bad_rows)
-    return SupervisedDataset(good, bad_rows=bad)
-
-
-def load_pairs(
-    files: str | Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    form: TextFormat | None = None,
-    *,
-    max_samples: int = -1,
-    shuffle: bool = False,
-    seed: int = 1,
-    bad_rows: BadRowPolicy = "refuse",
-) -> SupervisedDataset[Pair]:
-    """Rows for a reward model. Raises DataError with file and row, ConfigError for missing files."""
-    form = form or TextFormat()
-    rows = sample(read_rows(files), max_samples, seed=seed if shuffle else None)
-    good, bad = read_all(rows, lambda row: read_pair(row, tokenizer, form), bad_rows=bad_rows)
+) -> SupervisedDataset[T]:
+    """The rows of all files, or of a dataset object; `max_samples` as for prompts. Raises DataError with file and row,
+    ConfigError for missing files."""
+    how = form or TextFormat()
+    source: Any = files
+    found = read_rows(source) if isinstance(files, str | list | tuple) else rows_of(source, how.prompt_key)
+    rows = sample(found, max_samples, seed=seed if shuffle else None)
+    good, bad = read_all(rows, lambda row: read(row, tokenizer, how), bad_rows=bad_rows)
     return SupervisedDataset(good, bad_rows=bad)
 
 
@@ -143,6 +131,12 @@ def read_pair(row: Row, tokenizer: PreTrainedTokenizerBase, form: TextFormat) ->
     return Pair(chosen, rejected)
 
 
+load_texts = partial(_load, read_text)
+"""Rows for SFT."""
+load_pairs = partial(_load, read_pair)
+"""Rows for a reward model."""
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], form: TextFormat) -> Text:
     """Tokens of a conversation within `max_length`. Raises ValueError when nothing to learn is left."""
     prompt, response, mask = encode_conversation(tokenizer, messages, template_kwargs=form.template_kwargs)
@@ -166,8 +160,7 @@ def kept_positions(num_tokens: int, max_tokens: int, how: Truncation) -> list[in
 
 
 def _prompt(values: Mapping[str, Any], form: TextFormat) -> list[Message]:
-    prompt = read_prompt(values.get(form.prompt_key), form.prompt_key)
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return as_messages(read_prompt(values.get(form.prompt_key), form.prompt_key))
 
 
 def _answer(value: Any, key: str) -> list[Message]:

@@ -65,9 +65,6 @@ class FsdpOptions:
     cpu_offload: bool = False
 
 
-ROW_BY_ROW, EXACT, ONE_SHARDED_COPY, LEAN = MicroBatches(rows=1), Precision(), Parallel(), FsdpOptions()
-
-
 class FSDPEngine:
     """A TrainEngine (rlsys/interfaces.py) over all ranks of the default process group; every method is collective.
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from rlsys.protocol.gather import exchange_device, gather_bytes
 from rlsys.utils.errors import ConfigError
 
 
@@ -111,24 +112,9 @@ def _own_group(members: list[list[int]]) -> dist.ProcessGroup | None:
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's value, in rank order, on every rank; values are what JSON can say."""
-    size = dist.get_world_size(group)
-    if size == 1:
-        return [json.loads(json.dumps(value))]
-    device = exchange_device(group)
-    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(own)], device=device), group=group)
-    longest = max(int(n) for n in lengths)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: len(own)] = own
-    texts = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(texts, padded, group=group)
-    return [json.loads(bytes(text[: int(n)].tolist())) for text, n in zip(texts, lengths, strict=True)]
-
-
-def exchange_device(group: dist.ProcessGroup | None) -> torch.device:
-    has_gloo = "gloo" in str(dist.get_backend_config(group))
-    return torch.device("cpu") if has_gloo else torch.device("cuda", torch.cuda.current_device())
+    text = json.dumps(value).encode()
+    texts = [text] if dist.get_world_size(group) == 1 else gather_bytes(text, group)
+    return [json.loads(text) for text in texts]
 
 
 def sum_over_ranks(parts: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, tuple[float, float]]:

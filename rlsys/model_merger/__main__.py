@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from rlsys.model_merger.convert import compare, lines_of, merge, split
@@ -85,18 +86,7 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def _split(options: argparse.Namespace) -> int:
-    cut = Split(
-        tp=options.tp,
-        pp=options.pp,
-        vp=options.vp,
-        ep=options.ep,
-        etp=options.etp,
-        first_layers=options.first_layers,
-        last_layers=options.last_layers,
-        grouped_experts=options.grouped_experts,
-        transformer_engine=options.transformer_engine,
-        head=options.head,
-    )
+    cut = Split(**{part.name: getattr(options, part.name) for part in fields(Split)})
     count = split(options.hf_model_path, options.target_dir, cut, overwrite=options.overwrite)
     print(f"{options.target_dir}: {count} files")
     return 0

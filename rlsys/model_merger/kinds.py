@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from rlsys.engines import checkpoint
 from rlsys.engines.dcp_storage import METADATA, read_tensor_index
 from rlsys.model_merger.stored import Piece, Pieces
+from rlsys.models.hf import differing_tensors
 from rlsys.models.lora import is_adapter
 from rlsys.models.megatron.family import Family, Head, Place, family_of
 from rlsys.types import Shard
@@ -121,20 +122,8 @@ def _split_pieces(directory: Path, hf_config: Mapping[str, Any]) -> Pieces:
 
 
 def _check_file(file: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
-    there = _stored_shapes(file)
-    missing, unknown = sorted(expected.keys() - there.keys()), sorted(there.keys() - expected.keys())
-    odd = [
-        f"{name} is {there[name]}, this model's {shape}"
-        for name, shape in expected.items()
-        if name in there and there[name] != shape
-    ]
-    parts = [
-        f"{len(missing)} tensors are missing ({', '.join(missing[:3])})" if missing else "",
-        f"{len(unknown)} tensors are not this model's ({', '.join(unknown[:3])})" if unknown else "",
-        f"{len(odd)} shapes differ ({'; '.join(odd[:3])})" if odd else "",
-    ]
-    if any(parts):
-        raise CheckpointError(f"{file}: {'; '.join(filter(None, parts))}")
+    if differences := differing_tensors(expected, _stored_shapes(file), whose="this model's"):
+        raise CheckpointError(f"{file}: {differences}")
 
 
 def _stored_shapes(file: Path) -> dict[str, tuple[int, ...]]:

@@ -221,22 +221,32 @@ def check_names(expected: Mapping[str, Sequence[int]], source: TensorSource, *, 
 
     `aliases` and heads of another kind may be there unused.
     """
-    have = set(source.names())
-    missing = sorted(set(expected) - have)
     spare = {"lm_head.weight", "score.weight", "score.bias", *aliases}
-    unknown = sorted(n for n in have - set(expected) - spare if not n.endswith(UNUSED))
+    there = {
+        name: tuple(source.shape(name))
+        for name in source.names()
+        if name in expected or not (name in spare or name.endswith(UNUSED))
+    }
+    if differences := differing_tensors(expected, there):
+        raise CheckpointError(f"these weights belong to another model: {differences}")
+
+
+def differing_tensors(
+    expected: Mapping[str, Sequence[int]], there: Mapping[str, Sequence[int]], *, whose: str = "the model's"
+) -> str:
+    """The first tensors that are missing, not the model's, or of another shape; empty where there are none."""
+    missing, unknown = sorted(expected.keys() - there.keys()), sorted(there.keys() - expected.keys())
     shapes = [
-        f"{name} is {tuple(source.shape(name))}, the model's {tuple(shape)}"
+        f"{name} is {tuple(there[name])}, {whose} {tuple(shape)}"
         for name, shape in sorted(expected.items())
-        if name in have and tuple(source.shape(name)) != tuple(shape)
+        if name in there and tuple(there[name]) != tuple(shape)
     ]
     parts = [
         f"{len(missing)} tensors are missing ({', '.join(missing[:3])})" if missing else "",
-        f"{len(unknown)} tensors are not the model's ({', '.join(unknown[:3])})" if unknown else "",
+        f"{len(unknown)} tensors are not {whose} ({', '.join(unknown[:3])})" if unknown else "",
         f"{len(shapes)} shapes differ ({'; '.join(shapes[:3])})" if shapes else "",
     ]
-    if any(parts):
-        raise CheckpointError("these weights belong to another model: " + "; ".join(p for p in parts if p))
+    return "; ".join(filter(None, parts))
 
 
 def layer_modules(model: nn.Module) -> list[nn.Module]:

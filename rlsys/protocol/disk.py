@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from rlsys.protocol.values import WireError
+from rlsys.utils.atomic import fsync_dir
 
 MAGIC = b"RLSYSDP1"
 ALIGN_BYTES = 64
@@ -30,7 +31,7 @@ def write_file(path: str | os.PathLike[str], header: bytes, buffers: Sequence[An
         beside.replace(target)
     finally:
         beside.unlink(missing_ok=True)
-    _sync_directory(target.parent)
+    fsync_dir(target.parent)
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[bytes, list[bytearray]]:
@@ -85,11 +86,3 @@ def _take(file: BinaryIO, num_bytes: int) -> bytearray:
     if file.readinto(data) != num_bytes:  # pyrefly: ignore
         raise WireError("the file is truncated")
     return data
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

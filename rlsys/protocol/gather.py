@@ -16,7 +16,7 @@ from rlsys.protocol.wire import decode, encode
 
 def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup) -> None:
     """Replace the rows of `data` by those of all ranks in rank order, in place; all ranks must hold equal shapes."""
-    device = _device_of(process_group)
+    device = exchange_device(process_group)
     if data.batch is not None:
         rows = {
             key: _gather(tensor.to(device), process_group) for key, tensor in sorted(tensors_of(data.batch).items())
@@ -26,28 +26,31 @@ def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup) -> 
         data.batch = DataProto.from_dict(joined).batch
         if data.batch is not None and held_on is not None:
             data.batch = data.batch.to(held_on)
-    columns = [decode(*read_stream(io.BytesIO(text), len(text))) for text in _gather_bytes(data, device, process_group)]
+    stream = io.BytesIO()
+    write_stream(stream, *encode(None, data.non_tensor_batch, {}))
+    texts = gather_bytes(stream.getvalue(), process_group)
+    columns = [decode(*read_stream(io.BytesIO(text), len(text))) for text in texts]
     data.non_tensor_batch = concat_arrays([part.non_tensor_batch for part in columns])
 
 
-def _device_of(process_group: dist.ProcessGroup) -> torch.device:
-    if dist.get_backend(process_group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def exchange_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where the ranks of a group exchange small things: on the CPU if the group has a way for that."""
+    has_gloo = "gloo" in str(dist.get_backend_config(group))
+    return torch.device("cpu") if has_gloo else torch.device("cuda", torch.cuda.current_device())
 
 
-def _gather(tensor: Tensor, process_group: dist.ProcessGroup) -> Tensor:
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(process_group))]
-    dist.all_gather(parts, tensor.contiguous(), group=process_group)
+def _gather(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
     return torch.cat(parts)
 
 
-def _gather_bytes(data: DataProto, device: torch.device, process_group: dist.ProcessGroup) -> list[bytes]:
-    stream = io.BytesIO()
-    write_stream(stream, *encode(None, data.non_tensor_batch, {}))
-    mine = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8).to(device)
-    lengths = _gather(torch.tensor([len(mine)], device=device), process_group).tolist()
+def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """Every rank's bytes, in rank order, on every rank."""
+    device = exchange_device(group)
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    lengths = _gather(torch.tensor([len(mine)], device=device), group).tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: len(mine)] = mine
-    rows = _gather(padded[None], process_group).cpu()
+    rows = _gather(padded[None], group).cpu()
     return [bytes(row[:length].numpy()) for row, length in zip(rows, lengths, strict=True)]

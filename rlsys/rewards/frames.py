@@ -25,17 +25,16 @@ def encode(message: dict[str, Any]) -> bytes:
 class FrameBuffer:
     """Collects bytes as they arrive and hands out whole messages."""
 
-    def __init__(self, *, max_bytes: int = MAX_FRAME_BYTES) -> None:
+    def __init__(self) -> None:
         self._data = bytearray()
-        self._max_bytes = max_bytes
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
         """Add `data`; yields every message it completes. Raises FrameError on anything malformed."""
         self._data += data
         while len(self._data) >= 4:
             end = 4 + int.from_bytes(self._data[:4], "big")
-            if end > self._max_bytes:
-                raise FrameError(f"a frame of {end} bytes is announced, the limit is {self._max_bytes}")
+            if end > MAX_FRAME_BYTES:
+                raise FrameError(f"a frame of {end} bytes is announced, the limit is {MAX_FRAME_BYTES}")
             if len(self._data) < end:
                 return
             body = bytes(self._data[4:end])

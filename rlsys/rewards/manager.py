@@ -16,13 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlsys.algorithms.filters import overlong_penalty
 from rlsys.rewards.pool import RewardPool
 from rlsys.rewards.records import RewardItem, RewardResult, reward_metrics
+from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import ConfigError
 from rlsys.utils.plugins import load_from_file
 
 if TYPE_CHECKING:
     from rlsys.protocol import DataProto
+
+
+log = get_logger(__name__)
 
 
 class Decoder(Protocol):
@@ -49,6 +54,12 @@ class OverlongBuffer:
                 f"reward.reward_kwargs.overlong_buffer_cfg.len={self.num_tokens}: "
                 f"must be from 1 to max_resp_len={self.max_response_tokens}"
             )
+
+    def penalty(self, lengths: Tensor) -> Tensor:
+        """What is added to the rewards (B,): 0 up to the buffer, then falling; never above 0."""
+        limit, size = self.max_response_tokens, self.num_tokens
+        found = overlong_penalty(lengths, max_length=limit, buffer_length=size, penalty_factor=self.penalty_factor)
+        return found.float()
 
 
 @dataclass(frozen=True)
@@ -127,21 +138,22 @@ class PoolRewardManager:
         results = self._pool.score(
             reward_items(data, self._tokenizer, self._reward_fn_key), deadline_s=self._deadline_s
         )
+        tell_failures(results)
         lengths = response_lengths(data)
         rewards = torch.tensor([r.score for r in results], dtype=torch.float32)
         extra = extra_columns(results)
         if self._overlong_buffer is not None:
-            penalty = overlong_penalty(lengths, self._overlong_buffer)
+            penalty = self._overlong_buffer.penalty(lengths)
             rewards = rewards + penalty
             if self._overlong_buffer.log:
                 extra |= {"overlong_reward": penalty.numpy(), "overlong": (penalty < 0).numpy()}
-        num_tokens = _tensor(data, "responses").shape[1]
+        num_tokens = data.tensors["responses"].shape[1]
         return Graded(place_on_last_token(rewards, lengths, num_tokens), extra, reward_metrics(results))
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
         """verl's older form; scores that are there already as `rm_scores` are handed back."""
         if data.batch is not None and "rm_scores" in set(data.batch.keys()):
-            graded = Graded(_tensor(data, "rm_scores"), {})
+            graded = Graded(data.tensors["rm_scores"], {})
         else:
             graded = self.grade(data)
         if not return_dict:
@@ -150,9 +162,17 @@ class PoolRewardManager:
         return {"reward_tensor": graded.rm_scores, "reward_extra_info": extra}
 
 
+def tell_failures(results: Sequence[RewardResult]) -> None:
+    """Warn where rows got no score, with the cause of the first: metrics only count them."""
+    lost = [result for result in results if result.status != "ok"]
+    if lost:
+        first = f"{lost[0].status}: {lost[0].message}"
+        log.warning("%d of %d rows got no score; the first one: %s", len(lost), len(results), first)
+
+
 def reward_items(data: DataProto, tokenizer: Decoder, reward_fn_key: str = "data_source") -> list[RewardItem]:
     """What the graders get of each row: the response as text without special tokens, and the row's own columns."""
-    responses, columns = _tensor(data, "responses"), data.non_tensor_batch
+    responses, columns = data.tensors["responses"], data.non_tensor_batch
     if reward_fn_key not in columns:
         raise ConfigError(f"data.reward_fn_key={reward_fn_key}: the rows have only {', '.join(sorted(columns))}")
     items = []
@@ -169,8 +189,8 @@ def reward_items(data: DataProto, tokenizer: Decoder, reward_fn_key: str = "data
 
 def response_lengths(data: DataProto) -> Tensor:
     """Tokens of each response (B,), tool answers in it included."""
-    num_tokens = _tensor(data, "responses").shape[1]
-    return _tensor(data, "attention_mask")[:, -num_tokens:].sum(-1)
+    num_tokens = data.tensors["responses"].shape[1]
+    return data.tensors["attention_mask"][:, -num_tokens:].sum(-1)
 
 
 def place_on_last_token(rewards: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:
@@ -179,12 +199,6 @@ def place_on_last_token(rewards: Tensor, lengths: Tensor, num_tokens: int) -> Te
     rows = torch.nonzero(lengths > 0).squeeze(-1)
     placed[rows, lengths[rows] - 1] = rewards[rows].float()
     return placed
-
-
-def overlong_penalty(lengths: Tensor, buffer: OverlongBuffer) -> Tensor:
-    """What is added to the rewards (B,): 0 up to the buffer, then falling; never above 0."""
-    over = (lengths - (buffer.max_response_tokens - buffer.num_tokens)).float()
-    return torch.clamp(-over / buffer.num_tokens * buffer.penalty_factor, max=0.0)
 
 
 def extra_columns(results: Sequence[RewardResult]) -> dict[str, np.ndarray]:
@@ -201,13 +215,6 @@ def _column(values: Sequence[Any]) -> np.ndarray:
     for row, value in enumerate(values):
         column[row] = value
     return column
-
-
-def _tensor(data: DataProto, name: str) -> Tensor:
-    assert data.batch is not None, "the batch has no tensors"
-    tensor = data.batch[name]
-    assert isinstance(tensor, Tensor)
-    return tensor
 
 
 # --- managers written for verl ---
@@ -275,5 +282,5 @@ class _VerlManager:
         answers = await asyncio.gather(*(self._manager.run_single(row) for row in rows))
         results = [RewardResult(float(a["reward_score"]), a.get("reward_extra_info", {}), "ok", 0.0) for a in answers]
         rewards = torch.tensor([r.score for r in results], dtype=torch.float32)
-        num_tokens = _tensor(data, "responses").shape[1]
+        num_tokens = data.tensors["responses"].shape[1]
         return Graded(place_on_last_token(rewards, response_lengths(data), num_tokens), extra_columns(results))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import Any
-
-from rlsys.utils.errors import ConfigError
 
 ROUTES: dict[str, str] = {
     "openai/gsm8k": "gsm8k:compute_score",
@@ -44,13 +42,6 @@ def route(data_source: str) -> str | None:
     return ROUTES[max(prefixes, key=len)] if prefixes else None
 
 
-def check_data_sources(data_sources: Iterable[str]) -> None:
-    """Raise ConfigError when a data source has no built-in grader."""
-    unknown = sorted({s for s in data_sources if route(s) is None})
-    if unknown:
-        raise ConfigError(_no_route(", ".join(map(repr, unknown))))
-
-
 def compute_score(
     data_source: str,
     solution_str: str,
@@ -63,7 +54,10 @@ def compute_score(
     """Grade by data source; `reward_kwargs` go to the grader, `memory_limit_mb` to those that run programs."""
     target = route(data_source)
     if target is None:
-        raise ValueError(_no_route(repr(data_source)))
+        raise ValueError(
+            f"no built-in reward for data_source {data_source!r}: set custom_reward_function.path to a file with a "
+            f"compute_score, or use one of {', '.join(ROUTES)}"
+        )
     if memory_limit_mb is not None and target.startswith("code:"):
         reward_kwargs["memory_limit_mb"] = memory_limit_mb
     return _load(target)(solution_str, ground_truth, **reward_kwargs)
@@ -78,10 +72,3 @@ def warm_up() -> None:
 def _load(target: str) -> Callable[..., Any]:
     module, _, function = target.partition(":")
     return getattr(import_module(f"rlsys.rewards.{module}"), function)
-
-
-def _no_route(names: str) -> str:
-    return (
-        f"no built-in reward for data_source {names}: set custom_reward_function.path to a file with a compute_score, "
-        f"or use one of {', '.join(ROUTES)}"
-    )

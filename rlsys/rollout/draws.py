@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlsys.rollout.sampling import Sampling, row_keys, sample_tokens
+from rlsys.rollout.sampling import NO_TOKEN, Flags, Sampling, row_keys, sample_tokens, stop_table
 from rlsys.rollout.serving import Ticket
 
 FORCED = 3.0e38
@@ -159,21 +159,17 @@ class RowSampler:
     def set_rows(self, rows: Sequence[DrawParams]) -> None:
         self._rows = list(rows)
         device = self.device
-        temperatures, top_ks = [row.temperature for row in rows], [row.top_k for row in rows]
         self._how = Sampling(
             keys=row_keys(self.engine_seed, [row.seed for row in rows]).to(device),
-            temperature=torch.tensor(temperatures, device=device),
+            temperature=torch.tensor([row.temperature for row in rows], device=device),
             top_p=torch.tensor([row.top_p for row in rows], dtype=torch.float64, device=device),
-            top_k=torch.tensor(top_ks, device=device),
-            scaled=any(t not in (0.0, 1.0) for t in temperatures),
-            any_greedy=0.0 in temperatures,
-            any_top_p=any(row.top_p < 1 for row in rows),
-            max_top_k=max(top_ks, default=-1),
+            top_k=torch.tensor([row.top_k for row in rows], device=device),
+            flags=Flags.of(rows),
         )
         self.prompt_lengths = torch.tensor([row.prompt_length for row in rows], device=device)
         self._min_new = torch.tensor([row.min_new_tokens for row in rows], device=device)
-        early = any(row.min_new_tokens > 0 for row in rows)
-        self._stops = torch.tensor(_stop_table(rows), device=device) if early else None
+        stops = [row.stop_ids if row.min_new_tokens > 0 else () for row in rows]
+        self._stops = stop_table(stops).to(device) if self._how.flags.any_min_new else None
 
     def draw(self, logits: Tensor, num_drawn: Tensor) -> Tensor:
         """The next token (N,) of every row, given how many each has (N,); both log-probabilities go to the log."""
@@ -186,14 +182,7 @@ class RowSampler:
         """Stop ids (N, S) of the rows that may not end yet, -1 elsewhere; None when there is no such row."""
         if self._stops is None:
             return None
-        return torch.where((num_drawn < self._min_new)[:, None], self._stops, -1)
-
-
-def _stop_table(rows: Sequence[DrawParams]) -> list[list[int]]:
-    """The stop ids of each row that has a shortest length, the first repeated to equal width; -1 elsewhere."""
-    stops = [row.stop_ids if row.min_new_tokens > 0 else () for row in rows]
-    width = max(1, *map(len, stops))
-    return [[*ids, *[ids[0] if ids else -1] * (width - len(ids))] for ids in stops]
+        return torch.where((num_drawn < self._min_new)[:, None], self._stops, NO_TOKEN)
 
 
 def force_tokens(logits: Tensor, tokens: Tensor) -> Tensor:

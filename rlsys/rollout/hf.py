@@ -89,30 +89,11 @@ class HFRollout(ServingEngine):
         load_format: LoadFormat = "auto",
         dtype: str = "float32",
         device: str = "cpu",
-        seed: int = 0,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 8192,
-        max_model_len: int | None = None,
-        eos_token_ids: Sequence[int] | None = None,
-        full_determinism: bool = False,
-        version: int = 0,
-        rank: int = 0,
-        host: str = "",
+        **options: Any,
     ) -> HFRollout:
-        """The engine over the model in an HF directory; `dtype` is torch's name."""
-        return cls(
-            load_causal_lm(path, load_format=load_format, dtype=dtype, device=device),
-            load_format=load_format,
-            seed=seed,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            eos_token_ids=eos_token_ids,
-            full_determinism=full_determinism,
-            version=version,
-            rank=rank,
-            host=host,
-        )
+        """The engine over the model in an HF directory; `dtype` is torch's name, `options` are the constructor's."""
+        model = load_causal_lm(path, load_format=load_format, dtype=dtype, device=device)
+        return cls(model, load_format=load_format, **options)
 
     def weight_layout(self) -> WeightLayout:
         """Every tensor whole, under the name it is saved by; tied names are aliases."""

@@ -6,38 +6,13 @@ Letters: N running rows, R longest completion, S stop ids, C cache columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rlsys.rollout.sampling import Drawn, Sampling, row_keys
+from rlsys.rollout.sampling import NO_TOKEN, Drawn, Flags, Sampling, row_keys, stop_table
 from rlsys.rollout.serving import Ticket
 from rlsys.types import Finish, ModelRequest, ModelResponse
-
-NO_TOKEN = -1
-
-
-@dataclass(frozen=True)
-class _Flags:
-    """What any of the rows needs, told on the host once for all steps between two changes of the rows."""
-
-    scaled: bool = False
-    any_greedy: bool = False
-    any_top_p: bool = False
-    any_min_new: bool = False
-    max_top_k: int = -1
-
-
-def _flags(tickets: Sequence[Ticket]) -> _Flags:
-    params = [ticket.request.gconfig for ticket in tickets]
-    return _Flags(
-        scaled=any(p.temperature not in (0.0, 1.0) for p in params),
-        any_greedy=any(p.greedy for p in params),
-        any_top_p=any(p.top_p < 1 for p in params),
-        any_min_new=any(p.min_new_tokens > 0 for p in params),
-        max_top_k=max((p.top_k for p in params), default=-1),
-    )
 
 
 class RunningRows:
@@ -53,7 +28,7 @@ class RunningRows:
         self.tickets: list[Ticket] = []
         self.t: dict[str, Tensor] = {}
         self.mask = torch.empty(0)
-        self.flags = _Flags()
+        self.flags = Flags()
 
     @property
     def count(self) -> int:
@@ -65,7 +40,7 @@ class RunningRows:
         new["starts"] = starts
         self.t = {name: _cat_rows(self.t[name], new[name]) for name in new} if self.tickets else new
         self.tickets += tickets
-        self.flags = _flags(self.tickets)
+        self.flags = Flags.of([ticket.request.gconfig for ticket in self.tickets])
 
     def remove(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """Drop rows; returns the (from, to) moves by which the last rows took the free places."""
@@ -80,7 +55,7 @@ class RunningRows:
                 value[target] = value[source]
         del self.tickets[left:]
         self.t = {name: value[:left] for name, value in self.t.items()}
-        self.flags = _flags(self.tickets)
+        self.flags = Flags.of([ticket.request.gconfig for ticket in self.tickets])
         return moves
 
     def set_mask(self, num_columns: int, hidden: float, dtype: torch.dtype) -> None:
@@ -106,10 +81,7 @@ class RunningRows:
             temperature=self.t["temperature"][which],
             top_p=self.t["top_p"][which],
             top_k=self.t["top_k"][which],
-            scaled=self.flags.scaled,
-            any_greedy=self.flags.any_greedy,
-            any_top_p=self.flags.any_top_p,
-            max_top_k=self.flags.max_top_k,
+            flags=self.flags,
         )
 
     def banned(self, which: slice) -> Tensor | None:
@@ -158,17 +130,11 @@ def _initial(tickets: Sequence[Ticket], seed: int) -> dict[str, Tensor]:
         "temperature": torch.tensor([p.temperature for p in params]),
         "top_p": torch.tensor([p.top_p for p in params], dtype=torch.float64),
         "top_k": torch.tensor([p.top_k for p in params]),
-        "stops": _stop_table([ticket.stop_ids for ticket in tickets]),
+        "stops": stop_table([ticket.stop_ids for ticket in tickets]),
         "tokens": torch.zeros(num_rows, longest, dtype=torch.int64),
         "full": torch.zeros(num_rows, longest),
         "sampled": torch.zeros(num_rows, longest),
     }
-
-
-def _stop_table(stop_ids: Sequence[tuple[int, ...]]) -> Tensor:
-    """(N, S); short rows repeat their first id, empty ones hold -1."""
-    width = max(1, max(len(ids) for ids in stop_ids))
-    return torch.tensor([[*ids, *[(ids or (NO_TOKEN,))[0]] * (width - len(ids))] for ids in stop_ids])
 
 
 def _cat_rows(old: Tensor, new: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 BLOCK = 64
 TOP_P_WIDTH = 256
+NO_TOKEN = -1
 
 
 def _signed(value: int) -> int:
@@ -56,6 +58,46 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     return _shift_right(mix64(keys + positions * _signed(GOLDEN)), 11).double() * 2.0**-53
 
 
+class Draws(Protocol):
+    """What a request draws with, as SamplingParams say it."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def min_new_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What any of the rows needs, told on the host once for all steps between two changes of the rows."""
+
+    scaled: bool = False
+    any_greedy: bool = False
+    any_top_p: bool = False
+    any_min_new: bool = False
+    max_top_k: int = -1
+
+    @classmethod
+    def of(cls, rows: Sequence[Draws]) -> Flags:
+        return cls(
+            scaled=any(row.temperature not in (0.0, 1.0) for row in rows),
+            any_greedy=any(row.temperature == 0 for row in rows),
+            any_top_p=any(row.top_p < 1 for row in rows),
+            any_min_new=any(row.min_new_tokens > 0 for row in rows),
+            max_top_k=max((row.top_k for row in rows), default=-1),
+        )
+
+
+def stop_table(stop_ids: Sequence[tuple[int, ...]]) -> Tensor:
+    """(B, S); short rows repeat their first id, empty ones hold -1."""
+    width = max([1, *map(len, stop_ids)])
+    return torch.tensor([[*ids, *[ids[0] if ids else NO_TOKEN] * (width - len(ids))] for ids in stop_ids])
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How B rows draw; the flags, known on the host, spare the passes that nobody needs.
@@ -67,10 +109,7 @@ class Sampling:
     temperature: Tensor
     top_p: Tensor
     top_k: Tensor
-    scaled: bool
-    any_greedy: bool
-    any_top_p: bool
-    max_top_k: int
+    flags: Flags
 
 
 @dataclass(frozen=True)
@@ -92,19 +131,19 @@ def sample_tokens(logits: Tensor, positions: Tensor, how: Sampling, banned: Tens
     tie with the last one kept are kept. A row whose probabilities are NaN is reported in `finite`, not drawn.
     """
     scores = logits.float()
-    if how.scaled:
+    if how.flags.scaled:
         scores = scores / torch.where(how.temperature > 0, how.temperature, 1.0)[:, None]
     probs = torch.softmax(scores, dim=-1)
     allowed = probs if banned is None else _ban(probs, banned)
-    weights = _truncate(allowed, how) if how.max_top_k > 0 or how.any_top_p else allowed
+    weights = _truncate(allowed, how) if how.flags.max_top_k > 0 or how.flags.any_top_p else allowed
     blocks = _block_sums(weights)
     kept = blocks.sum(-1, dtype=torch.float64)
     tokens = _invert(weights, blocks, uniforms(how.keys, positions))
-    if how.any_greedy:
+    if how.flags.any_greedy:
         tokens = torch.where(how.temperature > 0, tokens, allowed.argmax(-1))
     full = probs.gather(1, tokens[:, None]).squeeze(1).log()
     sampled = (full - kept.log()).float()
-    if how.any_greedy:
+    if how.flags.any_greedy:
         sampled = torch.where(how.temperature > 0, sampled, 0.0)
     return Drawn(tokens, full, sampled, torch.isfinite(kept) & (kept > 0))
 
@@ -116,13 +155,13 @@ def _ban(probs: Tensor, banned: Tensor) -> Tensor:
 
 
 def _truncate(probs: Tensor, how: Sampling) -> Tensor:
-    if how.max_top_k > 0:
-        width = min(how.max_top_k, probs.shape[1])
+    if how.flags.max_top_k > 0:
+        width = min(how.flags.max_top_k, probs.shape[1])
         top = probs.topk(width, dim=-1).values
         last = top.gather(1, how.top_k.clamp(1, width)[:, None] - 1)
         limited = (how.top_k > 0) & (how.top_k <= width)
         probs = torch.where(probs >= torch.where(limited[:, None], last, 0.0), probs, 0.0)
-    if how.any_top_p:
+    if how.flags.any_top_p:
         mass = probs.sum(-1, dtype=torch.float64) * how.top_p.double()
         cut = torch.where(how.top_p < 1, _top_p_cut(probs, mass, TOP_P_WIDTH), 0.0)
         probs = torch.where(probs >= cut[:, None], probs, 0.0)

@@ -39,6 +39,17 @@ Pull = Callable[[], Sequence[Ticket]]
 Deliver = Callable[[int, ModelResponse], None]
 
 
+def check_tags(tags: Sequence[str]) -> None:
+    if unknown := sorted(set(tags) - set(SLEEP_TAGS)):
+        raise ValueError(f"unknown sleep tags {unknown}: there are {list(SLEEP_TAGS)}")
+
+
+def check_sampling(request: ModelRequest) -> None:
+    params = request.gconfig
+    if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1:
+        raise ValueError(f"request {request.rid}: impossible sampling parameters {params}")
+
+
 class ServingEngine(ABC):
     """The life cycle of a RolloutEngine; `generate` may be called from one thread, `pause` from any other.
 
@@ -179,8 +190,7 @@ class ServingEngine(ABC):
             raise WeightTransferError("the rollout engine's weights are asleep: wake(['weights']) first")
 
     def _switch(self, tags: Sequence[str], *, asleep: bool) -> None:
-        if unknown := sorted(set(tags) - set(SLEEP_TAGS)):
-            raise ValueError(f"unknown sleep tags {unknown}: there are {list(SLEEP_TAGS)}")
+        check_tags(tags)
         if self.device == "cpu":
             self._sleep_noops += 1
             return
@@ -236,8 +246,7 @@ class ServingEngine(ABC):
             )
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             raise ValueError(f"request {request.rid}: a token id is outside the vocabulary of {self.vocab_size}")
-        if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1:
-            raise ValueError(f"request {request.rid}: impossible sampling parameters {params}")
+        check_sampling(request)
         self._num_requests += 1
         stops = params.stop_token_ids if params.ignore_eos else params.stop_token_ids + self.eos_token_ids
         return Ticket(number, request, tuple(dict.fromkeys(stops)), min(params.max_new_tokens, room))

@@ -6,6 +6,7 @@ Pure arithmetic; `rlsys.single_controller.ray` places it on a cluster.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
@@ -38,44 +39,17 @@ class ResourcePool:
     @property
     def store(self) -> list[int]:
         """The number of slots on each node."""
-        return [len(ranks) for ranks in self._ranks_by_node()]
+        return list(Counter((id(slot.origin), slot.node) for slot in self.slots).values())
 
     @property
     def world_size(self) -> int:
         return len(self.slots)
-
-    def add_node(self, process_count: int) -> None:
-        """Append a node with so many slots."""
-        node = max((slot.node for slot in self.slots if slot.origin is self), default=-1) + 1
-        self.slots += tuple(Slot(self, node, index) for index in range(process_count))
-
-    def local_world_size_list(self) -> list[int]:
-        """For each rank, the number of ranks on its node."""
-        sizes = [0] * self.world_size
-        for ranks in self._ranks_by_node():
-            for rank in ranks:
-                sizes[rank] = len(ranks)
-        return sizes
-
-    def local_rank_list(self) -> list[int]:
-        """For each rank, its index among the ranks of its node."""
-        local = [0] * self.world_size
-        for ranks in self._ranks_by_node():
-            for index, rank in enumerate(ranks):
-                local[rank] = index
-        return local
 
     def with_slots(self, slots: Sequence[Slot]) -> Self:
         """A pool of the same kind over given slots; the reservation stays with the pool that made them."""
         part = copy.copy(self)
         part.slots = tuple(slots)
         return part
-
-    def _ranks_by_node(self) -> list[list[int]]:
-        by_node: dict[tuple[int, int], list[int]] = {}
-        for rank, slot in enumerate(self.slots):
-            by_node.setdefault((id(slot.origin), slot.node), []).append(rank)
-        return list(by_node.values())
 
 
 P = TypeVar("P", bound=ResourcePool)
@@ -190,7 +164,3 @@ class ResourcePoolManager(Generic[P]):
         if role not in self.mapping:
             raise KeyError(f"role {role} has no pool; mapped are {[str(known) for known in self.mapping]}")
         return self.resource_pool_dict[self.mapping[role]]
-
-    def get_n_gpus(self) -> int:
-        """The number of process slots of all pools."""
-        return sum(sum(process_on_nodes) for process_on_nodes in self.resource_pool_spec.values())

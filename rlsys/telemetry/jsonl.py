@@ -102,14 +102,13 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(k): _nested(v) for k, v in value.items()}
+        return {str(k): plain_json(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_nested(v) for v in value]
-    if hasattr(value, "tolist"):
-        return _plain(value.tolist())
-    return str(value)
+        return [plain_json(v) for v in value]
+    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
-def _nested(value: Any) -> Any:
+def plain_json(value: Any) -> Any:
+    """What strict JSON can hold: numbers of NumPy and torch as plain ones, non-finite and unknown ones as text."""
     plain = _plain(value)
     return str(plain) if isinstance(plain, float) and not math.isfinite(plain) else plain

@@ -26,7 +26,6 @@ class MemorySnapshot:
     rss_bytes: int
     rss_peak_bytes: int
     cuda_allocated_bytes: int = 0
-    cuda_reserved_bytes: int = 0
     cuda_allocated_peak_bytes: int = 0
     cuda_reserved_peak_bytes: int = 0
 
@@ -113,18 +112,9 @@ def _boundary(*, entering: _Peaks | None = None, leaving: _Peaks | None = None) 
 
 def snapshot() -> MemorySnapshot:
     """Memory of this process now; tens of microseconds, and never starts CUDA."""
-    rss, peak = _rss_bytes()
     cuda = _cuda()
-    if cuda is None:
-        return MemorySnapshot(rss, peak)
-    return MemorySnapshot(
-        rss,
-        peak,
-        cuda.memory_allocated(),
-        cuda.memory_reserved(),
-        cuda.max_memory_allocated(),
-        cuda.max_memory_reserved(),
-    )
+    sizes = () if cuda is None else (cuda.memory_allocated(), cuda.max_memory_allocated(), cuda.max_memory_reserved())
+    return MemorySnapshot(*_rss_bytes(), *sizes)
 
 
 def reset_peaks() -> None:

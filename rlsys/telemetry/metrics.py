@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,6 @@ def data_metrics(
     advantages: Tensor,
     returns: Tensor,
     values: Tensor | None = None,
-    num_turns: Sequence[float] | None = None,
-    tool_call_counts: Sequence[float] | None = None,
 ) -> dict[str, float]:
     """What a batch looks like: scores, rewards, advantages, returns, values and lengths.
 
@@ -54,13 +52,6 @@ def data_metrics(
     if values is not None:
         metrics |= _spread("critic/values", values[valid].double())
         metrics["critic/vf_explained_var"] = _explained_variance(values[valid].double(), returns[valid].double())
-    for name, counts in (("num_turns", num_turns), ("tool_call_counts", tool_call_counts)):
-        if counts is not None and len(counts):
-            metrics |= {
-                f"{name}/min": min(counts),
-                f"{name}/max": max(counts),
-                f"{name}/mean": sum(counts) / len(counts),
-            }
     return {name: float(value) for name, value in metrics.items()}
 
 

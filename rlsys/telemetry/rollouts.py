@@ -16,7 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlsys.telemetry.jsonl import encode_line
+from rlsys.telemetry.jsonl import encode_line, plain_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -164,21 +164,8 @@ def _listed(path: Path) -> list[dict[str, Any]]:
 
 def _script(function: str, data: Any) -> bytes:
     """A call with data as ASCII JSON, which is also a JavaScript literal."""
-    text = json.dumps(_finite(data), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(plain_json(data), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return f"rlsysRollouts.{function}({text});\n".encode()
-
-
-def _finite(value: Any) -> Any:
-    """Plain JSON types; a non-finite number becomes its name, which the page shows as text."""
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, Mapping):
-        return {str(k): _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return _finite(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 def _write_whole(path: Path, content: bytes) -> None:

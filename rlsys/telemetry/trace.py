@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rlsys.telemetry.jsonl import plain_json
+
 Event = dict[str, Any]
 _PID_MASK = 0x7FFFFFFF
 
@@ -114,7 +116,7 @@ class Timeline:
     def add(self, events: Iterable[Event]) -> None:
         """Append events and hand them to the operating system."""
         for event in events:
-            line = json.dumps(_jsonable(event), allow_nan=False).encode()
+            line = json.dumps(plain_json(event), allow_nan=False).encode()
             self._file.write(line if self._first else b",\n" + line)
             self._first = False
         self._file.flush()
@@ -148,16 +150,6 @@ def _whole_lines(content: bytes) -> list[bytes]:
     except ValueError:
         del lines[-1]
     return lines
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(k): _jsonable(v) for k, v in value.items()}
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if value - value == 0 else str(value)
-    return str(value)
 
 
 def _epoch_offset_ns() -> int:

@@ -12,6 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+NUM_BOOTSTRAP = 1000
+CORRECT_AT = 1.0
+"""The score from which on a response counts as correct."""
 
 
 def validation_metrics(
@@ -20,16 +23,14 @@ def validation_metrics(
     infos: Mapping[str, Sequence[Any]],
     *,
     seed: int = 42,
-    num_bootstrap: int = 1000,
-    correct_at: float = 1.0,
 ) -> dict[str, float]:
     """`val-core/{data_source}/{acc|reward}/...` and `val-aux/...` over the responses of each prompt.
 
     Row i has a data source, the id of its prompt (`uids`; verl groups by the prompt's text) and one value in every list
     of `infos` (reward, acc, ..., pred). Non-numeric values are left out. Per prompt with N responses: `mean@N`; for
-    N > 1 `std@N`, and for n = 2, 4, ..., N over `num_bootstrap` draws with replacement `best@n/{mean,std}`,
+    N > 1 `std@N`, and for n = 2, 4, ..., N over NUM_BOOTSTRAP draws with replacement `best@n/{mean,std}`,
     `worst@n/{mean,std}` and, where `pred` is given, `maj@n/{mean,std}`; then the mean over prompts. The core variable
-    (acc, else reward) also gets `pass@n`, a response being correct when its value is at least `correct_at`.
+    (acc, else reward) also gets `pass@n`, a response being correct when its value is at least CORRECT_AT.
     Raises ValueError when the columns differ in length.
     """
     for name, column in {"uids": uids, **infos}.items():
@@ -43,11 +44,11 @@ def validation_metrics(
             if not numeric:
                 continue
             values = np.array([float(column[i]) for i in numeric])
-            metrics = _prompt_metrics(values, seed=seed, num_bootstrap=num_bootstrap)
+            metrics = _prompt_metrics(values, seed=seed)
             if "pred" in infos:
-                metrics |= _majority(values, [infos["pred"][i] for i in numeric], seed=seed, num_draws=num_bootstrap)
+                metrics |= _majority(values, [infos["pred"][i] for i in numeric], seed=seed)
             if variable == core[source]:
-                correct = int((values >= correct_at).sum())
+                correct = int((values >= CORRECT_AT).sum())
                 metrics |= {f"pass@{k}": pass_at_k(len(values), correct, k) for k in _pass_sizes(len(values))}
             for metric, value in metrics.items():
                 found[source, variable, metric].append(value)
@@ -89,33 +90,33 @@ def _pass_sizes(num: int) -> list[int]:
 
 
 @lru_cache(maxsize=64)
-def _draws(num: int, size: int, num_draws: int, seed: int) -> NDArray[np.int64]:
-    """Indices (num_draws, size) with replacement; NumPy's legacy generator gives verl's own draws for a seed."""
-    return np.random.RandomState(seed).randint(0, num, size=(num_draws, size))
+def _draws(num: int, size: int, seed: int) -> NDArray[np.int64]:
+    """Indices (NUM_BOOTSTRAP, size) with replacement; NumPy's legacy generator gives verl's own draws for a seed."""
+    return np.random.RandomState(seed).randint(0, num, size=(NUM_BOOTSTRAP, size))
 
 
-def _prompt_metrics(values: Floats, *, seed: int, num_bootstrap: int) -> dict[str, float]:
+def _prompt_metrics(values: Floats, *, seed: int) -> dict[str, float]:
     num = len(values)
     metrics = {f"mean@{num}": float(values.mean())}
     if num > 1:
         metrics[f"std@{num}"] = float(values.std())
     for n in _subset_sizes(num):
-        drawn = values[_draws(num, n, num_bootstrap, seed)]
+        drawn = values[_draws(num, n, seed)]
         for name, picked in (("best", drawn.max(1)), ("worst", drawn.min(1))):
             metrics |= {f"{name}@{n}/mean": float(picked.mean()), f"{name}@{n}/std": float(picked.std())}
     return metrics
 
 
-def _majority(values: Floats, preds: Sequence[Any], *, seed: int, num_draws: int) -> dict[str, float]:
+def _majority(values: Floats, preds: Sequence[Any], *, seed: int) -> dict[str, float]:
     """Value of the most frequent prediction of a draw; a tie goes to the prediction drawn first."""
     code_of: dict[Hashable, int] = {}
     codes = np.array([code_of.setdefault(_vote(p), len(code_of)) for p in preds])
     metrics = {}
     for n in _subset_sizes(len(values)):
-        draws = _draws(len(values), n, num_draws, seed)
+        draws = _draws(len(values), n, seed)
         drawn = codes[draws]
-        rows = np.arange(num_draws)[:, None]
-        counts = np.zeros((num_draws, len(code_of)), dtype=np.int64)
+        rows = np.arange(NUM_BOOTSTRAP)[:, None]
+        counts = np.zeros((NUM_BOOTSTRAP, len(code_of)), dtype=np.int64)
         np.add.at(counts, (rows, drawn), 1)
         winner = counts[rows, drawn].argmax(1)
         picked = values[draws[rows[:, 0], winner]]

@@ -82,6 +82,11 @@ class _Pair:
     def restore(self, rank: int, version: int, left_s: Left) -> None:
         raise WeightTransferError(f"rollout rank {rank} cannot be restored by this executor: push again")
 
+    def reread(self, rank: int, version: int, spec: Any, left_s: Left) -> None:
+        """Let one rollout rank join and take what still lies there."""
+        self.open(self.destination, [spec], left_s, first=rank)
+        self.destination.execute_rank_async(rank, "receive_weights", version).get(left_s())
+
 
 class ShmExchange(_Pair):
     """Trainer ranks write an image in shared memory, engines read it."""
@@ -100,8 +105,7 @@ class ShmExchange(_Pair):
         return self.receive(version, left_s)
 
     def restore(self, rank: int, version: int, left_s: Left) -> None:
-        self.open(self.destination, [self.plan.reader], left_s, first=rank)
-        self.destination.execute_rank_async(rank, "receive_weights", version).get(left_s())
+        self.reread(rank, version, self.plan.reader, left_s)
 
 
 class DiskExchange(_Pair):
@@ -135,8 +139,7 @@ class DiskExchange(_Pair):
         return self.receive(version, left_s)
 
     def restore(self, rank: int, version: int, left_s: Left) -> None:
-        self.open(self.destination, [self.reader], left_s, first=rank)
-        self.destination.execute_rank_async(rank, "receive_weights", version).get(left_s())
+        self.reread(rank, version, self.reader, left_s)
 
 
 class PullExchange(_Pair):
@@ -167,10 +170,8 @@ class PullExchange(_Pair):
 
     def restore(self, rank: int, version: int, left_s: Left) -> None:
         """As long as the trainer has not stepped; its checksums tell."""
-        self.open(self.destination, [self.pull.reader(rank, self.offers)], left_s, first=rank)
-        ask = self.destination.execute_rank_async
-        ask(rank, "receive_weights", version).get(left_s())
-        ask(rank, "weight_step", "finish", version, self.sums).get(left_s())
+        self.reread(rank, version, self.pull.reader(rank, self.offers), left_s)
+        self.destination.execute_rank_async(rank, "weight_step", "finish", version, self.sums).get(left_s())
 
 
 class NcclExchange(_Pair):

@@ -20,7 +20,7 @@ from rlsys.types import Box, WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.checksum import Held, box_checksums, digest, prepared_checksums
 from rlsys.weights.handles import Borrowed, Offer, offer_of
-from rlsys.weights.layout import dtype_of, view_of
+from rlsys.weights.layout import device_of, dtype_of, view_of
 from rlsys.weights.plan import Copy, Plan
 from rlsys.weights.replay import Method, Replay
 from rlsys.weights.tables import unlike
@@ -234,7 +234,7 @@ class Puller:
         self.replay = self._sums = None
         self._forget(moved)
         self._offers.update({rank: offers[rank] for rank in moved})
-        device = next(iter(tensors.values())).device
+        device = device_of(tensors)
         for rank, offer in self._offers.items():
             if rank not in self._borrowed:
                 names = {copy.source_local for copy in self.spec.copies if copy.source_rank == rank}
@@ -254,6 +254,5 @@ class Puller:
 
 
 def _wait_for_device(tensors: Mapping[str, Tensor]) -> None:
-    first = next(iter(tensors.values()), None)
-    if first is not None and first.is_cuda:
-        torch.cuda.synchronize(first.device)
+    if (device := device_of(tensors)).type == "cuda":
+        torch.cuda.synchronize(device)

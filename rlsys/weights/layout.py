@@ -68,11 +68,9 @@ def element_bytes(dtype: str) -> int:
     return dtype_of(dtype).itemsize
 
 
-def local_place(shard: Shard, box: Box) -> tuple[int, ...]:
-    """Where `box`, a part of the shard's box, starts in the shard's local tensor."""
-    extra = len(shard.local_start) - len(box.start)
-    offsets = (0,) * extra + tuple(b - s for b, s in zip(box.start, shard.box.start, strict=True))
-    return tuple(at + offset for at, offset in zip(shard.local_start, offsets, strict=True))
+def device_of(tensors: Mapping[str, Tensor]) -> torch.device:
+    """Where the tensors of a rank lie; the CPU where there are none."""
+    return next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
 
 
 def view_of(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.decode import NotBoxes, Strided, boxes_in
-from rlsys.weights.layout import dtype_of, view_of
+from rlsys.weights.layout import device_of, dtype_of, view_of
 
 Load = Callable[[list[tuple[str, Tensor]]], None]
 Shape = tuple[int, ...]
@@ -79,7 +79,7 @@ def learn_layout(
     """
     local = dict(local_tensors())
     saved = {name: tensor.to("cpu", copy=True) for name, tensor in local.items()} if keep else {}
-    device = next(iter(local.values())).device if local else torch.device("cpu")
+    device = device_of(local)
     found: list[_Found] = []
     odd = dict.fromkeys(by_loader, "asked to be left to the loader")
     try:

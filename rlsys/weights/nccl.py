@@ -25,7 +25,7 @@ from torch import Tensor
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.ipc import LendSpec, Published, PullSpec, arrived, check_sums, stated
-from rlsys.weights.layout import dtype_of, element_bytes, view_of
+from rlsys.weights.layout import device_of, dtype_of, element_bytes, view_of
 from rlsys.weights.plan import Copy, Plan
 from rlsys.weights.target import Moved, Target
 
@@ -212,14 +212,14 @@ class Sender:
         self.address = self.line.address
 
     def join(self) -> None:
-        self.line.join(_device(self.engine.local_tensors()))
+        self.line.join(device_of(self.engine.local_tensors()))
 
     @torch.no_grad()
     def send(self, version: int) -> Published:
         started_s = time.monotonic()
         with self.line.guarded(f"version {version}"):
             tensors = self.engine.local_tensors()
-            device = _device(tensors)
+            device = device_of(tensors)
             stamp = torch.tensor([version], device=device)
             for messages in self.spec.rounds:
                 packed = [(self._peer(rank), self._pack(copies, tensors, device)) for rank, copies in messages]
@@ -256,7 +256,7 @@ class Receiver:
         self.received: int | None = None
 
     def join(self) -> None:
-        self.line.join(_device(self.target.tensors()))
+        self.line.join(device_of(self.target.tensors()))
 
     @torch.no_grad()
     def receive(self, version: int) -> Moved:
@@ -264,7 +264,7 @@ class Receiver:
         self.received = None
         with self.line.guarded(f"version {version}"):
             tensors = self.target.begin()
-            device = _device(tensors)
+            device = device_of(tensors)
             stamp = torch.tensor([-1], device=device)
             for messages in self.spec.rounds:
                 buffers = [torch.empty(_length(copies), dtype=torch.uint8, device=device) for _, copies in messages]
@@ -300,7 +300,3 @@ def _views(buffer: Tensor, copies: Sequence[Copy]) -> Iterator[Tensor]:
         count = prod(copy.shape) * element_bytes(copy.dtype)
         yield buffer[at : at + count].view(dtype_of(copy.dtype)).view(copy.shape)
         at += _room(copy)
-
-
-def _device(tensors: Mapping[str, Tensor]) -> torch.device:
-    return next((tensor.device for tensor in tensors.values()), torch.device("cpu"))

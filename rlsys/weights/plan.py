@@ -102,9 +102,6 @@ class Plan:
     def from_rank(self, rank: int) -> tuple[Copy, ...]:
         return tuple(self._copies(self.moves[self.moves[:, 3] == rank]))
 
-    def to_rank(self, rank: int) -> tuple[Copy, ...]:
-        return tuple(self._copies(self.moves[self.moves[:, 4] == rank]))
-
     def bytes_by_link(self) -> dict[tuple[int, int], int]:
         """Bytes from each source rank to each destination rank."""
         keys = self.moves[:, 3] << 32 | self.moves[:, 4]

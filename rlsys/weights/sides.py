@@ -13,6 +13,7 @@ from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.disk import DiskReader, DiskSpec, DiskWriter
 from rlsys.weights.gather import Gatherer, GatherSpec, Loader
 from rlsys.weights.ipc import Lender, LendSpec, Puller, PullSpec
+from rlsys.weights.layout import device_of
 from rlsys.weights.nccl import Receiver, ReceiveSpec, Sender, SendSpec
 from rlsys.weights.shm import Moved, ShmReader, ShmSpec, ShmWriter
 from rlsys.weights.target import with_staging
@@ -66,8 +67,7 @@ class _Side:
         self._end: Any = None
 
     def weight_layout(self) -> WeightLayout:
-        tensors = self._engine.local_tensors()
-        device = next((tensor.device.type for tensor in tensors.values()), "cpu")
+        device = device_of(self._engine.local_tensors()).type
         layout = replace(with_staging(self._engine.weight_layout()), device=device, digest="")
         text = repr(replace(layout, rank=0, host="")).encode()
         return replace(layout, digest=blake2b(text, digest_size=16).hexdigest())
@@ -104,9 +104,6 @@ class WeightSender(_Side):
 
     ends = SENDERS
 
-    def __init__(self, engine: TrainEngine) -> None:
-        super().__init__(engine)
-
     def send_weights(self, version: int) -> Any:
         return self._joined().send(version)
 
@@ -115,9 +112,6 @@ class WeightReceiver(_Side):
     """The rollout's side of one rank."""
 
     ends = RECEIVERS
-
-    def __init__(self, engine: RolloutEngine) -> None:
-        super().__init__(engine)
 
     def receive_weights(self, version: int, *news: Any) -> Moved:
         return self._joined().receive(version, *news)

@@ -11,7 +11,7 @@ from torch import Tensor
 from rlsys.interfaces import RolloutEngine
 from rlsys.types import Shard, WeightLayout
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.layout import dtype_of, whole_box
+from rlsys.weights.layout import device_of, dtype_of, whole_box
 
 STAGED = "loader:"
 
@@ -41,7 +41,7 @@ class Target:
 
     def tensors(self) -> Mapping[str, Tensor]:
         own = self.engine.local_tensors()
-        device = next(iter(own.values())).device if own else torch.device("cpu")
+        device = device_of(own)
         for name in self.layout.loader:
             if name not in self._staged:
                 shape, dtype = self.layout.full_shapes[name], dtype_of(self.layout.dtypes[name])

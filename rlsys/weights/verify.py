@@ -137,15 +137,9 @@ def write_report(path: Path, checks: Sequence[TensorCheck], *, version: int) -> 
         "unequal": unequal,
         "checksum": digest({check.name: check.checksum for check in checks}),
         "tensors": [
-            {
-                "name": check.name,
-                "shape": list(check.shape),
-                "dtype": check.dtype,
-                "equal": check.equal,
-                "source_checksum": f"{check.source_checksum:016x}",
-                "checksum": f"{check.checksum:016x}",
-                "max_abs_diff": check.max_abs_diff,
-            }
+            vars(check)
+            | {"equal": check.equal}
+            | {name: f"{getattr(check, name):016x}" for name in ("source_checksum", "checksum")}
             for check in checks
         ],
     }

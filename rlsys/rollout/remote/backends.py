@@ -61,7 +61,7 @@ class SGLangBackend:
             sampling["sampling_seed"] = params.seed
         body: dict[str, Any] = {"input_ids": list(request.input_ids), "sampling_params": sampling}
         body |= {"return_logprob": True, "stream": True}
-        return Call("/generate", body | ({"lora_path": adapter} if adapter else {}))
+        return Call("/generate", body | _named("lora_path", adapter))
 
     def read(self, event: Mapping[str, Any], num_seen: int) -> Delta:
         """Events repeat everything so far, or with --incremental-streaming-output hold what is new."""
@@ -109,7 +109,7 @@ class SGLangBackend:
     def score(self, token_ids: Sequence[int], *, model: str, adapter: str) -> Call:
         body: dict[str, Any] = {"input_ids": list(token_ids), "return_logprob": True, "logprob_start_len": 0}
         body["sampling_params"] = {"max_new_tokens": 0, "temperature": 0.0}
-        return Call("/generate", body | ({"lora_path": adapter} if adapter else {}))
+        return Call("/generate", body | _named("lora_path", adapter))
 
     def read_scores(self, answer: Any) -> list[float]:
         pairs = _section(answer, "meta_info").get("input_token_logprobs")
@@ -164,7 +164,7 @@ class VLLMBackend:
         }
         if send_seed:
             body["seed"] = (params.seed + len(request.input_ids)) % 2**63
-        return Call("/v1/completions", body | ({"model": adapter or model} if adapter or model else {}))
+        return Call("/v1/completions", body | _named("model", adapter or model))
 
     def read(self, event: Mapping[str, Any], num_seen: int) -> Delta:
         """Events hold what is new. Servers without return_token_ids write the ids as `token_id:17`."""
@@ -208,7 +208,7 @@ class VLLMBackend:
 
     def score(self, token_ids: Sequence[int], *, model: str, adapter: str) -> Call:
         body = {"prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        return Call("/v1/completions", body | ({"model": adapter or model} if adapter or model else {}))
+        return Call("/v1/completions", body | _named("model", adapter or model))
 
     def read_scores(self, answer: Any) -> list[float]:
         choices = answer.get("choices") if isinstance(answer, dict) else None
@@ -262,6 +262,11 @@ def probed_mode(answer: Any) -> str:
     choices = answer.get("choices") if isinstance(answer, dict) else None
     values = choices[0]["logprobs"]["token_logprobs"] if choices else [None]
     return PROCESSED if values[0] is not None and values[0] > -1e-6 else RAW
+
+
+def _named(key: str, name: str) -> dict[str, str]:
+    """An entry for a name, none for an empty one."""
+    return {key: name} if name else {}
 
 
 def _section(of: Any, key: str) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from rlsys.rollout.remote.backends import Backend, SGLangBackend, VLLMBackend, W
 from rlsys.rollout.remote.service import Service
 from rlsys.rollout.remote.settings import RemoteSettings
 from rlsys.rollout.remote.workflow import Workflow, run_workflow
+from rlsys.rollout.serving import SLEEP_TAGS, check_sampling, check_tags
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams, WeightLayout, WeightUpdateMeta
 from rlsys.utils.errors import RolloutError, WeightTransferError
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from rlsys.protocol import DataProto
 
 T = TypeVar("T")
-SLEEP_TAGS = ("weights", "kv_cache")
 CLOSE_S = 10.0
 FILES_ONLY = "external servers take weights from files: write them where the servers can read, and call update_weights"
 
@@ -88,7 +88,9 @@ class RemoteEngine:
 
     async def _all(self, requests: Sequence[ModelRequest], *, patient: bool) -> list[ModelResponse]:
         for request in requests:
-            _check(request)
+            if not request.input_ids or min(request.input_ids) < 0:
+                raise ValueError(f"request {request.rid}: a prompt is one token id from 0 up, or more")
+            check_sampling(request)
         if not patient and self._service.quarantined:
             raise WeightTransferError("the servers are quarantined: their weights are not whole until the next update")
         async with asyncio.TaskGroup() as group:
@@ -152,10 +154,12 @@ class RemoteEngine:
 
     def sleep(self, tags: Sequence[str] = SLEEP_TAGS) -> None:
         """Let the servers give memory back, where they were started for that."""
-        self._do(self._service.tell(self._service.backend.sleep(_checked(tags)), "sleep"))
+        check_tags(tags)
+        self._do(self._service.tell(self._service.backend.sleep(tags), "sleep"))
 
     def wake(self, tags: Sequence[str] = SLEEP_TAGS) -> None:
-        self._do(self._service.tell(self._service.backend.wake(_checked(tags)), "wake"))
+        check_tags(tags)
+        self._do(self._service.tell(self._service.backend.wake(tags), "wake"))
 
     def health(self) -> dict[str, Any]:
         """What is known of the servers, without asking them."""
@@ -242,17 +246,3 @@ async def _first_error(work: Coroutine[Any, Any, T]) -> T:
         return await work
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
-
-
-def _check(request: ModelRequest) -> None:
-    params = request.gconfig
-    if not request.input_ids or min(request.input_ids) < 0:
-        raise ValueError(f"request {request.rid}: a prompt is one token id from 0 up, or more")
-    if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1:
-        raise ValueError(f"request {request.rid}: impossible sampling parameters {params}")
-
-
-def _checked(tags: Sequence[str]) -> Sequence[str]:
-    if unknown := sorted(set(tags) - set(SLEEP_TAGS)):
-        raise ValueError(f"unknown sleep tags {unknown}: there are {list(SLEEP_TAGS)}")
-    return tags

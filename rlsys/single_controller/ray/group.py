@@ -24,10 +24,6 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         super().__init__(cls, *args, **kwargs)
         self.options: dict[str, Any] = {}
 
-    def update_options(self, options: Mapping[str, Any]) -> None:
-        """Add options of ray's `.options(...)`, e.g. max_concurrency."""
-        self.options |= options
-
 
 class RayWorkerGroup(WorkerGroup):
     """A worker group of Ray actors on a pool, one per slot, or over actors that run already (`worker_handles`)."""

@@ -102,23 +102,10 @@ def test_a_group_of_one_is_left_in_peace() -> None:
 
 
 def test_rewards_are_shaped_in_areals_order() -> None:
-    """Overlong before bias and scaling, clip before norm, truncation last."""
-    settings = RewardSettings(
-        reward_bias=-0.5,
-        reward_scaling=10.0,
-        reward_clip=4.0,
-        overlong_tokens=10,
-        overlong_penalty_factor=1.0,
-        max_new_tokens=20,
-    )
-    keys = {
-        "group_ids": torch.tensor([0, 0, 0]),
-        "lengths": torch.tensor([5, 15, 20]),
-        "truncated": torch.tensor([False, False, True]),
-    }
+    """Bias before scaling, clip before norm, truncation last."""
+    settings = RewardSettings(reward_bias=-0.5, reward_scaling=10.0, reward_clip=4.0)
+    keys = {"group_ids": torch.tensor([0, 0, 0]), "truncated": torch.tensor([False, False, True])}
+    assert shape_rewards(torch.tensor([1.0, 0.5, 0.0]), settings, **keys).tolist() == pytest.approx([4, 0, -4])
     scores = torch.tensor([1.0, 1.0, 0.6])
-    assert shape_rewards(scores, settings, **keys).tolist() == pytest.approx([4, 0, -4])
     zeroed = RewardSettings(reward_norm=NormSettings("batch", None), mask_no_eos_with_zero=True)
     assert shape_rewards(scores, zeroed, **keys).tolist() == pytest.approx([1 - 2.6 / 3, 1 - 2.6 / 3, 0])
-    with pytest.raises(ValueError, match="max_new_tokens"):
-        RewardSettings(overlong_tokens=3)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlsys.algorithms import AdaptiveKLController, compute_value_loss, get_kl_controller, kl_penalty
-from rlsys.algorithms.kl import full_kl, kl_in_reward
+from rlsys.algorithms.kl import kl_in_reward
 
 
 @pytest.mark.parametrize(
@@ -39,13 +39,11 @@ def test_straight_through_forms_have_the_gradient_of_k2(kind: str) -> None:
     torch.testing.assert_close(log_prob.grad, (log_prob - ref).detach())
 
 
-def test_k1_and_k3_are_unbiased_and_full_is_exact() -> None:
+def test_k1_and_k3_are_unbiased() -> None:
     draw = torch.Generator().manual_seed(0)
     logits, ref_logits = (torch.randn(1, 1, 5, generator=draw, dtype=torch.float64) / 2 for _ in range(2))
     log_p, log_q = logits.log_softmax(-1), ref_logits.log_softmax(-1)
-    exact = full_kl(logits, ref_logits)
-    torch.testing.assert_close(exact, (log_p.exp() * (log_p - log_q)).sum(-1))
-    torch.testing.assert_close(kl_penalty(logits, ref_logits, "full"), exact)
+    exact = (log_p.exp() * (log_p - log_q)).sum(-1)
     for kind in ("k1", "k3"):
         expectation = (log_p.exp() * kl_penalty(log_p, log_q, kind)).sum(-1)
         torch.testing.assert_close(expectation, exact)
@@ -70,8 +68,6 @@ def test_k3_is_bounded_and_unknown_kinds_are_refused() -> None:
     assert far.item() == 10
     with pytest.raises(ValueError, match="low_var_kl"):
         kl_penalty(torch.zeros(1, 1), torch.zeros(1, 1), "k4")
-    with pytest.raises(ValueError, match=r"\(B, R, V\)"):
-        kl_penalty(torch.zeros(1, 1), torch.zeros(1, 1), "full")
 
 
 def test_kl_in_reward_by_hand() -> None:

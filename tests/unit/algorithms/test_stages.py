@@ -155,14 +155,14 @@ def test_rollout_correction_adds_weights_and_shrinks_the_mask() -> None:
 
 
 def test_areal_rewards_are_placed_at_the_last_token() -> None:
-    done = shape_batch_rewards(make(), RewardSettings(reward_scaling=2.0, mask_no_eos_with_zero=True), eos_token_id=EOS)
+    batch = make()
+    batch.non_tensor_batch["finish_reason"] = np.array(["stop", "stop", "length", "length"], dtype=object)
+    done = shape_batch_rewards(batch, RewardSettings(reward_scaling=2.0, mask_no_eos_with_zero=True))
     assert values(done, "token_level_scores").tolist() == [[0, 0, 2], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
 
 
-def test_truncation_is_read_from_the_finish_reason_or_the_last_token() -> None:
+def test_truncation_is_read_from_the_finish_reason() -> None:
     batch = make()
-    assert is_truncated(batch, EOS).tolist() == [False, False, True, True]
-    assert is_truncated(batch, [EOS, 7]).tolist() == [False] * 4
     with pytest.raises(ValueError, match="finish_reason"):
         is_truncated(batch)
     batch.non_tensor_batch["finish_reason"] = np.array(["length", "stop", "stop", "length"], dtype=object)

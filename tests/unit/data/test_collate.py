@@ -63,7 +63,6 @@ def test_prompts_are_padded_on_the_left(tmp_path: Path) -> None:
     assert columns["agent_name"] == ["1", "22+3"]
     assert columns["reward_model"] == [{"style": "rule", "ground_truth": 1}] * 2
     assert columns["raw_prompt"][0] == [{"role": "user", "content": "1"}]
-    assert "raw_prompt" not in collate_prompts(rows, pad_token_id=PAD, raw_chat=False).non_tensor_batch
     assert collate_prompts(rows, pad_token_id=PAD).batch["prompts"].shape == (2, 7)  # pyrefly: ignore[unsupported-operation]
     with pytest.raises(ValueError, match="7 tokens does not fit into 6"):
         collate_prompts(rows, pad_token_id=PAD, prompt_length=6)

@@ -113,7 +113,7 @@ def test_every_truncation_is_alive(how: Any, text: str, tmp_path: Path) -> None:
     assert len(found[1].token_ids) == 10
 
 
-def test_overlong_prompts_are_refused_or_filtered_and_counted(tmp_path: Path) -> None:
+def test_overlong_prompts_are_refused_or_filtered_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = jsonl(tmp_path / "a.jsonl", LONG)
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: 23 tokens are more than max_prompt_length=10"):
         PromptDataset.load(file, tokenizer(), PromptFormat(max_prompt_length=10))
@@ -122,6 +122,7 @@ def test_overlong_prompts_are_refused_or_filtered_and_counted(tmp_path: Path) ->
         found = PromptDataset.load(file, tokenizer(), form, num_threads=num_threads)
         assert [r.index for r in found] == [0, 1]
         assert found.metrics() == {"data/rows": 2.0, "data/bad_rows": 0.0, "data/overlong_prompts": 1.0}
+        assert "1 of 3 prompts have more than 10 tokens and are left out" in caplog.messages
     with pytest.raises(DataError, match="no prompt is left"):
         PromptDataset.load(file, tokenizer(), PromptFormat(max_prompt_length=2, filter_overlong_prompts=True))
 

@@ -11,8 +11,7 @@ import pytest
 from rlsys.rewards import gsm8k, text
 from rlsys.rewards import math as math_rewards
 from rlsys.rewards.pool import RewardItem, RewardPool
-from rlsys.rewards.registry import ROUTES, check_data_sources, compute_score, route
-from rlsys.utils.errors import ConfigError
+from rlsys.rewards.registry import ROUTES, compute_score, route
 
 
 @pytest.mark.parametrize(
@@ -150,8 +149,6 @@ def test_every_route_leads_to_a_grader() -> None:
 
 
 def test_an_unknown_data_source_says_what_to_do() -> None:
-    with pytest.raises(ConfigError, match=r"'my/data'.*custom_reward_function.path"):
-        check_data_sources(["openai/gsm8k", "my/data"])
     with RewardPool(num_workers=1) as pool:
         result = pool.score([RewardItem("my/data", "1", "1")])[0]
     assert result.status == "error"

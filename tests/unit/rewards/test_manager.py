@@ -17,7 +17,6 @@ from rlsys.rewards.manager import (
     OverlongBuffer,
     build_reward_manager,
     load_reward_manager,
-    overlong_penalty,
     place_on_last_token,
     register,
 )
@@ -69,6 +68,16 @@ def test_scores_lie_on_the_last_token(pool: RewardPool) -> None:
     assert graded.metrics["reward/zeros"] == 3
 
 
+def test_the_cause_of_a_missing_score_is_told(pool: RewardPool, caplog: pytest.LogCaptureFixture) -> None:
+    rows = batch([[1], [2]], ["1", "2"])
+    rows.non_tensor_batch["data_source"][1] = "my/data"
+    graded = build_reward_manager("naive", tokenizer=Digits(), pool=pool).grade(rows)
+    assert graded.metrics["reward/errors"] == 1
+    (told,) = [record.getMessage() for record in caplog.records if record.name == "rlsys.rewards.manager"]
+    assert told.startswith("1 of 2 rows got no score; the first one: error: ")
+    assert "'my/data'" in told
+
+
 def test_the_older_call_of_verl(pool: RewardPool) -> None:
     manager = build_reward_manager("naive", tokenizer=Digits(), pool=pool)
     assert callable(manager)
@@ -94,7 +103,7 @@ def test_dapo_takes_from_long_responses(pool: RewardPool) -> None:
 def test_the_overlong_penalty_is_the_formula_of_the_paper(longest: int, data: st.DataObject) -> None:
     cache = data.draw(st.integers(1, longest))
     lengths = list(range(longest + 1))
-    found = overlong_penalty(torch.tensor(lengths), OverlongBuffer(longest, cache)).tolist()
+    found = OverlongBuffer(longest, cache).penalty(torch.tensor(lengths)).tolist()
     expected = [0.0 if n <= longest - cache else (longest - cache - n) / cache for n in lengths]
     assert found == pytest.approx(expected, abs=1e-6)
 

@@ -149,6 +149,7 @@ def test_random_failures_lose_and_double_nothing(seed: int) -> None:
             answers = fleet.generate(requests)
             assert_answered(requests, answers)
             assert {version for answer in answers for version in answer.output_versions} == {5}
+        fleet.settle()
         metrics = fleet.metrics()
     assert metrics["rollout/issued"] == metrics["rollout/answered"]
     assert metrics["rollout/lost"] == metrics["rollout/pending"] == metrics["rollout/dropped"] == 0

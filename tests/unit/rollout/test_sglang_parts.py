@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.rollout.draws import DrawParams
-from rlsys.rollout.sampling import Sampling, row_keys, sample_tokens
+from rlsys.rollout.sampling import Flags, Sampling, row_keys, sample_tokens
 from rlsys.rollout.sglang import wire
 from rlsys.rollout.sglang.arguments import Replica, server_arguments
 from rlsys.rollout.sglang.channel import Caller, Server
@@ -169,10 +169,7 @@ def test_draws_are_those_of_the_reference_wherever_a_row_stands() -> None:
         temperature=torch.tensor([0.8, 0.8]),
         top_p=torch.tensor([0.9, 0.9], dtype=torch.float64),
         top_k=torch.tensor([20, 20]),
-        scaled=True,
-        any_greedy=False,
-        any_top_p=True,
-        max_top_k=20,
+        flags=Flags(scaled=True, any_top_p=True, max_top_k=20),
     )
     expected = sample_tokens(logits, torch.tensor([3, 6]), how)
     assert torch.equal(forced.argmax(1), expected.tokens)

@@ -26,7 +26,7 @@ def small_batch() -> dict[str, torch.Tensor]:
 
 
 def test_data_metrics_by_hand() -> None:
-    metrics = data_metrics(**small_batch(), num_turns=[1, 2, 6])
+    metrics = data_metrics(**small_batch())
     assert metrics == pytest.approx(
         {
             "critic/score/mean": 0.75,
@@ -59,9 +59,6 @@ def test_data_metrics_by_hand() -> None:
             "prompt_length/max": 2.0,
             "prompt_length/min": 1.0,
             "prompt_length/clip_ratio": 1 / 3,
-            "num_turns/min": 1.0,
-            "num_turns/max": 6.0,
-            "num_turns/mean": 3.0,
         }
     )
 

@@ -1,0 +1,58 @@
+"""SFT and reward-model training, whole, in this process: they learn, evaluate, export and can be taken up again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e.conftest import Toy
+from trainer import main_rm, main_sft
+
+ANSWERS = [(f"{a}+1=", str(a + 1)) for a in range(8)]
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "sft": [
+        {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": right}]} for q, right in ANSWERS
+    ],
+    "rm": [{"prompt": q, "chosen": right, "rejected": "?"} for q, right in ANSWERS],
+}
+MAINS: dict[str, Callable[[list[str]], int]] = {"sft": main_sft.main, "rm": main_rm.main}
+
+
+def run(toy: Toy, job: str, rows: Path, out: Path, num_steps: int) -> list[dict[str, Any]]:
+    """The metric lines of a run, without what depends on the clock."""
+    arguments = [
+        "trainer.backend=local",
+        f"model.path={toy.model}",
+        f"data.train_files={rows}",
+        f"data.val_files={rows}",
+        "data.train_batch_size=4",
+        "data.micro_batch_size_per_gpu=2",
+        "data.max_length=32",
+        "optim.lr=1e-3",
+        "trainer.test_freq=2",
+        f"trainer.total_training_steps={num_steps}",
+        f"trainer.default_local_dir={out}",
+    ]
+    assert MAINS[job](arguments) == 0
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in line.items() if not k.startswith(("timing", "perf/"))} for line in lines]
+
+
+@pytest.mark.parametrize("job", ["sft", "rm"])
+def test_a_resumed_run_is_the_uninterrupted_one(toy: Toy, job: str, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(map(json.dumps, ROWS[job])))
+    whole = run(toy, job, rows, tmp_path / "whole", 4)
+    assert whole[3]["val/loss"] < whole[1]["val/loss"]
+    run(toy, job, rows, tmp_path / "cut", 2)
+    assert run(toy, job, rows, tmp_path / "cut", 4) == whole
+    ends = [tmp_path / name / "global_step_4" / "huggingface" / "model.safetensors" for name in ("whole", "cut")]
+    first, second = (load_file(end) for end in ends)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())

@@ -1,0 +1,47 @@
+"""Which rows SFT trains on, as the data section says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rlsys.config import SFTConfig, load_config
+from rlsys.data.start_assets import build_tokenizer
+from trainer.supervised import load_rows
+
+OWN = """
+class Doubled:
+    def __init__(self, data_files, tokenizer, config, processor, max_samples):
+        self.rows = [line.strip() for file in data_files for line in open(file)]
+    def __len__(self): return len(self.rows)
+    def __getitem__(self, i): return {"prompt": self.rows[i], "response": self.rows[i] * 2}
+"""
+
+
+def answers(config: SFTConfig) -> list[str]:
+    tokenizer = build_tokenizer()
+    rows = load_rows(config, tokenizer).train
+    return [tokenizer.decode(rows[i].response_ids, skip_special_tokens=True) for i in range(len(rows))]
+
+
+def sft_config(tmp_path: Path, *overrides: str) -> SFTConfig:
+    common = ["trainer.backend=local", f"trainer.default_local_dir={tmp_path}/run", "data.messages_key=null"]
+    build_tokenizer().save_pretrained(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    return load_config([*common, f"model.path={tmp_path}", "data.train_batch_size=1", *overrides], SFTConfig)
+
+
+def test_a_dataset_class_of_the_users_is_read(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "rows.jsonl").write_text("a\nbc\n")
+    own = [f"data.custom_cls.path={tmp_path}/own.py", "data.custom_cls.name=Doubled"]
+    assert answers(sft_config(tmp_path, f"data.train_files={tmp_path}/rows.jsonl", *own)) == ["aa", "bcbc"]
+
+
+def test_a_part_of_the_rows_is_drawn_by_the_seed_where_rows_are_shuffled(tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": "?", "response": str(i)}) for i in range(50)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    some = [f"data.train_files={tmp_path}/rows.jsonl", "data.train_max_samples=5"]
+    drawn = [answers(sft_config(tmp_path, *some, f"data.seed={seed}")) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert answers(sft_config(tmp_path, *some, "data.shuffle=false")) == ["0", "1", "2", "3", "4"]
