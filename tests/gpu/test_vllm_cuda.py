@@ -93,7 +93,9 @@ def drawn(path: Path, ahead: bool) -> list[tuple[tuple[int, ...], str]]:
     engine = VLLMRollout(path, dtype="bfloat16", device="cuda", seed=3, enforce_eager=True, **sizes)  # type: ignore[arg-type]
     stops = tuple(range(100, 160))
     requests = [
-        ModelRequest((5, 6, 7 + i % 5), SamplingParams(4 + i % 9, stop_token_ids=stops, ignore_eos=True), rid=str(i))
+        ModelRequest(
+            (5, 6, 7 + i % 5), SamplingParams(4 + i % 9, stop_token_ids=stops, ignore_eos=True, seed=i), rid=str(i)
+        )
         for i in range(40)
     ]
     answers = [(answer.output_tokens, answer.stop_reason.value) for answer in engine.generate(requests)]
