@@ -136,13 +136,23 @@ class WeightTransfer(Protocol):
 
 
 class ExperienceSource(Protocol):
-    """Where training batches come from: synchronous, one ahead or streaming, under one `max_staleness`."""
+    """Where training batches come from: synchronous or ahead, under one `max_staleness`; trainer.source has the one."""
 
-    def next(self) -> DataProto | None:
-        """A graded batch ready for training, or None when the data is exhausted."""
+    def next(self) -> DataProto:
+        """The graded batch of the next step."""
         ...
 
-    def weights_pushed(self, version: int) -> None: ...
+    def settle(self) -> None:
+        """Wait for batches under way, so that weights can change or the state be saved."""
+        ...
+
     def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def save_pending(self, folder: Path) -> None:
+        """Keep batches that are made and not yet trained on, beside a checkpoint."""
+        ...
+
+    def load(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Go on from a state and what was kept with it."""
+        ...
+
     def close(self) -> None: ...

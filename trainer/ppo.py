@@ -15,7 +15,7 @@ from rlsys.config import PPOConfig, plan_batches
 from rlsys.protocol import DataProto
 from rlsys.telemetry.log import get_logger
 from rlsys.types import TransferReport
-from rlsys.utils.errors import ParityError, RolloutError
+from rlsys.utils.errors import ConfigError, ParityError, RolloutError
 from trainer.checkpoint import CheckpointStore, TrainerState, load_state, save_state
 from trainer.dumps import BackgroundDumps, dump, sample_rows
 from trainer.groups import Role, WorkerGroups, deadlines_of, start_groups
@@ -45,15 +45,23 @@ class RayPPOTrainer:
         train_sampler: Any = None,
         device_name: str | None = None,
     ) -> None:
-        """verl's signature. `train_sampler` is a cursor over `train_dataset`; None takes the configured one."""
+        """verl's signature. `train_sampler` is a cursor over `train_dataset`; None takes the configured one.
+
+        ConfigError for a `processor` or a `collate_fn`: rows are text, and datasets give prompts, not batches.
+        """
+        if processor is not None or collate_fn is not None:
+            what = "processor" if processor is not None else "collate_fn"
+            raise ConfigError(
+                f"RayPPOTrainer has no use for {what}: leave it out; data.custom_cls makes rows its own way"
+            )
         self.cfg = config
         self.plan = plan_batches(config)
-        self.tokenizer, self.processor = tokenizer, processor
+        self.tokenizer = tokenizer
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
         self.ray_worker_group_cls = ray_worker_group_cls
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
-        self.collate_fn, self.train_sampler = collate_fn, train_sampler
+        self.train_sampler = train_sampler
         self.device_name = device_name or "cpu"
         self.root = Path(config.trainer.default_local_dir)
         self.store = CheckpointStore(

@@ -22,11 +22,11 @@ def reward_pool(reward: RewardConfig) -> RewardPool:
 def reward_manager(cfg: PPOConfig | EvalConfig, tokenizer: Any, pool: RewardPool) -> RewardManager:
     """The configured manager: registered by name, or a class from a file."""
     chosen, kwargs = cfg.reward.reward_manager, cfg.reward.reward_kwargs
-    overlong = kwargs.overlong_buffer_cfg
+    overlong, longest = kwargs.overlong_buffer_cfg, kwargs.max_resp_len or cfg.data.max_response_length
     buffer = None
     if overlong.enable:
         buffer = OverlongBuffer(
-            max_response_tokens=kwargs.max_resp_len or cfg.data.max_response_length,
+            max_response_tokens=longest,
             num_tokens=overlong.len,
             penalty_factor=overlong.penalty_factor,
             log=overlong.log,
@@ -40,6 +40,7 @@ def reward_manager(cfg: PPOConfig | EvalConfig, tokenizer: Any, pool: RewardPool
             pool=pool,
             reward_fn_key=cfg.data.reward_fn_key,
             config=cfg,
+            reward_kwargs={"overlong_buffer_cfg": overlong, "max_resp_len": longest},
         )
     return build_reward_manager(
         chosen.name,

@@ -14,6 +14,7 @@ from rlsys.config.plan import BatchPlan
 from rlsys.config.schema_algorithm import FilterGroupsConfig
 from rlsys.config.schema_megatron import MegatronConfig
 from rlsys.config.schema_model import FSDPConfig
+from rlsys.interfaces import ExperienceSource
 from rlsys.protocol import DataProto
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.types import TransferReport
@@ -62,7 +63,7 @@ class Parts(Protocol):
 class Runtime:
     """Where batches come from, the verbs of a step, how weights are pushed, how answers and weights are checked."""
 
-    source: RolloutSource
+    source: ExperienceSource
     steps: Steps
     push: Callable[[int], TransferReport]
     evaluator: Evaluator | None

@@ -17,6 +17,7 @@ from typing import Any
 from rlsys.single_controller.calls import Failure, Header
 from rlsys.single_controller.dispatch import MAGIC_ATTR
 from rlsys.single_controller.rows import FutureRows, is_rows, row_spans, rows_of
+from rlsys.telemetry.log import setup_logging
 from rlsys.telemetry.recorder import StageRecorder
 
 TRACE_CHARS = 4000
@@ -99,6 +100,7 @@ class WorkerHost:
     def build(self, made: tuple[type, Sequence[Any], Mapping[str, Any]]) -> tuple[Header, None]:
         """Build the worker from its class and arguments."""
         cls, args, kwargs = made
+        setup_logging(role=cls.__name__, rank=int(os.environ.get("RANK", 0)))
 
         def build() -> None:
             self._worker = cls(*args, **kwargs)

@@ -11,6 +11,7 @@ from typing import Any
 
 from rlsys.single_controller.base import Worker
 from rlsys.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
+from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import ConfigError
 
 
@@ -115,6 +116,7 @@ class Calculator(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def fails(self, ranks: Sequence[int]) -> int:
         print(f"rank {self.rank} looks into the abyss", file=sys.stderr, flush=True)
+        get_logger("workers.crew").info("rank %d has password=rosebud77", self.rank)
         if self.rank in ranks:
             raise ValueError(f"rank {self.rank} cannot divide")
         return self.rank

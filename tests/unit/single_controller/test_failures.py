@@ -137,6 +137,7 @@ def test_an_exception_comes_with_the_last_lines_of_its_worker(sleepers: RayWorke
         sleepers.fails([0, 1])
     assert "cannot divide" in caught.value.failed.cause
     assert "into the abyss" in caught.value.failed.log_tail
+    assert f"rank {caught.value.failed.rank} has password=[redacted]" in caught.value.failed.log_tail
 
 
 @pytest.mark.parametrize(("cause", "text"), [("dies_at_birth", "died"), ("hangs", "did not answer within 3 s")])

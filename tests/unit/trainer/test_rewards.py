@@ -1,0 +1,58 @@
+"""Which reward manager a configuration asks for, and what the trainer refuses to be handed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlsys.config import PPOConfig, load_config
+from rlsys.rewards.pool import RewardPool
+from rlsys.utils.errors import ConfigError
+from trainer.ppo import RayPPOTrainer
+from trainer.rewards import reward_manager, reward_pool
+
+LENGTHY = """
+class Lengthy:
+    def __init__(self, tokenizer, num_examine, max_resp_len=None, overlong_buffer_cfg=None):
+        self.told = (max_resp_len, overlong_buffer_cfg.enable, overlong_buffer_cfg.len)
+
+    def grade(self, rows):
+        return self.told
+"""
+
+
+@pytest.fixture
+def cfg(tmp_path: Path) -> PPOConfig:
+    (tmp_path / "managers.py").write_text(LENGTHY)
+    return load_config(
+        [
+            "--config-name=quickstart",
+            "reward.reward_manager.source=importlib",
+            f"reward.reward_manager.module.path={tmp_path / 'managers.py'}",
+            "reward.reward_manager.module.name=Lengthy",
+            "data.max_response_length=40",
+            "reward.reward_kwargs.overlong_buffer_cfg.enable=true",
+            "reward.reward_kwargs.overlong_buffer_cfg.len=7",
+        ]
+    )
+
+
+@pytest.fixture
+def pool(cfg: PPOConfig) -> Iterator[RewardPool]:
+    pool = reward_pool(cfg.reward)
+    yield pool
+    pool.close()
+
+
+def test_a_manager_from_a_file_is_given_the_reward_kwargs(cfg: PPOConfig, pool: RewardPool) -> None:
+    rows: Any = None
+    assert reward_manager(cfg, None, pool).grade(rows) == (40, True, 7)
+
+
+@pytest.mark.parametrize("name", ["processor", "collate_fn"])
+def test_the_trainer_refuses_what_it_would_not_use(cfg: PPOConfig, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"no use for {name}"):
+        RayPPOTrainer(cfg, None, {}, None, **{name: list})  # pyrefly: ignore[bad-argument-type]
