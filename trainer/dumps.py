@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from rlsys.rewards.manager import response_lengths
 from rlsys.telemetry.rollouts import dump_rollouts, ragged, token_texts_of_rows
 
 SHOWN_VALUES = {"log_probs": "old_log_probs", "rollout_log_probs": "rollout_log_probs", "advantages": "advantages"}
+TURN_S = 0.0005
+"""How long a dump keeps other threads waiting: the next step hands its requests through several of them."""
 
 
 def dump(batch: DataProto, step: int, folder: Path, tokenizer: Any) -> Path:
@@ -54,7 +57,15 @@ class BackgroundDumps:
     def write(self, batch: DataProto, step: int) -> None:
         """Begin to write the rows of a step, once those of the step before are written."""
         self.settle()
-        self._pending = self._thread.submit(dump, batch, step, self.folder, self.tokenizer)
+        self._pending = self._thread.submit(self._dump, batch, step)
+
+    def _dump(self, batch: DataProto, step: int) -> Path:
+        usual_s = sys.getswitchinterval()
+        sys.setswitchinterval(TURN_S)
+        try:
+            return dump(batch, step, self.folder, self.tokenizer)
+        finally:
+            sys.setswitchinterval(usual_s)
 
     def settle(self) -> None:
         """Wait until everything is written."""

@@ -75,10 +75,12 @@ def plan_memory(
 
 
 def _training_stages(job: Job, facts: Facts, roles: list[Resident], engine: Bytes) -> tuple[Stage, ...]:
-    """`engine` is the rollout's where it lives here: on CUDA it sleeps while roles run."""
-    weights = _only(engine, ROLLOUT_WEIGHTS)
-    beside = {} if job.device == "cuda" else weights
-    first = engine if job.cfg.actor_rollout_ref.rollout.name == "vllm" else weights
+    """`engine` is the rollout's where it lives here: on CUDA it sleeps while roles run, unless it keeps its memory."""
+    rollout = job.cfg.actor_rollout_ref.rollout
+    keeps = job.device == "cuda" and not rollout.free_cache_engine and rollout.name != "hf"
+    weights = engine if keeps else _only(engine, ROLLOUT_WEIGHTS)
+    beside = {} if job.device == "cuda" and rollout.free_cache_engine else weights
+    first = engine if rollout.name == "vllm" else weights
     waiting = [resident.waiting() for resident in roles]
     stages = [Stage("start", together([*(resident.role.held() for resident in roles), first]))]
     if engine:

@@ -134,8 +134,9 @@ MANAGERS: dict[tuple[str, str], type[ShardingManager]] = {
 
 
 def gives_up_weights(cfg: PPOConfig) -> bool:
-    """Whether sleeping rollout engines lose their weights: SGLang's copies to the host are slow, and a push comes."""
-    return cfg.actor_rollout_ref.rollout.name == "sglang" and cfg.trainer.sync_freq == 1
+    """Whether sleeping rollout engines lose their weights: copies to the host are slow, and each step pushes others."""
+    rollout = cfg.actor_rollout_ref.rollout
+    return rollout.free_cache_engine and rollout.name in ("sglang", "vllm") and cfg.trainer.sync_freq == 1
 
 
 APART = ("sglang",)

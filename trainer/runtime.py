@@ -166,7 +166,7 @@ def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, colocated
     if actor.param_offload:
         sync_in.append(partial(groups.actor.move, ("params",), device))
         sync_out.append(partial(groups.actor.move, ("params",), "cpu"))
-    if colocated and device.startswith("cuda"):
+    if colocated and device.startswith("cuda") and policy.rollout.free_cache_engine:
         sleep, wake = groups.rollout.sleep, groups.rollout.wake
         moves[Holder.ROLLOUT] = Moves(partial(wake, ("weights", "kv_cache")), partial(sleep, ("weights", "kv_cache")))
         sync_in.append(partial(wake, ("weights",)))

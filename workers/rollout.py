@@ -133,6 +133,7 @@ class VLLMRolloutWorker(RolloutWorker):
                 "enable_prefix_caching": cfg.enable_prefix_caching,
                 **cfg.engine_kwargs.vllm,
             },
+            keep_asleep=self.run.keep_asleep,
             **common,
         )
         if isinstance(engine.weights, LiveWeights):

@@ -27,7 +27,7 @@ def _refuse(why: str, *agreed: Any) -> Elsewhere:
     return Elsewhere(why, refuse=True, agreed=(None, *agreed))
 
 
-_ENGINES = "it belongs to the SGLang and vLLM engines, which come with their extras; the hf engine has no use for it"
+_ENGINES = "write it under rollout.engine_kwargs.vllm or .sglang, which take their engine's own arguments"
 _VISION = "images, video and audio come with the vision workflow; this build trains on text"
 _AGENT = "agents and tools come with the agent workflows; this build answers each prompt in one turn"
 _PROFILER = "the timeline of every stage on every worker is always written; kernels are not profiled"
@@ -44,16 +44,15 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 _ENGINE_KEYS = {
     "cudagraph_capture_sizes": _note(_ENGINES),
-    "free_cache_engine": _note(_ENGINES),
-    "load_format": _note(_ENGINES),
+    "load_format": _note("engines start without weights wherever a push brings them before the first answer"),
     "scheduling_policy": _note(_ENGINES),
-    "disable_log_stats": _note(_ENGINES),
-    "skip_tokenizer_init": _note(_ENGINES),
-    "multi_stage_wake_up": _note(_ENGINES),
-    "prometheus": _note(_ENGINES),
-    "layered_summon": _note(_ENGINES),
+    "disable_log_stats": _note("the engines' own statistics are off; ours are in the metrics", True),
+    "skip_tokenizer_init": _note("engines take and give token ids; none has a tokenizer", True),
+    "multi_stage_wake_up": _note("weights wake before a push and the cache after it, always", True),
+    "prometheus": _note("metrics go to the trackers of trainer.logger"),
+    "layered_summon": _note("weights go from shard to shard and are never gathered"),
     "limit_images": _note(_VISION),
-    "mode": _note("the hf engine is called one way only; sync and async mean the same", "sync", "async"),
+    "mode": _note("engines are called one way only; sync and async mean the same", "sync", "async"),
     "logprobs_mode": _note(
         "both kinds are kept: rollout_log_probs of the full distribution, rollout_sampled_log_probs of the sampled one"
     ),
@@ -66,10 +65,10 @@ _ENGINE_KEYS = {
     "pipeline_parallel_size": _refuse(_SIZES, 1),
     "data_parallel_size": _refuse(_SIZES, 1),
     "expert_parallel_size": _refuse(_SIZES, 1),
-    "quantization": _refuse("the hf engine does not quantise"),
-    "quantization_config_file": _refuse("the hf engine does not quantise"),
-    "mtp": _refuse("multi-token prediction comes with the SGLang and vLLM engines"),
-    "disaggregation": _refuse("splitting prefill and decode comes with the SGLang and vLLM engines"),
+    "quantization": _refuse("rollouts compute in rollout.dtype; quantised ones are not built here"),
+    "quantization_config_file": _refuse("rollouts compute in rollout.dtype; quantised ones are not built here"),
+    "mtp": _refuse("tokens are drawn one at a time; multi-token prediction is not built here"),
+    "disaggregation": _refuse("one engine reads prompts and writes answers; splitting the two is not built here"),
     "qat": _refuse(_QAT),
 }
 
@@ -167,7 +166,7 @@ _PPO: dict[str, Elsewhere] = {
     ),
     f"{_ROLLOUT}.sglang": _note(_ENGINES),
     f"{_ROLLOUT}.vllm": _note(_ENGINES),
-    f"{_ROLLOUT}.rollout_backend": _refuse(f"write {_ROLLOUT}.name=hf; other engines come with their extras", "hf"),
+    f"{_ROLLOUT}.rollout_backend": _refuse(f"write {_ROLLOUT}.name=hf, vllm or sglang", "hf"),
     f"{_ROLLOUT}.print_outputs": _note("read the answers in trainer.rollout_data_dir or the rollouts browser", False),
     f"{_ROLLOUT}.group_name": _note("worker groups are named by their role"),
     f"{_ROLLOUT}.model_dir": _refuse(f"the rollout takes the actor's weights: {_MODEL}.path"),

@@ -184,6 +184,9 @@ class GenerationConfig(Section):
     """Processes that serve one copy of the model together; the others are further copies."""
     gpu_memory_utilization: Share = 0.5
     """Share of a GPU's memory for the weights and cache of vLLM or SGLang."""
+    free_cache_engine: Flag = True
+    """Whether weights and cache of the rollout leave the GPU while other roles run on it. Where there is room for all
+    of them, false saves the time of the moves."""
     kv_cache_gib: Count = 1
     """GiB of vLLM's or SGLang's cache on CPU."""
     enforce_eager: Flag = False

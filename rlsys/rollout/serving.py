@@ -55,7 +55,8 @@ class ServingEngine(ABC):
 
     A backend decodes (`_decode`), scores, holds tensors, sleeps and frees itself. `vocab_size`, `max_model_len` (prompt
     and completion together) and `eos_token_ids` are what requests are checked against; `quarantined` engines wait for
-    their first weights.
+    their first weights. Without `keep_asleep` weights that sleep on a GPU are given up, and the engine that wakes is
+    quarantined until the next push.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class ServingEngine(ABC):
         eos_token_ids: Sequence[int],
         device: str,
         quarantined: bool = False,
+        keep_asleep: bool = True,
         version: int = 0,
         rank: int = 0,
         host: str = "",
@@ -73,6 +75,7 @@ class ServingEngine(ABC):
         self.vocab_size, self.max_model_len, self.eos_token_ids = vocab_size, max_model_len, tuple(eos_token_ids)
         self.device, self.version, self.rank, self.host = device, version, rank, host or socket.gethostname()
         self._quarantined, self._closed = quarantined, False
+        self._keep_asleep = keep_asleep
         self._paused, self._updating = threading.Event(), threading.Event()
         self._busy = threading.Lock()
         self._asleep: set[str] = set()
@@ -155,7 +158,7 @@ class ServingEngine(ABC):
         self._quarantined = False
 
     def sleep(self, tags: Sequence[str] = SLEEP_TAGS) -> None:
-        """Give device memory back: weights to the host, the cache dropped. On CPU a counted no-op."""
+        """Give device memory back: weights to the host or given up, the cache dropped. On CPU a counted no-op."""
         self._switch(tags, asleep=True)
 
     def wake(self, tags: Sequence[str] = SLEEP_TAGS) -> None:
@@ -195,7 +198,9 @@ class ServingEngine(ABC):
             self._sleep_noops += 1
             return
         with self._busy:
+            lost = not self._keep_asleep and not asleep and "weights" in self._asleep & set(tags)
             self._move_memory(tags, asleep=asleep)
+            self._quarantined = self._quarantined or lost
             self._asleep = self._asleep | set(tags) if asleep else self._asleep - set(tags)
 
     @contextmanager

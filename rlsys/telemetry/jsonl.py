@@ -8,13 +8,14 @@ as null and named under `_non_finite`: `{"step": 4, "actor/loss": null, "_non_fi
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 NON_FINITE = "_non_finite"
+_AS_IT_IS = (int, str, bool)
 
 
 class JsonlWriter:
@@ -52,7 +53,7 @@ class JsonlWriter:
 def encode_line(record: Mapping[str, Any]) -> bytes:
     """One line of strict JSON; numbers of NumPy and torch become plain, unknown objects their text."""
     plain = {name: _plain(value) for name, value in record.items()}
-    odd = {k: str(v) for k, v in plain.items() if isinstance(v, float) and not math.isfinite(v)}
+    odd = {k: str(v) for k, v in plain.items() if isinstance(v, float) and not isfinite(v)}
     if odd:
         plain = {k: None if k in odd else v for k, v in plain.items()} | {NON_FINITE: odd}
     return (json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
@@ -104,11 +105,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(k): plain_json(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [plain_json(v) for v in value]
+        return [v if type(v) in _AS_IT_IS or (type(v) is float and isfinite(v)) else plain_json(v) for v in value]
     return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 def plain_json(value: Any) -> Any:
     """What strict JSON can hold: numbers of NumPy and torch as plain ones, non-finite and unknown ones as text."""
     plain = _plain(value)
-    return str(plain) if isinstance(plain, float) and not math.isfinite(plain) else plain
+    return str(plain) if isinstance(plain, float) and not isfinite(plain) else plain

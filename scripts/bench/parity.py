@@ -37,7 +37,6 @@ ENGINES = ("hf", "vllm", "sglang")
 MODES = ("default", "head", "aligned")
 SPARE = 8
 """Tokens beyond the answer, since vLLM draws one when it scores."""
-FIRST_PORT = 23_100
 MARK = "@parity "
 THINGS = ("a river", "bread", "the moon", "a lost key", "an old clock", "bees", "a bridge", "winter")
 TASKS = (
@@ -247,7 +246,7 @@ class Child:
         self.log = out / f"{work['model']}-{work['engine']}-{work['mode']}.log"
         command = [sys.executable, str(Path(__file__).resolve()), "--alone", json.dumps(work)]
         rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(work["port"] + 500)}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(work["meeting"])}
         cache = {"VLLM_CACHE_ROOT": str(self.log.with_suffix(".cache").resolve())}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -323,6 +322,8 @@ def table(found: list[dict[str, Any]]) -> str:
 
 def plan(args: argparse.Namespace, more: list[str]) -> list[dict[str, Any]]:
     """What each process is to do; the hf engine has no head apart from its aligned mode."""
+    from rlsys.single_controller.worker import free_port
+
     models = {Path(path).name: Path(path).resolve() for path in args.model}
     models |= {shape: random_model(shape, args.out / shape, args.device) for shape in args.shape}
     fixed = {name: getattr(args, name) for name in ("rows", "tokens", "prompt", "device", "dtype", "strategy")}
@@ -333,7 +334,7 @@ def plan(args: argparse.Namespace, more: list[str]) -> list[dict[str, Any]]:
         for mode in args.modes
         if (engine, mode) != ("hf", "head")
     ]
-    return [work | {"port": FIRST_PORT + number} for number, work in enumerate(works)]
+    return [work | {"port": free_port(), "meeting": free_port()} for work in works]
 
 
 def random_model(shape: str, folder: Path, device: str) -> Path:

@@ -59,14 +59,13 @@ class Trainer:
         return self.rollout.local_tensors()
 
 
-def serve(path: Path) -> dict[str, Any]:
+def serve(path: Path, keep_asleep: bool) -> dict[str, Any]:
     from rlsys.rollout.vllm.engine import VLLMRollout
     from workers.weights import learn
 
     first, second = model_of(0).cuda(), model_of(1).cuda()
-    engine = VLLMRollout(
-        path, dtype="bfloat16", device="cuda", seed=3, gpu_memory_utilization=0.1, enforce_eager=True, max_num_seqs=16
-    )
+    sizes = {"gpu_memory_utilization": 0.1, "max_num_seqs": 16, "keep_asleep": keep_asleep}
+    engine = VLLMRollout(path, dtype="bfloat16", device="cuda", seed=3, enforce_eager=True, **sizes)  # type: ignore[arg-type]
     told: dict[str, Any] = {"before": apart(first, engine.generate(requests_of(8)))}
     learn(engine.weights, keep=True)  # type: ignore[arg-type]
     told["kept"] = apart(first, engine.generate(requests_of(8)))
@@ -78,6 +77,9 @@ def serve(path: Path) -> dict[str, Any]:
     engine.sleep(["weights", "kv_cache"])
     told["freed"] = torch.cuda.mem_get_info()[0] - free_before
     engine.wake(["weights"])
+    told["quarantined"] = engine.health()["quarantined"]
+    if not keep_asleep:
+        reshard_local(Trainer(second), engine, version=7)  # type: ignore[arg-type]
     engine.wake(["kv_cache"])
     told["same"] = [a.output_tokens for a in engine.generate(requests_of(8))] == [a.output_tokens for a in answers]
     told["version"] = answers[0].version
@@ -112,9 +114,10 @@ def test_steps_begun_ahead_change_no_token(tmp_path: Path) -> None:
     assert not any(token in range(100, 160) for tokens, _ in ahead for token in tokens[:-1])
 
 
-def test_vllm_serves_what_is_pushed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep_asleep", [True, False])
+def test_vllm_serves_what_is_pushed(tmp_path: Path, keep_asleep: bool) -> None:
     model_of(0).save_pretrained(tmp_path)
-    (told,) = run_ranks(1, serve, tmp_path, backend=BACKEND)
+    (told,) = run_ranks(1, serve, tmp_path, keep_asleep, backend=BACKEND)
     assert told["before"] < 0.03
     assert told["kept"] < 0.03
     assert told["pushed"] < 0.03
@@ -122,3 +125,4 @@ def test_vllm_serves_what_is_pushed(tmp_path: Path) -> None:
     assert told["version"] == 7
     assert told["freed"] > 4 << 30
     assert told["same"]
+    assert told["quarantined"] is not keep_asleep

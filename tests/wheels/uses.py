@@ -91,6 +91,7 @@ VLLM: Uses = {
     "vllm.v1.executor.abstract:ExecutorWithExternalLauncher": (),
     "vllm.v1.worker.worker_base|vllm.worker.worker_base:WorkerWrapperBase.worker": (),
     "vllm.v1.worker.gpu_worker:Worker.model_runner": (),
+    "vllm.v1.worker.gpu_worker:Worker._sleep_saved_buffers": (),
     "vllm.distributed:get_tp_group": (),
     "vllm.distributed:GroupCoordinator.ranks": (),
     "vllm.distributed:GroupCoordinator.cpu_group": (),

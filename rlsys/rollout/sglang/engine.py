@@ -53,9 +53,8 @@ class SGLangRollout(ServingEngine):
 
     Parameters live in the scheduler process: `methods` run there and are called by `remote.call`; `weight_layout` and
     `local_tensors` are refused here. Ranks after the first answer every request with nothing, since the first one
-    serves. Without `keep_asleep` weights that sleep are given up, and the engine is quarantined until the next push.
-    `kv_cache_gib` is a CPU's cache, `gpu_memory_utilization` bounds what a GPU holds; `engine_kwargs` are SGLang's own
-    arguments. `full_determinism` asks for log-probabilities as near the trainer's as SGLang can.
+    serves. `kv_cache_gib` is a CPU's cache, `gpu_memory_utilization` bounds what a GPU holds; `engine_kwargs` are
+    SGLang's own arguments. `full_determinism` asks for log-probabilities as near the trainer's as SGLang can.
     """
 
     def __init__(
@@ -91,12 +90,12 @@ class SGLangRollout(ServingEngine):
             eos_token_ids=eos_of(path) if eos_token_ids is None else eos_token_ids,
             device="cpu" if device == "cpu" else "cuda",
             quarantined=load_format == "dummy",
+            keep_asleep=(engine_kwargs or {}).get("enable_weights_cpu_backup", keep_asleep),
             version=version,
             rank=rank,
             host=host,
         )
         self.replica, self._numbers = replica or Replica(), itertools.count()
-        self._keep_asleep = (engine_kwargs or {}).get("enable_weights_cpu_backup", keep_asleep)
         self._folder = tempfile.TemporaryDirectory(prefix="rlsys-sglang-")
         socket = Path(self._folder.name) / "scheduler"
         arguments = server_arguments(
@@ -285,8 +284,6 @@ class SGLangRollout(ServingEngine):
         else:
             move = manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=due))
         self._running.wait(move, "sleep" if asleep else "wake", CALL_WAIT_S)
-        if "weights" in due and not asleep and not self._keep_asleep:
-            self._quarantined = True
 
     def _free(self) -> None:
         self.remote.close()

@@ -42,6 +42,17 @@ def _switch_on() -> None:
 
 
 @contextmanager
+def choose_kernels() -> Iterator[None]:
+    """Let vLLM time kernels while it compiles, which the trainer's deterministic mode forbids in the whole process."""
+    was, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warns)
+
+
+@contextmanager
 def keep_gradients() -> Iterator[None]:
     """Keep torch.bmm, which vLLM replaces by a kernel without gradients; it puts the kernel behind torch.bmm, too."""
     product = torch.bmm

@@ -23,7 +23,7 @@ from rlsys.rollout.draws import Answer, DrawParams
 from rlsys.rollout.hf import LoadFormat
 from rlsys.rollout.live import LiveWeights
 from rlsys.rollout.serving import SLEEP_TAGS, Deliver, Pull, ServingEngine, Ticket
-from rlsys.rollout.vllm.aligned import aligned_arguments, keep_gradients
+from rlsys.rollout.vllm.aligned import aligned_arguments, choose_kernels, keep_gradients
 from rlsys.rollout.vllm.groups import end_groups, own_shared_memory
 from rlsys.rollout.vllm.version import NO_RELOAD, VLLM
 from rlsys.rollout.vllm.weights import HostWeights
@@ -72,6 +72,7 @@ class VLLMRollout(ServingEngine):
         enforce_eager: bool = False,
         full_determinism: bool = False,
         engine_kwargs: Mapping[str, Any] | None = None,
+        keep_asleep: bool = True,
         version: int = 0,
         rank: int = 0,
         host: str = "",
@@ -86,6 +87,7 @@ class VLLMRollout(ServingEngine):
             eos_token_ids=eos_of(path) if eos_token_ids is None else eos_token_ids,
             device=device,
             quarantined=load_format == "dummy",
+            keep_asleep=keep_asleep,
             version=version,
             rank=rank,
             host=host,
@@ -112,11 +114,12 @@ class VLLMRollout(ServingEngine):
         if full_determinism:
             arguments |= aligned_arguments(arguments, device=device)
         self._shares_groups = dist.is_initialized()
-        with keep_gradients(), own_shared_memory() if together and device == "cpu" else nullcontext():
+        names = own_shared_memory() if together and device == "cpu" else nullcontext()
+        with keep_gradients(), choose_kernels(), names:
             self.engine = _start(arguments, kv_cache_gib=kv_cache_gib)
         self._decision = torch.zeros(1, dtype=torch.uint8) if together else None
-        names = hf_tensors(path, dtype=dtype, filled=load_format == "auto" and device == "cpu", real=device == "cpu")
-        self.weights = HostWeights(*names, self._reload) if device == "cpu" else LiveWeights(*names, self._model)
+        whole = hf_tensors(path, dtype=dtype, filled=load_format == "auto" and device == "cpu", real=device == "cpu")
+        self.weights = HostWeights(*whole, self._reload) if device == "cpu" else LiveWeights(*whole, self._model)
 
     def _decode(self, pull: Pull, deliver: Deliver) -> int:
         running: dict[str, Ticket] = {}
@@ -238,10 +241,10 @@ class VLLMRollout(ServingEngine):
         super().finish_update(version)
 
     def _move_memory(self, tags: Sequence[str], *, asleep: bool) -> None:
-        """vLLM sleeps as a whole, its weights kept on the host, and wakes by tag."""
+        """vLLM sleeps as a whole and wakes by tag; what is no parameter it keeps on the host in any case."""
         if asleep and not self._asleep:
             self.engine.reset_prefix_cache()
-            self.engine.sleep(level=1)
+            self.engine.sleep(level=1 if self._keep_asleep else 2)
             self._asleep |= set(SLEEP_TAGS)
         elif not asleep and (due := [tag for tag in SLEEP_TAGS if tag in tags and tag in self._asleep]):
             self.engine.wake_up(due)

@@ -282,9 +282,9 @@ def test_a_section_of_nulls_from_an_old_file_sets_nothing(folder: Path) -> None:
 
 
 def test_settings_without_effect_are_noted_in_one_line_for_each_reason() -> None:
-    told = notes([f"{R}.scheduling_policy=fcfs", f"{R}.disable_log_stats=false", "trainer.v1.trainer_mode=sync"])
+    told = notes([f"{R}.scheduling_policy=fcfs", f"{R}.cudagraph_capture_sizes=[1]", "trainer.v1.trainer_mode=sync"])
     assert told.count("\n") == 1
-    assert f"{R}.scheduling_policy, {R}.disable_log_stats: " in told
+    assert f"{R}.scheduling_policy, {R}.cudagraph_capture_sizes: " in told
     assert "trainer.v1.trainer_mode" in told
 
 

@@ -141,6 +141,13 @@ def test_vllm_takes_its_share() -> None:
     name = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.gpu_memory_utilization=0.5")
     found = stages(plan_memory(config(*name), SHAPES["tiny"], device_bytes=10 * GIB))["rollout"]
     assert found.sum_of("rollout weights", "cache") == 5 * GIB
+    for frees, cache in ((True, 0), (False, 5 * GIB - 2 * N)):
+        kept = plan_memory(
+            config(*name, f"actor_rollout_ref.rollout.free_cache_engine={frees}"),
+            SHAPES["tiny"],
+            device_bytes=10 * GIB,
+        )
+        assert {stages(kept)[stage].bytes.get("cache", 0) for stage in ("update_actor", "update_weights")} == {cache}
     shared = config(*name, "actor_rollout_ref.rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=2")
     assert stages(plan_memory(shared, SHAPES["tiny"]))["rollout"].bytes["rollout weights"] == N
 

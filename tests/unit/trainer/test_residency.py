@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
+from rlsys.config import load_config
 from rlsys.telemetry.metrics import StageTimer
+from trainer.groups import WorkerGroups
 from trainer.residency import Holder, Moves, Residency
+from trainer.rollouts import gives_up_weights
+from trainer.runtime import residency_moves
 
 
 def told_moves() -> tuple[Residency, list[str]]:
@@ -46,3 +51,15 @@ def test_a_rollout_that_loses_its_weights_gets_them_again_before_it_serves_unles
     for holder in (Holder.ACTOR, Holder.ROLLOUT, Holder.ROLLOUT):
         residency.enter(holder)
     assert done == ["enter actor", "enter sync", "push again", "enter rollout"]
+
+
+@pytest.mark.parametrize("frees", [True, False])
+def test_free_cache_engine_says_whether_the_rollout_moves(frees: bool) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    files = ("data.train_files=null", "data.val_files=null", "actor_rollout_ref.model.path=null")
+    cfg = load_config([*files, f"{rollout}.name=vllm", f"{rollout}.free_cache_engine={frees}"])
+    groups = WorkerGroups(actor=SimpleNamespace(), rollout=SimpleNamespace(sleep=print, wake=print))
+    assert (Holder.ROLLOUT in residency_moves(cfg, groups, "cuda:0", colocated=True)) is frees
+    assert gives_up_weights(cfg) is frees
+    assert Holder.ROLLOUT not in residency_moves(cfg, groups, "cuda:0", colocated=False)
+    assert Holder.ROLLOUT not in residency_moves(cfg, groups, "cpu", colocated=True)
