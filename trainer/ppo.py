@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config import PPOConfig, plan_batches
+from rlsys.data.dataset import PromptDataset
 from rlsys.protocol import DataProto
 from rlsys.telemetry.log import get_logger
 from rlsys.types import TransferReport
@@ -155,6 +156,8 @@ class RayPPOTrainer:
         if self._due(self.cfg.actor_rollout_ref.rollout.parity.freq) and self.weight_version == self.global_step:
             self.parity_probe()
         self.reporter.batch_metrics(batch)
+        if isinstance(self.train_dataset, PromptDataset):
+            self.reporter.add(self.train_dataset.metrics())
         if self.dumps is not None:
             with self.stage("dump_rollouts"):
                 self.dumps.write(batch, self.global_step)

@@ -8,7 +8,7 @@ from rlsys.algorithms.advantage import (
 )
 from rlsys.algorithms.aggregate import LOSS_AGG_MODES, LossAggMode, agg_loss
 from rlsys.algorithms.bypass_loss import bypass_mode
-from rlsys.algorithms.correction import RolloutCorrection, decoupled_weights, rollout_correction
+from rlsys.algorithms.correction import RolloutCorrection, rollout_correction
 from rlsys.algorithms.covariance_loss import select_tokens
 from rlsys.algorithms.filters import informative_groups, overlong_penalty, pf_ppo_rows
 from rlsys.algorithms.groups import group_ids_of
@@ -65,7 +65,6 @@ __all__ = [
     "bypass_mode",
     "compute_advantage",
     "compute_value_loss",
-    "decoupled_weights",
     "estimator_takes",
     "filter_groups",
     "get_adv_estimator_fn",

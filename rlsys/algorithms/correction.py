@@ -243,35 +243,3 @@ def _rejection_metrics(
         "seq_masked_fraction": rejected_rows.double().mean(),
     }
     return {f"{prefix}_{name}": value.item() for name, value in values.items()}
-
-
-@torch.no_grad()
-def decoupled_weights(
-    *,
-    proximal_log_probs: Tensor,
-    behaviour_log_probs: Tensor,
-    response_mask: Tensor,
-    upper: float = 5.0,
-    lower: float | None = None,
-    action: str = "mask",
-    level: str = "token",
-) -> Tensor:
-    """AReaL's behaviour weights `exp(proximal - behaviour)` (B, R) for decoupled PPO (arXiv:2505.24298).
-
-    Out of [lower, upper] a weight becomes 0 (`mask`) or the nearer bound (`clamp`); `level=sequence` judges the
-    geometric mean of the row. A loss takes them as `rollout_is_weights` and divides by the tokens before this filter.
-    """
-    if action not in ("mask", "clamp") or level not in ("token", "sequence"):
-        raise ValueError(f"action must be mask or clamp and level token or sequence, got {action}, {level}")
-    log_ratio = torch.where(response_mask.bool(), proximal_log_probs - behaviour_log_probs, 0.0)
-    log_ratio = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
-    judged = log_ratio
-    if level == "sequence":
-        judged = masked_mean(log_ratio, response_mask, dim=1).unsqueeze(1).expand_as(log_ratio)
-    ratio = judged.exp()
-    if action == "clamp":
-        weights = ratio.clamp(min=lower, max=upper)
-    else:
-        inside = (ratio <= upper) & (ratio >= (0.0 if lower is None else lower))
-        weights = torch.where(inside, log_ratio.exp(), 0.0)
-    return torch.where(response_mask.bool(), weights, 0.0)

@@ -158,20 +158,6 @@ class GroupFuture:
         return self._collect(self._pending)
 
 
-def wait_any(futures: Sequence[Future], deadline_s: float) -> list[Future]:
-    """The futures that are done, at least one, in the order given; DeadlineError when none is in time.
-
-    A failed one counts as done: its `get` raises.
-    """
-    if not futures:
-        raise ValueError("wait_any needs at least one future")
-    pending = [future.pending for future in futures]
-    done = {id(one) for one in pending[0].crew.wait_done(pending, deadline_s)}
-    if not done:
-        raise _late(pending, deadline_s)
-    return [future for future in futures if id(future.pending) in done]
-
-
 def finish(
     wanted: Sequence[Pending],
     *,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.algorithms import RolloutCorrection, decoupled_weights, mismatch_metrics, probs_diff_metrics
+from rlsys.algorithms import RolloutCorrection, mismatch_metrics, probs_diff_metrics
 from rlsys.algorithms.correction import RS_MODES, Corrected, rollout_correction
 
 RATIO = torch.tensor([[1.0, 3.0, 0.2], [1.5, 1.0, 1.0]], dtype=torch.float64)
@@ -113,22 +113,6 @@ def test_equal_policies_change_nothing() -> None:
 def test_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="rollout_"):
         RolloutCorrection(**settings)
-
-
-def test_decoupled_weights() -> None:
-    keys = {
-        "proximal_log_probs": RATIO.log(),
-        "behaviour_log_probs": torch.zeros_like(RATIO),
-        "response_mask": MASK,
-    }
-    assert rows(decoupled_weights(**keys)) == [[1, 3, 0.2], [1.5, 1, 0]]
-    assert rows(decoupled_weights(**keys, upper=2.0)) == [[1, 0, 0.2], [1.5, 1, 0]]
-    assert rows(decoupled_weights(**keys, upper=2.0, lower=0.5, action="clamp")) == [[1, 2, 0.5], [1.5, 1, 0]]
-    by_row = decoupled_weights(**keys, upper=1.2, lower=0.9, level="sequence")
-    assert rows(by_row) == [[0, 0, 0], [0, 0, 0]]
-    assert rows(decoupled_weights(**keys, upper=1.3, lower=0.9, level="sequence"))[1] == [1.5, 1, 0]
-    with pytest.raises(ValueError, match="action"):
-        decoupled_weights(**keys, action="drop")
 
 
 def test_mismatch_by_hand() -> None:

@@ -353,7 +353,7 @@ ALGORITHMS = [
     bad(f"{R}.temperature=0", f"{R}.temperature", "temperature=1.0"),
     bad(f"{R}.do_sample=false", f"{R}.do_sample", "all be the same"),
     bad(f"{R}.top_k=0", f"{R}.top_k", "-1 for all tokens"),
-    bad(f"{R}.val_kwargs.n=4", f"{R}.val_kwargs.n", "do_sample=true"),
+    bad(f"{R}.val_kwargs.do_sample=false", f"{R}.val_kwargs.n", "do_sample=true"),
 ]
 
 RUNS = [
