@@ -53,7 +53,7 @@ def replica_of(rank: int, size: int, *, ranks_per_host: int) -> Replica:
     The first of them says where SGLang's own process groups meet: on the loopback where they are of one host.
     """
     if size == 1:
-        return Replica()
+        return Replica(address=f"127.0.0.1:{free_port()}")
     host = socket.gethostname() if ranks_per_host % size else "127.0.0.1"
     store, key = dist.distributed_c10d._get_default_store(), f"sglang/{rank // size}"
     if rank % size == 0:

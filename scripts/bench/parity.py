@@ -93,8 +93,6 @@ def overrides(work: dict[str, Any]) -> list[str]:
         ]
     if engine == "sglang" and cuda:
         found += [f"{ROLLOUT}.gpu_memory_utilization=0.9", f"+{ROLLOUT}.engine_kwargs.sglang.max_total_tokens={room}"]
-    if engine == "sglang":  # several that start together choose the same port
-        found += [f"+{ROLLOUT}.engine_kwargs.sglang.nccl_port={work['port']}"]
     if engine == "vllm" and mode == "head":
         found += [f"+{ROLLOUT}.engine_kwargs.vllm.hf_overrides.head_dtype=float32"]
     if engine == "sglang" and mode == "head":
@@ -246,7 +244,7 @@ class Child:
         self.log = out / f"{work['model']}-{work['engine']}-{work['mode']}.log"
         command = [sys.executable, str(Path(__file__).resolve()), "--alone", json.dumps(work)]
         rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(work["meeting"])}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(work["port"])}
         cache = {"VLLM_CACHE_ROOT": str(self.log.with_suffix(".cache").resolve())}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -334,7 +332,7 @@ def plan(args: argparse.Namespace, more: list[str]) -> list[dict[str, Any]]:
         for mode in args.modes
         if (engine, mode) != ("hf", "head")
     ]
-    return [work | {"port": free_port(), "meeting": free_port()} for work in works]
+    return [work | {"port": free_port()} for work in works]
 
 
 def random_model(shape: str, folder: Path, device: str) -> Path:

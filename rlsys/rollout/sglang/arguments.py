@@ -32,7 +32,11 @@ SPARE_TOKENS = 8
 
 @dataclass(frozen=True)
 class Replica:
-    """This rank's part of a replica: the ranks of its tensor parallelism meet at `address` (host:port)."""
+    """This rank's part of a replica: its process groups meet at `address` (host:port), by default where SGLang chooses.
+
+    SGLang draws the port of a replica of one rank from a generator that the job has seeded, so jobs of one host may
+    draw the same.
+    """
 
     rank: int = 0
     size: int = 1
@@ -81,6 +85,7 @@ def server_arguments(
         "dist_init_addr": replica.address,
         "disable_custom_all_reduce": True,  # it asks after devices that a worker with one visible GPU cannot see
     }
+    alone = {"nccl_port": int(replica.address.rpartition(":")[2])} if replica.address else {}
     return {
         "model_path": path,
         "load_format": load_format,
@@ -98,7 +103,7 @@ def server_arguments(
         "sampling_backend": "pytorch",
         "sleep_on_idle": True,
         "log_level": "error",
-        **(apart if replica.size > 1 else {}),
+        **(apart if replica.size > 1 else alone),
         **(on_cpu if device == "cpu" else on_gpu),
         **({"enable_fp32_lm_head": True} if full_determinism else {}),
         **({"enable_deterministic_inference": True} if full_determinism and device != "cpu" else {}),

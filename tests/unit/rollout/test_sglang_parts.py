@@ -228,6 +228,8 @@ def test_every_setting_reaches_sglang_under_its_name() -> None:
     on_cpu = arguments(device="cpu")
     assert on_cpu["max_total_tokens"] == 999
     assert "enable_memory_saver" not in on_cpu
+    assert "nccl_port" not in found
+    assert arguments(replica=Replica(address="127.0.0.1:9"))["nccl_port"] == 9
     cut = arguments(replica=Replica(1, 2, "127.0.0.1:9"))
     assert (cut["tp_size"], cut["nnodes"], cut["node_rank"], cut["dist_init_addr"]) == (2, 2, 1, "127.0.0.1:9")
 
