@@ -95,9 +95,14 @@ def _pools(cfg: PPOConfig) -> Iterator[str]:
     if hybrid is not None and hybrid == (split or external):
         key = "actor_rollout_ref.hybrid_engine"
         yield wrong(key, hybrid, f"trainer.rollout_workers={trainer.rollout_workers} says the other; leave {key} out")
-    if split and cfg.actor_rollout_ref.rollout.checkpoint_engine.backend == "local":
-        key = "actor_rollout_ref.rollout.checkpoint_engine.backend"
+    key, executor = "actor_rollout_ref.rollout.checkpoint_engine.backend", rollout.checkpoint_engine.backend
+    if split and executor == "local":
         yield wrong(key, "local", f"the rollout runs in processes of its own; write {key}=auto")
+    if not (split or external) and executor == "nccl":
+        why = (
+            f"a process cannot send to itself; write {key}=auto, or give the rollout its own: trainer.rollout_workers=1"
+        )
+        yield wrong(key, "nccl", why)
     if cfg.actor_rollout_ref.rollout.name == "sglang":
         yield from _apart(cfg, colocated=not split)
     if trainer.backend == "local" and split:

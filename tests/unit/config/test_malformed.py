@@ -380,6 +380,7 @@ RUNS = [
     bad(["trainer.rollout_workers=1", "actor_rollout_ref.hybrid_engine=true"], "actor_rollout_ref.hybrid_engine"),
     bad(["trainer.rollout_workers=1", f"{R}.checkpoint_engine.backend=local"], "checkpoint_engine.backend", "auto"),
     bad([f"{R}.name=sglang", f"{R}.checkpoint_engine.backend=local"], "checkpoint_engine.backend", "auto"),
+    bad(f"{R}.checkpoint_engine.backend=nccl", "checkpoint_engine.backend", "trainer.rollout_workers=1"),
     bad([f"{R}.name=sglang_async", "trainer.nnodes=2"], f"{R}.name", "trainer.rollout_workers"),
     bad(["trainer.val_only=true", "data.train_files=./rows.jsonl"], "trainer.val_only", "data.val_files"),
     bad(f"{A}.checkpoint.load_contents=[model,hf_model]", f"{A}.checkpoint.load_contents", "hf_model"),
