@@ -99,9 +99,7 @@ def _pools(cfg: PPOConfig) -> Iterator[str]:
     if split and executor == "local":
         yield wrong(key, "local", f"the rollout runs in processes of its own; write {key}=auto")
     if not (split or external) and executor == "nccl":
-        why = (
-            f"a process cannot send to itself; write {key}=auto, or give the rollout its own: trainer.rollout_workers=1"
-        )
+        why = f"a process cannot send to itself; write {key}=auto, or for one of its own trainer.rollout_workers=1"
         yield wrong(key, "nccl", why)
     if cfg.actor_rollout_ref.rollout.name == "sglang":
         yield from _apart(cfg, colocated=not split)
