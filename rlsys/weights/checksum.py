@@ -1,29 +1,17 @@
 """Checksums of tensors that can be computed shard by shard, whatever the shards, and added up.
 
-The bytes of each row (the last dimension) are read as 64-bit words; the checksum is the sum over rows r and words q of
-word * word_weight(q) * row_weight(r), modulo 2**64, with odd pseudo-random weights. A sum over parts is the sum of the
-parts, so boxes of one tensor can be summed on different ranks. One pass over the memory; no defence against intent.
+`rlsys.weights.checksum_cpu` says what is summed. One pass over the memory; no defence against intent.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from itertools import chain
-from math import prod
 
-import numpy as np
-import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-MODULUS = 1 << 64
-WORD_BYTES = 8
-ROW_STREAM, WORD_STREAM = 0x243F6A8885A308D3, 0x13198A2E03707344
-
-
-Held = tuple[Tensor, Sequence[int], Sequence[int]]
+from rlsys.weights.checksum_cpu import MODULUS, Held, sum_on_cpu
 
 
 def box_checksum(values: Tensor, start: Sequence[int], full_shape: Sequence[int]) -> int:
@@ -44,7 +32,7 @@ def box_checksums(boxes: Iterable[Held]) -> list[int]:
         from rlsys.weights.checksum_cuda import sums_on_gpu
 
         return sums_on_gpu(chain([first], boxes))
-    return [_on_cpu(*box) for box in chain([first], boxes)]
+    return [sum_on_cpu(*box) for box in chain([first], boxes)]
 
 
 def prepared_checksums(boxes: Sequence[Held]) -> Callable[[], list[int]]:
@@ -58,16 +46,6 @@ def prepared_checksums(boxes: Sequence[Held]) -> Callable[[], list[int]]:
     return GpuSums(boxes)
 
 
-def _on_cpu(values: Tensor, start: Sequence[int], full_shape: Sequence[int]) -> int:
-    if values.numel() == 0:
-        return 0
-    shape, full, begin = tuple(values.shape) or (1,), tuple(full_shape) or (1,), tuple(start) or (0,)
-    words, first_word = _words(values.detach().reshape(-1, shape[-1]), begin[-1])
-    rows = _row_weights(begin[:-1], shape[:-1], full[:-1])
-    by_row = np.einsum("rw,w->r", words.numpy(), _weights(WORD_STREAM, first_word, first_word + words.shape[1]))
-    return int(np.einsum("r,r->", by_row, rows)) % MODULUS
-
-
 def add_up(parts: Sequence[int]) -> int:
     """The checksum of disjoint boxes that were summed apart."""
     return sum(parts) % MODULUS
@@ -77,47 +55,3 @@ def digest(sums: Mapping[str, int]) -> str:
     """One short text for the checksums of many tensors, independent of their order."""
     text = "\n".join(f"{name} {sums[name]:016x}" for name in sorted(sums))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _words(rows: Tensor, start: int) -> tuple[Tensor, int]:
-    """Rows (R, n) of elements from element `start` of their row as int64 words (R, W), and the number of the first."""
-    per_word = WORD_BYTES // rows.element_size()
-    before = start % per_word
-    after = -(before + rows.shape[1]) % per_word
-    rows = rows.contiguous()
-    if before or after:
-        rows = pad(rows.view(_integer_of(rows.element_size())), (before, after))
-    elif rows.storage_offset() % per_word:
-        rows = rows.clone()
-    return rows.view(torch.int64), start // per_word
-
-
-def _integer_of(num_bytes: int) -> torch.dtype:
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[num_bytes]
-
-
-def _row_weights(start: tuple[int, ...], shape: tuple[int, ...], full: tuple[int, ...]) -> np.ndarray:
-    """Weights of the rows of a box, by the rows' numbers in the whole tensor."""
-    if all(s == 0 and n == size for s, n, size in zip(start[1:], shape[1:], full[1:], strict=True)):
-        inner = prod(full[1:])
-        first = (start[0] if start else 0) * inner
-        return _weights(ROW_STREAM, first, first + prod(shape))
-    numbers = np.zeros(shape, dtype=np.int64)
-    for at, n, size, axis in zip(start, shape, full, range(len(shape)), strict=True):
-        axes = [1] * len(shape)
-        axes[axis] = n
-        numbers = numbers * size + np.arange(at, at + n).reshape(axes)
-    return _odd_hash(ROW_STREAM, numbers.reshape(-1))
-
-
-@lru_cache(maxsize=64)
-def _weights(stream: int, first: int, stop: int) -> np.ndarray:
-    return _odd_hash(stream, np.arange(first, stop))
-
-
-def _odd_hash(stream: int, numbers: np.ndarray) -> np.ndarray:
-    """Odd int64 weights: the finaliser of SplitMix64 over a stream and a number."""
-    x = numbers.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(stream)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return ((x ^ (x >> np.uint64(31))) | np.uint64(1)).view(np.int64)

@@ -11,7 +11,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from rlsys.weights.checksum import MODULUS, Held
+from rlsys.weights.checksum_cpu import MODULUS, Held
 
 LAUNCH_BYTES = 256 << 20
 

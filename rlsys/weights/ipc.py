@@ -18,7 +18,8 @@ from torch import Tensor
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.types import Box, WeightLayout
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.checksum import Held, box_checksums, digest, prepared_checksums
+from rlsys.weights.checksum import box_checksums, digest, prepared_checksums
+from rlsys.weights.checksum_cpu import Held
 from rlsys.weights.handles import Borrowed, Offer, offer_of
 from rlsys.weights.layout import device_of, dtype_of, view_of
 from rlsys.weights.plan import Copy, Plan

@@ -7,15 +7,15 @@ import triton  # pyrefly: ignore
 import triton.language as tl  # pyrefly: ignore
 from torch import Tensor
 
-from rlsys.weights import checksum
+from rlsys.weights import checksum_cpu
 
 BLOCK = 2048
 NUM_WARPS = 8
 SUM_BLOCK = 1024
 WORDS_OF_A_PROGRAM = 1 << 16
 MOST_PROGRAMS = 1024
-ROW_STREAM = tl.constexpr(checksum.ROW_STREAM)
-WORD_STREAM = tl.constexpr(checksum.WORD_STREAM)
+ROW_STREAM = tl.constexpr(checksum_cpu.ROW_STREAM)
+WORD_STREAM = tl.constexpr(checksum_cpu.WORD_STREAM)
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def copy_tiles(table: Tensor, *, word_bytes: int, pitched: bool) -> None:
 
 @triton.jit
 def _odd(stream: tl.constexpr, number):
-    """An odd weight of a number: the finaliser of SplitMix64, as in rlsys/weights/checksum.py."""
+    """An odd weight of a number: the finaliser of SplitMix64, as in rlsys/weights/checksum_cpu.py."""
     x = number.to(tl.uint64) * 0x9E3779B97F4A7C15 + stream
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB

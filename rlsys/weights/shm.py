@@ -19,7 +19,8 @@ import torch
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.checksum import MODULUS, add_up, digest
+from rlsys.weights.checksum import add_up, digest
+from rlsys.weights.checksum_cpu import MODULUS
 from rlsys.weights.image import ImageTensor, largest_differences, plan_image, read_boxes, tensors_in, write_boxes
 from rlsys.weights.plan import Copy
 from rlsys.weights.segment import Segment

@@ -1,12 +1,14 @@
-"""The gates every commit passes: file and function size, import layers, lint, format, types."""
+"""The gates every commit passes: file and function size, import layers and circles, lint, format, types."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,6 +31,11 @@ def test_no_function_is_longer_than_the_limit() -> None:
                 if lines > MAX_FUNCTION_LINES:
                     long[f"{path.relative_to(ROOT)}:{node.name}"] = lines
     assert not long
+
+
+def test_no_modules_import_each_other_not_even_inside_functions() -> None:
+    graph = grimp.build_graph("rlsys", "workers", "trainer", exclude_type_checking_imports=True)
+    TopologicalSorter({m: graph.find_modules_directly_imported_by(m) for m in graph.modules}).prepare()
 
 
 @pytest.mark.parametrize(

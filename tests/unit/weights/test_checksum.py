@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from rlsys.types import Box
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.checksum import ROW_STREAM, WORD_STREAM, add_up, box_checksum, digest
+from rlsys.weights.checksum import add_up, box_checksum, digest
+from rlsys.weights.checksum_cpu import ROW_STREAM, WORD_STREAM
 from rlsys.weights.checksum_cuda import stretches
 from rlsys.weights.layout import view_of
 from rlsys.weights.verify import BoxSum, merge_sums
