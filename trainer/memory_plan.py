@@ -59,19 +59,22 @@ def plan_memory(
 ) -> MemoryPlan:
     """The memory of every stage; `actor`, `critic` and `reward_model` are the models' config.json.
 
-    Of pipeline stages the one that needs most is told. `device_bytes` is what vLLM takes its share of. ConfigError for
-    a model without a table.
+    Of pipeline stages the one that needs most is told. vLLM takes its share of `device_bytes`, SGLang of what the
+    actor leaves of them. ConfigError for a model without a table.
     """
     policy, plan, given = cfg.actor_rollout_ref.actor, plan_batches(cfg), lengths or Lengths.longest(cfg)
     stages = policy.megatron.pipeline_model_parallel_size if policy.strategy == "megatron" else 1
-    engine = {} if plan.pools.external else _engine(Job(cfg, plan, given, device, 0), actor, device_bytes)
+    here = plan.pools.colocated and not plan.pools.external
     found = []
     for pp_rank in range(stages):
         job = Job(cfg, plan, given, device, pp_rank)
         roles = residents(job, actor, critic or actor, reward_model)
-        found.append(_training_stages(job, actor, roles, engine if plan.pools.colocated else {}))
+        engine = _engine(job, actor, device_bytes, roles[0].role.held()) if here else {}
+        found.append(_training_stages(job, actor, roles, engine))
     train = max(found, key=lambda stages: max(stage.total for stage in stages))
-    return MemoryPlan(train, () if plan.pools.colocated or not engine else _rollout_stages(engine))
+    if plan.pools.colocated or plan.pools.external:
+        return MemoryPlan(train)
+    return MemoryPlan(train, _rollout_stages(_engine(Job(cfg, plan, given, device, 0), actor, device_bytes, {})))
 
 
 def _training_stages(job: Job, facts: Facts, roles: list[Resident], engine: Bytes) -> tuple[Stage, ...]:
@@ -107,13 +110,14 @@ def _only(found: Bytes, owner: str) -> Bytes:
     return {owner: found[owner]} if owner in found else {}
 
 
-def _engine(job: Job, facts: Facts, device_bytes: int) -> Bytes:
-    """The rollout's engine while it generates."""
+def _engine(job: Job, facts: Facts, device_bytes: int, beside: Bytes) -> Bytes:
+    """The rollout's engine while it generates, started where `beside` was already."""
     rollout, d = job.cfg.actor_rollout_ref.rollout, fp.decoder_of(facts)
     c = width_of(rollout.dtype, job.device)
     weights = c * d.parameters // rollout.tensor_model_parallel_size
     if rollout.name != "hf":
-        share = int(device_bytes * rollout.gpu_memory_utilization) - weights
+        there = device_bytes - (sum(beside.values()) if rollout.name == "sglang" else 0)
+        share = int(there * rollout.gpu_memory_utilization) - weights
         return {ROLLOUT_WEIGHTS: weights, CACHE: max(0, share) if job.device == "cuda" else rollout.kv_cache_gib << 30}
     rows = min(rollout.max_num_seqs, -(-job.cfg.data.gen_batch_size * rollout.n // job.plan.pools.rollout_ranks))
     prompts = min(-(-rows // rollout.n) * job.lengths.prompt, rollout.max_num_batched_tokens)

@@ -152,6 +152,31 @@ def test_vllm_takes_its_share() -> None:
     assert stages(plan_memory(shared, SHAPES["tiny"]))["rollout"].bytes["rollout weights"] == N
 
 
+def test_sglang_takes_its_share_of_what_the_actor_leaves() -> None:
+    names = ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.gpu_memory_utilization=0.5")
+    found = stages(plan_memory(config(*names, "trainer.n_gpus_per_node=1"), SHAPES["tiny"], device_bytes=10 * GIB))
+    assert found["rollout"].sum_of("rollout weights", "cache") == (10 * GIB - 3 * 4 * N) // 2
+    apart = config(*names, "trainer.n_gpus_per_node=1", "trainer.rollout_workers=1")
+    (_, serving, _) = plan_memory(apart, SHAPES["tiny"], device_bytes=10 * GIB).rollout
+    assert serving.sum_of("rollout weights", "cache") == 5 * GIB
+
+
+def test_7b_beside_vllm_that_keeps_its_memory_on_two_h200() -> None:
+    """The ledger of scripts/bench/step.py, Megatron TP2 and vLLM TP2, free_cache_engine=false; GiB at the highest."""
+    rollout = "actor_rollout_ref.rollout"
+    cfg = config(
+        *(f"{rollout}.name=vllm", "trainer.allocation_mode='vllm[r]:d1t2|megatron[a]:d1t2'"),
+        *("data.train_batch_size=32", f"{ACTOR}.ppo_mini_batch_size=32", f"{rollout}.n=4", "trainer.n_gpus_per_node=2"),
+        *("data.max_response_length=512", f"{ACTOR}.ppo_max_token_len_per_gpu=8192"),
+        *(f"{rollout}.gpu_memory_utilization=0.3", f"{rollout}.free_cache_engine=false"),
+        preset="smollm2",
+    )
+    found = stages(plan_memory(cfg, SHAPES["7B"], device_bytes=int(139.8 * GIB)))
+    measured = {"old_log_prob": 106.55, "update_actor": 108.74, "update_weights": 104.41, "save_checkpoint": 104.41}
+    for name, gib in measured.items():
+        assert found[name].total / GIB == pytest.approx(gib, rel=0.03)
+
+
 @pytest.mark.parametrize(("tp", "measured_gib"), [(1, 108.0), (2, 76.0)])
 def test_megatron_training_of_7b_on_two_h200(tp: int, measured_gib: float) -> None:
     """scripts/bench/train_step.py: 4096 tokens a micro-batch, no recomputation."""
