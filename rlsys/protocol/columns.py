@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -11,6 +12,21 @@ import torch
 from tensordict import TensorDict
 
 from rlsys.protocol.memory import join_rows
+
+
+def described(
+    num_rows: int, batch: TensorDict | None, arrays: Mapping[str, np.ndarray], meta_info: Mapping[str, Any]
+) -> str:
+    """A line for each column and entry, however many rows there are."""
+    short = reprlib.Repr()
+    short.maxlist = short.maxdict = short.maxtuple = 4
+    short.maxstring = short.maxother = 60
+    tensors = {} if batch is None else tensors_of(batch)
+    told = [(name, f"{str(v.dtype)[6:]} {tuple(v.shape)} on {v.device}") for name, v in tensors.items()]
+    told += [(name, f"{v.dtype} {v.shape} {short.repr(v[:2].tolist())[:60]}") for name, v in arrays.items()]
+    told += [(f"meta_info[{name!r}]", short.repr(value)[:80]) for name, value in meta_info.items()]
+    width = max((len(name) for name, _ in told), default=0)
+    return "\n".join([f"DataProto of {num_rows} rows", *(f"  {name:{width}}  {text}" for name, text in told)])
 
 
 def object_array(values: Iterable[Any]) -> np.ndarray:

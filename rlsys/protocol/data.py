@@ -24,6 +24,7 @@ from rlsys.protocol.columns import (
     concat_arrays,
     concat_meta,
     concat_tensors,
+    described,
     map_tensors,
     named_entries,
     object_rows,
@@ -86,6 +87,9 @@ class DataProto:
 
     def __post_init__(self) -> None:
         self.check_consistency()
+
+    def __repr__(self) -> str:
+        return described(len(self), self.batch, self.non_tensor_batch, self.meta_info)
 
     def check_consistency(self) -> None:
         """AssertionError unless there is one batch dimension and every array has as many rows as the tensors."""

@@ -130,3 +130,20 @@ def test_union_shares_and_does_not_write() -> None:
 def test_protocol_needs_no_ray() -> None:
     code = "import sys, rlsys.protocol, rlsys.batching; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+
+
+def test_it_is_shown_by_columns_however_many_rows_it_has() -> None:
+    rows = DataProto.from_dict(
+        {"responses": torch.zeros(3000, 8, dtype=torch.int64)},
+        non_tensors={"uid": np.array([f"{n}" * 50 for n in range(3000)], dtype=object)},
+        meta_info={"temperature": 1.0, "global_token_num": list(range(3000))},
+    )
+    told = repr(rows).splitlines()
+    assert told[0] == "DataProto of 3000 rows"
+    assert told[1].split() == ["responses", "int64", "(3000,", "8)", "on", "cpu"]
+    assert told[2].split()[:3] == ["uid", "object", "(3000,)"]
+    assert told[3].split() == ["meta_info['temperature']", "1.0"]
+    assert told[4].split()[:2] == ["meta_info['global_token_num']", "[0,"]
+    assert len(told) == 5
+    assert max(map(len, told)) < 140
+    assert repr(DataProto()) == "DataProto of 0 rows"
