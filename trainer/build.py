@@ -11,7 +11,7 @@ from typing import Any
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.telemetry.log import setup_logging
 from rlsys.telemetry.trackers import check_loggers
-from trainer.errors import make_root, told
+from trainer.errors import exit_on_sigterm, make_root, told
 from trainer.estimate import correction_of, loss_mode_of
 from trainer.groups import Role
 from trainer.place import Place, find_place, load_tokenizer
@@ -37,7 +37,7 @@ def run_ppo(config: PPOConfig) -> int:
         check_loggers(config.trainer.logger)
         make_root(Path(config.trainer.default_local_dir))
         config = with_start_assets(config)
-        with place_of(config) as place:
+        with place_of(config) as place, exit_on_sigterm():
             trainer = build_trainer(config, place)
             nothing_left = trainer.nothing_left()
             try:

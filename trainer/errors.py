@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import signal
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,7 +39,7 @@ DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.E
 
 @dataclass
 class Outcome:
-    """0 for a finished job, 1 for a failed one, 2 for a wrong configuration, 130 for a stopped one."""
+    """0 for a finished job, 1 for a failed one, 2 for a wrong configuration, 130 or 143 for a stopped one."""
 
     exit_code: int = 0
 
@@ -58,6 +61,27 @@ def told(out: TextIO) -> Iterator[Outcome]:
     except KeyboardInterrupt:
         print("rlsys: stopped by the keyboard", file=out)
         outcome.exit_code = 130
+    except SystemExit as stop:
+        if stop.code != signal.SIGTERM:
+            raise
+        print("rlsys: stopped by SIGTERM", file=out)
+        outcome.exit_code = 128 + signal.SIGTERM
+
+
+@contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """SystemExit(SIGTERM) where the signal arrives, for `told`; to be entered once Ray is connected.
+
+    Ray's own handler aborts the process three seconds after the signal, whatever is being cleaned up.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def make_root(path: Path) -> None:

@@ -16,7 +16,7 @@ from rlsys.telemetry.metrics import StageTimer
 from rlsys.telemetry.trackers import check_loggers
 from trainer.answers import Answers, validation_sampling
 from trainer.dumps import dump, sample_rows
-from trainer.errors import told
+from trainer.errors import exit_on_sigterm, told
 from trainer.evaluate import Dump, validation
 from trainer.groups import deadlines_of
 from trainer.place import find_place, load_tokenizer
@@ -60,6 +60,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     ranks = run.nnodes * run.n_gpus_per_node
     with ExitStack() as stack:
         place = stack.enter_context(find_place(run.backend, run.device, config.ray_kwargs, ranks=ranks))
+        stack.enter_context(exit_on_sigterm())
         engine = EngineRun(device=place.device, nccl_timeout_s=run.deadlines.call_s, num_threads=place.threads)
         rollout = config.actor_rollout_ref.rollout
         made = place.make_class(ROLLOUT_WORKERS[rollout.name], model, rollout, engine, "auto")

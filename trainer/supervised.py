@@ -20,7 +20,7 @@ from rlsys.roles.lm import RankSums, mean_over_ranks
 from rlsys.telemetry.log import setup_logging
 from rlsys.telemetry.trackers import check_loggers
 from trainer.checkpoint import CheckpointStore, TrainerState, load_state, save_state
-from trainer.errors import told
+from trainer.errors import exit_on_sigterm, told
 from trainer.groups import deadlines_of
 from trainer.place import Place, find_place, load_tokenizer
 from trainer.reporting import Reporter
@@ -46,7 +46,8 @@ def _run(config: SFTConfig | RMConfig, kind: Kind) -> int:
     with told(sys.stderr) as outcome:
         check_loggers(config.trainer.logger)
         run = config.trainer
-        with find_place(run.backend, run.device, config.ray_kwargs, ranks=run.nnodes * run.n_gpus_per_node) as place:
+        ranks = run.nnodes * run.n_gpus_per_node
+        with find_place(run.backend, run.device, config.ray_kwargs, ranks=ranks) as place, exit_on_sigterm():
             trainer = SupervisedTrainer(config, kind, place)
             try:
                 trainer.fit()

@@ -61,10 +61,10 @@ class RayRun:
         worker = next(one for one in self._family if " ".join(one.cmdline()).startswith(f"ray::{title}"))
         worker.send_signal(number)
 
-    def signal_driver(self, *, after_step: int) -> None:
-        """Kill the driver, whose cluster must follow it."""
+    def signal_driver(self, number: int, *, after_step: int) -> None:
+        """Send a signal to the driver, whose cluster must follow it."""
         self._wait_for(after_step)
-        self.process.kill()
+        self.process.send_signal(number)
 
     def _wait_for(self, after_step: int) -> None:
         end_s = time.monotonic() + STARTED_S
@@ -116,7 +116,7 @@ def test_a_lost_actor_ends_the_run_and_the_same_command_goes_on_even_when_a_roll
     assert "stopped by a signal" in stopped.log
 
     orphaned = RayRun(toy, out)
-    orphaned.signal_driver(after_step=4)
+    orphaned.signal_driver(signal.SIGKILL, after_step=4)
     assert orphaned.end(ENDED_S) == -signal.SIGKILL
 
     replaced = RayRun(toy, out)
@@ -126,6 +126,13 @@ def test_a_lost_actor_ends_the_run_and_the_same_command_goes_on_even_when_a_roll
     assert all(line["training/staleness"] == 0 for line in replaced.lines())
     ours, theirs = load_file(str(out / MODEL)), load_file(str(whole / MODEL))
     assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+def test_a_driver_that_is_told_to_stop_ends_in_order(toy: Toy, tmp_path: Path) -> None:
+    told = RayRun(toy, tmp_path / "out")
+    told.signal_driver(signal.SIGTERM, after_step=1)
+    assert told.end(ENDED_S) == 128 + signal.SIGTERM, told.log
+    assert told.log.rstrip().endswith("rlsys: stopped by SIGTERM")
 
 
 def test_a_cluster_that_is_too_small_is_told(toy: Toy, tmp_path: Path) -> None:

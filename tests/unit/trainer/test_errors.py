@@ -1,0 +1,49 @@
+"""How a job ends: exit codes and what is said."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import time
+
+import pytest
+
+from rlsys.utils.errors import ConfigError, DataError
+from trainer.errors import exit_on_sigterm, told
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ConfigError("write x=1"), 2, "ConfigError: write x=1"),
+        (DataError("row 3"), 1, "DataError: row 3"),
+        (OSError(28, "No space left on device", "/out/file"), 1, "No space left on device: '/out/file'"),
+        (KeyboardInterrupt(), 130, "stopped by the keyboard"),
+    ],
+)
+def test_errors_for_people_are_one_line_and_an_exit_code(error: BaseException, code: int, said: str) -> None:
+    out = io.StringIO()
+    with told(out) as outcome:
+        raise error
+    assert outcome.exit_code == code
+    assert said in out.getvalue()
+    assert out.getvalue().count("\n") == 1
+
+
+def test_sigterm_ends_a_job_in_order_and_leaves_the_handler_as_it_was() -> None:
+    out, before, ended = io.StringIO(), signal.getsignal(signal.SIGTERM), []
+    with told(out) as outcome, exit_on_sigterm():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            ended.append("cleaned up")
+    assert (outcome.exit_code, out.getvalue(), ended) == (143, "rlsys: stopped by SIGTERM\n", ["cleaned up"])
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), ZeroDivisionError()])
+def test_what_means_nothing_to_a_person_passes(error: BaseException) -> None:
+    with pytest.raises(type(error)), told(io.StringIO()):
+        raise error
