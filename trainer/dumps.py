@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from rlsys.protocol import DataProto
 from rlsys.rewards.manager import response_lengths
 from rlsys.telemetry.rollouts import dump_rollouts, ragged, token_texts_of_rows
+from rlsys.utils.errors import DeadlineError
 
 SHOWN_VALUES = {"log_probs": "old_log_probs", "rollout_log_probs": "rollout_log_probs", "advantages": "advantages"}
 TURN_S = 0.0005
@@ -46,11 +47,12 @@ def dump(batch: DataProto, step: int, folder: Path, tokenizer: Any) -> Path:
 class BackgroundDumps:
     """Dumps of training steps, written beside the next step by a thread with a tokenizer of its own.
 
-    One is on its way at most; what went wrong with it is raised by the next call. The batch must stay as it is.
+    One is on its way at most; what went wrong with it is raised by the next call, a DeadlineError if it takes longer
+    than `deadline_s`. The batch must stay as it is.
     """
 
-    def __init__(self, folder: Path, tokenizer: Any) -> None:
-        self.folder, self.tokenizer = folder, copy.deepcopy(tokenizer)
+    def __init__(self, folder: Path, tokenizer: Any, *, deadline_s: float = 600.0) -> None:
+        self.folder, self.tokenizer, self.deadline_s = folder, copy.deepcopy(tokenizer), deadline_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dumps")
         self._pending: Future[Path] | None = None
 
@@ -70,14 +72,18 @@ class BackgroundDumps:
     def settle(self) -> None:
         """Wait until everything is written."""
         pending, self._pending = self._pending, None
-        if pending is not None:
-            pending.result()
+        if pending is None:
+            return
+        done, _ = wait([pending], self.deadline_s)
+        if not done:
+            raise DeadlineError(f"the folder {self.folder}", "dump_rollouts", self.deadline_s)
+        pending.result()
 
     def close(self) -> None:
         try:
             self.settle()
         finally:
-            self._thread.shutdown()
+            self._thread.shutdown(wait=False)
 
 
 def sample_rows(batch: DataProto, tokenizer: Any, count: int, *, seed: int) -> list[tuple[str, str, float]]:

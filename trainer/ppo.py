@@ -75,7 +75,8 @@ class RayPPOTrainer:
         )
         self.stage = self.reporter.stage
         folder = config.trainer.rollout_data_dir
-        self.dumps = None if folder is None else BackgroundDumps(Path(folder), tokenizer)
+        wait_s = config.trainer.deadlines.save_s
+        self.dumps = None if folder is None else BackgroundDumps(Path(folder), tokenizer, deadline_s=wait_s)
         self.global_step = 0
         self.weight_version = -1
         self.total_steps = 0

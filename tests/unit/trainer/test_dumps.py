@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from rlsys.protocol import DataProto
+from rlsys.utils.errors import DeadlineError
 from trainer.dumps import BackgroundDumps
 
 
@@ -49,4 +51,15 @@ def test_a_failure_is_raised_by_the_next_call(tmp_path: Path) -> None:
     dumps.write(batch_of(1.0), 1)
     with pytest.raises(FileExistsError):
         dumps.write(batch_of(2.0), 2)
+    dumps.close()
+
+
+def test_a_folder_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "browser").mkdir()
+    os.mkfifo(tmp_path / "browser" / "steps.js")  # reading it waits for somebody who writes
+    dumps = BackgroundDumps(tmp_path, Letters(), deadline_s=0.3)
+    dumps.write(batch_of(1.0), 1)
+    with pytest.raises(DeadlineError, match=f"the folder {tmp_path} did not answer within 0.3 s at stage 'dump_roll"):
+        dumps.write(batch_of(2.0), 2)
+    (tmp_path / "browser" / "steps.js").write_text("steps([]);")
     dumps.close()
