@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from rlsys.config.schema import EvalConfig, PPOConfig, SupervisedConfig
 from rlsys.config.schema_base import Section
 from rlsys.config.sense_batches import check_ppo_batches, check_supervised_batches
+from rlsys.config.sense_engine import check_engine
 from rlsys.config.sense_files import check_eval_files, check_ppo_files, check_supervised_files
 from rlsys.config.sense_megatron import check_megatron
 from rlsys.config.sense_ppo import check_algorithm, check_generation
-from rlsys.config.sense_run import check_aligned, check_checkpoints, check_ppo_run, check_replicas, check_run
+from rlsys.config.sense_run import check_checkpoints, check_ppo_run, check_run
 from rlsys.config.words import Note
 
 
@@ -38,6 +39,5 @@ def _findings(cfg: Section) -> Iterator[str]:
     elif isinstance(cfg, EvalConfig):
         yield from check_run(cfg.trainer, cfg.ray_kwargs)
         rollout = cfg.actor_rollout_ref.rollout
-        yield from check_replicas(rollout, rollout.name, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
-        yield from check_aligned(rollout, rollout.name)
+        yield from check_engine(rollout, rollout.name, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
         yield from check_eval_files(cfg)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from difflib import get_close_matches
-from typing import Any
 
 from rlsys.config.needs import needs_critic, needs_reference
 from rlsys.config.schema import PPOConfig
 from rlsys.config.schema_algorithm import RolloutCorrectionConfig
-from rlsys.config.schema_base import Section
 from rlsys.config.words import note, wrong
 
 ESTIMATORS = (
@@ -256,21 +254,6 @@ def _gdpo(cfg: PPOConfig) -> Iterator[str]:
         yield wrong("algorithm.gdpo_reward_weights", list(weights), why)
 
 
-SERVING_ONLY = (
-    "gpu_memory_utilization",
-    "kv_cache_gib",
-    "enforce_eager",
-    "enable_chunked_prefill",
-    "enable_prefix_caching",
-)
-
-
-def _changed(section: Section, names: Sequence[str]) -> dict[str, Any]:
-    """The keys among `names` that are not at their default."""
-    fields = type(section).model_fields
-    return {name: value for name in names if (value := getattr(section, name)) != fields[name].default}
-
-
 def check_generation(cfg: PPOConfig) -> Iterator[str]:
     """Sampling that gives something to learn from."""
     rollout, val = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.rollout.val_kwargs
@@ -281,9 +264,6 @@ def check_generation(cfg: PPOConfig) -> Iterator[str]:
         yield wrong(
             f"{key}.do_sample", False, f"{N}={rollout.n} answers would all be the same; write {key}.do_sample=true"
         )
-    if rollout.name == "hf" and (idle := _changed(rollout, SERVING_ONLY)):
-        why = f"the hf engine has no use for {', '.join(idle)}; vLLM and SGLang have: {key}.name=vllm"
-        yield note(f"{key}.{next(iter(idle))}", next(iter(idle.values())), why)
     for name, top_k in (("top_k", rollout.top_k), ("val_kwargs.top_k", val.top_k)):
         if top_k == 0:
             yield wrong(f"{key}.{name}", 0, f"nothing could be drawn; write {key}.{name}=-1 for all tokens")

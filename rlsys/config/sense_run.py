@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from rlsys.config.needs import needs_critic
 from rlsys.config.pools import is_external, resolve_pools
 from rlsys.config.schema import PPOConfig
-from rlsys.config.schema_actor import GenerationConfig
 from rlsys.config.schema_model import CheckpointConfig, ModelConfig
 from rlsys.config.schema_trainer import RayKwargsConfig, RunConfig, TrainingConfig
+from rlsys.config.sense_engine import check_engine
 from rlsys.config.words import note, wrong
 
 TRACKERS = ("console", "tensorboard", "trackio", "wandb", "mlflow", "file", "jsonl")
@@ -87,8 +87,7 @@ def _pools(cfg: PPOConfig) -> Iterator[str]:
     external = is_external(cfg.actor_rollout_ref.rollout.name)
     yield from _servers(cfg, external)
     rollout = cfg.actor_rollout_ref.rollout
-    yield from check_replicas(rollout, rollout.name, resolve_pools(cfg).rollout_ranks)
-    yield from check_aligned(rollout, rollout.name)
+    yield from check_engine(rollout, rollout.name, resolve_pools(cfg).rollout_ranks)
     if trainer.max_staleness > 0 and not (split or external):
         why = "generating ahead needs processes of its own; write trainer.rollout_workers=1"
         yield wrong("trainer.max_staleness", trainer.max_staleness, why)
@@ -154,33 +153,6 @@ def _servers(cfg: PPOConfig, external: bool) -> Iterator[str]:
         full = name == "sglang_remote"
         why = f"log-probs of the server are of the {'full' if full else 'truncated'} distribution only"
         yield note(f"{key}.top_k" if rollout.top_k > 0 else f"{key}.top_p", rollout.top_k or rollout.top_p, why)
-
-
-def check_replicas(rollout: GenerationConfig, name: str, ranks: int) -> Iterator[str]:
-    """Whether the processes that generate make whole copies of the model."""
-    key, size = "actor_rollout_ref.rollout.tensor_model_parallel_size", rollout.tensor_model_parallel_size
-    if size == 1:
-        return
-    if name == "hf":
-        yield wrong(key, size, f"the hf engine serves a model from one process; write {key}=1, or use vllm or sglang")
-    elif is_external(name):
-        yield note(key, size, "servers outside have the sizes they were started with")
-    elif ranks % size:
-        why = f"the {ranks} processes that generate do not make whole copies; write a divisor of {ranks}"
-        yield wrong(key, size, why)
-
-
-def check_aligned(rollout: GenerationConfig, name: str) -> Iterator[str]:
-    """What the aligned mode is where the engine is not ours to set or has no batch-invariant kernels."""
-    if not rollout.full_determinism:
-        return
-    key, why = "actor_rollout_ref.rollout.full_determinism", ""
-    if is_external(name):
-        why = "servers compute as they were started: start them with FULL_DETERMINISM=1 by scripts/run_*.sh"
-    elif name == "hf":
-        why = "logits are in float32; transformers' kernels may give a token other digits in another batch"
-    if why:
-        yield note(key, True, why)
 
 
 def check_checkpoints(role: str, checkpoint: CheckpointConfig, resume_mode: str) -> Iterator[str]:

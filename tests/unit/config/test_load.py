@@ -293,6 +293,13 @@ def test_settings_of_another_engine_are_noted() -> None:
     assert "no use for gpu_memory_utilization, enforce_eager" in told
     assert f"{R}.name=vllm" in told
     assert not notes([f"{R}.name=vllm", f"{R}.gpu_memory_utilization=0.6", f"{R}.enforce_eager=true"])
+    servers = [f"{R}.name=vllm_remote", f"{R}.servers.urls=[http://127.0.0.1:1]", f"{R}.free_cache_engine=false"]
+    assert "as they were started, gpu_memory_utilization, free_cache_engine" in notes(
+        [*servers, f"{R}.gpu_memory_utilization=0.6"]
+    )
+    other = [f"{R}.name=sglang", f"+{R}.engine_kwargs.vllm.block_size=16"]
+    assert f"they are for {R}.name=vllm, and it is sglang" in notes(other)
+    assert not notes([f"{R}.name=vllm", other[1]])
 
 
 def test_full_determinism_is_for_both_sides_and_says_what_it_is_not() -> None:
