@@ -16,8 +16,9 @@ from pydantic import ValidationError
 
 from rlsys.config.arguments import Arguments, parse_arguments
 from rlsys.config.derive import derived_counts, fill_auto
+from rlsys.config.idle import idle_settings
 from rlsys.config.keys import allowed, choices, default_of, leaves, nest, shown
-from rlsys.config.layers import Layers
+from rlsys.config.layers import COMMAND_LINE, Layers
 from rlsys.config.presets import Preset, default_preset, read_preset
 from rlsys.config.schema import PPOConfig
 from rlsys.config.schema_base import Section
@@ -63,7 +64,8 @@ def load(arguments: Arguments, schema: type[S]) -> Loaded[S]:
     problems, notes = check(config)
     if problems:
         raise ConfigError(_listed(problems))
-    return Loaded(config, _headline(preset, arguments), (*layers.notes(), *notes))
+    typed = [path for path, given in layers.given.items() if given.origin == COMMAND_LINE]
+    return Loaded(config, _headline(preset, arguments), (*layers.notes(), *notes, *idle_settings(config, typed)))
 
 
 def _values(layers: Layers) -> tuple[dict[str, Any], list[str]]:

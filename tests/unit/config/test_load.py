@@ -288,6 +288,35 @@ def test_settings_without_effect_are_noted_in_one_line_for_each_reason() -> None
     assert "trainer.v1.trainer_mode" in told
 
 
+@pytest.mark.parametrize(
+    ("setting", "asks_for_it"),
+    [
+        ("critic.ppo_epochs=2", "algorithm.adv_estimator=gae"),
+        (f"{R.removesuffix('.rollout')}.ref.fsdp_config.param_offload=true", f"{A}.use_kl_loss=true"),
+        (f"{A}.kl_loss_coef=0.2", f"{A}.use_kl_loss=true"),
+        ("algorithm.kl_ctrl.kl_coef=0.2", "algorithm.use_kl_in_reward=true"),
+        ("algorithm.lam=0.9", "algorithm.adv_estimator=gae"),
+        ("algorithm.gamma=0.9", "algorithm.adv_estimator=reinforce_plus_plus"),
+        ("algorithm.norm_adv_by_std_in_grpo=false", "algorithm.adv_estimator=grpo_passk"),
+        (f"{R}.val_kwargs.top_p=0.9", f"{R}.val_kwargs.do_sample=true"),
+        (f"{R}.parity.rows=2", f"{R}.parity.freq=0"),
+        ("algorithm.filter_groups.metric=acc", "algorithm.filter_groups.enable=true"),
+        (f"{A}.megatron.tensor_model_parallel_size=1", f"{A}.strategy=megatron"),
+    ],
+)
+def test_settings_that_nothing_else_asks_for_are_noted(setting: str, asks_for_it: str) -> None:
+    idle = (
+        "algorithm.adv_estimator=rloo",
+        f"{R}.val_kwargs.n=1",
+        f"{R}.val_kwargs.do_sample=false",
+        f"{R}.parity.freq=-1",
+    )
+    key = setting.partition("=")[0]
+    assert f"without effect here: {key}: " in notes([*idle, setting])
+    assert f"without effect here: {key}: " not in notes([*idle, asks_for_it, setting])
+    assert "without effect" not in notes(list(idle))
+
+
 def test_settings_of_another_engine_are_noted() -> None:
     told = notes([f"{R}.gpu_memory_utilization=0.6", f"{R}.enforce_eager=true"])
     assert "no use for gpu_memory_utilization, enforce_eager" in told
