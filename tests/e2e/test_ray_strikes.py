@@ -130,7 +130,8 @@ class Runs:
         assert ended.status == 0, f"{strikes}\n{ended.log}"
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         assert max(line["timing_s/step"] for line in lines) < ENDED_S, ended.log
-        assert_same(out, self.whole(*more), ignored=("rollout/failures", "rollout/retries", "rollout/restarts"))
+        ignored = ("rollout/failures", "rollout/retries", "rollout/restarts")
+        assert_same(out, self.whole(*more), ignored=ignored, last=len(lines))
 
     def assert_left_clean(self, before: set[str]) -> None:
         """No actor, reservation, process (so no port) and no shared memory of a run."""
