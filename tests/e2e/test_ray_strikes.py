@@ -26,7 +26,7 @@ from tests.e2e.strikes import HEAD_PID, Strike
 from tests.e2e.test_resume_after_kill import assert_same, metrics_of
 
 ENDED_S = 60.0
-ERROR = re.compile(r"rlsys: (WorkerError|DeadlineError): (\w+) rank (\d) on [\w.-]+ .*stage '(\w+)'")
+ERROR = re.compile(r"rlsys: (WorkerError|DeadlineError): (\w+) ranks? (\d)(?:, \d)* on [\w.-]+ .*stage '(\w+)'")
 STRUCK = re.compile(r"struck: ([\d.]+) ")
 STEPS = 3
 START = ("actor.init_model", "connect", "update_weights")
@@ -113,6 +113,8 @@ class Runs:
         assert kind == ("DeadlineError" if strike.signal == "STOP" else "WorkerError"), f"{strike}: {errors[0]}"
         assert role in ({"actor", "critic", "ref"} if strike.role == "actor" else {strike.role}), errors[0]
         assert int(rank) <= strike.rank, errors[0]
+        if strike.signal == "STOP" and strike.rank:
+            assert re.search(rf"^  rank {strike.rank}: .*stopped by a signal", ended.log, re.MULTILINE), ended.log
 
     def all_fail(self, out: Path, strikes: Sequence[Strike], *more: str) -> None:
         """Each of these, one run after the other; told together."""
