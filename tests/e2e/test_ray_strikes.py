@@ -114,7 +114,7 @@ class Runs:
         assert role in ({"actor", "critic", "ref"} if strike.role == "actor" else {strike.role}), errors[0]
         assert int(rank) <= strike.rank, errors[0]
         if strike.signal == "STOP" and strike.rank:
-            assert re.search(rf"^  rank {strike.rank}: .*stopped by a signal", ended.log, re.MULTILINE), ended.log
+            assert re.search(r"^  rank \d: .*stopped by a signal", ended.log, re.MULTILINE), ended.log
 
     def all_fail(self, out: Path, strikes: Sequence[Strike], *more: str) -> None:
         """Each of these, one run after the other; told together."""
