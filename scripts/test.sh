@@ -22,9 +22,9 @@ lane() {  # name, folders: prints what each said when it has ended, and notes th
   local folder code
   for folder in "${@:2}"; do
     code=0
-    run "$folder" >"$log/$1.out" 2>&1 || code=$?
-    { echo "== $folder"; cat "$log/$1.out"; } >"$log/$1.told"
-    cat "$log/$1.told"
+    echo "== $folder" >"$log/$1.out"
+    run "$folder" >>"$log/$1.out" 2>&1 || code=$?
+    cat "$log/$1.out"
     [ "$code" = 0 ] || echo "$code $folder" >>"$log/$1.failed"
   done
 }

@@ -11,7 +11,7 @@ from rlsys.config.needs import needs_critic, needs_reference
 from rlsys.config.schema import PPOConfig
 from rlsys.config.schema_base import Section
 from rlsys.config.sense_ppo import ESTIMATORS
-from rlsys.config.words import Note
+from rlsys.config.words import Note, without_effect
 
 _POLICY = "actor_rollout_ref"
 _SELDOM = {
@@ -26,7 +26,7 @@ def idle_settings(cfg: Section, given: Collection[str]) -> Iterator[Note]:
     """A note for each reason why keys in `given` have no effect."""
     for why, prefixes in _asleep(cfg) if isinstance(cfg, PPOConfig) else ():
         if keys := [key for key in given if key.startswith(prefixes)]:
-            yield Note(f"without effect here: {', '.join(keys)}: {why}")
+            yield without_effect(keys, why)
 
 
 def _asleep(cfg: PPOConfig) -> Iterator[tuple[str, tuple[str, ...]]]:

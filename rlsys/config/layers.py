@@ -17,6 +17,7 @@ from rlsys.config.elsewhere import Elsewhere, known_elsewhere, look_up
 from rlsys.config.keys import default_of, is_open, leaves, nearest, nest, plain, sections, shown
 from rlsys.config.overrides import Override
 from rlsys.config.schema_base import Section
+from rlsys.config.words import without_effect
 
 COMMAND_LINE = "command line"
 _ABSENT = object()
@@ -66,10 +67,7 @@ class Layers:
 
     def notes(self) -> tuple[str, ...]:
         """One line for each reason why settings have no effect here."""
-        return tuple(
-            f"without effect here: {', '.join(dict.fromkeys(keys))}: {why}"
-            for why, keys in self._without_effect.items()
-        )
+        return tuple(without_effect(keys, why) for why, keys in self._without_effect.items())
 
     def resolve(self) -> dict[str, Any]:
         """The values of all keys with references resolved; what cannot be resolved becomes a problem."""

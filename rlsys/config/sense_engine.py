@@ -21,15 +21,14 @@ def check_engine(rollout: GenerationConfig, name: str, ranks: int) -> Iterator[s
 
 
 def _idle(rollout: GenerationConfig, name: str) -> Iterator[str]:
-    fields, idle = type(rollout).model_fields, ""
-    names = (*SERVING, "free_cache_engine") if is_external(name) else SERVING if name == "hf" else ()
-    changed = {key: value for key in names if (value := getattr(rollout, key)) != fields[key].default}
-    if changed and name == "hf":
-        idle = f"the hf engine has no use for {', '.join(changed)}; vLLM and SGLang have: {KEY}.name=vllm"
-    elif changed:
-        idle = f"servers outside are as they were started, {', '.join(changed)} say nothing to them"
-    if idle:
-        yield note(f"{KEY}.{next(iter(changed))}", next(iter(changed.values())), idle)
+    fields, names, why = type(rollout).model_fields, (), ""
+    if name == "hf":
+        names, why = SERVING, f"the hf engine has no use for {{}}; vLLM and SGLang have: {KEY}.name=vllm"
+    elif is_external(name):
+        names, why = (*SERVING, "free_cache_engine"), "servers outside are as they were started, {} say nothing to them"
+    if changed := {key: value for key in names if (value := getattr(rollout, key)) != fields[key].default}:
+        first, value = next(iter(changed.items()))
+        yield note(f"{KEY}.{first}", value, why.format(", ".join(changed)))
     for engine, given in (("vllm", rollout.engine_kwargs.vllm), ("sglang", rollout.engine_kwargs.sglang)):
         if given and name != engine:
             yield note(f"{KEY}.engine_kwargs.{engine}", given, f"they are for {KEY}.name={engine}, and it is {name}")
@@ -37,7 +36,7 @@ def _idle(rollout: GenerationConfig, name: str) -> Iterator[str]:
 
 def _replicas(rollout: GenerationConfig, name: str, ranks: int) -> Iterator[str]:
     """Whether the processes that generate make whole copies of the model."""
-    key, size = "actor_rollout_ref.rollout.tensor_model_parallel_size", rollout.tensor_model_parallel_size
+    key, size = f"{KEY}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
     if size == 1:
         return
     if name == "hf":
@@ -53,7 +52,7 @@ def _aligned(rollout: GenerationConfig, name: str) -> Iterator[str]:
     """What the aligned mode is where the engine is not ours to set or has no batch-invariant kernels."""
     if not rollout.full_determinism:
         return
-    key, why = "actor_rollout_ref.rollout.full_determinism", ""
+    key, why = f"{KEY}.full_determinism", ""
     if is_external(name):
         why = "servers compute as they were started: start them with FULL_DETERMINISM=1 by scripts/run_*.sh"
     elif name == "hf":

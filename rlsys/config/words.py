@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rlsys.config.keys import shown
 
 
@@ -14,6 +16,11 @@ class Note(str):
 def wrong(key: str, value: object, why: str) -> str:
     """A problem: the key, its value, and why, which ends with what to write."""
     return f"{key} = {shown(value)}: {why}"
+
+
+def without_effect(keys: Iterable[str], why: str) -> Note:
+    """One line for all settings that a reason leaves without effect."""
+    return Note(f"without effect here: {', '.join(dict.fromkeys(keys))}: {why}")
 
 
 def note(key: str, value: object, why: str) -> Note:
