@@ -32,6 +32,7 @@ from tests.contracts.train_engine import (
     TP2_EP2,
     Case,
     Factory,
+    collected,
     loss_of,
     make_batch,
     one_step,
@@ -156,7 +157,7 @@ def test_adapters_have_the_gradients_of_the_merged_model(
     ranks = run_ranks(world, one_step, ENGINES[engine], model, head, replace(case, lora=settings))
     norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
     for name, values in outputs.items():
-        found = torch.cat([rank["outputs"][name] for rank in ranks if rank["collect"]])
+        found = collected(ranks, name)
         torch.testing.assert_close(found, values.float(), rtol=1e-5, atol=4e-6)
     for rank in ranks:
         assert rank["metrics"]["loss"] == pytest.approx(loss, rel=1e-5)

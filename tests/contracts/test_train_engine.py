@@ -25,6 +25,7 @@ from tests.contracts.train_engine import (
     TP2_SP,
     Case,
     Factory,
+    collected,
     loss_of,
     make_batch,
     one_step,
@@ -86,7 +87,7 @@ def check_step(ranks: list[dict[str, Any]], model: str, head: str) -> None:
     outputs, loss, gradients = reference(model, head)
     norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
     for name, expected in outputs.items():
-        found = torch.cat([rank["outputs"][name] for rank in ranks if rank["collect"]])
+        found = collected(ranks, name)
         torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=2e-6)
     for rank in ranks:
         assert rank["metrics"]["loss"] == pytest.approx(loss, rel=1e-5)

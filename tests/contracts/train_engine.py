@@ -5,7 +5,7 @@ The reference is one process, one unpadded row at a time, through transformers' 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -324,6 +324,11 @@ def one_step(factory: Factory, name: str, head: str, case: Case) -> dict[str, An
 
 def all_steps(factory: Factory, name: str, head: str, cases: list[Case]) -> dict[Case, dict[str, Any]]:
     return {case: one_step(factory, name, head, case) for case in cases}
+
+
+def collected(ranks: Sequence[Mapping[str, Any]], name: str) -> torch.Tensor:
+    """An output for all rows, from the ranks of `one_step` that hand theirs over."""
+    return torch.cat([rank["outputs"][name] for rank in ranks if rank["collect"]])
 
 
 @cache

@@ -20,6 +20,7 @@ from tests.contracts.train_engine import (
     OUTPUTS,
     TEMPERATURE,
     Case,
+    collected,
     loss_of,
     make_batch,
     one_step,
@@ -92,7 +93,7 @@ def test_loss_and_gradients_on_cuda(
     outputs, loss, gradients = reference(model, head)
     ranks = run_ranks(world, one_step, factory, model, head, case, backend=BACKEND)
     for name, expected in outputs.items():
-        found = torch.cat([rank["outputs"][name] for rank in ranks if rank["collect"]])
+        found = collected(ranks, name)
         assert distance(found, expected) < tolerance
     whole = torch.cat([g.flatten() for g in gradients.values()])
     for rank in ranks:
