@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlsys.config import EvalConfig, PPOConfig
+from rlsys.config.schema_actor import GenerationConfig
 from rlsys.protocol import DataProto
 from rlsys.rewards.manager import RewardManager
 from rlsys.telemetry.metrics import StageTimer
@@ -67,6 +68,7 @@ def sampling_meta(sampling: SamplingParams, *, pad_token_id: int, step: int) -> 
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": sampling.stop_token_ids,
         "seed": sampling.seed,
         "global_steps": step,
     }
@@ -79,8 +81,9 @@ def training_sampling(cfg: PPOConfig) -> SamplingParams:
         temperature=rollout.temperature if rollout.do_sample else 0.0,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
-        ignore_eos=rollout.ignore_eos,
         seed=rollout.seed,
+        ignore_eos=rollout.ignore_eos or rollout.eos is not None,
+        stop_token_ids=_ends(rollout),
     )
 
 
@@ -92,6 +95,12 @@ def validation_sampling(cfg: PPOConfig | EvalConfig) -> SamplingParams:
         temperature=val.temperature if val.do_sample else 0.0,
         top_p=val.top_p,
         top_k=val.top_k,
-        ignore_eos=rollout.ignore_eos,
         seed=rollout.seed + VALIDATION_SEED,
+        ignore_eos=rollout.ignore_eos or rollout.eos is not None,
+        stop_token_ids=_ends(rollout),
     )
+
+
+def _ends(rollout: GenerationConfig) -> tuple[int, ...]:
+    """The tokens that end an answer in place of the model's own; none where answers go on to their full length."""
+    return () if rollout.ignore_eos or rollout.eos is None else rollout.eos

@@ -68,7 +68,7 @@ def build_trainer(config: PPOConfig, place: Place | None = None) -> RayPPOTraine
     model = config.actor_rollout_ref.model
     if model.external_lib:
         importlib.import_module(model.external_lib)
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model, config.actor_rollout_ref.rollout.padding)
     train, val = prompt_datasets(config, tokenizer)
     mapping, pools = place_roles(config)
     run = engine_run(config, place, num_steps=steps_of(config, train))

@@ -22,7 +22,7 @@ from trainer.groups import deadlines_of
 from trainer.place import find_place, load_tokenizer
 from trainer.prompts import load_prompts
 from trainer.rewards import reward_manager, reward_pool
-from trainer.rollouts import generate_by, rollout_fleet
+from trainer.rollouts import generate_by, printer, rollout_fleet
 from workers.engines import EngineRun
 from workers.rollout import ROLLOUT_WORKERS
 
@@ -47,7 +47,7 @@ def run_eval(config: EvalConfig) -> int:
 def evaluate(config: EvalConfig) -> dict[str, float]:
     """The metrics of one evaluation; workers are up only meanwhile."""
     model, run = config.actor_rollout_ref.model, config.trainer
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model, config.actor_rollout_ref.rollout.padding)
     assert config.data.val_files is not None
     dataset = load_prompts(
         config.data,
@@ -76,7 +76,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
         fleet = rollout_fleet(group, config, rows=rows, restartable=True)
         stack.callback(fleet.close)
         answers = Answers(
-            generate=generate_by(fleet),
+            generate=generate_by(fleet, printer(rollout, tokenizer)),
             manager=reward_manager(config, tokenizer, pool),
             sampling=validation_sampling(config),
             num_answers=1,

@@ -72,15 +72,20 @@ def _device(wanted: str, has_gpus: bool) -> str:
     return "cuda" if has_gpus and wanted != "cpu" else "cpu"
 
 
-def load_tokenizer(model: ModelConfig) -> Any:
-    """The model's tokenizer, with a pad token (the end token where it has none) and the configured template."""
+def load_tokenizer(model: ModelConfig, padding: int | None = None) -> Any:
+    """The model's tokenizer with the configured template; it pads by `padding`, else its own, else the end token."""
     path = model.tokenizer_path or model.path
     assert path is not None
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"actor_rollout_ref.model.path={path}: no tokenizer can be read there: {error}") from error
-    if tokenizer.pad_token_id is None:
+    if padding is not None:
+        if padding >= len(tokenizer):
+            why = f"the tokenizer in {path} has ids up to {len(tokenizer) - 1}"
+            raise ConfigError(f"actor_rollout_ref.rollout.padding={padding}: {why}")
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
+    elif tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if model.custom_chat_template:
         tokenizer.chat_template = model.custom_chat_template

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlsys.config import EvalConfig, PPOConfig
+from rlsys.config.schema_actor import GenerationConfig
 from rlsys.protocol import DataProto
 from rlsys.rollout.fleet import FleetDeadlines, RolloutFleet
 from rlsys.types import TransferReport
@@ -109,8 +110,8 @@ def push_by(transfer: Transfer, fleet: RolloutFleet, *, validate: bool) -> Calla
     return push
 
 
-def generate_by(fleet: RolloutFleet) -> Generate:
-    """Rows in, completed rows out, with the counts of what this call took."""
+def generate_by(fleet: RolloutFleet, shown: Callable[[DataProto], None] | None = None) -> Generate:
+    """Rows in, completed rows out, with the counts of what this call took; `shown` gets to see them."""
 
     def generate(rows: DataProto) -> tuple[DataProto, dict[str, float]]:
         before = {name: 0.0 if name.endswith("_ready") else count for name, count in fleet.metrics().items()}
@@ -118,9 +119,25 @@ def generate_by(fleet: RolloutFleet) -> Generate:
         done = fleet.generate_sequences(prompts)
         columns = {**rows.non_tensor_batch, **done.non_tensor_batch}
         counts = {name: count - before[name] for name, count in fleet.metrics().items()}
+        if shown is not None:
+            shown(done)
         return DataProto(done.batch, columns, dict(rows.meta_info)), counts
 
     return generate
+
+
+def printer(rollout: GenerationConfig, tokenizer: Any) -> Callable[[DataProto], None] | None:
+    """What prints each answer, its text and its token ids, where `rollout.print_outputs` asks for it."""
+    if not rollout.print_outputs:
+        return None
+
+    def show(batch: DataProto) -> None:
+        responses, mask = batch.tensors["responses"], batch.tensors["response_mask"].bool()
+        for row, (ids, kept) in enumerate(zip(responses, mask, strict=True)):
+            answer = ids[kept].tolist()
+            print(f"--- answer {row}: {tokenizer.decode(answer)}\n{answer}", flush=True)
+
+    return show
 
 
 MANAGERS: dict[tuple[str, str], type[ShardingManager]] = {

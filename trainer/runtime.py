@@ -27,7 +27,15 @@ from trainer.prompts import training_prompts
 from trainer.reporting import Reporter
 from trainer.residency import Holder, Moves, Residency
 from trainer.rewards import reward_manager, reward_pool
-from trainer.rollouts import Transfer, connect_weights, generate_by, gives_up_weights, push_by, rollout_fleet
+from trainer.rollouts import (
+    Transfer,
+    connect_weights,
+    generate_by,
+    gives_up_weights,
+    printer,
+    push_by,
+    rollout_fleet,
+)
 from trainer.served import served_rollout
 from trainer.source import GroupFilter, RolloutSource
 from trainer.steps import Steps
@@ -96,7 +104,7 @@ def assemble(trainer: Parts) -> Runtime:
             )
         stack.callback(fleet.close)
         answers = Answers(
-            generate=generate_by(fleet),
+            generate=generate_by(fleet, printer(rollout, trainer.tokenizer)),
             manager=reward_manager(cfg, trainer.tokenizer, pool),
             sampling=training_sampling(cfg),
             num_answers=rollout.n,

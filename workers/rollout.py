@@ -131,6 +131,8 @@ class VLLMRolloutWorker(RolloutWorker):
             engine_kwargs={
                 "enable_chunked_prefill": cfg.enable_chunked_prefill,
                 "enable_prefix_caching": cfg.enable_prefix_caching,
+                "disable_log_stats": cfg.disable_log_stats,
+                **_graphs(cfg),
                 **cfg.engine_kwargs.vllm,
             },
             keep_asleep=self.run.keep_asleep,
@@ -139,6 +141,13 @@ class VLLMRolloutWorker(RolloutWorker):
         if isinstance(engine.weights, LiveWeights):
             learn(engine.weights, keep=self.load_format == "auto")
         return engine
+
+
+def _graphs(cfg: GenerationConfig) -> dict[str, Any]:
+    """vLLM's arguments for its CUDA graphs, where it is not to choose itself."""
+    most, sizes = cfg.cuda_graph_max_bs, cfg.cudagraph_capture_sizes
+    named = {"max_cudagraph_capture_size": most, "cudagraph_capture_sizes": sizes and sorted(sizes)}
+    return {name: value for name, value in named.items() if value is not None}
 
 
 class SGLangRolloutWorker(RolloutWorker):
@@ -157,6 +166,9 @@ class SGLangRolloutWorker(RolloutWorker):
             enforce_eager=cfg.enforce_eager,
             enable_chunked_prefill=cfg.enable_chunked_prefill,
             enable_prefix_caching=cfg.enable_prefix_caching,
+            cuda_graph_max_bs=cfg.cuda_graph_max_bs,
+            cudagraph_capture_sizes=cfg.cudagraph_capture_sizes,
+            disable_log_stats=cfg.disable_log_stats,
             engine_kwargs=cfg.engine_kwargs.sglang,
             keep_asleep=self.run.keep_asleep,
             methods=serve_weights,

@@ -106,6 +106,20 @@ AREAL = INFERENCE | {
     "rollout.max_head_offpolicyness": "trainer.max_staleness",
 }
 
+RLINF = {
+    f"{_ROLLOUT}.rollout_backend": f"{_ROLLOUT}.name",
+    f"{_ROLLOUT}.model_dir": f"{_MODEL}.path",
+    f"{_ROLLOUT}.tensor_parallel_size": f"{_ROLLOUT}.tensor_model_parallel_size",
+    f"{_ROLLOUT}.max_running_requests": f"{_ROLLOUT}.max_num_seqs",
+    f"{_ROLLOUT}.sglang": f"{_ROLLOUT}.engine_kwargs.sglang",
+    f"{_ROLLOUT}.sglang.use_torch_compile": f"{_ROLLOUT}.engine_kwargs.sglang.enable_torch_compile",
+    f"{_ROLLOUT}.vllm": f"{_ROLLOUT}.engine_kwargs.vllm",
+    f"{_ROLLOUT}.vllm.enable_chunked_prefill": f"{_ROLLOUT}.enable_chunked_prefill",
+    f"{_ROLLOUT}.vllm.enable_prefix_caching": f"{_ROLLOUT}.enable_prefix_caching",
+    f"{_ROLLOUT}.vllm.enable_flash_infer_sampler": f"{_ROLLOUT}.enable_flash_infer_sampler",
+}
+"""The keys by which engines are switched in RLinf's configuration."""
+
 SUPERVISED = {
     "model.partial_pretrain": "model.path",
     "model.fsdp_config": "engine",
@@ -129,7 +143,7 @@ EVAL = {
     "data.tokenizer": f"{_MODEL}.tokenizer_path",
     "data.trust_remote_code": f"{_MODEL}.trust_remote_code",
     "ray_init": "ray_kwargs.ray_init",
-}
+} | RLINF
 
 GLOBAL_MICRO_BATCHES = {
     f"{_ACTOR}.ppo_micro_batch_size": f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
@@ -173,7 +187,7 @@ def table_for(job: str) -> dict[str, str]:
     """The spellings of a job, named by its schema."""
     if job in ("SFTConfig", "RMConfig"):
         return SUPERVISED
-    return EVAL if job == "EvalConfig" else VERL | AREAL
+    return EVAL if job == "EvalConfig" else VERL | AREAL | RLINF
 
 
 def canonical(path: str, table: Mapping[str, str]) -> str:

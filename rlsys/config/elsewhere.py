@@ -43,10 +43,8 @@ _MODEL = "actor_rollout_ref.model"
 _ROLLOUT = "actor_rollout_ref.rollout"
 
 _ENGINE_KEYS = {
-    "cudagraph_capture_sizes": _note(_ENGINES),
     "load_format": _note("engines start without weights wherever a push brings them before the first answer"),
     "scheduling_policy": _note(_ENGINES),
-    "disable_log_stats": _note("the engines' own statistics are off; ours are in the metrics", True),
     "skip_tokenizer_init": _note("engines take and give token ids; none has a tokenizer", True),
     "multi_stage_wake_up": _note("weights wake before a push and the cache after it, always", True),
     "prometheus": _note("metrics go to the trackers of trainer.logger"),
@@ -60,7 +58,6 @@ _ENGINE_KEYS = {
     "over_sample_rate": _refuse(
         "prompts are not over-sampled; use algorithm.filter_groups with data.gen_batch_size", 0
     ),
-    "tensor_parallel_size": _refuse("write rollout.tensor_model_parallel_size", 1),
     "pipeline_model_parallel_size": _refuse(_SIZES, 1),
     "pipeline_parallel_size": _refuse(_SIZES, 1),
     "data_parallel_size": _refuse(_SIZES, 1),
@@ -70,6 +67,11 @@ _ENGINE_KEYS = {
     "mtp": _refuse("tokens are drawn one at a time; multi-token prediction is not built here"),
     "disaggregation": _refuse("one engine reads prompts and writes answers; splitting the two is not built here"),
     "qat": _refuse(_QAT),
+    "group_name": _note("worker groups are named by their role"),
+    "enable_flash_infer_sampler": _note("tokens are drawn by rlsys, the same with every engine"),
+    "model_arch": _note("read from the model's config.json"),
+    "detokenize": _note("responses are token ids; text is made where it is needed", False),
+    "distributed_executor_backend": _note("the processes of an engine are workers of trainer.backend"),
 }
 
 _PPO: dict[str, Elsewhere] = {
@@ -164,19 +166,6 @@ _PPO: dict[str, Elsewhere] = {
     f"{_ROLLOUT}.checkpoint_engine.custom_backend_module": _refuse(
         f"choose one of the executors: {_ROLLOUT}.checkpoint_engine.backend"
     ),
-    f"{_ROLLOUT}.sglang": _note(_ENGINES),
-    f"{_ROLLOUT}.vllm": _note(_ENGINES),
-    f"{_ROLLOUT}.rollout_backend": _refuse(f"write {_ROLLOUT}.name=hf, vllm or sglang", "hf"),
-    f"{_ROLLOUT}.print_outputs": _note("read the answers in trainer.rollout_data_dir or the rollouts browser", False),
-    f"{_ROLLOUT}.group_name": _note("worker groups are named by their role"),
-    f"{_ROLLOUT}.model_dir": _refuse(f"the rollout takes the actor's weights: {_MODEL}.path"),
-    f"{_ROLLOUT}.model_arch": _note("read from the model's config.json"),
-    f"{_ROLLOUT}.detokenize": _note("responses are token ids; text is made where it is needed", False),
-    f"{_ROLLOUT}.padding": _refuse("the tokenizer says which token pads"),
-    f"{_ROLLOUT}.eos": _refuse("the tokenizer and the model's generation config say which token ends"),
-    f"{_ROLLOUT}.max_running_requests": _refuse(f"write {_ROLLOUT}.max_num_seqs"),
-    f"{_ROLLOUT}.cuda_graph_max_bs": _note(_ENGINES),
-    f"{_ROLLOUT}.distributed_executor_backend": _note(_ENGINES),
     f"{_ROLLOUT}.micro_batch_size": _refuse(f"write {_ROLLOUT}.max_num_seqs"),
     "critic.rollout_n": _note(f"it is {_ROLLOUT}.n"),
     "critic.profiler": _note(_PROFILER),

@@ -121,7 +121,7 @@ class Layers:
         elif path in GLOBAL_MICRO_BATCHES:
             if value is not None:
                 self.pending[GLOBAL_MICRO_BATCHES[path]] = given
-        elif self._open_key(path) or path in self._leaves:
+        elif (self._open_key(path) or path in self._leaves) and not self._spelled_below(spelling, value):
             self._set_leaf(path, given)
         elif isinstance(value, dict) and value and not self._agreed(path, value):
             for key, below in value.items():
@@ -131,6 +131,10 @@ class Layers:
                 self.problems.append(self._not_a_section(spelling, path, value))
         else:
             self._refuse_or_note(path, given)
+
+    def _spelled_below(self, spelling: str, value: Any) -> bool:
+        """Whether keys of this section have spellings of their own."""
+        return isinstance(value, dict) and any(f"{spelling}.{key}" in self._table for key in value)
 
     def _set_leaf(self, path: str, given: Given) -> None:
         reason = _unsupported(given.value)
@@ -199,7 +203,8 @@ class Layers:
                 f"write {override.text[1:]}"
             )
             return False
-        if override.op == "" and not present and path not in self._leaves and self._open_key(path):
+        new = not present and path not in self._leaves and self._open_key(path)
+        if override.op == "" and new and path == override.key:
             self.problems.append(f"{override.text}: {override.key} is not there yet; write +{override.text}")
             return False
         return True

@@ -11,6 +11,7 @@ from rlsys.config.schema_base import (
     Count,
     CountOrOff,
     CountOrZero,
+    Counts,
     Flag,
     Fraction,
     KLEstimator,
@@ -24,6 +25,7 @@ from rlsys.config.schema_base import (
     Strategy,
     Text,
     Texts,
+    TokenIds,
     linked,
     open_dict,
 )
@@ -191,6 +193,12 @@ class GenerationConfig(Section):
     """GiB of vLLM's or SGLang's cache on CPU."""
     enforce_eager: Flag = False
     """vLLM and SGLang run without compiling and without CUDA graphs: they start sooner, generate slower."""
+    cuda_graph_max_bs: Count | None = None
+    """Most sequences that vLLM and SGLang decode by a CUDA graph; null takes max_num_seqs, 512 at most."""
+    cudagraph_capture_sizes: Counts | None = None
+    """Numbers of sequences they have a CUDA graph for; null lets them choose up to cuda_graph_max_bs."""
+    disable_log_stats: Flag = True
+    """Keep vLLM's and SGLang's own statistics out of the log."""
     enable_chunked_prefill: Flag = True
     """vLLM and SGLang read long prompts in parts beside running answers."""
     enable_prefix_caching: Flag = True
@@ -211,6 +219,12 @@ class GenerationConfig(Section):
     """Prompt tokens read in together."""
     max_model_len: Count | None = None
     """Longest prompt and response together; null takes what the model's positions allow."""
+    eos: TokenIds | None = None
+    """Ids of the tokens that end a response; null takes those of the model's generation config."""
+    padding: CountOrZero | None = None
+    """Id of the token that fills rows up; null takes the tokenizer's."""
+    print_outputs: Flag = False
+    """Print each answer, its text and its token ids."""
 
 
 class ServersConfig(Section):

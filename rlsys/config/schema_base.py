@@ -46,6 +46,10 @@ def _tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _ids(value: object) -> object:
+    return (value,) if isinstance(value, int) else _tuple(value)
+
+
 def _expand(path: str) -> str:
     return str(Path(path).expanduser()) if path.startswith("~") else path
 
@@ -70,6 +74,8 @@ Coefficient = Annotated[float, Strict(), Field(ge=0, le=1e6)]
 Positive = Annotated[float, Strict(), Field(gt=0, le=1e9)]
 Seconds = Annotated[float, Strict(), Field(gt=0, le=30 * 86400)]
 Betas = Annotated[tuple[Fraction, Fraction], BeforeValidator(_tuple)]
+Counts = Annotated[tuple[Count, ...], BeforeValidator(_tuple)]
+TokenIds = Annotated[tuple[CountOrZero, ...], BeforeValidator(_ids), Field(min_length=1)]
 Numbers = Annotated[tuple[Number, ...], BeforeValidator(_tuple)]
 OpenDict = dict[str, Any]
 

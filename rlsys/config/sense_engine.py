@@ -8,7 +8,10 @@ from rlsys.config.pools import is_external
 from rlsys.config.schema_actor import GenerationConfig
 from rlsys.config.words import note, wrong
 
-SERVING = ("gpu_memory_utilization", "kv_cache_gib", "enforce_eager", "enable_chunked_prefill", "enable_prefix_caching")
+SERVING = (
+    *("gpu_memory_utilization", "kv_cache_gib", "enforce_eager", "enable_chunked_prefill", "enable_prefix_caching"),
+    *("cuda_graph_max_bs", "cudagraph_capture_sizes", "disable_log_stats"),
+)
 """What vLLM and SGLang are told when they start."""
 KEY = "actor_rollout_ref.rollout"
 

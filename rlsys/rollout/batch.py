@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,7 +76,8 @@ def from_responses(batch: DataProto, responses: Sequence[ModelResponse]) -> Data
 
     def column(values: Iterable[Iterable[Any]], empty: float, dtype: torch.dtype) -> Tensor:
         out = torch.full(filled.shape, empty, dtype=dtype)
-        out[filled] = torch.tensor(list(chain.from_iterable(values)), dtype=dtype)
+        found = np.fromiter(chain.from_iterable(values), np.float64 if dtype.is_floating_point else np.int64)
+        out[filled] = torch.from_numpy(found).to(dtype)
         return out
 
     tokens = column((r.output_tokens for r in responses), pad, torch.int64)

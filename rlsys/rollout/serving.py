@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rlsys.types import ModelRequest, ModelResponse, SamplingParams, WeightLayout
+from rlsys.rollout.drawlog import Answer
+from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams, WeightLayout
 from rlsys.utils.errors import RolloutError, WeightTransferError
 
 if TYPE_CHECKING:
@@ -241,6 +242,15 @@ class ServingEngine(ABC):
             pull()
             for answer in waiting.values():
                 answer.set_exception(error)
+
+    def _answered(self, request: ModelRequest, drawn: Answer, why: Finish) -> ModelResponse:
+        """What an engine that takes our draws answers; RolloutError where its logits were not finite."""
+        if not drawn.finite:
+            raise RolloutError(f"logits are not finite for request {request.rid}: check the weights that were loaded")
+        tokens = drawn.tokens
+        versions = (self.version,) * len(tokens)
+        full, sampled = drawn.full_logprobs, drawn.sampled_logprobs
+        return ModelResponse(request.rid, request.input_ids, tokens, full, sampled, versions, why)
 
     def _ticket(self, number: int, request: ModelRequest) -> Ticket:
         params, ids = request.gconfig, request.input_ids

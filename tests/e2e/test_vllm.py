@@ -11,8 +11,11 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
+from rlsys.config import load_config
 from tests.e2e.conftest import Toy
 from trainer.main_ppo import main
+from workers.engines import EngineRun
+from workers.rollout import VLLMRolloutWorker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")]
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -80,3 +83,28 @@ def test_megatron_tp2_trains_and_vllm_serves_in_processes_of_their_own(wide: Toy
         "ray_kwargs.ray_init.num_cpus=3",
     )
     check(run(wide, tmp_path, "--config-name=ppo_megatron_trainer", "trainer.backend=ray", *sizes))
+
+
+def test_settings_reach_vllms_real_arguments(wide: Toy, tmp_path: Path) -> None:
+    settings = (
+        *("max_num_seqs=7", "max_num_batched_tokens=96", "max_model_len=64", "seed=5", "dtype=float32", "name=vllm"),
+        *("enable_prefix_caching=false", "enforce_eager=true", "disable_log_stats=false", "tensor_parallel_size=1"),
+        *("cudagraph_capture_sizes=[4,2]", "cuda_graph_max_bs=4", "vllm.max_logprobs=3"),
+    )
+    argv = wide.overrides(tmp_path, *(f"{ROLLOUT}.{setting}" for setting in settings), "trainer.device=cpu")
+    cfg = load_config(argv).actor_rollout_ref
+    worker = VLLMRolloutWorker(cfg.model, cfg.rollout, EngineRun(device="cpu", nccl_timeout_s=60.0), "auto")
+    common = {"load_format": "auto", "dtype": "float32", "device": "cpu", "seed": cfg.rollout.seed}
+    common |= {key: getattr(cfg.rollout, key) for key in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")}
+    engine: Any = worker.build_engine(str(wide.model), common)
+    try:
+        found = engine.engine.vllm_config
+        assert (found.scheduler_config.max_num_seqs, found.scheduler_config.max_num_batched_tokens) == (7, 96)
+        model = found.model_config
+        assert (model.max_model_len, model.seed, model.enforce_eager, model.max_logprobs) == (64, 5, True, 3)
+        assert found.cache_config.enable_prefix_caching is False
+        assert engine.engine.log_stats is True
+        assert found.parallel_config.tensor_parallel_size == 1
+        assert found.compilation_config.max_cudagraph_capture_size == 4
+    finally:
+        engine.close()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlsys.rollout.sglang.version import SGLangAdapter
 from rlsys.utils.errors import ConfigError
 
 RESERVED = {
@@ -26,6 +27,7 @@ RESERVED = {
     "tp_size",
 }
 """What the adapter decides itself, or cannot do."""
+MOST_GRAPHS = 512
 SPARE_TOKENS = 8
 """SGLang ends a request some tokens before its context is full."""
 
@@ -58,13 +60,18 @@ def server_arguments(
     enforce_eager: bool,
     enable_chunked_prefill: bool,
     enable_prefix_caching: bool,
+    cuda_graph_max_bs: int | None,
+    cudagraph_capture_sizes: Sequence[int] | None,
+    disable_log_stats: bool,
     full_determinism: bool,
     replica: Replica,
+    adapter: SGLangAdapter,
     engine_kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The arguments; `engine_kwargs` win, and ConfigError names those of them that are not the user's to set.
 
-    With `full_determinism` logits are not rounded to the model's type, and on GPUs kernels are batch-invariant.
+    With `full_determinism` logits are not rounded to the model's type, and on GPUs kernels are batch-invariant. SGLang
+    itself has graphs for 256 sequences at most on most GPUs: more of them would be decoded kernel by kernel.
     """
     if taken := sorted(RESERVED & set(engine_kwargs)):
         raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.sglang may not set {', '.join(taken)}")
@@ -77,7 +84,9 @@ def server_arguments(
     on_gpu = {
         "mem_fraction_static": gpu_memory_utilization,
         "disable_cuda_graph": enforce_eager,
+        f"cuda_graph_max_bs{adapter.decode}": cuda_graph_max_bs or min(max_num_seqs, MOST_GRAPHS),
         "enable_memory_saver": True,
+        **({f"cuda_graph_bs{adapter.decode}": sorted(sizes)} if (sizes := cudagraph_capture_sizes) else {}),
     }
     apart = {
         "nnodes": replica.size,
@@ -102,7 +111,7 @@ def server_arguments(
         "grammar_backend": "none",
         "sampling_backend": "pytorch",
         "sleep_on_idle": True,
-        "log_level": "error",
+        "log_level": "error" if disable_log_stats else "info",
         **(apart if replica.size > 1 else alone),
         **(on_cpu if device == "cpu" else on_gpu),
         **({"enable_fp32_lm_head": True} if full_determinism else {}),

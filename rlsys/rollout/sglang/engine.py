@@ -14,13 +14,13 @@ from concurrent.futures import ALL_COMPLETED, Future, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig
 
 from rlsys.protocol.columns import tensors_of
 from rlsys.rollout.checkpoint import eos_of, model_length, vocabulary
+from rlsys.rollout.drawlog import answers_of
 from rlsys.rollout.draws import DrawParams
 from rlsys.rollout.hf import LoadFormat
 from rlsys.rollout.serving import SLEEP_TAGS, STEP_WAIT_S, Deliver, Pull, ServingEngine, Ticket
@@ -29,6 +29,7 @@ from rlsys.rollout.sglang.channel import Ask, Caller
 from rlsys.rollout.sglang.inside import Inside, InsideEngine
 from rlsys.rollout.sglang.launch import Running
 from rlsys.rollout.sglang.sampler import request_name
+from rlsys.rollout.sglang.version import SGLANG
 from rlsys.types import Finish, ModelRequest, ModelResponse, WeightLayout
 from rlsys.utils.errors import ConfigError, RolloutError, WeightTransferError
 
@@ -74,6 +75,9 @@ class SGLangRollout(ServingEngine):
         enforce_eager: bool = False,
         enable_chunked_prefill: bool = True,
         enable_prefix_caching: bool = True,
+        cuda_graph_max_bs: int | None = None,
+        cudagraph_capture_sizes: Sequence[int] | None = None,
+        disable_log_stats: bool = True,
         full_determinism: bool = False,
         engine_kwargs: Mapping[str, Any] | None = None,
         replica: Replica | None = None,
@@ -112,8 +116,12 @@ class SGLangRollout(ServingEngine):
             enforce_eager=enforce_eager,
             enable_chunked_prefill=enable_chunked_prefill,
             enable_prefix_caching=enable_prefix_caching,
+            cuda_graph_max_bs=cuda_graph_max_bs,
+            cudagraph_capture_sizes=cudagraph_capture_sizes,
+            disable_log_stats=disable_log_stats,
             full_determinism=full_determinism,
             replica=self.replica,
+            adapter=SGLANG.chosen(),
             engine_kwargs={"enable_weights_cpu_backup": keep_asleep and self.device == "cuda", **(engine_kwargs or {})},
         )
         inside = Inside(str(socket), str(path), dtype, seed, self.leads, methods)
@@ -184,25 +192,17 @@ class SGLangRollout(ServingEngine):
         if not done:
             return 0
         numbers = [number for _, number in done.values()]
-        counts, table = self.remote.call("take_draws", numbers, deadline_s=CALL_WAIT_S)
-        ends = np.cumsum(counts)
+        drawn = answers_of(*self.remote.call("take_draws", numbers, deadline_s=CALL_WAIT_S))
         num_tokens = 0
-        for (asked, (ticket, _)), drawn in zip(done.items(), np.split(table, ends[:-1]), strict=True):
+        for (asked, (ticket, _)), found in zip(done.items(), drawn, strict=True):
             answer = asked.result()
-            response = self._response(ticket.request, answer["output_ids"], _finish(answer), drawn)
-            num_tokens += len(response.output_tokens)
+            tokens = tuple(answer["output_ids"])
+            response = self._answered(ticket.request, found.first(len(tokens)), _finish(answer))
+            if response.output_tokens != tokens:
+                raise RolloutError(f"SGLang took other tokens than were drawn for request {ticket.request.rid}")
+            num_tokens += len(tokens)
             deliver(ticket.number, response)
         return num_tokens
-
-    def _response(self, request: ModelRequest, tokens: Sequence[int], why: Finish, drawn: np.ndarray) -> ModelResponse:
-        num = len(tokens)
-        ours = tuple(int(token) for token in drawn[:num, 0])
-        if not drawn[:num, 3].all():
-            raise RolloutError(f"logits are not finite for request {request.rid}: check the weights that were loaded")
-        if ours != tuple(tokens):
-            raise RolloutError(f"SGLang took other tokens than were drawn for request {request.rid}")
-        full, sampled = tuple(drawn[:num, 1].tolist()), tuple(drawn[:num, 2].tolist())
-        return ModelResponse(request.rid, request.input_ids, ours, full, sampled, (self.version,) * num, why)
 
     def _score(self, batch: DataProto, temperature: float) -> Tensor:
         rows = tensors_of(batch.batch)

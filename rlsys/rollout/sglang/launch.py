@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.rollout.sglang.inside import Inside, run_scheduler
-from rlsys.rollout.sglang.version import SGLANG
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError
 
 STOP_WAIT_S = 20.0
@@ -32,7 +31,6 @@ class Running:
     """
 
     def __init__(self, arguments: Mapping[str, Any], inside: Inside, *, socket: Path, deadline_s: float) -> None:
-        SGLANG.chosen()
         self._failure: BaseException | None = None
         self._ready = threading.Event()
         self.engine: Any = None

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlsys.rollout.draws import DrawLog, DrawParams, RowSampler, force_tokens
+from rlsys.rollout.drawlog import DrawLog
+from rlsys.rollout.draws import DrawParams, RowSampler
 
 BAR = "|"
 
@@ -43,7 +44,7 @@ class Draws:
     """Draws for the batches of one scheduler process; only the first rank of a replica keeps a log."""
 
     def __init__(self, seed: int, device: torch.device, *, logged: bool) -> None:
-        self.rows, self.logged = RowSampler(seed, device), logged
+        self.rows = RowSampler(seed, device, logged=logged)
         self._names: Sequence[str] = ()
         self._lock = threading.Lock()
 
@@ -57,25 +58,12 @@ class Draws:
             if names != self._names:
                 self.rows.set_rows(rows)
                 self._names = names
-            num_drawn = last_positions + 1 - self.rows.prompt_lengths
-            force_tokens(logits, self.rows.draw(logits, num_drawn))
-            if not self.logged:
-                self.rows.log = DrawLog()
+            self.rows.force(logits, last_positions + 1)
 
     def take(self, numbers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """How many tokens each request drew, and all of them: (T, 4) token, full, sampled, finite."""
         with self._lock:
-            if self.rows.device.type == "cuda":  # SGLang draws on streams of its own
-                torch.cuda.synchronize(self.rows.device)
-            answers = self.rows.log.take(numbers)
-        counts = np.array([len(answers[number].tokens) for number in numbers], np.int64)
-        table = [
-            row
-            for number in numbers
-            for a in (answers[number],)
-            for row in zip(a.tokens, a.full_logprobs, a.sampled_logprobs, [a.finite] * len(a.tokens), strict=True)
-        ]
-        return counts, np.array(table, np.float64).reshape(-1, 4)
+            return self.rows.log.take(numbers)
 
     def forget(self) -> None:
         """Drop what nobody will ask for: draws made after a request had ended."""

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from rlsys.rollout.versions import NAMES_ONLY, Row, VersionTable
 
-SGLANG: VersionTable[bool] = VersionTable(
+OLD_TRANSFORMERS = f"{NAMES_ONLY}; requires an older transformers than rlsys does"
+
+
+@dataclass(frozen=True)
+class SGLangAdapter:
+    """`decode`: how the arguments of CUDA graphs end that are for decoding, where those of prompts have their own."""
+
+    decode: str = "_decode"
+
+
+SGLANG = VersionTable(
     "SGLang in this process",
     rows=(
-        Row(">=0.5.15,<0.5.24", True, "0.5.16 ran on H200 GPUs, 0.5.23 on CPUs; the others: names checked"),
-        Row(">=0.5.12,<0.5.15", True, f"{NAMES_ONLY}; requires an older transformers than rlsys does"),
+        Row(">=0.5.15,<0.5.24", SGLangAdapter(), "0.5.16 ran on H200 GPUs, 0.5.23 on CPUs; the others: names checked"),
+        Row(">=0.5.14,<0.5.15", SGLangAdapter(), OLD_TRANSFORMERS),
+        Row(">=0.5.12,<0.5.14", SGLangAdapter(decode=""), OLD_TRANSFORMERS),
         Row(
             ">=0.4.4,<0.5.12",
             None,
@@ -18,4 +31,3 @@ SGLANG: VersionTable[bool] = VersionTable(
     distributions=("sglang",),
     without="docs/engines.md says how to install it for actor_rollout_ref.rollout.name=sglang; or write hf",
 )
-"""Every name that the adapter uses is the same in the versions that it serves, so there is nothing to adapt."""

@@ -19,15 +19,16 @@ from torch import Tensor
 
 from rlsys.protocol.columns import tensors_of
 from rlsys.rollout.checkpoint import eos_of, hf_tensors, model_length, vocabulary
-from rlsys.rollout.draws import Answer, DrawParams
+from rlsys.rollout.drawlog import Answer
+from rlsys.rollout.draws import DrawParams
 from rlsys.rollout.hf import LoadFormat
 from rlsys.rollout.live import LiveWeights
 from rlsys.rollout.serving import SLEEP_TAGS, Deliver, Pull, ServingEngine, Ticket
 from rlsys.rollout.vllm.aligned import aligned_arguments, choose_kernels, keep_gradients
 from rlsys.rollout.vllm.groups import end_groups, own_shared_memory
-from rlsys.rollout.vllm.version import NO_RELOAD, VLLM
+from rlsys.rollout.vllm.version import GRAPHS, NO_RELOAD, VLLM
 from rlsys.rollout.vllm.weights import HostWeights
-from rlsys.types import Finish, ModelResponse, WeightLayout
+from rlsys.types import Finish, WeightLayout
 from rlsys.utils.errors import ConfigError, RolloutError
 
 if TYPE_CHECKING:
@@ -80,6 +81,8 @@ class VLLMRollout(ServingEngine):
         adapter = VLLM.chosen()
         if not adapter.reloads and device == "cpu":
             raise ConfigError(f"vLLM {VLLM.installed()}: {NO_RELOAD}")
+        if not adapter.graphs and (named := set(GRAPHS) & set(engine_kwargs or {})):
+            raise ConfigError(f"vLLM {VLLM.installed()} does not take {sorted(named)}: install 0.12 or newer")
         length = max_model_len or model_length(path)
         super().__init__(
             vocab_size=vocabulary(path),
@@ -105,6 +108,7 @@ class VLLMRollout(ServingEngine):
             "tensor_parallel_size": tensor_parallel_size,
             "distributed_executor_backend": "external_launcher" if together else "uni",
             "disable_custom_all_reduce": True,  # it asks after devices that a worker with one visible GPU cannot see
+            "disable_log_stats": True,
             "async_scheduling": adapter.ahead and device != "cpu",
             **(
                 {} if device == "cpu" else {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
@@ -126,11 +130,12 @@ class VLLMRollout(ServingEngine):
         num_tokens = 0
 
         def answer(ended: Mapping[str, Finish]) -> int:
-            drawn = self._rpc("rlsys_take_draws", [int(name) for name in ended]) if ended else {}
-            for name, why in ended.items():
+            drawn = self._rpc("rlsys_take_draws", [int(name) for name in ended]) if ended else []
+            for (name, why), found in zip(ended.items(), drawn, strict=True):
                 ticket = running.pop(name)
-                deliver(ticket.number, self._response(ticket, drawn[int(name)], why))
-            return sum(len(drawn[int(name)].tokens) for name in ended)
+                found, stopped = _until_stop(found, ticket)
+                deliver(ticket.number, self._answered(ticket.request, found, Finish.STOP if stopped else why))
+            return sum(len(found.tokens) for found in drawn)
 
         try:
             while True:
@@ -186,22 +191,6 @@ class VLLMRollout(ServingEngine):
         )
         self.engine.add_request(str(draw.number), {"prompt_token_ids": list(ids)}, params)
         return str(draw.number)
-
-    def _response(self, ticket: Ticket, answer: Answer, why: Finish) -> ModelResponse:
-        request = ticket.request
-        answer, stopped = _until_stop(answer, ticket)
-        why = Finish.STOP if stopped else why
-        if not answer.finite:
-            raise RolloutError(f"logits are not finite for request {request.rid}: check the weights that were loaded")
-        return ModelResponse(
-            request.rid,
-            request.input_ids,
-            answer.tokens,
-            answer.full_logprobs,
-            answer.sampled_logprobs,
-            (self.version,) * len(answer.tokens),
-            why,
-        )
 
     def _score(self, batch: DataProto, temperature: float) -> Tensor:
         rows = tensors_of(batch.batch)
@@ -269,7 +258,7 @@ def _start(arguments: Mapping[str, Any], *, kv_cache_gib: int) -> Any:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the other one has no input_batch and keeps processors elsewhere
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if arguments["disable_log_stats"] else "INFO")
     from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -278,7 +267,6 @@ def _start(arguments: Mapping[str, Any], *, kv_cache_gib: int) -> Any:
             skip_tokenizer_init=True,
             worker_extension_cls="rlsys.rollout.vllm.extension.RolloutExtension",
             logits_processors=["rlsys.rollout.vllm.sampler:DrawingProcessor"],
-            disable_log_stats=True,
             **arguments,
         )
     )

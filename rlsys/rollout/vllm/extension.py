@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from rlsys.rollout.draws import Answer
+from rlsys.rollout.drawlog import Answer, answers_of
 from rlsys.rollout.vllm.sampler import DrawingProcessor
 
 
@@ -16,9 +16,9 @@ class RolloutExtension:
 
     model_runner: Any
 
-    def rlsys_take_draws(self, numbers: Iterable[int]) -> dict[int, Answer]:
+    def rlsys_take_draws(self, numbers: Sequence[int]) -> list[Answer]:
         """What was drawn for these requests."""
-        return self._rlsys_sampler().sampler.log.take(numbers)
+        return answers_of(*self._rlsys_sampler().sampler.log.take(numbers))
 
     def rlsys_reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load full HF tensors through vLLM's own loader, which packs them as its kernels want them."""

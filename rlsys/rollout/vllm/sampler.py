@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from rlsys.rollout.draws import DrawParams, RowSampler, force_tokens
+from rlsys.rollout.draws import DrawParams, RowSampler
 
 EXTRA_ARG = "rlsys_draw"
 SEED_KEY = "rlsys_seed"
@@ -49,5 +49,7 @@ class DrawingProcessor(LogitsProcessor):
 
     def apply(self, logits: Tensor) -> Tensor:
         assert logits.shape[0] == len(self._rows), f"{logits.shape[0]} rows of logits for {len(self._rows)} requests"
-        num_drawn = torch.tensor([len(self._rows[index][1]) for index in self._order], pin_memory=self._pin)
-        return force_tokens(logits, self.sampler.draw(logits, num_drawn.to(logits.device, non_blocking=True)))
+        rows = (self._rows[index] for index in self._order)
+        positions = torch.tensor([draw.prompt_length + len(ids) for draw, ids in rows], pin_memory=self._pin)
+        self.sampler.force(logits, positions.to(logits.device, non_blocking=True))
+        return logits

@@ -14,7 +14,17 @@ import pytest
 import yaml
 
 from rlsys.config import EvalConfig, PPOConfig, RMConfig, SFTConfig, load_config, main_config
-from rlsys.config.aliases import AREAL, EVAL, EXPANSIONS, GLOBAL_MICRO_BATCHES, SUPERVISED, VERL, canonical, table_for
+from rlsys.config.aliases import (
+    AREAL,
+    EVAL,
+    EXPANSIONS,
+    GLOBAL_MICRO_BATCHES,
+    RLINF,
+    SUPERVISED,
+    VERL,
+    canonical,
+    table_for,
+)
 from rlsys.config.arguments import parse_arguments
 from rlsys.config.describe import describe
 from rlsys.config.elsewhere import known_elsewhere
@@ -85,7 +95,8 @@ def test_every_spelling_leads_to_a_key(schema: type[Section]) -> None:
     ends = {*leaves(schema), *sections(schema), *EXPANSIONS, *known_elsewhere(schema.__name__)}
     for spelling in table:
         if schema is RMConfig or not spelling.startswith("ray_init"):
-            assert canonical(spelling, table) in ends or "lora" in spelling, spelling
+            key = canonical(spelling, table)
+            assert key in ends or "lora" in spelling or f"{R}.engine_kwargs" in key, spelling
     if schema is PPOConfig:
         assert set(GLOBAL_MICRO_BATCHES.values()) <= set(leaves(schema))
 
@@ -229,6 +240,10 @@ SAME = [
     (f"{R}.update_weights_bucket_megabytes=64", f"{R}.checkpoint_engine.update_weights_bucket_megabytes", 64),
     (f"{R}.checkpoint_engine.backend=naive", f"{R}.checkpoint_engine.backend", "auto"),
     (f"{R}.dtype=fp32", f"{R}.dtype", "float32"),
+    (f"{R}.rollout_backend=hf", f"{R}.name", "hf"),
+    (f"{R}.max_running_requests=9", f"{R}.max_num_seqs", 9),
+    (f"{R}.vllm.enable_prefix_caching=false", f"{R}.enable_prefix_caching", False),
+    (f"{R}.sglang.use_torch_compile=true", f"{R}.engine_kwargs.sglang", {"enable_torch_compile": True}),
     ("algorithm.kl_ctl=0.1", "algorithm.kl_ctrl.kl_coef", 0.1),
     ("algorithm.kl_ctl=0.1", "algorithm.use_kl_in_reward", True),
     ("algorithm.kl_ctl=0.0", "algorithm.use_kl_in_reward", False),
@@ -247,6 +262,70 @@ SAME = [
 @pytest.mark.parametrize(("argument", "key", "expected"), SAME, ids=[case[0] for case in SAME])
 def test_other_spellings_mean_the_same(argument: str, key: str, expected: object) -> None:
     assert value(load_config([argument]), key) == expected
+
+
+SWITCHED = """
+actor_rollout_ref:
+  rollout:
+    group_name: "RolloutGroup"
+    gpu_memory_utilization: 0.55
+    model_dir: some/model
+    model_arch: qwen2.5
+    enforce_eager: False
+    distributed_executor_backend: mp
+    disable_log_stats: False
+    detokenize: False
+    padding: null
+    eos: null
+    rollout_backend: sglang
+    sglang:
+      attention_backend: triton
+      decode_log_interval: 500000
+      use_torch_compile: False
+      torch_compile_max_bs: 128
+    vllm:
+      attention_backend: FLASH_ATTN
+      enable_chunked_prefill: True
+      enable_prefix_caching: True
+      enable_flash_infer_sampler: True
+    tensor_parallel_size: 1
+    pipeline_parallel_size: 1
+    validate_weight: False
+    validate_save_dir: null
+    print_outputs: False
+    max_running_requests: 64
+    cuda_graph_max_bs: 128
+"""
+"""What the guide to switching engines sets, as it stands there."""
+
+
+def test_every_key_of_the_guide_to_switching_engines_reaches_its_setting(folder: Path) -> None:
+    (folder / "switched.yaml").write_text(SWITCHED)
+    job = ["--config-name=./switched.yaml", "data.train_files=train.parquet", "data.val_files=test.parquet"]
+    policy = load_config(job).actor_rollout_ref
+    rollout = policy.rollout
+    assert (policy.model.path, rollout.name) == ("some/model", "sglang")
+    assert (rollout.gpu_memory_utilization, rollout.enforce_eager, rollout.disable_log_stats) == (0.55, False, False)
+    assert (rollout.max_num_seqs, rollout.cuda_graph_max_bs, rollout.tensor_model_parallel_size) == (64, 128, 1)
+    assert (rollout.enable_chunked_prefill, rollout.enable_prefix_caching, rollout.print_outputs) == (True, True, False)
+    assert (rollout.padding, rollout.eos, rollout.validate_weight, rollout.validate_save_dir) == (
+        None,
+        None,
+        False,
+        None,
+    )
+    assert rollout.engine_kwargs.vllm == {"attention_backend": "FLASH_ATTN"}
+    assert rollout.engine_kwargs.sglang == {
+        "attention_backend": "triton",
+        "decode_log_interval": 500000,
+        "enable_torch_compile": False,
+        "torch_compile_max_bs": 128,
+    }
+    other = load_config([*job, f"{R}.rollout_backend=vllm", f"{R}.eos=[2,3]", f"{R}.padding=5"]).actor_rollout_ref
+    assert (other.rollout.name, other.rollout.eos, other.rollout.padding) == ("vllm", (2, 3), 5)
+    told = notes(job)
+    for name in ("group_name", "model_arch", "distributed_executor_backend", "enable_flash_infer_sampler"):
+        assert name in told
 
 
 def test_both_spellings_may_agree() -> None:
@@ -282,9 +361,9 @@ def test_a_section_of_nulls_from_an_old_file_sets_nothing(folder: Path) -> None:
 
 
 def test_settings_without_effect_are_noted_in_one_line_for_each_reason() -> None:
-    told = notes([f"{R}.scheduling_policy=fcfs", f"{R}.cudagraph_capture_sizes=[1]", "trainer.v1.trainer_mode=sync"])
+    told = notes(["trainer.profile_steps=[1]", "trainer.npu_profile=true", "trainer.v1.trainer_mode=sync"])
     assert told.count("\n") == 1
-    assert f"{R}.scheduling_policy, {R}.cudagraph_capture_sizes: " in told
+    assert "trainer.profile_steps, trainer.npu_profile: " in told
     assert "trainer.v1.trainer_mode" in told
 
 
@@ -528,6 +607,7 @@ def test_help_lists_every_key_with_its_default(schema: type[Section], capsys: py
 
 def test_tables_do_not_overlap() -> None:
     assert not set(VERL) & set(AREAL)
+    assert not (set(VERL) | set(AREAL)) & set(RLINF)
     assert not set(SUPERVISED) & set(leaves(SFTConfig))
     assert not set(EVAL) & set(leaves(EvalConfig))
 
@@ -553,7 +633,9 @@ def test_the_wheel_finds_its_presets(tmp_path: Path) -> None:
 GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "config.md").read_text()
 
 
-@pytest.mark.parametrize("table", [VERL, AREAL, SUPERVISED, EVAL], ids=["verl", "areal", "supervised", "eval"])
+@pytest.mark.parametrize(
+    "table", [VERL, AREAL, RLINF, SUPERVISED, EVAL], ids=["verl", "areal", "rlinf", "supervised", "eval"]
+)
 def test_the_guide_lists_every_spelling(table: dict[str, str]) -> None:
     assert [name for name, key in table.items() if f"| `{name}` | `{key}` |" not in GUIDE] == []
 

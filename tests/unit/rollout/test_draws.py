@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.rollout.draws import DrawLog
+from rlsys.rollout.drawlog import Answer, DrawLog, answers_of
 
 STEPS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), max_size=30)
 
@@ -28,8 +28,13 @@ def test_requests_are_told_apart_and_forgotten_when_taken(steps: list[list[int]]
         check(log, number, expected.get(number, 0))
 
 
+def taken(log: DrawLog, number: int) -> Answer:
+    [answer] = answers_of(*log.take([number]))
+    return answer
+
+
 def check(log: DrawLog, number: int, length: int) -> None:
-    answer = log.take([number])[number]
+    answer = taken(log, number)
     rows = [row(number, place) for place in range(length)]
     assert answer.tokens == tuple(r[1] for r in rows)
     assert answer.full_logprobs == tuple(r[2] for r in rows)
@@ -43,9 +48,9 @@ def test_the_later_draw_counts_and_parts_of_a_prompt_do_not() -> None:
     log.add([4], torch.tensor([[0, 7, -1, -1, 1]], dtype=torch.float64))
     log.add([4], torch.tensor([[0, 8, -2, -2, 1]], dtype=torch.float64))
     log.add([4], torch.tensor([[1, 9, -3, -3, 0]], dtype=torch.float64))
-    answer = log.take([4])[4]
+    answer = taken(log, 4)
     assert answer.tokens == (8, 9)
     assert answer.full_logprobs == (-2.0, -3.0)
     assert not answer.finite
-    assert log.take([4])[4].tokens == ()
+    assert taken(log, 4).tokens == ()
     assert answer.first(1).tokens == (8,)

@@ -22,6 +22,7 @@ from rlsys.rollout.sglang import wire
 from rlsys.rollout.sglang.arguments import Replica, server_arguments
 from rlsys.rollout.sglang.channel import Caller, Server
 from rlsys.rollout.sglang.sampler import Draws, draw_of, request_name
+from rlsys.rollout.sglang.version import SGLANG, SGLangAdapter
 from rlsys.types import Box
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, WeightTransferError
 
@@ -197,8 +198,12 @@ def arguments(**more: Any) -> dict[str, Any]:
         "enforce_eager": False,
         "enable_chunked_prefill": True,
         "enable_prefix_caching": True,
+        "cuda_graph_max_bs": None,
+        "cudagraph_capture_sizes": None,
+        "disable_log_stats": True,
         "full_determinism": False,
         "replica": Replica(),
+        "adapter": SGLangAdapter(),
         "engine_kwargs": {},
     }
     return server_arguments("folder", **(values | more))
@@ -225,6 +230,7 @@ def test_every_setting_reaches_sglang_under_its_name() -> None:
         -1,
         True,
     )
+    assert (found["log_level"], arguments(disable_log_stats=False)["log_level"]) == ("error", "info")
     on_cpu = arguments(device="cpu")
     assert on_cpu["max_total_tokens"] == 999
     assert "enable_memory_saver" not in on_cpu
@@ -232,6 +238,16 @@ def test_every_setting_reaches_sglang_under_its_name() -> None:
     assert arguments(replica=Replica(address="127.0.0.1:9"))["nccl_port"] == 9
     cut = arguments(replica=Replica(1, 2, "127.0.0.1:9"))
     assert (cut["tp_size"], cut["nnodes"], cut["node_rank"], cut["dist_init_addr"]) == (2, 2, 1, "127.0.0.1:9")
+
+
+def test_batches_up_to_the_largest_are_decoded_by_graphs_unless_said_otherwise() -> None:
+    assert arguments()["cuda_graph_max_bs_decode"] == 17
+    assert arguments(max_num_seqs=4096)["cuda_graph_max_bs_decode"] == 512
+    chosen = arguments(max_num_seqs=4096, cuda_graph_max_bs=128, cudagraph_capture_sizes=(64, 8))
+    assert (chosen["cuda_graph_max_bs_decode"], chosen["cuda_graph_bs_decode"]) == (128, [8, 64])
+    older = arguments(adapter=SGLANG.adapter("0.5.13"), cudagraph_capture_sizes=(8,))
+    assert (older["cuda_graph_max_bs"], older["cuda_graph_bs"]) == (17, [8])
+    assert not any("graph_max" in name for name in arguments(device="cpu"))
 
 
 def test_the_aligned_mode_is_a_float32_head_and_on_gpus_batch_invariance() -> None:

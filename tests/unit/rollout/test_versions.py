@@ -13,7 +13,7 @@ from rlsys.rollout.remote.servers import SERVERS, Abilities, abilities_of
 from rlsys.rollout.sglang.version import SGLANG
 from rlsys.rollout.versions import Row, VersionTable
 from rlsys.rollout.vllm.engine import VLLMRollout
-from rlsys.rollout.vllm.version import VLLM
+from rlsys.rollout.vllm.version import GRAPHS, VLLM
 from rlsys.utils.errors import ConfigError
 from tests.wheels.sources import Sources
 from tests.wheels.uses import USES, lacking, lacking_routes, read_record
@@ -26,6 +26,7 @@ ALIGNED = [
     "vllm.model_executor.layers.batch_invariant|vllm.model_executor.determinism.batch_invariant:init_batch_invariance",
     "vllm.model_executor.layers.logits_processor:LogitsProcessor._apply_head",
 ]
+GRAPH_SIZES = [f"vllm:EngineArgs({name})" for name in GRAPHS]
 NEEDED = {
     "vllm": {
         "files": {"/collective_rpc": {"method", "kwargs"}},
@@ -124,18 +125,25 @@ def test_every_version_that_an_adapter_serves_has_every_name_it_uses() -> None:
     for version, row in of_record("vllm", VLLM):
         missing = lacking("vllm", RECORD["vllm"][version]["symbols"])
         unaligned = [name for name in missing if name in ALIGNED]
-        missing = [name for name in missing if name not in ALIGNED]
+        sizeless = [name for name in missing if name in GRAPH_SIZES]
+        missing = [name for name in missing if name not in ALIGNED + GRAPH_SIZES]
         if row is None or row.adapter is None:
             assert set(missing) - set(ON_CPU_ONLY), f"{version} has all names and is refused"
         else:
             assert missing == ([] if row.adapter.reloads else ON_CPU_ONLY), version
             assert row.adapter.aligns == (not unaligned), version
+            assert row.adapter.graphs == (not sizeless), version
 
 
 def test_every_sglang_that_is_served_has_every_name_and_no_other_has() -> None:
     for version, row in of_record("sglang", SGLANG):
         assert row is not None
-        assert (row.adapter is not None) == (lacking("sglang", RECORD["sglang"][version]["symbols"]) == []), version
+        missing = lacking("sglang", RECORD["sglang"][version]["symbols"])
+        graphs = [name for name in missing if "(cuda_graph_" in name]
+        assert (row.adapter is not None) == (missing == graphs), version
+        if row.adapter is not None:
+            assert all(("_decode)" in name) == (row.adapter.decode == "") for name in graphs), version
+            assert len(graphs) == 2
 
 
 @pytest.mark.parametrize("kind", SERVERS)

@@ -1,0 +1,102 @@
+"""Draws on a GPU: those of the CPU, the same in any batch, and noted without keeping the device waiting."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from rlsys.rollout.drawlog import Answer, answers_of
+from rlsys.rollout.draws import DrawParams, RowSampler
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+PLAIN = ((0.7, 1.0, -1, 0), (1.0, 1.0, -1, 0), (0.0, 1.0, -1, 0))
+KINDS = (*PLAIN, (0.7, 0.8, -1, 0), (1.0, 1.0, 40, 0), (1.0, 1.0, -1, 9))
+"""Temperature, top_p, top_k and min_new_tokens; the kernel draws the plain ones."""
+STEPS = 3
+
+
+def rows_of(num: int, kinds: tuple[tuple[float, float, int, int], ...] = KINDS) -> list[DrawParams]:
+    return [DrawParams(n, 5 + n, 77 * n, *kinds[n % len(kinds)], (1, 2)) for n in range(num)]
+
+
+def drawn(rows: list[DrawParams], steps: list[Tensor], device: str) -> list[Answer]:
+    """What every row draws in these steps (N, V); each time the token must win the argmax, but for NaN."""
+    sampler = RowSampler(3, torch.device(device))
+    sampler.set_rows(rows)
+    taken = []
+    for step, logits in enumerate(steps):
+        forced = logits.to(device, copy=True)
+        sampler.force(forced, torch.tensor([row.prompt_length + step for row in rows], device=device))
+        taken.append(forced.argmax(-1).tolist())
+    if device == "cuda":
+        torch.cuda.synchronize()
+    answers = answers_of(*sampler.log.take([row.number for row in rows]))
+    for answer, tokens in zip(answers, zip(*taken, strict=True), strict=True):
+        assert answer.tokens == tokens or not answer.finite
+    return answers
+
+
+def apart(first: list[Answer], second: list[Answer]) -> float:
+    """The largest difference of log-probabilities."""
+    values = [torch.tensor([[*a.full_logprobs, *a.sampled_logprobs] for a in answers]) for answers in (first, second)]
+    return float((values[0] - values[1]).abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [7, 1000, 49152, 151936])
+def test_a_gpu_draws_what_a_cpu_draws(size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(size)
+    steps = [(torch.randn(60, size) * 4).to(dtype) for _ in range(STEPS)]
+    steps[0][:, 0] = -torch.inf
+    cpu, cuda = drawn(rows_of(60), steps, "cpu"), drawn(rows_of(60), steps, "cuda")
+    assert [a.tokens for a in cpu] == [a.tokens for a in cuda]
+    assert apart(cpu, cuda) < 5e-5  # a CPU's float32 sum over 150,000 tokens is off by 2e-5
+    assert all(answer.finite for answer in cuda)
+
+
+def test_log_probabilities_are_those_of_the_full_distribution() -> None:
+    torch.manual_seed(0)
+    logits, rows = torch.randn(60, 151936) * 4, rows_of(60, PLAIN)
+    heat = torch.tensor([row.temperature or 1.0 for row in rows], dtype=torch.float64)
+    expected = (logits.double() / heat[:, None]).log_softmax(-1)
+    for at, answer in enumerate(drawn(rows, [logits], "cuda")):
+        assert answer.full_logprobs[0] == pytest.approx(float(expected[at, answer.tokens[0]]), abs=2e-6)
+
+
+def test_a_row_is_drawn_alike_in_any_batch() -> None:
+    torch.manual_seed(0)
+    steps = [torch.randn(24, 49152, device="cuda") * 4 for _ in range(STEPS)]
+    plain = rows_of(24, PLAIN)
+    mixed = [row if at % 2 else other for at, (row, other) in enumerate(zip(plain, rows_of(24), strict=True))]
+    together, among_others = drawn(plain, steps, "cuda"), drawn(mixed, steps, "cuda")
+    for at in range(1, 24, 2):
+        [alone] = drawn([plain[at]], [step[at : at + 1] for step in steps], "cuda")
+        assert alone == together[at] == among_others[at]
+
+
+def test_logits_that_are_not_finite_are_told() -> None:
+    logits = torch.randn(9, 1000)
+    logits[2, 3], logits[5] = torch.nan, -torch.inf
+    found = drawn(rows_of(9, KINDS[:2]), [logits.clone(), logits], "cuda")
+    assert [answer.finite for answer in found] == [at not in (2, 5) for at in range(9)]
+
+
+def test_a_step_begun_ahead_is_for_nobody_who_has_ended() -> None:
+    """A step whose copy waits behind other work counts for those who draw on."""
+    rows, device = rows_of(4, KINDS[:1]), torch.device("cuda")
+    sampler = RowSampler(3, device)
+    sampler.set_rows(rows)
+    logits = torch.randn(4, 1000, device=device)
+    at = torch.tensor([row.prompt_length for row in rows], device=device)
+    sampler.force(logits.clone(), at)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    sampler.force(logits.clone(), at + 1)
+    counts, _ = sampler.log.take([0, 1])
+    assert counts.tolist() == [1, 1]
+    torch.cuda.synchronize()
+    assert sampler.log.take([0, 1, 2, 3])[0].tolist() == [0, 0, 2, 2]

@@ -1,0 +1,60 @@
+"""How answers are asked for and shown: their end, their padding, their text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlsys.config import PPOConfig, load_config
+from rlsys.data.start_assets import build_tokenizer, model_config
+from rlsys.protocol import DataProto
+from rlsys.types import SamplingParams
+from rlsys.utils.errors import ConfigError
+from trainer.answers import sampling_meta, training_sampling, validation_sampling
+from trainer.place import load_tokenizer
+from trainer.rollouts import printer
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def config(*argv: str) -> PPOConfig:
+    return load_config(["--config-name=quickstart", *argv])
+
+
+@pytest.mark.parametrize("made", [training_sampling, validation_sampling])
+def test_tokens_that_end_an_answer_take_the_place_of_the_models(made: Callable[[PPOConfig], SamplingParams]) -> None:
+    given = made(config(f"{ROLLOUT}.eos=[2,3]"))
+    assert (given.stop_token_ids, given.ignore_eos) == ((2, 3), True)
+    assert sampling_meta(given, pad_token_id=0, step=1)["stop_token_ids"] == (2, 3)
+    one, none = made(config(f"{ROLLOUT}.eos=2")), made(config())
+    assert (one.stop_token_ids, none.stop_token_ids, none.ignore_eos) == ((2,), (), False)
+    endless = made(config(f"{ROLLOUT}.eos=2", f"{ROLLOUT}.ignore_eos=true"))
+    assert (endless.stop_token_ids, endless.ignore_eos) == ((), True)
+
+
+def test_rows_are_filled_up_by_the_token_that_was_asked_for(tmp_path: Path) -> None:
+    build_tokenizer().save_pretrained(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(model_config()))
+    model = config(f"actor_rollout_ref.model.path={tmp_path}").actor_rollout_ref.model
+    assert load_tokenizer(model).pad_token_id == 0
+    assert load_tokenizer(model, 3).pad_token_id == 3
+    with pytest.raises(ConfigError, match=rf"{ROLLOUT}.padding=9999: the tokenizer in .* has ids up to"):
+        load_tokenizer(model, 9999)
+
+
+def test_answers_are_printed_without_their_padding(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = build_tokenizer()
+    ids = tokenizer("12", add_special_tokens=False)["input_ids"]
+    batch = DataProto.from_dict(
+        {"responses": torch.tensor([[*ids, 0, 0]]), "response_mask": torch.tensor([[1] * len(ids) + [0, 0]])}
+    )
+    rollout = config(f"{ROLLOUT}.print_outputs=true").actor_rollout_ref.rollout
+    show = printer(rollout, tokenizer)
+    assert show is not None
+    show(batch)
+    assert capsys.readouterr().out == f"--- answer 0: 12\n{ids}\n"
+    assert printer(config().actor_rollout_ref.rollout, tokenizer) is None
