@@ -7,7 +7,8 @@
 What follows `--` is the main job's command line; answers are drawn to their full length. With `--shape` the model has
 random weights of a known shape. Runs, one after the other: our job; the job as schedules that pad do it (fixed
 micro-batches of padded rows, rows unbalanced, weights gathered in buckets and loaded by the engine); the engine alone,
-started as its makers do, on one replica's share of the same number of tokens, with and without log-probabilities.
+on one replica's share of the same number of tokens, with and without log-probabilities, with CUDA graphs for as many
+sequences as ours.
 """
 
 from __future__ import annotations
@@ -126,8 +127,10 @@ def _vllm_alone(work: dict[str, Any]) -> Any:
 
 
 def _sglang_alone(work: dict[str, Any]) -> Any:
+    from rlsys.rollout.sglang.version import SGLANG
     from sglang import Engine
 
+    graphs = {f"cuda_graph_max_bs{SGLANG.chosen().decode}": min(work["max_num_seqs"], 512)}
     cpu = {"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch"}
     engine = Engine(
         model_path=work["model"],
@@ -137,7 +140,7 @@ def _sglang_alone(work: dict[str, Any]) -> Any:
         max_running_requests=work["max_num_seqs"],
         mem_fraction_static=0.8 if work["cuda"] else 0.2,
         log_level="error",
-        **({} if work["cuda"] else cpu),
+        **(graphs if work["cuda"] else cpu),
     )
 
     def generate(rows: list[list[int]], logprobs: bool) -> int:
