@@ -127,8 +127,9 @@ def _vllm_alone(work: dict[str, Any]) -> Any:
 
 
 def _sglang_alone(work: dict[str, Any]) -> Any:
-    from rlsys.rollout.sglang.version import SGLANG
     from sglang import Engine
+
+    from rlsys.rollout.sglang.version import SGLANG
 
     graphs = {f"cuda_graph_max_bs{SGLANG.chosen().decode}": min(work["max_num_seqs"], 512)}
     cpu = {"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch"}
