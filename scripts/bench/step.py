@@ -4,11 +4,11 @@
     python scripts/bench/step.py --out runs/step7b --shape 7B --tokenizer models/SmolLM2 -- --config-name smollm2 \\
       actor_rollout_ref.rollout.name=vllm trainer.allocation_mode='vllm[r]:d2t2|megatron[a]:t2p2'
 
-What follows `--` is the main job's command line; answers are drawn to their full length. With `--shape` the model has
-random weights of a known shape. Runs, one after the other: our job; the job as schedules that pad do it (fixed
-micro-batches of padded rows, rows unbalanced, weights gathered in buckets and loaded by the engine); the engine alone,
-on one replica's share of the same number of tokens, with and without log-probabilities, with CUDA graphs for as many
-sequences as ours.
+What follows `--` is the main job's command line; answers are drawn to their full length, or with `--natural` to where
+the model ends them, which both schedules then see alike. With `--shape` the model has random weights of a known shape.
+Runs, one after the other: our job; the job as schedules that pad do it (fixed micro-batches of padded rows, rows
+unbalanced, weights gathered in buckets and loaded by the engine); the engine alone, on one replica's share of the same
+number of tokens, with and without log-probabilities, with CUDA graphs for as many sequences as ours.
 """
 
 from __future__ import annotations
@@ -42,13 +42,17 @@ def padded(micro_rows: int, megatron: bool) -> list[str]:
     return rows if megatron else [*rows, f"{POLICY}.model.use_remove_padding=false"]
 
 
-def run_job(folder: Path, overrides: list[str], *, steps: int, deadline_s: float) -> dict[str, float]:
+def run_job(folder: Path, overrides: list[str], *, steps: int, natural: bool, deadline_s: float) -> dict[str, float]:
     """Means over the later steps of one run of the main job."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     fixed = [
         *(f"trainer.default_local_dir={folder}", f"trainer.total_training_steps={steps}", "trainer.save_freq=-1"),
-        *("trainer.test_freq=-1", "trainer.val_before_train=false", f"{POLICY}.rollout.ignore_eos=true"),
+        *(
+            "trainer.test_freq=-1",
+            "trainer.val_before_train=false",
+            f"{POLICY}.rollout.ignore_eos={str(not natural).lower()}",
+        ),
         *("trainer.resume_mode=disable", "trainer.logger=[jsonl]", f"{POLICY}.actor.checkpoint.save_contents=[model]"),
     ]
     with (folder / "log.txt").open("w") as log:
@@ -170,6 +174,7 @@ def main() -> int:
     parser.add_argument("--micro-rows", type=int, default=8, help="rows of a padded micro-batch")
     parser.add_argument("--shape", help="random weights of this shape, e.g. 7B")
     parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer a random model gets")
+    parser.add_argument("--natural", action="store_true", help="answers end where the model ends them")
     parser.add_argument("--only", nargs="*", default=["ours", "padded", "offline"])
     parser.add_argument("--deadline-s", type=float, default=400.0, help="longest one run may take")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
@@ -188,12 +193,13 @@ def main() -> int:
     peer = padded(args.micro_rows, cfg.actor_rollout_ref.actor.strategy == "megatron")
     for name, more in (("ours", []), ("padded", peer)):
         if name in args.only:
-            found[name] = run_job(args.out / name, [*job, *more], steps=args.steps, deadline_s=args.deadline_s)
+            limits = {"steps": args.steps, "natural": args.natural, "deadline_s": args.deadline_s}
+            found[name] = run_job(args.out / name, [*job, *more], **limits)
             print(shares(name, found[name], ranks), flush=True)
     if {"ours", "padded"} <= set(found):
         ratio = found["padded"]["timing_s/step"] / found["ours"]["timing_s/step"]
         print(f"padded / ours: {ratio:.2f}  (padded schedule: {' '.join(peer)})")
-    if "ours" in found and "offline" in args.only and rollout.name in ("vllm", "sglang"):
+    if "ours" in found and "offline" in args.only and not args.natural and rollout.name in ("vllm", "sglang"):
         ours = found["ours"]
         rows = cfg.data.train_batch_size * rollout.n // replicas
         answer = round(ours["response_length/mean"])
