@@ -24,6 +24,8 @@ from rlsys.weights.layout import device_of, dtype_of, view_of
 Load = Callable[[list[tuple[str, Tensor]]], None]
 Shape = tuple[int, ...]
 RADIX, UNTOUCHED = 510, 256.0
+PART = 1 << 24
+"""Elements that are made at a time."""
 EXACT = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -172,7 +174,8 @@ class _Probe:
                 if not torch.equal(kind, kinds.setdefault(name, kind)) or (kind == Kind.STRANGE).any():
                     numbers[name] = "its values are not those that were loaded"
                 else:
-                    numbers[name] = numbers.get(name, 0) + _digits(self.local[name]) * RADIX**power
+                    digits = _digits(self.local[name]).mul_(RADIX**power)
+                    numbers[name] = numbers[name].add_(digits) if name in numbers else digits
         return {
             name: held if isinstance(held, str) else torch.where(kinds[name] == Kind.DIGIT, held, -1)
             for name, held in numbers.items()
@@ -198,16 +201,26 @@ class _Probe:
             raise WeightTransferError(f"the engine's loader refused the tensors of a probe: {error}") from error
 
     def _coded(self, name: str, power: int) -> Tensor:
-        shape, dtype = self.tensors[name]
-        stop = self.base[name] + prod(shape)
-        number = torch.arange(self.base[name], stop, dtype=torch.int32, device=self.device)
-        digit = number // RADIX**power % RADIX
-        return torch.where(digit < 255, digit + 1, 254 - digit).to(dtype).view(shape)
+        def numbers(first: int, count: int) -> Tensor:
+            first += self.base[name]
+            number = torch.arange(first, first + count, dtype=torch.int32, device=self.device)
+            digit = number.div_(RADIX**power, rounding_mode="floor").remainder_(RADIX)
+            return torch.where(digit < 255, digit + 1, 254 - digit)
+
+        return self._filled(name, numbers)
 
     def _random(self, name: str, seed: int = 0) -> Tensor:
-        shape, dtype = self.tensors[name]
         generator = torch.Generator(self.device).manual_seed(2 * self.base[name] + seed)
-        return torch.randn(shape, generator=generator, device=self.device).to(dtype)
+        return self._filled(name, lambda _, count: torch.randn(count, generator=generator, device=self.device))
+
+    def _filled(self, name: str, values: Callable[[int, int], Tensor]) -> Tensor:
+        """A tensor of `values(first, count)`, made in parts: the wider types they are computed in would not fit."""
+        shape, dtype = self.tensors[name]
+        flat = torch.empty(prod(shape), dtype=dtype, device=self.device)
+        for first in range(0, flat.numel(), PART):
+            part = flat[first : first + PART]
+            part.copy_(values(first, len(part)))
+        return flat.view(shape)
 
     def _unproven(self, found: Sequence[_Found]) -> dict[str, str]:
         """Local tensors that boxes do not fill, bitwise, with what the loader makes of the same random tensors."""
@@ -259,7 +272,8 @@ def _kinds(tensor: Tensor) -> Tensor:
 def _digits(tensor: Tensor) -> Tensor:
     """The digit of every element that has one."""
     value = tensor.to(torch.int32)
-    return torch.where(value > 0, value - 1, RADIX // 2 - 1 - value)
+    negative = value < 0
+    return value.abs_().sub_(1).add_(negative, alpha=RADIX // 2)
 
 
 def _assemble(

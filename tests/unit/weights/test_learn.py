@@ -15,6 +15,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from rlsys.rollout.hf import HFRollout
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
+from rlsys.weights import learn
 from rlsys.weights.layout import dtype_of, shard_view, view_of
 from rlsys.weights.learn import Learned, learn_layout
 from rlsys.weights.plan import make_plan
@@ -122,7 +123,9 @@ def assert_replay_is_the_loader(learned: Learned, engine: Any, full: Mapping[str
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_an_opaque_engine_is_learned(dtype: str, tp_size: int) -> None:
+@pytest.mark.parametrize("part", [25, learn.PART])
+def test_an_opaque_engine_is_learned(monkeypatch: pytest.MonkeyPatch, dtype: str, tp_size: int, part: int) -> None:
+    monkeypatch.setattr(learn, "PART", part)
     shapes = hf_shapes()
     full = random_tensors(shapes, dtype_of(dtype))
     for tp in range(tp_size):
