@@ -88,8 +88,8 @@ def alone(work: dict[str, Any]) -> dict[str, float]:
     """What `offline` starts: `rows` answers of `answer_tokens` to random prompts, the second of two turns timed."""
     import random
 
-    draw = random.Random(0)
-    prompts = [[draw.randrange(10, 10_000) for _ in range(work["prompt_tokens"])] for _ in range(work["prompts"])]
+    draw, most = random.Random(0), work.get("vocab_size", 10_000)
+    prompts = [[draw.randrange(10, most) for _ in range(work["prompt_tokens"])] for _ in range(work["prompts"])]
     rows = [prompt for prompt in prompts for _ in range(work["rows"] // work["prompts"])]
     generate = {"vllm": _vllm_alone, "sglang": _sglang_alone}[work["engine"]](work)
     found = {}
