@@ -9,6 +9,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from rlsys.models.hf import saved_names
+
 
 def _text_config(path: str | Path) -> object:
     return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).get_text_config()
@@ -34,7 +36,7 @@ def eos_of(path: str | Path) -> tuple[int, ...]:
 def hf_tensors(
     path: str | Path, *, dtype: str, filled: bool, real: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The model's HF tensors and the names that are tied to others.
+    """The model's HF tensors under the names they are saved by, and the names that are tied to others.
 
     `real` tensors have memory, and the checkpoint's values if `filled`; else only shapes are told.
     """
@@ -44,7 +46,8 @@ def hf_tensors(
     state, first = model.state_dict(keep_vars=True), dict[int, str]()
     aliases = {name: held for name, t in state.items() if (held := first.setdefault(id(t), name)) != name}
     kind, device = getattr(torch, dtype), "cpu" if real else "meta"
-    tensors = {n: torch.zeros(t.shape, dtype=kind, device=device) for n, t in state.items() if n not in aliases}
+    saved = saved_names(model, {n: t.detach() for n, t in state.items() if n not in aliases})
+    tensors = {n: torch.zeros(t.shape, dtype=kind, device=device) for n, t in saved.items()}
     for file in sorted(Path(path).glob("*.safetensors")) if filled else ():
         with safe_open(file, framework="pt") as saved:
             for name in saved.keys():  # noqa: SIM118

@@ -26,6 +26,10 @@ class RolloutExtension:
         head: Any = getattr(self.model_runner.get_model(), "lm_head", None)
         if hasattr(head, "cpu_linear"):  # a tied head loads nothing itself, so its packed copy would stay the old one
             head.quant_method.process_weights_after_loading(head)
+        for layer in self.model_runner.get_model().modules():  # experts are packed again only when they come first
+            experts: Any = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+            if experts is not None:
+                experts.fused_experts.process_weights_after_loading(layer)
 
     def rlsys_score_at(self, temperature: float) -> None:
         """Take prompt log-probabilities at this temperature from now on."""
