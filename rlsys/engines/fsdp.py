@@ -34,6 +34,7 @@ from rlsys.interfaces import LossFn, Output, Part
 from rlsys.models import lora as adapters
 from rlsys.models.hf import Head, ModelSource, build, check_names, open_weights, read_config
 from rlsys.models.packing import TokenRows, empty_rows, token_rows
+from rlsys.models.stacked import AsHeld, saved_parts
 from rlsys.models.token_model import TokenModel
 from rlsys.models.ulysses import kv_repeats
 from rlsys.types import StepReport, WeightLayout
@@ -104,6 +105,7 @@ class FSDPEngine:
         plain = build(
             self.config, head=head, packed=packed, attention=attention, trust_remote_code=source.trust_remote_code
         )
+        self._parts = saved_parts(plain)
         for parameter in plain.parameters():
             parameter.data = parameter.data.to(getattr(torch, precision.master))
             parameter.requires_grad_(optimizer is not None)
@@ -121,8 +123,9 @@ class FSDPEngine:
     def _load_initial_weights(self) -> None:
         parameters = parameters_by_name(self.model)
         base = {adapters.hf_name(name): p for name, p in parameters.items() if not adapters.is_adapter(name)}
-        weights = open_weights(self.source, self.config, head=self.head)
-        check_names({n: tuple(p.shape) for n, p in base.items()}, weights, aliases=tied_names(self.model))
+        shapes = {name: tuple(p.shape) for name, p in base.items()}
+        weights = AsHeld(open_weights(self.source, self.config, head=self.head), self._parts, shapes)
+        check_names(shapes, weights, aliases=tied_names(self.model))
         fill(base, weights, self.ranks)
         if self.lora is not None:
             own = {name: p for name, p in parameters.items() if adapters.is_adapter(name)}
@@ -222,13 +225,11 @@ class FSDPEngine:
 
     def _held(self) -> HeldWeights:
         adapted = adapters.adapted_weights(self.model.model) if self.lora is not None else {}
-        return HeldWeights(parameters_by_name(self.model), adapted)
+        return HeldWeights(parameters_by_name(self.model), adapted, self._parts)
 
     def weight_layout(self) -> WeightLayout:
         """The boxes of HF tensors on this rank (adapters merged)."""
-        base = self._held().base
-        dtypes = {name: str(p.dtype).removeprefix("torch.") for name, p in base.items()}
-        return weight_layout(base, self.ranks, tied_names(self.model), dtypes)
+        return weight_layout(self._held().base, self.ranks, tied_names(self.model), self._parts)
 
     def local_tensors(self) -> Mapping[str, Tensor]:
         """The tensors of `weight_layout`: live parameters, read only; adapted weights are merged anew at each call."""

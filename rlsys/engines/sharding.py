@@ -15,6 +15,7 @@ from rlsys.engines.mesh import Ranks
 from rlsys.engines.optim import local_of
 from rlsys.models.hf import TensorSource, layer_modules
 from rlsys.models.lora import Adapted, hf_name, is_adapter
+from rlsys.models.stacked import Parts, part_of, saved_shape, shards_of
 from rlsys.models.token_model import TokenModel
 from rlsys.types import Box, Shard, WeightLayout
 
@@ -103,24 +104,41 @@ def fill(parameters: Mapping[str, Tensor], source: TensorSource, ranks: Ranks) -
 
 
 def weight_layout(
-    parameters: Mapping[str, Tensor], ranks: Ranks, aliases: Mapping[str, str], dtypes: Mapping[str, str]
+    parameters: Mapping[str, Tensor], ranks: Ranks, aliases: Mapping[str, str], parts: Parts
 ) -> WeightLayout:
-    """What this rank holds, as boxes of HF tensors; a rank without rows of a tensor has no shard of it."""
-    boxes = [held_box(name, parameter, ranks) for name, parameter in parameters.items()]
+    """What this rank holds, as boxes of HF tensors under the names they are saved by; `parts` are those of stacks.
+
+    A rank without rows of a tensor has no shard of it.
+    """
+    stacks = {part.held for part in parts.values()}
+    shards, plain = list[Shard](), {name: p for name, p in parameters.items() if name not in stacks}
+    for name, parameter in parameters.items():
+        box = held_box(name, parameter, ranks)
+        if name in stacks:
+            shards += shards_of(parts, box)
+        elif box.shape[0]:
+            shards.append(Shard(box, name, (0,) * len(box.shape)))
+    shapes = {saved: saved_shape(part, parameters[part.held].shape) for saved, part in parts.items()}
+    kinds = {saved: parameters[part.held].dtype for saved, part in parts.items()}
+    dtypes = {**{name: p.dtype for name, p in plain.items()}, **kinds}
     return WeightLayout(
         rank=ranks.rank,
         host=socket.gethostname(),
-        shards=tuple(Shard(box, box.tensor, (0,) * len(box.shape)) for box in boxes if box.shape[0]),
-        full_shapes={name: tuple(parameter.shape) for name, parameter in parameters.items()},
-        dtypes=dict(dtypes),
+        shards=tuple(shards),
+        full_shapes={**{name: tuple(p.shape) for name, p in plain.items()}, **shapes},
+        dtypes={name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()},
         aliases=dict(aliases),
     )
 
 
 class HeldWeights:
-    """The model's weights under HF names: base tensors, with the adapters' products added where there are adapters."""
+    """The model's weights under HF names: base tensors, with the adapters' products added where there are adapters.
 
-    def __init__(self, parameters: Mapping[str, Tensor], adapted: Mapping[str, Adapted]) -> None:
+    `parts` are the tensors that stacks are saved as.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], adapted: Mapping[str, Adapted], parts: Parts) -> None:
+        self._parts = parts
         self._adapters = {name: p for name, p in parameters.items() if is_adapter(name)}
         self.base = {hf_name(name): p for name, p in parameters.items() if not is_adapter(name)}
         self._adapted = adapted
@@ -132,14 +150,18 @@ class HeldWeights:
 
     @torch.no_grad()
     def full(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Whole tensors in buckets of about `bucket_bytes`; collective. They may alias parameters: copy, keep none."""
+        """Whole tensors as they are saved, in buckets of about `bucket_bytes`; collective.
+
+        They may alias parameters: copy, keep none.
+        """
         bucket, size = [], 0
         for name, parameter in self.base.items():
             tensor = self._merged(name, full_of(parameter), whole=True)
             if bucket and size + tensor.nbytes > bucket_bytes:
                 yield bucket
                 bucket, size = [], 0
-            bucket.append((name, tensor))
+            saved = [(own, part_of(tensor, part)) for own, part in self._parts.items() if part.held == name]
+            bucket += saved or [(name, tensor)]
             size += tensor.nbytes
         if bucket:
             yield bucket

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rlsys.models.hf import TensorSource, differing_tensors
+from rlsys.types import Box, Shard
+from rlsys.utils.errors import CheckpointError
+
 STACK_DIMS = 3
+Parts = Mapping[str, "Part"]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -19,6 +26,67 @@ class Part:
     held: str
     start: int
     num_rows: int
+
+
+def rows_of(shape: Sequence[int]) -> int:
+    """Rows of each entry of a stack; a tensor that is none has one row an entry."""
+    return shape[1] if len(shape) == STACK_DIMS else 1
+
+
+def saved_shape(part: Part, held: Sequence[int]) -> Shape:
+    """The shape of the saved tensor."""
+    return (part.num_rows, held[-1]) if len(held) > 1 else (part.num_rows,)
+
+
+def shards_of(parts: Parts, held: Box) -> Iterator[Shard]:
+    """A rank's rows `held` of a stack (cut in dimension 0 only), as boxes of the tensors that it is saved as."""
+    rows, width = rows_of(held.shape), held.shape[-1:] if len(held.shape) > 1 else ()
+    first, end = held.start[0] * rows, (held.start[0] + held.shape[0]) * rows
+    for saved, part in parts.items():
+        if part.held != held.tensor:
+            continue
+        at = max(part.start, first)
+        while at < (stop := min(part.start + part.num_rows, end)):
+            count = min(stop - at, rows - at % rows) if len(held.shape) == STACK_DIMS else stop - at
+            entry, row = divmod(at - first, rows)
+            place = (entry, row) if len(held.shape) == STACK_DIMS else (entry,)
+            zeros = (0,) * len(width)
+            yield Shard(Box(saved, (at - part.start, *zeros), (count, *width)), held.tensor, (*place, *zeros))
+            at += count
+
+
+class AsHeld:
+    """Saved tensors read as the model holds them; CheckpointError where parts of a stack are missing or misshapen.
+
+    `held` are the shapes of the model's own tensors. A stack that is there under its own name is taken as it is.
+    """
+
+    def __init__(self, source: TensorSource, parts: Parts, held: Mapping[str, Shape]) -> None:
+        there = set(source.names())
+        self._source, self._held = source, held
+        self._parts = {saved: part for saved, part in parts.items() if part.held not in there}
+        expected = {saved: saved_shape(part, held[part.held]) for saved, part in self._parts.items()}
+        found = {saved: tuple(source.shape(saved)) for saved in expected if saved in there}
+        if differences := differing_tensors(expected, found):
+            raise CheckpointError(f"these weights belong to another model: {differences}")
+        self._stacks = {part.held for part in self._parts.values()}
+
+    def names(self) -> Collection[str]:
+        return self._stacks | (set(self._source.names()) - set(self._parts))
+
+    def shape(self, name: str) -> Shape:
+        return tuple(self._held[name]) if name in self._stacks else self._source.shape(name)
+
+    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        if name not in self._stacks:
+            return self._source.read(name, start, shape)
+        whole = self._held[name]
+        if tuple(start[1:]) != (0,) * (len(whole) - 1) or tuple(shape[1:]) != whole[1:]:
+            raise ValueError(f"{name} is read by whole entries of its first dimension")
+        parts = {saved: part for saved, part in self._parts.items() if part.held == name}
+        pieces = sorted(shards_of(parts, Box(name, tuple(start), tuple(shape))), key=lambda piece: piece.local_start)
+        rows = [self._source.read(piece.box.tensor, piece.box.start, piece.box.shape) for piece in pieces]
+        return torch.cat(rows).view(tuple(shape))
 
 
 def part_of(tensor: Tensor, part: Part) -> Tensor:

@@ -1,0 +1,90 @@
+"""Experts that transformers stacks: read, told and written by the names they are saved by, on any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from rlsys.engines.fsdp import FSDPEngine, ModelSource
+from rlsys.weights.layout import shard_view
+from tests.ranks import run_ranks
+
+FILE = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sparse")
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def held(model: Path, out: Path) -> int:
+    """Elements on this rank, after comparing every box and every whole tensor with the file, bitwise."""
+    saved = load_file(model / FILE)
+    engine = FSDPEngine(ModelSource(path=str(model)))
+    layout, local = engine.weight_layout(), engine.local_tensors()
+    assert layout.full_shapes == {name: tuple(tensor.shape) for name, tensor in saved.items()}
+    for shard in layout.shards:
+        part = tuple(slice(at, at + n) for at, n in zip(shard.box.start, shard.box.shape, strict=True))
+        assert torch.equal(shard_view(local, shard), saved[shard.box.tensor][part]), shard
+    whole = {name: tensor for bucket in engine.weights(1 << 12) for name, tensor in bucket}
+    assert whole.keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in whole.items())
+    engine.save(out, "export")
+    return sum(shard_view(local, shard).numel() for shard in layout.shards)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_experts_come_and_go_by_the_names_they_are_saved_by(model: Path, tmp_path: Path, num_ranks: int) -> None:
+    saved = load_file(model / FILE)
+    found = run_ranks(num_ranks, held, model, tmp_path / "export")
+    assert sum(found) == sum(tensor.numel() for tensor in saved.values())
+    exported = load_file(tmp_path / "export" / FILE)
+    assert exported.keys() == saved.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        (
+            "model.layers.1.mlp.experts.2.up_proj.weight",
+            None,
+            r"1 tensors are missing \(model.layers.1.mlp.experts.2.up",
+        ),
+        (
+            "model.layers.0.mlp.experts.3.down_proj.weight",
+            (16, 11),
+            r"down_proj.weight is \(16, 11\), the model's \(16, 12\)",
+        ),
+    ],
+)
+def test_a_checkpoint_without_all_experts_is_refused(
+    model: Path, tmp_path: Path, name: str, change: tuple[int, int] | None, why: str
+) -> None:
+    tensors = load_file(model / FILE)
+    del tensors[name]
+    if change is not None:
+        tensors[name] = torch.zeros(change)
+    save_file(tensors, tmp_path / FILE, metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    with pytest.raises(AssertionError, match=f"CheckpointError: these weights belong to another model: .*{why}"):
+        run_ranks(1, held, tmp_path, tmp_path / "out")
