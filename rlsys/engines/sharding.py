@@ -15,7 +15,7 @@ from rlsys.engines.mesh import Ranks
 from rlsys.engines.optim import local_of
 from rlsys.models.hf import TensorSource, layer_modules
 from rlsys.models.lora import Adapted, hf_name, is_adapter
-from rlsys.models.stacked import Parts, part_of, saved_shape, shards_of
+from rlsys.models.stacked import Parts, by_stack, part_of, saved_shape, shards_of
 from rlsys.models.token_model import TokenModel
 from rlsys.types import Box, Shard, WeightLayout
 
@@ -110,12 +110,12 @@ def weight_layout(
 
     A rank without rows of a tensor has no shard of it.
     """
-    stacks = {part.held for part in parts.values()}
+    stacks = by_stack(parts)
     shards, plain = list[Shard](), {name: p for name, p in parameters.items() if name not in stacks}
     for name, parameter in parameters.items():
         box = held_box(name, parameter, ranks)
         if name in stacks:
-            shards += shards_of(parts, box)
+            shards += shards_of(stacks[name], box)
         elif box.shape[0]:
             shards.append(Shard(box, name, (0,) * len(box.shape)))
     shapes = {saved: saved_shape(part, parameters[part.held].shape) for saved, part in parts.items()}
@@ -138,7 +138,7 @@ class HeldWeights:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], adapted: Mapping[str, Adapted], parts: Parts) -> None:
-        self._parts = parts
+        self._stacks = by_stack(parts)
         self._adapters = {name: p for name, p in parameters.items() if is_adapter(name)}
         self.base = {hf_name(name): p for name, p in parameters.items() if not is_adapter(name)}
         self._adapted = adapted
@@ -160,8 +160,8 @@ class HeldWeights:
             if bucket and size + tensor.nbytes > bucket_bytes:
                 yield bucket
                 bucket, size = [], 0
-            saved = [(own, part_of(tensor, part)) for own, part in self._parts.items() if part.held == name]
-            bucket += saved or [(name, tensor)]
+            apart = [(saved, part_of(tensor, part)) for saved, part in self._stacks.get(name, {}).items()]
+            bucket += apart or [(name, tensor)]
             size += tensor.nbytes
         if bucket:
             yield bucket

@@ -16,6 +16,7 @@ from rlsys.utils.errors import CheckpointError
 
 STACK_DIMS = 3
 Parts = Mapping[str, "Part"]
+"""Saved tensors that are parts of others, by their own names."""
 Shape = tuple[int, ...]
 
 
@@ -26,6 +27,14 @@ class Part:
     held: str
     start: int
     num_rows: int
+
+
+def by_stack(parts: Parts) -> dict[str, dict[str, Part]]:
+    """The parts of each stack."""
+    found: dict[str, dict[str, Part]] = {}
+    for saved, part in parts.items():
+        found.setdefault(part.held, {})[saved] = part
+    return found
 
 
 def rows_of(shape: Sequence[int]) -> int:
@@ -39,12 +48,10 @@ def saved_shape(part: Part, held: Sequence[int]) -> Shape:
 
 
 def shards_of(parts: Parts, held: Box) -> Iterator[Shard]:
-    """A rank's rows `held` of a stack (cut in dimension 0 only), as boxes of the tensors that it is saved as."""
+    """A rank's rows `held` of a stack (cut in dimension 0 only), as boxes of its `parts`."""
     rows, width = rows_of(held.shape), held.shape[-1:] if len(held.shape) > 1 else ()
     first, end = held.start[0] * rows, (held.start[0] + held.shape[0]) * rows
     for saved, part in parts.items():
-        if part.held != held.tensor:
-            continue
         at = max(part.start, first)
         while at < (stop := min(part.start + part.num_rows, end)):
             count = min(stop - at, rows - at % rows) if len(held.shape) == STACK_DIMS else stop - at
@@ -69,10 +76,10 @@ class AsHeld:
         found = {saved: tuple(source.shape(saved)) for saved in expected if saved in there}
         if differences := differing_tensors(expected, found):
             raise CheckpointError(f"these weights belong to another model: {differences}")
-        self._stacks = {part.held for part in self._parts.values()}
+        self._stacks = by_stack(self._parts)
 
     def names(self) -> Collection[str]:
-        return self._stacks | (set(self._source.names()) - set(self._parts))
+        return self._stacks.keys() | (set(self._source.names()) - set(self._parts))
 
     def shape(self, name: str) -> Shape:
         return tuple(self._held[name]) if name in self._stacks else self._source.shape(name)
@@ -83,8 +90,8 @@ class AsHeld:
         whole = self._held[name]
         if tuple(start[1:]) != (0,) * (len(whole) - 1) or tuple(shape[1:]) != whole[1:]:
             raise ValueError(f"{name} is read by whole entries of its first dimension")
-        parts = {saved: part for saved, part in self._parts.items() if part.held == name}
-        pieces = sorted(shards_of(parts, Box(name, tuple(start), tuple(shape))), key=lambda piece: piece.local_start)
+        found = shards_of(self._stacks[name], Box(name, tuple(start), tuple(shape)))
+        pieces = sorted(found, key=lambda piece: piece.local_start)
         rows = [self._source.read(piece.box.tensor, piece.box.start, piece.box.shape) for piece in pieces]
         return torch.cat(rows).view(tuple(shape))
 

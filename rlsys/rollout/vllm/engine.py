@@ -10,6 +10,7 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,13 +130,17 @@ class VLLMRollout(ServingEngine):
         running: dict[str, Ticket] = {}
         num_tokens = 0
 
-        def answer(ended: Mapping[str, Finish]) -> int:
-            drawn = self._rpc("rlsys_take_draws", [int(name) for name in ended]) if ended else []
-            for (name, why), found in zip(ended.items(), drawn, strict=True):
-                ticket = running.pop(name)
+        def answer(ended: Sequence[_Ended]) -> int:
+            count, names = 0, [int(end.name) for end in ended]
+            drawn = self._rpc("rlsys_take_draws", names) if names else []
+            for end, found in zip(ended, drawn, strict=True):
+                ticket = running.pop(end.name)
                 found, stopped = _until_stop(found, ticket)
-                deliver(ticket.number, self._answered(ticket.request, found, Finish.STOP if stopped else why))
-            return sum(len(found.tokens) for found in drawn)
+                if end.tokens not in (None, found.tokens):
+                    raise RolloutError(f"vLLM took other tokens than were drawn for request {ticket.request.rid}")
+                deliver(ticket.number, self._answered(ticket.request, found, Finish.STOP if stopped else end.why))
+                count += len(found.tokens)
+            return count
 
         try:
             while True:
@@ -146,12 +151,11 @@ class VLLMRollout(ServingEngine):
                 if self._told_to_stop():
                     self.engine.abort_request(list(running))
                     self._drain()
-                    return num_tokens + answer(dict.fromkeys(running, Finish.ABORT))
+                    return num_tokens + answer([_Ended(name, Finish.ABORT) for name in running])
                 if not running:
                     self._drain()
                     return num_tokens
-                outputs = [output for output in self.engine.step() if output.finished]
-                num_tokens += answer({output.request_id: _finish(output) for output in outputs})
+                num_tokens += answer([_ended(output) for output in self.engine.step() if output.finished])
         except BaseException:
             self.engine.abort_request(list(running))
             raise
@@ -280,11 +284,21 @@ def _until_stop(answer: Answer, ticket: Ticket) -> tuple[Answer, bool]:
     return answer.first(ticket.max_new_tokens if end is None else end + 1), end is not None
 
 
-def _finish(output: Any) -> Finish:
-    reason = output.outputs[0].finish_reason
-    if reason not in FINISH:
-        raise RolloutError(f"vLLM ended request {output.request_id} by '{reason}'")
-    return FINISH[reason]
+@dataclass(frozen=True)
+class _Ended:
+    """A request by its name in vLLM, why it ended, and the tokens that vLLM says it has (None: it does not say)."""
+
+    name: str
+    why: Finish
+    tokens: tuple[int, ...] | None = None
+
+
+def _ended(output: Any) -> _Ended:
+    [told] = output.outputs
+    if told.finish_reason not in FINISH:
+        raise RolloutError(f"vLLM ended request {output.request_id} by '{told.finish_reason}'")
+    why = FINISH[told.finish_reason]
+    return _Ended(output.request_id, why, None if why is Finish.ABORT else tuple(told.token_ids))
 
 
 def _fill(scores: Tensor, output: Any, ids: Sequence[int], length: int) -> None:
