@@ -125,6 +125,9 @@ class FSDPEngine:
         base = {adapters.hf_name(name): p for name, p in parameters.items() if not adapters.is_adapter(name)}
         shapes = {name: tuple(p.shape) for name, p in base.items()}
         weights = AsHeld(open_weights(self.source, self.config, head=self.head), self._parts, shapes)
+        kept = {name.removeprefix("model.") for name, _ in self.model.named_buffers()}
+        if untrained := sorted(kept & set(weights.names())):
+            raise ConfigError(f"{self.config.model_type} saves buffers ({untrained[0]}): train it by strategy=megatron")
         check_names(shapes, weights, aliases=tied_names(self.model))
         fill(base, weights, self.ranks)
         if self.lora is not None:

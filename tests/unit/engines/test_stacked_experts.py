@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlsys.engines.fsdp import FSDPEngine, ModelSource
 from rlsys.weights.layout import shard_view
@@ -60,6 +60,33 @@ def test_experts_come_and_go_by_the_names_they_are_saved_by(model: Path, tmp_pat
     exported = load_file(tmp_path / "export" / FILE)
     assert exported.keys() == saved.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
+
+
+def test_models_that_save_buffers_are_for_megatron(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = DeepseekV3Config(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=12,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=4,
+    )
+    DeepseekV3ForCausalLM(config).save_pretrained(tmp_path)
+    why = r"ConfigError: deepseek_v3 saves buffers \(.*e_score_correction_bias\): .*megatron"
+    with pytest.raises(AssertionError, match=why):
+        run_ranks(1, held, tmp_path, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
