@@ -8,7 +8,9 @@ What follows `--` is the main job's command line; answers are drawn to their ful
 the model ends them, which both schedules then see alike. With `--shape` the model has random weights of a known shape.
 Runs, one after the other: our job; the job as schedules that pad do it (fixed micro-batches of padded rows, rows
 unbalanced, weights gathered in buckets and loaded by the engine); the engine alone, on one replica's share of the same
-number of tokens, with and without log-probabilities, with CUDA graphs for as many sequences as ours.
+number of tokens, with and without log-probabilities, with CUDA graphs for as many sequences as ours. Generation is also
+set beside the roofline of decoding: each token reads every weight once for the batch, and its row's keys and values, at
+the rate at which this device reads memory. The bubble is the share of a step in which nobody generates or trains.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 POLICY = "actor_rollout_ref"
 PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "switch")
+BUSY = ("gen", "old_log_prob", "update_actor")
 SKIPPED = 2
 """First steps, in which kernels are compiled and caches are filled."""
 
@@ -164,7 +167,40 @@ def shares(name: str, found: dict[str, float], ranks: int) -> str:
     told = "  ".join(f"{phase} {seconds:.3f} ({seconds / step:.1%})" for phase, seconds in [*parts, ("rest", rest)])
     rate = found["perf/total_num_tokens"] / step / ranks
     mfu = found.get("perf/mfu/actor", float("nan"))
-    return f"{name}: step {step:.3f} s, {rate:,.0f} tokens/s a device, MFU of the update {mfu:.3f}\n  {told}"
+    bubble = 1 - sum(seconds for phase, seconds in parts if phase in BUSY) / step
+    return (
+        f"{name}: step {step:.3f} s, {rate:,.0f} tokens/s a device, MFU of the update {mfu:.3f}, bubble {bubble:.1%}\n"
+        f"  {told}"
+    )
+
+
+def read_rate(device: str) -> float:
+    """Bytes a second at which a device reads its memory: the best sum over 1 GiB of several."""
+    import torch
+
+    values, took = torch.zeros(1 << 28, dtype=torch.int32, device=device), []
+    for _ in range(6):
+        started_s = perf_counter()
+        values.sum().item()
+        took.append(perf_counter() - started_s)
+    return values.nbytes / min(took)
+
+
+def roofline(path: str, tp: int, rows: int, prompt: float, answer: float, rate: float) -> float:
+    """Tokens a second of `rows` answers in bfloat16 by a dense model if only memory is waited for.
+
+    On average half an answer is held; of an embedding that is not the output layer too only single rows are read.
+    """
+    from rlsys.models.hf import ModelSource, build, read_config
+
+    config = read_config(ModelSource(path))
+    text = config.get_text_config()
+    model = build(config, head="lm", packed=False)
+    spared = 0 if text.tie_word_embeddings else model.get_input_embeddings().weight.numel()
+    weights = 2 * (sum(p.numel() for p in model.parameters()) - spared)
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    cached = 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * head * (prompt + answer / 2)
+    return rows * rate * tp / (weights + rows * cached)
 
 
 def main() -> int:
@@ -215,6 +251,10 @@ def main() -> int:
         }
         found["offline"] = offline(rollout.name, work, args.deadline_s)
         rate = rows * answer / ours["timing_s/gen"]
+        read = read_rate("cuda" if work["cuda"] else "cpu")
+        limit = roofline(work["model"], tp, rows, work["prompt_tokens"], answer, read)
+        told = f"roofline {limit:,.0f} tokens/s at {read / 1e9:,.0f} GB/s"
+        print(f"generation, a replica: {rate:,.0f} tokens/s; {told}; ours / roofline {rate / limit:.2f}")
         for name, alone_rate in found["offline"].items():
             print(
                 f"generation, a replica: {rate:,.0f} tokens/s; engine alone, {name}: {alone_rate:,.0f}; "
