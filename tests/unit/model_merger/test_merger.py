@@ -153,11 +153,8 @@ def test_experts_that_transformers_trains_together_are_stored_one_by_one(
     trained = run_ranks(2, save_fsdp, CONFIGS[name], tmp_path / "actor")[0]
     merge(tmp_path / "actor", tmp_path / "hf", config_dir=models[name], carry_from=models[name])
     found = tensors_of(tmp_path / "hf")
-    fused = trained["model.layers.3.mlp.experts.gate_up_proj"]
-    spelled = ("block_sparse_moe", "w1", "w3") if name == "mixtral" else ("mlp", "gate_proj", "up_proj")
-    for e in range(8):
-        parts = [found[f"model.layers.3.{spelled[0]}.experts.{e}.{part}.weight"] for part in spelled[1:]]
-        assert torch.equal(torch.cat(parts), fused[e])
+    assert sum(".experts." in tensor for tensor in trained) > 8 * 3
+    assert all(torch.equal(found[tensor], values) for tensor, values in trained.items())
     assert found.keys() == tensors_of(models[name]).keys()
 
 
