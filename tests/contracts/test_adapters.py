@@ -191,18 +191,7 @@ def test_every_engine_trains_the_same_adapters_from_the_same_first_values(model:
     for reports, weights in run_ranks(2, three_steps, ENGINES["megatron"], model, replace(ON_PARTS[case], lora=FRESH)):
         assert [r.grad_norm for r in reports] == pytest.approx([r.grad_norm for r in fsdp[0]], rel=1e-4)
         for name, tensor in weights.items():
-            torch.testing.assert_close(tensor, of_fsdp(fsdp[1], name), rtol=0, atol=2e-6)
-
-
-def of_fsdp(weights: dict[str, Tensor], name: str) -> Tensor:
-    """A weight of transformers' model, which stacks experts."""
-    if name in weights:
-        return weights[name]
-    layer, _, rest = name.partition(".experts.")
-    number, kind = rest.split(".")[:2]
-    if kind == "down_proj":
-        return weights[f"{layer}.experts.down_proj"][int(number)]
-    return weights[f"{layer}.experts.gate_up_proj"][int(number)].chunk(2)[kind == "up_proj"]
+            torch.testing.assert_close(tensor, fsdp[1][name], rtol=0, atol=2e-6)
 
 
 ALL_LINEAR = LoraSettings(rank=RANK, alpha=ALPHA, seed=4)
