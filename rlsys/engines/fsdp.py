@@ -34,7 +34,7 @@ from rlsys.interfaces import LossFn, Output, Part
 from rlsys.models import lora as adapters
 from rlsys.models.hf import Head, ModelSource, build, check_names, open_weights, read_config
 from rlsys.models.packing import TokenRows, empty_rows, token_rows
-from rlsys.models.stacked import AsHeld, saved_parts
+from rlsys.models.stacked import AsHeld, by_stack, saved_parts
 from rlsys.models.token_model import TokenModel
 from rlsys.models.ulysses import kv_repeats
 from rlsys.types import StepReport, WeightLayout
@@ -105,7 +105,7 @@ class FSDPEngine:
         plain = build(
             self.config, head=head, packed=packed, attention=attention, trust_remote_code=source.trust_remote_code
         )
-        self._parts = saved_parts(plain)
+        self._stacks = by_stack(saved_parts(plain))
         for parameter in plain.parameters():
             parameter.data = parameter.data.to(getattr(torch, precision.master))
             parameter.requires_grad_(optimizer is not None)
@@ -124,7 +124,7 @@ class FSDPEngine:
         parameters = parameters_by_name(self.model)
         base = {adapters.hf_name(name): p for name, p in parameters.items() if not adapters.is_adapter(name)}
         shapes = {name: tuple(p.shape) for name, p in base.items()}
-        weights = AsHeld(open_weights(self.source, self.config, head=self.head), self._parts, shapes)
+        weights = AsHeld(open_weights(self.source, self.config, head=self.head), self._stacks, shapes)
         kept = {name.removeprefix("model.") for name, _ in self.model.named_buffers()}
         if untrained := sorted(kept & set(weights.names())):
             raise ConfigError(f"{self.config.model_type} saves buffers ({untrained[0]}): train it by strategy=megatron")
@@ -228,11 +228,11 @@ class FSDPEngine:
 
     def _held(self) -> HeldWeights:
         adapted = adapters.adapted_weights(self.model.model) if self.lora is not None else {}
-        return HeldWeights(parameters_by_name(self.model), adapted, self._parts)
+        return HeldWeights(parameters_by_name(self.model), adapted, self._stacks)
 
     def weight_layout(self) -> WeightLayout:
         """The boxes of HF tensors on this rank (adapters merged)."""
-        return weight_layout(self._held().base, self.ranks, tied_names(self.model), self._parts)
+        return weight_layout(self._held().base, self.ranks, tied_names(self.model), self._stacks)
 
     def local_tensors(self) -> Mapping[str, Tensor]:
         """The tensors of `weight_layout`: live parameters, read only; adapted weights are merged anew at each call."""

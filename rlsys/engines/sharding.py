@@ -15,7 +15,7 @@ from rlsys.engines.mesh import Ranks
 from rlsys.engines.optim import local_of
 from rlsys.models.hf import TensorSource, layer_modules
 from rlsys.models.lora import Adapted, hf_name, is_adapter
-from rlsys.models.stacked import Parts, by_stack, part_of, saved_shape, shards_of
+from rlsys.models.stacked import Stacks, part_of, saved_shapes, shards_of
 from rlsys.models.token_model import TokenModel
 from rlsys.types import Box, Shard, WeightLayout
 
@@ -104,29 +104,28 @@ def fill(parameters: Mapping[str, Tensor], source: TensorSource, ranks: Ranks) -
 
 
 def weight_layout(
-    parameters: Mapping[str, Tensor], ranks: Ranks, aliases: Mapping[str, str], parts: Parts
+    parameters: Mapping[str, Tensor], ranks: Ranks, aliases: Mapping[str, str], stacks: Stacks
 ) -> WeightLayout:
-    """What this rank holds, as boxes of HF tensors under the names they are saved by; `parts` are those of stacks.
+    """What this rank holds, as boxes of HF tensors under the names they are saved by, those of `stacks` apart.
 
     A rank without rows of a tensor has no shard of it.
     """
-    stacks = by_stack(parts)
-    shards, plain = list[Shard](), {name: p for name, p in parameters.items() if name not in stacks}
+    shards, shapes, dtypes = list[Shard](), dict[str, tuple[int, ...]](), dict[str, str]()
     for name, parameter in parameters.items():
-        box = held_box(name, parameter, ranks)
+        box, whole = held_box(name, parameter, ranks), tuple(parameter.shape)
         if name in stacks:
             shards += shards_of(stacks[name], box)
         elif box.shape[0]:
             shards.append(Shard(box, name, (0,) * len(box.shape)))
-    shapes = {saved: saved_shape(part, parameters[part.held].shape) for saved, part in parts.items()}
-    kinds = {saved: parameters[part.held].dtype for saved, part in parts.items()}
-    dtypes = {**{name: p.dtype for name, p in plain.items()}, **kinds}
+        saved = saved_shapes(stacks[name], whole) if name in stacks else {name: whole}
+        shapes |= saved
+        dtypes |= dict.fromkeys(saved, str(parameter.dtype).removeprefix("torch."))
     return WeightLayout(
         rank=ranks.rank,
         host=socket.gethostname(),
         shards=tuple(shards),
-        full_shapes={**{name: tuple(p.shape) for name, p in plain.items()}, **shapes},
-        dtypes={name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()},
+        full_shapes=shapes,
+        dtypes=dtypes,
         aliases=dict(aliases),
     )
 
@@ -134,11 +133,11 @@ def weight_layout(
 class HeldWeights:
     """The model's weights under HF names: base tensors, with the adapters' products added where there are adapters.
 
-    `parts` are the tensors that stacks are saved as.
+    Whole tensors of `stacks` are told apart, as they are saved.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], adapted: Mapping[str, Adapted], parts: Parts) -> None:
-        self._stacks = by_stack(parts)
+    def __init__(self, parameters: Mapping[str, Tensor], adapted: Mapping[str, Adapted], stacks: Stacks) -> None:
+        self._stacks = stacks
         self._adapters = {name: p for name, p in parameters.items() if is_adapter(name)}
         self.base = {hf_name(name): p for name, p in parameters.items() if not is_adapter(name)}
         self._adapted = adapted

@@ -17,6 +17,8 @@ from rlsys.utils.errors import CheckpointError
 STACK_DIMS = 3
 Parts = Mapping[str, "Part"]
 """Saved tensors that are parts of others, by their own names."""
+Stacks = Mapping[str, Parts]
+"""The parts of each held tensor that is saved under other names."""
 Shape = tuple[int, ...]
 
 
@@ -29,7 +31,7 @@ class Part:
     num_rows: int
 
 
-def by_stack(parts: Parts) -> dict[str, dict[str, Part]]:
+def by_stack(parts: Parts) -> Stacks:
     """The parts of each stack."""
     found: dict[str, dict[str, Part]] = {}
     for saved, part in parts.items():
@@ -42,9 +44,10 @@ def rows_of(shape: Sequence[int]) -> int:
     return shape[1] if len(shape) == STACK_DIMS else 1
 
 
-def saved_shape(part: Part, held: Sequence[int]) -> Shape:
-    """The shape of the saved tensor."""
-    return (part.num_rows, held[-1]) if len(held) > 1 else (part.num_rows,)
+def saved_shapes(parts: Parts, held: Sequence[int]) -> dict[str, Shape]:
+    """The shapes of the tensors that a stack of shape `held` is saved as."""
+    width = tuple(held[-1:]) if len(held) > 1 else ()
+    return {saved: (part.num_rows, *width) for saved, part in parts.items()}
 
 
 def shards_of(parts: Parts, held: Box) -> Iterator[Shard]:
@@ -68,18 +71,20 @@ class AsHeld:
     `held` are the shapes of the model's own tensors. A stack that is there under its own name is taken as it is.
     """
 
-    def __init__(self, source: TensorSource, parts: Parts, held: Mapping[str, Shape]) -> None:
+    def __init__(self, source: TensorSource, stacks: Stacks, held: Mapping[str, Shape]) -> None:
         there = set(source.names())
         self._source, self._held = source, held
-        self._parts = {saved: part for saved, part in parts.items() if part.held not in there}
-        expected = {saved: saved_shape(part, held[part.held]) for saved, part in self._parts.items()}
+        self._stacks = {name: parts for name, parts in stacks.items() if name not in there}
+        expected: dict[str, Shape] = {}
+        for name, parts in self._stacks.items():
+            expected |= saved_shapes(parts, held[name])
         found = {saved: tuple(source.shape(saved)) for saved in expected if saved in there}
         if differences := differing_tensors(expected, found):
             raise CheckpointError(f"these weights belong to another model: {differences}")
-        self._stacks = by_stack(self._parts)
+        self._names = self._stacks.keys() | (there - expected.keys())
 
     def names(self) -> Collection[str]:
-        return self._stacks.keys() | (set(self._source.names()) - set(self._parts))
+        return self._names
 
     def shape(self, name: str) -> Shape:
         return tuple(self._held[name]) if name in self._stacks else self._source.shape(name)

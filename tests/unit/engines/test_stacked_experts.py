@@ -14,6 +14,15 @@ from rlsys.weights.layout import shard_view
 from tests.ranks import run_ranks
 
 FILE = "model.safetensors"
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "moe_intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_experts_per_tok": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -21,16 +30,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sparse")
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=24,
-        moe_intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
+        **SIZES,
         num_key_value_heads=1,
         head_dim=8,
         num_experts=4,
-        num_experts_per_tok=2,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
     return folder
@@ -65,15 +68,9 @@ def test_experts_come_and_go_by_the_names_they_are_saved_by(model: Path, tmp_pat
 def test_models_that_save_buffers_are_for_megatron(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = DeepseekV3Config(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=24,
-        moe_intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=2,
+        **SIZES,
         num_key_value_heads=2,
         n_routed_experts=4,
-        num_experts_per_tok=2,
         n_group=1,
         topk_group=1,
         first_k_dense_replace=1,
