@@ -6,12 +6,19 @@ import json
 import random
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PretrainedConfig,
+    Qwen2Config,
+)
 
 from rlsys.data.start_assets import build_tokenizer
 
@@ -52,6 +59,16 @@ class Toy:
             f"trainer.default_local_dir={out}",
             *more,
         ]
+
+
+def with_model(toy: Toy, folder: Path, kind: type[PretrainedConfig], **sizes: Any) -> Toy:
+    """The toy with a random model of another kind and its own tokenizer, in `folder`."""
+    tokenizer = AutoTokenizer.from_pretrained(toy.model)
+    tokenizer.save_pretrained(str(folder))
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = kind(vocab_size=len(tokenizer), max_position_embeddings=128, **ids, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return replace(toy, model=folder)
 
 
 @pytest.fixture(scope="session")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
+from transformers import Qwen3MoeConfig
 
-from tests.e2e.conftest import Toy
+from tests.e2e.conftest import Toy, with_model
 from trainer.main_ppo import main
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -31,11 +30,10 @@ ENGINES = [
 @pytest.fixture(scope="module")
 def sparse(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
     """The toy with four experts in each layer and heads of 32, the smallest that vLLM's CPU attention has."""
-    folder = tmp_path_factory.mktemp("sparse")
-    tokenizer = AutoTokenizer.from_pretrained(toy.model)
-    tokenizer.save_pretrained(str(folder))
-    config = Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
+    return with_model(
+        toy,
+        tmp_path_factory.mktemp("sparse"),
+        Qwen3MoeConfig,
         hidden_size=64,
         intermediate_size=64,
         moe_intermediate_size=32,
@@ -46,12 +44,7 @@ def sparse(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
         num_experts=4,
         num_experts_per_tok=2,
         norm_topk_prob=True,
-        max_position_embeddings=128,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return replace(toy, model=folder)
 
 
 @pytest.mark.timeout(600)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from transformers import Qwen2Config
 
 from rlsys.config import load_config
-from tests.e2e.conftest import Toy
+from tests.e2e.conftest import Toy, with_model
 from trainer.main_ppo import main
 from workers.engines import EngineRun
 from workers.rollout import VLLMRolloutWorker
@@ -25,22 +24,16 @@ MEGATRON = "actor_rollout_ref.actor.megatron"
 @pytest.fixture(scope="module")
 def wide(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
     """The toy with heads of 32, the smallest that vLLM's CPU attention has."""
-    folder = tmp_path_factory.mktemp("wide")
-    tokenizer = AutoTokenizer.from_pretrained(toy.model)
-    tokenizer.save_pretrained(str(folder))
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
+    return with_model(
+        toy,
+        tmp_path_factory.mktemp("wide"),
+        Qwen2Config,
         hidden_size=128,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=128,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return replace(toy, model=folder)
 
 
 def run(toy: Toy, out: Path, *more: str) -> list[dict[str, Any]]:
