@@ -29,12 +29,12 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from rlsys.models.megatron.family import family_of  # noqa: E402
+from rlsys.planning.engine_layout import EngineSizes, engine_layouts  # noqa: E402
+from rlsys.planning.shapes import SHAPES, sizes_of  # noqa: E402
+from rlsys.planning.trainer_layout import MegatronSizes, fsdp_layouts, megatron_layouts  # noqa: E402
 from rlsys.types import WeightLayout  # noqa: E402
 from rlsys.utils.errors import ConfigError, WeightTransferError  # noqa: E402
-from rlsys.weights.engine_layout import EngineSizes, engine_layouts  # noqa: E402
 from rlsys.weights.plan import Plan, make_plan  # noqa: E402
-from rlsys.weights.shapes import SHAPES, sizes_of  # noqa: E402
-from rlsys.weights.trainer_layout import MegatronSizes, fsdp_layouts, megatron_layouts  # noqa: E402
 
 MOST_LINES = 40
 
@@ -163,8 +163,8 @@ def plan_transfer() -> None:
 def plan_job() -> None:
     """The table of `--memory`; exit code 1 where a stage does not fit."""
     from rlsys.config import load_config
-    from trainer.memory_advice import GIB, remedies, table, too_large
-    from trainer.memory_plan import MemoryPlan, plan_memory
+    from rlsys.planning.advice import GIB, remedies, table, too_large
+    from rlsys.planning.memory import MemoryPlan, plan_memory
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--memory", metavar="CONFIG", required=True, help="preset or YAML file")

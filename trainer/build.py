@@ -11,18 +11,18 @@ from typing import Any
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.telemetry.log import setup_logging
 from rlsys.telemetry.trackers import check_loggers
-from trainer.errors import exit_on_sigterm, make_root, told
-from trainer.estimate import correction_of, loss_mode_of
+from trainer.advantages import correction_of, loss_mode_of
+from trainer.backend import Place, find_place, load_tokenizer
+from trainer.external import server_settings
 from trainer.groups import Role
-from trainer.place import Place, find_place, load_tokenizer
+from trainer.job import exit_on_sigterm, make_root, told
 from trainer.ppo import RayPPOTrainer
 from trainer.prompts import prompt_datasets, steps_of
 from trainer.rollouts import gives_up_weights
-from trainer.served import server_settings
-from trainer.start import with_start_assets
+from trainer.start_model import with_start_assets
 from workers.actor import ActorWorker
+from workers.build import EngineRun, check_megatron_model
 from workers.critic import CriticWorker
-from workers.engines import EngineRun, check_megatron_model
 from workers.megatron import MegatronPPOWorker
 from workers.reference import ReferenceWorker
 from workers.reward_model import RewardModelWorker

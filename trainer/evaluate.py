@@ -13,7 +13,7 @@ from rlsys.data.collate import collate_prompts
 from rlsys.data.dataset import PromptDataset
 from rlsys.protocol import DataProto
 from rlsys.telemetry.validation import validation_metrics
-from trainer.answers import Answers, validation_sampling
+from trainer.generation import Answers, validation_sampling
 
 Answer = Callable[[DataProto, int, int], DataProto]
 """(prompts, step, number of the batch) -> graded answers."""

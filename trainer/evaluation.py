@@ -14,16 +14,16 @@ from rlsys.protocol import DataProto
 from rlsys.telemetry.log import setup_logging
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.telemetry.trackers import check_loggers
-from trainer.answers import Answers, validation_sampling
+from trainer.backend import find_place, load_tokenizer
 from trainer.dumps import dump, sample_rows
-from trainer.errors import exit_on_sigterm, told
 from trainer.evaluate import Dump, validation
+from trainer.generation import Answers, validation_sampling
 from trainer.groups import deadlines_of
-from trainer.place import find_place, load_tokenizer
+from trainer.job import exit_on_sigterm, told
 from trainer.prompts import load_prompts
 from trainer.rewards import reward_manager, reward_pool
 from trainer.rollouts import generate_by, printer, rollout_fleet
-from workers.engines import EngineRun
+from workers.build import EngineRun
 from workers.rollout import ROLLOUT_WORKERS
 
 

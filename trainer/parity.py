@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from rlsys.algorithms.parity import Parity, compare_log_probs
-from rlsys.config.schema_actor import ParityConfig
+from rlsys.config.schema.actor import ParityConfig
 from rlsys.data.collate import collate_prompts
 from rlsys.protocol import DataProto, DataProtoConfig
 from rlsys.telemetry.log import get_logger
 from rlsys.types import SamplingParams
 from rlsys.utils.errors import DeadlineError, RolloutError, WorkerError
-from trainer.answers import Generate, sampling_meta
+from trainer.generation import Generate, sampling_meta
 from trainer.residency import Holder, Residency
 from trainer.steps import ROWS
 

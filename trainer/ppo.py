@@ -17,6 +17,7 @@ from rlsys.protocol import DataProto
 from rlsys.telemetry.log import get_logger
 from rlsys.types import TransferReport
 from rlsys.utils.errors import ConfigError, ParityError, RolloutError
+from trainer.assembly import Runtime, assemble
 from trainer.checkpoint import CheckpointStore, TrainerState, load_state, save_state
 from trainer.dumps import BackgroundDumps, dump, sample_rows
 from trainer.groups import Role, WorkerGroups, deadlines_of, start_groups
@@ -24,7 +25,6 @@ from trainer.parity import ParityReport
 from trainer.prompts import steps_of
 from trainer.reporting import Reporter
 from trainer.residency import Holder
-from trainer.runtime import Runtime, assemble
 
 log = get_logger(__name__)
 

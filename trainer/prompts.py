@@ -9,7 +9,7 @@ from typing import Any
 
 from rlsys.config import PPOConfig
 from rlsys.config.plan import total_steps
-from rlsys.config.schema_data import DataConfig, PromptsConfig
+from rlsys.config.schema.data import DataConfig, PromptsConfig
 from rlsys.data.collate import collate_prompts
 from rlsys.data.cursor import Cursor
 from rlsys.data.dataset import PromptDataset, PromptFormat, load_custom_dataset

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlsys.config.schema_trainer import RunConfig
+from rlsys.config.schema.trainer import RunConfig
 from rlsys.protocol import DataProto
 from rlsys.telemetry.log import get_logger
 from rlsys.telemetry.memory import MemoryRecord, by_stage, memory_metrics, memory_table

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from rlsys.config import EvalConfig, PPOConfig
-from rlsys.config.schema_algorithm import RewardConfig
+from rlsys.config.schema.algorithm import RewardConfig
 from rlsys.rewards.manager import OverlongBuffer, RewardManager, build_reward_manager, load_reward_manager
-from rlsys.rewards.pool import RewardPool
-from rlsys.rewards.records import Grader
+from rlsys.rewards.pool.pool import RewardPool
+from rlsys.rewards.pool.records import Grader
 
 
 def reward_pool(reward: RewardConfig) -> RewardPool:

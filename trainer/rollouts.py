@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlsys.config import EvalConfig, PPOConfig
-from rlsys.config.schema_actor import GenerationConfig
+from rlsys.config.schema.actor import GenerationConfig
+from rlsys.fleet.fleet import FleetDeadlines, RolloutFleet
 from rlsys.protocol import DataProto
-from rlsys.rollout.fleet import FleetDeadlines, RolloutFleet
 from rlsys.types import TransferReport
 from rlsys.utils.errors import ConfigError
 from rlsys.weights.sharding_manager import (
@@ -23,7 +23,7 @@ from rlsys.weights.sharding_manager import (
     MegatronVLLMShardingManager,
     ShardingManager,
 )
-from trainer.answers import Generate
+from trainer.generation import Generate
 from trainer.groups import WorkerGroups
 
 

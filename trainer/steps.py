@@ -13,7 +13,7 @@ from rlsys.batching import balance_rows, seqlen_metrics
 from rlsys.config import PPOConfig
 from rlsys.config.plan import BatchPlan
 from rlsys.protocol import DataProto
-from trainer.estimate import AdvantageSettings, estimate
+from trainer.advantages import AdvantageSettings, estimate
 from trainer.groups import WorkerGroups
 from trainer.reporting import Reporter
 from trainer.residency import Holder, Residency

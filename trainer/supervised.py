@@ -19,12 +19,12 @@ from rlsys.protocol import DataProto, pad_dataproto_to_divisor
 from rlsys.roles.lm import RankSums, mean_over_ranks
 from rlsys.telemetry.log import setup_logging
 from rlsys.telemetry.trackers import check_loggers
+from trainer.backend import Place, find_place, load_tokenizer
 from trainer.checkpoint import CheckpointStore, TrainerState, load_state, save_state
-from trainer.errors import exit_on_sigterm, told
 from trainer.groups import deadlines_of
-from trainer.place import Place, find_place, load_tokenizer
+from trainer.job import exit_on_sigterm, told
 from trainer.reporting import Reporter
-from workers.engines import EngineRun
+from workers.build import EngineRun
 from workers.sft import SupervisedWorker
 
 Kind = Literal["lm", "rm"]

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlsys.config.schema_actor import ActorRolloutRefConfig
+from rlsys.config.schema.actor import ActorRolloutRefConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.actor import PPOActor
 from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from rlsys.weights.local import local_sums, reshard_local
-from rlsys.weights.sides import WeightSender
+from rlsys.weights.executors.endpoints import WeightSender
+from rlsys.weights.executors.in_process import local_sums, reshard_local
 from rlsys.weights.target import Moved
 from rlsys.weights.verify import LayoutSums
 from workers.base import EngineWorker, TransferWorker
-from workers.engines import EngineRun, actor_settings, build_actor_engine, meter_of
-from workers.weights import rollout_of_this_process
+from workers.build import EngineRun, actor_settings, build_actor_engine, meter_of
+from workers.colocated import rollout_of_this_process
 
 MESH = "actor"
 BY_MESH: Any = make_nd_compute_dataproto_dispatch_fn(MESH)

@@ -8,7 +8,7 @@ from typing import Any
 from rlsys.single_controller.base import Worker
 from rlsys.single_controller.base.decorator import Dispatch, register
 from rlsys.types import WeightLayout
-from rlsys.weights.sides import Spec
+from rlsys.weights.executors.endpoints import Spec
 from rlsys.weights.verify import BoxSum
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlsys.config.schema_actor import CriticConfig
+from rlsys.config.schema.actor import CriticConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.critic import PPOCritic
 from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from workers.base import EngineWorker
-from workers.engines import EngineRun, build_critic_engine, critic_settings, meter_of
+from workers.build import EngineRun, build_critic_engine, critic_settings, meter_of
 
 MESH = "critic"
 BY_MESH: Any = make_nd_compute_dataproto_dispatch_fn(MESH)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rlsys.config.schema_actor import ActorRolloutRefConfig
+from rlsys.config.schema.actor import ActorRolloutRefConfig
 from rlsys.utils.errors import ConfigError
 from workers.actor import ActorWorker
-from workers.engines import EngineRun
+from workers.build import EngineRun
 
 
 class MegatronPPOWorker(ActorWorker):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlsys.config.schema_actor import ActorRolloutRefConfig
+from rlsys.config.schema.actor import ActorRolloutRefConfig
 from rlsys.protocol import DataProto
 from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from workers.base import EngineWorker
-from workers.engines import EngineRun, build_reference_engine
+from workers.build import EngineRun, build_reference_engine
 
 MESH = "ref"
 BY_MESH: Any = make_nd_compute_dataproto_dispatch_fn(MESH)

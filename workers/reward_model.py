@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlsys.config.schema_algorithm import RewardModelConfig
+from rlsys.config.schema.algorithm import RewardModelConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.reward_model import RWEngine
 from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from workers.base import EngineWorker
-from workers.engines import EngineRun, build_reward_engine
+from workers.build import EngineRun, build_reward_engine
 
 MESH = "rm"
 BY_MESH: Any = make_nd_compute_dataproto_dispatch_fn(MESH)

@@ -6,19 +6,19 @@ from typing import Any
 
 import torch
 
-from rlsys.config.schema_actor import GenerationConfig
-from rlsys.config.schema_model import ModelConfig
+from rlsys.config.schema.actor import GenerationConfig
+from rlsys.config.schema.model import ModelConfig
 from rlsys.engines.mesh import ensure_process_group
 from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import generate_sequences
-from rlsys.rollout.hf import HFRollout, LoadFormat
+from rlsys.rollout.hf.engine import HFRollout, LoadFormat
 from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from rlsys.weights.sides import WeightReceiver
+from rlsys.weights.executors.endpoints import WeightReceiver
 from rlsys.weights.target import Moved
 from workers.base import TransferWorker
-from workers.engines import EngineRun
-from workers.weights import learn, offer_rollout
+from workers.build import EngineRun
+from workers.colocated import learn, offer_rollout
 
 MESH = "rollout"
 BY_REPLICA: Any = make_nd_compute_dataproto_dispatch_fn(MESH)
@@ -118,7 +118,7 @@ class VLLMRolloutWorker(RolloutWorker):
     """vLLM in the worker's process."""
 
     def build_engine(self, path: str, common: dict[str, Any]) -> RolloutEngine:
-        from rlsys.rollout.live import LiveWeights
+        from rlsys.rollout.engine_weights import LiveWeights
         from rlsys.rollout.vllm.engine import VLLMRollout
 
         cfg = self.cfg

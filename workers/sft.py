@@ -10,7 +10,7 @@ from rlsys.roles.lm import LMEngine
 from rlsys.roles.reward_model import RWEngine
 from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from workers.base import EngineWorker
-from workers.engines import EngineRun, build_supervised_engine
+from workers.build import EngineRun, build_supervised_engine
 
 MESH = "train"
 BY_MESH: Any = make_nd_compute_dataproto_dispatch_fn(MESH)

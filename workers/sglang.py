@@ -13,21 +13,21 @@ from rlsys.rollout.sglang import wire
 from rlsys.rollout.sglang.arguments import Replica
 from rlsys.rollout.sglang.channel import Ask, allow_errors
 from rlsys.rollout.sglang.engine import SGLangRollout
-from rlsys.rollout.sglang.inside import InsideEngine
+from rlsys.rollout.sglang.scheduler_hooks import InsideEngine
 from rlsys.single_controller.worker import free_port
 from rlsys.types import Box, Shard, WeightLayout
-from rlsys.weights.disk import DiskSpec
-from rlsys.weights.gather import Bucket, GatherSpec
-from rlsys.weights.handles import Lent, Memory, Offer
+from rlsys.weights.executors.cuda_ipc import LendSpec, Published, PullSpec
+from rlsys.weights.executors.disk import DiskSpec
+from rlsys.weights.executors.endpoints import Spec, WeightReceiver
+from rlsys.weights.executors.gather import Bucket, GatherSpec
+from rlsys.weights.executors.handles import Lent, Memory, Offer
+from rlsys.weights.executors.nccl import LostError, Meeting, ReceiveSpec
+from rlsys.weights.executors.shm import ShmSpec
 from rlsys.weights.image import ImageTensor
-from rlsys.weights.ipc import LendSpec, Published, PullSpec
-from rlsys.weights.nccl import LostError, Meeting, ReceiveSpec
 from rlsys.weights.plan import Copy
-from rlsys.weights.shm import ShmSpec
-from rlsys.weights.sides import Spec, WeightReceiver
 from rlsys.weights.target import Moved
 from rlsys.weights.verify import BoxSum
-from workers.weights import learn
+from workers.colocated import learn
 
 WEIGHTS_WAIT_S = 1800.0
 """Longer than any deadline of the controller, which tells it better."""

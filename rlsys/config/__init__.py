@@ -4,7 +4,7 @@ from rlsys.config.cli import main_config
 from rlsys.config.load import load_config
 from rlsys.config.plan import BatchPlan, RolePlan, plan_batches, plan_text, total_steps
 from rlsys.config.pools import Pools, resolve_pools
-from rlsys.config.schema import EvalConfig, PPOConfig, RMConfig, SFTConfig
+from rlsys.config.schema.jobs import EvalConfig, PPOConfig, RMConfig, SFTConfig
 
 __all__ = [
     "BatchPlan",

@@ -10,8 +10,8 @@ from typing import TypeVar
 from rlsys.config.arguments import Arguments, parse_arguments
 from rlsys.config.load import Loaded, load
 from rlsys.config.plan import plan_text
-from rlsys.config.schema import EvalConfig, PPOConfig, RMConfig, SFTConfig
-from rlsys.config.schema_base import Section
+from rlsys.config.schema.base import Section
+from rlsys.config.schema.jobs import EvalConfig, PPOConfig, RMConfig, SFTConfig
 from rlsys.utils.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
@@ -68,7 +68,7 @@ def _print_notes(loaded: Loaded[S]) -> None:
 
 
 def _help(schema: type[Section]) -> str:
-    from rlsys.config.describe import help_text
+    from rlsys.config.help import help_text
 
     return help_text(schema, _PROGRAMS[schema])
 

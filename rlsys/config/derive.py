@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlsys.config.keys import is_count, shown
-from rlsys.config.layers import Given
+from rlsys.config.introspect import is_count, shown
+from rlsys.config.merge import Given
 from rlsys.config.pools import MODE, allocation_counts, is_external
 from rlsys.utils.errors import ConfigError
 

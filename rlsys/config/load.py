@@ -15,14 +15,14 @@ from typing import Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from rlsys.config.arguments import Arguments, parse_arguments
+from rlsys.config.checks.all import check
+from rlsys.config.checks.unused import idle_settings
 from rlsys.config.derive import derived_counts, fill_auto
-from rlsys.config.idle import idle_settings
-from rlsys.config.keys import allowed, choices, default_of, leaves, nest, shown
-from rlsys.config.layers import COMMAND_LINE, Layers
+from rlsys.config.introspect import allowed, choices, default_of, leaves, nest, shown
+from rlsys.config.merge import COMMAND_LINE, Layers
 from rlsys.config.presets import Preset, default_preset, read_preset
-from rlsys.config.schema import PPOConfig
-from rlsys.config.schema_base import Section
-from rlsys.config.sense import check
+from rlsys.config.schema.base import Section
+from rlsys.config.schema.jobs import PPOConfig
 from rlsys.utils.errors import ConfigError
 
 S = TypeVar("S", bound=Section)

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlsys.config.keys import is_count
+from rlsys.config.checks.files import model_facts
+from rlsys.config.introspect import is_count
 from rlsys.config.needs import needs_critic, needs_reference
 from rlsys.config.pools import resolve_pools
-from rlsys.config.schema import PPOConfig
-from rlsys.config.schema_model import ShardConfig
-from rlsys.config.sense_files import model_facts
+from rlsys.config.schema.jobs import PPOConfig
+from rlsys.config.schema.model import ShardConfig
 
 _NEEDED = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "num_attention_heads")
 _TRAINED_BYTES = 4 + 8

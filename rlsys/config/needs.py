@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlsys.config.schema import PPOConfig
+from rlsys.config.schema.jobs import PPOConfig
 
 
 def needs_critic(cfg: PPOConfig) -> bool:

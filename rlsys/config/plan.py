@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from rlsys.config.memory import memory_words
 from rlsys.config.needs import needs_critic, needs_reference
 from rlsys.config.pools import Pools, resolve_pools
-from rlsys.config.schema import PPOConfig, SupervisedConfig
-from rlsys.config.schema_actor import ActorConfig, CriticConfig
-from rlsys.config.schema_base import Section
-from rlsys.config.schema_trainer import RunConfig
+from rlsys.config.schema.actor import ActorConfig, CriticConfig
+from rlsys.config.schema.base import Section
+from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig
+from rlsys.config.schema.trainer import RunConfig
 
 
 @dataclass(frozen=True)

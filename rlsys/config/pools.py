@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rlsys.config.allocation import Allocation, Part, parse_allocation
-from rlsys.config.schema import PPOConfig
+from rlsys.config.compat.allocation import Allocation, Part, parse_allocation
+from rlsys.config.schema.jobs import PPOConfig
 from rlsys.utils.errors import ConfigError
 
 MODE = "trainer.allocation_mode"

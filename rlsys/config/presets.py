@@ -7,9 +7,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from rlsys.config.aliases import canonical, table_for
 from rlsys.config.arguments import Arguments
-from rlsys.config.schema_base import Section
+from rlsys.config.compat.aliases import canonical, table_for
+from rlsys.config.schema.base import Section
 from rlsys.utils.errors import ConfigError
 
 QUICKSTART_WHY = "no model was named, so the small start model learns arithmetic (name one: {key}=<folder>)"

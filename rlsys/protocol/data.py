@@ -20,6 +20,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from rlsys.protocol.chunks import join, split
 from rlsys.protocol.columns import (
     concat_arrays,
     concat_meta,
@@ -36,7 +37,6 @@ from rlsys.protocol.columns import (
 )
 from rlsys.protocol.disk import read_file, write_file
 from rlsys.protocol.memory import take_rows
-from rlsys.protocol.pieces import join, split
 from rlsys.protocol.readonly import is_readonly, map_readonly, own, plain, readonly, readonly_array
 from rlsys.protocol.values import WireError
 from rlsys.protocol.wire import decode, encode

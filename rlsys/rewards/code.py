@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlsys.rewards.sandbox import GUARANTEES, Limits, Run, run_python
+from rlsys.rewards.sandbox.run import GUARANTEES, Limits, Run, run_python
 
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 CALL = """

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms.filters import overlong_penalty
-from rlsys.rewards.pool import RewardPool
-from rlsys.rewards.records import RewardItem, RewardResult, reward_metrics
+from rlsys.rewards.pool.pool import RewardPool
+from rlsys.rewards.pool.records import RewardItem, RewardResult, reward_metrics
 from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import ConfigError
 from rlsys.utils.plugins import load_from_file

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rlsys.protocol import DataProto, object_array
 from rlsys.protocol.columns import tensors_of
-from rlsys.rollout.sampling import combine_seeds
+from rlsys.rollout.sampling.sample import combine_seeds
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams
 
 SEEDS = "request_seeds"

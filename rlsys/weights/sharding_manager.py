@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rlsys.types import TransferReport, WeightLayout
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.exchange import (
+from rlsys.weights.executors.base import (
     DiskExchange,
     Exchange,
     GatherExchange,
@@ -22,8 +22,8 @@ from rlsys.weights.exchange import (
     ShmExchange,
     all_of,
 )
+from rlsys.weights.executors.endpoints import WeightGroup
 from rlsys.weights.plan import resolve_names
-from rlsys.weights.sides import WeightGroup
 from rlsys.weights.target import Moved
 from rlsys.weights.verify import LayoutSums, Side, TensorCheck, compare, write_report
 

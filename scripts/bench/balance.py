@@ -53,7 +53,7 @@ def planners(side: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(partition over ranks, micro-batches under a budget) of one side; both give lists of row indices."""
     if side == "rlsys":
         from rlsys.batching import micro_batches
-        from rlsys.partition import balanced_partitions
+        from rlsys.batching.partition import balanced_partitions
 
         return (lambda lengths, ranks: balanced_partitions(lengths, ranks, equal_size=True)), micro_batches
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlsys.engines.fsdp import FSDPEngine, ModelSource, Precision
-from rlsys.engines.micro import MicroBatches
-from rlsys.engines.optim import OptimSettings
+from rlsys.engines.fsdp.engine import FSDPEngine, ModelSource, Precision
+from rlsys.engines.fsdp.optim import OptimSettings
+from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum
 from rlsys.models.flops import peak_flops, training_flops
 from rlsys.models.hf import read_config

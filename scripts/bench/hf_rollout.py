@@ -20,7 +20,7 @@ import torch
 from peers import machine  # pyrefly: ignore
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from rlsys.rollout.hf import HFRollout, load_causal_lm
+from rlsys.rollout.hf.engine import HFRollout, load_causal_lm
 from rlsys.types import ModelRequest, SamplingParams
 
 

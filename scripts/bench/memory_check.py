@@ -25,13 +25,13 @@ import torch
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 from rlsys.config import PPOConfig, load_config  # noqa: E402
+from rlsys.planning.memory import RESIDENT, MemoryPlan, plan_memory  # noqa: E402
+from rlsys.planning.roles import GRADIENTS  # noqa: E402
+from rlsys.planning.shapes import SHAPES  # noqa: E402
+from rlsys.planning.sizes import Lengths  # noqa: E402
 from rlsys.telemetry import memory  # noqa: E402
-from rlsys.weights.shapes import SHAPES  # noqa: E402
 from trainer.build import build_trainer, place_of  # noqa: E402
-from trainer.memory_config import Lengths  # noqa: E402
-from trainer.memory_plan import RESIDENT, MemoryPlan, plan_memory  # noqa: E402
-from trainer.memory_roles import GRADIENTS  # noqa: E402
-from trainer.start import with_start_assets  # noqa: E402
+from trainer.start_model import with_start_assets  # noqa: E402
 
 GIB = 1 << 30
 CALLS = {

@@ -127,7 +127,7 @@ class Side:
     def __init__(self, work: dict[str, Any]) -> None:
         from rlsys.config import load_config
         from rlsys.rollout.batch import to_requests
-        from workers.engines import EngineRun, build_actor_engine
+        from workers.build import EngineRun, build_actor_engine
         from workers.rollout import ROLLOUT_WORKERS
 
         cfg = load_config(overrides(work))

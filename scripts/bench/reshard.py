@@ -38,12 +38,12 @@ sys.path[:0] = [p for p in (str(HERE), str(HERE.parents[1])) if p not in sys.pat
 from reshard_ranks import Piece, serve  # noqa: E402  # pyrefly: ignore
 
 from rlsys.models.megatron.family import family_of  # noqa: E402
+from rlsys.planning.engine_layout import EngineSizes, engine_layouts  # noqa: E402
+from rlsys.planning.shapes import SHAPES, sizes_of  # noqa: E402
+from rlsys.planning.trainer_layout import MegatronSizes, megatron_layouts  # noqa: E402
 from rlsys.types import WeightLayout  # noqa: E402
-from rlsys.weights.engine_layout import EngineSizes, engine_layouts  # noqa: E402
-from rlsys.weights.ipc import PullPlan, plan_pull  # noqa: E402
+from rlsys.weights.executors.cuda_ipc import PullPlan, plan_pull  # noqa: E402
 from rlsys.weights.plan import Plan, make_plan  # noqa: E402
-from rlsys.weights.shapes import SHAPES, sizes_of  # noqa: E402
-from rlsys.weights.trainer_layout import MegatronSizes, megatron_layouts  # noqa: E402
 
 BUCKET_BYTES = 512 << 20
 CEILING_BYTES = 2 << 30

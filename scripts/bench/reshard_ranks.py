@@ -27,10 +27,10 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 
+from rlsys.planning.engine_layout import local_shapes  # noqa: E402
 from rlsys.types import Box, Shard, WeightLayout  # noqa: E402
-from rlsys.weights.engine_layout import local_shapes  # noqa: E402
-from rlsys.weights.handles import Borrowed, Lent, Offer, offer_of  # noqa: E402
-from rlsys.weights.ipc import Lender, LendSpec, Puller, PullSpec  # noqa: E402
+from rlsys.weights.executors.cuda_ipc import Lender, LendSpec, Puller, PullSpec  # noqa: E402
+from rlsys.weights.executors.handles import Borrowed, Lent, Offer, offer_of  # noqa: E402
 from rlsys.weights.layout import dtype_of, shard_view, view_of  # noqa: E402
 from rlsys.weights.replay import Replay, bits_of  # noqa: E402
 

@@ -27,14 +27,14 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from rlsys.engines.micro import MicroBatches
-from rlsys.engines.optim import OptimSettings
+from rlsys.engines.fsdp.optim import OptimSettings
+from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum, TrainEngine
 from rlsys.models.flops import data_sheet_flops, measured_flops, training_flops
 from rlsys.models.hf import ModelSource, read_config
 from rlsys.models.megatron.family import family_of
+from rlsys.planning.shapes import SHAPES
 from rlsys.protocol import DataProto
-from rlsys.weights.shapes import SHAPES
 
 PROMPT = 64
 
@@ -57,7 +57,7 @@ def build(args: argparse.Namespace, folder: Path) -> TrainEngine:
     training = MicroBatches(max_tokens=args.sequence * args.micro)
     optimizer = OptimSettings(lr=1e-5)
     if args.engine == "fsdp":
-        from rlsys.engines.fsdp import FSDPEngine, Precision
+        from rlsys.engines.fsdp.engine import FSDPEngine, Precision
 
         return FSDPEngine(
             source,
@@ -67,7 +67,7 @@ def build(args: argparse.Namespace, folder: Path) -> TrainEngine:
             precision=Precision(compute=compute),
             gradient_checkpointing=args.recompute,
         )
-    from rlsys.engines.megatron import MegatronEngine
+    from rlsys.engines.megatron.engine import MegatronEngine
     from rlsys.models.megatron.options import ModelOptions, Sizes
 
     return MegatronEngine(

@@ -20,9 +20,9 @@ from hf_rollout import build  # pyrefly: ignore
 from peers import machine  # pyrefly: ignore
 from torch import Tensor
 
-from rlsys.rollout.hf import HFRollout
+from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import Box, Shard, WeightLayout
-from rlsys.weights.shm import ShmReader, ShmWriter, plan_shm
+from rlsys.weights.executors.shm import ShmReader, ShmWriter, plan_shm
 
 
 class Shards:

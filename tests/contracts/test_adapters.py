@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-import rlsys.engines.megatron  # noqa: F401  imported once, before ranks are forked
+import rlsys.engines.megatron.engine  # noqa: F401  imported once, before ranks are forked
 from rlsys.models.hf import saved_names
 from rlsys.models.lora import LoraSettings, to_saved_name
 from rlsys.models.megatron.options import Sizes

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rlsys.fleet.external import RemoteSettings, SGLangRemoteEngine, VLLMRemoteEngine
 from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import from_responses, generate_sequences
-from rlsys.rollout.hf import HFRollout
-from rlsys.rollout.remote import RemoteSettings, SGLangRemoteEngine, VLLMRemoteEngine
+from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams
 from rlsys.utils.errors import WeightTransferError
 from tests.servers import EngineBrain, SampledBrain, Server

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import rlsys.engines.megatron  # noqa: F401  imported once, before ranks are forked
+import rlsys.engines.megatron.engine  # noqa: F401  imported once, before ranks are forked
 from rlsys.interfaces import LossSum
 from rlsys.models.megatron.options import Sizes
 from rlsys.protocol import DataProto

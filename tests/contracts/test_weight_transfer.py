@@ -26,13 +26,13 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlsys.interfaces import WeightTransfer
-from rlsys.rollout.hf import HFRollout
+from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import Box, ModelRequest, SamplingParams, Shard, TransferReport, WeightLayout
 from rlsys.utils.errors import DeadlineError, WeightTransferError
-from rlsys.weights.local import local_sums, reshard_local
+from rlsys.weights.executors.endpoints import WeightReceiver, WeightSender
+from rlsys.weights.executors.in_process import local_sums, reshard_local
+from rlsys.weights.executors.shm import Moved
 from rlsys.weights.sharding_manager import FSDPHFShardingManager, ShardingManager, choose
-from rlsys.weights.shm import Moved
-from rlsys.weights.sides import WeightReceiver, WeightSender
 
 REQUEST = ModelRequest((5, 6, 7), SamplingParams(12, temperature=0.0, ignore_eos=True))
 Deed = Callable[[], None]

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-from rlsys.engines.fsdp import FSDPEngine, ModelSource
+from rlsys.engines.fsdp.engine import FSDPEngine, ModelSource
+from rlsys.engines.fsdp.optim import OptimSettings
 from rlsys.engines.mesh import Parallel
-from rlsys.engines.micro import MicroBatches
-from rlsys.engines.optim import OptimSettings
+from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum, TrainEngine
 from rlsys.models.hf import saved_names
 from rlsys.models.lora import LoraSettings
@@ -138,7 +138,7 @@ def fsdp_engine(model: Mapping[str, Any], head: str, case: Case) -> FSDPEngine:
 
 
 def megatron_engine(model: Mapping[str, Any], head: str, case: Case) -> Any:
-    from rlsys.engines.megatron import MegatronEngine
+    from rlsys.engines.megatron.engine import MegatronEngine
 
     return MegatronEngine(
         ModelSource(config=model, seed=3),

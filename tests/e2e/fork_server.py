@@ -49,7 +49,7 @@ class Patches:
     inject: tuple[str, ...] = ()
     max_file_bytes: int | None = None
     strikes: tuple[Any, ...] = ()
-    """tests.e2e.strikes.Strike: signals to the workers of a run under Ray."""
+    """tests.e2e.fault_injection.Strike: signals to the workers of a run under Ray."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def apply(patches: dict[str, Any]) -> None:
     for name in patches["inject"]:
         getattr(import_module("tests.e2e.injections"), name)()
     if patches["strikes"]:
-        from tests.e2e.strikes import Strike, arm_strikes
+        from tests.e2e.fault_injection import Strike, arm_strikes
 
         arm_strikes([Strike(**strike) for strike in patches["strikes"]])
     if patches["kill"] is not None:

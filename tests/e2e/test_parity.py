@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlsys.config import load_config
-from rlsys.rollout.hf import HFRollout
+from rlsys.rollout.hf.engine import HFRollout
 from rlsys.utils.errors import RolloutError
 from tests.e2e.conftest import Toy
 from tests.e2e.test_main_ppo import CORRUPTED, LOCAL, metrics_of, weights_of
@@ -110,7 +110,7 @@ def test_a_rollout_that_cannot_score_is_asked_once(toy: Toy, tmp_path: Path, cap
     with trainer.session():
         trainer.push_weights()
         servers = Servers()
-        probe = replace(trainer.runtime.parity, rollout=servers, refusals=(ValueError,))
+        probe = replace(trainer.assembly.parity, rollout=servers, refusals=(ValueError,))
         before = torch.get_rng_state()
         reports = [probe.run(0), probe.run(0)]
         assert torch.equal(before, torch.get_rng_state())

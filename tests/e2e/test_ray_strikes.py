@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Toy, enlarge
+from tests.e2e.fault_injection import HEAD_PID, Strike
 from tests.e2e.fork_server import Ended, ForkServer, Patches
 from tests.e2e.ray_head import Head, ray_head
-from tests.e2e.strikes import HEAD_PID, Strike
 from tests.e2e.test_resume_after_kill import assert_same, metrics_of
 
 ENDED_S = 60.0

@@ -24,8 +24,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rlsys.data.start_assets import build_tokenizer
+from rlsys.fleet.external import RemoteEngine, RemoteSettings, SGLangRemoteEngine, VLLMRemoteEngine
 from rlsys.rollout.batch import from_responses
-from rlsys.rollout.remote import RemoteEngine, RemoteSettings, SGLangRemoteEngine, VLLMRemoteEngine
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams, WeightUpdateMeta
 from tests.e2e.conftest import Toy
 from trainer.main_ppo import main

@@ -16,11 +16,11 @@ from typing import Any
 import psutil
 import pytest
 
-from rlsys.rollout.hf import HFRollout
+from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import ModelRequest, SamplingParams
 from rlsys.utils.errors import ConfigError, RolloutError, WeightTransferError
+from rlsys.weights.executors.endpoints import WeightSender
 from rlsys.weights.sharding_manager import Executor, FSDPSGLangShardingManager
-from rlsys.weights.sides import WeightSender
 from tests.contracts.test_weight_transfer import ShardedTrainer, tiny_model
 
 pytestmark = [pytest.mark.sglang, pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang")]

@@ -13,7 +13,7 @@ from transformers import Qwen2Config
 from rlsys.config import load_config
 from tests.e2e.conftest import Toy, with_model
 from trainer.main_ppo import main
-from workers.engines import EngineRun
+from workers.build import EngineRun
 from workers.rollout import VLLMRolloutWorker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.rollout.drawlog import Answer, answers_of
-from rlsys.rollout.draws import DrawParams, RowSampler
+from rlsys.rollout.sampling.hook import DrawParams, RowSampler
+from rlsys.rollout.sampling.log import Answer, answers_of
 
 pytestmark = [
     pytest.mark.gpu,

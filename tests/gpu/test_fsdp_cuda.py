@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlsys.engines.fsdp import FSDPEngine, FsdpOptions, ModelSource, Precision
+from rlsys.engines.fsdp.engine import FSDPEngine, FsdpOptions, ModelSource, Precision
+from rlsys.engines.fsdp.optim import OptimSettings
 from rlsys.engines.mesh import Parallel
-from rlsys.engines.micro import MicroBatches
-from rlsys.engines.optim import OptimSettings
+from rlsys.engines.micro_batches import MicroBatches
 from rlsys.protocol import DataProto
 from tests.contracts.train_engine import (
     OUTPUTS,

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlsys.engines.fsdp import FSDPEngine, ModelSource, Precision
-from rlsys.engines.micro import MicroBatches
-from rlsys.engines.optim import OptimSettings
+from rlsys.engines.fsdp.engine import FSDPEngine, ModelSource, Precision
+from rlsys.engines.fsdp.optim import OptimSettings
+from rlsys.engines.micro_batches import MicroBatches
 from rlsys.models.hf import open_weights, read_config
 from rlsys.models.lora import LoraSettings
 from rlsys.models.megatron.options import ModelOptions, Sizes
@@ -66,7 +66,7 @@ def needs(gpus: int) -> Any:
 
 
 def megatron(model: Mapping[str, Any], head: str = "lm", case: Case = Case(max_tokens=4096), **options: Any) -> Any:  # noqa: B008
-    from rlsys.engines.megatron import MegatronEngine
+    from rlsys.engines.megatron.engine import MegatronEngine
 
     settings: dict[str, Any] = {
         "head": head,

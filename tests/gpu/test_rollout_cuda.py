@@ -11,10 +11,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import from_responses
-from rlsys.rollout.hf import HFRollout
+from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import Box, ModelRequest, SamplingParams, Shard, WeightLayout
 from rlsys.utils.errors import RolloutError, WeightTransferError
-from rlsys.weights.shm import ShmReader, ShmWriter, plan_shm
+from rlsys.weights.executors.shm import ShmReader, ShmWriter, plan_shm
 from rlsys.weights.verify import box_sums
 from tests.ranks import run_ranks
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from rlsys.rollout.hf import HFRollout
+from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams, TransferReport
-from rlsys.weights.local import reshard_local
+from rlsys.weights.executors.in_process import reshard_local
 from tests.ranks import run_ranks
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -61,7 +61,7 @@ class Trainer:
 
 def serve(path: Path, keep_asleep: bool) -> dict[str, Any]:
     from rlsys.rollout.vllm.engine import VLLMRollout
-    from workers.weights import learn
+    from workers.colocated import learn
 
     first, second = model_of(0).cuda(), model_of(1).cuda()
     sizes = {"gpu_memory_utilization": 0.1, "max_num_seqs": 16, "keep_asleep": keep_asleep}

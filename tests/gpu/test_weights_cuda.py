@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlsys.weights.checksum import box_checksum, box_checksums, prepared_checksums
-from rlsys.weights.handles import Borrowed, offer_of
+from rlsys.weights.executors.handles import Borrowed, offer_of
 from rlsys.weights.replay import BITS, Method, Pair, Replay, bits_of
 
 pytestmark = [

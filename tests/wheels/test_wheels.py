@@ -11,7 +11,7 @@ import os
 import pytest
 from packaging.version import Version
 
-from rlsys.rollout.remote.servers import SERVERS
+from rlsys.fleet.external.capabilities import SERVERS
 from rlsys.rollout.sglang.version import SGLANG
 from rlsys.rollout.vllm.version import VLLM
 from tests.wheels.uses import names_of, read_record, wheel

@@ -21,7 +21,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from rlsys.rollout.remote.backends import SGLangBackend, VLLMBackend, WeightGroupSpec
+from rlsys.fleet.external.backends import SGLangBackend, VLLMBackend, WeightGroupSpec
 from rlsys.types import ModelRequest, SamplingParams, WeightUpdateMeta
 from tests.wheels.sources import Sources
 

@@ -19,16 +19,16 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from rlsys.protocol.columns import tensors_of
-from rlsys.rollout.checkpoint import eos_of, model_length, vocabulary
-from rlsys.rollout.drawlog import answers_of
-from rlsys.rollout.draws import DrawParams
-from rlsys.rollout.hf import LoadFormat
-from rlsys.rollout.serving import SLEEP_TAGS, STEP_WAIT_S, Deliver, Pull, ServingEngine, Ticket
+from rlsys.rollout.base import SLEEP_TAGS, STEP_WAIT_S, Deliver, Pull, ServingEngine, Ticket
+from rlsys.rollout.hf.engine import LoadFormat
+from rlsys.rollout.hf_files import eos_of, model_length, vocabulary
+from rlsys.rollout.sampling.hook import DrawParams
+from rlsys.rollout.sampling.log import answers_of
 from rlsys.rollout.sglang.arguments import Replica, server_arguments
 from rlsys.rollout.sglang.channel import Ask, Caller
-from rlsys.rollout.sglang.inside import Inside, InsideEngine
 from rlsys.rollout.sglang.launch import Running
 from rlsys.rollout.sglang.sampler import request_name
+from rlsys.rollout.sglang.scheduler_hooks import Inside, InsideEngine
 from rlsys.rollout.sglang.version import SGLANG
 from rlsys.types import Finish, ModelRequest, ModelResponse, WeightLayout
 from rlsys.utils.errors import ConfigError, RolloutError, WeightTransferError

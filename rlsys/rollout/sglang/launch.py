@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlsys.rollout.sglang.inside import Inside, run_scheduler
+from rlsys.rollout.sglang.scheduler_hooks import Inside, run_scheduler
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError
 
 STOP_WAIT_S = 20.0

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlsys.rollout.drawlog import DrawLog
-from rlsys.rollout.draws import DrawParams, RowSampler
+from rlsys.rollout.sampling.hook import DrawParams, RowSampler
+from rlsys.rollout.sampling.log import DrawLog
 
 BAR = "|"
 

@@ -1,6 +1,6 @@
 """VLLMRollout: vLLM in this process behind the RolloutEngine protocol.
 
-vLLM schedules, batches and runs the model; tokens are drawn by us inside its sampler (`rlsys.rollout.draws`), so that
+vLLM schedules, batches and runs the model; tokens are drawn by us inside its sampler (`rollout.sampling.hook`), so that
 equal requests give equal tokens in any batch and log-probabilities cost no pass over the sorted vocabulary.
 """
 
@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlsys.protocol.columns import tensors_of
-from rlsys.rollout.checkpoint import eos_of, hf_tensors, model_length, vocabulary
-from rlsys.rollout.drawlog import Answer
-from rlsys.rollout.draws import DrawParams
-from rlsys.rollout.hf import LoadFormat
-from rlsys.rollout.live import LiveWeights
-from rlsys.rollout.serving import SLEEP_TAGS, Deliver, Pull, ServingEngine, Ticket
-from rlsys.rollout.vllm.aligned import aligned_arguments, choose_kernels, keep_gradients
+from rlsys.rollout.base import SLEEP_TAGS, Deliver, Pull, ServingEngine, Ticket
+from rlsys.rollout.engine_weights import LiveWeights
+from rlsys.rollout.hf.engine import LoadFormat
+from rlsys.rollout.hf_files import eos_of, hf_tensors, model_length, vocabulary
+from rlsys.rollout.sampling.hook import DrawParams
+from rlsys.rollout.sampling.log import Answer
+from rlsys.rollout.vllm.determinism import aligned_arguments, choose_kernels, keep_gradients
 from rlsys.rollout.vllm.groups import end_groups, own_shared_memory
 from rlsys.rollout.vllm.version import GRAPHS, NO_RELOAD, VLLM
 from rlsys.rollout.vllm.weights import HostWeights
@@ -53,7 +53,7 @@ class VLLMRollout(ServingEngine):
     at `finish_update`. On a GPU they are written into its parameters in place, once `weights.adopt` has told what was
     learned of their layout. `kv_cache_gib` is the CPU's cache, `gpu_memory_utilization` bounds a GPU's; `engine_kwargs`
     are vLLM's own engine arguments. `full_determinism` asks for log-probabilities as near the trainer's as vLLM can:
-    see `rlsys.rollout.vllm.aligned`.
+    see `rlsys.rollout.vllm.determinism`.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rlsys.rollout.drawlog import Answer, answers_of
+from rlsys.rollout.sampling.log import Answer, answers_of
 from rlsys.rollout.vllm.sampler import DrawingProcessor
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from rlsys.rollout.draws import DrawParams, RowSampler
+from rlsys.rollout.sampling.hook import DrawParams, RowSampler
 
 EXTRA_ARG = "rlsys_draw"
 SEED_KEY = "rlsys_seed"

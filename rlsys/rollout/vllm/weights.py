@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from rlsys.rollout.hf import copy_by_name, whole_layout
+from rlsys.rollout.hf.engine import copy_by_name, whole_layout
 from rlsys.types import WeightLayout
 
 

@@ -11,14 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys import partition
 from rlsys.batching import (
     TOO_LONG,
     balance_rows,
     micro_batches,
+    partition,
     seqlen_metrics,
 )
-from rlsys.partition import balanced_partitions
+from rlsys.batching.partition import balanced_partitions
 from rlsys.protocol import DataProto
 
 properties = settings(max_examples=60, deadline=None)

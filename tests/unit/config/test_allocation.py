@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.config import load_config, resolve_pools
-from rlsys.config.allocation import Allocation, Dims, Part, parse_allocation
+from rlsys.config.compat.allocation import Allocation, Dims, Part, parse_allocation
 from rlsys.config.plan import plan_batches
 from rlsys.utils.errors import ConfigError
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from rlsys.config import EvalConfig, PPOConfig, RMConfig, SFTConfig
-from rlsys.config.keys import leaves, sections
-from rlsys.config.schema_base import Section
+from rlsys.config.introspect import leaves, sections
+from rlsys.config.schema.base import Section
 
 ROOT = Path(__file__).resolve().parents[3]
 JOBS = [PPOConfig, SFTConfig, RMConfig, EvalConfig]

@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from rlsys.config import EvalConfig, PPOConfig, RMConfig, SFTConfig, load_config, main_config
-from rlsys.config.aliases import (
+from rlsys.config.arguments import parse_arguments
+from rlsys.config.compat.aliases import (
     AREAL,
     EVAL,
     EXPANSIONS,
@@ -25,13 +26,12 @@ from rlsys.config.aliases import (
     canonical,
     table_for,
 )
-from rlsys.config.arguments import parse_arguments
-from rlsys.config.describe import describe
-from rlsys.config.elsewhere import known_elsewhere
-from rlsys.config.keys import default_of, leaves, sections
+from rlsys.config.compat.unsupported import known_elsewhere
+from rlsys.config.help import describe
+from rlsys.config.introspect import default_of, leaves, sections
 from rlsys.config.load import load
 from rlsys.config.presets import preset_names, presets_folder
-from rlsys.config.schema_base import Section
+from rlsys.config.schema.base import Section
 
 JOBS = [PPOConfig, SFTConfig, RMConfig, EvalConfig]
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"

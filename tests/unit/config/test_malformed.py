@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlsys.config import EvalConfig, PPOConfig, RMConfig, SFTConfig, load_config, main_config, plan_text
-from rlsys.config.aliases import AREAL, EXPANSIONS, VERL
-from rlsys.config.keys import leaves
-from rlsys.config.schema_base import Section
+from rlsys.config.compat.aliases import AREAL, EXPANSIONS, VERL
+from rlsys.config.introspect import leaves
+from rlsys.config.schema.base import Section
 from rlsys.utils.errors import ConfigError
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"

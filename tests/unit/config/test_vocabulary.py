@@ -7,10 +7,10 @@ from typing import Any, get_args
 
 import pytest
 
-from rlsys.config.schema_base import KLEstimator, LossAgg
-from rlsys.config.sense_files import ROW_FILES
-from rlsys.config.sense_ppo import ESTIMATORS, LOSSES, MANAGERS, REJECTIONS
-from rlsys.config.sense_run import TRACKERS
+from rlsys.config.checks.algorithm import ESTIMATORS, LOSSES, MANAGERS, REJECTIONS
+from rlsys.config.checks.files import ROW_FILES
+from rlsys.config.checks.run import TRACKERS
+from rlsys.config.schema.base import KLEstimator, LossAgg
 
 
 def room(module: str, name: str) -> Any:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.engines.fsdp import FSDPEngine, ModelSource
-from rlsys.engines.micro import MicroBatches
-from rlsys.engines.optim import OptimSettings
+from rlsys.engines.fsdp.engine import FSDPEngine, ModelSource
+from rlsys.engines.fsdp.optim import OptimSettings
+from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum
 from rlsys.protocol import DataProto
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rlsys.engines.checkpoint import verify
-from rlsys.engines.fsdp import FSDPEngine, ModelSource
-from rlsys.engines.optim import OptimSettings
+from rlsys.engines.fsdp.engine import FSDPEngine, ModelSource
+from rlsys.engines.fsdp.optim import OptimSettings
 from rlsys.utils.errors import CheckpointError
 from tests.ranks import run_ranks
 from tests.unit.engines.common import MODEL, same, small_engine, small_rows, train, whole

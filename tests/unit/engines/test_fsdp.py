@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from rlsys.engines.fsdp import FsdpOptions, ModelSource, Precision
+from rlsys.engines.fsdp.engine import FsdpOptions, ModelSource, Precision
 from rlsys.engines.mesh import Parallel
 from rlsys.models.ulysses import kv_repeats
 from rlsys.utils.errors import ConfigError

@@ -12,7 +12,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlsys.engines.fsdp import ModelSource
+from rlsys.engines.fsdp.engine import ModelSource
 from rlsys.models.lora import LoraSettings
 from rlsys.utils.errors import CheckpointError, ConfigError
 from tests.ranks import run_ranks

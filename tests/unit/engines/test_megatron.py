@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlsys.engines.megatron import MegatronEngine
-from rlsys.engines.megatron_parking import Parking
-from rlsys.engines.megatron_state import flat_boxes
-from rlsys.engines.micro import MicroBatches
-from rlsys.engines.optim import OptimSettings
+from rlsys.engines.fsdp.optim import OptimSettings
+from rlsys.engines.megatron.engine import MegatronEngine
+from rlsys.engines.megatron.offload import Parking
+from rlsys.engines.megatron.state import flat_boxes
+from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum
 from rlsys.models.hf import ModelSource
 from rlsys.models.lora import LoraSettings

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.engines.mesh import Parallel, gather_json, make_ranks, max_over_ranks, together
-from rlsys.engines.micro import MicroBatches, split_rows
+from rlsys.engines.micro_batches import MicroBatches, split_rows
 from rlsys.utils.errors import CheckpointError, ConfigError
 from tests.ranks import run_ranks
 

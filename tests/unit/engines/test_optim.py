@@ -13,7 +13,7 @@ from transformers import (
     get_linear_schedule_with_warmup,
 )
 
-from rlsys.engines.optim import OptimSettings, lr_at
+from rlsys.engines.fsdp.optim import OptimSettings, lr_at
 from rlsys.utils.errors import ConfigError
 
 THEIRS: dict[str, Callable[[Any, int, int], Any]] = {

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rlsys.engines.fsdp import FSDPEngine, ModelSource
+from rlsys.engines.fsdp.engine import FSDPEngine, ModelSource
 from rlsys.weights.layout import shard_view
 from tests.ranks import run_ranks
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlsys.engines.megatron import MegatronEngine
-from rlsys.engines.micro import MicroBatches
-from rlsys.engines.optim import OptimSettings
+from rlsys.engines.fsdp.optim import OptimSettings
+from rlsys.engines.megatron.engine import MegatronEngine
+from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum
 from rlsys.model_merger.convert import compare, merge
 from rlsys.models.hf import ModelSource

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rlsys.engines.fsdp import FSDPEngine
+from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.model_merger.__main__ import main
 from rlsys.model_merger.convert import compare, merge, split
 from rlsys.model_merger.kinds import Split

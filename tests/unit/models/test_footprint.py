@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rlsys.models import footprint as fp
 from rlsys.models.megatron.family import Place, family_of
-from rlsys.rollout.hf import HFRollout
-from rlsys.rollout.kv import ColumnCache
+from rlsys.planning import footprint as fp
+from rlsys.planning.shapes import SHAPES
+from rlsys.rollout.hf.engine import HFRollout
+from rlsys.rollout.hf.kv_cache import ColumnCache
 from rlsys.types import ModelRequest, SamplingParams
-from rlsys.weights.shapes import SHAPES
 
 TINY = fp.decoder_of(SHAPES["tiny"])
 LAYER = (64 * 64 + 64) + 2 * (64 * 32 + 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from rlsys.protocol import DataProto, ReadOnlyError, WireError, object_array
+from rlsys.protocol.chunks import PIECE_BYTES, join, split
 from rlsys.protocol.disk import ALIGN_BYTES
-from rlsys.protocol.pieces import PIECE_BYTES, join, split
 from rlsys.types import Finish
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from rlsys.rewards import gsm8k, text
 from rlsys.rewards import math as math_rewards
-from rlsys.rewards.pool import RewardItem, RewardPool
+from rlsys.rewards.pool.pool import RewardItem, RewardPool
 from rlsys.rewards.registry import ROUTES, compute_score, route
 
 
@@ -156,7 +156,7 @@ def test_an_unknown_data_source_says_what_to_do() -> None:
 
 
 def test_built_in_graders_in_the_pool_take_their_arguments() -> None:
-    from rlsys.rewards.pool import Grader
+    from rlsys.rewards.pool.pool import Grader
 
     with RewardPool(Grader(kwargs={"format_score": 0.25, "memory_limit_mb": 256}), num_workers=1) as pool:
         results = pool.score([RewardItem("openai/gsm8k", "#### 5", "6")])

@@ -20,7 +20,7 @@ from rlsys.rewards.manager import (
     place_on_last_token,
     register,
 )
-from rlsys.rewards.pool import Grader, RewardPool
+from rlsys.rewards.pool.pool import Grader, RewardPool
 from rlsys.utils.errors import ConfigError
 
 EOS, PAD = 11, 10

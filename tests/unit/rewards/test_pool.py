@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.rewards.pool import Grader, RewardItem, RewardPool, RewardResult, reward_metrics
+from rlsys.rewards.pool.pool import Grader, RewardItem, RewardPool, RewardResult, reward_metrics
 from rlsys.utils.errors import ConfigError, DeadlineError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -353,7 +353,7 @@ def test_kill_9_of_the_owner_leaves_no_orphan(
     """Also where the owner has forked a process that holds copies of its sockets."""
     owner_source = f"""
     import os, sys, time
-    from rlsys.rewards.pool import Grader, RewardItem, RewardPool
+    from rlsys.rewards.pool.pool import Grader, RewardItem, RewardPool
     pool = RewardPool(Grader(path={grader_file(FAULTS)!r}), num_workers=2, timeout_s=60)
     pool.start()
     pool.submit([RewardItem("any", {fault!r}, {str(tmp_path / "marker")!r})])
@@ -411,6 +411,6 @@ def test_a_child_killed_or_stopped_from_outside_is_replaced(
 
 def test_the_owner_side_imports_nothing_heavy() -> None:
     heavy = "{'torch', 'numpy', 'math_verify', 'sympy', 'ray'}"
-    code = f"import sys, rlsys.rewards.pool; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import sys, rlsys.rewards.pool.pool; print(sorted({heavy} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.rewards import code, sandbox
-from rlsys.rewards.pool import RewardItem, RewardPool
-from rlsys.rewards.sandbox import GUARANTEES, Limits, SandboxError, available_guarantees, run_python
+from rlsys.rewards import code
+from rlsys.rewards.pool.pool import RewardItem, RewardPool
+from rlsys.rewards.sandbox import run as sandbox
+from rlsys.rewards.sandbox.run import GUARANTEES, Limits, SandboxError, available_guarantees, run_python
 
 LIMITS = Limits(wall_s=0.6, cpu_s=1.0, memory_bytes=512 << 20)
 NEEDS_KERNEL = pytest.mark.skipif(

@@ -12,9 +12,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlsys.engines.rng import repeat_bitwise
 from rlsys.models.logprobs import wide_product
-from rlsys.rollout.hf import HFRollout
+from rlsys.rollout.hf.engine import HFRollout
 from rlsys.rollout.versions import VersionTable
-from rlsys.rollout.vllm.aligned import SWITCH, aligned_arguments, keep_gradients
+from rlsys.rollout.vllm.determinism import SWITCH, aligned_arguments, keep_gradients
 from rlsys.types import ModelRequest, SamplingParams
 from rlsys.utils.errors import ConfigError
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.rollout.drawlog import Answer, DrawLog, answers_of
+from rlsys.rollout.sampling.log import Answer, DrawLog, answers_of
 
 STEPS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), max_size=30)
 

@@ -19,11 +19,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlsys.fleet.fleet import FleetDeadlines, RolloutFleet
+from rlsys.fleet.ledger import Ledger, LedgerError
+from rlsys.fleet.replica import Answers, Replica, Work
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import generate_sequences
-from rlsys.rollout.fleet import FleetDeadlines, RolloutFleet
-from rlsys.rollout.ledger import Ledger, LedgerError
-from rlsys.rollout.replica import Answers, Replica, Work
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams
 from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from rlsys.rollout.hf import HFRollout
+from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams
 from rlsys.utils.errors import RolloutError, WeightTransferError
 

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from rlsys.rollout.remote import (
+from rlsys.fleet.external import (
     RemoteEngine,
     RemoteSettings,
     SGLangRemoteEngine,
     VLLMRemoteEngine,
     WeightGroupSpec,
 )
-from rlsys.rollout.remote.servers import SERVERS
+from rlsys.fleet.external.capabilities import SERVERS
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams, WeightUpdateMeta
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, WeightTransferError
 from tests.servers import RuleBrain, Server

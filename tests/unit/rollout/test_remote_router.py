@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.rollout.remote.backends import SGLangBackend, VLLMBackend
-from rlsys.rollout.remote.draft import BadAnswerError, Delta, Draft
-from rlsys.rollout.remote.router import Router
-from rlsys.rollout.remote.settings import server_urls
+from rlsys.fleet.external.backends import SGLangBackend, VLLMBackend
+from rlsys.fleet.external.partial import BadAnswerError, Delta, Draft
+from rlsys.fleet.external.router import Router
+from rlsys.fleet.external.settings import server_urls
 from rlsys.types import Finish, ModelRequest, SamplingParams
 from rlsys.utils.errors import ConfigError
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.rollout.sampling import Flags, Sampling, combine_seeds, row_keys, sample_tokens, uniforms
+from rlsys.rollout.sampling.sample import Flags, Sampling, combine_seeds, row_keys, sample_tokens, uniforms
 
 
 def how(

@@ -16,8 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.rollout.draws import DrawParams
-from rlsys.rollout.sampling import Flags, Sampling, row_keys, sample_tokens
+from rlsys.rollout.sampling.hook import DrawParams
+from rlsys.rollout.sampling.sample import Flags, Sampling, row_keys, sample_tokens
 from rlsys.rollout.sglang import wire
 from rlsys.rollout.sglang.arguments import Replica, server_arguments
 from rlsys.rollout.sglang.channel import Caller, Server

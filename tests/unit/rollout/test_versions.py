@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import rlsys
-from rlsys.rollout.remote.servers import SERVERS, Abilities, abilities_of
+from rlsys.fleet.external.capabilities import SERVERS, Abilities, abilities_of
 from rlsys.rollout.sglang.version import SGLANG
 from rlsys.rollout.versions import Row, VersionTable
 from rlsys.rollout.vllm.engine import VLLMRollout

@@ -37,7 +37,7 @@ def test_telemetry_names_exist(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
 def test_settings_exist(document: Path) -> None:
-    keys = pytest.importorskip("rlsys.config.keys")
+    keys = pytest.importorskip("rlsys.config.introspect")
     schema = importlib.import_module("rlsys.config").PPOConfig
     known = {*keys.leaves(schema), *keys.sections(schema)}
     text = "\n".join(code_spans(document.read_text()))

@@ -29,9 +29,9 @@ def plain_console() -> tuple[Console, io.StringIO]:
 def test_plain_line_names_role_rank_level_and_module() -> None:
     console, out = plain_console()
     setup_logging(role="actor", rank=3, console=console)
-    get_logger("rlsys.engines.fsdp").info("step %d done", 7)
+    get_logger("rlsys.engines.fsdp.engine").info("step %d done", 7)
     assert "INFO" in out.getvalue()
-    assert "[actor 3] rlsys.engines.fsdp: step 7 done" in out.getvalue()
+    assert "[actor 3] rlsys.engines.fsdp.engine: step 7 done" in out.getvalue()
 
 
 def test_terminal_line_keeps_brackets_of_the_message() -> None:

@@ -14,8 +14,8 @@ from rlsys.data.start_assets import build_tokenizer, model_config
 from rlsys.protocol import DataProto
 from rlsys.types import SamplingParams
 from rlsys.utils.errors import ConfigError
-from trainer.answers import sampling_meta, training_sampling, validation_sampling
-from trainer.place import load_tokenizer
+from trainer.backend import load_tokenizer
+from trainer.generation import sampling_meta, training_sampling, validation_sampling
 from trainer.rollouts import printer
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from rlsys.utils.errors import ConfigError, DataError
-from trainer.errors import exit_on_sigterm, told
+from trainer.job import exit_on_sigterm, told
 
 
 @pytest.mark.parametrize(

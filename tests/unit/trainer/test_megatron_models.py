@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from rlsys.config.schema_megatron import MegatronConfig
-from rlsys.config.schema_model import ModelConfig
+from rlsys.config.schema.megatron import MegatronConfig
+from rlsys.config.schema.model import ModelConfig
 from rlsys.utils.errors import ConfigError
 from tests.contracts.train_engine import MODELS
-from workers.engines import check_megatron_model
+from workers.build import check_megatron_model
 
 
 @pytest.mark.parametrize(

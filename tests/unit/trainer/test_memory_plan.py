@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from rlsys.config import PPOConfig, load_config
-from rlsys.models import footprint as fp
 from rlsys.models.megatron.options import Sizes
-from rlsys.weights.shapes import SHAPES
-from trainer.memory_advice import remedies, table, too_large
-from trainer.memory_config import Lengths
-from trainer.memory_plan import MemoryPlan, Stage, plan_memory
-from trainer.memory_roles import Computing, FsdpRole, Pass, filled_pass, fixed_pass, megatron_role
+from rlsys.planning import footprint as fp
+from rlsys.planning.advice import remedies, table, too_large
+from rlsys.planning.memory import MemoryPlan, Stage, plan_memory
+from rlsys.planning.roles import Computing, FsdpRole, Pass, filled_pass, fixed_pass, megatron_role
+from rlsys.planning.shapes import SHAPES
+from rlsys.planning.sizes import Lengths
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 1 << 30

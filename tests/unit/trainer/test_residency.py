@@ -9,10 +9,10 @@ import pytest
 
 from rlsys.config import load_config
 from rlsys.telemetry.metrics import StageTimer
+from trainer.assembly import residency_moves
 from trainer.groups import WorkerGroups
 from trainer.residency import Holder, Moves, Residency
 from trainer.rollouts import gives_up_weights
-from trainer.runtime import residency_moves
 
 
 def told_moves() -> tuple[Residency, list[str]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlsys.config import PPOConfig, load_config
-from rlsys.rewards.pool import RewardPool
+from rlsys.rewards.pool.pool import RewardPool
 from rlsys.utils.errors import ConfigError
 from trainer.ppo import RayPPOTrainer
 from trainer.rewards import reward_manager, reward_pool

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from rlsys.models.megatron.family import family_of
+from rlsys.planning.engine_layout import EngineSizes, engine_layouts, local_shapes
+from rlsys.planning.trainer_layout import MegatronSizes, megatron_layouts
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.engine_layout import EngineSizes, engine_layouts, local_shapes
+from rlsys.weights.executors.endpoints import WeightReceiver, WeightSender
+from rlsys.weights.executors.nccl import rounds_of
 from rlsys.weights.layout import dtype_of, shard_view, view_of
 from rlsys.weights.learn import learn_layout
-from rlsys.weights.nccl import rounds_of
 from rlsys.weights.plan import Plan, make_plan
 from rlsys.weights.sharding_manager import Executor, MegatronSGLangShardingManager
-from rlsys.weights.sides import WeightReceiver, WeightSender
-from rlsys.weights.trainer_layout import MegatronSizes, megatron_layouts
 from tests.unit.models.megatron_families import tiny
 
 CONFIG = {**tiny.CONFIGS["qwen3-moe"], "num_hidden_layers": 2, "mlp_only_layers": [], "num_experts": 4}

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from rlsys.models.megatron.family import family_of
+from rlsys.planning.engine_layout import EngineSizes, engine_layouts, local_shapes
+from rlsys.planning.trainer_layout import MegatronSizes, fsdp_layouts, megatron_layouts
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import ConfigError
-from rlsys.weights.engine_layout import EngineSizes, engine_layouts, local_shapes
 from rlsys.weights.plan import Plan, make_plan
-from rlsys.weights.trainer_layout import MegatronSizes, fsdp_layouts, megatron_layouts
 from tests.unit.models.megatron_families import tiny
 
 MAX_RANKS = 16

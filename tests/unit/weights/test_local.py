@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rlsys.rollout.hf import HFRollout
+from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.local import reshard_local
+from rlsys.weights.executors.in_process import reshard_local
 
 
 def model_of(seed: int) -> LlamaForCausalLM:

@@ -1,0 +1,1 @@
+"""Cross-section checks of a configuration whose values are each valid."""

@@ -1,0 +1,43 @@
+"""Whether settings that are each right make sense together; see sense_ppo, sense_files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlsys.config.checks.algorithm import check_algorithm, check_generation
+from rlsys.config.checks.batches import check_ppo_batches, check_supervised_batches
+from rlsys.config.checks.files import check_eval_files, check_ppo_files, check_supervised_files
+from rlsys.config.checks.findings import Note
+from rlsys.config.checks.megatron import check_megatron
+from rlsys.config.checks.rollout import check_engine
+from rlsys.config.checks.run import check_checkpoints, check_ppo_run, check_run
+from rlsys.config.schema.base import Section
+from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
+
+
+def check(cfg: Section) -> tuple[list[str], list[str]]:
+    """The problems and the notes of a configuration whose values are each right."""
+    found = list(_findings(cfg))
+    problems = [text for text in found if not isinstance(text, Note)]
+    return problems, [str(text) for text in found if isinstance(text, Note)]
+
+
+def _findings(cfg: Section) -> Iterator[str]:
+    if isinstance(cfg, PPOConfig):
+        yield from check_megatron(cfg)
+        yield from check_ppo_batches(cfg)
+        yield from check_algorithm(cfg)
+        yield from check_generation(cfg)
+        yield from check_run(cfg.trainer, cfg.ray_kwargs)
+        yield from check_ppo_run(cfg)
+        yield from check_ppo_files(cfg)
+    elif isinstance(cfg, SupervisedConfig):
+        yield from check_supervised_batches(cfg)
+        yield from check_run(cfg.trainer, cfg.ray_kwargs)
+        yield from check_checkpoints("", cfg.checkpoint, cfg.trainer.resume_mode)
+        yield from check_supervised_files(cfg)
+    elif isinstance(cfg, EvalConfig):
+        yield from check_run(cfg.trainer, cfg.ray_kwargs)
+        rollout = cfg.actor_rollout_ref.rollout
+        yield from check_engine(rollout, rollout.name, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
+        yield from check_eval_files(cfg)

@@ -1,0 +1,222 @@
+"""Whether the files and folders a configuration names are there and look like what they should be."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from rlsys.config.checks.findings import wrong
+from rlsys.config.needs import needs_critic
+from rlsys.config.schema.algorithm import RewardConfig
+from rlsys.config.schema.data import RowsConfig
+from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
+from rlsys.config.schema.model import ModelConfig
+from rlsys.config.schema.trainer import RunConfig, TrainingConfig
+
+ROW_FILES = (".parquet", ".json", ".jsonl", ".csv")
+ANSWERED = "data.max_prompt_length + data.max_response_length"
+
+
+def check_ppo_files(cfg: PPOConfig) -> Iterator[str]:
+    """Data, models, rewards and output folders of a PPO run."""
+    policy, data = cfg.actor_rollout_ref, cfg.data
+    yield from _rows("data.train_files", data.train_files)
+    yield from _rows("data.val_files", data.val_files)
+    yield from _dataset_class(data)
+    longest = data.max_prompt_length + data.max_response_length
+    yield from _model("actor_rollout_ref.model", policy.model, longest, ANSWERED)
+    if needs_critic(cfg) and cfg.critic.model.path != policy.model.path:
+        yield from _model("critic.model", cfg.critic.model, longest, ANSWERED)
+    yield from _reward(cfg.reward)
+    yield from _output(cfg.trainer)
+    for key in ("rollout_data_dir", "validation_data_dir"):
+        yield from _folder_to_be(f"trainer.{key}", getattr(cfg.trainer, key))
+
+
+def check_supervised_files(cfg: SupervisedConfig) -> Iterator[str]:
+    """Data, model and output folder of an SFT or reward-model run."""
+    data = cfg.data
+    yield from _rows("data.train_files", data.train_files)
+    yield from _rows("data.val_files", data.val_files)
+    yield from _dataset_class(data)
+    yield from _model("model", cfg.model, data.max_length, "data.max_length")
+    yield from _output(cfg.trainer)
+
+
+def check_eval_files(cfg: EvalConfig) -> Iterator[str]:
+    """Data, model, rewards and output folder of an evaluation."""
+    data, model = cfg.data, cfg.actor_rollout_ref.model
+    yield from _rows("data.val_files", data.val_files)
+    yield from _dataset_class(data)
+    longest = data.max_prompt_length + data.max_response_length
+    yield from _model("actor_rollout_ref.model", model, longest, ANSWERED)
+    yield from _reward(cfg.reward)
+    yield from _output(cfg.trainer)
+    yield from _folder_to_be("trainer.validation_data_dir", cfg.trainer.validation_data_dir)
+
+
+def _rows(key: str, files: tuple[str, ...] | None) -> Iterator[str]:
+    if files == ():
+        yield wrong(key, [], f"an empty list; write {key}=<file>, or null for the start assets")
+    for name in files or ():
+        path = Path(name)
+        if path.is_file():
+            if path.suffix.lower() not in ROW_FILES:
+                yield wrong(key, name, f"rows are read from {', '.join(ROW_FILES)}")
+            elif path.stat().st_size == 0:
+                yield wrong(key, name, "the file is empty")
+            elif not os.access(path, os.R_OK):
+                yield wrong(key, name, "the file may not be read")
+        elif path.is_dir() and not (path / "state.json").is_file():
+            yield wrong(key, name, "a folder of rows is what datasets' save_to_disk writes; name a file")
+        elif "://" in name:
+            yield wrong(key, name, f"only local files are read; copy it and write {key}=<file>")
+        elif not path.exists():
+            make = f"python scripts/prepare_data.py --out {path.parent} makes some"
+            yield wrong(key, name, f"there is no such file{_nearby(path)}; write {key}=<file> ({make})")
+    doubled = sorted({name for name in files or () if (files or ()).count(name) > 1})
+    if doubled:
+        yield wrong(key, doubled[0], "the file is named twice, so its rows would count twice; name it once")
+
+
+def _nearby(path: Path) -> str:
+    """What lies where a missing file was looked for."""
+    if not path.parent.is_dir():
+        return f" (nor a folder {path.parent})"
+    names = sorted(item.name for item in path.parent.iterdir() if item.suffix == path.suffix)
+    near = get_close_matches(path.name, names, n=1, cutoff=0.5) or names[:1]
+    return f" (in {path.parent.absolute()} there is {near[0]})" if near else ""
+
+
+def _model(key: str, model: ModelConfig, longest: int, lengths: str) -> Iterator[str]:
+    for name in ("path", "tokenizer_path", "lora_adapter_path"):
+        value = getattr(model, name)
+        if value is not None and not Path(value).is_dir():
+            yield wrong(f"{key}.{name}", value, f"{_no_folder(value)}; write {key}.{name}=<folder>")
+    if model.external_lib and not _importable(model.external_lib):
+        yield wrong(f"{key}.external_lib", model.external_lib, "no such module can be imported; put it on PYTHONPATH")
+    folder = Path(model.path) if model.path else None
+    if folder is None or not folder.is_dir():
+        return
+    facts = model_facts(folder)
+    if not facts:
+        yield wrong(
+            f"{key}.path", model.path, "the folder has no readable config.json, so it holds no Hugging Face model"
+        )
+        return
+    limit = (facts | model.override_config).get("max_position_embeddings")
+    if isinstance(limit, int) and limit < longest:
+        yield wrong(
+            f"{key}.path", model.path, f"it takes {limit} positions; {lengths} is {longest}; write shorter lengths"
+        )
+
+
+def _no_folder(name: str) -> str:
+    """Why a name is no model's folder, and how to get one."""
+    if Path(name).is_file():
+        return "it is a file; name its folder"
+    if "smollm2" in name.lower():
+        return "there is no such folder; python scripts/smollm2.py makes it"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return f"there is no such folder; nothing is downloaded here: hf download {name} --local-dir <folder>"
+    return "there is no such folder"
+
+
+def model_facts(folder: Path) -> dict[str, Any]:
+    """What a model's config.json says; empty where there is none that can be read."""
+    try:
+        facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def _importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module.split(".")[0]) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _reward(reward: RewardConfig) -> Iterator[str]:
+    custom, manager, grader = reward.custom_reward_function, reward.reward_manager, reward.reward_model
+    if custom.path is not None:
+        yield from _python("reward.custom_reward_function", custom.path, custom.name, "function")
+    elif custom.reward_kwargs:
+        why = "they are for a function of yours; write reward.custom_reward_function.path=<file>"
+        yield wrong("reward.custom_reward_function.reward_kwargs", dict(custom.reward_kwargs), why)
+    if manager.source == "importlib":
+        if manager.module.path is None:
+            why = "reward.reward_manager.source=importlib needs a file"
+            yield wrong("reward.reward_manager.module.path", None, why)
+        else:
+            yield from _python("reward.reward_manager.module", manager.module.path, manager.module.name, "class")
+    if grader.enable and grader.model_path and not Path(grader.model_path).is_dir():
+        yield wrong("reward.reward_model.model_path", grader.model_path, _no_folder(grader.model_path))
+
+
+def _dataset_class(data: RowsConfig) -> Iterator[str]:
+    custom = data.custom_cls
+    if custom.path is not None and custom.name is None:
+        yield wrong("data.custom_cls.name", None, "name the class in data.custom_cls.path")
+    elif custom.path is not None and custom.name is not None:
+        yield from _python("data.custom_cls", custom.path, custom.name, "class")
+    elif custom.name is not None:
+        yield wrong("data.custom_cls.path", None, f"name the file that holds {custom.name}")
+
+
+def _python(section: str, file: str, name: str, kind: str) -> Iterator[str]:
+    """Whether a Python file can be parsed and defines a name at its top level; nothing in it runs."""
+    path, key = Path(file), f"{section}.path"
+    if not path.is_file():
+        yield wrong(key, file, f"there is no such file{_nearby(path)}; write {key}=<file.py>")
+        return
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError) as error:
+        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
+        yield wrong(key, file, f"not Python{line}: {getattr(error, 'msg', None) or error}")
+        return
+    names = _top_level_names(tree)
+    if name not in names:
+        defined = ", ".join(sorted(found for found in names if not found.startswith("_"))[:5]) or "nothing"
+        yield wrong(f"{section}.name", name, f"{file} has no {kind} of that name; it has {defined}")
+
+
+def _top_level_names(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return names
+
+
+def _output(trainer: RunConfig) -> Iterator[str]:
+    yield from _folder_to_be("trainer.default_local_dir", trainer.default_local_dir)
+    if isinstance(trainer, TrainingConfig) and trainer.resume_mode == "resume_path":
+        path = trainer.resume_from_path
+        if path is not None and not Path(path).is_dir():
+            yield wrong("trainer.resume_from_path", path, "there is no such folder")
+
+
+def _folder_to_be(key: str, name: str | None) -> Iterator[str]:
+    """Whether a folder is there or can be made."""
+    if name is None:
+        return
+    path = Path(name).absolute()
+    standing = next((parent for parent in (path, *path.parents) if parent.exists()), Path("/"))
+    if not standing.is_dir():
+        yield wrong(key, name, f"{standing} is a file, not a folder; write {key}=<folder>")
+    elif not os.access(standing, os.W_OK):
+        yield wrong(key, name, f"{standing} may not be written to; write {key}=<folder>")

@@ -1,0 +1,1 @@
+"""Configuration keys of other projects: verl, AReaL, RLinf."""

@@ -1,0 +1,87 @@
+"""What --help says: every key with its default, what it allows and its description, read from the schema's source.
+
+The descriptions are the strings below the attributes. They are read here, when asked for, because handing them to
+pydantic (use_attribute_docstrings) parses the source of every class at import.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import textwrap
+from functools import cache
+
+from rlsys.config.introspect import allowed, default_of, leaves, sections, shown
+from rlsys.config.presets import preset_names, presets_folder
+from rlsys.config.schema.base import Section
+
+_WIDTH = 110
+_OPTIONS = """\
+Options
+  --config-name NAME    preset or YAML file to start from
+  --config-path FOLDER  where to look for it first
+  --print-config        print the resolved configuration as YAML and exit
+  --dry-run             check everything, print the plan and exit
+  --help                this text
+
+Settings, any number of them, the last one of a key wins
+  key=value             set a key: text, numbers, true, null, [a,b], {a: 1}, ${other.key}
+  +key=value            add a key that is not there yet (to override_config, reward_kwargs, ...)
+  ++key=value           set or add
+  ~key                  back to the default; or take an added key out
+"""
+
+
+def help_text(schema: type[Section], program: str) -> str:
+    """The whole help of a job."""
+    parts = [f"{inspect.getdoc(schema)}\n\npython -m {program} [options] [key=value ...]\n", _OPTIONS]
+    parts.append(f"Presets in {presets_folder()}\n  {', '.join(preset_names())}\n")
+    for path, section in sections(schema).items():
+        own = [name for name in section.model_fields if (f"{path}.{name}" if path else name) in leaves(schema)]
+        if own:
+            title = f"{path}: {inspect.getdoc(section)}" if path else "Keys outside of sections"
+            parts.append("\n".join([title, *(_key_text(schema, section, path, name) for name in own), ""]))
+    return "\n".join(parts)
+
+
+def _key_text(schema: type[Section], section: type[Section], path: str, name: str) -> str:
+    key = f"{path}.{name}" if path else name
+    field = leaves(schema)[key]
+    words = f"{describe(section, name)} [{allowed(field)}]"
+    default = default_of(field)
+    follows = re.fullmatch(r"\$\{(\.?)([\w.]+)\}", default) if isinstance(default, str) else None
+    if follows:
+        head = f"{key}   (follows {f'{path}.' if follows[1] and path else ''}{follows[2]})"
+    else:
+        head = f"{key}={shown(default)}"
+    return f"  {head}\n{textwrap.indent(textwrap.fill(words, _WIDTH), ' ' * 6)}"
+
+
+def describe(section: type[Section], name: str) -> str:
+    """The description of a key: of the section itself, else of the nearest one it inherits from."""
+    for cls in section.__mro__:
+        text = _descriptions(cls.__module__).get((cls.__name__, name)) if cls.__module__.startswith("rlsys.") else None
+        if text:
+            return text
+    return ""
+
+
+@cache
+def _descriptions(module: str) -> dict[tuple[str, str], str]:
+    """{(class, attribute): the string below it} of a module."""
+    found: dict[tuple[str, str], str] = {}
+    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for this, following in zip(node.body, node.body[1:], strict=False):
+            if (
+                isinstance(this, ast.AnnAssign)
+                and isinstance(this.target, ast.Name)
+                and isinstance(following, ast.Expr)
+                and isinstance(following.value, ast.Constant)
+                and isinstance(following.value.value, str)
+            ):
+                found[node.name, this.target.id] = following.value.value
+    return found

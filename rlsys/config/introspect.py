@@ -1,0 +1,169 @@
+"""The keys of a schema: where they lie, their defaults, what they allow, and which ones a wrong name resembles."""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from rlsys.config.overrides import format_value
+from rlsys.config.schema.base import MAX_COUNT, Section, is_path_rule
+
+_HUGE = 1e6
+_SHOWN_CHARS = 80
+
+
+@cache
+def sections(schema: type[Section]) -> dict[str, type[Section]]:
+    """Every section by its path; the schema itself is the empty path."""
+    found: dict[str, type[Section]] = {"": schema}
+    for name, field in schema.model_fields.items():
+        if _is_section(field):
+            below = sections(field.annotation)  # type: ignore[arg-type]
+            found |= {f"{name}.{path}" if path else name: section for path, section in below.items()}
+    return found
+
+
+@cache
+def leaves(schema: type[Section]) -> dict[str, FieldInfo]:
+    """Every key that holds a value, by its path, in the order of the schema."""
+    found: dict[str, FieldInfo] = {}
+    for name, field in schema.model_fields.items():
+        if _is_section(field):
+            found |= {f"{name}.{path}": leaf for path, leaf in leaves(field.annotation).items()}  # type: ignore[arg-type]
+        else:
+            found[name] = field
+    return found
+
+
+def _is_section(field: FieldInfo) -> bool:
+    return isinstance(field.annotation, type) and issubclass(field.annotation, Section)
+
+
+def is_open(field: FieldInfo) -> bool:
+    """Whether a key holds keys of its own that the schema does not know."""
+    return get_origin(field.annotation) is dict
+
+
+def default_of(field: FieldInfo) -> Any:
+    """The default as it stands in a file; a linked key's is the reference to the key it follows."""
+    extra = field.json_schema_extra
+    if isinstance(extra, dict) and "link" in extra:
+        return f"${{{extra['link']}}}"
+    return plain(field.get_default(call_default_factory=True))
+
+
+def plain(value: Any) -> Any:
+    """The value with lists for tuples, and copies of lists and dicts."""
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def is_count(value: object) -> bool:
+    """Whether a value is a whole number from 1 up."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def nest(values: dict[str, Any]) -> dict[str, Any]:
+    """The tree of sections that values by path stand for."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *parents, last = path.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return tree
+
+
+def shown(value: Any) -> str:
+    """The value as one would write it, shortened."""
+    text = format_value(value)
+    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 4] + " ..."
+
+
+def allowed(field: FieldInfo, value: Any = None) -> str:
+    """What a key may hold, in words; bounds far away are named only where `value` is beyond them."""
+    return _words(field.annotation, tuple(field.metadata), value)
+
+
+def choices(field: FieldInfo) -> tuple[str, ...]:
+    """The names a key chooses from, none where it is not a choice."""
+    found: list[str] = []
+    pending: list[Any] = [field.annotation]
+    while pending:
+        annotation = pending.pop()
+        if get_origin(annotation) is Literal:
+            found += [item for item in get_args(annotation) if isinstance(item, str)]
+        else:
+            pending += [item for item in get_args(annotation) if item is not Ellipsis]
+    return tuple(found)
+
+
+def _words(annotation: Any, metadata: tuple[Any, ...], value: Any) -> str:
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _words(args[0], (*args[1:], *metadata), value)
+    if origin in (Union, UnionType):
+        parts = [_words(arg, metadata, value) for arg in args if arg is not NoneType]
+        return " or ".join([*parts, "null"] if NoneType in args else parts)
+    if origin is Literal:
+        names = ", ".join(str(item) for item in args)
+        return f"one of {names}" if len(args) > 1 else names
+    if origin is tuple:
+        each = _words(args[0], (), None)
+        return f"{len(args)} in a list, each {each}" if args[-1] is not Ellipsis else f"{each}, or a list of such"
+    if origin is dict:
+        return "keys and values, e.g. {a: 1}"
+    if annotation is bool:
+        return "true or false"
+    if annotation in (int, float):
+        return ("a whole number" if annotation is int else "a number") + _range(_constraints(metadata), value)
+    return "a path" if any(is_path_rule(rule) for rule in _flat(metadata)) else "text"
+
+
+def _flat(metadata: tuple[Any, ...]) -> list[Any]:
+    return [rule for item in metadata for rule in (item.metadata if isinstance(item, FieldInfo) else [item])]
+
+
+def _constraints(metadata: tuple[Any, ...]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for rule in _flat(metadata):
+        for name in ("ge", "gt", "le", "lt"):
+            if getattr(rule, name, None) is not None:
+                found[name] = getattr(rule, name)
+    return found
+
+
+def _range(bounds: dict[str, float], value: Any) -> str:
+    words = []
+    high = bounds.get("le", bounds.get("lt", MAX_COUNT))
+    beyond = isinstance(value, int | float) and value > high
+    if "ge" in bounds:
+        words.append(f"at least {_number(bounds['ge'])}")
+    if "gt" in bounds:
+        words.append(f"more than {_number(bounds['gt'])}")
+    if ("le" in bounds or "lt" in bounds) and (high < _HUGE or beyond):
+        words.append(f"{'at most' if 'le' in bounds else 'less than'} {_number(high)}")
+    return ", " + " and ".join(words) if words else ""
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else f"{value:g}"
+
+
+def nearest(path: str, known: tuple[str, ...], count: int = 3) -> list[str]:
+    """The known keys that a wrong one resembles: first those of the same last name, then those of similar spelling."""
+    last = path.rpartition(".")[2]
+    same = [key for key in known if key.rpartition(".")[2] == last]
+    same.sort(key=lambda key: -difflib.SequenceMatcher(None, path, key).ratio())
+    near = difflib.get_close_matches(path, known, n=count, cutoff=0.8)
+    names = {key.rpartition(".")[2]: key for key in reversed(known)}
+    alike = [names[name] for name in difflib.get_close_matches(last, names, n=2, cutoff=0.75)]
+    if not (same or near or alike):
+        near = difflib.get_close_matches(path, known, n=1, cutoff=0.5)
+    return list(dict.fromkeys([*same[:2], *near, *alike]))[:count]

@@ -1,0 +1,1 @@
+"""The typed, frozen configuration: one module per section."""

@@ -1,0 +1,103 @@
+"""The four jobs' configurations. Attribute paths are verl's keys: cfg.actor_rollout_ref.actor.ppo_mini_batch_size."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from rlsys.config.schema.actor import (
+    ActorRolloutRefConfig,
+    CriticConfig,
+    GenerationConfig,
+    ValKwargsConfig,
+)
+from rlsys.config.schema.algorithm import AlgorithmConfig, RewardConfig
+from rlsys.config.schema.base import Coefficient, Count, Positive, Seconds, Section, SupervisedStrategy
+from rlsys.config.schema.data import DataConfig, PromptsConfig, RMDataConfig, SFTDataConfig, SupervisedDataConfig
+from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig, ShardConfig
+from rlsys.config.schema.trainer import (
+    EvalRunConfig,
+    RayKwargsConfig,
+    SupervisedRunConfig,
+    TrainerConfig,
+)
+
+
+class PPOConfig(Section):
+    """trainer.main_ppo: PPO, GRPO and their kin."""
+
+    data: DataConfig
+    actor_rollout_ref: ActorRolloutRefConfig
+    critic: CriticConfig
+    algorithm: AlgorithmConfig
+    reward: RewardConfig
+    trainer: TrainerConfig
+    ray_kwargs: RayKwargsConfig
+
+
+class SupervisedEngineConfig(ShardConfig):
+    """FSDP2 for SFT and reward models."""
+
+    strategy: SupervisedStrategy = "fsdp2"
+    """Training engine; fsdp and fsdp2 both mean FSDP2."""
+    ulysses_sequence_parallel_size: Count = 1
+    """Ranks that share one sequence."""
+
+
+class SupervisedOptimConfig(OptimConfig):
+    """AdamW for SFT and reward models."""
+
+    lr: Positive = 1e-5
+    """Peak learning rate."""
+    clip_grad: Coefficient = 1.0
+    """Largest gradient norm; 0 never clips."""
+
+
+class SupervisedConfig(Section):
+    """What SFT and reward-model training share."""
+
+    data: SupervisedDataConfig
+    model: ModelConfig
+    engine: SupervisedEngineConfig
+    optim: SupervisedOptimConfig
+    checkpoint: CheckpointConfig
+    trainer: SupervisedRunConfig
+    ray_kwargs: RayKwargsConfig
+    nccl_timeout: Seconds = 600.0
+    """Seconds a collective may take."""
+
+
+class SFTConfig(SupervisedConfig):
+    """trainer.main_sft: supervised fine-tuning."""
+
+    data: SFTDataConfig
+
+
+class RMConfig(SupervisedConfig):
+    """trainer.main_rm: a reward model from chosen and rejected responses (Bradley-Terry)."""
+
+    data: RMDataConfig
+
+
+class EvalRolloutConfig(GenerationConfig):
+    """Generation for evaluation."""
+
+    name: Literal["hf", "sglang", "vllm"] = "hf"
+    """Engine: hf (transformers), sglang or vllm."""
+    val_kwargs: ValKwargsConfig
+
+
+class EvalModelConfig(Section):
+    """The policy that is evaluated."""
+
+    model: ModelConfig
+    rollout: EvalRolloutConfig
+
+
+class EvalConfig(Section):
+    """trainer.main_eval: answers to validation prompts, graded, with pass@k and maj@k for each data source."""
+
+    data: PromptsConfig
+    actor_rollout_ref: EvalModelConfig
+    reward: RewardConfig
+    trainer: EvalRunConfig
+    ray_kwargs: RayKwargsConfig

@@ -1,0 +1,180 @@
+"""FSDP2 over a TokenModel: wrapping, filling shards from a tensor source, who holds which box of which HF tensor."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from rlsys.engines.fsdp.optim import local_of
+from rlsys.engines.mesh import Ranks
+from rlsys.models.hf import TensorSource, layer_modules
+from rlsys.models.lora import Adapted, hf_name, is_adapter
+from rlsys.models.stacked import Stacks, part_of, saved_shapes, shards_of
+from rlsys.models.token_model import TokenModel
+from rlsys.types import Box, Shard, WeightLayout
+
+
+def shard_model(
+    model: TokenModel,
+    ranks: Ranks,
+    *,
+    compute_dtype: torch.dtype,
+    reshard_after_forward: bool = True,
+    forward_prefetch: bool = False,
+    cpu_offload: bool = False,
+) -> None:
+    """Shard every block, the scalar head (which stays in float32) and the rest over the mesh.
+
+    Gradients are reduced as float32 sums, not averages: the engine divides by the global count.
+    """
+    reduce_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+    offload = CPUOffloadPolicy() if cpu_offload and ranks.device.type == "cuda" else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": ranks.mesh, "offload_policy": offload}
+    layers: list[Any] = layer_modules(model.model)
+    for layer in layers:
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=reshard_after_forward, **options)
+    if not model.is_lm:
+        exact = MixedPrecisionPolicy(param_dtype=reduce_dtype, reduce_dtype=reduce_dtype)
+        fully_shard(model.model.score, mp_policy=exact, **options)
+    fully_shard(model, mp_policy=policy, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    if forward_prefetch:
+        for layer, following in pairwise(layers):
+            layer.set_modules_to_forward_prefetch([following])
+
+
+def materialise(model: TokenModel, device: torch.device) -> None:
+    """Give the sharded parameters memory (not yet values) on `device` and the buffers their values."""
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device=device)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop what is gathered: after a forward without a backward the outermost parameters still are."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def parameters_by_name(model: TokenModel) -> dict[str, nn.Parameter]:
+    """Sharded parameters by their name in the transformers model; a tied one appears once."""
+    reshard(model)
+    return {name.removeprefix("model."): p for name, p in model.named_parameters()}
+
+
+def tied_names(model: TokenModel) -> dict[str, str]:
+    """Names whose data lives under another name."""
+    reshard(model)
+    first: dict[int, str] = {}
+    aliases = {}
+    for full, parameter in model.named_parameters(remove_duplicate=False):
+        name = full.removeprefix("model.")
+        if (held := first.setdefault(id(parameter), name)) != name:
+            aliases[hf_name(name)] = hf_name(held)
+    return aliases
+
+
+def held_box(name: str, parameter: Tensor, ranks: Ranks) -> Box:
+    """The rows of `parameter` on this rank: FSDP2 cuts dimension 0 into ceil(n / ranks); last parts may be empty."""
+    rows = parameter.shape[0]
+    start = min(ranks.shard_rank * -(-rows // ranks.shard_size), rows)
+    held = local_of(parameter).shape[0]
+    return Box(name, (start, *(0 for _ in parameter.shape[1:])), (held, *parameter.shape[1:]))
+
+
+@torch.no_grad()
+def fill(parameters: Mapping[str, Tensor], source: TensorSource, ranks: Ranks) -> None:
+    """Copy each rank's own box of each tensor from the source; names are those of the source."""
+    for name, parameter in parameters.items():
+        box = held_box(name, parameter, ranks)
+        if box.shape[0]:
+            local_of(parameter).copy_(source.read(name, box.start, box.shape))
+
+
+def weight_layout(
+    parameters: Mapping[str, Tensor], ranks: Ranks, aliases: Mapping[str, str], stacks: Stacks
+) -> WeightLayout:
+    """What this rank holds, as boxes of HF tensors under the names they are saved by, those of `stacks` apart.
+
+    A rank without rows of a tensor has no shard of it.
+    """
+    shards, shapes, dtypes = list[Shard](), dict[str, tuple[int, ...]](), dict[str, str]()
+    for name, parameter in parameters.items():
+        box, whole = held_box(name, parameter, ranks), tuple(parameter.shape)
+        if name in stacks:
+            shards += shards_of(stacks[name], box)
+        elif box.shape[0]:
+            shards.append(Shard(box, name, (0,) * len(box.shape)))
+        saved = saved_shapes(stacks[name], whole) if name in stacks else {name: whole}
+        shapes |= saved
+        dtypes |= dict.fromkeys(saved, str(parameter.dtype).removeprefix("torch."))
+    return WeightLayout(
+        rank=ranks.rank,
+        host=socket.gethostname(),
+        shards=tuple(shards),
+        full_shapes=shapes,
+        dtypes=dtypes,
+        aliases=dict(aliases),
+    )
+
+
+class HeldWeights:
+    """The model's weights under HF names: base tensors, with the adapters' products added where there are adapters.
+
+    Whole tensors of `stacks` are told apart, as they are saved.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], adapted: Mapping[str, Adapted], stacks: Stacks) -> None:
+        self._stacks = stacks
+        self._adapters = {name: p for name, p in parameters.items() if is_adapter(name)}
+        self.base = {hf_name(name): p for name, p in parameters.items() if not is_adapter(name)}
+        self._adapted = adapted
+
+    @torch.no_grad()
+    def local(self) -> dict[str, Tensor]:
+        """This rank's boxes. Collective where there are adapters; adapted ones are fresh tensors, the others live."""
+        return {name: self._merged(name, local_of(p), whole=False) for name, p in self.base.items()}
+
+    @torch.no_grad()
+    def full(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """Whole tensors as they are saved, in buckets of about `bucket_bytes`; collective.
+
+        They may alias parameters: copy, keep none.
+        """
+        bucket, size = [], 0
+        for name, parameter in self.base.items():
+            tensor = self._merged(name, full_of(parameter), whole=True)
+            if bucket and size + tensor.nbytes > bucket_bytes:
+                yield bucket
+                bucket, size = [], 0
+            apart = [(saved, part_of(tensor, part)) for saved, part in self._stacks.get(name, {}).items()]
+            bucket += apart or [(name, tensor)]
+            size += tensor.nbytes
+        if bucket:
+            yield bucket
+
+    def _merged(self, name: str, base: Tensor, *, whole: bool) -> Tensor:
+        adapted = self._adapted.get(name)
+        if adapted is None:
+            return base
+        b = self._adapters[adapted.b]
+        b_rows = full_of(b) if whole else local_of(b)
+        return base + (adapted.scale * (b_rows.float() @ full_of(self._adapters[adapted.a]).float())).to(base.dtype)
+
+
+def full_of(parameter: Any) -> Tensor:
+    """The whole tensor of a DTensor, gathered over its mesh."""
+    detached = parameter.detach()
+    return detached.full_tensor() if hasattr(detached, "full_tensor") else detached

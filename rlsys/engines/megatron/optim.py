@@ -1,0 +1,173 @@
+"""Megatron's distributed optimizer: gradients of sums, steps that refuse what is not finite, and its state as boxes.
+
+Every data-parallel rank holds a range of each parameter's elements: their float32 masters and both moments.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlsys.models.megatron import start  # noqa: F401
+
+# isort: split
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from rlsys.engines.fsdp.optim import MOMENTS, OptimSettings, lr_at
+from rlsys.models.megatron.adapters import sum_shared_gradients
+from rlsys.models.megatron.build import TokenGPT
+from rlsys.types import StepReport
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of a parameter's elements on this rank: elements `start` to `stop` of the flattened local tensor, whose
+    masters and moments (float32, one-dimensional) are `tensors` by "master", "exp_avg" and "exp_avg_sq"."""
+
+    local: str
+    start: int
+    stop: int
+    tensors: Mapping[str, Tensor]
+
+
+class MegatronAdamW:
+    """AdamW on this rank's range of the parameters of `chunks`, which it wraps for data parallelism.
+
+    Gradients are sums in float32; weight decay is on every trained parameter, as in torch's AdamW.
+    """
+
+    def __init__(self, chunks: Sequence[TokenGPT], settings: OptimSettings, *, dtype: torch.dtype) -> None:
+        self.settings, self.num_steps = settings, 0
+        self.config = chunks[0].config
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+        self.chunks: list[Any] = [
+            DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=True) for chunk in chunks
+        ]
+        adam = OptimizerConfig(
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.betas[0],
+            adam_beta2=settings.betas[1],
+            adam_eps=settings.eps,
+            clip_grad=settings.grad_clip,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+        )
+        chained: Any = get_megatron_optimizer(adam, self.chunks, config_overrides={}, use_gloo_process_groups=False)
+        self._megatron = chained
+        self._parts = [part for part in chained.chained_optimizers if not part.is_stub_optimizer]
+        for part in self._parts:
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    part.optimizer.state[parameter] = self._fresh_state(part.optimizer, parameter)
+
+    @staticmethod
+    def _fresh_state(adam: Any, parameter: Tensor) -> dict[str, Tensor]:
+        moments = {name: torch.zeros_like(parameter, dtype=torch.float32) for name in MOMENTS}
+        has_own_step = isinstance(adam, torch.optim.AdamW)
+        return {"step": torch.zeros(()), **moments} if has_own_step else moments
+
+    @property
+    def lr(self) -> float:
+        return lr_at(self.num_steps, self.settings)
+
+    @torch.no_grad()
+    def step(self, count: float) -> StepReport:
+        """Divide the gradient sums by `count`, clip and step. Without a positive count, or with a norm that is not
+        finite, nothing changes but the gradients, which are dropped."""
+        self._finalize()
+        if count > 0:
+            self._scale(1.0 / count)
+        self._megatron.prepare_grads()
+        norm = float(self._megatron.get_grad_norm()) if count > 0 else 0.0
+        lr = self.lr
+        if not (count > 0 and math.isfinite(norm)):
+            self.zero_grad()
+            return StepReport(norm, lr, applied=False)
+        clip = self.settings.grad_clip
+        if clip > 0 and clip < norm + 1e-6 and (grads := list(self._master_grads())):
+            torch._foreach_mul_(grads, clip / (norm + 1e-6))
+        for group in self._megatron.param_groups:
+            group["lr"] = lr
+        self._megatron.step_with_ready_grads()
+        self.num_steps += 1
+        self.zero_grad()
+        return StepReport(norm, lr, applied=True)
+
+    def _finalize(self) -> None:
+        """Sum gradients over the ranks that have parts of them."""
+        sum_shared_gradients(self.chunks)
+        finalize_model_grads(self.chunks)
+
+    def _master_grads(self) -> Iterator[Tensor]:
+        for part in self._parts:
+            yield from (p.grad for p in part.get_parameters() if p.grad is not None)
+
+    def _scale(self, factor: float) -> None:
+        for chunk in self.chunks:
+            chunk.scale_gradients(factor)
+
+    def zero_grad(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self._megatron.zero_grad()
+
+    def grad_buffers(self) -> list[Any]:
+        return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+    @contextmanager
+    def whole_gradients(self) -> Iterator[dict[nn.Parameter, Tensor]]:
+        """Gradient sums over all ranks by parameter, as the next step would see them; afterwards they are as before."""
+        buffers = self.grad_buffers()
+        before = [buffer.grad_data.clone() for buffer in buffers]
+        self._finalize()
+        for buffer in buffers:
+            size, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
+            for bucket in buffer.buckets:
+                own = bucket.grad_data.view(size, -1)[rank].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, own, group=buffer.data_parallel_group)
+        yield {p: p.main_grad for chunk in self.chunks for p in chunk.parameters() if p.requires_grad}  # type: ignore[misc]
+        for buffer, values in zip(buffers, before, strict=True):
+            buffer.grad_data.copy_(values)
+
+    def pieces(self, names: Mapping[nn.Parameter, str]) -> list[Piece]:
+        """Everything this rank holds of the optimizer, live; `names` are the parameters' local names."""
+        found = []
+        for part in self._parts:
+            for parameter, master in _masters(part):
+                span = part._get_model_param_range_map(parameter)["param"]
+                state = part.optimizer.state[master]
+                tensors = {"master": master.detach(), **{name: state[name] for name in MOMENTS}}
+                found.append(Piece(names[parameter], span.start, span.end, tensors))
+        return found
+
+    def set_num_updates(self, count: int) -> None:
+        """Set AdamW's own step number (bias correction) and the schedule's."""
+        self.num_steps = count
+        for part in self._parts:
+            for group in part.optimizer.param_groups:
+                group["step"] = count
+            for state in part.optimizer.state.values():
+                if "step" in state:
+                    state["step"].fill_(count)
+
+
+def _masters(part: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Parameters and the float32 shards that are stepped for them; Megatron keeps those of float32 parameters apart."""
+    kinds = (
+        (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+        (part.model_fp32_groups, part.shard_fp32_groups),
+    )
+    for models, masters in kinds:
+        for group, shards in zip(models, masters, strict=True):
+            yield from zip(group, shards, strict=True)

@@ -1,0 +1,201 @@
+"""Checkpoints of a MegatronEngine: masters and moments as boxes of HF tensors, loadable into any layout.
+
+The files are those of rlsys.engines.checkpoint and dcp_storage, so that every engine loads what another one saved. Each
+data-parallel rank writes the elements whose optimizer state it holds, and nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rlsys.engines.dcp_storage import METADATA, STORAGE_ERRORS, data_file, read_tensor_index
+from rlsys.engines.fsdp.optim import MOMENTS
+from rlsys.engines.megatron.optim import Piece
+from rlsys.engines.megatron.weights import HeldModel, region
+from rlsys.engines.mesh import gather_json, together
+from rlsys.models.hf import TensorSource
+from rlsys.models.lora import hf_name
+from rlsys.types import Box, Shard
+from rlsys.utils.atomic import fsync_file, write_text_durable
+from rlsys.utils.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class MegatronState:
+    """A Contents of rlsys.engines.checkpoint; `parts` among "model", "optimizer" and "extra"."""
+
+    held: HeldModel
+    pieces: tuple[Piece, ...]
+    parts: frozenset[str]
+
+    @property
+    def extra(self) -> bool:
+        return "extra" in self.parts
+
+    @property
+    def layout(self) -> tuple[str, Mapping[str, Any]]:
+        return "megatron_config.json", {"world_size": dist.get_world_size(), **asdict(self.held.ranks.sizes)}
+
+    def _kinds(self) -> dict[str, str]:
+        """Prefix of the keys in the checkpoint, by the tensor of a piece that they hold."""
+        kinds = {"master": "model."} if "model" in self.parts else {}
+        if "optimizer" in self.parts and self.pieces:
+            kinds |= {moment: f"optim.{moment}." for moment in MOMENTS}
+        return kinds
+
+    def shapes(self) -> dict[str, Sequence[int]]:
+        trained = {name: shape for name, shape in self.held.full_shapes.items() if name not in self.held.untrained}
+        return {
+            prefix + self._saved_name(name): shape
+            for kind, prefix in self._kinds().items()
+            for name, shape in (self.held.full_shapes if kind == "master" else trained).items()
+        }
+
+    def _saved_name(self, name: str) -> str:
+        return name if self.held.adapters is None else self.held.adapters.saved_name(name)
+
+    def write(self, staging: Path) -> list[str]:
+        errors = (*STORAGE_ERRORS, CheckpointError)
+        files, index = together(lambda: self._write_files(staging), errors, CheckpointError)
+        entries = [entry for part in gather_json(index) for entry in part]
+        if dist.get_rank() == 0 and entries:
+            self._write_index(staging, entries)
+        return files
+
+    def _write_files(self, staging: Path) -> tuple[list[str], list[Any]]:
+        """Names of this rank's files, and (key, offset, shape, file, dtype) of what is in them."""
+        files: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        index = []
+        for key, start, tensor in self._saved():
+            file, name = data_file(key.partition(".")[0]), f"{key}@{','.join(map(str, start))}"
+            files[file][name] = tensor.contiguous()
+            index.append((key, start, tuple(tensor.shape), file, str(tensor.dtype).removeprefix("torch.")))
+        for file, tensors in files.items():
+            save_file(tensors, staging / file)
+            fsync_file(staging / file)
+        return sorted(files), index
+
+    def _write_index(self, staging: Path, entries: Sequence[Sequence[Any]]) -> None:
+        shapes, tensors = self.shapes(), {}
+        for key, start, shape, file, dtype in entries:
+            entry = tensors.setdefault(key, {"dtype": dtype, "shape": list(shapes[key]), "chunks": []})
+            name = f"{key}@{','.join(map(str, start))}"
+            entry["chunks"].append({"offset": start, "shape": shape, "file": file, "name": name})
+        write_text_durable(staging / METADATA, json.dumps(dict(sorted(tensors.items())), indent=1))
+
+    def _saved(self) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+        """(key, offset, values) of everything this rank writes; no element is written twice."""
+        kinds = self._kinds()
+        for box, tensors in self._boxes(given_only=True):
+            for kind, prefix in kinds.items():
+                yield prefix + self._saved_name(box.tensor), box.start, tensors[kind]
+        if "model" in self.parts:
+            local = self.held.untrained_here() if self.pieces else self.held.local()
+            for shard in self.held.shards:
+                if shard.local in local and self.held.gives(shard):
+                    name = f"model.{self._saved_name(shard.box.tensor)}"
+                    yield name, shard.box.start, region(local[shard.local], shard)
+
+    def _boxes(self, *, given_only: bool) -> Iterator[tuple[Box, dict[str, Tensor]]]:
+        """Boxes of HF tensors of which this rank holds masters and moments, and views of these."""
+        by_local: dict[str, list[Shard]] = defaultdict(list)
+        for shard in self.held.shards:
+            if not (given_only and shard in self.held.copies):
+                by_local[shard.local].append(shard)
+        for piece in self.pieces:
+            shape = self.held.parameters[piece.local].shape
+            for start, size, at in flat_boxes(piece.start, piece.stop, shape):
+                for shard in by_local[piece.local]:
+                    if (cut := overlap(start, size, shard.local_start, shard.box.shape)) is None:
+                        continue
+                    first, extent = cut
+                    inside = tuple(slice(f - s, f - s + n) for f, s, n in zip(first, start, extent, strict=True))
+                    count = torch.Size(size).numel()
+                    views = {name: t[at : at + count].view(size)[inside] for name, t in piece.tensors.items()}
+                    moved = zip(shard.box.start, first, shard.local_start, strict=True)
+                    yield Box(shard.box.tensor, tuple(b + f - s for b, f, s in moved), extent), views
+
+    @torch.no_grad()
+    def fill_masters(self, source: TensorSource) -> None:
+        """Copy the float32 masters from `source`, which may be more precise than the parameters."""
+        for box, tensors in self._boxes(given_only=False):
+            tensors["master"].copy_(source.read(box.tensor, box.start, box.shape))
+
+    @torch.no_grad()
+    def read(self, path: Path) -> None:
+        index = read_tensor_index(path)
+        if "model" in self.parts:
+            self.held.fill(SavedTensors(path, index, "model."))
+        for kind, prefix in self._kinds().items():
+            source = SavedTensors(path, index, prefix)
+            for box, tensors in self._boxes(given_only=False):
+                tensors[kind].copy_(source.read(box.tensor, box.start, box.shape))
+
+
+class SavedTensors:
+    """Tensors of a checkpoint whose keys begin with `prefix`, as a TensorSource: boxes put together of its chunks."""
+
+    def __init__(self, path: Path, index: Mapping[str, Any], prefix: str) -> None:
+        self.path, self.prefix = path, prefix
+        self._index = {hf_name(k.removeprefix(prefix)): entry for k, entry in index.items() if k.startswith(prefix)}
+        self._open: dict[str, Any] = {}
+
+    def names(self) -> Collection[str]:
+        return self._index.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._index[name]["shape"])
+
+    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        entry = self._index[name]
+        values = torch.empty(tuple(shape), dtype=getattr(torch, entry["dtype"]))
+        for chunk in entry["chunks"]:
+            if (cut := overlap(start, shape, chunk["offset"], chunk["shape"])) is None:
+                continue
+            first, extent = cut
+            here = tuple(slice(f - s, f - s + n) for f, s, n in zip(first, start, extent, strict=True))
+            there = tuple(slice(f - s, f - s + n) for f, s, n in zip(first, chunk["offset"], extent, strict=True))
+            values[here] = self._file(chunk["file"]).get_slice(chunk["name"])[there]
+        return values
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = safe_open(self.path / name, framework="pt")
+        return self._open[name]
+
+
+def overlap(
+    start: Sequence[int], shape: Sequence[int], other_start: Sequence[int], other_shape: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Start and shape of what two boxes share, or None."""
+    first = tuple(map(max, start, other_start))
+    ends = [min(a + n, b + m) for a, n, b, m in zip(start, shape, other_start, other_shape, strict=True)]
+    extent = tuple(end - f for end, f in zip(ends, first, strict=True))
+    return None if min(extent, default=1) <= 0 else (first, extent)
+
+
+def flat_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    """(start, shape, offset from `start`) of the boxes that make up elements `start` to `stop` of a flattened tensor of
+    one or two dimensions: a part of a row, whole rows, a part of a row."""
+    if len(shape) == 1:
+        yield (start,), (stop - start,), 0
+        return
+    width = shape[1]
+    at = start
+    while at < stop:
+        row, column = divmod(at, width)
+        whole = (stop - at) // width if column == 0 else 0
+        size = whole * width if whole else min(width - column, stop - at)
+        yield (row, column), (whole or 1, width if whole else size), at - start
+        at += size

@@ -1,0 +1,256 @@
+"""What a Megatron rank holds of the HF tensors: filling it from a source, describing it, gathering whole tensors."""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rlsys.engines.megatron.groups import MegatronRanks
+from rlsys.engines.mesh import gather_json
+from rlsys.models.hf import TensorSource
+from rlsys.models.lora import LoraSettings, is_adapter
+from rlsys.models.megatron.adapters import merged_weight
+from rlsys.models.megatron.build import TokenGPT
+from rlsys.models.megatron.family import Family, Place
+from rlsys.models.megatron.parallel import EXPERTS, AdapterPlan, Factors, factors_of, plan_adapters
+from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE
+from rlsys.types import Shard, WeightLayout
+
+
+@dataclass(frozen=True)
+class HeldModel:
+    """This rank's chunks, and which boxes of which HF tensors its tensors are; with `lora` the factors of adapters are
+    among these tensors, the chunks have to be given them, and nothing else is trained but a scalar head."""
+
+    family: Family
+    hf_config: Mapping[str, Any]
+    scalar_head: bool
+    ranks: MegatronRanks
+    chunks: Sequence[TokenGPT]
+    lora: LoraSettings | None = None
+
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        return self._shards_at(self.ranks.place)
+
+    @cached_property
+    def adapters(self) -> AdapterPlan | None:
+        return None if self.lora is None else plan_adapters(self.lora, self._base_at(Place()), self.base_shapes)
+
+    @cached_property
+    def factors(self) -> dict[str, list[Factors]]:
+        """The adapters of this rank's weights by local name."""
+        return self._factors_at(self.ranks.place)
+
+    def _factors_at(self, place: Place) -> dict[str, list[Factors]]:
+        if self.adapters is None:
+            return {}
+        whole = replace(place, tp_rank=0, tp_size=1, etp_rank=0, etp_size=1)
+        return factors_of(self.adapters, self._base_at(place), self._base_at(whole))
+
+    def _shards_at(self, place: Place) -> tuple[Shard, ...]:
+        factors = (one for of_weight in self._factors_at(place).values() for one in of_weight)
+        return (*self._base_at(place), *(shard for one in factors for shard in one.shards))
+
+    def _base_at(self, place: Place) -> tuple[Shard, ...]:
+        return self.family.shards(
+            self.hf_config,
+            place,
+            head="value" if self.scalar_head else "lm",
+            grouped_experts=HAS_TRANSFORMER_ENGINE,
+            fused_norms=HAS_TRANSFORMER_ENGINE,
+        )
+
+    @cached_property
+    def base_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Full shapes of the model's tensors by HF name."""
+        return self.family.hf_shapes(self.hf_config, head="value" if self.scalar_head else "lm")
+
+    @cached_property
+    def full_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of the adapters too."""
+        return {**self.base_shapes, **(self.adapters.shapes if self.adapters is not None else {})}
+
+    def is_trained(self, name: str) -> bool:
+        """Whether a tensor that is a parameter is trained, by its HF name."""
+        return self.lora is None or is_adapter(name) or name.startswith("score.")
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters by local name."""
+        return {
+            f"{number}.{name}": p for number, chunk in enumerate(self.chunks) for name, p in chunk.named_parameters()
+        }
+
+    @cached_property
+    def buffers(self) -> dict[str, Tensor]:
+        """Buffers that are weights of the model, such as a router's bias."""
+        wanted = {shard.local for shard in self.shards}
+        all_ = {f"{number}.{n}": b for number, chunk in enumerate(self.chunks) for n, b in chunk.named_buffers()}
+        return {name: buffer for name, buffer in all_.items() if name in wanted}
+
+    def local(self) -> dict[str, Tensor]:
+        """Parameters and buffers by local name, live."""
+        return {name: t.detach() for name, t in {**self.parameters, **self.buffers}.items()}
+
+    @cached_property
+    def copies(self) -> frozenset[Shard]:
+        """Shards whose box another rank holds too and is to give: norms of tensor-parallel ranks, tied embeddings."""
+        mine = self.ranks.place
+        earlier = [replace(mine, tp_rank=rank) for rank in range(mine.tp_rank)]
+        if mine.pp_rank == mine.pp_size - 1 > 0:
+            earlier += [replace(mine, tp_rank=rank, pp_rank=0) for rank in range(mine.tp_size)]
+        boxes = {s.box for place in earlier for s in self._shards_at(place) if EXPERTS not in s.local}
+        others = [replace(mine, etp_rank=rank) for rank in range(mine.etp_rank)] if self.lora is not None else []
+        boxes |= {s.box for place in others for s in self._shards_at(place) if EXPERTS in s.local}
+        return frozenset(shard for shard in self.shards if shard.box in boxes)
+
+    def mark_parts(self) -> None:
+        """Tell Megatron which parameters are parts, that is, count in a norm on this tensor-parallel rank too."""
+        parts = {shard.local for shard in self.shards if shard not in self.copies}
+        for name, parameter in self.parameters.items():
+            parameter.tensor_model_parallel = name in parts  # type: ignore[attr-defined]
+
+    def mark_trained(self, trained: bool) -> None:
+        """Ask for gradients of what is trained, if anything is."""
+        wanted = {shard.local for shard in self.shards if self.is_trained(shard.box.tensor)}
+        for name, parameter in self.parameters.items():
+            parameter.requires_grad_(trained and (self.lora is None or name in wanted))
+
+    def gives(self, shard: Shard) -> bool:
+        """Whether this rank is the one of the world that gives this box."""
+        replica = self.ranks.expert_dp_rank if EXPERTS in shard.local else self.ranks.copy_rank
+        return replica == 0 and shard not in self.copies
+
+    def meet(self) -> None:
+        """Learn what other ranks hold. Collective, unlike `dtypes` and `untrained` afterwards."""
+        _ = self._everyone
+
+    @cached_property
+    def _everyone(self) -> list[dict[str, Any]]:
+        local = self.local()
+        dtypes = {s.box.tensor: str(local[s.local].dtype).removeprefix("torch.") for s in self.shards}
+        buffers = sorted({s.box.tensor for s in self.shards if s.local in self.buffers})
+        return gather_json({"dtypes": dtypes, "buffers": buffers})
+
+    @cached_property
+    def dtypes(self) -> dict[str, str]:
+        """Type of each HF tensor, those of other ranks included."""
+        found = {name: dtype for part in self._everyone for name, dtype in part["dtypes"].items()}
+        return {name: found[name] for name in self.full_shapes}
+
+    @cached_property
+    def untrained(self) -> frozenset[str]:
+        """HF tensors that are buffers, on whichever rank, or frozen."""
+        buffers = (name for part in self._everyone for name in part["buffers"])
+        return frozenset([*buffers, *(name for name in self.full_shapes if not self.is_trained(name))])
+
+    def untrained_here(self) -> dict[str, Tensor]:
+        """What is not trained of this rank's tensors, by local name, live."""
+        names = {shard.local for shard in self.shards if shard.box.tensor in self.untrained}
+        return {name: tensor for name, tensor in self.local().items() if name in names}
+
+    @cached_property
+    def base_held(self) -> tuple[Shard, ...]:
+        """The shards of the model itself."""
+        return tuple(shard for shard in self.shards if shard.box.tensor in self.base_shapes)
+
+    def layout(self) -> WeightLayout:
+        """The boxes of HF tensors on this rank."""
+        return WeightLayout(
+            rank=self.ranks.rank,
+            host=socket.gethostname(),
+            shards=self.base_held,
+            full_shapes=self.base_shapes,
+            dtypes={name: self.dtypes[name] for name in self.base_shapes},
+            aliases={} if self.scalar_head else self.family.aliases(self.hf_config),
+        )
+
+    def fill(self, source: TensorSource) -> None:
+        """Copy this rank's boxes from `source`; what no box covers (vocabulary padding) becomes zero."""
+        local = self.local()
+        for tensor in local.values():
+            tensor.zero_()
+        for shard in self.shards:
+            region(local[shard.local], shard).copy_(source.read(shard.box.tensor, shard.box.start, shard.box.shape))
+
+    def full(
+        self,
+        local: Mapping[str, Tensor],
+        bucket_bytes: int,
+        *,
+        names: Collection[str],
+        dtype: torch.dtype | None = None,
+    ) -> Iterator[list[tuple[str, Tensor]]]:
+        """Whole HF tensors made of the ranks' `local` ones, bucket by bucket, the same on every rank; collective.
+
+        `local` may lack tensors (buffers have no gradient); what no rank has is zero. `dtype` is theirs where it is not
+        the model's.
+        """
+        given: dict[str, list[Shard]] = {}
+        for shard in self.shards:
+            if shard.local in local and self.gives(shard):
+                given.setdefault(shard.box.tensor, []).append(shard)
+        dtypes = {name: dtype or getattr(torch, self.dtypes[name]) for name in names}
+        for bucket in _buckets({name: self.full_shapes[name] for name in names}, dtypes, bucket_bytes):
+            yield [(name, self._whole(name, dtypes[name], local, given.get(name, ()))) for name in bucket]
+
+    def _whole(self, name: str, dtype: torch.dtype, local: Mapping[str, Tensor], given: Sequence[Shard]) -> Tensor:
+        """Every byte comes from one rank and is zero on the others, so that a sum of bytes is exact."""
+        whole = torch.zeros(self.full_shapes[name], dtype=dtype, device=self.ranks.device)
+        for shard in given:
+            box = tuple(slice(s, s + n) for s, n in zip(shard.box.start, shard.box.shape, strict=True))
+            whole[box] = region(local[shard.local], shard).to(whole)
+        if self.ranks.world_size > 1:
+            dist.all_reduce(whole.view(-1).view(torch.uint8))
+        return whole
+
+
+class Merged(Mapping[str, Tensor]):
+    """Local tensors, those that have adapters with them merged in; only the last merged one is kept."""
+
+    def __init__(self, held: HeldModel) -> None:
+        self._held, self._local, self._last = held, held.local(), ("", torch.empty(0))
+        self._names = dict.fromkeys(shard.local for shard in held.base_held)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._held.factors:
+            return self._local[name]
+        if self._last[0] != name:
+            self._last = (name, merged_weight(self._held.chunks, name))
+        return self._last[1]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def region(tensor: Tensor, shard: Shard) -> Tensor:
+    """The part of a local tensor that a shard speaks of, as a view."""
+    return tensor[tuple(slice(s, s + n) for s, n in zip(shard.local_start, shard.box.shape, strict=True))]
+
+
+def _buckets(
+    shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, torch.dtype], bucket_bytes: int
+) -> Iterator[list[str]]:
+    bucket: list[str] = []
+    size = 0
+    for name, shape in shapes.items():
+        num_bytes = math.prod(shape) * dtypes[name].itemsize
+        if bucket and size + num_bytes > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(name)
+        size += num_bytes
+    if bucket:
+        yield bucket

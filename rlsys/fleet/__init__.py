@@ -1,0 +1,1 @@
+"""Rollout replicas seen from the driver: routing, retries, health."""

@@ -1,0 +1,15 @@
+"""External SGLang and vLLM servers as rollout engines."""
+
+from rlsys.fleet.external.backends import WeightGroupSpec
+from rlsys.fleet.external.engine import RemoteEngine, RemoteSGLangEngine, SGLangRemoteEngine, VLLMRemoteEngine
+from rlsys.fleet.external.settings import RemoteSettings, server_urls
+
+__all__ = [
+    "RemoteEngine",
+    "RemoteSGLangEngine",
+    "RemoteSettings",
+    "SGLangRemoteEngine",
+    "VLLMRemoteEngine",
+    "WeightGroupSpec",
+    "server_urls",
+]

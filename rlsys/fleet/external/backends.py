@@ -1,0 +1,303 @@
+"""What the two servers are asked and how their answers read: pure functions of values, no input or output.
+
+Seen in the sources of SGLang 0.5.23 (`entrypoints/http_server.py`, `managers/tokenizer_manager.py`) and vLLM 0.32.0
+(`entrypoints/openai/completion`, `entrypoints/rl/online`, `entrypoints/serve/{lora,dev}`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlsys.fleet.external.capabilities import Ability
+from rlsys.fleet.external.http import Call
+from rlsys.fleet.external.partial import BadAnswerError, Delta
+from rlsys.types import Finish, ModelRequest, WeightUpdateMeta
+
+PROCESSED, RAW, FULL = "processed", "raw", "full"
+"""Which log-probabilities a server gives: after temperature and truncation, before both, or after temperature only."""
+NO_GROUP = "vLLM's servers have no common way to take weights over a process group: write files"
+_HEALTH = Call("/health", method="GET")
+_FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
+
+
+@dataclass(frozen=True)
+class WeightGroupSpec:
+    """A process group of a trainer (rank 0) and all ranks of all servers, over which weights are broadcast."""
+
+    address: str
+    port: int
+    world_size: int
+    ranks_per_server: int
+    backend: str = "nccl"
+    name: str = "weight_update_group"
+
+
+class SGLangBackend:
+    """SGLang's own routes. Log-probabilities are of the full distribution at the request's temperature."""
+
+    kind = "sglang"
+    health = _HEALTH
+    identity = (Call("/model_info", method="GET"), Call("/get_model_info", method="GET"))
+    version = (Call("/server_info", method="GET"), Call("/get_server_info", method="GET"))
+    probe = about = None
+    pause = Call("/pause_generation", {"mode": "abort"})
+    resume = Call("/continue_generation", {}, optional=True)
+
+    def generate(self, request: ModelRequest, *, model: str, adapter: str, send_seed: bool) -> Call:
+        params = request.gconfig
+        sampling: dict[str, Any] = {
+            "max_new_tokens": params.max_new_tokens,
+            "min_new_tokens": params.min_new_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": params.ignore_eos,
+            "skip_special_tokens": False,
+        }
+        if send_seed:
+            sampling["sampling_seed"] = params.seed
+        body: dict[str, Any] = {"input_ids": list(request.input_ids), "sampling_params": sampling}
+        body |= {"return_logprob": True, "stream": True}
+        return Call("/generate", body | _named("lora_path", adapter))
+
+    def read(self, event: Mapping[str, Any], num_seen: int) -> Delta:
+        """Events repeat everything so far, or with --incremental-streaming-output hold what is new."""
+        about = _section(event, "meta_info")
+        total, pairs = about.get("completion_tokens"), about.get("output_token_logprobs")
+        finish = _finish(_section(about, "finish_reason").get("type") if about.get("finish_reason") else None)
+        if not pairs and (finish is Finish.ABORT or not total):
+            return Delta(finish=finish)
+        if not isinstance(total, int) or not isinstance(pairs, list):
+            raise BadAnswerError("the answer lacks completion_tokens or output_token_logprobs")
+        if len(pairs) not in (total, total - num_seen) or total < num_seen:
+            raise BadAnswerError(f"{len(pairs)} log-probabilities for {total} tokens, {num_seen} of them seen before")
+        new = pairs[num_seen:] if len(pairs) == total else pairs
+        if not all(isinstance(pair, list) and len(pair) >= 2 for pair in new):
+            raise BadAnswerError("output_token_logprobs holds something else than [log-probability, token id, text]")
+        stamps = _stamps(about, num_seen, total)
+        return Delta([pair[1] for pair in new], [pair[0] for pair in new], stamps, finish)
+
+    def join_group(self, group: WeightGroupSpec, rank: int) -> Call:
+        """Let the server's ranks, from `rank` on, join the group; answers when everybody has."""
+        about = {"master_address": group.address, "master_port": group.port, "group_name": group.name}
+        about |= {"rank_offset": rank, "world_size": group.world_size, "backend": group.backend}
+        return Call("/init_weights_update_group", about)
+
+    def update(self, meta: WeightUpdateMeta) -> tuple[Call, ...]:
+        """What brings a server to these weights: from a folder, an adapter, or over a process group."""
+        version, about = str(meta.version), meta.metadata
+        if about.get("in_place"):
+            raise ValueError("SGLang has no load in place: leave in_place out, adapters are named by their version")
+        if adapter := adapter_of(meta):
+            return (Call("/load_lora_adapter", {"lora_name": adapter, "lora_path": meta.weights_path}),)
+        if not over_group(meta):
+            return (Call("/update_weights_from_disk", {"model_path": meta.weights_path, "weight_version": version}),)
+        body = {name: list(about[name]) for name in ("names", "dtypes", "shapes")}
+        body |= {"group_name": about["group"], "weight_version": version}
+        return (
+            Call("/begin_weight_update", {}, optional=True),
+            Call("/update_weights_from_distributed", body),
+            Call("/end_weight_update", {}, optional=True),
+        )
+
+    def unload_adapter(self, name: str) -> Call:
+        return Call("/unload_lora_adapter", {"lora_name": name})
+
+    def score(self, token_ids: Sequence[int], *, model: str, adapter: str) -> Call:
+        body: dict[str, Any] = {"input_ids": list(token_ids), "return_logprob": True, "logprob_start_len": 0}
+        body["sampling_params"] = {"max_new_tokens": 0, "temperature": 0.0}
+        return Call("/generate", body | _named("lora_path", adapter))
+
+    def read_scores(self, answer: Any) -> list[float]:
+        pairs = _section(answer, "meta_info").get("input_token_logprobs")
+        if not isinstance(pairs, list) or not all(isinstance(pair, list) and pair for pair in pairs):
+            raise BadAnswerError("the answer lacks input_token_logprobs")
+        return [pair[0] for pair in pairs[1:]]
+
+    def sleep(self, tags: Sequence[str]) -> Call:
+        return Call("/release_memory_occupation", {"tags": list(tags)})
+
+    def wake(self, tags: Sequence[str]) -> Call:
+        return Call("/resume_memory_occupation", {"tags": list(tags)})
+
+
+class VLLMBackend:
+    """vLLM's OpenAI routes with token ids; pausing and reloading need the server's VLLM_SERVER_DEV_MODE=1.
+
+    Log-probabilities are those of the server's --logprobs-mode, which `probe` finds out: with one token left to draw
+    from, processed ones are 0.
+    """
+
+    kind = "vllm"
+    health = _HEALTH
+    identity = (Call("/weight_info", method="GET"),)
+    version = (Call("/version", method="GET"),)
+    pause = Call("/pause?mode=abort", {})
+    resume = Call("/resume", {}, optional=True)
+    about = Call("/server_info?config_format=json", method="GET", optional=True)
+    probe = Call(
+        "/v1/completions",
+        {"prompt": [1], "max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "ignore_eos": True},
+    )
+
+    def generate(self, request: ModelRequest, *, model: str, adapter: str, send_seed: bool) -> Call:
+        params = request.gconfig
+        body: dict[str, Any] = {
+            "prompt": list(request.input_ids),
+            "max_tokens": params.max_new_tokens,
+            "min_tokens": params.min_new_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": params.ignore_eos,
+            "skip_special_tokens": False,
+            "logprobs": 0,
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "stream": True,
+        }
+        if send_seed:
+            body["seed"] = (params.seed + len(request.input_ids)) % 2**63
+        return Call("/v1/completions", body | _named("model", adapter or model))
+
+    def read(self, event: Mapping[str, Any], num_seen: int) -> Delta:
+        """Events hold what is new. Servers without return_token_ids write the ids as `token_id:17`."""
+        choices = event.get("choices")
+        if choices == []:
+            return Delta()
+        if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+            raise BadAnswerError("the answer lacks its one choice")
+        choice = choices[0]
+        finish = _finish(choice.get("finish_reason"))
+        found = _section(choice, "logprobs") if choice.get("logprobs") is not None else {}
+        tokens, logprobs = choice.get("token_ids"), found.get("token_logprobs")
+        if tokens is None and isinstance(found.get("tokens"), list):
+            tokens = [_token_id(text) for text in found["tokens"]]
+        if not tokens and not logprobs:
+            return Delta(finish=finish)
+        if not isinstance(tokens, list) or not isinstance(logprobs, list):
+            raise BadAnswerError("the answer lacks token_ids or logprobs.token_logprobs")
+        return Delta(tokens, logprobs, [str(event.get("model", ""))] * len(tokens), finish)
+
+    def join_group(self, group: WeightGroupSpec, rank: int) -> Call:
+        raise ValueError(NO_GROUP)
+
+    def update(self, meta: WeightUpdateMeta) -> tuple[Call, ...]:
+        """What brings a server to these weights: from a folder, or an adapter."""
+        if over_group(meta):
+            raise ValueError(NO_GROUP)
+        if adapter := adapter_of(meta):
+            body: dict[str, Any] = {"lora_name": adapter, "lora_path": meta.weights_path}
+            return (
+                Call("/v1/load_lora_adapter", body | ({"load_inplace": True} if meta.metadata.get("in_place") else {})),
+            )
+        return (
+            Call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": meta.weights_path}}),
+            Call("/reset_prefix_cache", {}, optional=True),
+            Call("/update_weight_version", {"new_version": str(meta.version)}, optional=True),
+        )
+
+    def unload_adapter(self, name: str) -> Call:
+        return Call("/v1/unload_lora_adapter", {"lora_name": name})
+
+    def score(self, token_ids: Sequence[int], *, model: str, adapter: str) -> Call:
+        body = {"prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        return Call("/v1/completions", body | _named("model", adapter or model))
+
+    def read_scores(self, answer: Any) -> list[float]:
+        choices = answer.get("choices") if isinstance(answer, dict) else None
+        found = choices[0].get("prompt_logprobs") if choices and isinstance(choices[0], dict) else None
+        if not isinstance(found, list) or not all(isinstance(one, dict) and one for one in found[1:]):
+            raise BadAnswerError("the answer lacks prompt_logprobs")
+        return [_section(one, next(iter(one))).get("logprob", None) for one in found[1:]]
+
+    def sleep(self, tags: Sequence[str]) -> Call:
+        return Call("/sleep?level=1")
+
+    def wake(self, tags: Sequence[str]) -> Call:
+        return Call("/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
+
+
+Backend = SGLangBackend | VLLMBackend
+"""One kind of server. Of the `identity` routes the first that exists names the weights, of the `version` routes the
+server's version."""
+
+
+def adapter_of(meta: WeightUpdateMeta) -> str:
+    """The served name of an adapter: its version is part of it unless it is replaced in place."""
+    name = str(meta.metadata.get("lora_name", ""))
+    return f"{name}-v{meta.version}" if name and not meta.metadata.get("in_place") else name
+
+
+def over_group(meta: WeightUpdateMeta) -> bool:
+    """Whether the weights come over a process group instead of from files."""
+    return "group" in meta.metadata
+
+
+def way_of(meta: WeightUpdateMeta) -> Ability:
+    """What a server must be able to do to take these weights."""
+    if over_group(meta):
+        return "group"
+    if not adapter_of(meta):
+        return "files"
+    return "in_place" if meta.metadata.get("in_place") else "adapters"
+
+
+def device_of(about: Any) -> str:
+    """The device that vLLM's answer about itself names; empty where it does not."""
+    found = about
+    for key in ("vllm_config", "device_config", "device"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, str) else ""
+
+
+def probed_mode(answer: Any) -> str:
+    """What the answer to vLLM's probe says of the server's log-probabilities."""
+    choices = answer.get("choices") if isinstance(answer, dict) else None
+    values = choices[0]["logprobs"]["token_logprobs"] if choices else [None]
+    return PROCESSED if values[0] is not None and values[0] > -1e-6 else RAW
+
+
+def _named(key: str, name: str) -> dict[str, str]:
+    """An entry for a name, none for an empty one."""
+    return {key: name} if name else {}
+
+
+def _section(of: Any, key: str) -> Mapping[str, Any]:
+    found = of.get(key) if isinstance(of, dict) else None
+    if not isinstance(found, dict):
+        raise BadAnswerError(f"the answer lacks '{key}'")
+    return found
+
+
+def _finish(reason: object) -> Finish | None:
+    if reason is None:
+        return None
+    if not isinstance(reason, str) or reason not in _FINISH:
+        raise BadAnswerError(f"unknown finish reason '{str(reason)[:40]}'")
+    return _FINISH[reason]
+
+
+def _token_id(text: object) -> int:
+    digits = text.removeprefix("token_id:") if isinstance(text, str) else ""
+    if not digits.isdecimal():
+        raise BadAnswerError("the answer holds no token ids; the server ignores return_token_ids")
+    return int(digits)
+
+
+def _stamps(about: Mapping[str, Any], start: int, end: int) -> list[str]:
+    """The server's names of the weights of tokens start to end: by spans where it gives them."""
+    stamps = [str(about.get("weight_version", ""))] * (end - start)
+    spans = about.get("weight_versions")
+    for span in spans if isinstance(spans, list) else ():
+        if not isinstance(span, dict) or not isinstance(span.get("start"), int) or not isinstance(span.get("end"), int):
+            raise BadAnswerError("weight_versions holds something else than spans")
+        for at in range(max(span["start"], start), min(span["end"], end)):
+            stamps[at - start] = str(span.get("version", ""))
+    return stamps

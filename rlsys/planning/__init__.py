@@ -1,0 +1,1 @@
+"""Memory and layouts computed without workers."""

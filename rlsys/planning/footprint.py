@@ -1,0 +1,209 @@
+"""Bytes that a decoder's tensors take while it is trained or scored: arithmetic on config.json, checked against runs.
+
+T tokens of a pass on a rank, M of them responses, h hidden size, f MLP width a token passes through, q and k widths of
+queries and of keys (values alike), c bytes of the computing type. Norms are computed in float32.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from math import prod
+from typing import Any
+
+from rlsys.models.logprobs import CHUNK_ELEMENTS
+from rlsys.models.lora import LoraSettings
+from rlsys.models.megatron.family import Head, Place, family_of
+from rlsys.models.megatron.parallel import factors_of, plan_adapters
+from rlsys.models.megatron.rules import extents
+
+WIDE = 4
+"""Bytes of float32."""
+LAYER = "model.layers."
+EXPERT_MARKS = (".experts.",)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """Sizes of a whole model in elements: `layer` is its largest layer, `outer` what is outside of all layers."""
+
+    parameters: int
+    layer: int
+    outer: int
+    largest: int
+    num_layers: int
+    hidden: int
+    vocab: int
+    q: int
+    kv: int
+    ffn: int
+    routed: int
+    adaptable: int
+    """Sum of inputs and outputs of all linear layers inside the blocks: a rank of adapters on all costs so much."""
+
+
+def decoder_of(hf_config: Mapping[str, Any], *, head: Head = "lm") -> Decoder:
+    """The sizes of the model of a config.json; ConfigError for a family without a table."""
+    family = family_of(hf_config)
+    shapes, sizes = family.hf_shapes(hf_config, head=head), family.sizes(hf_config)
+    layers: dict[str, int] = {}
+    for name, shape in shapes.items():
+        key = name.split(".")[2] if name.startswith(LAYER) else ""
+        layers[key] = layers.get(key, 0) + prod(shape)
+    outer = layers.pop("")
+    matrices = [shape for name, shape in shapes.items() if name.startswith(LAYER) and len(shape) == 2]
+    routed = int(hf_config.get("num_experts_per_tok") or 0) if sizes.get("experts") else 0
+    sparse = routed * sizes.get("expert_ffn", 0) + sizes.get("shared_ffn", 0)
+    dense = any(not family.is_sparse(hf_config, layer) for layer in range(sizes["layers"]))
+    q, kv = _attention_widths(hf_config, sizes)
+    return Decoder(
+        parameters=outer + sum(layers.values()),
+        layer=max(layers.values()),
+        outer=outer,
+        largest=max(prod(shape) for shape in shapes.values()),
+        num_layers=sizes["layers"],
+        hidden=sizes["hidden"],
+        vocab=sizes["vocab"],
+        q=q,
+        kv=kv,
+        ffn=max(sparse, sizes["ffn"] if dense else 0),
+        routed=routed,
+        adaptable=sum(sum(shape) for shape in matrices),
+    )
+
+
+def _attention_widths(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Widths of queries and of keys and values as attention sees them; latent attention expands its own."""
+    if "kv_lora_rank" not in hf_config:
+        return sizes["q"], sizes["kv"]
+    heads = hf_config["num_attention_heads"]
+    q = heads * (hf_config["qk_nope_head_dim"] + hf_config["qk_rope_head_dim"])
+    return q, (q + heads * hf_config["v_head_dim"]) // 2
+
+
+@dataclass(frozen=True)
+class Held:
+    """Elements that a Megatron rank holds of the dense part and of experts, and how many layers."""
+
+    dense: int
+    experts: int
+    num_layers: int
+
+    @property
+    def parameters(self) -> int:
+        return self.dense + self.experts
+
+
+@cache
+def _held(key: str, place: Place, head: Head) -> Held:
+    hf_config = json.loads(key)
+    family = family_of(hf_config)
+    shapes = family.local_shapes(hf_config, place, head=head, grouped_experts=True)
+    experts = sum(prod(shape) for name, shape in shapes.items() if any(mark in name for mark in EXPERT_MARKS))
+    layers = sum(len(chunk) for chunk in family.layers_of(hf_config, place))
+    return Held(sum(prod(shape) for shape in shapes.values()) - experts, experts, layers)
+
+
+def held_at(hf_config: Mapping[str, Any], place: Place, *, head: Head = "lm") -> Held:
+    """What Megatron's rank at `place` holds."""
+    return _held(json.dumps(hf_config, sort_keys=True), place, head)
+
+
+@dataclass(frozen=True)
+class Adapters(Held):
+    """Elements of adapters that a Megatron rank holds; `merged`: the weights of the largest layer that has some."""
+
+    merged: int
+
+
+def adapters_at(
+    hf_config: Mapping[str, Any], place: Place, lora: LoraSettings, *, head: Head = "lm", grouped: bool
+) -> Adapters:
+    """What Megatron's rank at `place` holds of adapters; `grouped`: the experts of a layer compute as one."""
+    return _adapters(json.dumps(hf_config, sort_keys=True), place, lora, head, grouped)
+
+
+@cache
+def _adapters(key: str, place: Place, lora: LoraSettings, head: Head, grouped: bool) -> Adapters:
+    hf_config = json.loads(key)
+    family = family_of(hf_config)
+    shards_at = partial(family.shards, hf_config, head=head, grouped_experts=grouped)
+    held = shards_at(place)
+    whole = shards_at(replace(place, tp_rank=0, tp_size=1, etp_rank=0, etp_size=1))
+    plan = plan_adapters(lora, shards_at(Place()), family.hf_shapes(hf_config, head=head))
+    factors = factors_of(plan, held, whole)
+    shards = [shard for of_weight in factors.values() for one in of_weight for shard in one.shards]
+    experts = sum(prod(shard.box.shape) for shard in shards if EXPERT_MARKS[0] in shard.local)
+    merged: dict[str, int] = {}
+    for local, shape in extents(held).items():
+        if local in factors:
+            layer = local.rpartition(".")[0]
+            merged[layer] = merged.get(layer, 0) + prod(shape)
+    layers = sum(len(chunk) for chunk in family.layers_of(hf_config, place))
+    dense = sum(prod(shard.box.shape) for shard in shards) - experts
+    return Adapters(dense, experts, layers, merged=max(merged.values(), default=0))
+
+
+def layer_saved_bytes(d: Decoder, tokens: int, *, c: int, fused: bool, tp: int = 1, shared_norms: bool = False) -> int:
+    """What one layer keeps for its backward pass: transformers' modules, or Transformer Engine's where `fused`.
+
+    `tp` ranks share the matrices; `shared_norms` (sequence parallelism) the rest too.
+    """
+    norms = tp if shared_norms else 1
+    routed = c * 2 * d.routed * d.hidden
+    if fused:
+        return tokens * (c * 4 * d.hidden // norms + c * (2 * d.q + 2 * d.kv + 3 * d.ffn) // tp + routed)
+    wide = 16 * d.hidden + c * d.hidden
+    return tokens * (wide // norms + c * (2 * d.q + 2 * d.kv + 4 * d.ffn) // tp + routed)
+
+
+def layer_passing_bytes(d: Decoder, tokens: int, *, c: int, tp: int = 1, backward: bool) -> int:
+    """What comes and goes inside one layer: gradients of the MLP and a norm, or activations nobody keeps."""
+    ffn = (2 if backward else 3) * d.ffn // tp
+    return tokens * (c * ffn + 8 * d.hidden + (0 if backward else c * 2 * d.hidden))
+
+
+def checkpoint_bytes(d: Decoder, tokens: int, *, c: int) -> int:
+    """The input of one layer, which is all that is kept where activations are recomputed."""
+    return tokens * c * d.hidden
+
+
+def head_hidden_bytes(d: Decoder, tokens: int, responses: int, *, c: int, backward: bool) -> int:
+    """Final norm and the states that go into the head."""
+    kept = tokens * (8 * d.hidden if backward else 2 * c * d.hidden)
+    return kept + responses * c * d.hidden * (2 if backward else 1)
+
+
+def logits_bytes(
+    d: Decoder, responses: int, *, c: int, device: str, backward: bool, trained: bool, entropy: bool, tp: int = 1
+) -> int:
+    """Chunks of logits in float32 and the gradient of the output weight, at their highest (`rlsys.models.logprobs`)."""
+    vocab = -(-d.vocab // tp)
+    rows = min(max(1, CHUNK_ELEMENTS[device] // vocab), responses)
+    chunk = WIDE * rows * vocab
+    if not backward:
+        return chunk * (3 if entropy else 2)
+    narrow = chunk * c // WIDE if c < WIDE else 0
+    slope = WIDE * vocab * d.hidden if trained else 0
+    product = slope if c < WIDE else 0
+    return max((3 if entropy else 2) * chunk + narrow + slope, chunk + narrow + slope + product)
+
+
+def cache_columns(prompt: int, response: int, *, step: int = 256) -> int:
+    """Columns that HFRollout's cache grows to: room for `step` tokens, then half as much again (`rollout.decode`)."""
+    column = prompt + min(response, step)
+    while column < prompt + response:
+        column += max(min(prompt + response - column, step), column // 2)
+    return column
+
+
+def cache_bytes(d: Decoder, rows: int, columns: int, *, c: int) -> int:
+    """Keys and values of all layers."""
+    return 2 * d.num_layers * rows * columns * d.kv * c
+
+
+def drawing_bytes(d: Decoder, rows: int, *, c: int) -> int:
+    """Logits of one token for every row, scaled, as probabilities."""
+    return rows * d.vocab * (c + 3 * WIDE)

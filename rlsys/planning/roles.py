@@ -1,0 +1,267 @@
+"""What one trained or scoring role takes of a device: what it holds, and what its passes add at their highest.
+
+Bytes by owner; see rlsys.planning.footprint for the letters. FSDP keeps float32 parameters (their own masters), gathers
+layers in the computing type and reduces gradients in float32; Megatron keeps half-precision parameters, float32
+gradients for good, and masters and moments spread over its data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rlsys.models.lora import LoraSettings
+from rlsys.models.megatron.family import Head, Place
+from rlsys.models.megatron.options import Sizes
+from rlsys.planning import footprint as fp
+
+Bytes = dict[str, int]
+PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER = "parameters", "gradients", "masters", "optimizer"
+GATHERED, ACTIVATIONS, LOGITS = "gathered", "activations", "logits"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The largest of `count` micro-batches of a rank: its tokens and how many of them are responses."""
+
+    tokens: int
+    responses: int
+    count: int
+
+
+def fixed_pass(rows: int, micro_rows: int, *, prompt: int, response: int, sharing: int) -> Pass:
+    """Micro-batches of so many rows of full length, each shared by `sharing` ranks."""
+    micro = min(rows, micro_rows)
+    return Pass(micro * (prompt + response) // sharing, micro * response // sharing, -(-rows // micro))
+
+
+def filled_pass(rows: int, max_tokens: int, *, prompt: int, response: int, sharing: int) -> Pass:
+    """Micro-batches filled up to `max_tokens` a rank, balanced."""
+    fit = max(1, max_tokens * sharing // (prompt + response))
+    count = -(-rows // fit)
+    return fixed_pass(rows, -(-rows // count), prompt=prompt, response=response, sharing=sharing)
+
+
+@dataclass(frozen=True)
+class Computing:
+    """How passes run: `c` bytes of the computing type, on "cuda" or "cpu"."""
+
+    c: int
+    device: str
+    recompute: bool
+    entropy: bool = False
+
+
+@dataclass(frozen=True)
+class FsdpRole:
+    """A role on FSDP2: `ranks` share one copy; with `lora_rank` only adapters are trained."""
+
+    model: fp.Decoder
+    how: Computing
+    ranks: int
+    master: int
+    trained: bool
+    lm: bool
+    on_host: bool = False
+    lora_rank: int = 0
+
+    @property
+    def _adapters(self) -> int:
+        return self.lora_rank * self.model.adaptable
+
+    def held(self) -> Bytes:
+        """Between calls; nothing on the device where FSDP2 itself keeps it on the host."""
+        if self.on_host:
+            return {}
+        moments = 2 * self.master * self._num_trained // self.ranks if self.trained else 0
+        return {PARAMETERS: self.master * (self.model.parameters + self._adapters) // self.ranks, OPTIMIZER: moments}
+
+    @property
+    def _num_trained(self) -> int:
+        return self._adapters or self.model.parameters
+
+    def scoring(self, size: Pass) -> Bytes:
+        """A forward pass at its highest, in a layer or in the head."""
+        d, c = self.model, self.how.c
+        inside = fp.layer_passing_bytes(d, size.tokens, c=c, backward=False)
+        head = fp.head_hidden_bytes(d, size.tokens, size.responses, c=c, backward=False)
+        return _higher(
+            {GATHERED: c * (d.outer + d.layer * self._prefetched), ACTIVATIONS: inside},
+            {GATHERED: c * d.outer, ACTIVATIONS: head, LOGITS: self._logits(size, backward=False)},
+        )
+
+    def training(self, size: Pass) -> Bytes:
+        """Forward and backward at their highest: in the head, in the last layer, or when the rest is reduced."""
+        d, c, how = self.model, self.how.c, self.how
+        grads = 0 if self.on_host else self.master * self._num_trained // self.ranks
+        saved = fp.layer_saved_bytes(d, size.tokens, c=c, fused=False)
+        kept = d.num_layers * (fp.checkpoint_bytes(d, size.tokens, c=c) if how.recompute else saved)
+        extra = (saved if how.recompute else 0) + fp.layer_passing_bytes(d, size.tokens, c=c, backward=True)
+        head = fp.head_hidden_bytes(d, size.tokens, size.responses, c=c, backward=True)
+        full = not self.lora_rank
+        added = fp.WIDE / self.ranks if size.count > 1 else 0  # reduced gradients that are added to those there
+        layer_comm = int((c + fp.WIDE * self._prefetched + added) * d.layer) if full else 0
+        outer_comm = int((c + fp.WIDE + added) * d.outer) if full else 0
+        head_grad = c * d.vocab * d.hidden if full and self.lm else 0
+        return _higher(
+            {
+                GRADIENTS: grads if size.count > 1 else 0,
+                GATHERED: c * d.outer,
+                ACTIVATIONS: kept + head,
+                LOGITS: self._logits(size, backward=True),
+            },
+            {
+                GRADIENTS: (grads if size.count > 1 else 0) + head_grad,
+                GATHERED: c * (d.outer + d.layer * self._prefetched) + layer_comm,
+                ACTIVATIONS: kept + extra,
+            },
+            {GRADIENTS: grads, GATHERED: c * d.outer + outer_comm},
+        )
+
+    @property
+    def _prefetched(self) -> int:
+        return 2 if self.ranks > 1 else 1
+
+    def _logits(self, size: Pass, *, backward: bool) -> int:
+        return _logits(self, size, backward=backward, trained=not self.lora_rank)
+
+
+@dataclass(frozen=True)
+class MegatronRole:
+    """A role on one rank of Megatron; `dp` and `expert_dp` ranks share the optimizer of the dense part and of experts.
+
+    `fused`: Transformer Engine's layers. With `adapters` only these are trained.
+    """
+
+    model: fp.Decoder
+    held_here: fp.Held
+    how: Computing
+    sizes: Sizes
+    pp_rank: int
+    dp: int
+    expert_dp: int
+    trained: bool
+    lm: bool
+    fused: bool
+    adapters: fp.Adapters | None = None
+
+    def held(self) -> Bytes:
+        """Between calls: gradients stay, in float32."""
+        here, c = self.adapters or self.held_here, self.how.c
+        own = here.dense // self.dp + here.experts // self.expert_dp
+        parameters = c * (self.held_here.parameters + (self.adapters.parameters if self.adapters else 0))
+        if not self.trained:
+            return {PARAMETERS: parameters}
+        return {
+            PARAMETERS: parameters,
+            GRADIENTS: fp.WIDE * here.parameters,
+            MASTERS: fp.WIDE * own if c < fp.WIDE else 0,
+            OPTIMIZER: 2 * fp.WIDE * own,
+        }
+
+    def scoring(self, size: Pass) -> Bytes:
+        inside = fp.layer_passing_bytes(self.model, size.tokens, c=self.how.c, tp=self.sizes.tp, backward=False)
+        inside += self._merged(1)
+        if not self._last:
+            return {ACTIVATIONS: inside}
+        head = fp.head_hidden_bytes(self.model, size.tokens, size.responses, c=self.how.c, backward=False)
+        return _higher({ACTIVATIONS: inside}, {ACTIVATIONS: head, LOGITS: self._logits(size, backward=False)})
+
+    def training(self, size: Pass) -> Bytes:
+        d, c, sizes = self.model, self.how.c, self.sizes
+        shared = sizes.sequence_parallel and sizes.tp > 1
+        saved = fp.layer_saved_bytes(d, size.tokens, c=c, fused=self.fused, tp=sizes.tp, shared_norms=shared)
+        point = fp.checkpoint_bytes(d, size.tokens, c=c) // (sizes.tp if shared else 1)
+        kept = self._layers_in_flight(size.count) * (point if self.how.recompute else saved)
+        extra = (saved if self.how.recompute else 0) + fp.layer_passing_bytes(
+            d, size.tokens, c=c, tp=sizes.tp, backward=True
+        )
+        extra += self._merged(3 if self.fused else 2)
+        if not self._last:
+            return {ACTIVATIONS: kept + extra}
+        head = fp.head_hidden_bytes(d, size.tokens, size.responses, c=c, backward=True)
+        return _higher(
+            {ACTIVATIONS: kept + extra}, {ACTIVATIONS: kept + head, LOGITS: self._logits(size, backward=True)}
+        )
+
+    def _merged(self, times: int) -> int:
+        """Merged weights of a layer with adapters, and their gradient."""
+        return times * self.how.c * self.adapters.merged if self.adapters else 0
+
+    @property
+    def _last(self) -> bool:
+        return self.pp_rank == self.sizes.pp - 1
+
+    def _layers_in_flight(self, count: int) -> int:
+        """Layers of all micro-batches that wait for their backward pass (1F1B, or interleaved)."""
+        s, layers = self.sizes, self.held_here.num_layers
+        if s.vp == 1:
+            return layers * min(count, s.pp - self.pp_rank)
+        chunks = min(count * s.vp, 2 * (s.pp - self.pp_rank - 1) + (s.vp - 1) * s.pp + 1)
+        return layers * chunks // s.vp
+
+    def _logits(self, size: Pass, *, backward: bool) -> int:
+        return _logits(self, size, backward=backward, trained=self.adapters is None, tp=self.sizes.tp)
+
+
+Role = FsdpRole | MegatronRole
+
+
+def _logits(role: Role, size: Pass, *, backward: bool, trained: bool, tp: int = 1) -> int:
+    """Bytes of logits at their highest; a value head has none."""
+    how = role.how
+    options = {"c": how.c, "device": how.device, "backward": backward, "entropy": how.entropy}
+    return fp.logits_bytes(role.model, size.responses, trained=trained, tp=tp, **options) if role.lm else 0
+
+
+def megatron_role(
+    hf_config: Mapping[str, Any],
+    how: Computing,
+    sizes: Sizes,
+    *,
+    ranks: int,
+    pp_rank: int,
+    head: Head,
+    trained: bool,
+    fused: bool,
+    lora: LoraSettings | None = None,
+) -> MegatronRole:
+    """The role of the rank of stage `pp_rank` that holds the first part of everything."""
+    etp = sizes.expert_tp
+    place = Place(
+        tp_size=sizes.tp,
+        pp_rank=pp_rank,
+        pp_size=sizes.pp,
+        vp_size=sizes.vp,
+        ep_size=sizes.ep,
+        etp_size=etp,
+        first_layers=sizes.first_layers,
+        last_layers=sizes.last_layers,
+    )
+    return MegatronRole(
+        fp.decoder_of(hf_config, head=head),
+        fp.held_at(hf_config, place, head=head),
+        how,
+        sizes,
+        pp_rank,
+        dp=ranks // (sizes.tp * sizes.pp),
+        expert_dp=max(1, ranks // (etp * sizes.ep * sizes.pp)),
+        trained=trained,
+        lm=head == "lm",
+        fused=fused,
+        adapters=fp.adapters_at(hf_config, place, lora, head=head, grouped=fused) if lora is not None else None,
+    )
+
+
+def _higher(*candidates: Bytes) -> Bytes:
+    return max(candidates, key=lambda found: sum(found.values()))
+
+
+def together(parts: Sequence[Mapping[str, int]]) -> Bytes:
+    """Bytes of several by owner."""
+    found: Bytes = {}
+    for part in parts:
+        for owner, size in part.items():
+            found[owner] = found.get(owner, 0) + size
+    return found

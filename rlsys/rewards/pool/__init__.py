@@ -1,0 +1,1 @@
+"""Reward functions in processes that can be killed."""

@@ -1,0 +1,1 @@
+"""Rollout with transformers."""

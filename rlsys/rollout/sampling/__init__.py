@@ -1,0 +1,1 @@
+"""Sampling of tokens, shared by all rollout engines."""

@@ -1,0 +1,123 @@
+"""One kernel that draws a token for each row of logits on a GPU: plain draws, without top-k, top-p or banned ids."""
+
+from __future__ import annotations
+
+import torch
+import triton  # pyrefly: ignore
+import triton.language as tl  # pyrefly: ignore
+from torch import Tensor
+
+BLOCK = 8192
+NUM_WARPS = 16
+
+
+@triton.jit
+def _uniform(key, position):
+    """The uniform of `rlsys.rollout.sampling.sample.uniforms` in [0, 1)."""
+    x = key.to(tl.uint64, bitcast=True) + position.to(tl.uint64) * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    x = x ^ (x >> 31)
+    return (x >> 11).to(tl.float64) * 1.1102230246251565e-16
+
+
+@triton.jit
+def _scores(source, at, size, heat, block: tl.constexpr):
+    lane = at + tl.arange(0, block)
+    return tl.load(source + lane, mask=lane < size, other=float("-inf")).to(tl.float32) / heat
+
+
+@triton.jit
+def _draw_rows(
+    logits, pitch, size, plain, keys, temperature, starts, positions, drawn, forced: tl.constexpr, block: tl.constexpr
+):
+    """A program draws one row: a pass for the largest score and the sum, a second one up to the token."""
+    row = tl.program_id(0)
+    if tl.load(plain + row) == 0:
+        return
+    source = logits + row.to(tl.int64) * pitch
+    position = tl.load(positions + row).to(tl.int64)
+    heat = tl.load(temperature + row).to(tl.float32)
+    greedy = heat == 0
+    heat = tl.where(greedy, 1.0, heat)
+    lanes = tl.arange(0, block)
+
+    most = tl.full((), float("-inf"), tl.float32)
+    base = tl.full((), 0.0, tl.float32)
+    total = tl.full((), 0.0, tl.float64)
+    token = tl.full((), 0, tl.int32)
+    for at in range(0, size, block):
+        score = _scores(source, at, size, heat, block)
+        peak = tl.max(score, 0)
+        if peak > most:
+            token = at + tl.min(tl.where(score == peak, lanes, block), 0)
+            total *= tl.exp(base - peak).to(tl.float64)
+            most = peak
+            base = peak
+        total += tl.sum(tl.exp(score - base), 0).to(tl.float64)
+
+    picked = most
+    if not greedy:
+        target = _uniform(tl.load(keys + row), position) * total
+        below = tl.full((), 0.0, tl.float64)
+        at = 0
+        while at < size:
+            score = _scores(source, at, size, heat, block)
+            weight = tl.exp(score - base)
+            share = tl.sum(weight, 0).to(tl.float64)
+            if below + share > target:
+                passed = below + tl.cumsum(weight.to(tl.float64), 0) > target
+                first = tl.min(tl.where(passed, lanes, block), 0)
+                if first < block:
+                    token = at + first
+                    picked = tl.sum(tl.where(lanes == first, score, 0.0), 0)
+                at = size
+            below += share
+            at += block
+
+    finite = (total > 0) & (total < float("inf"))
+    full = (picked - most).to(tl.float64) - tl.log(total)
+    out = drawn + row * 5
+    tl.store(out, (position - tl.load(starts + row)).to(tl.float64))
+    tl.store(out + 1, token.to(tl.float64))
+    tl.store(out + 2, full)
+    tl.store(out + 3, tl.where(greedy, 0.0, full))
+    tl.store(out + 4, finite.to(tl.float64))
+    tl.store(source + token, forced)
+
+
+def draw_rows(
+    logits: Tensor,
+    positions: Tensor,
+    *,
+    plain: Tensor,
+    keys: Tensor,
+    temperature: Tensor,
+    starts: Tensor,
+    forced: float,
+) -> Tensor:
+    """What `sample_tokens` draws for the `plain` (N,) rows of `logits` (N, V); the logits of their tokens are forced.
+
+    `positions` and `starts` (N,) are the absolute positions of the new tokens and of each row's first. Returns (N, 5)
+    place, token, full, sampled, finite in float64, unset where not plain. A row is drawn alike in any batch. Where
+    rounding leaves a uniform beyond the last token, as it may once in 10 million draws, the likeliest is taken.
+    """
+    drawn = torch.empty(len(logits), 5, dtype=torch.float64, device=logits.device)
+    rows, size = logits.shape
+    block = min(BLOCK, triton.next_power_of_2(size))
+    with torch.cuda.device_of(logits):
+        _draw_rows[(rows,)](
+            logits,
+            logits.stride(0),
+            size,
+            plain,
+            keys,
+            temperature,
+            starts,
+            positions,
+            drawn,
+            forced,
+            block,
+            num_warps=NUM_WARPS,
+        )
+    return drawn

@@ -1,0 +1,391 @@
+"""From sections of the configuration to engines and loss settings: the one place where workers read both."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from rlsys.algorithms import ActorObjective, PolicyLossParams, RolloutCorrection
+from rlsys.config import RMConfig, SFTConfig
+from rlsys.config.schema.actor import ActorConfig, ActorRolloutRefConfig, CriticConfig
+from rlsys.config.schema.algorithm import RewardModelConfig
+from rlsys.config.schema.megatron import MegatronConfig, MegatronRoleConfig
+from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig, ShardConfig
+from rlsys.engines import rng
+from rlsys.engines.fsdp.engine import FSDPEngine, FsdpOptions, Precision
+from rlsys.engines.fsdp.optim import OptimSettings
+from rlsys.engines.mesh import Parallel, ensure_process_group
+from rlsys.engines.micro_batches import MicroBatches
+from rlsys.models.hf import ModelSource, read_config
+from rlsys.models.lora import LoraSettings
+from rlsys.models.megatron.family import Place, family_of
+from rlsys.models.megatron.options import ModelOptions, Sizes
+from rlsys.roles.actor import ActorSettings
+from rlsys.roles.critic import CriticSettings
+from rlsys.roles.update import UpdateSettings
+from rlsys.utils.errors import ConfigError
+from workers.mfu import MfuMeter, mfu_meter
+
+if TYPE_CHECKING:
+    from rlsys.engines.megatron.engine import MegatronEngine
+
+    Engine = FSDPEngine | MegatronEngine
+
+
+@dataclass(frozen=True)
+class EngineRun:
+    """What a role needs to know of the run: where it computes, how long it trains, what the batches are.
+
+    `actor_steps` and `critic_steps` are optimizer steps of the whole run, `samples` the rows of a step over all ranks.
+    """
+
+    device: str
+    nccl_timeout_s: float
+    temperature: float = 1.0
+    max_response_tokens: int = 1
+    samples: int = 1
+    num_answers: int = 1
+    actor_steps: int = -1
+    critic_steps: int = -1
+    with_entropy: bool = False
+    with_sum_pi_squared: bool = False
+    loss_mode: str = "vanilla"
+    correction: RolloutCorrection | None = None
+    num_threads: int | None = None
+    keep_asleep: bool = True
+    """Whether rollout engines keep weights on the host while they sleep; else the next push brings them."""
+
+    def place(self, *, full_determinism: bool = False) -> str:
+        """Join the process group of the ranks, seed this rank's generators and return its device.
+
+        `full_determinism` goes for all that this process computes from then on.
+        """
+        if full_determinism:
+            rng.repeat_bitwise()
+        if self.num_threads:
+            torch.set_num_threads(self.num_threads)
+        ensure_process_group(self.device, timeout_s=self.nccl_timeout_s)
+        rng.seed_all(dist.get_rank())
+        return self.device
+
+    def compute_dtype(self, wanted: str) -> str:
+        """bfloat16 on CUDA and float32 on CPU, unless a type is named."""
+        if wanted != "auto":
+            return wanted
+        return "bfloat16" if self.device.startswith("cuda") else "float32"
+
+
+def model_source(model: ModelConfig, *, seed: int) -> ModelSource:
+    assert model.path is not None, "the start model is resolved before workers start"
+    return ModelSource(
+        path=model.path,
+        seed=seed,
+        override_config=model.override_config,
+        trust_remote_code=model.trust_remote_code,
+    )
+
+
+def meter_of(model: ModelConfig, engine: Any, run: EngineRun, *, lm_head: bool = True) -> MfuMeter:
+    """The MFU meter of a rank of an engine."""
+    num_sharing = dist.get_world_size() // engine.dp_size
+    return mfu_meter(read_config(model_source(model, seed=0)), run.device, num_sharing=num_sharing, lm_head=lm_head)
+
+
+def optim_settings(optim: OptimConfig, *, grad_clip: float, total_steps: int) -> OptimSettings:
+    return OptimSettings(
+        lr=optim.lr,
+        betas=optim.betas,
+        weight_decay=optim.weight_decay,
+        grad_clip=grad_clip,
+        schedule=optim.lr_scheduler_type,
+        warmup_steps=optim.lr_warmup_steps,
+        warmup_ratio=optim.lr_warmup_steps_ratio,
+        total_steps=total_steps,
+        min_lr_ratio=optim.min_lr_ratio,
+    )
+
+
+def micro_batches(*, rows: int | None, dynamic: bool, max_tokens: int, share: int) -> MicroBatches:
+    """By tokens, by a fixed number of rows, or the whole share of a rank at once."""
+    return MicroBatches(max_tokens=max_tokens) if dynamic else MicroBatches(rows=rows or share)
+
+
+def _engine(
+    model: ModelConfig,
+    shard: ShardConfig,
+    run: EngineRun,
+    *,
+    head: Literal["lm", "scalar"] = "lm",
+    optimizer: OptimSettings | None = None,
+    training: MicroBatches,
+    scoring: MicroBatches | None = None,
+    sp_size: int = 1,
+    checkpoint: CheckpointConfig | None = None,
+) -> FSDPEngine:
+    trained = optimizer is not None
+    return FSDPEngine(
+        model_source(model, seed=shard.seed),
+        head=head,
+        device=run.place(full_determinism=shard.full_determinism),
+        optimizer=optimizer,
+        training=training,
+        scoring=scoring,
+        precision=Precision(compute=run.compute_dtype(shard.dtype), master=shard.model_dtype),
+        parallel=Parallel(fsdp_size=shard.fsdp_size, sp_size=sp_size),
+        fsdp=FsdpOptions(
+            reshard_after_forward=shard.reshard_after_forward,
+            forward_prefetch=shard.forward_prefetch,
+            cpu_offload=shard.offload_policy,
+        ),
+        packed=model.use_remove_padding,
+        gradient_checkpointing=trained and model.enable_gradient_checkpointing,
+        lora=lora_settings(model, seed=shard.seed) if trained else None,
+        **_contents(checkpoint),
+    )
+
+
+def _contents(checkpoint: CheckpointConfig | None) -> dict[str, Any]:
+    """What an engine saves and loads itself; a Hugging Face folder is written beside it."""
+    if checkpoint is None:
+        return {}
+    parts = {"save_contents": checkpoint.save_contents, "load_contents": checkpoint.load_contents}
+    return {name: [part for part in value if part != "hf_model"] for name, value in parts.items()}
+
+
+def _megatron_engine(
+    model: ModelConfig,
+    megatron: MegatronRoleConfig,
+    run: EngineRun,
+    *,
+    head: Literal["lm", "scalar"] = "lm",
+    optimizer: OptimSettings | None = None,
+    training: MicroBatches,
+    scoring: MicroBatches | None = None,
+    checkpoint: CheckpointConfig | None = None,
+) -> MegatronEngine:
+    from rlsys.engines.megatron.engine import MegatronEngine
+
+    device = run.place(full_determinism=megatron.full_determinism)
+    trained = isinstance(megatron, MegatronConfig)
+    return MegatronEngine(
+        model_source(model, seed=megatron.seed if trained else 0),
+        head=head,
+        device=device,
+        optimizer=optimizer,
+        training=training,
+        scoring=scoring,
+        sizes=megatron_sizes(megatron),
+        options=ModelOptions(
+            dtype=run.compute_dtype(megatron.dtype),
+            recompute=trained and model.enable_gradient_checkpointing,
+            fp8=megatron.fp8 if trained else None,
+            overrides=megatron.override_transformer_config,
+        ),
+        lora=lora_settings(model, seed=megatron.seed) if trained else None,
+        **_contents(checkpoint),
+    )
+
+
+def megatron_sizes(megatron: MegatronRoleConfig) -> Sizes:
+    overrides = megatron.override_transformer_config
+    return Sizes(
+        tp=megatron.tensor_model_parallel_size,
+        pp=megatron.pipeline_model_parallel_size,
+        vp=megatron.virtual_pipeline_model_parallel_size or 1,
+        cp=megatron.context_parallel_size,
+        ep=megatron.expert_model_parallel_size,
+        etp=megatron.expert_tensor_parallel_size,
+        sequence_parallel=megatron.sequence_parallel,
+        first_layers=overrides.get("num_layers_in_first_pipeline_stage"),
+        last_layers=overrides.get("num_layers_in_last_pipeline_stage"),
+    )
+
+
+def check_megatron_model(key: str, model: ModelConfig, megatron: MegatronRoleConfig) -> None:
+    """ConfigError that names `key` unless Megatron knows the model and can cut it so; reads config.json only."""
+    assert model.path is not None, "the start model is resolved before workers start"
+    sizes = megatron_sizes(megatron)
+    place = Place(
+        tp_size=sizes.tp,
+        pp_size=sizes.pp,
+        vp_size=sizes.vp,
+        ep_size=sizes.ep,
+        etp_size=sizes.expert_tp,
+        first_layers=sizes.first_layers,
+        last_layers=sizes.last_layers,
+    )
+    hf_config = json.loads((Path(model.path) / "config.json").read_text()) | model.override_config
+    try:
+        family_of(hf_config).check(hf_config, place)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def lora_settings(model: ModelConfig, *, seed: int) -> LoraSettings | None:
+    """The adapters of a trained role, if it has any."""
+    if model.lora_rank == 0 and model.lora_adapter_path is None:
+        return None
+    targets = model.target_modules
+    return LoraSettings(
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        target_modules="all-linear" if targets == ("all-linear",) else targets,
+        adapter_path=model.lora_adapter_path,
+        seed=seed,
+    )
+
+
+def build_actor_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> Engine:
+    actor, rollout = cfg.actor, cfg.rollout
+    common: dict[str, Any] = {
+        "optimizer": optim_settings(actor.optim, grad_clip=actor.grad_clip, total_steps=run.actor_steps),
+        "training": micro_batches(
+            rows=actor.ppo_micro_batch_size_per_gpu,
+            dynamic=actor.use_dynamic_bsz,
+            max_tokens=actor.ppo_max_token_len_per_gpu,
+            share=run.samples,
+        ),
+        "scoring": micro_batches(
+            rows=rollout.log_prob_micro_batch_size_per_gpu,
+            dynamic=rollout.log_prob_use_dynamic_bsz,
+            max_tokens=rollout.log_prob_max_token_len_per_gpu,
+            share=run.samples,
+        ),
+        "checkpoint": actor.checkpoint,
+    }
+    if actor.strategy == "megatron":
+        return _megatron_engine(cfg.model, actor.megatron, run, **common)
+    return _engine(cfg.model, actor.fsdp_config, run, sp_size=actor.ulysses_sequence_parallel_size, **common)
+
+
+def build_reference_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> Engine:
+    ref = cfg.ref
+    scoring = micro_batches(
+        rows=ref.log_prob_micro_batch_size_per_gpu,
+        dynamic=ref.log_prob_use_dynamic_bsz,
+        max_tokens=ref.log_prob_max_token_len_per_gpu,
+        share=run.samples,
+    )
+    if cfg.actor.strategy == "megatron":
+        return _megatron_engine(cfg.model, ref.megatron, run, training=scoring)
+    return _engine(cfg.model, ref.fsdp_config, run, training=scoring, sp_size=ref.ulysses_sequence_parallel_size)
+
+
+def build_critic_engine(cfg: CriticConfig, run: EngineRun) -> Engine:
+    common: dict[str, Any] = {
+        "head": "scalar",
+        "optimizer": optim_settings(cfg.optim, grad_clip=cfg.grad_clip, total_steps=run.critic_steps),
+        "training": micro_batches(
+            rows=cfg.ppo_micro_batch_size_per_gpu,
+            dynamic=cfg.use_dynamic_bsz,
+            max_tokens=cfg.ppo_max_token_len_per_gpu,
+            share=run.samples,
+        ),
+        "scoring": micro_batches(
+            rows=cfg.forward_micro_batch_size_per_gpu,
+            dynamic=cfg.use_dynamic_bsz,
+            max_tokens=cfg.forward_max_token_len_per_gpu,
+            share=run.samples,
+        ),
+        "checkpoint": cfg.checkpoint,
+    }
+    if cfg.strategy == "megatron":
+        return _megatron_engine(cfg.model, cfg.megatron, run, **common)
+    return _engine(cfg.model, cfg.fsdp, run, sp_size=cfg.ulysses_sequence_parallel_size, **common)
+
+
+def build_reward_engine(cfg: RewardModelConfig, run: EngineRun) -> FSDPEngine:
+    assert cfg.model_path is not None
+    return FSDPEngine(
+        ModelSource(path=cfg.model_path, trust_remote_code=cfg.trust_remote_code),
+        head="scalar",
+        device=run.place(),
+        training=micro_batches(
+            rows=cfg.micro_batch_size_per_gpu,
+            dynamic=cfg.use_dynamic_bsz,
+            max_tokens=cfg.forward_max_token_len_per_gpu,
+            share=run.samples,
+        ),
+        precision=Precision(compute=run.compute_dtype(cfg.dtype)),
+    )
+
+
+def build_supervised_engine(cfg: SFTConfig | RMConfig, run: EngineRun, *, value_head: bool) -> FSDPEngine:
+    return _engine(
+        cfg.model,
+        cfg.engine,
+        run,
+        head="scalar" if value_head else "lm",
+        optimizer=optim_settings(cfg.optim, grad_clip=cfg.optim.clip_grad, total_steps=run.actor_steps),
+        training=micro_batches(
+            rows=cfg.data.micro_batch_size_per_gpu,
+            dynamic=cfg.data.use_dynamic_bsz,
+            max_tokens=cfg.data.max_token_len_per_gpu,
+            share=run.samples,
+        ),
+        sp_size=cfg.engine.ulysses_sequence_parallel_size,
+        checkpoint=cfg.checkpoint,
+    )
+
+
+def actor_settings(cfg: ActorRolloutRefConfig, run: EngineRun, *, dp_size: int) -> ActorSettings:
+    actor = cfg.actor
+    return ActorSettings(
+        objective=ActorObjective(
+            loss_mode=run.loss_mode,
+            params=policy_loss_params(actor, correction=run.correction),
+            loss_agg_mode=actor.loss_agg_mode,
+            loss_scale_factor=actor.loss_scale_factor or float(run.max_response_tokens),
+            entropy_coeff=actor.entropy_coeff,
+            use_kl_loss=actor.use_kl_loss,
+            kl_loss_coef=actor.kl_loss_coef,
+            kl_loss_type=actor.kl_loss_type,
+        ),
+        updates=UpdateSettings(
+            mini_batch_rows=actor.ppo_mini_batch_size * run.num_answers // dp_size,
+            epochs=actor.ppo_epochs,
+            shuffle=actor.shuffle,
+            seed=actor.data_loader_seed,
+        ),
+        temperature=run.temperature,
+        calculate_entropy=actor.calculate_entropy,
+    )
+
+
+def policy_loss_params(actor: ActorConfig, *, correction: RolloutCorrection | None) -> PolicyLossParams:
+    loss = actor.policy_loss
+    return PolicyLossParams(
+        clip_ratio=actor.clip_ratio,
+        clip_ratio_low=actor.clip_ratio_low,
+        clip_ratio_high=actor.clip_ratio_high,
+        clip_ratio_c=actor.clip_ratio_c,
+        tau_pos=actor.tau_pos,
+        tau_neg=actor.tau_neg,
+        clip_cov_ratio=loss.clip_cov_ratio,
+        clip_cov_lb=loss.clip_cov_lb,
+        clip_cov_ub=loss.clip_cov_ub,
+        kl_cov_ratio=loss.kl_cov_ratio,
+        ppo_kl_coef=loss.ppo_kl_coef,
+        dro_beta=loss.dro_beta,
+        rollout_correction=correction,
+        seed=actor.data_loader_seed,
+    )
+
+
+def critic_settings(cfg: CriticConfig, run: EngineRun, *, dp_size: int) -> CriticSettings:
+    return CriticSettings(
+        cliprange_value=cfg.cliprange_value,
+        loss_agg_mode=cfg.loss_agg_mode,
+        loss_scale_factor=cfg.loss_scale_factor or float(run.max_response_tokens),
+        updates=UpdateSettings(
+            mini_batch_rows=cfg.ppo_mini_batch_size * run.num_answers // dp_size,
+            epochs=cfg.ppo_epochs,
+            shuffle=cfg.shuffle,
+            seed=cfg.data_loader_seed,
+        ),
+    )
