@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlsys.config import EvalConfig, PPOConfig
-from rlsys.config.schema.actor import GenerationConfig
+from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.protocol import DataProto
 from rlsys.rewards.manager import RewardManager
 from rlsys.telemetry.metrics import StageTimer

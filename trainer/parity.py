@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from rlsys.algorithms.parity import Parity, compare_log_probs
-from rlsys.config.schema.actor import ParityConfig
+from rlsys.config.schema.rollout import ParityConfig
 from rlsys.data.collate import collate_prompts
 from rlsys.protocol import DataProto, DataProtoConfig
 from rlsys.telemetry.log import get_logger

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlsys.config import EvalConfig, PPOConfig
-from rlsys.config.schema.actor import GenerationConfig
+from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.fleet.fleet import FleetDeadlines, RolloutFleet
 from rlsys.protocol import DataProto
 from rlsys.types import TransferReport

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from rlsys.config.schema.actor import GenerationConfig
 from rlsys.config.schema.model import ModelConfig
+from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.engines.mesh import ensure_process_group
 from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import DataProto

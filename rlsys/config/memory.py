@@ -8,7 +8,6 @@ from typing import Any
 
 from rlsys.config.checks.files import model_facts
 from rlsys.config.introspect import is_count
-from rlsys.config.needs import needs_critic, needs_reference
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema.jobs import PPOConfig
 from rlsys.config.schema.model import ShardConfig
@@ -49,11 +48,11 @@ def memory_words(cfg: PPOConfig) -> str:
     parameters = parameter_count(facts | policy.model.override_config)
     if parameters is None:
         return ""
-    shards = [policy.actor.fsdp_config, *([cfg.critic.fsdp] if needs_critic(cfg) else [])]
+    shards = [policy.actor.fsdp_config, *([cfg.critic.fsdp] if cfg.use_critic else [])]
     train = sum(
         trained_bytes(parameters, shard, ranks=pools.train_ranks, held_bytes=_held_bytes(shard)) for shard in shards
     )
-    if needs_reference(cfg):
+    if cfg.use_reference:
         ref = policy.ref.fsdp_config
         train += parameters * _held_bytes(ref) // (ref.fsdp_size if ref.fsdp_size > 0 else pools.train_ranks)
     generate = parameters * (2 if policy.rollout.dtype in ("bfloat16", "float16") else 4)

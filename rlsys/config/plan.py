@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlsys.config.memory import memory_words
-from rlsys.config.needs import needs_critic, needs_reference
 from rlsys.config.pools import Pools, resolve_pools
 from rlsys.config.schema.actor import ActorConfig, CriticConfig
 from rlsys.config.schema.base import Section
@@ -84,8 +83,8 @@ def plan_batches(cfg: PPOConfig) -> BatchPlan:
         max_prompt_tokens=cfg.data.max_prompt_length,
         max_response_tokens=cfg.data.max_response_length,
         actor=plan_of(cfg.actor_rollout_ref.actor),
-        critic=plan_of(cfg.critic) if needs_critic(cfg) else None,
-        use_reference=needs_reference(cfg),
+        critic=plan_of(cfg.critic) if cfg.use_critic else None,
+        use_reference=cfg.use_reference,
         pools=pools,
     )
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from difflib import get_close_matches
 
 from rlsys.config.checks.findings import note, wrong
-from rlsys.config.needs import needs_critic, needs_reference
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 from rlsys.config.schema.jobs import PPOConfig
 
@@ -103,7 +102,7 @@ def _critic(cfg: PPOConfig) -> Iterator[str]:
     if estimator != "gae" and estimator in ESTIMATORS and enable:
         why = f"algorithm.adv_estimator={estimator} does not use its values; it is trained all the same"
         yield note("critic.enable", True, why)
-    if cfg.trainer.critic_warmup > 0 and not needs_critic(cfg):
+    if cfg.trainer.critic_warmup > 0 and not cfg.use_critic:
         yield wrong(
             "trainer.critic_warmup", cfg.trainer.critic_warmup, "there is no critic; write trainer.critic_warmup=0"
         )
@@ -275,6 +274,6 @@ def check_generation(cfg: PPOConfig) -> Iterator[str]:
     if rollout.parity.freq > 0 and rollout.parity.freq % cfg.trainer.sync_freq:
         why = f"weights are pushed each {cfg.trainer.sync_freq} steps, and only then can they be compared"
         yield note(f"{key}.parity.freq", rollout.parity.freq, why)
-    if needs_reference(cfg) and cfg.actor_rollout_ref.model.lora_adapter_path:
+    if cfg.use_reference and cfg.actor_rollout_ref.model.lora_adapter_path:
         why = "the reference is the model without any adapter, not the adapter you start from"
         yield note("actor_rollout_ref.model.lora_adapter_path", cfg.actor_rollout_ref.model.lora_adapter_path, why)

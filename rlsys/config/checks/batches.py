@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlsys.config.checks.findings import note, wrong
-from rlsys.config.needs import needs_critic, needs_reference
 from rlsys.config.plan import shared_by
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema.actor import ActorConfig, CriticConfig
@@ -24,11 +23,11 @@ def check_ppo_batches(cfg: PPOConfig) -> Iterator[str]:
     yield from _mini_batches(cfg, ACTOR, actor)
     yield from _ranks(ACTOR, "fsdp_config", actor.fsdp_config, actor.ulysses_sequence_parallel_size, ranks)
     yield from _micro_batches(cfg, ACTOR, actor, ranks)
-    if needs_critic(cfg):
+    if cfg.use_critic:
         yield from _mini_batches(cfg, CRITIC, cfg.critic)
         yield from _ranks(CRITIC, "fsdp", cfg.critic.fsdp, cfg.critic.ulysses_sequence_parallel_size, ranks)
         yield from _micro_batches(cfg, CRITIC, cfg.critic, ranks)
-    if needs_reference(cfg):
+    if cfg.use_reference:
         yield from _ranks(REF, "fsdp_config", ref.fsdp_config, ref.ulysses_sequence_parallel_size, ranks)
     if actor.ulysses_sequence_parallel_size > 1 and not cfg.actor_rollout_ref.model.use_remove_padding:
         key = "actor_rollout_ref.model.use_remove_padding"
@@ -93,11 +92,11 @@ def _budgets(cfg: PPOConfig) -> Iterator[str]:
         (f"{ACTOR}.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu, actor.use_dynamic_bsz, shared),
         (f"{ROLLOUT}.{LOG_PROB}", rollout.log_prob_max_token_len_per_gpu, rollout.log_prob_use_dynamic_bsz, shared),
     ]
-    if needs_reference(cfg):
+    if cfg.use_reference:
         cp, ulysses = ref.megatron.context_parallel_size, ref.ulysses_sequence_parallel_size
         dynamic, sequence = ref.log_prob_use_dynamic_bsz, cp if actor.strategy == "megatron" else ulysses
         budgets.append((f"{REF}.{LOG_PROB}", ref.log_prob_max_token_len_per_gpu, dynamic, sequence))
-    if needs_critic(cfg):
+    if cfg.use_critic:
         dynamic, sequence = cfg.critic.use_dynamic_bsz, _sequence_ranks(cfg.critic)
         for name in ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu"):
             budgets.append((f"{CRITIC}.{name}", getattr(cfg.critic, name), dynamic, sequence))

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config.checks.findings import wrong
-from rlsys.config.needs import needs_critic
 from rlsys.config.schema.algorithm import RewardConfig
 from rlsys.config.schema.data import RowsConfig
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
@@ -32,7 +31,7 @@ def check_ppo_files(cfg: PPOConfig) -> Iterator[str]:
     yield from _dataset_class(data)
     longest = data.max_prompt_length + data.max_response_length
     yield from _model("actor_rollout_ref.model", policy.model, longest, ANSWERED)
-    if needs_critic(cfg) and cfg.critic.model.path != policy.model.path:
+    if cfg.use_critic and cfg.critic.model.path != policy.model.path:
         yield from _model("critic.model", cfg.critic.model, longest, ANSWERED)
     yield from _reward(cfg.reward)
     yield from _output(cfg.trainer)

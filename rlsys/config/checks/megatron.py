@@ -6,7 +6,6 @@ import importlib.util
 from collections.abc import Iterator
 
 from rlsys.config.checks.findings import note, wrong
-from rlsys.config.needs import needs_critic, needs_reference
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema.jobs import PPOConfig
 from rlsys.config.schema.megatron import MegatronConfig, MegatronRoleConfig
@@ -30,9 +29,9 @@ def check_megatron(cfg: PPOConfig) -> Iterator[str]:
         yield from _model(
             MODEL, ACTOR, policy.model, policy.actor.megatron, policy.actor.ulysses_sequence_parallel_size
         )
-        if needs_reference(cfg):
+        if cfg.use_reference:
             yield from _sizes(f"{REF}.megatron", policy.ref.megatron, ranks)
-    if needs_critic(cfg) and critic.strategy == "megatron":
+    if cfg.use_critic and critic.strategy == "megatron":
         if policy.actor.strategy != "megatron":
             yield from _installed(f"{CRITIC}.strategy")
         yield from _sizes(f"{CRITIC}.megatron", critic.megatron, ranks)

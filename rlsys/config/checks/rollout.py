@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rlsys.config.checks.findings import note, wrong
 from rlsys.config.pools import is_external
-from rlsys.config.schema.actor import GenerationConfig
+from rlsys.config.schema.rollout import GenerationConfig
 
 SERVING = (
     *("gpu_memory_utilization", "kv_cache_gib", "enforce_eager", "enable_chunked_prefill", "enable_prefix_caching"),

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from rlsys.config.checks.findings import note, wrong
 from rlsys.config.checks.rollout import check_engine
-from rlsys.config.needs import needs_critic
 from rlsys.config.pools import is_external, resolve_pools
 from rlsys.config.schema.jobs import PPOConfig
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig
@@ -62,7 +61,7 @@ def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:
     yield from _pools(cfg)
     yield from check_checkpoints("actor_rollout_ref.actor.", policy.actor.checkpoint, trainer.resume_mode)
     yield from check_adapters("actor_rollout_ref.model", policy.model)
-    if needs_critic(cfg):
+    if cfg.use_critic:
         yield from check_checkpoints("critic.", cfg.critic.checkpoint, trainer.resume_mode)
         yield from check_adapters("critic.model", cfg.critic.model)
     elif trainer.max_critic_ckpt_to_keep is not None:

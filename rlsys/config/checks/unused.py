@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator
 
 from rlsys.config.checks.algorithm import ESTIMATORS
 from rlsys.config.checks.findings import Note, without_effect
-from rlsys.config.needs import needs_critic, needs_reference
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig
 
@@ -33,10 +32,10 @@ def _asleep(cfg: PPOConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Reasons, and how the keys begin that they concern."""
     policy, algorithm, estimator = cfg.actor_rollout_ref, cfg.algorithm, cfg.algorithm.adv_estimator
     actor, rollout = policy.actor, policy.rollout
-    if not needs_critic(cfg):
+    if not cfg.use_critic:
         sections = (f"critic.{name}" for name in type(cfg.critic).model_fields if name != "enable")
         yield f"algorithm.adv_estimator={estimator} trains no critic (critic.enable=true makes one)", tuple(sections)
-    if not needs_reference(cfg):
+    if not cfg.use_reference:
         why = f"there is no reference; {_POLICY}.actor.use_kl_loss=true or algorithm.use_kl_in_reward=true need one"
         yield why, (f"{_POLICY}.ref.",)
     if actor.strategy != "megatron":

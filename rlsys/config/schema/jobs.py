@@ -4,26 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rlsys.config.schema.actor import (
-    ActorRolloutRefConfig,
-    CriticConfig,
-    GenerationConfig,
-    ValKwargsConfig,
-)
+from rlsys.config.schema.actor import ActorRolloutRefConfig, CriticConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, RewardConfig
 from rlsys.config.schema.base import Coefficient, Count, Positive, Seconds, Section, SupervisedStrategy
 from rlsys.config.schema.data import DataConfig, PromptsConfig, RMDataConfig, SFTDataConfig, SupervisedDataConfig
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig, ShardConfig
-from rlsys.config.schema.trainer import (
-    EvalRunConfig,
-    RayKwargsConfig,
-    SupervisedRunConfig,
-    TrainerConfig,
-)
+from rlsys.config.schema.rollout import GenerationConfig, ValKwargsConfig
+from rlsys.config.schema.trainer import EvalRunConfig, RayKwargsConfig, SupervisedRunConfig, TrainerConfig
 
 
 class PPOConfig(Section):
-    """trainer.main_ppo: PPO, GRPO and their kin."""
+    """trainer.main_ppo: PPO, GRPO and related algorithms."""
 
     data: DataConfig
     actor_rollout_ref: ActorRolloutRefConfig
@@ -32,6 +23,16 @@ class PPOConfig(Section):
     reward: RewardConfig
     trainer: TrainerConfig
     ray_kwargs: RayKwargsConfig
+
+    @property
+    def use_critic(self) -> bool:
+        """Whether a critic is trained: critic.enable, or if that is null whether the estimator is gae."""
+        return self.critic.enable if self.critic.enable is not None else self.algorithm.adv_estimator == "gae"
+
+    @property
+    def use_reference(self) -> bool:
+        """Whether a frozen reference is needed, for a KL loss or a KL penalty in the reward."""
+        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
 
 
 class SupervisedEngineConfig(ShardConfig):
