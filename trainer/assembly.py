@@ -14,13 +14,13 @@ from rlsys.config.plan import BatchPlan
 from rlsys.config.schema.algorithm import FilterGroupsConfig
 from rlsys.config.schema.megatron import MegatronConfig
 from rlsys.config.schema.model import FSDPConfig
+from rlsys.fleet.group import group_fleet
 from rlsys.interfaces import ExperienceSource
 from rlsys.protocol import DataProto
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.types import TransferReport
 from trainer.advantages import advantage_settings, kl_controller
 from trainer.evaluate import Evaluator, validation
-from trainer.external import served_rollout
 from trainer.generation import Answers, training_sampling
 from trainer.groups import WorkerGroups
 from trainer.parity import LOST, REFUSED, ParityProbe, probe_prompts
@@ -31,11 +31,11 @@ from trainer.rewards import reward_manager, reward_pool
 from trainer.rollouts import (
     Transfer,
     connect_weights,
+    external_rollout,
     generate_by,
     gives_up_weights,
     printer,
     push_by,
-    rollout_fleet,
 )
 from trainer.source import GroupFilter, RolloutSource
 from trainer.steps import Steps
@@ -90,15 +90,16 @@ def assemble(trainer: Parts) -> Runtime:
     with ExitStack() as stack:
         pool = stack.enter_context(reward_pool(cfg.reward))
         if plan.pools.external:
-            fleet, transfer = served_rollout(cfg, groups.actor)
+            fleet, transfer = external_rollout(cfg, groups.actor)
             stack.callback(transfer.close)
         else:
             transfer = connect_weights(groups, cfg, colocated=plan.pools.colocated)  # what it holds goes with workers
-            fleet = rollout_fleet(
+            fleet = group_fleet(
                 groups.rollout,
-                cfg,
-                transfer=transfer,
-                rows=cfg.data.gen_batch_size * rollout.n,
+                rollout,
+                cfg.trainer.deadlines,
+                restore=transfer.restore,
+                num_rows=cfg.data.gen_batch_size * rollout.n,
                 restartable=not plan.pools.colocated,
                 max_staleness=cfg.trainer.max_staleness,
             )

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config import PPOConfig, plan_batches
+from rlsys.fleet.external.settings import settings_of
 from rlsys.telemetry.log import setup_logging
 from rlsys.telemetry.trackers import check_loggers
 from trainer.advantages import correction_of, loss_mode_of
 from trainer.backend import Place, find_place, load_tokenizer
-from trainer.external import server_settings
 from trainer.groups import Role
 from trainer.job import exit_on_sigterm, make_root, told
 from trainer.ppo import RayPPOTrainer
@@ -63,7 +63,8 @@ def build_trainer(config: PPOConfig, place: Place | None = None) -> RayPPOTraine
     """
     config = with_start_assets(config)
     if plan_batches(config).pools.external:
-        server_settings(config)
+        run = config.trainer
+        settings_of(config.actor_rollout_ref.rollout, run.deadlines, max_staleness=run.max_staleness)
     place = place or place_of(config)
     model = config.actor_rollout_ref.model
     if model.external_lib:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config import EvalConfig
+from rlsys.fleet.group import group_fleet
 from rlsys.protocol import DataProto
 from rlsys.telemetry.log import setup_logging
 from rlsys.telemetry.metrics import StageTimer
@@ -22,7 +23,7 @@ from trainer.groups import deadlines_of
 from trainer.job import exit_on_sigterm, told
 from trainer.prompts import load_prompts
 from trainer.rewards import reward_manager, reward_pool
-from trainer.rollouts import generate_by, printer, rollout_fleet
+from trainer.rollouts import generate_by, printer
 from workers.build import EngineRun
 from workers.rollout import ROLLOUT_WORKERS
 
@@ -73,7 +74,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
         group.init_model()
         pool = stack.enter_context(reward_pool(config.reward))
         rows = len(dataset) * config.actor_rollout_ref.rollout.val_kwargs.n
-        fleet = rollout_fleet(group, config, rows=rows, restartable=True)
+        fleet = group_fleet(group, rollout, run.deadlines, num_rows=rows, restartable=True)
         stack.callback(fleet.close)
         answers = Answers(
             generate=generate_by(fleet, printer(rollout, tokenizer)),

@@ -1,16 +1,18 @@
-"""The rollout group as a fleet of replicas, and the way of the actor's weights into it."""
+"""Wires the rollout into the trainer: how weights are pushed and prompts answered."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlsys.config import EvalConfig, PPOConfig
+from rlsys.config import PPOConfig
 from rlsys.config.schema.rollout import GenerationConfig
-from rlsys.fleet.fleet import FleetDeadlines, RolloutFleet
+from rlsys.fleet.external.engine import SGLangRemoteEngine, VLLMRemoteEngine
+from rlsys.fleet.external.replica import ExternalFleet
+from rlsys.fleet.external.settings import settings_of
+from rlsys.fleet.external.transfer import ExternalTransfer
+from rlsys.fleet.fleet import RolloutFleet
 from rlsys.protocol import DataProto
 from rlsys.types import TransferReport
 from rlsys.utils.errors import ConfigError
@@ -25,64 +27,6 @@ from rlsys.weights.sharding_manager import (
 )
 from trainer.generation import Generate
 from trainer.groups import WorkerGroups
-
-
-@dataclass(frozen=True)
-class GroupReplica:
-    """Ranks of the rollout group that serve together, as the fleet sees them; the first one's answer counts."""
-
-    group: Any
-    rank: int
-    size: int = 1
-
-    @property
-    def name(self) -> str:
-        return f"rollout {self.rank}"
-
-    def generate(self, work: Any, deadline_s: float) -> Any:
-        stage, end_s = "generate_sequences", time.monotonic() + deadline_s
-        ranks = range(self.rank, self.rank + self.size)
-        asked = [self.group.execute_rank_async(rank, "generate_sequences", work, stage=stage) for rank in ranks]
-        first, *_ = [one.get(max(0.01, end_s - time.monotonic())) for one in asked]
-        return first
-
-    def health(self, deadline_s: float) -> Mapping[str, Any]:
-        return self.group.execute_rank(self.rank, "health", deadline_s=deadline_s)
-
-    def restart(self, deadline_s: float) -> None:
-        self.group.restart_rank(self.rank, deadline_s)
-        self.group.execute_rank(self.rank, "init_model", deadline_s=deadline_s)
-
-
-def rollout_fleet(
-    group: Any,
-    cfg: PPOConfig | EvalConfig,
-    *,
-    rows: int,
-    restartable: bool,
-    transfer: ShardingManager | None = None,
-    max_staleness: int = 0,
-) -> RolloutFleet:
-    """The ranks of a rollout group as replicas, for calls of about `rows` rows.
-
-    One that dies is restarted, unless the actor lived in its process too or it served together with others.
-    """
-    size = cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
-    replicas = [GroupReplica(group, rank, size) for rank in range(0, group.world_size, size)]
-    share = -(-rows // len(replicas))
-
-    def restore(replica: Any) -> None:
-        assert transfer is not None
-        transfer.restore(replica.rank)
-
-    return RolloutFleet(
-        replicas,
-        chunk_rows=min(share, cfg.actor_rollout_ref.rollout.max_num_seqs),
-        deadlines=FleetDeadlines(generate_s=cfg.trainer.deadlines.generate_s, restart_s=cfg.trainer.deadlines.start_s),
-        on_restart=None if transfer is None else restore,
-        max_restarts=3 if restartable and size == 1 else 0,
-        max_staleness=max_staleness,
-    )
 
 
 class Transfer(Protocol):
@@ -185,3 +129,15 @@ def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) ->
     )
     manager.connect()
     return manager
+
+
+def external_rollout(cfg: PPOConfig, actor: Any) -> tuple[ExternalFleet, ExternalTransfer]:
+    """A fleet over the configured servers, connected, and what brings the actor's weights to them."""
+    rollout, deadlines = cfg.actor_rollout_ref.rollout, cfg.trainer.deadlines
+    settings = settings_of(rollout, deadlines, max_staleness=cfg.trainer.max_staleness)
+    engine_cls = SGLangRemoteEngine if rollout.name == "sglang_remote" else VLLMRemoteEngine
+    engine = engine_cls(settings)
+    engine.connect()
+    fleet = ExternalFleet(engine, generate_s=deadlines.generate_s, max_staleness=cfg.trainer.max_staleness)
+    folder = Path(rollout.servers.weights_dir).absolute()
+    return fleet, ExternalTransfer(actor, engine, folder, rollout.servers.lora_name or "", deadlines.weights_s)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
+from rlsys.config.schema.rollout import RolloutConfig
+from rlsys.config.schema.trainer import DeadlinesConfig
 from rlsys.utils.errors import ConfigError
 
 Policy = Literal["least_loaded", "round_robin", "affinity"]
@@ -55,6 +57,28 @@ class RemoteSettings:
     def __post_init__(self) -> None:
         if len(set(self.urls)) < len(self.urls) or not self.urls:
             raise ConfigError(f"external servers need different addresses, at least one: {list(self.urls)}")
+
+
+def settings_of(rollout: RolloutConfig, deadlines: DeadlinesConfig, *, max_staleness: int) -> RemoteSettings:
+    """The settings of a run, with addresses and token from the environment; ConfigError if no address is set."""
+    servers = rollout.servers
+    try:
+        urls = server_urls(rollout.name.removesuffix("_remote"), servers.urls or ())
+    except ConfigError as error:
+        raise ConfigError(f"actor_rollout_ref.rollout.servers.urls: {error}") from error
+    return RemoteSettings(
+        urls,
+        token=os.environ.get(servers.token_env, ""),
+        model=servers.model or "",
+        policy=servers.policy,
+        max_concurrent=servers.max_concurrent,
+        max_retries=servers.max_retries,
+        idle_s=servers.timeout_s,
+        start_s=deadlines.start_s,
+        request_s=deadlines.generate_s,
+        update_s=deadlines.weights_s,
+        keep_adapters=max_staleness + 2,
+    )
 
 
 def server_urls(kind: str, given: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
