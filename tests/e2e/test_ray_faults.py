@@ -96,7 +96,7 @@ class RayRun:
         return found[0]
 
 
-def test_a_lost_actor_ends_the_run_and_the_same_command_goes_on_even_when_a_rollout_worker_is_lost(
+def test_a_lost_actor_ends_the_run_and_the_command_continues_even_after_a_lost_rollout_worker(
     toy: Toy, tmp_path: Path
 ) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"

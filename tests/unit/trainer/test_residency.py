@@ -40,7 +40,7 @@ def test_a_turn_takes_memory_when_it_changes_hands_only() -> None:
         residency.enter(Holder.NONE)
 
 
-def test_a_rollout_that_loses_its_weights_gets_them_again_before_it_serves_unless_new_ones_came() -> None:
+def test_a_rollout_without_weights_gets_them_again_before_it_serves_unless_new_ones_came() -> None:
     done: list[str] = []
     moves = {h: Moves(partial(done.append, f"enter {h}")) for h in (Holder.ACTOR, Holder.ROLLOUT, Holder.SYNC)}
     residency = Residency(moves, StageTimer(), partial(done.append, "push again"))
