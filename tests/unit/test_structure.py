@@ -24,18 +24,17 @@ def test_the_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_room_has_more_code_lines_than_its_limit() -> None:
-    rooms = limits()["rooms"]
+    rooms, slack = limits()["rooms"], limits()["slack_code_lines"]
     over = {
         room: f"{lines} code lines, limit {rooms.get(room, {}).get('code', 0)}"
         for room, lines in structure.code_lines_by_room().items()
-        if lines > rooms.get(room, {}).get("code", 0)
+        if lines > rooms.get(room, {}).get("code", 0) + slack
     }
     assert not over, "move or remove code, or move the limit from another room in tests/structure.toml"
 
 
-def test_the_limits_of_the_rooms_add_up_to_the_budget() -> None:
-    total = sum(room.get("code", 0) for room in limits()["rooms"].values())
-    assert total <= limits()["total_code_lines"]
+def test_all_rooms_together_stay_within_the_budget() -> None:
+    assert sum(structure.code_lines_by_room().values()) <= limits()["total_code_lines"]
 
 
 def test_no_file_is_longer_than_the_limit() -> None:
@@ -73,11 +72,11 @@ def test_few_files_share_a_name() -> None:
 
 
 def test_words_we_do_not_use() -> None:
-    rooms = limits()["rooms"]
+    rooms, slack = limits()["rooms"], limits()["slack_words"]
     over = {
         room: uses
         for room, uses in structure.words_by_room().items()
-        if len(uses) > rooms.get(room, {}).get("words", 0)
+        if len(uses) > rooms.get(room, {}).get("words", 0) + slack
     }
     message = "\n".join(use for uses in over.values() for use in uses)
     assert not over, f"words that CONTRIBUTING.md asks not to use, more than tests/structure.toml allows:\n{message}"
