@@ -86,7 +86,7 @@ class ActorConfig(Section):
     """sapo: temperature where the advantage is positive."""
     tau_neg: Positive = 1.05
     """sapo: temperature where the advantage is negative."""
-    policy_loss: PolicyLossConfig
+    policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
     loss_agg_mode: LossAgg = "token-mean"
     """How token losses become one number."""
     loss_scale_factor: Positive | None = None
@@ -105,10 +105,10 @@ class ActorConfig(Section):
     """Largest gradient norm; 0 never clips."""
     ulysses_sequence_parallel_size: Count = 1
     """Ranks that share one sequence."""
-    optim: OptimConfig
-    fsdp_config: FSDPConfig
-    megatron: MegatronConfig
-    checkpoint: CheckpointConfig
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig)
+    megatron: MegatronConfig = Field(default_factory=MegatronConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
 
 
 class RefConfig(Section):
@@ -122,17 +122,17 @@ class RefConfig(Section):
     """Tokens of one forward pass on a rank."""
     ulysses_sequence_parallel_size: Count = linked("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
     """Ranks that share one sequence."""
-    fsdp_config: RefShardConfig
-    megatron: RefMegatronConfig
+    fsdp_config: RefShardConfig = Field(default_factory=RefShardConfig)
+    megatron: RefMegatronConfig = Field(default_factory=RefMegatronConfig)
 
 
 class ActorRolloutRefConfig(Section):
     """The policy in its three roles."""
 
-    model: ModelConfig
-    actor: ActorConfig
-    ref: RefConfig
-    rollout: RolloutConfig
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    actor: ActorConfig = Field(default_factory=ActorConfig)
+    ref: RefConfig = Field(default_factory=RefConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     hybrid_engine: Flag | None = None
     """True: the actor's processes also generate; false: processes of their own do; null: as the pools say."""
     nccl_timeout: Seconds = 600.0
@@ -146,10 +146,10 @@ class CriticConfig(Section):
     """Train a critic; null does so where the estimator is gae."""
     strategy: Strategy = linked("actor_rollout_ref.actor.strategy")
     """Training engine."""
-    model: CriticModelConfig
-    optim: CriticOptimConfig
-    fsdp: FSDPConfig
-    megatron: MegatronConfig
+    model: CriticModelConfig = Field(default_factory=CriticModelConfig)
+    optim: CriticOptimConfig = Field(default_factory=CriticOptimConfig)
+    fsdp: FSDPConfig = Field(default_factory=FSDPConfig)
+    megatron: MegatronConfig = Field(default_factory=MegatronConfig)
     ppo_mini_batch_size: Count = linked("actor_rollout_ref.actor.ppo_mini_batch_size")
     """Prompts of one optimizer step (times rollout.n samples)."""
     ppo_micro_batch_size_per_gpu: Count | None = linked("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
@@ -178,4 +178,4 @@ class CriticConfig(Section):
     """Largest gradient norm; 0 never clips."""
     ulysses_sequence_parallel_size: Count = 1
     """Ranks that share one sequence."""
-    checkpoint: CheckpointConfig
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

@@ -118,12 +118,12 @@ class AlgorithmConfig(Section):
     """Subtract a KL penalty from the reward of each token."""
     kl_penalty: KLEstimator = "kl"
     """Estimator of that penalty."""
-    kl_ctrl: KLControlConfig
-    filter_groups: FilterGroupsConfig
-    rollout_correction: RolloutCorrectionConfig
+    kl_ctrl: KLControlConfig = Field(default_factory=KLControlConfig)
+    filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig)
+    rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
     use_pf_ppo: Flag = False
     """Draw the samples of a step again by their reward (policy filtration)."""
-    pf_ppo: PFPPOConfig
+    pf_ppo: PFPPOConfig = Field(default_factory=PFPPOConfig)
     gdpo_reward_keys: Texts | None = None
     """gdpo: keys of the reward's parts, each normalised by itself."""
     gdpo_reward_weights: Numbers | None = None
@@ -134,8 +134,8 @@ class AlgorithmConfig(Section):
     """Then multiplied with it."""
     reward_clip: Positive | None = None
     """Then clipped to plus and minus this; null does not clip."""
-    reward_norm: NormConfig
-    adv_norm: NormConfig
+    reward_norm: NormConfig = Field(default_factory=NormConfig)
+    adv_norm: NormConfig = Field(default_factory=NormConfig)
     mask_no_eos_with_zero: Flag = False
     """Give responses that were cut off a score of zero."""
 
@@ -167,7 +167,7 @@ class RewardManagerConfig(Section):
     """naive, or dapo (adds the overlong penalty)."""
     source: Literal["register", "importlib"] = "register"
     """Take it from the registry, or from the file in module.path."""
-    module: ModuleConfig
+    module: ModuleConfig = Field(default_factory=ModuleConfig)
 
 
 class OverlongConfig(Section):
@@ -186,7 +186,7 @@ class OverlongConfig(Section):
 class RewardKwargsConfig(Section):
     """Settings of the dapo manager."""
 
-    overlong_buffer_cfg: OverlongConfig
+    overlong_buffer_cfg: OverlongConfig = Field(default_factory=OverlongConfig)
     max_resp_len: Count | None = None
     """Longest length for the penalty; null takes data.max_response_length."""
 
@@ -230,8 +230,8 @@ class RewardConfig(Section):
     """Processes that grade."""
     timeout_s: Seconds = 10.0
     """Seconds one answer may take; then its process is killed and the answer counts as timed out."""
-    custom_reward_function: CustomRewardConfig
-    reward_manager: RewardManagerConfig
-    reward_kwargs: RewardKwargsConfig
-    reward_model: RewardModelConfig
-    sandbox_fusion: SandboxConfig
+    custom_reward_function: CustomRewardConfig = Field(default_factory=CustomRewardConfig)
+    reward_manager: RewardManagerConfig = Field(default_factory=RewardManagerConfig)
+    reward_kwargs: RewardKwargsConfig = Field(default_factory=RewardKwargsConfig)
+    reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig)
+    sandbox_fusion: SandboxConfig = Field(default_factory=SandboxConfig)

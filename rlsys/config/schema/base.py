@@ -1,8 +1,8 @@
 """What every section of the schema is made of: the frozen base class, value types with ranges, and links.
 
 A key whose default is another key's value is declared with `linked("other.key")`; the loader writes the reference into
-the defaults, so a link, an interpolation in a file and an override all resolve in one place. Therefore configurations
-are made by `load_config` only: a section with a linked key cannot be built on its own.
+the defaults, so a link, an interpolation in a file and an override all resolve in one place. A section built on its
+own, `ActorConfig(clip_ratio=0.1)`, resolves links to its own keys; a link to another section takes the default there.
 """
 
 from __future__ import annotations
@@ -22,9 +22,29 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True, allow_inf_nan=False)
 
 
+_link_roots: list[type[Section]] = []
+
+
+def resolve_links_from(root: type[Section]) -> None:
+    """Name the schema that absolute links point into."""
+    _link_roots[:] = [root]
+
+
 def linked(path: str) -> Any:
-    """A required key whose default is the value at `path` (absolute, or relative with leading dots)."""
-    return Field(json_schema_extra={"link": path})
+    """A key whose default is the value at `path`: absolute, or with a leading dot an earlier key of its own section."""
+
+    def default(values: dict[str, Any]) -> Any:
+        return values[path[1:]] if path.startswith(".") else _default_at(path, values)
+
+    return Field(default_factory=default, json_schema_extra={"link": path})
+
+
+def _default_at(path: str, values: dict[str, Any]) -> Any:
+    *parents, last = path.split(".")
+    section: Any = _link_roots[0]
+    for parent in parents:
+        section = section.model_fields[parent].annotation
+    return section.model_fields[last].get_default(call_default_factory=True, validated_data=values)
 
 
 def open_dict() -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from rlsys.config.schema.base import (
     Count,
     CountOrOff,
@@ -40,7 +42,7 @@ class RowsConfig(Section):
     """Use at most this many validation rows; -1 takes all."""
     apply_chat_template_kwargs: OpenDict = open_dict()
     """Arguments for the chat template, e.g. {enable_thinking: false}."""
-    custom_cls: CustomClassConfig
+    custom_cls: CustomClassConfig = Field(default_factory=CustomClassConfig)
     bad_rows: BadRows = "refuse"
     """What a row that cannot be used does: stop with file and row number, or be skipped and counted."""
 

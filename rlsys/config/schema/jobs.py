@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from rlsys.config.schema.actor import ActorRolloutRefConfig, CriticConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, RewardConfig
-from rlsys.config.schema.base import Coefficient, Count, Positive, Seconds, Section, SupervisedStrategy
+from rlsys.config.schema.base import (
+    Coefficient,
+    Count,
+    Positive,
+    Seconds,
+    Section,
+    SupervisedStrategy,
+    resolve_links_from,
+)
 from rlsys.config.schema.data import DataConfig, PromptsConfig, RMDataConfig, SFTDataConfig, SupervisedDataConfig
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig, ShardConfig
 from rlsys.config.schema.rollout import GenerationConfig, ValKwargsConfig
@@ -16,13 +26,13 @@ from rlsys.config.schema.trainer import EvalRunConfig, RayKwargsConfig, Supervis
 class PPOConfig(Section):
     """trainer.main_ppo: PPO, GRPO and related algorithms."""
 
-    data: DataConfig
-    actor_rollout_ref: ActorRolloutRefConfig
-    critic: CriticConfig
-    algorithm: AlgorithmConfig
-    reward: RewardConfig
-    trainer: TrainerConfig
-    ray_kwargs: RayKwargsConfig
+    data: DataConfig = Field(default_factory=DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = Field(default_factory=ActorRolloutRefConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    ray_kwargs: RayKwargsConfig = Field(default_factory=RayKwargsConfig)
 
     @property
     def use_critic(self) -> bool:
@@ -33,6 +43,9 @@ class PPOConfig(Section):
     def use_reference(self) -> bool:
         """Whether a frozen reference is needed, for a KL loss or a KL penalty in the reward."""
         return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+
+resolve_links_from(PPOConfig)
 
 
 class SupervisedEngineConfig(ShardConfig):
@@ -56,13 +69,13 @@ class SupervisedOptimConfig(OptimConfig):
 class SupervisedConfig(Section):
     """What SFT and reward-model training share."""
 
-    data: SupervisedDataConfig
-    model: ModelConfig
-    engine: SupervisedEngineConfig
-    optim: SupervisedOptimConfig
-    checkpoint: CheckpointConfig
-    trainer: SupervisedRunConfig
-    ray_kwargs: RayKwargsConfig
+    data: SupervisedDataConfig = Field(default_factory=SupervisedDataConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    engine: SupervisedEngineConfig = Field(default_factory=SupervisedEngineConfig)
+    optim: SupervisedOptimConfig = Field(default_factory=SupervisedOptimConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    trainer: SupervisedRunConfig = Field(default_factory=SupervisedRunConfig)
+    ray_kwargs: RayKwargsConfig = Field(default_factory=RayKwargsConfig)
     nccl_timeout: Seconds = 600.0
     """Seconds a collective may take."""
 
@@ -70,13 +83,13 @@ class SupervisedConfig(Section):
 class SFTConfig(SupervisedConfig):
     """trainer.main_sft: supervised fine-tuning."""
 
-    data: SFTDataConfig
+    data: SFTDataConfig = Field(default_factory=SFTDataConfig)
 
 
 class RMConfig(SupervisedConfig):
     """trainer.main_rm: a reward model from chosen and rejected responses (Bradley-Terry)."""
 
-    data: RMDataConfig
+    data: RMDataConfig = Field(default_factory=RMDataConfig)
 
 
 class EvalRolloutConfig(GenerationConfig):
@@ -84,21 +97,21 @@ class EvalRolloutConfig(GenerationConfig):
 
     name: Literal["hf", "sglang", "vllm"] = "hf"
     """Engine: hf (transformers), sglang or vllm."""
-    val_kwargs: ValKwargsConfig
+    val_kwargs: ValKwargsConfig = Field(default_factory=ValKwargsConfig)
 
 
 class EvalModelConfig(Section):
     """The policy that is evaluated."""
 
-    model: ModelConfig
-    rollout: EvalRolloutConfig
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    rollout: EvalRolloutConfig = Field(default_factory=EvalRolloutConfig)
 
 
 class EvalConfig(Section):
     """trainer.main_eval: answers to validation prompts, graded, with pass@k and maj@k for each data source."""
 
-    data: PromptsConfig
-    actor_rollout_ref: EvalModelConfig
-    reward: RewardConfig
-    trainer: EvalRunConfig
-    ray_kwargs: RayKwargsConfig
+    data: PromptsConfig = Field(default_factory=PromptsConfig)
+    actor_rollout_ref: EvalModelConfig = Field(default_factory=EvalModelConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    trainer: EvalRunConfig = Field(default_factory=EvalRunConfig)
+    ray_kwargs: RayKwargsConfig = Field(default_factory=RayKwargsConfig)

@@ -97,7 +97,7 @@ class GenerationConfig(Section):
     """vLLM and SGLang read long prompts in parts beside running answers."""
     enable_prefix_caching: Flag = True
     """vLLM and SGLang read a prompt that several answers share once."""
-    engine_kwargs: EngineKwargsConfig
+    engine_kwargs: EngineKwargsConfig = Field(default_factory=EngineKwargsConfig)
     full_determinism: Flag = False
     """Aligned mode: logits in float32 and, where the engine has them, kernels that give a token the same digits in any
     batch; training computes deterministically too."""
@@ -182,11 +182,11 @@ class RolloutConfig(GenerationConfig):
     """Fill these passes by tokens instead of by samples."""
     log_prob_max_token_len_per_gpu: Count = linked("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
     """Tokens of one of these passes on a rank."""
-    val_kwargs: ValKwargsConfig
-    checkpoint_engine: CheckpointEngineConfig
+    val_kwargs: ValKwargsConfig = Field(default_factory=ValKwargsConfig)
+    checkpoint_engine: CheckpointEngineConfig = Field(default_factory=CheckpointEngineConfig)
     validate_weight: Flag = False
     """Compare every tensor of every engine with the actor's after each push; one that differs ends the run."""
     validate_save_dir: LocalPath | None = None
     """Folder for the reports of these comparisons, weights_v{version}.json."""
-    parity: ParityConfig
-    servers: ServersConfig
+    parity: ParityConfig = Field(default_factory=ParityConfig)
+    servers: ServersConfig = Field(default_factory=ServersConfig)

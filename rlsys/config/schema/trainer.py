@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from rlsys.config.schema.base import (
     Count,
     CountOrOff,
@@ -57,7 +59,7 @@ class RunConfig(Section):
     """Workers as Ray actors, or inside this process (a debugger works there)."""
     default_local_dir: LocalPath = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """Folder of checkpoints, metrics and reports."""
-    deadlines: DeadlinesConfig
+    deadlines: DeadlinesConfig = Field(default_factory=DeadlinesConfig)
 
 
 class TrainingConfig(RunConfig):
@@ -140,6 +142,6 @@ class RayInitConfig(Section):
 class RayKwargsConfig(Section):
     """Ray."""
 
-    ray_init: RayInitConfig
+    ray_init: RayInitConfig = Field(default_factory=RayInitConfig)
     timeline_json_file: LocalPath | None = None
     """File for Ray's own timeline."""
