@@ -29,9 +29,10 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from rlsys.models.megatron.family import family_of  # noqa: E402
+from rlsys.models.megatron.parallel import ParallelSizes  # noqa: E402
 from rlsys.planning.engine_layout import EngineSizes, engine_layouts  # noqa: E402
 from rlsys.planning.shapes import SHAPES, sizes_of  # noqa: E402
-from rlsys.planning.trainer_layout import MegatronSizes, fsdp_layouts, megatron_layouts  # noqa: E402
+from rlsys.planning.trainer_layout import fsdp_layouts, megatron_layouts  # noqa: E402
 from rlsys.types import WeightLayout  # noqa: E402
 from rlsys.utils.errors import ConfigError, WeightTransferError  # noqa: E402
 from rlsys.weights.plan import Plan, make_plan  # noqa: E402
@@ -57,9 +58,12 @@ def trainer_of(config: Mapping[str, Any], text: str, ranks_per_host: int, dtype:
         return fsdp_layouts(
             family.hf_shapes(config), ranks, dtype=dtype, ranks_per_host=ranks_per_host, aliases=aliases
         )
-    keys = {"first": "first_layers", "last": "last_layers"}
-    megatron = MegatronSizes(**{keys.get(name, f"{name}_size"): size for name, size in sizes.items()})
-    return megatron_layouts(config, megatron, dtype=dtype, ranks_per_host=ranks_per_host, grouped_experts=True)
+    keys, dp = {"first": "first_layers", "last": "last_layers"}, sizes.pop("dp", 1)
+    own: dict[str, Any] = {"etp": 1} | {keys.get(name, name): size for name, size in sizes.items()}
+    megatron = ParallelSizes(**own)
+    return megatron_layouts(
+        config, megatron, dp_size=dp, dtype=dtype, ranks_per_host=ranks_per_host, grouped_experts=True
+    )
 
 
 def engine_of(config: Mapping[str, Any], text: str, ranks_per_host: int, dtype: str) -> list[WeightLayout]:

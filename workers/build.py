@@ -23,8 +23,9 @@ from rlsys.engines.mesh import Parallel, ensure_process_group
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.models.hf import ModelSource, read_config
 from rlsys.models.lora import LoraSettings
-from rlsys.models.megatron.family import Place, family_of
-from rlsys.models.megatron.options import ModelOptions, Sizes
+from rlsys.models.megatron.family import family_of
+from rlsys.models.megatron.options import ModelOptions
+from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.roles.actor import ActorSettings
 from rlsys.roles.critic import CriticSettings
 from rlsys.roles.update import UpdateSettings
@@ -179,7 +180,7 @@ def _megatron_engine(
         optimizer=optimizer,
         training=training,
         scoring=scoring,
-        sizes=megatron_sizes(megatron),
+        sizes=ParallelSizes.from_config(megatron),
         options=ModelOptions(
             dtype=run.compute_dtype(megatron.dtype),
             recompute=trained and model.enable_gradient_checkpointing,
@@ -191,37 +192,12 @@ def _megatron_engine(
     )
 
 
-def megatron_sizes(megatron: MegatronRoleConfig) -> Sizes:
-    overrides = megatron.override_transformer_config
-    return Sizes(
-        tp=megatron.tensor_model_parallel_size,
-        pp=megatron.pipeline_model_parallel_size,
-        vp=megatron.virtual_pipeline_model_parallel_size or 1,
-        cp=megatron.context_parallel_size,
-        ep=megatron.expert_model_parallel_size,
-        etp=megatron.expert_tensor_parallel_size,
-        sequence_parallel=megatron.sequence_parallel,
-        first_layers=overrides.get("num_layers_in_first_pipeline_stage"),
-        last_layers=overrides.get("num_layers_in_last_pipeline_stage"),
-    )
-
-
 def check_megatron_model(key: str, model: ModelConfig, megatron: MegatronRoleConfig) -> None:
     """ConfigError that names `key` unless Megatron knows the model and can cut it so; reads config.json only."""
     assert model.path is not None, "the start model is resolved before workers start"
-    sizes = megatron_sizes(megatron)
-    place = Place(
-        tp_size=sizes.tp,
-        pp_size=sizes.pp,
-        vp_size=sizes.vp,
-        ep_size=sizes.ep,
-        etp_size=sizes.expert_tp,
-        first_layers=sizes.first_layers,
-        last_layers=sizes.last_layers,
-    )
     hf_config = json.loads((Path(model.path) / "config.json").read_text()) | model.override_config
     try:
-        family_of(hf_config).check(hf_config, place)
+        family_of(hf_config).check(hf_config, RankPlace(ParallelSizes.from_config(megatron)))
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
 

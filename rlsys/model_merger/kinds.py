@@ -17,7 +17,8 @@ from rlsys.engines.dcp_storage import METADATA, read_tensor_index
 from rlsys.model_merger.stored import Piece, Pieces
 from rlsys.models.hf import differing_tensors
 from rlsys.models.lora import is_adapter
-from rlsys.models.megatron.family import Family, Head, Place, family_of
+from rlsys.models.megatron.family import Family, Head, family_of
+from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.types import Shard
 from rlsys.utils.errors import CheckpointError, ConfigError
 
@@ -41,20 +42,27 @@ class Split:
     transformer_engine: bool = False
     head: Head = "lm"
 
-    def files(self, family: Family, hf_config: Mapping[str, Any]) -> Iterator[tuple[str, Place]]:
+    def files(self, family: Family, hf_config: Mapping[str, Any]) -> Iterator[tuple[str, RankPlace]]:
         """Each file with a place that holds what is in it. Experts are cut otherwise than the rest, so they have files
         of their own, and nothing but what tensor-parallel ranks share is stored twice."""
-        across = {"pp_size": self.pp, "vp_size": self.vp, "tp_size": self.tp, "ep_size": self.ep, "etp_size": self.etp}
-        uneven = {"first_layers": self.first_layers, "last_layers": self.last_layers}
+        sizes = ParallelSizes(
+            tp=self.tp,
+            pp=self.pp,
+            vp=self.vp,
+            ep=self.ep,
+            etp=self.etp,
+            first_layers=self.first_layers,
+            last_layers=self.last_layers,
+        )
         for pp, tp in product(range(self.pp), range(self.tp)):
-            yield f"tp_{tp:03d}_pp_{pp:03d}.safetensors", Place(pp_rank=pp, tp_rank=tp, **across, **uneven)
+            yield f"tp_{tp:03d}_pp_{pp:03d}.safetensors", RankPlace(sizes, pp_rank=pp, tp_rank=tp)
         if family.expert:
             for pp, ep, etp in product(range(self.pp), range(self.ep), range(self.etp)):
-                place = Place(pp_rank=pp, ep_rank=ep, etp_rank=etp, **across, **uneven)
+                place = RankPlace(sizes, pp_rank=pp, ep_rank=ep, etp_rank=etp)
                 yield f"experts_ep_{ep:03d}_etp_{etp:03d}_pp_{pp:03d}.safetensors", place
 
     def content(
-        self, family: Family, hf_config: Mapping[str, Any], file: str, place: Place
+        self, family: Family, hf_config: Mapping[str, Any], file: str, place: RankPlace
     ) -> tuple[dict[str, tuple[int, ...]], list[Shard]]:
         """The local tensors of a file with their shapes, and the shards in them."""
         flags = {"grouped_experts": self.grouped_experts, "fused_norms": self.transformer_engine}
@@ -170,7 +178,7 @@ def _experts_apart(
     if not any(map(_is_fused, stored)):
         return
     family = family_of(hf_config)
-    sizes = family.sizes(hf_config)
+    sizes = family.dims(hf_config)
     for layer in range(sizes["layers"]):
         for rule, fused in zip(family.expert, ("gate_up_proj", "down_proj"), strict=True):
             whole, row = f"model.layers.{layer}.mlp.experts.{fused}", 0

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
 from typing import Any
 
 from rlsys.models.logprobs import CHUNK_ELEMENTS
 from rlsys.models.lora import LoraSettings
-from rlsys.models.megatron.family import Head, Place, family_of
-from rlsys.models.megatron.parallel import factors_of, plan_adapters
+from rlsys.models.megatron.adapter_factors import factors_of, plan_adapters
+from rlsys.models.megatron.family import Head, family_of
+from rlsys.models.megatron.parallel import RankPlace
 from rlsys.models.megatron.rules import extents
 
 WIDE = 4
@@ -47,7 +48,7 @@ class Decoder:
 def decoder_of(hf_config: Mapping[str, Any], *, head: Head = "lm") -> Decoder:
     """The sizes of the model of a config.json; ConfigError for a family without a table."""
     family = family_of(hf_config)
-    shapes, sizes = family.hf_shapes(hf_config, head=head), family.sizes(hf_config)
+    shapes, sizes = family.hf_shapes(hf_config, head=head), family.dims(hf_config)
     layers: dict[str, int] = {}
     for name, shape in shapes.items():
         key = name.split(".")[2] if name.startswith(LAYER) else ""
@@ -97,7 +98,7 @@ class Held:
 
 
 @cache
-def _held(key: str, place: Place, head: Head) -> Held:
+def _held(key: str, place: RankPlace, head: Head) -> Held:
     hf_config = json.loads(key)
     family = family_of(hf_config)
     shapes = family.local_shapes(hf_config, place, head=head, grouped_experts=True)
@@ -106,7 +107,7 @@ def _held(key: str, place: Place, head: Head) -> Held:
     return Held(sum(prod(shape) for shape in shapes.values()) - experts, experts, layers)
 
 
-def held_at(hf_config: Mapping[str, Any], place: Place, *, head: Head = "lm") -> Held:
+def held_at(hf_config: Mapping[str, Any], place: RankPlace, *, head: Head = "lm") -> Held:
     """What Megatron's rank at `place` holds."""
     return _held(json.dumps(hf_config, sort_keys=True), place, head)
 
@@ -119,20 +120,20 @@ class Adapters(Held):
 
 
 def adapters_at(
-    hf_config: Mapping[str, Any], place: Place, lora: LoraSettings, *, head: Head = "lm", grouped: bool
+    hf_config: Mapping[str, Any], place: RankPlace, lora: LoraSettings, *, head: Head = "lm", grouped: bool
 ) -> Adapters:
     """What Megatron's rank at `place` holds of adapters; `grouped`: the experts of a layer compute as one."""
     return _adapters(json.dumps(hf_config, sort_keys=True), place, lora, head, grouped)
 
 
 @cache
-def _adapters(key: str, place: Place, lora: LoraSettings, head: Head, grouped: bool) -> Adapters:
+def _adapters(key: str, place: RankPlace, lora: LoraSettings, head: Head, grouped: bool) -> Adapters:
     hf_config = json.loads(key)
     family = family_of(hf_config)
     shards_at = partial(family.shards, hf_config, head=head, grouped_experts=grouped)
     held = shards_at(place)
-    whole = shards_at(replace(place, tp_rank=0, tp_size=1, etp_rank=0, etp_size=1))
-    plan = plan_adapters(lora, shards_at(Place()), family.hf_shapes(hf_config, head=head))
+    whole = shards_at(place.without_tensor_parallelism())
+    plan = plan_adapters(lora, shards_at(RankPlace()), family.hf_shapes(hf_config, head=head))
     factors = factors_of(plan, held, whole)
     shards = [shard for of_weight in factors.values() for one in of_weight for shard in one.shards]
     experts = sum(prod(shard.box.shape) for shard in shards if EXPERT_MARKS[0] in shard.local)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsys.models.lora import LoraSettings
-from rlsys.models.megatron.family import Head, Place
-from rlsys.models.megatron.options import Sizes
+from rlsys.models.megatron.family import Head
+from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.planning import footprint as fp
 
 Bytes = dict[str, int]
@@ -137,7 +137,7 @@ class MegatronRole:
     model: fp.Decoder
     held_here: fp.Held
     how: Computing
-    sizes: Sizes
+    sizes: ParallelSizes
     pp_rank: int
     dp: int
     expert_dp: int
@@ -218,7 +218,7 @@ def _logits(role: Role, size: Pass, *, backward: bool, trained: bool, tp: int = 
 def megatron_role(
     hf_config: Mapping[str, Any],
     how: Computing,
-    sizes: Sizes,
+    sizes: ParallelSizes,
     *,
     ranks: int,
     pp_rank: int,
@@ -228,17 +228,7 @@ def megatron_role(
     lora: LoraSettings | None = None,
 ) -> MegatronRole:
     """The role of the rank of stage `pp_rank` that holds the first part of everything."""
-    etp = sizes.expert_tp
-    place = Place(
-        tp_size=sizes.tp,
-        pp_rank=pp_rank,
-        pp_size=sizes.pp,
-        vp_size=sizes.vp,
-        ep_size=sizes.ep,
-        etp_size=etp,
-        first_layers=sizes.first_layers,
-        last_layers=sizes.last_layers,
-    )
+    place = RankPlace(sizes, pp_rank=pp_rank)
     return MegatronRole(
         fp.decoder_of(hf_config, head=head),
         fp.held_at(hf_config, place, head=head),
@@ -246,7 +236,7 @@ def megatron_role(
         sizes,
         pp_rank,
         dp=ranks // (sizes.tp * sizes.pp),
-        expert_dp=max(1, ranks // (etp * sizes.ep * sizes.pp)),
+        expert_dp=max(1, ranks // (sizes.expert_tp * sizes.ep * sizes.pp)),
         trained=trained,
         lm=head == "lm",
         fused=fused,

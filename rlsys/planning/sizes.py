@@ -12,6 +12,7 @@ from rlsys.config.schema.actor import ActorConfig, CriticConfig
 from rlsys.config.schema.megatron import MegatronConfig, MegatronRoleConfig
 from rlsys.config.schema.model import FSDPConfig, ShardConfig
 from rlsys.models.lora import LoraSettings
+from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.planning import footprint as fp
 from rlsys.planning.roles import (
     GRADIENTS,
@@ -27,7 +28,7 @@ from rlsys.planning.roles import (
     fixed_pass,
     megatron_role,
 )
-from workers.build import lora_settings, megatron_sizes
+from workers.build import lora_settings
 
 Facts = Mapping[str, Any]
 Device = Literal["cuda", "cpu"]
@@ -199,7 +200,7 @@ def _role(
         return megatron_role(
             facts,
             how,
-            megatron_sizes(settings),
+            ParallelSizes.from_config(settings),
             ranks=ranks,
             pp_rank=job.pp_rank,
             head=head,

@@ -38,9 +38,10 @@ sys.path[:0] = [p for p in (str(HERE), str(HERE.parents[1])) if p not in sys.pat
 from reshard_ranks import Piece, serve  # noqa: E402  # pyrefly: ignore
 
 from rlsys.models.megatron.family import family_of  # noqa: E402
+from rlsys.models.megatron.parallel import ParallelSizes  # noqa: E402
 from rlsys.planning.engine_layout import EngineSizes, engine_layouts  # noqa: E402
 from rlsys.planning.shapes import SHAPES, sizes_of  # noqa: E402
-from rlsys.planning.trainer_layout import MegatronSizes, megatron_layouts  # noqa: E402
+from rlsys.planning.trainer_layout import megatron_layouts  # noqa: E402
 from rlsys.types import WeightLayout  # noqa: E402
 from rlsys.weights.executors.cuda_ipc import PullPlan, plan_pull  # noqa: E402
 from rlsys.weights.plan import Plan, make_plan  # noqa: E402
@@ -128,11 +129,11 @@ def layouts_of(case: str, world: int) -> tuple[list[WeightLayout], list[WeightLa
     trainer, engine = (sizes_of(side, ("tp", "pp", "ep", "dp")) for side in way.split("->"))
     config = SHAPES[shape]
     tp, pp, ep = (trainer.get(key, 1) for key in ("tp", "pp", "ep"))
-    megatron = MegatronSizes(tp_size=tp, pp_size=pp, ep_size=ep, dp_size=world // tp // pp)
+    megatron = ParallelSizes(tp=tp, pp=pp, ep=ep, etp=1)
     tp, ep = engine.get("tp", 1), engine.get("ep", 1)
     target = EngineSizes(tp_size=tp, ep_size=ep, dp_size=world // tp)
     family = family_of(config)
-    sources = megatron_layouts(config, megatron, grouped_experts=True, fused_norms=True)
+    sources = megatron_layouts(config, megatron, dp_size=world // tp // pp, grouped_experts=True, fused_norms=True)
     tied = bool(family.aliases(config))
     shapes = family.hf_shapes(config)
     destinations = engine_layouts(shapes, target, num_kv_heads=config["num_key_value_heads"], tied=tied)

@@ -68,14 +68,15 @@ def build(args: argparse.Namespace, folder: Path) -> TrainEngine:
             gradient_checkpointing=args.recompute,
         )
     from rlsys.engines.megatron.engine import MegatronEngine
-    from rlsys.models.megatron.options import ModelOptions, Sizes
+    from rlsys.models.megatron.options import ModelOptions
+    from rlsys.models.megatron.parallel import ParallelSizes
 
     return MegatronEngine(
         source,
         device=args.device,
         optimizer=optimizer,
         training=training,
-        sizes=Sizes(tp=args.tp, pp=args.pp, sequence_parallel=args.tp > 1),
+        sizes=ParallelSizes(tp=args.tp, pp=args.pp, sequence_parallel=args.tp > 1),
         options=ModelOptions(dtype=compute, recompute=args.recompute, fp8=args.fp8),
     )
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 import rlsys.engines.megatron.engine  # noqa: F401  imported once, before ranks are forked
 from rlsys.models.hf import saved_names
 from rlsys.models.lora import LoraSettings, to_saved_name
-from rlsys.models.megatron.options import Sizes
+from rlsys.models.megatron.parallel import ParallelSizes
 from tests.contracts.test_train_engine import distance, my_rows, resumed, train, whole
 from tests.contracts.train_engine import (
     ENGINES,
@@ -106,7 +106,7 @@ def save_adapter(factors: dict[str, tuple[Tensor, Tensor]], targets: tuple[str, 
 
 
 def megatron(rows: int = 3, *, recompute: bool = False, **sizes: Any) -> Case:
-    return Case(rows=rows, gradient_checkpointing=recompute, megatron=Sizes(**sizes))
+    return Case(rows=rows, gradient_checkpointing=recompute, megatron=ParallelSizes(**sizes))
 
 
 SP = {"tp": 2, "sequence_parallel": True}

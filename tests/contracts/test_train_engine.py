@@ -14,7 +14,7 @@ from torch import Tensor
 
 import rlsys.engines.megatron.engine  # noqa: F401  imported once, before ranks are forked
 from rlsys.interfaces import LossSum
-from rlsys.models.megatron.options import Sizes
+from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.protocol import DataProto
 from tests.contracts.train_engine import (
     CASES,
@@ -104,7 +104,7 @@ def check_step(ranks: list[dict[str, Any]], model: str, head: str) -> None:
         ("fsdp", "llama-6-heads-3-kv", 2, Case(rows=3, sp_size=2)),
         ("fsdp", "llama-1-kv", 2, Case(rows=3, sp_size=2)),
         ("fsdp", "qwen2-tied", 4, Case(rows=3, sp_size=4)),
-        ("megatron", "llama-1-kv", 2, Case(rows=3, megatron=Sizes(tp=2))),
+        ("megatron", "llama-1-kv", 2, Case(rows=3, megatron=ParallelSizes(tp=2))),
         pytest.param("megatron", "llama-1-kv", 4, Case(rows=3, megatron=TP2_SP), marks=pytest.mark.slow),
     ],
 )
@@ -117,9 +117,13 @@ def test_sequences_or_heads_over_more_ranks_than_key_value_heads(
 @pytest.mark.parametrize(
     ("model", "world", "case"),
     [
-        ("qwen3-4-layers", 2, Case(rows=2, megatron=Sizes(pp=2, vp=2))),
-        pytest.param("qwen3-4-layers", 4, Case(rows=2, megatron=Sizes(cp=2, pp=2, vp=2)), marks=pytest.mark.slow),
-        pytest.param("qwen3-4-layers", 4, Case(rows=1, megatron=Sizes(tp=2, pp=2, vp=2)), marks=pytest.mark.slow),
+        ("qwen3-4-layers", 2, Case(rows=2, megatron=ParallelSizes(pp=2, vp=2))),
+        pytest.param(
+            "qwen3-4-layers", 4, Case(rows=2, megatron=ParallelSizes(cp=2, pp=2, vp=2)), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "qwen3-4-layers", 4, Case(rows=1, megatron=ParallelSizes(tp=2, pp=2, vp=2)), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_interleaved_stages(model: str, world: int, case: Case) -> None:
@@ -232,9 +236,9 @@ def held(factory: Factory, model: str, head: str, case: Case) -> tuple[Any, dict
         ("fsdp", "llama-untied", "scalar", 4, Case(rows=1, fsdp_size=2), {2}),
         ("fsdp", "llama-untied", "scalar", 3, Case(rows=1), {1}),
         ("megatron", "qwen2-tied", "lm", 1, Case(rows=1), {1}),
-        ("megatron", "qwen2-tied", "lm", 2, Case(rows=1, megatron=Sizes(pp=2)), {1, 2}),
-        ("megatron", "llama-untied", "scalar", 2, Case(rows=1, megatron=Sizes(tp=2)), {1, 2}),
-        ("megatron", "qwen2-tied", "lm", 2, Case(rows=1, megatron=Sizes(cp=2)), {2}),
+        ("megatron", "qwen2-tied", "lm", 2, Case(rows=1, megatron=ParallelSizes(pp=2)), {1, 2}),
+        ("megatron", "llama-untied", "scalar", 2, Case(rows=1, megatron=ParallelSizes(tp=2)), {1, 2}),
+        ("megatron", "qwen2-tied", "lm", 2, Case(rows=1, megatron=ParallelSizes(cp=2)), {2}),
     ],
 )
 def test_the_layout_covers_every_element_and_says_where_it_is(
@@ -290,15 +294,15 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(factory: Factory, world:
         assert a[3] == b[3], "the random generators were not restored"
 
 
-DP2, TP2PP2 = Case(rows=2), Case(rows=2, megatron=Sizes(tp=2, pp=2))
+DP2, TP2PP2 = Case(rows=2), Case(rows=2, megatron=ParallelSizes(tp=2, pp=2))
 OTHER_RANKS = [
     ("fsdp", DP2, 1, Case(rows=3)),
     ("fsdp", DP2, 4, Case(rows=1)),
     ("fsdp", DP2, 4, Case(rows=2, fsdp_size=2)),
-    ("megatron", DP2, 2, Case(rows=2, megatron=Sizes(tp=2))),
-    ("megatron", DP2, 2, Case(rows=2, megatron=Sizes(cp=2))),
+    ("megatron", DP2, 2, Case(rows=2, megatron=ParallelSizes(tp=2))),
+    ("megatron", DP2, 2, Case(rows=2, megatron=ParallelSizes(cp=2))),
     ("megatron", DP2, 1, Case(rows=3)),
-    pytest.param("megatron", TP2PP2, 4, Case(rows=2, megatron=Sizes(tp=4)), marks=pytest.mark.slow),
+    pytest.param("megatron", TP2PP2, 4, Case(rows=2, megatron=ParallelSizes(tp=4)), marks=pytest.mark.slow),
     pytest.param("megatron", TP2PP2, 2, DP2, marks=pytest.mark.slow),
 ]
 
@@ -317,15 +321,15 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(
 @pytest.mark.parametrize(("writer", "reader"), [("fsdp", "megatron"), ("megatron", "fsdp")])
 def test_an_engine_loads_what_another_one_saved(writer: str, reader: str, tmp_path: Path) -> None:
     uninterrupted = run_ranks(2, resumed, ENGINES[writer], tmp_path, DP2, None)[0]
-    sizes = Case(rows=2, megatron=Sizes(tp=2))
+    sizes = Case(rows=2, megatron=ParallelSizes(tp=2))
     for other in run_ranks(2, resumed, ENGINES[reader], tmp_path, DP2, sizes if reader == "megatron" else DP2):
         for name, tensor in uninterrupted[2].items():
             torch.testing.assert_close(other[2][name], tensor, rtol=0, atol=2e-6)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [Sizes(tp=2, pp=2), TP2_SP, Sizes(cp=2)])
-def test_a_resumed_run_of_parts_is_bitwise_the_uninterrupted_one(sizes: Sizes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", [ParallelSizes(tp=2, pp=2), TP2_SP, ParallelSizes(cp=2)])
+def test_a_resumed_run_of_parts_is_bitwise_the_uninterrupted_one(sizes: ParallelSizes, tmp_path: Path) -> None:
     case = Case(rows=2, megatron=sizes)
     first = run_ranks(4, resumed, ENGINES["megatron"], tmp_path, case, None)
     second = run_ranks(4, resumed, ENGINES["megatron"], tmp_path, case, case)

@@ -21,7 +21,8 @@ from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum, TrainEngine
 from rlsys.models.hf import saved_names
 from rlsys.models.lora import LoraSettings
-from rlsys.models.megatron.options import ModelOptions, Sizes
+from rlsys.models.megatron.options import ModelOptions
+from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.protocol import DataProto
 from tests.ranks import run_ranks
 
@@ -104,7 +105,7 @@ class Case:
     gradient_checkpointing: bool = False
     fsdp_size: int = -1
     sp_size: int = 1
-    megatron: Sizes = Sizes()  # noqa: RUF009
+    megatron: ParallelSizes = ParallelSizes()  # noqa: RUF009
     overrides: tuple[tuple[str, Any], ...] = ()
     lr: float = 1e-3
     chunk_elements: int | None = 3 * VOCAB
@@ -176,33 +177,33 @@ FSDP_CASES = [
     for case in [*SPLITS, *MESHES[world]]
     if world < 4 or case.packed or not case.gradient_checkpointing
 ]
-TP2_SP = Sizes(tp=2, sequence_parallel=True)
+TP2_SP = ParallelSizes(tp=2, sequence_parallel=True)
 MEGATRON_CASES = [
     (1, Case(rows=3)),
     (1, Case(max_tokens=15, gradient_checkpointing=True)),
     (2, Case(rows=3)),
     (2, Case(max_tokens=15)),
-    (2, Case(rows=3, megatron=Sizes(tp=2))),
+    (2, Case(rows=3, megatron=ParallelSizes(tp=2))),
     (2, Case(max_tokens=15, megatron=TP2_SP, gradient_checkpointing=True)),
-    (2, Case(rows=1, megatron=Sizes(pp=2))),
-    (2, Case(max_tokens=15, megatron=Sizes(pp=2), gradient_checkpointing=True)),
-    (2, Case(rows=3, megatron=Sizes(cp=2))),
-    (2, Case(max_tokens=15, megatron=Sizes(cp=2), gradient_checkpointing=True)),
-    (4, Case(rows=3, megatron=Sizes(tp=2, pp=2))),
-    (4, Case(rows=1, megatron=Sizes(tp=2, pp=2, sequence_parallel=True))),
+    (2, Case(rows=1, megatron=ParallelSizes(pp=2))),
+    (2, Case(max_tokens=15, megatron=ParallelSizes(pp=2), gradient_checkpointing=True)),
+    (2, Case(rows=3, megatron=ParallelSizes(cp=2))),
+    (2, Case(max_tokens=15, megatron=ParallelSizes(cp=2), gradient_checkpointing=True)),
+    (4, Case(rows=3, megatron=ParallelSizes(tp=2, pp=2))),
+    (4, Case(rows=1, megatron=ParallelSizes(tp=2, pp=2, sequence_parallel=True))),
     (4, Case(rows=1, megatron=TP2_SP)),
-    (4, Case(max_tokens=15, megatron=Sizes(pp=2))),
-    (4, Case(rows=3, megatron=Sizes(tp=4, sequence_parallel=True))),
-    (4, Case(max_tokens=15, megatron=Sizes(cp=2))),
-    (4, Case(rows=3, megatron=Sizes(cp=4))),
-    (4, Case(rows=1, megatron=Sizes(cp=2, tp=2))),
-    (4, Case(max_tokens=15, megatron=Sizes(cp=2, tp=2, sequence_parallel=True), gradient_checkpointing=True)),
-    (4, Case(rows=1, megatron=Sizes(cp=2, pp=2))),
+    (4, Case(max_tokens=15, megatron=ParallelSizes(pp=2))),
+    (4, Case(rows=3, megatron=ParallelSizes(tp=4, sequence_parallel=True))),
+    (4, Case(max_tokens=15, megatron=ParallelSizes(cp=2))),
+    (4, Case(rows=3, megatron=ParallelSizes(cp=4))),
+    (4, Case(rows=1, megatron=ParallelSizes(cp=2, tp=2))),
+    (4, Case(max_tokens=15, megatron=ParallelSizes(cp=2, tp=2, sequence_parallel=True), gradient_checkpointing=True)),
+    (4, Case(rows=1, megatron=ParallelSizes(cp=2, pp=2))),
 ]
 CASES = {"fsdp": FSDP_CASES, "megatron": MEGATRON_CASES}
-EP2, BY_GATHERING = Sizes(ep=2), (("moe_token_dispatcher_type", "allgather"),)
-CP2_EP2 = Sizes(cp=2, ep=2)
-TP2_EP2 = Sizes(tp=2, ep=2, etp=1, sequence_parallel=True)
+EP2, BY_GATHERING = ParallelSizes(ep=2), (("moe_token_dispatcher_type", "allgather"),)
+CP2_EP2 = ParallelSizes(cp=2, ep=2)
+TP2_EP2 = ParallelSizes(tp=2, ep=2, etp=1, sequence_parallel=True)
 EXPERT_CASES = [
     ("qwen3-moe", 2, Case(rows=3, megatron=EP2)),
     ("qwen3-moe", 2, Case(rows=3, megatron=EP2, overrides=BY_GATHERING)),
@@ -212,14 +213,14 @@ EXPERT_CASES = [
     ("mixtral", 2, Case(max_tokens=15, megatron=EP2, gradient_checkpointing=True)),
     ("qwen3-moe", 2, Case(rows=3, megatron=TP2_EP2)),
     ("qwen3-moe", 2, Case(rows=3, megatron=TP2_SP)),
-    ("qwen3-moe", 4, Case(rows=3, megatron=Sizes(pp=2, ep=2))),
-    ("qwen3-moe", 4, Case(rows=3, megatron=Sizes(tp=2, ep=2, sequence_parallel=True))),
+    ("qwen3-moe", 4, Case(rows=3, megatron=ParallelSizes(pp=2, ep=2))),
+    ("qwen3-moe", 4, Case(rows=3, megatron=ParallelSizes(tp=2, ep=2, sequence_parallel=True))),
     ("qwen3-moe", 4, Case(rows=1, megatron=TP2_EP2, overrides=BY_GATHERING)),
-    ("deepseek-v3", 2, Case(rows=1, megatron=Sizes(pp=2))),
+    ("deepseek-v3", 2, Case(rows=1, megatron=ParallelSizes(pp=2))),
     ("deepseek-v3", 2, Case(max_tokens=15, megatron=TP2_SP, gradient_checkpointing=True)),
-    ("deepseek-v3", 4, Case(rows=3, megatron=Sizes(tp=2, pp=2, sequence_parallel=True))),
-    ("qwen3-moe", 2, Case(rows=3, megatron=Sizes(cp=2))),
-    ("deepseek-v3", 4, Case(rows=3, megatron=Sizes(tp=2, cp=2, ep=2, etp=1, sequence_parallel=True))),
+    ("deepseek-v3", 4, Case(rows=3, megatron=ParallelSizes(tp=2, pp=2, sequence_parallel=True))),
+    ("qwen3-moe", 2, Case(rows=3, megatron=ParallelSizes(cp=2))),
+    ("deepseek-v3", 4, Case(rows=3, megatron=ParallelSizes(tp=2, cp=2, ep=2, etp=1, sequence_parallel=True))),
 ]
 
 

@@ -20,7 +20,8 @@ from rlsys.engines.fsdp.optim import OptimSettings
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.models.hf import open_weights, read_config
 from rlsys.models.lora import LoraSettings
-from rlsys.models.megatron.options import ModelOptions, Sizes
+from rlsys.models.megatron.options import ModelOptions
+from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.protocol import DataProto
 from tests.contracts.test_adapters import ALL, LATENT, MLP, adapted_reference
 from tests.contracts.train_engine import MODELS, OUTPUTS, Case, loss_of, one_step, reference
@@ -148,16 +149,16 @@ LAYOUTS = [
     pytest.param(model, world, Case(max_tokens=2048, megatron=sizes), marks=needs(world), id=f"{name}-{world}-{label}")
     for name, model in (("dense", EVEN), ("sparse", SPARSE))
     for world, label, sizes in [
-        (1, "one", Sizes()),
-        (2, "tp2", Sizes(tp=2, sequence_parallel=True)),
-        (2, "pp2", Sizes(pp=2)),
-        (2, "vp2", Sizes(pp=2, vp=2)),
-        (2, "dp2", Sizes()),
-        (2, "cp2", Sizes(cp=2)),
-        (2, "ep2", Sizes(ep=2)),
-        (2, "cp2ep2", Sizes(cp=2, ep=2)),
-        (4, "cp2tp2", Sizes(cp=2, tp=2, sequence_parallel=True)),
-        (4, "cp2pp2", Sizes(cp=2, pp=2)),
+        (1, "one", ParallelSizes()),
+        (2, "tp2", ParallelSizes(tp=2, sequence_parallel=True)),
+        (2, "pp2", ParallelSizes(pp=2)),
+        (2, "vp2", ParallelSizes(pp=2, vp=2)),
+        (2, "dp2", ParallelSizes()),
+        (2, "cp2", ParallelSizes(cp=2)),
+        (2, "ep2", ParallelSizes(ep=2)),
+        (2, "cp2ep2", ParallelSizes(cp=2, ep=2)),
+        (4, "cp2tp2", ParallelSizes(cp=2, tp=2, sequence_parallel=True)),
+        (4, "cp2pp2", ParallelSizes(cp=2, pp=2)),
     ]
     if name == "sparse" or sizes.ep == 1
 ]
@@ -220,7 +221,7 @@ def all_numbers() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, case in SHARED.items():
         shared = dist.get_world_size() > 1
-        sizes = Sizes(cp=2, ep=case.ep) if shared else Sizes()
+        sizes = ParallelSizes(cp=2, ep=case.ep) if shared else ParallelSizes()
         rows, outputs = rows_of(case.model["vocab_size"]), OUTPUTS[case.head]
         try:
             engine = megatron(case.model, case.head, Case(max_tokens=1024, megatron=sizes), options=case.options)

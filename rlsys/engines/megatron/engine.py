@@ -38,7 +38,8 @@ from rlsys.models.hf import Head, ModelSource, TensorSource, check_names, open_w
 from rlsys.models.megatron.adapters import adapters_off, add_adapters
 from rlsys.models.megatron.build import TokenGPT, build_chunks
 from rlsys.models.megatron.family import family_of
-from rlsys.models.megatron.options import ModelOptions, Sizes
+from rlsys.models.megatron.options import ModelOptions
+from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.types import StepReport, WeightLayout
 from rlsys.utils.errors import ConfigError
 
@@ -77,7 +78,7 @@ class MegatronEngine:
         optimizer: OptimSettings | None = None,
         training: MicroBatches = MicroBatches(rows=1),  # noqa: B008
         scoring: MicroBatches | None = None,
-        sizes: Sizes = Sizes(),  # noqa: B008
+        sizes: ParallelSizes = ParallelSizes(),  # noqa: B008
         options: ModelOptions = ModelOptions(),  # noqa: B008
         lora: adapters.LoraSettings | None = None,
         save_contents: Sequence[Content] = ALL_CONTENTS,

@@ -22,11 +22,9 @@ from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from rlsys.engines.mesh import ensure_process_group, own_device
-from rlsys.models.megatron.family import Place
-from rlsys.models.megatron.options import Sizes
-from rlsys.utils.errors import ConfigError
+from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 
-_made: dict[tuple[Any, Sizes], dict[str, Any]] = {}
+_made: dict[tuple[Any, ParallelSizes], dict[str, Any]] = {}
 _EMPTY = {name: value for name, value in vars(mpu).items() if name.startswith("_") and name.upper() == name}
 
 
@@ -38,8 +36,7 @@ class MegatronRanks:
     device: torch.device
     rank: int
     world_size: int
-    sizes: Sizes
-    place: Place
+    place: RankPlace
     cp_rank: int
     dp_rank: int
     dp_size: int
@@ -47,8 +44,8 @@ class MegatronRanks:
     expert_dp_rank: int
 
     @property
-    def is_last_stage(self) -> bool:
-        return self.place.pp_rank == self.place.pp_size - 1
+    def sizes(self) -> ParallelSizes:
+        return self.place.sizes
 
     @property
     def is_collect(self) -> bool:
@@ -58,45 +55,27 @@ class MegatronRanks:
     @property
     def speaks_for_loss(self) -> bool:
         """One rank of each data-parallel group among those that compute the loss."""
-        return self.is_last_stage and self.place.tp_rank == self.cp_rank == 0
+        return self.place.is_last_stage and self.place.tp_rank == self.cp_rank == 0
 
 
-def check_sizes(sizes: Sizes, world_size: int) -> None:
-    """ConfigError unless the sizes make up groups of `world_size` ranks."""
-    dense, sparse = sizes.tp * sizes.pp * sizes.cp, sizes.expert_tp * sizes.pp * sizes.ep
-    if world_size % dense:
-        raise ConfigError(f"tensor x pipeline x context parallel size = {dense} does not divide the {world_size} ranks")
-    if world_size % sparse:
-        raise ConfigError(f"expert tensor x expert x pipeline size = {sparse} does not divide the {world_size} ranks")
-    if sizes.ep > 1 and sizes.tp > 1 and not sizes.sequence_parallel:
-        raise ConfigError("expert and tensor parallelism together need sequence_parallel=true")
-
-
-def make_ranks(device: str, sizes: Sizes) -> MegatronRanks:
+def make_ranks(device: str, sizes: ParallelSizes) -> MegatronRanks:
     """The groups of an engine over all ranks of the default process group; ConfigError if the sizes do not fit."""
     ensure_process_group(device)
-    check_sizes(sizes, dist.get_world_size())
+    sizes.check(dist.get_world_size())
     own = own_device(device)
     with current(sizes):
         now: Any = mpu
-        place = Place(
+        place = RankPlace(
+            sizes,
             tp_rank=now.get_tensor_model_parallel_rank(),
-            tp_size=sizes.tp,
             pp_rank=now.get_pipeline_model_parallel_rank(),
-            pp_size=sizes.pp,
-            vp_size=sizes.vp,
             ep_rank=now.get_expert_model_parallel_rank(),
-            ep_size=sizes.ep,
             etp_rank=now.get_expert_tensor_parallel_rank(),
-            etp_size=sizes.expert_tp,
-            first_layers=sizes.first_layers,
-            last_layers=sizes.last_layers,
         )
         return MegatronRanks(
             device=own,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
-            sizes=sizes,
             place=place,
             cp_rank=now.get_context_parallel_rank(),
             dp_rank=now.get_data_parallel_rank(),
@@ -107,7 +86,7 @@ def make_ranks(device: str, sizes: Sizes) -> MegatronRanks:
 
 
 @contextmanager
-def current(sizes: Sizes) -> Iterator[None]:
+def current(sizes: ParallelSizes) -> Iterator[None]:
     """Megatron's groups are those of `sizes` within the block; the first time for these sizes it is collective."""
     before = _globals()
     key = (dist.group.WORLD, sizes)
@@ -126,7 +105,7 @@ def _globals() -> dict[str, Any]:
     return {name: vars(mpu)[name] for name in _EMPTY}
 
 
-def _make(sizes: Sizes) -> None:
+def _make(sizes: ParallelSizes) -> None:
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,

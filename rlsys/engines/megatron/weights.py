@@ -17,10 +17,11 @@ from rlsys.engines.megatron.groups import MegatronRanks
 from rlsys.engines.mesh import gather_json
 from rlsys.models.hf import TensorSource
 from rlsys.models.lora import LoraSettings, is_adapter
+from rlsys.models.megatron.adapter_factors import EXPERTS, AdapterPlan, Factors, factors_of, plan_adapters
 from rlsys.models.megatron.adapters import merged_weight
 from rlsys.models.megatron.build import TokenGPT
-from rlsys.models.megatron.family import Family, Place
-from rlsys.models.megatron.parallel import EXPERTS, AdapterPlan, Factors, factors_of, plan_adapters
+from rlsys.models.megatron.family import Family
+from rlsys.models.megatron.parallel import RankPlace
 from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE
 from rlsys.types import Shard, WeightLayout
 
@@ -43,24 +44,23 @@ class HeldModel:
 
     @cached_property
     def adapters(self) -> AdapterPlan | None:
-        return None if self.lora is None else plan_adapters(self.lora, self._base_at(Place()), self.base_shapes)
+        return None if self.lora is None else plan_adapters(self.lora, self._base_at(RankPlace()), self.base_shapes)
 
     @cached_property
     def factors(self) -> dict[str, list[Factors]]:
         """The adapters of this rank's weights by local name."""
         return self._factors_at(self.ranks.place)
 
-    def _factors_at(self, place: Place) -> dict[str, list[Factors]]:
+    def _factors_at(self, place: RankPlace) -> dict[str, list[Factors]]:
         if self.adapters is None:
             return {}
-        whole = replace(place, tp_rank=0, tp_size=1, etp_rank=0, etp_size=1)
-        return factors_of(self.adapters, self._base_at(place), self._base_at(whole))
+        return factors_of(self.adapters, self._base_at(place), self._base_at(place.without_tensor_parallelism()))
 
-    def _shards_at(self, place: Place) -> tuple[Shard, ...]:
+    def _shards_at(self, place: RankPlace) -> tuple[Shard, ...]:
         factors = (one for of_weight in self._factors_at(place).values() for one in of_weight)
         return (*self._base_at(place), *(shard for one in factors for shard in one.shards))
 
-    def _base_at(self, place: Place) -> tuple[Shard, ...]:
+    def _base_at(self, place: RankPlace) -> tuple[Shard, ...]:
         return self.family.shards(
             self.hf_config,
             place,
@@ -106,8 +106,8 @@ class HeldModel:
         """Shards whose box another rank holds too and is to give: norms of tensor-parallel ranks, tied embeddings."""
         mine = self.ranks.place
         earlier = [replace(mine, tp_rank=rank) for rank in range(mine.tp_rank)]
-        if mine.pp_rank == mine.pp_size - 1 > 0:
-            earlier += [replace(mine, tp_rank=rank, pp_rank=0) for rank in range(mine.tp_size)]
+        if mine.is_last_stage and mine.pp_rank > 0:
+            earlier += [replace(mine, tp_rank=rank, pp_rank=0) for rank in range(mine.sizes.tp)]
         boxes = {s.box for place in earlier for s in self._shards_at(place) if EXPERTS not in s.local}
         others = [replace(mine, etp_rank=rank) for rank in range(mine.etp_rank)] if self.lora is not None else []
         boxes |= {s.box for place in others for s in self._shards_at(place) if EXPERTS in s.local}

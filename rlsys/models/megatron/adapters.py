@@ -23,7 +23,7 @@ from rlsys.models.megatron import start  # noqa: F401
 
 from megatron.core import parallel_state as mpu
 
-from rlsys.models.megatron.parallel import EXPERTS, Factors
+from rlsys.models.megatron.adapter_factors import EXPERTS, Factors
 from rlsys.models.megatron.rules import extents
 from rlsys.types import Shard
 from rlsys.utils.errors import ConfigError

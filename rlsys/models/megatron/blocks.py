@@ -80,8 +80,8 @@ def first_of(hf_config: HFConfig, *keys: str) -> Any:
     raise ConfigError(f"config.json has no {' or '.join(keys)}")
 
 
-def attention_sizes(hf_config: HFConfig) -> dict[str, int]:
-    """The sizes of a decoder with grouped-query attention and a gated MLP."""
+def attention_dims(hf_config: HFConfig) -> dict[str, int]:
+    """The dimensions of a decoder with grouped-query attention and a gated MLP."""
     heads, hidden = hf_config["num_attention_heads"], hf_config["hidden_size"]
     groups = hf_config.get("num_key_value_heads") or heads
     head_dim = hf_config.get("head_dim") or hidden // heads
@@ -100,14 +100,14 @@ def attention_sizes(hf_config: HFConfig) -> dict[str, int]:
 
 def attention_settings(hf_config: HFConfig) -> dict[str, Any]:
     """Megatron's settings of a decoder with RMSNorm, grouped-query attention and a gated MLP, without dropout."""
-    sizes = attention_sizes(hf_config)
+    dims = attention_dims(hf_config)
     return {
-        "num_layers": sizes["layers"],
-        "hidden_size": sizes["hidden"],
-        "ffn_hidden_size": sizes["ffn"],
-        "num_attention_heads": sizes["heads"],
-        "num_query_groups": sizes["groups"],
-        "kv_channels": sizes["head_dim"],
+        "num_layers": dims["layers"],
+        "hidden_size": dims["hidden"],
+        "ffn_hidden_size": dims["ffn"],
+        "num_attention_heads": dims["heads"],
+        "num_query_groups": dims["groups"],
+        "kv_channels": dims["head_dim"],
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf_config.get("rms_norm_eps", 1e-6),
         "gated_linear_unit": True,

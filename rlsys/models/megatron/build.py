@@ -25,7 +25,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from rlsys.models.megatron.family import Family
-from rlsys.models.megatron.options import ModelOptions, Sizes
+from rlsys.models.megatron.options import ModelOptions
+from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, block_spec, mend_latent_attention
 from rlsys.models.packing import TokenRows
 from rlsys.models.token_model import LM_OUTPUTS, SCALAR_OUTPUTS
@@ -34,7 +35,7 @@ from rlsys.utils.errors import ConfigError
 
 
 def transformer_config(
-    family: Family, hf_config: Mapping[str, Any], sizes: Sizes, options: ModelOptions
+    family: Family, hf_config: Mapping[str, Any], sizes: ParallelSizes, options: ModelOptions
 ) -> TransformerConfig:
     """Megatron's configuration of the model on these sizes; ConfigError for settings it refuses."""
     if options.fp8 is not None and not HAS_TRANSFORMER_ENGINE:
@@ -109,7 +110,7 @@ def _kernels(*, moe: bool, mla: bool) -> dict[str, Any]:
 def build_chunks(
     family: Family,
     hf_config: Mapping[str, Any],
-    sizes: Sizes,
+    sizes: ParallelSizes,
     options: ModelOptions,
     *,
     scalar_head: bool,

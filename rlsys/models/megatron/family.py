@@ -12,7 +12,8 @@ from math import ceil
 from pkgutil import iter_modules
 from typing import Any, Literal
 
-from rlsys.models.megatron.rules import Cut, Lies, Rule, Sizes, extents, padded_rows, whole
+from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
+from rlsys.models.megatron.rules import Cut, Dims, Lies, Rule, extents, padded_rows, whole
 from rlsys.types import Box, Shard
 from rlsys.utils.errors import ConfigError
 
@@ -31,30 +32,10 @@ VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True)
-class Place:
-    """A rank's place in the parallel layout, as far as it decides what the rank holds.
-
-    `first_layers` and `last_layers` are Megatron's num_layers_in_first/last_pipeline_stage for uneven splits.
-    """
-
-    tp_rank: int = 0
-    tp_size: int = 1
-    pp_rank: int = 0
-    pp_size: int = 1
-    vp_size: int = 1
-    ep_rank: int = 0
-    ep_size: int = 1
-    etp_rank: int = 0
-    etp_size: int = 1
-    first_layers: int | None = None
-    last_layers: int | None = None
-
-
-@dataclass(frozen=True)
 class Family:
     """One family: rules of every `layer`, of the ones with `dense` or `sparse` MLPs, and of one `expert`.
 
-    `sizes` reads the sizes the rules speak of from the HF config, `settings` the keyword arguments of Megatron's
+    `dims` reads the dimensions that the rules name from the HF config, `settings` the keyword arguments of Megatron's
     transformer configuration and `rope` GPTModel's rotary ones. The HF config must have the keys `needs`; keys in
     `only` must have one of the given values; `refuse` says what else is wrong. HF names in rules are below
     `model.layers.N.`, with `{e}` for the number of an expert. `mtp` is what a layer for multi-token prediction,
@@ -63,7 +44,7 @@ class Family:
 
     architectures: tuple[str, ...]
     model_types: tuple[str, ...]
-    sizes: Callable[[HFConfig], dict[str, int]]
+    dims: Callable[[HFConfig], dict[str, int]]
     settings: Callable[[HFConfig], dict[str, Any]]
     rope: Callable[[HFConfig], dict[str, Any]]
     layer: tuple[Rule, ...]
@@ -77,13 +58,13 @@ class Family:
     mtp: tuple[Rule, ...] = ()
     mla: bool = False
 
-    def check(self, hf_config: HFConfig, place: Place) -> None:
+    def check(self, hf_config: HFConfig, place: RankPlace) -> None:
         """ConfigError for a model Megatron would compute otherwise than transformers, or one `place` cannot hold."""
         lacking = [key for key in self.needs if hf_config.get(key) is None]
         if lacking:
             raise ConfigError(f"{self.architectures[0]}: config.json lacks {', '.join(lacking)}")
-        sizes = self.sizes(hf_config)
-        problems = [*self._odd_settings(hf_config), *_odd_place(place), *_indivisible(sizes, place)]
+        dims = self.dims(hf_config)
+        problems = [*self._odd_settings(hf_config), *_odd_place(place), *_indivisible(dims, place)]
         if problems:
             raise ConfigError(f"{self.architectures[0]}: {'; '.join(problems)}")
         self.transformer_config(hf_config)
@@ -100,7 +81,7 @@ class Family:
 
     def model_args(self, hf_config: HFConfig, *, tp_size: int, head: Head = "lm") -> dict[str, Any]:
         """Keyword arguments of Megatron's GPTModel besides its configuration, specs and stage."""
-        vocab = self.sizes(hf_config)["vocab"]
+        vocab = self.dims(hf_config)["vocab"]
         return {
             "vocab_size": ceil(vocab / tp_size) * tp_size,
             "max_sequence_length": hf_config.get("max_position_embeddings", 4096),
@@ -115,49 +96,49 @@ class Family:
 
     def hf_shapes(self, hf_config: HFConfig, *, head: Head = "lm") -> dict[str, tuple[int, ...]]:
         """The full shape of every HF tensor that is trained, in the order of the model; not those of `carried`."""
-        sizes = self.sizes(hf_config)
-        shapes = dict(EMBEDDING.parts(sizes))
-        for layer in range(sizes["layers"]):
+        dims = self.dims(hf_config)
+        shapes = dict(EMBEDDING.parts(dims))
+        for layer in range(dims["layers"]):
             sparse = self.is_sparse(hf_config, layer)
-            shapes.update(self._layer_shapes(layer, self._layer_rules(sparse, sizes), sizes, experts=sparse))
+            shapes.update(self._layer_shapes(layer, self._layer_rules(sparse, dims), dims, experts=sparse))
         for rule in (FINAL_NORM, *_head_rules(hf_config, head)):
-            shapes.update(rule.parts(sizes))
+            shapes.update(rule.parts(dims))
         return shapes
 
     def carried(self, hf_config: HFConfig) -> dict[str, tuple[int, ...]]:
         """HF tensors that Megatron does not hold and conversion passes on, where a checkpoint has them."""
-        sizes = self.sizes(hf_config)
+        dims = self.dims(hf_config)
         shapes: dict[str, tuple[int, ...]] = {}
-        for layer in range(sizes["layers"], sizes["layers"] + sizes.get("mtp_layers", 0)):
-            rules = [*self._layer_rules(True, sizes), *self.mtp]
-            shapes.update(self._layer_shapes(layer, rules, sizes, experts=True))
+        for layer in range(dims["layers"], dims["layers"] + dims.get("mtp_layers", 0)):
+            rules = [*self._layer_rules(True, dims), *self.mtp]
+            shapes.update(self._layer_shapes(layer, rules, dims, experts=True))
         return shapes
 
     def _layer_shapes(
-        self, layer: int, rules: Sequence[Rule], sizes: Sizes, *, experts: bool
+        self, layer: int, rules: Sequence[Rule], dims: Dims, *, experts: bool
     ) -> Iterator[tuple[str, tuple[int, ...]]]:
         prefix = f"model.layers.{layer}."
         for rule in rules:
-            yield from ((prefix + name, shape) for name, shape in rule.parts(sizes))
-        parts = [part for rule in self.expert for part in rule.parts(sizes)]
-        for e in range(sizes["experts"] if experts else 0):
+            yield from ((prefix + name, shape) for name, shape in rule.parts(dims))
+        parts = [part for rule in self.expert for part in rule.parts(dims)]
+        for e in range(dims["experts"] if experts else 0):
             yield from ((prefix + name.format(e=e), shape) for name, shape in parts)
 
-    def layers_of(self, hf_config: HFConfig, place: Place) -> list[list[int]]:
+    def layers_of(self, hf_config: HFConfig, place: RankPlace) -> list[list[int]]:
         """Global layer numbers of each virtual chunk of the stage `place.pp_rank`, by Megatron's own split.
 
         ConfigError where Megatron cannot split the layers so.
         """
-        count = self.sizes(hf_config)["layers"]
-        each = [n // place.vp_size for n in _stage_layers(count, place)]
+        count = self.dims(hf_config)["layers"]
+        each = [n // place.sizes.vp for n in _stage_layers(count, place.sizes)]
         before = sum(each[: place.pp_rank])
-        starts = [chunk * sum(each) + before for chunk in range(place.vp_size)]
+        starts = [chunk * sum(each) + before for chunk in range(place.sizes.vp)]
         return [list(range(start, start + each[place.pp_rank])) for start in starts]
 
     def shards(
         self,
         hf_config: HFConfig,
-        place: Place,
+        place: RankPlace,
         *,
         head: Head = "lm",
         grouped_experts: bool = False,
@@ -174,7 +155,7 @@ class Family:
     def local_shapes(
         self,
         hf_config: HFConfig,
-        place: Place,
+        place: RankPlace,
         *,
         head: Head = "lm",
         grouped_experts: bool = False,
@@ -182,16 +163,16 @@ class Family:
     ) -> dict[str, tuple[int, ...]]:
         """The shape of each tensor Megatron holds at `place`, padding of the vocabulary included."""
         shards = self.shards(hf_config, place, head=head, grouped_experts=grouped_experts, fused_norms=fused_norms)
-        rows = ceil(self.sizes(hf_config)["vocab"] / place.tp_size)
+        rows = ceil(self.dims(hf_config)["vocab"] / place.sizes.tp)
         padded = {shard.local for shard in shards if shard.box.tensor in VOCABULARY}
         return {name: (rows, *shape[1:]) if name in padded else shape for name, shape in extents(shards).items()}
 
     def _shards(
-        self, hf_config: HFConfig, place: Place, head: Head, grouped_experts: bool, te: bool
+        self, hf_config: HFConfig, place: RankPlace, head: Head, grouped_experts: bool, te: bool
     ) -> Iterator[Shard]:
-        sizes = self.sizes(hf_config)
-        tensor = Cut(place.tp_rank, place.tp_size, sizes)
-        expert = Cut(place.etp_rank, place.etp_size, sizes)
+        dims = self.dims(hf_config)
+        tensor = Cut(place.tp_rank, place.sizes.tp, dims)
+        expert = Cut(place.etp_rank, place.sizes.expert_tp, dims)
         chunks = self.layers_of(hf_config, place)
         if place.pp_rank == 0:
             yield from _lay(EMBEDDING, "0.", "", tensor, te)
@@ -199,23 +180,23 @@ class Family:
             for number, layer in enumerate(layers):
                 local, hf = f"{chunk}.decoder.layers.{number}.", f"model.layers.{layer}."
                 sparse = self.is_sparse(hf_config, layer)
-                for rule in self._layer_rules(sparse, sizes):
+                for rule in self._layer_rules(sparse, dims):
                     yield from _lay(rule, local, hf, tensor, te)
                 if sparse:
                     yield from self._experts(local, hf, place, expert, grouped_experts)
-        if place.pp_rank == place.pp_size - 1:
+        if place.is_last_stage:
             last = f"{len(chunks) - 1}."
             yield from _lay(FINAL_NORM, last, "", tensor, te)
-            for rule in _head_rules(hf_config, head, shared=place.pp_size == 1):
+            for rule in _head_rules(hf_config, head, shared=place.sizes.pp == 1):
                 yield from _lay(rule, last, "", tensor, te)
 
-    def _layer_rules(self, sparse: bool, sizes: Sizes) -> list[Rule]:
+    def _layer_rules(self, sparse: bool, dims: Dims) -> list[Rule]:
         rules = (*self.layer, *(self.sparse if sparse else self.dense))
-        return [rule for rule in rules if not rule.when or sizes[rule.when]]
+        return [rule for rule in rules if not rule.when or dims[rule.when]]
 
-    def _experts(self, local: str, hf: str, place: Place, cut: Cut, grouped_experts: bool) -> Iterator[Shard]:
-        count = cut.sizes["experts"] // place.ep_size
-        pieces = [(rule.local, list(rule.lies(rule.parts(cut.sizes), cut))) for rule in self.expert]
+    def _experts(self, local: str, hf: str, place: RankPlace, cut: Cut, grouped_experts: bool) -> Iterator[Shard]:
+        count = cut.dims["experts"] // place.sizes.ep
+        pieces = [(rule.local, list(rule.lies(rule.parts(cut.dims), cut))) for rule in self.expert]
         for number in range(count):
             e = place.ep_rank * count + number
             for name, boxes in pieces:
@@ -264,7 +245,7 @@ def known_families() -> list[Family]:
 def _lay(rule: Rule, local: str, hf: str, cut: Cut, te: bool) -> Iterator[Shard]:
     lies: Lies = (te and rule.te_lies) or rule.lies
     name = local + ((te and rule.te) or rule.local)
-    parts = [(hf + part, shape) for part, shape in rule.parts(cut.sizes)]
+    parts = [(hf + part, shape) for part, shape in rule.parts(cut.dims)]
     for box, at in lies(parts, cut):
         yield Shard(box, name, at)
 
@@ -280,59 +261,59 @@ def _head_rules(hf_config: HFConfig, head: Head, *, shared: bool = False) -> tup
     return (OUTPUT,)
 
 
-def _stage_layers(count: int, place: Place) -> list[int]:
+def _stage_layers(count: int, sizes: ParallelSizes) -> list[int]:
     """How many layers each pipeline stage holds."""
-    if place.pp_size * place.vp_size > count:
+    if sizes.pp * sizes.vp > count:
         raise ConfigError(
-            f"{count} layers cannot be split over pipeline_model_parallel_size={place.pp_size} stages"
-            f" of {place.vp_size} chunks each"
+            f"{count} layers cannot be split over pipeline_model_parallel_size={sizes.pp} stages"
+            f" of {sizes.vp} chunks each"
         )
-    fixed = {0: place.first_layers, place.pp_size - 1: place.last_layers}
+    fixed = {0: sizes.first_layers, sizes.pp - 1: sizes.last_layers}
     given = {stage: n for stage, n in fixed.items() if n is not None}
-    free = place.pp_size - len(given)
+    free = sizes.pp - len(given)
     rest = count - sum(given.values())
     per_stage = rest // free if free else 0
-    stages = [given.get(stage, per_stage) for stage in range(place.pp_size)]
-    if sum(stages) != count or any(n < 1 or n % place.vp_size for n in stages):
+    stages = [given.get(stage, per_stage) for stage in range(sizes.pp)]
+    if sum(stages) != count or any(n < 1 or n % sizes.vp for n in stages):
         raise ConfigError(
-            f"{count} layers do not split evenly over pipeline_model_parallel_size={place.pp_size}"
-            f" and {place.vp_size} virtual chunks: set num_layers_in_first_pipeline_stage or"
+            f"{count} layers do not split evenly over pipeline_model_parallel_size={sizes.pp}"
+            f" and {sizes.vp} virtual chunks: set num_layers_in_first_pipeline_stage or"
             f" num_layers_in_last_pipeline_stage so that the rest does"
         )
     return stages
 
 
-def _odd_place(place: Place) -> list[str]:
+def _odd_place(place: RankPlace) -> list[str]:
     pairs = (
-        ("tp", place.tp_rank, place.tp_size),
-        ("pp", place.pp_rank, place.pp_size),
-        ("ep", place.ep_rank, place.ep_size),
-        ("etp", place.etp_rank, place.etp_size),
+        ("tp", place.tp_rank, place.sizes.tp),
+        ("pp", place.pp_rank, place.sizes.pp),
+        ("ep", place.ep_rank, place.sizes.ep),
+        ("etp", place.etp_rank, place.sizes.expert_tp),
     )
     odd = [f"{name} rank {rank} of {size}" for name, rank, size in pairs if not 0 <= rank < size]
-    if place.vp_size > 1 and place.pp_size == 1:
+    if place.sizes.vp > 1 and place.sizes.pp == 1:
         odd.append("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1")
     return odd
 
 
-def _indivisible(sizes: Sizes, place: Place) -> list[str]:
-    tp, groups = place.tp_size, sizes["groups"]
+def _indivisible(dims: Dims, place: RankPlace) -> list[str]:
+    tp, groups = place.sizes.tp, dims["groups"]
     names: Sequence[tuple[str, str, int, str]] = (
         ("heads", "attention heads", tp, "tensor_model_parallel_size"),
         ("ffn", "MLP channels", tp, "tensor_model_parallel_size"),
         ("shared_ffn", "channels of shared experts", tp, "tensor_model_parallel_size"),
-        ("experts", "experts", place.ep_size, "expert_model_parallel_size"),
-        ("expert_ffn", "channels of an expert", place.etp_size, "expert_tensor_parallel_size"),
+        ("experts", "experts", place.sizes.ep, "expert_model_parallel_size"),
+        ("expert_ffn", "channels of an expert", place.sizes.expert_tp, "expert_tensor_parallel_size"),
     )
     odd = [
-        f"{sizes[size]} {what} are not divisible by {key}={by}"
-        for size, what, by, key in names
-        if sizes.get(size, 0) % by
+        f"{dims[name]} {what} are not divisible by {key}={by}"
+        for name, what, by, key in names
+        if dims.get(name, 0) % by
     ]
     if groups % tp and tp % groups:
         odd.append(f"{groups} key-value heads are neither a multiple nor a divisor of tensor_model_parallel_size={tp}")
-    if ceil(sizes["vocab"] / tp) * (tp - 1) >= sizes["vocab"]:
-        odd.append(f"a vocabulary of {sizes['vocab']} leaves nothing to some of {tp} tensor-parallel ranks")
-    if not sizes.get("experts") and place.ep_size > 1:
+    if ceil(dims["vocab"] / tp) * (tp - 1) >= dims["vocab"]:
+        odd.append(f"a vocabulary of {dims['vocab']} leaves nothing to some of {tp} tensor-parallel ranks")
+    if not dims.get("experts") and place.sizes.ep > 1:
         odd.append("expert parallelism without experts: set expert_model_parallel_size=1")
     return odd

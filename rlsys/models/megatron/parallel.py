@@ -1,106 +1,96 @@
-"""Which adapters a Megatron rank holds: arithmetic on the boxes of its weights; nothing here imports Megatron.
-
-A local weight may be made of several Hugging Face ones (queries, keys and values; gate and up projection), each with an
-A and a B of its own, and may be a part of them. Of a weight cut by rows each rank holds all of A and its rows of B; of
-one cut by columns its columns of A and all of B.
-"""
+"""Megatron's parallel sizes and a rank's place among them; nothing here imports Megatron."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Self
 
-from rlsys.models.lora import Adapted, LoraSettings, adapted_by, settled, targeted
-from rlsys.models.megatron.rules import extents
-from rlsys.types import Box, Shard
-
-EXPERTS = ".mlp.experts."
+from rlsys.config.schema.megatron import MegatronRoleConfig
+from rlsys.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class AdapterPlan:
-    """The adapted weights by HF name and the full shapes of their factors, the same on every rank."""
+class ParallelSizes:
+    """Tensor, pipeline, virtual pipeline, context, expert and expert-tensor parallel sizes.
 
-    settings: LoraSettings
-    adapted: Mapping[str, Adapted]
-    shapes: Mapping[str, tuple[int, ...]]
-
-    def saved_name(self, name: str) -> str:
-        """A tensor's name in checkpoints, where peft's wrapping of an adapted layer shows, as in FSDPEngine's."""
-        layer, _, kind = name.rpartition(".")
-        return f"{layer}.base_layer.{kind}" if f"{layer}.weight" in self.adapted else name
-
-
-def plan_adapters(settings: LoraSettings, model: Sequence[Shard], shapes: Mapping[str, tuple[int, ...]]) -> AdapterPlan:
-    """Which of the model's linear layers get adapters; `model` is what one rank would hold that holds all of it.
-
-    Experts are linear layers too, routers and the output layer are not. ConfigError if no layer is targeted.
-    """
-    settings = settled(settings)
-    linear = {shard.box.tensor for shard in model if ".linear_" in shard.local and len(shard.box.shape) == 2}
-    layers = targeted([name.removesuffix(".weight") for name in shapes if name in linear], settings)
-    adapted = {f"{layer}.weight": adapted_by(layer, settings) for layer in layers}
-    factors = {}
-    for name, adapter in adapted.items():
-        rows, columns = shapes[name]
-        factors |= {adapter.a: (settings.rank, columns), adapter.b: (rows, settings.rank)}
-    return AdapterPlan(settings, adapted, factors)
-
-
-@dataclass(frozen=True)
-class Factors:
-    """A and B of one HF weight as far as one rank holds them, and which rows of the local weight B's rows make.
-
-    `partial`: whose gradient here is a part of a sum over the ranks that share the weight.
+    Without `etp` experts are split like everything else (`tp`). `sequence_parallel` also splits norms and residuals
+    over the tensor-parallel ranks; it has no effect where tp is 1. `first_layers` and `last_layers` are Megatron's
+    num_layers_in_first/last_pipeline_stage for uneven splits.
     """
 
-    a: Shard
-    b: tuple[Shard, ...]
-    rows: tuple[int, ...]
-    partial: Literal["A", "B", ""]
-    scale: float
+    tp: int = 1
+    pp: int = 1
+    vp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    sequence_parallel: bool = False
+    first_layers: int | None = None
+    last_layers: int | None = None
+
+    @classmethod
+    def from_config(cls, megatron: MegatronRoleConfig) -> Self:
+        """The sizes of a role's `megatron` section."""
+        overrides = megatron.override_transformer_config
+        return cls(
+            tp=megatron.tensor_model_parallel_size,
+            pp=megatron.pipeline_model_parallel_size,
+            vp=megatron.virtual_pipeline_model_parallel_size or 1,
+            cp=megatron.context_parallel_size,
+            ep=megatron.expert_model_parallel_size,
+            etp=megatron.expert_tensor_parallel_size,
+            sequence_parallel=megatron.sequence_parallel,
+            first_layers=overrides.get("num_layers_in_first_pipeline_stage"),
+            last_layers=overrides.get("num_layers_in_last_pipeline_stage"),
+        )
 
     @property
-    def shards(self) -> tuple[Shard, ...]:
-        return (self.a, *self.b)
+    def expert_tp(self) -> int:
+        return self.tp if self.etp is None else self.etp
+
+    def check(self, world_size: int) -> None:
+        """ConfigError unless groups of these sizes divide `world_size` ranks."""
+        dense, sparse = self.tp * self.pp * self.cp, self.expert_tp * self.pp * self.ep
+        if world_size % dense:
+            raise ConfigError(
+                f"tensor x pipeline x context parallel size = {dense} does not divide the {world_size} ranks"
+            )
+        if world_size % sparse:
+            raise ConfigError(
+                f"expert tensor x expert x pipeline size = {sparse} does not divide the {world_size} ranks"
+            )
+        if self.ep > 1 and self.tp > 1 and not self.sequence_parallel:
+            raise ConfigError("expert and tensor parallelism together need sequence_parallel=true")
+
+    def place(self, rank: int, world_size: int) -> RankPlace:
+        """Where Megatron puts a rank: tensor-parallel ranks are neighbours, then data-parallel ones, then stages."""
+        stage = world_size // self.pp
+        if stage % (self.ep * self.expert_tp):
+            raise ConfigError(f"ep {self.ep} x etp {self.expert_tp} does not divide a stage of {stage} ranks")
+        inner = rank % stage
+        return RankPlace(
+            self,
+            tp_rank=inner % self.tp,
+            pp_rank=rank // stage,
+            ep_rank=inner // self.expert_tp % self.ep,
+            etp_rank=inner % self.expert_tp,
+        )
 
 
-def factors_of(plan: AdapterPlan, held: Sequence[Shard], whole: Sequence[Shard]) -> dict[str, list[Factors]]:
-    """The adapters of each local weight of a rank that holds `held`; `whole` is what it would hold uncut."""
-    here: dict[str, list[Shard]] = defaultdict(list)
-    for shard in held:
-        here[shard.local].append(shard)
-    sizes, uncut = extents(held), extents(whole)
-    found: dict[str, list[Factors]] = defaultdict(list)
-    for local, name in dict.fromkeys((s.local, s.box.tensor) for s in whole if s.box.tensor in plan.adapted):
-        if len(uncut[local]) == 2:
-            rows_cut, columns_cut = (n < full for n, full in zip(sizes[local], uncut[local], strict=True))
-            partial = "A" if rows_cut else "B" if columns_cut else ""
-            found[local].append(_factors(plan, name, here[local], partial))
-    return dict(found)
+@dataclass(frozen=True)
+class RankPlace:
+    """A rank's place among the parallel ranks, as far as it decides which weights the rank holds."""
 
+    sizes: ParallelSizes = ParallelSizes()
+    tp_rank: int = 0
+    pp_rank: int = 0
+    ep_rank: int = 0
+    etp_rank: int = 0
 
-def _factors(plan: AdapterPlan, name: str, local: Sequence[Shard], partial: Literal["A", "B", ""]) -> Factors:
-    adapter, rank = plan.adapted[name], plan.settings.rank
-    module, _, attribute = local[0].local.rpartition(".")
-    place = f"{module}.lora.{attribute}_{name.split('.')[-2]}"
-    left, columns = local[0].box.start[1], local[0].box.shape[1]
-    boxes: list[tuple[int, int, int]] = []
-    rows: list[int] = []
-    for shard in (shard for shard in local if shard.box.tensor == name):
-        first, count = shard.box.start[0], shard.box.shape[0]
-        follows = boxes and boxes[-1][0] + boxes[-1][1] == first
-        if follows:
-            boxes[-1] = (boxes[-1][0], boxes[-1][1] + count, boxes[-1][2])
-        else:
-            boxes.append((first, count, len(rows)))
-        rows.extend(range(shard.local_start[0], shard.local_start[0] + count))
-    return Factors(
-        Shard(Box(adapter.a, (0, left), (rank, columns)), f"{place}_A", (0, 0)),
-        tuple(Shard(Box(adapter.b, (first, 0), (n, rank)), f"{place}_B", (at, 0)) for first, n, at in boxes),
-        tuple(rows),
-        partial,
-        adapter.scale,
-    )
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.sizes.pp - 1
+
+    def without_tensor_parallelism(self) -> RankPlace:
+        """The same stage and experts with every weight whole."""
+        return replace(self, sizes=replace(self.sizes, tp=1, etp=1), tp_rank=0, etp_rank=0)

@@ -1,7 +1,7 @@
-"""The vocabulary of the family tables: how tensors of a Hugging Face checkpoint lie in one Megatron parameter.
+"""The vocabulary of the family tables: how tensors of a Hugging Face checkpoint make up one Megatron parameter.
 
-A rule names a parameter, the HF tensors it is made of with their sizes, and one of the functions below, which yields
-the boxes that part `cut.index` of `cut.of` equal parts holds, each with its place in the parameter.
+A rule names a parameter, the HF tensors it is made of with their dimensions, and one of the functions below, which
+yields the boxes that part `cut.index` of `cut.of` equal parts holds, each with its place in the parameter.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from math import ceil
 from rlsys.types import Box, Shard
 from rlsys.utils.errors import ConfigError
 
-Sizes = Mapping[str, int]
+Dims = Mapping[str, int]
+"""A model's dimensions by the names that rules use."""
 Parts = Sequence[tuple[str, tuple[int, ...]]]
 Piece = tuple[Box, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Part `index` of `of` equal parts, of a model with these sizes."""
+    """Part `index` of `of` equal parts, of a model with these dimensions."""
 
     index: int
     of: int
-    sizes: Sizes
+    dims: Dims
 
 
 Lies = Callable[[Parts, Cut], Iterator[Piece]]
@@ -33,10 +34,10 @@ Lies = Callable[[Parts, Cut], Iterator[Piece]]
 
 @dataclass(frozen=True)
 class Rule:
-    """One Megatron parameter. `hf` names each tensor with its sizes, as "self_attn.o_proj.weight [hidden, q]".
+    """One Megatron parameter. `hf` names each tensor with its dimensions, as "self_attn.o_proj.weight [hidden, q]".
 
     `te` is the parameter's name in the Transformer Engine spec and `te_lies` how it lies there, where they differ. The
-    rule holds for models whose size `when` is not zero.
+    rule holds for models whose dimension `when` is not zero.
     """
 
     local: str
@@ -48,13 +49,13 @@ class Rule:
 
     @cached_property
     def named(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Each HF tensor's name and the names of its sizes."""
+        """Each HF tensor's name and the names of its dimensions."""
         parts = (text.removesuffix("]").split(" [") for text in self.hf)
         return tuple((name, tuple(size.strip() for size in sizes.split(","))) for name, sizes in parts)
 
-    def parts(self, sizes: Sizes) -> list[tuple[str, tuple[int, ...]]]:
+    def parts(self, dims: Dims) -> list[tuple[str, tuple[int, ...]]]:
         """Each HF tensor's name and full shape."""
-        return [(name, tuple(1 if d == "1" else sizes[d] for d in dims)) for name, dims in self.named]
+        return [(name, tuple(1 if d == "1" else dims[d] for d in named)) for name, named in self.named]
 
 
 def whole(parts: Parts, cut: Cut) -> Iterator[Piece]:
@@ -99,7 +100,7 @@ def grouped(parts: Parts, cut: Cut) -> Iterator[Piece]:
 
     With fewer groups than parts a part is a run of rows inside a group, as Megatron cuts it.
     """
-    heads = cut.sizes["groups"]
+    heads = cut.dims["groups"]
     runs = [(name, shape[0] // heads, shape[1:]) for name, shape in parts]
     per_group = sum(length for _, length, _ in runs)
     each = _divided(per_group * heads, cut.of, parts[0][0])

@@ -24,7 +24,8 @@ from rlsys.interfaces import LossSum
 from rlsys.models.hf import ModelSource
 from rlsys.models.lora import LoraSettings
 from rlsys.models.megatron.adapters import LayerAdapters, add_adapters
-from rlsys.models.megatron.options import ModelOptions, Sizes
+from rlsys.models.megatron.options import ModelOptions
+from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import CheckpointError, ConfigError
 from tests.contracts.train_engine import MODELS
@@ -44,13 +45,13 @@ def whole(engine: MegatronEngine) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("model", "world", "options", "says"),
     [
-        (MODEL, 2, {"sizes": Sizes(tp=3)}, "does not divide the 2 ranks"),
-        (MODEL, 3, {"sizes": Sizes(tp=3)}, "4 attention heads are not divisible"),
-        (MODEL, 4, {"sizes": Sizes(pp=4)}, "2 layers cannot be split"),
-        (MODEL, 2, {"sizes": Sizes(ep=2)}, "expert_model_parallel_size=1"),
-        (MODEL, 2, {"sizes": Sizes(cp=3)}, "does not divide the 2 ranks"),
-        (MODELS["qwen3-moe"], 3, {"sizes": Sizes(ep=3)}, "4 experts are not divisible"),
-        (MODELS["qwen3-moe"], 2, {"sizes": Sizes(tp=2)}, "sequence_parallel=true"),
+        (MODEL, 2, {"sizes": ParallelSizes(tp=3)}, "does not divide the 2 ranks"),
+        (MODEL, 3, {"sizes": ParallelSizes(tp=3)}, "4 attention heads are not divisible"),
+        (MODEL, 4, {"sizes": ParallelSizes(pp=4)}, "2 layers cannot be split"),
+        (MODEL, 2, {"sizes": ParallelSizes(ep=2)}, "expert_model_parallel_size=1"),
+        (MODEL, 2, {"sizes": ParallelSizes(cp=3)}, "does not divide the 2 ranks"),
+        (MODELS["qwen3-moe"], 3, {"sizes": ParallelSizes(ep=3)}, "4 experts are not divisible"),
+        (MODELS["qwen3-moe"], 2, {"sizes": ParallelSizes(tp=2)}, "sequence_parallel=true"),
         ({**MODEL, "model_type": "gpt_neox"}, 1, {}, "known are"),
         (MODEL, 1, {"options": ModelOptions(fp8="hybrid")}, "needs Transformer Engine"),
         (MODEL, 1, {"options": ModelOptions(fp8="hybrid"), "lora": LoraSettings(rank=2)}, "leave fp8 out"),
@@ -82,7 +83,7 @@ def test_the_shim_does_not_load_where_there_is_cuda(monkeypatch: pytest.MonkeyPa
 
 
 def exported(place: Path) -> dict[str, Tensor]:
-    engine = megatron(sizes=Sizes(tp=2))
+    engine = megatron(sizes=ParallelSizes(tp=2))
     engine.forward_backward(small_rows(), nll)
     engine.optim_step()
     engine.save(place, "export")
@@ -99,7 +100,7 @@ def no_loss(outputs: Any, rows: Any) -> LossSum:
     return LossSum(sum(values.sum() for values in outputs.values()) * 0.0, float(rows["response_mask"].sum()))
 
 
-def router_gradients(sizes: Sizes, overrides: dict[str, Any]) -> dict[str, Tensor]:
+def router_gradients(sizes: ParallelSizes, overrides: dict[str, Any]) -> dict[str, Tensor]:
     """Of rows whose lengths need no padding: padding too goes through routers."""
     options = ModelOptions(overrides=overrides)
     engine = megatron(ModelSource(config=MODELS["qwen3-moe"], seed=1), sizes=sizes, options=options)
@@ -119,9 +120,9 @@ def router_gradients(sizes: Sizes, overrides: dict[str, Any]) -> dict[str, Tenso
     ],
 )
 def test_losses_of_routers_weigh_the_same_however_tokens_are_shared(overrides: dict[str, Any]) -> None:
-    (alone,) = run_ranks(1, router_gradients, Sizes(), overrides)
+    (alone,) = run_ranks(1, router_gradients, ParallelSizes(), overrides)
     assert any(gradient.norm() > 0.1 for gradient in alone.values())
-    for sizes in (Sizes(cp=2), Sizes(tp=2, sequence_parallel=True)):
+    for sizes in (ParallelSizes(cp=2), ParallelSizes(tp=2, sequence_parallel=True)):
         for shared in run_ranks(2, router_gradients, sizes, overrides):
             for name, gradient in alone.items():
                 torch.testing.assert_close(shared[name], gradient, rtol=1e-4, atol=1e-5)
@@ -129,8 +130,8 @@ def test_losses_of_routers_weigh_the_same_however_tokens_are_shared(overrides: d
 
 def two_layouts() -> tuple[list[float], list[float]]:
     """An actor of two stages and a critic of two tensor-parallel ranks in the same processes, taking turns."""
-    actor = megatron(sizes=Sizes(pp=2))
-    critic = megatron(head="scalar", sizes=Sizes(tp=2, sequence_parallel=True))
+    actor = megatron(sizes=ParallelSizes(pp=2))
+    critic = megatron(head="scalar", sizes=ParallelSizes(tp=2, sequence_parallel=True))
     losses: tuple[list[float], list[float]] = ([], [])
     for _ in range(2):
         for engine, output, kept in ((actor, "log_probs", losses[0]), (critic, "values", losses[1])):
@@ -211,7 +212,7 @@ def test_parked_memory_is_home_within_a_block_and_away_again_after_it() -> None:
 def merging(layer_only: bool) -> tuple[int, list[float], list[float]]:
     """Merged weights of two training steps, and what two of one stage that holds no adapter say."""
     targets = ("model.layers.1.mlp.up_proj",) if layer_only else "all-linear"
-    engine = megatron(lora=LoraSettings(rank=2, target_modules=targets), sizes=Sizes(pp=2 if layer_only else 1))
+    engine = megatron(lora=LoraSettings(rank=2, target_modules=targets), sizes=ParallelSizes(pp=2 if layer_only else 1))
     count, merged = [0], LayerAdapters.merged
 
     def counted(*args: Any) -> Tensor:

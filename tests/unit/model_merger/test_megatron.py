@@ -16,19 +16,19 @@ from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum
 from rlsys.model_merger.convert import compare, merge
 from rlsys.models.hf import ModelSource
-from rlsys.models.megatron.build import Sizes
+from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import CheckpointError
 from tests.ranks import run_ranks
 from tests.unit.models.megatron_families.tiny import write_model
 
 CASES = {
-    "deepseek-v3": Sizes(tp=2, ep=2, etp=1, sequence_parallel=True),
-    "qwen2-tied": Sizes(tp=2, pp=2),
+    "deepseek-v3": ParallelSizes(tp=2, ep=2, etp=1, sequence_parallel=True),
+    "qwen2-tied": ParallelSizes(tp=2, pp=2),
 }
 
 
-def train_and_save(model: Path, sizes: Sizes, path: Path) -> None:
+def train_and_save(model: Path, sizes: ParallelSizes, path: Path) -> None:
     ids = torch.randint(1, 101, (4, 9), generator=torch.Generator().manual_seed(0))
     ones = torch.ones_like(ids)
     rows = {"input_ids": ids, "prompts": ids[:, :3], "responses": ids[:, 3:], "attention_mask": ones}

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rlsys.models.megatron.family import Place, family_of
+from rlsys.models.megatron.family import family_of
+from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.planning import footprint as fp
 from rlsys.planning.shapes import SHAPES
 from rlsys.rollout.hf.engine import HFRollout
@@ -36,7 +37,7 @@ def test_a_token_passes_through_its_routed_experts_only() -> None:
 @pytest.mark.parametrize("shape", sorted(SHAPES))
 def test_stages_and_tensor_ranks_hold_the_whole(shape: str) -> None:
     config = SHAPES[shape]
-    places = [Place(pp_rank=rank, pp_size=2, first_layers=_first(config)) for rank in range(2)]
+    places = [RankPlace(ParallelSizes(pp=2, first_layers=_first(config)), pp_rank=rank) for rank in range(2)]
     held = [fp.held_at(config, place) for place in places]
     twice = config["vocab_size"] * config["hidden_size"] if config["tie_word_embeddings"] else 0
     assert sum(part.parameters for part in held) == fp.decoder_of(config).parameters + twice
@@ -49,10 +50,10 @@ def _first(config: dict[str, int]) -> int | None:
 
 def test_experts_are_told_apart() -> None:
     config = SHAPES["tiny-moe"]
-    held = fp.held_at(config, Place(ep_size=4))
+    held = fp.held_at(config, RankPlace(ParallelSizes(ep=4)))
     assert held.experts == 4 * 2 * 3 * 64 * 48
     assert held.dense == fp.decoder_of(config).parameters - 4 * 8 * 3 * 64 * 48
-    assert family_of(config).sizes(config)["experts"] == 8
+    assert family_of(config).dims(config)["experts"] == 8
 
 
 def test_saved_and_passing_activations_by_hand() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rlsys.config import PPOConfig, load_config
-from rlsys.models.megatron.options import Sizes
+from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.planning import footprint as fp
 from rlsys.planning.advice import remedies, table, too_large
 from rlsys.planning.memory import MemoryPlan, Stage, plan_memory
@@ -180,7 +180,7 @@ def test_7b_beside_vllm_that_keeps_its_memory_on_two_h200() -> None:
 @pytest.mark.parametrize(("tp", "measured_gib"), [(1, 108.0), (2, 76.0)])
 def test_megatron_training_of_7b_on_two_h200(tp: int, measured_gib: float) -> None:
     """scripts/bench/train_step.py: 4096 tokens a micro-batch, no recomputation."""
-    sizes = Sizes(tp=tp, sequence_parallel=tp > 1)
+    sizes = ParallelSizes(tp=tp, sequence_parallel=tp > 1)
     how = Computing(2, "cuda", recompute=False)
     role = megatron_role(SHAPES["7B"], how, sizes, ranks=2, pp_rank=0, head="lm", trained=True, fused=True)
     found = sum(role.held().values()) + sum(role.training(Pass(4096, 4032, 4)).values())
@@ -189,7 +189,9 @@ def test_megatron_training_of_7b_on_two_h200(tp: int, measured_gib: float) -> No
 
 def test_half_a_billion_parameters_on_either_engine_on_one_h200() -> None:
     how, size = Computing(2, "cuda", recompute=False), Pass(4096, 4032, 8)
-    megatron = megatron_role(SHAPES["0.5B"], how, Sizes(), ranks=1, pp_rank=0, head="lm", trained=True, fused=True)
+    megatron = megatron_role(
+        SHAPES["0.5B"], how, ParallelSizes(), ranks=1, pp_rank=0, head="lm", trained=True, fused=True
+    )
     fsdp = FsdpRole(fp.decoder_of(SHAPES["0.5B"]), how, ranks=1, master=4, trained=True, lm=True)
     for role, measured_gib in ((megatron, 15.0), (fsdp, 16.0)):
         found = sum(role.held().values()) + sum(role.training(size).values())

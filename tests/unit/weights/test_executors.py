@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from rlsys.models.megatron.family import family_of
+from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.planning.engine_layout import EngineSizes, engine_layouts, local_shapes
-from rlsys.planning.trainer_layout import MegatronSizes, megatron_layouts
+from rlsys.planning.trainer_layout import megatron_layouts
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.executors.endpoints import WeightReceiver, WeightSender
@@ -112,7 +113,7 @@ class ThreadGroup:
 
 @pytest.fixture
 def sides() -> tuple[list[Trainer], list[Engine]]:
-    sizes = MegatronSizes(tp_size=2, pp_size=2, ep_size=2)
+    sizes = ParallelSizes(tp=2, pp=2, ep=2, etp=1)
     layouts = megatron_layouts(CONFIG, sizes, dtype="float32", ranks_per_host=99)
     trainers = [Trainer(replace(layout, host="here")) for layout in layouts]
     secrets = engine_layouts(SHAPES, EngineSizes(tp_size=2, vocab_multiple=8), num_kv_heads=4)

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from rlsys.models.megatron.family import family_of
+from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.planning.engine_layout import EngineSizes, engine_layouts, local_shapes
-from rlsys.planning.trainer_layout import MegatronSizes, fsdp_layouts, megatron_layouts
+from rlsys.planning.trainer_layout import fsdp_layouts, megatron_layouts
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import ConfigError
 from rlsys.weights.plan import Plan, make_plan
@@ -81,10 +82,11 @@ def trainers(family: str) -> Iterator[list[WeightLayout]]:
             for dp in SIZES:
                 for ep in SIZES if experts else (1,):
                     for etp in (1, 2) if ep > 1 else (1,):
-                        sizes = MegatronSizes(tp_size=tp, pp_size=pp, dp_size=dp, ep_size=ep, etp_size=etp)
+                        sizes = ParallelSizes(tp=tp, pp=pp, ep=ep, etp=etp)
                         if tp * pp * dp <= MAX_RANKS and tp * dp % (ep * etp) == 0:
                             try:
-                                yield megatron_layouts(config, sizes, grouped_experts=dp % 2 == 0, fused_norms=tp > 1)
+                                flags = {"grouped_experts": dp % 2 == 0, "fused_norms": tp > 1}
+                                yield megatron_layouts(config, sizes, dp_size=dp, **flags)
                             except ConfigError:
                                 continue
 

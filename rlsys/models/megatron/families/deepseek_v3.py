@@ -83,7 +83,8 @@ MTP = (
 )
 
 
-def sizes(hf_config: HFConfig) -> dict[str, int]:
+def dims(hf_config: HFConfig) -> dict[str, int]:
+    """The model's dimensions by the names that the tables use."""
     heads, q_lora = hf_config["num_attention_heads"], hf_config.get("q_lora_rank") or 0
     nope, rope, v = (hf_config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     return {
@@ -109,7 +110,8 @@ def sizes(hf_config: HFConfig) -> dict[str, int]:
 
 
 def settings(hf_config: HFConfig) -> dict[str, Any]:
-    own = sizes(hf_config)
+    """Keyword arguments of Megatron's transformer configuration."""
+    own = dims(hf_config)
     groups = {
         "moe_router_num_groups": hf_config.get("n_group"),
         "moe_router_group_topk": hf_config.get("topk_group"),
@@ -175,7 +177,7 @@ def refuse(hf_config: HFConfig) -> str:
 FAMILY = Family(
     architectures=("DeepseekV3ForCausalLM",),
     model_types=("deepseek_v3",),
-    sizes=sizes,
+    dims=dims,
     settings=settings,
     rope=lambda hf_config: {"rotary_base": rope_of(hf_config)["rope_theta"]},
     needs=(

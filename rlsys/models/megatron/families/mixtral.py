@@ -7,8 +7,8 @@ from rlsys.models.megatron.blocks import (
     ONLY,
     SPARSE_NORM,
     HFConfig,
+    attention_dims,
     attention_settings,
-    attention_sizes,
     expert_settings,
     first_of,
     rope_args,
@@ -18,14 +18,16 @@ from rlsys.models.megatron.family import NEEDS, Family
 from rlsys.models.megatron.rules import Rule, columns, stacked, whole
 
 
-def sizes(hf_config: HFConfig) -> dict[str, int]:
-    own = attention_sizes(hf_config)
+def dims(hf_config: HFConfig) -> dict[str, int]:
+    """The model's dimensions by the names that the tables use."""
+    own = attention_dims(hf_config)
     experts = first_of(hf_config, "num_local_experts", "num_experts")
     return {**own, "experts": experts, "expert_ffn": own.pop("ffn")}
 
 
 def settings(hf_config: HFConfig) -> dict[str, Any]:
-    own = sizes(hf_config)
+    """Keyword arguments of Megatron's transformer configuration."""
+    own = dims(hf_config)
     experts = expert_settings(hf_config, experts=own["experts"], expert_ffn=own["expert_ffn"], normalised=True)
     return {**attention_settings(hf_config), **experts}
 
@@ -33,7 +35,7 @@ def settings(hf_config: HFConfig) -> dict[str, Any]:
 FAMILY = Family(
     architectures=("MixtralForCausalLM",),
     model_types=("mixtral",),
-    sizes=sizes,
+    dims=dims,
     settings=settings,
     rope=rope_args,
     needs=(*NEEDS, "num_experts_per_tok"),

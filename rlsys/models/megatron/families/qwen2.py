@@ -5,8 +5,8 @@ from rlsys.models.megatron.blocks import (
     GATED_MLP,
     ONLY,
     QKV_BIAS,
+    attention_dims,
     attention_settings,
-    attention_sizes,
     rope_args,
     sliding,
 )
@@ -15,7 +15,7 @@ from rlsys.models.megatron.family import Family
 FAMILY = Family(
     architectures=("Qwen2ForCausalLM",),
     model_types=("qwen2",),
-    sizes=attention_sizes,
+    dims=attention_dims,
     settings=lambda hf_config: {**attention_settings(hf_config), "add_qkv_bias": True},
     rope=rope_args,
     only={key: values for key, values in ONLY.items() if key != "attention_bias"},

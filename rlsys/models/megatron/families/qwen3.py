@@ -5,8 +5,8 @@ from rlsys.models.megatron.blocks import (
     GATED_MLP,
     ONLY,
     QK_NORM,
+    attention_dims,
     attention_settings,
-    attention_sizes,
     rope_args,
     sliding,
 )
@@ -15,7 +15,7 @@ from rlsys.models.megatron.family import Family
 FAMILY = Family(
     architectures=("Qwen3ForCausalLM",),
     model_types=("qwen3",),
-    sizes=lambda hf_config: attention_sizes({"head_dim": 128, **hf_config}),
+    dims=lambda hf_config: attention_dims({"head_dim": 128, **hf_config}),
     settings=lambda hf_config: {**attention_settings({"head_dim": 128, **hf_config}), "qk_layernorm": True},
     rope=rope_args,
     only=ONLY,

@@ -11,8 +11,8 @@ from rlsys.models.megatron.blocks import (
     ROUTER,
     SPARSE_NORM,
     HFConfig,
+    attention_dims,
     attention_settings,
-    attention_sizes,
     expert_settings,
     first_of,
     rope_args,
@@ -21,19 +21,22 @@ from rlsys.models.megatron.blocks import (
 from rlsys.models.megatron.family import NEEDS, Family
 
 
-def sizes(hf_config: HFConfig) -> dict[str, int]:
+def dims(hf_config: HFConfig) -> dict[str, int]:
+    """The model's dimensions by the names that the tables use."""
     experts = first_of(hf_config, "num_experts", "num_local_experts")
-    return {**attention_sizes(hf_config), "experts": experts, "expert_ffn": hf_config["moe_intermediate_size"]}
+    return {**attention_dims(hf_config), "experts": experts, "expert_ffn": hf_config["moe_intermediate_size"]}
 
 
 def settings(hf_config: HFConfig) -> dict[str, Any]:
-    own = sizes(hf_config)
+    """Keyword arguments of Megatron's transformer configuration."""
+    own = dims(hf_config)
     normalised = bool(hf_config.get("norm_topk_prob", False))
     experts = expert_settings(hf_config, experts=own["experts"], expert_ffn=own["expert_ffn"], normalised=normalised)
     return {**attention_settings(hf_config), **experts, "qk_layernorm": True}
 
 
 def is_sparse(hf_config: HFConfig, layer: int) -> bool:
+    """Whether a layer has experts."""
     dense = hf_config.get("mlp_only_layers") or ()
     return layer not in dense and (layer + 1) % (hf_config.get("decoder_sparse_step") or 1) == 0
 
@@ -41,7 +44,7 @@ def is_sparse(hf_config: HFConfig, layer: int) -> bool:
 FAMILY = Family(
     architectures=("Qwen3MoeForCausalLM",),
     model_types=("qwen3_moe",),
-    sizes=sizes,
+    dims=dims,
     settings=settings,
     rope=rope_args,
     needs=(*NEEDS, "moe_intermediate_size", "num_experts_per_tok"),

@@ -13,9 +13,10 @@ from safetensors import safe_open
 
 from rlsys.models.hf import InMemory
 from rlsys.models.megatron import build
-from rlsys.models.megatron.build import ModelOptions, Sizes, build_chunks
+from rlsys.models.megatron.build import ModelOptions, build_chunks
 from rlsys.models.megatron.convert import full_tensors, load_hf
-from rlsys.models.megatron.family import Place, family_of
+from rlsys.models.megatron.family import family_of
+from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from tests.ranks import run_ranks
 from tests.unit.models.megatron_families.tiny import CONFIGS, read_config, write_model
 
@@ -23,12 +24,12 @@ mpu, tensor_parallel = build.mpu, build.tensor_parallel
 ROWS, LENGTH = 2, 24
 
 LAYOUTS = {
-    "one rank": Sizes(),
-    "TP4, more than key-value heads": Sizes(tp=4, etp=1, sequence_parallel=True),
-    "TP2 EP2": Sizes(tp=2, ep=2, etp=1, sequence_parallel=True),
-    "TP2 EP2 ETP2": Sizes(tp=2, ep=2, etp=2, sequence_parallel=True),
-    "PP2 in two chunks": Sizes(pp=2, vp=2),
-    "TP2 PP2": Sizes(tp=2, pp=2, etp=2, sequence_parallel=True),
+    "one rank": ParallelSizes(),
+    "TP4, more than key-value heads": ParallelSizes(tp=4, etp=1, sequence_parallel=True),
+    "TP2 EP2": ParallelSizes(tp=2, ep=2, etp=1, sequence_parallel=True),
+    "TP2 EP2 ETP2": ParallelSizes(tp=2, ep=2, etp=2, sequence_parallel=True),
+    "PP2 in two chunks": ParallelSizes(pp=2, vp=2),
+    "TP2 PP2": ParallelSizes(tp=2, pp=2, etp=2, sequence_parallel=True),
 }
 WORLDS = {"one rank": 1, "TP2 EP2": 2, "PP2 in two chunks": 2}
 
@@ -38,7 +39,7 @@ class Made:
     """What a rank made of one model: logits on the last stage, its place, its tensors by local name."""
 
     logits: torch.Tensor | None
-    place: Place
+    place: RankPlace
     tensors: dict[str, torch.Tensor]
 
 
@@ -74,7 +75,7 @@ def test_logits_and_weights_are_those_of_transformers(layout: str, models: dict[
         assert all(torch.equal(back[key], stored[key]) for key in stored), name
 
 
-def _make_all(paths: list[Path], sizes: Sizes) -> list[Made]:
+def _make_all(paths: list[Path], sizes: ParallelSizes) -> list[Made]:
     mpu.initialize_model_parallel(
         tensor_model_parallel_size=sizes.tp,
         pipeline_model_parallel_size=sizes.pp,
@@ -86,19 +87,15 @@ def _make_all(paths: list[Path], sizes: Sizes) -> list[Made]:
     return [_make(path, sizes) for path in paths]
 
 
-def _make(path: Path, sizes: Sizes) -> Made:
+def _make(path: Path, sizes: ParallelSizes) -> Made:
     config = read_config(path)
     family = family_of(config)
-    place = Place(
+    place = RankPlace(
+        sizes,
         mpu.get_tensor_model_parallel_rank(),
-        sizes.tp,
         mpu.get_pipeline_model_parallel_rank(),
-        sizes.pp,
-        sizes.vp,
         mpu.get_expert_model_parallel_rank(),
-        sizes.ep,
         mpu.get_expert_tensor_parallel_rank(),
-        sizes.expert_tp,
     )
     device = torch.device("cpu")
     chunks = build_chunks(family, config, sizes, ModelOptions(), scalar_head=False, device=device)
@@ -108,7 +105,7 @@ def _make(path: Path, sizes: Sizes) -> Made:
         return Made(_logits(chunks, sizes, config), place, {k: t.clone() for k, t in local.items()})
 
 
-def _logits(chunks: list[Any], sizes: Sizes, config: dict[str, Any]) -> torch.Tensor | None:
+def _logits(chunks: list[Any], sizes: ParallelSizes, config: dict[str, Any]) -> torch.Tensor | None:
     """Run the chunks one after another, hidden states sent from stage to stage."""
     own, last = mpu.get_pipeline_model_parallel_rank(), sizes.pp * sizes.vp - 1
     hidden = torch.empty(ROWS * LENGTH // (sizes.tp if sizes.sequence_parallel else 1), 1, config["hidden_size"])

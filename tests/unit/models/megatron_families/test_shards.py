@@ -17,7 +17,8 @@ from torch import Tensor
 
 from rlsys.models.hf import InMemory
 from rlsys.models.megatron.convert import full_tensors, load_from
-from rlsys.models.megatron.family import Family, Place, family_of
+from rlsys.models.megatron.family import Family, family_of
+from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.utils.errors import ConfigError
 from tests.unit.models.megatron_families.tiny import CONFIGS, DENSE
 
@@ -33,18 +34,22 @@ def random_model(family: Family, config: dict[str, Any]) -> dict[str, Tensor]:
     return {n: torch.randn(shape, generator=draw) for n, shape in family.hf_shapes(config).items()}
 
 
-def places(tp: int, pp: int, vp: int, ep: int, etp: int) -> Iterator[Place]:
+def places(tp: int, pp: int, vp: int, ep: int, etp: int) -> Iterator[RankPlace]:
     for t, p, e, x in product(range(tp), range(pp), range(ep), range(etp)):
-        yield Place(t, tp, p, pp, vp, e, ep, x, etp)
+        yield RankPlace(ParallelSizes(tp, pp, vp, 1, ep, etp), t, p, e, x)
 
 
-def empty_locals(family: Family, config: dict[str, Any], place: Place, **flags: Any) -> dict[str, Tensor]:
+def at(**sizes: int) -> RankPlace:
+    return RankPlace(ParallelSizes(**sizes))  # type: ignore[arg-type]
+
+
+def empty_locals(family: Family, config: dict[str, Any], place: RankPlace, **flags: Any) -> dict[str, Tensor]:
     """Local tensors full of what must not stay."""
     shapes = family.local_shapes(config, place, **flags)
     return {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
 
 
-def round_trip(config: dict[str, Any], ranks: list[Place], **flags: Any) -> None:
+def round_trip(config: dict[str, Any], ranks: list[RankPlace], **flags: Any) -> None:
     family = family_of(config)
     shapes, model = family.hf_shapes(config), random_model(family, config)
     holders = []
@@ -56,7 +61,7 @@ def round_trip(config: dict[str, Any], ranks: list[Place], **flags: Any) -> None
         assert not any(tensor.isnan().any() for tensor in local.values())
         held = sum(prod(shard.box.shape) for shard in shards)
         spare = sum(tensor.numel() for tensor in local.values()) - held
-        assert spare <= 2 * place.tp_size * config["hidden_size"]
+        assert spare <= 2 * place.sizes.tp * config["hidden_size"]
         holders.append((shards, InMemory(local)))
     back = dict(full_tensors(shapes, holders))
     assert list(back) == list(model)
@@ -104,7 +109,7 @@ def test_queries_keys_and_values_lie_group_by_group() -> None:
     fused = torch.cat([q, k, v], dim=1).view(-1, hidden)
     biases = [model[f"{prefix}{part}_proj.bias"].view(4, -1) for part in "qkv"]
     for rank in range(size):
-        local = _filled(config, model, Place(tp_rank=rank, tp_size=size))
+        local = _filled(config, model, RankPlace(ParallelSizes(tp=size), tp_rank=rank))
         own = "0.decoder.layers.1.self_attention."
         assert torch.equal(local[own + "linear_qkv.weight"], fused.chunk(size)[rank])
         assert torch.equal(local[own + "linear_qkv.bias"], torch.cat(biases, dim=1).view(-1).chunk(size)[rank])
@@ -115,7 +120,7 @@ def test_queries_keys_and_values_lie_group_by_group() -> None:
 def test_gate_lies_above_up_and_padding_is_zero() -> None:
     config = config_of("llama", vocab_size=9)
     model = random_model(family_of(config), config)
-    local = _filled(config, model, Place(tp_rank=1, tp_size=2))
+    local = _filled(config, model, RankPlace(ParallelSizes(tp=2), tp_rank=1))
     gate, up = (model[f"model.layers.2.mlp.{part}_proj.weight"].chunk(2)[1] for part in ("gate", "up"))
     assert torch.equal(local["0.decoder.layers.2.mlp.linear_fc1.weight"], torch.cat([gate, up]))
     embedding = local["0.embedding.word_embeddings.weight"]
@@ -127,7 +132,7 @@ def test_gate_lies_above_up_and_padding_is_zero() -> None:
 def test_experts_are_numbered_from_the_first_of_the_rank() -> None:
     config = config_of("mixtral")
     model = random_model(family_of(config), config)
-    place = Place(ep_rank=1, ep_size=4, etp_rank=1, etp_size=2)
+    place = RankPlace(ParallelSizes(ep=4, etp=2), ep_rank=1, etp_rank=1)
     w1, w3 = (model[f"model.layers.0.block_sparse_moe.experts.3.w{n}.weight"].chunk(2)[1] for n in (1, 3))
     one_by_one = _filled(config, model, place)["0.decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"]
     grouped = _filled(config, model, place, grouped_experts=True)["0.decoder.layers.0.mlp.experts.linear_fc1.weight1"]
@@ -138,7 +143,7 @@ def test_experts_are_numbered_from_the_first_of_the_rank() -> None:
 def test_transformer_engine_names() -> None:
     def names(model: str) -> set[str]:
         config = config_of(model)
-        shards = family_of(config).shards(config, Place(), fused_norms=True, grouped_experts=True)
+        shards = family_of(config).shards(config, RankPlace(), fused_norms=True, grouped_experts=True)
         return {shard.local.removeprefix("0.decoder.layers.") for shard in shards}
 
     dense = {name for name in names("qwen3") if name.startswith(("0.self", "0.mlp", "0.input", "0.pre"))}
@@ -172,7 +177,7 @@ def test_transformer_engine_names() -> None:
 
 def test_latent_down_projections_are_whole_in_transformer_engine_only() -> None:
     config = config_of("deepseek-v3")
-    family, place = family_of(config), Place(tp_rank=1, tp_size=2)
+    family, place = family_of(config), RankPlace(ParallelSizes(tp=2), tp_rank=1)
     name = "0.decoder.layers.0.self_attention.linear_kv_down_proj.weight"
     assert family.local_shapes(config, place)[name] == (10, 32)
     assert family.local_shapes(config, place, fused_norms=True)[name] == (20, 32)
@@ -181,22 +186,24 @@ def test_latent_down_projections_are_whole_in_transformer_engine_only() -> None:
 def test_interleaved_and_uneven_pipelines() -> None:
     family = family_of(config_of("llama"))
 
-    def split(layers: int, **place: Any) -> list[list[list[int]]]:
+    def split(layers: int, **sizes: Any) -> list[list[list[int]]]:
         config = config_of("llama", num_hidden_layers=layers)
-        return [family.layers_of(config, Place(pp_rank=rank, **place)) for rank in range(place["pp_size"])]
+        return [
+            family.layers_of(config, RankPlace(ParallelSizes(**sizes), pp_rank=rank)) for rank in range(sizes["pp"])
+        ]
 
-    assert split(8, pp_size=2, vp_size=2) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
-    assert split(7, pp_size=3, first_layers=1) == [[[0]], [[1, 2, 3]], [[4, 5, 6]]]
-    assert split(7, pp_size=2, last_layers=3) == [[[0, 1, 2, 3]], [[4, 5, 6]]]
-    assert split(10, pp_size=3, vp_size=2, last_layers=2) == [[[0, 1], [5, 6]], [[2, 3], [7, 8]], [[4], [9]]]
+    assert split(8, pp=2, vp=2) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+    assert split(7, pp=3, first_layers=1) == [[[0]], [[1, 2, 3]], [[4, 5, 6]]]
+    assert split(7, pp=2, last_layers=3) == [[[0, 1, 2, 3]], [[4, 5, 6]]]
+    assert split(10, pp=3, vp=2, last_layers=2) == [[[0, 1], [5, 6]], [[2, 3], [7, 8]], [[4], [9]]]
 
 
 def test_tied_output_is_held_by_the_last_stage_too() -> None:
     config = config_of("qwen2-tied")
     family = family_of(config)
-    last = family.shards(config, Place(pp_rank=1, pp_size=2))
+    last = family.shards(config, RankPlace(ParallelSizes(pp=2), pp_rank=1))
     assert {s.box.tensor for s in last if s.local == "0.output_layer.weight"} == {"model.embed_tokens.weight"}
-    assert not any(s.local == "0.output_layer.weight" for s in family.shards(config, Place()))
+    assert not any(s.local == "0.output_layer.weight" for s in family.shards(config, RankPlace()))
     assert family.aliases(config) == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
@@ -204,7 +211,7 @@ def test_tied_output_is_held_by_the_last_stage_too() -> None:
 def test_scalar_heads_replace_the_output(head: Any, held: set[str]) -> None:
     config = config_of("qwen2-tied")
     family = family_of(config)
-    shards = family.shards(config, Place(tp_rank=1, tp_size=2), head=head)
+    shards = family.shards(config, RankPlace(ParallelSizes(tp=2), tp_rank=1), head=head)
     assert {s.box.tensor for s in shards if "output_layer" in s.local} == held
     assert held <= family.hf_shapes(config, head=head).keys()
     assert not family.model_args(config, tp_size=2, head=head)["share_embeddings_and_output_weights"]
@@ -213,28 +220,43 @@ def test_scalar_heads_replace_the_output(head: Any, held: set[str]) -> None:
 @pytest.mark.parametrize(
     ("model", "changes", "place", "words"),
     [
-        ("llama", {}, Place(tp_size=3), "8 attention heads are not divisible by tensor_model_parallel_size=3"),
-        ("llama", {"num_key_value_heads": 8, "num_attention_heads": 24}, Place(tp_size=12), "neither a multiple"),
-        ("llama", {}, Place(pp_size=3), "num_layers_in_first_pipeline_stage"),
-        ("llama", {}, Place(pp_size=4, vp_size=2), "4 layers cannot be split"),
-        ("llama", {}, Place(vp_size=2), "needs pipeline_model_parallel_size > 1"),
-        ("llama", {}, Place(ep_size=2), "without experts"),
-        ("llama", {}, Place(tp_rank=2, tp_size=2), "tp rank 2 of 2"),
-        ("llama", {"vocab_size": 5}, Place(tp_size=4), "leaves nothing"),
-        ("llama", {"attention_bias": True}, Place(), "attention_bias=True"),
-        ("llama", {"hidden_act": "gelu"}, Place(), "hidden_act='gelu'"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, Place(), "rotary scaling"),
-        ("llama", {"num_hidden_layers": None}, Place(), "lacks num_hidden_layers"),
-        ("qwen2-tied", {"use_sliding_window": True, "sliding_window": 8}, Place(), "sliding_window=8"),
-        ("qwen3-moe", {}, Place(ep_size=3), "8 experts are not divisible by expert_model_parallel_size=3"),
-        ("qwen3-moe", {}, Place(etp_size=3), "expert_tensor_parallel_size=3"),
-        ("deepseek-v3", {"num_experts_per_tok": 6}, Place(), "2 x topk_group"),
-        ("deepseek-v3", {"norm_topk_prob": False}, Place(), "norm_topk_prob=False"),
-        ("deepseek-v3", {"quantization_config": {"quant_method": "fp8"}}, Place(), "quantization_config"),
+        (
+            "llama",
+            {},
+            at(tp=3),
+            "8 attention heads are not divisible by tensor_model_parallel_size=3",
+        ),
+        (
+            "llama",
+            {"num_key_value_heads": 8, "num_attention_heads": 24},
+            at(tp=12),
+            "neither a multiple",
+        ),
+        ("llama", {}, at(pp=3), "num_layers_in_first_pipeline_stage"),
+        ("llama", {}, at(pp=4, vp=2), "4 layers cannot be split"),
+        ("llama", {}, at(vp=2), "needs pipeline_model_parallel_size > 1"),
+        ("llama", {}, at(ep=2), "without experts"),
+        ("llama", {}, RankPlace(ParallelSizes(tp=2), tp_rank=2), "tp rank 2 of 2"),
+        ("llama", {"vocab_size": 5}, at(tp=4), "leaves nothing"),
+        ("llama", {"attention_bias": True}, RankPlace(), "attention_bias=True"),
+        ("llama", {"hidden_act": "gelu"}, RankPlace(), "hidden_act='gelu'"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, RankPlace(), "rotary scaling"),
+        ("llama", {"num_hidden_layers": None}, RankPlace(), "lacks num_hidden_layers"),
+        ("qwen2-tied", {"use_sliding_window": True, "sliding_window": 8}, RankPlace(), "sliding_window=8"),
+        (
+            "qwen3-moe",
+            {},
+            at(ep=3),
+            "8 experts are not divisible by expert_model_parallel_size=3",
+        ),
+        ("qwen3-moe", {}, at(etp=3), "expert_tensor_parallel_size=3"),
+        ("deepseek-v3", {"num_experts_per_tok": 6}, RankPlace(), "2 x topk_group"),
+        ("deepseek-v3", {"norm_topk_prob": False}, RankPlace(), "norm_topk_prob=False"),
+        ("deepseek-v3", {"quantization_config": {"quant_method": "fp8"}}, RankPlace(), "quantization_config"),
     ],
 )
 def test_what_megatron_cannot_hold_or_compute_is_refused(
-    model: str, changes: dict[str, Any], place: Place, words: str
+    model: str, changes: dict[str, Any], place: RankPlace, words: str
 ) -> None:
     config = config_of(model, **changes)
     with pytest.raises(ConfigError, match=words):
@@ -288,7 +310,7 @@ def test_published_sizes_are_met() -> None:
     assert extra["model.layers.61.mlp.experts.255.up_proj.weight"] == (2048, 7168)
 
 
-def _filled(config: dict[str, Any], model: dict[str, Tensor], place: Place, **flags: Any) -> dict[str, Tensor]:
+def _filled(config: dict[str, Any], model: dict[str, Tensor], place: RankPlace, **flags: Any) -> dict[str, Tensor]:
     family = family_of(config)
     local = empty_locals(family, config, place, **flags)
     load_from(InMemory(model), family.shards(config, place, **flags), local)
@@ -310,6 +332,6 @@ def test_the_example_of_the_guide_is_a_family(tmp_path: Path) -> None:
         model = AutoModelForCausalLM.from_config(config)
     shapes = module.FAMILY.hf_shapes(config.to_dict())
     assert shapes == {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    module.FAMILY.check(config.to_dict(), Place(tp_size=2))
+    module.FAMILY.check(config.to_dict(), RankPlace(ParallelSizes(tp=2)))
     with pytest.raises(ConfigError, match="sliding_window=16"):
-        module.FAMILY.check({**config.to_dict(), "sliding_window": 16, "layer_types": None}, Place())
+        module.FAMILY.check({**config.to_dict(), "sliding_window": 16, "layer_types": None}, RankPlace())
