@@ -12,7 +12,7 @@ from rlsys.utils.errors import ConfigError
 
 
 def derived_counts(
-    values: Mapping[str, Any], given: Mapping[str, Given], pending: Mapping[str, Given]
+    values: Mapping[str, Any], given: Mapping[str, Given], global_sizes: Mapping[str, Given]
 ) -> tuple[dict[str, Given], list[str]]:
     """Counts that trainer.allocation_mode and verl's old micro-batch sizes stand for, and the problems with them."""
     counts, problems = _from_allocation(values, given)
@@ -20,7 +20,7 @@ def derived_counts(
     if "trainer.n_gpus_per_node" in counts:
         per_node = counts["trainer.n_gpus_per_node"].value
     if is_count(nnodes) and is_count(per_node):
-        sizes, more = _from_global_sizes(nnodes * per_node, given, pending)
+        sizes, more = _from_global_sizes(nnodes * per_node, given, global_sizes)
         return counts | sizes, problems + more
     return counts, problems
 
@@ -53,12 +53,12 @@ def _from_allocation(values: Mapping[str, Any], given: Mapping[str, Given]) -> t
 
 
 def _from_global_sizes(
-    ranks: int, given: Mapping[str, Given], pending: Mapping[str, Given]
+    ranks: int, given: Mapping[str, Given], global_sizes: Mapping[str, Given]
 ) -> tuple[dict[str, Given], list[str]]:
     """Micro-batch sizes over all ranks, divided by them."""
     sizes: dict[str, Given] = {}
     problems = []
-    for key, old in pending.items():
+    for key, old in global_sizes.items():
         if not is_count(old.value) or old.value % ranks:
             problems.append(
                 f"{old.spelling} = {shown(old.value)} ({old.origin}): it is shared by {ranks} ranks and must be a "
@@ -69,7 +69,7 @@ def _from_global_sizes(
         if key in given and given[key].value not in (None, size):
             problems.append(
                 f"{old.spelling} = {old.value} and {key} = {shown(given[key].value)}: on {ranks} ranks the first means "
-                f"{size} each; give one of them"
+                f"{size} each; set one of them"
             )
         sizes[key] = Given(size, old.origin, old.spelling)
     return sizes, problems

@@ -71,7 +71,7 @@ def load(arguments: Arguments, schema: type[S]) -> Loaded[S]:
 def _values(layers: Layers) -> tuple[dict[str, Any], list[str]]:
     """The values of all keys, with counts that follow from others filled in, and the problems so far."""
     values = layers.resolve()
-    counts, problems = derived_counts(values, layers.given, layers.pending)
+    counts, problems = derived_counts(values, layers.given, layers.global_sizes)
     if counts:
         layers.given |= counts
         values = layers.resolve()
@@ -86,7 +86,7 @@ def _validated(values: dict[str, Any], layers: Layers, schema: type[S]) -> tuple
     except ValidationError as error:
         wrong = {_leaf(item["loc"], leaves(schema)): None for item in error.errors(include_url=False)}
     wrong = {path: None for path in wrong if path in layers.given} or wrong
-    return None, [_value_problem(path, values, layers, schema) for path in wrong if path not in layers.silent]
+    return None, [_value_problem(path, values, layers, schema) for path in wrong if path not in layers.unresolved]
 
 
 def _value_problem(path: str, values: dict[str, Any], layers: Layers, schema: type[Section]) -> str:

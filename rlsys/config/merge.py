@@ -1,4 +1,4 @@
-"""Lays files and overrides over the defaults: spellings become keys, unknown names become problems."""
+"""Merges files and overrides over the defaults: other spellings become keys, unknown names become problems."""
 
 from __future__ import annotations
 
@@ -6,15 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rlsys.config.checks.findings import without_effect
-from rlsys.config.compat.aliases import (
-    EXPANSIONS,
-    GLOBAL_MICRO_BATCHES,
-    canonical,
-    canonical_references,
-    table_for,
-)
-from rlsys.config.compat.unsupported import Elsewhere, known_elsewhere, look_up
+from rlsys.config.checks.findings import ignored
+from rlsys.config.compat.reader import CompatTable, compat_table
 from rlsys.config.introspect import default_of, is_open, leaves, nearest, nest, plain, sections, shown
 from rlsys.config.overrides import Override
 from rlsys.config.schema.base import Section
@@ -25,7 +18,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Given:
-    """What somebody set: the value, where (file or command line), and how the key was spelled there."""
+    """A setting from a file or the command line: its value, its origin, and how the key was spelled there."""
 
     value: Any
     origin: str
@@ -33,31 +26,30 @@ class Given:
 
 
 class Layers:
-    """Collects what each layer gives; `resolve` returns the values of all keys.
+    """Collects the settings of each layer; `resolve` returns the values of all keys.
 
-    `given` holds what was set by key; `pending` micro-batch sizes over all ranks that are still to be divided;
-    `problems` what cannot be accepted; `silent` the keys whose value could not even be resolved.
+    `given` holds the settings by key; `global_sizes` micro-batch sizes over all ranks that are still to be divided, by
+    the key they become; `problems` what cannot be accepted; `unresolved` the keys whose value could not be resolved.
     """
 
     def __init__(self, schema: type[Section]) -> None:
-        job = schema.__name__
         self._leaves, self._sections = leaves(schema), sections(schema)
-        self._table, self._elsewhere = table_for(job), known_elsewhere(job)
-        self._without_effect: dict[str, list[str]] = {}
+        self._compat = compat_table(schema)
+        self._ignored: dict[str, list[str]] = {}
         self._layer: dict[str, Given] = {}
         self.given: dict[str, Given] = {}
-        self.pending: dict[str, Given] = {}
+        self.global_sizes: dict[str, Given] = {}
         self.problems: list[str] = []
-        self.silent: set[str] = set()
+        self.unresolved: set[str] = set()
 
     def add_tree(self, tree: dict[str, Any], origin: str) -> None:
-        """Lay the keys of a file over what is there."""
+        """Merge the keys of a file over the layers so far."""
         self._layer = {}
         for key, value in tree.items():
             self._place(str(key), value, origin)
 
     def add_overrides(self, overrides: tuple[Override, ...]) -> None:
-        """Lay the command line over what is there, one after another; a repeated key takes its last value."""
+        """Merge the command line over the layers so far; a repeated key takes its last value."""
         self._layer = {}
         for override in overrides:
             if override.op == "~":
@@ -66,19 +58,17 @@ class Layers:
                 self._place(override.key, override.value, COMMAND_LINE)
 
     def notes(self) -> tuple[str, ...]:
-        """One line for each reason why settings have no effect here."""
-        return tuple(without_effect(keys, why) for why, keys in self._without_effect.items())
+        """One line for each reason why settings of other projects are ignored."""
+        return tuple(ignored(keys, why) for why, keys in self._ignored.items())
 
     def resolve(self) -> dict[str, Any]:
-        """The values of all keys with references resolved; what cannot be resolved becomes a problem."""
+        """The values of all keys with references resolved; a reference that cannot be resolved becomes a problem."""
         values = {path: default_of(field) for path, field in self._leaves.items()}
         values |= {path: plain(given.value) for path, given in self.given.items()}
-        referring = [path for path, value in values.items() if _refers(value)]
-        missing = [path for path, value in values.items() if isinstance(value, str) and value == "???"]
-        for path in missing:
-            self.problems.append(f"{path} = ???: it must be set; write {path}=<value>")
-            self.silent.add(path)
-        self._resolve_references(values, [path for path in referring if path not in missing])
+        for path in [path for path, value in values.items() if isinstance(value, str) and value == "???"]:
+            self.problems.append(f"{path} = ???: it must be set; set {path}=<value>")
+            self.unresolved.add(path)
+        self._resolve_references(values, [path for path, value in values.items() if _refers(value)])
         return values
 
     def _resolve_references(self, values: dict[str, Any], paths: list[str]) -> None:
@@ -86,55 +76,56 @@ class Layers:
         from omegaconf.errors import OmegaConfBaseException
 
         for path in paths:
-            values[path] = _canonical_inside(values[path], self._table)
+            values[path] = _canonical_inside(values[path], self._compat)
             try:
                 OmegaConf.create([values[path]])
             except OmegaConfBaseException as error:
                 self._cannot_resolve(path, error)
-        tree = OmegaConf.create(nest({path: value for path, value in values.items() if path not in self.silent}))
+        tree = OmegaConf.create(nest({path: value for path, value in values.items() if path not in self.unresolved}))
         for path in paths:
-            if path in self.silent:
+            if path in self.unresolved:
                 continue
             try:
-                found = OmegaConf.select(tree, path, throw_on_missing=True)
-                values[path] = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+                value = OmegaConf.select(tree, path, throw_on_missing=True)
+                values[path] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
             except (OmegaConfBaseException, RecursionError) as error:
                 self._cannot_resolve(path, error)
 
     def _cannot_resolve(self, path: str, error: Exception) -> None:
-        self.silent.add(path)
+        self.unresolved.add(path)
         if path in self.given:
             given = self.given[path]
             self.problems.append(f"{path} = {shown(given.value)} ({given.origin}): {_reason(error)}")
 
     def _place(self, spelling: str, value: Any, origin: str) -> None:
-        """Take one setting, or every setting of a section, under whatever name it is known."""
+        """Take one setting, or every setting of a section, under any of its spellings."""
         if spelling.rpartition(".")[2] == "_target_":
             return
-        path = canonical(spelling, self._table)
+        compat = self._compat
+        path = compat.canonical(spelling)
         if path != spelling and value is None:
             return
         given = Given(value, origin, spelling)
-        if path in EXPANSIONS and not isinstance(value, dict):
-            for key, part in EXPANSIONS[path](value).items():
+        if path in compat.expansions and not isinstance(value, dict):
+            for key, part in compat.expand(path, value).items():
                 self._set(key, Given(part, origin, spelling))
-        elif path in GLOBAL_MICRO_BATCHES:
+        elif path in compat.per_gpu:
             if value is not None:
-                self.pending[GLOBAL_MICRO_BATCHES[path]] = given
+                self.global_sizes[compat.per_gpu[path]] = given
         elif (self._open_key(path) or path in self._leaves) and not self._spelled_below(spelling, value):
             self._set_leaf(path, given)
-        elif isinstance(value, dict) and value and not self._agreed(path, value):
+        elif isinstance(value, dict) and value and not self._is_accepted(path, value):
             for key, below in value.items():
                 self._place(f"{spelling}.{key}", below, origin)
         elif path in self._sections:
             if value != {}:
                 self.problems.append(self._not_a_section(spelling, path, value))
         else:
-            self._refuse_or_note(path, given)
+            self._refuse_or_ignore(path, given)
 
     def _spelled_below(self, spelling: str, value: Any) -> bool:
         """Whether keys of this section have spellings of their own."""
-        return isinstance(value, dict) and any(f"{spelling}.{key}" in self._table for key in value)
+        return isinstance(value, dict) and any(f"{spelling}.{key}" in self._compat.aliases for key in value)
 
     def _set_leaf(self, path: str, given: Given) -> None:
         reason = _unsupported(given.value)
@@ -160,7 +151,7 @@ class Layers:
             one = "one setting" if path in (before.spelling, given.spelling) else path
             self.problems.append(
                 f"{before.spelling} = {shown(before.value)} and {given.spelling} = {shown(given.value)} "
-                f"({given.origin}): two names of {one}; give one of them"
+                f"({given.origin}): two names of {one}; set one of them"
             )
         self._layer[path] = self.given[path] = given
 
@@ -183,7 +174,7 @@ class Layers:
         return None
 
     def _present(self, path: str) -> Any:
-        """What somebody set at `path`, _ABSENT where nobody did."""
+        """The value set at `path`, _ABSENT if none was."""
         key = self._open_key(path)
         if key is None or path == key:
             return self.given[path].value if path in self.given else _ABSENT
@@ -194,23 +185,23 @@ class Layers:
 
     def _may_add(self, override: Override) -> bool:
         """Whether `key` exists for key=value, and is new for +key=value."""
-        path = canonical(override.key, self._table)
+        path = self._compat.canonical(override.key)
         present = self._present(path) is not _ABSENT
         if override.op == "+" and present:
             was = self._present(path)
             self.problems.append(
-                f"{override.text}: + adds a new key, and {override.key} is {shown(was)} already; "
-                f"write {override.text[1:]}"
+                f"{override.text}: + adds a new key, but {override.key} is already {shown(was)}; "
+                f"set {override.text[1:]}"
             )
             return False
         new = not present and path not in self._leaves and self._open_key(path)
         if override.op == "" and new and path == override.key:
-            self.problems.append(f"{override.text}: {override.key} is not there yet; write +{override.text}")
+            self.problems.append(f"{override.text}: {override.key} does not exist yet; to add it use +{override.text}")
             return False
         return True
 
     def _remove(self, override: Override) -> None:
-        path = canonical(override.key, self._table)
+        path = self._compat.canonical(override.key)
         if path in self._sections:
             for key in [key for key in self.given if key.startswith(f"{path}.")]:
                 self.given.pop(key)
@@ -218,10 +209,10 @@ class Layers:
         present, key = self._present(path), self._open_key(path)
         known = path in self._leaves
         if not known and present is _ABSENT:
-            why = f"{override.key} is not there" if key else self._unknown(override.key, path)
+            why = f"{override.key} does not exist" if key else self._unknown(override.key, path)
             self.problems.append(f"{override.text}: {why}")
         elif override.has_value and present is not _ABSENT and present != override.value:
-            self.problems.append(f"{override.text}: {override.key} is {shown(present)}; write ~{override.key}")
+            self.problems.append(f"{override.text}: {override.key} is {shown(present)}; use ~{override.key}")
         elif known:
             self.given.pop(path, None)
         elif key:
@@ -229,20 +220,21 @@ class Layers:
             rest = path[len(key) + 1 :].split(".")
             self.given[key] = Given(_without(before.value, rest), before.origin, before.spelling)
 
-    def _agreed(self, path: str, value: Any) -> bool:
-        entry = look_up(path, self._elsewhere)
-        return entry is not None and value in entry.agreed
+    def _is_accepted(self, path: str, value: Any) -> bool:
+        """Whether a key of another project may have this value silently."""
+        foreign = self._compat.foreign_key(path)
+        return foreign is not None and foreign.accepts(value)
 
-    def _refuse_or_note(self, path: str, given: Given) -> None:
-        entry: Elsewhere | None = look_up(path, self._elsewhere)
-        if entry is None:
+    def _refuse_or_ignore(self, path: str, given: Given) -> None:
+        foreign = self._compat.foreign_key(path)
+        if foreign is None:
             self.problems.append(f"{given.spelling} ({given.origin}): {self._unknown(given.spelling, path)}")
-        elif any(type(given.value) is type(agreed) and given.value == agreed for agreed in entry.agreed):
+        elif foreign.accepts(given.value):
             return
-        elif entry.refuse:
-            self.problems.append(f"{given.spelling} = {shown(given.value)} ({given.origin}): {entry.why}")
+        elif foreign.refused:
+            self.problems.append(f"{given.spelling} = {shown(given.value)} ({given.origin}): {foreign.why}")
         else:
-            self._without_effect.setdefault(entry.why, []).append(given.spelling)
+            self._ignored.setdefault(foreign.why, []).append(given.spelling)
 
     def _unknown(self, spelling: str, path: str) -> str:
         parent = path.rpartition(".")[0]
@@ -250,27 +242,33 @@ class Layers:
             if parent in self._leaves:
                 return f"no such key; {parent} is a single value, not a section"
             parent = parent.rpartition(".")[0]
-        near = nearest(spelling, (*self._leaves, *self._table))
+        near = nearest(spelling, (*self._leaves, *self._compat.aliases))
         return f"no such key; did you mean {' or '.join(near)}?" if near else "no such key; --help lists all keys"
 
     def _not_a_section(self, spelling: str, path: str, value: Any) -> str:
         example = next(key for key in self._leaves if key.startswith(f"{path}."))
-        return f"{spelling} = {shown(value)}: it is a section of keys; write e.g. {example}=<value>"
+        return f"{spelling} = {shown(value)}: it is a section of keys; set e.g. {example}=<value>"
+
+
+def _scalars(value: Any) -> Iterator[Any]:
+    """The values inside of lists and dicts, at any depth."""
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _scalars(item)
+    else:
+        yield value
 
 
 def _refers(value: Any) -> bool:
-    if isinstance(value, str):
-        return "${" in value
-    items: Iterator[Any] = iter(value.values() if isinstance(value, dict) else value if isinstance(value, list) else ())
-    return any(_refers(item) for item in items)
+    return any(isinstance(item, str) and "${" in item for item in _scalars(value))
 
 
-def _canonical_inside(value: Any, table: dict[str, str]) -> Any:
-    if isinstance(value, str):
-        return canonical_references(value, table)
+def _canonical_inside(value: Any, compat: CompatTable) -> Any:
     if isinstance(value, list):
-        return [_canonical_inside(item, table) for item in value]
-    return {key: _canonical_inside(item, table) for key, item in value.items()} if isinstance(value, dict) else value
+        return [_canonical_inside(item, compat) for item in value]
+    if isinstance(value, dict):
+        return {key: _canonical_inside(item, compat) for key, item in value.items()}
+    return compat.canonical_references(value) if isinstance(value, str) else value
 
 
 def _reason(error: Exception) -> str:
@@ -280,19 +278,16 @@ def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError) or "Recursive" in text:
         return "it refers to itself"
     if isinstance(error, GrammarParseError):
-        return "the ${...} in it cannot be read; write ${other.key}"
+        return "the ${...} in it cannot be parsed; a reference is ${other.key}"
     return text
 
 
 def _unsupported(value: Any) -> str:
-    """Why a value from a file cannot be a setting, or nothing."""
-    if isinstance(value, dict):
-        return next((reason for item in value.values() if (reason := _unsupported(item))), "")
-    if isinstance(value, list):
-        return next((reason for item in value if (reason := _unsupported(item))), "")
-    if value is None or isinstance(value, bool | int | float | str):
-        return ""
-    return f"a {type(value).__name__} cannot be a setting; put quotes around it"
+    """Why a value from a file cannot be a setting; empty if it can."""
+    for item in _scalars(value):
+        if item is not None and not isinstance(item, bool | int | float | str):
+            return f"a {type(item).__name__} cannot be a setting; put quotes around it"
+    return ""
 
 
 def _merge(base: dict[str, Any], over: Any) -> Any:

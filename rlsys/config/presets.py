@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config.arguments import Arguments
-from rlsys.config.compat.aliases import canonical, table_for
+from rlsys.config.compat.reader import compat_table
 from rlsys.config.schema.base import Section
 from rlsys.utils.errors import ConfigError
 
@@ -57,9 +57,9 @@ def default_preset(arguments: Arguments, schema: type[Section]) -> Preset:
         folders = (folder, presets_folder())
     name = arguments.config_name or _DEFAULT_NAMES[schema.__name__]
     asked = arguments.config_name is not None or arguments.config_path is not None
-    table, key = table_for(schema.__name__), model_key(schema)
+    compat, key = compat_table(schema), model_key(schema)
     named = any(
-        canonical(override.key, table) == key and override.value is not None for override in arguments.overrides
+        compat.canonical(override.key) == key and override.value is not None for override in arguments.overrides
     ) or any(_names_model(override.key, override.value, key) for override in arguments.overrides)
     if schema.__name__ == "PPOConfig" and not asked and not named:
         return Preset("quickstart", folders, QUICKSTART_WHY.format(key=key))

@@ -1,4 +1,4 @@
-"""How findings are worded."""
+"""How problems and notes are worded."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Note(str):
 
 
 def wrong(key: str, value: object, why: str) -> str:
-    """A problem: the key, its value, and why, which ends with what to write."""
+    """A problem: the key, its value, and why it is wrong, ending with what to set instead."""
     return f"{key} = {shown(value)}: {why}"
 
 
-def without_effect(keys: Iterable[str], why: str) -> Note:
-    """One line for all settings that a reason leaves without effect."""
-    return Note(f"without effect here: {', '.join(dict.fromkeys(keys))}: {why}")
+def ignored(keys: Iterable[str], why: str) -> Note:
+    """One line for all settings that are ignored for the same reason."""
+    return Note(f"ignored: {', '.join(dict.fromkeys(keys))} ({why})")
 
 
 def note(key: str, value: object, why: str) -> Note:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from rlsys.config.checks.algorithm import ESTIMATORS
-from rlsys.config.checks.findings import Note, without_effect
+from rlsys.config.checks.findings import Note, ignored
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig
 
@@ -25,7 +25,7 @@ def idle_settings(cfg: Section, given: Collection[str]) -> Iterator[Note]:
     """A note for each reason why keys in `given` have no effect."""
     for why, prefixes in _asleep(cfg) if isinstance(cfg, PPOConfig) else ():
         if keys := [key for key in given if key.startswith(prefixes)]:
-            yield without_effect(keys, why)
+            yield ignored(keys, why)
 
 
 def _asleep(cfg: PPOConfig) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -15,18 +15,7 @@ import yaml
 
 from rlsys.config import EvalConfig, PPOConfig, RMConfig, SFTConfig, load_config, main_config
 from rlsys.config.arguments import parse_arguments
-from rlsys.config.compat.aliases import (
-    AREAL,
-    EVAL,
-    EXPANSIONS,
-    GLOBAL_MICRO_BATCHES,
-    RLINF,
-    SUPERVISED,
-    VERL,
-    canonical,
-    table_for,
-)
-from rlsys.config.compat.unsupported import known_elsewhere
+from rlsys.config.compat.reader import FILES, compat_table, read_blocks
 from rlsys.config.help import describe
 from rlsys.config.introspect import default_of, leaves, sections
 from rlsys.config.load import load
@@ -79,10 +68,10 @@ def test_every_default_is_itself_valid(schema: type[Section], folder: Path) -> N
 
 
 @pytest.mark.parametrize("schema", JOBS)
-def test_no_key_is_also_another_spelling_or_elsewhere(schema: type[Section]) -> None:
-    job = schema.__name__
-    assert not set(table_for(job)) & set(leaves(schema))
-    shadowed = {key for key in known_elsewhere(job) if key in leaves(schema)}
+def test_no_key_is_also_a_key_of_another_project(schema: type[Section]) -> None:
+    table = compat_table(schema)
+    assert not set(table.aliases) & set(leaves(schema))
+    shadowed = {key for key in table.foreign if key in leaves(schema)}
     allowed = {
         key for key in shadowed if key.endswith(("optimizer_offload", "strategy", "ulysses_sequence_parallel_size"))
     }
@@ -91,14 +80,27 @@ def test_no_key_is_also_another_spelling_or_elsewhere(schema: type[Section]) -> 
 
 @pytest.mark.parametrize("schema", JOBS)
 def test_every_spelling_leads_to_a_key(schema: type[Section]) -> None:
-    table = table_for(schema.__name__)
-    ends = {*leaves(schema), *sections(schema), *EXPANSIONS, *known_elsewhere(schema.__name__)}
-    for spelling in table:
-        if schema is RMConfig or not spelling.startswith("ray_init"):
-            key = canonical(spelling, table)
-            assert key in ends or "lora" in spelling or f"{R}.engine_kwargs" in key, spelling
-    if schema is PPOConfig:
-        assert set(GLOBAL_MICRO_BATCHES.values()) <= set(leaves(schema))
+    table = compat_table(schema)
+    ends = {*leaves(schema), *sections(schema), *table.expansions, *table.foreign}
+    for spelling in table.aliases:
+        key = table.canonical(spelling)
+        assert key in ends or "lora" in spelling or f"{R}.engine_kwargs" in key, spelling
+    expanded = {key for keys in table.expansions.values() for key in keys}
+    assert {*table.per_gpu.values(), *expanded} <= set(leaves(schema))
+
+
+def test_no_spelling_or_foreign_key_is_in_two_files() -> None:
+    for schema in JOBS:
+        job = schema.__name__.removesuffix("Config").lower()
+        names = [
+            name
+            for file in FILES
+            for block in read_blocks(file)
+            if job in block.get("jobs", ())
+            for kind in ("aliases", "per_gpu", "expansions", "ignored", "refused")
+            for name in block.get(kind, ())
+        ]
+        assert len(names) == len(set(names))
 
 
 VERL_DEFAULTS = {
@@ -363,7 +365,7 @@ def test_a_section_of_nulls_from_an_old_file_sets_nothing(folder: Path) -> None:
 def test_settings_without_effect_are_noted_in_one_line_for_each_reason() -> None:
     told = notes(["trainer.profile_steps=[1]", "trainer.npu_profile=true", "trainer.v1.trainer_mode=sync"])
     assert told.count("\n") == 1
-    assert "trainer.profile_steps, trainer.npu_profile: " in told
+    assert "ignored: trainer.profile_steps, trainer.npu_profile (" in told
     assert "trainer.v1.trainer_mode" in told
 
 
@@ -391,9 +393,9 @@ def test_settings_that_nothing_else_asks_for_are_noted(setting: str, asks_for_it
         f"{R}.parity.freq=-1",
     )
     key = setting.partition("=")[0]
-    assert f"without effect here: {key}: " in notes([*idle, setting])
-    assert f"without effect here: {key}: " not in notes([*idle, asks_for_it, setting])
-    assert "without effect" not in notes(list(idle))
+    assert f"ignored: {key} (" in notes([*idle, setting])
+    assert f"ignored: {key} (" not in notes([*idle, asks_for_it, setting])
+    assert "ignored" not in notes(list(idle))
 
 
 def test_settings_of_another_engine_are_noted() -> None:
@@ -554,7 +556,7 @@ def test_every_preset_loads(name: str, folder: Path, monkeypatch: pytest.MonkeyP
     elif name in ("ppo_trainer", "ppo_megatron_trainer", "dapo"):
         argv += [f"{M}.path=some/model", "data.train_files=train.parquet", "data.val_files=test.parquet"]
     loaded = load(parse_arguments(argv), schema)
-    assert not [note for note in loaded.notes if "without effect" in note]
+    assert not [note for note in loaded.notes if "ignored" in note]
     assert len((presets_folder() / f"{name}.yaml").read_text().splitlines()) <= 70
 
 
@@ -590,7 +592,7 @@ def test_a_run_prints_its_plan_and_goes_on(capsys: pytest.CaptureFixture[str]) -
     told = capsys.readouterr()
     assert isinstance(cfg, PPOConfig)
     assert "384 samples" in told.out
-    assert "rlsys: note: without effect here: transfer_queue.enable" in told.err
+    assert "rlsys: note: ignored: transfer_queue.enable" in told.err
 
 
 @pytest.mark.parametrize("schema", JOBS)
@@ -603,13 +605,6 @@ def test_help_lists_every_key_with_its_default(schema: type[Section], capsys: py
         assert f"  {key}=" in told or f"  {key}   (follows " in told, key
         if default_of(field) is True:
             assert f"  {key}=true" in told
-
-
-def test_tables_do_not_overlap() -> None:
-    assert not set(VERL) & set(AREAL)
-    assert not (set(VERL) | set(AREAL)) & set(RLINF)
-    assert not set(SUPERVISED) & set(leaves(SFTConfig))
-    assert not set(EVAL) & set(leaves(EvalConfig))
 
 
 @pytest.mark.slow
@@ -631,13 +626,6 @@ def test_the_wheel_finds_its_presets(tmp_path: Path) -> None:
 # The guide
 
 GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "config.md").read_text()
-
-
-@pytest.mark.parametrize(
-    "table", [VERL, AREAL, RLINF, SUPERVISED, EVAL], ids=["verl", "areal", "rlinf", "supervised", "eval"]
-)
-def test_the_guide_lists_every_spelling(table: dict[str, str]) -> None:
-    assert [name for name, key in table.items() if f"| `{name}` | `{key}` |" not in GUIDE] == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlsys.config import EvalConfig, PPOConfig, RMConfig, SFTConfig, load_config, main_config, plan_text
-from rlsys.config.compat.aliases import AREAL, EXPANSIONS, VERL
+from rlsys.config.compat.reader import compat_table
 from rlsys.config.introspect import leaves
 from rlsys.config.schema.base import Section
 from rlsys.utils.errors import ConfigError
@@ -86,10 +86,10 @@ UNKNOWN = [
 ]
 
 ADDING = [
-    bad("+data.train_batch_size=4", "+data.train_batch_size=4", "already", "write data.train_batch_size=4"),
-    bad(f"{M}.override_config.attention_dropout=0", "is not there yet", f"+{M}.override_config.attention_dropout=0"),
+    bad("+data.train_batch_size=4", "+data.train_batch_size=4", "already", "set data.train_batch_size=4"),
+    bad(f"{M}.override_config.attention_dropout=0", "does not exist yet", f"+{M}.override_config.attention_dropout=0"),
     bad([f"+{M}.override_config.a=1", f"+{M}.override_config.a=2"], "+", "already"),
-    bad(f"~{M}.override_config.a", f"{M}.override_config.a", "is not there"),
+    bad(f"~{M}.override_config.a", f"{M}.override_config.a", "does not exist"),
     bad("~data.train_batch_size=7", "data.train_batch_size", "is 48", "~data.train_batch_size"),
 ]
 
@@ -193,15 +193,15 @@ CHOICES = [
 ]
 
 ELSEWHERE = [
-    bad(f"{A}.megatron.mixed_precision={{param_dtype: bf16}}", "mixed_precision", "write dtype"),
+    bad(f"{A}.megatron.mixed_precision={{param_dtype: bf16}}", "mixed_precision", "set dtype"),
     bad(f"{A}.megatron.dist_checkpointing_path=x", "dist_checkpointing_path", "model.path"),
     bad(f"{R}.data_parallel_size=2", "data_parallel_size", "trainer.rollout_workers"),
     bad(f"{R}.multi_turn.enable=true", "multi_turn.enable", "one turn"),
-    bad(f"{R}.quantization=fp8", "quantization", "not built here"),
+    bad(f"{R}.quantization=fp8", "quantization", "not supported"),
     bad("data.image_key=pictures", "data.image_key", "trains on text"),
     bad(f"{A}.optim.num_cycles=1", "num_cycles", "falls once"),
     bad(f"{M}.exclude_modules=[lm_head]", f"{M}.exclude_modules", "target_modules"),
-    bad("distillation.enabled=true", "distillation.enabled", "not built"),
+    bad("distillation.enabled=true", "distillation.enabled", "not supported"),
     bad("trainer.default_hdfs_dir=hdfs://x", "trainer.default_hdfs_dir", "trainer.default_local_dir"),
     bad("trainer.del_local_ckpt_after_load=true", "del_local_ckpt_after_load", "max_actor_ckpt_to_keep"),
     bad(f"{A}.router_replay.mode=R2", "router_replay.mode", "not replayed"),
@@ -215,13 +215,17 @@ ELSEWHERE = [
 ]
 
 SPELLINGS = [
-    bad([f"{A}.clip_ratio=0.2", f"{A}.eps_clip=0.3"], "clip_ratio = 0.2", "eps_clip = 0.3", "give one"),
-    bad(["reward.num_workers=2", "reward_model.num_workers=3"], "reward_model.num_workers", "give one"),
-    bad([f"{R}.n=4", f"{R}.group_size=8"], f"{R}.n = 4", "group_size = 8", "give one"),
+    bad([f"{A}.clip_ratio=0.2", f"{A}.eps_clip=0.3"], "clip_ratio = 0.2", "eps_clip = 0.3", "set one"),
+    bad(["reward.num_workers=2", "reward_model.num_workers=3"], "reward_model.num_workers", "set one"),
+    bad([f"{R}.n=4", f"{R}.group_size=8"], f"{R}.n = 4", "group_size = 8", "set one"),
     bad(["algorithm.kl_ctl=0.1", "algorithm.use_kl_in_reward=false"], "algorithm.kl_ctl", "use_kl_in_reward"),
     bad([f"{A}.eps_clip=-1"], f"{A}.eps_clip", f"{A}.clip_ratio", "at least 0"),
     bad(["trainer.n_gpus_per_node=2", f"{A}.ppo_micro_batch_size=3"], "ppo_micro_batch_size = 3", "2 ranks"),
-    bad([f"{A}.ppo_micro_batch_size=4", f"{A}.ppo_micro_batch_size_per_gpu=2"], "ppo_micro_batch_size = 4", "give one"),
+    bad(
+        [f"{A}.ppo_micro_batch_size=4", f"{A}.ppo_micro_batch_size_per_gpu=2"],
+        "ppo_micro_batch_size = 4",
+        "set one",
+    ),
     bad("critic.model.fsdp_config.fsdp_sice=1", "fsdp_sice", "fsdp_size"),
 ]
 
@@ -495,7 +499,7 @@ YAML = {
     "group": ("defaults:\n- actor@actor: dp\n", "defaults", "config groups"),
     "defaults_text": ("defaults: dapo\n", "defaults", "a list"),
     "circle": ("defaults: [circle]\n", "circle -> circle", ""),
-    "both": ("reward_model:\n  num_workers: 3\nreward:\n  num_workers: 4\n", "reward.num_workers", "give one"),
+    "both": ("reward_model:\n  num_workers: 3\nreward:\n  num_workers: 4\n", "reward.num_workers", "set one"),
     "reference": ("data:\n  seed: ${data.nothing}\n", "data.seed", "data.nothing"),
     "grammar": ("data:\n  seed: ${\n", "data.seed", ""),
     "anchor": ("data: *nothing\n", "line 1", "undefined alias"),
@@ -585,7 +589,8 @@ def test_a_wrong_value_is_told_once_and_not_for_the_keys_that_follow_it(capsys: 
     assert "critic" not in text
 
 
-KEYS = st.sampled_from([*leaves(PPOConfig), *VERL, *AREAL, *EXPANSIONS, "critic", "data", "nothing.here"])
+COMPAT = compat_table(PPOConfig)
+KEYS = st.sampled_from([*leaves(PPOConfig), *COMPAT.aliases, *COMPAT.expansions, "critic", "data", "nothing.here"])
 NUMBERS = st.sampled_from(["0", "1", "-1", "2", "1e9", "nan", "inf", "1" * 30, "0.5", "1e-400", "1e400"])
 WORDS = st.sampled_from(
     ["null", "true", "''", "fsdp", "group", "./rows.jsonl", "./model", "${data.seed}", "${.x}", "[]"]

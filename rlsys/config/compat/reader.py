@@ -1,0 +1,118 @@
+"""Settings of verl, AReaL and RLinf: other spellings of our keys, and keys that are refused or ignored.
+
+They are data, in the YAML files of this folder. Each file holds blocks for some jobs (`jobs`), or for sections of some
+jobs (`under`), of:
+
+- `aliases`: another spelling of a key or section. It maps by prefix, the longest first, so that one line moves a whole
+  section. Both spellings may be set if the values agree.
+- `per_gpu`: sizes over all ranks, divided by the number of training ranks.
+- `expansions`: settings that set several keys: for each key a table from the value set to the key's value, `otherwise`
+  for values that are not in it; without `otherwise` such a value is passed on.
+- `refused` and `ignored`: keys that do not exist here, with the reason and what to set instead. A key that would change
+  results if it were ignored is refused. Values listed in `unless`, and null, ask for what happens anyway; they are
+  accepted silently.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rlsys.config.schema.base import Section
+
+FILES = ("verl.yaml", "areal.yaml", "rlinf.yaml")
+_MAX_ALIASES = 4
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class ForeignKey:
+    """Why a key of another project is refused or ignored. Values in `unless` are accepted silently."""
+
+    why: str
+    refused: bool
+    unless: tuple[Any, ...] = ()
+
+    def accepts(self, value: Any) -> bool:
+        return value is None or any(type(value) is type(known) and value == known for known in self.unless)
+
+
+@dataclass(frozen=True)
+class CompatTable:
+    """The settings of other projects that a job understands, by their names there."""
+
+    aliases: dict[str, str] = field(default_factory=dict)
+    per_gpu: dict[str, str] = field(default_factory=dict)
+    expansions: dict[str, dict[str, dict[Any, Any]]] = field(default_factory=dict)
+    foreign: dict[str, ForeignKey] = field(default_factory=dict)
+
+    def canonical(self, path: str) -> str:
+        """The key that a spelling stands for; a path without another spelling is returned as it is."""
+        for _ in range(_MAX_ALIASES):
+            prefix = next((prefix for prefix in _prefixes(path) if prefix in self.aliases), None)
+            if prefix is None:
+                return path
+            path = self.aliases[prefix] + path[len(prefix) :]
+        return path
+
+    def canonical_references(self, text: str) -> str:
+        """The text with other spellings inside its ${...} replaced by the keys."""
+        return re.sub(r"\$\{([A-Za-z_][\w.]*)\}", lambda match: "${" + self.canonical(match[1]) + "}", text)
+
+    def expand(self, path: str, value: Any) -> dict[str, Any]:
+        """The keys, with their values, that the expansion `path` sets."""
+        return {key: _translated(value, values) for key, values in self.expansions[path].items()}
+
+    def foreign_key(self, path: str) -> ForeignKey | None:
+        """The entry of the longest prefix of `path`."""
+        return next((self.foreign[prefix] for prefix in _prefixes(path) if prefix in self.foreign), None)
+
+
+@cache
+def compat_table(schema: type[Section]) -> CompatTable:
+    """The table of a job, from all files."""
+    table, job = CompatTable(), schema.__name__.removesuffix("Config").lower()
+    for block in (block for name in FILES for block in read_blocks(name)):
+        sections = block["under"].get(job, []) if "under" in block else [""] if job in block["jobs"] else []
+        for section in sections:
+            for kind in ("aliases", "per_gpu", "expansions"):
+                getattr(table, kind).update(block.get(kind, {}))
+            for kind in ("ignored", "refused"):
+                for key, entry in block.get(kind, {}).items():
+                    path = f"{section}.{key}" if section else key
+                    table.foreign[path] = _foreign_key(entry, refused=kind == "refused")
+    return table
+
+
+@cache
+def read_blocks(name: str) -> list[dict[str, Any]]:
+    """The blocks of one file."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    text = (Path(__file__).parent / name).read_text(encoding="utf-8")
+    return yaml.load(text, Loader=loader)["blocks"]
+
+
+def _foreign_key(entry: str | dict[str, Any], *, refused: bool) -> ForeignKey:
+    if isinstance(entry, str):
+        return ForeignKey(entry, refused)
+    return ForeignKey(entry["why"], refused, tuple(entry["unless"]))
+
+
+def _translated(value: Any, values: dict[Any, Any]) -> Any:
+    for known, meaning in values.items():
+        if known == value and isinstance(known, bool) == isinstance(value, bool):
+            return meaning
+    return values.get("otherwise", value)
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """The path itself and the sections it is in, the longest first."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
