@@ -18,41 +18,48 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.timing import scaled_s
+
 DEADLINE_S = 120.0
 
 
 def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
     """`work(*args)` on every rank of a fresh process group; results in rank order. AssertionError if one fails."""
+    deadline_s = scaled_s(DEADLINE_S)
     context: Any = multiprocessing.get_context("forkserver" if "nccl" in backend else "fork")
     if "nccl" in backend:
         context.set_forkserver_preload(["torch", "rlsys.protocol"])  # nothing that may touch CUDA
     with tempfile.TemporaryDirectory() as place:
         ranks = [
-            context.Process(target=_rank, args=(rank, world_size, Path(place), backend, work, args), daemon=True)
+            context.Process(
+                target=_rank, args=(rank, world_size, Path(place), backend, deadline_s / 2, work, args), daemon=True
+            )
             for rank in range(world_size)
         ]
         for process in ranks:
             process.start()
         for process in ranks:
-            process.join(DEADLINE_S)
+            process.join(deadline_s)
         hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
         for process in ranks:
             process.kill()
             process.join()
         results = [_read(Path(place) / f"result_{rank}") for rank in range(world_size)]
-    assert not hung, f"ranks {hung} did not end within {DEADLINE_S:g} s"
+    assert not hung, f"ranks {hung} did not end within {deadline_s:g} s"
     failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(results) if not ok]
     assert not failed, "\n".join(failed)
     return [value for _, value in results]
 
 
-def _rank(rank: int, world_size: int, place: Path, backend: str, work: Callable[..., Any], args: Any) -> None:
+def _rank(
+    rank: int, world_size: int, place: Path, backend: str, deadline_s: float, work: Callable[..., Any], args: Any
+) -> None:
     torch.set_num_threads(1)
     os.environ.pop("RANK", None)
     store = dist.FileStore(str(place / "store"), world_size)
     try:
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=DEADLINE_S / 2)
+            backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=deadline_s)
         )
         result = (True, work(*args))
     except BaseException:

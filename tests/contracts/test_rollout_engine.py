@@ -25,6 +25,7 @@ from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams
 from rlsys.utils.errors import WeightTransferError
 from tests.servers import EngineBrain, SampledBrain, Server
+from tests.timing import scaled_s
 
 VOCABULARY, EOS = 96, 2
 
@@ -96,7 +97,7 @@ def remote_bench(kind: str) -> Bench:
     behind, reference = HFRollout(tiny_model(), seed=11), tiny_model()
     server = Server(kind, EngineBrain(behind) if kind == "sglang" else SampledBrain(behind)).start()
     make = SGLangRemoteEngine if kind == "sglang" else VLLMRemoteEngine
-    engine = make(RemoteSettings((server.url,), send_seeds=True, request_s=60))
+    engine = make(RemoteSettings((server.url,), send_seeds=True, request_s=scaled_s(60)))
     engine.connect()
 
     def close() -> None:
@@ -300,7 +301,7 @@ def test_pause_returns_partial_results_that_can_be_continued(bench: Bench) -> No
     requests = requests_of(3, SamplingParams(3000, ignore_eos=True))
     thread, partial = run_in_thread(bench.engine, requests)
     bench.engine.pause()
-    thread.join(timeout=20)
+    thread.join(timeout=scaled_s(20))
     assert len(partial) == 3
     assert {response.stop_reason for response in partial} == {Finish.ABORT}
     num_done = [len(response.output_tokens) for response in partial]
@@ -326,7 +327,7 @@ def test_an_update_aborts_what_runs_and_never_mixes_weights(bench: Bench) -> Non
     thread, partial = run_in_thread(bench.engine, requests_of(2, SamplingParams(3000, ignore_eos=True)))
     bench.engine.begin_update()
     bench.engine.finish_update(7)
-    thread.join(timeout=20)
+    thread.join(timeout=scaled_s(20))
     assert {response.stop_reason for response in partial} == {Finish.ABORT}
     assert {version for response in partial for version in response.output_versions} == {0}
 

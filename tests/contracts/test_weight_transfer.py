@@ -33,6 +33,7 @@ from rlsys.weights.executors.endpoints import WeightReceiver, WeightSender
 from rlsys.weights.executors.in_process import local_sums, reshard_local
 from rlsys.weights.executors.shm import Moved
 from rlsys.weights.sharding_manager import FSDPHFShardingManager, ShardingManager, choose
+from tests.timing import scaled_s
 
 REQUEST = ModelRequest((5, 6, 7), SamplingParams(12, temperature=0.0, ignore_eos=True))
 Deed = Callable[[], None]
@@ -190,7 +191,7 @@ class PipeAnswer:
     number: int
 
     def get(self, deadline_s: float | None = None) -> Any:
-        return self.worker.answer(self.number, deadline_s or 60.0)
+        return self.worker.answer(self.number, deadline_s or scaled_s(60.0))
 
 
 class PipeWorker:
@@ -319,7 +320,7 @@ def bench_of(
     deadline_s: float = 20.0,
 ) -> Iterator[Bench]:
     with ExitStack() as stack:
-        bench = EXECUTORS[executor](stack, num_trainers, num_rollouts, dtype, deadline_s)
+        bench = EXECUTORS[executor](stack, num_trainers, num_rollouts, dtype, scaled_s(deadline_s))
         bench.manager.connect()
         yield bench
 
@@ -407,13 +408,13 @@ def test_a_trainer_that_raises_is_healed_by_the_next_push(executor: str) -> None
     with bench_of(executor) as bench:
         bench.manager.push(1)
         bench.trainers.all("train", 1)
-        bench.trainers.execute_rank_async(1, "arm", "raise").get(5)
+        bench.trainers.execute_rank_async(1, "arm", "raise").get(scaled_s(5))
         with pytest.raises(RuntimeError, match="optimizer is in the way") as error:
             bench.manager.push(2)
         assert "push of version 2" in str(error.value.__notes__)
         for health in bench.rollouts.all("health"):
             assert health["quarantined"] or health["version"] == (2 if executor == "local" else 1)
-        bench.trainers.execute_rank_async(1, "arm", "nothing").get(5)
+        bench.trainers.execute_rank_async(1, "arm", "nothing").get(scaled_s(5))
         bench.manager.push(3)
         assert_serves(bench, 1, 3)
 
@@ -421,26 +422,26 @@ def test_a_trainer_that_raises_is_healed_by_the_next_push(executor: str) -> None
 def test_a_silent_trainer_is_told_by_the_deadline(executor: str) -> None:
     with bench_of(executor) as bench:
         bench.manager.push(1)
-        bench.trainers.execute_rank_async(0, "arm", "hang").get(5)
+        bench.trainers.execute_rank_async(0, "arm", "hang").get(scaled_s(5))
         bench.manager.deadline_s = 0.5
         started_s = time.monotonic()
         with pytest.raises(DeadlineError):
             bench.manager.push(2)
-        assert time.monotonic() - started_s < 3
+        assert time.monotonic() - started_s < scaled_s(3)
 
 
 def test_a_trainer_killed_while_it_sends_leaves_whole_engines_and_no_memory() -> None:
     with bench_of("shm") as bench:
         bench.manager.push(1)
         assert [*bench.trainers.all("maps"), *bench.rollouts.all("maps")] == [1] * 4
-        bench.trainers.execute_rank_async(1, "arm", "die").get(5)
+        bench.trainers.execute_rank_async(1, "arm", "die").get(scaled_s(5))
         with pytest.raises(ConnectionError, match="trainer rank 1 is dead"):
             bench.manager.push(2)
         assert_serves(bench, 0, 1)
         with pytest.raises(WeightTransferError, match="trainer rank 1 has not completed weight version 2"):
-            bench.rollouts.execute_rank_async(0, "receive_weights", 2).get(5)
+            bench.rollouts.execute_rank_async(0, "receive_weights", 2).get(scaled_s(5))
         with pytest.raises(WeightTransferError, match="quarantine"):
-            bench.rollouts.execute_rank_async(0, "complete").get(5)
+            bench.rollouts.execute_rank_async(0, "complete").get(scaled_s(5))
         bench.trainers.workers[1].start()
         bench.manager.connect()
         assert [*bench.trainers.all("maps"), *bench.rollouts.all("maps")] == [1] * 4
@@ -483,11 +484,11 @@ def test_who_dies_in_a_push_leaves_no_mixed_weights(executor: str, victim: str) 
         bench.trainers.all("train", 1)
         died, kept = (bench.trainers.workers[1], [0, 1]) if "trainer" in victim else (bench.rollouts.workers[1], [0])
         if victim == "trainer":
-            bench.trainers.execute_rank_async(1, "arm", "die").get(5)
+            bench.trainers.execute_rank_async(1, "arm", "die").get(scaled_s(5))
         elif victim == "rollout":
-            bench.rollouts.execute_rank_async(1, "kill_in_update", 0).get(5)
+            bench.rollouts.execute_rank_async(1, "kill_in_update", 0).get(scaled_s(5))
         else:
-            bench.rollouts.execute_rank_async(0, "kill_in_update", died.process.pid).get(5)
+            bench.rollouts.execute_rank_async(0, "kill_in_update", died.process.pid).get(scaled_s(5))
         told = None
         try:
             bench.manager.push(2)
@@ -533,9 +534,9 @@ def test_a_version_directory_is_a_model_that_anybody_loads(tmp_path: Path) -> No
         content[-3] ^= 1
         file.write_bytes(content)
         with pytest.raises(WeightTransferError, match="that arrived is not the one"):
-            bench.rollouts.execute_rank_async(0, "receive_weights", 3).get(5)
+            bench.rollouts.execute_rank_async(0, "receive_weights", 3).get(scaled_s(5))
         with pytest.raises(WeightTransferError, match="holds no complete weights"):
-            bench.rollouts.execute_rank_async(0, "receive_weights", 9).get(5)
+            bench.rollouts.execute_rank_async(0, "receive_weights", 9).get(scaled_s(5))
         with pytest.raises(WeightTransferError, match="quarantine"):
             bench.rollouts.all("complete")
 
@@ -572,12 +573,12 @@ def test_the_executor_is_chosen_by_place() -> None:
 def test_damaged_memory_is_found_and_healed() -> None:
     with bench_of("shm") as bench:
         bench.manager.push(1)
-        bench.trainers.execute_rank_async(0, "damage").get(5)
+        bench.trainers.execute_rank_async(0, "damage").get(scaled_s(5))
         reread = bench.rollouts.execute_rank_async(1, "receive_weights", 1)
         with pytest.raises(WeightTransferError, match=r"'model\.norm\.weight' that arrived is not the one"):
-            reread.get(5)
+            reread.get(scaled_s(5))
         with pytest.raises(WeightTransferError, match="quarantine"):
-            bench.rollouts.execute_rank_async(1, "complete").get(5)
+            bench.rollouts.execute_rank_async(1, "complete").get(scaled_s(5))
         bench.manager.push(2)
         assert_serves(bench, 0, 2)
 

@@ -19,6 +19,7 @@ from rlsys.single_controller.ray import (
     create_colocated_worker_cls,
 )
 from rlsys.utils.errors import ConfigError, WorkerError
+from tests.timing import scaled_s
 from tests.unit.single_controller.crew import Calculator, MeshCalculator, Rows, Student, Teacher
 
 Make = Callable[..., WorkerGroup]
@@ -31,7 +32,7 @@ def _make(backend: str, cls: Any, *args: Any, num_ranks: int = NUM_RANKS, **kwar
         return LocalWorkerGroup(ResourcePool([num_ranks]), made, role="calc")
     made = cls if isinstance(cls, RayClassWithInitArgs) else RayClassWithInitArgs(cls, *args, **kwargs)
     pool = RayResourcePool([num_ranks], use_gpu=False, max_colocate_count=1, num_cpus=0.5)
-    return RayWorkerGroup(pool, made, role="calc", deadlines={"default": 30.0})
+    return RayWorkerGroup(pool, made, role="calc", deadlines={"default": scaled_s(30.0)})
 
 
 @pytest.fixture(scope="module", params=["local", "ray"])
@@ -153,7 +154,7 @@ def test_single_ranks_and_futures(group: WorkerGroup) -> None:
     assert group.execute_all_sync("plain", [1, 2]) == [(0, 8), (1, 9)]
     assert [future.get() for future in group.execute_all_async("plain")] == [(0, 7), (1, 7)]
     future = group.execute_rank_async(1, "plain", 2)
-    assert future.get(deadline_s=5.0) == (1, 9)
+    assert future.get(deadline_s=scaled_s(5.0)) == (1, 9)
     assert future.done()
     with pytest.raises(ValueError, match=r"0\.\.1"):
         group.execute_rank(2, "plain")

@@ -23,6 +23,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tests.timing import scaled_s
+
 PR_SET_CHILD_SUBREAPER = 36
 ORPHAN_GRACE_S = 5.0
 START_S = 120.0
@@ -84,7 +86,8 @@ class ForkServer:
         """Run the main job with these arguments to its end, whichever."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        request = {"argv": argv, "log": str(log), "patches": asdict(patches or Patches()), "deadline_s": deadline_s}
+        limit_s = scaled_s(deadline_s)
+        request = {"argv": argv, "log": str(log), "patches": asdict(patches or Patches()), "deadline_s": limit_s}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline())
@@ -98,7 +101,7 @@ class ForkServer:
     ) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(20)
+        self._process.wait(scaled_s(20))
 
 
 def serve() -> None:
@@ -218,7 +221,7 @@ def _wait(child: int, deadline_s: float) -> int:
 
 def _orphans() -> int:
     """How many processes of the run still live after a grace; they are ended."""
-    end_s = time.monotonic() + ORPHAN_GRACE_S
+    end_s = time.monotonic() + scaled_s(ORPHAN_GRACE_S)
     while time.monotonic() < end_s:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:

@@ -20,6 +20,8 @@ from typing import Any
 
 import psutil
 
+from tests.timing import scaled_s
+
 ROOT = Path(__file__).resolve().parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
 START_S = 90.0
@@ -34,6 +36,7 @@ PORTS = (
     "node-manager-port",
     "object-manager-port",
 )
+
 """A second head on this host would take the same defaults; where the port of its agent is taken, it starts but refuses
 jobs: "No available agent"."""
 
@@ -55,7 +58,7 @@ class Head:
         request = urllib.request.Request(
             self.dashboard + what, headers={"Authorization": f"Bearer {self.env['RAY_AUTH_TOKEN']}"}
         )
-        with urllib.request.urlopen(request, timeout=20) as answer:
+        with urllib.request.urlopen(request, timeout=scaled_s(20)) as answer:
             return json.load(answer)
 
     def living(self) -> list[str]:
@@ -76,7 +79,7 @@ class Head:
     def jobs_are_taken(self) -> bool:
         """The agent that starts submitted jobs answers."""
         try:
-            with urllib.request.urlopen(self.env["AGENT"] + "/api/local_raylet_healthz", timeout=5) as answer:
+            with urllib.request.urlopen(self.env["AGENT"] + "/api/local_raylet_healthz", timeout=scaled_s(5)) as answer:
                 return answer.status == 200
         except OSError:
             return False
@@ -109,7 +112,7 @@ def ray_head() -> Iterator[Head]:
         running = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
     head = Head(clients, clients["RAY_API_SERVER_ADDRESS"], running, folder)
     try:
-        end_s = time.monotonic() + START_S
+        end_s = time.monotonic() + scaled_s(START_S)
         while not head.jobs_are_taken():
             assert running.poll() is None, _logs(folder)
             assert time.monotonic() < end_s, _logs(folder)
@@ -149,7 +152,7 @@ def _command(pid: int) -> str:
 def _end(running: subprocess.Popen[bytes]) -> None:
     family = psutil.Process(running.pid).children(recursive=True) if running.poll() is None else []
     running.terminate()
-    _, living = psutil.wait_procs([psutil.Process(running.pid), *family] if family else [], timeout=20)
+    _, living = psutil.wait_procs([psutil.Process(running.pid), *family] if family else [], timeout=scaled_s(20))
     for one in living:
         one.kill()
     running.wait(10)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from tests.e2e.conftest import Toy, enlarge
 from tests.e2e.fork_server import Ended, ForkServer, Patches
+from tests.timing import scaled_s
 
 DEADLINE_S = 60.0
 POINTER = "latest_checkpointed_iteration.txt"
@@ -189,7 +190,7 @@ def saved(server: ForkServer, toy: Toy, tmp_path_factory: pytest.TempPathFactory
     ids=["nan", "exits", "gives up", "hangs", "prints forever", "forks and hangs"],
 )
 def test_a_broken_grader_is_counted_and_training_goes_on(job: Job, body: str, metric: str) -> None:
-    ended = job.run(job.grader(body), "reward.timeout_s=1", "trainer.total_training_steps=1")
+    ended = job.run(job.grader(body), f"reward.timeout_s={scaled_s(1):g}", "trainer.total_training_steps=1")
     assert ended.status == 0, ended.log
     (line,) = job.metrics()
     assert line[metric] > 0

@@ -11,6 +11,7 @@ from nbclient import NotebookClient
 
 from tests.e2e.conftest import Toy
 from tests.e2e.ray_head import ROOT, Head, ray_head
+from tests.timing import scaled_s
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +27,6 @@ def test_the_notebook_steps_a_trainer_on_a_running_head(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PPO_BY_HAND", " ".join(toy.overrides(tmp_path / "out", "trainer.total_training_steps=2")))
     notebook = nbformat.read(ROOT / "docs" / "notebooks" / "ppo_by_hand.ipynb", as_version=4)
-    done = NotebookClient(notebook, timeout=240, kernel_name="python3").execute(cwd=str(tmp_path))
+    done = NotebookClient(notebook, timeout=int(scaled_s(240)), kernel_name="python3").execute(cwd=str(tmp_path))
     assert "responses" in str(done.cells)
     assert (tmp_path / "out" / "global_step_2" / "trainer.json").exists()

@@ -16,6 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.conftest import Toy
+from tests.timing import scaled_s
 
 STEPS = 8
 STARTED_S, ENDED_S, WHOLE_S = 150.0, 60.0, 240.0
@@ -28,7 +29,9 @@ class RayRun:
     """The main job in a process of its own, with an actor and two rollout workers in a cluster that it starts."""
 
     def __init__(self, toy: Toy, out: Path, *more: str) -> None:
-        limits = [f"trainer.deadlines.{name}_s=15" for name in ("call", "generate", "update", "weights", "save")]
+        limits = [
+            f"trainer.deadlines.{name}_s={scaled_s(15):g}" for name in ("call", "generate", "update", "weights", "save")
+        ]
         argv = toy.overrides(
             out,
             "trainer.save_freq=1",
@@ -67,7 +70,7 @@ class RayRun:
         self.process.send_signal(number)
 
     def _wait_for(self, after_step: int) -> None:
-        end_s = time.monotonic() + STARTED_S
+        end_s = time.monotonic() + scaled_s(STARTED_S)
         while not any(line["step"] >= after_step for line in self.lines()):
             assert self.process.poll() is None, self.log
             assert time.monotonic() < end_s, self.log
@@ -81,7 +84,7 @@ class RayRun:
         except subprocess.TimeoutExpired:
             self.process.send_signal(signal.SIGINT)
             pytest.fail(f"still running after {within_s:g} s:\n{self.log}")
-        _, living = psutil.wait_procs(self._family, timeout=15)
+        _, living = psutil.wait_procs(self._family, timeout=scaled_s(15))
         assert not living, f"left behind: {[one.cmdline() for one in living]}"
         return code
 

@@ -24,6 +24,7 @@ from tests.e2e.fault_injection import HEAD_PID, Strike
 from tests.e2e.fork_server import Ended, ForkServer, Patches
 from tests.e2e.ray_head import Head, ray_head
 from tests.e2e.test_resume_after_kill import assert_same, metrics_of
+from tests.timing import scaled_s
 
 ENDED_S = 60.0
 ERROR = re.compile(r"rlsys: (WorkerError|DeadlineError): (\w+) ranks? (\d)(?:, \d)* on [\w.-]+ .*stage '(\w+)'")
@@ -45,6 +46,7 @@ TRAIN_CALLS = (
     "actor.save_checkpoint",
     "critic.save_checkpoint",
 )
+
 LOADS = ("load_checkpoint", "actor.load_checkpoint", "critic.load_checkpoint")
 
 
@@ -77,9 +79,9 @@ class Runs:
             "trainer.save_freq=1",
             f"trainer.total_training_steps={STEPS}",
             f"trainer.rollout_data_dir={out}/rollouts",
-            "trainer.deadlines.start_s=45",
+            f"trainer.deadlines.start_s={scaled_s(45):g}",
             "actor_rollout_ref.rollout.parity.freq=-1",
-            *(f"trainer.deadlines.{name}_s=8" for name in names),
+            *(f"trainer.deadlines.{name}_s={scaled_s(8):g}" for name in names),
             *more,
         )
         ended = self.server.run(argv, out.with_suffix(".log"), Patches(strikes=strikes), deadline_s=300)
@@ -137,7 +139,7 @@ class Runs:
 
     def assert_left_clean(self, before: set[str]) -> None:
         """No actor, reservation, process (so no port) and no shared memory of a run."""
-        end_s = time.monotonic() + 15.0
+        end_s = time.monotonic() + scaled_s(15.0)
         while left := [*self.head.living(), *self.head.processes(), *shared_memory() - before]:
             assert time.monotonic() < end_s, left
             time.sleep(0.2)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.e2e.conftest import Toy
 from tests.e2e.ray_head import RAY, ROOT, Head, ray_head
+from tests.timing import scaled_s
 
 DEADLINE_S = 120.0
 
@@ -32,7 +33,7 @@ def submit(head: Head, argv: list[str], *options: str) -> subprocess.CompletedPr
 
 def ray_job(head: Head, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [RAY, "job", *argv], env=head.env, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+        [RAY, "job", *argv], env=head.env, cwd=ROOT, capture_output=True, text=True, timeout=scaled_s(DEADLINE_S)
     )
 
 
@@ -44,7 +45,7 @@ def steps_of(out: Path) -> list[int]:
 
 def assert_left_clean(head: Head) -> None:
     """No actor, reservation or process of a job remains; the head takes another one."""
-    end_s = time.monotonic() + 10.0
+    end_s = time.monotonic() + scaled_s(10.0)
     while (left := [*head.living(), *head.processes()]) and time.monotonic() < end_s:
         time.sleep(0.2)
     assert not left
@@ -68,7 +69,7 @@ def test_a_stopped_job_leaves_the_cluster_clean_and_the_next_one_goes_on(head: H
     out = tmp_path / "out"
     argv = toy.overrides(out, "trainer.save_freq=1", "trainer.total_training_steps=60")
     assert submit(head, argv, "--no-wait", "--submission-id=stopped").returncode == 0
-    end_s = time.monotonic() + DEADLINE_S
+    end_s = time.monotonic() + scaled_s(DEADLINE_S)
     while len(steps_of(out)) < 2:
         assert time.monotonic() < end_s, ray_job(head, "logs", "stopped").stdout
         time.sleep(0.1)

@@ -21,6 +21,7 @@ from rlsys.config.introspect import default_of, leaves, sections
 from rlsys.config.load import load
 from rlsys.config.presets import preset_names, presets_folder
 from rlsys.config.schema.base import Section
+from tests.timing import scaled_s
 
 JOBS = [PPOConfig, SFTConfig, RMConfig, EvalConfig]
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -255,7 +256,7 @@ SAME = [
     ("actor.group_size=4", f"{R}.n", 4),
     ("actor.reward_scaling=10", "algorithm.reward_scaling", 10.0),
     ("gconfig.max_new_tokens=6", "data.max_response_length", 6),
-    ("trainer.ray_wait_register_center_timeout=60", "trainer.deadlines.start_s", 60.0),
+    ("trainer.ray_wait_register_center_timeout=scaled_s(60)", "trainer.deadlines.start_s", 60.0),
     ("ray_init.num_cpus=2", "ray_kwargs.ray_init.num_cpus", 2),
     ("data.trust_remote_code=true", f"{M}.trust_remote_code", True),
 ]
@@ -613,11 +614,16 @@ def test_the_wheel_finds_its_presets(tmp_path: Path) -> None:
     ignore = shutil.ignore_patterns(".*", "__pycache__", "build", "tests", "*.egg-info")
     shutil.copytree(Path(__file__).resolve().parents[3], source, ignore=ignore)
     build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", wheels, source]
-    subprocess.run(build, check=True, timeout=240)
+    subprocess.run(build, check=True, timeout=scaled_s(240))
     shutil.unpack_archive(next(wheels.glob("*.whl")), installed, format="zip")
     code = "import sys; from rlsys.config import *; main_config(sys.argv[1:], PPOConfig)"
     told = subprocess.run(
-        [sys.executable, "-c", code, "--dry-run"], cwd=installed, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code, "--dry-run"],
+        cwd=installed,
+        capture_output=True,
+        text=True,
+        timeout=scaled_s(60),
+        check=True,
     )
     assert "preset quickstart" in told.stdout
     assert {path.stem for path in (installed / "rlsys" / "presets").iterdir()} == set(preset_names())

@@ -27,6 +27,7 @@ from rlsys.fleet.external.capabilities import SERVERS
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams, WeightUpdateMeta
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, WeightTransferError
 from tests.servers import RuleBrain, Server
+from tests.timing import scaled_s, wait_until
 
 ENGINES = {"sglang": SGLangRemoteEngine, "vllm": VLLMRemoteEngine}
 FAST = RemoteSettings(
@@ -58,7 +59,10 @@ class Fleet:
 
     def engine(self, *servers: Server, **changes: Any) -> RemoteEngine:
         urls = tuple(server.url for server in servers)
-        self.engines.append(ENGINES[self.kind](replace(FAST, urls=urls, **changes)))
+        limits = {
+            name: scaled_s(getattr(FAST, name)) for name in ("health_deadline_s", "start_s", "idle_s", "request_s")
+        }
+        self.engines.append(ENGINES[self.kind](replace(FAST, **{**limits, "urls": urls, **changes})))
         return self.engines[-1]
 
 
@@ -103,11 +107,8 @@ def assert_whole(responses: list[ModelResponse], requests: list[ModelRequest]) -
         assert len(response.output_versions) == len(response.sampled_logprobs) == len(response.output_tokens)
 
 
-def wait_for(happened: Callable[[], object], *, within_s: float = 10) -> None:
-    end_s = time.monotonic() + within_s
-    while not happened():
-        assert time.monotonic() < end_s, "it did not happen"
-        time.sleep(0.01)
+def wait_for(happened: Callable[[], object]) -> None:
+    assert wait_until(happened), "it did not happen"
 
 
 FAULTS = [
@@ -119,7 +120,7 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_answer_is_whole_whatever_one_server_does(fleet: Fleet, fault: str) -> None:
     bad, good = fleet.serve(2)
-    engine = fleet.engine(bad, good, policy="round_robin", idle_s=0.5)
+    engine = fleet.engine(bad, good, policy="round_robin", idle_s=scaled_s(0.5))
     engine.connect()
     bad.faults.extend([fault] * 2)
     bad.elsewhere = good.url
@@ -175,13 +176,13 @@ def test_a_request_the_server_refuses_is_not_retried(fleet: Fleet) -> None:
 
 def test_deadlines_name_the_server_and_the_stage(fleet: Fleet) -> None:
     (server,) = fleet.serve()
-    engine = fleet.engine(server, request_s=0.5, idle_s=30)
+    engine = fleet.engine(server, request_s=scaled_s(0.5), idle_s=30)
     engine.connect()
     server.faults.append("hang:2")
     with pytest.raises(DeadlineError, match=f"{server.url}.*'generate'.*has 2 tokens"):
         engine.generate(requests_of(1))
     server.stop()
-    nobody = fleet.engine(server, start_s=0.3)
+    nobody = fleet.engine(server, start_s=scaled_s(0.3))
     with pytest.raises(DeadlineError, match=f"{server.url}.*'start'.*Connect"):
         nobody.connect()
 
@@ -270,8 +271,8 @@ def test_a_server_without_a_pause_route_is_interrupted_by_hanging_up(fleet: Flee
     wait_for(lambda: engine.metrics()["rollout/remote/tokens"] > 20)
     started_s = time.monotonic()
     engine.pause()
-    assert time.monotonic() - started_s < 5
-    thread.join(5)
+    assert time.monotonic() - started_s < scaled_s(5)
+    thread.join(scaled_s(5))
     assert {answer.stop_reason for answer in answers} == {Finish.ABORT}
     assert all(0 < len(answer.output_tokens) < 500 for answer in answers)
     wait_for(lambda: server.open == 0)
@@ -281,7 +282,7 @@ def test_a_server_without_a_pause_route_is_interrupted_by_hanging_up(fleet: Flee
     time.sleep(0.2)
     assert not patient
     engine.resume()
-    thread.join(5)
+    thread.join(scaled_s(5))
     assert_whole(patient, requests_of(2))
 
 
@@ -425,7 +426,7 @@ def test_a_server_that_is_too_old_is_refused_with_the_table(fleet: Fleet) -> Non
     (server,) = fleet.serve()
     server.release = "0.4.2"
     with pytest.raises(DeadlineError, match=r"0\.4\.2: not in the table") as refusal:
-        fleet.engine(server, start_s=0.5).connect()
+        fleet.engine(server, start_s=scaled_s(0.5)).connect()
     assert all(row.versions in str(refusal.value) for row in SERVERS[fleet.kind].rows)
     assert not server.requests
 
@@ -498,7 +499,7 @@ def test_the_token_is_sent_and_never_shown(fleet: Fleet, caplog: pytest.LogCaptu
     server.faults.append("500")
     engine.generate(requests)
     shown = [repr(engine.settings), str(engine.health()), caplog.text]
-    strange = fleet.engine(server, token="wrong", start_s=0.3)
+    strange = fleet.engine(server, token="wrong", start_s=scaled_s(0.3))
     with pytest.raises(DeadlineError, match="the token is missing or wrong") as caught:
         strange.connect()
     assert secret not in "".join([*shown, str(caught.value)])
@@ -577,7 +578,7 @@ def test_a_closed_engine_says_so(fleet: Fleet) -> None:
     thread.start()
     wait_for(lambda: engine.metrics()["rollout/remote/tokens"] > 3)
     engine.close()
-    thread.join(5)
+    thread.join(scaled_s(5))
     assert problems
     wait_for(lambda: server.open == 0)
     with pytest.raises(RolloutError, match="closed"):

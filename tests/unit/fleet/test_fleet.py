@@ -26,8 +26,11 @@ from rlsys.protocol import DataProto
 from rlsys.rollout.batch import generate_sequences
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams
 from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
+from tests.timing import scaled_s, wait_until
 
-QUICK = FleetDeadlines(generate_s=5.0, health_s=1.0, restart_s=5.0)
+
+def quick() -> FleetDeadlines:
+    return FleetDeadlines(generate_s=scaled_s(5.0), health_s=scaled_s(1.0), restart_s=scaled_s(5.0))
 
 
 def requests_of(num: int, session: str = "") -> list[ModelRequest]:
@@ -101,7 +104,7 @@ class _Echo:
 
 @contextmanager
 def fleet_of(replicas: Sequence[Replica], **options: Any) -> Iterator[RolloutFleet]:
-    fleet = RolloutFleet(replicas, **{"chunk_rows": 3, "deadlines": QUICK, **options})
+    fleet = RolloutFleet(replicas, **{"chunk_rows": 3, "deadlines": quick(), **options})
     try:
         yield fleet
     finally:
@@ -113,7 +116,9 @@ def assert_answered(requests: Sequence[ModelRequest], answers: Sequence[ModelRes
 
 
 def test_the_work_is_shared_and_answers_keep_their_order() -> None:
-    replicas = [Scripted(f"replica {i}", lambda call: "slow") for i in range(3)]
+    all_serve = threading.Barrier(3)
+    plan = lambda call: str(all_serve.wait(scaled_s(10)) if call == 1 else "") and "ok"  # noqa: E731
+    replicas = [Scripted(f"replica {i}", plan) for i in range(3)]
     with fleet_of(replicas) as fleet:
         requests = requests_of(100)
         assert_answered(requests, fleet.generate(requests))
@@ -186,7 +191,7 @@ def test_replicas_that_cannot_be_restarted_end_the_call() -> None:
 def test_one_replica_serves_while_another_is_restarted() -> None:
     gate, dead = threading.Event(), Scripted("dead", lambda call: "die" if call == 1 else "ok")
     well = Scripted("well")
-    with fleet_of([dead, well], on_restart=lambda replica: gate.wait(5)) as fleet:
+    with fleet_of([dead, well], on_restart=lambda replica: gate.wait(scaled_s(5))) as fleet:
         requests = requests_of(50)
         assert_answered(requests, fleet.generate(requests))
         assert not gate.is_set()
@@ -195,7 +200,8 @@ def test_one_replica_serves_while_another_is_restarted() -> None:
 
 
 def test_wrong_versions_are_refused_and_healed() -> None:
-    old, new = Scripted("old"), Scripted("new", lambda call: "slow")
+    old = Scripted("old")
+    new = Scripted("new", lambda call: str(wait_until(lambda: old.calls)) and "ok")
     old.version, new.version = 3, 4
 
     def push(replica: Replica) -> None:
@@ -245,41 +251,39 @@ def test_least_loaded_first() -> None:
     class Waits(Scripted):
         def generate(self, work: Work, deadline_s: float) -> Answers:
             self.at_once += 1
-            release.wait(5)
+            release.wait(scaled_s(10))
             return super().generate(work, deadline_s)
 
     replicas = [Waits("a"), Waits("b")]
     with fleet_of(replicas, max_in_flight=3, chunk_rows=1) as fleet:
         thread = threading.Thread(target=fleet.generate, args=(requests_of(4),))
         thread.start()
-        deadline_s = time.monotonic() + 5
-        while sum(r.at_once for r in replicas) < 4 and time.monotonic() < deadline_s:
-            time.sleep(0.005)
+        wait_until(lambda: sum(r.at_once for r in replicas) >= 4, 5)
         assert [r.at_once for r in replicas] == [2, 2]
         release.set()
-        thread.join(5)
+        thread.join(scaled_s(5))
 
 
 def test_drain_waits_and_keeps_new_work_away() -> None:
-    replicas = [Scripted("a", lambda call: "slow"), Scripted("b", lambda call: "slow")]
+    replicas = [Scripted("a"), Scripted("b")]
     with fleet_of(replicas) as fleet:
         fleet.drain("a", deadline_s=1)
         fleet.generate(requests_of(30))
         assert not replicas[0].served
         fleet.admit("a")
+        replicas[1].plan = lambda call: str(wait_until(lambda: replicas[0].calls)) and "ok"
         fleet.generate(requests_of(30))
         assert replicas[0].served
         stuck = threading.Event()
-        replicas[0].plan = lambda call: str(stuck.wait(5) and "ok")
+        replicas[0].plan = lambda call: str(stuck.wait(scaled_s(10)) and "ok")
         replicas[1].plan = replicas[0].plan
         thread = threading.Thread(target=fleet.generate, args=(requests_of(6),))
         thread.start()
-        while not replicas[0].at_once:
-            time.sleep(0.005)
+        assert wait_until(lambda: replicas[0].at_once)
         with pytest.raises(DeadlineError, match=r"a did not answer .* 'drain'"):
             fleet.drain("a", deadline_s=0.05)
         stuck.set()
-        thread.join(5)
+        thread.join(scaled_s(5))
 
 
 def test_health_check_restarts_the_dead() -> None:
@@ -309,8 +313,8 @@ def test_batches_are_split_without_a_trace() -> None:
 
 def test_closing_releases_who_waits() -> None:
     stuck = threading.Event()
-    replica = Scripted("a", lambda call: str(stuck.wait(5) and "ok"))
-    fleet = RolloutFleet([replica], chunk_rows=1, deadlines=QUICK)
+    replica = Scripted("a", lambda call: str(stuck.wait(scaled_s(10)) and "ok"))
+    fleet = RolloutFleet([replica], chunk_rows=1, deadlines=quick())
     caught: list[BaseException] = []
 
     def ask() -> None:
@@ -321,10 +325,9 @@ def test_closing_releases_who_waits() -> None:
 
     thread = threading.Thread(target=ask)
     thread.start()
-    while not replica.at_once:
-        time.sleep(0.005)
+    assert wait_until(lambda: replica.at_once)
     fleet.close()
-    thread.join(5)
+    thread.join(scaled_s(5))
     stuck.set()
     assert "closed" in str(caught[0])
     assert fleet.ledger.counts() == {"issued": 3, "answered": 0, "dropped": 3, "pending": 0, "lost": 0}
@@ -418,9 +421,9 @@ def test_real_processes_are_killed_and_stopped(deed: signal.Signals) -> None:
 
     def push(replica: Replica) -> None:
         assert isinstance(replica, ProcessReplica)
-        replica._ask(9, 2.0)
+        replica._ask(9, scaled_s(2.0))
 
-    deadlines = FleetDeadlines(generate_s=0.7, health_s=0.3, restart_s=5.0)
+    deadlines = FleetDeadlines(generate_s=scaled_s(0.7), health_s=scaled_s(0.3), restart_s=scaled_s(5.0))
     try:
         for replica in replicas:
             push(replica)
@@ -431,10 +434,7 @@ def test_real_processes_are_killed_and_stopped(deed: signal.Signals) -> None:
             while thread.is_alive():
                 requests = requests_of(30)
                 assert_answered(requests, fleet.generate(requests))
-            end_s = time.monotonic() + 5
-            while not fleet.metrics()["rollout/restarts"] and time.monotonic() < end_s:
-                time.sleep(0.02)
-            assert fleet.metrics()["rollout/restarts"] >= 1
+            assert wait_until(lambda: fleet.metrics()["rollout/restarts"], 5)
             assert fleet.metrics()["rollout/lost"] == 0
     finally:
         for replica in replicas:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.timing import scaled_s
+
 MIB = 1 << 20
 MEASURE = """
 import sys, threading, time
@@ -68,7 +70,7 @@ def test_memory_is_a_few_tensors(tmp_path: Path) -> None:
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     assert size > 300 * MIB
     command = [sys.executable, "-c", MEASURE, *(str(path) for path in (model, tmp_path / "ranks", tmp_path / "back"))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled_s(120), check=False)
     assert done.returncode == 0, done.stderr
     largest = 4096 * 512 * 4
     for peak in map(int, done.stdout.split()):

@@ -18,6 +18,7 @@ import torch.multiprocessing as mp
 
 from rlsys.protocol import DataProto, DataProtoFuture, ReadOnlyError, all_gather_data_proto
 from rlsys.utils.errors import DeadlineError
+from tests.timing import scaled_s
 
 ROOT = str(Path(__file__).resolve().parents[3])
 NUM_BYTES = 50 << 20
@@ -64,7 +65,7 @@ class Worker:
         return float(self.rows.batch["x"].sum())
 
     def resolve(self, future: DataProtoFuture) -> tuple[int, list[float]]:
-        rows = future.get(WAIT_S)
+        rows = future.get(scaled_s(WAIT_S))
         return len(rows), rows.batch["x"].flatten().tolist()
 
     def make(self, start: int) -> DataProto:
@@ -96,17 +97,17 @@ class RefFuture:
 
 def test_received_batches_lie_in_shared_memory_and_refuse_writes(workers: list[Any]) -> None:
     worker = workers[0]
-    ray.get(worker.receive.remote(big_batch()[:1]), timeout=WAIT_S)
-    private = ray.get(worker.private_bytes.remote(), timeout=WAIT_S)
+    ray.get(worker.receive.remote(big_batch()[:1]), timeout=scaled_s(WAIT_S))
+    private = ray.get(worker.private_bytes.remote(), timeout=scaled_s(WAIT_S))
     data = big_batch()
-    seen = ray.get(worker.receive.remote(data), timeout=WAIT_S)
+    seen = ray.get(worker.receive.remote(data), timeout=scaled_s(WAIT_S))
     assert "plasma" in seen["mapped"] or "/dev/shm" in seen["mapped"]
     assert seen["refused"] == 3
     assert seen["sum"] == NUM_BYTES / 4
     assert seen["objects"][7] == {"k": (7, None)}
-    after = ray.get(worker.private_bytes.remote(), timeout=WAIT_S)
+    after = ray.get(worker.private_bytes.remote(), timeout=scaled_s(WAIT_S))
     assert after - private < NUM_BYTES / 4
-    assert ray.get(worker.write.remote(), timeout=WAIT_S) == NUM_BYTES / 2
+    assert ray.get(worker.write.remote(), timeout=scaled_s(WAIT_S)) == NUM_BYTES / 2
 
 
 def test_reading_from_the_store_copies_nothing(workers: list[Any]) -> None:
@@ -140,9 +141,9 @@ def test_futures_go_from_worker_to_worker_without_the_driver(workers: list[Any])
     maker, worker = workers
     refs = [maker.make.remote(start) for start in (0, 4)]
     future = DataProtoFuture.concat([RefFuture([ref]) for ref in refs])
-    parts = ray.get([worker.resolve.remote(part) for part in future.chunk(4)], timeout=WAIT_S)
+    parts = ray.get([worker.resolve.remote(part) for part in future.chunk(4)], timeout=scaled_s(WAIT_S))
     assert parts == [(2, [0.0, 1.0]), (2, [2.0, 3.0]), (2, [4.0, 5.0]), (2, [6.0, 7.0])]
-    assert future.get(WAIT_S).batch["x"].tolist() == list(range(8))
+    assert future.get(scaled_s(WAIT_S)).batch["x"].tolist() == list(range(8))
     assert future.chunk(2)[0].get().batch["x"].data_ptr() == refs_data(refs[0])
 
 

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 from rlsys.protocol import DataProto, DataProtoConfig, object_array, union_numpy_dict, union_tensor_dict
 from rlsys.protocol.memory import HUGE_BYTES
+from tests.timing import scaled_s
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_union_shares_and_does_not_write() -> None:
 
 def test_protocol_needs_no_ray() -> None:
     code = "import sys, rlsys.protocol, rlsys.batching; sys.exit('ray' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=scaled_s(120), check=False).returncode == 0
 
 
 def test_it_is_shown_by_columns_however_many_rows_it_has() -> None:

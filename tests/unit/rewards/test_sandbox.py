@@ -12,11 +12,12 @@ from rlsys.rewards import code
 from rlsys.rewards.pool.pool import RewardItem, RewardPool
 from rlsys.rewards.sandbox import run as sandbox
 from rlsys.rewards.sandbox.run import GUARANTEES, Limits, SandboxError, available_guarantees, run_python
+from tests.timing import scaled_s
 
-LIMITS = Limits(wall_s=0.6, cpu_s=1.0, memory_bytes=512 << 20)
 NEEDS_KERNEL = pytest.mark.skipif(
     set(available_guarantees()) != set(GUARANTEES), reason="this kernel offers no Landlock or no seccomp"
 )
+
 pytestmark = NEEDS_KERNEL
 
 SUCCESS = "ESCAPED"
@@ -115,13 +116,14 @@ def test_an_escape_fails_within_its_limits(name: str, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("x7y8z9")
     attempt = ESCAPES[name].format(secret=str(secret), folder=str(tmp_path))
+    limits = Limits(wall_s=scaled_s(0.6), cpu_s=1.0, memory_bytes=512 << 20)
     start = time.monotonic()
-    run = run_python(f"{attempt}\nprint({SUCCESS!r})", limits=LIMITS)
-    assert time.monotonic() - start < LIMITS.wall_s + 1.0
+    run = run_python(f"{attempt}\nprint({SUCCESS!r})", limits=limits)
+    assert time.monotonic() - start < limits.wall_s + scaled_s(1.0)
     assert run.status != "exit", run
     assert not any(broken in run.stderr for broken in ("SyntaxError", "NameError", "TypeError")), run
     assert SUCCESS not in run.stdout
-    assert len(run.stdout) + len(run.stderr) <= 2 * LIMITS.output_bytes
+    assert len(run.stdout) + len(run.stderr) <= 2 * limits.output_bytes
     assert secret.read_text() == "x7y8z9"
     assert os.listdir(tmp_path) == ["secret"]
     assert not Path("/tmp/rlsys-escape").exists()
@@ -193,10 +195,12 @@ TRUTH = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
     ],
 )
 def test_programs_are_graded_by_their_output(solution: str, share: float, verdict: str | None) -> None:
-    found = code.compute_score(solution, TRUTH, timeout_s=0.4)
+    found = code.compute_score(solution, TRUTH, timeout_s=scaled_s(0.4))
     assert (found["score"], found["acc"]) == (share, float(share == 1.0))
     assert verdict is None or found["verdict"] == verdict
-    assert code.compute_score(solution, TRUTH, timeout_s=0.4, continuous=False)["score"] == float(share == 1.0)
+    assert code.compute_score(solution, TRUTH, timeout_s=scaled_s(0.4), continuous=False)["score"] == float(
+        share == 1.0
+    )
 
 
 def test_functions_are_graded_by_their_value() -> None:
@@ -238,7 +242,7 @@ def test_in_the_pool_a_hostile_program_changes_no_neighbours_score() -> None:
         f"```python\n{ESCAPES[n].format(secret='/etc/passwd', folder='/tmp')}\n```" for n in list(ESCAPES)[:56:8]
     ]
     items = [RewardItem("apps", text, truth) for bad in hostile for text in (PASSES, bad)]
-    with RewardPool(num_workers=2, timeout_s=20) as pool:
+    with RewardPool(num_workers=2, timeout_s=scaled_s(20)) as pool:
         results = pool.score(items)
     assert [r.score for r in results] == [1.0, 0.0] * len(hostile)
     assert {r.status for r in results} == {"ok"}

@@ -25,6 +25,7 @@ from rlsys.rollout.sglang.sampler import Draws, draw_of, request_name
 from rlsys.rollout.sglang.version import SGLANG, SGLangAdapter
 from rlsys.types import Box
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, WeightTransferError
+from tests.timing import scaled_s, wait_until
 
 
 @dataclass(frozen=True)
@@ -101,25 +102,25 @@ def test_calls_return_raise_and_ask_back(serve: Callable[..., Caller]) -> None:
     inner: list[Any] = []
 
     def home(number: int) -> int:
-        inner.append(caller.call("add", number, 1, deadline_s=5))
+        inner.append(caller.call("add", number, 1, deadline_s=scaled_s(5)))
         return number
 
     caller = serve({"add": lambda a, b: a + b, "refuse": refuse}, home=home)
-    assert caller.call("add", (1,), (2,), deadline_s=5) == (1, 2)
+    assert caller.call("add", (1,), (2,), deadline_s=scaled_s(5)) == (1, 2)
     with pytest.raises(WeightTransferError, match="not whole"):
-        caller.call("refuse", deadline_s=5)
+        caller.call("refuse", deadline_s=scaled_s(5))
     with pytest.raises(ValueError, match="no method 'nothing'"):
-        caller.call("nothing", deadline_s=5)
-    assert caller.call("ask_home", 4, deadline_s=5) == 4
+        caller.call("nothing", deadline_s=scaled_s(5))
+    assert caller.call("ask_home", 4, deadline_s=scaled_s(5)) == 4
     assert inner == [5], "a call made while another one runs has a connection of its own"
     caller.check_alive()
 
 
 def test_a_call_that_hangs_names_who(serve: Callable[..., Caller]) -> None:
-    caller = serve({"hang": lambda: time.sleep(2), "one": lambda: 1})
+    caller = serve({"hang": lambda: time.sleep(scaled_s(2)), "one": lambda: 1})
     with pytest.raises(DeadlineError, match=r"the scheduler did not answer within 0.2 s at stage 'hang'"):
         caller.call("hang", deadline_s=0.2)
-    assert caller.call("one", deadline_s=5) == 1, "the next call has a new connection"
+    assert caller.call("one", deadline_s=scaled_s(5)) == 1, "the next call has a new connection"
 
 
 def test_the_death_of_the_other_process_is_an_error(tmp_path: Path) -> None:
@@ -129,12 +130,11 @@ def test_the_death_of_the_other_process_is_an_error(tmp_path: Path) -> None:
         Server(tmp_path / "s", {"die": lambda: os._exit(1)}, enter=lambda: None)
         time.sleep(30)
         os._exit(0)
-    while not (tmp_path / "s").exists():
-        time.sleep(0.01)
+    assert wait_until((tmp_path / "s").exists)
     caller = Caller(tmp_path / "s", "the scheduler", {})
     caller.check_alive()
     with pytest.raises(RolloutError, match="the scheduler died while 'die' ran"):
-        caller.call("die", deadline_s=5)
+        caller.call("die", deadline_s=scaled_s(5))
     os.waitpid(child, 0)
     with pytest.raises(RolloutError, match="died"):
         caller.check_alive()

@@ -14,6 +14,7 @@ from rlsys.single_controller.calls import Failure, deadline_for
 from rlsys.single_controller.dispatch import registered_methods
 from rlsys.single_controller.host import failure_of
 from rlsys.utils.errors import DeadlineError, FailedWorker, WorkerError
+from tests.timing import scaled_s
 from tests.unit.single_controller.crew import Calculator
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -97,6 +98,6 @@ def test_errors_cross_processes_whole(error: Exception) -> None:
 def test_a_worker_process_does_not_import_torch_for_this() -> None:
     code = "import sys, rlsys.single_controller.base.decorator, rlsys.single_controller.host; print(*sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=scaled_s(60), check=True
     )
     assert not {"torch", "numpy", "ray", "tensordict"} & set(done.stdout.split())

@@ -6,10 +6,11 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.timing import scaled_s, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 DRIVER = textwrap.dedent(
@@ -53,10 +54,8 @@ def test_the_guard_kills_the_cluster_and_no_stranger(tmp_path: Path, end: str) -
         else:
             driver.stdin.write("\n")
             driver.stdin.flush()
-        driver.wait(20)
-        end_s = time.monotonic() + 10
-        while (_runs(marked) or _runs(logging)) and time.monotonic() < end_s:
-            time.sleep(0.05)
+        driver.wait(scaled_s(20))
+        wait_until(lambda: not (_runs(marked) or _runs(logging)))
         assert not _runs(marked)
         assert not _runs(logging)
         assert _runs(stranger)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from rlsys.single_controller.ray import (
     split_resource_pool,
 )
 from rlsys.utils.errors import ConfigError, DeadlineError, WorkerError
+from tests.timing import scaled_s, wait_until
 from tests.unit.single_controller.crew import Calculator
 from tests.unit.single_controller.data_crew import DataWorker
 
@@ -50,8 +50,8 @@ def _rows(num_rows: int) -> DataProto:
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[RayWorkerGroup, RayWorkerGroup]]:
     """A group of one rank and one of two."""
-    one = RayWorkerGroup(_pool([1]), RayClassWithInitArgs(DataWorker), role="one", deadlines=60.0)
-    two = RayWorkerGroup(_pool([2]), RayClassWithInitArgs(DataWorker), role="two", deadlines=60.0)
+    one = RayWorkerGroup(_pool([1]), RayClassWithInitArgs(DataWorker), role="one", deadlines=scaled_s(60.0))
+    two = RayWorkerGroup(_pool([2]), RayClassWithInitArgs(DataWorker), role="two", deadlines=scaled_s(60.0))
     with one, two:
         yield one, two
 
@@ -128,7 +128,9 @@ def test_a_detached_group_is_found_again() -> None:
     group = RayWorkerGroup(pool, RayClassWithInitArgs(Calculator, 5), name_prefix="kept", detached=True)
     try:
         again = RayWorkerGroup.from_detached(
-            worker_names=group.worker_names, ray_cls_with_init=RayClassWithInitArgs(Calculator), deadlines=20.0
+            worker_names=group.worker_names,
+            ray_cls_with_init=RayClassWithInitArgs(Calculator),
+            deadlines=scaled_s(20.0),
         )
         assert again.execute_rank(0, "plain", 1) == (0, 6)
         assert again.whoami() == group.whoami()
@@ -140,9 +142,9 @@ def test_sub_pools_and_merged_pools_place_their_ranks() -> None:
     pool = _pool([3])
     small, large = split_resource_pool(pool, [1, 2])
     with (
-        RayWorkerGroup(large, RayClassWithInitArgs(ray.remote(Calculator)), deadlines=30.0) as group,
+        RayWorkerGroup(large, RayClassWithInitArgs(ray.remote(Calculator)), deadlines=scaled_s(30.0)) as group,
         RayWorkerGroup(
-            merge_resource_pool(small, _pool([1])), RayClassWithInitArgs(Calculator), deadlines=30.0
+            merge_resource_pool(small, _pool([1])), RayClassWithInitArgs(Calculator), deadlines=scaled_s(30.0)
         ) as mixed,
     ):
         places = [(one["RANK"], one["LOCAL_RANK"], one["LOCAL_WORLD_SIZE"]) for one in group.whoami()]
@@ -157,8 +159,8 @@ def test_groups_on_one_gpu_pool_see_the_same_devices() -> None:
 
     pool = RayResourcePool([2], use_gpu=True, max_colocate_count=3, num_cpus=0.5)
     with (
-        RayWorkerGroup(pool, RayClassWithInitArgs(Calculator), deadlines=30.0) as actor,
-        RayWorkerGroup(pool, RayClassWithInitArgs(Calculator), deadlines=30.0) as critic,
+        RayWorkerGroup(pool, RayClassWithInitArgs(Calculator), deadlines=scaled_s(30.0)) as actor,
+        RayWorkerGroup(pool, RayClassWithInitArgs(Calculator), deadlines=scaled_s(30.0)) as critic,
     ):
         seen = [group.execute_all_sync("execute_func_rank_zero", devices) for group in (actor, critic)]
         assert sorted(seen[0]) == ["0", "1"]
@@ -189,7 +191,7 @@ def test_threads_and_variables_are_set_before_the_worker_is_built() -> None:
         RayClassWithInitArgs(Calculator),
         worker_env={"CUDA_VISIBLE_DEVICES": "3", "RLSYS_TEST": "here"},
         num_threads=3,
-        deadlines=30.0,
+        deadlines=scaled_s(30.0),
     )
     with group:
         found = group.execute_func_rank_zero(
@@ -220,19 +222,15 @@ def test_a_killed_driver_leaves_no_process(tmp_path: Path) -> None:
         cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     try:
-        end_s = time.monotonic() + 60
-        while not (told.exists() and told.read_text()) and time.monotonic() < end_s:
-            time.sleep(0.1)
+        wait_until(lambda: told.exists() and told.read_text(), 60)
         pids = [int(pid) for pid in told.read_text().strip("[]").split(",")]
         family = _descendants(driver.pid)
         assert set(pids) <= set(family)
     finally:
         driver.send_signal(signal.SIGKILL)
         driver.wait()
-    end_s = time.monotonic() + 10
-    while (left := [pid for pid in family if _runs(pid)]) and time.monotonic() < end_s:
-        time.sleep(0.1)
-    assert not left
+    wait_until(lambda: not any(_runs(pid) for pid in family))
+    assert not [pid for pid in family if _runs(pid)]
 
 
 def _runs(pid: int) -> bool:

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.timing import scaled_s
+
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -35,7 +37,7 @@ class Browser:
     """One page of a headless Chromium; every wait ends after `deadline_s`."""
 
     def __init__(self, program: str, profile: Path, *, deadline_s: float = 30.0) -> None:
-        self._deadline_s = deadline_s
+        self._deadline_s = scaled_s(deadline_s)
         child_in, self._to = os.pipe()
         self._from, child_out = os.pipe()
 
@@ -105,7 +107,7 @@ class Browser:
 
     def close(self) -> None:
         os.killpg(self._child.pid, signal.SIGKILL)
-        self._child.wait(timeout=10)
+        self._child.wait(timeout=scaled_s(10))
         os.close(self._to)
         os.close(self._from)
 

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 
 from rlsys.rollout.versions import VersionTable
+from tests.timing import scaled_s
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "scripts" / "doctor.py"
@@ -39,7 +40,7 @@ def doctor() -> ModuleType:
 
 
 def test_plain_report_of_this_machine() -> None:
-    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, timeout=scaled_s(60), check=False)
     lines = done.stdout.splitlines()
     failed = [line for line in lines if line.startswith("fail")]
     assert all(line.split()[1] == "ray" for line in failed), failed
@@ -51,7 +52,9 @@ def test_plain_report_of_this_machine() -> None:
 
 
 def test_json_report_has_a_verdict_an_item() -> None:
-    done = subprocess.run([sys.executable, SCRIPT, "--json"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, SCRIPT, "--json"], capture_output=True, text=True, timeout=scaled_s(60), check=False
+    )
     findings = json.loads(done.stdout)
     assert {f["section"] for f in findings} == {"machine", "gpu", "packages", "extras", "engines", "ray", "directories"}
     assert {f["verdict"] for f in findings} <= {"ok", "note", "warn", "fail"}
@@ -71,7 +74,7 @@ def test_terminal_gets_a_table() -> None:
     except OSError:  # the terminal is gone with its last process
         pass
     os.close(main)
-    child.wait(timeout=30)
+    child.wait(timeout=scaled_s(30))
     assert b"\x1b[32mok" in shown
     assert b"ready: " in shown
 
@@ -205,7 +208,7 @@ def test_a_real_ray_head_open_to_the_network(tmp_path: Path, mode: str, verdict:
     try:
         wait_for_port(ports[1])
         done = subprocess.run(
-            [sys.executable, SCRIPT, "--json"], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, SCRIPT, "--json"], capture_output=True, text=True, timeout=scaled_s(60), check=False
         )
         (finding,) = [f for f in json.loads(done.stdout) if f["name"] == "head" and f":{ports[0]}" in f["value"]]
         assert finding["verdict"] == verdict, finding
@@ -217,7 +220,7 @@ def test_a_real_ray_head_open_to_the_network(tmp_path: Path, mode: str, verdict:
 def end_cluster(head: subprocess.Popen[bytes], temp: str) -> None:
     """End the head and then whatever still runs with this cluster's own directory in its command line."""
     head.kill()
-    head.wait(timeout=30)
+    head.wait(timeout=scaled_s(30))
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit() and int(directory.name) != os.getpid():
             with contextlib.suppress(OSError):
@@ -236,7 +239,7 @@ def free_ports(num: int) -> list[int]:
 
 
 def wait_for_port(port: int) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + scaled_s(60)
     while time.monotonic() < end:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:

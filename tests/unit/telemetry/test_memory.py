@@ -20,6 +20,7 @@ from rlsys.telemetry.memory import (
     snapshot,
 )
 from rlsys.telemetry.metrics import StageTimer
+from tests.timing import scaled_s
 
 MIB = 1024**2
 SLACK = 12 * MIB
@@ -92,12 +93,14 @@ from rlsys.telemetry.memory import snapshot
 assert snapshot().rss_bytes > 1e6
 print("torch" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=scaled_s(60), check=True
+    )
     assert done.stdout == "False\n"
     start = time.perf_counter()
     for _ in range(100):
         snapshot()
-    assert (time.perf_counter() - start) / 100 < 0.005
+    assert (time.perf_counter() - start) / 100 < scaled_s(0.005)
 
 
 def test_metrics_take_the_highest_over_workers() -> None:

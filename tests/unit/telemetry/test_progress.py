@@ -17,6 +17,7 @@ from rich.console import Console
 
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.telemetry.progress import Progress, duration, sparkline
+from tests.timing import scaled_s
 
 ROOT = Path(__file__).resolve().parents[3]
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -55,7 +56,7 @@ def in_pseudo_terminal(*args: str) -> str:
             break
         shown += data
     os.close(main)
-    child.wait(timeout=30)
+    child.wait(timeout=scaled_s(30))
     return shown.decode()
 
 

@@ -19,6 +19,7 @@ import torch
 from rlsys.telemetry.jsonl import JsonlWriter, read_jsonl
 from rlsys.telemetry.trackers import Tracking, check_loggers
 from rlsys.utils.errors import ConfigError
+from tests.timing import scaled_s
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -97,7 +98,7 @@ while True:
     assert child.stdout is not None
     child.stdout.readline()
     os.kill(child.pid, signal.SIGKILL)
-    child.wait(timeout=10)
+    child.wait(timeout=scaled_s(10))
     records = list(read_jsonl(tmp_path / "m.jsonl"))
     assert [r["step"] for r in records] == list(range(len(records)))
     assert len(records) > 50
@@ -120,7 +121,9 @@ try:
 except OSError as error:
     print(type(error).__name__)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=scaled_s(60), check=True
+    )
     assert done.stdout == "OSError\n"
     assert (tmp_path / "m.jsonl").stat().st_size == 40
     JsonlWriter(tmp_path / "m.jsonl", resume_step=5).close()
@@ -164,7 +167,9 @@ from rlsys.telemetry.trackers import check_loggers
 check_loggers(["console", "tensorboard"])
 print([m for m in ("torch", "numpy", "tensorboard", "rich", "ray") if m in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=scaled_s(60), check=True
+    )
     assert done.stdout == "[]\n"
 
 

@@ -12,6 +12,7 @@ import torch
 
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import CheckpointError
+from tests.timing import scaled_s
 from trainer.source import RolloutSource
 
 
@@ -46,7 +47,7 @@ def make() -> RolloutSource:
         num_samples=1,
         group_filter=None,
         max_staleness=1,
-        deadline_s=10.0,
+        deadline_s=scaled_s(10.0),
     )
 
 

@@ -24,6 +24,7 @@ from rlsys.weights.layout import dtype_of, shard_view, view_of
 from rlsys.weights.learn import learn_layout
 from rlsys.weights.plan import Plan, make_plan
 from rlsys.weights.sharding_manager import Executor, MegatronSGLangShardingManager
+from tests.timing import scaled_s
 from tests.unit.models.megatron_families import tiny
 
 CONFIG = {**tiny.CONFIGS["qwen3-moe"], "num_hidden_layers": 2, "mlp_only_layers": [], "num_experts": 4}
@@ -129,7 +130,11 @@ def test_megatron_to_a_learned_engine(
     senders = ThreadGroup([WeightSender(trainer) for trainer in trainers])  # pyrefly: ignore
     receivers = ThreadGroup([WeightReceiver(engine) for engine in engines])  # pyrefly: ignore
     manager = MegatronSGLangShardingManager(
-        senders, receivers, executor=executor, deadline_s=30.0, disk_root=tmp_path if executor == "disk" else None
+        senders,
+        receivers,
+        executor=executor,
+        deadline_s=scaled_s(30.0),
+        disk_root=tmp_path if executor == "disk" else None,
     )
     checksums = []
     for trainer in trainers:
@@ -155,7 +160,7 @@ def test_what_goes_wrong_on_the_way_is_found(sides: tuple[list[Trainer], list[En
         trainer.take(model(0))
     senders = ThreadGroup([WeightSender(trainer) for trainer in trainers])  # pyrefly: ignore
     receivers = ThreadGroup([WeightReceiver(engine) for engine in engines])  # pyrefly: ignore
-    manager = MegatronSGLangShardingManager(senders, receivers, executor="ipc", deadline_s=30.0)
+    manager = MegatronSGLangShardingManager(senders, receivers, executor="ipc", deadline_s=scaled_s(30.0))
     manager.connect()
     begin = engines[1].begin_update
 
