@@ -320,7 +320,7 @@ def _filled(config: dict[str, Any], model: dict[str, Tensor], place: RankPlace, 
 def test_the_example_of_the_guide_is_a_family(tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    guide = (Path(__file__).resolve().parents[4] / "docs" / "extend.md").read_text()
+    guide = (Path(__file__).resolve().parents[4] / "docs" / "megatron_family.md").read_text()
     (tmp_path / "mistral_of_the_guide.py").write_text(guide.split("```python\n")[1].split("```")[0])
     spec = importlib.util.spec_from_file_location("mistral_of_the_guide", tmp_path / "mistral_of_the_guide.py")
     assert spec is not None
