@@ -1,4 +1,4 @@
-"""From scores to advantages, as the configuration asks: the order of the stages is the algorithm's."""
+"""From scores to advantages, as configured: reward shaping, KL penalty, rollout correction, estimator."""
 
 from __future__ import annotations
 
@@ -40,13 +40,14 @@ class AdvantageSettings:
     loss_params: PolicyLossParams
 
 
-def loss_mode_of(cfg: PPOConfig) -> str:
-    """The policy loss: bypass mode has one of its own, which corrects inside the loss."""
+def policy_loss_mode(cfg: PPOConfig) -> str:
+    """The name of the policy loss; bypass mode has its own, which corrects inside the loss."""
     bypass = cfg.algorithm.rollout_correction.bypass_mode
     return "bypass_mode" if bypass else cfg.actor_rollout_ref.actor.policy_loss.loss_mode
 
 
 def advantage_settings(cfg: PPOConfig) -> AdvantageSettings:
+    """The settings of a run."""
     algorithm, answers = cfg.algorithm, cfg.actor_rollout_ref.rollout.n
     return AdvantageSettings(
         estimator=algorithm.adv_estimator,
@@ -61,10 +62,10 @@ def advantage_settings(cfg: PPOConfig) -> AdvantageSettings:
             "pf_ppo": _resampling(algorithm),
         },
         rewards=_reward_settings(cfg),
-        correction=correction_of(cfg),
+        correction=rollout_correction(cfg),
         kl_penalty=algorithm.kl_penalty if algorithm.use_kl_in_reward else None,
-        loss_mode=loss_mode_of(cfg),
-        loss_params=policy_loss_params(cfg.actor_rollout_ref.actor, correction=correction_of(cfg)),
+        loss_mode=policy_loss_mode(cfg),
+        loss_params=policy_loss_params(cfg.actor_rollout_ref.actor, correction=rollout_correction(cfg)),
     )
 
 
@@ -76,21 +77,21 @@ def kl_controller(cfg: PPOConfig) -> KLController:
     )
 
 
-def estimate(
+def rewards_to_advantages(
     batch: DataProto, settings: AdvantageSettings, controller: KLController
 ) -> tuple[DataProto, dict[str, float]]:
-    """Rewards, corrections and advantages of a whole batch, and what they looked like."""
+    """Rewards, corrections and advantages of a whole batch, and their metrics."""
     metrics = _mismatch(batch)
     if settings.rewards is not None:
         batch = shape_batch_rewards(batch, settings.rewards, num_repeat=settings.arguments["num_repeat"])
     if settings.kl_penalty is None:
         batch = rewards_from_scores(batch)
     else:
-        batch, found = apply_kl_penalty(batch, controller, kl_penalty=settings.kl_penalty)
-        metrics |= found
+        batch, kl_metrics = apply_kl_penalty(batch, controller, kl_penalty=settings.kl_penalty)
+        metrics |= kl_metrics
     if settings.correction is not None:
-        batch, found = apply_rollout_correction(batch, settings.correction)
-        metrics |= found
+        batch, correction_metrics = apply_rollout_correction(batch, settings.correction)
+        metrics |= correction_metrics
     seed = settings.loss_params.seed + int(batch.meta_info.get("global_steps", 0))
     batch = compute_advantage(batch, estimator=settings.estimator, seed=seed, **settings.arguments)
     batch = add_selected_tokens(batch, loss_mode=settings.loss_mode, params=settings.loss_params)
@@ -98,7 +99,7 @@ def estimate(
 
 
 def _mismatch(batch: DataProto) -> dict[str, float]:
-    """How far the rollout's log-probs are from the trainer's, where both are there."""
+    """How far the rollout's log-probs are from the trainer's, where the batch has both."""
     rows = batch.tensors
     if not {"rollout_log_probs", "old_log_probs"} <= set(rows.keys()):
         return {}
@@ -109,7 +110,7 @@ def _mismatch(batch: DataProto) -> dict[str, float]:
     )
 
 
-def correction_of(cfg: PPOConfig) -> RolloutCorrection | None:
+def rollout_correction(cfg: PPOConfig) -> RolloutCorrection | None:
     """The rollout correction, or None where nothing is corrected."""
     wanted = cfg.algorithm.rollout_correction
     if wanted.rollout_is is None and wanted.rollout_rs is None and not wanted.bypass_mode:
@@ -144,7 +145,7 @@ def _norm(norm: NormConfig) -> NormSettings | None:
 
 
 def _reward_settings(cfg: PPOConfig) -> RewardSettings | None:
-    """AReaL's reward stage, or None where every knob is at rest."""
+    """AReaL's reward stage, or None where every setting has its neutral default."""
     knobs, norm = cfg.algorithm, _norm(cfg.algorithm.reward_norm)
     at_rest = knobs.reward_bias == 0.0 and knobs.reward_scaling == 1.0 and knobs.reward_clip is None
     if at_rest and norm is None and not knobs.mask_no_eos_with_zero:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+
+from transformers import PreTrainedTokenizerBase
 
 from rlsys.algorithms import filter_groups
 from rlsys.config import PPOConfig
@@ -14,67 +15,42 @@ from rlsys.config.plan import BatchPlan
 from rlsys.config.schema.algorithm import FilterGroupsConfig
 from rlsys.config.schema.megatron import MegatronConfig
 from rlsys.config.schema.model import FSDPConfig
+from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.group import group_fleet
 from rlsys.interfaces import ExperienceSource
-from rlsys.protocol import DataProto
-from rlsys.telemetry.metrics import StageTimer
-from rlsys.types import TransferReport
 from trainer.advantages import advantage_settings, kl_controller
-from trainer.evaluate import Evaluator, validation
-from trainer.generation import Answers, training_sampling
+from trainer.evaluation import OnValidation, Validation, validation
+from trainer.generation import GradedRollout, answer_printer, fleet_generate, training_sampling
 from trainer.groups import WorkerGroups
-from trainer.parity import LOST, REFUSED, ParityProbe, probe_prompts
+from trainer.parity import LOST, REFUSED, ParityProbe, Scorer, probe_prompts
 from trainer.prompts import training_prompts
 from trainer.reporting import Reporter
-from trainer.residency import Holder, Moves, Residency
+from trainer.residency import Moves, Residency, Resident
 from trainer.rewards import reward_manager, reward_pool
-from trainer.rollouts import (
-    Transfer,
-    connect_weights,
-    external_rollout,
-    generate_by,
-    gives_up_weights,
-    printer,
-    push_by,
-)
-from trainer.source import GroupFilter, RolloutSource
+from trainer.source import GroupFilter, Prompts, RolloutSource
 from trainer.steps import Steps
-
-
-class Parts(Protocol):
-    """A trainer as far as its runtime is made from it."""
-
-    @property
-    def cfg(self) -> PPOConfig: ...
-    @property
-    def plan(self) -> BatchPlan: ...
-    @property
-    def groups(self) -> WorkerGroups: ...
-    @property
-    def tokenizer(self) -> Any: ...
-    @property
-    def train_dataset(self) -> Any: ...
-    @property
-    def val_dataset(self) -> Any: ...
-    @property
-    def train_sampler(self) -> Any: ...
-    @property
-    def reporter(self) -> Reporter: ...
-    @property
-    def stage(self) -> StageTimer: ...
-    @property
-    def device_name(self) -> str: ...
-    def dump_validation(self, batch: DataProto, step: int) -> None: ...
+from trainer.weight_push import WeightPush, connect_servers, connect_weights, drops_weights_on_sleep
 
 
 @dataclass(frozen=True)
-class Runtime:
+class Inputs:
+    """What a trainer was given beside its configuration; `sampler` takes the place of the configured cursor."""
+
+    tokenizer: PreTrainedTokenizerBase
+    train_dataset: PromptDataset
+    val_dataset: PromptDataset | None
+    sampler: Prompts | None
+    device: str
+
+
+@dataclass(frozen=True)
+class TrainerParts:
     """Where batches come from, the verbs of a step, how weights are pushed, how answers and weights are checked."""
 
     source: ExperienceSource
     steps: Steps
-    push: Callable[[int], TransferReport]
-    evaluator: Evaluator | None
+    weights: WeightPush
+    validation: Validation | None
     parity: ParityProbe
     close: Callable[[], None]
 
@@ -83,39 +59,50 @@ class Runtime:
         return self.steps.residency
 
 
-def assemble(trainer: Parts) -> Runtime:
-    """Connect weights, rollouts, rewards and data of a trainer whose groups run."""
-    cfg, plan, groups = trainer.cfg, trainer.plan, trainer.groups
-    rollout, pad = cfg.actor_rollout_ref.rollout, trainer.tokenizer.pad_token_id
+def assemble(
+    cfg: PPOConfig,
+    plan: BatchPlan,
+    groups: WorkerGroups,
+    inputs: Inputs,
+    *,
+    reporter: Reporter,
+    on_validation: OnValidation,
+) -> TrainerParts:
+    """Connect weights, rollouts, rewards and data to running groups."""
+    rollout, pad = cfg.actor_rollout_ref.rollout, inputs.tokenizer.pad_token_id
+    colocated, external = plan.pools.colocated, plan.pools.external
     with ExitStack() as stack:
         pool = stack.enter_context(reward_pool(cfg.reward))
-        if plan.pools.external:
-            fleet, transfer = external_rollout(cfg, groups.actor)
+        if external:
+            fleet, transfer = connect_servers(cfg, groups.actor)
             stack.callback(transfer.close)
+            scorer: Scorer = fleet
         else:
-            transfer = connect_weights(groups, cfg, colocated=plan.pools.colocated)  # what it holds goes with workers
+            assert groups.rollout is not None
+            scorer = groups.rollout
+            transfer = connect_weights(groups, cfg, colocated=colocated)  # the workers hold its resources
             fleet = group_fleet(
                 groups.rollout,
                 rollout,
                 cfg.trainer.deadlines,
                 restore=transfer.restore,
                 num_rows=cfg.data.gen_batch_size * rollout.n,
-                restartable=not plan.pools.colocated,
+                restartable=not colocated,
                 max_staleness=cfg.trainer.max_staleness,
             )
         stack.callback(fleet.close)
-        answers = Answers(
-            generate=generate_by(fleet, printer(rollout, trainer.tokenizer)),
-            manager=reward_manager(cfg, trainer.tokenizer, pool),
+        graded = GradedRollout(
+            generate=fleet_generate(fleet, answer_printer(rollout, inputs.tokenizer)),
+            manager=reward_manager(cfg, inputs.tokenizer, pool),
             sampling=training_sampling(cfg),
             num_answers=rollout.n,
             greedy_baseline=cfg.algorithm.adv_estimator == "remax",
             pad_token_id=pad,
-            stage=trainer.stage,
+            stage=reporter.stage,
         )
         source = RolloutSource(
-            prompts=trainer.train_sampler or training_prompts(cfg.data, trainer.train_dataset, pad_token_id=pad),
-            make=answers.make,
+            prompts=inputs.sampler or training_prompts(cfg.data, inputs.train_dataset, pad_token_id=pad),
+            make=graded.make,
             prompts_per_step=cfg.data.train_batch_size,
             num_samples=rollout.n,
             group_filter=_group_filter(cfg.algorithm.filter_groups),
@@ -123,64 +110,66 @@ def assemble(trainer: Parts) -> Runtime:
             deadline_s=cfg.trainer.deadlines.generate_s + cfg.trainer.deadlines.reward_s,
         )
         stack.callback(source.close)
-        moves = residency_moves(cfg, groups, trainer.device_name, plan.pools.colocated)
-        push = push_by(transfer, fleet, validate=rollout.validate_weight)
-        refill = partial(_push_again, transfer, push) if Holder.ROLLOUT in moves and gives_up_weights(cfg) else None
-        residency = Residency(moves, trainer.stage, refill)
-        steps = Steps(cfg, plan, groups, residency, trainer.reporter, advantage_settings(cfg), kl_controller(cfg))
-        evaluator = None
-        if trainer.val_dataset is not None:
-            evaluator = validation(cfg, trainer.val_dataset, answers, trainer.dump_validation, seed=cfg.data.seed)
+        moves = residency_moves(cfg, groups, inputs.device, colocated=colocated)
+        weights = WeightPush(transfer, fleet, rollout.validate_weight)
+        refill = weights.push_again if Resident.ROLLOUT in moves and drops_weights_on_sleep(cfg) else None
+        residency = Residency(moves, reporter.stage, refill)
         parity = ParityProbe(
             rollout.parity,
             prompts=probe_prompts(
-                trainer.train_dataset,
+                inputs.train_dataset,
                 rollout.parity,
-                answers.sampling,
+                graded.sampling,
                 prompt_length=cfg.data.max_prompt_length,
                 pad_token_id=pad,
             ),
-            generate=answers.generate,
-            rollout=fleet if plan.pools.external else groups.rollout,
+            generate=graded.generate,
+            rollout=scorer,
             actor=groups.actor,
             residency=residency,
-            refusals=REFUSED if plan.pools.external else () if plan.pools.colocated else LOST,
+            refusals=REFUSED if external else () if colocated else LOST,
         )
-        return Runtime(source, steps, push, evaluator, parity, stack.pop_all().close)
+        return TrainerParts(
+            source,
+            Steps(cfg, plan, groups, residency, reporter, advantage_settings(cfg), kl_controller(cfg)),
+            weights,
+            None
+            if inputs.val_dataset is None
+            else validation(cfg, inputs.val_dataset, graded, on_validation, seed=cfg.data.seed),
+            parity,
+            stack.pop_all().close,
+        )
 
 
-def _push_again(transfer: Transfer, push: Callable[[int], TransferReport]) -> None:
-    """Bring back the weights that were served, where there were any."""
-    if transfer.version is not None:
-        push(transfer.version)
-
-
-def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, colocated: bool) -> dict[Holder, Moves]:
-    """What each role does when it gets and gives back memory, as offloading is configured."""
-    moves: dict[Holder, Moves] = {}
+def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, *, colocated: bool) -> dict[Resident, Moves]:
+    """What each role does when it enters and leaves the device, as offloading is configured."""
     policy = cfg.actor_rollout_ref
-    actor = policy.actor.megatron if policy.actor.strategy == "megatron" else policy.actor.fsdp_config
+    megatron = policy.actor.strategy == "megatron"
+    actor = policy.actor.megatron if megatron else policy.actor.fsdp_config
     critic = cfg.critic.megatron if cfg.critic.strategy == "megatron" else cfg.critic.fsdp
-    ref = policy.ref.megatron if policy.actor.strategy == "megatron" else policy.ref.fsdp_config
-    wanted = (
-        (Holder.ACTOR, groups.actor, _offloaded(actor)),
-        (Holder.CRITIC, groups.critic, _offloaded(critic)),
-        (Holder.REFERENCE, groups.ref, ("params",) * ref.param_offload),
+    ref = policy.ref.megatron if megatron else policy.ref.fsdp_config
+    offloaded = (
+        (Resident.ACTOR, groups.actor, _offloaded(actor)),
+        (Resident.CRITIC, groups.critic, _offloaded(critic)),
+        (Resident.REFERENCE, groups.ref, ("params",) * ref.param_offload),
     )
-    for holder, group, parts in wanted:
-        if group is not None and parts:
-            moves[holder] = Moves(partial(group.move, parts, device), partial(group.move, parts, "cpu"))
-    sync_in: list[Callable[[], None]] = []
-    sync_out: list[Callable[[], None]] = []
+    moves = {
+        resident: Moves(partial(group.move, parts, device), partial(group.move, parts, "cpu"))
+        for resident, group, parts in offloaded
+        if group is not None and parts
+    }
+    before_sync: list[Callable[[], None]] = []
+    after_sync: list[Callable[[], None]] = []
     if actor.param_offload:
-        sync_in.append(partial(groups.actor.move, ("params",), device))
-        sync_out.append(partial(groups.actor.move, ("params",), "cpu"))
+        before_sync.append(partial(groups.actor.move, ("params",), device))
+        after_sync.append(partial(groups.actor.move, ("params",), "cpu"))
     if colocated and device.startswith("cuda") and policy.rollout.free_cache_engine:
-        sleep, wake = groups.rollout.sleep, groups.rollout.wake
-        moves[Holder.ROLLOUT] = Moves(partial(wake, ("weights", "kv_cache")), partial(sleep, ("weights", "kv_cache")))
-        sync_in.append(partial(wake, ("weights",)))
-    if sync_in:
-        moves[Holder.SYNC] = Moves(_all(sync_in), _all(sync_out))
+        assert groups.rollout is not None
+        sleep, wake, everything = groups.rollout.sleep, groups.rollout.wake, ("weights", "kv_cache")
+        moves[Resident.ROLLOUT] = Moves(partial(wake, everything), partial(sleep, everything))
+        before_sync.append(partial(wake, ("weights",)))
+    if before_sync:
+        moves[Resident.SYNC] = Moves(partial(_call_all, before_sync), partial(_call_all, after_sync))
     return moves
 
 
@@ -190,12 +179,9 @@ def _offloaded(role: FSDPConfig | MegatronConfig) -> tuple[str, ...]:
     return ("params",) * role.param_offload + ("grads",) * grads + ("optimizer",) * role.optimizer_offload
 
 
-def _all(calls: list[Callable[[], None]]) -> Callable[[], None]:
-    def run() -> None:
-        for call in calls:
-            call()
-
-    return run
+def _call_all(calls: Sequence[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
 
 
 def _group_filter(settings: FilterGroupsConfig) -> GroupFilter | None:

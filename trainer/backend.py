@@ -3,76 +3,94 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlsys.config.schema.model import ModelConfig
-from rlsys.config.schema.trainer import RayKwargsConfig
+from rlsys.config.schema.trainer import RayKwargsConfig, RunConfig
 from rlsys.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
 from rlsys.single_controller.local import LocalWorkerGroup
 from rlsys.single_controller.resource_pool import ResourcePoolManager
 from rlsys.utils.errors import ConfigError
+from trainer.job import exit_on_sigterm
+
+Pools = Mapping[str, list[int]]
+"""Processes of each pool, by node."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """The device, the classes that start workers there, and what to close at the end."""
+class WorkerBackend:
+    """The device, the classes that start workers there, and what to close at the end.
+
+    `num_threads` is a process's share of the host's cores on a CPU, None on GPUs.
+    """
 
     device: str
     group_cls: Callable[..., WorkerGroup]
-    make_class: Callable[..., ClassWithInitArgs]
-    make_manager: Callable[[Mapping[str, list[int]], Mapping[Any, str]], ResourcePoolManager[Any]]
-    threads: int | None
+    worker_cls: Callable[..., ClassWithInitArgs]
+    make_manager: Callable[[Pools, Mapping[Any, str]], ResourcePoolManager[Any]]
+    num_threads: int | None
     close: Callable[[], None]
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+@contextmanager
+def running_backend(
+    run: RunConfig, ray_kwargs: RayKwargsConfig, *, num_ranks: int | None = None
+) -> Iterator[WorkerBackend]:
+    """A started backend, closed at the end; SIGTERM raises SystemExit meanwhile."""
+    backend = start_backend(run, ray_kwargs, num_ranks=num_ranks)
+    try:
+        with exit_on_sigterm():
+            yield backend
+    finally:
+        backend.close()
 
 
-def find_place(backend: str, device: str, ray_kwargs: RayKwargsConfig, *, ranks: int) -> Place:
-    """The place for `ranks` processes; ConfigError if the device asked for is not there."""
-    threads = max(1, (os.cpu_count() or 1) // ranks)
-    if backend == "local":
-        return _local_place(_device(device, torch.cuda.is_available()), threads)
+def start_backend(run: RunConfig, ray_kwargs: RayKwargsConfig, *, num_ranks: int | None = None) -> WorkerBackend:
+    """The backend of a run of `num_ranks` processes, or of its `nnodes` x `n_gpus_per_node`.
+
+    ConfigError if the device asked for does not exist.
+    """
+    threads = max(1, (os.cpu_count() or 1) // (num_ranks or run.nnodes * run.n_gpus_per_node))
+    if run.backend == "local":
+        return _local_backend(_device(run.device, torch.cuda.is_available()), threads)
     from rlsys.single_controller import ray as on_ray
 
     cluster = on_ray.connect(
         ray_kwargs.ray_init.model_dump(exclude_none=True), timeline_json_file=ray_kwargs.timeline_json_file
     )
-    chosen = _device(device, any(node.num_gpus > 0 for node in on_ray.cluster_nodes()))
-    limit = threads if chosen == "cpu" else None
+    device = _device(run.device, any(node.num_gpus > 0 for node in on_ray.cluster_nodes()))
+    num_threads = threads if device == "cpu" else None
 
-    def group(pool: Any, made: Any, **options: Any) -> WorkerGroup:
-        return on_ray.RayWorkerGroup(pool, made, num_threads=limit, **options)
+    def group(pool: Any, worker: Any, **options: Any) -> WorkerGroup:
+        return on_ray.RayWorkerGroup(pool, worker, num_threads=num_threads, **options)
 
-    def manager(pools: Mapping[str, list[int]], mapping: Mapping[Any, str]) -> ResourcePoolManager[Any]:
-        return on_ray.ResourcePoolManager(pools, mapping, use_gpu=chosen != "cpu", max_colocate_count=1)
+    def manager(pools: Pools, mapping: Mapping[Any, str]) -> ResourcePoolManager[Any]:
+        return on_ray.ResourcePoolManager(pools, mapping, use_gpu=device != "cpu", max_colocate_count=1)
 
-    return Place(chosen, group, on_ray.RayClassWithInitArgs, manager, limit, cluster.close)
+    return WorkerBackend(device, group, on_ray.RayClassWithInitArgs, manager, num_threads, cluster.close)
 
 
-def _local_place(device: str, threads: int) -> Place:
-    def manager(pools: Mapping[str, list[int]], mapping: Mapping[Any, str]) -> ResourcePoolManager[Any]:
+def _local_backend(device: str, threads: int) -> WorkerBackend:
+    def manager(pools: Pools, mapping: Mapping[Any, str]) -> ResourcePoolManager[Any]:
         return ResourcePoolManager(pools, mapping, lambda nodes, share, _: ResourcePool(nodes, share))
 
-    limit = threads if device == "cpu" else None
-    return Place(device, LocalWorkerGroup, ClassWithInitArgs, manager, limit, lambda: None)
+    num_threads = threads if device == "cpu" else None
+    return WorkerBackend(device, LocalWorkerGroup, ClassWithInitArgs, manager, num_threads, lambda: None)
 
 
 def _device(wanted: str, has_gpus: bool) -> str:
     if wanted == "cuda" and not has_gpus:
-        raise ConfigError("trainer.device=cuda, but there is no CUDA device; use trainer.device=auto or cpu")
+        raise ConfigError("trainer.device=cuda, but there is no CUDA device; set trainer.device=auto or cpu")
     return "cuda" if has_gpus and wanted != "cpu" else "cpu"
 
 
-def load_tokenizer(model: ModelConfig, padding: int | None = None) -> Any:
+def load_tokenizer(model: ModelConfig, padding: int | None = None) -> PreTrainedTokenizerBase:
     """The model's tokenizer with the configured template; it pads by `padding`, else its own, else the end token."""
     path = model.tokenizer_path or model.path
     assert path is not None

@@ -1,25 +1,20 @@
-"""From a configuration to a running trainer: start assets, tokenizer, rows, places and workers."""
+"""From a configuration to a running trainer: start assets, tokenizer, rows, backend and workers."""
 
 from __future__ import annotations
 
 import importlib
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 from rlsys.config import PPOConfig, plan_batches
+from rlsys.config.plan import BatchPlan
 from rlsys.fleet.external.settings import settings_of
-from rlsys.telemetry.log import setup_logging
-from rlsys.telemetry.trackers import check_loggers
-from trainer.advantages import correction_of, loss_mode_of
-from trainer.backend import Place, find_place, load_tokenizer
+from trainer.advantages import policy_loss_mode, rollout_correction
+from trainer.backend import WorkerBackend, load_tokenizer, running_backend, start_backend
 from trainer.groups import Role
-from trainer.job import exit_on_sigterm, make_root, told
 from trainer.ppo import RayPPOTrainer
-from trainer.prompts import prompt_datasets, steps_of
-from trainer.rollouts import gives_up_weights
+from trainer.prompts import num_steps, prompt_datasets
 from trainer.start_model import with_start_assets
+from trainer.weight_push import drops_weights_on_sleep
 from workers.actor import ActorWorker
 from workers.build import EngineRun, check_megatron_model
 from workers.critic import CriticWorker
@@ -28,77 +23,78 @@ from workers.reference import ReferenceWorker
 from workers.reward_model import RewardModelWorker
 from workers.rollout import ROLLOUT_WORKERS
 
-
-def run_ppo(config: PPOConfig) -> int:
-    """Train what is left to train and tell where everything is; exit code 0, or 1 with one clear error."""
-    setup_logging()
-    start = time.perf_counter()
-    with told(sys.stderr) as outcome:
-        check_loggers(config.trainer.logger)
-        make_root(Path(config.trainer.default_local_dir))
-        config = with_start_assets(config)
-        with place_of(config) as place, exit_on_sigterm():
-            trainer = build_trainer(config, place)
-            nothing_left = trainer.nothing_left()
-            try:
-                if not nothing_left:
-                    trainer.fit()
-            finally:
-                trainer.close()
-        seconds = None if nothing_left else time.perf_counter() - start
-        print(trainer.reporter.farewell(seconds=seconds))
-    return outcome.exit_code
+NOTHING_LEFT = """rlsys: nothing is left to do: an earlier run did the last step
+  to continue  raise trainer.total_training_steps (or trainer.total_epochs)
+  to repeat    set trainer.resume_mode=disable, or another trainer.default_local_dir"""
 
 
-def place_of(config: PPOConfig) -> Place:
-    """Where the workers of a PPO run live."""
-    run = config.trainer
-    return find_place(run.backend, run.device, config.ray_kwargs, ranks=plan_batches(config).pools.total_ranks)
+def train(config: PPOConfig) -> str | None:
+    """The job of main_ppo: the steps that are left; returns NOTHING_LEFT where there are none."""
+    config, plan = _prepared(config)
+    with running_backend(config.trainer, config.ray_kwargs, num_ranks=plan.pools.total_ranks) as backend:
+        trainer = _build(config, plan, backend)
+        try:
+            if trainer.nothing_left():
+                return NOTHING_LEFT
+            trainer.fit()
+        finally:
+            trainer.close()
+    return None
 
 
-def build_trainer(config: PPOConfig, place: Place | None = None) -> RayPPOTrainer:
+def build_trainer(config: PPOConfig, backend: WorkerBackend | None = None) -> RayPPOTrainer:
     """The trainer of a configuration; its workers start with `init_workers()` or `fit()`.
 
-    Without a `place` one is found: the running Ray cluster, a new one, or this process for trainer.backend=local.
+    Without a `backend` one is started: on the running Ray cluster, on a new one, or in this process for
+    trainer.backend=local.
     """
+    config, plan = _prepared(config)
+    backend = backend or start_backend(config.trainer, config.ray_kwargs, num_ranks=plan.pools.total_ranks)
+    return _build(config, plan, backend)
+
+
+def _prepared(config: PPOConfig) -> tuple[PPOConfig, BatchPlan]:
+    """The configuration with the start assets, and its plan; ConfigError for external servers without an address."""
     config = with_start_assets(config)
-    if plan_batches(config).pools.external:
-        run = config.trainer
+    plan, run = plan_batches(config), config.trainer
+    if plan.pools.external:
         settings_of(config.actor_rollout_ref.rollout, run.deadlines, max_staleness=run.max_staleness)
-    place = place or place_of(config)
+    return config, plan
+
+
+def _build(config: PPOConfig, plan: BatchPlan, backend: WorkerBackend) -> RayPPOTrainer:
     model = config.actor_rollout_ref.model
     if model.external_lib:
         importlib.import_module(model.external_lib)
     tokenizer = load_tokenizer(model, config.actor_rollout_ref.rollout.padding)
-    train, val = prompt_datasets(config, tokenizer)
-    mapping, pools = place_roles(config)
-    run = engine_run(config, place, num_steps=steps_of(config, train))
-    check_megatron_models(config)
+    train_rows, val_rows = prompt_datasets(config, tokenizer)
+    mapping, pools = place_roles(config, plan)
+    for_workers = engine_run(config, plan, backend, num_steps=num_steps(config, train_rows))
+    check_megatron_models(config, plan)
     actor = MegatronPPOWorker if config.actor_rollout_ref.actor.strategy == "megatron" else ActorWorker
     rollout = config.actor_rollout_ref.rollout
     worker_args: dict[Role, tuple[Any, ...]] = {
-        Role.Actor: (actor, config.actor_rollout_ref, run),
-        Role.Rollout: (ROLLOUT_WORKERS.get(rollout.name), model, rollout, run),
-        Role.Critic: (CriticWorker, config.critic, run),
-        Role.RefPolicy: (ReferenceWorker, config.actor_rollout_ref, run),
-        Role.RewardModel: (RewardModelWorker, config.reward.reward_model, run),
+        Role.Actor: (actor, config.actor_rollout_ref, for_workers),
+        Role.Rollout: (ROLLOUT_WORKERS.get(rollout.name), model, rollout, for_workers),
+        Role.Critic: (CriticWorker, config.critic, for_workers),
+        Role.RefPolicy: (ReferenceWorker, config.actor_rollout_ref, for_workers),
+        Role.RewardModel: (RewardModelWorker, config.reward.reward_model, for_workers),
     }
     return RayPPOTrainer(
         config,
         tokenizer,
-        {role: place.make_class(*worker_args[role]) for role in mapping},
-        place.make_manager(pools, mapping),
-        place.group_cls,
-        train_dataset=train,
-        val_dataset=val,
-        device_name=place.device,
+        {role: backend.worker_cls(*worker_args[role]) for role in mapping},
+        backend.make_manager(pools, mapping),
+        backend.group_cls,
+        train_dataset=train_rows,
+        val_dataset=val_rows,
+        device_name=backend.device,
     )
 
 
-def check_megatron_models(config: PPOConfig) -> None:
-    """ConfigError, before any worker starts, for a model that Megatron does not know or cannot cut as asked."""
+def check_megatron_models(config: PPOConfig, plan: BatchPlan) -> None:
+    """ConfigError, before any worker starts, for a model that Megatron does not know or cannot split as configured."""
     policy, critic = config.actor_rollout_ref, config.critic
-    plan = plan_batches(config)
     if policy.actor.strategy == "megatron":
         check_megatron_model("actor_rollout_ref.actor.megatron", policy.model, policy.actor.megatron)
         if plan.use_reference:
@@ -107,9 +103,8 @@ def check_megatron_models(config: PPOConfig) -> None:
         check_megatron_model("critic.megatron", critic.model, critic.megatron)
 
 
-def place_roles(config: PPOConfig) -> tuple[dict[Role, str], dict[str, list[int]]]:
+def place_roles(config: PPOConfig, plan: BatchPlan) -> tuple[dict[Role, str], dict[str, list[int]]]:
     """Each role's pool, and each pool's processes by node; roles the algorithm does not need are left out."""
-    plan = plan_batches(config)
     pools = {"train": [plan.pools.train_per_node] * plan.pools.nodes}
     mapping = {Role.Actor: "train"}
     if plan.pools.colocated:
@@ -129,13 +124,12 @@ def place_roles(config: PPOConfig) -> tuple[dict[Role, str], dict[str, list[int]
     return mapping, pools
 
 
-def engine_run(config: PPOConfig, place: Place, *, num_steps: int) -> EngineRun:
-    """What the roles need to know of the run."""
-    plan = plan_batches(config)
+def engine_run(config: PPOConfig, plan: BatchPlan, backend: WorkerBackend, *, num_steps: int) -> EngineRun:
+    """What the workers need to know of the run."""
     actor = config.actor_rollout_ref.actor
     warm = config.trainer.critic_warmup
     return EngineRun(
-        device=place.device,
+        device=backend.device,
         nccl_timeout_s=config.actor_rollout_ref.nccl_timeout,
         temperature=config.actor_rollout_ref.rollout.temperature,
         max_response_tokens=config.data.max_response_length,
@@ -145,8 +139,8 @@ def engine_run(config: PPOConfig, place: Place, *, num_steps: int) -> EngineRun:
         critic_steps=num_steps * plan.critic.optimizer_steps if plan.critic else -1,
         with_entropy=actor.calculate_entropy,
         with_sum_pi_squared=config.algorithm.adv_estimator.endswith("optimal_token_baseline"),
-        loss_mode=loss_mode_of(config),
-        correction=correction_of(config),
-        num_threads=place.threads,
-        keep_asleep=not gives_up_weights(config),
+        loss_mode=policy_loss_mode(config),
+        correction=rollout_correction(config),
+        num_threads=backend.num_threads,
+        keep_asleep=not drops_weights_on_sleep(config),
     )

@@ -1,7 +1,7 @@
 """Checkpoints of a run, in verl's layout: global_step_N/{actor,critic}/..., data.pt, latest_checkpointed_iteration.txt.
 
-A checkpoint is written beside its place, made durable, and renamed; only then does the pointer name it. So a crash at
-any moment leaves the pointer on a complete checkpoint.
+A checkpoint is written beside its final folder, made durable, and renamed; only then does the pointer name it. So a
+crash at any moment leaves the pointer on a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ _STEP_DIR = re.compile(r"global_step_(\d+)")
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What the controller itself must remember: everything else lives in the roles' own folders."""
+    """What the controller itself saves; everything else is in the roles' own folders."""
 
     global_step: int
-    weight_version: int
     kl_ctrl: Mapping[str, Any] = field(default_factory=dict)
     source: Mapping[str, Any] = field(default_factory=dict)
 
@@ -48,7 +47,11 @@ class CheckpointStore:
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or None where there is none."""
         step = self._pointed_at()
-        return None if step is None else self._existing(self.root / f"global_step_{step}")
+        return None if step is None else self._existing(self.path(step))
+
+    def path(self, step: int) -> Path:
+        """The folder of checkpoint `step`."""
+        return self.root / f"global_step_{step}"
 
     def to_resume(self, mode: str, path: str | None) -> Path | None:
         """The checkpoint that `trainer.resume_mode` asks for."""
@@ -57,13 +60,15 @@ class CheckpointStore:
         if mode == "auto":
             return self.latest()
         if path is None:
-            raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path=.../global_step_N")
+            raise ConfigError(
+                "trainer.resume_mode=resume_path needs a checkpoint: set trainer.resume_from_path=.../global_step_N"
+            )
         if not _STEP_DIR.fullmatch(Path(path).name):
             raise ConfigError(f"trainer.resume_from_path={path} must end in global_step_N")
         return self._existing(Path(path))
 
     def sweep(self) -> None:
-        """Put right what an interrupted save or removal left."""
+        """Clean up what an interrupted save or removal left."""
         for old in self.root.glob("global_step_*.old"):
             if old.with_suffix("").exists():
                 shutil.rmtree(old)
@@ -73,7 +78,7 @@ class CheckpointStore:
             shutil.rmtree(left)
         for left in self.root.glob(f".{LATEST}.*.tmp"):
             left.unlink()
-        with suppress(CheckpointError):  # to_resume tells of a damaged pointer, where it matters
+        with suppress(CheckpointError):  # to_resume reports a damaged pointer, where it matters
             newest = self._pointed_at()
             if newest is not None:
                 self.prune(newest)
@@ -81,7 +86,7 @@ class CheckpointStore:
     @contextmanager
     def writing(self, step: int) -> Iterator[Path]:
         """A folder to fill; on leaving without error it becomes checkpoint `step` and the pointer names it."""
-        final = self.root / f"global_step_{step}"
+        final = self.path(step)
         tmp = final.with_name(final.name + ".tmp")
         try:
             if tmp.exists():
@@ -100,15 +105,15 @@ class CheckpointStore:
         self.prune(step)
 
     def prune(self, newest: int) -> None:
-        """Remove the checkpoints before `newest` that nobody asked to keep."""
+        """Remove the checkpoints before `newest` that are not to be kept."""
         steps = sorted((int(m[1]) for p in self.root.iterdir() if (m := _STEP_DIR.fullmatch(p.name))), reverse=True)
         steps = [step for step in steps if step <= newest]
         for role, keep in self._keep.items():
             for step in steps[keep:] if keep is not None else []:
-                shutil.rmtree(self.root / f"global_step_{step}" / role, ignore_errors=True)
+                shutil.rmtree(self.path(step) / role, ignore_errors=True)
         if self._keep and all(keep is not None for keep in self._keep.values()):
             for step in steps[max(keep for keep in self._keep.values() if keep is not None) :]:
-                shutil.rmtree(self.root / f"global_step_{step}", ignore_errors=True)
+                shutil.rmtree(self.path(step), ignore_errors=True)
 
     def _pointed_at(self) -> int | None:
         pointer = self.root / LATEST
@@ -137,11 +142,12 @@ def save_state(folder: Path, state: TrainerState) -> None:
 
 
 def load_state(folder: Path) -> TrainerState:
-    """Read what `save_state` wrote; a damaged file is named."""
+    """Read what `save_state` wrote; CheckpointError names a damaged file."""
     try:
         record = json.loads((folder / STATE).read_text())
         if record.pop("data_blake2b") != _digest(folder / DATA):
             raise ValueError(f"the checksum of {DATA} is not the one that was saved")
+        record.pop("weight_version", None)  # in checkpoints of earlier releases
         source = json.loads(torch.load(folder / DATA, weights_only=True))
         return TrainerState(**record, source=source)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, EOFError) as error:

@@ -1,83 +1,132 @@
-"""Evaluation without training: answers of a model to validation prompts, graded."""
+"""Validation prompts answered and graded, with pass@k and maj@k for each data source: in a run and as a job."""
 
 from __future__ import annotations
 
 import json
-import sys
-import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlsys.config import EvalConfig
+import numpy as np
+
+from rlsys.config import EvalConfig, PPOConfig
+from rlsys.data.collate import collate_prompts
+from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.group import group_fleet
 from rlsys.protocol import DataProto
-from rlsys.telemetry.log import setup_logging
 from rlsys.telemetry.metrics import StageTimer
-from rlsys.telemetry.trackers import check_loggers
-from trainer.backend import find_place, load_tokenizer
+from rlsys.telemetry.validation import validation_metrics
+from trainer.backend import load_tokenizer, running_backend
 from trainer.dumps import dump, sample_rows
-from trainer.evaluate import Dump, validation
-from trainer.generation import Answers, validation_sampling
-from trainer.groups import deadlines_of
-from trainer.job import exit_on_sigterm, told
+from trainer.generation import GradedRollout, answer_printer, fleet_generate, validation_sampling
+from trainer.groups import RolloutGroup, start_group
 from trainer.prompts import load_prompts
 from trainer.rewards import reward_manager, reward_pool
-from trainer.rollouts import generate_by, printer
 from workers.build import EngineRun
 from workers.rollout import ROLLOUT_WORKERS
 
+OnValidation = Callable[[DataProto, int], None]
+"""Called with the graded answers and the step."""
 
-def run_eval(config: EvalConfig) -> int:
-    """Answer, grade, and print `val-core/*`; exit code 0, or 1 with one clear error."""
-    setup_logging()
-    start = time.perf_counter()
-    with told(sys.stderr) as outcome:
-        check_loggers(config.trainer.logger)
-        metrics = evaluate(config)
-        root = Path(config.trainer.default_local_dir)
-        root.mkdir(parents=True, exist_ok=True)
-        (root / "evaluation.json").write_text(json.dumps(metrics, indent=1, sort_keys=True))
-        for name, value in sorted(metrics.items()):
-            if name.startswith("val-core/"):
-                print(f"{name} = {value:.4f}")
-        print(f"rlsys: done in {time.perf_counter() - start:.0f} s; all metrics in {root / 'evaluation.json'}")
-    return outcome.exit_code
+
+@dataclass(frozen=True)
+class Validation:
+    """Answers the prompts of `batches()` by `rollout` and grades them; `on_validation` gets all answers."""
+
+    batches: Callable[[], list[DataProto]]
+    rollout: GradedRollout
+    on_validation: OnValidation
+    seed: int
+
+    def run(self, step: int) -> dict[str, float]:
+        """`val-core/*` and `val-aux/*` by verl's names."""
+        graded = [self.rollout.make(prompts, step=step, call=call)[0] for call, prompts in enumerate(self.batches())]
+        whole = graded[0] if len(graded) == 1 else DataProto.concat(graded)
+        self.on_validation(whole, step)
+        infos = {"reward": whole.tensors["token_level_scores"].sum(-1).tolist(), **numeric_columns(whole)}
+        return validation_metrics(
+            [str(source) for source in whole.non_tensor_batch["data_source"]],
+            [str(uid) for uid in whole.non_tensor_batch["uid"]],
+            infos,
+            seed=self.seed,
+        )
+
+
+def validation(
+    cfg: PPOConfig | EvalConfig,
+    dataset: PromptDataset,
+    rollout: GradedRollout,
+    on_validation: OnValidation,
+    *,
+    seed: int,
+) -> Validation:
+    """Validation by a fleet and graders, with the sampling of val_kwargs."""
+    size = cfg.data.val_batch_size or len(dataset)
+
+    def batches() -> list[DataProto]:
+        return [
+            collate_prompts(
+                [dataset[i] for i in range(start, min(start + size, len(dataset)))],
+                prompt_length=cfg.data.max_prompt_length,
+                pad_token_id=rollout.pad_token_id,
+            )
+            for start in range(0, len(dataset), size)
+        ]
+
+    num_answers = cfg.actor_rollout_ref.rollout.val_kwargs.n
+    validating = replace(rollout, sampling=validation_sampling(cfg), num_answers=num_answers, greedy_baseline=False)
+    return Validation(batches, validating, on_validation, seed)
+
+
+def numeric_columns(batch: DataProto) -> dict[str, list[Any]]:
+    """What graders returned beside the score: columns of numbers, and `pred` for majority votes."""
+    names = batch.meta_info.get("reward_extra_keys", ())
+    columns = {name: batch.non_tensor_batch[name] for name in names}
+    return {name: list(values) for name, values in columns.items() if name == "pred" or _is_numeric(values)}
+
+
+def _is_numeric(values: np.ndarray) -> bool:
+    return all(isinstance(value, int | float | bool | np.number) for value in values)
+
+
+def run_evaluation(config: EvalConfig) -> None:
+    """The job of main_eval: print `val-core/*` and write all metrics to evaluation.json."""
+    metrics = evaluate(config)
+    path = Path(config.trainer.default_local_dir) / "evaluation.json"
+    path.write_text(json.dumps(metrics, indent=1, sort_keys=True))
+    for name, value in sorted(metrics.items()):
+        if name.startswith("val-core/"):
+            print(f"{name} = {value:.4f}")
 
 
 def evaluate(config: EvalConfig) -> dict[str, float]:
-    """The metrics of one evaluation; workers are up only meanwhile."""
-    model, run = config.actor_rollout_ref.model, config.trainer
-    tokenizer = load_tokenizer(model, config.actor_rollout_ref.rollout.padding)
-    assert config.data.val_files is not None
+    """The metrics of one evaluation; its workers are closed afterwards."""
+    model, run, rollout = config.actor_rollout_ref.model, config.trainer, config.actor_rollout_ref.rollout
+    tokenizer = load_tokenizer(model, rollout.padding)
+    data = config.data
+    assert data.val_files is not None, "checked with the configuration"
     dataset = load_prompts(
-        config.data,
-        config.data.val_files,
-        tokenizer=tokenizer,
-        max_samples=config.data.val_max_samples,
-        shuffle=False,
-        seed=0,
+        data, data.val_files, tokenizer=tokenizer, max_samples=data.val_max_samples, shuffle=False, seed=0
     )
-    ranks = run.nnodes * run.n_gpus_per_node
     with ExitStack() as stack:
-        place = stack.enter_context(find_place(run.backend, run.device, config.ray_kwargs, ranks=ranks))
-        stack.enter_context(exit_on_sigterm())
-        engine = EngineRun(device=place.device, nccl_timeout_s=run.deadlines.call_s, num_threads=place.threads)
-        rollout = config.actor_rollout_ref.rollout
-        made = place.make_class(ROLLOUT_WORKERS[rollout.name], model, rollout, engine, "auto")
-        manager = place.make_manager({"rollout": [run.n_gpus_per_node] * run.nnodes}, {"rollout": "rollout"})
-        manager.create_resource_pool()
-        group: Any = place.group_cls(
-            manager.resource_pool_dict["rollout"], made, role="rollout", deadlines=deadlines_of(run.deadlines)
+        backend = stack.enter_context(running_backend(run, config.ray_kwargs))
+        engine = EngineRun(device=backend.device, nccl_timeout_s=run.deadlines.call_s, num_threads=backend.num_threads)
+        group: RolloutGroup = start_group(
+            backend.worker_cls(ROLLOUT_WORKERS[rollout.name], model, rollout, engine, "auto"),
+            backend.make_manager({"rollout": [run.n_gpus_per_node] * run.nnodes}, {"rollout": "rollout"}),
+            role="rollout",
+            group_cls=backend.group_cls,
+            deadlines=run.deadlines,
         )
         stack.callback(group.close)
-        group.init_model()
         pool = stack.enter_context(reward_pool(config.reward))
-        rows = len(dataset) * config.actor_rollout_ref.rollout.val_kwargs.n
-        fleet = group_fleet(group, rollout, run.deadlines, num_rows=rows, restartable=True)
+        num_rows = len(dataset) * rollout.val_kwargs.n
+        fleet = group_fleet(group, rollout, run.deadlines, num_rows=num_rows, restartable=True)
         stack.callback(fleet.close)
-        answers = Answers(
-            generate=generate_by(fleet, printer(rollout, tokenizer)),
+        graded = GradedRollout(
+            generate=fleet_generate(fleet, answer_printer(rollout, tokenizer)),
             manager=reward_manager(config, tokenizer, pool),
             sampling=validation_sampling(config),
             num_answers=1,
@@ -85,17 +134,11 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
             pad_token_id=tokenizer.pad_token_id,
             stage=StageTimer(),
         )
-        return validation(config, dataset, answers, _dump(config, tokenizer), seed=42).run(0)
 
+        def show(batch: DataProto, step: int) -> None:
+            if run.validation_data_dir is not None:
+                dump(batch, step, Path(run.validation_data_dir), tokenizer)
+            for prompt, answer, score in sample_rows(batch, tokenizer, run.log_val_generations, seed=42):
+                print(f"--- score {score:g}\n{prompt}\n>>> {answer}")
 
-def _dump(config: EvalConfig, tokenizer: Any) -> Dump:
-    folder = config.trainer.validation_data_dir
-
-    def write(batch: DataProto, step: int) -> None:
-        if folder is not None:
-            dump(batch, step, Path(folder), tokenizer)
-        shown = config.trainer.log_val_generations
-        for prompt, answer, score in sample_rows(batch, tokenizer, shown, seed=42):
-            print(f"--- score {score:g}\n{prompt}\n>>> {answer}")
-
-    return write
+        return validation(config, dataset, graded, show, seed=42).run(0)

@@ -1,15 +1,18 @@
-"""Which roles run where, and the worker groups they become."""
+"""The roles of a run, the worker groups that play them, and what the trainer calls on each group."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 from rlsys.config.schema.trainer import DeadlinesConfig
+from rlsys.protocol import DataProto
+from rlsys.roles.lm import RankSums
 from rlsys.single_controller.base import ClassWithInitArgs, WorkerGroup
+from rlsys.single_controller.calls import Future
 from rlsys.single_controller.colocate import create_colocated_worker_cls
 from rlsys.single_controller.resource_pool import ResourcePoolManager
 from rlsys.telemetry.recorder import StageReport, merged
@@ -28,44 +31,114 @@ class Role(Enum):
         return self.value
 
 
+class Group(Protocol):
+    """What every worker group offers; the protocols below add the registered methods of a role's workers."""
+
+    @property
+    def world_size(self) -> int: ...
+    def execute_all_async(self, method: str, *args: Any) -> list[Future]: ...
+    def execute_rank_async(self, rank: int, method: str, *args: Any, stage: str | None = None) -> Future: ...
+    def execute_rank(self, rank: int, method: str, *args: Any, deadline_s: float | None = None) -> Any: ...
+    def restart_rank(self, rank: int, deadline_s: float | None = None) -> None: ...
+    def init_model(self) -> None: ...
+    def drain_stages(self) -> StageReport: ...
+    def close(self) -> None: ...
+
+
+class EngineGroup(Group, Protocol):
+    """A role on a training engine."""
+
+    def move(self, parts: Sequence[str], device: str) -> None: ...
+    def save_checkpoint(self, path: str) -> None: ...
+    def load_checkpoint(self, path: str) -> None: ...
+    def export(self, path: str) -> None: ...
+
+
+class ReferenceGroup(EngineGroup, Protocol):
+    """The frozen policy."""
+
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto: ...
+
+
+class ActorGroup(ReferenceGroup, Protocol):
+    """The policy that is trained; with LoRA also the reference."""
+
+    def compute_log_prob(self, data: DataProto) -> DataProto: ...
+    def update_actor(self, data: DataProto) -> DataProto: ...
+
+
+class CriticGroup(EngineGroup, Protocol):
+    """The value function."""
+
+    def compute_values(self, data: DataProto) -> DataProto: ...
+    def update_critic(self, data: DataProto) -> DataProto: ...
+
+
+class RewardModelGroup(Group, Protocol):
+    """A trained model as grader."""
+
+    def compute_rm_score(self, data: DataProto) -> DataProto: ...
+
+
+class SupervisedGroup(EngineGroup, Protocol):
+    """A language model or a reward model trained on given rows."""
+
+    def train_batch(self, data: DataProto) -> DataProto: ...
+    def eval_batch(self, data: DataProto) -> list[RankSums]: ...
+
+
+class RolloutGroup(Group, Protocol):
+    """Engines that complete prompts."""
+
+    def compute_log_prob(self, data: DataProto) -> DataProto: ...
+    def sleep(self, tags: Sequence[str]) -> None: ...
+    def wake(self, tags: Sequence[str]) -> None: ...
+
+
 @dataclass(frozen=True)
 class WorkerGroups:
-    """The groups of a run; roles that the algorithm does not need or that others play are None."""
+    """The groups of a run; a role that the algorithm does not need, or that another group plays, is None.
 
-    actor: Any
-    rollout: Any = None
-    critic: Any = None
-    ref: Any = None
-    rm: Any = None
+    `rollout` is None only with external servers.
+    """
+
+    actor: ActorGroup
+    rollout: RolloutGroup | None = None
+    critic: CriticGroup | None = None
+    ref: ReferenceGroup | None = None
+    rm: RewardModelGroup | None = None
+
+    @property
+    def trained(self) -> Mapping[str, EngineGroup]:
+        """The trained roles by the name of their folder in a checkpoint."""
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
+
+    @property
+    def all(self) -> list[Group]:
+        return [group for group in (self.actor, self.rollout, self.critic, self.ref, self.rm) if group is not None]
 
     def save(self, folder: Path) -> None:
         """Write the trained roles' parts of a checkpoint."""
-        for name, group in self._trained().items():
+        for name, group in self.trained.items():
             group.save_checkpoint(str(folder / name))
 
     def load(self, folder: Path) -> None:
-        """Read them back."""
-        for name, group in self._trained().items():
+        """Read the trained roles' parts of a checkpoint."""
+        for name, group in self.trained.items():
             group.load_checkpoint(str(folder / name))
 
     def drain_stages(self) -> StageReport:
-        """What the workers noted of their stages since the last time."""
-        return merged(group.drain_stages() for group in self._all())
+        """Spans and memory of the workers' stages since the last call."""
+        return merged(group.drain_stages() for group in self.all)
 
     def close(self) -> None:
         """End the workers of all roles."""
-        for group in self._all():
+        for group in self.all:
             group.close()
 
-    def _all(self) -> list[Any]:
-        return [group for group in (self.actor, self.rollout, self.critic, self.ref, self.rm) if group is not None]
 
-    def _trained(self) -> dict[str, Any]:
-        return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
-
-
-def deadlines_of(deadlines: DeadlinesConfig) -> dict[str, float]:
-    """Seconds by stage, i.e. by the method that a group is asked for."""
+def stage_deadlines(deadlines: DeadlinesConfig) -> dict[str, float]:
+    """Seconds by stage, that is by the name of the method called on a group."""
     update, save, weights = deadlines.update_s, deadlines.save_s, deadlines.weights_s
     return {
         "default": deadlines.call_s,
@@ -93,8 +166,8 @@ def start_groups(
     """Start one process group per pool, each process playing all roles of its pool, and load the models."""
     manager.create_resource_pool()
     by_pool: dict[str, dict[str, ClassWithInitArgs]] = {}
-    for role, made in mapping.items():
-        by_pool.setdefault(manager.mapping[role], {})[role.value] = made
+    for role, worker in mapping.items():
+        by_pool.setdefault(manager.mapping[role], {})[role.value] = worker
     groups: dict[str, Any] = {}
     try:
         for pool, roles in by_pool.items():
@@ -112,3 +185,28 @@ def start_groups(
             group.close()
         raise
     return WorkerGroups(**groups)
+
+
+def start_group(
+    worker: ClassWithInitArgs,
+    manager: ResourcePoolManager[Any],
+    *,
+    role: str,
+    group_cls: Callable[..., WorkerGroup],
+    deadlines: DeadlinesConfig,
+) -> Any:
+    """Start the group of a job with one role, on the manager's pool of that name, and load its model.
+
+    The caller gives the result the type of the role's protocol.
+    """
+    manager.create_resource_pool()
+    group = cast(
+        Group,
+        group_cls(manager.resource_pool_dict[role], worker, role=role, deadlines=stage_deadlines(deadlines)),
+    )
+    try:
+        group.init_model()
+    except BaseException:
+        group.close()
+        raise
+    return group

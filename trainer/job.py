@@ -1,4 +1,7 @@
-"""How a job ends: well, or with one clear error and an exit code."""
+"""How a job runs from the command line: expected errors in one line, an orderly end on SIGTERM, a summary.
+
+Imports nothing heavy: the entry points import it together with the configuration.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ import errno
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TextIO
+from typing import TextIO, TypeVar
 
+from rlsys.config import EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config
+from rlsys.config.schema.trainer import RunConfig
 from rlsys.utils.errors import (
     CheckpointError,
     ConfigError,
@@ -24,7 +30,8 @@ from rlsys.utils.errors import (
     WorkerError,
 )
 
-TOLD = (
+C = TypeVar("C", PPOConfig, SFTConfig, RMConfig, EvalConfig)
+EXPECTED_ERRORS = (
     ConfigError,
     DataError,
     CheckpointError,
@@ -34,7 +41,45 @@ TOLD = (
     WeightTransferError,
     WorkerError,
 )
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM)
+DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM)
+OUTPUTS = {
+    "metrics": "metrics.jsonl",
+    "evaluation": "evaluation.json",
+    "rollouts": "rollouts/index.html",
+    "timeline": "timeline.json",
+    "memory": "memory.txt",
+    "checkpoint": "latest_checkpointed_iteration.txt",
+}
+
+
+def checked_config(argv: Sequence[str] | None, schema: type[C]) -> C:
+    """The configuration of the command line, printed with its plan; exits with 2 and a message if it is wrong."""
+    return main_config(sys.argv[1:] if argv is None else argv, schema)
+
+
+def run_job(config: C, job: Callable[[C], str | None]) -> int:
+    """Run `job` and print a summary; returns the exit code (see `Outcome`).
+
+    What `job` returns replaces the first line of the summary, "done in N s".
+    """
+    from rlsys.telemetry.log import setup_logging
+
+    setup_logging()
+    start = time.perf_counter()
+    with report_errors(sys.stderr) as outcome:
+        make_root(Path(config.trainer.default_local_dir))
+        headline = job(config) or f"rlsys: done in {time.perf_counter() - start:.0f} s"
+        print("\n".join([headline, *output_lines(config.trainer)]))
+    return outcome.exit_code
+
+
+def output_lines(run: RunConfig) -> list[str]:
+    """Where the run left its results: a line for each of `OUTPUTS` that exists."""
+    root = Path(run.default_local_dir)
+    paths = {name: root / path for name, path in OUTPUTS.items()}
+    if folder := getattr(run, "rollout_data_dir", None):
+        paths["rollouts"] = Path(folder) / "index.html"
+    return [f"  {name:<11}{path}" for name, path in paths.items() if path.exists()]
 
 
 @dataclass
@@ -45,21 +90,21 @@ class Outcome:
 
 
 @contextmanager
-def told(out: TextIO) -> Iterator[Outcome]:
-    """Print the errors that mean something to a person without a traceback; others pass."""
+def report_errors(out: TextIO) -> Iterator[Outcome]:
+    """Print expected errors without a traceback and re-raise the rest."""
     outcome = Outcome()
     try:
         yield outcome
-    except TOLD as error:
+    except EXPECTED_ERRORS as error:
         print(f"rlsys: {type(error).__name__}: {error}", file=out)
         outcome.exit_code = 2 if isinstance(error, ConfigError) else 1
     except OSError as error:
-        if error.errno not in DISK:
+        if error.errno not in DISK_ERRNOS:
             raise
         print(f"rlsys: a file could not be written or read: {error}", file=out)
         outcome.exit_code = 1
     except KeyboardInterrupt:
-        print("rlsys: stopped by the keyboard", file=out)
+        print("rlsys: interrupted (Ctrl-C)", file=out)
         outcome.exit_code = 130
     except SystemExit as stop:
         if stop.code != signal.SIGTERM:
@@ -70,7 +115,7 @@ def told(out: TextIO) -> Iterator[Outcome]:
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """SystemExit(SIGTERM) where the signal arrives, for `told`; to be entered once Ray is connected.
+    """Raise SystemExit(SIGTERM) where the signal arrives, for `report_errors`; enter it once Ray is connected.
 
     Ray's own handler aborts the process three seconds after the signal, whatever is being cleaned up.
     """
@@ -91,4 +136,4 @@ def make_root(path: Path) -> None:
         with TemporaryFile(dir=path) as probe:
             probe.write(b" ")
     except OSError as error:
-        raise ConfigError(f"trainer.default_local_dir={path}: nothing can be written there: {error}") from error
+        raise ConfigError(f"trainer.default_local_dir={path}: cannot write there: {error}") from error

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from rlsys.config import EvalConfig
-from rlsys.config.cli import main_config
+from trainer.job import checked_config, run_job
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the configuration, then run; the exit code is 0, 1 for a failed run or 2 for a wrong configuration."""
-    config = main_config(sys.argv[1:] if argv is None else argv, EvalConfig)
-    from trainer.evaluation import run_eval
+    """Run the job; the exit code is 0, 1 for a failed run or 2 for a wrong configuration."""
+    config = checked_config(argv, EvalConfig)
+    from trainer.evaluation import run_evaluation
 
-    return run_eval(config)
+    return run_job(config, run_evaluation)
 
 
 if __name__ == "__main__":

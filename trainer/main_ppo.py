@@ -1,20 +1,19 @@
-"""python -m trainer.main_ppo key=value ...: PPO, GRPO and their kin."""
+"""python -m trainer.main_ppo key=value ...: PPO, GRPO and related algorithms."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from rlsys.config import PPOConfig
-from rlsys.config.cli import main_config
+from trainer.job import checked_config, run_job
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the configuration, then train; the exit code is 0, 1 for a failed run or 2 for a wrong configuration."""
-    config = main_config(sys.argv[1:] if argv is None else argv, PPOConfig)
-    from trainer.build import run_ppo
+    """Run the job; the exit code is 0, 1 for a failed run or 2 for a wrong configuration."""
+    config = checked_config(argv, PPOConfig)
+    from trainer.build import train
 
-    return run_ppo(config)
+    return run_job(config, train)
 
 
 if __name__ == "__main__":

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from rlsys.config import SFTConfig
-from rlsys.config.cli import main_config
+from trainer.job import checked_config, run_job
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Check the configuration, then run; the exit code is 0, 1 for a failed run or 2 for a wrong configuration."""
-    config = main_config(sys.argv[1:] if argv is None else argv, SFTConfig)
-    from trainer.supervised import run_sft
+    """Run the job; the exit code is 0, 1 for a failed run or 2 for a wrong configuration."""
+    config = checked_config(argv, SFTConfig)
+    from trainer.supervised import train
 
-    return run_sft(config)
+    return run_job(config, train)
 
 
 if __name__ == "__main__":

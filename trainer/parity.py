@@ -1,50 +1,55 @@
 """The parity probe: the same tokens scored by the actor and by the rollout's engine, which serves its weights.
 
 A few training prompts are completed by the rollout as in training (draws depend on seed, row and position only, so the
-probe takes nothing from the run's own), then scored by both sides at the sampling temperature.
+probe does not change those of the run), then scored by both sides at the sampling temperature.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 from torch import Tensor
 
 from rlsys.algorithms.parity import Parity, compare_log_probs
 from rlsys.config.schema.rollout import ParityConfig
 from rlsys.data.collate import collate_prompts
+from rlsys.data.dataset import PromptDataset
 from rlsys.protocol import DataProto, DataProtoConfig
 from rlsys.telemetry.log import get_logger
 from rlsys.types import SamplingParams
 from rlsys.utils.errors import DeadlineError, RolloutError, WorkerError
 from trainer.generation import Generate, sampling_meta
-from trainer.residency import Holder, Residency
+from trainer.groups import ActorGroup
+from trainer.residency import Residency, Resident
 from trainer.steps import ROWS
-
-if TYPE_CHECKING:
-    from rlsys.data.dataset import PromptDataset
 
 log = get_logger(__name__)
 
 SEED = 1 << 41
 REFUSED = (RolloutError, ValueError)
-"""What external servers say that do not score."""
+"""Errors of external servers that cannot score."""
 LOST = (WorkerError, DeadlineError)
-"""What a rollout process says, or is said of it, that the fleet will replace."""
+"""Errors of a rollout process that the fleet will replace."""
 CAUSES = (
-    "Usual causes: weights that did not arrive whole (actor_rollout_ref.rollout.validate_weight=true compares every "
-    "tensor), another temperature, another dtype (actor_rollout_ref.rollout.dtype against the actor's), "
-    "a tokenizer or end token that is not the model's, an engine that computes the model differently."
+    "Usual causes: weights that did not arrive complete (actor_rollout_ref.rollout.validate_weight=true compares "
+    "every tensor), another temperature, another dtype (actor_rollout_ref.rollout.dtype against the actor's), "
+    "a tokenizer or end token of another model, an engine that computes the model differently."
 )
+
+
+class Scorer(Protocol):
+    """Scores given tokens."""
+
+    def compute_log_prob(self, data: DataProto) -> DataProto: ...
 
 
 @dataclass(frozen=True)
 class ParityReport:
-    """`scored`: given tokens scored by both; `sampled`: the actor against what the rollout noted while it sampled.
+    """`scored`: given tokens scored by both; `sampled`: the actor against the log-probs recorded while sampling.
 
-    `scored` is None where the rollout cannot score given tokens. `problem` is empty where all is within the limits.
+    `scored` is None where the rollout cannot score given tokens. `problem` is empty within the limits.
     """
 
     version: int
@@ -54,47 +59,47 @@ class ParityReport:
 
     def metrics(self) -> dict[str, float]:
         """`parity/*` of one probe."""
-        found = {"parity/skipped": float(self.scored is None), "parity/alarm": float(bool(self.problem))}
+        metrics = {"parity/skipped": float(self.scored is None), "parity/alarm": float(bool(self.problem))}
         for prefix, parity in (("parity/", self.scored), ("parity/sampled_", self.sampled)):
             if parity is not None:
-                found |= {f"{prefix}{name}": float(getattr(parity, name)) for name in ("mean_abs", "max_abs", "k3")}
-        return found | {"parity/num_tokens": float(self.sampled.num_tokens)}
+                metrics |= {f"{prefix}{name}": float(getattr(parity, name)) for name in ("mean_abs", "max_abs", "k3")}
+        return metrics | {"parity/num_tokens": float(self.sampled.num_tokens)}
 
 
 @dataclass
 class ParityProbe:
     """`prompts` are completed by `generate` and scored by both `rollout` and `actor`.
 
-    After one of `refusals` from the rollout only the log-probs noted while sampling are compared; for good, unless a
-    worker was lost, which the fleet will replace.
+    After one of `refusals` from the rollout only the log-probs recorded while sampling are compared: from then on, or
+    this time only for a lost worker, which the fleet will replace.
     """
 
     settings: ParityConfig
     prompts: Callable[[], DataProto]
     generate: Generate
-    rollout: Any
-    actor: Any
+    rollout: Scorer
+    actor: ActorGroup
     residency: Residency
     refusals: tuple[type[Exception], ...] = ()
     cannot_score: bool = False
 
     def run(self, version: int) -> ParityReport:
         """Probe weights of `version`, which actor and rollout must both hold."""
-        with self.residency.turn(Holder.ROLLOUT, "parity"):
+        with self.residency.hold(Resident.ROLLOUT, "parity"):
             rows, _ = self.generate(self.prompts())
             seen = rows.tensors["rollout_log_probs"]
             rows = rows.select(batch_keys=ROWS, non_tensor_batch_keys=[])
             rows.meta_info[DataProtoConfig.auto_padding_key] = True
             theirs = self._engine_scores(rows)
-        with self.residency.turn(Holder.ACTOR, "parity"):
+        with self.residency.hold(Resident.ACTOR, "parity"):
             ours = self.actor.compute_log_prob(rows).tensors["old_log_probs"]
         mask, tokens = rows.tensors["response_mask"], rows.tensors["responses"]
         scored = None if theirs is None else compare_log_probs(ours, theirs, mask)
         sampled = compare_log_probs(ours, seen, mask)
         problems = [
-            self._words(parity, version, how, int(tokens[parity.row, parity.column]))
+            self._describe(parity, version, how, int(tokens[parity.row, parity.column]))
             for parity, how in ((scored, "when it scores them"), (sampled, "when it sampled them"))
-            if parity is not None and not self._fine(parity)
+            if parity is not None and not self._within_limits(parity)
         ]
         return ParityReport(version, scored, sampled, "\n".join([*problems, CAUSES]) if problems else "")
 
@@ -105,13 +110,13 @@ class ParityProbe:
             return self.rollout.compute_log_prob(rows).tensors["rollout_log_probs"]
         except self.refusals as error:
             self.cannot_score = not isinstance(error, WorkerError | DeadlineError)
-            log.warning("parity probe: the rollout did not score given tokens, so this is left out: %s", error)
+            log.warning("parity probe: rollout cannot score given tokens; comparing sampled log-probs only: %s", error)
             return None
 
-    def _fine(self, parity: Parity) -> bool:
+    def _within_limits(self, parity: Parity) -> bool:
         return parity.mean_abs <= self.settings.mean_limit and parity.max_abs <= self.settings.max_limit
 
-    def _words(self, parity: Parity, version: int, how: str, token: int) -> str:
+    def _describe(self, parity: Parity, version: int, how: str, token: int) -> str:
         return (
             f"actor and rollout disagree on the same {parity.num_tokens} tokens under weights {version} {how}: "
             f"log-probs differ by {parity.mean_abs:.4g} on average (limit {self.settings.mean_limit:g}) and "
@@ -123,7 +128,7 @@ class ParityProbe:
 def probe_prompts(
     dataset: PromptDataset, settings: ParityConfig, sampling: SamplingParams, *, prompt_length: int, pad_token_id: int
 ) -> Callable[[], DataProto]:
-    """The first rows of the training data as prompts to complete, made anew at each call."""
+    """The first rows of the training data as prompts to complete; each call makes a new batch."""
     length = min(settings.max_tokens, sampling.max_new_tokens)
     probing = replace(sampling, max_new_tokens=length, seed=sampling.seed + SEED)
     meta = sampling_meta(probing, pad_token_id=pad_token_id, step=0) | {"temperature": sampling.temperature or 1.0}

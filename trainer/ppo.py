@@ -1,87 +1,93 @@
-"""RayPPOTrainer: the controller of PPO, GRPO and their kin.
+"""RayPPOTrainer: the controller of PPO, GRPO and related algorithms.
 
-`fit` is the algorithm; what surrounds it lives elsewhere: who holds memory in residency, when batches are made in
-source, retries in the fleet, what a person sees in telemetry. A notebook builds the same object and calls `step`.
+`fit` is the algorithm. Around it: `residency` decides which role holds memory, `source` when batches are made, the
+fleet retries, telemetry reports, `loop` saves and resumes. A notebook builds the same object and calls `step`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.data.dataset import PromptDataset
+from rlsys.interfaces import ExperienceSource
 from rlsys.protocol import DataProto
+from rlsys.single_controller.base import ClassWithInitArgs, WorkerGroup
+from rlsys.single_controller.resource_pool import ResourcePoolManager
 from rlsys.telemetry.log import get_logger
 from rlsys.types import TransferReport
 from rlsys.utils.errors import ConfigError, ParityError, RolloutError
-from trainer.assembly import Runtime, assemble
-from trainer.checkpoint import CheckpointStore, TrainerState, load_state, save_state
+from trainer.assembly import Inputs, TrainerParts, assemble
+from trainer.checkpoint import TrainerState, load_state
 from trainer.dumps import BackgroundDumps, dump, sample_rows
-from trainer.groups import Role, WorkerGroups, deadlines_of, start_groups
+from trainer.groups import Role, WorkerGroups, stage_deadlines, start_groups
+from trainer.loop import CheckpointedLoop
 from trainer.parity import ParityReport
-from trainer.prompts import steps_of
+from trainer.prompts import num_steps
 from trainer.reporting import Reporter
-from trainer.residency import Holder
+from trainer.residency import Resident
+from trainer.source import Prompts
 
 log = get_logger(__name__)
 
 
-class RayPPOTrainer:
+class RayPPOTrainer(CheckpointedLoop):
     """Schedules the worker groups; holds no tensor longer than a step."""
 
     def __init__(
         self,
         config: PPOConfig,
-        tokenizer: Any,
-        role_worker_mapping: dict[Role, Any],
-        resource_pool_manager: Any,
-        ray_worker_group_cls: Any = None,
-        processor: Any = None,
-        train_dataset: Any = None,
-        val_dataset: Any = None,
-        collate_fn: Callable[..., Any] | None = None,
-        train_sampler: Any = None,
+        tokenizer: PreTrainedTokenizerBase,
+        role_worker_mapping: Mapping[Role, ClassWithInitArgs],
+        resource_pool_manager: ResourcePoolManager[Any],
+        ray_worker_group_cls: Callable[..., WorkerGroup],
+        processor: object = None,
+        train_dataset: PromptDataset | None = None,
+        val_dataset: PromptDataset | None = None,
+        collate_fn: object = None,
+        train_sampler: Prompts | None = None,
         device_name: str | None = None,
     ) -> None:
         """verl's signature. `train_sampler` is a cursor over `train_dataset`; None takes the configured one.
 
-        ConfigError for a `processor` or a `collate_fn`: rows are text, and datasets give prompts, not batches.
+        ConfigError without a `train_dataset`, and for a `processor` or a `collate_fn`: rows are text, and datasets
+        give prompts, not batches.
         """
-        if processor is not None or collate_fn is not None:
-            what = "processor" if processor is not None else "collate_fn"
-            raise ConfigError(
-                f"RayPPOTrainer has no use for {what}: leave it out; data.custom_cls makes rows its own way"
-            )
+        for name, value in (("processor", processor), ("collate_fn", collate_fn)):
+            if value is not None:
+                raise ConfigError(
+                    f"{name} is not supported by RayPPOTrainer; remove it, and make rows of your own by data.custom_cls"
+                )
+        if train_dataset is None:
+            raise ConfigError("RayPPOTrainer needs a train_dataset")
+        run, self.plan = config.trainer, plan_batches(config)
+        super().__init__(
+            run,
+            Reporter(run, config.model_dump(mode="json"), num_devices=self.plan.pools.total_ranks),
+            keep={"actor": run.max_actor_ckpt_to_keep}
+            | ({"critic": run.max_critic_ckpt_to_keep} if self.plan.critic else {}),
+        )
         self.cfg = config
-        self.plan = plan_batches(config)
-        self.tokenizer = tokenizer
-        self.role_worker_mapping = role_worker_mapping
-        self.resource_pool_manager = resource_pool_manager
-        self.ray_worker_group_cls = ray_worker_group_cls
-        self.train_dataset, self.val_dataset = train_dataset, val_dataset
-        self.train_sampler = train_sampler
-        self.device_name = device_name or "cpu"
-        self.root = Path(config.trainer.default_local_dir)
-        self.store = CheckpointStore(
-            self.root,
-            keep={"actor": config.trainer.max_actor_ckpt_to_keep}
-            | ({"critic": config.trainer.max_critic_ckpt_to_keep} if self.plan.critic else {}),
+        self.inputs = Inputs(tokenizer, train_dataset, val_dataset, train_sampler, device_name or "cpu")
+        self._start_groups = lambda: start_groups(
+            role_worker_mapping,
+            resource_pool_manager,
+            group_cls=ray_worker_group_cls,
+            deadlines=stage_deadlines(run.deadlines),
         )
-        self.reporter = Reporter(
-            config.trainer, config.model_dump(mode="json"), num_devices=self.plan.pools.total_ranks
+        folder = run.rollout_data_dir
+        self.dumps = (
+            BackgroundDumps(Path(folder), tokenizer, deadline_s=run.deadlines.save_s) if folder is not None else None
         )
-        self.stage = self.reporter.stage
-        folder = config.trainer.rollout_data_dir
-        wait_s = config.trainer.deadlines.save_s
-        self.dumps = None if folder is None else BackgroundDumps(Path(folder), tokenizer, deadline_s=wait_s)
-        self.global_step = 0
+        self.total_steps = num_steps(config, train_dataset)
         self.weight_version = -1
-        self.total_steps = 0
         self._groups: WorkerGroups | None = None
-        self._runtime: Runtime | None = None
+        self._parts: TrainerParts | None = None
 
     @property
     def groups(self) -> WorkerGroups:
@@ -89,60 +95,60 @@ class RayPPOTrainer:
         return self._groups
 
     @property
-    def runtime(self) -> Runtime:
-        assert self._runtime is not None, "call init_workers() first"
-        return self._runtime
+    def parts(self) -> TrainerParts:
+        assert self._parts is not None, "call init_workers() first"
+        return self._parts
 
     @property
-    def source(self) -> Any:
+    def source(self) -> ExperienceSource:
         """Makes training batches: `source.next()`."""
-        return self.runtime.source
+        return self.parts.source
 
     def init_workers(self) -> None:
         """Start the worker groups, load their models and connect weights, rollouts, rewards and data."""
         with self.stage("start_workers"):
-            self._groups = start_groups(
-                self.role_worker_mapping,
-                self.resource_pool_manager,
-                group_cls=self.ray_worker_group_cls,
-                deadlines=deadlines_of(self.cfg.trainer.deadlines),
-            )
+            self._groups = self._start_groups()
         with self.stage("connect"):
-            self._runtime = assemble(self)
-        self.total_steps = steps_of(self.cfg, self.train_dataset)
+            self._parts = assemble(
+                self.cfg,
+                self.plan,
+                self._groups,
+                self.inputs,
+                reporter=self.reporter,
+                on_validation=self.dump_validation,
+            )
 
     def fit(self) -> None:
         """Train until the last step; resumes where the latest checkpoint left off."""
+        run = self.cfg.trainer
         with self.session():
             self.resume()
             self.push_weights()
             if self.cfg.actor_rollout_ref.rollout.parity.freq >= 0:
                 self.parity_probe(record=self.global_step == 0)
-            if (self.cfg.trainer.val_before_train and self.global_step == 0) or self.cfg.trainer.val_only:
+            if (run.val_before_train and self.global_step == 0) or run.val_only:
                 self.evaluate()
-            while not self.cfg.trainer.val_only and self.global_step < self.total_steps:
+            while not run.val_only and not self.is_last:
                 with self.stage("step"):
                     self.step(self.next_batch())
                 self.finish_step()
 
     def nothing_left(self) -> bool:
         """Whether the checkpoint to resume from is that of the last step; no worker is needed to know."""
-        run = self.cfg.trainer
-        self.store.sweep()
-        folder = self.store.to_resume(run.resume_mode, run.resume_from_path)
-        if folder is None or run.val_only:
+        folder = self.checkpoint_to_resume()
+        if folder is None or self.cfg.trainer.val_only:
             return False
-        return load_state(folder).global_step >= steps_of(self.cfg, self.train_dataset)
+        return load_state(folder).global_step >= self.total_steps
 
     def next_batch(self) -> DataProto:
         """The next graded batch from the rollouts."""
-        with self.runtime.residency.turn(Holder.ROLLOUT, "source"):
+        with self.parts.residency.hold(Resident.ROLLOUT, "source"):
             return self.source.next()
 
     def step(self, batch: DataProto) -> DataProto:
         """Train on one batch and push the new weights; returns the batch with everything computed on it."""
         self.global_step += 1
-        steps = self.runtime.steps
+        steps = self.parts.steps
         batch = steps.balance(batch, self.global_step)
         batch = steps.old_log_probs(batch)
         batch = steps.reference_log_probs(batch)
@@ -152,13 +158,13 @@ class RayPPOTrainer:
         steps.update_critic(batch)
         if self.global_step > self.cfg.trainer.critic_warmup:
             steps.update_actor(batch)
-        if self._due(self.cfg.trainer.sync_freq) or self._test_due or self._save_due:
+        if self.due(self.cfg.trainer.sync_freq) or self.test_due or self.save_due:
             self.push_weights()
-        if self._due(self.cfg.actor_rollout_ref.rollout.parity.freq) and self.weight_version == self.global_step:
+        if self.due(self.cfg.actor_rollout_ref.rollout.parity.freq) and self.weight_version == self.global_step:
             self.parity_probe()
         self.reporter.batch_metrics(batch)
-        if isinstance(self.train_dataset, PromptDataset):
-            self.reporter.add(self.train_dataset.metrics())
+        if isinstance(self.inputs.train_dataset, PromptDataset):
+            self.reporter.add(self.inputs.train_dataset.metrics())
         if self.dumps is not None:
             with self.stage("dump_rollouts"):
                 self.dumps.write(batch, self.global_step)
@@ -166,18 +172,18 @@ class RayPPOTrainer:
 
     def finish_step(self) -> None:
         """Evaluate, report and save what is due after a step."""
-        if self._test_due:
+        if self.test_due:
             self.evaluate()
         self.reporter.add_stages(self.groups.drain_stages())
         self.reporter.finish_step(self.global_step)
-        if self._save_due:
+        if self.save_due:
             self.save()
 
     def push_weights(self) -> TransferReport:
         """Reshard the actor's weights into the rollout engines; they serve version `global_step` afterwards."""
         self.source.settle()
-        with self.runtime.residency.turn(Holder.SYNC, "update_weights"):
-            report = self.runtime.push(self.global_step)
+        with self.parts.residency.hold(Resident.SYNC, "update_weights"):
+            report = self.parts.weights.push(self.global_step)
         self.weight_version = report.version
         self.reporter.add(
             {
@@ -191,14 +197,14 @@ class RayPPOTrainer:
     def parity_probe(self, *, record: bool = True) -> ParityReport:
         """Score a few answers by the actor and by the rollout, which must hold the same weights; changes nothing.
 
-        With `record` the metrics of the step in hand get the result. Above the limits of rollout.parity it warns, or
-        raises ParityError where its policy is stop. RolloutError where weights have not been pushed since the update.
+        With `record` the result is among the metrics of the current step. Above the limits of rollout.parity it warns,
+        or raises ParityError with policy=stop. RolloutError if weights have not been pushed since the last update.
         """
         if self.weight_version != self.global_step:
             served = f"the rollout serves weights of step {self.weight_version}, the actor is at {self.global_step}"
             raise RolloutError(f"{served}: call push_weights() before parity_probe()")
         self.source.settle()
-        report = self.runtime.parity.run(self.weight_version)
+        report = self.parts.parity.run(self.weight_version)
         if record:
             self.reporter.add(report.metrics())
         if report.problem and self.cfg.actor_rollout_ref.rollout.parity.policy == "stop":
@@ -209,57 +215,43 @@ class RayPPOTrainer:
 
     def evaluate(self) -> dict[str, float]:
         """Answer and grade the validation prompts with the weights now served."""
-        if self.runtime.evaluator is None:
+        if self.parts.validation is None:
             return {}
         self.source.settle()
-        with self.runtime.residency.turn(Holder.ROLLOUT, "testing"):
-            metrics = self.runtime.evaluator.run(self.global_step)
+        with self.parts.residency.hold(Resident.ROLLOUT, "testing"):
+            metrics = self.parts.validation.run(self.global_step)
         self.reporter.add(metrics)
-        self.reporter.validated(metrics, self.global_step)
+        self.reporter.report_validation(metrics, self.global_step)
         return metrics
 
-    def save(self) -> Path:
-        """Write checkpoint `global_step`; the pointer names it only when it is complete."""
-        with self.stage("save_checkpoint"), self.store.writing(self.global_step) as folder:
-            if self.dumps is not None:
-                self.dumps.settle()
-            self.groups.save(folder)
-            self.source.save_pending(folder)
-            state = TrainerState(
-                global_step=self.global_step,
-                weight_version=self.weight_version,
-                kl_ctrl=self.runtime.steps.kl_ctrl.state_dict(),
-                source=self.source.state_dict(),
-            )
-            save_state(folder, state)
-        return self.root / f"global_step_{self.global_step}"
+    def save_parts(self, folder: Path) -> TrainerState:
+        if self.dumps is not None:
+            self.dumps.settle()
+        self.groups.save(folder)
+        self.source.save_pending(folder)
+        return TrainerState(self.global_step, self.parts.steps.kl_ctrl.state_dict(), self.source.state_dict())
+
+    def load_parts(self, folder: Path, state: TrainerState) -> None:
+        self.groups.load(folder)
+        self.source.load(state.source, folder)
+        self.parts.steps.kl_ctrl.load_state_dict(state.kl_ctrl)
 
     def resume(self) -> None:
-        """Take up the checkpoint that trainer.resume_mode asks for, if there is one; then offload what is to be."""
-        self.store.sweep()
-        folder = self.store.to_resume(self.cfg.trainer.resume_mode, self.cfg.trainer.resume_from_path)
-        if folder is not None:
-            with self.stage("load_checkpoint"):
-                state = load_state(folder)
-                self.groups.load(folder)
-                self.source.load(state.source, folder)
-                self.runtime.steps.kl_ctrl.load_state_dict(dict(state.kl_ctrl))
-                self.global_step = state.global_step
-            log.info("resumed from %s", folder)
-        self.runtime.residency.park()
-        self.reporter.start(self.global_step, self.total_steps)
+        """Load the checkpoint that trainer.resume_mode asks for, if there is one; then offload what is configured."""
+        super().resume()
+        self.parts.residency.offload_all()
 
     def dump_validation(self, batch: DataProto, step: int) -> None:
         """Write the validation answers where the configuration asks for them."""
-        folder = self.cfg.trainer.validation_data_dir
+        tokenizer, folder = self.inputs.tokenizer, self.cfg.trainer.validation_data_dir
         if folder is not None:
-            dump(batch, step, Path(folder), self.tokenizer)
-        shown = sample_rows(batch, self.tokenizer, self.cfg.trainer.log_val_generations, seed=self.cfg.data.seed)
+            dump(batch, step, Path(folder), tokenizer)
+        shown = sample_rows(batch, tokenizer, self.cfg.trainer.log_val_generations, seed=self.cfg.data.seed)
         self.reporter.generations(shown, step)
 
     def close(self) -> None:
         """Stop everything this trainer started; safe to call twice."""
-        runtime, self._runtime = self._runtime, None
+        parts, self._parts = self._parts, None
         groups, self._groups = self._groups, None
         with ExitStack() as stack:
             stack.callback(self.reporter.close)
@@ -268,30 +260,19 @@ class RayPPOTrainer:
             if groups is not None:
                 stack.callback(lambda: self.reporter.add_stages(groups.drain_stages()))
                 stack.callback(groups.close)
-            if runtime is not None:
-                stack.callback(runtime.close)
+            if parts is not None:
+                stack.callback(parts.close)
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Workers are up inside and gone afterwards, whatever happens."""
+        """Workers run inside and are closed afterwards, also after an error."""
         try:
-            if self._runtime is None:
+            if self._parts is None:
                 self.init_workers()
             yield
         finally:
             self.close()
 
     @property
-    def _last(self) -> bool:
-        return self.global_step >= self.total_steps
-
-    @property
-    def _save_due(self) -> bool:
-        return self._last or self._due(self.cfg.trainer.save_freq)
-
-    @property
-    def _test_due(self) -> bool:
-        return self._due(self.cfg.trainer.test_freq) or (self._last and self.cfg.trainer.test_freq > 0)
-
-    def _due(self, every: int) -> bool:
-        return every > 0 and self.global_step % every == 0
+    def test_due(self) -> bool:
+        return self.due(self.cfg.trainer.test_freq) or (self.is_last and self.cfg.trainer.test_freq > 0)

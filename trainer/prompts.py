@@ -1,4 +1,4 @@
-"""Prompts: from files to rows, and from rows to batches in an order that can be resumed anywhere."""
+"""Prompts: from files to rows, and from rows to batches in an order that can be resumed at any batch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from rlsys.config import PPOConfig
 from rlsys.config.plan import total_steps
@@ -18,7 +20,7 @@ from rlsys.protocol import DataProto
 
 @dataclass(frozen=True)
 class CollatedPrompts:
-    """A cursor over a dataset that hands out padded batches."""
+    """Padded batches of a dataset in the order of a cursor."""
 
     cursor: Cursor
     dataset: PromptDataset
@@ -40,6 +42,7 @@ class CollatedPrompts:
 
 
 def training_prompts(data: DataConfig, dataset: PromptDataset, *, pad_token_id: int) -> CollatedPrompts:
+    """Training batches in the order that the data section asks for."""
     cursor = Cursor(
         len(dataset),
         batch_size=data.gen_batch_size,
@@ -51,13 +54,15 @@ def training_prompts(data: DataConfig, dataset: PromptDataset, *, pad_token_id: 
     return CollatedPrompts(cursor, dataset, data.max_prompt_length, pad_token_id)
 
 
-def steps_of(cfg: PPOConfig, dataset: Any) -> int:
+def num_steps(cfg: PPOConfig, dataset: PromptDataset) -> int:
     """Steps of the whole run."""
     run = cfg.trainer
     return total_steps(len(dataset), cfg.data.gen_batch_size, run.total_epochs, run.total_training_steps)
 
 
-def prompt_datasets(config: PPOConfig, tokenizer: Any) -> tuple[PromptDataset, PromptDataset | None]:
+def prompt_datasets(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[PromptDataset, PromptDataset | None]:
     """Training and validation prompts."""
     data = config.data
     assert data.train_files is not None
@@ -69,8 +74,15 @@ def prompt_datasets(config: PPOConfig, tokenizer: Any) -> tuple[PromptDataset, P
 
 
 def load_prompts(
-    data: PromptsConfig, files: Sequence[str], *, tokenizer: Any, max_samples: int, shuffle: bool, seed: int
+    data: PromptsConfig,
+    files: Sequence[str],
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    max_samples: int,
+    shuffle: bool,
+    seed: int,
 ) -> PromptDataset:
+    """The rows of `files`, or of the dataset class of data.custom_cls."""
     form = PromptFormat(
         prompt_key=data.prompt_key,
         reward_fn_key=data.reward_fn_key,

@@ -1,4 +1,4 @@
-"""What a person sees of a run: progress, metrics, timeline, memory and what was generated."""
+"""What a run shows: progress, metrics, timeline, memory and generated text."""
 
 from __future__ import annotations
 
@@ -20,13 +20,10 @@ from rlsys.telemetry.trace import Timeline
 from rlsys.telemetry.trackers import Tracking
 
 log = get_logger(__name__)
-NOTHING_LEFT = """rlsys: nothing is left to do: the last step was done by an earlier run
-  to go on    raise trainer.total_training_steps (or trainer.total_epochs)
-  to repeat   write trainer.resume_mode=disable, or another trainer.default_local_dir"""
 
 
 class Reporter:
-    """Collects the metrics of a step and hands them on once, when the step is finished."""
+    """Collects the metrics of a step and writes them once, when the step is finished."""
 
     def __init__(self, trainer: RunConfig, resolved: Mapping[str, Any], *, num_devices: int) -> None:
         self._cfg, self._resolved = trainer, resolved
@@ -74,17 +71,17 @@ class Reporter:
         self._metrics.update(metrics)
 
     def add_stages(self, report: StageReport) -> None:
-        """Stages of workers: their spans go to the timeline now, their memory to the metrics of this step."""
+        """Add stages of workers: spans to the timeline now, memory to the metrics of this step."""
         if self._timeline is not None:
             self._timeline.add(report.events)
         self._memory += report.memory
 
     def add_lists(self, metrics: Mapping[str, Any]) -> None:
-        """Metrics collected from ranks: lists become one number."""
+        """Add metrics collected from ranks: each list becomes one number."""
         self._metrics.update(reduce_metrics(metrics))
 
     def batch_metrics(self, batch: DataProto) -> None:
-        """What the trained batch looked like."""
+        """Add the metrics of the trained batch."""
         rows = batch.tensors
         self.token_counts(batch)
         self.add(
@@ -104,7 +101,7 @@ class Reporter:
             self.add({"training/staleness": float(step - 1 - versions.double().mean())})
 
     def token_counts(self, batch: DataProto) -> None:
-        """Prompt and response tokens, for rates."""
+        """Count prompt and response tokens, for rates."""
         mask = batch.tensors["attention_mask"]
         response = int(mask[:, -batch.tensors["responses"].shape[1] :].sum())
         self._tokens = (int(mask.sum()) - response, response)
@@ -114,7 +111,7 @@ class Reporter:
         self.add({"actor/entropy": float((entropy.double() * mask).sum() / count)})
 
     def finish_step(self, step: int) -> dict[str, float]:
-        """Write the step's metrics everywhere; a checkpoint of the step may be published only after this."""
+        """Write the step's metrics to all trackers; publish a checkpoint of the step only after this."""
         seconds = self.stage.drain()
         self.add_stages(self._stages.drain())
         memory, self._memory = self._memory, []
@@ -145,27 +142,13 @@ class Reporter:
         if self._tracking is not None and rows:
             self._tracking.log_generations(rows, step)
 
-    def validated(self, metrics: Mapping[str, float], step: int) -> None:
-        """Tell the validation result at once; the trackers get it with the step."""
+    def report_validation(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log the validation result at once; the trackers get it with the step, or now before the first one."""
         means = {name: value for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name}
         log.info("validation at step %d: %s", step, "  ".join(f"{k}={v:.3f}" for k, v in sorted(means.items())))
         if step == 0 and self._tracking is not None:
             self._tracking.log(self._metrics, 0)
             self._metrics = {}
-
-    def farewell(self, *, seconds: float | None) -> str:
-        """Where everything is that the run left; `seconds` None: an earlier run had left nothing to do."""
-        lines = [NOTHING_LEFT if seconds is None else f"rlsys: done in {seconds:.0f} s"]
-        for name, path in (
-            ("metrics", self.root / "metrics.jsonl"),
-            ("rollouts", Path(getattr(self._cfg, "rollout_data_dir", None) or self.root / "rollouts") / "index.html"),
-            ("timeline", self.root / "timeline.json"),
-            ("memory", self.root / "memory.txt"),
-            ("checkpoint", self.root / "latest_checkpointed_iteration.txt"),
-        ):
-            if path.exists():
-                lines.append(f"  {name:<11}{path}")
-        return "\n".join(lines)
 
     def close(self) -> None:
         """Close everything; safe to call twice."""

@@ -1,8 +1,8 @@
-"""Who holds device memory now, and the only legal moves.
+"""Which role holds device memory now, and the legal moves between roles.
 
-Roles that share processes take turns: a holder that leaves gives its memory back (parameters and optimizer state to the
-host, the rollout's weights and cache released), the next one takes it. Weights are pushed in the state SYNC, where the
-actor's parameters and the rollout's weights are present and nothing else is.
+Roles that share processes take turns: the resident that leaves gives its memory back (parameters and optimizer state to
+the host, the rollout's weights and cache released), the next one takes it. Weights are pushed in the state SYNC, with
+the actor's parameters and the rollout's weights on the device and nothing else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import StrEnum
 from rlsys.telemetry.metrics import StageTimer
 
 
-class Holder(StrEnum):
+class Resident(StrEnum):
     """The states of a shared pool."""
 
     NONE = "none"
@@ -27,65 +27,65 @@ class Holder(StrEnum):
     REWARD_MODEL = "reward_model"
 
 
-TRAINED = (Holder.ACTOR, Holder.CRITIC, Holder.REFERENCE, Holder.REWARD_MODEL)
+TRAINED = (Resident.ACTOR, Resident.CRITIC, Resident.REFERENCE, Resident.REWARD_MODEL)
 
-LEGAL: Mapping[Holder, tuple[Holder, ...]] = {
-    Holder.NONE: (*TRAINED, Holder.SYNC),
-    Holder.ROLLOUT: (*TRAINED, Holder.SYNC),
-    Holder.SYNC: (*TRAINED, Holder.ROLLOUT),
-    **dict.fromkeys(TRAINED, (*TRAINED, Holder.SYNC, Holder.ROLLOUT)),
+LEGAL: Mapping[Resident, tuple[Resident, ...]] = {
+    Resident.NONE: (*TRAINED, Resident.SYNC),
+    Resident.ROLLOUT: (*TRAINED, Resident.SYNC),
+    Resident.SYNC: (*TRAINED, Resident.ROLLOUT),
+    **dict.fromkeys(TRAINED, (*TRAINED, Resident.SYNC, Resident.ROLLOUT)),
 }
 
 
 def _nothing() -> None:
-    """A role that need not move."""
+    """The move of a role that stays where it is."""
 
 
 @dataclass(frozen=True)
 class Moves:
-    """What a state does when it is entered and left."""
+    """What a resident does when it enters and leaves the device."""
 
     enter: Callable[[], None] = _nothing
     leave: Callable[[], None] = _nothing
 
 
 class Residency:
-    """Tracks the holder and runs the moves between holders as the stage `switch`; states without moves cost nothing."""
+    """Tracks the resident and runs the moves from one to the next as the stage `switch`, where there are any."""
 
     def __init__(
-        self, moves: Mapping[Holder, Moves], stage: StageTimer, refill: Callable[[], object] | None = None
+        self, moves: Mapping[Resident, Moves], stage: StageTimer, refill: Callable[[], object] | None = None
     ) -> None:
-        """`refill` pushes the served weights again; given where a rollout that leaves loses them."""
+        """`refill` pushes the served weights again, for a rollout that drops them when it leaves."""
         self._moves, self._stage, self._refill = moves, stage, refill
         self._lost = False
-        self.holder = Holder.NONE
+        self.resident = Resident.NONE
 
     @contextmanager
-    def turn(self, holder: Holder, stage: str) -> Iterator[None]:
-        """A stage of the step, run while `holder` holds memory; moving is not part of its time."""
-        self.enter(holder)
+    def hold(self, resident: Resident, stage: str) -> Iterator[None]:
+        """Run a stage of the step while `resident` holds memory; moving is not part of the stage's time."""
+        self.enter(resident)
         with self._stage(stage):
             yield
 
-    def park(self) -> None:
-        """Before the first turn: what models took when they were loaded is given back, as if each had had a turn."""
-        for holder in TRAINED:
-            self._moves.get(holder, Moves()).leave()
+    def offload_all(self) -> None:
+        """Before the first stage: give back what models took when they were loaded, as if each had been resident."""
+        for resident in TRAINED:
+            self._moves.get(resident, Moves()).leave()
 
-    def enter(self, holder: Holder) -> None:
-        """Make `holder` the one that holds memory; a move that is not in LEGAL is a programming error."""
-        if holder is self.holder:
+    def enter(self, resident: Resident) -> None:
+        """Make `resident` the one that holds memory; a move that is not in LEGAL is a programming error."""
+        if resident is self.resident:
             return
-        if holder is Holder.ROLLOUT and self._lost and self._refill is not None:
-            self.enter(Holder.SYNC)
+        if resident is Resident.ROLLOUT and self._lost and self._refill is not None:
+            self.enter(Resident.SYNC)
             self._refill()
-        if holder not in LEGAL[self.holder]:
-            raise AssertionError(f"no move leads from {self.holder} to {holder}; see LEGAL")
-        left = self.holder
-        leave, enter = self._moves.get(left, Moves()).leave, self._moves.get(holder, Moves()).enter
+        left = self.resident
+        if resident not in LEGAL[left]:
+            raise AssertionError(f"illegal move from {left} to {resident}; see LEGAL")
+        leave, enter = self._moves.get(left, Moves()).leave, self._moves.get(resident, Moves()).enter
         with self._stage("switch") if (leave, enter) != (_nothing, _nothing) else nullcontext():
             leave()
-            self.holder = Holder.NONE
+            self.resident = Resident.NONE
             enter()
-        self._lost = holder is not Holder.SYNC and (self._lost or left is Holder.ROLLOUT)
-        self.holder = holder
+        self._lost = resident is not Resident.SYNC and (self._lost or left is Resident.ROLLOUT)
+        self.resident = resident

@@ -1,4 +1,4 @@
-"""The verbs of one training step: each takes the batch and returns it with more on it."""
+"""The verbs of one training step: each takes the batch and returns it with more columns."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rlsys.batching import balance_rows, seqlen_metrics
 from rlsys.config import PPOConfig
 from rlsys.config.plan import BatchPlan
 from rlsys.protocol import DataProto
-from trainer.advantages import AdvantageSettings, estimate
+from trainer.advantages import AdvantageSettings, rewards_to_advantages
 from trainer.groups import WorkerGroups
 from trainer.reporting import Reporter
-from trainer.residency import Holder, Residency
+from trainer.residency import Residency, Resident
 
 ROWS = ["input_ids", "attention_mask", "position_ids", "responses", "prompts", "response_mask"]
 ACTOR_ROWS = [*ROWS, "old_log_probs", "advantages"]
@@ -26,7 +26,7 @@ OPTIONAL = ["ref_log_prob", "rollout_log_probs", "rollout_is_weights", "selected
 
 @dataclass(frozen=True)
 class Steps:
-    """What a step asks of the groups, in turn; a role that the algorithm does without changes nothing."""
+    """The calls of one step on the worker groups; one on a role that the algorithm does not use changes nothing."""
 
     cfg: PPOConfig
     plan: BatchPlan
@@ -37,11 +37,10 @@ class Steps:
     kl_ctrl: KLController
 
     def balance(self, batch: DataProto, step: int) -> DataProto:
-        """Order rows so that ranks get equally many tokens and mini-batches do not depend on the ranks."""
+        """Order rows so that ranks get about as many tokens and mini-batches do not depend on the number of ranks."""
         self.reporter.add(batch.meta_info.pop("source_metrics", {}))
         lengths = batch.tensors["attention_mask"].sum(-1).tolist()
-        temperature = self.cfg.actor_rollout_ref.rollout.temperature
-        batch.meta_info |= {"global_token_num": lengths, "global_steps": step, "temperature": temperature}
+        batch.meta_info |= {"global_token_num": lengths, "global_steps": step}
         ranks, rows = self.plan.actor.dp_size, self.plan.actor.mini_batch_samples
         order = np.arange(len(batch))
         if self.cfg.trainer.balance_batch and ranks > 1:
@@ -51,62 +50,63 @@ class Steps:
         return batch
 
     def old_log_probs(self, batch: DataProto) -> DataProto:
-        """Log-probabilities under the weights that are about to be trained, or the rollout's own in bypass mode."""
+        """Log-probabilities under the weights about to be trained, or the rollout's own in bypass mode."""
         if self.cfg.algorithm.rollout_correction.bypass_mode:
             batch.tensors["old_log_probs"] = batch.tensors["rollout_log_probs"]
             return batch
-        with self.residency.turn(Holder.ACTOR, "old_log_prob"):
-            found = self.groups.actor.compute_log_prob(_only(batch, ROWS))
-        self.reporter.add_lists(found.meta_info.pop("metrics", {}))
-        if (entropy := found.tensors.pop("entropys", None)) is not None:
-            self.reporter.add_entropy(entropy, batch.tensors["response_mask"])
-        return batch.union(found)
+        with self.residency.hold(Resident.ACTOR, "old_log_prob"):
+            scored = self.groups.actor.compute_log_prob(_only(batch, ROWS))
+        self.reporter.add_lists(scored.meta_info.pop("metrics", {}))
+        if "entropys" in scored.tensors:
+            self.reporter.add_entropy(scored.tensors["entropys"], batch.tensors["response_mask"])
+            del scored.tensors["entropys"]
+        return batch.union(scored)
 
     def reference_log_probs(self, batch: DataProto) -> DataProto:
-        """Log-probabilities under the frozen policy, where a KL term asks for them."""
+        """Log-probabilities under the frozen policy, where a KL term needs them."""
         if not self.plan.use_reference:
             return batch
-        holder, group = Holder.REFERENCE, self.groups.ref
+        resident, group = Resident.REFERENCE, self.groups.ref
         if group is None:
-            holder, group = Holder.ACTOR, self.groups.actor
-        with self.residency.turn(holder, "ref"):
+            resident, group = Resident.ACTOR, self.groups.actor
+        with self.residency.hold(resident, "ref"):
             return batch.union(group.compute_ref_log_prob(_only(batch, ROWS)))
 
     def reward_model_scores(self, batch: DataProto) -> DataProto:
         """Add the reward model's score to the graders', where there is one."""
         if self.groups.rm is not None:
-            with self.residency.turn(Holder.REWARD_MODEL, "reward_model"):
-                found = self.groups.rm.compute_rm_score(_only(batch, ROWS))
-            batch.tensors["token_level_scores"] = batch.tensors["token_level_scores"] + found.tensors["rm_scores"]
+            with self.residency.hold(Resident.REWARD_MODEL, "reward_model"):
+                scored = self.groups.rm.compute_rm_score(_only(batch, ROWS))
+            batch.tensors["token_level_scores"] = batch.tensors["token_level_scores"] + scored.tensors["rm_scores"]
         return batch
 
     def values(self, batch: DataProto) -> DataProto:
         """The critic's values, where the estimator uses them."""
         if self.groups.critic is None:
             return batch
-        with self.residency.turn(Holder.CRITIC, "values"):
+        with self.residency.hold(Resident.CRITIC, "values"):
             return batch.union(self.groups.critic.compute_values(_only(batch, ROWS)))
 
     def advantages(self, batch: DataProto) -> DataProto:
         """Shape rewards, correct for the rollout's own distribution, and estimate advantages; all on the controller."""
         with self.reporter.stage("adv"):
-            batch, metrics = estimate(batch, self.settings, self.kl_ctrl)
+            batch, metrics = rewards_to_advantages(batch, self.settings, self.kl_ctrl)
         self.reporter.add(metrics)
         return batch
 
     def update_critic(self, batch: DataProto) -> None:
         if self.groups.critic is not None:
-            with self.residency.turn(Holder.CRITIC, "update_critic"):
-                done = self.groups.critic.update_critic(_only(batch, CRITIC_ROWS, OPTIONAL))
-            self.reporter.add_lists(done.meta_info["metrics"])
+            with self.residency.hold(Resident.CRITIC, "update_critic"):
+                updated = self.groups.critic.update_critic(_only(batch, CRITIC_ROWS, OPTIONAL))
+            self.reporter.add_lists(updated.meta_info["metrics"])
 
     def update_actor(self, batch: DataProto) -> None:
-        with self.residency.turn(Holder.ACTOR, "update_actor"):
-            done = self.groups.actor.update_actor(_only(batch, ACTOR_ROWS, OPTIONAL))
-        self.reporter.add_lists(done.meta_info["metrics"])
+        with self.residency.hold(Resident.ACTOR, "update_actor"):
+            updated = self.groups.actor.update_actor(_only(batch, ACTOR_ROWS, OPTIONAL))
+        self.reporter.add_lists(updated.meta_info["metrics"])
 
 
 def _only(batch: DataProto, names: Sequence[str], optional: Sequence[str] = ()) -> DataProto:
-    """What a role needs of the batch, so that no more travels; `optional` columns go along where they are there."""
-    there = set(batch.tensors.keys())
-    return batch.select(batch_keys=[*names, *(name for name in optional if name in there)], non_tensor_batch_keys=[])
+    """The columns that a role needs, so that no others travel, and those of `optional` that the batch has."""
+    present = set(batch.tensors.keys())
+    return batch.select(batch_keys=[*names, *(name for name in optional if name in present)], non_tensor_batch_keys=[])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
 
 from rlsys.config import RMConfig, SFTConfig
 from rlsys.config.plan import total_steps
@@ -17,12 +17,10 @@ from rlsys.data.dataset import load_custom_dataset
 from rlsys.data.supervised import SupervisedDataset, TextFormat, load_pairs, load_texts
 from rlsys.protocol import DataProto, pad_dataproto_to_divisor
 from rlsys.roles.lm import RankSums, mean_over_ranks
-from rlsys.telemetry.log import setup_logging
-from rlsys.telemetry.trackers import check_loggers
-from trainer.backend import Place, find_place, load_tokenizer
-from trainer.checkpoint import CheckpointStore, TrainerState, load_state, save_state
-from trainer.groups import deadlines_of
-from trainer.job import exit_on_sigterm, told
+from trainer.backend import WorkerBackend, load_tokenizer, running_backend
+from trainer.checkpoint import TrainerState
+from trainer.groups import SupervisedGroup, start_group
+from trainer.loop import CheckpointedLoop
 from trainer.reporting import Reporter
 from workers.build import EngineRun
 from workers.sft import SupervisedWorker
@@ -30,31 +28,14 @@ from workers.sft import SupervisedWorker
 Kind = Literal["lm", "rm"]
 
 
-def run_sft(config: SFTConfig) -> int:
-    """Fine-tune a language model; exit code 0, or 1 with one clear error."""
-    return _run(config, "lm")
-
-
-def run_rm(config: RMConfig) -> int:
-    """Train a reward model; exit code 0, or 1 with one clear error."""
-    return _run(config, "rm")
-
-
-def _run(config: SFTConfig | RMConfig, kind: Kind) -> int:
-    setup_logging()
-    start = time.perf_counter()
-    with told(sys.stderr) as outcome:
-        check_loggers(config.trainer.logger)
-        run = config.trainer
-        ranks = run.nnodes * run.n_gpus_per_node
-        with find_place(run.backend, run.device, config.ray_kwargs, ranks=ranks) as place, exit_on_sigterm():
-            trainer = SupervisedTrainer(config, kind, place)
-            try:
-                trainer.fit()
-            finally:
-                trainer.close()
-        print(trainer.reporter.farewell(seconds=time.perf_counter() - start))
-    return outcome.exit_code
+def train(config: SFTConfig | RMConfig) -> None:
+    """The job of main_sft and main_rm."""
+    with running_backend(config.trainer, config.ray_kwargs) as backend:
+        trainer = SupervisedTrainer(config, backend)
+        try:
+            trainer.fit()
+        finally:
+            trainer.close()
 
 
 @dataclass(frozen=True)
@@ -71,8 +52,8 @@ class Rows:
         return make(rows, pad_token_id=self.pad_token_id)
 
 
-def load_rows(config: SFTConfig | RMConfig, tokenizer: Any) -> Rows:
-    """The configured files."""
+def load_rows(config: SFTConfig | RMConfig, tokenizer: PreTrainedTokenizerBase) -> Rows:
+    """The rows of the configured files or dataset class."""
     data = config.data
     assert data.train_files is not None
     if isinstance(config, SFTConfig):
@@ -101,62 +82,60 @@ def load_rows(config: SFTConfig | RMConfig, tokenizer: Any) -> Rows:
     return Rows("lm" if isinstance(config, SFTConfig) else "rm", train, val, tokenizer.pad_token_id)
 
 
-class SupervisedTrainer:
+class SupervisedTrainer(CheckpointedLoop):
     """The loop of SFT and reward-model training: batch, step, evaluate, save."""
 
-    def __init__(self, config: SFTConfig | RMConfig, kind: Kind, place: Place) -> None:
-        self.cfg, run = config, config.trainer
-        tokenizer = load_tokenizer(config.model)
-        self.rows = load_rows(config, tokenizer)
+    def __init__(self, config: SFTConfig | RMConfig, backend: WorkerBackend) -> None:
+        run, data = config.trainer, config.data
+        num_ranks = run.nnodes * run.n_gpus_per_node
+        reporter = Reporter(run, config.model_dump(mode="json"), num_devices=num_ranks)
+        super().__init__(run, reporter, keep={"model": run.max_ckpt_to_keep})
+        self.cfg = config
+        self.rows = load_rows(config, load_tokenizer(config.model))
         self.cursor = Cursor(
             len(self.rows.train),
-            batch_size=config.data.train_batch_size,
-            seed=config.data.seed,
-            shuffle=config.data.shuffle,
+            batch_size=data.train_batch_size,
+            seed=data.seed,
+            shuffle=data.shuffle,
+            dataset=self.rows.train.fingerprint,
         )
         self.total_steps = total_steps(
-            len(self.rows.train), config.data.train_batch_size, run.total_epochs, run.total_training_steps
+            len(self.rows.train), data.train_batch_size, run.total_epochs, run.total_training_steps
         )
-        ranks = run.nnodes * run.n_gpus_per_node
-        self.dp_size = ranks // config.engine.ulysses_sequence_parallel_size
-        self.root = Path(run.default_local_dir)
-        self.store = CheckpointStore(self.root, keep={"model": run.max_ckpt_to_keep})
-        self.reporter = Reporter(run, config.model_dump(mode="json"), num_devices=ranks)
+        self.dp_size = num_ranks // config.engine.ulysses_sequence_parallel_size
         engine_run = EngineRun(
-            device=place.device,
+            device=backend.device,
             nccl_timeout_s=config.nccl_timeout,
-            samples=config.data.train_batch_size * 2,
+            samples=data.train_batch_size * 2,
             actor_steps=self.total_steps,
-            num_threads=place.threads,
+            num_threads=backend.num_threads,
         )
-        made = place.make_class(SupervisedWorker, config, engine_run, kind)
-        manager = place.make_manager({"train": [run.n_gpus_per_node] * run.nnodes}, {"train": "train"})
-        manager.create_resource_pool()
-        with self.reporter.stage("start_workers"):
-            group: Any = place.group_cls(
-                manager.resource_pool_dict["train"], made, role="train", deadlines=deadlines_of(run.deadlines)
+        with self.stage("start_workers"):
+            self.group: SupervisedGroup = start_group(
+                backend.worker_cls(SupervisedWorker, config, engine_run, self.rows.kind),
+                backend.make_manager({"train": [run.n_gpus_per_node] * run.nnodes}, {"train": "train"}),
+                role="train",
+                group_cls=backend.group_cls,
+                deadlines=run.deadlines,
             )
-            self.group = group
-            group.init_model()
-        self.step = 0
 
     def fit(self) -> None:
         """Train until the last step; resumes where the latest checkpoint left off."""
         self.resume()
-        while self.step < self.total_steps:
-            with self.reporter.stage("step"):
-                self.step += 1
+        while not self.is_last:
+            with self.stage("step"):
+                self.global_step += 1
                 batch = self.rows.collate([self.rows.train[index] for index in self.cursor.next().rows])
-                batch.meta_info["global_steps"] = self.step
-                with self.reporter.stage("update_actor"):
-                    done = self.group.train_batch(batch)
-                self.reporter.add_lists(done.meta_info["metrics"])
+                batch.meta_info["global_steps"] = self.global_step
+                with self.stage("update_actor"):
+                    updated = self.group.train_batch(batch)
+                self.reporter.add_lists(updated.meta_info["metrics"])
                 self.reporter.token_counts(batch)
-            if self._due(self.cfg.trainer.test_freq) or self._last:
+            if self.due(self.run.test_freq) or self.is_last:
                 self.evaluate()
             self.reporter.add_stages(self.group.drain_stages())
-            self.reporter.finish_step(self.step)
-            if self._due(self.cfg.trainer.save_freq) or self._last:
+            self.reporter.finish_step(self.global_step)
+            if self.save_due:
                 self.save()
 
     def evaluate(self) -> dict[str, float]:
@@ -165,33 +144,25 @@ class SupervisedTrainer:
             return {}
         size = self.cfg.data.train_batch_size
         sums: list[RankSums] = []
-        with self.reporter.stage("testing"):
+        with self.stage("testing"):
             for start in range(0, len(self.rows.val), size):
                 stop = min(start + size, len(self.rows.val))
                 rows = self.rows.collate([self.rows.val[index] for index in range(start, stop)])
-                sums += self.group.eval_batch(without_effect(rows, self.dp_size * (2 if self.rows.kind == "rm" else 1)))
+                multiple = self.dp_size * (2 if self.rows.kind == "rm" else 1)
+                sums += self.group.eval_batch(pad_with_empty_rows(rows, multiple))
         metrics = mean_over_ranks(sums)
         self.reporter.add(metrics)
         return metrics
 
-    def save(self) -> Path:
-        """A checkpoint to go on from, with the model as a Hugging Face folder beside it."""
-        with self.reporter.stage("save_checkpoint"), self.store.writing(self.step) as folder:
-            self.group.save_checkpoint(str(folder / "model"))
-            self.group.export(str(folder / "huggingface"))
-            save_state(folder, TrainerState(self.step, self.step, source={"cursor": self.cursor.state_dict()}))
-        return self.root / f"global_step_{self.step}"
+    def save_parts(self, folder: Path) -> TrainerState:
+        """The state to resume from, with the model as a Hugging Face folder beside it."""
+        self.group.save_checkpoint(str(folder / "model"))
+        self.group.export(str(folder / "huggingface"))
+        return TrainerState(self.global_step, source={"cursor": self.cursor.state_dict()})
 
-    def resume(self) -> None:
-        self.store.sweep()
-        run = self.cfg.trainer
-        folder = self.store.to_resume(run.resume_mode, run.resume_from_path)
-        if folder is not None:
-            state = load_state(folder)
-            self.group.load_checkpoint(str(folder / "model"))
-            self.cursor.load_state_dict(state.source["cursor"])
-            self.step = state.global_step
-        self.reporter.start(self.step, self.total_steps)
+    def load_parts(self, folder: Path, state: TrainerState) -> None:
+        self.group.load_checkpoint(str(folder / "model"))
+        self.cursor.load_state_dict(state.source["cursor"])
 
     def close(self) -> None:
         """End the workers; safe to call twice."""
@@ -199,16 +170,9 @@ class SupervisedTrainer:
         self.reporter.add_stages(self.group.drain_stages())
         self.reporter.close()
 
-    @property
-    def _last(self) -> bool:
-        return self.step >= self.total_steps
 
-    def _due(self, every: int) -> bool:
-        return every > 0 and self.step % every == 0
-
-
-def without_effect(batch: DataProto, multiple: int) -> DataProto:
-    """The batch with rows added until it divides; the added ones have empty responses and count nowhere."""
+def pad_with_empty_rows(batch: DataProto, multiple: int) -> DataProto:
+    """The batch with rows added up to a multiple; their responses are empty, so they do not count in any metric."""
     padded, num_padding = pad_dataproto_to_divisor(batch, multiple)
     if num_padding == 0:
         return batch

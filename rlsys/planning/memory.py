@@ -12,7 +12,7 @@ from rlsys.config import PPOConfig, plan_batches
 from rlsys.engines.export import FILE_BYTES
 from rlsys.planning import footprint as fp
 from rlsys.planning.roles import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, Bytes, FsdpRole, MegatronRole, together
-from rlsys.planning.sizes import Device, Facts, Job, Lengths, Resident, residents, width_of
+from rlsys.planning.sizes import Device, DeviceRole, Facts, Job, Lengths, device_roles, width_of
 
 ROLLOUT_WEIGHTS, CACHE, DRAWING, STAGING = "rollout weights", "cache", "drawing", "staging"
 RESIDENT = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER, ROLLOUT_WEIGHTS)
@@ -68,7 +68,7 @@ def plan_memory(
     found = []
     for pp_rank in range(stages):
         job = Job(cfg, plan, given, device, pp_rank)
-        roles = residents(job, actor, critic or actor, reward_model)
+        roles = device_roles(job, actor, critic or actor, reward_model)
         engine = _engine(job, actor, device_bytes, roles[0].role.held()) if here else {}
         found.append(_training_stages(job, actor, roles, engine))
     train = max(found, key=lambda stages: max(stage.total for stage in stages))
@@ -77,22 +77,22 @@ def plan_memory(
     return MemoryPlan(train, _rollout_stages(_engine(Job(cfg, plan, given, device, 0), actor, device_bytes, {})))
 
 
-def _training_stages(job: Job, facts: Facts, roles: list[Resident], engine: Bytes) -> tuple[Stage, ...]:
+def _training_stages(job: Job, facts: Facts, roles: list[DeviceRole], engine: Bytes) -> tuple[Stage, ...]:
     """`engine` is the rollout's where it lives here: on CUDA it sleeps while roles run, unless it keeps its memory."""
     rollout = job.cfg.actor_rollout_ref.rollout
     keeps = job.device == "cuda" and not rollout.free_cache_engine and rollout.name != "hf"
     weights = engine if keeps else _only(engine, ROLLOUT_WEIGHTS)
     beside = {} if job.device == "cuda" and rollout.free_cache_engine else weights
     first = engine if rollout.name == "vllm" else weights
-    waiting = [resident.waiting() for resident in roles]
-    stages = [Stage("start", together([*(resident.role.held() for resident in roles), first]))]
+    waiting = [role.waiting() for role in roles]
+    stages = [Stage("start", together([*(role.role.held() for role in roles), first]))]
     if engine:
         stages.append(Stage("rollout", together([*waiting, engine])))
-    for number, resident in enumerate(roles):
+    for number, role in enumerate(roles):
         others = [left for at, left in enumerate(waiting) if at != number]
-        for name, trains, size in resident.stages:
-            passing = resident.role.training(size) if trains else resident.role.scoring(size)
-            stages.append(Stage(name, together([*others, resident.role.held(), passing, beside])))
+        for name, trains, size in role.stages:
+            passing = role.role.training(size) if trains else role.role.scoring(size)
+            stages.append(Stage(name, together([*others, role.role.held(), passing, beside])))
     synced = together([roles[0].waiting(but=frozenset([PARAMETERS])), *waiting[1:], weights])
     stages.append(Stage("update_weights", together([synced, {STAGING: _staging(job, facts, roles[0])}])))
     stages.append(Stage("save_checkpoint", together([synced, {STAGING: _export(job, facts)}])))
@@ -130,7 +130,7 @@ def _engine(job: Job, facts: Facts, device_bytes: int, beside: Bytes) -> Bytes:
     }
 
 
-def _staging(job: Job, facts: Facts, actor: Resident) -> int:
+def _staging(job: Job, facts: Facts, actor: DeviceRole) -> int:
     """What a push takes beside both sides: copies for checksums, merged adapters, buckets of the gathering way."""
     role, engine = actor.role, job.cfg.actor_rollout_ref.rollout.checkpoint_engine
     found = 2 * fp.decoder_of(facts).largest + CHECKSUM_WORDS_BYTES if job.device == "cuda" else 0

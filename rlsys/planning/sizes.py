@@ -62,7 +62,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Resident:
+class DeviceRole:
     """A role, the owners that leave the device while others run, and its stages: (name, whether it trains, pass)."""
 
     role: Role
@@ -74,7 +74,7 @@ class Resident:
         return {owner: size for owner, size in self.role.held().items() if owner not in self.leaves - but}
 
 
-def residents(job: Job, actor: Facts, critic: Facts, reward_model: Facts | None) -> list[Resident]:
+def device_roles(job: Job, actor: Facts, critic: Facts, reward_model: Facts | None) -> list[DeviceRole]:
     """All roles of a training device, the actor first."""
     found = [_actor(job, actor), *_reference(job, actor)]
     if job.plan.critic is not None:
@@ -90,7 +90,7 @@ def width_of(dtype: str, device: Device) -> int:
     return 2 if narrow else fp.WIDE
 
 
-def _actor(job: Job, facts: Facts) -> Resident:
+def _actor(job: Job, facts: Facts) -> DeviceRole:
     policy, rollout = job.cfg.actor_rollout_ref, job.cfg.actor_rollout_ref.rollout
     actor, model = policy.actor, policy.model
     sharing = _sharing(actor)
@@ -115,10 +115,10 @@ def _actor(job: Job, facts: Facts) -> Resident:
         entropy=actor.entropy_coeff != 0 or actor.calculate_entropy,
         lora=lora_settings(model, seed=0),
     )
-    return Resident(role, _leaving(settings), tuple(stages))
+    return DeviceRole(role, _leaving(settings), tuple(stages))
 
 
-def _reference(job: Job, facts: Facts) -> Iterator[Resident]:
+def _reference(job: Job, facts: Facts) -> Iterator[DeviceRole]:
     policy, ref = job.cfg.actor_rollout_ref, job.cfg.actor_rollout_ref.ref
     if not job.plan.use_reference or policy.model.lora_rank:
         return
@@ -132,10 +132,10 @@ def _reference(job: Job, facts: Facts) -> Iterator[Resident]:
         sharing=ref.megatron.context_parallel_size if megatron else ref.ulysses_sequence_parallel_size,
     )
     leaves = frozenset([PARAMETERS] * settings.param_offload)
-    yield Resident(_role(job, facts, settings, trained=False), leaves, (("ref", False, scored),))
+    yield DeviceRole(_role(job, facts, settings, trained=False), leaves, (("ref", False, scored),))
 
 
-def _critic(job: Job, plan: RolePlan, facts: Facts) -> Resident:
+def _critic(job: Job, plan: RolePlan, facts: Facts) -> DeviceRole:
     critic = job.cfg.critic
     settings = critic.megatron if critic.strategy == "megatron" else critic.fsdp
     scored = _pass(
@@ -148,10 +148,10 @@ def _critic(job: Job, plan: RolePlan, facts: Facts) -> Resident:
     recompute = critic.model.enable_gradient_checkpointing
     role = _role(job, facts, settings, lm=False, recompute=recompute, lora=lora_settings(critic.model, seed=0))
     trained = _training(job, plan, _sharing(critic))
-    return Resident(role, _leaving(settings), (("values", False, scored), ("update_critic", True, trained)))
+    return DeviceRole(role, _leaving(settings), (("values", False, scored), ("update_critic", True, trained)))
 
 
-def _reward_model(job: Job, facts: Facts) -> Resident:
+def _reward_model(job: Job, facts: Facts) -> DeviceRole:
     grader, ranks = job.cfg.reward.reward_model, job.plan.pools.train_ranks
     scored = _pass(
         job,
@@ -162,7 +162,7 @@ def _reward_model(job: Job, facts: Facts) -> Resident:
     )
     how = Computing(width_of(grader.dtype, job.device), job.device, recompute=False)
     role = FsdpRole(fp.decoder_of(facts, head="value"), how, ranks, master=fp.WIDE, trained=False, lm=False)
-    return Resident(role, frozenset(), (("reward_model", False, scored),))
+    return DeviceRole(role, frozenset(), (("reward_model", False, scored),))
 
 
 def _sharing(role: ActorConfig | CriticConfig) -> int:

@@ -24,13 +24,14 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
-from rlsys.config import PPOConfig, load_config  # noqa: E402
+from rlsys.config import PPOConfig, load_config, plan_batches  # noqa: E402
 from rlsys.planning.memory import RESIDENT, MemoryPlan, plan_memory  # noqa: E402
 from rlsys.planning.roles import GRADIENTS  # noqa: E402
 from rlsys.planning.shapes import SHAPES  # noqa: E402
 from rlsys.planning.sizes import Lengths  # noqa: E402
 from rlsys.telemetry import memory  # noqa: E402
-from trainer.build import build_trainer, place_of  # noqa: E402
+from trainer.backend import running_backend  # noqa: E402
+from trainer.build import build_trainer  # noqa: E402
 from trainer.start_model import with_start_assets  # noqa: E402
 
 GIB = 1 << 30
@@ -173,8 +174,9 @@ def checked(cfg: PPOConfig, *, peaks: bool) -> list[tuple[str, int, int]]:
     def facts(path: str | None) -> dict[str, Any]:
         return json.loads((Path(path or "") / "config.json").read_text())
 
-    with place_of(cfg) as place:
-        trainer = build_trainer(cfg, place)
+    num_ranks = plan_batches(cfg).pools.total_ranks
+    with running_backend(cfg.trainer, cfg.ray_kwargs, num_ranks=num_ranks) as backend:
+        trainer = build_trainer(cfg, backend)
         try:
             trainer.fit()
         finally:

@@ -38,7 +38,7 @@ def nan_gradient_in_step_2() -> None:
 
         return call
 
-    wrap("trainer.steps:estimate", make)
+    wrap("trainer.steps:rewards_to_advantages", make)
 
 
 def disk_full_at_second_checkpoint() -> None:

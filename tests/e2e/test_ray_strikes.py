@@ -172,7 +172,7 @@ def test_a_rollout_lost_in_a_parity_probe_is_replaced(runs: Runs, out: Path) -> 
     more = [f"{parity}.freq=2", f"{parity}.rows=3", "trainer.n_gpus_per_node=2"]
     ended = runs.run(out, Strike("rollout", "rollout.compute_log_prob"), more=more)
     assert ended.status == 0, ended.log
-    assert "parity probe: the rollout did not score given tokens" in ended.log
+    assert "parity probe: rollout cannot score given tokens" in ended.log
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line.get("parity/skipped") for line in lines if line["step"] > 0] == [1.0, 0.0, None]
     assert lines[1]["parity/max_abs"] < 1e-4

@@ -25,14 +25,14 @@ ANEW = re.compile(r"metrics\.\d+\.jsonl")  # what runs killed before their first
 GENERATE = "workers.rollout:generate_sequences"
 REWARD = "rlsys.rewards.manager:PoolRewardManager.grade"
 LOG_PROB = "rlsys.roles.actor:PPOActor.compute_logp"
-ADVANTAGES = "trainer.steps:estimate"
+ADVANTAGES = "trainer.steps:rewards_to_advantages"
 OPTIM_STEP = "rlsys.engines.fsdp.engine:FSDPEngine.optim_step"
 PUSH = "rlsys.rollout.hf.engine:HFRollout.finish_update"
 METRICS = "rlsys.telemetry.jsonl:JsonlWriter.write"
 ENGINE_COMMIT = "rlsys.engines.checkpoint:_commit"
 SAVE_ACTOR = "workers.actor:ActorWorker.save_checkpoint"
 SAVE_CRITIC = "workers.critic:CriticWorker.save_checkpoint"
-SAVE_STATE = "trainer.ppo:save_state"
+SAVE_STATE = "trainer.loop:save_state"
 COMMIT = "trainer.checkpoint:commit_dir"
 POINTER = "trainer.checkpoint:write_text_atomic"
 PRUNE = "trainer.checkpoint:CheckpointStore.prune"
@@ -162,7 +162,7 @@ VALUES = "workers.critic:CriticWorker.compute_values"
 REFERENCE = "workers.reference:ReferenceWorker.compute_ref_log_prob"
 UPDATE_CRITIC = "workers.critic:CriticWorker.update_critic"
 UPDATE_ACTOR = "workers.actor:ActorWorker.update_actor"
-VALIDATION = "trainer.evaluate:Evaluator.run"
+VALIDATION = "trainer.evaluation:Validation.run"
 LOAD = "workers.critic:CriticWorker.load_checkpoint"
 
 
@@ -203,7 +203,7 @@ def test_killed_at_every_change_of_the_disk_while_saving(runs: Runs, function: s
     overrides = ("algorithm.adv_estimator=gae", "trainer.max_actor_ckpt_to_keep=1", "trainer.max_critic_ckpt_to_keep=1")
     out, kills = runs.folder / f"disk_{function}", 0
     while True:
-        point = Patches(Kill(f"os:{function}", call=kills + 1, inside="trainer.ppo:RayPPOTrainer.save"))
+        point = Patches(Kill(f"os:{function}", call=kills + 1, inside="trainer.loop:CheckpointedLoop.save"))
         ended = runs.server.run(runs.argv(out, overrides), runs.folder / f"{function}.log", point)
         assert ended.orphans == 0
         if ended.status == 0:

@@ -54,5 +54,5 @@ def test_a_manager_from_a_file_is_given_the_reward_kwargs(cfg: PPOConfig, pool: 
 
 @pytest.mark.parametrize("name", ["processor", "collate_fn"])
 def test_the_trainer_refuses_what_it_would_not_use(cfg: PPOConfig, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"no use for {name}"):
-        RayPPOTrainer(cfg, None, {}, None, **{name: list})  # pyrefly: ignore[bad-argument-type]
+    with pytest.raises(ConfigError, match=f"{name} is not supported"):
+        RayPPOTrainer(cfg, None, {}, None, list, **{name: list})  # pyrefly: ignore[bad-argument-type]

@@ -15,8 +15,7 @@ from rlsys.protocol import DataProto
 from rlsys.types import SamplingParams
 from rlsys.utils.errors import ConfigError
 from trainer.backend import load_tokenizer
-from trainer.generation import sampling_meta, training_sampling, validation_sampling
-from trainer.rollouts import printer
+from trainer.generation import answer_printer, sampling_meta, training_sampling, validation_sampling
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -53,8 +52,8 @@ def test_answers_are_printed_without_their_padding(capsys: pytest.CaptureFixture
         {"responses": torch.tensor([[*ids, 0, 0]]), "response_mask": torch.tensor([[1] * len(ids) + [0, 0]])}
     )
     rollout = config(f"{ROLLOUT}.print_outputs=true").actor_rollout_ref.rollout
-    show = printer(rollout, tokenizer)
+    show = answer_printer(rollout, tokenizer)
     assert show is not None
     show(batch)
     assert capsys.readouterr().out == f"--- answer 0: 12\n{ids}\n"
-    assert printer(config().actor_rollout_ref.rollout, tokenizer) is None
+    assert answer_printer(config().actor_rollout_ref.rollout, tokenizer) is None

@@ -1,4 +1,4 @@
-"""How a job ends: exit codes and what is said."""
+"""How a job ends: exit codes and messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 import pytest
 
 from rlsys.utils.errors import ConfigError, DataError
-from trainer.job import exit_on_sigterm, told
+from trainer.job import exit_on_sigterm, report_errors
 
 
 @pytest.mark.parametrize(
@@ -19,12 +19,12 @@ from trainer.job import exit_on_sigterm, told
         (ConfigError("write x=1"), 2, "ConfigError: write x=1"),
         (DataError("row 3"), 1, "DataError: row 3"),
         (OSError(28, "No space left on device", "/out/file"), 1, "No space left on device: '/out/file'"),
-        (KeyboardInterrupt(), 130, "stopped by the keyboard"),
+        (KeyboardInterrupt(), 130, "interrupted (Ctrl-C)"),
     ],
 )
-def test_errors_for_people_are_one_line_and_an_exit_code(error: BaseException, code: int, said: str) -> None:
+def test_expected_errors_are_one_line_and_an_exit_code(error: BaseException, code: int, said: str) -> None:
     out = io.StringIO()
-    with told(out) as outcome:
+    with report_errors(out) as outcome:
         raise error
     assert outcome.exit_code == code
     assert said in out.getvalue()
@@ -33,7 +33,7 @@ def test_errors_for_people_are_one_line_and_an_exit_code(error: BaseException, c
 
 def test_sigterm_ends_a_job_in_order_and_leaves_the_handler_as_it_was() -> None:
     out, before, ended = io.StringIO(), signal.getsignal(signal.SIGTERM), []
-    with told(out) as outcome, exit_on_sigterm():
+    with report_errors(out) as outcome, exit_on_sigterm():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(5)
@@ -44,6 +44,6 @@ def test_sigterm_ends_a_job_in_order_and_leaves_the_handler_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), ZeroDivisionError()])
-def test_what_means_nothing_to_a_person_passes(error: BaseException) -> None:
-    with pytest.raises(type(error)), told(io.StringIO()):
+def test_unexpected_errors_are_re_raised(error: BaseException) -> None:
+    with pytest.raises(type(error)), report_errors(io.StringIO()):
         raise error

@@ -1,0 +1,69 @@
+"""What every training loop does around its steps: due dates, checkpoints, resuming."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+
+from rlsys.config.schema.trainer import TrainingConfig
+from rlsys.telemetry.log import get_logger
+from trainer.checkpoint import CheckpointStore, TrainerState, load_state, save_state
+from trainer.reporting import Reporter
+
+log = get_logger(__name__)
+
+
+class CheckpointedLoop(ABC):
+    """A loop of `total_steps` steps that saves its state and resumes from it; `global_step` counts those done."""
+
+    def __init__(self, run: TrainingConfig, reporter: Reporter, *, keep: Mapping[str, int | None]) -> None:
+        """`keep` maps a role's folder name to how many of its latest checkpoints stay (None: all)."""
+        self.run, self.reporter = run, reporter
+        self.stage = reporter.stage
+        self.store = CheckpointStore(Path(run.default_local_dir), keep=keep)
+        self.global_step = 0
+        self.total_steps = 0
+
+    @abstractmethod
+    def save_parts(self, folder: Path) -> TrainerState:
+        """Write everything but the returned state into the folder of a checkpoint."""
+
+    @abstractmethod
+    def load_parts(self, folder: Path, state: TrainerState) -> None:
+        """Take up what `save_parts` wrote and returned."""
+
+    def save(self) -> Path:
+        """Write checkpoint `global_step`; the pointer names it only when it is complete."""
+        with self.stage("save_checkpoint"), self.store.writing(self.global_step) as folder:
+            save_state(folder, self.save_parts(folder))
+        return self.store.path(self.global_step)
+
+    def resume(self) -> None:
+        """Load the checkpoint that trainer.resume_mode asks for, if there is one, and open the trackers."""
+        folder = self.checkpoint_to_resume()
+        if folder is not None:
+            with self.stage("load_checkpoint"):
+                state = load_state(folder)
+                self.load_parts(folder, state)
+                self.global_step = state.global_step
+            log.info("resumed from %s", folder)
+        self.reporter.start(self.global_step, self.total_steps)
+
+    def checkpoint_to_resume(self) -> Path | None:
+        """The checkpoint that trainer.resume_mode asks for, after cleaning up behind interrupted saves."""
+        self.store.sweep()
+        return self.store.to_resume(self.run.resume_mode, self.run.resume_from_path)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether all steps are done."""
+        return self.global_step >= self.total_steps
+
+    @property
+    def save_due(self) -> bool:
+        return self.is_last or self.due(self.run.save_freq)
+
+    def due(self, every: int) -> bool:
+        """Whether something done every `every` steps is due after this one; never where `every` is not positive."""
+        return every > 0 and self.global_step % every == 0

@@ -1,0 +1,117 @@
+"""How the actor's weights reach the rollout: by a sharding manager or, for external servers, through files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rlsys.config import PPOConfig
+from rlsys.fleet.external.engine import SGLangRemoteEngine, VLLMRemoteEngine
+from rlsys.fleet.external.replica import ExternalFleet
+from rlsys.fleet.external.settings import settings_of
+from rlsys.fleet.external.transfer import ExternalTransfer
+from rlsys.fleet.fleet import RolloutFleet
+from rlsys.types import TransferReport
+from rlsys.utils.errors import ConfigError
+from rlsys.weights.sharding_manager import (
+    FSDPHFShardingManager,
+    FSDPSGLangShardingManager,
+    FSDPVLLMShardingManager,
+    MegatronHFShardingManager,
+    MegatronSGLangShardingManager,
+    MegatronVLLMShardingManager,
+    ShardingManager,
+)
+from trainer.groups import ActorGroup, WorkerGroups
+
+MANAGERS: dict[tuple[str, str], type[ShardingManager]] = {
+    ("fsdp", "hf"): FSDPHFShardingManager,
+    ("fsdp", "sglang"): FSDPSGLangShardingManager,
+    ("fsdp", "vllm"): FSDPVLLMShardingManager,
+    ("megatron", "hf"): MegatronHFShardingManager,
+    ("megatron", "sglang"): MegatronSGLangShardingManager,
+    ("megatron", "vllm"): MegatronVLLMShardingManager,
+}
+OWN_PROCESS = ("sglang",)
+"""Engines whose weights are in a process of their own even where actor and rollout share one."""
+
+
+class Transfer(Protocol):
+    """Brings the actor's weights to the rollout engines."""
+
+    @property
+    def version(self) -> int | None: ...
+    def push(self, version: int) -> TransferReport: ...
+    def validate(self) -> object: ...
+
+
+@dataclass(frozen=True)
+class WeightPush:
+    """Pushes weights into the engines of a fleet; with `validate` every push is compared tensor by tensor."""
+
+    transfer: Transfer
+    fleet: RolloutFleet
+    validate: bool
+
+    def push(self, version: int) -> TransferReport:
+        """Bring the engines to the actor's weights; from then on the fleet refuses answers of older ones."""
+        self.fleet.settle()
+        if self.fleet.max_restarts and self.transfer.version is not None:
+            self.fleet.check_health()
+        report = self.transfer.push(version)
+        if self.validate:
+            self.transfer.validate()
+        self.fleet.weights_pushed(version)
+        return report
+
+    def push_again(self) -> None:
+        """Bring back the weights that were served, if there were any."""
+        if self.transfer.version is not None:
+            self.push(self.transfer.version)
+
+
+def drops_weights_on_sleep(cfg: PPOConfig) -> bool:
+    """Whether sleeping engines lose their weights: copies to the host are slow, and each step pushes new ones."""
+    rollout = cfg.actor_rollout_ref.rollout
+    return rollout.free_cache_engine and rollout.name in ("sglang", "vllm") and cfg.trainer.sync_freq == 1
+
+
+def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) -> ShardingManager:
+    """The manager that reshards the actor's weights into the rollout, connected."""
+    assert groups.rollout is not None, "external servers take weights from files"
+    policy = cfg.actor_rollout_ref
+    engine = policy.rollout.checkpoint_engine
+    if engine.backend == "local" and not colocated:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.checkpoint_engine.backend=local needs actor and rollout in one process; "
+            "set it to auto for a rollout with processes of its own"
+        )
+    alone = groups.actor.world_size == 1 or cfg.trainer.nnodes > 1
+    in_process = policy.rollout.name not in OWN_PROCESS
+    local = engine.backend == "local" or (engine.backend == "auto" and colocated and alone and in_process)
+    disk = engine.backend == "disk"
+    manager = MANAGERS["megatron" if policy.actor.strategy == "megatron" else "fsdp", policy.rollout.name](
+        groups.actor,
+        groups.actor if local else groups.rollout,
+        executor="local" if local else engine.backend,
+        deadline_s=cfg.trainer.deadlines.weights_s,
+        report_dir=policy.rollout.validate_save_dir,
+        disk_root=Path(cfg.trainer.default_local_dir) / "served_weights" if disk else None,
+        disk_assets=(policy.model.path or "") if disk else "",
+        bucket_bytes=engine.update_weights_bucket_megabytes << 20,
+    )
+    manager.connect()
+    return manager
+
+
+def connect_servers(cfg: PPOConfig, actor: ActorGroup) -> tuple[ExternalFleet, ExternalTransfer]:
+    """A fleet over the configured external servers, connected, and the transfer of the actor's weights to them."""
+    rollout, deadlines = cfg.actor_rollout_ref.rollout, cfg.trainer.deadlines
+    settings = settings_of(rollout, deadlines, max_staleness=cfg.trainer.max_staleness)
+    engine_cls = SGLangRemoteEngine if rollout.name == "sglang_remote" else VLLMRemoteEngine
+    engine = engine_cls(settings)
+    engine.connect()
+    fleet = ExternalFleet(engine, generate_s=deadlines.generate_s, max_staleness=cfg.trainer.max_staleness)
+    folder = Path(rollout.servers.weights_dir).absolute()
+    return fleet, ExternalTransfer(actor, engine, folder, rollout.servers.lora_name or "", deadlines.weights_s)
