@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rlsys.rollout.sglang import wire
+from rlsys.ipc.codec import allow_records
+from rlsys.ipc.rpc import Method, allow_errors
 from rlsys.rollout.sglang.arguments import Replica
-from rlsys.rollout.sglang.channel import Ask, allow_errors
 from rlsys.rollout.sglang.engine import SGLangRollout
 from rlsys.rollout.sglang.scheduler_hooks import InsideEngine
 from rlsys.single_controller.worker import free_port
@@ -32,8 +32,10 @@ from workers.colocated import learn
 WEIGHTS_WAIT_S = 1800.0
 """Longer than any deadline of the controller, which tells it better."""
 
-wire.allow(Box, BoxSum, Bucket, Copy, DiskSpec, GatherSpec, ImageTensor, LendSpec, Lent, Meeting, Memory, Moved, Offer)
-wire.allow(Published, PullSpec, ReceiveSpec, Shard, ShmSpec, WeightLayout)
+allow_records(
+    Box, BoxSum, Bucket, Copy, DiskSpec, GatherSpec, ImageTensor, LendSpec, Lent, Meeting, Memory, Moved, Offer
+)
+allow_records(Published, PullSpec, ReceiveSpec, Shard, ShmSpec, WeightLayout)
 allow_errors(LostError)
 
 METHODS = (
@@ -61,7 +63,7 @@ def replica_of(rank: int, size: int, *, ranks_per_host: int) -> Replica:
     return Replica(rank % size, size, store.get(key).decode())
 
 
-def serve_weights(inside: InsideEngine) -> Mapping[str, Ask]:
+def serve_weights(inside: InsideEngine) -> Mapping[str, Method]:
     """What the scheduler process does for a weight transfer: the methods of a WeightReceiver, and learning."""
     receiver = WeightReceiver(inside)  # pyrefly: ignore[bad-argument-type]
     return {name: getattr(receiver, name) for name in METHODS} | {

@@ -20,6 +20,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from rlsys.ipc.codec import Buffer, WireError
 from rlsys.protocol.chunks import join, split
 from rlsys.protocol.columns import (
     concat_arrays,
@@ -38,7 +39,6 @@ from rlsys.protocol.columns import (
 from rlsys.protocol.disk import read_file, write_file
 from rlsys.protocol.memory import take_rows
 from rlsys.protocol.readonly import is_readonly, map_readonly, own, plain, readonly, readonly_array
-from rlsys.protocol.values import WireError
 from rlsys.protocol.wire import decode, encode
 
 Index = list[int] | list[bool] | np.ndarray | Tensor
@@ -440,10 +440,10 @@ class DataProto:
         return encode(self.batch, self.non_tensor_batch, self.meta_info)
 
     @classmethod
-    def from_buffers(cls, header: bytes | memoryview, buffers: Sequence[Any]) -> DataProto:
+    def from_buffers(cls, header: Buffer, buffers: Sequence[Buffer]) -> DataProto:
         """The inverse of `to_buffers` over the same memory, read-only but for bytearrays; WireError if malformed."""
         parts = decode(header, buffers)
-        return cls(batch=parts.batch, non_tensor_batch=parts.non_tensor_batch, meta_info=parts.meta_info)
+        return cls(batch=parts.tensordict(), non_tensor_batch=parts.non_tensor_batch, meta_info=parts.meta_info)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         header, buffers = self.to_buffers()

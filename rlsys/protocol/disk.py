@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rlsys.protocol.values import WireError
+from rlsys.ipc.codec import WireError
 from rlsys.utils.atomic import fsync_dir
 
-MAGIC = b"RLSYSDP1"
+MAGIC = b"RLSYSDP2"
 ALIGN_BYTES = 64
 _HEAD = struct.Struct("<8sQQ")
 _ENTRY = struct.Struct("<QI")
@@ -56,7 +56,7 @@ def read_stream(file: BinaryIO, file_bytes: int) -> tuple[bytes, list[bytearray]
     head = _take(file, _HEAD.size)
     magic, header_bytes, num_buffers = _HEAD.unpack(head)
     if magic != MAGIC:
-        raise WireError("this file does not hold a DataProto")
+        raise WireError("this file does not hold a DataProto of this version")
     if header_bytes + num_buffers * _ENTRY.size + _HEAD.size + _SUM.size > file_bytes:
         raise WireError("the file is truncated")
     table = _take(file, num_buffers * _ENTRY.size)
@@ -66,7 +66,7 @@ def read_stream(file: BinaryIO, file_bytes: int) -> tuple[bytes, list[bytearray]
         raise WireError("the header is corrupt")
     buffers = [_take_buffer(file, *entry, file_bytes=file_bytes) for entry in _ENTRY.iter_unpack(table)]
     if file.tell() != file_bytes:
-        raise WireError("the file goes on after its last buffer")
+        raise WireError("the file has bytes after its last buffer")
     return bytes(header), buffers
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
+from rlsys.ipc.rpc import Method, RpcClient
 from rlsys.protocol.columns import tensors_of
 from rlsys.rollout.base import SLEEP_TAGS, STEP_WAIT_S, Deliver, Pull, ServingEngine, Ticket
 from rlsys.rollout.hf.engine import LoadFormat
@@ -25,7 +26,6 @@ from rlsys.rollout.hf_files import eos_of, model_length, vocabulary
 from rlsys.rollout.sampling.hook import DrawParams
 from rlsys.rollout.sampling.log import answers_of
 from rlsys.rollout.sglang.arguments import Replica, server_arguments
-from rlsys.rollout.sglang.channel import Ask, Caller
 from rlsys.rollout.sglang.launch import Running
 from rlsys.rollout.sglang.sampler import request_name
 from rlsys.rollout.sglang.scheduler_hooks import Inside, InsideEngine
@@ -44,7 +44,7 @@ GREEDY = (0, 0.0, 1.0, -1, 0, ())
 Asked = Future[Mapping[str, Any]]
 
 
-def no_methods(inside: InsideEngine) -> Mapping[str, Ask]:
+def no_methods(inside: InsideEngine) -> Mapping[str, Method]:
     """Nobody transfers weights but by `load`."""
     return {}
 
@@ -82,7 +82,7 @@ class SGLangRollout(ServingEngine):
         engine_kwargs: Mapping[str, Any] | None = None,
         replica: Replica | None = None,
         keep_asleep: bool = True,
-        methods: Callable[[InsideEngine], Mapping[str, Ask]] = no_methods,
+        methods: Callable[[InsideEngine], Mapping[str, Method]] = no_methods,
         start_s: float = 900.0,
         version: int = 0,
         rank: int = 0,
@@ -126,8 +126,9 @@ class SGLangRollout(ServingEngine):
         )
         inside = Inside(str(socket), str(path), dtype, seed, self.leads, methods)
         self._running = Running(arguments, inside, socket=socket, deadline_s=start_s)
-        asked = {"begin_update": self.begin_update, "finish_update": self._taken}
-        self.remote = Caller(socket, f"SGLang's scheduler of rollout rank {rank}", asked)
+        callbacks = {"begin_update": self.begin_update, "finish_update": self._taken}
+        peer = f"SGLang's scheduler of rollout rank {rank}"
+        self.remote = RpcClient(socket, peer, callbacks, error=RolloutError)
         self._check_room()
 
     @property

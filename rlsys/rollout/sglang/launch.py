@@ -46,7 +46,7 @@ class Running:
         while not socket.exists():
             if time.monotonic() > end_s or not multiprocessing.active_children():
                 self.stop()
-                raise RolloutError("SGLang's scheduler did not open its channel: its own last words are in the log")
+                raise RolloutError("SGLang's scheduler exited before it opened its socket; see its log for the cause")
             time.sleep(0.05)
 
     @property

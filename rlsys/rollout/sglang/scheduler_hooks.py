@@ -1,7 +1,7 @@
 """What runs inside SGLang's scheduler processes: our draws, and the live parameters for whoever transfers weights.
 
 `run_scheduler` stands in for SGLang's own entry point of these processes (`Engine.run_scheduler_process_func`): it
-hooks in and then runs SGLang's. Calls come over a `channel` and run in threads of their own; parameters are touched
+hooks in and then runs SGLang's. Calls come over `rlsys.ipc.rpc` and run in their own threads; parameters are touched
 only while the engine is quarantined and idle.
 """
 
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlsys.ipc.rpc import Method, RpcServer
 from rlsys.rollout.engine_weights import LiveWeights
 from rlsys.rollout.hf_files import hf_tensors
-from rlsys.rollout.sglang.channel import Ask, Server
 from rlsys.rollout.sglang.sampler import Draws, install
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
@@ -43,7 +43,7 @@ class Inside:
     dtype: str
     seed: int
     leads: bool
-    methods: Callable[[InsideEngine], Mapping[str, Ask]]
+    methods: Callable[[InsideEngine], Mapping[str, Method]]
 
 
 class InsideEngine:
@@ -66,7 +66,9 @@ class InsideEngine:
             "wait_quiet": self.wait_quiet,
             "finish": self._finish,
         }
-        self.server = Server(Path(settings.socket), methods | dict(settings.methods(self)), enter=self._enter)
+        self.server = RpcServer(
+            Path(settings.socket), methods | dict(settings.methods(self)), on_thread_start=self._use_device
+        )
 
     def weight_layout(self) -> WeightLayout:
         return self.weights.layout(rank=0, host=socket.gethostname())
@@ -76,7 +78,7 @@ class InsideEngine:
 
     def begin_update(self) -> None:
         """Let the worker stop and quarantine the engine, and wait until nothing runs here either."""
-        self.server.ask("begin_update")
+        self.server.call_back("begin_update")
 
     def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         self.weights.load([(name, tensor.to(self.device)) for name, tensor in bucket])
@@ -84,7 +86,7 @@ class InsideEngine:
     def finish_update(self, version: int) -> None:
         """Take the weights into use; the worker lifts the quarantine."""
         self._finish()
-        self.server.ask("finish_update", version)
+        self.server.call_back("finish_update", version)
 
     def wait_quiet(self) -> None:
         """Until this process runs no batch, and the first rank has said by clearing the cache that none will come."""
@@ -112,7 +114,7 @@ class InsideEngine:
     def _score_at(self, temperature: float) -> None:
         self.temperature = temperature
 
-    def _enter(self) -> None:
+    def _use_device(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
@@ -137,7 +139,7 @@ def _die_with(parent: int) -> None:
 
 
 def _hook_scheduler(kind: Any, held: list[InsideEngine], inside: Inside) -> None:
-    """Open the channel before the event loop; an error ends this process alone, not the worker by a signal."""
+    """Start the RpcServer before the event loop; an error ends this process alone, not the worker by a signal."""
     begin, run, flush = kind.__init__, kind.run_event_loop, kind.flush_cache
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,20 +1,23 @@
-"""The wire form: which types travel, what a receiver may do with them, what a bad header is told."""
+"""The wire form: which types travel, what a receiver may do with them, how bad headers are refused."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import pickle
 import random
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec.msgpack import Ext
 
+from rlsys.ipc.codec import Tag
 from rlsys.protocol import DataProto, ReadOnlyError, WireError, object_array
 from rlsys.protocol.chunks import PIECE_BYTES, join, split
 from rlsys.protocol.disk import ALIGN_BYTES
@@ -148,57 +151,79 @@ def test_misaligned_memory_is_copied() -> None:
 def tampered(change: Any) -> tuple[bytes, list[Any]]:
     data = DataProto.from_dict({"x": torch.arange(4).view(2, 2)}, {"s": np.array([1.0, 2.0])}, {"t": (1,)})
     header, buffers = data.to_buffers()
-    fields = json.loads(header)
+    fields = msgspec.msgpack.decode(header, ext_hook=msgspec.msgpack.Ext)
     held: list[Any] = [bytes(buffer) for buffer in buffers]
     change(fields, held)
-    return json.dumps(fields).encode(), held
+    return msgspec.msgpack.encode(fields), held
+
+
+def ext(tag: int, value: Any) -> Ext:
+    return Ext(int(tag), msgspec.msgpack.encode(value))
+
+
+def x(*memory: Any, tag: Tag = Tag.TENSOR) -> Callable[[dict[str, Any], list[Any]], None]:
+    return lambda fields, _: fields["batch"].update(x=ext(tag, memory))
+
+
+def s(*memory: Any) -> Callable[[dict[str, Any], list[Any]], None]:
+    return lambda fields, _: fields["non_tensor_batch"].update(s=ext(Tag.ARRAY, memory))
+
+
+def t(value: Any) -> Callable[[dict[str, Any], list[Any]], None]:
+    return lambda fields, _: fields["meta_info"].update(t=value)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda f, b: f["batch"][0][1].update(s=[2, 3]), "bytes for shape"),
-        (lambda f, b: f["batch"][0][1].update(s=[2, -2]), "not a shape"),
-        (lambda f, b: f["batch"][0][1].update(s=[2, True]), "not a shape"),
-        (lambda f, b: f["batch"][0][1].update(s=[2, 2.0]), "not a shape"),
-        (lambda f, b: f["batch"][0][1].update(s=[0, 1 << 60]), "too large a shape"),
-        (lambda f, b: f["batch"][0][1].update(d="int32"), "bytes for shape"),
-        (lambda f, b: f["batch"][0][1].update(d="Tensor"), "not a kind"),
-        (lambda f, b: f["batch"][0][1].update({"$": "module"}), "not a kind"),
-        (lambda f, b: f["batch"][0][1].update({"$": "array", "d": "<i8"}), "is a ndarray"),
-        (lambda f, b: f["columns"][0][1].update(d="|O"), "not the dtype"),
-        (lambda f, b: f["columns"][0][1].update(d="<f8,<f8"), "not the dtype"),
-        (lambda f, b: f["columns"][0][1].update(d="<U0"), "not the dtype"),
-        (lambda f, b: f["columns"][0][1].update(d="<U2"), "holds something else"),
-        (lambda f, b: f["columns"][0][1].update(b=0), "two ways"),
-        (lambda f, b: f["columns"][0][1].update(b=7), "not the number of a buffer"),
-        (lambda f, b: f["columns"][0][1].update(b=-1), "not the number of a buffer"),
-        (lambda f, b: f["batch"].append(f["batch"][0]), "not a name with a value"),
-        (lambda f, b: f["meta"].append(["t"]), "not a name with a value"),
-        (lambda f, b: f["batch"].append([1, f["batch"][0][1]]), "not a name with a value"),
-        (lambda f, b: f.update(rows=3), "rows in a batch of 3"),
-        (lambda f, b: f.update(rows=None), "how many rows"),
-        (lambda f, b: f.update(rows=1 << 50, batch=[], columns=[]), "not a number of rows"),
-        (lambda f, b: f.update(on="cuda:0"), "or where"),
-        (lambda f, b: f.update(version=2), "of this version"),
-        (lambda f, b: f.pop("meta"), "no list 'meta'"),
-        (lambda f, b: f["meta"].append(["u", {"$": "tuple"}]), "malformed 'tuple'"),
-        (lambda f, b: f["meta"].append(["u", {"$": "bytes", "v": "?"}]), "malformed 'bytes'"),
-        (lambda f, b: f["meta"].append(["u", {"$": "scalar", "d": "<f4", "v": "AAAA"}]), "malformed 'scalar'"),
-        (lambda f, b: f["meta"].append(["u", {"$": "dict", "v": [[[1], 2]]}]), "malformed 'dict'"),
-        (lambda f, b: f["meta"].append(["u", {"$": "objects", "s": [3], "v": [1]}]), "came with 1 entries"),
-        (lambda f, b: b.append(b"more"), "not named by the header"),
+        (x(0, "int64", [2, 3]), "bytes for shape"),
+        (x(0, "int64", [2, -2]), "TENSOR: Expected `int` >= 0"),
+        (x(0, "int64", [2, True]), "TENSOR: Expected `int`"),
+        (x(0, "int64", [2, 2.5]), "TENSOR: Expected `int`"),
+        (x(0, "int64", [0, 1 << 60]), "TENSOR: Expected `int`"),
+        (x(0, "int64", [0, 1 << 30, 1 << 30]), "too large a shape"),
+        (x(0, "int64", [1] * 40), "TENSOR: Expected `array` of length <= 32"),
+        (x(0, "int32", [2, 2]), "bytes for shape"),
+        (x(0, "Tensor", [2, 2]), "not the dtype of a tensor"),
+        (x(0, "<i8", [2, 2], tag=Tag.ARRAY), "Expected `Tensor`, got `numpy.ndarray`"),
+        (x(0, "int64", tag=Tag.TENSOR), "TENSOR: Expected `array` of at least length 3"),
+        (s(1, "|O", [2]), "not the dtype"),
+        (s(1, "<f8,<f8", [2]), "not the dtype"),
+        (s(1, "<U0", [2]), "not the dtype"),
+        (s(1, "<U2", [2]), "not of this dtype"),
+        (s(7, "<f8", [2]), "not the number of a buffer"),
+        (s(-1, "<f8", [2]), "ARRAY: Expected `int` >= 0"),
+        (s(0, "<f8", [4]), "1 buffers are not named by the message"),
+        (lambda f, b: f["batch"].update({1: f["batch"]["x"]}), "Expected `str`"),
+        (
+            lambda f, b: f["non_tensor_batch"].update(r=ext(Tag.OBJECTS, [[3], [1, 2, 3]])),
+            r"columns with \[2, 3\] rows",
+        ),
+        (lambda f, b: f.update(num_rows=3), "rows in a batch of 3"),
+        (lambda f, b: f.update(num_rows=None), "number of rows"),
+        (lambda f, b: f.update(num_rows=1 << 50, batch={}, non_tensor_batch={}), "num_rows"),
+        (lambda f, b: f.update(device="cuda:0"), "device"),
+        (lambda f, b: f.update(type="DataProto/1"), "DataProto/1"),
+        (lambda f, b: f.update(more=1), "more"),
+        (lambda f, b: f.pop("meta_info"), "missing required field `meta_info`"),
+        (t(ext(Tag.TUPLE, 5)), "TUPLE"),
+        (t(ext(Tag.SCALAR, ["<f4", b"123"])), "SCALAR"),
+        (t(ext(Tag.PAIRS, [[[1], 2]])), "PAIRS"),
+        (t(ext(Tag.OBJECTS, [[3], [1]])), "came with 1 entries"),
+        (t(Ext(Tag.SURROGATES.value, b"\xff")), "SURROGATES"),
+        (t(Ext(99, b"")), "extension 99"),
+        (lambda f, b: b.append(b"more"), "not named by the message"),
         (lambda f, b: b.__setitem__(0, b[0][:-1]), "bytes for shape"),
         (lambda f, b: b.__setitem__(0, "text"), "not a contiguous buffer"),
     ],
 )
-def test_bad_headers_are_told_what_is_wrong(change: Any, message: str) -> None:
+def test_the_error_for_a_bad_header_names_the_fault(change: Any, message: str) -> None:
     with pytest.raises(WireError, match=message):
         DataProto.from_buffers(*tampered(change))
 
 
-@pytest.mark.parametrize("header", [b"", b"{", b"\xff", b"[]", b"1", b"[" * 100_000, b'{"a":' + b"9" * 5000 + b"}"])
-def test_headers_that_are_no_json(header: bytes) -> None:
+@pytest.mark.parametrize("header", [b"", b"{", b"\xff", b"\x90", b"\x01", b"\x91" * 100_000, b"\xdd\xff\xff\xff\xff"])
+def test_headers_that_are_not_messagepack(header: bytes) -> None:
     with pytest.raises(WireError):
         DataProto.from_buffers(header, [])
 
@@ -304,22 +329,8 @@ def test_decoder_survives_many_mutations() -> None:
     header, buffers = data.to_buffers()
     held = [bytes(buffer) for buffer in buffers]
     rng = random.Random(0)
-    tokens = [
-        b'"$"',
-        b'"tuple"',
-        b'"dict"',
-        b'"tensor"',
-        b'"array"',
-        b"[",
-        b"]",
-        b"{",
-        b"}",
-        b",",
-        b"0",
-        b"-1",
-        b"1e9",
-        b"null",
-    ]
+    tokens = [bytes([0xC7, 2, tag, 0x91, 1]) for tag in Tag]
+    tokens += [b"\xc0", b"\x80", b"\x90", b"\x91", b"\xcf", b"\xa1", b"\xff"]
     for _ in range(200_000):
         text = bytearray(header)
         for _ in range(rng.randint(1, 4)):

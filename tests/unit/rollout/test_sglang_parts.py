@@ -1,149 +1,19 @@
-"""The parts of the SGLang adapter that need no SGLang: its words, its names, its draws and its channel."""
+"""The parts of the SGLang adapter that need no SGLang: request names, draws and server arguments."""
 
 from __future__ import annotations
 
-import json
-import os
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from rlsys.rollout.sampling.hook import DrawParams
 from rlsys.rollout.sampling.sample import Flags, Sampling, row_keys, sample_tokens
-from rlsys.rollout.sglang import wire
 from rlsys.rollout.sglang.arguments import Replica, server_arguments
-from rlsys.rollout.sglang.channel import Caller, Server
 from rlsys.rollout.sglang.sampler import Draws, draw_of, request_name
 from rlsys.rollout.sglang.version import SGLANG, SGLangAdapter
-from rlsys.types import Box
-from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, WeightTransferError
-from tests.timing import scaled_s, wait_until
-
-
-@dataclass(frozen=True)
-class Stranger:
-    text: str
-
-
-wire.allow(Box)
-PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64) | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: (
-        st.lists(inner)
-        | st.lists(inner).map(tuple)
-        | st.dictionaries(st.text() | st.integers(), inner)
-        | st.builds(Box, st.text(), st.tuples(st.integers()), st.tuples(st.integers()))
-    ),
-    max_leaves=20,
-)
-
-
-def crossed(value: Any) -> Any:
-    blobs: list[bytes] = []
-    text = json.dumps(wire.encode(value, blobs))
-    return wire.decode(json.loads(text), [bytearray(blob) for blob in blobs])
-
-
-@given(PLAIN)
-def test_values_cross_unchanged(value: Any) -> None:
-    assert crossed(value) == value
-
-
-def test_arrays_and_tensors_cross_bitwise() -> None:
-    half = torch.randn(3, 5).bfloat16()
-    arrays = [np.arange(4, dtype=np.uint64) + 2**63, np.zeros((0, 4))]
-    got_half, got_scalar, got_empty, (first, second) = crossed([half.t(), torch.tensor(2.5), torch.empty(0, 3), arrays])
-    assert torch.equal(got_half, half.t())
-    assert got_half.dtype is torch.bfloat16
-    assert got_scalar.shape == ()
-    assert got_empty.shape == (0, 3)
-    np.testing.assert_array_equal(first, arrays[0])
-    assert (second.shape, second.dtype) == ((0, 4), np.float64)
-
-
-def test_what_nobody_allowed_does_not_cross() -> None:
-    with pytest.raises(TypeError, match="Stranger"):
-        wire.encode(Stranger("x"), [])
-    with pytest.raises(TypeError, match="set"):
-        wire.encode({1, 2}, [])
-    with pytest.raises(ValueError, match="Stranger"):
-        wire.decode({"$": "Stranger", "fields": {"text": "x"}}, [])
-
-
-@pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., Caller]]:
-    os.chmod(tmp_path, 0o700)
-    callers: list[Caller] = []
-
-    def start(methods: dict[str, Any], **asked: Any) -> Caller:
-        path = tmp_path / "s"
-        server = Server(path, methods, enter=lambda: None)
-        methods["ask_home"] = lambda *args: server.ask("home", *args)
-        callers.append(Caller(path, "the scheduler", asked))
-        return callers[0]
-
-    yield start
-    for caller in callers:
-        caller.close()
-
-
-def test_calls_return_raise_and_ask_back(serve: Callable[..., Caller]) -> None:
-    def refuse() -> None:
-        raise WeightTransferError("not whole")
-
-    inner: list[Any] = []
-
-    def home(number: int) -> int:
-        inner.append(caller.call("add", number, 1, deadline_s=scaled_s(5)))
-        return number
-
-    caller = serve({"add": lambda a, b: a + b, "refuse": refuse}, home=home)
-    assert caller.call("add", (1,), (2,), deadline_s=scaled_s(5)) == (1, 2)
-    with pytest.raises(WeightTransferError, match="not whole"):
-        caller.call("refuse", deadline_s=scaled_s(5))
-    with pytest.raises(ValueError, match="no method 'nothing'"):
-        caller.call("nothing", deadline_s=scaled_s(5))
-    assert caller.call("ask_home", 4, deadline_s=scaled_s(5)) == 4
-    assert inner == [5], "a call made while another one runs has a connection of its own"
-    caller.check_alive()
-
-
-def test_a_call_that_hangs_names_who(serve: Callable[..., Caller]) -> None:
-    caller = serve({"hang": lambda: time.sleep(scaled_s(2)), "one": lambda: 1})
-    with pytest.raises(DeadlineError, match=r"the scheduler did not answer within 0.2 s at stage 'hang'"):
-        caller.call("hang", deadline_s=0.2)
-    assert caller.call("one", deadline_s=scaled_s(5)) == 1, "the next call has a new connection"
-
-
-def test_the_death_of_the_other_process_is_an_error(tmp_path: Path) -> None:
-    os.chmod(tmp_path, 0o700)
-    child = os.fork()
-    if child == 0:
-        Server(tmp_path / "s", {"die": lambda: os._exit(1)}, enter=lambda: None)
-        time.sleep(30)
-        os._exit(0)
-    assert wait_until((tmp_path / "s").exists)
-    caller = Caller(tmp_path / "s", "the scheduler", {})
-    caller.check_alive()
-    with pytest.raises(RolloutError, match="the scheduler died while 'die' ran"):
-        caller.call("die", deadline_s=scaled_s(5))
-    os.waitpid(child, 0)
-    with pytest.raises(RolloutError, match="died"):
-        caller.check_alive()
-
-
-def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
-    os.chmod(tmp_path, 0o755)
-    with pytest.raises(RolloutError, match="open to other users"):
-        Server(tmp_path / "s", {}, enter=lambda: None)
+from rlsys.utils.errors import ConfigError
 
 
 def draw(number: int, *, min_new_tokens: int = 0) -> DrawParams:

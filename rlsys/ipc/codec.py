@@ -1,0 +1,373 @@
+"""Values as a MessagePack body and raw buffers: what crosses between processes and what is stored of a DataProto.
+
+A message is a `msgspec.Struct`; its class is what `decode` accepts, so a peer can only send what a type allows. Fields
+of type Any keep Python's types: None, bool, int, float, str, bytes, list and str-keyed dicts are plain MessagePack, all
+others are extensions (`Tag`). Tensors and number arrays are buffers beside the body, not copied. Records are rebuilt if
+`allow_records` named their class. Any other type is a TypeError. Malformed bytes are a WireError.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import IntEnum, StrEnum
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Meta, Struct
+from msgspec.msgpack import Decoder, Ext
+from torch import Tensor
+
+PLAIN = {str, int, float, bool, bytes, type(None)}
+NUMBER_KINDS = "biufcSUmM"
+"""numpy's kinds of dtype whose arrays are plain memory: numbers, fixed-width strings and times."""
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.uint16, torch.uint32, torch.uint64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+        *(torch.float8_e4m3fn, torch.float8_e5m2),
+    )
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+M = TypeVar("M", bound=Struct)
+Buffer = bytes | bytearray | memoryview
+Guard = Callable[[Tensor], Tensor]
+Shape = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 48)], ...], Meta(max_length=32)]
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)  # warns once per process that read-only memory can be written
+
+
+class WireError(ValueError):
+    """Bytes that should hold a message do not: truncated, corrupt or made by something else."""
+
+
+class Tag(IntEnum):
+    """The extension types of the body."""
+
+    TUPLE = 1
+    PAIRS = 2  # a dict with other keys than str
+    SURROGATES = 3  # a str that is not UTF-8
+    LONG = 4  # an int of more than 64 bits
+    SCALAR = 5
+    NP_STR = 6
+    NP_BYTES = 7
+    OBJECTS = 8
+    ARRAY = 9
+    TENSOR = 10
+    RECORD = 11
+
+
+class _Scalar(Struct, array_like=True, forbid_unknown_fields=True):
+    dtype: str
+    data: bytes
+
+
+class _Memory(Struct, array_like=True, forbid_unknown_fields=True, frozen=True):
+    """An array or tensor in buffer number `index`."""
+
+    index: Annotated[int, Meta(ge=0)]
+    dtype: str
+    shape: Shape
+
+
+class _Objects(Struct, array_like=True, forbid_unknown_fields=True):
+    shape: Shape
+    items: list[Any]
+
+
+class _Record(Struct, array_like=True, forbid_unknown_fields=True):
+    name: str
+    fields: dict[str, Any]
+
+
+_records: dict[str, type] = {}
+
+
+def allow_records(*types: type) -> None:
+    """Let these frozen dataclasses cross; the receiver checks their fields. Both sides must call it."""
+    for record in types:
+        if not is_dataclass(record) or _records.setdefault(record.__name__, record) is not record:
+            raise ValueError(f"{record} is not a dataclass, or its name is taken by another allowed record")
+
+
+def encode(message: Struct) -> tuple[bytes, list[memoryview]]:
+    """(body, buffers) of a message; TypeError naming the field (and key) of a value that cannot cross."""
+    try:
+        return _Encoder(exact=False).encode(message)
+    except (UnicodeEncodeError, OverflowError):
+        return _Encoder(exact=True).encode(message)
+
+
+class _Encoder:
+    """Packs one message. With `exact`, every str and int is checked for what MessagePack cannot hold."""
+
+    def __init__(self, *, exact: bool) -> None:
+        self._plain = PLAIN - {str, int} if exact else PLAIN
+        self._buffers: list[memoryview] = []
+        self._stored: dict[int, tuple[Tensor | np.ndarray, Ext]] = {}
+
+    def encode(self, message: Struct) -> tuple[bytes, list[memoryview]]:
+        packed = {"type": message.__struct_config__.tag} if message.__struct_config__.tag else {}
+        for name, value in msgspec.structs.asdict(message).items():
+            packed[name] = self._pack_field(name, value)
+        return msgspec.msgpack.encode(packed), self._buffers
+
+    def _pack_field(self, name: str, value: Any) -> Any:
+        if type(value) is dict and set(map(type, value)) <= {str}:
+            return {self._at(name, key): self._at(f"{name} '{key}'", item) for key, item in value.items()}
+        return self._at(name, value)
+
+    def _at(self, where: str, value: Any) -> Any:
+        try:
+            return self._pack(value)
+        except RecursionError as error:
+            raise TypeError(f"{where}: nested too deeply or in a circle") from error
+        except TypeError as error:
+            raise TypeError(f"{where}: {error}") from error
+
+    def _pack(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in self._plain:
+            return value
+        if kind is list:
+            return self._pack_list(value)
+        if kind is dict:
+            return self._pack_dict(value)
+        if kind is tuple:
+            return _nested(Tag.TUPLE, self._pack_list(value))
+        if kind in (str, int):
+            return _exactly(value)
+        if isinstance(value, np.generic):
+            return _pack_scalar(value)
+        if isinstance(value, np.ndarray) and value.dtype == object:
+            return _nested(Tag.OBJECTS, [value.shape, self._pack_list(value.ravel().tolist())])
+        if isinstance(value, Tensor | np.ndarray):
+            return self._store(value)
+        if isinstance(value, StrEnum | IntEnum):
+            return value.value
+        if _records.get(kind.__name__) is kind:
+            named = {field.name: self._pack(getattr(value, field.name)) for field in fields(kind)}
+            return _nested(Tag.RECORD, [kind.__name__, named])
+        if isinstance(value, Mapping):
+            return self._pack_dict(dict(value))
+        raise TypeError(f"a {kind.__module__}.{kind.__qualname__} cannot travel; send plain values or arrays")
+
+    def _pack_list(self, items: Sequence[Any]) -> Sequence[Any]:
+        return items if set(map(type, items)) <= self._plain else [self._pack(item) for item in items]
+
+    def _pack_dict(self, items: dict[Any, Any]) -> Any:
+        if set(map(type, items)) - {str} or str not in self._plain:
+            return _nested(Tag.PAIRS, [[self._pack(key), self._pack(item)] for key, item in items.items()])
+        return {key: self._pack(item) for key, item in items.items()}
+
+    def _store(self, value: Tensor | np.ndarray) -> Ext:
+        """Put the memory of an array or tensor among the buffers, once for each object."""
+        if id(value) not in self._stored:
+            tag, dtype, memory = _tensor_memory(value) if isinstance(value, Tensor) else _array_memory(value)
+            ext = _nested(tag, [len(self._buffers), dtype, list(value.shape)])
+            self._stored[id(value)] = value, ext  # the value too: while it lives, no other has its id
+            self._buffers.append(memory)
+        return self._stored[id(value)][1]
+
+
+def _ext(tag: Tag, value: bytes) -> Ext:
+    return Ext(tag.value, value)
+
+
+def _nested(tag: Tag, value: Any) -> Ext:
+    return Ext(tag.value, msgspec.msgpack.encode(value))
+
+
+def _exactly(value: str | int) -> Any:
+    if isinstance(value, int):
+        fits = -(1 << 63) <= value < 1 << 64
+        return value if fits else _ext(Tag.LONG, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return _ext(Tag.SURROGATES, value.encode("utf-8", "surrogatepass"))
+    return value
+
+
+def _pack_scalar(value: np.generic) -> Ext:
+    if isinstance(value, np.str_):
+        return _ext(Tag.NP_STR, value.encode("utf-8", "surrogatepass"))
+    if isinstance(value, np.bytes_):
+        return _ext(Tag.NP_BYTES, bytes(value))
+    if value.dtype.kind not in NUMBER_KINDS:
+        raise TypeError(f"a numpy {value.dtype} scalar cannot travel")
+    return _nested(Tag.SCALAR, [value.dtype.str, value.tobytes()])
+
+
+def _array_memory(value: np.ndarray) -> tuple[Tag, str, memoryview]:
+    if value.dtype.kind not in NUMBER_KINDS:
+        raise TypeError(f"an array of dtype {value.dtype} cannot travel")
+    return Tag.ARRAY, value.dtype.str, _memory_of(np.ascontiguousarray(value).reshape(-1))
+
+
+def _tensor_memory(value: Tensor) -> tuple[Tag, str, memoryview]:
+    if value.layout != torch.strided or value.is_nested or value.dtype not in DTYPE_NAMES:
+        raise TypeError(f"a {value.layout} tensor of {value.dtype} cannot travel")
+    plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # By its storage, because a subclass that guards its memory would give a guarded array.
+    start, num_bytes = plain.storage_offset() * plain.itemsize, plain.numel() * plain.itemsize
+    flat = torch.empty(0, dtype=torch.uint8).set_(plain.untyped_storage(), start, (num_bytes,), (1,))
+    return Tag.TENSOR, DTYPE_NAMES[value.dtype], _memory_of(flat.numpy())
+
+
+def _memory_of(flat: np.ndarray) -> memoryview:
+    return memoryview(flat.view(np.uint8)) if flat.nbytes else memoryview(b"")  # pyrefly: ignore
+
+
+def decode(body: Buffer, buffers: Sequence[Buffer], message: type[M], *, guard: Guard | None = None) -> M:
+    """The message over the memory of `buffers`; WireError unless body and buffers fit it exactly.
+
+    With a `guard`, memory other than a bytearray is not the receiver's to write: tensors over it are `guard(tensor)`
+    and arrays read-only. `message` may be a union of tagged Structs.
+    """
+    reader = _Reader(buffers, guard)
+    try:
+        value = Decoder(message, ext_hook=reader.read).decode(body)
+    except WireError:
+        raise
+    except (msgspec.MsgspecError, RecursionError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise WireError(f"not a valid message: {error}") from error
+    if reader.num_unused:
+        raise WireError(f"{reader.num_unused} buffers are not named by the message")
+    return value
+
+
+class _Reader:
+    """Reads the extensions of one message."""
+
+    def __init__(self, buffers: Sequence[Buffer], guard: Guard | None) -> None:
+        self._views = [_bytes_of(buffer) for buffer in buffers]
+        self._owned = [guard is None or isinstance(buffer, bytearray) for buffer in buffers]
+        self._guard = guard
+        self._restored: dict[tuple[Tag, _Memory], Tensor | np.ndarray] = {}
+
+    @property
+    def num_unused(self) -> int:
+        return len(self._views) - len({memory.index for _, memory in self._restored})
+
+    def read(self, code: int, data: memoryview) -> Any:
+        try:
+            return self._read(Tag(code), data)
+        except (msgspec.MsgspecError, KeyError, TypeError, ValueError, OverflowError, MemoryError) as error:
+            if isinstance(error, WireError):
+                raise
+            name = Tag(code).name if code in list(Tag) else f"extension {code}"
+            raise WireError(f"a malformed {name}: {error}") from error
+
+    def _read(self, tag: Tag, data: memoryview) -> Any:
+        match tag:
+            case Tag.TUPLE:
+                return tuple(self._decode(data, list[Any]))
+            case Tag.PAIRS:
+                return dict(self._decode(data, list[tuple[Any, Any]]))
+            case Tag.SURROGATES:
+                return bytes(data).decode("utf-8", "surrogatepass")
+            case Tag.LONG:
+                return int.from_bytes(data, "little", signed=True)
+            case Tag.NP_STR:
+                return np.str_(bytes(data).decode("utf-8", "surrogatepass"))
+            case Tag.NP_BYTES:
+                return np.bytes_(bytes(data))
+            case Tag.SCALAR:
+                return _read_scalar(self._decode(data, _Scalar))
+            case Tag.OBJECTS:
+                return _read_objects(self._decode(data, _Objects))
+            case Tag.RECORD:
+                return _read_record(self._decode(data, _Record))
+            case Tag.ARRAY | Tag.TENSOR:
+                return self._read_memory(tag, self._decode(data, _Memory))
+
+    def _decode(self, data: memoryview, kind: Any) -> Any:
+        return Decoder(kind, ext_hook=self.read).decode(data)
+
+    def _read_memory(self, tag: Tag, memory: _Memory) -> Tensor | np.ndarray:
+        if (tag, memory) not in self._restored:
+            if memory.index >= len(self._views):
+                raise WireError(f"{memory.index} is not the number of a buffer")
+            view, owned = self._views[memory.index], self._owned[memory.index]
+            restore = self._tensor if tag == Tag.TENSOR else _array
+            self._restored[tag, memory] = restore(memory, view, owned=owned)
+        return self._restored[tag, memory]
+
+    def _tensor(self, memory: _Memory, view: memoryview, *, owned: bool) -> Tensor:
+        if memory.dtype not in DTYPES:
+            raise WireError(f"{memory.dtype[:32]!r} is not the dtype of a tensor")
+        dtype = DTYPES[memory.dtype]
+        _check_size(memory, view, dtype.itemsize)
+        if not view.nbytes:
+            return torch.empty(memory.shape, dtype=dtype)
+        tensor = torch.frombuffer(view, dtype=torch.uint8)
+        if dtype == torch.bool and int(tensor.max()) > 1:
+            raise WireError("a tensor of bool has bytes other than 0 and 1")
+        if tensor.data_ptr() % dtype.itemsize:
+            return tensor.clone().view(dtype).view(memory.shape)
+        tensor = tensor.view(dtype).view(memory.shape)
+        return tensor if owned or self._guard is None else self._guard(tensor)
+
+
+def _array(memory: _Memory, view: memoryview, *, owned: bool) -> np.ndarray:
+    dtype = _read_dtype(memory.dtype)
+    _check_size(memory, view, dtype.itemsize)
+    if not view.nbytes:
+        return np.empty(memory.shape, dtype)
+    array = np.frombuffer(view if owned else view.toreadonly(), dtype)
+    limit = {"b": (np.uint8, 1), "U": (np.dtype(np.uint32).newbyteorder(dtype.byteorder), 0x10FFFF)}.get(dtype.kind)
+    if limit and array.view(limit[0]).max() > limit[1]:
+        raise WireError(f"an array of {dtype} has bytes that are not of this dtype")
+    return array.reshape(memory.shape)
+
+
+def _check_size(memory: _Memory, view: memoryview, itemsize: int) -> None:
+    if math.prod(max(size, 1) for size in memory.shape) >= 1 << 48:
+        raise WireError(f"{memory.shape} is too large a shape")
+    if math.prod(memory.shape) * itemsize != view.nbytes:
+        raise WireError(f"{view.nbytes} bytes for shape {memory.shape} of {memory.dtype}")
+
+
+def _bytes_of(buffer: Buffer) -> memoryview:
+    try:
+        return memoryview(buffer).cast("B")
+    except TypeError as error:
+        raise WireError(f"a {type(buffer).__name__} is not a contiguous buffer") from error
+
+
+def _read_dtype(text: str) -> np.dtype[Any]:
+    """A numpy dtype of plain memory by its `str`."""
+    is_plain = len(text) <= 32 and text[:1] in "<>|=" and text[1:2] in set(NUMBER_KINDS)
+    dtype = np.dtype(text) if is_plain else None
+    if dtype is None or dtype.str != text or not dtype.itemsize:
+        raise WireError(f"{text[:32]!r} is not the dtype of a number array")
+    return dtype
+
+
+def _read_scalar(scalar: _Scalar) -> np.generic:
+    (value,) = np.frombuffer(scalar.data, dtype=_read_dtype(scalar.dtype))
+    return value
+
+
+def _read_objects(objects: _Objects) -> np.ndarray:
+    if math.prod(objects.shape) != len(objects.items):
+        raise WireError(f"an object array of shape {objects.shape} came with {len(objects.items)} entries")
+    column = np.empty(len(objects.items), dtype=object)
+    for row, item in enumerate(objects.items):
+        column[row] = item
+    return column.reshape(objects.shape)
+
+
+def _read_record(record: _Record) -> Any:
+    if record.name not in _records:
+        raise WireError(f"a record '{record.name[:64]}' may not cross between processes")
+    return msgspec.convert(record.fields, _records[record.name])

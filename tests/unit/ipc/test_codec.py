@@ -1,0 +1,189 @@
+"""The codec: which values cross between processes, with which types, and what hostile bytes can do."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import Struct
+
+from rlsys.ipc.codec import Tag, WireError, allow_records, decode, encode
+from rlsys.ipc.framing import FrameBuffer, frame, receive, send
+from rlsys.types import Box
+
+
+class Message(Struct, tag="message"):
+    value: Any
+
+
+class Other(Struct, tag="other"):
+    number: int
+
+
+@dataclass(frozen=True)
+class Allowed:
+    name: str
+    boxes: tuple[Box, ...]
+    weights: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class NotAllowed:
+    text: str
+
+
+allow_records(Box, Allowed)
+BOXES = st.builds(Box, st.text(), st.tuples(st.integers()), st.tuples(st.integers()))
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(exclude_categories=()))
+    | st.binary(),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers(), inner)
+        | BOXES
+        | st.builds(Allowed, st.text(), st.lists(BOXES).map(tuple))
+    ),
+    max_leaves=20,
+)
+
+
+def crossed(value: Any) -> Any:
+    body, buffers = encode(Message(value))
+    return decode(body, [bytearray(buffer) for buffer in buffers], Message).value
+
+
+def body_of(value: Any) -> bytes:
+    return msgspec.msgpack.encode({"type": "message", "value": value})
+
+
+@given(VALUES)
+def test_values_cross_unchanged(value: Any) -> None:
+    assert crossed(value) == value
+
+
+def test_arrays_and_tensors_cross_bitwise() -> None:
+    half = torch.randn(3, 5).bfloat16()
+    arrays = [np.arange(4, dtype=np.uint64) + 2**63, np.zeros((0, 4))]
+    got_half, got_scalar, got_empty, (first, second) = crossed([half.t(), torch.tensor(2.5), torch.empty(0, 3), arrays])
+    assert torch.equal(got_half, half.t())
+    assert got_half.dtype is torch.bfloat16
+    assert got_scalar.shape == ()
+    assert got_empty.shape == (0, 3)
+    np.testing.assert_array_equal(first, arrays[0])
+    assert (second.shape, second.dtype) == ((0, 4), np.float64)
+
+
+def test_records_cross_with_their_tensors() -> None:
+    record = crossed(Allowed("a", (Box("b", (0,), (2,)),), torch.arange(3)))
+    assert record.boxes == (Box("b", (0,), (2,)),)
+    assert record.weights.tolist() == [0, 1, 2]
+
+
+def test_types_that_were_not_allowed_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"value: a .*NotAllowed"):
+        encode(Message(NotAllowed("x")))
+    with pytest.raises(TypeError, match=r"value 'key': a .*set"):
+        encode(Message({"key": [{1, 2}]}))
+    record = msgspec.msgpack.Ext(Tag.RECORD.value, msgspec.msgpack.encode(["NotAllowed", {"text": "x"}]))
+    with pytest.raises(WireError, match="record 'NotAllowed'"):
+        decode(body_of(record), [], Message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tensor": 5, "start": [0], "shape": [1]}, "Expected `str`"),
+        ({"tensor": "a", "start": ["0"], "shape": [1]}, "Expected `int`"),
+        ({"tensor": "a", "start": [0]}, "missing required field `shape`"),
+    ],
+)
+def test_the_fields_of_records_are_checked(fields: dict[str, Any], message: str) -> None:
+    record = msgspec.msgpack.Ext(Tag.RECORD.value, msgspec.msgpack.encode(["Box", fields]))
+    with pytest.raises(WireError, match=message):
+        decode(body_of(record), [], Message)
+
+
+def test_only_the_expected_message_is_built() -> None:
+    body, _ = encode(Other(3))
+    assert decode(body, [], Message | Other) == Other(3)
+    with pytest.raises(WireError, match="other"):
+        decode(body, [], Message)
+    with pytest.raises(WireError, match="Expected `int`"):
+        decode(msgspec.msgpack.encode({"type": "other", "number": "3"}), [], Other)
+
+
+@pytest.mark.parametrize("depth", [500, 5000, 100_000])
+def test_deep_nesting_ends_in_a_wire_error(depth: int) -> None:
+    nested = b"\xc0"
+    for _ in range(min(depth, 5000)):
+        nested = b"\xc9" + (len(nested) + 1).to_bytes(4, "big") + bytes([Tag.TUPLE]) + b"\x91" + nested
+    bodies = [b"\x82\xa4type\xa7message\xa5value" + value for value in (b"\x91" * depth + b"\xc0", nested)]
+    for body in bodies:
+        with contextlib.suppress(WireError):
+            decode(body, [], Message)
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=60), st.lists(st.binary(max_size=16), max_size=2), st.integers(0, 12))
+def test_any_bytes_decode_or_end_in_a_wire_error(data: bytes, buffers: list[bytes], code: int) -> None:
+    for body in (data, body_of(msgspec.msgpack.Ext(code, data))):
+        with contextlib.suppress(WireError):
+            decode(body, buffers, Message)
+
+
+# ---- framing -------------------------------------------------------------------------------------------------------
+
+
+def test_frames_are_complete_however_they_arrive() -> None:
+    messages = [Message([1, "a"]), Message(torch.arange(5)), Message(None)]
+    stream = b"".join(frame(message, max_bytes=1 << 20) for message in messages)
+    for step in (1, 7, len(stream)):
+        buffer = FrameBuffer(Message, max_bytes=1 << 20)
+        got = [m.value for at in range(0, len(stream), step) for m in buffer.feed(stream[at : at + step])]
+        assert got[0] == [1, "a"]
+        assert got[1].tolist() == [0, 1, 2, 3, 4]
+        assert got[2:] == [None]
+
+
+def test_frames_over_the_limit_are_refused_on_both_sides() -> None:
+    with pytest.raises(WireError, match="over the limit of 100"):
+        frame(Message("x" * 100), max_bytes=100)
+    with pytest.raises(WireError, match="over the limit of 100"):
+        list(FrameBuffer(Message, max_bytes=100).feed(frame(Message("x" * 100), max_bytes=1 << 20)))
+    with pytest.raises(WireError, match="parts"):
+        list(FrameBuffer(Message, max_bytes=100).feed(b"\xff" * 8))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall((1).to_bytes(4, "big") + (1 << 62).to_bytes(8, "big"))
+        with pytest.raises(WireError, match="over the limit"):
+            receive(theirs, Message, max_bytes=1 << 20)
+
+
+def test_large_tensors_cross_a_socket_and_are_writable() -> None:
+    ours, theirs = socket.socketpair()
+    tensor = torch.arange(1 << 18)
+    with ours, theirs:
+        sender = threading.Thread(target=send, args=(ours, Message([tensor, tensor])))
+        sender.start()
+        first, second = receive(theirs, Message, max_bytes=1 << 30).value
+        sender.join()
+        assert torch.equal(first, tensor)
+        assert first.data_ptr() == second.data_ptr(), "one object is sent once"
+        first.add_(1)
+        ours.close()
+        with pytest.raises(EOFError):
+            receive(theirs, Message, max_bytes=1 << 30)
