@@ -22,6 +22,8 @@ from msgspec import Meta, Struct
 from msgspec.msgpack import Decoder, Ext
 from torch import Tensor
 
+from rlsys.ipc.framing import Buffer, WireError
+
 PLAIN = {str, int, float, bool, bytes, type(None)}
 NUMBER_KINDS = "biufcSUmM"
 """numpy's kinds of dtype whose arrays are plain memory: numbers, fixed-width strings and times."""
@@ -36,17 +38,12 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 M = TypeVar("M", bound=Struct)
-Buffer = bytes | bytearray | memoryview
 Guard = Callable[[Tensor], Tensor]
 Shape = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 48)], ...], Meta(max_length=32)]
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)  # warns once per process that read-only memory can be written
-
-
-class WireError(ValueError):
-    """Bytes that should hold a message do not: truncated, corrupt or made by something else."""
 
 
 class Tag(IntEnum):

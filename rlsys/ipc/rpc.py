@@ -15,6 +15,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from rlsys.ipc.codec import decode, encode
 from rlsys.ipc.framing import receive, send
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, WeightTransferError
 
@@ -25,20 +26,20 @@ _errors: dict[str, type[Exception]] = {
 }
 
 
-class Call(Struct, tag="call"):
+class MethodCall(Struct, tag="call"):
     """Run `method`, in either direction."""
 
     method: str
     args: list[Any]
 
 
-class Returned(Struct, tag="returned"):
+class MethodResult(Struct, tag="result"):
     """The result of the call."""
 
     value: Any
 
 
-class Raised(Struct, tag="raised"):
+class MethodError(Struct, tag="error"):
     """The call failed with an exception of this name."""
 
     error: str
@@ -56,41 +57,47 @@ class _Connection:
     def __init__(self, link: socket.socket) -> None:
         self.link = link
 
-    def receive(self) -> Call | Returned | Raised:
+    def receive(self) -> MethodCall | MethodResult | MethodError:
         """The next message; EOFError where the other side has closed."""
-        return receive(self.link, Call | Returned | Raised, max_bytes=MAX_MESSAGE_BYTES)
+        body, *buffers = receive(self.link, max_bytes=MAX_MESSAGE_BYTES)
+        return decode(body, buffers, MethodCall | MethodResult | MethodError)
+
+    def send(self, message: MethodCall | MethodResult | MethodError) -> None:
+        """Send a message; TypeError before any byte of it if a value cannot travel."""
+        body, buffers = encode(message)
+        send(self.link, [body, *buffers])
 
     def call(self, method: str, args: Sequence[Any], methods: Mapping[str, Method], error: type[Exception]) -> Any:
         """Run a method on the other side, and answer its calls to `methods` in the meantime."""
-        send(self.link, Call(method, list(args)))
+        self.send(MethodCall(method, list(args)))
         while True:
             match self.receive():
-                case Call() as callback:
+                case MethodCall() as callback:
                     self.answer(callback, methods)
-                case Returned(value):
+                case MethodResult(value):
                     return value
-                case Raised(name, text):
+                case MethodError(name, text):
                     raise _errors[name](text) if name in _errors else error(f"{name}: {text}")
 
-    def answer(self, call: Call, methods: Mapping[str, Method]) -> None:
+    def answer(self, call: MethodCall, methods: Mapping[str, Method]) -> None:
         """Run a method and send its result or exception."""
         try:
             if call.method not in methods:
                 raise ValueError(f"no method '{call.method}'; choose from {', '.join(sorted(methods))}")
-            answer: Returned | Raised = Returned(methods[call.method](*call.args))
+            answer: MethodResult | MethodError = MethodResult(methods[call.method](*call.args))
         except (EOFError, OSError):
             raise
         except Exception as error:
             answer = _raised(error)
         try:
-            send(self.link, answer)
+            self.send(answer)
         except TypeError as error:
-            send(self.link, _raised(error))
+            self.send(_raised(error))
 
 
-def _raised(error: Exception) -> Raised:
+def _raised(error: Exception) -> MethodError:
     notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
-    return Raised(type(error).__name__, f"{error}{notes}")
+    return MethodError(type(error).__name__, f"{error}{notes}")
 
 
 class RpcClient:
@@ -180,7 +187,7 @@ class RpcServer:
         try:
             while True:
                 message = connection.receive()
-                if isinstance(message, Call):
+                if isinstance(message, MethodCall):
                     connection.answer(message, self.methods)
         except (EOFError, OSError):
             link.close()

@@ -1,6 +1,6 @@
 """DataProto, the rows that travel between the controller and its workers, with verl's names and semantics."""
 
-from rlsys.ipc.codec import WireError
+from rlsys.ipc.framing import WireError
 from rlsys.protocol.columns import object_array, union_numpy_dict, union_tensor_dict
 from rlsys.protocol.data import DataProto, DataProtoConfig, DataProtoItem
 from rlsys.protocol.future import DataProtoFuture

@@ -20,7 +20,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from rlsys.ipc.codec import Buffer, WireError
+from rlsys.ipc.framing import Buffer, WireError
 from rlsys.protocol.chunks import join, split
 from rlsys.protocol.columns import (
     concat_arrays,

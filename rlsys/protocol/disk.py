@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rlsys.ipc.codec import WireError
+from rlsys.ipc.framing import WireError
 from rlsys.utils.atomic import fsync_dir
 
 MAGIC = b"RLSYSDP2"

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlsys.ipc import codec
-from rlsys.ipc.codec import Buffer, WireError
+from rlsys.ipc.framing import Buffer, WireError
 from rlsys.protocol.readonly import readonly
 
 

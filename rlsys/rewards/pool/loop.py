@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rlsys.rewards.pool.framing import FrameBuffer, FrameError, encode, plain
+from rlsys.ipc.framing import FrameBuffer, WireError
+from rlsys.rewards.pool.framing import MAX_FRAME_BYTES, decode, encode, plain
 from rlsys.rewards.pool.records import Grader, RewardItem, RewardResult, failed
 from rlsys.utils.errors import ConfigError
 
@@ -79,8 +80,8 @@ class Child:
     turn: int = -1
     jobs: dict[int, Job] = field(default_factory=dict)
     unsent: bytearray = field(default_factory=bytearray)
-    work_frames: FrameBuffer = field(default_factory=FrameBuffer)
-    control_frames: FrameBuffer = field(default_factory=FrameBuffer)
+    work_frames: FrameBuffer = field(default_factory=lambda: FrameBuffer(max_bytes=MAX_FRAME_BYTES))
+    control_frames: FrameBuffer = field(default_factory=lambda: FrameBuffer(max_bytes=MAX_FRAME_BYTES))
     suspect: Job | None = None
     cause: str = ""
 
@@ -186,7 +187,7 @@ class Pump:
     def _give(self, child: Child, job: Job) -> None:
         try:
             frame = encode(_message(job))
-        except (FrameError, ValueError, RecursionError) as error:
+        except (WireError, ValueError, RecursionError) as error:
             job.finish(failed("error", 0.0, f"the item cannot be handed to a grader: {error}"))
             return
         job.since = time.monotonic()
@@ -231,9 +232,9 @@ class Pump:
             self._end(child, child.culprit(), "")
             return
         try:
-            for message in child.work_frames.feed(data):
-                self._take_message(child, message)
-        except (FrameError, KeyError, TypeError, ValueError) as error:
+            for parts in child.work_frames.feed(data):
+                self._take_message(child, decode(parts))
+        except (WireError, KeyError, TypeError, ValueError) as error:
             self._end(child, child.culprit(), f"the grader wrote onto the pool's channel: {error!r}")
 
     def _take_message(self, child: Child, message: Mapping[str, Any]) -> None:
@@ -258,8 +259,8 @@ class Pump:
     def _read_control(self, child: Child) -> None:
         try:
             data = child.control.recv(1 << 16)
-            messages = list(child.control_frames.feed(data)) if data else [LOST]
-        except (OSError, FrameError):
+            messages = [decode(parts) for parts in child.control_frames.feed(data)] if data else [LOST]
+        except (OSError, WireError):
             messages = [LOST]
         for message in messages:
             if message["event"] == "started":

@@ -13,7 +13,8 @@ from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rlsys.rewards.pool.framing import FrameBuffer, encode, plain, receive
+from rlsys.ipc.framing import FrameBuffer, receive
+from rlsys.rewards.pool.framing import MAX_FRAME_BYTES, decode, encode, plain
 from rlsys.utils.plugins import load_from_file
 
 MAX_EXTRA_BYTES = 1 << 20
@@ -25,11 +26,9 @@ def serve_and_exit(work: socket.socket) -> NoReturn:
     """Load the grader that the first message names, grade what comes until the pool closes, and end the process."""
     code = 1
     try:
-        first = receive(work)
-        if first is not None:
-            _serve(work, first)
+        _serve(work, decode(receive(work, max_bytes=MAX_FRAME_BYTES)))
         code = 0
-    except (BrokenPipeError, ConnectionResetError):
+    except (BrokenPipeError, ConnectionResetError, EOFError):
         code = 0
     except (Exception, SystemExit, KeyboardInterrupt):
         traceback.print_exc()
@@ -69,7 +68,8 @@ def _arguments(message: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[st
 
 
 def _serve_in_turn(work: socket.socket, grade: ComputeScore, kwargs: Mapping[str, Any]) -> None:
-    while (message := receive(work)) is not None:
+    while True:
+        message = decode(receive(work, max_bytes=MAX_FRAME_BYTES))
         start = time.perf_counter()
         try:
             value = grade(**_arguments(message, kwargs))
@@ -103,10 +103,10 @@ async def _serve_concurrently(
             answer = _unscored(error)
         running.write(encode({"id": message["id"], "seconds": time.perf_counter() - start, **answer}))
 
-    buffer = FrameBuffer()
+    buffer = FrameBuffer(max_bytes=MAX_FRAME_BYTES)
     while data := await loop.sock_recv(work, 1 << 20):
-        for message in buffer.feed(data):
-            task = asyncio.ensure_future(one(message))
+        for parts in buffer.feed(data):
+            task = asyncio.ensure_future(one(decode(parts)))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
-from rlsys.ipc.codec import Tag, WireError, allow_records, decode, encode
-from rlsys.ipc.framing import FrameBuffer, frame, receive, send
+from rlsys.ipc.codec import Tag, allow_records, decode, encode
+from rlsys.ipc.framing import FrameBuffer, WireError, frame, receive, send
 from rlsys.types import Box
 
 
@@ -148,12 +148,18 @@ def test_any_bytes_decode_or_end_in_a_wire_error(data: bytes, buffers: list[byte
 # ---- framing -------------------------------------------------------------------------------------------------------
 
 
+def parts_of(message: Message) -> list[bytes | memoryview]:
+    body, buffers = encode(message)
+    return [body, *buffers]
+
+
 def test_frames_are_complete_however_they_arrive() -> None:
     messages = [Message([1, "a"]), Message(torch.arange(5)), Message(None)]
-    stream = b"".join(frame(message, max_bytes=1 << 20) for message in messages)
+    stream = b"".join(frame(parts_of(message), max_bytes=1 << 20) for message in messages)
     for step in (1, 7, len(stream)):
-        buffer = FrameBuffer(Message, max_bytes=1 << 20)
-        got = [m.value for at in range(0, len(stream), step) for m in buffer.feed(stream[at : at + step])]
+        buffer = FrameBuffer(max_bytes=1 << 20)
+        frames = [parts for at in range(0, len(stream), step) for parts in buffer.feed(stream[at : at + step])]
+        got = [decode(parts[0], parts[1:], Message).value for parts in frames]
         assert got[0] == [1, "a"]
         assert got[1].tolist() == [0, 1, 2, 3, 4]
         assert got[2:] == [None]
@@ -161,29 +167,30 @@ def test_frames_are_complete_however_they_arrive() -> None:
 
 def test_frames_over_the_limit_are_refused_on_both_sides() -> None:
     with pytest.raises(WireError, match="over the limit of 100"):
-        frame(Message("x" * 100), max_bytes=100)
+        frame([b"x" * 101], max_bytes=100)
     with pytest.raises(WireError, match="over the limit of 100"):
-        list(FrameBuffer(Message, max_bytes=100).feed(frame(Message("x" * 100), max_bytes=1 << 20)))
+        list(FrameBuffer(max_bytes=100).feed(frame([b"x" * 101], max_bytes=1 << 20)))
     with pytest.raises(WireError, match="parts"):
-        list(FrameBuffer(Message, max_bytes=100).feed(b"\xff" * 8))
+        list(FrameBuffer(max_bytes=100).feed(b"\xff" * 8))
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall((1).to_bytes(4, "big") + (1 << 62).to_bytes(8, "big"))
         with pytest.raises(WireError, match="over the limit"):
-            receive(theirs, Message, max_bytes=1 << 20)
+            receive(theirs, max_bytes=1 << 20)
 
 
 def test_large_tensors_cross_a_socket_and_are_writable() -> None:
     ours, theirs = socket.socketpair()
     tensor = torch.arange(1 << 18)
     with ours, theirs:
-        sender = threading.Thread(target=send, args=(ours, Message([tensor, tensor])))
+        sender = threading.Thread(target=send, args=(ours, parts_of(Message([tensor, tensor]))))
         sender.start()
-        first, second = receive(theirs, Message, max_bytes=1 << 30).value
+        body, *buffers = receive(theirs, max_bytes=1 << 30)
+        first, second = decode(body, buffers, Message).value
         sender.join()
         assert torch.equal(first, tensor)
         assert first.data_ptr() == second.data_ptr(), "one object is sent once"
         first.add_(1)
         ours.close()
         with pytest.raises(EOFError):
-            receive(theirs, Message, max_bytes=1 << 30)
+            receive(theirs, max_bytes=1 << 30)
