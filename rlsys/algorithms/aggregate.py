@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 from torch import Tensor
 
 from rlsys.algorithms.masked import masked_sum
-
-LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
-LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)
+from rlsys.config.vocabulary import LOSS_AGG_MODES
 
 
 def agg_loss(

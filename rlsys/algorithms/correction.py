@@ -16,23 +16,17 @@ from torch import Tensor
 
 from rlsys.algorithms.masked import masked_mean, masked_sum
 from rlsys.algorithms.mismatch import mismatch_metrics
+from rlsys.config.vocabulary import REJECTION_ALIASES, REJECTION_MODES
 
 SAFETY_BOUND = 20.0
-RS_ALIASES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-RS_MODES = (
-    *(f"token_k{k}" for k in (1, 2, 3)),
-    *(f"seq_sum_k{k}" for k in (1, 2, 3)),
-    *(f"seq_mean_k{k}" for k in (1, 2, 3)),
-    *(f"seq_max_k{k}" for k in (2, 3)),
-)
 
 
 @dataclass(frozen=True)
 class RolloutCorrection:
     """algorithm.rollout_correction, checked. Thresholds: a number, or "lo_hi"; one per rejection mode or one for all.
 
-    `rollout_is`: None, "token" or "sequence". `rollout_rs`: modes separated by commas, out of `RS_MODES`; the k1 modes
-    bound the ratio rollout / trainer by (1 / x, x) or "lo_hi", the others bound the estimate from above.
+    `rollout_is`: None, "token" or "sequence". `rollout_rs`: modes out of `REJECTION_MODES`, separated by commas; the k1
+    modes bound the ratio rollout / trainer by (1 / x, x) or "lo_hi", the others bound the estimate from above.
     """
 
     rollout_is: str | None = None
@@ -64,9 +58,11 @@ class RolloutCorrection:
     def rejections(self) -> tuple[tuple[str, float | None, float], ...]:
         """(mode, low, high) of every rejection mode, in terms of its statistic."""
         modes = [m.strip() for m in (self.rollout_rs or "").split(",") if m.strip()]
-        modes = list(dict.fromkeys(RS_ALIASES.get(mode, mode) for mode in modes))
-        if unknown := [mode for mode in modes if mode not in RS_MODES]:
-            raise ValueError(f"unknown rollout_rs '{unknown[0]}', one of {', '.join((*RS_ALIASES, *RS_MODES))}")
+        modes = list(dict.fromkeys(REJECTION_ALIASES.get(mode, mode) for mode in modes))
+        if unknown := [mode for mode in modes if mode not in REJECTION_MODES]:
+            raise ValueError(
+                f"unknown rollout_rs '{unknown[0]}', one of {', '.join((*REJECTION_ALIASES, *REJECTION_MODES))}"
+            )
         if not modes:
             return ()
         if self.rollout_rs_threshold is None:

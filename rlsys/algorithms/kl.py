@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms.masked import masked_mean
-
-KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+from rlsys.config.vocabulary import KL_KINDS
 
 
 def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:

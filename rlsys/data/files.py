@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlsys.config.vocabulary import ROW_FILES
 from rlsys.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def _reader(path: Path) -> Callable[[Path], Iterator[Row | BadRow]]:
             raise ConfigError(f"data folder {path}: it was not written by datasets' save_to_disk (no state.json)")
         return _read_saved_dataset
     readers = {".parquet": _read_parquet, ".jsonl": _read_json_lines, ".json": _read_json, ".csv": _read_csv}
+    assert set(readers) == set(ROW_FILES)
     if path.suffix.lower() not in readers:
         raise ConfigError(f"data file {path}: the kind {path.suffix!r} is none of {', '.join(readers)}")
     return readers[path.suffix.lower()]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms.filters import overlong_penalty
+from rlsys.config.vocabulary import REWARD_MANAGERS
 from rlsys.rewards.pool.pool import RewardPool
 from rlsys.rewards.pool.records import RewardItem, RewardResult, reward_metrics
 from rlsys.telemetry.log import get_logger
@@ -160,6 +161,9 @@ class PoolRewardManager:
             return graded.rm_scores
         extra = {key: column.tolist() for key, column in graded.extra.items()}
         return {"reward_tensor": graded.rm_scores, "reward_extra_info": extra}
+
+
+assert set(_FACTORIES) == set(REWARD_MANAGERS)
 
 
 def tell_failures(results: Sequence[RewardResult]) -> None:

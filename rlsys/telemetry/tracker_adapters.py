@@ -13,6 +13,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlsys.config.vocabulary import TRACKERS
+
 Generation = tuple[str, str, float]
 """(input, output, score) of one sampled response."""
 
@@ -200,6 +202,7 @@ ADAPTERS: Mapping[str, Callable[[Run], Tracker]] = {
     "mlflow": MlflowTracker,
     "trackio": TrackioTracker,
 }
+assert set(ADAPTERS) == set(TRACKERS)
 
 
 def _is_number(value: Any) -> bool:

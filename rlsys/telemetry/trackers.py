@@ -1,50 +1,22 @@
 """Where metrics go: always `metrics.jsonl`, and the trackers named in `trainer.logger`.
 
-`check_loggers` is cheap and belongs before anything heavy starts; `Tracking` opens the trackers and feeds them.
+The configuration has checked the names and that their libraries are installed (rlsys/config/checks).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from rlsys.config.vocabulary import ALWAYS_WRITTEN
 from rlsys.telemetry.jsonl import JsonlWriter
 from rlsys.telemetry.log import get_logger, redact_tree
 from rlsys.telemetry.tracker_adapters import ADAPTERS, Generation, Run, Tracker
 from rlsys.utils.errors import ConfigError
 
 log = get_logger(__name__)
-
-# Tracker -> (module that must be importable, what to install).
-_LIBRARIES = {
-    "tensorboard": ("tensorboard", "pip install 'rlsys[trackers]'"),
-    "trackio": ("trackio", "pip install 'rlsys[trackers]'"),
-    "wandb": ("wandb", "pip install 'rlsys[wandb]'"),
-    "mlflow": ("mlflow", "pip install 'rlsys[mlflow]'"),
-}
-_ALWAYS_ON = ("file", "jsonl")
-_KNOWN_ELSEWHERE = ("swanlab", "vemlp_wandb", "clearml", "rl_insight")
-
-
-def check_loggers(names: str | Sequence[str]) -> tuple[str, ...]:
-    """The trackers meant by `trainer.logger`, each once; ConfigError for an unknown one or one not installed.
-
-    `file` and `jsonl` name the JSONL file, which is always written, and drop out. Imports none of the trackers.
-    """
-    wanted = [names] if isinstance(names, str) else list(names)
-    chosen = [name for name in dict.fromkeys(wanted) if name not in _ALWAYS_ON]
-    for name in chosen:
-        if name not in ADAPTERS:
-            supported = ", ".join([*ADAPTERS, "file"])
-            known = " (a verl tracker that rlsys does not have)" if name in _KNOWN_ELSEWHERE else ""
-            raise ConfigError(f"trainer.logger={name!r}: unknown tracker{known}; write one of: {supported}")
-        module, remedy = _LIBRARIES.get(name, ("", ""))
-        if module and find_spec(module) is None:
-            raise ConfigError(f"trainer.logger={name!r}: the library '{module}' is not installed; {remedy}")
-    return tuple(chosen)
 
 
 class Tracking:
@@ -66,7 +38,8 @@ class Tracking:
         default_dir: str | Path,
         resume_step: int | None = None,
     ) -> None:
-        chosen = check_loggers(loggers)
+        wanted = [loggers] if isinstance(loggers, str) else loggers
+        chosen = [name for name in dict.fromkeys(wanted) if name not in ALWAYS_WRITTEN]
         run = Run(project_name, experiment_name, redact_tree(config), Path(default_dir), resume_step)
         self.num_errors = 0
         self._told: set[str] = set()

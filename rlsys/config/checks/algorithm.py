@@ -8,46 +8,15 @@ from difflib import get_close_matches
 from rlsys.config.checks.findings import note, wrong
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 from rlsys.config.schema.jobs import PPOConfig
+from rlsys.config.vocabulary import (
+    ADV_ESTIMATORS,
+    GROUP_ESTIMATORS,
+    POLICY_LOSSES,
+    REJECTION_ALIASES,
+    REJECTION_MODES,
+    REWARD_MANAGERS,
+)
 
-ESTIMATORS = (
-    "gae",
-    "grpo",
-    "grpo_vectorized",
-    "grpo_passk",
-    "rloo",
-    "rloo_vectorized",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "opo",
-    "gpg",
-    "gdpo",
-    "optimal_token_baseline",
-    "tir_optimal_token_baseline",
-)
-GROUPED = frozenset(ESTIMATORS) - {"gae", "reinforce_plus_plus", "remax"}
-LOSSES = (
-    "vanilla",
-    "gspo",
-    "cispo",
-    "sapo",
-    "gpg",
-    "geo_mean",
-    "clip_cov",
-    "kl_cov",
-    "dppo_tv",
-    "dppo_kl",
-    "dro",
-    "bypass_mode",
-)
-MANAGERS = ("naive", "dapo")
-REJECTIONS = (
-    *("token", "sequence", "geometric"),
-    *("token_k1", "token_k2", "token_k3"),
-    *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
-    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
-    *("seq_max_k2", "seq_max_k3"),
-)
 N = "actor_rollout_ref.rollout.n"
 CORRECTION = "algorithm.rollout_correction"
 
@@ -70,9 +39,17 @@ def _registered(cfg: PPOConfig) -> Iterator[str]:
         return
     manager = cfg.reward.reward_manager
     for key, name, known in (
-        ("algorithm.adv_estimator", cfg.algorithm.adv_estimator, ESTIMATORS),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode", cfg.actor_rollout_ref.actor.policy_loss.loss_mode, LOSSES),
-        ("reward.reward_manager.name", manager.name, MANAGERS if manager.source == "register" else (manager.name,)),
+        ("algorithm.adv_estimator", cfg.algorithm.adv_estimator, ADV_ESTIMATORS),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            cfg.actor_rollout_ref.actor.policy_loss.loss_mode,
+            POLICY_LOSSES,
+        ),
+        (
+            "reward.reward_manager.name",
+            manager.name,
+            REWARD_MANAGERS if manager.source == "register" else (manager.name,),
+        ),
     ):
         if name not in known:
             near = get_close_matches(name.replace("-", "_"), known, n=1)
@@ -86,7 +63,7 @@ def _groups(cfg: PPOConfig) -> Iterator[str]:
     if n > 1:
         return
     why = f"compares the answers to one prompt, so it needs several; write {N}=8"
-    if estimator in GROUPED:
+    if estimator in GROUP_ESTIMATORS:
         yield wrong(N, n, f"algorithm.adv_estimator={estimator} {why}")
     for name in ("reward_norm", "adv_norm"):
         norm = getattr(cfg.algorithm, name)
@@ -99,7 +76,7 @@ def _critic(cfg: PPOConfig) -> Iterator[str]:
     estimator, enable = cfg.algorithm.adv_estimator, cfg.critic.enable
     if estimator == "gae" and enable is False:
         yield wrong("critic.enable", False, "algorithm.adv_estimator=gae needs values; write critic.enable=true")
-    if estimator != "gae" and estimator in ESTIMATORS and enable:
+    if estimator != "gae" and estimator in ADV_ESTIMATORS and enable:
         why = f"algorithm.adv_estimator={estimator} does not use its values; it is trained all the same"
         yield note("critic.enable", True, why)
     if cfg.trainer.critic_warmup > 0 and not cfg.use_critic:
@@ -164,12 +141,13 @@ def _rejections(correction: RolloutCorrectionConfig) -> Iterator[str]:
         if bounds is not None:
             yield wrong(f"{key}_threshold", bounds, f"there is nothing to bound; write {key}=token_k1, for example")
         return
+    modes = (*REJECTION_ALIASES, *REJECTION_MODES)
     names = [name.strip() for name in measures.split(",")]
     for name in names:
-        if name not in REJECTIONS:
-            near = get_close_matches(name, REJECTIONS, n=1)
+        if name not in modes:
+            near = get_close_matches(name, modes, n=1)
             hint = f"; write {near[0]}" if near else ""
-            yield wrong(key, measures, f"'{name}' is none of {', '.join(REJECTIONS)}{hint}")
+            yield wrong(key, measures, f"'{name}' is none of {', '.join(modes)}{hint}")
     if bounds is None:
         yield wrong(key, measures, f"it needs a bound; write {key}_threshold=0.5_2.0, for example")
         return

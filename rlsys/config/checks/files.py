@@ -18,8 +18,8 @@ from rlsys.config.schema.data import RowsConfig
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
 from rlsys.config.schema.model import ModelConfig
 from rlsys.config.schema.trainer import RunConfig, TrainingConfig
+from rlsys.config.vocabulary import ROW_FILES
 
-ROW_FILES = (".parquet", ".json", ".jsonl", ".csv")
 ANSWERED = "data.max_prompt_length + data.max_response_length"
 
 

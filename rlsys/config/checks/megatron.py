@@ -40,7 +40,7 @@ def check_megatron(cfg: PPOConfig) -> Iterator[str]:
 
 def _installed(key: str) -> Iterator[str]:
     if importlib.util.find_spec("megatron") is None:
-        yield wrong(key, "megatron", "Megatron-Core is not installed; pip install rlsys[megatron], or write fsdp")
+        yield wrong(key, "megatron", f"Megatron-Core is not installed; pip install -e '.[megatron]', or set {key}=fsdp")
 
 
 def _sizes(key: str, section: MegatronRoleConfig, ranks: int) -> Iterator[str]:

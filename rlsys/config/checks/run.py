@@ -12,23 +12,14 @@ from rlsys.config.pools import is_external, resolve_pools
 from rlsys.config.schema.jobs import PPOConfig
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig
 from rlsys.config.schema.trainer import RayKwargsConfig, RunConfig, TrainingConfig
+from rlsys.config.vocabulary import ALWAYS_WRITTEN, TRACKERS
 
-TRACKERS = ("console", "tensorboard", "trackio", "wandb", "mlflow", "file", "jsonl")
-_PACKAGES = ("tensorboard", "trackio", "wandb", "mlflow")
 MAX_STALENESS = 1
 
 
 def check_run(trainer: RunConfig, ray_kwargs: RayKwargsConfig) -> Iterator[str]:
     """Trackers, names, backend, resume and Ray."""
-    for name in trainer.logger:
-        if name not in TRACKERS:
-            yield wrong(
-                "trainer.logger", list(trainer.logger), f"there is no '{name}'; choose from {', '.join(TRACKERS)}"
-            )
-        elif name in _PACKAGES and importlib.util.find_spec(name) is None:
-            yield wrong(
-                "trainer.logger", list(trainer.logger), f"{name} is not installed; pip install {name}, or drop it"
-            )
+    yield from _trackers(trainer.logger)
     for key in ("project_name", "experiment_name"):
         name = getattr(trainer, key)
         if not re.fullmatch(r"[\w.@+=,: -]+", name) or name in (".", ".."):
@@ -42,6 +33,16 @@ def check_run(trainer: RunConfig, ray_kwargs: RayKwargsConfig) -> Iterator[str]:
     if init.address is not None and init.num_cpus is not None:
         why = "a running cluster has its own; leave it out, or leave ray_kwargs.ray_init.address out"
         yield wrong("ray_kwargs.ray_init.num_cpus", init.num_cpus, why)
+
+
+def _trackers(names: tuple[str, ...]) -> Iterator[str]:
+    for name in names:
+        known, extra = (*TRACKERS, *ALWAYS_WRITTEN), TRACKERS.get(name)
+        if name not in known:
+            yield wrong("trainer.logger", list(names), f"unknown tracker '{name}'; choose from {', '.join(known)}")
+        elif extra and importlib.util.find_spec(name) is None:
+            why = f"{name} is not installed; pip install -e '.[{extra}]', or remove {name}"
+            yield wrong("trainer.logger", list(names), why)
 
 
 def _resume(trainer: TrainingConfig) -> Iterator[str]:
@@ -173,6 +174,6 @@ def check_checkpoints(role: str, checkpoint: CheckpointConfig, resume_mode: str)
 def check_adapters(key: str, model: ModelConfig) -> Iterator[str]:
     """Whether LoRA settings have adapters to apply to."""
     if model.lora_rank and importlib.util.find_spec("peft") is None:
-        yield wrong(f"{key}.lora_rank", model.lora_rank, "peft is not installed; pip install rlsys[lora]")
+        yield wrong(f"{key}.lora_rank", model.lora_rank, "peft is not installed; pip install -e '.[lora]'")
     if not model.lora_rank and model.lora_adapter_path is not None:
         yield wrong(f"{key}.lora_rank", 0, f"lora_adapter_path is set; write {key}.lora_rank=16, for example")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from rlsys.config.checks.algorithm import ESTIMATORS
 from rlsys.config.checks.findings import Note, ignored
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig
+from rlsys.config.vocabulary import ADV_ESTIMATORS
 
 _POLICY = "actor_rollout_ref"
 _SELDOM = {
@@ -47,7 +47,7 @@ def _asleep(cfg: PPOConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield f"{_POLICY}.actor.use_kl_loss=false", (f"{_POLICY}.actor.kl_loss_",)
     if not algorithm.use_kl_in_reward:
         yield "algorithm.use_kl_in_reward=false", ("algorithm.kl_ctrl.", "algorithm.kl_penalty")
-    if estimator in ESTIMATORS:
+    if estimator in ADV_ESTIMATORS:
         unseen = tuple(key for key, users in _SELDOM.items() if estimator not in users)
         yield f"algorithm.adv_estimator={estimator} has no use for it", unseen
     if not (policy.model.lora_rank or policy.model.lora_adapter_path):

@@ -11,8 +11,6 @@ from rlsys.config.schema.base import (
     Count,
     Flag,
     Fraction,
-    KLEstimator,
-    LossAgg,
     Positive,
     Seconds,
     Section,
@@ -32,6 +30,7 @@ from rlsys.config.schema.model import (
     RefShardConfig,
 )
 from rlsys.config.schema.rollout import RolloutConfig
+from rlsys.config.vocabulary import KLEstimator, LossAggMode
 
 Clip = Annotated[float, Strict(), Field(ge=0, le=1e6)]
 
@@ -87,7 +86,7 @@ class ActorConfig(Section):
     tau_neg: Positive = 1.05
     """sapo: temperature where the advantage is negative."""
     policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
-    loss_agg_mode: LossAgg = "token-mean"
+    loss_agg_mode: LossAggMode = "token-mean"
     """How token losses become one number."""
     loss_scale_factor: Positive | None = None
     """Divisor of seq-mean-token-sum-norm; null takes data.max_response_length."""
@@ -170,7 +169,7 @@ class CriticConfig(Section):
     """Seed of that mixing."""
     cliprange_value: Positive = 0.5
     """Clip range of the value loss."""
-    loss_agg_mode: LossAgg = linked("actor_rollout_ref.actor.loss_agg_mode")
+    loss_agg_mode: LossAggMode = linked("actor_rollout_ref.actor.loss_agg_mode")
     """How token losses become one number."""
     loss_scale_factor: Positive | None = linked("actor_rollout_ref.actor.loss_scale_factor")
     """Divisor of seq-mean-token-sum-norm; null takes data.max_response_length."""

@@ -12,7 +12,6 @@ from rlsys.config.schema.base import (
     CountOrZero,
     Flag,
     Fraction,
-    KLEstimator,
     LocalPath,
     Number,
     Numbers,
@@ -24,6 +23,7 @@ from rlsys.config.schema.base import (
     Texts,
     open_dict,
 )
+from rlsys.config.vocabulary import KLEstimator
 
 Level = Literal["batch", "group"]
 

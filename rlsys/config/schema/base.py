@@ -102,7 +102,3 @@ OpenDict = dict[str, Any]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Strategy = Annotated[Literal["fsdp", "fsdp2", "megatron"], BeforeValidator(lambda v: "fsdp" if v == "dp" else v)]
 SupervisedStrategy = Literal["fsdp", "fsdp2"]
-KLEstimator = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
-]
-LossAgg = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]

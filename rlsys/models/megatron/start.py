@@ -10,7 +10,7 @@ import torch
 from rlsys.utils.errors import ConfigError
 
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
-    raise ConfigError("strategy=megatron needs Megatron-Core: pip install rlsys[megatron]")
+    raise ConfigError("strategy=megatron needs Megatron-Core: pip install -e '.[megatron]'")
 
 warnings.filterwarnings("ignore", module=r"megatron\.core")
 ON_CPU = not torch.cuda.is_available()

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms import RolloutCorrection, mismatch_metrics, probs_diff_metrics
-from rlsys.algorithms.correction import RS_MODES, Corrected, rollout_correction
+from rlsys.algorithms.correction import Corrected, rollout_correction
+from rlsys.config.vocabulary import REJECTION_MODES
 
 RATIO = torch.tensor([[1.0, 3.0, 0.2], [1.5, 1.0, 1.0]], dtype=torch.float64)
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
@@ -82,7 +83,9 @@ def test_an_empty_mask_gives_no_weights_and_no_nan() -> None:
 
 
 def test_equal_policies_change_nothing() -> None:
-    same = correct(torch.ones_like(RATIO), rollout_is="token", rollout_rs=",".join(RS_MODES), rollout_rs_threshold=1.1)
+    same = correct(
+        torch.ones_like(RATIO), rollout_is="token", rollout_rs=",".join(REJECTION_MODES), rollout_rs_threshold=1.1
+    )
     assert same.weights is not None
     assert torch.equal(same.weights, MASK.double())
     assert torch.equal(same.response_mask, MASK)

@@ -95,7 +95,6 @@ def dead_keys(schema: type[Section], files: list[Reads]) -> list[str]:
     return [key for key in leaves(schema) if key not in excused and not is_read(key, schema, files)]
 
 
-@pytest.mark.skipif(not (ROOT / "trainer" / "build.py").exists(), reason="trainer/build.py is not here yet")
 @pytest.mark.parametrize("schema", JOBS)
 def test_every_key_is_read_by_product_code(schema: type[Section]) -> None:
     files = [reads_of(path) for path in product_files()]

@@ -90,7 +90,7 @@ def test_a_missing_extra_is_a_note_that_says_what_it_gives(doctor: ModuleType) -
     (finding,) = doctor.extra_findings({"wandb": ["no-such-package>=1"]})
     assert (finding.verdict, finding.value) == ("note", "not installed")
     assert finding.advice == (
-        "for Weights & Biases in trainer.logger: pip install 'rlsys[wandb]' (lacks no-such-package)"
+        "for Weights & Biases in trainer.logger: pip install -e '.[wandb]' (lacks no-such-package)"
     )
 
 
