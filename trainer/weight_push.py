@@ -14,25 +14,9 @@ from rlsys.fleet.external.transfer import ExternalTransfer
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.types import TransferReport
 from rlsys.utils.errors import ConfigError
-from rlsys.weights.sharding_manager import (
-    FSDPHFShardingManager,
-    FSDPSGLangShardingManager,
-    FSDPVLLMShardingManager,
-    MegatronHFShardingManager,
-    MegatronSGLangShardingManager,
-    MegatronVLLMShardingManager,
-    ShardingManager,
-)
+from rlsys.weights.sharding_manager import ShardingManager
 from trainer.groups import ActorGroup, WorkerGroups
 
-MANAGERS: dict[tuple[str, str], type[ShardingManager]] = {
-    ("fsdp", "hf"): FSDPHFShardingManager,
-    ("fsdp", "sglang"): FSDPSGLangShardingManager,
-    ("fsdp", "vllm"): FSDPVLLMShardingManager,
-    ("megatron", "hf"): MegatronHFShardingManager,
-    ("megatron", "sglang"): MegatronSGLangShardingManager,
-    ("megatron", "vllm"): MegatronVLLMShardingManager,
-}
 OWN_PROCESS = ("sglang",)
 """Engines whose weights are in a process of their own even where actor and rollout share one."""
 
@@ -91,7 +75,7 @@ def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) ->
     in_process = policy.rollout.name not in OWN_PROCESS
     local = engine.backend == "local" or (engine.backend == "auto" and colocated and alone and in_process)
     disk = engine.backend == "disk"
-    manager = MANAGERS["megatron" if policy.actor.strategy == "megatron" else "fsdp", policy.rollout.name](
+    manager = ShardingManager(
         groups.actor,
         groups.actor if local else groups.rollout,
         executor="local" if local else engine.backend,

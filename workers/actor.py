@@ -8,19 +8,19 @@ from rlsys.config.schema.actor import ActorRolloutRefConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.actor import PPOActor
 from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from rlsys.weights.executors.endpoints import WeightSender
-from rlsys.weights.executors.in_process import local_sums, reshard_local
-from rlsys.weights.target import Moved
-from rlsys.weights.verify import LayoutSums
-from workers.base import EngineWorker, TransferWorker
+from rlsys.weights.endpoints import WeightSender
+from rlsys.weights.executors.base import TransferStats
+from rlsys.weights.executors.in_process import local_checksums, reshard_local
+from rlsys.weights.verify import LayoutChecksums
+from workers.base import EngineWorker
 from workers.build import EngineRun, actor_settings, build_actor_engine, meter_of
-from workers.colocated import rollout_of_this_process
+from workers.colocated import local_rollout
 
 MESH = "actor"
 BY_MESH: Any = make_nd_compute_dataproto_dispatch_fn(MESH)
 
 
-class ActorWorker(EngineWorker, TransferWorker):
+class ActorWorker(EngineWorker, WeightSender):
     """One rank of the actor."""
 
     def __init__(self, config: ActorRolloutRefConfig, run: EngineRun) -> None:
@@ -32,7 +32,6 @@ class ActorWorker(EngineWorker, TransferWorker):
         """Load the model and its optimizer."""
         self.use_engine(build_actor_engine(self.cfg, self.run), MESH)
         self.actor = PPOActor(self.engine, actor_settings(self.cfg, self.run, dp_size=self.engine.dp_size))
-        self.end = WeightSender(self.engine)
         self.mfu = meter_of(self.cfg.model, self.engine, self.run)
 
     @register(dispatch_mode=BY_MESH)
@@ -57,16 +56,12 @@ class ActorWorker(EngineWorker, TransferWorker):
         return DataProto(meta_info={"metrics": metrics | used})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def reshard_weights(self, version: int) -> Moved:
+    def reshard_weights(self, version: int) -> TransferStats:
         """Copy the weights into the rollout engine of the same process."""
         bucket_bytes = self.cfg.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
-        return reshard_local(self.engine, rollout_of_this_process(), version=version, bucket_bytes=bucket_bytes)
+        return reshard_local(self.engine, local_rollout(), version=version, bucket_bytes=bucket_bytes)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weight_sums(self) -> tuple[LayoutSums, LayoutSums]:
+    def weight_sums(self) -> tuple[LayoutChecksums, LayoutChecksums]:
         """Checksums of the actor's and of the rollout's tensors in this process."""
-        return local_sums(self.engine, rollout_of_this_process())
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_weights(self, version: int) -> Any:
-        return self.end.send_weights(version)
+        return local_checksums(self.engine, local_rollout())

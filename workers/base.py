@@ -1,4 +1,4 @@
-"""What the workers of several roles share: checkpoints and moves of a training engine, one end of weight transfers."""
+"""What the workers of several roles share: checkpoints and moves of a training engine."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from typing import Any
 
 from rlsys.single_controller.base import Worker
 from rlsys.single_controller.base.decorator import Dispatch, register
-from rlsys.types import WeightLayout
-from rlsys.weights.executors.endpoints import Spec
-from rlsys.weights.verify import BoxSum
 
 
 class EngineWorker(Worker):
@@ -43,29 +40,3 @@ class EngineWorker(Worker):
     def move(self, parts: tuple[str, ...], device: str) -> None:
         """Send parameters, gradients or optimizer state to another device."""
         self.engine.move(parts, device)
-
-
-class TransferWorker(Worker):
-    """One rank of either side of weight transfers; `end` is its WeightSender or WeightReceiver."""
-
-    end: Any
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weight_layout(self) -> WeightLayout:
-        return self.end.weight_layout()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def open_weight_transfer(self, spec: Spec) -> Any:
-        return self.end.open_weight_transfer(spec)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weight_step(self, step: str, *args: Any) -> Any:
-        return self.end.weight_step(step, *args)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weight_checksum(self, dtypes: dict[str, str] | None = None) -> tuple[BoxSum, ...]:
-        return self.end.weight_checksum(dtypes)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def close_weight_transfer(self) -> None:
-        self.end.close_weight_transfer()

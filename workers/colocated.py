@@ -1,4 +1,4 @@
-"""Who holds which engine in this process, so that weights need not leave it, and what an engine's loader teaches."""
+"""The rollout engine of this process, for an actor beside it, and layouts learned from an engine's loader."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.learn import learn_layout
 
 log = get_logger(__name__)
-_rollouts: list[RolloutEngine] = []
+_local_rollouts: list[RolloutEngine] = []
 
 
-def offer_rollout(engine: RolloutEngine) -> None:
-    """Let the actor of this process find the rollout engine; a newer engine replaces an older one."""
-    _rollouts[:] = [engine]
+def set_local_rollout(engine: RolloutEngine) -> None:
+    """Let the actor of this process use the rollout engine; a newer engine replaces an older one."""
+    _local_rollouts[:] = [engine]
 
 
-def rollout_of_this_process() -> RolloutEngine:
-    """The rollout engine beside the actor; WeightTransferError where there is none."""
-    if not _rollouts:
-        raise WeightTransferError("the actor's process holds no rollout engine: the roles have pools of their own")
-    return _rollouts[0]
+def local_rollout() -> RolloutEngine:
+    """The rollout engine of this process; WeightTransferError where there is none."""
+    if not _local_rollouts:
+        raise WeightTransferError("the actor's process has no rollout engine: the two roles have separate pools")
+    return _local_rollouts[0]
 
 
-def learn(weights: LiveWeights, *, keep: bool) -> None:
-    """Ask the engine's own loader what of the HF tensors lies where in its parameters."""
-    found = learn_layout(
+def learn_engine_layout(weights: LiveWeights, *, keep: bool) -> None:
+    """Learn from the engine's own loader which HF tensors are where in its parameters."""
+    learned = learn_layout(
         weights.load, weights.parameters, weights.shapes, weights.dtypes, aliases=weights.aliases, keep=keep
     )
-    for name, why in found.odd.items():
-        log.info("'%s' goes through the rollout engine's own loader: %s", name, why)
-    weights.adopt(found.layout, found.tensors)
+    for name, reason in learned.loader_only.items():
+        log.info("'%s' is loaded by the rollout engine's own loader: %s", name, reason)
+    weights.adopt(learned.layout, learned.tensors)

@@ -13,18 +13,18 @@ from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import generate_sequences
 from rlsys.rollout.hf.engine import HFRollout, LoadFormat
+from rlsys.single_controller.base import Worker
 from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from rlsys.weights.executors.endpoints import WeightReceiver
-from rlsys.weights.target import Moved
-from workers.base import TransferWorker
+from rlsys.weights.endpoints import WeightReceiver
 from workers.build import EngineRun
-from workers.colocated import learn, offer_rollout
+from workers.colocated import learn_engine_layout, set_local_rollout
+from workers.sglang import WEIGHTS_WAIT_S, RemoteReceiver, replica_of, serve_weights
 
 MESH = "rollout"
 BY_REPLICA: Any = make_nd_compute_dataproto_dispatch_fn(MESH)
 
 
-class RolloutWorker(TransferWorker):
+class RolloutWorker(Worker, WeightReceiver):
     """One rank of a replica: an engine on this process's device; a backend says how it is built.
 
     A replica is `rollout.tensor_model_parallel_size` ranks that follow each other. All of them are asked for the same
@@ -40,10 +40,6 @@ class RolloutWorker(TransferWorker):
     def build_engine(self, path: str, common: dict[str, Any]) -> RolloutEngine:
         """The engine over the model in `path`; `common` are the arguments that every backend takes."""
         raise NotImplementedError
-
-    def receiver_of(self, engine: RolloutEngine) -> WeightReceiver:
-        """This rank's end of weight transfers."""
-        return WeightReceiver(engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -67,8 +63,7 @@ class RolloutWorker(TransferWorker):
             "rank": self.rank,
         }
         self.engine = self.build_engine(self.model_cfg.path, common)
-        self.end = self.receiver_of(self.engine)
-        offer_rollout(self.engine)
+        set_local_rollout(self.engine)
 
     @register(dispatch_mode=BY_REPLICA)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -80,14 +75,6 @@ class RolloutWorker(TransferWorker):
         """`rollout_log_probs` (B, R) of given responses under the served weights."""
         found = self.engine.compute_log_prob(data, temperature=data.meta_info["temperature"])
         return DataProto.from_dict({"rollout_log_probs": found})
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_weights(self, version: int, *news: Any) -> Moved:
-        return self.end.receive_weights(version, *news)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weight_difference(self) -> dict[str, float]:
-        return self.end.weight_difference()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep(self, tags: tuple[str, ...]) -> None:
@@ -139,7 +126,7 @@ class VLLMRolloutWorker(RolloutWorker):
             **common,
         )
         if isinstance(engine.weights, LiveWeights):
-            learn(engine.weights, keep=self.load_format == "auto")
+            learn_engine_layout(engine.weights, keep=self.load_format == "auto")
         return engine
 
 
@@ -150,12 +137,11 @@ def _graphs(cfg: GenerationConfig) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not None}
 
 
-class SGLangRolloutWorker(RolloutWorker):
+class SGLangRolloutWorker(RolloutWorker, RemoteReceiver):
     """SGLang: its engine in this process, its scheduler in a child process that holds the weights."""
 
     def build_engine(self, path: str, common: dict[str, Any]) -> RolloutEngine:
         from rlsys.rollout.sglang.engine import SGLangRollout
-        from workers.sglang import WEIGHTS_WAIT_S, replica_of, serve_weights
 
         cfg = self.cfg
         engine = SGLangRollout(
@@ -176,11 +162,6 @@ class SGLangRolloutWorker(RolloutWorker):
         )
         engine.remote.call("learn", self.load_format == "auto", deadline_s=WEIGHTS_WAIT_S)
         return engine
-
-    def receiver_of(self, engine: Any) -> Any:
-        from workers.sglang import RemoteReceiver
-
-        return RemoteReceiver(engine)
 
 
 ROLLOUT_WORKERS: dict[str, type[RolloutWorker]] = {

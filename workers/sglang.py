@@ -16,27 +16,24 @@ from rlsys.rollout.sglang.engine import SGLangRollout
 from rlsys.rollout.sglang.scheduler_hooks import InsideEngine
 from rlsys.single_controller.worker import free_port
 from rlsys.types import Box, Shard, WeightLayout
-from rlsys.weights.executors.cuda_ipc import LendSpec, Published, PullSpec
+from rlsys.weights.endpoints import Spec, WeightReceiver
+from rlsys.weights.executors.base import TransferStats
+from rlsys.weights.executors.cuda_ipc import IpcHandle, IpcImportSpec, StorageHandle, TensorHandle
 from rlsys.weights.executors.disk import DiskSpec
-from rlsys.weights.executors.endpoints import Spec, WeightReceiver
 from rlsys.weights.executors.gather import Bucket, GatherSpec
-from rlsys.weights.executors.handles import Lent, Memory, Offer
-from rlsys.weights.executors.nccl import LostError, Meeting, ReceiveSpec
-from rlsys.weights.executors.shm import ShmSpec
-from rlsys.weights.image import ImageTensor
+from rlsys.weights.executors.nccl import NcclReceiveSpec, PeerLostError, Rendezvous
 from rlsys.weights.plan import Copy
-from rlsys.weights.target import Moved
-from rlsys.weights.verify import BoxSum
-from workers.colocated import learn
+from rlsys.weights.rank_plan import DestinationPlan
+from rlsys.weights.shared_memory import PackedTensor
+from rlsys.weights.verify import BoxChecksum
+from workers.colocated import learn_engine_layout
 
 WEIGHTS_WAIT_S = 1800.0
 """Longer than any deadline of the controller, which tells it better."""
 
-allow_records(
-    Box, BoxSum, Bucket, Copy, DiskSpec, GatherSpec, ImageTensor, LendSpec, Lent, Meeting, Memory, Moved, Offer
-)
-allow_records(Published, PullSpec, ReceiveSpec, Shard, ShmSpec, WeightLayout)
-allow_errors(LostError)
+allow_records(IpcImportSpec, IpcHandle, StorageHandle, TensorHandle, NcclReceiveSpec, Rendezvous, DiskSpec, GatherSpec)
+allow_records(Bucket, PackedTensor, DestinationPlan, Copy, WeightLayout, Shard, Box, BoxChecksum, TransferStats)
+allow_errors(PeerLostError)
 
 METHODS = (
     "weight_layout",
@@ -67,15 +64,14 @@ def serve_weights(inside: InsideEngine) -> Mapping[str, Method]:
     """What the scheduler process does for a weight transfer: the methods of a WeightReceiver, and learning."""
     receiver = WeightReceiver(inside)  # pyrefly: ignore[bad-argument-type]
     return {name: getattr(receiver, name) for name in METHODS} | {
-        "learn": lambda keep: learn(inside.weights, keep=keep)
+        "learn": lambda keep: learn_engine_layout(inside.weights, keep=keep)
     }
 
 
-class RemoteReceiver:
+class RemoteReceiver(WeightReceiver):
     """A WeightReceiver whose work is done in the scheduler process of this rank."""
 
-    def __init__(self, engine: SGLangRollout) -> None:
-        self.engine = engine
+    engine: SGLangRollout
 
     def weight_layout(self) -> WeightLayout:
         return replace(self._awake("weight_layout"), rank=self.engine.rank, host=self.engine.host)
@@ -86,10 +82,10 @@ class RemoteReceiver:
     def weight_step(self, step: str, *args: Any) -> Any:
         return self._awake("weight_step", step, *args)
 
-    def receive_weights(self, version: int, *news: Any) -> Moved:
-        return self._awake("receive_weights", version, *news)
+    def receive_weights(self, version: int, *args: Any) -> TransferStats:
+        return self._awake("receive_weights", version, *args)
 
-    def weight_checksum(self, dtypes: Mapping[str, str] | None = None) -> tuple[BoxSum, ...]:
+    def weight_checksum(self, dtypes: Mapping[str, str] | None = None) -> tuple[BoxChecksum, ...]:
         return self._awake("weight_checksum", dtypes)
 
     def weight_difference(self) -> dict[str, float]:

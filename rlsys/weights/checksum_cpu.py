@@ -2,7 +2,7 @@
 
 The bytes of each row (the last dimension) are read as 64-bit words; the checksum is the sum over rows r and words q of
 word * word_weight(q) * row_weight(r), modulo 2**64, with odd pseudo-random weights. A sum over parts is the sum of the
-parts, so boxes of one tensor can be summed on different ranks. One pass over the memory; no defence against intent.
+parts, so boxes of one tensor can be summed on different ranks. One pass over the memory; not cryptographic.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.nn.functional import pad
 MODULUS = 1 << 64
 WORD_BYTES = 8
 ROW_STREAM, WORD_STREAM = 0x243F6A8885A308D3, 0x13198A2E03707344
-Held = tuple[Tensor, Sequence[int], Sequence[int]]
-"""A box: its values, where it starts, and the shape of the whole tensor."""
+BoxValues = tuple[Tensor, Sequence[int], Sequence[int]]
+"""A box of a tensor: its values, its start, and the shape of the whole tensor."""
 
 
-def sum_on_cpu(values: Tensor, start: Sequence[int], full_shape: Sequence[int]) -> int:
+def cpu_checksum(values: Tensor, start: Sequence[int], full_shape: Sequence[int]) -> int:
     """The part of the checksum of a tensor of `full_shape` that its box `values` at `start` contributes."""
     if values.numel() == 0:
         return 0

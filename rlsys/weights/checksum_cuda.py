@@ -11,14 +11,14 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from rlsys.weights.checksum_cpu import MODULUS, Held
+from rlsys.weights.checksum_cpu import MODULUS, BoxValues
 
 LAUNCH_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Rows of words in memory and their numbers in the whole tensor; addresses and pitches in bytes."""
+class RowBlock:
+    """Equally spaced rows in memory, and their first row and column in the whole tensor; all but rows in bytes."""
 
     address: int
     rows: int
@@ -29,12 +29,12 @@ class Stretch:
 
     @property
     def word_bytes(self) -> int:
-        """The widest word that all of it is made of."""
+        """The widest word that divides it."""
         return gcd(8, self.address, self.width, self.pitch, self.first_column)
 
 
-def stretches(values: Tensor, start: Sequence[int], full_shape: Sequence[int]) -> Iterator[Stretch]:
-    """A box as rows whose numbers follow each other; its last dimension must be contiguous."""
+def row_blocks(values: Tensor, start: Sequence[int], full_shape: Sequence[int]) -> Iterator[RowBlock]:
+    """A box as blocks of consecutive rows; its last dimension must be contiguous."""
     size = values.element_size()
     *outer, columns = [*zip(values.shape, values.stride(), start, full_shape, strict=True)] or [(1, 1, 0, 1)]
     rows, pitch, first, full = outer.pop() if outer else (1, columns[0], 0, 1)
@@ -46,7 +46,7 @@ def stretches(values: Tensor, start: Sequence[int], full_shape: Sequence[int]) -
         for at, (_, _, begin, whole) in zip(index, outer, strict=True):
             row = row * whole + begin + at
         offset = sum(at * stride for at, (_, stride, _, _) in zip(index, outer, strict=True))
-        yield Stretch(
+        yield RowBlock(
             address=values.data_ptr() + offset * size,
             rows=rows,
             width=columns[0] * size,
@@ -57,27 +57,27 @@ def stretches(values: Tensor, start: Sequence[int], full_shape: Sequence[int]) -
 
 
 @torch.no_grad()
-def sums_on_gpu(boxes: Iterable[Held]) -> list[int]:
-    """`box_checksums` of boxes on one GPU. Values made for this call are let go after LAUNCH_BYTES of them."""
-    held, found, num_bytes = list[Held](), list[Tensor](), 0
+def cuda_checksums(boxes: Iterable[BoxValues]) -> list[int]:
+    """`box_checksums` of boxes on one GPU. Values made for this call are freed every LAUNCH_BYTES."""
+    held, launched, num_bytes = list[BoxValues](), list[Tensor](), 0
     for values, start, full_shape in boxes:
         held.append((values if values.ndim == 0 or values.stride(-1) == 1 else values.contiguous(), start, full_shape))
         num_bytes += values.nbytes
         if num_bytes >= LAUNCH_BYTES:
-            found.append(GpuSums(held).launch())
+            launched.append(PreparedCudaChecksums(held).launch())
             held, num_bytes = [], 0
-    found += [GpuSums(held).launch()] if held else []
-    return [number % MODULUS for number in torch.cat(found).tolist()]
+    launched += [PreparedCudaChecksums(held).launch()] if held else []
+    return [number % MODULUS for number in torch.cat(launched).tolist()]
 
 
-class GpuSums:
-    """Checksums of the same boxes again and again, as long as they stay where they are; last dimensions contiguous."""
+class PreparedCudaChecksums:
+    """Checksums of boxes that stay in place, whose last dimensions are contiguous; computed at every call."""
 
-    def __init__(self, boxes: Sequence[Held]) -> None:
+    def __init__(self, boxes: Sequence[BoxValues]) -> None:
         self.device, self.num_boxes = boxes[0][0].device, len(boxes)
         rows: dict[int, list[tuple[int, ...]]] = defaultdict(list)
         for number, (values, start, full_shape) in enumerate(boxes):
-            for part in stretches(values, start, full_shape) if values.numel() else ():
+            for part in row_blocks(values, start, full_shape) if values.numel() else ():
                 word = part.word_bytes
                 width, pitch, column = part.width // word, part.pitch // word, part.first_column // word
                 rows[word].append((part.address, part.rows * width, width, pitch, part.first_row, column, number))
@@ -87,7 +87,7 @@ class GpuSums:
         ]
 
     def launch(self) -> Tensor:
-        """The sums (N,) of the N boxes, int64, on their device; not waited for."""
+        """Start to compute the checksums (N,) of the N boxes, int64, on their device."""
         from rlsys.weights import kernels
 
         sums = torch.zeros(self.num_boxes, dtype=torch.int64, device=self.device)

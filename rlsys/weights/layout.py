@@ -26,7 +26,7 @@ def whole_box(tensor: str, shape: Sequence[int]) -> Box:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What both boxes of one tensor hold, None when that is nothing."""
+    """The intersection of two boxes of one tensor, None when it is empty."""
     start = tuple(map(max, a.start, b.start))
     stop = tuple(min(s + n, t + m) for s, n, t, m in zip(a.start, a.shape, b.start, b.shape, strict=True))
     shape = tuple(hi - lo for lo, hi in zip(start, stop, strict=True))
@@ -34,7 +34,7 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def subtract(a: Box, b: Box) -> list[Box]:
-    """Disjoint boxes that hold what `a` holds and `b` does not, at most two for each dimension."""
+    """Disjoint boxes that cover `a` without `b`, at most two for each dimension."""
     common = intersect(a, b)
     if common is None:
         return [a]
@@ -52,7 +52,7 @@ def subtract(a: Box, b: Box) -> list[Box]:
 
 
 def subtract_all(boxes: Iterable[Box], taken: Box) -> list[Box]:
-    """What `boxes` hold outside `taken`."""
+    """Disjoint boxes that cover `boxes` without `taken`."""
     return [rest for box in boxes for rest in subtract(box, taken)]
 
 
@@ -69,7 +69,7 @@ def element_bytes(dtype: str) -> int:
 
 
 def device_of(tensors: Mapping[str, Tensor]) -> torch.device:
-    """Where the tensors of a rank lie; the CPU where there are none."""
+    """The device of a rank's tensors; the CPU where there are none."""
     return next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
 
 
@@ -81,10 +81,10 @@ def view_of(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tenso
 
 
 def shard_view(tensors: Mapping[str, Tensor], shard: Shard) -> Tensor:
-    """The elements of a shard in the local tensors; WeightTransferError when they are not there."""
+    """The elements of a shard in the local tensors; WeightTransferError when they do not exist."""
     tensor = tensors.get(shard.local)
     if tensor is None:
-        raise WeightTransferError(f"the layout speaks of a local tensor '{shard.local}' that is not there")
+        raise WeightTransferError(f"the layout names a local tensor '{shard.local}' that does not exist")
     view = view_of(tensor, shard.local_start, shard.box.shape)
     if tuple(view.shape) != shard.box.shape:
         raise WeightTransferError(
@@ -94,7 +94,7 @@ def shard_view(tensors: Mapping[str, Tensor], shard: Shard) -> Tensor:
 
 
 def check_layouts(layouts: Sequence[WeightLayout], side: str) -> None:
-    """WeightTransferError unless the ranks agree, boxes lie in their tensors and every element is held somewhere."""
+    """WeightTransferError unless ranks agree, boxes are inside their tensors and some rank holds every element."""
     shapes: dict[str, tuple[int, ...]] = {}
     for layout in layouts:
         for name, shape in layout.full_shapes.items():
@@ -105,12 +105,12 @@ def check_layouts(layouts: Sequence[WeightLayout], side: str) -> None:
             full = shapes.get(shard.box.tensor)
             if full is None or not _inside(shard.box, full):
                 raise WeightTransferError(f"{side} rank {layout.rank} claims {shard.box} of a tensor of shape {full}")
-    if lacking := gaps(layouts):
-        raise WeightTransferError(f"no {side} rank holds {lacking[0]}")
+    if missing := missing_boxes(layouts):
+        raise WeightTransferError(f"no {side} rank holds {missing[0]}")
 
 
-def gaps(layouts: Sequence[WeightLayout]) -> list[Box]:
-    """Boxes of the tensors the layouts speak of that none of them holds."""
+def missing_boxes(layouts: Sequence[WeightLayout]) -> list[Box]:
+    """Boxes of the layouts' tensors that none of them holds."""
     missing = {name: [whole_box(name, shape)] for layout in layouts for name, shape in layout.full_shapes.items()}
     for layout in layouts:
         for shard in layout.shards:

@@ -33,14 +33,14 @@ EXACT = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class Learned:
     """What a rank of an engine holds.
 
-    `views` are the local tensors of `layout` that are not parameters but strided views of them. `odd` tells for each
-    tensor in `layout.loader` why it is left to the engine's loader, `absent` lists those that left no trace on this
-    rank. `restored` is False when the weights from before are lost: the engine must not serve until the next push.
+    `views` are the local tensors of `layout` that are not parameters but strided views of them. `loader_only` gives
+    the reason for each tensor in `layout.loader`; `absent` lists the tensors of which this rank holds nothing.
+    `restored` is False when the previous weights are lost: the engine must not serve until the next push.
     """
 
     layout: WeightLayout
     views: Mapping[str, tuple[str, Strided]]
-    odd: Mapping[str, str]
+    loader_only: Mapping[str, str]
     absent: tuple[str, ...]
     restored: bool
 
@@ -83,18 +83,18 @@ def learn_layout(
     saved = {name: tensor.to("cpu", copy=True) for name, tensor in local.items()} if keep else {}
     device = device_of(local)
     found: list[_Found] = []
-    odd = dict.fromkeys(by_loader, "asked to be left to the loader")
+    loader_only = dict.fromkeys(by_loader, "asked to be left to the loader")
     try:
-        for bucket in _buckets({n: s for n, s in shapes.items() if n not in odd}, dtypes, bucket_bytes):
+        for bucket in _buckets({n: s for n, s in shapes.items() if n not in loader_only}, dtypes, bucket_bytes):
             probe = _Probe(load, local, {n: (shapes[n], dtype_of(dtypes[n])) for n in bucket}, device, max_boxes)
             found += probe.run()
-            odd |= probe.odd
+            loader_only |= probe.loader_only
     finally:
         for name, tensor in saved.items():
             local[name].copy_(tensor)
     if {name: t.data_ptr() for name, t in local_tensors().items()} != {name: t.data_ptr() for name, t in local.items()}:
         raise WeightTransferError("the engine's parameters moved while it loaded: its layout cannot be learned")
-    return _assemble(found, local, shapes, dtypes, odd, rank, host, aliases or {}, restored=keep)
+    return _assemble(found, local, shapes, dtypes, loader_only, rank, host, aliases or {}, restored=keep)
 
 
 def _buckets(shapes: Mapping[str, Shape], dtypes: Mapping[str, str], limit_bytes: int) -> Iterator[list[str]]:
@@ -122,7 +122,7 @@ class _Probe:
         max_boxes: int,
     ) -> None:
         self.load, self.tensors, self.device, self.max_boxes = load, tensors, device, max_boxes
-        self.odd: dict[str, str] = {}
+        self.loader_only: dict[str, str] = {}
         self.base: dict[str, int] = {}
         total = 0
         for name, (shape, _) in tensors.items():
@@ -138,9 +138,9 @@ class _Probe:
         try:
             found, strange = self._decoded()
             self._blame(strange)
-            found = [one for one in found if one.box.tensor not in self.odd]
+            found = [one for one in found if one.box.tensor not in self.loader_only]
             self._blame(self._unproven(found))
-            return [one for one in found if one.box.tensor not in self.odd]
+            return [one for one in found if one.box.tensor not in self.loader_only]
         finally:
             for name, tensor in before.items():
                 self.local[name].copy_(tensor)
@@ -246,7 +246,7 @@ class _Probe:
         suspects = {name: self.local[name] for name in strange}
         for name in self.tensors if strange else ():
             for local in self._changed(suspects, [name]):
-                self.odd[name] = f"{local}: {strange[local]}"
+                self.loader_only[name] = f"{local}: {strange[local]}"
 
 
 class Kind:
@@ -281,7 +281,7 @@ def _assemble(
     local: Mapping[str, Tensor],
     shapes: Mapping[str, Shape],
     dtypes: Mapping[str, str],
-    odd: dict[str, str],
+    loader_only: dict[str, str],
     rank: int,
     host: str,
     aliases: Mapping[str, str],
@@ -293,10 +293,10 @@ def _assemble(
     for one in found:
         dtype = str(local[one.local].dtype).removeprefix("torch.")
         if held.setdefault(one.box.tensor, dtype) != dtype:
-            odd[one.box.tensor] = f"it is held both as {held[one.box.tensor]} and as {dtype}"
+            loader_only[one.box.tensor] = f"it is held both as {held[one.box.tensor]} and as {dtype}"
     shards, views = list[Shard](), dict[str, tuple[str, Strided]]()
     for one in found:
-        if one.box.tensor in odd:
+        if one.box.tensor in loader_only:
             continue
         start = one.place.plain_in(local[one.local], len(one.box.shape))
         if start is not None:
@@ -305,15 +305,15 @@ def _assemble(
             name = f"{one.local}@{len(views)}"
             views[name] = one.local, one.place
             shards.append(Shard(one.box, name, (0,) * len(one.box.shape)))
-    kept = [name for name in shapes if name in held or name in odd]
+    kept = [name for name in shapes if name in held or name in loader_only]
     layout = WeightLayout(
         rank=rank,
         host=host,
         shards=tuple(shards),
         full_shapes={name: tuple(shapes[name]) for name in kept},
-        dtypes={name: dtypes[name] if name in odd else held[name] for name in kept},
+        dtypes={name: dtypes[name] if name in loader_only else held[name] for name in kept},
         aliases={alias: name for alias, name in aliases.items() if name in kept},
-        loader=tuple(name for name in shapes if name in odd),
+        loader=tuple(name for name in shapes if name in loader_only),
     )
-    absent = tuple(name for name in shapes if name not in held and name not in odd)
-    return Learned(layout, views, odd, absent, restored)
+    absent = tuple(name for name in shapes if name not in held and name not in loader_only)
+    return Learned(layout, views, loader_only, absent, restored)

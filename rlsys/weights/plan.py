@@ -46,6 +46,10 @@ class Copy:
     dtype: str
 
     @property
+    def box(self) -> Box:
+        return Box(self.tensor, self.start, self.shape)
+
+    @property
     def num_bytes(self) -> int:
         return prod(self.shape) * element_bytes(self.dtype)
 
@@ -111,8 +115,8 @@ class Plan:
         return {(int(k) >> 32, int(k) & 0xFFFFFFFF): int(n) for k, n in zip(links, totals, strict=True)}
 
     @cached_property
-    def proofs(self) -> tuple[Ints, Ints]:
-        """A number for every copy (C,), the same for the same elements and dtype, and the first copy of each number."""
+    def checksum_ids(self) -> tuple[Ints, Ints]:
+        """An id for every copy (C,), the same for the same elements and dtype, and the first copy of each id."""
         keys = self.moves[:, 0] * len(self.dtypes) + self.places.dtype[self.moves[:, 2]]
         _, first, numbers = np.unique(keys, return_index=True, return_inverse=True)
         return numbers.reshape(-1), first
@@ -234,12 +238,17 @@ def resolve_names(sources: Sequence[WeightLayout], destinations: Sequence[Weight
     return names
 
 
+def source_dtypes(names: Mapping[str, str], destinations: Sequence[WeightLayout]) -> dict[str, str]:
+    """The engines' dtypes (the first engine's where they differ) by the sources' names, see `resolve_names`."""
+    return {names[name]: dtype for layout in reversed(destinations) for name, dtype in layout.dtypes.items()}
+
+
 def _shapes(layouts: Sequence[WeightLayout]) -> list[Mapping[str, tuple[int, ...]]]:
-    return tables.distinct([layout.full_shapes for layout in tables.unlike(layouts)])
+    return tables.unique_mappings([layout.full_shapes for layout in tables.unique_layouts(layouts)])
 
 
 def _aliases(layouts: Sequence[WeightLayout]) -> list[Mapping[str, str]]:
-    return tables.distinct([layout.aliases for layout in tables.unlike(layouts)])
+    return tables.unique_mappings([layout.aliases for layout in tables.unique_layouts(layouts)])
 
 
 def make_plan(

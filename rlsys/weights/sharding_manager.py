@@ -1,53 +1,55 @@
-"""The controller's side of weight transfer: connect the groups, push a version, prove it, bring back a lost rank."""
+"""The controller's side of weight transfer: connect two groups, push versions, validate, restore a lost rank."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rlsys.types import TransferReport, WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.executors.base import (
-    DiskExchange,
-    Exchange,
-    GatherExchange,
-    LocalExchange,
-    NcclExchange,
-    PullExchange,
-    ShmExchange,
-    all_of,
+    Executor,
+    RemainingTime,
+    TransferOptions,
+    TransferStats,
+    WeightGroup,
+    wait_all,
 )
-from rlsys.weights.executors.endpoints import WeightGroup
-from rlsys.weights.plan import resolve_names
-from rlsys.weights.target import Moved
-from rlsys.weights.verify import LayoutSums, Side, TensorCheck, compare, write_report
+from rlsys.weights.executors.cuda_ipc import IpcExecutor, SharedMemoryExecutor
+from rlsys.weights.executors.disk import DiskExecutor
+from rlsys.weights.executors.gather import GatherExecutor
+from rlsys.weights.executors.in_process import LocalExecutor
+from rlsys.weights.executors.nccl import NcclExecutor
+from rlsys.weights.plan import resolve_names, source_dtypes
+from rlsys.weights.verify import GroupChecksums, LayoutChecksums, TensorCheck, compare_checksums, write_report
 
 log = logging.getLogger(__name__)
 
-Executor = Literal["auto", "shm", "local", "ipc", "nccl", "disk", "gather"]
-EXCHANGES: dict[str, Any] = {
-    "shm": ShmExchange,
-    "ipc": PullExchange,
-    "nccl": NcclExchange,
-    "disk": DiskExchange,
-    "gather": GatherExchange,
-    "local": LocalExchange,
+ExecutorName = Literal["auto", "shm", "local", "ipc", "nccl", "disk", "gather"]
+EXECUTORS: dict[str, type[Executor]] = {
+    "shm": SharedMemoryExecutor,
+    "ipc": IpcExecutor,
+    "nccl": NcclExecutor,
+    "disk": DiskExecutor,
+    "gather": GatherExecutor,
+    "local": LocalExecutor,
 }
 
 
 class ShardingManager:
     """Moves weights from a trainer group into a rollout group; a WeightTransfer.
 
-    `executor`: "shm" shared memory of one host; "ipc" engines of one host pull from the trainer's memory; "nccl" the
-    trainer sends, over NCCL or gloo; "disk" a directory for each version below `disk_root`; "gather" full tensors
-    through the engines' loaders; "local" one group whose workers hold both engines, passed as both. "auto" chooses by
-    where the ranks are (see `choose`). Every call answers or raises within `deadline_s`; a failed push leaves the
-    engines that did not complete quarantined, and the next good one heals them. `validate` writes into `report_dir`.
+    `executor`: "shm" engines copy from a snapshot in shared memory of one host; "ipc" engines of one host copy from the
+    trainer's own memory; "nccl" the trainer sends, over NCCL or gloo; "disk" a directory for each version below
+    `disk_root`; "gather" full tensors through the engines' loaders; "local" one group whose workers hold both engines,
+    passed as both. "auto" chooses by where the ranks are (see `choose`). Every call returns or raises within
+    `deadline_s`; after a failed push the engines that did not complete it stay quarantined until the next good one.
+    `validate` writes into `report_dir`.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class ShardingManager:
         source: WeightGroup,
         destination: WeightGroup,
         *,
-        executor: Executor = "auto",
+        executor: ExecutorName = "auto",
         deadline_s: float = 300.0,
         report_dir: str | Path | None = None,
         disk_root: str | Path | None = None,
@@ -63,48 +65,46 @@ class ShardingManager:
         bucket_bytes: int = 256 << 20,
     ) -> None:
         if executor == "local" and source is not destination:
-            raise ValueError("the local executor needs one group whose workers hold both engines")
+            raise ValueError("executor='local' needs one group whose workers hold both engines, passed twice")
         if (executor == "disk") != (disk_root is not None):
-            raise ValueError("the disk executor, and no other, needs disk_root")
+            raise ValueError("set disk_root with executor='disk', and only with it")
         self.source, self.destination = source, destination
-        self.executor: Executor = "local" if executor == "auto" and source is destination else executor
+        self.executor: ExecutorName = "local" if executor == "auto" and source is destination else executor
         self.deadline_s = deadline_s
         self.report_dir = None if report_dir is None else Path(report_dir)
         self.version: int | None = None
-        self._settings: dict[str, dict[str, Any]] = {
-            "disk": {"root": disk_root, "assets": disk_assets},
-            "gather": {"bucket_bytes": bucket_bytes},
-        }
-        self._exchange: Exchange | None = None
+        """The version that was pushed last, as its caller numbered it."""
+        root = None if disk_root is None else Path(disk_root)
+        self._options = TransferOptions(deadline_s, bucket_bytes, root, str(disk_assets))
+        self._transport: Executor | None = None
         self._layouts: tuple[list[WeightLayout], list[WeightLayout]] = ([], [])
 
     def connect(self) -> None:
-        """Exchange layouts, compile the plan and join; WeightTransferError when the sides do not fit."""
-        with self._stage("connect") as left_s:
+        """Exchange layouts, plan and join; WeightTransferError when the two groups' layouts do not fit."""
+        with self._stage("connect") as remaining_s:
             if self.executor != "local":
                 self._layouts = (
-                    _numbered(all_of(self.source.execute_all_async("weight_layout"), left_s)),
-                    _numbered(all_of(self.destination.execute_all_async("weight_layout"), left_s)),
+                    _by_group_rank(wait_all(self.source.execute_all_async("weight_layout"), remaining_s)),
+                    _by_group_rank(wait_all(self.destination.execute_all_async("weight_layout"), remaining_s)),
                 )
             if self.executor == "auto":
                 self.executor = choose(*self._layouts)
-            settings = self._settings.get(self.executor, {})
-            exchange = EXCHANGES[self.executor](self.source, self.destination, timeout_s=self.deadline_s, **settings)
-            exchange.connect(*self._layouts, left_s)
-            if exchange.unused:
-                log.warning("no rollout engine wants the trainer's tensors %s", ", ".join(exchange.unused))
-            self._exchange = exchange
+            transport = EXECUTORS[self.executor](self.source, self.destination, self._options)
+            transport.connect(*self._layouts, remaining_s)
+            if transport.unused:
+                log.warning("no rollout engine uses the trainer's tensors %s", ", ".join(transport.unused))
+            self._transport = transport
 
     def push(self, version: int) -> TransferReport:
         """Bring every rollout engine to the trainer's weights, under this version."""
         started_s = time.monotonic()
-        with self._stage(f"push of version {version}") as left_s:
-            moved = self._connected().push(version, left_s)
-            checksum = _one_checksum(moved)
+        with self._stage(f"push of version {version}") as remaining_s:
+            stats = self._connected().push(version, remaining_s)
+            checksum = _common_checksum(stats)
             self.version = version
         return TransferReport(
             version=version,
-            num_bytes=sum(part.num_bytes for part in moved),
+            num_bytes=sum(part.num_bytes for part in stats),
             seconds=time.monotonic() - started_s,
             checksum=checksum,
             executor=self.executor,
@@ -113,22 +113,22 @@ class ShardingManager:
     def restore(self, rank: int) -> None:
         """Bring a restarted rollout rank to the last pushed version, where the executor still has it.
 
-        "shm" and "disk" do without the trainer; "ipc" asks its memory, which must not have changed since the push.
+        "shm" and "disk" do without the trainer; "ipc" reads its memory, which must not have changed since the push.
         """
-        with self._stage(f"restore of rollout rank {rank}") as left_s:
-            exchange = self._connected()
+        with self._stage(f"restore of rollout rank {rank}") as remaining_s:
+            transport = self._connected()
             if self.version is None:
                 raise WeightTransferError(f"rollout rank {rank} cannot be restored before the first push")
-            exchange.restore(rank, self.version, left_s)
+            transport.restore(rank, self.version, remaining_s)
 
     def validate(self) -> list[TensorCheck]:
         """Compare every tensor of every engine with the trainer's by checksum (and by difference to what was sent).
 
-        Writes `weights_v<version>.json` into `report_dir`; WeightTransferError names the tensors that differ. To be
-        called between a push and the trainer's next step.
+        Writes `weights_v<version>.json` into `report_dir`; WeightTransferError names the tensors that differ. Call it
+        between a push and the trainer's next step.
         """
-        with self._stage("validation") as left_s:
-            checks = compare(*(self._local_sums(left_s) if self.executor == "local" else self._sums(left_s)))
+        with self._stage("validation") as remaining_s:
+            checks = self._checks_in_process(remaining_s) if self.executor == "local" else self._checks(remaining_s)
         if self.report_dir is not None:
             write_report(self.report_dir / f"weights_v{self.version}.json", checks, version=self.version or 0)
         if unequal := [check.name for check in checks if not check.equal]:
@@ -136,39 +136,39 @@ class ShardingManager:
         return checks
 
     def close(self) -> None:
-        """Leave the transfer on all ranks; what they shared goes with the last of them."""
-        exchange, self._exchange = self._exchange, None
-        if exchange is None or self.executor == "local":
+        """Leave the transfer on all ranks; shared memory goes with the last of them."""
+        transport, self._transport = self._transport, None
+        if transport is None or self.executor == "local":
             return
-        with self._stage("close") as left_s:
+        with self._stage("close") as remaining_s:
             for group in (self.destination, self.source):
-                all_of(group.execute_all_async("close_weight_transfer"), left_s)
+                wait_all(group.execute_all_async("close_weight_transfer"), remaining_s)
 
-    def _sums(self, left_s: Callable[[], float]) -> tuple[Side, Side, dict[str, float]]:
-        """The checksums of both sides, and the largest differences to what was sent, where they are known."""
+    def _checks(self, remaining_s: RemainingTime) -> list[TensorCheck]:
         self._connected()
         sources, destinations = self._layouts
-        names = resolve_names(sources, destinations)
-        dtypes = {names[name]: dtype for layout in reversed(destinations) for name, dtype in layout.dtypes.items()}
-        sent = all_of(self.source.execute_all_async("weight_checksum", dtypes), left_s)
-        arrived = all_of(self.destination.execute_all_async("weight_checksum"), left_s)
-        apart = all_of(self.destination.execute_all_async("weight_difference"), left_s)
-        largest = {name: max(f.get(name, 0.0) for f in apart) for name in {n for found in apart for n in found}}
-        return Side(sources, sent), Side(destinations, arrived), largest
+        dtypes = source_dtypes(resolve_names(sources, destinations), destinations)
+        sent = wait_all(self.source.execute_all_async("weight_checksum", dtypes), remaining_s)
+        received = wait_all(self.destination.execute_all_async("weight_checksum"), remaining_s)
+        differences: dict[str, float] = {}
+        for by_tensor in wait_all(self.destination.execute_all_async("weight_difference"), remaining_s):
+            for name, difference in by_tensor.items():
+                differences[name] = max(differences.get(name, 0.0), difference)
+        return compare_checksums(GroupChecksums(sources, sent), GroupChecksums(destinations, received), differences)
 
-    def _local_sums(self, left_s: Callable[[], float]) -> tuple[Side, Side, dict[str, float]]:
-        pairs = all_of(self.source.execute_all_async("weight_sums"), left_s)
-        ours, theirs = zip(*pairs, strict=True)
-        return _side_of(ours), _side_of(theirs), {}
+    def _checks_in_process(self, remaining_s: RemainingTime) -> list[TensorCheck]:
+        pairs = wait_all(self.source.execute_all_async("weight_sums"), remaining_s)
+        trainer, rollout = zip(*pairs, strict=True)
+        return compare_checksums(_group_checksums(trainer), _group_checksums(rollout))
 
-    def _connected(self) -> Exchange:
-        if self._exchange is None:
+    def _connected(self) -> Executor:
+        if self._transport is None:
             raise WeightTransferError("the sharding manager is not connected: call connect() first")
-        return self._exchange
+        return self._transport
 
     @contextmanager
-    def _stage(self, stage: str) -> Iterator[Callable[[], float]]:
-        """Give the seconds that are left at any moment; an error that passes is told where it happened."""
+    def _stage(self, stage: str) -> Iterator[RemainingTime]:
+        """Give the remaining seconds at any moment; add the stage to an error that passes."""
         end_s = time.monotonic() + self.deadline_s
         try:
             yield lambda: max(0.01, end_s - time.monotonic())
@@ -177,49 +177,30 @@ class ShardingManager:
             raise
 
 
-class FSDPHFShardingManager(ShardingManager):
-    """FSDP trainer to transformers rollout: boxes are dim-0 shards on one side and whole tensors on the other."""
+FSDPHFShardingManager = FSDPVLLMShardingManager = FSDPSGLangShardingManager = ShardingManager
+MegatronHFShardingManager = MegatronVLLMShardingManager = MegatronSGLangShardingManager = ShardingManager
+"""One class serves every pair of engines: all that differs between them is in their layouts."""
 
 
-class FSDPVLLMShardingManager(ShardingManager):
-    """FSDP trainer to vLLM: the engine's fused and cut parameters are learned from its own loader."""
-
-
-class FSDPSGLangShardingManager(ShardingManager):
-    """FSDP trainer to SGLang: the engine's fused and cut parameters are learned from its own loader."""
-
-
-class MegatronHFShardingManager(ShardingManager):
-    """Megatron trainer to transformers rollout: whole tensors out of tensor, pipeline and expert parallel shards."""
-
-
-class MegatronVLLMShardingManager(ShardingManager):
-    """Megatron trainer to vLLM: shards to fused shards."""
-
-
-class MegatronSGLangShardingManager(ShardingManager):
-    """Megatron trainer to SGLang: shards to fused shards."""
-
-
-def choose(sources: Sequence[WeightLayout], destinations: Sequence[WeightLayout]) -> Executor:
-    """The executor for ranks in these places: on one host "ipc" between GPUs and "shm" else, over hosts "nccl"."""
+def choose(sources: Sequence[WeightLayout], destinations: Sequence[WeightLayout]) -> ExecutorName:
+    """The executor for these ranks: "ipc" between GPUs of one host, "shm" on one host otherwise, "nccl" over hosts."""
     layouts = (*sources, *destinations)
     if len({layout.host for layout in layouts}) > 1:
         return "nccl"
     return "ipc" if {layout.device for layout in layouts} == {"cuda"} else "shm"
 
 
-def _numbered(layouts: Sequence[WeightLayout]) -> list[WeightLayout]:
-    """Layouts under their ranks in the group, which is how the group is called."""
+def _by_group_rank(layouts: Sequence[WeightLayout]) -> list[WeightLayout]:
+    """Layouts under their ranks in the group, by which its workers are called."""
     return [replace(layout, rank=rank) for rank, layout in enumerate(layouts)]
 
 
-def _one_checksum(moved: Sequence[Moved]) -> str:
-    checksums = {part.checksum for part in moved}
+def _common_checksum(stats: Sequence[TransferStats]) -> str:
+    checksums = {part.checksum for part in stats}
     if len(checksums) != 1:
         raise WeightTransferError(f"the rollout ranks report different checksums: {sorted(checksums)}")
     return checksums.pop()
 
 
-def _side_of(ranks: Sequence[LayoutSums]) -> Side:
-    return Side(_numbered([rank.layout for rank in ranks]), [rank.sums for rank in ranks])
+def _group_checksums(ranks: Sequence[LayoutChecksums]) -> GroupChecksums:
+    return GroupChecksums(_by_group_rank([rank.layout for rank in ranks]), [rank.checksums for rank in ranks])

@@ -58,13 +58,13 @@ class Numbers(dict[str, int]):
         return self[name]
 
 
-def unlike(layouts: Sequence[WeightLayout]) -> list[WeightLayout]:
+def unique_layouts(layouts: Sequence[WeightLayout]) -> list[WeightLayout]:
     """The layouts without those whose digest has been seen."""
     seen = {layout.digest: layout for layout in layouts if layout.digest}
     return [*seen.values(), *(layout for layout in layouts if not layout.digest)]
 
 
-def distinct(mappings: Sequence[Mapping]) -> list[Mapping]:
+def unique_mappings(mappings: Sequence[Mapping]) -> list[Mapping]:
     """The mappings without repetitions, which are found by identity first and by the last one seen."""
     seen: dict[int, Mapping] = {}
     for mapping in mappings:

@@ -1,4 +1,4 @@
-"""Proof that a trainer and its rollout engines hold the same weights: checksums of boxes, merged and compared."""
+"""Whether a trainer and its rollout engines hold the same weights: checksums of boxes, merged and compared."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor
 
 from rlsys.types import Box, WeightLayout
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.checksum import add_up, box_checksums, digest
+from rlsys.weights.checksum import add_checksums, box_checksums, digest
 from rlsys.weights.layout import dtype_of, num_elements, shard_view, subtract_all, whole_box
 from rlsys.weights.plan import resolve_names
 
 
 @dataclass(frozen=True)
-class BoxSum:
-    """The checksum of what one rank holds of one tensor, in dtype `dtype`."""
+class BoxChecksum:
+    """The checksum of a box that one rank holds, cast to `dtype`."""
 
     box: Box
     dtype: str
@@ -27,19 +27,19 @@ class BoxSum:
 
 
 @dataclass(frozen=True)
-class LayoutSums:
+class LayoutChecksums:
     """One rank's layout and the checksums of its boxes."""
 
     layout: WeightLayout
-    sums: tuple[BoxSum, ...]
+    checksums: tuple[BoxChecksum, ...]
 
 
 @dataclass(frozen=True)
-class Side:
-    """The layouts of all ranks of one side, and the checksums of their boxes in the same order."""
+class GroupChecksums:
+    """The layouts of all ranks of a group, and the checksums of their boxes in the same order."""
 
     layouts: Sequence[WeightLayout]
-    sums: Sequence[Sequence[BoxSum]]
+    checksums: Sequence[Sequence[BoxChecksum]]
 
     @property
     def full_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -54,7 +54,7 @@ class Side:
 
 @dataclass(frozen=True)
 class TensorCheck:
-    """One rollout tensor beside the trainer's; `max_abs_diff` is None where nobody can see both."""
+    """One rollout tensor beside the trainer's; `max_abs_diff` is None where no process can read both."""
 
     name: str
     shape: tuple[int, ...]
@@ -68,52 +68,56 @@ class TensorCheck:
         return self.source_checksum == self.checksum
 
 
-def box_sums(
+def layout_checksums(
     layout: WeightLayout, tensors: Mapping[str, Tensor], dtypes: Mapping[str, str] | None = None
-) -> tuple[BoxSum, ...]:
+) -> tuple[BoxChecksum, ...]:
     """Checksums of all boxes of one rank, each cast first to the dtype that `dtypes` names for its tensor."""
     boxes = [shard.box for shard in layout.shards]
     cast = [(dtypes or {}).get(box.tensor, layout.dtypes[box.tensor]) for box in boxes]
-    held = (
+    values = (
         (shard_view(tensors, shard).to(dtype_of(dtype)), shard.box.start, layout.full_shapes[shard.box.tensor])
         for shard, dtype in zip(layout.shards, cast, strict=True)
     )
-    return tuple(starmap(BoxSum, zip(boxes, cast, box_checksums(held), strict=True)))
+    return tuple(starmap(BoxChecksum, zip(boxes, cast, box_checksums(values), strict=True)))
 
 
-def merge_sums(ranks: Sequence[Sequence[BoxSum]], full_shapes: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    """Checksums of whole tensors out of those of all ranks' boxes.
+def merge_rank_checksums(
+    ranks: Sequence[Sequence[BoxChecksum]], full_shapes: Mapping[str, Sequence[int]]
+) -> dict[str, int]:
+    """Checksums of whole tensors from those of all ranks' boxes.
 
     Raises WeightTransferError where replicas of a box differ or boxes do not tile their tensor.
     """
     boxes: dict[str, dict[Box, int]] = {}
-    for sums in ranks:
-        for part in sums:
+    for checksums in ranks:
+        for part in checksums:
             if boxes.setdefault(part.box.tensor, {}).setdefault(part.box, part.checksum) != part.checksum:
                 raise WeightTransferError(f"two ranks hold different values of {part.box}")
-    return {name: merge_boxes(name, tuple(shape), boxes.get(name, {})) for name, shape in full_shapes.items()}
+    return {name: merge_box_checksums(name, tuple(shape), boxes.get(name, {})) for name, shape in full_shapes.items()}
 
 
-def merge_boxes(name: str, shape: tuple[int, ...], parts: Mapping[Box, int]) -> int:
-    """The checksum of a tensor out of those of boxes: the largest are added first, boxes inside others left out."""
-    missing, sums = [whole_box(name, shape)], []
-    for box in sorted(parts, key=lambda b: (-num_elements(b), b.start)):
+def merge_box_checksums(name: str, shape: tuple[int, ...], boxes: Mapping[Box, int]) -> int:
+    """The checksum of a tensor from those of its boxes; boxes inside larger ones are left out."""
+    missing, merged = [whole_box(name, shape)], []
+    for box in sorted(boxes, key=lambda b: (-num_elements(b), b.start)):
         left = subtract_all(missing, box)
         gained = sum(map(num_elements, missing)) - sum(map(num_elements, left))
         if gained == num_elements(box):
-            sums.append(parts[box])
+            merged.append(boxes[box])
             missing = left
         elif gained:
             raise WeightTransferError(f"{box} overlaps other boxes of its tensor: their checksums cannot be added")
     if sum(map(num_elements, missing)):
-        raise WeightTransferError(f"nobody holds {missing[0]}")
-    return add_up(sums)
+        raise WeightTransferError(f"no rank holds {missing[0]}")
+    return add_checksums(merged)
 
 
-def compare(source: Side, destination: Side, differences: Mapping[str, float] | None = None) -> list[TensorCheck]:
-    """One check for each rollout tensor; `differences` are the largest ones by rollout tensor, where they are known."""
+def compare_checksums(
+    source: GroupChecksums, destination: GroupChecksums, differences: Mapping[str, float] | None = None
+) -> list[TensorCheck]:
+    """One check for each rollout tensor; `differences` are the largest ones by trainer tensor, where they are known."""
     names = resolve_names(source.layouts, destination.layouts)
-    sent, arrived = (merge_sums(side.sums, side.full_shapes) for side in (source, destination))
+    sent, received = (merge_rank_checksums(side.checksums, side.full_shapes) for side in (source, destination))
     dtypes = {name: dtype for layout in destination.layouts for name, dtype in layout.dtypes.items()}
     return [
         TensorCheck(
@@ -121,15 +125,15 @@ def compare(source: Side, destination: Side, differences: Mapping[str, float] | 
             shape=destination.full_shapes[name],
             dtype=dtypes[name],
             source_checksum=sent[names[name]],
-            checksum=arrived[name],
-            max_abs_diff=(differences or {}).get(name),
+            checksum=received[name],
+            max_abs_diff=(differences or {}).get(names[name]),
         )
-        for name in sorted(arrived)
+        for name in sorted(received)
     ]
 
 
 def write_report(path: Path, checks: Sequence[TensorCheck], *, version: int) -> None:
-    """A JSON file that lists every tensor and says first whether all are equal."""
+    """Write a JSON file that lists every tensor and says first whether all are equal."""
     unequal = [check.name for check in checks if not check.equal]
     report = {
         "version": version,

@@ -43,8 +43,9 @@ from rlsys.planning.engine_layout import EngineSizes, engine_layouts  # noqa: E4
 from rlsys.planning.shapes import SHAPES, sizes_of  # noqa: E402
 from rlsys.planning.trainer_layout import megatron_layouts  # noqa: E402
 from rlsys.types import WeightLayout  # noqa: E402
-from rlsys.weights.executors.cuda_ipc import PullPlan, plan_pull  # noqa: E402
+from rlsys.weights.executors.cuda_ipc import IpcExportSpec, IpcImportSpec  # noqa: E402
 from rlsys.weights.plan import Plan, make_plan  # noqa: E402
+from rlsys.weights.rank_plan import RankPlans, split_plan  # noqa: E402
 
 BUCKET_BYTES = 512 << 20
 CEILING_BYTES = 2 << 30
@@ -156,23 +157,23 @@ def limit_s(plan: Plan, world: int, local: float, peer: float) -> tuple[float, d
 
 def measure_ceilings(ranks: Ranks, world: int, num_bytes: int) -> tuple[float, float]:
     """Bytes per second of one large copy: inside a GPU, and from the next GPU while all others do the same."""
-    offers = ranks.all("trainer", "lend_block", [(num_bytes,)] * world)
-    local = min(ranks.all("engine", "copy_block", [(offer, 5) for offer in offers]))
-    around = [offers[(rank + 1) % world] for rank in range(world)]
-    peer = min(ranks.all("engine", "copy_block", [(offer, 5) for offer in around])) if world > 1 else local
+    handles = ranks.all("trainer", "export_block", [(num_bytes,)] * world)
+    local = min(ranks.all("engine", "copy_block", [(handle, 5) for handle in handles]))
+    around = [handles[(rank + 1) % world] for rank in range(world)]
+    peer = min(ranks.all("engine", "copy_block", [(handle, 5) for handle in around])) if world > 1 else local
     ranks.all("engine", "drop")
     ranks.all("trainer", "drop_block")
     return local, peer
 
 
-def push_ours(ranks: Ranks, pull: PullPlan, version: int, *, verify: bool) -> tuple[float, float]:
+def push_ours(ranks: Ranks, plans: RankPlans, version: int, *, verify: bool) -> tuple[float, float]:
     """(seconds the controller waited, seconds of the slowest engine)."""
     started_s = time.monotonic()
-    published = ranks.all("trainer", "send", [(version, verify)] * len(pull.lenders))
-    sums = pull.merged(published) if verify else None
-    slowest = max(ranks.all("engine", "receive", [(version,)] * len(pull.lenders)))
-    ranks.all("trainer", "confirm", [(version,)] * len(pull.lenders))
-    ranks.all("engine", "finish", [(version, sums)] * len(pull.lenders))
+    exported = ranks.all("trainer", "send", [(version, verify)] * len(plans.sources))
+    checksums = plans.merge([part.checksums for part in exported]) if verify else None
+    slowest = max(ranks.all("engine", "receive", [(version,)] * len(plans.sources)))
+    ranks.all("trainer", "confirm", [(version,)] * len(plans.sources))
+    ranks.all("engine", "finish", [(version, checksums)] * len(plans.sources))
     return time.monotonic() - started_s, slowest
 
 
@@ -241,30 +242,28 @@ def run_case(ranks: Ranks, case: str, world: int, local: float, peer: float, arg
     started_s = time.perf_counter()
     plan = make_plan(sources, destinations)
     plan_s = time.perf_counter() - started_s
-    pull = plan_pull(plan, sources)
+    plans = split_plan(plan, sources)
     held = ranks.all("trainer", "build", [(layout, 1) for layout in sources])
     taken = ranks.all("engine", "build", [(layout, 1) for layout in destinations])
     before = ranks.both("memory", reset=True)
-    offers = ranks.all("trainer", "lend", [(spec,) for spec in pull.lenders])
+    exported = ranks.all("trainer", "export", [(IpcExportSpec(part),) for part in plans.sources])
+    handles = dict(enumerate(exported))
     others = {}
     for method in [*args.also, args.method]:
         started_s = time.perf_counter()
-        ranks.all(
-            "engine",
-            "pull_from",
-            [(pull.reader(rank, dict(enumerate(offers)), method=method),) for rank in range(world)],
-        )
+        specs = [IpcImportSpec(plans.destination(rank), handles, method) for rank in range(world)]
+        ranks.all("engine", "import_from", [(spec,) for spec in specs])
         connect_s = time.perf_counter() - started_s
         for version in range(2):
-            push_ours(ranks, pull, version, verify=False)
+            push_ours(ranks, plans, version, verify=False)
         ranks.all("engine", "clear")
-        times = [push_ours(ranks, pull, version, verify=False) for version in range(2, 2 + args.repeats)]
+        times = [push_ours(ranks, plans, version, verify=False) for version in range(2, 2 + args.repeats)]
         others[method] = statistics.median(waited for waited, _ in times)
     after = ranks.both("memory", reset=False)
     check(ranks, world, 1)
     ranks.all("trainer", "write", [(2,)] * world)
-    verify = len(plan.proofs[1]) < args.checksums
-    verified_s = min(push_ours(ranks, pull, version, verify=verify)[0] for version in (97, 98, 99))
+    verify = len(plan.checksum_ids[1]) < args.checksums
+    verified_s = min(push_ours(ranks, plans, version, verify=verify)[0] for version in (97, 98, 99))
     check(ranks, world, 2)
     ranks.all("trainer", "write", [(1,)] * world)
     limit, worst = limit_s(plan, world, local, peer)
@@ -274,7 +273,7 @@ def run_case(ranks: Ranks, case: str, world: int, local: float, peer: float, arg
         for side in zip(before, after, strict=True)
         for (was, _), (peak, _) in zip(*side, strict=True)
     ]
-    method, operations, table_bytes = ranks.all("engine", "told")[0]
+    method, operations, table_bytes = ranks.all("engine", "copy_info")[0]
     result: dict[str, Any] = {
         "case": case,
         "gpus": world,

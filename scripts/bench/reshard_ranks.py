@@ -29,10 +29,18 @@ sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 
 from rlsys.planning.engine_layout import local_shapes  # noqa: E402
 from rlsys.types import Box, Shard, WeightLayout  # noqa: E402
-from rlsys.weights.executors.cuda_ipc import Lender, LendSpec, Puller, PullSpec  # noqa: E402
-from rlsys.weights.executors.handles import Borrowed, Lent, Offer, offer_of  # noqa: E402
+from rlsys.weights.batched_copy import BatchedCopy, bits_of  # noqa: E402
+from rlsys.weights.executors.cuda_ipc import (  # noqa: E402
+    ImportedTensors,
+    IpcExporter,
+    IpcExportSpec,
+    IpcHandle,
+    IpcImporter,
+    IpcImportSpec,
+    TensorHandle,
+    export_tensors,
+)
 from rlsys.weights.layout import dtype_of, shard_view, view_of  # noqa: E402
-from rlsys.weights.replay import Replay, bits_of  # noqa: E402
 
 CHUNK = 1 << 22
 Piece = tuple[Box, int]
@@ -172,7 +180,7 @@ class Rank:
         return peak, torch.cuda.mem_get_info()[0]
 
     def drop(self) -> None:
-        for end in ("lender", "puller", "holder"):
+        for end in ("exporter", "importer", "holder"):
             if hasattr(self, end):
                 if end != "holder":
                     getattr(self, end).close()
@@ -187,54 +195,55 @@ class Rank:
             torch.cuda.synchronize()
 
     # --- ours
-    def lend(self, spec: LendSpec) -> Offer:
-        self.lender = Lender(spec, self.holder)  # pyrefly: ignore
-        return self.lender.address
+    def export(self, spec: IpcExportSpec) -> IpcHandle:
+        self.exporter = IpcExporter(spec, self.holder)  # pyrefly: ignore
+        return self.exporter.address
 
-    def pull_from(self, spec: PullSpec) -> float:
+    def import_from(self, spec: IpcImportSpec) -> float:
         started_s = time.monotonic()
-        self.puller = Puller(spec, self.holder)  # pyrefly: ignore
-        self.puller.receive(-1)
+        self.importer = IpcImporter(spec, self.holder)  # pyrefly: ignore
+        self.importer.receive(-1)
         return time.monotonic() - started_s
 
     def send(self, version: int, verify: bool) -> Any:
-        return self.lender.send(version, verify=verify)
+        return self.exporter.send(version, verify=verify)
 
     def receive(self, version: int) -> float:
-        return self.puller.receive(version).seconds
+        return self.importer.receive(version).seconds
 
     def confirm(self, version: int) -> None:
-        self.lender.confirm(version)
+        self.exporter.confirm(version)
 
     def finish(self, version: int, sums: Any) -> None:
-        self.puller.finish(version, sums)
+        self.importer.finish(version, sums)
 
-    def told(self) -> tuple[str, int, int]:
+    def copy_info(self) -> tuple[str, int, int]:
         """How the copies are carried out: method, operations, bytes of tables."""
-        assert self.puller.replay is not None
-        return self.puller.replay.method, self.puller.replay.num_operations, self.puller.replay.table_bytes
+        copy = self.importer.copy
+        assert copy is not None
+        return copy.method, copy.num_operations, copy.table_bytes
 
     # --- ceilings
-    def lend_block(self, num_bytes: int) -> Offer:
+    def export_block(self, num_bytes: int) -> IpcHandle:
         self.block = torch.ones(num_bytes, dtype=torch.uint8, device=self.device)
-        return offer_of({"block": self.block})
+        return export_tensors({"block": self.block})
 
-    def copy_block(self, offer: Offer, repeats: int) -> float:
+    def copy_block(self, handle: IpcHandle, repeats: int) -> float:
         """Bytes per second of the better of a plain copy and the replayed one, from lent memory."""
-        borrowed = Borrowed(offer, ["block"], device=self.device)
-        source = borrowed.tensors["block"]
+        imported = ImportedTensors(handle, ["block"], device=self.device)
+        source = imported.tensors["block"]
         target = torch.empty_like(source)
         best = 9e9
-        for replay in (Replay([(target, source)], method="loop"), Replay([(target, source)])):
+        for batched in (BatchedCopy([(target, source)], method="loop"), BatchedCopy([(target, source)])):
             for _ in range(repeats):
                 self.wait()
                 started_s = time.perf_counter()
-                replay.run()
+                batched.run()
                 self.wait()
                 best = min(best, time.perf_counter() - started_s)
         num_bytes = source.numel()
-        del source, replay
-        borrowed.close()
+        del source, batched
+        imported.close()
         return num_bytes / best
 
     def drop_block(self) -> None:
@@ -244,9 +253,9 @@ class Rank:
     # --- peers: gather full tensors on every trainer rank, lend them to the engine beside, which loads its part
     def peer_send(self, buckets: Sequence[Sequence[tuple[str, list[Piece]]]], flat: bool) -> None:
         for bucket in buckets:
-            offer = self._gather_flat(bucket) if flat else self._gather_each(bucket)
+            handle = self._gather_flat(bucket) if flat else self._gather_each(bucket)
             self.wait()
-            self.beside.send(offer)
+            self.beside.send(handle)
             assert self.beside.recv() == "loaded"
             self.kept = []
             if self.device.type == "cuda":
@@ -255,12 +264,12 @@ class Rank:
     def peer_receive(self, num_buckets: int) -> None:
         self.holder.begin_update()
         for _ in range(num_buckets):
-            offer = self.beside.recv()
-            borrowed = Borrowed(offer, list(offer.tensors), device=self.device)
-            self.holder.load(list(borrowed.tensors.items()))
+            handle = self.beside.recv()
+            imported = ImportedTensors(handle, list(handle.tensors), device=self.device)
+            self.holder.load(list(imported.tensors.items()))
             self.wait()
-            borrowed.close()
-            del borrowed
+            imported.close()
+            del imported
             self.beside.send("loaded")
         self.holder.finish_update(0)
 
@@ -272,7 +281,7 @@ class Rank:
             self.holder._places = {s.box: s for s in self.holder.layout.shards}  # pyrefly: ignore
         return shard_view(self.holder.tensors, self.holder._places[box])  # pyrefly: ignore
 
-    def _gather_each(self, bucket: Sequence[tuple[str, list[Piece]]]) -> Offer:
+    def _gather_each(self, bucket: Sequence[tuple[str, list[Piece]]]) -> IpcHandle:
         """Every tensor gathered and lent by itself."""
         dtype = dtype_of(next(iter(self.holder.layout.dtypes.values())))
         fulls = {}
@@ -292,16 +301,16 @@ class Rank:
                     view_of(full, box.start, box.shape).copy_(part)
             fulls[name] = full
         self.kept = list(fulls.values())
-        return offer_of(fulls)
+        return export_tensors(fulls)
 
-    def _gather_flat(self, bucket: Sequence[tuple[str, list[Piece]]]) -> Offer:
+    def _gather_flat(self, bucket: Sequence[tuple[str, list[Piece]]]) -> IpcHandle:
         """One buffer for the bucket: every owner packs its parts and broadcasts once."""
-        dtype = dtype_of(next(iter(self.holder.layout.dtypes.values())))
+        torch_dtype = dtype_of(next(iter(self.holder.layout.dtypes.values())))
         places, at = {}, 0
         for name, _ in bucket:
             places[name] = at
             at += prod(self._full_shape(name))
-        flat = torch.empty(at, dtype=dtype, device=self.device)
+        flat = torch.empty(at, dtype=torch_dtype, device=self.device)
         fulls = {
             name: flat[p : p + prod(self._full_shape(name))].view(self._full_shape(name)) for name, p in places.items()
         }
@@ -311,7 +320,7 @@ class Rank:
                 by_owner[owner].append((name, box))
         packs = {}
         for owner, boxes in by_owner.items():
-            packs[owner] = torch.empty(sum(prod(box.shape) for _, box in boxes), dtype=dtype, device=self.device)
+            packs[owner] = torch.empty(sum(prod(box.shape) for _, box in boxes), dtype=torch_dtype, device=self.device)
             if owner == self.rank:
                 _copy_all(list(_views(packs[owner], boxes)), [self._mine(box) for _, box in boxes])
         works = [dist.broadcast(p, o, async_op=True) for o, p in sorted(packs.items())] if self.world > 1 else []
@@ -321,12 +330,13 @@ class Rank:
             targets = [view_of(fulls[name], box.start, box.shape) for name, box in boxes]
             _copy_all(targets, list(_views(packs[owner], boxes)))
         self.kept = [flat]
-        whole = offer_of({"flat": flat})
-        lent = whole.tensors["flat"]
+        whole = export_tensors({"flat": flat})
+        dtype, offset = whole.tensors["flat"].dtype, whole.tensors["flat"].offset
         tensors = {
-            n: Lent(0, lent.dtype, tuple(t.shape), tuple(t.stride()), lent.offset + places[n]) for n, t in fulls.items()
+            name: TensorHandle(0, dtype, tuple(full.shape), tuple(full.stride()), offset + places[name])
+            for name, full in fulls.items()
         }
-        return Offer(whole.memories, tensors)
+        return IpcHandle(whole.storages, tensors)
 
 
 def _views(pack: Tensor, boxes: Sequence[tuple[str, Box]]) -> Iterator[Tensor]:

@@ -4,8 +4,8 @@
 
 Trainer ranks hold uneven dim-0 shards in float32, one rollout engine the whole model in `dtype`. All sides run one
 after the other in this process, so the sum is the work, not the wall-clock of parallel ranks. A push writes every byte
-into the segment and out again, and reads each twice more for the checksums; the limit is two plain copies. Best of the
-repeats.
+into the shared memory and out again, and reads each twice more for the checksums; the limit is two plain copies. Best
+of the repeats.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from torch import Tensor
 
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import Box, Shard, WeightLayout
-from rlsys.weights.executors.shm import ShmReader, ShmWriter, plan_shm
+from rlsys.weights.endpoints import WeightEndpoint, WeightReceiver, WeightSender
+from rlsys.weights.sharding_manager import ShardingManager
 
 
 class Shards:
@@ -45,6 +47,26 @@ class Shards:
 
     def local_tensors(self) -> dict[str, Tensor]:
         return self.tensors
+
+
+class InlineGroup:
+    """Ranks of this process, called one after the other; `seconds` is the time of their calls since the last reset."""
+
+    def __init__(self, endpoints: list[WeightEndpoint]) -> None:
+        self.endpoints, self.seconds = endpoints, 0.0
+
+    @property
+    def world_size(self) -> int:
+        return len(self.endpoints)
+
+    def execute_rank_async(self, rank: int, method: str, *args: Any) -> Any:
+        started_s = time.perf_counter()
+        result = getattr(self.endpoints[rank], method)(*args)
+        self.seconds += time.perf_counter() - started_s
+        return SimpleNamespace(get=lambda deadline_s=None: result)
+
+    def execute_all_async(self, method: str, *args: Any) -> list[Any]:
+        return [self.execute_rank_async(rank, method, *args) for rank in range(self.world_size)]
 
 
 def timed(call: Callable[[], Any]) -> float:
@@ -70,27 +92,26 @@ def main() -> None:
     rollout = HFRollout(build(args.shape).to(kind))
     full = {name: p.detach() for name, p in build(args.shape).named_parameters()}
     trainers: list[Any] = [Shards(full, rank, args.ranks, rollout.host) for rank in range(args.ranks)]
-    plan_s = timed(lambda: plan_shm([t.weight_layout() for t in trainers], [rollout.weight_layout()]))
-    plan = plan_shm([t.weight_layout() for t in trainers], [rollout.weight_layout()])
-    writers = [ShmWriter(plan.writers[0], trainers[0])]
-    plan = plan.at(writers[0].address)
-    writers += [ShmWriter(spec, trainer) for spec, trainer in zip(plan.writers[1:], trainers[1:], strict=True)]
-    reader: Any = ShmReader(plan.reader, rollout)
+    source = InlineGroup([WeightSender(trainer) for trainer in trainers])
+    destination = InlineGroup([WeightReceiver(rollout)])
+    manager = ShardingManager(source, destination, executor="shm")
+    connect_s = timed(manager.connect)
     into = {name: torch.empty_like(tensor, dtype=kind) for name, tensor in full.items()}
     engine = rollout.local_tensors()
     first = [(into[name], tensor) for name, tensor in full.items()]
     second = [(engine[name], tensor) for name, tensor in into.items()]
-    best = {"write": 9e9, "read": 9e9, "two copies": 9e9}
+    best = {"write": 9e9, "read": 9e9, "push": 9e9, "two copies": 9e9}
     for version in range(args.repeats):
         best["two copies"] = min(best["two copies"], timed(lambda: list(copies(first)) + list(copies(second))))
-        best["write"] = min(best["write"], timed(lambda v=version: [writer.send(v) for writer in writers]))
-        best["read"] = min(best["read"], timed(lambda v=version: reader.receive(v)))
+        source.seconds = destination.seconds = 0.0
+        best["push"] = min(best["push"], timed(lambda v=version: manager.push(v)))
+        best["write"], best["read"] = min(best["write"], source.seconds), min(best["read"], destination.seconds)
     assert all(torch.equal(engine[name], tensor.to(kind)) for name, tensor in full.items())
     num_bytes = sum(tensor.nbytes for tensor in engine.values())
-    push_s = best["write"] + best["read"]
+    push_s = best["push"]
     print(machine())
     print(f"{args.shape}, {args.ranks} ranks, {num_bytes / 2**20:.0f} MiB of {args.dtype}, {args.threads} thread(s)")
-    print(f"  plan {plan_s * 1e3:.0f} ms once; write {best['write']:.3f} s, read {best['read']:.3f} s")
+    print(f"  connect {connect_s * 1e3:.0f} ms once; write {best['write']:.3f} s, read {best['read']:.3f} s")
     print(f"  push {push_s:.3f} s, two copies of the same bytes {best['two copies']:.3f} s")
     print(f"  push / two copies  {push_s / best['two copies']:.2f}x")
 

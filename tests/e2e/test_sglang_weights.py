@@ -19,8 +19,8 @@ import pytest
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import ModelRequest, SamplingParams
 from rlsys.utils.errors import ConfigError, RolloutError, WeightTransferError
-from rlsys.weights.executors.endpoints import WeightSender
-from rlsys.weights.sharding_manager import Executor, FSDPSGLangShardingManager
+from rlsys.weights.endpoints import WeightSender
+from rlsys.weights.sharding_manager import ExecutorName, FSDPSGLangShardingManager
 from tests.contracts.test_weight_transfer import ShardedTrainer, tiny_model
 
 pytestmark = [pytest.mark.sglang, pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang")]
@@ -77,7 +77,7 @@ def engine(folder: Path) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("executor", ["shm", "ipc", "nccl", "disk", "gather"])
-def test_every_executor_writes_what_the_trainer_holds(engine: Any, executor: Executor, tmp_path: Path) -> None:
+def test_every_executor_writes_what_the_trainer_holds(engine: Any, executor: ExecutorName, tmp_path: Path) -> None:
     from workers.sglang import RemoteReceiver
 
     trainers = [ShardedTrainer(rank, 2) for rank in range(2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from rlsys.rollout.batch import from_responses
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import Box, ModelRequest, SamplingParams, Shard, WeightLayout
 from rlsys.utils.errors import RolloutError, WeightTransferError
-from rlsys.weights.executors.shm import ShmReader, ShmWriter, plan_shm
-from rlsys.weights.verify import box_sums
+from rlsys.weights.endpoints import WeightEndpoint, WeightReceiver, WeightSender
+from rlsys.weights.sharding_manager import ShardingManager
+from rlsys.weights.verify import layout_checksums
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -123,22 +125,38 @@ class Trainer:
         return self.tensors
 
 
+class InlineGroup:
+    """One rank in this process, called as a WorkerGroup is."""
+
+    world_size = 1
+
+    def __init__(self, endpoint: WeightEndpoint) -> None:
+        self.endpoint = endpoint
+
+    def execute_rank_async(self, rank: int, method: str, *args: Any) -> Any:
+        result = getattr(self.endpoint, method)(*args)
+        return SimpleNamespace(get=lambda deadline_s=None: result)
+
+    def execute_all_async(self, method: str, *args: Any) -> list[Any]:
+        return [self.execute_rank_async(0, method, *args)]
+
+
 def push() -> bool:
     rollout = HFRollout(model_of(2).cuda().bfloat16(), load_format="dummy")
     trainer: Any = Trainer(rollout.host)
-    plan = plan_shm([trainer.layout], [rollout.weight_layout()])
-    writer = ShmWriter(plan.writers[0], trainer)
-    reader = ShmReader(plan.at(writer.address).reader, rollout)
-    writer.send(1)
-    reader.receive(1)
+    source, destination = InlineGroup(WeightSender(trainer)), InlineGroup(WeightReceiver(rollout))
+    manager = ShardingManager(source, destination, executor="shm")
+    manager.connect()
+    manager.push(1)
+    assert all(check.equal and check.max_abs_diff == 0.0 for check in manager.validate())
     on_cpu = {name: tensor.cpu() for name, tensor in trainer.tensors.items()}
     bf16 = dict.fromkeys(on_cpu, "bfloat16")
-    sums = [
-        box_sums(trainer.layout, trainer.tensors, bf16),
-        box_sums(trainer.layout, on_cpu, bf16),
-        box_sums(rollout.weight_layout(), rollout.local_tensors()),
+    checksums = [
+        layout_checksums(trainer.layout, trainer.tensors, bf16),
+        layout_checksums(trainer.layout, on_cpu, bf16),
+        layout_checksums(rollout.weight_layout(), rollout.local_tensors()),
     ]
-    return sums[0] == sums[1] == sums[2] and rollout.health()["version"] == 1
+    return checksums[0] == checksums[1] == checksums[2] and rollout.health()["version"] == 1
 
 
 def test_weights_reach_an_engine_on_the_device() -> None:

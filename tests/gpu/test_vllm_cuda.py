@@ -61,13 +61,13 @@ class Trainer:
 
 def serve(path: Path, keep_asleep: bool) -> dict[str, Any]:
     from rlsys.rollout.vllm.engine import VLLMRollout
-    from workers.colocated import learn
+    from workers.colocated import learn_engine_layout
 
     first, second = model_of(0).cuda(), model_of(1).cuda()
     sizes = {"gpu_memory_utilization": 0.1, "max_num_seqs": 16, "keep_asleep": keep_asleep}
     engine = VLLMRollout(path, dtype="bfloat16", device="cuda", seed=3, enforce_eager=True, **sizes)  # type: ignore[arg-type]
     told: dict[str, Any] = {"before": apart(first, engine.generate(requests_of(8)))}
-    learn(engine.weights, keep=True)  # type: ignore[arg-type]
+    learn_engine_layout(engine.weights, keep=True)  # type: ignore[arg-type]
     told["kept"] = apart(first, engine.generate(requests_of(8)))
     report: TransferReport | Any = reshard_local(Trainer(second), engine, version=7)  # type: ignore[arg-type]
     answers = engine.generate(requests_of(8))

@@ -10,9 +10,9 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
+from rlsys.weights.batched_copy import BITS, BatchedCopy, CopyMethod, TensorPair, bits_of
 from rlsys.weights.checksum import box_checksum, box_checksums, prepared_checksums
-from rlsys.weights.executors.handles import Borrowed, offer_of
-from rlsys.weights.replay import BITS, Method, Pair, Replay, bits_of
+from rlsys.weights.executors.cuda_ipc import ImportedTensors, export_tensors
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,9 +20,9 @@ pytestmark = [
 ]
 
 
-def random_pairs(rng: random.Random, device: str) -> tuple[list[Pair], torch.Tensor]:
+def random_pairs(rng: random.Random, device: str) -> tuple[list[TensorPair], torch.Tensor]:
     """Parts of tensors of every dtype, strided and not, into one buffer of parameters each; and all that they write."""
-    pairs, targets = list[Pair](), []
+    pairs, targets = list[TensorPair](), []
     for _ in range(60):
         dtype = rng.choice([torch.bfloat16, torch.float32, torch.uint8])
         shape = [rng.randint(1, 60) for _ in range(rng.randint(1, 3))]
@@ -43,9 +43,9 @@ def random_pairs(rng: random.Random, device: str) -> tuple[list[Pair], torch.Ten
 
 
 @pytest.mark.parametrize("method", ["kernel", "foreach", "loop"])
-def test_every_way_copies_the_same(method: Method) -> None:
+def test_every_way_copies_the_same(method: CopyMethod) -> None:
     pairs, _ = random_pairs(random.Random(1), "cuda")
-    replay = Replay(pairs, method=method)
+    replay = BatchedCopy(pairs, method=method)
     assert replay.method == method
     replay.run()
     torch.cuda.synchronize()
@@ -55,13 +55,13 @@ def test_every_way_copies_the_same(method: Method) -> None:
 def _engine(pipe: Connection) -> None:
     offer = pipe.recv()
     for device in range(torch.cuda.device_count()):
-        borrowed = Borrowed(offer, ["w"], device=torch.device("cuda", device))
-        target = torch.zeros(borrowed.tensors["w"].shape, device=f"cuda:{device}")
+        imported = ImportedTensors(offer, ["w"], device=torch.device("cuda", device))
+        target = torch.zeros(imported.tensors["w"].shape, device=f"cuda:{device}")
         with torch.cuda.device(device):
-            Replay([(target, borrowed.tensors["w"])]).run()
+            BatchedCopy([(target, imported.tensors["w"])]).run()
             torch.cuda.synchronize()
         pipe.send(target.cpu())
-        borrowed.close()
+        imported.close()
     pipe.recv()
 
 
@@ -72,7 +72,7 @@ def test_memory_of_another_process_is_read_from_every_gpu() -> None:
     process.start()
     base = torch.randn(5000, 300, device="cuda:0")
     lent = {"w": base[7:4000, 20:280]}
-    ours.send(offer_of(lent))
+    ours.send(export_tensors(lent))
     try:
         for _ in range(torch.cuda.device_count()):
             assert ours.poll(120)

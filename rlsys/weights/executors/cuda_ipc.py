@@ -1,259 +1,424 @@
-"""The pulling executor: trainer ranks lend their memory, each engine copies what it holds straight into its parameters.
+"""Engines copy straight out of memory that the trainer ranks export: `ipc` and `shm`.
 
-On GPUs of one host through CUDA IPC, on a CPU through shared memory; nothing is gathered and nothing is staged. The
-trainer's tensors must not change between `send` and the last `finish`.
+`ipc` exports the trainer's own tensors, through CUDA IPC between the GPUs of one host or shared files between CPUs:
+nothing is gathered or staged, and the tensors must not change between `send` and the last `finish`. `shm` exports a
+snapshot in shared memory, in the engines' dtypes: it costs the host one copy of the model, and restores a restarted
+engine whatever the trainer has done since.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Literal
+from uuid import uuid4
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
-from rlsys.types import Box, WeightLayout
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.checksum import box_checksums, digest, prepared_checksums
-from rlsys.weights.checksum_cpu import Held
-from rlsys.weights.executors.handles import Borrowed, Offer, offer_of
-from rlsys.weights.layout import device_of, dtype_of, view_of
-from rlsys.weights.plan import Copy, Plan
-from rlsys.weights.replay import Method, Replay
-from rlsys.weights.tables import unlike
-from rlsys.weights.target import Moved, Target
-from rlsys.weights.verify import merge_boxes
+from rlsys.weights.batched_copy import BatchedCopy, CopyMethod
+from rlsys.weights.engine_update import EngineUpdate
+from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, TransferStats
+from rlsys.weights.layout import check_layouts, device_of, dtype_of, view_of
+from rlsys.weights.plan import Copy, make_plan
+from rlsys.weights.rank_plan import (
+    Checksums,
+    DestinationPlan,
+    RankPlans,
+    SourcePlan,
+    check_received,
+    received_checksums,
+    source_checksums,
+    split_plan,
+)
+from rlsys.weights.shared_memory import SharedMemory, pack_tensors, unpack_tensors
+
+# --- memory of another process
 
 
 @dataclass(frozen=True)
-class LendSpec:
-    """A trainer rank's part: the local tensors to lend, and the elements whose checksums it states, in order."""
+class StorageHandle:
+    """One exported storage: path and size on the host, or the eight plain values of a CUDA IPC handle.
 
-    names: tuple[str, ...]
-    proofs: tuple[Copy, ...]
-    full_shapes: Mapping[str, tuple[int, ...]]
+    A process cannot open a CUDA handle of its own: `exporter` and `address` find the storage there.
+    """
 
-
-@dataclass(frozen=True)
-class PullSpec:
-    """An engine's part: its copies with the number of the checksum of each, and what each trainer rank lends."""
-
-    copies: tuple[Copy, ...]
-    proofs: tuple[int, ...]
-    full_shapes: Mapping[str, tuple[int, ...]]
-    offers: Mapping[int, Offer]
-    method: Method = "auto"
+    device: Literal["cpu", "cuda"]
+    num_bytes: int
+    path: str = ""
+    cuda_handle: tuple[int | bytes | bool, ...] = ()
+    exporter: str = ""
+    address: int = 0
 
 
 @dataclass(frozen=True)
-class Published:
-    """What a trainer rank stands for at a version: its checksums, and its offer where the memory has moved."""
+class TensorHandle:
+    """A tensor inside an exported storage; the offset is in elements."""
 
-    version: int
-    sums: np.ndarray
-    seconds: float
-    offer: Offer | None = None
+    storage: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
 
 
 @dataclass(frozen=True)
-class PullPlan:
-    """Both sides' parts; `proof_order` puts the checksums of all trainer ranks, one rank after the other, in order."""
+class IpcHandle:
+    """What a process exports and keeps alive: its storages, and the tensors in them by name."""
 
-    plan: Plan
-    lenders: tuple[LendSpec, ...]
-    proof_order: np.ndarray
+    storages: tuple[StorageHandle, ...]
+    tensors: Mapping[str, TensorHandle]
 
-    def reader(self, rank: int, offers: Mapping[int, Offer], *, method: Method = "auto") -> PullSpec:
-        chosen = np.flatnonzero(self.plan.moves[:, 4] == rank)
-        copies = self.plan.select(chosen)
-        shapes = self.lenders[0].full_shapes
-        return PullSpec(
-            copies=copies,
-            proofs=tuple(self.plan.proofs[0][chosen].tolist()),
-            full_shapes={name: shapes[name] for name in {copy.tensor for copy in copies}},
-            offers={number: offers[number] for number in {copy.source_rank for copy in copies} if number in offers},
-            method=method,
+
+PROCESS = uuid4().hex
+_exported_here: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
+
+
+def export_tensors(tensors: Mapping[str, Tensor]) -> IpcHandle:
+    """Export live tensors; host tensors move into shared memory in place, device tensors stay where they are."""
+    storages: dict[int, tuple[int, StorageHandle]] = {}
+    handles = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()
+        if storage._cdata not in storages:
+            storages[storage._cdata] = len(storages), _export_storage(storage)
+        handles[name] = _tensor_handle(tensor, storages[storage._cdata][0])
+    return IpcHandle(tuple(handle for _, handle in storages.values()), handles)
+
+
+def _export_storage(storage: torch.UntypedStorage) -> StorageHandle:
+    if storage.device.type == "cuda":
+        _exported_here[storage.data_ptr()] = storage
+        cuda_handle = tuple(storage._share_cuda_())
+        return StorageHandle(
+            "cuda", storage.nbytes(), cuda_handle=cuda_handle, exporter=PROCESS, address=storage.data_ptr()
         )
-
-    def merged(self, published: Sequence[Published]) -> np.ndarray:
-        """The checksums of all ranks by their numbers."""
-        sums = np.concatenate([part.sums for part in published])
-        merged = np.empty_like(sums)
-        merged[self.proof_order] = sums
-        return merged
-
-    def digest(self, sums: np.ndarray) -> str:
-        """One checksum for all tensors, the same whatever the layouts."""
-        parts: dict[str, dict[Box, int]] = {}
-        for copy, number in self._proofs:
-            parts.setdefault(copy.tensor, {}).setdefault(Box(copy.tensor, copy.start, copy.shape), int(sums[number]))
-        shapes = self.lenders[0].full_shapes
-        return digest({name: merge_boxes(name, tuple(shapes[name]), boxes) for name, boxes in parts.items()})
-
-    @cached_property
-    def _proofs(self) -> list[tuple[Copy, int]]:
-        copies = [copy for lender in self.lenders for copy in lender.proofs]
-        return list(zip(copies, self.proof_order.tolist(), strict=True))
+    if storage.device.type != "cpu" or not storage.nbytes():
+        raise WeightTransferError(f"cannot export {storage.nbytes()} bytes of memory on {storage.device}")
+    fd, num_bytes = storage._share_fd_cpu_()
+    return StorageHandle("cpu", num_bytes, path=f"/proc/{os.getpid()}/fd/{fd}")
 
 
-def plan_pull(plan: Plan, sources: Sequence[WeightLayout]) -> PullPlan:
-    """Share out a plan; `sources` in the order of their ranks."""
-    _, first = plan.proofs
-    givers = plan.moves[first, 3]
-    shapes = {name: tuple(shape) for layout in unlike(sources) for name, shape in layout.full_shapes.items()}
-    lenders, order = [], []
-    for layout in sources:
-        mine = np.flatnonzero(givers == layout.rank)
-        order.append(mine)
-        locals_ = np.unique(plan.source_places.local[plan.moves[plan.moves[:, 3] == layout.rank, 1]])
-        lenders.append(LendSpec(tuple(plan.locals[n] for n in locals_), plan.select(first[mine]), shapes))
-    return PullPlan(plan, tuple(lenders), np.concatenate(order))
+def _tensor_handle(tensor: Tensor, storage: int) -> TensorHandle:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorHandle(storage, dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
 
-@torch.no_grad()
-def stated(spec: LendSpec, tensors: Mapping[str, Tensor]) -> Callable[[], list[int]]:
-    """What gives the checksums of a rank's proofs, each cast first to the dtype in which it will arrive."""
+class ImportedTensors:
+    """Tensors of another process, mapped here; `close` before the exporter goes away."""
 
-    def held(copy: Copy) -> Held:
-        values = view_of(tensors[copy.source_local], copy.source_start, copy.shape)
-        return values.to(dtype_of(copy.dtype)), copy.start, spec.full_shapes[copy.tensor]
+    def __init__(self, handle: IpcHandle, names: Collection[str], *, device: torch.device) -> None:
+        """Map what the named tensors need. Device memory of any GPU of this host appears on `device`."""
+        self._memories: list[SharedMemory] = []
+        storages: dict[int, torch.UntypedStorage] = {}
+        self.tensors: dict[str, Tensor] = {}
+        for name in names:
+            entry = handle.tensors.get(name)
+            if entry is None:
+                raise WeightTransferError(f"the trainer does not export tensor '{name}'")
+            if entry.storage not in storages:
+                storages[entry.storage] = self._open(handle.storages[entry.storage], device)
+            storage = storages[entry.storage]
+            empty = torch.empty(0, dtype=dtype_of(entry.dtype), device=storage.device)
+            if _end_bytes(entry, empty.element_size()) > storage.nbytes():
+                raise WeightTransferError(f"the trainer's tensor '{name}' does not fit into its exported memory")
+            self.tensors[name] = empty.set_(storage, entry.offset, entry.shape, entry.stride)
 
-    if all(tensors[copy.source_local].dtype == dtype_of(copy.dtype) for copy in spec.proofs):
-        return prepared_checksums([held(copy) for copy in spec.proofs])
-    return lambda: box_checksums(held(copy) for copy in spec.proofs)
+    def _open(self, handle: StorageHandle, device: torch.device) -> torch.UntypedStorage:
+        if handle.device == "cpu":
+            memory = SharedMemory.open(handle.path, handle.num_bytes)
+            self._memories.append(memory)
+            return memory.bytes.untyped_storage()
+        if handle.exporter == PROCESS:
+            return _exported_here[handle.address]
+        if device.type != "cuda":
+            raise WeightTransferError(f"an engine on {device} cannot read device memory")
+        torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        # Mapped for this process's own GPU, whichever GPU it is on, so that kernels here may read it.
+        return torch.UntypedStorage._new_shared_cuda(index, *handle.cuda_handle[1:])
+
+    def close(self) -> None:
+        self.tensors = {}
+        for memory in self._memories:
+            memory.close()
+        self._memories = []
 
 
-@torch.no_grad()
-def arrived(spec: PullSpec, tensors: Mapping[str, Tensor]) -> Callable[[], list[int]]:
-    """What gives the checksums of a rank's copies where they arrive."""
-    return prepared_checksums(
-        [
-            (view_of(tensors[copy.local], copy.local_start, copy.shape), copy.start, spec.full_shapes[copy.tensor])
-            for copy in spec.copies
-        ]
-    )
+def _end_bytes(entry: TensorHandle, itemsize: int) -> int:
+    """The end of a tensor in its storage."""
+    if not prod(entry.shape):
+        return 0
+    last = entry.offset + sum((n - 1) * step for n, step in zip(entry.shape, entry.stride, strict=True))
+    return itemsize * (last + 1)
 
 
-def check_sums(spec: PullSpec, found: Sequence[int], sums: np.ndarray) -> None:
-    """WeightTransferError naming a tensor of which what arrived is not what was stated."""
-    for copy, number, checksum in zip(spec.copies, spec.proofs, found, strict=True):
-        if checksum != int(sums[number]):
-            raise WeightTransferError(f"tensor '{copy.tensor}' that arrived is not the one that the trainer holds")
+# --- the trainer's side
 
 
-class Lender:
-    """A trainer rank's side. What it lent stays until it lends anew: merged adapters are fresh tensors at each push."""
+@dataclass(frozen=True)
+class IpcExportSpec:
+    """A trainer rank's part; with `snapshot` it exports a copy of its boxes instead of its own tensors."""
 
-    def __init__(self, spec: LendSpec, engine: TrainEngine) -> None:
-        self.spec, self.engine = spec, engine
-        self._places: list[int] = []
-        self._lent: Mapping[str, Tensor] = {}
-        self._sums: Callable[[], list[int]] | None = None
-        self.version: int | None = None
-        self.address = self._lend(engine.local_tensors())
-        self._news: Offer | None = None
+    plan: SourcePlan
+    snapshot: bool = False
+
+
+@dataclass(frozen=True)
+class ExportedVersion:
+    """What a trainer rank exports at a version: its checksums, and a new handle where its memory has moved."""
+
+    checksums: np.ndarray
+    handle: IpcHandle | None = None
+
+
+class Snapshot:
+    """A trainer rank's boxes in shared memory, in the dtypes in which they are sent; box n is the tensor `str(n)`."""
+
+    def __init__(self, plan: SourcePlan) -> None:
+        boxes = [(str(n), copy.shape, copy.dtype) for n, copy in enumerate(plan.checksummed)]
+        packed, num_bytes = pack_tensors(boxes)
+        self._memory = SharedMemory.create(num_bytes)
+        self.tensors = unpack_tensors(self._memory.bytes, packed)
+        self.handle = IpcHandle(
+            (StorageHandle("cpu", num_bytes, path=self._memory.path),),
+            {name: _tensor_handle(tensor, 0) for name, tensor in self.tensors.items()},
+        )
+        copies = zip(self.tensors, plan.checksummed, strict=True)
+        self.plan = replace(plan, checksummed=tuple(_from_snapshot(copy, 0, name) for name, copy in copies))
 
     @torch.no_grad()
-    def send(self, version: int, *, verify: bool = True) -> Published:
-        """State the checksums of what the version holds; the memory must stay as it is until it is confirmed."""
-        started_s = time.monotonic()
+    def write(self, plan: SourcePlan, tensors: Mapping[str, Tensor]) -> None:
+        for box, copy in zip(self.tensors.values(), plan.checksummed, strict=True):
+            box.copy_(view_of(tensors[copy.source_local], copy.source_start, copy.shape))
+
+    def close(self) -> None:
+        self.tensors = {}
+        self._memory.close()
+
+
+class IpcExporter:
+    """A trainer rank. An export stays valid until the next one: merged adapters are fresh tensors at each push."""
+
+    def __init__(self, spec: IpcExportSpec, engine: TrainEngine) -> None:
+        self.spec, self.engine = spec, engine
+        self.version: int | None = None
+        self.snapshot = Snapshot(spec.plan) if spec.snapshot else None
+        self._addresses: list[int] = []
+        self._exported: Mapping[str, Tensor] = {}
+        self._checksums: Checksums | None = None
+        self._new_handle: IpcHandle | None = None
+        self.address = self.snapshot.handle if self.snapshot else self._export(engine.local_tensors())
+
+    @torch.no_grad()
+    def send(self, version: int, *, verify: bool = True) -> ExportedVersion:
+        """Export the engine's weights as a version; without a snapshot they must not change until `confirm`."""
         self.version = None
-        tensors = self.engine.local_tensors()
-        if self._places != self._places_of(tensors):
-            self._news = self._lend(tensors)
-        _wait_for_device(tensors)
-        if verify and self._sums is None:
-            self._sums = stated(self.spec, tensors)
-        sums = np.array(self._sums() if verify and self._sums else [], np.uint64)
+        plan, tensors = self.spec.plan, self.engine.local_tensors()
+        if self.snapshot:
+            self.snapshot.write(plan, tensors)
+            plan, tensors = self.snapshot.plan, self.snapshot.tensors
+        elif self._addresses != self._addresses_of(tensors):
+            self._new_handle = self._export(tensors)
+        _synchronize(tensors)
+        if verify and self._checksums is None:
+            self._checksums = source_checksums(plan, tensors)
+        checksums = np.array(self._checksums() if verify and self._checksums else [], np.uint64)
         self.version = version
-        return Published(version, sums, time.monotonic() - started_s, self._news)
+        return ExportedVersion(checksums, self._new_handle)
 
     def confirm(self, version: int) -> None:
-        """WeightTransferError unless this rank lives and last sent this version."""
+        """WeightTransferError unless this version was the last one sent."""
         if self.version != version:
             raise WeightTransferError(f"the trainer no longer holds weight version {version}")
-        self._news = None
+        self._new_handle = None
 
     def close(self) -> None:
-        self.version, self._lent, self._sums = None, {}, None
+        self.version, self._exported, self._checksums = None, {}, None
+        if self.snapshot:
+            self.snapshot.close()
 
-    def _lend(self, tensors: Mapping[str, Tensor]) -> Offer:
-        offer = offer_of({name: tensors[name] for name in self.spec.names})
-        self._places, self._lent, self._sums = self._places_of(tensors), tensors, None
-        return offer
+    def _export(self, tensors: Mapping[str, Tensor]) -> IpcHandle:
+        handle = export_tensors({name: tensors[name] for name in self.spec.plan.local_names})
+        self._addresses, self._exported, self._checksums = self._addresses_of(tensors), tensors, None
+        return handle
 
-    def _places_of(self, tensors: Mapping[str, Tensor]) -> list[int]:
-        return [tensors[name].data_ptr() for name in self.spec.names]
+    def _addresses_of(self, tensors: Mapping[str, Tensor]) -> list[int]:
+        return [tensors[name].data_ptr() for name in self.spec.plan.local_names]
 
 
-class Puller:
-    """A rollout engine's side."""
+# --- the engine's side
 
-    def __init__(self, spec: PullSpec, engine: RolloutEngine) -> None:
-        self.spec, self.target = spec, Target(engine)
-        self.pulled: int | None = None
-        self.replay: Replay | None = None
-        self._sums: Callable[[], list[int]] | None = None
-        self._places: dict[str, int] = {}
-        self._offers = dict(spec.offers)
-        self._borrowed: dict[int, Borrowed] = {}
 
-    def receive(self, version: int, offers: Mapping[int, Offer] | None = None) -> Moved:
+@dataclass(frozen=True)
+class IpcImportSpec:
+    """An engine rank's part, and what each trainer rank exports."""
+
+    plan: DestinationPlan
+    handles: Mapping[int, IpcHandle]
+    method: CopyMethod = "auto"
+
+
+class IpcImporter:
+    """A rollout rank."""
+
+    def __init__(self, spec: IpcImportSpec, engine: RolloutEngine) -> None:
+        self.spec, self.update = spec, EngineUpdate(engine)
+        self.received: int | None = None
+        self.copy: BatchedCopy | None = None
+        self._checksums: Checksums | None = None
+        self._addresses: dict[str, int] = {}
+        self._handles = dict(spec.handles)
+        self._imported: dict[int, ImportedTensors] = {}
+
+    def receive(self, version: int, new_handles: Mapping[int, IpcHandle] | None = None) -> TransferStats:
         """Quarantine the engine and copy; it stays quarantined until `finish`."""
         started_s = time.monotonic()
-        self.pulled = None
-        tensors = self.target.begin()
-        replay = self._ready(tensors, offers or {})
-        replay.run()
-        _wait_for_device(tensors)
-        self.pulled = version
-        return Moved(version, replay.num_bytes, time.monotonic() - started_s, "")
+        self.received = None
+        tensors = self.update.begin()
+        copy = self._compiled(tensors, new_handles or {})
+        copy.run()
+        _synchronize(tensors)
+        self.received = version
+        return TransferStats(version, copy.num_bytes, time.monotonic() - started_s, "")
 
-    def finish(self, version: int, sums: np.ndarray | None) -> None:
-        """Check what arrived and release the engine."""
-        if self.pulled != version:
-            raise WeightTransferError(f"this engine has not pulled weight version {version}")
-        if sums is not None:
-            self._sums = self._sums or arrived(self.spec, self.target.tensors())
-            check_sums(self.spec, self._sums(), sums)
-        self.target.finish(version)
+    def finish(self, version: int, checksums: np.ndarray | None) -> None:
+        """Check what was received and release the engine."""
+        if self.received != version:
+            raise WeightTransferError(f"this engine has not received weight version {version}")
+        if checksums is not None:
+            self._checksums = self._checksums or received_checksums(self.spec.plan, self.update.tensors())
+            check_received(self.spec.plan, self._checksums(), checksums)
+        self.update.finish(version)
+
+    def differences(self) -> dict[str, float]:
+        """The largest absolute difference to what the trainer exports on the host, by its tensors' names."""
+        largest: dict[str, float] = {}
+        if self.copy is None:
+            return largest
+        for (target, source), copy in zip(self._pairs(self.update.tensors()), self.spec.plan.copies, strict=True):
+            if not source.is_cuda and source.numel():
+                apart = float((target.to("cpu", torch.float64) - source.double()).abs().max())
+                largest[copy.tensor] = max(largest.get(copy.tensor, 0.0), apart)
+        return largest
 
     def close(self) -> None:
-        self.replay = self._sums = None
-        self._forget(list(self._borrowed))
+        self.copy = self._checksums = None
+        self._unmap(list(self._imported))
 
-    def _ready(self, tensors: Mapping[str, Tensor], offers: Mapping[int, Offer]) -> Replay:
-        """The compiled copies, made anew where memory has moved on either side."""
-        places = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        moved = [rank for rank in offers if rank in self._offers]
-        if self.replay is not None and places == self._places and not moved:
-            return self.replay
-        self.replay = self._sums = None
-        self._forget(moved)
-        self._offers.update({rank: offers[rank] for rank in moved})
+    def _compiled(self, tensors: Mapping[str, Tensor], new_handles: Mapping[int, IpcHandle]) -> BatchedCopy:
+        """The copies of this rank, compiled again where memory has moved on either side."""
+        addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        moved = [rank for rank in new_handles if rank in self._handles]
+        if self.copy is not None and addresses == self._addresses and not moved:
+            return self.copy
+        self.copy = self._checksums = None
+        self._unmap(moved)
+        self._handles.update({rank: new_handles[rank] for rank in moved})
         device = device_of(tensors)
-        for rank, offer in self._offers.items():
-            if rank not in self._borrowed:
-                names = {copy.source_local for copy in self.spec.copies if copy.source_rank == rank}
-                self._borrowed[rank] = Borrowed(offer, names, device=device)
-        pairs = []
-        for copy in self.spec.copies:
-            source = self._borrowed[copy.source_rank].tensors[copy.source_local]
-            given = view_of(source, copy.source_start, copy.shape)
-            pairs.append((view_of(tensors[copy.local], copy.local_start, copy.shape), given))
-        self.replay, self._places = Replay(pairs, method=self.spec.method), places
-        return self.replay
+        for rank, handle in self._handles.items():
+            if rank not in self._imported:
+                names = {copy.source_local for copy in self.spec.plan.copies if copy.source_rank == rank}
+                self._imported[rank] = ImportedTensors(handle, names, device=device)
+        self.copy, self._addresses = BatchedCopy(self._pairs(tensors), method=self.spec.method), addresses
+        return self.copy
 
-    def _forget(self, ranks: Sequence[int]) -> None:
+    def _pairs(self, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """(target, source) of every copy."""
+        return [
+            (
+                view_of(tensors[copy.local], copy.local_start, copy.shape),
+                view_of(self._imported[copy.source_rank].tensors[copy.source_local], copy.source_start, copy.shape),
+            )
+            for copy in self.spec.plan.copies
+        ]
+
+    def _unmap(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
-            if rank in self._borrowed:
-                self._borrowed.pop(rank).close()
+            if rank in self._imported:
+                self._imported.pop(rank).close()
 
 
-def _wait_for_device(tensors: Mapping[str, Tensor]) -> None:
+def _synchronize(tensors: Mapping[str, Tensor]) -> None:
     if (device := device_of(tensors)).type == "cuda":
         torch.cuda.synchronize(device)
+
+
+# --- the controller's side
+
+
+class IpcExecutor(Executor):
+    """`ipc`: the trainer's own tensors."""
+
+    snapshot = False
+    plans: RankPlans
+    pushed: tuple[int, np.ndarray] | None = None
+    """The version that the trainer exports and its checksums, once all engines have it."""
+
+    def connect(self, sources: Layouts, destinations: Layouts, remaining_s: RemainingTime) -> None:
+        if len(hosts := {layout.host for layout in (*sources, *destinations)}) > 1:
+            raise WeightTransferError(f"memory is shared on one host only, trainer and rollout are on {sorted(hosts)}")
+        self.plans = split_plan(make_plan(sources, destinations), sources)
+        self.unused = self.plans.plan.unused
+        exports = [IpcExportSpec(plan, self.snapshot) for plan in self.plans.sources]
+        self.handles: dict[int, IpcHandle] = dict(enumerate(self.open(self.source, exports, remaining_s)))
+        imports = [self._import_spec(rank) for rank in range(self.destination.world_size)]
+        self.open(self.destination, imports, remaining_s)
+
+    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferStats]:
+        self.pushed = None
+        exported: list[ExportedVersion] = self.send(version, remaining_s)
+        new_handles = {rank: part.handle for rank, part in enumerate(exported) if part.handle is not None}
+        self.handles |= new_handles
+        checksums = self.plans.merge([part.checksums for part in exported])
+        stats = self.receive(version, remaining_s, new_handles)
+        self.step(self.source, remaining_s, "confirm", version)
+        self.step(self.destination, remaining_s, "finish", version, checksums)
+        self.pushed = version, checksums
+        checksum = self.plans.digest(checksums)
+        return [replace(part, checksum=checksum) for part in stats]
+
+    def restore(self, rank: int, version: int, remaining_s: RemainingTime) -> None:
+        """Out of the snapshot, or of the trainer's memory as long as it holds the version, which its checksums tell."""
+        if self.pushed is None or self.pushed[0] != version:
+            raise WeightTransferError(f"the trainer no longer exports weight version {version}: push again")
+        self.reopen(rank, version, self._import_spec(rank), remaining_s)
+        self.destination.execute_rank_async(rank, "weight_step", "finish", *self.pushed).get(remaining_s())
+
+    def _import_spec(self, rank: int) -> IpcImportSpec:
+        plan = self.plans.destination(rank)
+        if self.snapshot:
+            boxes = {
+                number: (source, str(box))
+                for source, ids in enumerate(self.plans.checksum_ids)
+                for box, number in enumerate(ids.tolist())
+            }
+            ids = plan.checksum_ids
+            copies = tuple(_from_snapshot(copy, *boxes[n]) for copy, n in zip(plan.copies, ids, strict=True))
+            plan = replace(plan, copies=copies)
+        ranks = {copy.source_rank for copy in plan.copies}
+        return IpcImportSpec(plan, {number: self.handles[number] for number in ranks})
+
+
+class SharedMemoryExecutor(IpcExecutor):
+    """`shm`: a snapshot of the trainer's boxes."""
+
+    snapshot = True
+
+    def connect(self, sources: Layouts, destinations: Layouts, remaining_s: RemainingTime) -> None:
+        check_layouts(sources, "trainer")
+        check_layouts(destinations, "rollout")
+        super().connect(sources, destinations, remaining_s)
+
+
+def _from_snapshot(copy: Copy, rank: int, name: str) -> Copy:
+    """The same copy out of the box of a snapshot."""
+    start = (0,) * len(copy.shape)
+    return replace(copy, source_rank=rank, source_local=name, source_start=start, source_dtype=copy.dtype)

@@ -1,7 +1,7 @@
-"""The disk executor: Hugging Face safetensors in a directory for each version, complete or not there at all.
+"""The disk executor: Hugging Face safetensors in one directory for each version, complete or absent.
 
 Every trainer rank writes its own boxes into one mapped file beside the final place; rank 0 commits it by a rename.
-Engines of this run read their boxes; servers of anybody's may load the directory as a model.
+Engines of this run read the boxes they hold; external servers load the directory as a model.
 """
 
 from __future__ import annotations
@@ -9,21 +9,26 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from rlsys.interfaces import RolloutEngine, TrainEngine
-from rlsys.types import WeightLayout
+from rlsys.types import Shard, WeightLayout
 from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_text_durable
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.checksum import digest
-from rlsys.weights.image import ImageTensor, plan_image, read_boxes, tensors_in, write_boxes
-from rlsys.weights.plan import Copy
-from rlsys.weights.segment import Segment
-from rlsys.weights.target import Moved, Target
+from rlsys.weights.checksum import add_checksums, box_checksum, digest
+from rlsys.weights.engine_update import EngineUpdate
+from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, TransferStats
+from rlsys.weights.layout import check_layouts, element_bytes, shard_view, view_of, whole_box
+from rlsys.weights.plan import Copy, make_plan, resolve_names, source_dtypes
+from rlsys.weights.shared_memory import PackedTensor, SharedMemory, pack_tensors, unpack_tensors
 
-FILE, SUMS = "model.safetensors", "rlsys_checksums.json"
+FILE, CHECKSUMS = "model.safetensors", "rlsys_checksums.json"
 DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -42,44 +47,57 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class DiskSpec:
-    """What one rank needs; `header` are the first bytes of the file, `writes` this rank's copies into it."""
+    """What one rank needs: the file's first bytes and its tensors, and the copies that this rank writes into it.
+
+    `names` gives the file's name of each rollout tensor; `assets` is a folder whose small files are copied along.
+    """
 
     root: str
     header: bytes
     num_bytes: int
-    tensors: tuple[ImageTensor, ...]
+    tensors: tuple[PackedTensor, ...]
     names: Mapping[str, str]
     assets: str = ""
     keep: int = 2
     writes: tuple[Copy, ...] = ()
-    writer: int = -1
 
-    def place(self, version: int) -> Path:
+    def directory(self, version: int) -> Path:
         return Path(self.root) / f"v{version}"
 
-
-@dataclass(frozen=True)
-class Written:
-    """The parts of the checksums that one rank wrote, by tensor."""
-
-    version: int
-    sums: Mapping[str, int]
-    seconds: float
+    @contextmanager
+    def mapped(self, folder: Path) -> Iterator[dict[str, Tensor]]:
+        """The tensors of the file in a folder."""
+        memory = SharedMemory.open(str(folder / FILE), self.num_bytes)
+        try:
+            yield unpack_tensors(memory.bytes, self.tensors)
+        finally:
+            memory.close()
 
 
 def plan_disk(
     sources: Sequence[WeightLayout], destinations: Sequence[WeightLayout], *, root: str, assets: str = "", keep: int = 2
-) -> tuple[tuple[DiskSpec, ...], DiskSpec]:
-    """The specs of all writers and the one of every reader; `assets` is a folder whose small files are copied along."""
-    image = plan_image(sources, destinations, align_bytes=1)
-    header = _header(image.tensors)
-    tensors = tuple(replace(entry, offset=entry.offset + len(header)) for entry in image.tensors)
-    reader = DiskSpec(root, header, image.num_bytes + len(header), tensors, image.names, assets, keep)
-    writers = (replace(reader, writes=image.plan.from_rank(s.rank), writer=n) for n, s in enumerate(sources))
-    return tuple(writers), reader
+) -> tuple[list[DiskSpec], DiskSpec, tuple[str, ...]]:
+    """The specs of all writers, the one of every reader, and the trainer's tensors that no engine wants.
+
+    The file holds every tensor that an engine wants, whole, in the engines' dtype (the first engine's where they
+    differ); the widest dtypes come first, so that elements are aligned without holes.
+    """
+    check_layouts(sources, "trainer")
+    check_layouts(destinations, "rollout")
+    names = resolve_names(sources, destinations)
+    dtypes = source_dtypes(names, destinations)
+    shapes = {name: tuple(shape) for layout in sources for name, shape in layout.full_shapes.items()}
+    order = sorted(dtypes, key=lambda name: (-element_bytes(dtypes[name]), name))
+    packed, num_bytes = pack_tensors(((name, shapes[name], dtypes[name]) for name in order), align_bytes=1)
+    shards = tuple(Shard(whole_box(t.name, t.shape), t.name, (0,) * len(t.shape)) for t in packed)
+    file = WeightLayout(0, "", shards, {t.name: t.shape for t in packed}, dtypes)
+    plan, header = make_plan(sources, [file]), _header(packed)
+    tensors = tuple(replace(entry, offset=entry.offset + len(header)) for entry in packed)
+    reader = DiskSpec(root, header, num_bytes + len(header), tensors, names, assets, keep)
+    return [replace(reader, writes=plan.from_rank(source.rank)) for source in sources], reader, plan.unused
 
 
-def _header(tensors: Sequence[ImageTensor]) -> bytes:
+def _header(tensors: Sequence[PackedTensor]) -> bytes:
     """The header of a safetensors file, padded so that the data are aligned."""
     entries = {
         t.name: {"dtype": DTYPES[t.dtype], "shape": t.shape, "data_offsets": [t.offset, t.offset + t.num_bytes]}
@@ -91,49 +109,51 @@ def _header(tensors: Sequence[ImageTensor]) -> bytes:
 
 
 class DiskWriter:
-    """A trainer rank's side; rank 0 prepares and commits."""
+    """A trainer rank; rank 0 prepares and commits."""
 
     def __init__(self, spec: DiskSpec, engine: TrainEngine) -> None:
         self.spec, self.engine = spec, engine
 
     def prepare(self, version: int) -> None:
         """Rank 0: an empty file of the full size beside the final place."""
-        staging = staging_dir(self.spec.place(version))
-        with (staging / FILE).open("wb") as file:
+        with (staging_dir(self.spec.directory(version)) / FILE).open("wb") as file:
             file.write(self.spec.header)
             file.truncate(self.spec.num_bytes)
 
-    def send(self, version: int) -> Written:
-        """Write this rank's boxes."""
-        started_s = time.monotonic()
-        file = self._staging(version) / FILE
-        segment = Segment.open(str(file), self.spec.num_bytes)
-        try:
-            sums = write_boxes(
-                self.spec.writes, self.engine.local_tensors(), tensors_in(segment.bytes, self.spec.tensors)
-            )
-        finally:
-            segment.close()
-        fsync_file(file)
-        return Written(version, sums, time.monotonic() - started_s)
+    @torch.no_grad()
+    def send(self, version: int) -> dict[str, int]:
+        """Write this rank's boxes; returns their part of each tensor's checksum."""
+        checksums: dict[str, int] = {}
+        staging, local = self._staging(version), self.engine.local_tensors()
+        with self.spec.mapped(staging) as tensors:
+            for copy in self.spec.writes:
+                target = view_of(tensors[copy.tensor], copy.start, copy.shape)
+                target.copy_(view_of(local[copy.source_local], copy.source_start, copy.shape))
+                part = box_checksum(target, copy.start, tensors[copy.tensor].shape)
+                checksums[copy.tensor] = checksums.get(copy.tensor, 0) + part
+                del target
+            tensors.clear()
+        fsync_file(staging / FILE)
+        return checksums
 
-    def commit(self, version: int, sums: Mapping[str, int]) -> str:
-        """Rank 0: put the checksums and the assets beside, rename, forget old versions. Returns the directory."""
-        staging, final = self._staging(version), self.spec.place(version)
+    def commit(self, version: int, checksums: Mapping[str, int]) -> str:
+        """Rank 0: add the checksums and the assets, rename, remove old versions. Returns the directory."""
+        staging, final = self._staging(version), self.spec.directory(version)
         for asset in sorted(Path(self.spec.assets).glob("*")) if self.spec.assets else []:
             if asset.is_file() and asset.suffix in (".json", ".txt", ".model", ".jinja"):
                 shutil.copyfile(asset, staging / asset.name)
                 fsync_file(staging / asset.name)
-        text = {"version": version, "digest": digest(sums), "tensors": {name: f"{n:016x}" for name, n in sums.items()}}
-        write_text_durable(staging / SUMS, json.dumps(text))
+        tensors = {name: f"{number:016x}" for name, number in checksums.items()}
+        text = {"version": version, "digest": digest(checksums), "tensors": tensors}
+        write_text_durable(staging / CHECKSUMS, json.dumps(text))
         commit_dir(staging, final)
         held = [int(p.name[1:]) for p in final.parent.glob("v*") if p.name[1:].isdigit() and int(p.name[1:]) != version]
         for old in sorted(held)[: max(0, len(held) + 1 - self.spec.keep)]:
-            shutil.rmtree(self.spec.place(old))
+            shutil.rmtree(self.spec.directory(old))
         return str(final)
 
     def _staging(self, version: int) -> Path:
-        final = self.spec.place(version)
+        final = self.spec.directory(version)
         return final.with_name(final.name + ".tmp")
 
     def close(self) -> None:
@@ -141,32 +161,71 @@ class DiskWriter:
 
 
 class DiskReader:
-    """A rollout engine's side."""
+    """A rollout rank."""
 
     def __init__(self, spec: DiskSpec, engine: RolloutEngine) -> None:
-        self.spec, self.target = spec, Target(engine)
+        self.spec, self.update = spec, EngineUpdate(engine)
 
-    def receive(self, version: int) -> Moved:
+    def receive(self, version: int) -> TransferStats:
         """Bring the engine to a committed version: quarantine, copy, check, release."""
         started_s = time.monotonic()
-        tensors = self.target.begin()
-        place = self.spec.place(version)
+        local = self.update.begin()
+        folder = self.spec.directory(version)
         try:
-            stated = json.loads((place / SUMS).read_text())
+            written = json.loads((folder / CHECKSUMS).read_text())
         except (OSError, ValueError) as error:
-            raise WeightTransferError(f"{place} holds no complete weights: {error}") from error
-        if stated.get("version") != version:
-            raise WeightTransferError(f"{place} holds weight version {stated.get('version')}")
-        published = {name: int(text, 16) for name, text in stated["tensors"].items()}
-        segment = Segment.open(str(place / FILE), self.spec.num_bytes)
-        try:
-            image = tensors_in(segment.bytes, self.spec.tensors)
-            num_bytes = read_boxes(self.target.layout, tensors, image, self.spec.names, published)
-            del image
-        finally:
-            segment.close()
-        self.target.finish(version)
-        return Moved(version, num_bytes, time.monotonic() - started_s, digest(published))
+            raise WeightTransferError(f"{folder} holds no complete weights: {error}") from error
+        if written.get("version") != version:
+            raise WeightTransferError(f"{folder} holds weight version {written.get('version')}")
+        checksums = {name: int(text, 16) for name, text in written["tensors"].items()}
+        with self.spec.mapped(folder) as tensors:
+            num_bytes = self._read(tensors, local, checksums)
+            tensors.clear()
+        self.update.finish(version)
+        return TransferStats(version, num_bytes, time.monotonic() - started_s, digest(checksums))
+
+    @torch.no_grad()
+    def _read(self, tensors: Mapping[str, Tensor], local: Mapping[str, Tensor], checksums: Mapping[str, int]) -> int:
+        """Copy this rank's shards and check them; returns their bytes.
+
+        A shard that is a whole tensor of the file's dtype is checked where it arrived, any other in the file.
+        """
+        checked, num_bytes = set[str](), 0
+        for shard in self.update.layout.shards:
+            name = self.spec.names[shard.box.tensor]
+            whole, target = tensors[name], shard_view(local, shard)
+            target.copy_(view_of(whole, shard.box.start, shard.box.shape))
+            is_whole = target.shape == whole.shape and target.dtype == whole.dtype
+            if is_whole or name not in checked:
+                if box_checksum(target if is_whole else whole, (0,) * whole.ndim, whole.shape) != checksums[name]:
+                    raise WeightTransferError(f"tensor '{name}': the received values differ from the trainer's")
+                checked.add(name)
+            num_bytes += target.nbytes
+        return num_bytes
 
     def close(self) -> None:
         """Nothing is held between pushes."""
+
+
+class DiskExecutor(Executor):
+    """`disk`: a committed directory for each version."""
+
+    reader: DiskSpec
+
+    def connect(self, sources: Layouts, destinations: Layouts, remaining_s: RemainingTime) -> None:
+        root, assets = str(self.options.disk_root), self.options.disk_assets
+        writers, self.reader, self.unused = plan_disk(sources, destinations, root=root, assets=assets)
+        self.open(self.source, writers, remaining_s)
+        self.open(self.destination, [self.reader] * self.destination.world_size, remaining_s)
+
+    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferStats]:
+        call_first = self.source.execute_rank_async
+        call_first(0, "weight_step", "prepare", version).get(remaining_s())
+        parts: list[Mapping[str, int]] = self.send(version, remaining_s)
+        names = {name for part in parts for name in part}
+        checksums = {name: add_checksums([part.get(name, 0) for part in parts]) for name in names}
+        call_first(0, "weight_step", "commit", version, checksums).get(remaining_s())
+        return self.receive(version, remaining_s)
+
+    def restore(self, rank: int, version: int, remaining_s: RemainingTime) -> None:
+        self.reopen(rank, version, self.reader, remaining_s)

@@ -8,138 +8,153 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.checksum import box_checksum
-from rlsys.weights.image import ImageTensor, tensors_in
+from rlsys.weights.checksum import digest, tensor_checksum
+from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, TransferStats
 from rlsys.weights.layout import shard_view, view_of
-from rlsys.weights.segment import Segment
-from rlsys.weights.target import Moved
-
-ALIGN_BYTES = 64
+from rlsys.weights.plan import resolve_names, source_dtypes
+from rlsys.weights.shared_memory import PackedTensor, SharedMemory, pack_tensors, unpack_tensors
 
 
 @dataclass(frozen=True)
 class GatherSpec:
-    """The engines' dtypes by the trainer's names (what is not named is not wanted); `writer` is the trainer's rank."""
+    """The engines' dtypes by the trainer's names (tensors without one are not wanted); `rank` is the trainer's."""
 
     dtypes: Mapping[str, str]
     names: Mapping[str, str]
     bucket_bytes: int
-    writer: int = -1
+    rank: int = -1
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """A gathered bucket: where it lies, its tensors and their checksums."""
+    """Gathered tensors in shared memory, and their checksums."""
 
     path: str
     num_bytes: int
-    tensors: tuple[ImageTensor, ...]
-    sums: tuple[int, ...]
+    tensors: tuple[PackedTensor, ...]
+    checksums: tuple[int, ...]
 
 
-class Gatherer:
-    """A trainer rank's side; `bucket` is collective over the trainer's ranks."""
+class GatherSender:
+    """A trainer rank; `bucket` is collective over the trainer's ranks."""
 
     def __init__(self, spec: GatherSpec, engine: TrainEngine) -> None:
         self.spec, self.engine = spec, engine
         self._buckets: Iterator[list[tuple[str, Tensor]]] = iter(())
-        self._segment: Segment | None = None
+        self._memory: SharedMemory | None = None
 
     def send(self, version: int) -> None:
-        """Begin anew."""
+        """Start again from the first bucket."""
         self._buckets = self.engine.weights(self.spec.bucket_bytes)
 
     @torch.no_grad()
     def bucket(self, version: int) -> Bucket | bool:
-        """The next bucket (on rank 0; True elsewhere), False when there is none."""
+        """Rank 0: the next bucket, other ranks: True; False when there are no more."""
         gathered = next(self._buckets, None)
-        if gathered is None or self.spec.writer:
+        if gathered is None or self.spec.rank:
             return gathered is not None
-        wanted = [(name, tensor) for name, tensor in gathered if name in self.spec.dtypes]
-        entries, end = list[ImageTensor](), 0
-        for name, tensor in wanted:
-            entries.append(ImageTensor(name, tuple(tensor.shape), self.spec.dtypes[name], end))
-            end = -(-(end + entries[-1].num_bytes) // ALIGN_BYTES) * ALIGN_BYTES
-        segment = self._room(max(end, ALIGN_BYTES))
-        image = tensors_in(segment.bytes, entries)
-        for name, tensor in wanted:
-            image[name].copy_(tensor)
-        sums = tuple(box_checksum(t, (0,) * t.ndim, t.shape) for t in (image[name] for name, _ in wanted))
-        return Bucket(segment.path, len(segment.bytes), tuple(entries), sums)
+        wanted = {name: tensor for name, tensor in gathered if name in self.spec.dtypes}
+        packed, num_bytes = pack_tensors((n, tuple(t.shape), self.spec.dtypes[n]) for n, t in wanted.items())
+        memory = self._allocate(num_bytes)
+        tensors = unpack_tensors(memory.bytes, packed)
+        for name, tensor in wanted.items():
+            tensors[name].copy_(tensor)
+        return Bucket(memory.path, len(memory.bytes), packed, tuple(map(tensor_checksum, tensors.values())))
 
-    def _room(self, num_bytes: int) -> Segment:
-        if self._segment is None or len(self._segment.bytes) < num_bytes:
-            if self._segment is not None:
-                self._segment.close()
-            self._segment = Segment.create(num_bytes)
-        return self._segment
+    def _allocate(self, num_bytes: int) -> SharedMemory:
+        if self._memory is None or len(self._memory.bytes) < num_bytes:
+            if self._memory is not None:
+                self._memory.close()
+            self._memory = SharedMemory.create(num_bytes)
+        return self._memory
 
     def close(self) -> None:
         self._buckets = iter(())
-        if self._segment is not None:
-            self._segment.close()
-            self._segment = None
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
 
-class Loader:
-    """A rollout engine's side; the engine is quarantined from `receive` to `finish`."""
+class GatherLoader:
+    """A rollout rank; its engine is quarantined from `receive` to `finish`."""
 
     def __init__(self, spec: GatherSpec, engine: RolloutEngine) -> None:
         self.spec, self.engine = spec, engine
-        self.began: int | None = None
+        self.version: int | None = None
         self.loaded: set[str] = set()
         self.num_bytes = 0
 
-    def receive(self, version: int) -> Moved:
+    def receive(self, version: int) -> TransferStats:
+        """Quarantine the engine; the weights come by `bucket`."""
         self.engine.begin_update()
-        self.began, self.loaded, self.num_bytes = version, set(), 0
-        return Moved(version, 0, 0.0, "")
+        self.version, self.loaded, self.num_bytes = version, set(), 0
+        return TransferStats(version, 0, 0.0, "")
 
     @torch.no_grad()
     def bucket(self, version: int, bucket: Bucket) -> None:
         """Load a bucket and check the elements that this rank holds of it."""
-        if self.began != version:
-            raise WeightTransferError(f"this engine has not begun weight version {version}")
-        segment = Segment.open(bucket.path, bucket.num_bytes)
+        if self.version != version:
+            raise WeightTransferError(f"this engine is not receiving weight version {version}")
+        memory = SharedMemory.open(bucket.path, bucket.num_bytes)
         try:
-            image = tensors_in(segment.bytes, bucket.tensors)
-            for (name, tensor), stated in zip(image.items(), bucket.sums, strict=True):
-                if box_checksum(tensor, (0,) * tensor.ndim, tensor.shape) != stated:
-                    raise WeightTransferError(f"tensor '{name}' that arrived is not the one that the trainer wrote")
-            self.engine.load(list(image.items()))
-            self._check(image)
-            del image
+            tensors = unpack_tensors(memory.bytes, bucket.tensors)
+            for (name, tensor), checksum in zip(tensors.items(), bucket.checksums, strict=True):
+                if tensor_checksum(tensor) != checksum:
+                    raise WeightTransferError(f"tensor '{name}': the received values differ from the trainer's")
+            self.engine.load(list(tensors.items()))
+            self._check(tensors)
+            tensors.clear()
         finally:
-            segment.close()
+            memory.close()
 
-    def _check(self, image: Mapping[str, Tensor]) -> None:
+    def _check(self, tensors: Mapping[str, Tensor]) -> None:
         layout, local = self.engine.weight_layout(), self.engine.local_tensors()
         for shard in layout.shards:
-            whole = image.get(self.spec.names[shard.box.tensor])
+            whole = tensors.get(self.spec.names[shard.box.tensor])
             if whole is None:
                 continue
-            part, target = view_of(whole, shard.box.start, shard.box.shape), shard_view(local, shard)
-            if not torch.equal(part.to(target.device, target.dtype), target):
-                raise WeightTransferError(f"tensor '{shard.box.tensor}' that arrived is not the one that was loaded")
+            part, held = view_of(whole, shard.box.start, shard.box.shape), shard_view(local, shard)
+            if not torch.equal(part.to(held.device, held.dtype), held):
+                raise WeightTransferError(f"tensor '{shard.box.tensor}': the engine's values are not those it loaded")
             self.loaded.add(shard.box.tensor)
-            self.num_bytes += target.nbytes
+            self.num_bytes += held.nbytes
 
-    def finish(self, version: int) -> Moved:
-        held = {shard.box.tensor for shard in self.engine.weight_layout().shards}
-        if self.began != version or held - self.loaded:
-            raise WeightTransferError(
-                f"weight version {version} is not complete: {sorted(held - self.loaded)[:5]} lack"
-            )
+    def finish(self, version: int) -> TransferStats:
+        """Release the engine; WeightTransferError where a tensor is missing."""
+        missing = {shard.box.tensor for shard in self.engine.weight_layout().shards} - self.loaded
+        if self.version != version or missing:
+            raise WeightTransferError(f"weight version {version} is incomplete: missing {sorted(missing)[:5]}")
         started_s = time.monotonic()
         self.engine.finish_update(version)
-        return Moved(version, self.num_bytes, time.monotonic() - started_s, "")
+        return TransferStats(version, self.num_bytes, time.monotonic() - started_s, "")
 
     def close(self) -> None:
-        self.began = None
+        self.version = None
+
+
+class GatherExecutor(Executor):
+    """`gather`: full tensors, bucket by bucket."""
+
+    def connect(self, sources: Layouts, destinations: Layouts, remaining_s: RemainingTime) -> None:
+        names = resolve_names(sources, destinations)
+        spec = GatherSpec(source_dtypes(names, destinations), names, self.options.bucket_bytes)
+        self.open(self.source, [replace(spec, rank=rank) for rank in range(self.source.world_size)], remaining_s)
+        self.open(self.destination, [spec] * self.destination.world_size, remaining_s)
+
+    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferStats]:
+        self.send(version, remaining_s)
+        self.receive(version, remaining_s)
+        checksums: dict[str, int] = {}
+        while bucket := self.step(self.source, remaining_s, "bucket", version)[0]:
+            checksums |= {entry.name: n for entry, n in zip(bucket.tensors, bucket.checksums, strict=True)}
+            self.step(self.destination, remaining_s, "bucket", version, bucket)
+        checksum = digest(checksums)
+        stats = self.step(self.destination, remaining_s, "finish", version)
+        return [replace(part, checksum=checksum) for part in stats]

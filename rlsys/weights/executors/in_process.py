@@ -1,4 +1,4 @@
-"""The local executor: trainer engine and rollout engine live in the same process.
+"""The local executor: trainer engine and rollout engine are in the same process.
 
 Where this rank holds the whole model, tensors are copied by plan; otherwise the trainer's ranks gather bucket by bucket
 (collective: every rank takes part) and each loads its own rollout engine.
@@ -13,74 +13,75 @@ import torch
 from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
-from rlsys.types import Box, Shard, WeightLayout
+from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.checksum import box_checksums, digest
-from rlsys.weights.layout import dtype_of, gaps, shard_view, view_of
-from rlsys.weights.plan import make_plan, resolve_names
-from rlsys.weights.target import Moved, Target
-from rlsys.weights.verify import LayoutSums, box_sums, merge_sums
+from rlsys.weights.engine_update import EngineUpdate
+from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, TransferStats, wait_all
+from rlsys.weights.layout import dtype_of, missing_boxes, view_of
+from rlsys.weights.plan import make_plan, resolve_names, source_dtypes
+from rlsys.weights.verify import LayoutChecksums, layout_checksums, merge_rank_checksums
 
 BUCKET_BYTES = 256 << 20
 
 
 def reshard_local(
     engine: TrainEngine, rollout: RolloutEngine, *, version: int, bucket_bytes: int = BUCKET_BYTES
-) -> Moved:
+) -> TransferStats:
     """Bring the rollout engine of this process to the trainer's weights and verify them by checksum.
 
-    Raises WeightTransferError, and leaves the rollout engine quarantined, when anything does not fit or arrive.
+    Raises WeightTransferError, and leaves the rollout engine quarantined, when a tensor does not fit or arrive.
     """
     started_s = time.monotonic()
-    target = Target(rollout)
-    tensors = target.begin()
-    source, layout = engine.weight_layout(), target.layout
+    update = EngineUpdate(rollout)
+    tensors = update.begin()
+    source, layout = engine.weight_layout(), update.layout
     names = resolve_names([source], [layout])
-    dtypes = {names[name]: dtype for name, dtype in layout.dtypes.items()}
-    whole = not gaps([source])
-    if whole:
+    dtypes = source_dtypes(names, [layout])
+    is_whole = not missing_boxes([source])
+    if is_whole:
         sent = _copy_by_plan(engine, tensors, source, layout, dtypes)
-        tensors = target.tensors()
+        tensors = update.tensors()
     else:
         sent = _load_gathered(engine, rollout, dtypes, bucket_bytes)
         layout, tensors = rollout.weight_layout(), rollout.local_tensors()
     held = {shard.box.tensor: layout.full_shapes[shard.box.tensor] for shard in layout.shards}
-    for name, checksum in merge_sums([box_sums(layout, tensors)], held).items():
+    for name, checksum in merge_rank_checksums([layout_checksums(layout, tensors)], held).items():
         if sent.get(names[name]) != checksum:
-            raise WeightTransferError(f"tensor '{name}' that arrived is not the one that the trainer holds")
+            raise WeightTransferError(f"tensor '{name}': the received values differ from the trainer's")
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    if whole:
-        target.finish(version)
+    if is_whole:
+        update.finish(version)
     else:
         rollout.finish_update(version)
-    return Moved(version, num_bytes, time.monotonic() - started_s, digest({name: sent[name] for name in dtypes}))
+    seconds = time.monotonic() - started_s
+    return TransferStats(version, num_bytes, seconds, digest({name: sent[name] for name in dtypes}))
 
 
-def local_sums(engine: TrainEngine, rollout: RolloutEngine) -> tuple[LayoutSums, LayoutSums]:
-    """What this rank's trainer and rollout engine hold, the trainer's cast to the rollout's dtypes."""
-    source, target = engine.weight_layout(), rollout.weight_layout()
-    names = resolve_names([source], [target])
-    dtypes = {names[name]: dtype for name, dtype in target.dtypes.items()}
+def local_checksums(engine: TrainEngine, rollout: RolloutEngine) -> tuple[LayoutChecksums, LayoutChecksums]:
+    """The checksums of this rank's trainer engine, cast to the rollout's dtypes, and of its rollout engine."""
+    source, destination = engine.weight_layout(), rollout.weight_layout()
+    dtypes = source_dtypes(resolve_names([source], [destination]), [destination])
     return (
-        LayoutSums(source, box_sums(source, engine.local_tensors(), dtypes)),
-        LayoutSums(target, box_sums(target, rollout.local_tensors())),
+        LayoutChecksums(source, layout_checksums(source, engine.local_tensors(), dtypes)),
+        LayoutChecksums(destination, layout_checksums(destination, rollout.local_tensors())),
     )
 
 
 @torch.no_grad()
 def _copy_by_plan(
     engine: TrainEngine,
-    ours: Mapping[str, Tensor],
+    targets: Mapping[str, Tensor],
     source: WeightLayout,
-    target: WeightLayout,
+    destination: WeightLayout,
     dtypes: Mapping[str, str],
 ) -> dict[str, int]:
     """Copy what this rank holds straight into the engine's tensors; returns the checksums of the source, as cast."""
-    theirs = engine.local_tensors()
-    for copy in make_plan([source], [target]).copies:
-        held = Shard(Box(copy.tensor, copy.start, copy.shape), copy.source_local, copy.source_start)
-        view_of(ours[copy.local], copy.local_start, copy.shape).copy_(shard_view(theirs, held))
-    return merge_sums([box_sums(source, theirs, dtypes)], source.full_shapes)
+    sources = engine.local_tensors()
+    for copy in make_plan([source], [destination]).copies:
+        given = view_of(sources[copy.source_local], copy.source_start, copy.shape)
+        view_of(targets[copy.local], copy.local_start, copy.shape).copy_(given)
+    return merge_rank_checksums([layout_checksums(source, sources, dtypes)], source.full_shapes)
 
 
 @torch.no_grad()
@@ -92,6 +93,16 @@ def _load_gathered(
     for bucket in engine.weights(bucket_bytes):
         wanted = [(name, tensor.to(dtype_of(dtypes[name]))) for name, tensor in bucket if name in dtypes]
         rollout.load(wanted)
-        sums = box_checksums((tensor, (0,) * tensor.ndim, tensor.shape) for _, tensor in wanted)
-        sent |= zip([name for name, _ in wanted], sums, strict=True)
+        checksums = box_checksums((tensor, (0,) * tensor.ndim, tensor.shape) for _, tensor in wanted)
+        sent |= zip([name for name, _ in wanted], checksums, strict=True)
     return sent
+
+
+class LocalExecutor(Executor):
+    """`local`: every worker of one group holds both engines."""
+
+    def connect(self, sources: Layouts, destinations: Layouts, remaining_s: RemainingTime) -> None:
+        """Nothing has to be prepared."""
+
+    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferStats]:
+        return wait_all(self.source.execute_all_async("reshard_weights", version), remaining_s)

@@ -1,11 +1,12 @@
-"""The sending executor: trainer ranks send by plan to engines anywhere, over NCCL between GPUs or gloo between CPUs.
+"""The sending executor: trainer ranks send to engines on any host, over NCCL between GPUs or gloo between CPUs.
 
-A process group of its own joins all ranks of both sides. Copies of a link are packed into messages of bounded size; one
-message of every link makes a round, so that a rank never stages more than its links' messages.
+One process group joins all ranks of both sides. The copies between two ranks are packed into messages of bounded size;
+a round is one message for every pair of ranks, so that no rank stages more than the messages of one round.
 """
 
 from __future__ import annotations
 
+import secrets
 import socket
 import time
 from collections import Counter, defaultdict
@@ -24,21 +25,32 @@ from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.executors.cuda_ipc import LendSpec, Published, PullSpec, arrived, check_sums, stated
+from rlsys.weights.engine_update import EngineUpdate
+from rlsys.weights.executors.base import Executor, Layouts, RankFuture, RemainingTime, TransferStats
 from rlsys.weights.layout import device_of, dtype_of, element_bytes, view_of
-from rlsys.weights.plan import Copy, Plan
-from rlsys.weights.target import Moved, Target
+from rlsys.weights.plan import Copy, Plan, make_plan
+from rlsys.weights.rank_plan import (
+    DestinationPlan,
+    RankPlans,
+    SourcePlan,
+    check_received,
+    received_checksums,
+    source_checksums,
+    split_plan,
+)
 
 STAGING_BYTES = 32 << 20
 ALIGN_BYTES = 16
 TAG = 7
 LOOPBACK = "127.0.0.1"
+Link = tuple[int, int]
+"""A trainer rank and a rollout rank."""
 Message = tuple[int, tuple[Copy, ...]]
 """A peer's rank on its own side, and the copies to send to it or to receive from it."""
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where all ranks meet: at rank 0 of the trainer; engines are numbered after the trainer's ranks."""
 
     address: str
@@ -51,26 +63,26 @@ class Meeting:
 
 
 @dataclass(frozen=True)
-class SendSpec:
+class NcclSendSpec:
     """A trainer rank's part: the messages of each round."""
 
-    lend: LendSpec
+    plan: SourcePlan
     rounds: tuple[tuple[Message, ...], ...]
-    meeting: Meeting
+    rendezvous: Rendezvous
 
 
 @dataclass(frozen=True)
-class ReceiveSpec:
+class NcclReceiveSpec:
     """An engine's part."""
 
-    pull: PullSpec
+    plan: DestinationPlan
     rounds: tuple[tuple[Message, ...], ...]
-    meeting: Meeting
+    rendezvous: Rendezvous
 
 
-def rounds_of(plan: Plan, *, staging_bytes: int = STAGING_BYTES) -> list[dict[tuple[int, int], tuple[Copy, ...]]]:
-    """Messages by (source, destination) for each round; a rank's messages of one round stay below `staging_bytes`."""
-    links: dict[tuple[int, int], list[Copy]] = defaultdict(list)
+def plan_rounds(plan: Plan, *, staging_bytes: int = STAGING_BYTES) -> list[dict[Link, tuple[Copy, ...]]]:
+    """The messages of each round by link; a rank's messages of one round stay below `staging_bytes`."""
+    links: dict[Link, list[Copy]] = defaultdict(list)
     for copy in plan.copies:
         links[copy.source_rank, copy.rank].append(copy)
     busiest = max(Counter(end for a, b in links for end in (("from", a), ("to", b))).values(), default=1)
@@ -84,18 +96,18 @@ def rounds_of(plan: Plan, *, staging_bytes: int = STAGING_BYTES) -> list[dict[tu
 
 def _messages(copies: Sequence[Copy], limit_bytes: int) -> Iterator[tuple[Copy, ...]]:
     message, filled = list[Copy](), 0
-    for copy in chain.from_iterable(_cut(whole, limit_bytes) for whole in copies):
-        if message and filled + _room(copy) > limit_bytes:
+    for copy in chain.from_iterable(_split(whole, limit_bytes) for whole in copies):
+        if message and filled + _padded_bytes(copy) > limit_bytes:
             yield tuple(message)
             message, filled = [], 0
         message.append(copy)
-        filled += _room(copy)
+        filled += _padded_bytes(copy)
     if message:
         yield tuple(message)
 
 
-def _cut(copy: Copy, limit_bytes: int) -> Iterator[Copy]:
-    """A copy in parts along its first dimension that has more than one element."""
+def _split(copy: Copy, limit_bytes: int) -> Iterator[Copy]:
+    """A copy in parts of bounded size, along its first dimension that has more than one element."""
     dim = next((d for d, n in enumerate(copy.shape) if n > 1), None)
     if copy.num_bytes <= limit_bytes or dim is None:
         yield copy
@@ -110,7 +122,7 @@ def _cut(copy: Copy, limit_bytes: int) -> Iterator[Copy]:
             source_start=_shifted(copy.source_start, dim - len(copy.shape), at),
             local_start=_shifted(copy.local_start, dim - len(copy.shape), at),
         )
-        yield from _cut(part, limit_bytes)
+        yield from _split(part, limit_bytes)
 
 
 def _shifted(start: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
@@ -119,72 +131,72 @@ def _shifted(start: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
     return tuple(moved)
 
 
-def _room(copy: Copy) -> int:
+def _padded_bytes(copy: Copy) -> int:
     return -(-copy.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-class LostError(WeightTransferError):
-    """Another rank broke off or did not come: its own error says why."""
+class PeerLostError(WeightTransferError):
+    """Another rank failed or did not join; the cause is in its own error."""
 
 
-class _Line:
-    """The process group of both sides, as one rank sees it."""
+class _ProcessGroup:
+    """One rank of the process group of both sides."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self.meeting, self._waiting = meeting, False
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self.rendezvous, self._waiting = rendezvous, False
         self.group: Any = None
         self.store: Any = None
-        self.address = meeting.address or self._open()
+        self.address = rendezvous.address or self._open()
 
     def _open(self) -> str:
-        """Rank 0 listens: on the loopback alone where all ranks are of one host."""
-        host = LOOPBACK if self.meeting.one_host else socket.gethostname()
+        """Rank 0 listens, on the loopback interface only if all ranks are on one host."""
+        host = LOOPBACK if self.rendezvous.one_host else socket.gethostname()
         listener = socket.create_server((host, 0))
-        port, wait = listener.getsockname()[1], timedelta(seconds=self.meeting.timeout_s)
+        port, wait = listener.getsockname()[1], timedelta(seconds=self.rendezvous.timeout_s)
         self.store = dist.TCPStore(
             host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach()
         )
         return f"{host}:{port}"
 
     def join(self, device: torch.device) -> None:
-        """Meet all others; every rank must call it."""
-        meeting, wait = self.meeting, timedelta(seconds=self.meeting.timeout_s)
+        """Form the process group; every rank must call it."""
+        rendezvous, wait = self.rendezvous, timedelta(seconds=self.rendezvous.timeout_s)
         with self.guarded("join"):
             self._waiting = True
             if self.store is None:
                 host, _, port = self.address.rpartition(":")
                 self.store = dist.TCPStore(host, int(port), is_master=False, timeout=wait)
-            store = dist.PrefixStore(meeting.token, self.store)
+            store = dist.PrefixStore(rendezvous.token, self.store)
             if device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = wait
-                self.group = dist.ProcessGroupNCCL(store, meeting.rank, meeting.world_size, options)
+                self.group = dist.ProcessGroupNCCL(store, rendezvous.rank, rendezvous.world_size, options)
             else:
                 gloo: Any = dist.ProcessGroupGloo
-                options, name = gloo._Options(), LOOPBACK if meeting.one_host else socket.gethostname()
+                options, name = gloo._Options(), LOOPBACK if rendezvous.one_host else socket.gethostname()
                 options._devices, options._timeout = [gloo.create_device(hostname=name)], wait
-                self.group = gloo(store, meeting.rank, meeting.world_size, options)
+                self.group = gloo(store, rendezvous.rank, rendezvous.world_size, options)
             self._waiting = False
 
     @contextmanager
     def guarded(self, stage: str) -> Iterator[None]:
-        """After any error the group is given up, so that the others learn of it; what it raises is a LostError."""
+        """Abort the group after any error, so that peers fail too; an error of the group becomes a PeerLostError."""
         try:
             yield
         except dist.DistError as error:
             self.close()
-            raise LostError(f"weights could not be sent ({stage}): {error}") from error
+            raise PeerLostError(f"weight transfer lost a peer ({stage}): {error}") from error
         except BaseException as error:
             lost = self._waiting and isinstance(error, RuntimeError | ValueError)
             self.close()
             if lost:
-                raise LostError(f"weights could not be sent ({stage}): {error}") from error
+                raise PeerLostError(f"weight transfer lost a peer ({stage}): {error}") from error
             raise
 
     def exchange(self, messages: Sequence[tuple[int, Tensor]], *, send: bool, device: torch.device) -> None:
-        """Send to, or receive from, several ranks at once; waits for all."""
+        """Send to or receive from several ranks at once, and wait for all of them."""
         if self.group is None:
-            raise WeightTransferError("this rank has not joined the others: connect again")
+            raise WeightTransferError("this rank has not joined the process group: connect again")
         group: Any = self.group
         batched = device.type == "cuda" and len(messages) > 0
         if batched:
@@ -203,100 +215,173 @@ class _Line:
             group.abort()
 
 
-class Sender:
-    """A trainer rank's side."""
+class NcclSender:
+    """A trainer rank."""
 
-    def __init__(self, spec: SendSpec, engine: TrainEngine) -> None:
+    def __init__(self, spec: NcclSendSpec, engine: TrainEngine) -> None:
         self.spec, self.engine = spec, engine
-        self.line = _Line(spec.meeting)
-        self.address = self.line.address
+        self.group = _ProcessGroup(spec.rendezvous)
+        self.address = self.group.address
 
     def join(self) -> None:
-        self.line.join(device_of(self.engine.local_tensors()))
+        self.group.join(device_of(self.engine.local_tensors()))
 
     @torch.no_grad()
-    def send(self, version: int) -> Published:
-        started_s = time.monotonic()
-        with self.line.guarded(f"version {version}"):
+    def send(self, version: int) -> np.ndarray:
+        """Send all rounds; returns this rank's checksums."""
+        with self.group.guarded(f"version {version}"):
             tensors = self.engine.local_tensors()
             device = device_of(tensors)
             stamp = torch.tensor([version], device=device)
+            engines = range(self.spec.rendezvous.num_sources, self.spec.rendezvous.world_size)
             for messages in self.spec.rounds:
-                packed = [(self._peer(rank), self._pack(copies, tensors, device)) for rank, copies in messages]
-                self.line.exchange(packed, send=True, device=device)
-            everyone = range(self.spec.meeting.num_sources, self.spec.meeting.world_size)
-            if self.spec.meeting.rank == 0:
-                self.line.exchange([(rank, stamp) for rank in everyone], send=True, device=device)
-        sums = np.array(stated(self.spec.lend, tensors)(), np.uint64)
-        return Published(version, sums, time.monotonic() - started_s)
-
-    def _peer(self, rank: int) -> int:
-        return self.spec.meeting.num_sources + rank
+                packed = [(engines[rank], self._pack(copies, tensors, device)) for rank, copies in messages]
+                self.group.exchange(packed, send=True, device=device)
+            if self.spec.rendezvous.rank == 0:
+                self.group.exchange([(rank, stamp) for rank in engines], send=True, device=device)
+        return np.array(source_checksums(self.spec.plan, tensors)(), np.uint64)
 
     def _pack(self, copies: Sequence[Copy], tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
         if len(copies) == 1:
             only = view_of(tensors[copies[0].source_local], copies[0].source_start, copies[0].shape)
             if only.is_contiguous() and only.dtype == dtype_of(copies[0].dtype):
                 return only.detach().reshape(-1).view(torch.uint8)
-        buffer = torch.empty(_length(copies), dtype=torch.uint8, device=device)
-        for view, copy in zip(_views(buffer, copies), copies, strict=True):
+        buffer = torch.empty(_packed_bytes(copies), dtype=torch.uint8, device=device)
+        for view, copy in zip(_unpacked(buffer, copies), copies, strict=True):
             view.copy_(view_of(tensors[copy.source_local], copy.source_start, copy.shape))
         return buffer
 
     def close(self) -> None:
-        self.line.close()
+        self.group.close()
 
 
-class Receiver:
-    """A rollout engine's side; the engine stays quarantined from `receive` to `finish`."""
+class NcclReceiver:
+    """A rollout rank; its engine is quarantined from `receive` to `finish`."""
 
-    def __init__(self, spec: ReceiveSpec, engine: RolloutEngine) -> None:
-        self.spec, self.target = spec, Target(engine)
-        self.line = _Line(spec.meeting)
+    def __init__(self, spec: NcclReceiveSpec, engine: RolloutEngine) -> None:
+        self.spec, self.update = spec, EngineUpdate(engine)
+        self.group = _ProcessGroup(spec.rendezvous)
         self.received: int | None = None
 
     def join(self) -> None:
-        self.line.join(device_of(self.target.tensors()))
+        self.group.join(device_of(self.update.tensors()))
 
     @torch.no_grad()
-    def receive(self, version: int) -> Moved:
+    def receive(self, version: int) -> TransferStats:
         started_s = time.monotonic()
         self.received = None
-        with self.line.guarded(f"version {version}"):
-            tensors = self.target.begin()
+        with self.group.guarded(f"version {version}"):
+            tensors = self.update.begin()
             device = device_of(tensors)
             stamp = torch.tensor([-1], device=device)
             for messages in self.spec.rounds:
-                buffers = [torch.empty(_length(copies), dtype=torch.uint8, device=device) for _, copies in messages]
+                sizes = [_packed_bytes(copies) for _, copies in messages]
+                buffers = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
                 posted = [(rank, buffer) for (rank, _), buffer in zip(messages, buffers, strict=True)]
-                self.line.exchange(posted, send=False, device=device)
+                self.group.exchange(posted, send=False, device=device)
                 for (_, copies), buffer in zip(messages, buffers, strict=True):
-                    for view, copy in zip(_views(buffer, copies), copies, strict=True):
+                    for view, copy in zip(_unpacked(buffer, copies), copies, strict=True):
                         view_of(tensors[copy.local], copy.local_start, copy.shape).copy_(view)
-            self.line.exchange([(0, stamp)], send=False, device=device)
+            self.group.exchange([(0, stamp)], send=False, device=device)
         if int(stamp) != version:
             raise WeightTransferError(f"the trainer sent weight version {int(stamp)} instead of {version}")
         self.received = version
-        num_bytes = sum(copy.num_bytes for copy in self.spec.pull.copies)
-        return Moved(version, num_bytes, time.monotonic() - started_s, "")
+        num_bytes = sum(copy.num_bytes for copy in self.spec.plan.copies)
+        return TransferStats(version, num_bytes, time.monotonic() - started_s, "")
 
-    def finish(self, version: int, sums: Any) -> None:
+    def finish(self, version: int, checksums: np.ndarray) -> None:
+        """Check what was received and release the engine."""
         if self.received != version:
             raise WeightTransferError(f"this engine has not received weight version {version}")
-        check_sums(self.spec.pull, arrived(self.spec.pull, self.target.tensors())(), sums)
-        self.target.finish(version)
+        check_received(self.spec.plan, received_checksums(self.spec.plan, self.update.tensors())(), checksums)
+        self.update.finish(version)
 
     def close(self) -> None:
-        self.line.close()
+        self.group.close()
 
 
-def _length(copies: Sequence[Copy]) -> int:
-    return copies[0].num_bytes if len(copies) == 1 else sum(map(_room, copies))
+def _packed_bytes(copies: Sequence[Copy]) -> int:
+    return copies[0].num_bytes if len(copies) == 1 else sum(map(_padded_bytes, copies))
 
 
-def _views(buffer: Tensor, copies: Sequence[Copy]) -> Iterator[Tensor]:
+def _unpacked(buffer: Tensor, copies: Sequence[Copy]) -> Iterator[Tensor]:
     at = 0
     for copy in copies:
         count = prod(copy.shape) * element_bytes(copy.dtype)
         yield buffer[at : at + count].view(dtype_of(copy.dtype)).view(copy.shape)
-        at += _room(copy)
+        at += _padded_bytes(copy)
+
+
+class NcclExecutor(Executor):
+    """`nccl`: messages over a process group of both sides."""
+
+    plans: RankPlans
+    joined = False
+
+    def connect(self, sources: Layouts, destinations: Layouts, remaining_s: RemainingTime) -> None:
+        plan = make_plan(sources, destinations)
+        self.plans, self.unused = split_plan(plan, sources), plan.unused
+        self.rounds = plan_rounds(plan)
+        self.one_host = len({layout.host for layout in (*sources, *destinations)}) == 1
+        self._join(remaining_s)
+
+    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferStats]:
+        if not self.joined:
+            self._join(remaining_s)
+        self.joined = False
+        sent = self.source.execute_all_async("send_weights", version)
+        received = self.destination.execute_all_async("receive_weights", version)
+        results = _wait_for_peers([*sent, *received], remaining_s)
+        checksums = self.plans.merge(results[: len(sent)])
+        stats: list[TransferStats] = results[len(sent) :]
+        self.step(self.destination, remaining_s, "finish", version, checksums)
+        self.joined = True
+        checksum = self.plans.digest(checksums)
+        return [replace(part, checksum=checksum) for part in stats]
+
+    def _join(self, remaining_s: RemainingTime) -> None:
+        """Form a new process group of all ranks, at first and after a failure."""
+        num_sources, num_engines = self.source.world_size, self.destination.world_size
+        world_size = num_sources + num_engines
+        created = Rendezvous(
+            "", secrets.token_hex(8), 0, world_size, num_sources, self.options.timeout_s, self.one_host
+        )
+        first = NcclSendSpec(self.plans.sources[0], self._rounds_of(0, side=0), created)
+        there = replace(created, address=self.open(self.source, [first], remaining_s)[0])
+        senders = [
+            NcclSendSpec(self.plans.sources[rank], self._rounds_of(rank, side=0), replace(there, rank=rank))
+            for rank in range(1, num_sources)
+        ]
+        self.open(self.source, senders, remaining_s, first_rank=1)
+        receivers = [
+            NcclReceiveSpec(
+                self.plans.destination(rank),
+                self._rounds_of(rank, side=1),
+                replace(there, rank=num_sources + rank),
+            )
+            for rank in range(num_engines)
+        ]
+        self.open(self.destination, receivers, remaining_s)
+        joins = [group.execute_all_async("weight_step", "join") for group in (self.source, self.destination)]
+        _wait_for_peers([*chain.from_iterable(joins)], remaining_s)
+        self.joined = True
+
+    def _rounds_of(self, rank: int, *, side: int) -> tuple[tuple[Message, ...], ...]:
+        """The messages of one rank in each round: `side` 0 for a trainer rank, 1 for a rollout rank."""
+        return tuple(
+            tuple((link[1 - side], copies) for link, copies in messages.items() if link[side] == rank)
+            for messages in self.rounds
+        )
+
+
+def _wait_for_peers(futures: Sequence[RankFuture], remaining_s: RemainingTime) -> list[Any]:
+    """The results of ranks that work together; of their errors the first that is not only about a lost peer."""
+    results, errors = list[Any](), list[Exception]()
+    for future in futures:
+        try:
+            results.append(future.get(remaining_s()))
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise next((error for error in errors if not isinstance(error, PeerLostError)), errors[0])
+    return results

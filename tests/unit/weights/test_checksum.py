@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from rlsys.types import Box
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.checksum import add_up, box_checksum, digest
+from rlsys.weights.checksum import add_checksums, box_checksum, digest
 from rlsys.weights.checksum_cpu import ROW_STREAM, WORD_STREAM
-from rlsys.weights.checksum_cuda import stretches
+from rlsys.weights.checksum_cuda import row_blocks
 from rlsys.weights.layout import view_of
-from rlsys.weights.verify import BoxSum, merge_sums
+from rlsys.weights.verify import BoxChecksum, merge_rank_checksums
 
 MASK = (1 << 64) - 1
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.float16]
@@ -65,9 +65,9 @@ def test_the_whole_is_the_definition_and_the_sum_of_any_parts(dtype: torch.dtype
         low[dim], high[dim], at[dim] = cut, size[dim] - cut, start[dim] + cut
         parts += [(start, tuple(low)), (tuple(at), tuple(high))]
     sums = [box_checksum(view_of(tensor, start, size), start, shape) for start, size in parts]
-    assert add_up(sums) == whole
-    boxes = [(BoxSum(Box("t", start, size), "", s),) for (start, size), s in zip(parts, sums, strict=True)]
-    assert merge_sums([*boxes, boxes[0]], {"t": shape}) == {"t": whole}
+    assert add_checksums(sums) == whole
+    boxes = [(BoxChecksum(Box("t", start, size), "", s),) for (start, size), s in zip(parts, sums, strict=True)]
+    assert merge_rank_checksums([*boxes, boxes[0]], {"t": shape}) == {"t": whole}
 
 
 @given(st.integers(0, 10**6))
@@ -99,7 +99,7 @@ def test_the_rows_that_a_gpu_reads_are_those_of_the_box(dtype: torch.dtype, size
     size = [rng.randint(1, n - s) for n, s in zip(sizes, start, strict=True)]
     values = view_of(tensor, start, size)
     total = 0
-    for part in stretches(values, start, sizes):
+    for part in row_blocks(values, start, sizes):
         words = memory_at(part.address, (part.rows - 1) * part.pitch + part.width)
         for row in range(part.rows):
             line = words[row * part.pitch :][: part.width]
@@ -117,12 +117,12 @@ def memory_at(address: int, num_bytes: int) -> bytes:
 def test_merging_demands_equal_replicas_and_no_gaps() -> None:
     low, high = Box("t", (0,), (3,)), Box("t", (3,), (2,))
     with pytest.raises(WeightTransferError, match="different values"):
-        merge_sums([(BoxSum(low, "", 1),), (BoxSum(low, "", 2),)], {"t": (5,)})
-    with pytest.raises(WeightTransferError, match=r"nobody holds .*start=\(3,\)"):
-        merge_sums([(BoxSum(low, "", 1),)], {"t": (5,)})
+        merge_rank_checksums([(BoxChecksum(low, "", 1),), (BoxChecksum(low, "", 2),)], {"t": (5,)})
+    with pytest.raises(WeightTransferError, match=r"no rank holds .*start=\(3,\)"):
+        merge_rank_checksums([(BoxChecksum(low, "", 1),)], {"t": (5,)})
     with pytest.raises(WeightTransferError, match="overlaps"):
-        merge_sums([(BoxSum(low, "", 1), BoxSum(Box("t", (2,), (3,)), "", 1))], {"t": (5,)})
-    assert merge_sums([(BoxSum(high, "", MASK),), (BoxSum(low, "", 2),)], {"t": (5,)}) == {"t": 1}
+        merge_rank_checksums([(BoxChecksum(low, "", 1), BoxChecksum(Box("t", (2,), (3,)), "", 1))], {"t": (5,)})
+    assert merge_rank_checksums([(BoxChecksum(high, "", MASK),), (BoxChecksum(low, "", 2),)], {"t": (5,)}) == {"t": 1}
 
 
 def test_digest_depends_on_names_and_sums_only() -> None:

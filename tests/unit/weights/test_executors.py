@@ -18,12 +18,12 @@ from rlsys.planning.engine_layout import EngineSizes, engine_layouts, local_shap
 from rlsys.planning.trainer_layout import megatron_layouts
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.executors.endpoints import WeightReceiver, WeightSender
-from rlsys.weights.executors.nccl import rounds_of
+from rlsys.weights.endpoints import WeightReceiver, WeightSender
+from rlsys.weights.executors.nccl import plan_rounds
 from rlsys.weights.layout import dtype_of, shard_view, view_of
 from rlsys.weights.learn import learn_layout
 from rlsys.weights.plan import Plan, make_plan
-from rlsys.weights.sharding_manager import Executor, MegatronSGLangShardingManager
+from rlsys.weights.sharding_manager import ExecutorName, MegatronSGLangShardingManager
 from tests.timing import scaled_s
 from tests.unit.models.megatron_families import tiny
 
@@ -123,7 +123,7 @@ def sides() -> tuple[list[Trainer], list[Engine]]:
 
 @pytest.mark.parametrize("executor", ["shm", "ipc", "nccl", "disk", "gather"])
 def test_megatron_to_a_learned_engine(
-    executor: Executor, sides: tuple[list[Trainer], list[Engine]], tmp_path: Path
+    executor: ExecutorName, sides: tuple[list[Trainer], list[Engine]], tmp_path: Path
 ) -> None:
     trainers, engines = sides
     assert {engine.learned.layout.loader for engine in engines} == {(ODD,)}
@@ -169,7 +169,7 @@ def test_what_goes_wrong_on_the_way_is_found(sides: tuple[list[Trainer], list[En
         trainers[1].tensors["0.embedding.word_embeddings.weight"].add_(1.0)
 
     engines[1].begin_update = step_meanwhile  # pyrefly: ignore
-    with pytest.raises(WeightTransferError, match=r"'model.embed_tokens.weight' that arrived is not the one"):
+    with pytest.raises(WeightTransferError, match=r"'model.embed_tokens.weight': the received values differ"):
         manager.push(1)
     assert [engine.quarantined for engine in engines] != [False, False]
     engines[1].begin_update = begin  # pyrefly: ignore
@@ -180,7 +180,7 @@ def test_what_goes_wrong_on_the_way_is_found(sides: tuple[list[Trainer], list[En
 def test_messages_are_bounded_and_complete(sides: tuple[list[Trainer], list[Engine]]) -> None:
     trainers, engines = sides
     plan = make_plan([t.layout for t in trainers], [e.secret for e in engines])
-    rounds = rounds_of(plan, staging_bytes=1 << 13)
+    rounds = plan_rounds(plan, staging_bytes=1 << 13)
     for messages in rounds:
         for side in (0, 1):
             for rank in {link[side] for link in messages}:

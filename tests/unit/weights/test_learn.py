@@ -131,7 +131,7 @@ def test_an_opaque_engine_is_learned(monkeypatch: pytest.MonkeyPatch, dtype: str
     for tp in range(tp_size):
         engine = Opaque(dtype_of(dtype), tp, tp_size)
         learned = learn_layout(engine.load, engine.tensors, shapes, dict.fromkeys(shapes, dtype), bucket_bytes=3000)
-        assert not learned.odd
+        assert not learned.loader_only
         assert not learned.absent
         assert not learned.restored
         assert {shard.box.tensor for shard in learned.layout.shards} == set(shapes)
@@ -177,9 +177,9 @@ def test_what_is_no_box_goes_through_the_loader() -> None:
     dtypes = dict.fromkeys(shapes, "bfloat16")
     learned = learn_layout(engine.load, engine.tensors, shapes, dtypes, max_boxes=20, by_loader=["k_bias"])
     assert set(learned.layout.loader) == {"embed", "gate", "up", "o", "k_bias"}
-    assert "more than 20 boxes" in learned.odd["embed"]
-    assert "float8" in learned.odd["o"]
-    assert "values" in learned.odd["up"]
+    assert "more than 20 boxes" in learned.loader_only["embed"]
+    assert "float8" in learned.loader_only["o"]
+    assert "values" in learned.loader_only["up"]
     assert learned.layout.dtypes["norm"] == "float32"
     held = {name for name in shapes if name not in learned.layout.loader}
     assert {shard.box.tensor for shard in learned.layout.shards} == held
@@ -213,7 +213,7 @@ def test_a_replicated_tensor_is_filled_everywhere() -> None:
             copies["c"][1, :, :6], copies["c"][2, :, 5:11] = full, full
 
     learned = learn_layout(load, lambda: copies, {"w": (4, 6)}, {"w": "float32"})
-    assert not learned.odd
+    assert not learned.loader_only
     assert_replay_is_the_loader(learned, lambda: copies, random_tensors({"w": (4, 6)}, torch.float32), load)
 
 
@@ -236,7 +236,7 @@ def test_real_models_are_learned() -> None:
         )
         found = {(s.box.tensor, s.box.start, s.box.shape, s.local, s.local_start) for s in learned.layout.shards}
         assert found == {(s.box.tensor, s.box.start, s.box.shape, s.local, s.local_start) for s in known.shards}
-        assert not learned.odd
+        assert not learned.loader_only
 
 
 def test_a_loader_that_refuses_is_told() -> None:
@@ -272,5 +272,5 @@ def test_any_strided_part_is_learned(data: st.DataObject) -> None:
 
     local = {"p": line if flat else param}
     learned = learn_layout(load, lambda: local, {"w": tuple(shape)}, {"w": "float32"})
-    assert not learned.odd
+    assert not learned.loader_only
     assert_replay_is_the_loader(learned, lambda: local, random_tensors({"w": tuple(shape)}, torch.float32), load)

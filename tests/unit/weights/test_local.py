@@ -64,7 +64,7 @@ def test_weights_arrive_whole_or_not_at_all(partial: bool) -> None:
     assert all(torch.equal(good.local_tensors()[name], tensor) for name, tensor in trainer.tensors.items())
     assert (good.health()["version"], good.health()["quarantined"]) == (5, False)
     bad = Forgetful(model_of(2))
-    with pytest.raises(WeightTransferError, match=r"'model\.norm\.weight' that arrived is not the one"):
+    with pytest.raises(WeightTransferError, match=r"'model\.norm\.weight': the received values differ"):
         reshard_local(trainer, bad, version=5)
     assert (bad.health()["version"], bad.health()["quarantined"]) == (0, True)
 

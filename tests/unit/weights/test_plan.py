@@ -16,9 +16,18 @@ from torch import Tensor
 
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.layout import check_layouts, gaps, intersect, num_elements, shard_view, subtract, view_of, whole_box
+from rlsys.weights.layout import (
+    check_layouts,
+    intersect,
+    missing_boxes,
+    num_elements,
+    shard_view,
+    subtract,
+    view_of,
+    whole_box,
+)
 from rlsys.weights.plan import Plan, make_plan
-from rlsys.weights.verify import box_sums, merge_sums
+from rlsys.weights.verify import layout_checksums, merge_rank_checksums
 
 
 @dataclass
@@ -110,7 +119,9 @@ def test_any_layout_reaches_any_other(seed: int) -> None:
     assert plan.num_bytes == sum(num_elements(s.box) * itemsize for r in destinations for s in r.layout.shards)
     assert sum(plan.bytes_by_link().values()) == plan.num_bytes
     sums = [
-        merge_sums([box_sums(r.layout, r.tensors, dict.fromkeys(shapes, dtype)) for r in side], shapes)
+        merge_rank_checksums(
+            [layout_checksums(r.layout, r.tensors, dict.fromkeys(shapes, dtype)) for r in side], shapes
+        )
         for side in (sources, destinations)
     ]
     assert sums[0] == sums[1]
@@ -197,11 +208,11 @@ def test_what_does_not_fit_is_named() -> None:
         check_layouts([whole, rows(1, "a", 10, 3)], "rollout")
     with pytest.raises(WeightTransferError, match="disagree on 'w'"):
         check_layouts([whole, rows(1, "a", 0, 2, full=13)], "trainer")
-    assert gaps([rows(0, "a", 0, 5), rows(1, "a", 5, 7)]) == []
+    assert missing_boxes([rows(0, "a", 0, 5), rows(1, "a", 5, 7)]) == []
     tensors = {"w": torch.zeros(3, 4)}
     with pytest.raises(WeightTransferError, match=r"which is \(3, 4\)"):
         shard_view(tensors, whole.shards[0])
-    with pytest.raises(WeightTransferError, match="'w' that is not there"):
+    with pytest.raises(WeightTransferError, match="'w' that does not exist"):
         shard_view({}, whole.shards[0])
 
 

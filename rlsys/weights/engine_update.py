@@ -1,9 +1,9 @@
-"""A rollout engine as a transfer writes into it: its own parameters, and room for what only its loader can place."""
+"""A rollout engine while a transfer writes into it: its parameters, and staging for what only its loader can place."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,18 +16,8 @@ from rlsys.weights.layout import device_of, dtype_of, whole_box
 STAGED = "loader:"
 
 
-@dataclass(frozen=True)
-class Moved:
-    """What one rank did for a push; `checksum` is over all tensors that were pushed, "" for a rank that cannot tell."""
-
-    version: int
-    num_bytes: int
-    seconds: float
-    checksum: str
-
-
-class Target:
-    """The engine from `begin` to `finish`, quarantined in between."""
+class EngineUpdate:
+    """An update of one engine, which is quarantined from `begin` to `finish`."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
@@ -35,11 +25,12 @@ class Target:
         self._staged: dict[str, Tensor] = {}
 
     def begin(self) -> Mapping[str, Tensor]:
-        """Quarantine the engine; the tensors to write into, those for its loader among them."""
+        """Quarantine the engine; returns `tensors()`."""
         self.engine.begin_update()
         return self.tensors()
 
     def tensors(self) -> Mapping[str, Tensor]:
+        """The tensors to write into by local name: the engine's own, and staging tensors for its loader."""
         own = self.engine.local_tensors()
         device = device_of(own)
         for name in self.layout.loader:
@@ -49,7 +40,7 @@ class Target:
         return {**own, **{STAGED + name: tensor for name, tensor in self._staged.items()}}
 
     def finish(self, version: int) -> None:
-        """Hand what was staged to the engine's loader and release the engine."""
+        """Load the staged tensors through the engine's loader and release the engine."""
         if self._staged:
             self.engine.load(list(self._staged.items()))
             self._staged = {}
@@ -57,11 +48,11 @@ class Target:
 
 
 def with_staging(layout: WeightLayout) -> WeightLayout:
-    """The layout with a shard for every tensor of the loader: whole, in a local tensor that `Target` provides."""
+    """The layout with one shard for each tensor in `loader`: whole, in a staging tensor of `EngineUpdate`."""
     if any(shard.local.startswith(STAGED) for shard in layout.shards):
         return layout
-    if lacking := [name for name in layout.loader if name not in layout.full_shapes]:
-        raise WeightTransferError(f"the engine's layout gives no shape for its loader's tensors {lacking}")
+    if missing := [name for name in layout.loader if name not in layout.full_shapes]:
+        raise WeightTransferError(f"the engine's layout has no shape for the tensors of its loader: {missing}")
     staged = (
         Shard(whole_box(name, layout.full_shapes[name]), STAGED + name, (0,) * len(layout.full_shapes[name]))
         for name in layout.loader

@@ -17,15 +17,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Pair = tuple[Tensor, Tensor]
-Method = Literal["auto", "kernel", "foreach", "loop"]
+TensorPair = tuple[Tensor, Tensor]
+CopyMethod = Literal["auto", "kernel", "foreach", "loop"]
 SMALLEST_TILE_BYTES, LARGEST_TILE_BYTES, MANY_TILES = 1 << 15, 1 << 18, 1 << 16
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class StridedBytes:
     """`rows` stretches of `width` bytes from address `source` to `target`, each a pitch apart."""
 
     source: int
@@ -36,18 +36,18 @@ class Span:
     target_pitch: int
 
 
-class Replay:
+class BatchedCopy:
     """Copies from the second tensor of each pair into the first; all destinations are on one device."""
 
-    def __init__(self, pairs: Sequence[Pair], *, method: Method = "auto") -> None:
+    def __init__(self, pairs: Sequence[TensorPair], *, method: CopyMethod = "auto") -> None:
         """`method`: "kernel" (GPU), "foreach", "loop"; "auto" takes the kernel where it works. Dtypes may differ."""
         self.pairs = [(target.detach(), source.detach()) for target, source in pairs if target.numel()]
         on_gpu = bool(self.pairs) and self.pairs[0][0].is_cuda
-        self.method: Method = ("kernel" if on_gpu else "foreach") if method == "auto" else method
+        self.method: CopyMethod = ("kernel" if on_gpu else "foreach") if method == "auto" else method
         self.num_bytes = sum(target.numel() * target.element_size() for target, _ in self.pairs)
         self._tables: list[tuple[Tensor, int, bool]] = []
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._cast: list[Pair] = []
+        self._cast: list[TensorPair] = []
         if self.method == "kernel":
             self._compile(fall_back=method == "auto")
         if self.method == "foreach":
@@ -79,7 +79,7 @@ class Replay:
 
     def _group(self) -> None:
         groups: dict[tuple, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-        for target, source in merged_views(self.pairs):
+        for target, source in merge_contiguous(self.pairs):
             plain = target.is_contiguous() and source.is_contiguous()
             if target.dtype == source.dtype:
                 target, source = bits_of(target), bits_of(source)
@@ -96,7 +96,7 @@ class Replay:
         tile_bytes = SMALLEST_TILE_BYTES
         while tile_bytes < LARGEST_TILE_BYTES and self.num_bytes > tile_bytes * MANY_TILES:
             tile_bytes *= 2
-        for span in merge_spans([span for pair in same for span in spans_of(*pair)]):
+        for span in merge_touching([span for pair in same for span in strided_bytes(*pair)]):
             for word_bytes, pitched, tile in tiles_of(span, tile_bytes):
                 tiles[word_bytes, pitched].append(tile)
         self._tables = [
@@ -118,7 +118,7 @@ def bits_of(tensor: Tensor) -> Tensor:
     return tensor.view(BITS[tensor.element_size()]) if tensor.element_size() in BITS else tensor
 
 
-def spans_of(target: Tensor, source: Tensor) -> Iterator[Span]:
+def strided_bytes(target: Tensor, source: Tensor) -> Iterator[StridedBytes]:
     """The bytes of a pair of equal dtype and shape as rows of contiguous stretches."""
     itemsize = target.element_size()
     dims = [(n, a, b) for n, a, b in zip(target.shape, target.stride(), source.stride(), strict=True) if n > 1]
@@ -132,29 +132,29 @@ def spans_of(target: Tensor, source: Tensor) -> Iterator[Span]:
     for index in product(*(range(n) for n, _, _ in dims)):
         to = base_target + itemsize * sum(i * step for i, (_, step, _) in zip(index, dims, strict=True))
         of = base_source + itemsize * sum(i * step for i, (_, _, step) in zip(index, dims, strict=True))
-        yield Span(of, to, rows, width * itemsize, b * itemsize, a * itemsize)
+        yield StridedBytes(of, to, rows, width * itemsize, b * itemsize, a * itemsize)
 
 
-def merge_spans(spans: Sequence[Span]) -> list[Span]:
+def merge_touching(spans: Sequence[StridedBytes]) -> list[StridedBytes]:
     """The same bytes in as few spans as touching stretches allow."""
-    merged: list[Span] = []
+    merged: list[StridedBytes] = []
     for span in sorted(spans, key=lambda span: span.target):
         last = merged[-1] if merged else None
         if last and last.rows == span.rows == 1 and _touch(last, span):
-            merged[-1] = Span(last.source, last.target, 1, (n := last.width + span.width), n, n)
+            merged[-1] = StridedBytes(last.source, last.target, 1, (n := last.width + span.width), n, n)
         else:
             merged.append(span)
     return merged
 
 
-def merged_views(pairs: Sequence[Pair]) -> list[Pair]:
+def merge_contiguous(pairs: Sequence[TensorPair]) -> list[TensorPair]:
     """Pairs with the contiguous ones merged, as long as they lie in one storage on either side."""
     plain, rest = [], []
     for target, source in pairs:
         same = target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
         (plain if same else rest).append((target, source))
     plain.sort(key=lambda pair: pair[0].data_ptr())
-    runs: list[list[Pair]] = []
+    runs: list[list[TensorPair]] = []
     for pair in plain:
         if runs and _follows(runs[-1][-1], pair):
             runs[-1].append(pair)
@@ -163,11 +163,11 @@ def merged_views(pairs: Sequence[Pair]) -> list[Pair]:
     return [*(_joined(run) for run in runs), *rest]
 
 
-def _touch(last: Span, span: Span) -> bool:
+def _touch(last: StridedBytes, span: StridedBytes) -> bool:
     return last.target + last.width == span.target and last.source + last.width == span.source
 
 
-def _follows(last: Pair, pair: Pair) -> bool:
+def _follows(last: TensorPair, pair: TensorPair) -> bool:
     return all(
         a.dtype == b.dtype
         and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
@@ -176,7 +176,7 @@ def _follows(last: Pair, pair: Pair) -> bool:
     )
 
 
-def _joined(run: Sequence[Pair]) -> Pair:
+def _joined(run: Sequence[TensorPair]) -> TensorPair:
     if len(run) == 1:
         return run[0]
     count = sum(target.numel() for target, _ in run)
@@ -184,7 +184,7 @@ def _joined(run: Sequence[Pair]) -> Pair:
     return target, source
 
 
-def tiles_of(span: Span, tile_bytes: int) -> Iterator[tuple[int, bool, tuple[int, ...]]]:
+def tiles_of(span: StridedBytes, tile_bytes: int) -> Iterator[tuple[int, bool, tuple[int, ...]]]:
     """(word bytes, pitched, row of the kernel's table) of each tile of a span."""
     if span.rows == 1:
         aligned = not (span.source % 16 or span.target % 16)

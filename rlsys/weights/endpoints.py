@@ -1,0 +1,104 @@
+"""The two endpoints of a transfer, as mixins of the workers that hold the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
+
+from rlsys.interfaces import RolloutEngine, TrainEngine
+from rlsys.types import WeightLayout
+from rlsys.utils.errors import WeightTransferError
+from rlsys.weights.engine_update import with_staging
+from rlsys.weights.executors.base import TransferStats
+from rlsys.weights.executors.cuda_ipc import IpcExporter, IpcExportSpec, IpcImporter, IpcImportSpec
+from rlsys.weights.executors.disk import DiskReader, DiskSpec, DiskWriter
+from rlsys.weights.executors.gather import GatherLoader, GatherSender, GatherSpec
+from rlsys.weights.executors.nccl import NcclReceiver, NcclReceiveSpec, NcclSender, NcclSendSpec
+from rlsys.weights.layout import device_of
+from rlsys.weights.verify import BoxChecksum, layout_checksums
+
+Spec = IpcExportSpec | IpcImportSpec | NcclSendSpec | NcclReceiveSpec | DiskSpec | GatherSpec
+SENDERS: dict[type, Callable[[Any, TrainEngine], Any]] = {
+    IpcExportSpec: IpcExporter,
+    NcclSendSpec: NcclSender,
+    DiskSpec: DiskWriter,
+    GatherSpec: GatherSender,
+}
+RECEIVERS: dict[type, Callable[[Any, RolloutEngine], Any]] = {
+    IpcImportSpec: IpcImporter,
+    NcclReceiveSpec: NcclReceiver,
+    DiskSpec: DiskReader,
+    GatherSpec: GatherLoader,
+}
+STEPS = ("join", "confirm", "prepare", "commit", "bucket", "finish")
+
+
+class WeightEndpoint:
+    """One rank of a transfer, whichever executor carries it; `engine` is the rank's engine."""
+
+    engine: Any
+    _sides: Mapping[type, Callable[[Any, Any], Any]]
+    _side: Any = None
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def weight_layout(self) -> WeightLayout:
+        """The engine's layout with its device and digest, and staging for its loader's tensors."""
+        device = device_of(self.engine.local_tensors()).type
+        layout = replace(with_staging(self.engine.weight_layout()), device=device, digest="")
+        text = repr(replace(layout, rank=0, host="")).encode()
+        return replace(layout, digest=blake2b(text, digest_size=16).hexdigest())
+
+    def open_weight_transfer(self, spec: Spec) -> Any:
+        """Join a transfer, leaving an earlier one; returns what peers need to reach this rank."""
+        self.close_weight_transfer()
+        self._side = self._sides[type(spec)](spec, self.engine)
+        return getattr(self._side, "address", None)
+
+    def weight_step(self, step: str, *args: Any) -> Any:
+        """Run one of the executor's own steps, see STEPS."""
+        if step not in STEPS:
+            raise ValueError(f"'{step}' is not a step of a weight transfer; choose from {', '.join(STEPS)}")
+        return getattr(self._opened(), step)(*args)
+
+    def weight_checksum(self, dtypes: Mapping[str, str] | None = None) -> tuple[BoxChecksum, ...]:
+        """Checksums of this rank's boxes, each cast first to the dtype named for its tensor."""
+        return layout_checksums(self.engine.weight_layout(), self.engine.local_tensors(), dtypes)
+
+    def close_weight_transfer(self) -> None:
+        """Leave the transfer, if this rank joined one."""
+        if self._side is not None:
+            self._side.close()
+            self._side = None
+
+    def _opened(self) -> Any:
+        if self._side is None:
+            raise WeightTransferError("this rank has not joined a weight transfer: connect first")
+        return self._side
+
+
+class WeightSender(WeightEndpoint):
+    """A trainer rank."""
+
+    _sides = SENDERS
+
+    def send_weights(self, version: int) -> Any:
+        """Give the engine's weights as a version; returns what the executor tells the other ranks about it."""
+        return self._opened().send(version)
+
+
+class WeightReceiver(WeightEndpoint):
+    """A rollout rank."""
+
+    _sides = RECEIVERS
+
+    def receive_weights(self, version: int, *args: Any) -> TransferStats:
+        """Write a version into the engine; `args` are what the executor passes on from the senders."""
+        return self._opened().receive(version, *args)
+
+    def weight_difference(self) -> dict[str, float]:
+        """The largest absolute difference to what the trainer last sent, by its tensor; empty where it is unknown."""
+        return self._side.differences() if hasattr(self._side, "differences") else {}

@@ -1,0 +1,127 @@
+"""A plan split by rank, with the checksums that prove that each copy arrived: shared by `ipc`, `shm` and `nccl`.
+
+Copies of the same elements in the same dtype have one checksum id; the first trainer rank that gives them computes the
+checksum, every engine that receives them compares its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlsys.types import Box, WeightLayout
+from rlsys.utils.errors import WeightTransferError
+from rlsys.weights.checksum import BoxValues, box_checksums, digest, prepared_checksums
+from rlsys.weights.layout import dtype_of, view_of
+from rlsys.weights.plan import Copy, Plan
+from rlsys.weights.tables import unique_layouts
+from rlsys.weights.verify import merge_box_checksums
+
+Checksums = Callable[[], list[int]]
+"""Computes the checksums of the same boxes at every call."""
+
+
+@dataclass(frozen=True)
+class SourcePlan:
+    """A trainer rank's part: the local tensors it gives from, and the copies whose checksums it computes, in order."""
+
+    local_names: tuple[str, ...]
+    checksummed: tuple[Copy, ...]
+    full_shapes: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class DestinationPlan:
+    """An engine rank's part: its copies, and the checksum id of each."""
+
+    copies: tuple[Copy, ...]
+    checksum_ids: tuple[int, ...]
+    full_shapes: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class RankPlans:
+    """The parts of all ranks; `checksum_ids` are the ids of the checksums of each trainer rank."""
+
+    plan: Plan
+    sources: tuple[SourcePlan, ...]
+    checksum_ids: tuple[np.ndarray, ...]
+
+    def destination(self, rank: int) -> DestinationPlan:
+        """The part of an engine rank."""
+        chosen = np.flatnonzero(self.plan.moves[:, 4] == rank)
+        copies, shapes = self.plan.select(chosen), self.sources[0].full_shapes
+        return DestinationPlan(
+            copies=copies,
+            checksum_ids=tuple(self.plan.checksum_ids[0][chosen].tolist()),
+            full_shapes={name: shapes[name] for name in {copy.tensor for copy in copies}},
+        )
+
+    def merge(self, by_rank: Sequence[np.ndarray]) -> np.ndarray:
+        """The checksums of all trainer ranks, indexed by id."""
+        merged = np.empty(sum(map(len, by_rank)), np.uint64)
+        for ids, checksums in zip(self.checksum_ids, by_rank, strict=True):
+            merged[ids] = checksums
+        return merged
+
+    def digest(self, checksums: np.ndarray) -> str:
+        """One checksum for all tensors, the same for any layouts."""
+        boxes: dict[str, dict[Box, int]] = {}
+        for copy, number in self._checksummed:
+            boxes.setdefault(copy.tensor, {}).setdefault(copy.box, int(checksums[number]))
+        shapes = self.sources[0].full_shapes
+        return digest({name: merge_box_checksums(name, tuple(shapes[name]), held) for name, held in boxes.items()})
+
+    @cached_property
+    def _checksummed(self) -> list[tuple[Copy, int]]:
+        copies = [copy for source in self.sources for copy in source.checksummed]
+        return list(zip(copies, np.concatenate(self.checksum_ids).tolist(), strict=True))
+
+
+def split_plan(plan: Plan, sources: Sequence[WeightLayout]) -> RankPlans:
+    """Split a plan by rank; `sources` are ordered by rank."""
+    _, first = plan.checksum_ids
+    source_ranks = plan.moves[first, 3]
+    shapes = {name: tuple(shape) for layout in unique_layouts(sources) for name, shape in layout.full_shapes.items()}
+    parts, ids = list[SourcePlan](), list[np.ndarray]()
+    for layout in sources:
+        ids.append(np.flatnonzero(source_ranks == layout.rank))
+        given = np.unique(plan.source_places.local[plan.moves[plan.moves[:, 3] == layout.rank, 1]])
+        parts.append(SourcePlan(tuple(plan.locals[n] for n in given), plan.select(first[ids[-1]]), shapes))
+    return RankPlans(plan, tuple(parts), tuple(ids))
+
+
+@torch.no_grad()
+def source_checksums(plan: SourcePlan, tensors: Mapping[str, Tensor]) -> Checksums:
+    """The checksums of a trainer rank, each of the values cast to the dtype in which they will arrive."""
+
+    def values_of(copy: Copy) -> BoxValues:
+        values = view_of(tensors[copy.source_local], copy.source_start, copy.shape)
+        return values.to(dtype_of(copy.dtype)), copy.start, plan.full_shapes[copy.tensor]
+
+    if all(tensors[copy.source_local].dtype == dtype_of(copy.dtype) for copy in plan.checksummed):
+        return prepared_checksums([values_of(copy) for copy in plan.checksummed])
+    return lambda: box_checksums(values_of(copy) for copy in plan.checksummed)
+
+
+@torch.no_grad()
+def received_checksums(plan: DestinationPlan, tensors: Mapping[str, Tensor]) -> Checksums:
+    """The checksums of an engine rank's copies where they were written."""
+    return prepared_checksums(
+        [
+            (view_of(tensors[copy.local], copy.local_start, copy.shape), copy.start, plan.full_shapes[copy.tensor])
+            for copy in plan.copies
+        ]
+    )
+
+
+def check_received(plan: DestinationPlan, received: Sequence[int], sent: np.ndarray) -> None:
+    """WeightTransferError naming a tensor whose received values are not those the trainer sent."""
+    for copy, number, checksum in zip(plan.copies, plan.checksum_ids, received, strict=True):
+        if checksum != int(sent[number]):
+            raise WeightTransferError(f"tensor '{copy.tensor}': the received values differ from the trainer's")

@@ -1,0 +1,104 @@
+"""Memory shared by the processes of one host, and tensors packed side by side in it.
+
+The memory is an anonymous file (Linux memfd): it has no name in any directory, so nothing is left behind after a
+kill -9 of any process, and a small /dev/shm does not limit it. Other processes of the same user open it through the
+creator's entry in /proc, as long as the creator lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from rlsys.utils.errors import WeightTransferError
+from rlsys.weights.layout import dtype_of, element_bytes
+
+ALIGN_BYTES = 64
+
+
+class SharedMemory:
+    """`path` opens it in another process of this host; `bytes` is the mapped memory as a uint8 tensor."""
+
+    def __init__(self, fd: int, path: str, num_bytes: int) -> None:
+        self._fd, self.path = fd, path
+        self._map = mmap.mmap(fd, num_bytes)
+        self.bytes: Tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+
+    @classmethod
+    def create(cls, num_bytes: int) -> SharedMemory:
+        """Zeros, reserved at once; WeightTransferError when there is not enough memory."""
+        if sys.platform != "linux":
+            raise WeightTransferError("shared-memory weight transfer needs Linux; colocate trainer and rollout instead")
+        fd = os.memfd_create("rlsys-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, num_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            return cls(fd, f"/proc/{os.getpid()}/fd/{fd}", num_bytes)
+        except OSError as error:
+            os.close(fd)
+            raise WeightTransferError(
+                f"cannot allocate {num_bytes / 2**20:.0f} MiB of shared memory for weights: {error}"
+            ) from error
+
+    @classmethod
+    def open(cls, path: str, num_bytes: int) -> SharedMemory:
+        """Map the memory of another process, or a file; WeightTransferError when it is missing or of another size."""
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise WeightTransferError(f"cannot open the trainer's shared memory {path}: {error}") from error
+        if (size := os.fstat(fd).st_size) != num_bytes:
+            os.close(fd)
+            raise WeightTransferError(f"{path} has {size} bytes instead of the expected {num_bytes}")
+        return cls(fd, path, num_bytes)
+
+    def close(self) -> None:
+        """Unmap as soon as no tensor uses the memory any more."""
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+        with contextlib.suppress(BufferError):
+            self._map.close()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+@dataclass(frozen=True)
+class PackedTensor:
+    """A whole tensor in a block of memory, `offset` bytes from its start."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * element_bytes(self.dtype)
+
+
+def pack_tensors(
+    tensors: Iterable[tuple[str, tuple[int, ...], str]], *, align_bytes: int = ALIGN_BYTES
+) -> tuple[tuple[PackedTensor, ...], int]:
+    """Places for tensors (name, shape, dtype) one after the other, and the bytes of all of them, at least one."""
+    packed, end = list[PackedTensor](), 0
+    for name, shape, dtype in tensors:
+        packed.append(PackedTensor(name, tuple(shape), dtype, end))
+        end = -(-(end + packed[-1].num_bytes) // align_bytes) * align_bytes
+    return tuple(packed), max(end, 1)
+
+
+def unpack_tensors(memory: Tensor, packed: Iterable[PackedTensor]) -> dict[str, Tensor]:
+    """Views of packed tensors in the bytes of their memory, by name."""
+    return {
+        entry.name: memory[entry.offset : entry.offset + entry.num_bytes].view(dtype_of(entry.dtype)).view(entry.shape)
+        for entry in packed
+    }
