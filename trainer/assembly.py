@@ -9,7 +9,7 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from rlsys.algorithms import filter_groups
+from rlsys.algorithms import filter_groups, get_kl_controller
 from rlsys.config import PPOConfig
 from rlsys.config.plan import BatchPlan
 from rlsys.config.schema.algorithm import FilterGroupsConfig
@@ -18,7 +18,6 @@ from rlsys.config.schema.model import FSDPConfig
 from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.group import group_fleet
 from rlsys.interfaces import ExperienceSource
-from trainer.advantages import advantage_settings, kl_controller
 from trainer.evaluation import OnValidation, Validation, validation
 from trainer.generation import GradedRollout, answer_printer, fleet_generate, training_sampling
 from trainer.groups import WorkerGroups
@@ -131,7 +130,7 @@ def assemble(
         )
         return TrainerParts(
             source,
-            Steps(cfg, plan, groups, residency, reporter, advantage_settings(cfg), kl_controller(cfg)),
+            Steps(cfg, plan, groups, residency, reporter, get_kl_controller(cfg.algorithm.kl_ctrl)),
             weights,
             None
             if inputs.val_dataset is None

@@ -8,7 +8,6 @@ from typing import Any
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.plan import BatchPlan
 from rlsys.fleet.external.settings import settings_of
-from trainer.advantages import policy_loss_mode, rollout_correction
 from trainer.backend import WorkerBackend, load_tokenizer, running_backend, start_backend
 from trainer.groups import Role
 from trainer.ppo import RayPPOTrainer
@@ -74,7 +73,7 @@ def _build(config: PPOConfig, plan: BatchPlan, backend: WorkerBackend) -> RayPPO
     actor = MegatronPPOWorker if config.actor_rollout_ref.actor.strategy == "megatron" else ActorWorker
     rollout = config.actor_rollout_ref.rollout
     worker_args: dict[Role, tuple[Any, ...]] = {
-        Role.Actor: (actor, config.actor_rollout_ref, for_workers),
+        Role.Actor: (actor, config.actor_rollout_ref, config.algorithm, for_workers),
         Role.Rollout: (ROLLOUT_WORKERS.get(rollout.name), model, rollout, for_workers),
         Role.Critic: (CriticWorker, config.critic, for_workers),
         Role.RefPolicy: (ReferenceWorker, config.actor_rollout_ref, for_workers),
@@ -126,21 +125,14 @@ def place_roles(config: PPOConfig, plan: BatchPlan) -> tuple[dict[Role, str], di
 
 def engine_run(config: PPOConfig, plan: BatchPlan, backend: WorkerBackend, *, num_steps: int) -> EngineRun:
     """What the workers need to know of the run."""
-    actor = config.actor_rollout_ref.actor
     warm = config.trainer.critic_warmup
     return EngineRun(
         device=backend.device,
         nccl_timeout_s=config.actor_rollout_ref.nccl_timeout,
-        temperature=config.actor_rollout_ref.rollout.temperature,
-        max_response_tokens=config.data.max_response_length,
-        samples=plan.samples,
-        num_answers=plan.answers,
+        step_rows=plan.samples,
+        rollout_n=plan.answers,
         actor_steps=max(1, (num_steps - warm) * plan.actor.optimizer_steps),
         critic_steps=num_steps * plan.critic.optimizer_steps if plan.critic else -1,
-        with_entropy=actor.calculate_entropy,
-        with_sum_pi_squared=config.algorithm.adv_estimator.endswith("optimal_token_baseline"),
-        loss_mode=policy_loss_mode(config),
-        correction=rollout_correction(config),
         num_threads=backend.num_threads,
         keep_asleep=not drops_weights_on_sleep(config),
     )

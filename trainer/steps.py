@@ -13,7 +13,7 @@ from rlsys.batching import balance_rows, seqlen_metrics
 from rlsys.config import PPOConfig
 from rlsys.config.plan import BatchPlan
 from rlsys.protocol import DataProto
-from trainer.advantages import AdvantageSettings, rewards_to_advantages
+from trainer.advantages import rewards_to_advantages
 from trainer.groups import WorkerGroups
 from trainer.reporting import Reporter
 from trainer.residency import Residency, Resident
@@ -33,7 +33,6 @@ class Steps:
     groups: WorkerGroups
     residency: Residency
     reporter: Reporter
-    settings: AdvantageSettings
     kl_ctrl: KLController
 
     def balance(self, batch: DataProto, step: int) -> DataProto:
@@ -90,7 +89,7 @@ class Steps:
     def advantages(self, batch: DataProto) -> DataProto:
         """Shape rewards, correct for the rollout's own distribution, and estimate advantages; all on the controller."""
         with self.reporter.stage("adv"):
-            batch, metrics = rewards_to_advantages(batch, self.settings, self.kl_ctrl)
+            batch, metrics = rewards_to_advantages(batch, self.cfg, self.kl_ctrl)
         self.reporter.add(metrics)
         return batch
 

@@ -106,7 +106,7 @@ class SupervisedTrainer(CheckpointedLoop):
         engine_run = EngineRun(
             device=backend.device,
             nccl_timeout_s=config.nccl_timeout,
-            samples=data.train_batch_size * 2,
+            step_rows=data.train_batch_size * 2,
             actor_steps=self.total_steps,
             num_threads=backend.num_threads,
         )

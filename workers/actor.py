@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlsys.config.schema.actor import ActorRolloutRefConfig
+from rlsys.config.schema.algorithm import AlgorithmConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.actor import PPOActor
 from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -13,7 +14,7 @@ from rlsys.weights.executors.base import TransferStats
 from rlsys.weights.executors.in_process import local_checksums, reshard_local
 from rlsys.weights.verify import LayoutChecksums
 from workers.base import EngineWorker
-from workers.build import EngineRun, actor_settings, build_actor_engine, meter_of
+from workers.build import EngineRun, build_actor_engine, make_mfu_meter
 from workers.colocated import local_rollout
 
 MESH = "actor"
@@ -23,24 +24,32 @@ BY_MESH: Any = make_nd_compute_dataproto_dispatch_fn(MESH)
 class ActorWorker(EngineWorker, WeightSender):
     """One rank of the actor."""
 
-    def __init__(self, config: ActorRolloutRefConfig, run: EngineRun) -> None:
-        self.cfg, self.run = config, run
+    def __init__(self, config: ActorRolloutRefConfig, algorithm: AlgorithmConfig, run: EngineRun) -> None:
+        self.cfg, self.algorithm, self.run = config, algorithm, run
         self.saves_hf_model = "hf_model" in config.actor.checkpoint.save_contents
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the model and its optimizer."""
         self.use_engine(build_actor_engine(self.cfg, self.run), MESH)
-        self.actor = PPOActor(self.engine, actor_settings(self.cfg, self.run, dp_size=self.engine.dp_size))
-        self.mfu = meter_of(self.cfg.model, self.engine, self.run)
+        self.actor = PPOActor(
+            self.engine,
+            self.cfg.actor,
+            rollout_n=self.run.rollout_n,
+            rollout_correction=self.algorithm.rollout_correction,
+        )
+        self.mfu = make_mfu_meter(self.cfg.model, self.engine, self.run)
 
     @register(dispatch_mode=BY_MESH)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs` and, where asked for, `entropys` and `sum_pi_squared` (B, R)."""
-        entropy, sum_pi_squared = self.run.with_entropy, self.run.with_sum_pi_squared
-        with self.mfu("actor_infer", data) as used:
-            found = self.actor.compute_logp(data, entropy=entropy, sum_pi_squared=sum_pi_squared)
-        return DataProto(found.batch, meta_info={"metrics": used})
+        with self.mfu("actor_infer", data) as mfu:
+            columns = self.actor.compute_logp(
+                data,
+                entropy=self.cfg.actor.calculate_entropy,
+                sum_pi_squared=self.algorithm.adv_estimator.endswith("optimal_token_baseline"),
+            )
+        return DataProto(columns.batch, meta_info={"metrics": mfu})
 
     @register(dispatch_mode=BY_MESH)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -51,9 +60,9 @@ class ActorWorker(EngineWorker, WeightSender):
     @register(dispatch_mode=BY_MESH)
     def update_actor(self, data: DataProto) -> DataProto:
         """Train on this rank's rows; the metrics are global means."""
-        with self.mfu("actor", data, epochs=self.cfg.actor.ppo_epochs) as used:
+        with self.mfu("actor", data, epochs=self.cfg.actor.ppo_epochs) as mfu:
             metrics = self.actor.ppo_update(data)
-        return DataProto(meta_info={"metrics": metrics | used})
+        return DataProto(meta_info={"metrics": metrics | mfu})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def reshard_weights(self, version: int) -> TransferStats:

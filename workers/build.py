@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from rlsys.algorithms import ActorObjective, PolicyLossParams, RolloutCorrection
 from rlsys.config import RMConfig, SFTConfig
-from rlsys.config.schema.actor import ActorConfig, ActorRolloutRefConfig, CriticConfig
+from rlsys.config.schema.actor import ActorRolloutRefConfig, CriticConfig
 from rlsys.config.schema.algorithm import RewardModelConfig
 from rlsys.config.schema.megatron import MegatronConfig, MegatronRoleConfig
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig, ShardConfig
@@ -21,16 +20,14 @@ from rlsys.engines.fsdp.engine import FSDPEngine, FsdpOptions, Precision
 from rlsys.engines.fsdp.optim import OptimSettings
 from rlsys.engines.mesh import Parallel, ensure_process_group
 from rlsys.engines.micro_batches import MicroBatches
+from rlsys.models.flops import peak_flops
 from rlsys.models.hf import ModelSource, read_config
 from rlsys.models.lora import LoraSettings
 from rlsys.models.megatron.family import family_of
 from rlsys.models.megatron.options import ModelOptions
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
-from rlsys.roles.actor import ActorSettings
-from rlsys.roles.critic import CriticSettings
-from rlsys.roles.update import UpdateSettings
 from rlsys.utils.errors import ConfigError
-from workers.mfu import MfuMeter, mfu_meter
+from workers.mfu import MfuMeter
 
 if TYPE_CHECKING:
     from rlsys.engines.megatron.engine import MegatronEngine
@@ -40,23 +37,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineRun:
-    """What a role needs to know of the run: where it computes, how long it trains, what the batches are.
+    """Facts of the run that no section of the configuration has.
 
-    `actor_steps` and `critic_steps` are optimizer steps of the whole run, `samples` the rows of a step over all ranks.
+    `step_rows` are the rows of a step over all ranks, `rollout_n` those of each prompt; `actor_steps` and
+    `critic_steps` are optimizer steps of the whole run.
     """
 
     device: str
     nccl_timeout_s: float
-    temperature: float = 1.0
-    max_response_tokens: int = 1
-    samples: int = 1
-    num_answers: int = 1
+    step_rows: int = 1
+    rollout_n: int = 1
     actor_steps: int = -1
     critic_steps: int = -1
-    with_entropy: bool = False
-    with_sum_pi_squared: bool = False
-    loss_mode: str = "vanilla"
-    correction: RolloutCorrection | None = None
     num_threads: int | None = None
     keep_asleep: bool = True
     """Whether rollout engines keep weights on the host while they sleep; else the next push brings them."""
@@ -91,10 +83,11 @@ def model_source(model: ModelConfig, *, seed: int) -> ModelSource:
     )
 
 
-def meter_of(model: ModelConfig, engine: Any, run: EngineRun, *, lm_head: bool = True) -> MfuMeter:
+def make_mfu_meter(model: ModelConfig, engine: Any, run: EngineRun, *, lm_head: bool = True) -> MfuMeter:
     """The MFU meter of a rank of an engine."""
-    num_sharing = dist.get_world_size() // engine.dp_size
-    return mfu_meter(read_config(model_source(model, seed=0)), run.device, num_sharing=num_sharing, lm_head=lm_head)
+    ranks_per_row = dist.get_world_size() // engine.dp_size
+    peak = peak_flops(torch.device(run.device)) * ranks_per_row
+    return MfuMeter(read_config(model_source(model, seed=0)), peak, lm_head)
 
 
 def optim_settings(optim: OptimConfig, *, grad_clip: float, total_steps: int) -> OptimSettings:
@@ -224,13 +217,13 @@ def build_actor_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> Engine:
             rows=actor.ppo_micro_batch_size_per_gpu,
             dynamic=actor.use_dynamic_bsz,
             max_tokens=actor.ppo_max_token_len_per_gpu,
-            share=run.samples,
+            share=run.step_rows,
         ),
         "scoring": micro_batches(
             rows=rollout.log_prob_micro_batch_size_per_gpu,
             dynamic=rollout.log_prob_use_dynamic_bsz,
             max_tokens=rollout.log_prob_max_token_len_per_gpu,
-            share=run.samples,
+            share=run.step_rows,
         ),
         "checkpoint": actor.checkpoint,
     }
@@ -245,7 +238,7 @@ def build_reference_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> Engine
         rows=ref.log_prob_micro_batch_size_per_gpu,
         dynamic=ref.log_prob_use_dynamic_bsz,
         max_tokens=ref.log_prob_max_token_len_per_gpu,
-        share=run.samples,
+        share=run.step_rows,
     )
     if cfg.actor.strategy == "megatron":
         return _megatron_engine(cfg.model, ref.megatron, run, training=scoring)
@@ -260,13 +253,13 @@ def build_critic_engine(cfg: CriticConfig, run: EngineRun) -> Engine:
             rows=cfg.ppo_micro_batch_size_per_gpu,
             dynamic=cfg.use_dynamic_bsz,
             max_tokens=cfg.ppo_max_token_len_per_gpu,
-            share=run.samples,
+            share=run.step_rows,
         ),
         "scoring": micro_batches(
             rows=cfg.forward_micro_batch_size_per_gpu,
             dynamic=cfg.use_dynamic_bsz,
             max_tokens=cfg.forward_max_token_len_per_gpu,
-            share=run.samples,
+            share=run.step_rows,
         ),
         "checkpoint": cfg.checkpoint,
     }
@@ -285,7 +278,7 @@ def build_reward_engine(cfg: RewardModelConfig, run: EngineRun) -> FSDPEngine:
             rows=cfg.micro_batch_size_per_gpu,
             dynamic=cfg.use_dynamic_bsz,
             max_tokens=cfg.forward_max_token_len_per_gpu,
-            share=run.samples,
+            share=run.step_rows,
         ),
         precision=Precision(compute=run.compute_dtype(cfg.dtype)),
     )
@@ -302,66 +295,8 @@ def build_supervised_engine(cfg: SFTConfig | RMConfig, run: EngineRun, *, value_
             rows=cfg.data.micro_batch_size_per_gpu,
             dynamic=cfg.data.use_dynamic_bsz,
             max_tokens=cfg.data.max_token_len_per_gpu,
-            share=run.samples,
+            share=run.step_rows,
         ),
         sp_size=cfg.engine.ulysses_sequence_parallel_size,
         checkpoint=cfg.checkpoint,
-    )
-
-
-def actor_settings(cfg: ActorRolloutRefConfig, run: EngineRun, *, dp_size: int) -> ActorSettings:
-    actor = cfg.actor
-    return ActorSettings(
-        objective=ActorObjective(
-            loss_mode=run.loss_mode,
-            params=policy_loss_params(actor, correction=run.correction),
-            loss_agg_mode=actor.loss_agg_mode,
-            loss_scale_factor=actor.loss_scale_factor or float(run.max_response_tokens),
-            entropy_coeff=actor.entropy_coeff,
-            use_kl_loss=actor.use_kl_loss,
-            kl_loss_coef=actor.kl_loss_coef,
-            kl_loss_type=actor.kl_loss_type,
-        ),
-        updates=UpdateSettings(
-            mini_batch_rows=actor.ppo_mini_batch_size * run.num_answers // dp_size,
-            epochs=actor.ppo_epochs,
-            shuffle=actor.shuffle,
-            seed=actor.data_loader_seed,
-        ),
-        temperature=run.temperature,
-        calculate_entropy=actor.calculate_entropy,
-    )
-
-
-def policy_loss_params(actor: ActorConfig, *, correction: RolloutCorrection | None) -> PolicyLossParams:
-    loss = actor.policy_loss
-    return PolicyLossParams(
-        clip_ratio=actor.clip_ratio,
-        clip_ratio_low=actor.clip_ratio_low,
-        clip_ratio_high=actor.clip_ratio_high,
-        clip_ratio_c=actor.clip_ratio_c,
-        tau_pos=actor.tau_pos,
-        tau_neg=actor.tau_neg,
-        clip_cov_ratio=loss.clip_cov_ratio,
-        clip_cov_lb=loss.clip_cov_lb,
-        clip_cov_ub=loss.clip_cov_ub,
-        kl_cov_ratio=loss.kl_cov_ratio,
-        ppo_kl_coef=loss.ppo_kl_coef,
-        dro_beta=loss.dro_beta,
-        rollout_correction=correction,
-        seed=actor.data_loader_seed,
-    )
-
-
-def critic_settings(cfg: CriticConfig, run: EngineRun, *, dp_size: int) -> CriticSettings:
-    return CriticSettings(
-        cliprange_value=cfg.cliprange_value,
-        loss_agg_mode=cfg.loss_agg_mode,
-        loss_scale_factor=cfg.loss_scale_factor or float(run.max_response_tokens),
-        updates=UpdateSettings(
-            mini_batch_rows=cfg.ppo_mini_batch_size * run.num_answers // dp_size,
-            epochs=cfg.ppo_epochs,
-            shuffle=cfg.shuffle,
-            seed=cfg.data_loader_seed,
-        ),
     )

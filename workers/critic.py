@@ -9,7 +9,7 @@ from rlsys.protocol import DataProto
 from rlsys.roles.critic import PPOCritic
 from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from workers.base import EngineWorker
-from workers.build import EngineRun, build_critic_engine, critic_settings, meter_of
+from workers.build import EngineRun, build_critic_engine, make_mfu_meter
 
 MESH = "critic"
 BY_MESH: Any = make_nd_compute_dataproto_dispatch_fn(MESH)
@@ -26,8 +26,8 @@ class CriticWorker(EngineWorker):
     def init_model(self) -> None:
         """Load the model and its optimizer."""
         self.use_engine(build_critic_engine(self.cfg, self.run), MESH)
-        self.critic = PPOCritic(self.engine, critic_settings(self.cfg, self.run, dp_size=self.engine.dp_size))
-        self.mfu = meter_of(self.cfg.model, self.engine, self.run, lm_head=False)
+        self.critic = PPOCritic(self.engine, self.cfg, rollout_n=self.run.rollout_n)
+        self.mfu = make_mfu_meter(self.cfg.model, self.engine, self.run, lm_head=False)
 
     @register(dispatch_mode=BY_MESH)
     def compute_values(self, data: DataProto) -> DataProto:
@@ -37,6 +37,6 @@ class CriticWorker(EngineWorker):
     @register(dispatch_mode=BY_MESH)
     def update_critic(self, data: DataProto) -> DataProto:
         """Train on this rank's rows; the metrics are global means."""
-        with self.mfu("critic", data, epochs=self.cfg.ppo_epochs) as used:
+        with self.mfu("critic", data, epochs=self.cfg.ppo_epochs) as mfu:
             metrics = self.critic.ppo_update(data)
-        return DataProto(meta_info={"metrics": metrics | used})
+        return DataProto(meta_info={"metrics": metrics | mfu})

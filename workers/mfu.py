@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-import torch
-
-from rlsys.models.flops import forward_flops, peak_flops
+from rlsys.models.flops import forward_flops
 from rlsys.protocol import DataProto
 from rlsys.telemetry.log import get_logger
 
@@ -28,28 +26,23 @@ class MfuMeter:
 
     @contextmanager
     def __call__(self, name: str, rows: DataProto, *, epochs: int | None = None) -> Iterator[dict[str, float]]:
-        """Time the work inside and give `perf/mfu/{name}` when it is done.
+        """Time the work inside; the dict that it yields has `perf/mfu/{name}` afterwards.
 
-        `epochs` are the passes over `rows` forward and backward; None is one pass forward. Nothing is given for models
-        whose products cannot be counted.
+        `epochs` are the passes over `rows` forward and backward; None is one pass forward. The dict stays empty for
+        models whose FLOPs cannot be counted.
         """
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         start_s = self.clock()
-        yield found
+        yield metrics
         seconds = self.clock() - start_s
         try:
             flops = self._forward_flops(rows) * (1 if epochs is None else 3 * epochs)
         except (AttributeError, TypeError) as error:
             log.debug("no MFU of a %s: %s", type(self.model).__name__, error)
             return
-        found[f"perf/mfu/{name}"] = flops / (seconds * self.peak)
+        metrics[f"perf/mfu/{name}"] = flops / (seconds * self.peak)
 
     def _forward_flops(self, rows: DataProto) -> float:
         mask = rows.tensors["attention_mask"]
         num_predicted = int(mask[:, -rows.tensors["responses"].shape[1] :].sum())
         return forward_flops(self.model, mask.sum(1).tolist(), num_head_tokens=num_predicted if self.lm_head else 0)
-
-
-def mfu_meter(model: Any, device: str, *, num_sharing: int, lm_head: bool = True) -> MfuMeter:
-    """The meter of a rank on `device` that shares its rows with `num_sharing` ranks, itself included."""
-    return MfuMeter(model, peak_flops(torch.device(device)) * num_sharing, lm_head)

@@ -8,7 +8,7 @@ from rlsys.algorithms.advantage import (
 )
 from rlsys.algorithms.aggregate import LOSS_AGG_MODES, agg_loss
 from rlsys.algorithms.bypass_loss import bypass_mode
-from rlsys.algorithms.correction import RolloutCorrection, rollout_correction
+from rlsys.algorithms.correction import rollout_correction
 from rlsys.algorithms.covariance_loss import select_tokens
 from rlsys.algorithms.filters import informative_groups, overlong_penalty, pf_ppo_rows
 from rlsys.algorithms.groups import group_ids_of
@@ -20,17 +20,15 @@ from rlsys.algorithms.kl import (
     kl_penalty,
 )
 from rlsys.algorithms.mismatch import mismatch_metrics, probs_diff_metrics
-from rlsys.algorithms.normalize import NormSettings, RewardSettings, normalize, shape_rewards
-from rlsys.algorithms.objective import ActorObjective, actor_loss
+from rlsys.algorithms.normalize import normalize, shape_rewards
+from rlsys.algorithms.objective import actor_loss
 from rlsys.algorithms.policy_loss import (
     PolicyLoss,
-    PolicyLossParams,
     get_policy_loss_fn,
     policy_loss_names,
     register_policy_loss,
 )
 from rlsys.algorithms.stages import (
-    PFPPO,
     add_selected_tokens,
     apply_kl_penalty,
     apply_rollout_correction,
@@ -42,23 +40,13 @@ from rlsys.algorithms.stages import (
     shape_batch_rewards,
 )
 from rlsys.algorithms.value_loss import compute_value_loss
-from rlsys.config.vocabulary import ADV_ESTIMATORS, POLICY_LOSSES
-
-assert set(adv_estimator_names()) == set(ADV_ESTIMATORS)
-assert set(policy_loss_names()) == set(POLICY_LOSSES)
 
 __all__ = [
     "LOSS_AGG_MODES",
-    "PFPPO",
-    "ActorObjective",
     "AdaptiveKLController",
     "FixedKLController",
     "KLController",
-    "NormSettings",
     "PolicyLoss",
-    "PolicyLossParams",
-    "RewardSettings",
-    "RolloutCorrection",
     "actor_loss",
     "add_selected_tokens",
     "adv_estimator_names",

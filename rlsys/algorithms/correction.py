@@ -2,8 +2,8 @@
 
 The rollout engine computes other log-probabilities than the trainer (kernels, precision, staleness). Write
 `log rho = old_log_probs - rollout_log_probs` (B, R). Truncated importance sampling (TIS,
-fengyao.notion.site/off-policy-rl) multiplies the loss by rho held below a threshold; masked importance sampling (MIS,
-IcePop, arXiv:2510.18855) drops what lies outside an interval; rejection takes tokens or rows out of the mask.
+fengyao.notion.site/off-policy-rl) multiplies the loss by rho, at most a threshold; masked importance sampling (MIS,
+IcePop, arXiv:2510.18855) drops what is outside an interval; rejection removes tokens or rows from the mask.
 """
 
 from __future__ import annotations
@@ -15,67 +15,35 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms.masked import masked_mean, masked_sum
-from rlsys.algorithms.mismatch import mismatch_metrics
+from rlsys.algorithms.mismatch import SAFETY_BOUND, mismatch_metrics
+from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 from rlsys.config.vocabulary import REJECTION_ALIASES, REJECTION_MODES
 
-SAFETY_BOUND = 20.0
 
+def rejection_bounds(config: RolloutCorrectionConfig) -> tuple[tuple[str, float | None, float], ...]:
+    """(mode, low, high) of every mode in `rollout_rs`, as bounds of its statistic.
 
-@dataclass(frozen=True)
-class RolloutCorrection:
-    """algorithm.rollout_correction, checked. Thresholds: a number, or "lo_hi"; one per rejection mode or one for all.
-
-    `rollout_is`: None, "token" or "sequence". `rollout_rs`: modes out of `REJECTION_MODES`, separated by commas; the k1
-    modes bound the ratio rollout / trainer by (1 / x, x) or "lo_hi", the others bound the estimate from above.
+    The k1 modes bound the ratio rollout / trainer by (1 / x, x) or "lo_hi", the others the estimate from above.
+    ValueError for an unknown mode or a threshold that does not fit.
     """
-
-    rollout_is: str | None = None
-    rollout_is_threshold: float | str = 2.0
-    rollout_rs: str | None = None
-    rollout_rs_threshold: float | str | None = None
-    rollout_is_batch_normalize: bool = False
-    bypass_mode: bool = False
-    loss_type: str = "ppo_clip"
-
-    def __post_init__(self) -> None:
-        if self.rollout_is not in (None, "token", "sequence"):
-            raise ValueError(f"rollout_is must be null, token or sequence, got '{self.rollout_is}'")
-        if self.loss_type not in ("ppo_clip", "reinforce"):
-            raise ValueError(f"rollout_correction.loss_type must be ppo_clip or reinforce, got '{self.loss_type}'")
-        if self.bypass_mode and self.loss_type == "reinforce" and self.rollout_is_batch_normalize:
-            raise ValueError(
-                "rollout_is_batch_normalize cannot be had with bypass_mode and loss_type=reinforce: the weights change "
-                "with every update, so their mean over the mini-batch is not known when its parts are computed"
-            )
-        _ = self.is_bounds, self.rejections
-
-    @property
-    def is_bounds(self) -> tuple[float | None, float]:
-        """(low, high) of the importance weights; low is None for truncation."""
-        return _parse_bounds(self.rollout_is_threshold, "rollout_is_threshold")
-
-    @property
-    def rejections(self) -> tuple[tuple[str, float | None, float], ...]:
-        """(mode, low, high) of every rejection mode, in terms of its statistic."""
-        modes = [m.strip() for m in (self.rollout_rs or "").split(",") if m.strip()]
-        modes = list(dict.fromkeys(REJECTION_ALIASES.get(mode, mode) for mode in modes))
-        if unknown := [mode for mode in modes if mode not in REJECTION_MODES]:
-            raise ValueError(
-                f"unknown rollout_rs '{unknown[0]}', one of {', '.join((*REJECTION_ALIASES, *REJECTION_MODES))}"
-            )
-        if not modes:
-            return ()
-        if self.rollout_rs_threshold is None:
-            raise ValueError("rollout_rs needs rollout_rs_threshold")
-        specs = [part.strip() for part in str(self.rollout_rs_threshold).split(",")]
-        if len(specs) not in (1, len(modes)):
-            raise ValueError(f"rollout_rs_threshold needs one value or {len(modes)}, got {len(specs)}")
-        specs = specs * len(modes) if len(specs) == 1 else specs
-        return tuple(_rejection(mode, spec) for mode, spec in zip(modes, specs, strict=True))
+    modes = [m.strip() for m in (config.rollout_rs or "").split(",") if m.strip()]
+    modes = list(dict.fromkeys(REJECTION_ALIASES.get(mode, mode) for mode in modes))
+    if unknown := [mode for mode in modes if mode not in REJECTION_MODES]:
+        known = ", ".join((*REJECTION_ALIASES, *REJECTION_MODES))
+        raise ValueError(f"unknown rollout_rs '{unknown[0]}', one of {known}")
+    if not modes:
+        return ()
+    if config.rollout_rs_threshold is None:
+        raise ValueError("rollout_rs needs rollout_rs_threshold")
+    specs = [part.strip() for part in config.rollout_rs_threshold.split(",")]
+    if len(specs) not in (1, len(modes)):
+        raise ValueError(f"rollout_rs_threshold needs one value or {len(modes)}, got {len(specs)}")
+    specs = specs * len(modes) if len(specs) == 1 else specs
+    return tuple(_rejection(mode, spec) for mode, spec in zip(modes, specs, strict=True))
 
 
-def _parse_bounds(spec: float | str, name: str) -> tuple[float | None, float]:
-    parts = str(spec).strip().split("_")
+def _parse_bounds(spec: str, name: str) -> tuple[float | None, float]:
+    parts = spec.strip().split("_")
     try:
         numbers = [float(part) for part in parts]
     except ValueError:
@@ -108,30 +76,32 @@ class Corrected:
 
 @torch.no_grad()
 def rollout_correction(
-    *, old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, settings: RolloutCorrection
+    *, old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig
 ) -> Corrected:
     """Importance weights and the mask after rejection, for a whole batch (B, R).
 
-    Weights are 0 outside the mask and are those of the mask before rejection, as in verl.
+    Weights are 0 outside the mask; rejection does not change them, as in verl.
     """
     log_ratio = torch.where(response_mask.bool(), old_log_probs - rollout_log_probs, 0.0)
     metrics = mismatch_metrics(old_log_probs, rollout_log_probs, response_mask)
     weights = None
-    if settings.rollout_is is not None:
-        weights, is_metrics = importance_weights(log_ratio, response_mask, settings)
+    if config.rollout_is is not None:
+        weights, is_metrics = importance_weights(log_ratio, response_mask, config)
         metrics |= is_metrics
-    kept, rs_metrics = rejection_mask(log_ratio, response_mask, settings)
+    kept, rs_metrics = rejection_mask(log_ratio, response_mask, config)
     metrics |= rs_metrics
     return Corrected(weights, kept, {f"rollout_corr/{name}": value for name, value in metrics.items()})
 
 
-def importance_weights(log_ratio: Tensor, mask: Tensor, settings: RolloutCorrection) -> tuple[Tensor, dict[str, float]]:
+def importance_weights(
+    log_ratio: Tensor, mask: Tensor, config: RolloutCorrectionConfig
+) -> tuple[Tensor, dict[str, float]]:
     """Weights rho (B, R) per token, or their product per row at each of its tokens, truncated or masked.
 
     With `rollout_is_batch_normalize` their mean, over tokens or over rows, is made 1.
     """
-    low, high = settings.is_bounds
-    by_row = settings.rollout_is == "sequence"
+    low, high = _parse_bounds(config.rollout_is_threshold, "rollout_is_threshold")
+    by_row = config.rollout_is == "sequence"
     exponent = masked_sum(log_ratio, mask, dim=1).unsqueeze(1).expand_as(log_ratio) if by_row else log_ratio
     raw = torch.where(mask.bool(), exponent.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp(), 0.0)
     inside = raw <= high if low is None else (raw >= low) & (raw <= high)
@@ -139,7 +109,7 @@ def importance_weights(log_ratio: Tensor, mask: Tensor, settings: RolloutCorrect
     metrics = _weight_metrics(weights, raw, exponent, mask, low, high)
     if low is not None:
         metrics["rollout_is_oob_ratio"] = masked_mean((~inside).double(), mask).item()
-    if settings.rollout_is_batch_normalize:
+    if config.rollout_is_batch_normalize:
         rows = mask.bool().any(dim=1)
         mean = masked_mean(masked_mean(weights, mask, dim=1), rows) if by_row else masked_mean(weights, mask)
         factor = mean.item() if mean.item() > 1e-8 else 1.0
@@ -179,7 +149,7 @@ def _weight_metrics(
     return {name: value.item() for name, value in values.items()}
 
 
-def rejection_mask(log_ratio: Tensor, mask: Tensor, settings: RolloutCorrection) -> tuple[Tensor, dict[str, float]]:
+def rejection_mask(log_ratio: Tensor, mask: Tensor, config: RolloutCorrectionConfig) -> tuple[Tensor, dict[str, float]]:
     """The mask (B, R) without the tokens or rows whose divergence is out of bounds; a token must pass every mode.
 
     Statistics are of `-log rho` (k1), `(log rho)^2 / 2` (k2) and `rho - log rho - 1` (k3), per token or as the sum,
@@ -189,12 +159,13 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, settings: RolloutCorrection)
     valid = mask.bool()
     kept = torch.ones_like(valid)
     metrics: dict[str, float] = {}
-    for mode, low, high in settings.rejections:
+    rejections = rejection_bounds(config)
+    for mode, low, high in rejections:
         statistic = _statistic(mode, safe, valid)
         inside = statistic <= high if low is None else (statistic >= low) & (statistic <= high)
         kept = kept & inside
         metrics |= _rejection_metrics(f"rollout_rs_{mode}", statistic, inside, valid, low, high)
-    if settings.rejections:
+    if rejections:
         metrics["rollout_rs_masked_fraction"] = masked_mean((~kept).double(), valid).item()
         metrics["rollout_rs_seq_masked_fraction"] = (~kept & valid).any(dim=1).double().mean().item()
     return torch.where(kept, mask, torch.zeros_like(mask)), metrics

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from rlsys.algorithms.masked import masked_mean
 from rlsys.algorithms.policy_loss import (
     PolicyLoss,
-    PolicyLossParams,
-    log_ratio_of,
+    clamped_log_ratio,
+    clipped_surrogate,
     over_tokens,
     register_policy_loss,
-    weighted,
 )
+from rlsys.config.schema.actor import ActorConfig
 
 
 @register_policy_loss("clip_cov")
@@ -25,28 +23,26 @@ def clip_cov(
     old_log_prob: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
-    params: PolicyLossParams,
-    rollout_is_weights: Tensor | None = None,
+    config: ActorConfig,
     selected: Tensor | None = None,
 ) -> PolicyLoss:
     """PPO's clipped loss without the selected tokens, a random share of those with a covariance in (lb, ub).
 
-    `selected` (b, R) names them beforehand, see `select_tokens`; else they are drawn from these rows.
+    `selected` (b, R) is their mask, see `select_tokens`; by default they are drawn from these rows.
     """
-    log_ratio = log_ratio_of(log_prob, old_log_prob)
-    ratio = log_ratio.exp()
-    plain = -advantages * ratio
-    held = -advantages * ratio.clamp(min=1 - params.low, max=1 + params.high)
+    log_ratio = clamped_log_ratio(log_prob, old_log_prob)
+    unclipped, clipped = clipped_surrogate(log_ratio.exp(), advantages, config)
     if selected is None:
-        excluded = held > plain
-        selected = _draw_clipped(log_prob.detach(), advantages, response_mask, params, excluded)
+        eligible = response_mask.bool() & (clipped <= unclipped)
+        selected = _draw_clipped(
+            log_prob.detach(), advantages, response_mask, config, eligible, config.data_loader_seed
+        )
     dropped = selected.bool()
     metrics = {
         "actor/pg_clipfrac": over_tokens(dropped, response_mask),
         "actor/ppo_kl": over_tokens(-log_ratio, response_mask),
     }
-    per_token = torch.maximum(plain, held).masked_fill(dropped, 0.0)
-    return PolicyLoss(weighted(per_token, rollout_is_weights), response_mask, metrics)
+    return PolicyLoss(torch.maximum(unclipped, clipped).masked_fill(dropped, 0.0), response_mask, metrics)
 
 
 @register_policy_loss("kl_cov")
@@ -56,41 +52,35 @@ def kl_cov(
     old_log_prob: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
-    params: PolicyLossParams,
-    rollout_is_weights: Tensor | None = None,
+    config: ActorConfig,
     selected: Tensor | None = None,
 ) -> PolicyLoss:
     """`-A r`, plus `ppo_kl_coef |log r|` at the selected tokens, the share with the largest covariance.
 
-    `selected` (b, R) names them beforehand, see `select_tokens`; else they are taken from these rows.
+    `selected` (b, R) is their mask, see `select_tokens`; by default they are taken from these rows.
     """
-    log_ratio = log_ratio_of(log_prob, old_log_prob)
+    log_ratio = clamped_log_ratio(log_prob, old_log_prob)
     if selected is None:
-        selected = _largest_covariance(log_prob.detach(), advantages, response_mask, params)
-    penalty = params.ppo_kl_coef * log_ratio.abs()
+        selected = _largest_covariance(log_prob.detach(), advantages, response_mask, config)
+    penalty = config.policy_loss.ppo_kl_coef * log_ratio.abs()
     per_token = -advantages * log_ratio.exp() + torch.where(selected.bool(), penalty, torch.zeros_like(penalty))
-    metrics = {"actor/ppo_kl": over_tokens(log_ratio.abs(), response_mask)}
-    return PolicyLoss(weighted(per_token, rollout_is_weights), response_mask, metrics)
+    return PolicyLoss(per_token, response_mask, {"actor/ppo_kl": over_tokens(log_ratio.abs(), response_mask)})
 
 
 @torch.no_grad()
 def select_tokens(
-    *, loss_mode: str, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, params: PolicyLossParams
+    config: ActorConfig, *, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, seed: int
 ) -> Tensor | None:
-    """The tokens (B, R) that clip_cov or kl_cov restrain, chosen once for all of these rows; None for other losses.
+    """Mask (B, R) of the tokens that clip_cov or kl_cov restrain, chosen over all rows; None for other losses.
 
-    Chosen under the old policy, the choice does not depend on how the rows are split afterwards.
+    The choice uses the old policy, so it does not depend on how the rows are split afterwards. `seed` is that of
+    clip_cov's draw.
     """
-    if loss_mode == "clip_cov":
-        return _draw_clipped(old_log_probs, advantages, response_mask, params, torch.zeros_like(response_mask))
-    if loss_mode == "kl_cov":
-        return _largest_covariance(old_log_probs, advantages, response_mask, params)
+    if config.policy_loss.loss_mode == "clip_cov":
+        return _draw_clipped(old_log_probs, advantages, response_mask, config, response_mask.bool(), seed)
+    if config.policy_loss.loss_mode == "kl_cov":
+        return _largest_covariance(old_log_probs, advantages, response_mask, config)
     return None
-
-
-def with_seed(params: PolicyLossParams, step: int) -> PolicyLossParams:
-    """The same params with the draw of clip_cov moved on to optimizer step `step`."""
-    return replace(params, seed=params.seed * 1_000_003 + step)
 
 
 def _covariance(log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
@@ -98,23 +88,23 @@ def _covariance(log_prob: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
 
 
 def _draw_clipped(
-    log_prob: Tensor, advantages: Tensor, mask: Tensor, params: PolicyLossParams, excluded: Tensor
+    log_prob: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig, eligible: Tensor, seed: int
 ) -> Tensor:
-    covariance = _covariance(log_prob, advantages, mask)
-    eligible = (covariance > params.clip_cov_lb) & (covariance < params.clip_cov_ub) & mask.bool() & ~excluded.bool()
+    loss, covariance = config.policy_loss, _covariance(log_prob, advantages, mask)
+    eligible = eligible & (covariance > loss.clip_cov_lb) & (covariance < loss.clip_cov_ub)
     candidates = eligible.flatten().nonzero().squeeze(1)
-    wanted = max(int(params.clip_cov_ratio * int(mask.bool().sum())), 1)
-    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(params.seed))[:wanted]
-    chosen = torch.zeros(mask.numel(), dtype=torch.bool, device=mask.device)
-    chosen[candidates[order.to(candidates.device)]] = True
-    return chosen.view_as(mask)
+    num_selected = max(int(loss.clip_cov_ratio * int(mask.bool().sum())), 1)
+    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))[:num_selected]
+    selected = torch.zeros(mask.numel(), dtype=torch.bool, device=mask.device)
+    selected[candidates[order.to(candidates.device)]] = True
+    return selected.view_as(mask)
 
 
-def _largest_covariance(log_prob: Tensor, advantages: Tensor, mask: Tensor, params: PolicyLossParams) -> Tensor:
+def _largest_covariance(log_prob: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig) -> Tensor:
     num_tokens = int(mask.bool().sum())
-    chosen = torch.zeros(mask.numel(), dtype=torch.bool, device=mask.device)
+    selected = torch.zeros(mask.numel(), dtype=torch.bool, device=mask.device)
     if num_tokens:
         covariance = _covariance(log_prob, advantages, mask).masked_fill(~mask.bool(), -torch.inf)
-        wanted = max(int(num_tokens * params.kl_cov_ratio), 1)
-        chosen[covariance.flatten().topk(min(wanted, num_tokens)).indices] = True
-    return chosen.view_as(mask)
+        num_selected = max(int(num_tokens * config.policy_loss.kl_cov_ratio), 1)
+        selected[covariance.flatten().topk(min(num_selected, num_tokens)).indices] = True
+    return selected.view_as(mask)

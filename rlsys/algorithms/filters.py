@@ -1,4 +1,4 @@
-"""Which groups and rows are worth training on, and what is taken off for being too long."""
+"""Filters for groups and rows, and the penalty on long responses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms.groups import group_count, num_groups
+from rlsys.config.schema.algorithm import PFPPOConfig
 
 
 def informative_groups(metric: Tensor, group_ids: Tensor) -> Tensor:
@@ -30,20 +31,18 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer_length: int, pe
     return (-excess / buffer_length * penalty_factor).clamp(max=0.0)
 
 
-def pf_ppo_rows(scores: Tensor, *, reweight_method: str = "pow", weight_pow: float = 2.0, seed: int = 0) -> Tensor:
+def pf_ppo_rows(scores: Tensor, config: PFPPOConfig, *, seed: int = 0) -> Tensor:
     """Row indices (B,) resampled with replacement by reward: policy filtration, PF-PPO (arXiv:2409.06957).
 
     `pow`: weight |score| ** weight_pow. `max_min`: only the best and the worst. `max_random`: 0.4 for the best, 0.1
     for the rest. The draw depends on `seed` alone.
     """
     best = scores == scores.max()
-    if reweight_method == "pow":
-        weights = scores.double().abs().pow(weight_pow)
-    elif reweight_method == "max_min":
+    if config.reweight_method == "pow":
+        weights = scores.double().abs().pow(config.weight_pow)
+    elif config.reweight_method == "max_min":
         weights = (best | (scores == scores.min())).double()
-    elif reweight_method == "max_random":
-        weights = torch.where(best, 0.4, 0.1).double()
     else:
-        raise ValueError(f"unknown pf_ppo.reweight_method '{reweight_method}', one of pow, max_min, max_random")
+        weights = torch.where(best, 0.4, 0.1).double()
     generator = torch.Generator().manual_seed(seed)
     return torch.multinomial(weights.cpu() + 1e-8, len(scores), replacement=True, generator=generator)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms.masked import masked_mean
+from rlsys.config.schema.algorithm import KLControlConfig
 from rlsys.config.vocabulary import KL_KINDS
 
 
@@ -17,7 +18,7 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     """Estimate of KL(policy || reference) per token, from the log-probabilities of the sampled tokens (B, R).
 
     `kl`/`k1`: log p - log q. `abs`: its magnitude. `mse`/`k2`: half its square. `low_var_kl`/`k3`: q/p - log(q/p) - 1,
-    with the log-ratio held within 20 and the value within 10 (Schulman, joschu.net/blog/kl-approx.html). A trailing
+    with the log-ratio clamped to 20 and the value to 10 (Schulman, joschu.net/blog/kl-approx.html). A trailing
     `+` keeps the value and takes the gradient of k2, whose expectation is the gradient of the KL; that of k1 and k3 is
     not (arXiv:2506.09477).
     """
@@ -88,17 +89,11 @@ class AdaptiveKLController:
         self.value = float(state["value"])
 
 
-def get_kl_controller(
-    kind: str, *, kl_coef: float, target_kl: float = 0.1, horizon: float = 10_000
-) -> FixedKLController | AdaptiveKLController:
-    """The controller of that kind, `fixed` or `adaptive`."""
-    if kind == "fixed":
-        return FixedKLController(kl_coef)
-    if kind == "adaptive":
-        if horizon <= 0 or target_kl <= 0:
-            raise ValueError(f"kl_ctrl horizon and target_kl must be positive, got {horizon} and {target_kl}")
-        return AdaptiveKLController(kl_coef, target_kl, horizon)
-    raise ValueError(f"unknown kl_ctrl type '{kind}', one of fixed, adaptive")
+def get_kl_controller(config: KLControlConfig) -> KLController:
+    """The controller of `config.type`."""
+    if config.type == "fixed":
+        return FixedKLController(config.kl_coef)
+    return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)
 
 
 @torch.no_grad()

@@ -1,12 +1,16 @@
-"""Sums and means over the tokens that count; whatever lies outside a mask, NaN included, has no influence."""
+"""Sums and means over the tokens of a mask; values outside it, NaN included, have no influence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from rlsys.interfaces import LossSum
+
+TensorSums = Mapping[str, tuple[Tensor, Tensor]]
+"""Metrics as (sum, count), still on the device."""
 CACHED_ELEMENTS = 1 << 16
 
 
@@ -23,9 +27,9 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def map_rows(function: Callable[..., tuple[Tensor, ...]], *tables: Tensor) -> tuple[Tensor, ...]:
-    """Apply a row-wise function of tables (B, R), on the CPU to so few rows at a time that they stay cached.
+    """Apply a row-wise function of tables (B, R); on the CPU in blocks of rows that fit into the cache.
 
-    Results are joined along the rows, so that a result of one row per part gives one row for every part.
+    The results of the blocks are concatenated along the rows.
     """
     rows, columns = tables[0].shape
     if tables[0].device.type != "cpu" or tables[0].numel() <= CACHED_ELEMENTS:
@@ -69,3 +73,11 @@ def at_last_token(scores: Tensor, mask: Tensor) -> Tensor:
     placed = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device)
     kept = torch.where(mask.bool().any(dim=1), scores, torch.zeros_like(scores))
     return placed.scatter(1, last_token(mask).unsqueeze(1), kept.unsqueeze(1))
+
+
+def to_loss_sum(total: Tensor, count: Tensor, metrics: TensorSums) -> LossSum:
+    """A LossSum; the count and all metrics leave the device in one transfer."""
+    flat = [count, *(part for pair in metrics.values() for part in pair)]
+    numbers = torch.stack([part.detach().double() for part in flat]).tolist()
+    pairs = zip(numbers[1::2], numbers[2::2], strict=True)
+    return LossSum(total=total, count=numbers[0], metrics=dict(zip(metrics, pairs, strict=True)))

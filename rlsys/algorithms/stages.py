@@ -8,7 +8,6 @@ shares the columns it did not change.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,15 +16,17 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlsys.algorithms.advantage import call_adv_estimator, estimator_takes
-from rlsys.algorithms.correction import RolloutCorrection, rollout_correction
+from rlsys.algorithms.correction import rollout_correction
 from rlsys.algorithms.covariance_loss import select_tokens
 from rlsys.algorithms.filters import informative_groups, pf_ppo_rows
 from rlsys.algorithms.groups import group_ids_of
 from rlsys.algorithms.kl import KLController, kl_in_reward
 from rlsys.algorithms.masked import at_last_token
-from rlsys.algorithms.normalize import NormSettings, RewardSettings, normalize, shape_rewards
-from rlsys.algorithms.policy_loss import PolicyLossParams
+from rlsys.algorithms.normalize import normalize, shape_rewards
+from rlsys.config.schema.actor import ActorConfig
+from rlsys.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from rlsys.protocol import DataProto
+from rlsys.protocol.columns import tensors_of
 
 _COLUMNS = (
     "token_level_rewards",
@@ -38,32 +39,18 @@ _COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class PFPPO:
-    """algorithm.pf_ppo: how rows are resampled by reward before the update."""
-
-    reweight_method: str = "pow"
-    weight_pow: float = 2.0
-
-
 def with_columns(batch: DataProto, **columns: Tensor) -> DataProto:
     """A new DataProto with these tensors added or replaced; the others are shared."""
-    held = {} if batch.batch is None else dict(batch.batch.items())
-    tensors = TensorDict({**held, **columns}, batch_size=(len(batch),))
+    tensors = TensorDict({**tensors_of(batch.batch), **columns}, batch_size=(len(batch),))
     return DataProto(batch=tensors, non_tensor_batch=dict(batch.non_tensor_batch), meta_info=batch.meta_info)
 
 
 def column(batch: DataProto, name: str) -> Tensor:
-    """A tensor of the batch; ValueError naming what is there if it is missing."""
-    found = optional_column(batch, name)
-    if found is None:
-        held = [] if batch.batch is None else sorted(map(str, batch.batch.keys()))
-        raise ValueError(f"the batch has no '{name}', only {', '.join(held)}")
-    return found
-
-
-def optional_column(batch: DataProto, name: str) -> Tensor | None:
-    return None if batch.batch is None else batch.batch.get(name, None)
+    """A tensor of the batch; ValueError listing the batch's columns if it is missing."""
+    tensors = tensors_of(batch.batch)
+    if name not in tensors:
+        raise ValueError(f"the batch has no '{name}', only {', '.join(sorted(tensors))}")
+    return tensors[name]
 
 
 def group_ids(batch: DataProto, *, num_repeat: int = 1) -> Tensor:
@@ -108,70 +95,62 @@ def is_truncated(batch: DataProto) -> Tensor:
     return torch.from_numpy(np.asarray([str(reason) == "length" for reason in reasons]))
 
 
-def shape_batch_rewards(batch: DataProto, settings: RewardSettings, *, num_repeat: int = 1) -> DataProto:
-    """token_level_scores := AReaL's reward stage of each row's outcome, placed at its last counting token."""
+def shape_batch_rewards(batch: DataProto, config: AlgorithmConfig, *, num_repeat: int = 1) -> DataProto:
+    """token_level_scores := AReaL's reward stage of each row's outcome, placed at its last counting token.
+
+    The batch itself where every reward key has its default.
+    """
+    if not config.shapes_rewards:
+        return batch
     scores, ids = column(batch, "token_level_scores").sum(dim=1), group_ids(batch, num_repeat=num_repeat)
-    truncated = is_truncated(batch) if settings.mask_no_eos_with_zero else torch.zeros(len(batch), dtype=torch.bool)
-    shaped = shape_rewards(scores, settings, group_ids=ids, truncated=truncated)
+    truncated = is_truncated(batch) if config.mask_no_eos_with_zero else torch.zeros(len(batch), dtype=torch.bool)
+    shaped = shape_rewards(scores, config, group_ids=ids, truncated=truncated)
     return with_columns(batch, token_level_scores=at_last_token(shaped, column(batch, "response_mask")))
 
 
-def apply_rollout_correction(batch: DataProto, settings: RolloutCorrection) -> tuple[DataProto, dict[str, float]]:
-    """Adds `rollout_is_weights`, takes rejected tokens out of `response_mask`; metrics are `rollout_corr/*`.
+def apply_rollout_correction(batch: DataProto, config: RolloutCorrectionConfig) -> tuple[DataProto, dict[str, float]]:
+    """Adds `rollout_is_weights`, removes rejected tokens from `response_mask`; metrics are `rollout_corr/*`.
 
-    With `bypass_mode` only `old_log_probs := rollout_log_probs`; the loss `bypass_mode` does the rest.
+    With `bypass_mode` only `old_log_probs := rollout_log_probs`; the loss `bypass_mode` does the rest. Without
+    weights, rejection or bypass mode the batch is returned as it is.
     """
-    rollout = column(batch, "rollout_log_probs")
-    if settings.bypass_mode:
-        return with_columns(batch, old_log_probs=rollout), {}
+    if config.bypass_mode:
+        return with_columns(batch, old_log_probs=column(batch, "rollout_log_probs")), {}
+    if config.rollout_is is None and config.rollout_rs is None:
+        return batch, {}
     corrected = rollout_correction(
         old_log_probs=column(batch, "old_log_probs"),
-        rollout_log_probs=rollout,
+        rollout_log_probs=column(batch, "rollout_log_probs"),
         response_mask=column(batch, "response_mask"),
-        settings=settings,
+        config=config,
     )
     added = {} if corrected.weights is None else {"rollout_is_weights": corrected.weights}
     return with_columns(batch, response_mask=corrected.response_mask, **added), corrected.metrics
 
 
-def compute_advantage(
-    batch: DataProto,
-    *,
-    estimator: str,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    num_repeat: int = 1,
-    norm_adv_by_std_in_grpo: bool = True,
-    gdpo_reward_keys: Sequence[str] = (),
-    gdpo_reward_weights: Sequence[float] | None = None,
-    adv_norm: NormSettings | None = None,
-    pf_ppo: PFPPO | None = None,
-    seed: int = 0,
-) -> DataProto:
-    """Adds `advantages` and `returns` (B, R) by the estimator of that name.
+def compute_advantage(batch: DataProto, config: AlgorithmConfig, *, num_repeat: int = 1, seed: int = 0) -> DataProto:
+    """Adds `advantages` and `returns` (B, R) by `config.adv_estimator`.
 
     Needs token_level_rewards and response_mask; `uid` for estimators with groups (else every `num_repeat` rows are
     one); values for gae; reward_baselines (B,) for remax; old_log_probs and sum_pi_squared for the optimal token
     baselines; the non-tensor columns `gdpo_reward_keys` for gdpo. ValueError naming what is missing.
-    `adv_norm` replaces the estimator's own whitening by AReaL's normalisation. With `pf_ppo` the rows are resampled by
-    their reward, drawn from `seed`.
+    `adv_norm` replaces the estimator's own whitening by AReaL's normalisation. With `use_pf_ppo` the rows are resampled
+    by their reward, drawn from `seed`.
     """
-    ids = group_ids(batch, num_repeat=num_repeat)
-    inputs: dict[str, Any] = {name: optional_column(batch, name) for name in _COLUMNS}
-    inputs |= {"group_ids": ids, "gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo}
-    inputs["whiten"] = adv_norm is None
-    if "component_scores" in estimator_takes(estimator):
-        inputs["component_scores"] = _components(batch, gdpo_reward_keys)
-        inputs["component_weights"] = _weights(gdpo_reward_keys, gdpo_reward_weights)
-    advantages, returns = call_adv_estimator(estimator, inputs)
-    if adv_norm is not None:
-        advantages = normalize(advantages, adv_norm, group_ids=ids, mask=column(batch, "response_mask"))
+    ids, tensors = group_ids(batch, num_repeat=num_repeat), tensors_of(batch.batch)
+    inputs: dict[str, Any] = {name: tensors.get(name) for name in _COLUMNS}
+    inputs |= {"group_ids": ids, "gamma": config.gamma, "lam": config.lam, "whiten": not config.adv_norm.enabled}
+    inputs["norm_adv_by_std_in_grpo"] = config.norm_adv_by_std_in_grpo
+    if "component_scores" in estimator_takes(config.adv_estimator):
+        inputs["component_scores"] = _components(batch, config.gdpo_reward_keys or ())
+        inputs["component_weights"] = _weights(config.gdpo_reward_keys or (), config.gdpo_reward_weights)
+    advantages, returns = call_adv_estimator(config.adv_estimator, inputs)
+    if config.adv_norm.enabled:
+        advantages = normalize(advantages, config.adv_norm, group_ids=ids, mask=column(batch, "response_mask"))
     batch = with_columns(batch, advantages=advantages, returns=returns)
-    if pf_ppo is None:
+    if not config.use_pf_ppo:
         return batch
-    scores = column(batch, "token_level_scores").sum(dim=1)
-    rows = pf_ppo_rows(scores, reweight_method=pf_ppo.reweight_method, weight_pow=pf_ppo.weight_pow, seed=seed)
-    return batch.select_idxs(rows)
+    return batch.select_idxs(pf_ppo_rows(column(batch, "token_level_scores").sum(dim=1), config.pf_ppo, seed=seed))
 
 
 def _components(batch: DataProto, keys: Sequence[str]) -> Tensor:
@@ -191,17 +170,17 @@ def _weights(keys: Sequence[str], weights: Sequence[float] | None) -> Tensor | N
     return torch.tensor(list(weights), dtype=torch.float64)
 
 
-def add_selected_tokens(batch: DataProto, *, loss_mode: str, params: PolicyLossParams) -> DataProto:
+def add_selected_tokens(batch: DataProto, config: ActorConfig, *, seed: int) -> DataProto:
     """Adds `selected_tokens` (B, R), the tokens that clip_cov and kl_cov restrain, chosen over the whole batch.
 
-    Chosen here, the choice does not depend on micro-batches or ranks. Nothing happens for other losses.
+    Chosen here, the choice does not depend on micro-batches or ranks. Other losses leave the batch as it is.
     """
     selected = select_tokens(
-        loss_mode=loss_mode,
+        config,
         old_log_probs=column(batch, "old_log_probs"),
         advantages=column(batch, "advantages"),
         response_mask=column(batch, "response_mask"),
-        params=params,
+        seed=seed,
     )
     return batch if selected is None else with_columns(batch, selected_tokens=selected)
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms.aggregate import agg_loss
-from rlsys.algorithms.masked import masked_sum
-from rlsys.algorithms.sums import to_loss_sum
+from rlsys.algorithms.masked import masked_sum, to_loss_sum
 from rlsys.interfaces import LossSum
 
 
@@ -22,15 +21,15 @@ def compute_value_loss(
     loss_scale_factor: float | None = None,
     batch_rows: int | None = None,
 ) -> LossSum:
-    """Half the larger of the squared errors of the value and of the value held near the old one (B, R).
+    """Half the larger of the squared errors of the value and of the value clipped to near the old one (B, R).
 
     `max((v - R)^2, (clip(v, v_old - eps, v_old + eps) - R)^2) / 2`, the clipped value loss of PPO's reference code
     (studied in arXiv:2005.12729). Metrics: critic/vf_loss, critic/vf_clipfrac, critic/vpred_mean.
     """
-    near = torch.clamp(vpreds, min=values - cliprange_value, max=values + cliprange_value)
-    plain, clipped = (vpreds - returns).square(), (near - returns).square()
+    clipped_vpreds = torch.clamp(vpreds, min=values - cliprange_value, max=values + cliprange_value)
+    unclipped, clipped = (vpreds - returns).square(), (clipped_vpreds - returns).square()
     total, count = agg_loss(
-        0.5 * torch.maximum(plain, clipped),
+        0.5 * torch.maximum(unclipped, clipped),
         response_mask,
         loss_agg_mode,
         loss_scale_factor=loss_scale_factor,
@@ -39,7 +38,7 @@ def compute_value_loss(
     tokens = response_mask.bool().sum()
     metrics = {
         "critic/vf_loss": (total, count),
-        "critic/vf_clipfrac": (masked_sum((clipped > plain).to(vpreds.dtype), response_mask), tokens),
+        "critic/vf_clipfrac": (masked_sum((clipped > unclipped).to(vpreds.dtype), response_mask), tokens),
         "critic/vpred_mean": (masked_sum(vpreds, response_mask), tokens),
     }
     return to_loss_sum(total, count, metrics)

@@ -8,11 +8,10 @@ from collections.abc import Mapping, Sequence
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlsys.algorithms.masked import masked_sum
-from rlsys.algorithms.sums import to_loss_sum
+from rlsys.algorithms.masked import masked_sum, to_loss_sum
 from rlsys.interfaces import LossSum, TrainEngine
 from rlsys.protocol import DataProto
-from rlsys.roles.update import UpdateSettings, mini_batches, run_updates
+from rlsys.roles.update import mini_batches, run_updates
 
 RankSums = dict[str, tuple[float, float]]
 """Metrics of one rank as (sum, count); `mean_over_ranks` joins them."""
@@ -42,7 +41,7 @@ class LMEngine:
         """One optimizer step on all rows: train/loss, train/ppl, train/grad_norm, train/lr, train/skipped_steps."""
         metrics = run_updates(
             self.engine,
-            mini_batches(batch, UpdateSettings()),
+            mini_batches(batch),
             lambda part: (part.rows, lm_loss),
             outputs=("log_probs",),
             prefix="train",

@@ -9,13 +9,12 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rlsys.algorithms.masked import at_last_token
+from rlsys.algorithms.masked import at_last_token, to_loss_sum
 from rlsys.algorithms.stages import with_columns
-from rlsys.algorithms.sums import to_loss_sum
 from rlsys.interfaces import LossSum, TrainEngine
 from rlsys.protocol import DataProto
 from rlsys.roles.lm import RankSums
-from rlsys.roles.update import UpdateSettings, mini_batches, run_updates
+from rlsys.roles.update import mini_batches, run_updates
 
 
 def pair_loss(outputs: Mapping[str, Tensor], rows: TensorDict) -> LossSum:
@@ -52,7 +51,7 @@ class RWEngine:
         rows = with_columns(batch, **pairs, slope_at_end=slope)
         return run_updates(
             self.engine,
-            mini_batches(rows, UpdateSettings()),
+            mini_batches(rows),
             lambda part: (part.rows, pair_loss),
             outputs=("scores",),
             prefix="train",

@@ -131,7 +131,7 @@ class Side:
         from workers.rollout import ROLLOUT_WORKERS
 
         cfg = load_config(overrides(work))
-        run = EngineRun(device=work["device"], nccl_timeout_s=60.0, samples=work["rows"])
+        run = EngineRun(device=work["device"], nccl_timeout_s=60.0, step_rows=work["rows"])
         policy = cfg.actor_rollout_ref
         self.trainer = build_actor_engine(policy, run)
         worker = ROLLOUT_WORKERS[policy.rollout.name](policy.model, policy.rollout, run, "auto")

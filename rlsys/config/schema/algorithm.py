@@ -93,6 +93,11 @@ class NormConfig(Section):
     eps: Positive = 1e-5
     """Added to the deviation."""
 
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is subtracted or divided by."""
+        return self.mean_level is not None or self.std_level is not None
+
 
 class PFPPOConfig(Section):
     """How PF-PPO draws samples by their reward."""
@@ -138,6 +143,12 @@ class AlgorithmConfig(Section):
     adv_norm: NormConfig = Field(default_factory=NormConfig)
     mask_no_eos_with_zero: Flag = False
     """Give responses that were cut off a score of zero."""
+
+    @property
+    def shapes_rewards(self) -> bool:
+        """Whether AReaL's reward stage changes anything."""
+        scaled = self.reward_bias != 0.0 or self.reward_scaling != 1.0 or self.reward_clip is not None
+        return scaled or self.reward_norm.enabled or self.mask_no_eos_with_zero
 
 
 class CustomRewardConfig(Section):

@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.algorithms import RolloutCorrection, mismatch_metrics, probs_diff_metrics
+from rlsys.algorithms import mismatch_metrics, probs_diff_metrics
+from rlsys.algorithms.bypass_loss import bypass_mode
 from rlsys.algorithms.correction import Corrected, rollout_correction
+from rlsys.config.schema.actor import ActorConfig
+from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 from rlsys.config.vocabulary import REJECTION_MODES
 
 RATIO = torch.tensor([[1.0, 3.0, 0.2], [1.5, 1.0, 1.0]], dtype=torch.float64)
@@ -22,7 +25,7 @@ def correct(ratio: Tensor = RATIO, mask: Tensor = MASK, **settings: Any) -> Corr
         old_log_probs=ratio.log() - 1,
         rollout_log_probs=torch.full_like(ratio, -1.0),
         response_mask=mask,
-        settings=RolloutCorrection(**settings),
+        config=RolloutCorrectionConfig(**settings),
     )
 
 
@@ -99,23 +102,29 @@ def test_equal_policies_change_nothing() -> None:
     [
         {"rollout_is": "tokens"},
         {"loss_type": "ppo"},
-        {"rollout_is_threshold": "a"},
-        {"rollout_is_threshold": True},
-        {"rollout_is_threshold": -1.0},
-        {"rollout_is_threshold": "2_1"},
-        {"rollout_is_threshold": "1_2_3"},
+        {"rollout_is": "token", "rollout_is_threshold": "a"},
+        {"rollout_is": "token", "rollout_is_threshold": True},
+        {"rollout_is": "token", "rollout_is_threshold": -1.0},
+        {"rollout_is": "token", "rollout_is_threshold": "2_1"},
+        {"rollout_is": "token", "rollout_is_threshold": "1_2_3"},
         {"rollout_rs": "token_k4", "rollout_rs_threshold": 2},
         {"rollout_rs": "token_k1"},
         {"rollout_rs": "token_k2", "rollout_rs_threshold": "1_2"},
         {"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5},
         {"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "2,2,2"},
-        {"bypass_mode": True, "loss_type": "reinforce", "rollout_is_batch_normalize": True},
     ],
     ids=str,
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="rollout_"):
-        RolloutCorrection(**settings)
+    with pytest.raises(ValueError, match=r"rollout_|loss_type"):
+        correct(**settings)
+
+
+def test_bypass_mode_refuses_a_normalisation_over_micro_batches() -> None:
+    correction = RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce", rollout_is_batch_normalize=True)
+    inputs = {"log_prob": RATIO, "old_log_prob": RATIO, "advantages": RATIO, "response_mask": MASK}
+    with pytest.raises(ValueError, match="rollout_is_batch_normalize"):
+        bypass_mode(**inputs, config=ActorConfig(), rollout_correction=correction)
 
 
 def test_mismatch_by_hand() -> None:

@@ -7,14 +7,13 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms import (
-    NormSettings,
-    RewardSettings,
     informative_groups,
     normalize,
     overlong_penalty,
     pf_ppo_rows,
     shape_rewards,
 )
+from rlsys.config.schema.algorithm import AlgorithmConfig, NormConfig, PFPPOConfig
 
 
 def test_groups_with_equal_rewards_are_dropped_exactly() -> None:
@@ -35,18 +34,19 @@ def test_overlong_penalty_by_hand() -> None:
 
 def test_pf_ppo_resamples_by_reward() -> None:
     scores = torch.tensor([0.0, 1.0, 3.0, 1.0])
-    rows = pf_ppo_rows(scores.repeat(500), seed=1)
+    power = PFPPOConfig()
+    rows = pf_ppo_rows(scores.repeat(500), power, seed=1)
     drawn = torch.bincount(rows % 4, minlength=4) / len(rows)
     assert drawn.tolist() == pytest.approx([0, 1 / 11, 9 / 11, 1 / 11], abs=0.03)
-    assert torch.equal(rows, pf_ppo_rows(scores.repeat(500), seed=1))
-    assert set(pf_ppo_rows(scores, reweight_method="max_min", seed=0).tolist()) <= {0, 2}
-    best = (pf_ppo_rows(scores.repeat(500), reweight_method="max_random") % 4 == 2).double().mean()
+    assert torch.equal(rows, pf_ppo_rows(scores.repeat(500), power, seed=1))
+    assert set(pf_ppo_rows(scores, PFPPOConfig(reweight_method="max_min"), seed=0).tolist()) <= {0, 2}
+    best = (pf_ppo_rows(scores.repeat(500), PFPPOConfig(reweight_method="max_random")) % 4 == 2).double().mean()
     assert best.item() == pytest.approx(4 / 7, abs=0.04)
     with pytest.raises(ValueError, match="reweight_method"):
-        pf_ppo_rows(scores, reweight_method="max")
+        PFPPOConfig(reweight_method="max")  # pyrefly: ignore[bad-argument-type]
 
 
-def loop(values: Tensor, mask: Tensor, ids: Tensor, settings: NormSettings) -> Tensor:
+def loop(values: Tensor, mask: Tensor, ids: Tensor, settings: NormConfig) -> Tensor:
     """AReaL's normalisation, one group at a time."""
     values, counted = values.double(), mask.bool()
     out = torch.zeros_like(values)
@@ -83,7 +83,12 @@ def test_normalisation_equals_a_loop(
     ids = torch.tensor([0, 1, 0, 2, 1, 0])
     values = torch.randn(6, 5, generator=draw, dtype=torch.float64)
     mask = torch.rand(6, 5, generator=draw) > 0.3
-    settings = NormSettings(mean_level, std_level, leave1out, unbiased)
+    settings = NormConfig(
+        mean_level=mean_level,  # pyrefly: ignore[bad-argument-type]
+        std_level=std_level,  # pyrefly: ignore[bad-argument-type]
+        mean_leave1out=leave1out,
+        std_unbiased=unbiased,
+    )
     got = normalize(values, settings, group_ids=ids, mask=mask)
     torch.testing.assert_close(got, loop(values, mask, ids, settings))
     scores = values[:, 0]
@@ -93,19 +98,19 @@ def test_normalisation_equals_a_loop(
 
 
 def test_a_group_of_one_is_left_in_peace() -> None:
-    group = NormSettings("group", "group", mean_leave1out=True)
+    group = NormConfig(mean_level="group", std_level="group", mean_leave1out=True)
     assert normalize(torch.tensor([3.0]), group, group_ids=torch.tensor([0])).item() == pytest.approx(3, rel=1e-4)
-    plain = NormSettings("group", "group")
+    plain = NormConfig(mean_level="group", std_level="group")
     assert normalize(torch.tensor([3.0]), plain, group_ids=torch.tensor([0])).item() == 0
     with pytest.raises(ValueError, match="std_level"):
-        NormSettings(std_level="row")
+        NormConfig(std_level="row")  # pyrefly: ignore[bad-argument-type]
 
 
 def test_rewards_are_shaped_in_areals_order() -> None:
     """Bias before scaling, clip before norm, truncation last."""
-    settings = RewardSettings(reward_bias=-0.5, reward_scaling=10.0, reward_clip=4.0)
+    settings = AlgorithmConfig(reward_bias=-0.5, reward_scaling=10.0, reward_clip=4.0)
     keys = {"group_ids": torch.tensor([0, 0, 0]), "truncated": torch.tensor([False, False, True])}
     assert shape_rewards(torch.tensor([1.0, 0.5, 0.0]), settings, **keys).tolist() == pytest.approx([4, 0, -4])
     scores = torch.tensor([1.0, 1.0, 0.6])
-    zeroed = RewardSettings(reward_norm=NormSettings("batch", None), mask_no_eos_with_zero=True)
+    zeroed = AlgorithmConfig(reward_norm=NormConfig(mean_level="batch"), mask_no_eos_with_zero=True)
     assert shape_rewards(scores, zeroed, **keys).tolist() == pytest.approx([1 - 2.6 / 3, 1 - 2.6 / 3, 0])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlsys.algorithms import (
-    ActorObjective,
     PolicyLoss,
-    PolicyLossParams,
-    RolloutCorrection,
     actor_loss,
     get_policy_loss_fn,
     policy_loss,
@@ -24,14 +20,22 @@ from rlsys.algorithms import (
     register_policy_loss,
     select_tokens,
 )
-from rlsys.algorithms.covariance_loss import with_seed
 from rlsys.algorithms.policy_loss import call_policy_loss, vanilla
+from rlsys.config.schema.actor import ActorConfig, PolicyLossConfig
+from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 
-PARAMS = PolicyLossParams(clip_ratio_low=0.2, clip_ratio_high=0.3)
+
+def actor_config(loss_mode: str = "vanilla", **values: Any) -> ActorConfig:
+    """A section with clip ratios 0.2 and 0.3, unless `values` say otherwise."""
+    clip = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
+    return ActorConfig(**{"policy_loss": PolicyLossConfig(loss_mode=loss_mode), **clip, **values})
+
+
+CONFIG = actor_config()
 COVARIANCE = {"clip_cov", "kl_cov"}
 
 
-def one(name: str, ratio: float, advantage: float, params: PolicyLossParams = PARAMS, old: float = 0.4) -> float:
+def one(name: str, ratio: float, advantage: float, config: ActorConfig = CONFIG, old: float = 0.4) -> float:
     """The loss of a single token whose old probability is `old` and whose new one is `ratio * old`."""
     log_prob = torch.tensor([[math.log(ratio * old)]], dtype=torch.float64)
     loss = call_policy_loss(
@@ -40,7 +44,7 @@ def one(name: str, ratio: float, advantage: float, params: PolicyLossParams = PA
         old_log_prob=torch.tensor([[math.log(old)]], dtype=torch.float64),
         advantages=torch.tensor([[advantage]], dtype=torch.float64),
         response_mask=torch.ones(1, 1),
-        params=params,
+        config=config,
     )
     return loss.per_token.item()
 
@@ -60,7 +64,7 @@ def one(name: str, ratio: float, advantage: float, params: PolicyLossParams = PA
 def test_vanilla_by_hand(ratio: float, advantage: float, expected: float) -> None:
     assert one("vanilla", ratio, advantage, old=0.1) == pytest.approx(expected)
     if ratio < 5:
-        without = replace(PARAMS, clip_ratio_c=math.inf)
+        without = actor_config(clip_ratio_c=1e6)
         assert one("vanilla", ratio, advantage, without, old=0.1) == pytest.approx(expected)
 
 
@@ -69,7 +73,7 @@ def test_vanilla_by_hand(ratio: float, advantage: float, expected: float) -> Non
 def test_losses_of_one_token_equal_their_formulas(ratio: float, advantage: float) -> None:
     a, log_pi = advantage, math.log(ratio * 0.4)
     held = min(max(ratio, 0.8), 1.3)
-    tau = PARAMS.tau_pos if a > 0 else PARAMS.tau_neg
+    tau = CONFIG.tau_pos if a > 0 else CONFIG.tau_neg
     moved = ratio * 0.4 - 0.4
     inside = moved <= 0.3 if a > 0 else moved >= -0.2
     distance = 0.4 * math.log(1 / ratio) + 0.6 * math.log(0.6 / (1 - ratio * 0.4))
@@ -100,11 +104,11 @@ def test_sequence_losses_use_the_geometric_mean_of_the_row() -> None:
         "old_log_prob": torch.full_like(log_ratio, -1.0),
         "advantages": torch.full_like(log_ratio, -2.0),
         "response_mask": mask,
-        "params": PARAMS,
+        "config": CONFIG,
     }
     assert call_policy_loss("gspo", **inputs).per_token[0, :2].tolist() == pytest.approx([2 * math.exp(0.3)] * 2)
-    wide = replace(PARAMS, clip_ratio_high=1.0)
-    geometric = call_policy_loss("geo_mean", **(inputs | {"params": wide}))
+    wide = actor_config(clip_ratio_high=1.0)
+    geometric = call_policy_loss("geo_mean", **(inputs | {"config": wide}))
     assert geometric.per_token[0, :2].tolist() == pytest.approx([2 * math.exp(0.3)] * 2)
     assert geometric.agg_mode == "seq-mean-token-mean"
 
@@ -120,7 +124,7 @@ def test_gradients_reach_only_the_tokens_that_each_loss_means() -> None:
             old_log_prob=torch.tensor([[math.log(0.3)]], dtype=torch.float64),
             advantages=torch.tensor([[2.0]], dtype=torch.float64),
             response_mask=torch.ones(1, 1),
-            params=PARAMS,
+            config=CONFIG,
         )
         loss.per_token.sum().backward()
         assert log_prob.grad is not None
@@ -155,11 +159,11 @@ SMOOTH = ["gpg", "dro", "sapo"]
 @pytest.mark.parametrize("name", SMOOTH)
 def test_the_gradient_of_a_smooth_loss_is_that_of_finite_differences(name: str) -> None:
     inputs = batch()
-    objective = ActorObjective(loss_mode=name, params=PARAMS)
+    config = actor_config(name)
     inputs.pop("entropy")
 
     def loss(log_prob: Tensor) -> Tensor:
-        result = actor_loss(objective, **(inputs | {"log_prob": log_prob}))
+        result = actor_loss(config, **(inputs | {"log_prob": log_prob}))
         return result.total / result.count
 
     assert torch.autograd.gradcheck(loss, inputs["log_prob"].clone().requires_grad_(), atol=1e-7)
@@ -176,12 +180,9 @@ def test_splitting_rows_changes_neither_loss_nor_gradient_nor_metrics(
     name: str, mode: str, seed: int, cut: int
 ) -> None:
     inputs = batch(seed)
-    correction = RolloutCorrection(
-        rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=0.1, bypass_mode=True
-    )
-    objective = ActorObjective(
-        loss_mode=name,
-        params=replace(PARAMS, rollout_correction=correction),
+    correction = RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold="0.1")
+    config = actor_config(
+        name,
         loss_agg_mode=mode,
         entropy_coeff=0.01,
         use_kl_loss=True,
@@ -192,7 +193,8 @@ def test_splitting_rows_changes_neither_loss_nor_gradient_nor_metrics(
     inputs["log_prob"].requires_grad_()
 
     def add(parts: list[tuple[int, int]]) -> tuple[Tensor, Tensor, dict[str, list[float]]]:
-        results = [actor_loss(objective, **{k: v[a:b] for k, v in inputs.items()}, batch_rows=6) for a, b in parts]
+        split = [{k: v[a:b] for k, v in inputs.items()} for a, b in parts]
+        results = [actor_loss(config, **rows, rollout_correction=correction, batch_rows=6) for rows in split]
         loss = sum(r.total for r in results) / sum(r.count for r in results)
         (gradient,) = torch.autograd.grad(loss, inputs["log_prob"])
         metrics = {key: [sum(r.metrics[key][i] for r in results) for i in (0, 1)] for key in results[0].metrics}
@@ -209,9 +211,9 @@ def test_the_terms_of_the_objective_add_up() -> None:
     inputs = batch()
     plain = {k: inputs[k] for k in ("log_prob", "old_log_prob", "advantages", "response_mask")}
     mask = inputs["response_mask"]
-    both = ActorObjective(params=PARAMS, entropy_coeff=0.5, use_kl_loss=True, kl_loss_coef=2.0, kl_loss_type="k2")
+    both = actor_config(entropy_coeff=0.5, use_kl_loss=True, kl_loss_coef=2.0, kl_loss_type="k2")
     result = actor_loss(both, **plain, entropy=inputs["entropy"], ref_log_prob=inputs["ref_log_prob"])
-    policy = actor_loss(ActorObjective(params=PARAMS), **plain)
+    policy = actor_loss(CONFIG, **plain)
     kl = (0.5 * (inputs["log_prob"] - inputs["ref_log_prob"]).square() * mask).sum()
     expected = policy.total + 2 * kl - 0.5 * (inputs["entropy"] * mask).sum()
     torch.testing.assert_close(result.total, expected)
@@ -225,7 +227,7 @@ def test_metrics_are_exact_counts() -> None:
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
     advantages = torch.tensor([[1.0, 1.0, -1.0], [1.0, 1.0, 1.0]], dtype=torch.float64)
     result = actor_loss(
-        ActorObjective(params=PARAMS),
+        CONFIG,
         log_prob=log_ratio,
         old_log_prob=torch.zeros_like(log_ratio),
         advantages=advantages,
@@ -246,7 +248,7 @@ def test_rows_without_tokens_and_huge_ratios_stay_finite(name: str) -> None:
     log_prob = inputs["log_prob"].float().requires_grad_()
     floats = {k: v.float() for k, v in inputs.items() if k in ("old_log_prob", "advantages")}
     mask = inputs["response_mask"]
-    result = actor_loss(ActorObjective(loss_mode=name), log_prob=log_prob, response_mask=mask, **floats)
+    result = actor_loss(actor_config(name), log_prob=log_prob, response_mask=mask, **floats)
     (gradient,) = torch.autograd.grad(result.total, log_prob)
     assert torch.isfinite(result.total)
     assert torch.isfinite(gradient).all()
@@ -256,13 +258,11 @@ def test_rows_without_tokens_and_huge_ratios_stay_finite(name: str) -> None:
 class TestCovarianceLosses:
     def test_kl_cov_penalises_the_largest_share(self) -> None:
         inputs = batch()
-        params = PolicyLossParams(kl_cov_ratio=0.1, ppo_kl_coef=1.0)
+        config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="kl_cov", kl_cov_ratio=0.1, ppo_kl_coef=1.0))
         mask = inputs["response_mask"].bool()
         adv, logp = inputs["advantages"], inputs["old_log_prob"]
         covariance = ((adv - adv[mask].mean()) * (logp - logp[mask].mean())).masked_fill(~mask, -torch.inf)
-        chosen = select_tokens(
-            loss_mode="kl_cov", old_log_probs=logp, advantages=adv, response_mask=mask.long(), params=params
-        )
+        chosen = select_tokens(config, old_log_probs=logp, advantages=adv, response_mask=mask.long(), seed=0)
         assert chosen is not None
         wanted = int(0.1 * mask.sum())
         assert chosen.sum() == wanted
@@ -270,16 +270,17 @@ class TestCovarianceLosses:
 
     def test_clip_cov_draws_within_the_bounds_reproducibly(self) -> None:
         inputs = batch(rows=40)
-        params = PolicyLossParams(clip_cov_ratio=0.05, clip_cov_lb=0.1, clip_cov_ub=1.0)
+        loss = PolicyLossConfig(loss_mode="clip_cov", clip_cov_ratio=0.05, clip_cov_lb=0.1, clip_cov_ub=1.0)
+        config = ActorConfig(policy_loss=loss)
         mask = inputs["response_mask"]
         keys = {
             "old_log_probs": inputs["old_log_prob"],
             "advantages": inputs["advantages"],
             "response_mask": mask,
         }
-        first = select_tokens(loss_mode="clip_cov", params=params, **keys)
-        again = select_tokens(loss_mode="clip_cov", params=params, **keys)
-        other = select_tokens(loss_mode="clip_cov", params=with_seed(params, 1), **keys)
+        first = select_tokens(config, seed=0, **keys)
+        again = select_tokens(config, seed=0, **keys)
+        other = select_tokens(config, seed=1, **keys)
         assert first is not None
         assert again is not None
         assert other is not None
@@ -294,16 +295,16 @@ class TestCovarianceLosses:
         inputs = batch()
         log_prob = inputs["log_prob"].requires_grad_()
         keys = {k: inputs[k] for k in ("old_log_prob", "advantages", "response_mask", "selected")}
-        actor_loss(ActorObjective(loss_mode="clip_cov"), log_prob=log_prob, **keys).total.backward()
+        actor_loss(actor_config("clip_cov"), log_prob=log_prob, **keys).total.backward()
         assert log_prob.grad is not None
         assert (log_prob.grad[inputs["selected"]] == 0).all()
         assert (
             select_tokens(
-                loss_mode="vanilla",
+                CONFIG,
                 old_log_probs=inputs["old_log_prob"],
                 advantages=inputs["advantages"],
                 response_mask=inputs["response_mask"],
-                params=PARAMS,
+                seed=0,
             )
             is None
         )
@@ -312,24 +313,23 @@ class TestCovarianceLosses:
 class TestBypass:
     def test_rejected_tokens_leave_the_sum_but_not_the_count(self) -> None:
         inputs = {k: v for k, v in batch().items() if k in ("log_prob", "old_log_prob", "advantages", "response_mask")}
-        correction = RolloutCorrection(rollout_rs="token_k2", rollout_rs_threshold=0.02, bypass_mode=True)
-        objective = ActorObjective(loss_mode="bypass_mode", params=replace(PARAMS, rollout_correction=correction))
-        result = actor_loss(objective, **inputs)
+        correction = RolloutCorrectionConfig(rollout_rs="token_k2", rollout_rs_threshold="0.02", bypass_mode=True)
+        result = actor_loss(CONFIG, **inputs, rollout_correction=correction)
         kept = (0.5 * (inputs["log_prob"] - inputs["old_log_prob"]).square() <= 0.02) & inputs["response_mask"].bool()
-        per_token = vanilla(**inputs, params=PARAMS).per_token
+        per_token = vanilla(**inputs, config=CONFIG).per_token
         torch.testing.assert_close(result.total, (per_token * kept).sum())
         assert result.count == inputs["response_mask"].sum().item()
         rejected = inputs["response_mask"].sum().item() - kept.sum().item()
         assert result.metrics["rollout_corr/rollout_rs_masked_fraction"] == (rejected, result.count)
 
     def test_reinforce_weighs_by_the_truncated_ratio_without_its_gradient(self) -> None:
-        correction = RolloutCorrection(
-            rollout_is="token", rollout_is_threshold=1.2, bypass_mode=True, loss_type="reinforce"
+        correction = RolloutCorrectionConfig(
+            rollout_is="token", rollout_is_threshold="1.2", bypass_mode=True, loss_type="reinforce"
         )
         log_prob = torch.tensor([[0.1, 1.0]], dtype=torch.float64, requires_grad=True)
-        objective = ActorObjective(loss_mode="bypass_mode", params=replace(PARAMS, rollout_correction=correction))
         result = actor_loss(
-            objective,
+            CONFIG,
+            rollout_correction=correction,
             log_prob=log_prob,
             old_log_prob=torch.zeros(1, 2, dtype=torch.float64),
             advantages=torch.tensor([[2.0, 3.0]], dtype=torch.float64),
@@ -349,28 +349,49 @@ def test_a_plug_in_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
     inputs = {k: batch()[k] for k in ("log_prob", "old_log_prob", "advantages", "response_mask")}
     assert get_policy_loss_fn("test_loss") is mine
-    ours, gpg = (actor_loss(ActorObjective(loss_mode=name), **inputs) for name in ("test_loss", "gpg"))
+    ours, gpg = (actor_loss(actor_config(name), **inputs) for name in ("test_loss", "gpg"))
     torch.testing.assert_close(ours.total, gpg.total)
 
 
+def test_importance_weights_multiply_a_loss_that_does_not_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(policy_loss._LOSSES, "_functions", dict(policy_loss._LOSSES._functions))
+
+    @register_policy_loss("test_loss")
+    def mine(*, log_prob: Tensor, advantages: Tensor, response_mask: Tensor) -> PolicyLoss:
+        return PolicyLoss(-log_prob * advantages, response_mask)
+
+    @register_policy_loss("test_loss_with_weights")
+    def weighs_itself(
+        *, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, rollout_is_weights: Tensor
+    ) -> PolicyLoss:
+        return PolicyLoss(-log_prob * advantages * rollout_is_weights, response_mask)
+
+    names = ("log_prob", "old_log_prob", "advantages", "response_mask", "rollout_is_weights")
+    inputs = {k: batch()[k] for k in names}
+    expected = -inputs["log_prob"] * inputs["advantages"] * inputs["rollout_is_weights"]
+    for name in ("test_loss", "test_loss_with_weights", "gpg"):
+        torch.testing.assert_close(call_policy_loss(name, config=CONFIG, **inputs).per_token, expected)
+
+
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("values", "message"),
     [
-        (lambda: PolicyLossParams(clip_ratio_c=1.0), "clip_ratio_c"),
-        (lambda: PolicyLossParams(tau_neg=0.0), "tau_neg"),
-        (lambda: ActorObjective(loss_mode="vanila"), "did you mean 'vanilla'"),
-        (lambda: ActorObjective(loss_agg_mode="mean"), "loss_agg_mode"),
-        (lambda: ActorObjective(kl_loss_type="full"), "kl_loss_type"),
+        ({"clip_ratio_c": 1.0}, "clip_ratio_c"),
+        ({"tau_neg": 0.0}, "tau_neg"),
+        ({"loss_mode": "vanila"}, "did you mean 'vanilla'"),
+        ({"loss_agg_mode": "mean"}, "loss_agg_mode"),
+        ({"kl_loss_type": "full"}, "kl_loss_type"),
     ],
 )
-def test_wrong_settings_are_refused(make: Any, message: str) -> None:
+def test_wrong_settings_are_refused(values: dict[str, Any], message: str) -> None:
+    inputs = {k: batch()[k] for k in ("log_prob", "old_log_prob", "advantages", "response_mask")}
     with pytest.raises(ValueError, match=message):
-        make()
+        actor_loss(actor_config(**values), **inputs)
 
 
-def test_missing_terms_are_told() -> None:
+def test_missing_terms_are_reported() -> None:
     inputs = {k: batch()[k] for k in ("log_prob", "old_log_prob", "advantages", "response_mask")}
     with pytest.raises(ValueError, match="ref_log_prob"):
-        actor_loss(ActorObjective(use_kl_loss=True), **inputs)
+        actor_loss(actor_config(use_kl_loss=True), **inputs)
     with pytest.raises(ValueError, match="entropy"):
-        actor_loss(ActorObjective(entropy_coeff=0.1), **inputs)
+        actor_loss(actor_config(entropy_coeff=0.1), **inputs)

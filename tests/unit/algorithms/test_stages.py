@@ -10,11 +10,6 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms import (
-    PFPPO,
-    NormSettings,
-    PolicyLossParams,
-    RewardSettings,
-    RolloutCorrection,
     add_selected_tokens,
     adv_estimator_names,
     apply_kl_penalty,
@@ -25,6 +20,14 @@ from rlsys.algorithms import (
     is_truncated,
     rewards_from_scores,
     shape_batch_rewards,
+)
+from rlsys.config.schema.actor import ActorConfig, PolicyLossConfig
+from rlsys.config.schema.algorithm import (
+    AlgorithmConfig,
+    KLControlConfig,
+    NormConfig,
+    PFPPOConfig,
+    RolloutCorrectionConfig,
 )
 from rlsys.protocol import DataProto
 
@@ -63,6 +66,11 @@ def make(rows: int = 4, tokens: int = 3, **columns: Any) -> DataProto:
     return DataProto.from_dict({**tensors, **columns}, non_tensors)
 
 
+def advantages_of(batch: DataProto, estimator: str, *, num_repeat: int = 1, seed: int = 0, **keys: Any) -> DataProto:
+    config = AlgorithmConfig(adv_estimator=estimator, **keys)
+    return compute_advantage(batch, config, num_repeat=num_repeat, seed=seed)
+
+
 def values(batch: DataProto, name: str) -> Tensor:
     assert batch.batch is not None
     return batch.batch[name]
@@ -71,7 +79,7 @@ def values(batch: DataProto, name: str) -> Tensor:
 @pytest.mark.parametrize("name", adv_estimator_names())
 def test_every_estimator_runs_on_a_batch(name: str) -> None:
     batch = rewards_from_scores(make())
-    done = compute_advantage(batch, estimator=name, gdpo_reward_keys=("acc", "part"), gdpo_reward_weights=(1.0, 0.5))
+    done = advantages_of(batch, name, gdpo_reward_keys=("acc", "part"), gdpo_reward_weights=(1.0, 0.5))
     assert torch.isfinite(values(done, "advantages")).all()
     assert (values(done, "returns")[1, 2:] == 0).all()
     assert "advantages" not in batch.batch.keys()  # noqa: SIM118
@@ -79,10 +87,10 @@ def test_every_estimator_runs_on_a_batch(name: str) -> None:
 
 def test_groups_follow_uid_or_else_position() -> None:
     batch = rewards_from_scores(make())
-    by_uid = compute_advantage(batch, estimator="grpo", norm_adv_by_std_in_grpo=False)
+    by_uid = advantages_of(batch, "grpo", norm_adv_by_std_in_grpo=False)
     assert values(by_uid, "advantages")[:, 0].tolist() == pytest.approx([0.25, -0.125, -0.25, 0.125])
     del batch.non_tensor_batch["uid"]
-    by_place = compute_advantage(batch, estimator="grpo", norm_adv_by_std_in_grpo=False, num_repeat=2)
+    by_place = advantages_of(batch, "grpo", norm_adv_by_std_in_grpo=False, num_repeat=2)
     assert values(by_place, "advantages")[:, 0].tolist() == pytest.approx([0.5, -0.5, 0.125, -0.125])
 
 
@@ -100,28 +108,30 @@ def test_what_is_missing_is_named(estimator: str, missing: str) -> None:
     batch = rewards_from_scores(make())
     batch.pop(batch_keys=["values", "reward_baselines", "sum_pi_squared"])
     with pytest.raises(ValueError, match=missing):
-        compute_advantage(batch, estimator=estimator)
+        advantages_of(batch, estimator)
     with pytest.raises(ValueError, match="token_level_rewards"):
-        compute_advantage(make(), estimator="grpo")
+        advantages_of(make(), "grpo")
     with pytest.raises(ValueError, match="style"):
-        compute_advantage(batch, estimator="gdpo", gdpo_reward_keys=("style",))
+        advantages_of(batch, "gdpo", gdpo_reward_keys=("style",))
     with pytest.raises(ValueError, match="2 values for 1"):
-        compute_advantage(batch, estimator="gdpo", gdpo_reward_keys=("acc",), gdpo_reward_weights=(1, 2))
+        advantages_of(batch, "gdpo", gdpo_reward_keys=("acc",), gdpo_reward_weights=(1, 2))
 
 
 def test_adv_norm_replaces_the_whitening_of_gae() -> None:
     batch = rewards_from_scores(make())
-    whitened = values(compute_advantage(batch, estimator="gae"), "advantages")
-    raw = values(compute_advantage(batch, estimator="gae", adv_norm=NormSettings(None, None)), "advantages")
-    assert not torch.allclose(whitened, raw)
-    normed = values(compute_advantage(batch, estimator="gae", adv_norm=NormSettings(eps=0.0)), "advantages")
+    whitened = values(advantages_of(batch, "gae"), "advantages")
+    centred = values(advantages_of(batch, "gae", adv_norm=NormConfig(mean_level="batch")), "advantages")
+    assert not torch.allclose(whitened, centred)
+    normed = values(
+        advantages_of(batch, "gae", adv_norm=NormConfig(mean_level="batch", std_level="batch", eps=1e-30)), "advantages"
+    )
     torch.testing.assert_close(normed, whitened, rtol=1e-5, atol=1e-6)
 
 
 def test_pf_ppo_resamples_rows_with_everything_that_belongs_to_them() -> None:
     batch = rewards_from_scores(make())
-    done = compute_advantage(batch, estimator="gae", pf_ppo=PFPPO(weight_pow=8.0), seed=3)
-    plain = compute_advantage(batch, estimator="gae")
+    done = advantages_of(batch, "gae", use_pf_ppo=True, pf_ppo=PFPPOConfig(weight_pow=8.0), seed=3)
+    plain = advantages_of(batch, "gae")
     for row in range(4):
         scores = values(plain, "token_level_scores")
         source = int((scores == values(done, "token_level_scores")[row]).all(dim=1).nonzero()[0])
@@ -130,7 +140,7 @@ def test_pf_ppo_resamples_rows_with_everything_that_belongs_to_them() -> None:
 
 
 def test_kl_penalty_lowers_the_reward_and_moves_the_controller() -> None:
-    controller = get_kl_controller("adaptive", kl_coef=0.1, target_kl=0.01, horizon=100)
+    controller = get_kl_controller(KLControlConfig(type="adaptive", kl_coef=0.1, target_kl=0.01, horizon=100))
     batch = make()
     done, metrics = apply_kl_penalty(batch, controller)
     kl = (values(batch, "old_log_probs") - values(batch, "ref_log_prob")) * values(batch, "response_mask")
@@ -144,21 +154,23 @@ def test_kl_penalty_lowers_the_reward_and_moves_the_controller() -> None:
 
 def test_rollout_correction_adds_weights_and_shrinks_the_mask() -> None:
     batch = make()
-    settings = RolloutCorrection(rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=0.3)
+    settings = RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold="0.3")
     done, metrics = apply_rollout_correction(batch, settings)
     assert values(done, "rollout_is_weights").shape == (4, 3)
     assert values(done, "response_mask").sum() < values(batch, "response_mask").sum()
     assert all(name.startswith("rollout_corr/") for name in metrics)
-    bypass, nothing = apply_rollout_correction(batch, RolloutCorrection(bypass_mode=True))
+    bypass, nothing = apply_rollout_correction(batch, RolloutCorrectionConfig(bypass_mode=True))
     assert torch.equal(values(bypass, "old_log_probs"), values(batch, "rollout_log_probs"))
     assert nothing == {}
+    assert apply_rollout_correction(batch, RolloutCorrectionConfig()) == (batch, {})
 
 
 def test_areal_rewards_are_placed_at_the_last_token() -> None:
     batch = make()
     batch.non_tensor_batch["finish_reason"] = np.array(["stop", "stop", "length", "length"], dtype=object)
-    done = shape_batch_rewards(batch, RewardSettings(reward_scaling=2.0, mask_no_eos_with_zero=True))
+    done = shape_batch_rewards(batch, AlgorithmConfig(reward_scaling=2.0, mask_no_eos_with_zero=True))
     assert values(done, "token_level_scores").tolist() == [[0, 0, 2], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
+    assert shape_batch_rewards(batch, AlgorithmConfig()) is batch
 
 
 def test_truncation_is_read_from_the_finish_reason() -> None:
@@ -185,7 +197,9 @@ def test_filter_groups_keeps_rows_in_order() -> None:
 
 
 def test_selected_tokens_are_added_for_the_covariance_losses_only() -> None:
-    batch = compute_advantage(rewards_from_scores(make()), estimator="grpo")
-    chosen = add_selected_tokens(batch, loss_mode="kl_cov", params=PolicyLossParams(kl_cov_ratio=0.3))
+    batch = advantages_of(rewards_from_scores(make()), "grpo")
+    chosen = add_selected_tokens(
+        batch, ActorConfig(policy_loss=PolicyLossConfig(loss_mode="kl_cov", kl_cov_ratio=0.3)), seed=0
+    )
     assert values(chosen, "selected_tokens").sum() == int(0.3 * 11)
-    assert add_selected_tokens(batch, loss_mode="vanilla", params=PolicyLossParams()) is batch
+    assert add_selected_tokens(batch, ActorConfig(), seed=0) is batch

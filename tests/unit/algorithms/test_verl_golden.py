@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from rlsys.algorithms import (
-    PolicyLossParams,
-    RolloutCorrection,
     actor_loss,
     compute_value_loss,
     get_adv_estimator_fn,
@@ -20,7 +18,8 @@ from rlsys.algorithms import (
     rollout_correction,
 )
 from rlsys.algorithms.advantage import call_adv_estimator
-from rlsys.algorithms.objective import ActorObjective
+from rlsys.config.schema.actor import ActorConfig, PolicyLossConfig
+from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "verl_0_9_1.json").read_text())
 CASES = GOLDEN["cases"]
@@ -89,23 +88,31 @@ def test_policy_loss_and_its_gradient_agree_with_verl(name: str, case: dict[str,
     mode, _, weighted = rest.partition("/")
     correction = None
     if loss_mode == "bypass_mode":
-        correction = RolloutCorrection(
-            rollout_is="token", rollout_rs="seq_mean_k3", rollout_rs_threshold="0.6", bypass_mode=True, loss_type=mode
+        correction = RolloutCorrectionConfig(
+            rollout_is="token",
+            rollout_rs="seq_mean_k3",
+            rollout_rs_threshold="0.6",
+            bypass_mode=True,
+            loss_type="ppo_clip" if mode == "ppo_clip" else "reinforce",
         )
         mode = "token-mean"
-    params = PolicyLossParams(
+    config = ActorConfig(
         clip_ratio_low=0.2,
         clip_ratio_high=0.28,
-        clip_cov_ratio=1.0,
-        clip_cov_lb=0.05,
-        clip_cov_ub=2.0,
-        kl_cov_ratio=0.2,
-        dro_beta=0.7,
-        rollout_correction=correction,
+        loss_agg_mode=mode,  # pyrefly: ignore[bad-argument-type]
+        policy_loss=PolicyLossConfig(
+            loss_mode=loss_mode,
+            clip_cov_ratio=1.0,
+            clip_cov_lb=0.05,
+            clip_cov_ub=2.0,
+            kl_cov_ratio=0.2,
+            dro_beta=0.7,
+        ),
     )
     log_prob = inputs["log_probs"].requires_grad_()
     result = actor_loss(
-        ActorObjective(loss_mode=loss_mode, params=params, loss_agg_mode=mode),
+        config,
+        rollout_correction=correction,
         log_prob=log_prob,
         old_log_prob=inputs["old_log_probs"],
         advantages=inputs["advantages"],
@@ -187,7 +194,7 @@ def test_rollout_correction_agrees_with_verl(name: str, case: dict[str, Any]) ->
         old_log_probs=inputs["old_log_probs"],
         rollout_log_probs=inputs["rollout_log_probs"],
         response_mask=inputs["response_mask"],
-        settings=RolloutCorrection(**expected["settings"]),
+        config=RolloutCorrectionConfig(**expected["settings"]),
     )
     _close(corrected.response_mask, expected["mask"])
     if expected["weights"] is None:

@@ -13,19 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.algorithms import ActorObjective, PolicyLossParams, RolloutCorrection, compute_advantage, policy_loss_names
+from rlsys.algorithms import compute_advantage, policy_loss_names
+from rlsys.config.schema.actor import ActorConfig, CriticConfig, PolicyLossConfig
+from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 from rlsys.protocol import DataProto
 from rlsys.roles import (
-    ActorSettings,
-    CriticSettings,
     LMEngine,
     PPOActor,
     PPOCritic,
     RWEngine,
-    UpdateSettings,
     mean_over_ranks,
     mini_batches,
 )
+from rlsys.roles.update import ppo_mini_batches
 
 
 def _load(name: str) -> ModuleType:
@@ -48,23 +48,26 @@ def tensors(batch: DataProto) -> Any:
 def ready(engine: Any, rows: int = 8, seed: int = 0) -> DataProto:
     """A batch with old and reference log-probabilities."""
     batch = tiny.make_batch(rows, seed=seed)
-    actor = PPOActor(engine, ActorSettings())
+    actor = PPOActor(engine, ActorConfig())
     batch = batch.union(actor.compute_logp(batch))
-    return batch.union(PPOActor(tiny.TinyEngine(seed=9), ActorSettings()).compute_logp(batch, name="ref_log_prob"))
+    return batch.union(PPOActor(tiny.TinyEngine(seed=9), ActorConfig()).compute_logp(batch, name="ref_log_prob"))
 
 
 def test_logp_gives_the_columns_asked_for_at_the_temperature_of_the_batch() -> None:
     engine, batch = tiny.TinyEngine(), tiny.make_batch()
-    actor = PPOActor(engine, ActorSettings(temperature=5.0))
+    actor = PPOActor(engine, ActorConfig())
     plain = actor.compute_logp(batch)
     assert set(tensors(plain).keys()) == {"old_log_probs"}
     everything = actor.compute_logp(batch, name="ref_log_prob", entropy=True, sum_pi_squared=True)
     assert set(tensors(everything).keys()) == {"ref_log_prob", "entropys", "sum_pi_squared"}
     torch.testing.assert_close(tensors(everything)["ref_log_prob"], tensors(plain)["old_log_probs"])
-    del batch.meta_info["temperature"]
+    batch.meta_info["temperature"] = 5.0
     hot = tensors(actor.compute_logp(batch))["old_log_probs"]
     assert hot.sum() != tensors(plain)["old_log_probs"].sum()
     torch.testing.assert_close(hot, engine.forward(batch, ("log_probs",), temperature=5.0)["log_probs"])
+    del batch.meta_info["temperature"]
+    unscaled = tensors(actor.compute_logp(batch))["old_log_probs"]
+    torch.testing.assert_close(unscaled, engine.forward(batch, ("log_probs",), temperature=1.0)["log_probs"])
 
 
 def test_the_first_step_is_the_policy_gradient_and_metrics_have_verls_names() -> None:
@@ -74,8 +77,8 @@ def test_the_first_step_is_the_policy_gradient_and_metrics_have_verls_names() ->
     mask = tensors(batch)["response_mask"]
     loss = -(tensors(batch)["advantages"] * log_probs).sum() / mask.sum()
     expected = torch.autograd.grad(loss, [engine.model.head, engine.model.mix])
-    objective = ActorObjective(use_kl_loss=True, kl_loss_coef=0.0, entropy_coeff=0.0)
-    metrics = PPOActor(engine, ActorSettings(objective=objective, calculate_entropy=True)).ppo_update(batch)
+    config = ActorConfig(use_kl_loss=True, kl_loss_coef=0.0, calculate_entropy=True)
+    metrics = PPOActor(engine, config).ppo_update(batch)
     torch.testing.assert_close(engine.gradients[0]["head"], expected[0])
     torch.testing.assert_close(engine.gradients[0]["mix"], expected[1])
     assert set(metrics) == {
@@ -103,27 +106,32 @@ MODES = ["token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean
     ("name", "mode"), [*((name, "token-mean") for name in policy_loss_names()), *(("vanilla", mode) for mode in MODES)]
 )
 def test_micro_batches_do_not_change_what_is_learned(name: str, mode: str) -> None:
-    correction = RolloutCorrection(rollout_is="token", bypass_mode=True, loss_type="reinforce")
-    params = PolicyLossParams(rollout_correction=correction, kl_cov_ratio=0.1, clip_cov_ratio=0.1, clip_cov_lb=0.01)
-    objective = ActorObjective(
-        loss_mode=name, params=params, loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1
+    correction = RolloutCorrectionConfig(rollout_is="token", loss_type="reinforce")
+    config = ActorConfig(
+        policy_loss=PolicyLossConfig(loss_mode=name, kl_cov_ratio=0.1, clip_cov_ratio=0.1, clip_cov_lb=0.01),
+        loss_agg_mode=mode,  # pyrefly: ignore[bad-argument-type]
+        entropy_coeff=0.01,
+        use_kl_loss=True,
+        kl_loss_coef=0.1,
+        ppo_mini_batch_size=4,
+        ppo_epochs=2,
+        shuffle=True,
     )
-    settings = ActorSettings(objective=objective, updates=UpdateSettings(mini_batch_rows=4, epochs=2, shuffle=True))
-    learned, told = [], []
+    learned, reported = [], []
     for micro_rows in (1, 3, 8):
         engine = tiny.TinyEngine(micro_rows=micro_rows)
-        told.append(PPOActor(engine, settings).ppo_update(ready(engine)))
+        reported.append(PPOActor(engine, config, rollout_correction=correction).ppo_update(ready(engine)))
         learned.append(torch.cat([p.detach().flatten() for p in engine.model.parameters()]))
-    for parameters, metrics in zip(learned[1:], told[1:], strict=True):
+    for parameters, metrics in zip(learned[1:], reported[1:], strict=True):
         torch.testing.assert_close(parameters, learned[0], rtol=1e-10, atol=1e-12)
-        assert metrics == pytest.approx(told[0], rel=1e-9, abs=1e-12)
+        assert metrics == pytest.approx(reported[0], rel=1e-9, abs=1e-12)
 
 
 def test_mini_batches_are_contiguous_or_a_permutation_by_seed_step_and_epoch() -> None:
     batch = tiny.make_batch(10)
 
     def order(**settings: Any) -> list[list[int]]:
-        parts = mini_batches(batch, UpdateSettings(mini_batch_rows=4, **settings), step=3)
+        parts = mini_batches(batch, num_rows=4, step=3, **settings)
         return [tensors(part.rows)["index"].tolist() for part in parts]
 
     assert order() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
@@ -132,15 +140,17 @@ def test_mini_batches_are_contiguous_or_a_permutation_by_seed_step_and_epoch() -
     assert shuffled[:3] != shuffled[3:]
     assert shuffled == order(shuffle=True, epochs=2)
     assert shuffled != order(shuffle=True, epochs=2, seed=1)
-    with pytest.raises(ValueError, match="at least 1"):
-        UpdateSettings(mini_batch_rows=0)
+    with pytest.raises(ValueError, match="ppo_mini_batch_size=2 gives 4 ranks no row"):
+        ppo_mini_batches(batch, ActorConfig(ppo_mini_batch_size=2), rollout_n=1, dp_size=4)
+    parts = ppo_mini_batches(batch, ActorConfig(ppo_mini_batch_size=2), rollout_n=4, dp_size=2)
+    assert [len(part.rows) for part in parts] == [4, 4, 2]
 
 
 def test_a_refused_step_is_counted_and_leaves_the_others_alone() -> None:
     engine = tiny.TinyEngine()
     batch = ready(engine)
     tensors(batch)["advantages"][0, 0] = math.nan
-    metrics = PPOActor(engine, ActorSettings(updates=UpdateSettings(mini_batch_rows=4))).ppo_update(batch)
+    metrics = PPOActor(engine, ActorConfig(ppo_mini_batch_size=4)).ppo_update(batch)
     assert metrics["actor/skipped_steps"] == 1
     assert [step.applied for step in engine.steps] == [False, True]
     assert math.isfinite(metrics["actor/grad_norm"])
@@ -148,7 +158,7 @@ def test_a_refused_step_is_counted_and_leaves_the_others_alone() -> None:
 
 def test_train_batch_is_one_step_and_grpo_update_is_ppo_update() -> None:
     engine = tiny.TinyEngine()
-    actor = PPOActor(engine, ActorSettings(updates=UpdateSettings(mini_batch_rows=2)))
+    actor = PPOActor(engine, ActorConfig(ppo_mini_batch_size=2))
     actor.train_batch(ready(engine))
     assert len(engine.steps) == 1
     actor.grpo_update(ready(engine))
@@ -158,7 +168,7 @@ def test_train_batch_is_one_step_and_grpo_update_is_ppo_update() -> None:
 
 def test_the_actor_learns_the_rewarded_token() -> None:
     engine = tiny.TinyEngine(lr=1.0)
-    actor = PPOActor(engine, ActorSettings(updates=UpdateSettings(mini_batch_rows=16)))
+    actor = PPOActor(engine, ActorConfig(ppo_mini_batch_size=16))
 
     def liked(batch: DataProto) -> Tensor:
         return (tensors(batch)["responses"] == 5) * tensors(batch)["response_mask"]
@@ -179,7 +189,7 @@ def test_the_actor_learns_the_rewarded_token() -> None:
 
 def test_the_critic_regresses_on_returns() -> None:
     engine = tiny.TinyEngine(lr=0.5)
-    critic = PPOCritic(engine, CriticSettings(cliprange_value=10.0, updates=UpdateSettings(mini_batch_rows=4)))
+    critic = PPOCritic(engine, CriticConfig(cliprange_value=10.0, ppo_mini_batch_size=4))
     batch = tiny.make_batch()
     batch = batch.union(critic.compute_values(batch))
     assert tensors(batch)["values"].shape == (8, 5)
@@ -196,7 +206,7 @@ def test_the_critic_regresses_on_returns() -> None:
         last = critic.train_batch(batch)
     assert last["critic/vf_loss"] < 0.7 * first["critic/vf_loss"]
     with pytest.raises(ValueError, match="cliprange_value"):
-        CriticSettings(cliprange_value=0.0)
+        CriticConfig(cliprange_value=0.0)
 
 
 def test_sft_lowers_the_mean_loss_of_the_response_tokens() -> None:

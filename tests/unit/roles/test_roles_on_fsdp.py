@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.algorithms import ActorObjective
+from rlsys.config.schema.actor import ActorConfig, CriticConfig
 from rlsys.protocol import DataProto
-from rlsys.roles import ActorSettings, CriticSettings, LMEngine, PPOActor, PPOCritic, RWEngine, mean_over_ranks
+from rlsys.roles import LMEngine, PPOActor, PPOCritic, RWEngine, mean_over_ranks
 from tests.contracts.train_engine import MODELS, Case, fsdp_engine, make_batch, reference_model
 from tests.ranks import run_ranks
 
@@ -43,10 +43,10 @@ def updates(head: str) -> dict[str, dict[str, float]]:
 
 def _roles(head: str) -> dict[str, Any]:
     if head == "scalar":
-        return {"critic": lambda e, b: PPOCritic(e, CriticSettings()).ppo_update(b), "rm": lambda e, b: reward(e, b)}
+        return {"critic": lambda e, b: PPOCritic(e, CriticConfig()).ppo_update(b), "rm": lambda e, b: reward(e, b)}
     actors = {
         f"actor {mode}": lambda e, b, mode=mode: PPOActor(
-            e, ActorSettings(ActorObjective(loss_agg_mode=mode, entropy_coeff=0.1))
+            e, ActorConfig(loss_agg_mode=mode, entropy_coeff=0.1)
         ).ppo_update(b)
         for mode in MODES
     }
