@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tells what this machine has, what rlsys needs and what is exposed: one line and one verdict an item.
+"""Check what this machine has, what rlsys needs and what is exposed: one line and one verdict per item.
 
 python scripts/doctor.py [--json]
 
@@ -44,6 +44,7 @@ EXTRAS = {
     "trackers": "tensorboard and trackio in trainer.logger",
     "wandb": "Weights & Biases in trainer.logger",
     "mlflow": "MLflow in trainer.logger",
+    "docs": "the documentation site (mkdocs)",
     "dev": "the tests, linters and type checker",
 }
 
@@ -63,7 +64,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Listener:
-    """A port that a Ray process of this machine listens on; `session` tells the clusters apart."""
+    """A port that a Ray process of this machine listens on; `session` identifies the cluster."""
 
     session: str
     process: str
@@ -102,6 +103,7 @@ def examine() -> Iterator[Finding]:
 
 
 def python_findings(required: str) -> Iterator[Finding]:
+    """The Python version and the operating system."""
     version = platform.python_version()
     fits = _fits(version, required)
     advice = "" if fits else f"install Python {required} and set RLSYS_PYTHON"
@@ -112,6 +114,7 @@ def python_findings(required: str) -> Iterator[Finding]:
 
 
 def machine_findings() -> Iterator[Finding]:
+    """CPU, memory and shared memory."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     flags = _cpu_flags()
     wanted = {"avx2": "AVX2", "avx512f": "AVX512", "avx512_bf16": "bf16 (AVX512)", "amx_bf16": "bf16 (AMX)"}
@@ -131,20 +134,21 @@ def machine_findings() -> Iterator[Finding]:
 
 
 def shm_finding(path: Path) -> Finding:
-    """Ray's object store and the weight segments live there."""
+    """Ray's object store and the weight segments are stored there."""
     if not path.is_dir() or not os.access(path, os.W_OK):
-        return Finding("machine", str(path), "missing or not writable", "fail", "mount a tmpfs there, writable by you")
+        return Finding("machine", str(path), "missing or not writable", "fail", "mount a writable tmpfs there")
     usage = shutil.disk_usage(path)
     text = f"{usage.total / GIB:.1f} GiB, {usage.free / GIB:.1f} free"
     if usage.free < SMALL_SHM_BYTES:
-        return Finding("machine", str(path), text, "warn", "give containers more, e.g. docker run --shm-size=8g")
+        return Finding("machine", str(path), text, "warn", "in a container set e.g. docker run --shm-size=8g")
     return Finding("machine", str(path), text)
 
 
 def gpu_findings() -> Iterator[Finding]:
+    """NVIDIA GPUs, and whether the installed torch can use them."""
     names = _nvidia_gpus()
     if not names:
-        yield Finding("gpu", "nvidia", "none seen", "note", "training runs on the CPU under gloo")
+        yield Finding("gpu", "nvidia", "none found", "note", "training runs on the CPU with gloo")
         return
     for i, name in enumerate(names):
         yield Finding("gpu", f"gpu {i}", name)
@@ -154,6 +158,7 @@ def gpu_findings() -> Iterator[Finding]:
 
 
 def package_findings(requirements: Sequence[str]) -> Iterator[Finding]:
+    """Required packages that are missing or of the wrong version."""
     for name, specifier in map(_parsed, requirements):
         version = _version(name)
         wanted = f"needs {specifier}" if specifier else "any version"
@@ -166,19 +171,20 @@ def package_findings(requirements: Sequence[str]) -> Iterator[Finding]:
 
 
 def extra_findings(extras: dict[str, list[str]]) -> Iterator[Finding]:
+    """Optional extras of the project and what each adds."""
     for extra, requirements in extras.items():
         gives = EXTRAS.get(extra, "")
         parsed = [_parsed(r) for r in requirements]
         missing = [n for n, spec in parsed if n != "rlsys" and ((v := _version(n)) is None or not _fits(v, spec))]
         if missing:
-            advice = f"for {gives}: pip install -e '.[{extra}]' (lacks {', '.join(missing)})"
+            advice = f"for {gives}: pip install -e '.[{extra}]' (missing: {', '.join(missing)})"
             yield Finding("extras", extra, "not installed", "note", advice)
         else:
             yield Finding("extras", extra, f"installed: {gives}")
 
 
 def engine_findings() -> Iterator[Finding]:
-    """Which row of the version tables serves the rollout engines that are installed here."""
+    """Which row of the version tables applies to each installed rollout engine."""
     sys.path.insert(0, str(ROOT))
     from rlsys.rollout.sglang.version import SGLANG
     from rlsys.rollout.vllm.version import VLLM
@@ -186,10 +192,14 @@ def engine_findings() -> Iterator[Finding]:
     for name, table in {"vllm": VLLM, "sglang": SGLANG}.items():
         version = table.installed()
         if version is None:
-            yield Finding("engines", name, "not installed", "note", f"rollout.name={name}_remote needs none here")
+            yield Finding(
+                "engines", name, "not installed", "note", f"not needed on this machine for rollout.name={name}_remote"
+            )
         elif (row := table.row(version)) is None:
             known = ", ".join(row.versions for row in table.rows if row.adapter is not None)
-            yield Finding("engines", name, f"{version}, not in the table", "warn", f"rollout.name={name} takes {known}")
+            yield Finding(
+                "engines", name, f"{version}, not in the version table", "warn", f"rollout.name={name} supports {known}"
+            )
         elif row.adapter is None:
             yield Finding("engines", name, f"{version}, refused", "warn", row.note)
         else:
@@ -197,7 +207,10 @@ def engine_findings() -> Iterator[Finding]:
 
 
 def ray_findings(listeners: Sequence[Listener], asks_for_token: Callable[[Listener], bool | None]) -> Iterator[Finding]:
-    """Is a Ray head running here, who can reach it, and must they know a token? Who reaches it runs code as you."""
+    """Whether a Ray head runs here, from where it can be reached, and whether it requires a token.
+
+    Anyone who can reach a head without a token can run code as this user.
+    """
     if address := os.environ.get("RAY_ADDRESS"):
         yield Finding("ray", "RAY_ADDRESS", address, "note", "jobs join this cluster instead of starting their own")
     sessions = sorted({x.session for x in listeners if x.process == "gcs"})
@@ -214,13 +227,14 @@ def _head_finding(listeners: Sequence[Listener], asks_for_token: Callable[[Liste
     if not open_ones or protected:
         auth = {True: "on", False: "off", None: "unknown"}[protected]
         return Finding("ray", "head", f"listens on {where}; token authentication {auth}")
-    advice = "who reaches these ports runs code as you: bind to 127.0.0.1 or start Ray with RAY_AUTH_MODE=token"
+    advice = "these ports let anyone run code as you: bind to 127.0.0.1 or start Ray with RAY_AUTH_MODE=token"
     if protected is None:
-        return Finding("ray", "head", f"listens on {where}; no dashboard to ask about tokens", "warn", advice)
+        return Finding("ray", "head", f"listens on {where}; no dashboard to check for tokens", "warn", advice)
     return Finding("ray", "head", f"listens on {where}; token authentication off", "fail", advice)
 
 
 def directory_findings() -> Iterator[Finding]:
+    """Whether the directories that runs write to are writable and have space."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     places = {
         "cache": cache,
@@ -243,7 +257,7 @@ def directory_findings() -> Iterator[Finding]:
 
 
 def show(findings: Sequence[Finding]) -> None:
-    """A table on a terminal, plain lines when piped, and a last line that says whether all is well."""
+    """A table on a terminal, plain lines when piped, and a last line that says whether this machine is ready."""
     if sys.stdout.isatty():
         _show_table(findings)
     else:
@@ -252,8 +266,10 @@ def show(findings: Sequence[Finding]) -> None:
                 f"{f.verdict:<4}  {f.section:<11}  {f.name:<14}  {f.value}" + (f"  -> {f.advice}" if f.advice else "")
             )
     counts = {v: sum(f.verdict == v for f in findings) for v in ("fail", "warn", "note")}
-    told = ", ".join(f"{n} {v}" for v, n in counts.items() if n) or "nothing to remark"
-    print(f"{'not ready' if counts['fail'] else 'ready'}: {told}")
+    names = {"fail": "problem", "warn": "warning", "note": "note"}
+    parts = [f"{n} {names[v]}{'s' if n > 1 else ''}" for v, n in counts.items() if n]
+    summary = f", with {' and '.join(filter(None, [', '.join(parts[:-1]), parts[-1]]))}" if parts else ""
+    print(f"{'Not ready' if counts['fail'] else 'Ready'}{summary}")
 
 
 def _show_table(findings: Sequence[Finding]) -> None:
@@ -263,7 +279,7 @@ def _show_table(findings: Sequence[Finding]) -> None:
 
     colours = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "bold red"}
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for column in ("", "item", "found", "advice"):
+    for column in ("", "item", "value", "advice"):
         table.add_column(column, overflow="fold")
     section = ""
     for f in findings:
@@ -295,16 +311,16 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def ray_listeners(proc: Path = Path("/proc")) -> list[Listener]:
-    """The listening sockets of Ray's own processes on this machine (those of ours: others' are not readable)."""
+    """The listening sockets of Ray's own processes on this machine, as far as this user may see them."""
     sockets = {inode: at for table in ("tcp", "tcp6") for inode, at in _listening(proc / "net" / table).items()}
-    found = []
+    listeners = []
     for directory in proc.iterdir():
         if not directory.name.isdigit() or not (process := _ray_process(directory)):
             continue
         for inode in _socket_inodes(directory / "fd"):
             if inode in sockets:
-                found.append(Listener(*process, *sockets[inode]))
-    return found
+                listeners.append(Listener(*process, *sockets[inode]))
+    return listeners
 
 
 def dashboard_asks_for_token(listener: Listener) -> bool | None:
@@ -354,13 +370,13 @@ def _socket_inodes(directory: Path) -> Iterator[str]:
 
 def _listening(table: Path) -> dict[str, tuple[str, int]]:
     """Inode -> (address, port) of the listening sockets of a /proc/net/tcp table."""
-    found = {}
+    sockets = {}
     for line in table.read_text().splitlines()[1:] if table.exists() else []:
         words = line.split()
         if words[3] == LISTENING:
             address, port = words[1].split(":")
-            found[words[9]] = (_address(address), int(port, 16))
-    return found
+            sockets[words[9]] = (_address(address), int(port, 16))
+    return sockets
 
 
 def _address(hexadecimal: str) -> str:

@@ -17,7 +17,7 @@ from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.group import group_fleet
 from rlsys.protocol import DataProto
 from rlsys.telemetry.metrics import StageTimer
-from rlsys.telemetry.validation import validation_metrics
+from rlsys.telemetry.validation_metrics import validation_metrics
 from trainer.backend import load_tokenizer, running_backend
 from trainer.dumps import dump, sample_rows
 from trainer.generation import GradedRollout, answer_printer, fleet_generate, validation_sampling

@@ -1,4 +1,4 @@
-"""One JSON object a line, valid JSON even for NaN, whole lines even after kill -9, and exact after a resume.
+"""One JSON object per line: valid JSON even for NaN, whole lines even after kill -9, and exact after a resume.
 
 A record is flat: `{"step": 3, "actor/lr": 1e-06, ...}`. JSON has no NaN or infinity, so a non-finite number is written
 as null and named under `_non_finite`: `{"step": 4, "actor/loss": null, "_non_finite": {"actor/loss": "nan"}}`;
@@ -10,20 +10,20 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 NON_FINITE = "_non_finite"
-_AS_IT_IS = (int, str, bool)
 
 
 class JsonlWriter:
     """Appends records to a file, each in one write, so that readers and crashes see whole lines only.
 
-    `resume_step=None` starts anew: a file already there is kept under the next free name `metrics.1.jsonl`. With
+    `resume_step=None` starts a new file: an existing one is renamed to the next free name `metrics.1.jsonl`. With
     a number N the lines of steps after N are dropped, and so is a line cut off by a crash: after resuming from
-    the checkpoint of step N the file is that of an uninterrupted run. Raises OSError when the disk refuses.
+    the checkpoint of step N the file equals that of an uninterrupted run. Raises OSError when the disk refuses.
     """
 
     def __init__(self, path: Path, *, resume_step: int | None = None) -> None:
@@ -51,38 +51,30 @@ class JsonlWriter:
 
 
 def encode_line(record: Mapping[str, Any]) -> bytes:
-    """One line of strict JSON; numbers of NumPy and torch become plain, unknown objects their text."""
+    """One line of strict JSON; NumPy and torch numbers become plain ones, unknown objects their text."""
     plain = {name: _plain(value) for name, value in record.items()}
-    odd = {k: str(v) for k, v in plain.items() if isinstance(v, float) and not isfinite(v)}
-    if odd:
-        plain = {k: None if k in odd else v for k, v in plain.items()} | {NON_FINITE: odd}
+    non_finite = {k: str(v) for k, v in plain.items() if isinstance(v, float) and not isfinite(v)}
+    if non_finite:
+        plain |= dict.fromkeys(non_finite) | {NON_FINITE: non_finite}
     return (json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """The whole lines of a file, non-finite numbers restored; an incomplete last line is left out."""
+    for _, record in _whole_lines(path):
+        yield record | {name: float(text) for name, text in record.pop(NON_FINITE, {}).items()}
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each line that ends and holds a JSON object, as bytes and decoded."""
     for line in path.read_bytes().splitlines(keepends=True):
-        record = _decode(line)
-        if record is not None:
-            yield record | {name: float(text) for name, text in record.pop(NON_FINITE, {}).items()}
-
-
-def _decode(line: bytes) -> dict[str, Any] | None:
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
+        with suppress(ValueError):
+            if line.endswith(b"\n") and isinstance(record := json.loads(line), dict):
+                yield line, record
 
 
 def _truncate(path: Path, step: int) -> None:
-    kept = [
-        line
-        for line in path.read_bytes().splitlines(keepends=True)
-        if (record := _decode(line)) is not None and record.get("step", 0) <= step
-    ]
+    kept = [line for line, record in _whole_lines(path) if record.get("step", 0) <= step]
     beside = path.with_name(path.name + ".tmp")
     with beside.open("wb") as out:
         out.writelines(kept)
@@ -105,11 +97,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(k): plain_json(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [v if type(v) in _AS_IT_IS or (type(v) is float and isfinite(v)) else plain_json(v) for v in value]
+        return [
+            v if type(v) in (int, str, bool) or (type(v) is float and isfinite(v)) else plain_json(v) for v in value
+        ]
     return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 def plain_json(value: Any) -> Any:
-    """What strict JSON can hold: numbers of NumPy and torch as plain ones, non-finite and unknown ones as text."""
+    """The value as strict JSON: NumPy and torch numbers as plain ones, non-finite and unknown values as text."""
     plain = _plain(value)
     return str(plain) if isinstance(plain, float) and not isfinite(plain) else plain

@@ -1,4 +1,4 @@
-"""Logging for people: rich colours on a terminal, plain lines elsewhere, and never a secret in either.
+"""Logging for people: rich colours on a terminal, plain lines in files and pipes, and never a secret in either.
 
 Library modules only call `get_logger`; entry points and worker processes call `setup_logging` once.
 """
@@ -24,7 +24,7 @@ _SECRET_NAME = re.compile(
     r"(?i)(^|[_\-.])(secret|passwd|password|credential|api_?key|access_?key|secret_?key|private_?key|auth|token)s?$"
 )
 _TEXT_TOKEN_NAME = re.compile(r"(?i)(pad|eos|bos|unk|sep|cls|mask|stop|image|video|audio|special|added)_tokens?$")
-_SECRET_SHAPES = (
+_SECRET_FORMATS = (
     re.compile(r"\b(?:hf_|ghp_|gho_|github_pat_|glpat-|xox[abpr]-)[A-Za-z0-9_\-]{10,}"),
     re.compile(r"\bsk-[A-Za-z0-9_\-]{16,}"),
     re.compile(r"\bAKIA[0-9A-Z]{16}\b"),
@@ -47,9 +47,9 @@ def get_logger(name: str) -> logging.Logger:
 def setup_logging(
     level: str | int = "INFO", *, role: str = "", rank: int | None = None, console: Console | None = None
 ) -> None:
-    """Send the log of this process to stderr; calling again replaces the earlier set-up.
+    """Send the log of this process to stderr; calling it again replaces the earlier set-up.
 
-    Our loggers speak from `level`, other libraries from WARNING. `role` and `rank` become a prefix `[actor 0]`.
+    Our loggers write from `level`, other libraries from WARNING. `role` and `rank` become a prefix `[actor 0]`.
     `console` receives the lines when it is a terminal (default: `shared_console()`).
     """
     console = console or shared_console()
@@ -73,12 +73,12 @@ def shared_console() -> Console:
 
 
 def redact(text: str) -> str:
-    """`text` without passwords, keys and tokens: known shapes, `name=value` pairs and values of secret variables."""
+    """`text` without passwords, keys and tokens: known formats, `name=value` pairs and values of secret variables."""
     for value in _secret_values():
         text = text.replace(value, _MASK)
     text = _ASSIGNED_SECRET.sub(rf"\g<1>{_MASK}", text)
-    for shape in _SECRET_SHAPES:
-        text = shape.sub(_MASK, text)
+    for secret in _SECRET_FORMATS:
+        text = secret.sub(_MASK, text)
     return text
 
 

@@ -1,4 +1,4 @@
-"""A ledger of memory: what each stage on each worker held before, after and at its peak.
+"""A ledger of memory: what each stage on each worker used before, after and at its peak.
 
 Sizes are bytes; metrics are GiB named `_gb` as in verl. CUDA numbers are of the current device and zero without one.
 """
@@ -21,7 +21,7 @@ _RESET_PEAK_RSS = "5"
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """What this process holds now; peaks are since the last `reset_peaks` (RSS: since the start where refused)."""
+    """Memory that this process uses now; peaks are since the last `reset_peaks` (RSS: since the start if refused)."""
 
     rss_bytes: int
     rss_peak_bytes: int
@@ -73,17 +73,9 @@ class MemoryLedger:
             yield
         finally:
             after = _boundary(leaving=peaks)
-            record = MemoryRecord(
-                worker=self.worker,
-                stage=name,
-                rss_before_bytes=before.rss_bytes,
-                rss_after_bytes=after.rss_bytes,
-                rss_peak_bytes=peaks.rss,
-                cuda_before_bytes=before.cuda_allocated_bytes,
-                cuda_after_bytes=after.cuda_allocated_bytes,
-                cuda_peak_bytes=peaks.cuda,
-                cuda_reserved_peak_bytes=peaks.cuda_reserved,
-            )
+            rss = (before.rss_bytes, after.rss_bytes, peaks.rss)
+            cuda = (before.cuda_allocated_bytes, after.cuda_allocated_bytes, peaks.cuda, peaks.cuda_reserved)
+            record = MemoryRecord(self.worker, name, *rss, *cuda)
             with _boundaries:
                 self._records.append(record)
 
@@ -100,7 +92,7 @@ _boundaries = threading.Lock()
 
 
 def _boundary(*, entering: _Peaks | None = None, leaving: _Peaks | None = None) -> MemorySnapshot:
-    """Credit the peak since the last boundary to every open stage and start a new one."""
+    """Credit the peak since the last boundary to every open stage and start a new peak."""
     with _boundaries:
         now = snapshot()
         for peaks in _open:
@@ -118,7 +110,7 @@ def snapshot() -> MemorySnapshot:
 
 
 def reset_peaks() -> None:
-    """Start new peaks of RSS (where the kernel lets us) and CUDA memory."""
+    """Start new peaks of RSS (where the kernel allows it) and CUDA memory."""
     with suppress(OSError):  # refused in some sandboxes: the peak then counts from the start of the process
         _CLEAR_REFS.write_text(_RESET_PEAK_RSS)
     cuda = _cuda()
@@ -143,7 +135,7 @@ def memory_metrics(records: Iterable[MemoryRecord]) -> dict[str, float]:
 
 
 def by_stage(records: Iterable[MemoryRecord]) -> list[MemoryRecord]:
-    """One record a worker and stage in order of appearance: the last before/after, the highest peaks."""
+    """One record per worker and stage in order of appearance: the last before/after, the highest peaks."""
     rows: dict[tuple[str, str], MemoryRecord] = {}
     for r in records:
         rows[r.worker, r.stage] = _merged(rows.get((r.worker, r.stage)), r)
@@ -151,7 +143,7 @@ def by_stage(records: Iterable[MemoryRecord]) -> list[MemoryRecord]:
 
 
 def memory_table(records: Iterable[MemoryRecord]) -> str:
-    """The ledger as text, a line for each record of `by_stage`; sizes in GiB."""
+    """The ledger as text, one line for each record of `by_stage`; sizes in GiB."""
     columns = [f.name for f in fields(MemoryRecord)][2:]
     heads = ["worker", "stage", *(c.removesuffix("_bytes").replace("reserved_peak", "reserved") for c in columns)]
     lines = [heads] + [[r.worker, r.stage, *(f"{getattr(r, c) / GIB:.2f}" for c in columns)] for r in by_stage(records)]
@@ -161,7 +153,7 @@ def memory_table(records: Iterable[MemoryRecord]) -> str:
 
 
 def host_used_bytes() -> int:
-    """Memory of the host in use by everybody (total minus available); 0 where /proc is missing."""
+    """Memory of the host in use by all processes (total minus available); 0 where /proc is missing."""
     sizes = _kilobytes(Path("/proc/meminfo"), ("MemTotal", "MemAvailable"))
     return sizes.get("MemTotal", 0) - sizes.get("MemAvailable", 0)
 

@@ -29,7 +29,7 @@ def data_metrics(
     returns: Tensor,
     values: Tensor | None = None,
 ) -> dict[str, float]:
-    """What a batch looks like: scores, rewards, advantages, returns, values and lengths.
+    """Statistics of a batch: scores, rewards, advantages, returns, values and lengths.
 
     `attention_mask` is (B, P+R), all other tensors (B, R). Scores and rewards are summed per row and leave out aborted
     rows (empty responses), as in verl. `critic/vf_explained_var` is 1 - var(returns - values) / (var(returns) + 1e-5).
@@ -61,26 +61,24 @@ def timing_metrics(
     """`timing_s/*` of every stage and `timing_per_token_ms/*`: generation per response token, the others per token."""
     num_tokens = dict.fromkeys(_ALL_TOKEN_STAGES, num_prompt_tokens + num_response_tokens)
     num_tokens["gen"] = num_response_tokens
+    per_token = {stage: 1000.0 * s / num_tokens[stage] for stage, s in seconds.items() if num_tokens.get(stage)}
     metrics = {f"timing_s/{stage}": float(s) for stage, s in seconds.items()}
-    for stage, s in seconds.items():
-        if num_tokens.get(stage):
-            metrics[f"timing_per_token_ms/{stage}"] = 1000.0 * s / num_tokens[stage]
-    return metrics
+    return metrics | {f"timing_per_token_ms/{stage}": ms for stage, ms in per_token.items()}
 
 
 def throughput_metrics(*, num_tokens: int, step_s: float, num_devices: int) -> dict[str, float]:
-    """`perf/{total_num_tokens,time_per_step,throughput}`; throughput is all tokens a second a device."""
+    """`perf/{total_num_tokens,time_per_step,throughput}`; throughput is tokens per second per device."""
     rate = num_tokens / (step_s * max(num_devices, 1)) if step_s > 0 else math.nan
     return {"perf/total_num_tokens": float(num_tokens), "perf/time_per_step": step_s, "perf/throughput": rate}
 
 
 def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """One number a name: lists become their mean, or their max or min when the name's last part says so."""
+    """One number per name: lists become their mean, or their max or min if the name's last part has that word."""
     return {name: _reduce(name, value) for name, value in metrics.items()}
 
 
 class StageTimer:
-    """Times the stages of a step and tells the listeners, e.g. `StageTimer(tracer.span, progress.stage, ledger.stage)`.
+    """Times the stages of a step and calls the listeners, e.g. `StageTimer(tracer.span, progress.stage, ledger.stage)`.
 
     A listener is called with the stage name and returns a context manager that surrounds the stage. Seconds of a stage
     entered twice add up; a stage that raises is timed too.

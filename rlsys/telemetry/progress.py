@@ -1,7 +1,7 @@
 """Live progress of a run: what is running now and for how long, speed, reward, staleness and time left.
 
-On a terminal two lines stay at the bottom while log lines scroll above them; elsewhere a plain line is printed now and
-then. Several stages may run at once (generation beside training).
+On a terminal two lines stay at the bottom while log lines scroll above them; otherwise a plain line is printed every
+30 s. Several stages may run at once (generation beside training).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from rlsys.telemetry.log import shared_console
@@ -43,7 +42,7 @@ class _State:
 
 
 class Progress:
-    """Shows a run of `total_steps`; a context manager that leaves the terminal as it found it, also on errors.
+    """Shows a run of `total_steps`; a context manager that restores the terminal, also on errors.
 
     `first_step` is the last step already done (resume). Without a terminal a line is printed to `out` (stdout) at most
     every `plain_every_s` seconds, and at the end.
@@ -84,9 +83,7 @@ class Progress:
             self._console.show_cursor(True)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
             self._console.print(self._render(over=True))
@@ -113,7 +110,7 @@ class Progress:
         tokens_per_s: float | None = None,
         staleness: float | None = None,
     ) -> None:
-        """Move on to `step` steps done; what is None keeps its last value."""
+        """Record that `step` steps are done; arguments that are None keep their last value."""
         now = self._clock()
         with self._lock:
             state = self._state
@@ -131,7 +128,7 @@ class Progress:
         print(self.line(), file=self._out or sys.stdout, flush=True)
 
     def line(self) -> str:
-        """All that is known in one line of plain text."""
+        """The whole state in one line of plain text."""
         with self._lock:
             head = f"{self._title} " if self._title else ""
             return f"{head}{self._state.step}/{self._state.total}  " + "  ".join(self._facts() + self._running())

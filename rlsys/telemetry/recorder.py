@@ -1,4 +1,4 @@
-"""What a worker notes about its own stages, to be collected by the controller: spans and memory."""
+"""What a worker records about its own stages, to be collected by the controller: spans and memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StageReport:
 class StageRecorder:
     """One worker's stages: `with recorder.stage("update_actor"):` puts it on the timeline and in the memory ledger.
 
-    `listeners` are told of each stage too, as in StageTimer.
+    `listeners` are called for each stage too, as in StageTimer.
     """
 
     def __init__(self, worker: str, *listeners: Callable[[str], AbstractContextManager[Any]]) -> None:

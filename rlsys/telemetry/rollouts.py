@@ -1,4 +1,4 @@
-"""What was generated: verl's `{step}.jsonl` and a page that shows it, `index.html`, to be opened from the disk.
+"""Dumps of generated samples: verl's `{step}.jsonl` and a page that shows them, `index.html`, to be opened from disk.
 
 The page needs no server and no network: it loads `browser/{step}.js` files written beside it. Everything in them came
 from a model or a dataset and is only ever shown as text.
@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,7 @@ def dump_rollouts(
 ) -> Path:
     """Write the samples of one step, replacing an earlier dump of it, and bring the browser page up to date.
 
-    `{directory}/{step}.jsonl` has a line a sample: input, output, gts, score, step, the `extras` (parts of the reward)
+    `{directory}/{step}.jsonl` has one line per sample: input, output, gts, score, step, the `extras` (reward parts)
     and the `token_values`, lists with one number per response token, e.g. token_ids, log_probs, advantages (see
     `ragged`). The page keeps the first `max_browsable_rows` samples and colours the pieces in `token_texts` (see
     `token_texts_of_rows`) by them; a sample beyond the end of `token_texts` is shown without colours. Files appear
@@ -52,28 +53,22 @@ def dump_rollouts(
     token_texts = token_texts or ()
     directory = Path(directory)
     (directory / "browser").mkdir(parents=True, exist_ok=True)
-    base = zip(inputs, outputs, gts, scores)
+    samples = [dict(zip(("input", "output", "gts", "score"), sample)) for sample in zip(inputs, outputs, gts, scores)]
     columns = {**extras, **{name: [_short(row) for row in rows] for name, rows in token_values.items()}}
     lines = [
-        encode_line(
-            {"input": text, "output": output, "gts": gt, "score": score, "step": step}
-            | {name: column[i] for name, column in columns.items()}
-        )
-        for i, (text, output, gt, score) in enumerate(base)
+        encode_line(sample | {"step": step} | {name: column[i] for name, column in columns.items()})
+        for i, sample in enumerate(samples)
     ]
     path = directory / f"{step}.jsonl"
     _write_whole(path, b"".join(lines))
     rows = [
-        {
-            "input": inputs[i],
-            "output": outputs[i],
-            "gts": gts[i],
-            "score": scores[i],
+        sample
+        | {
             "extras": {name: column[i] for name, column in extras.items()},
             "values": {name: columns[name][i] for name in token_values},
             "tokens": list(token_texts[i]) if i < len(token_texts) else None,
         }
-        for i in range(min(len(inputs), max_browsable_rows))
+        for i, sample in enumerate(samples[:max_browsable_rows])
     ]
     _write_whole(directory / "browser" / f"{step}.js", _script("step", {"step": step, "rows": rows}))
     _list_step(directory, step, scores)
@@ -84,9 +79,9 @@ def dump_rollouts(
 def browser_page() -> str:
     """The page; its only inline script is allowed by hash, so that no other could run even if markup got in."""
     page = files("rlsys.telemetry").joinpath("rollouts.html").read_text(encoding="utf-8")
-    found = re.search(r"<script>(.*?)</script>", page, re.DOTALL)
-    assert found is not None
-    digest = hashlib.sha256(found[1].encode()).digest()
+    script = re.search(r"<script>(.*?)</script>", page, re.DOTALL)
+    assert script is not None
+    digest = hashlib.sha256(script[1].encode()).digest()
     return page.replace("SCRIPT_HASH", base64.b64encode(digest).decode(), 1)
 
 
@@ -99,15 +94,8 @@ def token_texts_of_rows(
     rows: Sequence[Sequence[int]], decode: Callable[[list[int]], str], *, max_rows: int = MAX_BROWSABLE_ROWS
 ) -> list[list[str]]:
     """`token_texts_of` for the first `max_rows` rows; token pairs seen before are not decoded again."""
-    known: dict[tuple[int, ...], str] = {}
-
-    def decode_once(ids: list[int]) -> str:
-        key = tuple(ids)
-        if key not in known:
-            known[key] = decode(ids)
-        return known[key]
-
-    return [token_texts_of(list(row), decode_once) for row in rows[:max_rows]]
+    decode_once = cache(lambda ids: decode(list(ids)))
+    return [token_texts_of(row, lambda ids: decode_once(tuple(ids))) for row in rows[:max_rows]]
 
 
 def token_texts_of(token_ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
@@ -115,7 +103,7 @@ def token_texts_of(token_ids: Sequence[int], decode: Callable[[list[int]], str])
 
     A token that ends inside a character adds "" and the one that completes it adds the character. Each token is decoded
     with those since the last complete piece and one piece before, so tokenizers that treat a first token specially
-    (a leading space) give the same text as at once.
+    (a leading space) give the same text as decoding all tokens together.
     """
     ids = list(token_ids)
     texts: list[str] = []

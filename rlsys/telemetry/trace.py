@@ -1,7 +1,7 @@
 """Timeline of every stage on every worker, in the Chrome trace format that ui.perfetto.dev opens.
 
-Each process records with a `Tracer` and hands its events over (`drain`); the driver writes them all into one file with
-a `Timeline`. Times are wall-clock microseconds read from the monotonic clock, so files of several processes line up.
+Each process records with a `Tracer` and sends its events to the driver (`drain`), which writes them all into one file
+with a `Timeline`. Times are wall-clock microseconds read from the monotonic clock, so several processes line up.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rlsys.telemetry.jsonl import plain_json
@@ -24,7 +23,7 @@ _PID_MASK = 0x7FFFFFFF
 
 
 class Tracer:
-    """Records spans of this process; thread-safe, a few microseconds a span, bounded memory.
+    """Records spans of this process; thread-safe, a few microseconds per span, bounded memory.
 
     `process_name` names the track (e.g. "actor 0"): it is the same for later attempts of a run, and roles that share a
     process have one each. Beyond `max_events` undrained events new ones are counted and left out.
@@ -42,9 +41,18 @@ class Tracer:
         self._name("process_name", track, threading.get_native_id())
         self._name("thread_name", thread_name, threading.get_native_id())
 
-    def span(self, name: str, args: Mapping[str, Any] | None = None) -> AbstractContextManager[Any]:
+    @contextmanager
+    def span(self, name: str, args: Mapping[str, Any] | None = None) -> Generator[None]:
         """Surround a stage; `args` (numbers and strings) are shown on click. A stage that raises names its error."""
-        return _Span(self, name, args)
+        event: Event = {"name": name, "ph": "X", "ts": self._now_us(), **({"args": dict(args)} if args else {})}
+        try:
+            yield
+        except BaseException as error:
+            event.setdefault("args", {})["error"] = type(error).__name__
+            raise
+        finally:
+            event["dur"] = self._now_us() - event["ts"]
+            self._add(event)
 
     def drain(self) -> list[Event]:
         """The events since the last call, ready to be sent to the driver."""
@@ -75,31 +83,10 @@ class Tracer:
         self._events.append({"name": what, "ph": "M", "pid": self._pid, "tid": tid, "args": {"name": name}})
 
 
-class _Span:
-    __slots__ = ("_args", "_name", "_start_us", "_tracer")
-
-    def __init__(self, tracer: Tracer, name: str, args: Mapping[str, Any] | None) -> None:
-        self._tracer, self._name, self._args = tracer, name, args
-
-    def __enter__(self) -> None:
-        self._start_us = self._tracer._now_us()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        event: Event = {"name": self._name, "ph": "X", "ts": self._start_us}
-        event["dur"] = self._tracer._now_us() - self._start_us
-        if self._args:
-            event["args"] = dict(self._args)
-        if kind is not None:
-            event.setdefault("args", {})["error"] = kind.__name__
-        self._tracer._add(event)
-
-
 class Timeline:
     """One trace file growing by whole events; a crash at any moment leaves a file that Perfetto opens.
 
-    The file is a JSON array with one event a line; only `close` writes the bracket at its end, which the format lets
+    The file is a JSON array with one event per line; only `close` writes the bracket at its end, which the format lets
     be missing. Opening an existing file continues it (resume), so one file shows all attempts of a run.
     """
 
@@ -114,7 +101,7 @@ class Timeline:
         self._file = path.open("ab")
 
     def add(self, events: Iterable[Event]) -> None:
-        """Append events and hand them to the operating system."""
+        """Append events and flush them to the operating system."""
         for event in events:
             line = json.dumps(plain_json(event), allow_nan=False).encode()
             self._file.write(line if self._first else b",\n" + line)
@@ -130,9 +117,7 @@ class Timeline:
     def __enter__(self) -> Timeline:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -154,9 +139,6 @@ def _whole_lines(content: bytes) -> list[bytes]:
 
 def _epoch_offset_ns() -> int:
     """What to add to the monotonic clock to get wall-clock time; the tightest of a few readings."""
-    best_width, best = None, 0
-    for _ in range(5):
-        before, wall, after = time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()
-        if best_width is None or after - before < best_width:
-            best_width, best = after - before, wall - (before + after) // 2
-    return best
+    readings = [(time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()) for _ in range(5)]
+    before, wall, after = min(readings, key=lambda reading: reading[2] - reading[0])
+    return wall - (before + after) // 2

@@ -1,4 +1,4 @@
-"""One small class a tracker; each imports its library when it is made, and none is imported otherwise."""
+"""One small class per tracker; each imports its library when it is made, and none is imported otherwise."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Generation = tuple[str, str, float]
 
 
 @dataclass(frozen=True)
-class Run:
-    """What a tracker is told about the run; `config` is already free of secrets."""
+class TrackedRun:
+    """The run that a tracker records; `config` is already free of secrets."""
 
     project: str
     experiment: str
@@ -50,7 +50,7 @@ class Tracker(Protocol):
 
 
 class ConsoleTracker:
-    """One line a step on stdout, what a person watches in the same order each time, and one a validation."""
+    """One line per step on stdout, the headline metrics in a fixed order, and one per validation."""
 
     _HEADLINES = (
         ("reward", "critic/score/mean", ".3f"),
@@ -65,7 +65,7 @@ class ConsoleTracker:
         ("s", "perf/time_per_step", ".2f"),
     )
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         self._name = run.experiment
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
@@ -87,7 +87,7 @@ class ConsoleTracker:
 class TensorboardTracker:
     """Scalars and sample texts; `TENSORBOARD_DIR` or `{default_local_dir}/tensorboard`."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         directory = os.environ.get("TENSORBOARD_DIR", str(run.directory / "tensorboard"))
@@ -110,9 +110,9 @@ class TensorboardTracker:
 
 
 class WandbTracker:
-    """Weights & Biases; the run id is remembered beside the checkpoints, so a resumed run stays one run."""
+    """Weights & Biases; the run id is stored beside the checkpoints, so a resumed run stays one run."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         wandb = import_module("wandb")
         self._wandb = wandb
         self._run = wandb.init(
@@ -140,9 +140,9 @@ class MlflowTracker:
     """MLflow at `MLFLOW_TRACKING_URI`, else in `{default_local_dir}/mlflow.db` (`mlflow ui` reads it)."""
 
     _MAX_PARAM_CHARS = 500
-    _PARAMS_A_CALL = 100
+    _PARAMS_PER_CALL = 100
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         mlflow = import_module("mlflow")
         self._mlflow = mlflow
         if "MLFLOW_TRACKING_URI" not in os.environ:
@@ -154,8 +154,8 @@ class MlflowTracker:
         self._run = mlflow.start_run(run_id=run.remembered_id("mlflow"), run_name=run.experiment)
         if run.remembered_id("mlflow") is None:
             params = [(_mlflow_name(k), str(v)[: self._MAX_PARAM_CHARS]) for k, v in _flat(run.config).items()]
-            for start in range(0, len(params), self._PARAMS_A_CALL):
-                mlflow.log_params(dict(params[start : start + self._PARAMS_A_CALL]))
+            for start in range(0, len(params), self._PARAMS_PER_CALL):
+                mlflow.log_params(dict(params[start : start + self._PARAMS_PER_CALL]))
         run.remember_id("mlflow", self._run.info.run_id)
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
@@ -170,9 +170,9 @@ class MlflowTracker:
 
 
 class TrackioTracker:
-    """Trackio, local first; look with `trackio show`."""
+    """Trackio, local first; `trackio show` shows the runs."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         trackio = import_module("trackio")
         self._trackio = trackio
         trackio.init(
@@ -195,7 +195,7 @@ class TrackioTracker:
         self._trackio.finish()
 
 
-ADAPTERS: Mapping[str, Callable[[Run], Tracker]] = {
+ADAPTERS: Mapping[str, Callable[[TrackedRun], Tracker]] = {
     "console": ConsoleTracker,
     "tensorboard": TensorboardTracker,
     "wandb": WandbTracker,
@@ -210,7 +210,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_headline(name: str) -> bool:
-    """Whether a validation metric is one of those a person looks at first; files and trackers have all."""
+    """Whether a validation metric is printed; files and trackers get all of them."""
     return name.startswith("val-core/") and ("/mean@" in name or "/pass@" in name)
 
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rlsys.config.vocabulary import ALWAYS_WRITTEN
 from rlsys.telemetry.jsonl import JsonlWriter
 from rlsys.telemetry.log import get_logger, redact_tree
-from rlsys.telemetry.tracker_adapters import ADAPTERS, Generation, Run, Tracker
+from rlsys.telemetry.tracker_adapters import ADAPTERS, Generation, TrackedRun, Tracker
 from rlsys.utils.errors import ConfigError
 
 log = get_logger(__name__)
@@ -22,10 +21,10 @@ log = get_logger(__name__)
 class Tracking:
     """All trackers of a run behind one `log`; a context manager.
 
-    Writes `{default_dir}/metrics.jsonl` whatever `loggers` says (line format: rlsys.telemetry.jsonl). On resume pass
-    `resume_step=N`, the step of the checkpoint, and log step N before its checkpoint is published: then the file
-    ends up equal to an uninterrupted run's. `None` starts a new file. A tracker that fails to start is a ConfigError;
-    one that fails later is told once, counted in `training/tracker_errors`, and never stops training.
+    Always writes `{default_dir}/metrics.jsonl` (line format: rlsys.telemetry.jsonl); `file` and `jsonl` name just that.
+    On resume pass `resume_step=N`, the step of the checkpoint, and log step N before its checkpoint is published: the
+    file then equals that of an uninterrupted run. `None` starts a new file. A tracker that does not start is a
+    ConfigError; one that fails later is logged once, counted in `training/tracker_errors`, and never stops training.
     """
 
     def __init__(
@@ -40,9 +39,9 @@ class Tracking:
     ) -> None:
         wanted = [loggers] if isinstance(loggers, str) else loggers
         chosen = [name for name in dict.fromkeys(wanted) if name not in ALWAYS_WRITTEN]
-        run = Run(project_name, experiment_name, redact_tree(config), Path(default_dir), resume_step)
+        run = TrackedRun(project_name, experiment_name, redact_tree(config), Path(default_dir), resume_step)
         self.num_errors = 0
-        self._told: set[str] = set()
+        self._failed: set[str] = set()
         self._run = run
         self._metrics: JsonlWriter | None = None
         self._generations: JsonlWriter | None = None
@@ -90,22 +89,20 @@ class Tracking:
     def __enter__(self) -> Tracking:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _tolerate(self, name: str, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # a tracker's library may raise anything; training goes on and the count tells
+        except Exception as error:  # a tracker's library may raise anything; training continues and the count shows it
             self.num_errors += 1
-            if name not in self._told:
-                self._told.add(name)
-                log.warning("tracker %s failed, going on without it being complete: %r", name, error)
+            if name not in self._failed:
+                self._failed.add(name)
+                log.warning("tracker %s failed, its record is incomplete: %r", name, error)
 
 
-def _start(name: str, run: Run) -> Tracker:
+def _start(name: str, run: TrackedRun) -> Tracker:
     try:
         return ADAPTERS[name](run)
     except Exception as error:

@@ -45,7 +45,7 @@ def test_plain_report_of_this_machine() -> None:
     failed = [line for line in lines if line.startswith("fail")]
     assert all(line.split()[1] == "ray" for line in failed), failed
     assert done.returncode == bool(failed)
-    assert lines[-1].startswith("not ready: " if failed else "ready: ")
+    assert lines[-1].startswith("Not ready" if failed else "Ready")
     assert any(line.startswith("ok    packages     torch ") for line in lines)
     assert "\x1b" not in done.stdout
     assert done.stderr == ""
@@ -76,7 +76,7 @@ def test_terminal_gets_a_table() -> None:
     os.close(main)
     child.wait(timeout=scaled_s(30))
     assert b"\x1b[32mok" in shown
-    assert b"ready: " in shown
+    assert b"Ready" in shown or b"Not ready" in shown
 
 
 def test_missing_and_unfit_packages_fail(doctor: ModuleType) -> None:
@@ -90,7 +90,7 @@ def test_a_missing_extra_is_a_note_that_says_what_it_gives(doctor: ModuleType) -
     (finding,) = doctor.extra_findings({"wandb": ["no-such-package>=1"]})
     assert (finding.verdict, finding.value) == ("note", "not installed")
     assert finding.advice == (
-        "for Weights & Biases in trainer.logger: pip install -e '.[wandb]' (lacks no-such-package)"
+        "for Weights & Biases in trainer.logger: pip install -e '.[wandb]' (missing: no-such-package)"
     )
 
 

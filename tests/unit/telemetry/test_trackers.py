@@ -212,7 +212,7 @@ class _Failing:
         raise ConnectionError("gone")
 
 
-def test_a_failing_tracker_is_told_once_and_counted(
+def test_a_failing_tracker_is_logged_once_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("rlsys.telemetry.trackers.ADAPTERS", {"console": _Failing})
@@ -221,7 +221,7 @@ def test_a_failing_tracker_is_told_once_and_counted(
         tracking.log({"x": 2.0}, 2)
     assert tracking.num_errors == 3
     assert [r.message for r in caplog.records] == [
-        "tracker console failed, going on without it being complete: ConnectionError('gone')"
+        "tracker console failed, its record is incomplete: ConnectionError('gone')"
     ]
     assert list(read_jsonl(tmp_path / "metrics.jsonl")) == [
         {"step": 1, "x": 1.0},

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.telemetry.validation import pass_at_k, validation_metrics
+from rlsys.telemetry.validation_metrics import pass_at_k, validation_metrics
 
 
 def bootstrap(data: list[Any], size: int, reduce: Callable[[list[Any]], float], seed: int) -> tuple[float, float]:

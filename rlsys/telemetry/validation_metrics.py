@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 NUM_BOOTSTRAP = 1000
 CORRECT_AT = 1.0
-"""The score from which on a response counts as correct."""
+"""A response whose score is at least this counts as correct."""
 
 
 def validation_metrics(
@@ -37,7 +37,7 @@ def validation_metrics(
         if len(column) != len(data_sources):
             raise ValueError(f"'{name}' has {len(column)} values for {len(data_sources)} rows")
     core = {source: _core_variable(data_sources, infos, source) for source in dict.fromkeys(data_sources)}
-    found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    by_metric: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for (source, _), rows in _rows_by_prompt(data_sources, uids).items():
         for variable, column in infos.items():
             numeric = [i for i in rows if isinstance(column[i], Real | np.bool_)]
@@ -51,12 +51,12 @@ def validation_metrics(
                 correct = int((values >= CORRECT_AT).sum())
                 metrics |= {f"pass@{k}": pass_at_k(len(values), correct, k) for k in _pass_sizes(len(values))}
             for metric, value in metrics.items():
-                found[source, variable, metric].append(value)
-    return _named(found, core)
+                by_metric[source, variable, metric].append(value)
+    return _named(by_metric, core)
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Chance that k of the samples, drawn without replacement, hold a correct one (arXiv 2107.03374, equation 1)."""
+    """Probability that k of the samples, drawn without replacement, include a correct one (arXiv 2107.03374, eq. 1)."""
     if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
         raise ValueError(f"pass@{k} is not defined for {num_correct} correct of {num_samples} samples")
     if num_samples - num_correct < k:
@@ -85,7 +85,7 @@ def _subset_sizes(num: int) -> list[int]:
 
 
 def _pass_sizes(num: int) -> list[int]:
-    """1, 2, 4, ..., `num`; nothing for a single response, where the mean says it."""
+    """1, 2, 4, ..., `num`; nothing for a single response, where it equals the mean."""
     return [1, *_subset_sizes(num)] if num > 1 else []
 
 
@@ -132,12 +132,12 @@ def _vote(pred: Any) -> Hashable:
     return pred
 
 
-def _named(found: Mapping[tuple[str, str, str], list[float]], core: Mapping[str, str]) -> dict[str, float]:
+def _named(by_metric: Mapping[tuple[str, str, str], list[float]], core: Mapping[str, str]) -> dict[str, float]:
     largest: dict[tuple[str, str], int] = defaultdict(int)
-    for source, variable, metric in found:
+    for source, variable, metric in by_metric:
         largest[source, variable] = max(largest[source, variable], _size(metric))
     named = {}
-    for (source, variable, metric), values in found.items():
+    for (source, variable, metric), values in by_metric.items():
         is_core = (
             variable == core[source]
             and metric.startswith(("mean", "best", "maj", "pass"))
