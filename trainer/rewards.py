@@ -7,8 +7,7 @@ from typing import Any
 from rlsys.config import EvalConfig, PPOConfig
 from rlsys.config.schema.algorithm import RewardConfig
 from rlsys.rewards.manager import OverlongBuffer, RewardManager, build_reward_manager, load_reward_manager
-from rlsys.rewards.pool.pool import RewardPool
-from rlsys.rewards.pool.records import Grader
+from rlsys.rewards.pool.pool import Grader, RewardPool
 
 
 def reward_pool(reward: RewardConfig) -> RewardPool:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from rlsys.algorithms.filters import overlong_penalty
 from rlsys.config.vocabulary import REWARD_MANAGERS
-from rlsys.rewards.pool.pool import RewardPool
-from rlsys.rewards.pool.records import RewardItem, RewardResult, reward_metrics
+from rlsys.rewards.pool.pool import RewardItem, RewardPool, RewardResult, reward_metrics
 from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import ConfigError
 from rlsys.utils.plugins import load_from_file

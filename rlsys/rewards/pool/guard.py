@@ -1,9 +1,9 @@
-"""One child of the reward pool: a guard that never runs a grader's code, and the grader it forks.
+"""One child of the reward pool: a guard that never runs a grader's code, and the worker process it forks.
 
-The pool starts `python -m rlsys.rewards.pool.guard WORK_FD CONTROL_FD TMP_DIR OWNER_PID`. The guard forks the grader,
-collects its output, and ends when the grader ends or the pool closes CONTROL_FD (which also happens when the pool's
-process is killed). Ending means killing everything that descends from the grader, also what has left its process group,
-removing TMP_DIR, and telling the pool how the grader ended. The grader serves WORK_FD in its main thread (serve.py).
+The pool starts `python -m rlsys.rewards.pool.guard WORK_FD CONTROL_FD TMP_DIR OWNER_PID`. The guard forks the worker,
+collects its output, and ends when the worker ends or the pool closes CONTROL_FD (which also happens when the pool's
+process is killed). Ending means killing all descendants of the worker, also those that left its process group,
+removing TMP_DIR, and reporting to the pool how the worker ended. The worker serves WORK_FD in its main thread.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import signal
 import socket
 import sys
 import time
-from pathlib import Path
-from typing import Any, NoReturn
+from contextlib import suppress
+from typing import NoReturn
 
-from rlsys.rewards.pool.framing import encode
+import psutil
+
+from rlsys.rewards.pool.messages import WorkerEnded, WorkerStarted, pack
 from rlsys.rewards.pool.worker import serve_and_exit
 
 PR_SET_PDEATHSIG = 1
@@ -32,24 +34,24 @@ FORWARD_BYTES = 1 << 20
 
 
 def main(work_fd: int, control_fd: int, tmp_dir: str, owner_pid: int) -> NoReturn:
-    """Guard one grader until it, the pool, or the process that owns the pool ends."""
+    """Guard one worker until it, the pool, or the process that owns the pool ends."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     log_read, log_write = os.pipe()
-    grader = os.fork()
-    if grader == 0:
+    worker = os.fork()
+    if worker == 0:
         os.close(control_fd)
         os.close(log_read)
-        _become_grader(log_write, tmp_dir)
+        _become_worker(log_write, tmp_dir)
         serve_and_exit(socket.socket(fileno=work_fd))
     os.close(work_fd)
     os.close(log_write)
     control = socket.socket(fileno=control_fd)
-    _send(control, {"event": "started", "pid": grader})
-    tail = _watch(grader, control, log_read, owner_pid)
-    status = _kill_descendants(grader, KILL_S)
+    _send(control, WorkerStarted(worker))
+    tail = _watch(worker, control, log_read, owner_pid)
+    status = _kill_descendants(worker, KILL_S)
     shutil.rmtree(tmp_dir, ignore_errors=True)
-    _send(control, {"event": "ended", "cause": _cause(status), "tail": tail.decode(errors="replace")})
-    _kill_descendants(grader, LAST_KILL_S)
+    _send(control, WorkerEnded(_cause(status), tail.decode(errors="replace")))
+    _kill_descendants(worker, LAST_KILL_S)
     os._exit(0)
 
 
@@ -57,16 +59,14 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def _send(sock: socket.socket, message: dict[str, Any]) -> None:
-    try:
-        sock.sendall(encode(message))
-    except OSError:
-        return  # the pool is gone; what remains to be done does not need it
+def _send(control: socket.socket, message: WorkerStarted | WorkerEnded) -> None:
+    with suppress(OSError):  # the pool is gone, and the rest of the work does not need it
+        control.sendall(pack(message))
 
 
-def _watch(grader: int, control: socket.socket, log_read: int, owner_pid: int) -> bytes:
-    """Collect output until the grader or the pool ends; returns the last of it."""
-    ended = os.pidfd_open(grader)
+def _watch(worker: int, control: socket.socket, log_read: int, owner_pid: int) -> bytes:
+    """Collect output until the worker or the pool ends; returns the last of it."""
+    ended = os.pidfd_open(worker)
     poller = select.poll()
     for fd in (ended, control.fileno(), log_read):
         poller.register(fd, select.POLLIN)
@@ -94,50 +94,26 @@ def _last_output(log_read: int) -> bytes:
 
 
 def _forward(data: bytes) -> int:
-    """Show a grader's output where the pool's process shows its own errors, as far as it goes without waiting."""
+    """Copy a grader's output to the standard error of the pool's process, as much as can be written without waiting."""
     if data and select.select([], [2], [], 0)[1]:
         os.write(2, data)
     return len(data)
 
 
-def _kill_descendants(grader: int, seconds: float) -> int:
-    """Kill and reap all descendants; returns the grader's wait status. Orphans come to the guard as its children."""
-    status, give_up = 0, time.monotonic() + seconds
-    while time.monotonic() < give_up:
-        for pid in _descendants(os.getpid()):
-            _kill(pid)
+def _kill_descendants(worker: int, seconds: float) -> int:
+    """Kill and reap all descendants; returns the worker's wait status. Orphans become children of the guard."""
+    status, end_s = 0, time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         try:
-            while (found := os.waitpid(-1, os.WNOHANG)) != (0, 0):
-                status = found[1] if found[0] == grader else status
+            while (reaped := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                status = reaped[1] if reaped[0] == worker else status
         except ChildProcessError:
             break
         time.sleep(0.002)
     return status
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-
-
-def _descendants(root: int) -> list[int]:
-    parents: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal():
-            try:
-                stat = Path("/proc", entry, "stat").read_bytes()
-            except OSError:
-                continue
-            parents.setdefault(int(stat.rpartition(b")")[2].split()[1]), []).append(int(entry))
-    found: list[int] = []
-    queue = [root]
-    while queue:
-        below = parents.get(queue.pop(), [])
-        found += below
-        queue += below
-    return found
 
 
 def _cause(status: int) -> str:
@@ -147,7 +123,7 @@ def _cause(status: int) -> str:
     return f"exited with code {os.waitstatus_to_exitcode(status)}"
 
 
-def _become_grader(log_write: int, tmp_dir: str) -> None:
+def _become_worker(log_write: int, tmp_dir: str) -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -1,8 +1,8 @@
 """The reward pool: graders in child processes that can be killed, each item under its own deadline.
 
-A grader that hangs costs its timeout and, within a second, a fresh child; what else had been given to that child is
-given to another. Timeouts, errors and honest zeros are counted apart. A thread of the owning process pumps the
-children (pump.py); `score` and `submit` may be called from any number of threads.
+A grader that hangs costs its timeout and, within a second, a fresh child; the other items of that child go to another
+one. Timeouts, errors and zeros that a grader returned are counted separately. A thread of the owning process runs the
+children (loop.py); `score` and `submit` may be called from any number of threads.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Self
 
-from rlsys.rewards.pool.loop import END_S, MAX_FAILED_STARTS, Batch, Job, Pump
-from rlsys.rewards.pool.records import Grader, RewardItem, RewardResult, failed, reward_metrics
+from rlsys.rewards.pool.loop import END_S, MAX_FAILED_STARTS, PendingBatch, PendingItem, PoolLoop
+from rlsys.rewards.pool.messages import Grader, RewardItem, RewardResult, failed, reward_metrics
 from rlsys.utils.errors import ConfigError, DeadlineError
 
 __all__ = ["Grader", "RewardItem", "RewardPool", "RewardResult", "failed", "reward_metrics"]
 
 
 class RewardPool:
-    """`num_workers` killable children that grade by one `grader`; `timeout_s` is for each item.
+    """Grades by one `grader` in `num_workers` child processes that can be killed; `timeout_s` is for each item.
 
     Children start with the first items or by `start`. A grader file that cannot be loaded raises ConfigError there.
     """
@@ -37,22 +37,22 @@ class RewardPool:
     ) -> None:
         self._grader = grader or Grader()
         if num_workers < 1:
-            raise ConfigError(f"reward.num_workers={num_workers}: at least 1 is needed")
+            raise ConfigError(f"reward.num_workers={num_workers}: must be at least 1")
         if not 0 < timeout_s < math.inf:
-            raise ConfigError(f"reward.timeout_s={timeout_s}: a positive number of seconds is needed")
+            raise ConfigError(f"reward.timeout_s={timeout_s}: must be a positive number of seconds")
         if self._grader.path is not None and not Path(self._grader.path).is_file():
-            raise ConfigError(f"custom_reward_function.path={self._grader.path}: there is no such local file")
+            raise ConfigError(f"custom_reward_function.path={self._grader.path}: local file not found")
         self._num_workers, self._timeout_s, self._start_timeout_s = num_workers, timeout_s, start_timeout_s
         self._lock = threading.Lock()
-        self._num_jobs = 0
-        self._pump: Pump | None = None
+        self._num_items = 0
+        self._loop: PoolLoop | None = None
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the children now and wait until one of them has loaded the grader."""
         started: Future[None] = Future()
         started.set_running_or_notify_cancel()
-        self._hand_in([started])
+        self._add([started])
         deadline_s = MAX_FAILED_STARTS * (self._start_timeout_s + END_S)
         try:
             started.result(timeout=deadline_s)
@@ -70,38 +70,38 @@ class RewardPool:
             raise DeadlineError("the reward pool", "reward", deadline_s or 0.0, hint) from error
 
     def submit(self, items: Sequence[RewardItem]) -> Future[list[RewardResult]]:
-        """Hand in `items`; the future gives their results in order (asyncio.wrap_future makes it awaitable)."""
+        """Grade `items` in the background; asyncio.wrap_future makes the future awaitable."""
         return self._submit(items).future
 
     def close(self) -> None:
-        """End all children; items still waiting are answered as errors. Using the pool again starts it anew."""
+        """End all children; items still waiting become errors. Using the pool again restarts it."""
         with self._lock:
-            pump, thread, self._pump, self._thread = self._pump, self._thread, None, None
-        if pump is not None and thread is not None:
-            pump.stop()
+            loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
+        if loop is not None and thread is not None:
+            loop.stop()
             thread.join(timeout=5 * END_S)
 
-    def _submit(self, items: Sequence[RewardItem]) -> Batch:
-        batch = Batch(len(items))
+    def _submit(self, items: Sequence[RewardItem]) -> PendingBatch:
+        batch = PendingBatch(len(items))
         with self._lock:
-            first = self._num_jobs
-            self._num_jobs += len(items)
+            first = self._num_items
+            self._num_items += len(items)
         if items:
-            self._hand_in([Job(first + i, item, batch, i) for i, item in enumerate(items)])
+            self._add([PendingItem(first + i, item, batch, i) for i, item in enumerate(items)])
         return batch
 
-    def _hand_in(self, work: Sequence[Job | Future[None]]) -> None:
+    def _add(self, work: Sequence[PendingItem | Future[None]]) -> None:
         with self._lock:
-            if self._pump is None:
-                self._pump = Pump(
+            if self._loop is None:
+                self._loop = PoolLoop(
                     self._grader,
                     num_workers=self._num_workers,
                     timeout_s=self._timeout_s,
                     start_timeout_s=self._start_timeout_s,
                 )
-                self._thread = threading.Thread(target=self._pump.run, name="reward-pool", daemon=True)
+                self._thread = threading.Thread(target=self._loop.run, name="reward-pool", daemon=True)
                 self._thread.start()
-            self._pump.hand_in(work)
+            self._loop.add(work)
 
     def __enter__(self) -> Self:
         return self
@@ -110,5 +110,5 @@ class RewardPool:
         self.close()
 
     def __del__(self) -> None:
-        if pump := getattr(self, "_pump", None):
-            pump.stop()
+        if loop := getattr(self, "_loop", None):
+            loop.stop()

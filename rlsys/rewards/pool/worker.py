@@ -1,20 +1,33 @@
-"""The grader's side of the reward pool: load a `compute_score`, answer items in turn or, if it is async, at once."""
+"""The worker process of the reward pool: load a `compute_score`, grade items in turn or, if it is async, at once."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import math
 import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from rlsys.ipc.framing import FrameBuffer, receive
-from rlsys.rewards.pool.framing import MAX_FRAME_BYTES, decode, encode, plain
+from rlsys.rewards.pool.messages import (
+    MAX_FRAME_BYTES,
+    GradeItem,
+    GraderReady,
+    GraderUnusable,
+    ItemGraded,
+    LoadGrader,
+    pack,
+    plain,
+    unpack,
+)
 from rlsys.utils.plugins import load_from_file
 
 MAX_EXTRA_BYTES = 1 << 20
@@ -23,10 +36,10 @@ ComputeScore = Callable[..., Any]
 
 
 def serve_and_exit(work: socket.socket) -> NoReturn:
-    """Load the grader that the first message names, grade what comes until the pool closes, and end the process."""
+    """Load the grader that the first message names, grade items until the pool closes, and end the process."""
     code = 1
     try:
-        _serve(work, decode(receive(work, max_bytes=MAX_FRAME_BYTES)))
+        _serve(work, unpack(receive(work, max_bytes=MAX_FRAME_BYTES), LoadGrader))
         code = 0
     except (BrokenPipeError, ConnectionResetError, EOFError):
         code = 0
@@ -35,18 +48,18 @@ def serve_and_exit(work: socket.socket) -> NoReturn:
     os._exit(code)
 
 
-def _serve(work: socket.socket, first: Mapping[str, Any]) -> None:
+def _serve(work: socket.socket, grader: LoadGrader) -> None:
     try:
-        grade = load_grader(first["path"], first["name"])
+        grade = load_grader(grader.path, grader.name)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        work.sendall(encode({"event": "unusable", "message": describe(error)}))
+        work.sendall(pack(GraderUnusable(describe(error))))
         return
-    concurrent = inspect.iscoroutinefunction(grade)
-    work.sendall(encode({"event": "ready", "concurrent": concurrent}))
-    if concurrent:
-        asyncio.run(_serve_concurrently(work, grade, first["kwargs"], first["timeout_s"]))
+    is_async = inspect.iscoroutinefunction(grade)
+    work.sendall(pack(GraderReady(is_async)))
+    if is_async:
+        asyncio.run(_serve_async(work, grade, grader))
     else:
-        _serve_in_turn(work, grade, first["kwargs"])
+        _serve_in_turn(work, grade, grader.kwargs)
 
 
 def load_grader(path: str | None, name: str) -> ComputeScore:
@@ -62,98 +75,67 @@ def load_grader(path: str | None, name: str) -> ComputeScore:
     return grade
 
 
-def _arguments(message: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("data_source", "solution_str", "ground_truth", "extra_info")
-    return {**{name: message[name] for name in names}, **kwargs}
+def _arguments(item: GradeItem, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = msgspec.structs.asdict(item)
+    del arguments["id"]
+    return {**arguments, **kwargs}
 
 
 def _serve_in_turn(work: socket.socket, grade: ComputeScore, kwargs: Mapping[str, Any]) -> None:
     while True:
-        message = decode(receive(work, max_bytes=MAX_FRAME_BYTES))
-        start = time.perf_counter()
+        item = unpack(receive(work, max_bytes=MAX_FRAME_BYTES), GradeItem)
+        start_s = time.perf_counter()
         try:
-            value = grade(**_arguments(message, kwargs))
+            value = grade(**_arguments(item, kwargs))
             if inspect.iscoroutine(value):
                 value = asyncio.run(value)
-            answer = _scored(value)
+            answer = _scored(item.id, value)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            answer = _unscored(error)
-        work.sendall(encode({"id": message["id"], "seconds": time.perf_counter() - start, **answer}))
+            answer = _unscored(item.id, error)
+        answer.seconds = time.perf_counter() - start_s
+        work.sendall(pack(answer))
 
 
-async def _serve_concurrently(
-    work: socket.socket, grade: ComputeScore, kwargs: Mapping[str, Any], timeout_s: float
-) -> None:
-    """Run every item that arrives as a task; before a task runs on, the pool is told whose turn it is."""
+async def _serve_async(work: socket.socket, grade: ComputeScore, grader: LoadGrader) -> None:
+    """Grade every item that arrives in its own task, each for at most `timeout_s` seconds."""
     work.setblocking(False)
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[None]] = set()
-    running = _Running(work)
 
-    async def one(message: Mapping[str, Any]) -> None:
-        start = time.perf_counter()
-        answer: dict[str, Any] = {"status": "timeout", "message": f"no score within {timeout_s:g} s"}
-        try:
-            task = asyncio.ensure_future(_Turns(grade(**_arguments(message, kwargs)), message["id"], running))
-            done, _ = await asyncio.wait({task}, timeout=timeout_s)
-            task.cancel()
-            if done:
-                answer = _scored(task.result())
-        except Exception as error:
-            answer = _unscored(error)
-        running.write(encode({"id": message["id"], "seconds": time.perf_counter() - start, **answer}))
+    async def answer(item: GradeItem) -> None:
+        graded = await _grade_async(item, grade, grader)
+        work.setblocking(True)  # so that frames do not interleave
+        work.sendall(pack(graded))
+        work.setblocking(False)
 
     buffer = FrameBuffer(max_bytes=MAX_FRAME_BYTES)
     while data := await loop.sock_recv(work, 1 << 20):
         for parts in buffer.feed(data):
-            task = asyncio.ensure_future(one(decode(parts)))
+            task = asyncio.ensure_future(answer(unpack(parts, GradeItem)))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 
 
-class _Running:
-    """Writes frames without interleaving and remembers whose turn was announced last."""
-
-    def __init__(self, work: socket.socket) -> None:
-        self._work, self._last = work, -1
-
-    def announce(self, number: int) -> None:
-        if number != self._last:
-            self._last = number
-            self.write(encode({"event": "turn", "id": number}))
-
-    def write(self, frame: bytes) -> None:
-        self._work.setblocking(True)
-        self._work.sendall(frame)
-        self._work.setblocking(False)
+async def _grade_async(item: GradeItem, grade: ComputeScore, grader: LoadGrader) -> ItemGraded:
+    start_s = time.perf_counter()
+    graded = ItemGraded(item.id, "timeout", message=f"no score within {grader.timeout_s:g} s")
+    try:
+        task = asyncio.ensure_future(_without_exit(grade(**_arguments(item, grader.kwargs))))
+        done, _ = await asyncio.wait({task}, timeout=grader.timeout_s)
+        task.cancel()
+        if done:
+            graded = _scored(item.id, task.result())
+    except Exception as error:
+        graded = _unscored(item.id, error)
+    graded.seconds = time.perf_counter() - start_s
+    return graded
 
 
-class _Turns(Coroutine[Any, Any, Any]):
-    """A coroutine that announces its number each time it runs on, so that one that never yields can be named."""
-
-    def __init__(self, inner: Coroutine[Any, Any, Any], number: int, running: _Running) -> None:
-        self._inner, self._number, self._running = inner, number, running
-
-    def send(self, value: Any, /) -> Any:
-        self._running.announce(self._number)
-        return self._run_on(self._inner.send, value)
-
-    def throw(self, *error: Any) -> Any:
-        self._running.announce(self._number)
-        return self._run_on(self._inner.throw, *error)
-
-    @staticmethod
-    def _run_on(step: Callable[..., Any], *values: Any) -> Any:
-        try:
-            return step(*values)
-        except (SystemExit, KeyboardInterrupt) as error:  # these would end the event loop and all its other tasks
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-
-    def close(self) -> None:
-        self._inner.close()
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        return self._inner.__await__()
+async def _without_exit(score: Awaitable[Any]) -> Any:
+    try:
+        return await score
+    except (SystemExit, KeyboardInterrupt) as error:  # these would end the event loop and all its other tasks
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def describe(error: BaseException) -> str:
@@ -163,18 +145,19 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:1000]}{where}"
 
 
-def _unscored(error: BaseException) -> dict[str, Any]:
-    """A grader that gives up in time by TimeoutError is late, not broken."""
-    return {"status": "timeout" if isinstance(error, TimeoutError) else "error", "message": describe(error)}
+def _unscored(number: int, error: BaseException) -> ItemGraded:
+    """A grader that stops in time with a TimeoutError is late, not broken."""
+    return ItemGraded(number, "timeout" if isinstance(error, TimeoutError) else "error", message=describe(error))
 
 
-def _scored(value: Any) -> dict[str, Any]:
+def _scored(number: int, value: Any) -> ItemGraded:
     score, extra = read_score(value)
     if not math.isfinite(score):
-        return {"status": "error", "message": f"the grader returned {score}"}
-    if len(encode(extra)) > MAX_EXTRA_BYTES:
-        return {"status": "error", "message": f"the grader returned more than {MAX_EXTRA_BYTES} bytes of extra values"}
-    return {"status": "ok", "score": score, "extra": extra}
+        return ItemGraded(number, "error", message=f"the grader returned {score}")
+    if len(json.dumps(extra)) > MAX_EXTRA_BYTES:
+        message = f"the grader returned more than {MAX_EXTRA_BYTES} bytes of extra values"
+        return ItemGraded(number, "error", message=message)
+    return ItemGraded(number, "ok", score=score, extra=extra)
 
 
 def read_score(value: Any) -> tuple[float, dict[str, Any]]:

@@ -1,0 +1,168 @@
+"""What goes into the reward pool and what comes out of it, and the messages between the pool and its children.
+
+A message is a frame with JSON text of one of the Structs: graders are given and return what Python's JSON holds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from rlsys.ipc.framing import Buffer, WireError, frame
+
+MAX_FRAME_BYTES = 256 << 20
+RewardStatus = Literal["ok", "timeout", "error"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Grader:
+    """A `compute_score` function by local file and name; without a path, the built-in routing by data source."""
+
+    path: str | None = None
+    name: str = "compute_score"
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        if self.path is None:
+            return "the built-in reward functions"
+        return f"custom_reward_function.path={self.path}, name={self.name}"
+
+
+@dataclass(frozen=True)
+class RewardItem:
+    """What is graded: verl's arguments of `compute_score`."""
+
+    data_source: str
+    solution: str
+    ground_truth: Any = None
+    extra_info: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """The score of an item. Unless `status` is "ok", it is 0, `extra` is {"acc": 0} and `message` the cause."""
+
+    score: float
+    extra: Mapping[str, Any]
+    status: RewardStatus
+    seconds: float
+    message: str = ""
+
+
+def failed(status: RewardStatus, seconds: float, message: str) -> RewardResult:
+    """The result of an item that has no score."""
+    return RewardResult(0.0, {"acc": 0.0}, status, seconds, message)
+
+
+def reward_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
+    """Counts of timeouts, errors and zeros that a grader returned, and grading seconds per item."""
+    seconds = [r.seconds for r in results]
+    return {
+        "reward/timeouts": float(sum(r.status == "timeout" for r in results)),
+        "reward/errors": float(sum(r.status == "error" for r in results)),
+        "reward/zeros": float(sum(r.status == "ok" and r.score == 0 for r in results)),
+        "reward/seconds/mean": sum(seconds) / len(seconds) if seconds else 0.0,
+        "reward/seconds/max": max(seconds, default=0.0),
+    }
+
+
+# ---- from the pool to a worker -----------------------------------------------------------------------------------
+
+
+class LoadGrader(Struct, tag="load"):
+    """The first message: the grader to load, and the seconds that an async one has for each item."""
+
+    path: str | None
+    name: str
+    kwargs: dict[str, Any]
+    timeout_s: float
+
+
+class GradeItem(Struct, tag="grade"):
+    """Call the grader with these arguments."""
+
+    id: int
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: Any
+
+
+# ---- from a worker to the pool -----------------------------------------------------------------------------------
+
+
+class GraderReady(Struct, tag="ready"):
+    """The grader is loaded; an async one takes many items at once."""
+
+    is_async: bool
+
+
+class GraderUnusable(Struct, tag="unusable"):
+    """The grader cannot be loaded."""
+
+    message: str
+
+
+class ItemGraded(Struct, tag="graded"):
+    """The result of item `id`."""
+
+    id: int
+    status: RewardStatus
+    seconds: float = 0.0
+    score: float = 0.0
+    extra: dict[str, Any] = {}
+    message: str = ""
+
+    def result(self) -> RewardResult:
+        """As the pool's caller gets it."""
+        if self.status != "ok":
+            return failed(self.status, self.seconds, self.message)
+        return RewardResult(self.score, self.extra, "ok", self.seconds)
+
+
+# ---- from a guard to the pool ------------------------------------------------------------------------------------
+
+
+class WorkerStarted(Struct, tag="started"):
+    """The process of the worker."""
+
+    pid: int
+
+
+class WorkerEnded(Struct, tag="ended"):
+    """How the worker's process ended, and the end of its output."""
+
+    cause: str
+    tail: str = ""
+
+
+def pack(message: Struct) -> bytes:
+    """A frame with the message; NaN and infinities pass as Python's JSON writes them."""
+    return frame([json.dumps(msgspec.to_builtins(message)).encode()], max_bytes=MAX_FRAME_BYTES)
+
+
+def unpack(parts: Sequence[Buffer], kind: type[T]) -> T:
+    """The message in a frame; WireError if it is not one of `kind`."""
+    try:
+        return msgspec.convert(json.loads(bytes(parts[0])), kind)
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"a frame does not hold a message: {error}") from error
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it: numpy and torch values become numbers and lists, other types text."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if hasattr(value, "tolist"):
+        return plain(value.tolist())
+    return str(value)
