@@ -186,8 +186,7 @@ def extra_findings(extras: dict[str, list[str]]) -> Iterator[Finding]:
 def engine_findings() -> Iterator[Finding]:
     """Which row of the version tables applies to each installed rollout engine."""
     sys.path.insert(0, str(ROOT))
-    from rlsys.rollout.sglang.version import SGLANG
-    from rlsys.rollout.vllm.version import VLLM
+    from rlsys.rollout.versions import SGLANG, VLLM
 
     for name, table in {"vllm": VLLM, "sglang": SGLANG}.items():
         version = table.installed()
@@ -196,11 +195,11 @@ def engine_findings() -> Iterator[Finding]:
                 "engines", name, "not installed", "note", f"not needed on this machine for rollout.name={name}_remote"
             )
         elif (row := table.row(version)) is None:
-            known = ", ".join(row.versions for row in table.rows if row.adapter is not None)
+            known = ", ".join(row.versions for row in table.rows if row.features is not None)
             yield Finding(
                 "engines", name, f"{version}, not in the version table", "warn", f"rollout.name={name} supports {known}"
             )
-        elif row.adapter is None:
+        elif row.features is None:
             yield Finding("engines", name, f"{version}, refused", "warn", row.note)
         else:
             yield Finding("engines", name, f"{version} by the adapter of {row.versions}: {row.note}")

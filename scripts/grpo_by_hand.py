@@ -20,12 +20,14 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlsys.algorithms import agg_loss
+from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.engines.fsdp.engine import FSDPEngine, ModelSource
 from rlsys.engines.fsdp.optim import OptimSettings
 from rlsys.engines.mesh import ensure_process_group
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum
 from rlsys.protocol import DataProto
+from rlsys.rollout.base import EngineContext
 from rlsys.rollout.batch import generate_sequences
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.weights.executors.in_process import reshard_local
@@ -124,7 +126,9 @@ def main() -> None:
         optimizer=OptimSettings(lr=args.lr),
         training=MicroBatches(max_tokens=4096),
     )
-    rollout = HFRollout.from_path(str(args.model), load_format="dummy", max_num_seqs=B * G)
+    rollout = HFRollout.from_path(
+        str(args.model), GenerationConfig(max_num_seqs=B * G), EngineContext(load_format="dummy")
+    )
     reshard_local(engine, rollout, version=0)
     for step in range(1, args.steps + 1):
         metrics = train_step(step, engine, rollout, tokenizer)

@@ -134,5 +134,5 @@ def engine_run(config: PPOConfig, plan: BatchPlan, backend: WorkerBackend, *, nu
         actor_steps=max(1, (num_steps - warm) * plan.actor.optimizer_steps),
         critic_steps=num_steps * plan.critic.optimizer_steps if plan.critic else -1,
         num_threads=backend.num_threads,
-        keep_asleep=not drops_weights_on_sleep(config),
+        offload_on_sleep=not drops_weights_on_sleep(config),
     )

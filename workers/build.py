@@ -50,7 +50,7 @@ class EngineRun:
     actor_steps: int = -1
     critic_steps: int = -1
     num_threads: int | None = None
-    keep_asleep: bool = True
+    offload_on_sleep: bool = True
     """Whether rollout engines keep weights on the host while they sleep; else the next push brings them."""
 
     def place(self, *, full_determinism: bool = False) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlsys.interfaces import RolloutEngine
-from rlsys.rollout.engine_weights import LiveWeights
+from rlsys.rollout.engine_weights import EngineWeights
 from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.learn import learn_layout
@@ -24,7 +24,7 @@ def local_rollout() -> RolloutEngine:
     return _local_rollouts[0]
 
 
-def learn_engine_layout(weights: LiveWeights, *, keep: bool) -> None:
+def learn_engine_layout(weights: EngineWeights, *, keep: bool) -> None:
     """Learn from the engine's own loader which HF tensors are where in its parameters."""
     learned = learn_layout(
         weights.load, weights.parameters, weights.shapes, weights.dtypes, aliases=weights.aliases, keep=keep

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from rlsys.ipc.codec import allow_records
 from rlsys.ipc.rpc import Method, allow_errors
-from rlsys.rollout.sglang.arguments import Replica
+from rlsys.rollout.sglang.arguments import ReplicaRank
 from rlsys.rollout.sglang.engine import SGLangRollout
-from rlsys.rollout.sglang.scheduler_hooks import InsideEngine
+from rlsys.rollout.sglang.scheduler_hooks import SchedulerEngine
 from rlsys.single_controller.worker import free_port
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.weights.endpoints import Spec, WeightReceiver
@@ -29,7 +29,7 @@ from rlsys.weights.verify import BoxChecksum
 from workers.colocated import learn_engine_layout
 
 WEIGHTS_WAIT_S = 1800.0
-"""Longer than any deadline of the controller, which tells it better."""
+"""Longer than any deadline of the controller, whose errors are clearer."""
 
 allow_records(IpcImportSpec, IpcHandle, StorageHandle, TensorHandle, NcclReceiveSpec, Rendezvous, DiskSpec, GatherSpec)
 allow_records(Bucket, PackedTensor, DestinationPlan, Copy, WeightLayout, Shard, Box, BoxChecksum, TransferStats)
@@ -46,30 +46,30 @@ METHODS = (
 )
 
 
-def replica_of(rank: int, size: int, *, ranks_per_host: int) -> Replica:
-    """This rank's part of its replica: `size` ranks of the process group that follow each other.
+def replica_of(rank: int, size: int, *, ranks_per_host: int) -> ReplicaRank:
+    """This rank of a replica of `size` consecutive ranks of the process group.
 
-    The first of them says where SGLang's own process groups meet: on the loopback where they are of one host.
+    The first of them chooses the address of SGLang's own process groups, on the loopback if they are on one host.
     """
     if size == 1:
-        return Replica(address=f"127.0.0.1:{free_port()}")
+        return ReplicaRank(address=f"127.0.0.1:{free_port()}")
     host = socket.gethostname() if ranks_per_host % size else "127.0.0.1"
     store, key = dist.distributed_c10d._get_default_store(), f"sglang/{rank // size}"
     if rank % size == 0:
         store.set(key, f"{host}:{free_port(host)}")
-    return Replica(rank % size, size, store.get(key).decode())
+    return ReplicaRank(rank % size, size, store.get(key).decode())
 
 
-def serve_weights(inside: InsideEngine) -> Mapping[str, Method]:
-    """What the scheduler process does for a weight transfer: the methods of a WeightReceiver, and learning."""
-    receiver = WeightReceiver(inside)  # pyrefly: ignore[bad-argument-type]
+def weight_methods(engine: SchedulerEngine) -> Mapping[str, Method]:
+    """The methods of a WeightReceiver over a scheduler process's engine, and `learn`."""
+    receiver = WeightReceiver(engine)  # pyrefly: ignore[bad-argument-type]
     return {name: getattr(receiver, name) for name in METHODS} | {
-        "learn": lambda keep: learn_engine_layout(inside.weights, keep=keep)
+        "learn": lambda keep: learn_engine_layout(engine.weights, keep=keep)
     }
 
 
 class RemoteReceiver(WeightReceiver):
-    """A WeightReceiver whose work is done in the scheduler process of this rank."""
+    """A WeightReceiver that runs in the scheduler process of this rank."""
 
     engine: SGLangRollout
 

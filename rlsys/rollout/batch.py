@@ -1,4 +1,4 @@
-"""Between DataProto rows and requests: what a rollout worker does around its engine.
+"""Converts DataProto rows to requests and responses back to rows, around any rollout engine.
 
 Letters: B rows, P prompt columns (padded left), R response columns (padded right).
 """
@@ -19,10 +19,11 @@ from rlsys.rollout.sampling.sample import combine_seeds
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams
 
 SEEDS = "request_seeds"
+ScoreFn = Callable[[list[list[int]], list[int]], Iterable[tuple[int, Sequence[float]]]]
 
 
-class Completes(Protocol):
-    """The one method of a RolloutEngine (or of a fleet of them) that a batch needs."""
+class Generates(Protocol):
+    """The one method of a RolloutEngine, or of a fleet of them, that a batch needs."""
 
     def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]: ...
 
@@ -30,7 +31,7 @@ class Completes(Protocol):
 def with_request_seeds(batch: DataProto) -> DataProto:
     """The batch with `request_seeds` (B,): hashes of meta_info's `seed` and `global_steps` and of the row's number.
 
-    To be called before the batch is split, so that no draw depends on the split. Rows that have seeds keep them.
+    Call it before the batch is split, so that samples do not depend on the split. Rows that have seeds keep them.
     """
     if SEEDS in tensors_of(batch.batch):
         return batch
@@ -39,7 +40,7 @@ def with_request_seeds(batch: DataProto) -> DataProto:
     return DataProto.from_dict({**tensors_of(batch.batch), SEEDS: seeds}, batch.non_tensor_batch, meta)
 
 
-def generate_sequences(engine: Completes, batch: DataProto) -> DataProto:
+def generate_sequences(engine: Generates, batch: DataProto) -> DataProto:
     """Complete every row's prompt.
 
     Needs `prompts` (B, P) or prompt-only `input_ids`, `attention_mask` whose first P columns are the prompt's, and in
@@ -55,7 +56,7 @@ def generate_sequences(engine: Completes, batch: DataProto) -> DataProto:
 
 
 def to_requests(batch: DataProto) -> list[ModelRequest]:
-    """One request a row, its prompt without pads."""
+    """One request per row, its prompt without pads."""
     prompts, attention = prompts_of(with_request_seeds(batch))
     lengths = attention.sum(1).tolist()
     make = _params_of(batch.meta_info)
@@ -68,7 +69,7 @@ def to_requests(batch: DataProto) -> list[ModelRequest]:
 
 
 def from_responses(batch: DataProto, responses: Sequence[ModelResponse]) -> DataProto:
-    """The rows of `generate_sequences` out of the answers to `to_requests(batch)`."""
+    """The rows of `generate_sequences` from the responses to `to_requests(batch)`."""
     prompts, prompt_mask = prompts_of(batch)
     width, pad = int(batch.meta_info["response_length"]), int(batch.meta_info["pad_token_id"])
     lengths = torch.tensor([len(response.output_tokens) for response in responses])
@@ -76,8 +77,8 @@ def from_responses(batch: DataProto, responses: Sequence[ModelResponse]) -> Data
 
     def column(values: Iterable[Iterable[Any]], empty: float, dtype: torch.dtype) -> Tensor:
         out = torch.full(filled.shape, empty, dtype=dtype)
-        found = np.fromiter(chain.from_iterable(values), np.float64 if dtype.is_floating_point else np.int64)
-        out[filled] = torch.from_numpy(found).to(dtype)
+        flat = np.fromiter(chain.from_iterable(values), np.float64 if dtype.is_floating_point else np.int64)
+        out[filled] = torch.from_numpy(flat).to(dtype)
         return out
 
     tokens = column((r.output_tokens for r in responses), pad, torch.int64)
@@ -105,8 +106,25 @@ def prompts_of(batch: DataProto) -> tuple[Tensor, Tensor]:
     return prompts.cpu(), tensors["attention_mask"][:, : prompts.shape[1]].cpu().to(torch.int64)
 
 
+def score_sequences(batch: DataProto, score_fn: ScoreFn) -> Tensor:
+    """Log-probabilities (B, R) of `responses`, zero where `response_mask` (or else the attention mask) is 0.
+
+    `score_fn` gets each row's tokens without pads and its number of response tokens, and yields row numbers with the
+    log-probabilities of these last tokens.
+    """
+    rows = tensors_of(batch.batch)
+    attention, num_columns = rows["attention_mask"].cpu(), rows["responses"].shape[1]
+    sequences = [ids[mask.bool()].tolist() for ids, mask in zip(rows["input_ids"].cpu(), attention, strict=True)]
+    lengths = attention[:, -num_columns:].sum(1).tolist()
+    scores = torch.zeros(len(sequences), num_columns)
+    for row, log_probs in score_fn(sequences, lengths):
+        scores[row, : lengths[row]] = torch.tensor(log_probs)
+    counted = rows.get("response_mask", attention[:, -num_columns:]).cpu()
+    return torch.where(counted > 0, scores, 0.0)
+
+
 def _params_of(meta: dict[str, Any]) -> Callable[[int], SamplingParams]:
-    """How the batch is sampled, but for the seed."""
+    """How the batch is sampled, given each row's seed."""
     eos = meta.get("eos_token_id")
     ends = () if eos is None or meta.get("ignore_eos") else (eos,) if isinstance(eos, int) else tuple(eos)
     temperature = float(meta.get("temperature", 1.0)) if meta.get("do_sample", True) else 0.0

@@ -1,4 +1,4 @@
-"""An engine's own parameters, written in place by a learned layout, or filled through its own loader."""
+"""The tensors that new weights are written into: an engine's own parameters, or host copies that its loader packs."""
 
 from __future__ import annotations
 
@@ -9,48 +9,99 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.types import WeightLayout
+from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.errors import WeightTransferError
 
+NamedTensors = Mapping[str, Tensor]
 
-class LiveWeights:
-    """The engine's own parameters, written in place.
 
-    `expected` are the HF tensors by shape and type. Nothing can be pushed by plan before `adopt`.
+class EngineWeights:
+    """An engine's own parameters, written in place by a learned layout or filled through the engine's own loader.
+
+    `expected` are the HF tensors by shape and type. Weights cannot be pushed by plan before `adopt`.
     """
 
-    def __init__(self, expected: Mapping[str, Tensor], aliases: Mapping[str, str], model: Callable[[], Any]) -> None:
+    def __init__(self, expected: NamedTensors, aliases: Mapping[str, str], model_fn: Callable[[], Any]) -> None:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
         self.dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in expected.items()}
-        self.aliases, self._model = aliases, model
+        self.aliases, self._model_fn = aliases, model_fn
         self._layout: WeightLayout | None = None
-        self._views: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict
+        self._views: Callable[[NamedTensors], NamedTensors] = dict
 
-    def adopt(self, layout: WeightLayout, views: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> None:
-        """Use what was learned: the layout, and the tensors it speaks of out of the parameters."""
+    def adopt(self, layout: WeightLayout, views: Callable[[NamedTensors], NamedTensors]) -> None:
+        """Use a learned layout; `views` maps the parameters to the tensors that it names."""
         self._layout, self._views = layout, views
 
     def parameters(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self._model().named_parameters()}
+        return {name: parameter.detach() for name, parameter in self._model_fn().named_parameters()}
 
     def layout(self, *, rank: int, host: str) -> WeightLayout:
         if self._layout is None:
             raise WeightTransferError("the layout of the rollout engine's parameters has not been learned yet")
         return replace(self._layout, rank=rank, host=host)
 
-    def tensors(self) -> Mapping[str, Tensor]:
+    def tensors(self) -> NamedTensors:
         return self._views(self.parameters())
 
     @torch.no_grad()
     def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        """Through the engine's own loader."""
+        """Load full HF tensors through the engine's own loader."""
         for name, tensor in bucket:
-            shape = self.shapes.get(self.aliases.get(name, name))
-            if shape is None:
-                raise WeightTransferError(f"the rollout model has no tensor '{name}'")
-            if shape != tuple(tensor.shape):
-                raise WeightTransferError(f"tensor '{name}' has the wrong shape: {tuple(tensor.shape)} for {shape}")
-        self._model().load_weights((name, tensor) for name, tensor in bucket if name not in self.aliases)
+            _check_shape(name, tensor, self.shapes.get(self.aliases.get(name, name)))
+        self._model_fn().load_weights((name, tensor) for name, tensor in bucket if name not in self.aliases)
 
     def finish(self) -> None:
         """Nothing is left to do."""
+
+
+class HostWeights:
+    """Every HF tensor whole in host memory, for engines that pack the weights of their layers."""
+
+    def __init__(
+        self, tensors: NamedTensors, aliases: Mapping[str, str], reload_fn: Callable[[NamedTensors], None]
+    ) -> None:
+        self._tensors, self._aliases, self._reload_fn = tensors, aliases, reload_fn
+
+    def layout(self, *, rank: int, host: str) -> WeightLayout:
+        return whole_layout(self._tensors, self._aliases, rank=rank, host=host)
+
+    def tensors(self) -> NamedTensors:
+        return self._tensors
+
+    def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        copy_by_name(self._tensors, self._aliases, bucket)
+
+    def finish(self) -> None:
+        """Have the engine load all of them."""
+        self._reload_fn(self._tensors)
+
+
+def whole_layout(tensors: NamedTensors, aliases: Mapping[str, str], *, rank: int, host: str) -> WeightLayout:
+    """The layout of HF tensors that are held whole under their own names."""
+    return WeightLayout(
+        rank=rank,
+        host=host,
+        shards=tuple(
+            Shard(Box(name, (0,) * t.ndim, tuple(t.shape)), name, (0,) * t.ndim) for name, t in tensors.items()
+        ),
+        full_shapes={name: tuple(t.shape) for name, t in tensors.items()},
+        dtypes={name: str(t.dtype).removeprefix("torch.") for name, t in tensors.items()},
+        aliases=aliases,
+    )
+
+
+@torch.no_grad()
+def copy_by_name(held: NamedTensors, aliases: Mapping[str, str], bucket: Sequence[tuple[str, Tensor]]) -> None:
+    """Copy full HF tensors into the held ones; WeightTransferError for an unknown name or a wrong shape."""
+    for name, tensor in bucket:
+        target = held.get(aliases.get(name, name))
+        _check_shape(name, tensor, None if target is None else tuple(target.shape))
+        if target is not None:
+            target.copy_(tensor)
+
+
+def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...] | None) -> None:
+    if expected is None:
+        raise WeightTransferError(f"the rollout model has no tensor '{name}'")
+    if expected != tuple(tensor.shape):
+        raise WeightTransferError(f"tensor '{name}' has the wrong shape: {tuple(tensor.shape)} instead of {expected}")

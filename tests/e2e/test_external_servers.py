@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.hf.engine import HFRollout
 from tests.e2e.conftest import Toy
 from tests.servers import EngineBrain, SampledBrain, Server
@@ -20,7 +21,7 @@ def servers(request: pytest.FixtureRequest, toy: Toy) -> Iterator[list[Server]]:
     """Two servers of one kind with the toy model."""
     kind = request.param
     brain = EngineBrain if kind == "sglang" else SampledBrain
-    engines = [HFRollout.from_path(toy.model, seed=number) for number in range(2)]
+    engines = [HFRollout.from_path(toy.model, GenerationConfig(seed=number)) for number in range(2)]
     found = [Server(kind, brain(engine)).start() for engine in engines]
     yield found
     for server in found:

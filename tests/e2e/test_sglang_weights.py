@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from rlsys.config.schema.rollout import EngineKwargsConfig, GenerationConfig
+from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import ModelRequest, SamplingParams
 from rlsys.utils.errors import ConfigError, RolloutError, WeightTransferError
@@ -56,20 +58,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(folder: Path) -> Iterator[Any]:
     """An engine of dummy weights whose layout was learned from SGLang's loader."""
     from rlsys.rollout.sglang.engine import SGLangRollout
-    from workers.sglang import serve_weights
+    from workers.sglang import weight_methods
 
     engine = SGLangRollout(
         folder,
-        load_format="dummy",
-        seed=11,
-        max_num_seqs=16,
-        max_num_batched_tokens=512,
-        max_model_len=256,
-        enable_prefix_caching=False,
-        kv_cache_gib=0.0625,
-        engine_kwargs={"stream_interval": 3},
-        methods=serve_weights,
-        host="here",
+        GenerationConfig(
+            seed=11,
+            max_num_seqs=16,
+            max_num_batched_tokens=512,
+            max_model_len=256,
+            enable_prefix_caching=False,
+            engine_kwargs=EngineKwargsConfig(sglang={"stream_interval": 3, "max_total_tokens": 65536}),
+        ),
+        EngineContext(load_format="dummy", host="here"),
+        methods=weight_methods,
     )
     engine.remote.call("learn", False, deadline_s=60)
     yield engine
@@ -98,7 +100,7 @@ def test_every_executor_writes_what_the_trainer_holds(engine: Any, executor: Exe
         assert all(check.equal for check in manager.validate())
         found = engine.generate(SAMPLED)
         assert [r.output_tokens for r in found] == [
-            r.output_tokens for r in HFRollout(tiny_model(seed), seed=11).generate(SAMPLED)
+            r.output_tokens for r in HFRollout(tiny_model(seed), GenerationConfig(seed=11)).generate(SAMPLED)
         ]
         assert {v for r in found for v in r.output_versions} == {version}
     assert checksums[0] == checksums[2] != checksums[1]
@@ -136,17 +138,21 @@ def test_settings_reach_the_real_arguments(engine: Any) -> None:
 def test_a_cache_too_small_for_the_longest_request_is_refused(folder: Path) -> None:
     from rlsys.rollout.sglang.engine import SGLangRollout
 
+    def config(**sglang: int) -> GenerationConfig:
+        return GenerationConfig(max_model_len=4096, engine_kwargs=EngineKwargsConfig(sglang=sglang))
+
     with pytest.raises(ConfigError, match="kv_cache_gib"):
-        SGLangRollout(folder, max_model_len=4096, kv_cache_gib=2**-20)
+        SGLangRollout(folder, config(max_total_tokens=64))
     with pytest.raises(ConfigError, match="no_such_argument"):
-        SGLangRollout(folder, engine_kwargs={"no_such_argument": 1})
+        SGLangRollout(folder, config(no_such_argument=1))
 
 
 ORPHANS = """
 import sys, time
+from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.sglang.engine import SGLangRollout
 if __name__ == "__main__":
-    engine = SGLangRollout(sys.argv[1], kv_cache_gib=0.0625, max_model_len=128)
+    engine = SGLangRollout(sys.argv[1], GenerationConfig(max_model_len=128))
     print("up", flush=True)
     time.sleep(60)
 """

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.rollout.sampling.hook import DrawParams, RowSampler
-from rlsys.rollout.sampling.log import Answer, answers_of
+from rlsys.rollout.sampling.hook import RowSampler, SampleSpec
+from rlsys.rollout.sampling.log import SampledSequence, sampled_sequences
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,11 +19,11 @@ KINDS = (*PLAIN, (0.7, 0.8, -1, 0), (1.0, 1.0, 40, 0), (1.0, 1.0, -1, 9))
 STEPS = 3
 
 
-def rows_of(num: int, kinds: tuple[tuple[float, float, int, int], ...] = KINDS) -> list[DrawParams]:
-    return [DrawParams(n, 5 + n, 77 * n, *kinds[n % len(kinds)], (1, 2)) for n in range(num)]
+def rows_of(num: int, kinds: tuple[tuple[float, float, int, int], ...] = KINDS) -> list[SampleSpec]:
+    return [SampleSpec(n, 5 + n, 77 * n, *kinds[n % len(kinds)], (1, 2)) for n in range(num)]
 
 
-def drawn(rows: list[DrawParams], steps: list[Tensor], device: str) -> list[Answer]:
+def drawn(rows: list[SampleSpec], steps: list[Tensor], device: str) -> list[SampledSequence]:
     """What every row draws in these steps (N, V); each time the token must win the argmax, but for NaN."""
     sampler = RowSampler(3, torch.device(device))
     sampler.set_rows(rows)
@@ -34,13 +34,13 @@ def drawn(rows: list[DrawParams], steps: list[Tensor], device: str) -> list[Answ
         taken.append(forced.argmax(-1).tolist())
     if device == "cuda":
         torch.cuda.synchronize()
-    answers = answers_of(*sampler.log.take([row.number for row in rows]))
+    answers = sampled_sequences(*sampler.log.take([row.number for row in rows]))
     for answer, tokens in zip(answers, zip(*taken, strict=True), strict=True):
         assert answer.tokens == tokens or not answer.finite
     return answers
 
 
-def apart(first: list[Answer], second: list[Answer]) -> float:
+def apart(first: list[SampledSequence], second: list[SampledSequence]) -> float:
     """The largest difference of log-probabilities."""
     values = [torch.tensor([[*a.full_logprobs, *a.sampled_logprobs] for a in answers]) for answers in (first, second)]
     return float((values[0] - values[1]).abs().max())

@@ -10,7 +10,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.protocol import DataProto
+from rlsys.rollout.base import EngineContext
 from rlsys.rollout.batch import from_responses
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import Box, ModelRequest, SamplingParams, Shard, WeightLayout
@@ -53,8 +55,8 @@ def requests_of(num: int) -> list[ModelRequest]:
 
 def same_answers() -> tuple[float, float, float]:
     """The share of equal completions, and the largest differences of sampled and of scored log-probabilities."""
-    cpu = HFRollout(model_of(), seed=5).generate(requests_of(40))
-    engine = HFRollout(model_of().cuda(), seed=5, max_num_seqs=16, max_num_batched_tokens=64)
+    cpu = HFRollout(model_of(), GenerationConfig(seed=5)).generate(requests_of(40))
+    engine = HFRollout(model_of().cuda(), GenerationConfig(seed=5, max_num_seqs=16, max_num_batched_tokens=64))
     cuda = engine.generate(requests_of(40))
     same = [a.output_tokens == b.output_tokens for a, b in zip(cpu, cuda, strict=True)]
     apart = [
@@ -142,7 +144,7 @@ class InlineGroup:
 
 
 def push() -> bool:
-    rollout = HFRollout(model_of(2).cuda().bfloat16(), load_format="dummy")
+    rollout = HFRollout(model_of(2).cuda().bfloat16(), context=EngineContext(load_format="dummy"))
     trainer: Any = Trainer(rollout.host)
     source, destination = InlineGroup(WeightSender(trainer)), InlineGroup(WeightReceiver(rollout))
     manager = ShardingManager(source, destination, executor="shm")

@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rlsys.config.schema.rollout import EngineKwargsConfig, GenerationConfig
+from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams, TransferReport
 from rlsys.weights.executors.in_process import reshard_local
@@ -59,13 +61,13 @@ class Trainer:
         return self.rollout.local_tensors()
 
 
-def serve(path: Path, keep_asleep: bool) -> dict[str, Any]:
+def serve(path: Path, offload_on_sleep: bool) -> dict[str, Any]:
     from rlsys.rollout.vllm.engine import VLLMRollout
     from workers.colocated import learn_engine_layout
 
     first, second = model_of(0).cuda(), model_of(1).cuda()
-    sizes = {"gpu_memory_utilization": 0.1, "max_num_seqs": 16, "keep_asleep": keep_asleep}
-    engine = VLLMRollout(path, dtype="bfloat16", device="cuda", seed=3, enforce_eager=True, **sizes)  # type: ignore[arg-type]
+    config = GenerationConfig(seed=3, enforce_eager=True, gpu_memory_utilization=0.1, max_num_seqs=16)
+    engine = VLLMRollout(path, config, EngineContext("cuda", offload_on_sleep=offload_on_sleep))
     told: dict[str, Any] = {"before": apart(first, engine.generate(requests_of(8)))}
     learn_engine_layout(engine.weights, keep=True)  # type: ignore[arg-type]
     told["kept"] = apart(first, engine.generate(requests_of(8)))
@@ -78,7 +80,7 @@ def serve(path: Path, keep_asleep: bool) -> dict[str, Any]:
     told["freed"] = torch.cuda.mem_get_info()[0] - free_before
     engine.wake(["weights"])
     told["quarantined"] = engine.health()["quarantined"]
-    if not keep_asleep:
+    if not offload_on_sleep:
         reshard_local(Trainer(second), engine, version=7)  # type: ignore[arg-type]
     engine.wake(["kv_cache"])
     told["same"] = [a.output_tokens for a in engine.generate(requests_of(8))] == [a.output_tokens for a in answers]
@@ -91,8 +93,11 @@ def drawn(path: Path, ahead: bool) -> list[tuple[tuple[int, ...], str]]:
     """Answers of an engine that begins steps ahead, or does not."""
     from rlsys.rollout.vllm.engine import VLLMRollout
 
-    sizes = {"gpu_memory_utilization": 0.1, "max_num_seqs": 8, "engine_kwargs": {"async_scheduling": ahead}}
-    engine = VLLMRollout(path, dtype="bfloat16", device="cuda", seed=3, enforce_eager=True, **sizes)  # type: ignore[arg-type]
+    kwargs = EngineKwargsConfig(vllm={"async_scheduling": ahead})
+    config = GenerationConfig(
+        seed=3, enforce_eager=True, gpu_memory_utilization=0.1, max_num_seqs=8, engine_kwargs=kwargs
+    )
+    engine = VLLMRollout(path, config, EngineContext("cuda"))
     stops = tuple(range(100, 160))
     requests = [
         ModelRequest(
@@ -114,10 +119,10 @@ def test_steps_begun_ahead_change_no_token(tmp_path: Path) -> None:
     assert not any(token in range(100, 160) for tokens, _ in ahead for token in tokens[:-1])
 
 
-@pytest.mark.parametrize("keep_asleep", [True, False])
-def test_vllm_serves_what_is_pushed(tmp_path: Path, keep_asleep: bool) -> None:
+@pytest.mark.parametrize("offload_on_sleep", [True, False])
+def test_vllm_serves_what_is_pushed(tmp_path: Path, offload_on_sleep: bool) -> None:
     model_of(0).save_pretrained(tmp_path)
-    (told,) = run_ranks(1, serve, tmp_path, keep_asleep, backend=BACKEND)
+    (told,) = run_ranks(1, serve, tmp_path, offload_on_sleep, backend=BACKEND)
     assert told["before"] < 0.03
     assert told["kept"] < 0.03
     assert told["pushed"] < 0.03
@@ -125,4 +130,4 @@ def test_vllm_serves_what_is_pushed(tmp_path: Path, keep_asleep: bool) -> None:
     assert told["version"] == 7
     assert told["freed"] > 4 << 30
     assert told["same"]
-    assert told["quarantined"] is not keep_asleep
+    assert told["quarantined"] is not offload_on_sleep

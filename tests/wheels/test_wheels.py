@@ -12,8 +12,7 @@ import pytest
 from packaging.version import Version
 
 from rlsys.fleet.external.capabilities import SERVERS
-from rlsys.rollout.sglang.version import SGLANG
-from rlsys.rollout.vllm.version import VLLM
+from rlsys.rollout.versions import SGLANG, VLLM
 from tests.wheels.uses import names_of, read_record, wheel
 
 pytestmark = [pytest.mark.wheels, pytest.mark.timeout(900)]

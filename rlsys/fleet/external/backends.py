@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlsys.fleet.external.capabilities import Ability
+from rlsys.fleet.external.capabilities import WeightSource
 from rlsys.fleet.external.http import Call
-from rlsys.fleet.external.partial import BadAnswerError, Delta
+from rlsys.fleet.external.partial import BadResponseError, Delta
 from rlsys.types import Finish, ModelRequest, WeightUpdateMeta
 
 PROCESSED, RAW, FULL = "processed", "raw", "full"
@@ -71,12 +71,12 @@ class SGLangBackend:
         if not pairs and (finish is Finish.ABORT or not total):
             return Delta(finish=finish)
         if not isinstance(total, int) or not isinstance(pairs, list):
-            raise BadAnswerError("the answer lacks completion_tokens or output_token_logprobs")
+            raise BadResponseError("the answer lacks completion_tokens or output_token_logprobs")
         if len(pairs) not in (total, total - num_seen) or total < num_seen:
-            raise BadAnswerError(f"{len(pairs)} log-probabilities for {total} tokens, {num_seen} of them seen before")
+            raise BadResponseError(f"{len(pairs)} log-probabilities for {total} tokens, {num_seen} of them seen before")
         new = pairs[num_seen:] if len(pairs) == total else pairs
         if not all(isinstance(pair, list) and len(pair) >= 2 for pair in new):
-            raise BadAnswerError("output_token_logprobs holds something else than [log-probability, token id, text]")
+            raise BadResponseError("output_token_logprobs holds something else than [log-probability, token id, text]")
         stamps = _stamps(about, num_seen, total)
         return Delta([pair[1] for pair in new], [pair[0] for pair in new], stamps, finish)
 
@@ -114,7 +114,7 @@ class SGLangBackend:
     def read_scores(self, answer: Any) -> list[float]:
         pairs = _section(answer, "meta_info").get("input_token_logprobs")
         if not isinstance(pairs, list) or not all(isinstance(pair, list) and pair for pair in pairs):
-            raise BadAnswerError("the answer lacks input_token_logprobs")
+            raise BadResponseError("the answer lacks input_token_logprobs")
         return [pair[0] for pair in pairs[1:]]
 
     def sleep(self, tags: Sequence[str]) -> Call:
@@ -172,7 +172,7 @@ class VLLMBackend:
         if choices == []:
             return Delta()
         if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-            raise BadAnswerError("the answer lacks its one choice")
+            raise BadResponseError("the answer lacks its one choice")
         choice = choices[0]
         finish = _finish(choice.get("finish_reason"))
         found = _section(choice, "logprobs") if choice.get("logprobs") is not None else {}
@@ -182,7 +182,7 @@ class VLLMBackend:
         if not tokens and not logprobs:
             return Delta(finish=finish)
         if not isinstance(tokens, list) or not isinstance(logprobs, list):
-            raise BadAnswerError("the answer lacks token_ids or logprobs.token_logprobs")
+            raise BadResponseError("the answer lacks token_ids or logprobs.token_logprobs")
         return Delta(tokens, logprobs, [str(event.get("model", ""))] * len(tokens), finish)
 
     def join_group(self, group: WeightGroupSpec, rank: int) -> Call:
@@ -214,7 +214,7 @@ class VLLMBackend:
         choices = answer.get("choices") if isinstance(answer, dict) else None
         found = choices[0].get("prompt_logprobs") if choices and isinstance(choices[0], dict) else None
         if not isinstance(found, list) or not all(isinstance(one, dict) and one for one in found[1:]):
-            raise BadAnswerError("the answer lacks prompt_logprobs")
+            raise BadResponseError("the answer lacks prompt_logprobs")
         return [_section(one, next(iter(one))).get("logprob", None) for one in found[1:]]
 
     def sleep(self, tags: Sequence[str]) -> Call:
@@ -240,7 +240,7 @@ def over_group(meta: WeightUpdateMeta) -> bool:
     return "group" in meta.metadata
 
 
-def way_of(meta: WeightUpdateMeta) -> Ability:
+def way_of(meta: WeightUpdateMeta) -> WeightSource:
     """What a server must be able to do to take these weights."""
     if over_group(meta):
         return "group"
@@ -272,7 +272,7 @@ def _named(key: str, name: str) -> dict[str, str]:
 def _section(of: Any, key: str) -> Mapping[str, Any]:
     found = of.get(key) if isinstance(of, dict) else None
     if not isinstance(found, dict):
-        raise BadAnswerError(f"the answer lacks '{key}'")
+        raise BadResponseError(f"the answer lacks '{key}'")
     return found
 
 
@@ -280,14 +280,14 @@ def _finish(reason: object) -> Finish | None:
     if reason is None:
         return None
     if not isinstance(reason, str) or reason not in _FINISH:
-        raise BadAnswerError(f"unknown finish reason '{str(reason)[:40]}'")
+        raise BadResponseError(f"unknown finish reason '{str(reason)[:40]}'")
     return _FINISH[reason]
 
 
 def _token_id(text: object) -> int:
     digits = text.removeprefix("token_id:") if isinstance(text, str) else ""
     if not digits.isdecimal():
-        raise BadAnswerError("the answer holds no token ids; the server ignores return_token_ids")
+        raise BadResponseError("the answer holds no token ids; the server ignores return_token_ids")
     return int(digits)
 
 
@@ -297,7 +297,7 @@ def _stamps(about: Mapping[str, Any], start: int, end: int) -> list[str]:
     spans = about.get("weight_versions")
     for span in spans if isinstance(spans, list) else ():
         if not isinstance(span, dict) or not isinstance(span.get("start"), int) or not isinstance(span.get("end"), int):
-            raise BadAnswerError("weight_versions holds something else than spans")
+            raise BadResponseError("weight_versions holds something else than spans")
         for at in range(max(span["start"], start), min(span["end"], end)):
             stamps[at - start] = str(span.get("version", ""))
     return stamps

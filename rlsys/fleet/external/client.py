@@ -24,9 +24,9 @@ from rlsys.fleet.external.backends import (
     probed_mode,
     way_of,
 )
-from rlsys.fleet.external.capabilities import Abilities, abilities_of
+from rlsys.fleet.external.capabilities import Capabilities, capabilities_of
 from rlsys.fleet.external.http import Call, RefusedError, ServerFault, ask, events, open_session
-from rlsys.fleet.external.partial import BadAnswerError, Delta, Draft, check
+from rlsys.fleet.external.partial import BadResponseError, Delta, Draft, check
 from rlsys.fleet.external.router import Router, Server
 from rlsys.fleet.external.settings import RemoteSettings
 from rlsys.types import ModelRequest, ModelResponse, WeightUpdateMeta
@@ -176,7 +176,7 @@ class Service:
                     delta = self.backend.read(event, seen)
                     made_by = [self._version_of(stamp, server, version, adapter) for stamp in delta.stamps]
                     draft.add(delta, made_by)
-                except BadAnswerError as error:
+                except BadResponseError as error:
                     self.counts["bad_answers"] += 1
                     raise ServerFault(server.url, "generate", str(error), kind="bad_answer") from error
                 seen += len(delta.tokens)
@@ -266,7 +266,7 @@ class Service:
         try:
             await self._ask(server, self.backend.health, "health", self.settings.health_deadline_s)
             if not server.logprobs:
-                server.version, server.abilities = await self._abilities(server)
+                server.version, server.capabilities = await self._abilities(server)
                 probe = self.backend.probe
                 answer = await self._ask(server, probe, "probe", self.settings.health_deadline_s) if probe else None
                 server.logprobs = probed_mode(answer) if probe else FULL
@@ -293,10 +293,10 @@ class Service:
     async def _identity(self, server: Server) -> str:
         return await self._told(server, self.backend.identity, "weight_version")
 
-    async def _abilities(self, server: Server) -> tuple[str, Abilities]:
+    async def _abilities(self, server: Server) -> tuple[str, Capabilities]:
         version = await self._told(server, self.backend.version, "version")
         try:
-            return version, abilities_of(self.backend.kind, version)
+            return version, capabilities_of(self.backend.kind, version)
         except ConfigError as error:
             raise ServerFault(server.url, "start", str(error), kind="status") from error
 
@@ -370,7 +370,7 @@ class Service:
         stage = f"update_weights to version {meta.version}"
         if server.device == "cpu" and not adapter_of(meta) and _tied(meta.weights_path):
             raise ServerFault(server.url, stage, TIED_ON_CPU, kind="status")
-        if why := server.abilities.lacking(way_of(meta)):
+        if why := server.capabilities.lacking(way_of(meta)):
             raise ServerFault(server.url, stage, f"{self.backend.kind} {server.version}: {why}", kind="status")
         for call in self.backend.update(meta):
             answer = await self._ask(server, call, stage, self.settings.update_s)
@@ -430,7 +430,7 @@ class Service:
             answer = await self._ask(server, call, "score", self.settings.request_s)
             scores = self.backend.read_scores(answer)
             check(Delta(token_ids[1:], scores), room=len(token_ids))
-        except BadAnswerError as error:
+        except BadResponseError as error:
             self.counts["bad_answers"] += 1
             raise ServerFault(server.url, "score", str(error), kind="bad_answer") from error
         finally:

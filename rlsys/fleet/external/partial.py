@@ -22,7 +22,7 @@ class Delta:
     finish: Finish | None = None
 
 
-class BadAnswerError(ValueError):
+class BadResponseError(ValueError):
     """A server's answer cannot be right."""
 
 
@@ -52,10 +52,10 @@ class Draft:
         )
 
     def add(self, delta: Delta, versions: Sequence[int]) -> None:
-        """Append a delta whose tokens were made by these weight versions; BadAnswerError leaves the draft as it was."""
+        """Append a delta whose tokens have these weight versions; BadResponseError leaves the draft unchanged."""
         check(delta, room=self.room)
         if delta.finish is Finish.STOP and not (self.tokens or delta.tokens):
-            raise BadAnswerError("an answer that stopped without a stop token")
+            raise BadResponseError("an answer that stopped without a stop token")
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
         self.versions += versions
@@ -76,14 +76,14 @@ class Draft:
 
 
 def check(delta: Delta, *, room: int) -> None:
-    """BadAnswerError unless there are at most `room` tokens, each an id with a finite log-probability."""
+    """BadResponseError unless there are at most `room` tokens, each an id with a finite log-probability."""
     if len(delta.tokens) > room:
-        raise BadAnswerError(f"{len(delta.tokens)} tokens where at most {room} were asked for")
+        raise BadResponseError(f"{len(delta.tokens)} tokens where at most {room} were asked for")
     if len(delta.logprobs) != len(delta.tokens):
-        raise BadAnswerError(f"{len(delta.tokens)} tokens with {len(delta.logprobs)} log-probabilities")
+        raise BadResponseError(f"{len(delta.tokens)} tokens with {len(delta.logprobs)} log-probabilities")
     for token in delta.tokens:
         if type(token) is not int or not 0 <= token < MAX_TOKEN_ID:
-            raise BadAnswerError(f"'{str(token)[:40]}' is no token id")
+            raise BadResponseError(f"'{str(token)[:40]}' is no token id")
     for value in delta.logprobs:
         if type(value) not in (int, float) or not math.isfinite(value) or value > ABOVE_ZERO:
-            raise BadAnswerError(f"'{str(value)[:40]}' is no log-probability")
+            raise BadResponseError(f"'{str(value)[:40]}' is no log-probability")

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
-from rlsys.fleet.external.capabilities import Abilities
+from rlsys.fleet.external.capabilities import Capabilities
 from rlsys.fleet.external.settings import Policy
 
 MAX_SESSIONS = 100_000
@@ -31,7 +31,7 @@ class Server:
     logprobs: str = ""
     device: str = ""
     version: str = ""
-    abilities: Abilities = field(default_factory=Abilities)
+    capabilities: Capabilities = field(default_factory=Capabilities)
     cause: str = ""
 
 

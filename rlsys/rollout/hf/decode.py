@@ -1,22 +1,22 @@
-"""The batched decode loop: admit requests, draw one token for every running row, let finished rows go.
+"""The batched decode loop: admit requests, sample one token for every running row, release finished rows.
 
 Letters: N rows, V vocabulary. All rows share the cache's current column; a row that ends is replaced by the last
-running row, so that the batch is always dense, and waiting requests take the free places.
+running row, so that the batch is always dense, and waiting requests take the free rows.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlsys.rollout.base import Deliver, Pull, Ticket
+from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.rollout.base import DeliverFn, PullFn, QueuedRequest, empty_response
 from rlsys.rollout.hf.kv_cache import ColumnCache, causal_mask, hidden_score
-from rlsys.rollout.hf.running import RunningRows, empty_response
+from rlsys.rollout.hf.running import RunningRows
 from rlsys.rollout.sampling.sample import sample_tokens
 from rlsys.types import Finish
 from rlsys.utils.errors import RolloutError
@@ -26,32 +26,24 @@ COLUMN_STEP = 256
 Prompt = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How much is decoded at once: rows, and tokens in one prefill pass."""
+class DecodeLoop:
+    """One run of a model over the requests that `pull` returns; responses go to `deliver` as they finish."""
 
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-
-class Decoder:
-    """One run of a model over the requests that `pull` hands out; answers go to `deliver` as they finish."""
-
-    def __init__(self, model: Any, *, limits: Limits, seed: int, version: int, stopped: Callable[[], bool]) -> None:
-        self.model, self.limits, self.version, self.stopped = model, limits, version, stopped
+    def __init__(self, model: Any, config: GenerationConfig, *, version: int, stop_fn: Callable[[], bool]) -> None:
+        self.model, self.config, self.version, self.stop_fn = model, config, version, stop_fn
         self.device, self.dtype = model.device, model.dtype
-        self.waiting: deque[Ticket] = deque()
-        self.rows = RunningRows(seed, self.device)
+        self.waiting: deque[QueuedRequest] = deque()
+        self.rows = RunningRows(config.seed, self.device)
         self.cache = ColumnCache(model.config.get_text_config().num_hidden_layers)
         self.num_tokens = 0
 
     @torch.inference_mode()
-    def run(self, pull: Pull, deliver: Deliver) -> None:
-        """Decode until nothing is left and `pull` has nothing more, or until `stopped`: then the rest is aborted."""
+    def run(self, pull: PullFn, deliver: DeliverFn) -> None:
+        """Decode until nothing is left and `pull` is empty, or until `stop_fn` returns true, which aborts the rest."""
         self.deliver = deliver
         while True:
             self.waiting.extend(pull())
-            if self.stopped():
+            if self.stop_fn():
                 return self._abort()
             if self._may_admit():
                 self._admit()
@@ -61,25 +53,25 @@ class Decoder:
                 return None
 
     def _may_admit(self) -> bool:
-        """Prefill holds up the running rows, so it waits until a quarter of the places is free or everybody fits."""
-        free = self.limits.max_num_seqs - self.rows.count
-        return 0 < min(len(self.waiting), max(1, self.limits.max_num_seqs // 4)) <= free
+        """Prefill delays the running rows, so it waits until a quarter of the rows is free or all requests fit."""
+        free = self.config.max_num_seqs - self.rows.count
+        return 0 < min(len(self.waiting), max(1, self.config.max_num_seqs // 4)) <= free
 
     def _abort(self) -> None:
-        for ticket in self.waiting:
-            self.deliver(ticket.number, empty_response(ticket.request, Finish.ABORT))
+        for queued in self.waiting:
+            self.deliver(queued.number, empty_response(queued.request))
         self.waiting.clear()
         self._release([(row, Finish.ABORT) for row in range(self.rows.count)])
 
     def _admit(self) -> None:
-        free = self.limits.max_num_seqs - self.rows.count
+        free = self.config.max_num_seqs - self.rows.count
         taken = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
-        groups: dict[Prompt, list[Ticket]] = {}
-        for ticket in taken:
-            groups.setdefault(ticket.request.input_ids, []).append(ticket)
+        groups: dict[Prompt, list[QueuedRequest]] = {}
+        for queued in taken:
+            groups.setdefault(queued.request.input_ids, []).append(queued)
         prompts = sorted(groups, key=len)
         self._reserve(len(taken), front=len(prompts[-1]), back=max(t.max_new_tokens for t in taken))
-        for some in _prefill_batches(prompts, self.limits.max_num_batched_tokens):
+        for some in _prefill_batches(prompts, self.config.max_num_batched_tokens):
             self._prefill({prompt: groups[prompt] for prompt in some})
 
     def _reserve(self, num_new: int, *, front: int, back: int) -> None:
@@ -89,11 +81,11 @@ class Decoder:
         if not self.rows.count:
             cache.column = front
         if num_rows > cache.num_rows or front > cache.column or cache.column + back > cache.num_columns:
-            wanted = min(self.limits.max_num_seqs, num_rows + len(self.waiting))
+            wanted = min(self.config.max_num_seqs, num_rows + len(self.waiting))
             self._relayout(max(wanted, cache.num_rows), front=front, back=back)
 
     def _relayout(self, num_rows: int, *, front: int, back: int) -> None:
-        """Drop the columns that no running row uses any more, and leave `front` columns before and `back` behind."""
+        """Drop the columns that no running row uses, and leave `front` free columns before and `back` behind."""
         cache, rows = self.cache, self.rows
         first = rows.first_start(otherwise=cache.column)
         kept = cache.column - first
@@ -105,8 +97,8 @@ class Decoder:
         if rows.count:
             rows.set_mask(cache.num_columns, hidden_score(self.dtype), self.dtype)
 
-    def _prefill(self, groups: dict[Prompt, list[Ticket]]) -> None:
-        """Run each distinct prompt once, copy its row for every further request, and draw the first tokens."""
+    def _prefill(self, groups: dict[Prompt, list[QueuedRequest]]) -> None:
+        """Run each distinct prompt once, copy its row for every further request, and sample the first tokens."""
         cache, first_row = self.cache, self.rows.count
         lengths = torch.tensor([len(prompt) for prompt in groups])
         width = int(lengths.max())
@@ -114,22 +106,22 @@ class Decoder:
         starts = (cache.column - lengths).to(self.device)
         rows = slice(first_row, first_row + len(groups))
         logits = self._forward_prompts(ids.to(self.device), starts, rows)
-        firsts = [(i, tickets[0]) for i, tickets in enumerate(groups.values())]
-        copies = [(i, ticket) for i, tickets in enumerate(groups.values()) for ticket in tickets[1:]]
+        firsts = [(i, queue[0]) for i, queue in enumerate(groups.values())]
+        copies = [(i, queued) for i, queue in enumerate(groups.values()) for queued in queue[1:]]
         source = torch.tensor([i for i, _ in firsts + copies], device=self.device)
         if copies:
             targets = slice(rows.stop, rows.stop + len(copies))
             cache.copy_rows(source[len(firsts) :] + first_row, targets, cache.column - width)
-        self.rows.add([ticket for _, ticket in firsts + copies], starts[source])
+        self.rows.add([queued for _, queued in firsts + copies], starts[source])
         self.rows.set_mask(cache.num_columns, hidden_score(self.dtype), self.dtype)
-        self._draw(logits[source], slice(first_row, self.rows.count))
+        self._sample(logits[source], slice(first_row, self.rows.count))
 
     def _forward_prompts(self, ids: Tensor, starts: Tensor, rows: slice) -> Tensor:
         """Logits (N, V) after left-padded prompts (N, P), in passes of at most max_num_batched_tokens."""
         end = self.cache.column
         begin = end - ids.shape[1]
         logits = torch.empty(0)
-        step = max(1, self.limits.max_num_batched_tokens // ids.shape[0])
+        step = max(1, self.config.max_num_batched_tokens // ids.shape[0])
         for at in range(begin, end, step):
             write, read = slice(at, min(at + step, end)), slice(begin, min(at + step, end))
             positions = torch.arange(write.start, write.stop, device=self.device) - starts[:, None]
@@ -156,22 +148,22 @@ class Decoder:
         if cache.column == cache.num_columns:
             self._relayout(cache.num_rows, front=0, back=min(rows.most_left(), COLUMN_STEP))
         live, read = slice(0, rows.count), slice(0, cache.column + 1)
-        ids, positions = rows.t["last_tokens"][:, None], rows.t["positions"][:, None]
+        ids, positions = rows.tensors["last_tokens"][:, None], rows.tensors["positions"][:, None]
         mask = rows.mask[live, :, :, read]
         logits = self._forward(ids, positions, mask, live, read, slice(cache.column, cache.column + 1))
         cache.column += 1
-        self._draw(logits, live)
+        self._sample(logits, live)
 
-    def _draw(self, logits: Tensor, which: slice) -> None:
+    def _sample(self, logits: Tensor, which: slice) -> None:
         rows = self.rows
-        drawn = sample_tokens(logits, rows.t["positions"][which] + 1, rows.sampling(which), rows.banned(which))
-        stopped, full = rows.append(drawn, which)
-        finite, ended = torch.stack([drawn.finite.all(), (stopped | full).any()]).tolist()
+        sampled = sample_tokens(logits, rows.tensors["positions"][which] + 1, rows.sampling(which), rows.banned(which))
+        stopped, full = rows.append(sampled, which)
+        finite, ended = torch.stack([sampled.finite.all(), (stopped | full).any()]).tolist()
         if not finite:
-            bad = (~drawn.finite).nonzero().flatten().tolist()
-            rids = ", ".join(rows.tickets[which.start + i].request.rid for i in bad)
+            bad = (~sampled.finite).nonzero().flatten().tolist()
+            rids = ", ".join(rows.queue[which.start + i].request.rid for i in bad)
             raise RolloutError(f"logits are not finite for request {rids}: check the weights that were loaded")
-        self.num_tokens += len(drawn.tokens)
+        self.num_tokens += len(sampled.tokens)
         if ended:
             flags = enumerate(zip(stopped.tolist(), full.tolist(), strict=True), start=which.start)
             self._release(
@@ -180,14 +172,14 @@ class Decoder:
 
     def _release(self, ended: Sequence[tuple[int, Finish]]) -> None:
         for row, why in ended:
-            self.deliver(self.rows.tickets[row].number, self.rows.response(row, why, self.version))
+            self.deliver(self.rows.queue[row].number, self.rows.response(row, why, self.version))
         for source, target in self.rows.remove([row for row, _ in ended]):
             place = slice(target, target + 1)
             self.cache.copy_rows(torch.tensor([source], device=self.device), place, 0)
 
 
 def _prefill_batches(prompts: Sequence[Prompt], max_tokens: int) -> Iterator[list[Prompt]]:
-    """Neighbours of prompts sorted by length, so many that the padded batch stays within `max_tokens`, at least one."""
+    """Batches of prompts sorted by length, whose padded size is at most `max_tokens` or that are a single prompt."""
     batch: list[Prompt] = []
     for prompt in prompts:
         if batch and (len(batch) + 1) * len(prompt) > max_tokens:

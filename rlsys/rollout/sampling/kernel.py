@@ -1,4 +1,4 @@
-"""One kernel that draws a token for each row of logits on a GPU: plain draws, without top-k, top-p or banned ids."""
+"""A Triton kernel that samples a token for each row of logits, without top-k, top-p or banned ids."""
 
 from __future__ import annotations
 
@@ -22,24 +22,34 @@ def _uniform(key, position):
 
 
 @triton.jit
-def _scores(source, at, size, heat, block: tl.constexpr):
+def _scores(source, at, size, temperature, block: tl.constexpr):
     lane = at + tl.arange(0, block)
-    return tl.load(source + lane, mask=lane < size, other=float("-inf")).to(tl.float32) / heat
+    return tl.load(source + lane, mask=lane < size, other=float("-inf")).to(tl.float32) / temperature
 
 
 @triton.jit
-def _draw_rows(
-    logits, pitch, size, plain, keys, temperature, starts, positions, drawn, forced: tl.constexpr, block: tl.constexpr
+def _sample_rows(
+    logits,
+    pitch,
+    size,
+    plain,
+    keys,
+    temperatures,
+    starts,
+    positions,
+    samples,
+    forced: tl.constexpr,
+    block: tl.constexpr,
 ):
-    """A program draws one row: a pass for the largest score and the sum, a second one up to the token."""
+    """A program samples one row: a pass for the largest score and the sum, a second one up to the token."""
     row = tl.program_id(0)
     if tl.load(plain + row) == 0:
         return
     source = logits + row.to(tl.int64) * pitch
     position = tl.load(positions + row).to(tl.int64)
-    heat = tl.load(temperature + row).to(tl.float32)
-    greedy = heat == 0
-    heat = tl.where(greedy, 1.0, heat)
+    temperature = tl.load(temperatures + row).to(tl.float32)
+    greedy = temperature == 0
+    temperature = tl.where(greedy, 1.0, temperature)
     lanes = tl.arange(0, block)
 
     most = tl.full((), float("-inf"), tl.float32)
@@ -47,7 +57,7 @@ def _draw_rows(
     total = tl.full((), 0.0, tl.float64)
     token = tl.full((), 0, tl.int32)
     for at in range(0, size, block):
-        score = _scores(source, at, size, heat, block)
+        score = _scores(source, at, size, temperature, block)
         peak = tl.max(score, 0)
         if peak > most:
             token = at + tl.min(tl.where(score == peak, lanes, block), 0)
@@ -62,7 +72,7 @@ def _draw_rows(
         below = tl.full((), 0.0, tl.float64)
         at = 0
         while at < size:
-            score = _scores(source, at, size, heat, block)
+            score = _scores(source, at, size, temperature, block)
             weight = tl.exp(score - base)
             share = tl.sum(weight, 0).to(tl.float64)
             if below + share > target:
@@ -77,7 +87,7 @@ def _draw_rows(
 
     finite = (total > 0) & (total < float("inf"))
     full = (picked - most).to(tl.float64) - tl.log(total)
-    out = drawn + row * 5
+    out = samples + row * 5
     tl.store(out, (position - tl.load(starts + row)).to(tl.float64))
     tl.store(out + 1, token.to(tl.float64))
     tl.store(out + 2, full)
@@ -86,7 +96,7 @@ def _draw_rows(
     tl.store(source + token, forced)
 
 
-def draw_rows(
+def sample_rows(
     logits: Tensor,
     positions: Tensor,
     *,
@@ -96,17 +106,17 @@ def draw_rows(
     starts: Tensor,
     forced: float,
 ) -> Tensor:
-    """What `sample_tokens` draws for the `plain` (N,) rows of `logits` (N, V); the logits of their tokens are forced.
+    """Sample the `plain` (N,) rows of `logits` (N, V) as `sample_tokens` does, and force the logits of their tokens.
 
     `positions` and `starts` (N,) are the absolute positions of the new tokens and of each row's first. Returns (N, 5)
-    place, token, full, sampled, finite in float64, unset where not plain. A row is drawn alike in any batch. Where
-    rounding leaves a uniform beyond the last token, as it may once in 10 million draws, the likeliest is taken.
+    index, token, full, sampled, finite in float64, unset where not plain. A row is sampled alike in any batch. If
+    rounding puts a uniform beyond the last token, about once in 10 million samples, the most likely token is taken.
     """
-    drawn = torch.empty(len(logits), 5, dtype=torch.float64, device=logits.device)
+    samples = torch.empty(len(logits), 5, dtype=torch.float64, device=logits.device)
     rows, size = logits.shape
     block = min(BLOCK, triton.next_power_of_2(size))
     with torch.cuda.device_of(logits):
-        _draw_rows[(rows,)](
+        _sample_rows[(rows,)](
             logits,
             logits.stride(0),
             size,
@@ -115,9 +125,9 @@ def draw_rows(
             temperature,
             starts,
             positions,
-            drawn,
+            samples,
             forced,
             block,
             num_warps=NUM_WARPS,
         )
-    return drawn
+    return samples

@@ -1,4 +1,4 @@
-"""What was drawn, by request: kept where it was drawn, copied to the host beside the work, looked up when asked for.
+"""Sampled tokens by request: logged on the device, copied to the host asynchronously, read when a request ends.
 
 Letters: N rows of a step, K requests, T tokens.
 """
@@ -17,20 +17,20 @@ from torch import Tensor
 FIELDS = 4
 """Token, full, sampled, finite."""
 STEPS_HELD = 64
-"""Steps after which copies that have arrived are put in order, so that they do not pile up."""
+"""Number of logged steps after which arrived copies are moved into the table."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What was drawn for one request, in the order of its positions."""
+class SampledSequence:
+    """The tokens and log-probabilities sampled for one request, in order of position."""
 
     tokens: tuple[int, ...]
     full_logprobs: tuple[float, ...]
     sampled_logprobs: tuple[float, ...]
     finite: bool
 
-    def first(self, num: int) -> Answer:
-        """The answer cut to its first tokens."""
+    def first(self, num: int) -> SampledSequence:
+        """The first `num` tokens."""
         return replace(
             self,
             tokens=self.tokens[:num],
@@ -39,13 +39,13 @@ class Answer:
         )
 
 
-def answers_of(counts: np.ndarray, table: np.ndarray) -> list[Answer]:
-    """The answers (K) out of what `DrawLog.take` returns."""
+def sampled_sequences(counts: np.ndarray, table: np.ndarray) -> list[SampledSequence]:
+    """The K sequences in what `SampleLog.take` returns."""
     tokens = table[:, 0].astype(np.int64).tolist()
     full, sampled = table[:, 1].tolist(), table[:, 2].tolist()
     ends = np.cumsum(counts).tolist()
     return [
-        Answer(
+        SampledSequence(
             tuple(tokens[end - count : end]),
             tuple(full[end - count : end]),
             tuple(sampled[end - count : end]),
@@ -57,21 +57,21 @@ def answers_of(counts: np.ndarray, table: np.ndarray) -> list[Answer]:
 
 @dataclass
 class _Step:
-    """Requests (None: nobody asks any more), and what they drew, on the host once `arrived` has."""
+    """Requests (None: already ended) and their samples, which are on the host once `arrived` has completed."""
 
     numbers: Sequence[int | None]
-    drawn: Tensor
+    samples: Tensor
     arrived: Any = None
 
-    def is_here(self) -> bool:
+    def has_arrived(self) -> bool:
         return self.arrived is None or self.arrived.query()
 
 
-class DrawLog:
+class SampleLog:
     """Tokens and log-probabilities by request.
 
-    On the host a request has a row of a table (S, T, 4): token, full, sampled, finite by its place in the answer, NaN
-    where nothing was drawn.
+    On the host a request has a row of a table (S, T, 4): token, full, sampled, finite by index in its completion, NaN
+    where nothing was sampled.
     """
 
     def __init__(self) -> None:
@@ -81,57 +81,57 @@ class DrawLog:
         self._table = np.zeros((0, 0, FIELDS))
         self._lengths = np.zeros(0, np.int64)
 
-    def add(self, numbers: Sequence[int], drawn: Tensor) -> None:
-        """Note a step: requests, and (N, 5) place in the answer, token, full, sampled, finite in float64."""
-        self._steps.append(_on_its_way(numbers, drawn) if drawn.is_cuda else _Step(numbers, drawn))
+    def add(self, numbers: Sequence[int], samples: Tensor) -> None:
+        """Log a step: requests, and (N, 5) index in the completion, token, full, sampled, finite in float64."""
+        self._steps.append(_copied_to_host(numbers, samples) if samples.is_cuda else _Step(numbers, samples))
         if len(self._steps) >= STEPS_HELD:
-            self._bring()
+            self._store_arrived()
 
     def take(self, numbers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """How many tokens each of these requests drew (K,), and all of them (T, 4); they are forgotten.
+        """Remove these requests: their numbers of tokens (K,), and all of their tokens (T, 4).
 
-        Of two draws at one place the later counts. A step whose copy has not arrived was begun ahead of what its engine
-        has told, so what it drew for requests that have ended is for nobody.
+        Of two samples at one index the later one counts. A step whose copy has not arrived was started ahead of the
+        engine's outputs, so its samples for requests that have ended are ignored.
         """
-        self._bring()
+        self._store_arrived()
         if self._steps:
             ended = set(numbers)
             for step in self._steps:
                 step.numbers = [None if number in ended else number for number in step.numbers]
         known = [number in self._slots for number in numbers]
         slots = np.array([self._slots.pop(number) for number in numbers if number in self._slots], np.int64)
-        held = self._table[slots, : self._lengths[slots].max(initial=0)]
-        drawn = ~np.isnan(held[:, :, 0])
+        rows = self._table[slots, : self._lengths[slots].max(initial=0)]
+        is_sampled = ~np.isnan(rows[:, :, 0])
         counts = np.zeros(len(numbers), np.int64)
-        counts[known] = drawn.sum(1)
+        counts[known] = is_sampled.sum(1)
         self._table[slots] = np.nan
         self._lengths[slots] = 0
         self._free += slots.tolist()
-        return counts, held[drawn]
+        return counts, rows[is_sampled]
 
-    def _bring(self) -> None:
-        """Put into the table what has arrived on the host."""
-        here: list[_Step] = []
-        while self._steps and self._steps[0].is_here():
-            here.append(self._steps.popleft())
-        if not here:
+    def _store_arrived(self) -> None:
+        """Move the steps that have arrived on the host into the table."""
+        arrived: list[_Step] = []
+        while self._steps and self._steps[0].has_arrived():
+            arrived.append(self._steps.popleft())
+        if not arrived:
             return
-        slots = np.concatenate(self._slots_of([step.numbers for step in here]))
-        rows = torch.cat([step.drawn for step in here]).numpy()
-        places = rows[:, 0].astype(np.int64)
-        kept = (places >= 0) & (slots >= 0)  # places below 0 are draws of an engine that reads a long prompt in parts
-        rows, slots, places = rows[kept], slots[kept], places[kept]
-        self._grow(int(places.max(initial=-1)) + 1)
-        self._table[slots, places] = rows[:, 1:]
-        np.maximum.at(self._lengths, slots, places + 1)
+        slots = np.concatenate(self._slots_of([step.numbers for step in arrived]))
+        rows = torch.cat([step.samples for step in arrived]).numpy()
+        indices = rows[:, 0].astype(np.int64)
+        kept = (indices >= 0) & (slots >= 0)  # an index below 0 is sampled in the middle of a chunked prefill
+        rows, slots, indices = rows[kept], slots[kept], indices[kept]
+        self._grow(int(indices.max(initial=-1)) + 1)
+        self._table[slots, indices] = rows[:, 1:]
+        np.maximum.at(self._lengths, slots, indices + 1)
 
     def _slots_of(self, steps: Sequence[Sequence[int | None]]) -> list[np.ndarray]:
-        """The table's rows of each step's requests, -1 for nobody; most steps have the rows of the one before."""
-        found: list[np.ndarray] = []
+        """The table's rows of each step's requests, -1 for ended ones; most steps have those of the previous one."""
+        slots: list[np.ndarray] = []
         for at, numbers in enumerate(steps):
             same = at > 0 and numbers is steps[at - 1]
-            found.append(found[-1] if same else np.array([self._slot(number) for number in numbers], np.int64))
-        return found
+            slots.append(slots[-1] if same else np.array([self._slot(number) for number in numbers], np.int64))
+        return slots
 
     def _slot(self, number: int | None) -> int:
         if number is None:
@@ -142,20 +142,20 @@ class DrawLog:
         return slot
 
     def _grow(self, width: int) -> None:
-        """Room for all slots and answers of this many tokens, twice the need where there is too little."""
-        slots, places, _ = self._table.shape
+        """Make room for all slots and completions of `width` tokens, twice what is needed."""
+        slots, columns, _ = self._table.shape
         needed = len(self._slots) + len(self._free)
-        if needed > slots or width > places:
-            grown = np.full((max(slots, 2 * needed), max(places, 2 * width), FIELDS), np.nan)
-            grown[:slots, :places] = self._table
+        if needed > slots or width > columns:
+            grown = np.full((max(slots, 2 * needed), max(columns, 2 * width), FIELDS), np.nan)
+            grown[:slots, :columns] = self._table
             self._table = grown
             self._lengths = np.pad(self._lengths, (0, len(grown) - len(self._lengths)))
 
 
-def _on_its_way(numbers: Sequence[int], drawn: Tensor) -> _Step:
-    """A step whose draws are copied to the host when the device comes to it."""
-    host = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
-    host.copy_(drawn, non_blocking=True)
+def _copied_to_host(numbers: Sequence[int], samples: Tensor) -> _Step:
+    """A step whose samples are being copied to the host asynchronously."""
+    host = torch.empty(samples.shape, dtype=samples.dtype, pin_memory=True)
+    host.copy_(samples, non_blocking=True)
     arrived = torch.cuda.Event()
-    arrived.record(torch.cuda.current_stream(drawn.device))
+    arrived.record(torch.cuda.current_stream(samples.device))
     return _Step(numbers, host, arrived)

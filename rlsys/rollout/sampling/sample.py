@@ -1,7 +1,7 @@
-"""Drawing tokens: counter-based uniforms, truncation by a probability threshold, inversion of the cumulative sum.
+"""Sampling tokens: counter-based uniforms, truncation by a probability threshold, inversion of the cumulative sum.
 
-Letters: B rows, V vocabulary. A draw depends on the engine's seed, the request's seed and the absolute position of the
-token in its sequence, and on nothing else: not on the batch it shares, nor on whether the request was cut in two.
+Letters: B rows, V vocabulary. A sample depends on the engine's seed, the request's seed and the absolute position of
+the token in its sequence, and on nothing else: neither on the rest of its batch nor on whether the request was resumed.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     return _shift_right(mix64(keys + positions * _signed(GOLDEN)), 11).double() * 2.0**-53
 
 
-class Draws(Protocol):
-    """What a request draws with, as SamplingParams say it."""
+class SamplingSettings(Protocol):
+    """The sampling parameters of a request, by the names of SamplingParams."""
 
     @property
     def temperature(self) -> float: ...
@@ -72,8 +72,8 @@ class Draws(Protocol):
 
 
 @dataclass(frozen=True)
-class Flags:
-    """What any of the rows needs, told on the host once for all steps between two changes of the rows."""
+class BatchFlags:
+    """What any of the rows needs, known on the host, so that passes that no row needs are skipped."""
 
     scaled: bool = False
     any_greedy: bool = False
@@ -82,7 +82,7 @@ class Flags:
     max_top_k: int = -1
 
     @classmethod
-    def of(cls, rows: Sequence[Draws]) -> Flags:
+    def of(cls, rows: Sequence[SamplingSettings]) -> BatchFlags:
         return cls(
             scaled=any(row.temperature not in (0.0, 1.0) for row in rows),
             any_greedy=any(row.temperature == 0 for row in rows),
@@ -92,15 +92,15 @@ class Flags:
         )
 
 
-def stop_table(stop_ids: Sequence[tuple[int, ...]]) -> Tensor:
+def stop_id_table(stop_ids: Sequence[tuple[int, ...]]) -> Tensor:
     """(B, S); short rows repeat their first id, empty ones hold -1."""
     width = max([1, *map(len, stop_ids)])
     return torch.tensor([[*ids, *[ids[0] if ids else NO_TOKEN] * (width - len(ids))] for ids in stop_ids])
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How B rows draw; the flags, known on the host, spare the passes that nobody needs.
+class BatchSampling:
+    """The sampling parameters of B rows as tensors.
 
     keys (B,) int64, temperature (B,) (0 = greedy), top_p (B,), top_k (B,) int64 (-1 = all).
     """
@@ -109,11 +109,11 @@ class Sampling:
     temperature: Tensor
     top_p: Tensor
     top_k: Tensor
-    flags: Flags
+    flags: BatchFlags
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledTokens:
     """Tokens (B,), their log-probabilities under the full and the sampled distribution (B,), finite (B,) bool."""
 
     tokens: Tensor
@@ -122,30 +122,32 @@ class Drawn:
     finite: Tensor
 
 
-def sample_tokens(logits: Tensor, positions: Tensor, how: Sampling, banned: Tensor | None = None) -> Drawn:
-    """Draw one token for each row of `logits` (B, V).
+def sample_tokens(
+    logits: Tensor, positions: Tensor, params: BatchSampling, banned: Tensor | None = None
+) -> SampledTokens:
+    """Sample one token for each row of `logits` (B, V).
 
-    `positions` (B,) are the absolute positions of the new tokens; `banned` (B, S) holds ids that may not be drawn, -1
-    for none. Full log-probabilities are those of softmax(logits / temperature), of softmax(logits) for greedy rows;
+    `positions` (B,) are the absolute positions of the new tokens; `banned` (B, S) holds ids that must not be sampled,
+    -1 for none. Full log-probabilities are those of softmax(logits / temperature), of softmax(logits) for greedy rows;
     sampled ones are after the ban, top-k and top-p (in this order, renormalised), and 0 for greedy rows. Tokens that
-    tie with the last one kept are kept. A row whose probabilities are NaN is reported in `finite`, not drawn.
+    tie with the last one kept are kept. A row whose probabilities are NaN is reported in `finite`.
     """
     scores = logits.float()
-    if how.flags.scaled:
-        scores = scores / torch.where(how.temperature > 0, how.temperature, 1.0)[:, None]
+    if params.flags.scaled:
+        scores = scores / torch.where(params.temperature > 0, params.temperature, 1.0)[:, None]
     probs = torch.softmax(scores, dim=-1)
     allowed = probs if banned is None else _ban(probs, banned)
-    weights = _truncate(allowed, how) if how.flags.max_top_k > 0 or how.flags.any_top_p else allowed
+    weights = _truncate(allowed, params) if params.flags.max_top_k > 0 or params.flags.any_top_p else allowed
     blocks = _block_sums(weights)
     kept = blocks.sum(-1, dtype=torch.float64)
-    tokens = _invert(weights, blocks, uniforms(how.keys, positions))
-    if how.flags.any_greedy:
-        tokens = torch.where(how.temperature > 0, tokens, allowed.argmax(-1))
+    tokens = _invert(weights, blocks, uniforms(params.keys, positions))
+    if params.flags.any_greedy:
+        tokens = torch.where(params.temperature > 0, tokens, allowed.argmax(-1))
     full = probs.gather(1, tokens[:, None]).squeeze(1).log()
     sampled = (full - kept.log()).float()
-    if how.flags.any_greedy:
-        sampled = torch.where(how.temperature > 0, sampled, 0.0)
-    return Drawn(tokens, full, sampled, torch.isfinite(kept) & (kept > 0))
+    if params.flags.any_greedy:
+        sampled = torch.where(params.temperature > 0, sampled, 0.0)
+    return SampledTokens(tokens, full, sampled, torch.isfinite(kept) & (kept > 0))
 
 
 def _ban(probs: Tensor, banned: Tensor) -> Tensor:
@@ -154,16 +156,16 @@ def _ban(probs: Tensor, banned: Tensor) -> Tensor:
     return probs.scatter(1, index, probs.gather(1, index).masked_fill(banned >= 0, 0.0))
 
 
-def _truncate(probs: Tensor, how: Sampling) -> Tensor:
-    if how.flags.max_top_k > 0:
-        width = min(how.flags.max_top_k, probs.shape[1])
+def _truncate(probs: Tensor, params: BatchSampling) -> Tensor:
+    if params.flags.max_top_k > 0:
+        width = min(params.flags.max_top_k, probs.shape[1])
         top = probs.topk(width, dim=-1).values
-        last = top.gather(1, how.top_k.clamp(1, width)[:, None] - 1)
-        limited = (how.top_k > 0) & (how.top_k <= width)
+        last = top.gather(1, params.top_k.clamp(1, width)[:, None] - 1)
+        limited = (params.top_k > 0) & (params.top_k <= width)
         probs = torch.where(probs >= torch.where(limited[:, None], last, 0.0), probs, 0.0)
-    if how.flags.any_top_p:
-        mass = probs.sum(-1, dtype=torch.float64) * how.top_p.double()
-        cut = torch.where(how.top_p < 1, _top_p_cut(probs, mass, TOP_P_WIDTH), 0.0)
+    if params.flags.any_top_p:
+        mass = probs.sum(-1, dtype=torch.float64) * params.top_p.double()
+        cut = torch.where(params.top_p < 1, _top_p_cut(probs, mass, TOP_P_WIDTH), 0.0)
         probs = torch.where(probs >= cut[:, None], probs, 0.0)
     return probs
 

@@ -1,12 +1,17 @@
-"""Our settings in SGLang's words: the keyword arguments of its ServerArgs."""
+"""The rollout config as keyword arguments of SGLang's ServerArgs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rlsys.rollout.sglang.version import SGLangAdapter
+import torch
+from transformers import AutoConfig
+
+from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.rollout.base import EngineContext
+from rlsys.rollout.versions import SGLangFeatures
 from rlsys.utils.errors import ConfigError
 
 RESERVED = {
@@ -26,18 +31,17 @@ RESERVED = {
     "tokenizer_worker_num",
     "tp_size",
 }
-"""What the adapter decides itself, or cannot do."""
-MOST_GRAPHS = 512
+"""Arguments that the adapter sets itself or does not support."""
+MAX_GRAPH_SEQS = 512
 SPARE_TOKENS = 8
-"""SGLang ends a request some tokens before its context is full."""
+"""SGLang ends a request a few tokens before its context is full."""
 
 
 @dataclass(frozen=True)
-class Replica:
-    """This rank's part of a replica: its process groups meet at `address` (host:port), by default where SGLang chooses.
+class ReplicaRank:
+    """This rank of a replica of `size` ranks; its process groups meet at `address` (host:port).
 
-    SGLang draws the port of a replica of one rank from a generator that the job has seeded, so jobs of one host may
-    draw the same.
+    Without an address SGLang draws a port from a generator that the job has seeded, so two jobs on a host may collide.
     """
 
     rank: int = 0
@@ -45,76 +49,76 @@ class Replica:
     address: str = ""
 
 
-def server_arguments(
-    path: str,
-    *,
-    load_format: str,
-    dtype: str,
-    device: str,
-    seed: int,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    max_model_len: int,
-    gpu_memory_utilization: float,
-    max_cache_tokens: int | None,
-    enforce_eager: bool,
-    enable_chunked_prefill: bool,
-    enable_prefix_caching: bool,
-    cuda_graph_max_bs: int | None,
-    cudagraph_capture_sizes: Sequence[int] | None,
-    disable_log_stats: bool,
-    full_determinism: bool,
-    replica: Replica,
-    adapter: SGLangAdapter,
-    engine_kwargs: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The arguments; `engine_kwargs` win, and ConfigError names those of them that are not the user's to set.
+SINGLE_RANK = ReplicaRank()
 
-    With `full_determinism` logits are not rounded to the model's type, and on GPUs kernels are batch-invariant. SGLang
-    itself has graphs for 256 sequences at most on most GPUs: more of them would be decoded kernel by kernel.
+
+def server_arguments(
+    path: str | Path,
+    config: GenerationConfig,
+    context: EngineContext,
+    *,
+    max_model_len: int,
+    replica: ReplicaRank,
+    features: SGLangFeatures,
+) -> dict[str, Any]:
+    """The arguments; `config.engine_kwargs.sglang` overrides the others, ConfigError for reserved ones.
+
+    With `full_determinism` logits are not rounded to the model's type, and on GPUs kernels are batch-invariant. CUDA
+    graphs are captured for up to `max_num_seqs` sequences; SGLang's own limit is 256 on most GPUs.
     """
+    engine_kwargs, on_cpu = config.engine_kwargs.sglang, context.device == "cpu"
     if taken := sorted(RESERVED & set(engine_kwargs)):
         raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.sglang may not set {', '.join(taken)}")
-    on_cpu = {
-        "attention_backend": "torch_native",
-        "disable_cuda_graph": True,
-        "disable_overlap_schedule": True,
-        "max_total_tokens": max_cache_tokens,
-    }
-    on_gpu = {
-        "mem_fraction_static": gpu_memory_utilization,
-        "disable_cuda_graph": enforce_eager,
-        f"cuda_graph_max_bs{adapter.decode}": cuda_graph_max_bs or min(max_num_seqs, MOST_GRAPHS),
+    dtype, graph = context.dtype_name(config.dtype), f"cuda_graph_{{}}{features.decode_suffix}".format
+    gpu_arguments = {
+        "mem_fraction_static": config.gpu_memory_utilization,
+        "disable_cuda_graph": config.enforce_eager,
+        graph("max_bs"): config.cuda_graph_max_bs or min(config.max_num_seqs, MAX_GRAPH_SEQS),
         "enable_memory_saver": True,
-        **({f"cuda_graph_bs{adapter.decode}": sorted(sizes)} if (sizes := cudagraph_capture_sizes) else {}),
+        **({graph("bs"): sorted(sizes)} if (sizes := config.cudagraph_capture_sizes) else {}),
     }
-    apart = {
+    parallel_arguments = {
         "nnodes": replica.size,
         "node_rank": replica.rank,
         "dist_init_addr": replica.address,
-        "disable_custom_all_reduce": True,  # it asks after devices that a worker with one visible GPU cannot see
+        "disable_custom_all_reduce": True,  # it queries devices that a worker with one visible GPU cannot see
     }
-    alone = {"nccl_port": int(replica.address.rpartition(":")[2])} if replica.address else {}
+    single_arguments = {"nccl_port": int(replica.address.rpartition(":")[2])} if replica.address else {}
     return {
-        "model_path": path,
-        "load_format": load_format,
+        "model_path": str(path),
+        "load_format": context.load_format,
         "dtype": dtype,
-        "device": "cpu" if device == "cpu" else "cuda",
-        "random_seed": seed,
-        "max_running_requests": max_num_seqs,
-        "chunked_prefill_size": max_num_batched_tokens if enable_chunked_prefill else -1,
-        "max_prefill_tokens": max_num_batched_tokens,
+        "device": "cpu" if on_cpu else "cuda",
+        "random_seed": config.seed,
+        "max_running_requests": config.max_num_seqs,
+        "chunked_prefill_size": config.max_num_batched_tokens if config.enable_chunked_prefill else -1,
+        "max_prefill_tokens": config.max_num_batched_tokens,
         "context_length": max_model_len + SPARE_TOKENS,
-        "disable_radix_cache": not enable_prefix_caching,
+        "disable_radix_cache": not config.enable_prefix_caching,
         "tp_size": replica.size,
         "skip_tokenizer_init": True,
         "grammar_backend": "none",
         "sampling_backend": "pytorch",
         "sleep_on_idle": True,
-        "log_level": "error" if disable_log_stats else "info",
-        **(apart if replica.size > 1 else alone),
-        **(on_cpu if device == "cpu" else on_gpu),
-        **({"enable_fp32_lm_head": True} if full_determinism else {}),
-        **({"enable_deterministic_inference": True} if full_determinism and device != "cpu" else {}),
+        "log_level": "error" if config.disable_log_stats else "info",
+        "enable_weights_cpu_backup": context.offload_on_sleep and not on_cpu,
+        **(parallel_arguments if replica.size > 1 else single_arguments),
+        **(_cpu_arguments(path, dtype, config.kv_cache_gib) if on_cpu else gpu_arguments),
+        **({"enable_fp32_lm_head": True} if config.full_determinism else {}),
+        **({"enable_deterministic_inference": True} if config.full_determinism and not on_cpu else {}),
         **engine_kwargs,
+    }
+
+
+def _cpu_arguments(path: str | Path, dtype: str, cache_gib: float) -> dict[str, Any]:
+    """The arguments of a CPU, whose cache holds as many tokens' keys and values as fit into `cache_gib`."""
+    text: Any = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).get_text_config()
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    width = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head
+    token_bytes = 2 * text.num_hidden_layers * width * getattr(torch, dtype).itemsize
+    return {
+        "attention_backend": "torch_native",
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "max_total_tokens": int(cache_gib * 2**30) // token_bytes,
     }

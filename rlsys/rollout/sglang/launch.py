@@ -1,4 +1,4 @@
-"""Starting and stopping SGLang's Engine beside other things in a process, which it does not expect to be there."""
+"""Starts and stops SGLang's Engine in a process that it shares with other code."""
 
 from __future__ import annotations
 
@@ -16,30 +16,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlsys.rollout.sglang.scheduler_hooks import Inside, run_scheduler
+from rlsys.rollout.sglang.scheduler_hooks import SchedulerSettings, run_scheduler
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError
 
 STOP_WAIT_S = 20.0
 _stopped: list[Any] = []
-"""Engines that have ended: their sockets, collected as garbage, would wait for processes that are gone."""
+"""Stopped engines are kept: garbage-collecting their sockets would wait for processes that have exited."""
 
 
-class Running:
-    """SGLang's Engine and the thread that owns it: its children live as long as this thread does.
+class EngineThread:
+    """SGLang's Engine and the thread that owns it: its child processes live as long as this thread does."""
 
-    With `follows` it is a further rank of a replica: its scheduler runs, and requests come from the first rank's.
-    """
-
-    def __init__(self, arguments: Mapping[str, Any], inside: Inside, *, socket: Path, deadline_s: float) -> None:
+    def __init__(
+        self, arguments: Mapping[str, Any], settings: SchedulerSettings, *, socket: Path, deadline_s: float
+    ) -> None:
         self._failure: BaseException | None = None
         self._ready = threading.Event()
         self.engine: Any = None
         self.loop: asyncio.AbstractEventLoop
-        self._thread = threading.Thread(target=self._own, args=(dict(arguments), inside), name="sglang", daemon=True)
+        self._thread = threading.Thread(target=self._own, args=(dict(arguments), settings), name="sglang", daemon=True)
         self._thread.start()
         end_s = time.monotonic() + deadline_s
         if not self._ready.wait(deadline_s):
-            raise DeadlineError("SGLang", "start", deadline_s, "its first start on a GPU compiles kernels for minutes")
+            raise DeadlineError("SGLang", "start", deadline_s, "the first start on a GPU compiles kernels for minutes")
         if self._failure is not None:
             self._raise(self._failure)
         atexit.register(self.stop)
@@ -51,12 +50,12 @@ class Running:
 
     @property
     def num_cache_tokens(self) -> int | None:
-        """Tokens that the cache holds; None where SGLang does not tell."""
+        """The number of tokens that the cache holds; None if SGLang does not report it."""
         infos = self.engine._scheduler_init_result.scheduler_infos
         return infos[0].get("max_total_num_tokens") if infos else None
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Run a coroutine where the engine lives."""
+        """Run a coroutine on the engine's event loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def wait(self, work: Coroutine[Any, Any, Any], stage: str, deadline_s: float) -> Any:
@@ -64,10 +63,10 @@ class Running:
         try:
             return self.submit(work).result(deadline_s)
         except TimeoutError:
-            raise DeadlineError("SGLang", stage, deadline_s, "it hangs in a step") from None
+            raise DeadlineError("SGLang", stage, deadline_s, "it may hang in a step") from None
 
     def stop(self) -> None:
-        """End SGLang's processes, these and no others."""
+        """Kill SGLang's processes and stop the thread."""
         atexit.unregister(self.stop)
         engine, self.engine = self.engine, None
         if engine is None:
@@ -85,15 +84,15 @@ class Running:
                 child.join(STOP_WAIT_S)
 
     def _leave(self) -> None:
-        """Cancel SGLang's tasks, then end the loop."""
+        """Cancel SGLang's tasks, then stop the loop."""
         for task in asyncio.all_tasks(self.loop):
             task.cancel()
         self.loop.call_soon(self.loop.stop)
 
-    def _own(self, arguments: dict[str, Any], inside: Inside) -> None:
+    def _own(self, arguments: dict[str, Any], settings: SchedulerSettings) -> None:
         try:
-            with _as_before():
-                self.engine = _start(arguments, inside)
+            with _restored_process_state():
+                self.engine = _start(arguments, settings)
             self.loop = self.engine.loop
         except BaseException as error:
             self._failure = error
@@ -104,40 +103,40 @@ class Running:
 
     def _raise(self, failure: BaseException) -> None:
         if isinstance(failure, TypeError | ConfigError):
-            raise ConfigError(f"SGLang does not take actor_rollout_ref.rollout.engine_kwargs.sglang: {failure}")
-        raise RolloutError(f"SGLang did not start: {failure}; its own last words are in the log") from failure
+            raise ConfigError(f"SGLang rejected actor_rollout_ref.rollout.engine_kwargs.sglang: {failure}")
+        raise RolloutError(f"SGLang did not start: {failure}; see its log for the cause") from failure
 
 
-def _start(arguments: dict[str, Any], inside: Inside) -> Any:
+def _start(arguments: dict[str, Any], settings: SchedulerSettings) -> Any:
     if arguments["device"] == "cpu":
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
         if arguments["tp_size"] > 1:
-            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _shares(arguments["tp_size"]))
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores_by_rank(arguments["tp_size"]))
     if arguments["tp_size"] > 1:
-        os.environ["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # should ranks ever draw apart, the first one's log tells
+        os.environ["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # the first rank's tokens are the logged ones
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
     from sglang.srt.entrypoints.engine import Engine
 
     class RolloutEngine(Engine):
-        """SGLang's, with our entry point for its schedulers and without a process that makes text of tokens."""
+        """SGLang's Engine with our scheduler entry point and without detokenizer processes."""
 
-        run_scheduler_process_func = staticmethod(partial(run_scheduler, inside=inside))
+        run_scheduler_process_func = staticmethod(partial(run_scheduler, settings=settings))
 
         @classmethod
         def _launch_detokenizer_subprocesses(cls, *args: Any, **kwargs: Any) -> tuple[list[Any], list[str]]:
             return [], []
 
     engine = RolloutEngine(**arguments)
-    atexit.unregister(engine.shutdown)  # it kills all children of this process, the reward pool's too
+    atexit.unregister(engine.shutdown)  # it kills all children of this process, including the reward pool's
     watchdog = getattr(engine.tokenizer_manager, "_subprocess_watchdog", None)
-    if watchdog is not None:  # it would end this process by a signal; `Caller.check_alive` tells instead
+    if watchdog is not None:  # it would kill this process by a signal; `check_alive` raises instead
         watchdog.stop()
     return engine
 
 
-def _shares(size: int) -> str:
-    """The cores of each rank, in SGLang's words: "0-3|4-7"."""
+def _cores_by_rank(size: int) -> str:
+    """The cores of each rank, in SGLang's syntax: "0-3|4-7"."""
     cores = sorted(os.sched_getaffinity(0))
     each = max(1, len(cores) // size)
     parts = [[cores[n % len(cores)] for n in range(rank * each, (rank + 1) * each)] for rank in range(size)]
@@ -145,8 +144,8 @@ def _shares(size: int) -> str:
 
 
 @contextmanager
-def _as_before() -> Iterator[None]:
-    """Give the process back its environment, logging, start method and event loops, which SGLang sets as it likes."""
+def _restored_process_state() -> Iterator[None]:
+    """Restore the environment, logging, start method and event loop policy of the process, which SGLang changes."""
     root, environment = logging.getLogger(), dict(os.environ)
     handlers, level = list(root.handlers), root.level
     method = multiprocessing.get_start_method(allow_none=True)

@@ -1,13 +1,13 @@
-"""Our draws inside SGLang's scheduler process: tokens and both log-probabilities, the same on every rank.
+"""Our sampling inside SGLang's scheduler process: tokens and both log-probabilities, the same on every rank.
 
-A request says how it draws in its name (`request_name`), which SGLang carries to every rank and into every batch.
+A request's SampleSpec is encoded in its id (`request_id`), which SGLang carries to every rank and into every batch.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,75 +15,74 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlsys.rollout.sampling.hook import DrawParams, RowSampler
-from rlsys.rollout.sampling.log import DrawLog
+from rlsys.rollout.sampling.hook import RowSampler, SampleSpec
+from rlsys.rollout.sampling.log import SampleLog
 
-BAR = "|"
+SEPARATOR = "|"
 
 
-def request_name(draw: DrawParams) -> str:
-    """A name that begins with the draw's number, of fixed width since SGLang aborts by prefix."""
-    values = draw.to_dict()
+def request_id(spec: SampleSpec) -> str:
+    """An id that starts with the spec's number, at a fixed width because SGLang aborts by prefix."""
+    values = spec.to_dict()
     number = values.pop("number")
-    if not draw.min_new_tokens:
+    if not spec.min_new_tokens:
         values["stop_ids"] = []
-    return f"{number:012d}{BAR}{json.dumps(list(values.values()), separators=(',', ':'))}"
+    return f"{number:012d}{SEPARATOR}{json.dumps(list(values.values()), separators=(',', ':'))}"
 
 
 @lru_cache(maxsize=1 << 16)
-def draw_of(name: str) -> DrawParams | None:
-    """The draw of a request; None for requests that are not ours."""
-    number, bar, text = name.partition(BAR)
-    if not bar or not number.isdigit():
+def spec_of(rid: str) -> SampleSpec | None:
+    """The spec in a request id; None for requests that are not ours."""
+    number, separator, text = rid.partition(SEPARATOR)
+    if not separator or not number.isdigit():
         return None
     prompt_length, seed, temperature, top_p, top_k, min_new_tokens, stop_ids = json.loads(text)
-    return DrawParams(int(number), prompt_length, seed, temperature, top_p, top_k, min_new_tokens, tuple(stop_ids))
+    return SampleSpec(int(number), prompt_length, seed, temperature, top_p, top_k, min_new_tokens, tuple(stop_ids))
 
 
-class Draws:
-    """Draws for the batches of one scheduler process; only the first rank of a replica keeps a log."""
+class SchedulerSampler:
+    """Samples the batches of one scheduler process; only the first rank of a replica keeps a log."""
 
     def __init__(self, seed: int, device: torch.device, *, logged: bool) -> None:
         self.rows = RowSampler(seed, device, logged=logged)
-        self._names: Sequence[str] = ()
+        self._rids: Sequence[str] = ()
         self._lock = threading.Lock()
 
-    def force(self, logits: Tensor, names: Sequence[str], last_positions: Tensor) -> None:
-        """Change the logits (N, V) so that greedy decoding takes what we draw after `last_positions` (N,)."""
-        found = [draw_of(name) for name in names]
-        rows = [draw for draw in found if draw is not None]
-        if len(rows) < len(found):
+    def force(self, logits: Tensor, rids: Sequence[str], last_positions: Tensor) -> None:
+        """Change the logits (N, V) so that greedy decoding takes our samples after `last_positions` (N,)."""
+        rows = [spec for rid in rids if (spec := spec_of(rid)) is not None]
+        if len(rows) < len(rids):
             return
         with self._lock:
-            if names != self._names:
+            if rids != self._rids:
                 self.rows.set_rows(rows)
-                self._names = names
+                self._rids = rids
             self.rows.force(logits, last_positions + 1)
 
     def take(self, numbers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """How many tokens each request drew, and all of them: (T, 4) token, full, sampled, finite."""
+        """Remove these requests: their numbers of tokens (K,), and all tokens (T, 4): token, full, sampled, finite."""
         with self._lock:
             return self.rows.log.take(numbers)
 
-    def forget(self) -> None:
-        """Drop what nobody will ask for: draws made after a request had ended."""
+    def clear(self) -> None:
+        """Drop samples that were made after their request had ended."""
         with self._lock:
-            self.rows.log, self._names = DrawLog(), ()
+            self.rows.log, self._rids = SampleLog(), ()
 
 
-def install(draws_of: Any) -> None:
-    """Let SGLang's model runner take our draws; `draws_of(runner)` are those of a runner, or None."""
+def install(sampler_of: Callable[[Any], SchedulerSampler | None]) -> None:
+    """Make SGLang's model runners take the tokens of `sampler_of(runner)`, or their own if that is None."""
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     original = ModelRunner.sample
 
     def sample(self: Any, logits_output: Any, forward_batch: Any) -> Any:
-        draws = draws_of(self)
-        if draws is not None and forward_batch.rids:
+        sampler = sampler_of(self)
+        if sampler is not None and forward_batch.rids:
             mode = forward_batch.forward_mode
             last = forward_batch.positions if mode.is_decode() else forward_batch.seq_lens - 1
             logits = logits_output.next_token_logits
-            draws.force(logits, forward_batch.rids, last[: logits.shape[0]])
+            sampler.force(logits, forward_batch.rids, last[: logits.shape[0]])
         return original(self, logits_output, forward_batch)
 
     ModelRunner.sample = sample

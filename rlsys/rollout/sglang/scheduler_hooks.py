@@ -1,7 +1,7 @@
-"""What runs inside SGLang's scheduler processes: our draws, and the live parameters for whoever transfers weights.
+"""Hooks inside SGLang's scheduler processes: our sampling, and access to the live parameters for weight transfers.
 
-`run_scheduler` stands in for SGLang's own entry point of these processes (`Engine.run_scheduler_process_func`): it
-hooks in and then runs SGLang's. Calls come over `rlsys.ipc.rpc` and run in their own threads; parameters are touched
+`run_scheduler` replaces SGLang's entry point of these processes (`Engine.run_scheduler_process_func`): it installs the
+hooks and then runs SGLang's. Calls arrive over `rlsys.ipc.rpc` and run in their own threads; parameters are accessed
 only while the engine is quarantined and idle.
 """
 
@@ -22,48 +22,46 @@ import torch
 from torch import Tensor
 
 from rlsys.ipc.rpc import Method, RpcServer
-from rlsys.rollout.engine_weights import LiveWeights
+from rlsys.rollout.engine_weights import EngineWeights
 from rlsys.rollout.hf_files import hf_tensors
-from rlsys.rollout.sglang.sampler import Draws, install
+from rlsys.rollout.sglang.sampler import SchedulerSampler, install
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
 
-QUIET_WAIT_S = 120.0
+IDLE_WAIT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Inside:
-    """What a scheduler process is told: its socket, the model, the seed of draws, and who serves weight transfers.
+class SchedulerSettings:
+    """Settings of a scheduler process: its socket, the model, the sampling seed and the methods for weight transfers.
 
-    `methods(inside)` are the further methods that the worker may call. `leads` is true on the first rank of a replica.
+    `methods(engine)` are further methods that the worker may call; `is_leader`: the first rank of a replica.
     """
 
     socket: str
     path: str
     dtype: str
     seed: int
-    leads: bool
-    methods: Callable[[InsideEngine], Mapping[str, Method]]
+    is_leader: bool
+    methods: Callable[[SchedulerEngine], Mapping[str, Method]]
 
 
-class InsideEngine:
+class SchedulerEngine:
     """The parameters of one scheduler process, as much of a RolloutEngine as a weight transfer needs."""
 
-    def __init__(self, settings: Inside, scheduler: Any) -> None:
+    def __init__(self, settings: SchedulerSettings, scheduler: Any) -> None:
         runner = scheduler.tp_worker.model_runner
         self.model, self._scheduler = runner.model, scheduler
         self.device = next(self.model.parameters()).device
-        self.weights = LiveWeights(
-            *hf_tensors(settings.path, dtype=settings.dtype, filled=False, real=False), lambda: self.model
-        )
-        self.draws = Draws(settings.seed, self.device, logged=settings.leads)
+        self.weights = EngineWeights(*hf_tensors(settings.path, dtype=settings.dtype), lambda: self.model)
+        self.sampler = SchedulerSampler(settings.seed, self.device, logged=settings.is_leader)
         self.temperature = 1.0
-        self.flushes = self._seen = 0
+        self.num_flushes = self._num_seen_flushes = 0
         methods = {
-            "take_draws": self.draws.take,
+            "take_samples": self.sampler.take,
             "score_at": self._score_at,
             "load": self.load,
-            "wait_quiet": self.wait_quiet,
+            "wait_idle": self.wait_idle,
             "finish": self._finish,
         }
         self.server = RpcServer(
@@ -77,37 +75,37 @@ class InsideEngine:
         return self.weights.tensors()
 
     def begin_update(self) -> None:
-        """Let the worker stop and quarantine the engine, and wait until nothing runs here either."""
+        """Have the worker stop and quarantine the engine, and wait until this process is idle too."""
         self.server.call_back("begin_update")
 
     def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         self.weights.load([(name, tensor.to(self.device)) for name, tensor in bucket])
 
     def finish_update(self, version: int) -> None:
-        """Take the weights into use; the worker lifts the quarantine."""
+        """Switch to the new weights; the worker lifts the quarantine."""
         self._finish()
         self.server.call_back("finish_update", version)
 
-    def wait_quiet(self) -> None:
-        """Until this process runs no batch, and the first rank has said by clearing the cache that none will come."""
-        end_s = time.monotonic() + QUIET_WAIT_S
-        while self.flushes == self._seen or not self._scheduler.is_fully_idle():
+    def wait_idle(self) -> None:
+        """Wait until no batch runs and none will follow, which the first rank signals by clearing the cache."""
+        end_s = time.monotonic() + IDLE_WAIT_S
+        while self.num_flushes == self._num_seen_flushes or not self._scheduler.is_fully_idle():
             if time.monotonic() > end_s:
                 raise WeightTransferError(
-                    f"the first rank of this replica did not stop SGLang within {QUIET_WAIT_S:g} s"
+                    f"the first rank of this replica did not stop SGLang within {IDLE_WAIT_S:g} s"
                 )
             time.sleep(0.005)
-        self._seen = self.flushes
-        self.draws.forget()
+        self._num_seen_flushes = self.num_flushes
+        self.sampler.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def _finish(self) -> None:
-        """Have the model derive again what it derives from its parameters."""
-        derive = getattr(self.model, "post_load_weights", None)
-        if derive is not None:
+        """Have the model recompute what it derives from its parameters."""
+        post_load = getattr(self.model, "post_load_weights", None)
+        if post_load is not None:
             with torch.no_grad():
-                derive()
+                post_load()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -119,50 +117,54 @@ class InsideEngine:
             torch.cuda.set_device(self.device)
 
 
-def run_scheduler(*args: Any, inside: Inside, **kwargs: Any) -> None:
-    """The entry point of a scheduler process; returns or ends the process when SGLang's does."""
-    threading.Thread(target=_die_with, args=(os.getppid(),), name="rlsys-parent", daemon=True).start()
+def run_scheduler(*args: Any, settings: SchedulerSettings, **kwargs: Any) -> None:
+    """The entry point of a scheduler process; returns or exits when SGLang's does."""
+    threading.Thread(target=_exit_with, args=(os.getppid(),), name="rlsys-parent", daemon=True).start()
     from sglang.srt.managers import scheduler as theirs
 
-    held: list[InsideEngine] = []
-    install(lambda runner: held[0].draws if held and runner.model is held[0].model else None)
-    _scale_scores(held)
-    _hook_scheduler(theirs.Scheduler, held, inside)
+    engines: list[SchedulerEngine] = []
+    install(lambda runner: engines[0].sampler if engines and runner.model is engines[0].model else None)
+    _scale_scores(engines)
+    _hook_scheduler(theirs.Scheduler, engines, settings)
     theirs.run_scheduler_process(*args, **kwargs)
 
 
-def _die_with(parent: int) -> None:
-    """End this process when the worker that started it is gone, whatever else is running."""
+def _exit_with(parent: int) -> None:
+    """Exit when the worker that started this process is gone."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
 
 
-def _hook_scheduler(kind: Any, held: list[InsideEngine], inside: Inside) -> None:
-    """Start the RpcServer before the event loop; an error ends this process alone, not the worker by a signal."""
-    begin, run, flush = kind.__init__, kind.run_event_loop, kind.flush_cache
+def _hook_scheduler(scheduler_cls: Any, engines: list[SchedulerEngine], settings: SchedulerSettings) -> None:
+    """Start the RpcServer before the event loop; on an error exit without SGLang's signal to the worker."""
+    begin, run, flush = scheduler_cls.__init__, scheduler_cls.run_event_loop, scheduler_cls.flush_cache
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        _or_die(lambda: begin(self, *args, **kwargs))
+        _or_exit(lambda: begin(self, *args, **kwargs))
 
     def run_event_loop(self: Any) -> None:
         def loop() -> None:
-            self.model_config.hf_eos_token_id = set()  # requests name all tokens that end them
-            held.append(InsideEngine(inside, self))
+            self.model_config.hf_eos_token_id = set()  # requests list all of their stop ids
+            engines.append(SchedulerEngine(settings, self))
             run(self)
 
-        _or_die(loop)
+        _or_exit(loop)
 
     def flush_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
         done = flush(self, *args, **kwargs)
-        if held:
-            held[0].flushes += bool(done)
+        if engines:
+            engines[0].num_flushes += bool(done)
         return done
 
-    kind.__init__, kind.run_event_loop, kind.flush_cache = __init__, run_event_loop, flush_cache
+    scheduler_cls.__init__, scheduler_cls.run_event_loop, scheduler_cls.flush_cache = (
+        __init__,
+        run_event_loop,
+        flush_cache,
+    )
 
 
-def _or_die(action: Callable[[], None]) -> None:
+def _or_exit(action: Callable[[], None]) -> None:
     try:
         action()
     except Exception:
@@ -171,15 +173,15 @@ def _or_die(action: Callable[[], None]) -> None:
         os._exit(1)
 
 
-def _scale_scores(held: list[InsideEngine]) -> None:
-    """Let SGLang take log-probabilities of given tokens at the temperature that was asked for."""
+def _scale_scores(engines: list[SchedulerEngine]) -> None:
+    """Make SGLang compute log-probabilities of given tokens at the requested temperature."""
     from sglang.srt.layers.logits_processor import LogitsProcessor
 
     original = LogitsProcessor._get_logits
 
     def _get_logits(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         logits = original(self, *args, **kwargs)
-        temperature = held[0].temperature if held else 1.0
+        temperature = engines[0].temperature if engines else 1.0
         return logits if temperature == 1.0 else logits / temperature
 
     LogitsProcessor._get_logits = _get_logits

@@ -1,14 +1,14 @@
 """VLLMRollout: vLLM in this process behind the RolloutEngine protocol.
 
-vLLM schedules, batches and runs the model; tokens are drawn by us inside its sampler (`rollout.sampling.hook`), so that
-equal requests give equal tokens in any batch and log-probabilities cost no pass over the sorted vocabulary.
+vLLM schedules, batches and runs the model; we sample the tokens inside its sampler (`rollout.sampling.hook`), so that
+equal requests give equal tokens in any batch and log-probabilities take no sort of the vocabulary.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,155 +18,112 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlsys.protocol.columns import tensors_of
-from rlsys.rollout.base import SLEEP_TAGS, Deliver, Pull, ServingEngine, Ticket
-from rlsys.rollout.engine_weights import LiveWeights
-from rlsys.rollout.hf.engine import LoadFormat
-from rlsys.rollout.hf_files import eos_of, hf_tensors, model_length, vocabulary
-from rlsys.rollout.sampling.hook import DrawParams
-from rlsys.rollout.sampling.log import Answer
-from rlsys.rollout.vllm.determinism import aligned_arguments, choose_kernels, keep_gradients
+from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.rollout.base import (
+    DEFAULT_CONFIG,
+    DEFAULT_CONTEXT,
+    SLEEP_TAGS,
+    BaseRolloutEngine,
+    DeliverFn,
+    EngineContext,
+    PullFn,
+    QueuedRequest,
+)
+from rlsys.rollout.batch import score_sequences
+from rlsys.rollout.engine_weights import EngineWeights, HostWeights
+from rlsys.rollout.hf_files import eos_ids_of, hf_tensors, vocab_size_of
+from rlsys.rollout.sampling.hook import SPEC_KEY, SampleSpec
+from rlsys.rollout.sampling.log import SampledSequence
+from rlsys.rollout.vllm.determinism import choose_kernels, keep_gradients
+from rlsys.rollout.vllm.engine_args import engine_arguments
 from rlsys.rollout.vllm.groups import end_groups, own_shared_memory
-from rlsys.rollout.vllm.version import GRAPHS, NO_RELOAD, VLLM
-from rlsys.rollout.vllm.weights import HostWeights
 from rlsys.types import Finish, WeightLayout
-from rlsys.utils.errors import ConfigError, RolloutError
+from rlsys.utils.errors import RolloutError
 
 if TYPE_CHECKING:
     from rlsys.protocol import DataProto
 
-DRAW = "rlsys_draw"
-STEPS_AHEAD = 2
+NUM_DRAIN_STEPS = 2
 FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 numbers = itertools.count()
-GREEDY = (0, 0.0, 1.0, -1, 0, ())
-"""A draw that nobody looks at: seed, temperature, top_p, top_k, min_new_tokens, stop_ids."""
 
 
-class VLLMRollout(ServingEngine):
+class VLLMRollout(BaseRolloutEngine):
     """A RolloutEngine over vLLM's engine core in this process, one device.
 
-    With `tensor_parallel_size` above 1 that many ranks of the default process group, which follow each other, serve one
-    model: each has an engine like this one, all take the same calls at the same time and find the same answers.
+    With `tensor_model_parallel_size` above 1 that many consecutive ranks of the default process group serve one model:
+    each has an engine like this one, all get the same calls at the same time and return the same responses.
 
     On CPU vLLM packs the weights of its layers, so new weights are received into host tensors and go through its loader
-    at `finish_update`. On a GPU they are written into its parameters in place, once `weights.adopt` has told what was
-    learned of their layout. `kv_cache_gib` is the CPU's cache, `gpu_memory_utilization` bounds a GPU's; `engine_kwargs`
-    are vLLM's own engine arguments. `full_determinism` asks for log-probabilities as near the trainer's as vLLM can:
-    see `rlsys.rollout.vllm.determinism`.
+    at `finish_update`. On a GPU they are written into its parameters in place, once `weights.adopt` has been given
+    their learned layout. With `full_determinism` log-probabilities are as close to the trainer's as vLLM offers: see
+    `rlsys.rollout.vllm.determinism`.
     """
 
     def __init__(
         self,
         path: str | Path,
-        *,
-        load_format: LoadFormat = "auto",
-        dtype: str = "float32",
-        device: str = "cpu",
-        seed: int = 0,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 8192,
-        max_model_len: int | None = None,
-        eos_token_ids: Sequence[int] | None = None,
-        tensor_parallel_size: int = 1,
-        gpu_memory_utilization: float = 0.5,
-        kv_cache_gib: int = 1,
-        enforce_eager: bool = False,
-        full_determinism: bool = False,
-        engine_kwargs: Mapping[str, Any] | None = None,
-        keep_asleep: bool = True,
-        version: int = 0,
-        rank: int = 0,
-        host: str = "",
+        config: GenerationConfig = DEFAULT_CONFIG,
+        context: EngineContext = DEFAULT_CONTEXT,
     ) -> None:
-        adapter = VLLM.chosen()
-        if not adapter.reloads and device == "cpu":
-            raise ConfigError(f"vLLM {VLLM.installed()}: {NO_RELOAD}")
-        if not adapter.graphs and (named := set(GRAPHS) & set(engine_kwargs or {})):
-            raise ConfigError(f"vLLM {VLLM.installed()} does not take {sorted(named)}: install 0.12 or newer")
-        length = max_model_len or model_length(path)
+        on_cpu, is_parallel = context.device == "cpu", config.tensor_model_parallel_size > 1
+        arguments = engine_arguments(path, config, context)
         super().__init__(
-            vocab_size=vocabulary(path),
-            max_model_len=length,
-            eos_token_ids=eos_of(path) if eos_token_ids is None else eos_token_ids,
-            device=device,
-            quarantined=load_format == "dummy",
-            keep_asleep=keep_asleep,
-            version=version,
-            rank=rank,
-            host=host,
+            context,
+            vocab_size=vocab_size_of(path),
+            max_model_len=arguments["max_model_len"],
+            eos_token_ids=eos_ids_of(path),
         )
-        together = tensor_parallel_size > 1
-        arguments = {
-            "model": str(path),
-            "load_format": load_format,
-            "dtype": dtype,
-            "seed": seed,
-            "max_num_seqs": max_num_seqs,
-            "max_num_batched_tokens": max(max_num_batched_tokens, max_num_seqs),
-            "max_model_len": length,
-            "enforce_eager": enforce_eager,
-            "tensor_parallel_size": tensor_parallel_size,
-            "distributed_executor_backend": "external_launcher" if together else "uni",
-            "disable_custom_all_reduce": True,  # it asks after devices that a worker with one visible GPU cannot see
-            "disable_log_stats": True,
-            "async_scheduling": adapter.ahead and device != "cpu",
-            **(
-                {} if device == "cpu" else {"gpu_memory_utilization": gpu_memory_utilization, "enable_sleep_mode": True}
-            ),
-            **(engine_kwargs or {}),
-        }
-        if full_determinism:
-            arguments |= aligned_arguments(arguments, device=device)
         self._shares_groups = dist.is_initialized()
-        names = own_shared_memory() if together and device == "cpu" else nullcontext()
+        names = own_shared_memory() if is_parallel and on_cpu else nullcontext()
         with keep_gradients(), choose_kernels(), names:
-            self.engine = _start(arguments, kv_cache_gib=kv_cache_gib)
-        self._decision = torch.zeros(1, dtype=torch.uint8) if together else None
-        whole = hf_tensors(path, dtype=dtype, filled=load_format == "auto" and device == "cpu", real=device == "cpu")
-        self.weights = HostWeights(*whole, self._reload) if device == "cpu" else LiveWeights(*whole, self._model)
+            self.engine = _start(arguments, kv_cache_gib=config.kv_cache_gib)
+        self._decision = torch.zeros(1, dtype=torch.uint8) if is_parallel else None
+        loads = context.load_format == "auto" and on_cpu
+        expected = hf_tensors(path, dtype=context.dtype_name(config.dtype), has_values=loads, has_memory=on_cpu)
+        self.weights = HostWeights(*expected, self._reload) if on_cpu else EngineWeights(*expected, self._model)
 
-    def _decode(self, pull: Pull, deliver: Deliver) -> int:
-        running: dict[str, Ticket] = {}
+    def _decode(self, pull: PullFn, deliver: DeliverFn) -> int:
+        running: dict[str, QueuedRequest] = {}
         num_tokens = 0
 
-        def answer(ended: Sequence[_Ended]) -> int:
-            count, names = 0, [int(end.name) for end in ended]
-            drawn = self._rpc("rlsys_take_draws", names) if names else []
-            for end, found in zip(ended, drawn, strict=True):
-                ticket = running.pop(end.name)
-                found, stopped = _until_stop(found, ticket)
-                if end.tokens not in (None, found.tokens):
-                    raise RolloutError(f"vLLM took other tokens than were drawn for request {ticket.request.rid}")
-                deliver(ticket.number, self._answered(ticket.request, found, Finish.STOP if stopped else end.why))
-                count += len(found.tokens)
+        def finish(outputs: Sequence[_Finished]) -> int:
+            count, ids = 0, [int(output.request_id) for output in outputs]
+            sequences = self._rpc("rlsys_take_samples", ids) if ids else []
+            for output, sequence in zip(outputs, sequences, strict=True):
+                queued = running.pop(output.request_id)
+                sampled, stopped = _until_stop(sequence, queued)
+                if output.tokens not in (None, sampled.tokens):
+                    raise RolloutError(f"vLLM returned other tokens than were sampled for request {queued.request.rid}")
+                reason = Finish.STOP if stopped else output.reason
+                deliver(queued.number, self._response(queued.request, sampled, reason))
+                count += len(sampled.tokens)
             return count
 
         try:
             while True:
-                for ticket in pull():
-                    draw = DrawParams.of(ticket, next(numbers))
-                    name = self._add(ticket.request.input_ids, draw, max_tokens=ticket.max_new_tokens)
-                    running[name] = ticket
-                if self._told_to_stop():
+                for queued in pull():
+                    spec = SampleSpec.of(queued, next(numbers))
+                    running[self._add(queued.request.input_ids, spec, max_tokens=queued.max_new_tokens)] = queued
+                if self._must_stop():
                     self.engine.abort_request(list(running))
                     self._drain()
-                    return num_tokens + answer([_Ended(name, Finish.ABORT) for name in running])
+                    return num_tokens + finish([_Finished(request_id, Finish.ABORT) for request_id in running])
                 if not running:
                     self._drain()
                     return num_tokens
-                num_tokens += answer([_ended(output) for output in self.engine.step() if output.finished])
+                num_tokens += finish([_finished(output) for output in self.engine.step() if output.finished])
         except BaseException:
             self.engine.abort_request(list(running))
             raise
 
     def _drain(self) -> None:
-        """Let a step end that was begun ahead; what it drew is for requests that have ended."""
-        for _ in range(STEPS_AHEAD):
+        """Run the steps that were started ahead; their samples are for requests that have ended."""
+        for _ in range(NUM_DRAIN_STEPS):
             self.engine.step()
 
-    def _told_to_stop(self) -> bool:
-        """Whether to stop at this step; ranks that serve together do what the first of them was told."""
+    def _must_stop(self) -> bool:
+        """Whether to stop at this step; ranks that serve together follow the first of them."""
         if self._decision is None:
             return self._stopped()
         from vllm.distributed import get_tp_group
@@ -177,67 +134,67 @@ class VLLMRollout(ServingEngine):
         return bool(self._decision[0])
 
     def _add(
-        self, ids: Sequence[int], draw: DrawParams, *, max_tokens: int = 1, prompt_logprobs: int | None = None
+        self, ids: Sequence[int], spec: SampleSpec, *, max_tokens: int = 1, prompt_logprobs: int | None = None
     ) -> str:
-        """Hand a request to vLLM, which takes the token that we draw; returns its name there, the draw's number."""
+        """Add a request to vLLM, which takes the tokens that we sample; returns its id there, the spec's number."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
             temperature=0.0,
             max_tokens=max_tokens,
-            stop_token_ids=list(draw.stop_ids),
+            stop_token_ids=list(spec.stop_ids),
             ignore_eos=True,
             detokenize=False,
             prompt_logprobs=prompt_logprobs,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={DRAW: draw.to_dict()},
+            extra_args={SPEC_KEY: spec.to_dict()},
         )
-        self.engine.add_request(str(draw.number), {"prompt_token_ids": list(ids)}, params)
-        return str(draw.number)
+        self.engine.add_request(str(spec.number), {"prompt_token_ids": list(ids)}, params)
+        return str(spec.number)
 
     def _score(self, batch: DataProto, temperature: float) -> Tensor:
-        rows = tensors_of(batch.batch)
-        attention, num_columns = rows["attention_mask"].cpu(), rows["responses"].shape[1]
-        sequences = [ids[mask.bool()].tolist() for ids, mask in zip(rows["input_ids"].cpu(), attention, strict=True)]
-        lengths = attention[:, -num_columns:].sum(1).tolist()
         self._rpc("rlsys_score_at", temperature)
-        names = {
-            self._add(ids, DrawParams(next(numbers), len(ids), *GREEDY), prompt_logprobs=0): row
+        return score_sequences(batch, self._prompt_logprobs)
+
+    def _prompt_logprobs(
+        self, sequences: Sequence[Sequence[int]], lengths: Sequence[int]
+    ) -> Iterator[tuple[int, list[float]]]:
+        rows = {
+            self._add(ids, SampleSpec.greedy(next(numbers), len(ids)), prompt_logprobs=0): row
             for row, ids in enumerate(sequences)
         }
-        scores = torch.zeros(len(sequences), num_columns)
-        while names:
+        while rows:
             for output in self.engine.step():
                 if output.finished:
-                    row = names.pop(output.request_id)
-                    _fill(scores[row], output, sequences[row], lengths[row])
-                    self._rpc("rlsys_take_draws", [int(output.request_id)])
-        counted = rows.get("response_mask", attention[:, -num_columns:]).cpu()
-        return torch.where(counted > 0, scores, 0.0)
+                    row = rows.pop(output.request_id)
+                    self._rpc("rlsys_take_samples", [int(output.request_id)])
+                    ids = sequences[row]
+                    last = range(len(ids) - lengths[row], len(ids))
+                    yield row, [output.prompt_logprobs[at][ids[at]].logprob for at in last]
 
     def weight_layout(self) -> WeightLayout:
-        """On CPU every HF tensor whole, in host memory; on a GPU what was learned of vLLM's own parameters."""
+        """On CPU every HF tensor whole, in host memory; on a GPU the learned layout of vLLM's own parameters."""
         return self.weights.layout(rank=self.rank, host=self.host)
 
     def local_tensors(self) -> Mapping[str, Tensor]:
-        self._awake_weights()
+        self.check_weights_awake()
         return self.weights.tensors()
 
     def _load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         self.weights.load(bucket)
 
     def finish_update(self, version: int) -> None:
-        """Take the new weights into use and forget the cache that the old ones made."""
+        """Switch to the new weights and clear the cache that the old ones computed."""
         self.weights.finish()
         self.engine.reset_prefix_cache()
         super().finish_update(version)
 
     def _move_memory(self, tags: Sequence[str], *, asleep: bool) -> None:
-        """vLLM sleeps as a whole and wakes by tag; what is no parameter it keeps on the host in any case."""
+        """vLLM sleeps as a whole and wakes by tag; buffers are kept on the host in any case."""
         if asleep and not self._asleep:
             self.engine.reset_prefix_cache()
-            self.engine.sleep(level=1 if self._keep_asleep else 2)
+            self.engine.sleep(level=1 if self._offload_on_sleep else 2)
             self._asleep |= set(SLEEP_TAGS)
         elif not asleep and (due := [tag for tag in SLEEP_TAGS if tag in tags and tag in self._asleep]):
             self.engine.wake_up(due)
@@ -259,7 +216,7 @@ class VLLMRollout(ServingEngine):
 
 def _start(arguments: Mapping[str, Any], *, kv_cache_gib: int) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the other one has no input_batch and keeps processors elsewhere
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # version 2 has no input_batch and stores logits processors elsewhere
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if arguments["disable_log_stats"] else "INFO")
@@ -270,38 +227,32 @@ def _start(arguments: Mapping[str, Any], *, kv_cache_gib: int) -> Any:
         EngineArgs(
             skip_tokenizer_init=True,
             worker_extension_cls="rlsys.rollout.vllm.extension.RolloutExtension",
-            logits_processors=["rlsys.rollout.vllm.sampler:DrawingProcessor"],
+            logits_processors=["rlsys.rollout.vllm.sampler:SamplingProcessor"],
             **arguments,
         )
     )
 
 
-def _until_stop(answer: Answer, ticket: Ticket) -> tuple[Answer, bool]:
-    """The answer up to its end, and whether a stop id is that: a step begun ahead may have drawn one token more."""
-    tokens, shortest = answer.tokens, ticket.request.gconfig.min_new_tokens
-    stops = (n for n, token in enumerate(tokens) if n >= shortest and token in ticket.stop_ids)
+def _until_stop(sampled: SampledSequence, queued: QueuedRequest) -> tuple[SampledSequence, bool]:
+    """The sequence up to its end, and whether a stop id ends it; a step started ahead may have sampled one more."""
+    shortest = queued.request.gconfig.min_new_tokens
+    stops = (n for n, token in enumerate(sampled.tokens) if n >= shortest and token in queued.stop_ids)
     end = next(stops, None)
-    return answer.first(ticket.max_new_tokens if end is None else end + 1), end is not None
+    return sampled.first(queued.max_new_tokens if end is None else end + 1), end is not None
 
 
 @dataclass(frozen=True)
-class _Ended:
-    """A request by its name in vLLM, why it ended, and the tokens that vLLM says it has (None: it does not say)."""
+class _Finished:
+    """A finished request of vLLM: its id, the reason, and the tokens that vLLM returned (None: not known)."""
 
-    name: str
-    why: Finish
+    request_id: str
+    reason: Finish
     tokens: tuple[int, ...] | None = None
 
 
-def _ended(output: Any) -> _Ended:
-    [told] = output.outputs
-    if told.finish_reason not in FINISH:
-        raise RolloutError(f"vLLM ended request {output.request_id} by '{told.finish_reason}'")
-    why = FINISH[told.finish_reason]
-    return _Ended(output.request_id, why, None if why is Finish.ABORT else tuple(told.token_ids))
-
-
-def _fill(scores: Tensor, output: Any, ids: Sequence[int], length: int) -> None:
-    """Write the log-probabilities of the last `length` prompt tokens."""
-    found = output.prompt_logprobs[len(ids) - length :]
-    scores[:length] = torch.tensor([entry[i].logprob for entry, i in zip(found, ids[len(ids) - length :], strict=True)])
+def _finished(output: Any) -> _Finished:
+    [completion] = output.outputs
+    if completion.finish_reason not in FINISH:
+        raise RolloutError(f"vLLM ended request {output.request_id} for reason '{completion.finish_reason}'")
+    reason = FINISH[completion.finish_reason]
+    return _Finished(output.request_id, reason, None if reason is Finish.ABORT else tuple(completion.token_ids))

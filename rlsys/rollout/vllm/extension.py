@@ -1,4 +1,4 @@
-"""What runs inside each of vLLM's workers, called by name through collective_rpc."""
+"""Methods added to vLLM's workers, called by name through collective_rpc."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from rlsys.rollout.sampling.log import Answer, answers_of
-from rlsys.rollout.vllm.sampler import DrawingProcessor
+from rlsys.rollout.sampling.log import SampledSequence, sampled_sequences
+from rlsys.rollout.vllm.sampler import SamplingProcessor
 
 
 class RolloutExtension:
@@ -16,24 +16,24 @@ class RolloutExtension:
 
     model_runner: Any
 
-    def rlsys_take_draws(self, numbers: Sequence[int]) -> list[Answer]:
-        """What was drawn for these requests."""
-        return answers_of(*self._rlsys_sampler().sampler.log.take(numbers))
+    def rlsys_take_samples(self, numbers: Sequence[int]) -> list[SampledSequence]:
+        """Remove and return the samples of these requests."""
+        return sampled_sequences(*self._rlsys_sampler().sampler.log.take(numbers))
 
     def rlsys_reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load full HF tensors through vLLM's own loader, which packs them as its kernels want them."""
+        """Load full HF tensors through vLLM's own loader, which packs them for its kernels."""
         self.model_runner.reload_weights(weights_iterator=iter(tensors))
         head: Any = getattr(self.model_runner.get_model(), "lm_head", None)
-        if hasattr(head, "cpu_linear"):  # a tied head loads nothing itself, so its packed copy would stay the old one
+        if hasattr(head, "cpu_linear"):  # a tied head loads nothing, so its packed copy would stay stale
             head.quant_method.process_weights_after_loading(head)
-        for layer in self.model_runner.get_model().modules():  # experts are packed again only when they come first
+        for layer in self.model_runner.get_model().modules():  # vLLM repacks experts only if they are loaded first
             experts: Any = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
             if experts is not None:
                 experts.fused_experts.process_weights_after_loading(layer)
 
     def rlsys_score_at(self, temperature: float) -> None:
-        """Take prompt log-probabilities at this temperature from now on."""
+        """Compute prompt log-probabilities at this temperature from now on."""
         self.model_runner.sampler.compute_logprobs = lambda logits: (logits.float() / temperature).log_softmax(-1)
 
-    def _rlsys_sampler(self) -> DrawingProcessor:
-        return next(p for p in self.model_runner.input_batch.logitsprocs.all if isinstance(p, DrawingProcessor))
+    def _rlsys_sampler(self) -> SamplingProcessor:
+        return next(p for p in self.model_runner.input_batch.logitsprocs.all if isinstance(p, SamplingProcessor))

@@ -14,9 +14,9 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def end_groups(shutdown: Callable[[], None], *, shared: bool) -> None:
-    """Shut vLLM down and end its groups, so that another engine can start here.
+    """Shut vLLM down and destroy its groups, so that another engine can start in this process.
 
-    Where the default group is not vLLM's (`shared`) it stays: newer versions end all groups of the process otherwise.
+    A default group that vLLM did not create (`shared`) is kept; newer versions would destroy all groups of the process.
     """
     import vllm.distributed.parallel_state as parallel_state
 
@@ -27,7 +27,7 @@ def end_groups(shutdown: Callable[[], None], *, shared: bool) -> None:
         shutdown()
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
-    except ValueError:  # torch's answer for a group that ended with the default one
+    except ValueError:  # torch raises it for a group that was destroyed with the default one
         if dist.is_initialized():
             raise
         _forget(parallel_state)
@@ -49,10 +49,10 @@ def _end_world(parallel_state: Any) -> None:
 
 @contextmanager
 def own_shared_memory() -> Iterator[None]:
-    """Where ranks serve together on CPU: the block in which they start shares memory under names of this job alone.
+    """Within the block, ranks that serve together on CPU name their shared memory after this job.
 
-    vLLM names it after the ranks only, so that another job of the host, or what a killed one left, would be in the way.
-    The names go when the block ends, for by then all ranks have it open; so nothing is ever left.
+    vLLM names it after the ranks only, which collides with other jobs of the host and with leftovers of killed ones.
+    The names are unlinked at the end of the block, when all ranks have opened them, so that none is left behind.
     """
     import vllm.distributed.device_communicators.cpu_communicator as cpu_communicator
 

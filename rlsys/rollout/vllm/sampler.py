@@ -1,4 +1,4 @@
-"""The logits processor through which vLLM draws our tokens."""
+"""The logits processor through which vLLM takes our tokens."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ import torch
 from torch import Tensor
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
-from rlsys.rollout.sampling.hook import DrawParams, RowSampler
-
-EXTRA_ARG = "rlsys_draw"
-SEED_KEY = "rlsys_seed"
+from rlsys.rollout.sampling.hook import SPEC_KEY, RowSampler, SampleSpec
 
 
-class DrawingProcessor(LogitsProcessor):
-    """Draws a token for each row and makes it the one that greedy decoding takes.
+class SamplingProcessor(LogitsProcessor):
+    """Samples a token for each row and makes it the one that greedy decoding takes.
 
-    Requests say how they draw in `SamplingParams.extra_args["rlsys_draw"]`; the engine's seed stands in the model
-    config's seed.
+    A request's SampleSpec is in `SamplingParams.extra_args["rlsys_sample"]`; the engine's seed is the model config's.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.sampler = RowSampler(vllm_config.model_config.seed, device)
-        self._rows: dict[int, tuple[DrawParams, list[int]]] = {}
+        self._rows: dict[int, tuple[SampleSpec, list[int]]] = {}
         self._order: list[int] = []
         self._pin = is_pin_memory and device.type == "cuda"
 
@@ -37,12 +33,12 @@ class DrawingProcessor(LogitsProcessor):
         for index in batch_update.removed:
             rows.pop(index, None)
         for index, params, _, output_ids in batch_update.added:
-            rows[index] = (DrawParams.from_dict(params.extra_args[EXTRA_ARG]), output_ids)
-        for source, target, how in batch_update.moved:
+            rows[index] = (SampleSpec.from_dict(params.extra_args[SPEC_KEY]), output_ids)
+        for source, target, direction in batch_update.moved:
             first, second = rows.pop(source, None), rows.pop(target, None)
             if first is not None:
                 rows[target] = first
-            if second is not None and how is MoveDirectionality.SWAP:
+            if second is not None and direction is MoveDirectionality.SWAP:
                 rows[source] = second
         self._order = sorted(rows)
         self.sampler.set_rows([rows[index][0] for index in self._order])
@@ -50,6 +46,6 @@ class DrawingProcessor(LogitsProcessor):
     def apply(self, logits: Tensor) -> Tensor:
         assert logits.shape[0] == len(self._rows), f"{logits.shape[0]} rows of logits for {len(self._rows)} requests"
         rows = (self._rows[index] for index in self._order)
-        positions = torch.tensor([draw.prompt_length + len(ids) for draw, ids in rows], pin_memory=self._pin)
+        positions = torch.tensor([spec.prompt_length + len(ids) for spec, ids in rows], pin_memory=self._pin)
         self.sampler.force(logits, positions.to(logits.device, non_blocking=True))
         return logits

@@ -409,7 +409,7 @@ def test_a_server_is_given_only_what_its_version_takes(
     try:
         for number, about in enumerate(refused):
             with pytest.raises(
-                WeightTransferError, match=rf"{kind} {re.escape(release)}: servers of this version take"
+                WeightTransferError, match=rf"{kind} {re.escape(release)}: servers of this version cannot load"
             ):
                 engine.update_weights(WeightUpdateMeta(number, weights_path="/w", metadata=about)).result(20)
         assert not server.adapters

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.fleet.external.backends import SGLangBackend, VLLMBackend
-from rlsys.fleet.external.partial import BadAnswerError, Delta, Draft
+from rlsys.fleet.external.partial import BadResponseError, Delta, Draft
 from rlsys.fleet.external.router import Router
 from rlsys.fleet.external.settings import server_urls
 from rlsys.types import Finish, ModelRequest, SamplingParams
@@ -119,7 +119,7 @@ def test_a_draft_is_what_its_parts_are(total: int, parts: list[tuple[int, int, b
     response = draft.response()
     assert response.output_tokens == tuple(range(total))
     assert response.stop_reason is Finish.LENGTH
-    with pytest.raises(BadAnswerError):
+    with pytest.raises(BadResponseError):
         draft.add(Delta([1], [-1.0]), [0])
 
 
@@ -170,7 +170,7 @@ def test_older_vllm_servers_write_ids_as_text() -> None:
     delta = VLLMBackend().read({"model": "m", "choices": [choice]}, 0)
     assert (delta.tokens, delta.logprobs) == ([7, 11], [-0.1, -0.2])
     choice["logprobs"]["tokens"] = [" a", " b"]
-    with pytest.raises(BadAnswerError, match="return_token_ids"):
+    with pytest.raises(BadResponseError, match="return_token_ids"):
         VLLMBackend().read({"model": "m", "choices": [choice]}, 0)
 
 
@@ -211,6 +211,6 @@ def test_any_json_is_a_delta_or_a_bad_answer(event: object, seen: int) -> None:
             try:
                 delta = backend.read(event, seen)
                 draft.add(delta, [0] * len(delta.stamps))
-            except BadAnswerError:
+            except BadResponseError:
                 continue
             assert all(type(token) is int for token in draft.tokens)

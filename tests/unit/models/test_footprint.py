@@ -100,8 +100,10 @@ def test_columns_grow_as_the_decoder_lets_them(
         num_attention_heads=1,
         max_position_embeddings=1024,
     )
-    engine = HFRollout(AutoModelForCausalLM.from_config(small), eos_token_ids=())
-    engine.generate([ModelRequest((1,) * prompt, SamplingParams(max_new_tokens=response))])
+    engine = HFRollout(
+        AutoModelForCausalLM.from_config(small),
+    )
+    engine.generate([ModelRequest((1,) * prompt, SamplingParams(max_new_tokens=response, ignore_eos=True))])
     engine.close()
     assert fp.cache_columns(prompt, response) == max(made) == columns
 

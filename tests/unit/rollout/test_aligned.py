@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.engines.rng import repeat_bitwise
 from rlsys.models.logprobs import wide_product
 from rlsys.rollout.hf.engine import HFRollout
@@ -97,7 +98,7 @@ def logprobs(**more: Any) -> torch.Tensor:
     sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, initializer_range=0.5)).bfloat16()
-    engine = HFRollout(model, **more)
+    engine = HFRollout(model, GenerationConfig(**more))
     asked = ModelRequest((3, 4, 5), SamplingParams(max_new_tokens=24, ignore_eos=True, seed=1))
     (answer,) = engine.generate([asked])
     ids = torch.tensor([[*asked.input_ids, *answer.output_tokens]])

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.rollout.sampling.log import Answer, DrawLog, answers_of
+from rlsys.rollout.sampling.log import SampledSequence, SampleLog, sampled_sequences
 
 STEPS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), max_size=30)
 
@@ -17,7 +17,7 @@ def row(number: int, place: int) -> list[float]:
 
 @given(steps=STEPS, taken_at=st.sets(st.integers(0, 29)))
 def test_requests_are_told_apart_and_forgotten_when_taken(steps: list[list[int]], taken_at: set[int]) -> None:
-    log, expected = DrawLog(), dict[int, int]()
+    log, expected = SampleLog(), dict[int, int]()
     for at, numbers in enumerate(steps):
         log.add(numbers, torch.tensor([row(n, expected.get(n, 0)) for n in numbers], dtype=torch.float64))
         for number in numbers:
@@ -28,12 +28,12 @@ def test_requests_are_told_apart_and_forgotten_when_taken(steps: list[list[int]]
         check(log, number, expected.get(number, 0))
 
 
-def taken(log: DrawLog, number: int) -> Answer:
-    [answer] = answers_of(*log.take([number]))
+def taken(log: SampleLog, number: int) -> SampledSequence:
+    [answer] = sampled_sequences(*log.take([number]))
     return answer
 
 
-def check(log: DrawLog, number: int, length: int) -> None:
+def check(log: SampleLog, number: int, length: int) -> None:
     answer = taken(log, number)
     rows = [row(number, place) for place in range(length)]
     assert answer.tokens == tuple(r[1] for r in rows)
@@ -43,7 +43,7 @@ def check(log: DrawLog, number: int, length: int) -> None:
 
 
 def test_the_later_draw_counts_and_parts_of_a_prompt_do_not() -> None:
-    log = DrawLog()
+    log = SampleLog()
     log.add([4], torch.tensor([[-3, 1, 0, 0, 1]], dtype=torch.float64))
     log.add([4], torch.tensor([[0, 7, -1, -1, 1]], dtype=torch.float64))
     log.add([4], torch.tensor([[0, 8, -2, -2, 1]], dtype=torch.float64))

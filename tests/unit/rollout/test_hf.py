@@ -19,6 +19,8 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams
 from rlsys.utils.errors import RolloutError, WeightTransferError
@@ -44,7 +46,7 @@ def model_of(config: Any) -> Any:
 
 
 def engine_of(**options: Any) -> HFRollout:
-    return HFRollout(model_of(LlamaConfig(**SIZES)), **options)
+    return HFRollout(model_of(LlamaConfig(**SIZES)), GenerationConfig(**options))
 
 
 def requests_of(num: int, *, longest: int = 40, max_new_tokens: int = 30, seed: int = 0) -> list[ModelRequest]:
@@ -140,7 +142,7 @@ def test_what_the_cache_cannot_hold_is_refused() -> None:
     sliding = model_of(MistralConfig(**SIZES, sliding_window=64))
     with pytest.raises(RolloutError, match="max_model_len to at most the model's window of 64"):
         HFRollout(sliding)
-    assert HFRollout(sliding, max_model_len=64).generate([ModelRequest((3, 4), SamplingParams(5))])
+    assert HFRollout(sliding, GenerationConfig(max_model_len=64)).generate([ModelRequest((3, 4), SamplingParams(5))])
 
 
 def test_rows_with_broken_logits_are_named() -> None:
@@ -161,7 +163,10 @@ def test_the_model_length_ends_a_completion() -> None:
 def test_random_weights_are_not_served(tmp_path: Path) -> None:
     model = model_of(LlamaConfig(**SIZES, tie_word_embeddings=True))
     model.save_pretrained(tmp_path)
-    real, dummy = HFRollout.from_path(tmp_path), HFRollout.from_path(tmp_path, load_format="dummy")
+    real, dummy = (
+        HFRollout.from_path(tmp_path),
+        HFRollout.from_path(tmp_path, context=EngineContext(load_format="dummy")),
+    )
     request = [ModelRequest((5, 6), SamplingParams(8, seed=1))]
     with pytest.raises(WeightTransferError, match="quarantine"):
         dummy.generate(request)

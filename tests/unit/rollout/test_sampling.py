@@ -9,18 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.rollout.sampling.sample import Flags, Sampling, combine_seeds, row_keys, sample_tokens, uniforms
+from rlsys.rollout.sampling.sample import BatchFlags, BatchSampling, combine_seeds, row_keys, sample_tokens, uniforms
 
 
 def how(
     num_rows: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1, seeds: list[int] | None = None
-) -> Sampling:
-    return Sampling(
+) -> BatchSampling:
+    return BatchSampling(
         keys=row_keys(7, seeds or list(range(num_rows))),
         temperature=torch.full((num_rows,), temperature),
         top_p=torch.full((num_rows,), top_p, dtype=torch.float64),
         top_k=torch.full((num_rows,), top_k),
-        flags=Flags(scaled=True, any_greedy=temperature == 0, any_top_p=top_p < 1, max_top_k=top_k),
+        flags=BatchFlags(scaled=True, any_greedy=temperature == 0, any_top_p=top_p < 1, max_top_k=top_k),
     )
 
 

