@@ -1,4 +1,4 @@
-"""Plain records that cross between rooms: requests, responses, weight updates.
+"""Plain records and sizes shared between packages: requests, responses, weight updates, limits of temporary memory.
 
 Token ids are Python ints in the vocabulary of the served model; log-probabilities are natural logarithms.
 """
@@ -10,6 +10,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 from uuid import uuid4
+
+LOGITS_CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
+"""Logits that are computed at a time, by kind of device."""
+EXPORT_FILE_BYTES = 5 * 10**9
+"""Size of the files that a Hugging Face export is split into."""
 
 
 class Finish(StrEnum):
@@ -81,7 +86,7 @@ class ModelResponse:
 
 @dataclass(frozen=True)
 class WeightUpdateMeta:
-    """What an update of served weights carries: its version and, for transfers through files, where they lie."""
+    """What an update of served weights carries: its version and, for transfers through files, their folder."""
 
     version: int
     model_name: str = ""

@@ -30,9 +30,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from rlsys.models.megatron.family import family_of  # noqa: E402
 from rlsys.models.megatron.parallel import ParallelSizes  # noqa: E402
-from rlsys.planning.engine_layout import EngineSizes, engine_layouts  # noqa: E402
+from rlsys.planning.layouts import EngineSizes, engine_layouts, fsdp_layouts, megatron_layouts  # noqa: E402
 from rlsys.planning.shapes import SHAPES, sizes_of  # noqa: E402
-from rlsys.planning.trainer_layout import fsdp_layouts, megatron_layouts  # noqa: E402
 from rlsys.types import WeightLayout  # noqa: E402
 from rlsys.utils.errors import ConfigError, WeightTransferError  # noqa: E402
 from rlsys.weights.plan import Plan, make_plan  # noqa: E402

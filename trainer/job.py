@@ -54,7 +54,15 @@ OUTPUTS = {
 
 def checked_config(argv: Sequence[str] | None, schema: type[C]) -> C:
     """The configuration of the command line, printed with its plan; exits with 2 and a message if it is wrong."""
-    return main_config(sys.argv[1:] if argv is None else argv, schema)
+    return main_config(sys.argv[1:] if argv is None else argv, schema, memory=_memory_line)
+
+
+def _memory_line(config: C) -> str:
+    if not isinstance(config, PPOConfig):
+        return ""
+    from rlsys.planning.advice import memory_line
+
+    return memory_line(config)
 
 
 def run_job(config: C, job: Callable[[C], str | None]) -> int:

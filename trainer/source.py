@@ -118,12 +118,12 @@ class RolloutSource:
         metrics: dict[str, float] = {}
         num_kept = call = 0
         while num_kept < self._rows_per_step:
-            batch, found = self._answers(self._prompts.next(), step=step, call=call)
-            metrics |= found
+            batch, new = self._answers(self._prompts.next(), step=step, call=call)
+            metrics |= new
             call += 1
             if self._filter is not None:
-                batch, found = self._filter.keep(batch)
-                metrics |= found
+                batch, new = self._filter.keep(batch)
+                metrics |= new
             kept.append(batch)
             num_kept += len(batch)
             self._check_calls(call, num_kept)

@@ -71,11 +71,11 @@ def load_rows(config: SFTConfig | RMConfig, tokenizer: PreTrainedTokenizerBase) 
     options: dict[str, Any] = {"seed": data.seed, "bad_rows": data.bad_rows}
 
     def rows(files: Sequence[str], max_samples: int, *, shuffle: bool) -> SupervisedDataset[Any]:
-        own, found = data.custom_cls, list(files)
+        own, source = data.custom_cls, list(files)
         if own.path is not None and own.name is not None:
             how = {"config": data, "max_samples": max_samples}
-            found = load_custom_dataset(own.path, own.name, data_files=files, tokenizer=tokenizer, **how)
-        return load(found, tokenizer, form, max_samples=max_samples, shuffle=shuffle, **options)
+            source = load_custom_dataset(own.path, own.name, data_files=files, tokenizer=tokenizer, **how)
+        return load(source, tokenizer, form, max_samples=max_samples, shuffle=shuffle, **options)
 
     train = rows(data.train_files, data.train_max_samples, shuffle=data.shuffle)
     val = rows(data.val_files, data.val_max_samples, shuffle=False) if data.val_files else None

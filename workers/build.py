@@ -22,7 +22,7 @@ from rlsys.engines.mesh import Parallel, ensure_process_group
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.models.flops import peak_flops
 from rlsys.models.hf import ModelSource, read_config
-from rlsys.models.lora import LoraSettings
+from rlsys.models.lora import lora_settings
 from rlsys.models.megatron.family import family_of
 from rlsys.models.megatron.options import ModelOptions
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
@@ -193,20 +193,6 @@ def check_megatron_model(key: str, model: ModelConfig, megatron: MegatronRoleCon
         family_of(hf_config).check(hf_config, RankPlace(ParallelSizes.from_config(megatron)))
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
-
-
-def lora_settings(model: ModelConfig, *, seed: int) -> LoraSettings | None:
-    """The adapters of a trained role, if it has any."""
-    if model.lora_rank == 0 and model.lora_adapter_path is None:
-        return None
-    targets = model.target_modules
-    return LoraSettings(
-        rank=model.lora_rank,
-        alpha=model.lora_alpha,
-        target_modules="all-linear" if targets == ("all-linear",) else targets,
-        adapter_path=model.lora_adapter_path,
-        seed=seed,
-    )
 
 
 def build_actor_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> Engine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from rlsys.config.arguments import Arguments, parse_arguments
@@ -25,7 +25,7 @@ _PROGRAMS: dict[type[Section], str] = {
 }
 
 
-def main_config(argv: Sequence[str], schema: type[S]) -> S:
+def main_config(argv: Sequence[str], schema: type[S], *, memory: Callable[[S], str] | None = None) -> S:
     """The configuration of a job, told to its user: headline, notes and plan.
 
     Leaves the process with 2 and a message on stderr where a setting is wrong, and with 0 after --help,
@@ -42,7 +42,7 @@ def main_config(argv: Sequence[str], schema: type[S]) -> S:
     if arguments.print_config:
         _print_notes(loaded)
         _say_and_leave(as_yaml(loaded.config))
-    return _announce(loaded, arguments)
+    return _announce(loaded, arguments, memory(loaded.config) if memory else "")
 
 
 def as_yaml(config: Section) -> str:
@@ -52,8 +52,8 @@ def as_yaml(config: Section) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def _announce(loaded: Loaded[S], arguments: Arguments) -> S:
-    text = "\n".join(filter(None, (f"rlsys: {loaded.headline}", plan_text(loaded.config))))
+def _announce(loaded: Loaded[S], arguments: Arguments, memory: str) -> S:
+    text = "\n".join(filter(None, (f"rlsys: {loaded.headline}", plan_text(loaded.config, memory=memory))))
     if arguments.dry_run:
         _print_notes(loaded)
         _say_and_leave(f"{text}\nrlsys: --dry-run: nothing was started")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlsys.config.memory import memory_words
 from rlsys.config.pools import Pools, resolve_pools
 from rlsys.config.schema.actor import ActorConfig, CriticConfig
 from rlsys.config.schema.base import Section
@@ -118,15 +117,15 @@ def total_steps(num_rows: int, batch_size: int, total_epochs: int, total_trainin
     return total_training_steps if total_training_steps is not None else num_rows // batch_size * total_epochs
 
 
-def plan_text(cfg: Section) -> str:
-    """The plan of any job as people read it, a line for each subject."""
-    lines = _ppo_lines(cfg) if isinstance(cfg, PPOConfig) else []
+def plan_text(cfg: Section, *, memory: str = "") -> str:
+    """The plan of any job as people read it, a line for each subject; `memory` is that line of a PPO job."""
+    lines = _ppo_lines(cfg, memory) if isinstance(cfg, PPOConfig) else []
     if isinstance(cfg, SupervisedConfig):
         lines = _supervised_lines(cfg)
     return "\n".join(f"  {name:<11}{words}" for name, words in lines if words)
 
 
-def _ppo_lines(cfg: PPOConfig) -> list[tuple[str, str]]:
+def _ppo_lines(cfg: PPOConfig, memory: str) -> list[tuple[str, str]]:
     plan, trainer = plan_batches(cfg), cfg.trainer
     return [
         ("step", _step_words(cfg, plan)),
@@ -136,7 +135,7 @@ def _ppo_lines(cfg: PPOConfig) -> list[tuple[str, str]]:
         ("advantages", f"{cfg.algorithm.adv_estimator}; loss {cfg.actor_rollout_ref.actor.policy_loss.loss_mode}"),
         ("length", _length_words(trainer.total_training_steps, trainer.total_epochs, cfg.data.train_batch_size)),
         ("workers", _worker_words(plan.pools, trainer)),
-        ("memory", memory_words(cfg)),
+        ("memory", memory),
         ("weights", _weights_words(trainer.max_staleness, trainer.sync_freq)),
         ("output", trainer.default_local_dir),
     ]

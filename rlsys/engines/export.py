@@ -14,10 +14,11 @@ from torch import Tensor
 
 from rlsys.engines.dcp_storage import STORAGE_ERRORS
 from rlsys.engines.mesh import together
+from rlsys.types import EXPORT_FILE_BYTES
 from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_text_durable
 from rlsys.utils.errors import CheckpointError
 
-FILE_BYTES = 5 * 10**9
+FILE_BYTES = EXPORT_FILE_BYTES
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
+from rlsys.types import LOGITS_CHUNK_ELEMENTS
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def token_stats(
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    limit = chunk_elements or CHUNK_ELEMENTS.get(hidden.device.type, 1 << 26)
+    limit = chunk_elements or LOGITS_CHUNK_ELEMENTS.get(hidden.device.type, 1 << 26)
     rows = max(1, limit // max(1, weight.shape[0]))
     wanted = ("entropy" in outputs, "sum_pi_squared" in outputs)
     stats = _TokenStats.apply(hidden, weight, targets, 1.0 / temperature, rows, *wanted, part)

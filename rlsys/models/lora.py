@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rlsys.config.schema.model import ModelConfig
 from rlsys.models.hf import InMemory, SafetensorsDir, TensorSource
 from rlsys.utils.errors import CheckpointError, ConfigError
 
@@ -34,6 +35,20 @@ class LoraSettings:
     target_modules: str | tuple[str, ...] = "all-linear"
     adapter_path: str | None = None
     seed: int = 0
+
+
+def lora_settings(model: ModelConfig, *, seed: int) -> LoraSettings | None:
+    """The adapters of a trained role, if it has any."""
+    if model.lora_rank == 0 and model.lora_adapter_path is None:
+        return None
+    targets = model.target_modules
+    return LoraSettings(
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        target_modules="all-linear" if targets == ("all-linear",) else targets,
+        adapter_path=model.lora_adapter_path,
+        seed=seed,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,76 @@
-"""A memory plan as people read it: its table, the stages that do not fit, and what would change that."""
+"""A memory plan as people read it: a line, a table, the stages that do not fit, and what would change that."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from rlsys.config import PPOConfig
-from rlsys.planning.memory import MemoryPlan, Stage
+from rlsys.config.checks.files import model_facts
+from rlsys.planning.footprint import decoder_of
+from rlsys.planning.memory import CACHE, Device, Facts, MemoryPlan, Stage, plan_memory
 from rlsys.planning.roles import Bytes, together
 from rlsys.utils.errors import ConfigError
 
 GIB = 1 << 30
 WORTH = 0.99
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+
+
+def memory_line(cfg: PPOConfig) -> str:
+    """The plan of a configuration in a line: GiB on one device to start, to generate, and at most in the other stages.
+
+    Empty where the model's config.json is not on this machine. An engine that takes a share of the device for its
+    cache is counted without it.
+    """
+    policy, grader = cfg.actor_rollout_ref, cfg.reward.reward_model
+    actor = _facts(policy.model.path)
+    if not actor:
+        return ""
+    actor = {**actor, **policy.model.override_config}
+    device = _device(cfg)
+    try:
+        plan = plan_memory(
+            cfg,
+            actor,
+            critic=_facts(cfg.critic.model.path) if cfg.critic.model.path != policy.model.path else None,
+            reward_model=_facts(grader.model_path) if grader.enable else None,
+            device=device,
+            device_bytes=0,
+        )
+        parameters = decoder_of(actor).parameters
+    except (ConfigError, KeyError) as error:
+        return f"cannot be planned: {error}"
+    stages = {stage.name: stage for stage in plan.train}
+    peak = max((s for s in plan.train if s.name not in ("start", "rollout")), key=lambda stage: stage.total)
+    own = {stage.name: stage for stage in plan.rollout}
+    figures = [f"{_gib(stages['start'])} to start"]
+    if generating := own.get("rollout") or stages.get("rollout"):
+        where = " (on a rollout device)" if own else ""
+        share = device == "cuda" and not generating.bytes.get(CACHE)
+        cache = f" + {policy.rollout.name}'s cache" if share else ""
+        figures.append(f"{_gib(generating)}{cache} to generate{where}")
+    figures.append(f"{_gib(peak)} at most in the other stages ({peak.name})")
+    kind = "GPU" if device == "cuda" else "CPU process"
+    return f"{parameters / 1e6:.1f}M parameters; GiB on a {kind}: {', '.join(figures)}"
+
+
+def _facts(path: str | None) -> Facts:
+    return model_facts(Path(path)) if path else {}
+
+
+def _device(cfg: PPOConfig) -> Device:
+    """The device that workers will find, as far as can be known before they start: a cluster is taken to have GPUs."""
+    run = cfg.trainer
+    if run.device != "auto":
+        return run.device
+    joins = run.backend == "ray" and bool(cfg.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS"))
+    return "cuda" if joins or Path("/dev/nvidiactl").exists() else "cpu"
+
+
+def _gib(stage: Stage) -> str:
+    return f"{stage.total / GIB:.1f}"
 
 
 def table(stages: Sequence[Stage], *, room_bytes: int) -> str:

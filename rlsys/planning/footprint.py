@@ -11,14 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlsys.models.logprobs import CHUNK_ELEMENTS
-from rlsys.models.lora import LoraSettings
-from rlsys.models.megatron.adapter_factors import factors_of, plan_adapters
 from rlsys.models.megatron.family import Head, family_of
 from rlsys.models.megatron.parallel import RankPlace
 from rlsys.models.megatron.rules import extents
+from rlsys.types import LOGITS_CHUNK_ELEMENTS
+
+if TYPE_CHECKING:
+    from rlsys.models.lora import LoraSettings
 
 WIDE = 4
 """Bytes of float32."""
@@ -128,6 +129,8 @@ def adapters_at(
 
 @cache
 def _adapters(key: str, place: RankPlace, lora: LoraSettings, head: Head, grouped: bool) -> Adapters:
+    from rlsys.models.megatron.adapter_factors import factors_of, plan_adapters
+
     hf_config = json.loads(key)
     family = family_of(hf_config)
     shards_at = partial(family.shards, hf_config, head=head, grouped_experts=grouped)
@@ -182,7 +185,7 @@ def logits_bytes(
 ) -> int:
     """Chunks of logits in float32 and the gradient of the output weight, at their highest (`rlsys.models.logprobs`)."""
     vocab = -(-d.vocab // tp)
-    rows = min(max(1, CHUNK_ELEMENTS[device] // vocab), responses)
+    rows = min(max(1, LOGITS_CHUNK_ELEMENTS[device] // vocab), responses)
     chunk = WIDE * rows * vocab
     if not backward:
         return chunk * (3 if entropy else 2)

@@ -6,13 +6,37 @@ is what torch allocates; the CUDA context, NCCL's buffers and unused room of the
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from rlsys.config import PPOConfig, plan_batches
-from rlsys.engines.export import FILE_BYTES
+from rlsys.config.plan import BatchPlan, RolePlan
+from rlsys.config.schema.actor import ActorConfig, CriticConfig
+from rlsys.config.schema.megatron import MegatronConfig, MegatronRoleConfig
+from rlsys.config.schema.model import FSDPConfig, ModelConfig, ShardConfig
+from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.planning import footprint as fp
-from rlsys.planning.roles import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, Bytes, FsdpRole, MegatronRole, together
-from rlsys.planning.sizes import Device, DeviceRole, Facts, Job, Lengths, device_roles, width_of
+from rlsys.planning.roles import (
+    GRADIENTS,
+    MASTERS,
+    OPTIMIZER,
+    PARAMETERS,
+    Bytes,
+    Computing,
+    FsdpRole,
+    MegatronRole,
+    Pass,
+    Role,
+    filled_pass,
+    fixed_pass,
+    megatron_role,
+    together,
+)
+from rlsys.types import EXPORT_FILE_BYTES
+
+if TYPE_CHECKING:
+    from rlsys.models.lora import LoraSettings
 
 ROLLOUT_WEIGHTS, CACHE, DRAWING, STAGING = "rollout weights", "cache", "drawing", "staging"
 RESIDENT = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER, ROLLOUT_WEIGHTS)
@@ -22,6 +46,48 @@ ORDER = (
     *("start", "rollout", "old_log_prob", "ref", "reward_model", "values"),
     *("update_critic", "update_actor", "update_weights", "save_checkpoint"),
 )
+Facts = Mapping[str, Any]
+Device = Literal["cuda", "cpu"]
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of the longest prompt and response, and of both in a row on average."""
+
+    prompt: int
+    response: int
+    mean_prompt: int
+    mean_response: int
+
+    @classmethod
+    def longest(cls, cfg: PPOConfig) -> Lengths:
+        """Every row as long as it may be."""
+        prompt, response = cfg.data.max_prompt_length, cfg.data.max_response_length
+        return cls(prompt, response, prompt, response)
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """What planning reads: the configuration, its batch plan, lengths, the device and the rank's pipeline stage."""
+
+    cfg: PPOConfig
+    plan: BatchPlan
+    lengths: Lengths
+    device: Device
+    pp_rank: int
+
+
+@dataclass(frozen=True)
+class DeviceRole:
+    """A role, the owners that leave the device while others run, and its stages: (name, whether it trains, pass)."""
+
+    role: Role
+    leaves: frozenset[str]
+    stages: tuple[tuple[str, bool, Pass], ...]
+
+    def waiting(self, *, but: frozenset[str] = frozenset()) -> Bytes:
+        """What is on the device while another role runs."""
+        return {owner: size for owner, size in self.role.held().items() if owner not in self.leaves - but}
 
 
 @dataclass(frozen=True)
@@ -59,25 +125,25 @@ def plan_memory(
 ) -> MemoryPlan:
     """The memory of every stage; `actor`, `critic` and `reward_model` are the models' config.json.
 
-    Of pipeline stages the one that needs most is told. vLLM takes its share of `device_bytes`, SGLang of what the
+    Of pipeline stages the one that needs most is returned. vLLM takes its share of `device_bytes`, SGLang of what the
     actor leaves of them. ConfigError for a model without a table.
     """
     policy, plan, given = cfg.actor_rollout_ref.actor, plan_batches(cfg), lengths or Lengths.longest(cfg)
     stages = policy.megatron.pipeline_model_parallel_size if policy.strategy == "megatron" else 1
     here = plan.pools.colocated and not plan.pools.external
-    found = []
+    by_stage = []
     for pp_rank in range(stages):
-        job = Job(cfg, plan, given, device, pp_rank)
+        job = PlanInputs(cfg, plan, given, device, pp_rank)
         roles = device_roles(job, actor, critic or actor, reward_model)
         engine = _engine(job, actor, device_bytes, roles[0].role.held()) if here else {}
-        found.append(_training_stages(job, actor, roles, engine))
-    train = max(found, key=lambda stages: max(stage.total for stage in stages))
+        by_stage.append(_training_stages(job, actor, roles, engine))
+    train = max(by_stage, key=lambda stages: max(stage.total for stage in stages))
     if plan.pools.colocated or plan.pools.external:
         return MemoryPlan(train)
-    return MemoryPlan(train, _rollout_stages(_engine(Job(cfg, plan, given, device, 0), actor, device_bytes, {})))
+    return MemoryPlan(train, _rollout_stages(_engine(PlanInputs(cfg, plan, given, device, 0), actor, device_bytes, {})))
 
 
-def _training_stages(job: Job, facts: Facts, roles: list[DeviceRole], engine: Bytes) -> tuple[Stage, ...]:
+def _training_stages(job: PlanInputs, facts: Facts, roles: list[DeviceRole], engine: Bytes) -> tuple[Stage, ...]:
     """`engine` is the rollout's where it lives here: on CUDA it sleeps while roles run, unless it keeps its memory."""
     rollout = job.cfg.actor_rollout_ref.rollout
     keeps = job.device == "cuda" and not rollout.free_cache_engine and rollout.name != "hf"
@@ -106,11 +172,11 @@ def _rollout_stages(engine: Bytes) -> tuple[Stage, ...]:
     return Stage("start", weights), Stage("rollout", engine), Stage("update_weights", pushed)
 
 
-def _only(found: Bytes, owner: str) -> Bytes:
-    return {owner: found[owner]} if owner in found else {}
+def _only(engine: Bytes, owner: str) -> Bytes:
+    return {owner: engine[owner]} if owner in engine else {}
 
 
-def _engine(job: Job, facts: Facts, device_bytes: int, beside: Bytes) -> Bytes:
+def _engine(job: PlanInputs, facts: Facts, device_bytes: int, beside: Bytes) -> Bytes:
     """The rollout's engine while it generates, started where `beside` was already."""
     rollout, d = job.cfg.actor_rollout_ref.rollout, fp.decoder_of(facts)
     c = width_of(rollout.dtype, job.device)
@@ -130,24 +196,186 @@ def _engine(job: Job, facts: Facts, device_bytes: int, beside: Bytes) -> Bytes:
     }
 
 
-def _staging(job: Job, facts: Facts, actor: DeviceRole) -> int:
+def _staging(job: PlanInputs, facts: Facts, actor: DeviceRole) -> int:
     """What a push takes beside both sides: copies for checksums, merged adapters, buckets of the gathering way."""
     role, engine = actor.role, job.cfg.actor_rollout_ref.rollout.checkpoint_engine
-    found = 2 * fp.decoder_of(facts).largest + CHECKSUM_WORDS_BYTES if job.device == "cuda" else 0
+    staging = 2 * fp.decoder_of(facts).largest + CHECKSUM_WORDS_BYTES if job.device == "cuda" else 0
     if isinstance(role, FsdpRole) and role.lora_rank:
-        found += role.master * role.model.parameters // role.ranks
+        staging += role.master * role.model.parameters // role.ranks
     if isinstance(role, MegatronRole) and role.adapters:
-        found += role.how.c * role.held_here.parameters
+        staging += role.how.c * role.held_here.parameters
     if engine.backend == "gather":
-        found += min(engine.update_weights_bucket_megabytes << 20, fp.WIDE * fp.decoder_of(facts).parameters)
-    return found
+        staging += min(engine.update_weights_bucket_megabytes << 20, fp.WIDE * fp.decoder_of(facts).parameters)
+    return staging
 
 
-def _export(job: Job, facts: Facts) -> int:
+def _export(job: PlanInputs, facts: Facts) -> int:
     """A Hugging Face export gathers whole tensors, a file of them at a time; other checkpoints take nothing."""
     actor, d = job.cfg.actor_rollout_ref.actor, fp.decoder_of(facts)
     if "hf_model" not in actor.checkpoint.save_contents:
         return 0
     dtype = actor.megatron.dtype if actor.strategy == "megatron" else actor.fsdp_config.model_dtype
     width = width_of(dtype, job.device)
-    return min(FILE_BYTES, width * d.parameters) + width * d.largest
+    return min(EXPORT_FILE_BYTES, width * d.parameters) + width * d.largest
+
+
+def device_roles(job: PlanInputs, actor: Facts, critic: Facts, reward_model: Facts | None) -> list[DeviceRole]:
+    """All roles of a training device, the actor first."""
+    roles = [_actor(job, actor), *_reference(job, actor)]
+    if job.plan.critic is not None:
+        roles.append(_critic(job, job.plan.critic, critic))
+    if reward_model is not None and not job.plan.pools.reward_model_ranks:
+        roles.append(_reward_model(job, reward_model))
+    return roles
+
+
+def width_of(dtype: str, device: Device) -> int:
+    """Bytes of an element."""
+    narrow = dtype in ("bfloat16", "float16") or (dtype == "auto" and device == "cuda")
+    return 2 if narrow else fp.WIDE
+
+
+def _actor(job: PlanInputs, facts: Facts) -> DeviceRole:
+    policy, rollout = job.cfg.actor_rollout_ref, job.cfg.actor_rollout_ref.rollout
+    actor, model = policy.actor, policy.model
+    sharing = _sharing(actor)
+    scored = _pass(
+        job,
+        job.plan.samples // job.plan.actor.dp_size,
+        rows=rollout.log_prob_micro_batch_size_per_gpu,
+        max_tokens=rollout.log_prob_max_token_len_per_gpu if rollout.log_prob_use_dynamic_bsz else None,
+        sharing=sharing,
+    )
+    stages = [("update_actor", True, _training(job, job.plan.actor, sharing))]
+    if not job.cfg.algorithm.rollout_correction.bypass_mode:
+        stages.append(("old_log_prob", False, scored))
+    if job.plan.use_reference and model.lora_rank:
+        stages.append(("ref", False, scored))
+    settings = actor.megatron if actor.strategy == "megatron" else actor.fsdp_config
+    role = _role(
+        job,
+        facts,
+        settings,
+        recompute=model.enable_gradient_checkpointing,
+        entropy=actor.entropy_coeff != 0 or actor.calculate_entropy,
+        lora=_lora(model),
+    )
+    return DeviceRole(role, _leaving(settings), tuple(stages))
+
+
+def _reference(job: PlanInputs, facts: Facts) -> Iterator[DeviceRole]:
+    policy, ref = job.cfg.actor_rollout_ref, job.cfg.actor_rollout_ref.ref
+    if not job.plan.use_reference or policy.model.lora_rank:
+        return
+    megatron = policy.actor.strategy == "megatron"
+    settings = ref.megatron if megatron else ref.fsdp_config
+    scored = _pass(
+        job,
+        job.plan.samples // job.plan.actor.dp_size,
+        rows=ref.log_prob_micro_batch_size_per_gpu,
+        max_tokens=ref.log_prob_max_token_len_per_gpu if ref.log_prob_use_dynamic_bsz else None,
+        sharing=ref.megatron.context_parallel_size if megatron else ref.ulysses_sequence_parallel_size,
+    )
+    leaves = frozenset([PARAMETERS] * settings.param_offload)
+    yield DeviceRole(_role(job, facts, settings, trained=False), leaves, (("ref", False, scored),))
+
+
+def _critic(job: PlanInputs, plan: RolePlan, facts: Facts) -> DeviceRole:
+    critic = job.cfg.critic
+    settings = critic.megatron if critic.strategy == "megatron" else critic.fsdp
+    scored = _pass(
+        job,
+        job.plan.samples // plan.dp_size,
+        rows=critic.forward_micro_batch_size_per_gpu,
+        max_tokens=critic.forward_max_token_len_per_gpu if critic.use_dynamic_bsz else None,
+        sharing=_sharing(critic),
+    )
+    recompute = critic.model.enable_gradient_checkpointing
+    role = _role(job, facts, settings, lm=False, recompute=recompute, lora=_lora(critic.model))
+    trained = _training(job, plan, _sharing(critic))
+    return DeviceRole(role, _leaving(settings), (("values", False, scored), ("update_critic", True, trained)))
+
+
+def _reward_model(job: PlanInputs, facts: Facts) -> DeviceRole:
+    grader, ranks = job.cfg.reward.reward_model, job.plan.pools.train_ranks
+    scored = _pass(
+        job,
+        job.plan.samples // ranks,
+        rows=grader.micro_batch_size_per_gpu,
+        max_tokens=grader.forward_max_token_len_per_gpu if grader.use_dynamic_bsz else None,
+        sharing=1,
+    )
+    how = Computing(width_of(grader.dtype, job.device), job.device, recompute=False)
+    role = FsdpRole(fp.decoder_of(facts, head="value"), how, ranks, master=fp.WIDE, trained=False, lm=False)
+    return DeviceRole(role, frozenset(), (("reward_model", False, scored),))
+
+
+def _sharing(role: ActorConfig | CriticConfig) -> int:
+    """Ranks that share the tokens of a pack."""
+    megatron = role.strategy == "megatron"
+    return role.megatron.context_parallel_size if megatron else role.ulysses_sequence_parallel_size
+
+
+def _pass(job: PlanInputs, num_rows: int, *, rows: int | None, max_tokens: int | None, sharing: int) -> Pass:
+    prompt, response = job.lengths.mean_prompt, job.lengths.mean_response
+    if max_tokens is not None:
+        return filled_pass(num_rows, max_tokens, prompt=prompt, response=response, sharing=sharing)
+    return fixed_pass(num_rows, rows or num_rows, prompt=prompt, response=response, sharing=sharing)
+
+
+def _training(job: PlanInputs, plan: RolePlan, sharing: int) -> Pass:
+    rows = plan.micro_batch_samples
+    return _pass(job, plan.rank_samples, rows=rows, max_tokens=plan.max_tokens, sharing=sharing)
+
+
+def _role(
+    job: PlanInputs,
+    facts: Facts,
+    settings: ShardConfig | MegatronRoleConfig,
+    *,
+    trained: bool = True,
+    lm: bool = True,
+    recompute: bool = False,
+    entropy: bool = False,
+    lora: LoraSettings | None = None,
+) -> Role:
+    head, ranks = "lm" if lm else "value", job.plan.pools.train_ranks
+    how = Computing(width_of(settings.dtype, job.device), job.device, recompute and trained, entropy)
+    if isinstance(settings, MegatronRoleConfig):
+        return megatron_role(
+            facts,
+            how,
+            ParallelSizes.from_config(settings),
+            ranks=ranks,
+            pp_rank=job.pp_rank,
+            head=head,
+            trained=trained,
+            fused=job.device == "cuda",
+            lora=lora,
+        )
+    return FsdpRole(
+        fp.decoder_of(facts, head=head),
+        how,
+        ranks=settings.fsdp_size if settings.fsdp_size > 0 else ranks,
+        master=width_of(settings.model_dtype, job.device),
+        trained=trained,
+        lm=lm,
+        on_host=settings.offload_policy and job.device == "cuda",
+        lora_rank=lora.rank if lora is not None else 0,
+    )
+
+
+def _leaving(settings: FSDPConfig | MegatronConfig) -> frozenset[str]:
+    """Owners that are offloaded; Megatron's optimizer has the masters."""
+    optimizer = [OPTIMIZER, MASTERS] * settings.optimizer_offload
+    grads = [GRADIENTS] * (isinstance(settings, MegatronConfig) and settings.grad_offload)
+    return frozenset([PARAMETERS] * settings.param_offload + optimizer + grads)
+
+
+def _lora(model: ModelConfig) -> LoraSettings | None:
+    """The adapters of a trained role; only with some does planning import torch."""
+    if not model.lora_rank and model.lora_adapter_path is None:
+        return None
+    from rlsys.models.lora import lora_settings
+
+    return lora_settings(model, seed=0)

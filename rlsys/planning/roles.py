@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlsys.models.lora import LoraSettings
 from rlsys.models.megatron.family import Head
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.planning import footprint as fp
+
+if TYPE_CHECKING:
+    from rlsys.models.lora import LoraSettings
 
 Bytes = dict[str, int]
 PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER = "parameters", "gradients", "masters", "optimizer"
@@ -32,7 +34,7 @@ class Pass:
 
 def fixed_pass(rows: int, micro_rows: int, *, prompt: int, response: int, sharing: int) -> Pass:
     """Micro-batches of so many rows of full length, each shared by `sharing` ranks."""
-    micro = min(rows, micro_rows)
+    micro = max(1, min(rows, micro_rows))
     return Pass(micro * (prompt + response) // sharing, micro * response // sharing, -(-rows // micro))
 
 
@@ -245,13 +247,13 @@ def megatron_role(
 
 
 def _higher(*candidates: Bytes) -> Bytes:
-    return max(candidates, key=lambda found: sum(found.values()))
+    return max(candidates, key=lambda owners: sum(owners.values()))
 
 
 def together(parts: Sequence[Mapping[str, int]]) -> Bytes:
     """Bytes of several by owner."""
-    found: Bytes = {}
+    total: Bytes = {}
     for part in parts:
         for owner, size in part.items():
-            found[owner] = found.get(owner, 0) + size
-    return found
+            total[owner] = total.get(owner, 0) + size
+    return total

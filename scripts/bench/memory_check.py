@@ -25,10 +25,14 @@ import torch
 sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 
 from rlsys.config import PPOConfig, load_config, plan_batches  # noqa: E402
-from rlsys.planning.memory import RESIDENT, MemoryPlan, plan_memory  # noqa: E402
+from rlsys.planning.memory import (  # noqa: E402
+    RESIDENT,
+    Lengths,
+    MemoryPlan,
+    plan_memory,
+)
 from rlsys.planning.roles import GRADIENTS  # noqa: E402
 from rlsys.planning.shapes import SHAPES  # noqa: E402
-from rlsys.planning.sizes import Lengths  # noqa: E402
 from rlsys.telemetry import memory  # noqa: E402
 from trainer.backend import running_backend  # noqa: E402
 from trainer.build import build_trainer  # noqa: E402

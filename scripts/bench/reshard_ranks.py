@@ -27,7 +27,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 
-from rlsys.planning.engine_layout import local_shapes  # noqa: E402
+from rlsys.planning.layouts import local_shapes  # noqa: E402
 from rlsys.types import Box, Shard, WeightLayout  # noqa: E402
 from rlsys.weights.batched_copy import BatchedCopy, bits_of  # noqa: E402
 from rlsys.weights.executors.cuda_ipc import (  # noqa: E402

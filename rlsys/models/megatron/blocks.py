@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch.nn import functional
-
 from rlsys.models.megatron.rules import Rule, columns, grouped, stacked, whole
 from rlsys.utils.errors import ConfigError
 
@@ -100,6 +98,8 @@ def attention_dims(hf_config: HFConfig) -> dict[str, int]:
 
 def attention_settings(hf_config: HFConfig) -> dict[str, Any]:
     """Megatron's settings of a decoder with RMSNorm, grouped-query attention and a gated MLP, without dropout."""
+    from torch.nn import functional  # here alone: the rest of the tables is read without torch
+
     dims = attention_dims(hf_config)
     return {
         "num_layers": dims["layers"],

@@ -1,4 +1,4 @@
-"""A model that Megatron cannot take is told before any worker starts."""
+"""A model that Megatron cannot take is refused before any worker starts."""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ from trainer.rewards import reward_manager, reward_pool
 LENGTHY = """
 class Lengthy:
     def __init__(self, tokenizer, num_examine, max_resp_len=None, overlong_buffer_cfg=None):
-        self.told = (max_resp_len, overlong_buffer_cfg.enable, overlong_buffer_cfg.len)
+        self.given = (max_resp_len, overlong_buffer_cfg.enable, overlong_buffer_cfg.len)
 
     def grade(self, rows):
-        return self.told
+        return self.given
 """
 
 

@@ -61,19 +61,19 @@ def test_a_source_taken_up_after_each_step_gives_the_batches_of_an_uninterrupted
     whole = make()
     expected = [seen(whole) for _ in range(4)]
     whole.close()
-    found = []
+    batches = []
     state: dict[str, Any] = {}
     for step in range(4):
         source = make()
         if state:
             source.load(state, tmp_path / str(step - 1))
-        found.append(seen(source))
+        batches.append(seen(source))
         (tmp_path / str(step)).mkdir()
         source.save_pending(tmp_path / str(step))
         state = source.state_dict()
         source.close()
-    assert found == expected
-    assert [answers[0] for answers, _, _ in found] == [101, 202, 303, 404]
+    assert batches == expected
+    assert [answers[0] for answers, _, _ in batches] == [101, 202, 303, 404]
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from rlsys.models.megatron.family import family_of
 from rlsys.models.megatron.parallel import ParallelSizes
-from rlsys.planning.engine_layout import EngineSizes, engine_layouts, local_shapes
-from rlsys.planning.trainer_layout import megatron_layouts
+from rlsys.planning.layouts import EngineSizes, engine_layouts, local_shapes, megatron_layouts
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.endpoints import WeightReceiver, WeightSender

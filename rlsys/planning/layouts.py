@@ -1,8 +1,8 @@
-"""What an inference engine of vLLM's or SGLang's shape holds on each rank, in boxes of HF tensors.
+"""What trainer and engine ranks hold, in boxes of HF tensors, computed without any rank: for plans, tests, benchmarks.
 
-Fused qkv_proj and gate_up_proj, stacked experts w13_weight (E, 2I, H) and w2_weight (E, H, I), fused MLA down
-projections, vocabulary padded to a multiple, key-value heads repeated where there are fewer than tensor-parallel ranks.
-For engines that cannot be asked; a live engine is learned from itself (see learn.py).
+The engine is of vLLM's or SGLang's shape: fused qkv_proj and gate_up_proj, stacked experts w13_weight (E, 2I, H) and
+w2_weight (E, H, I), fused MLA down projections, vocabulary padded to a multiple, key-value heads repeated where there
+are fewer than tensor-parallel ranks. A live engine is learned from itself instead (`rlsys.weights.learn`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from rlsys.models.megatron.family import family_of
+from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.errors import ConfigError
 
@@ -30,6 +33,58 @@ ORDER = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_a_proj", "kv_a
 ROWS = ("q_b_proj", "kv_b_proj", "embed_tokens", "lm_head")
 COLUMNS = ("o_proj", "down_proj")
 W13, W2 = {"gate_proj": 0, "up_proj": 1, "w1": 0, "w3": 1}, ("down_proj", "w2")
+
+
+def megatron_layouts(
+    hf_config: Mapping[str, Any],
+    sizes: ParallelSizes,
+    *,
+    dp_size: int = 1,
+    dtype: str = "bfloat16",
+    ranks_per_host: int = 8,
+    grouped_experts: bool = False,
+    fused_norms: bool = False,
+) -> list[WeightLayout]:
+    """The layouts of all ranks of a Megatron trainer of the model of `hf_config`; equal ranks share their shards.
+
+    `dp_size` counts copies of the dense part, context-parallel ranks included.
+    """
+    family = family_of(hf_config)
+    shapes, aliases = family.hf_shapes(hf_config), family.aliases(hf_config)
+    dtypes = dict.fromkeys(shapes, dtype)
+    made: dict[RankPlace, tuple[Shard, ...]] = {}
+    layouts = []
+    world_size = sizes.tp * sizes.pp * dp_size
+    for rank in range(world_size):
+        place = sizes.place(rank, world_size)
+        if place not in made:
+            made[place] = family.shards(hf_config, place, grouped_experts=grouped_experts, fused_norms=fused_norms)
+        layouts.append(WeightLayout(rank, f"host {rank // ranks_per_host}", made[place], shapes, dtypes, aliases))
+    return layouts
+
+
+def fsdp_layouts(
+    shapes: Mapping[str, tuple[int, ...]],
+    world_size: int,
+    *,
+    dtype: str = "float32",
+    ranks_per_host: int = 8,
+    aliases: Mapping[str, str] | None = None,
+) -> list[WeightLayout]:
+    """The layouts of FSDP ranks: equal chunks of the first dimension, the last ones short or empty."""
+    dtypes = dict.fromkeys(shapes, dtype)
+    layouts = []
+    for rank in range(world_size):
+        shards = []
+        for name, shape in shapes.items():
+            chunk = -(-shape[0] // world_size)
+            start, stop = min(shape[0], rank * chunk), min(shape[0], (rank + 1) * chunk)
+            if start < stop:
+                box = Box(name, (start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]))
+                shards.append(Shard(box, name, (0,) * len(shape)))
+        host = f"host {rank // ranks_per_host}"
+        layouts.append(WeightLayout(rank, host, tuple(shards), shapes, dtypes, aliases or {}))
+    return layouts
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from rlsys.config import PPOConfig, load_config
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.planning import footprint as fp
 from rlsys.planning.advice import remedies, table, too_large
-from rlsys.planning.memory import MemoryPlan, Stage, plan_memory
+from rlsys.planning.memory import Lengths, MemoryPlan, Stage, plan_memory
 from rlsys.planning.roles import Computing, FsdpRole, Pass, filled_pass, fixed_pass, megatron_role
 from rlsys.planning.shapes import SHAPES
-from rlsys.planning.sizes import Lengths
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 1 << 30
@@ -112,7 +111,7 @@ def test_ranks_that_share_sequences_share_their_activations_and_one_optimizer() 
         for size in (1, 2)
     )
     assert shared["update_weights"].bytes == apart["update_weights"].bytes
-    ours, theirs = (found["update_actor"].sum_of("activations") for found in (shared, apart))
+    ours, theirs = (plan["update_actor"].sum_of("activations") for plan in (shared, apart))
     assert ours == pytest.approx(theirs / 2, rel=0.01)
 
 
@@ -120,8 +119,8 @@ def test_adapters_on_megatron_are_what_has_gradients_masters_and_moments() -> No
     options = (f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=2", "actor_rollout_ref.model.lora_rank=4")
     held = stages(plan_memory(config(*options), SHAPES["tiny"]))["update_weights"].bytes
     adapters = 4 * fp.decoder_of(SHAPES["tiny"]).adaptable
-    found = [held[owner] for owner in ("parameters", "gradients", "masters", "optimizer")]
-    assert found == [2 * (N + adapters), 4 * adapters, 2 * adapters, 4 * adapters]
+    sizes = [held[owner] for owner in ("parameters", "gradients", "masters", "optimizer")]
+    assert sizes == [2 * (N + adapters), 4 * adapters, 2 * adapters, 4 * adapters]
     assert held["staging"] >= 2 * N
     cut = stages(plan_memory(config(*options, f"{ACTOR}.megatron.tensor_model_parallel_size=2"), SHAPES["tiny"]))
     whole_factors = cut["start"].bytes["gradients"] - 4 * adapters // 2
@@ -139,8 +138,8 @@ def test_a_rollout_of_its_own_has_its_own_table() -> None:
 
 def test_vllm_takes_its_share() -> None:
     name = ("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.gpu_memory_utilization=0.5")
-    found = stages(plan_memory(config(*name), SHAPES["tiny"], device_bytes=10 * GIB))["rollout"]
-    assert found.sum_of("rollout weights", "cache") == 5 * GIB
+    rollout = stages(plan_memory(config(*name), SHAPES["tiny"], device_bytes=10 * GIB))["rollout"]
+    assert rollout.sum_of("rollout weights", "cache") == 5 * GIB
     for frees, cache in ((True, 0), (False, 5 * GIB - 2 * N)):
         kept = plan_memory(
             config(*name, f"actor_rollout_ref.rollout.free_cache_engine={frees}"),
@@ -154,8 +153,8 @@ def test_vllm_takes_its_share() -> None:
 
 def test_sglang_takes_its_share_of_what_the_actor_leaves() -> None:
     names = ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.gpu_memory_utilization=0.5")
-    found = stages(plan_memory(config(*names, "trainer.n_gpus_per_node=1"), SHAPES["tiny"], device_bytes=10 * GIB))
-    assert found["rollout"].sum_of("rollout weights", "cache") == (10 * GIB - 3 * 4 * N) // 2
+    by_name = stages(plan_memory(config(*names, "trainer.n_gpus_per_node=1"), SHAPES["tiny"], device_bytes=10 * GIB))
+    assert by_name["rollout"].sum_of("rollout weights", "cache") == (10 * GIB - 3 * 4 * N) // 2
     apart = config(*names, "trainer.n_gpus_per_node=1", "trainer.rollout_workers=1")
     (_, serving, _) = plan_memory(apart, SHAPES["tiny"], device_bytes=10 * GIB).rollout
     assert serving.sum_of("rollout weights", "cache") == 5 * GIB
@@ -171,10 +170,10 @@ def test_7b_beside_vllm_that_keeps_its_memory_on_two_h200() -> None:
         *(f"{rollout}.gpu_memory_utilization=0.3", f"{rollout}.free_cache_engine=false"),
         preset="smollm2",
     )
-    found = stages(plan_memory(cfg, SHAPES["7B"], device_bytes=int(139.8 * GIB)))
+    by_name = stages(plan_memory(cfg, SHAPES["7B"], device_bytes=int(139.8 * GIB)))
     measured = {"old_log_prob": 106.55, "update_actor": 108.74, "update_weights": 104.41, "save_checkpoint": 104.41}
     for name, gib in measured.items():
-        assert found[name].total / GIB == pytest.approx(gib, rel=0.03)
+        assert by_name[name].total / GIB == pytest.approx(gib, rel=0.03)
 
 
 @pytest.mark.parametrize(("tp", "measured_gib"), [(1, 108.0), (2, 76.0)])
@@ -183,8 +182,8 @@ def test_megatron_training_of_7b_on_two_h200(tp: int, measured_gib: float) -> No
     sizes = ParallelSizes(tp=tp, sequence_parallel=tp > 1)
     how = Computing(2, "cuda", recompute=False)
     role = megatron_role(SHAPES["7B"], how, sizes, ranks=2, pp_rank=0, head="lm", trained=True, fused=True)
-    found = sum(role.held().values()) + sum(role.training(Pass(4096, 4032, 4)).values())
-    assert found / GIB == pytest.approx(measured_gib, rel=0.05)
+    total = sum(role.held().values()) + sum(role.training(Pass(4096, 4032, 4)).values())
+    assert total / GIB == pytest.approx(measured_gib, rel=0.05)
 
 
 def test_half_a_billion_parameters_on_either_engine_on_one_h200() -> None:
@@ -194,8 +193,8 @@ def test_half_a_billion_parameters_on_either_engine_on_one_h200() -> None:
     )
     fsdp = FsdpRole(fp.decoder_of(SHAPES["0.5B"]), how, ranks=1, master=4, trained=True, lm=True)
     for role, measured_gib in ((megatron, 15.0), (fsdp, 16.0)):
-        found = sum(role.held().values()) + sum(role.training(size).values())
-        assert found / GIB == pytest.approx(measured_gib, rel=0.06)
+        total = sum(role.held().values()) + sum(role.training(size).values())
+        assert total / GIB == pytest.approx(measured_gib, rel=0.06)
 
 
 def test_ppo_of_smollm2_with_everything_in_one_process() -> None:
@@ -209,10 +208,10 @@ def test_ppo_of_smollm2_with_everything_in_one_process() -> None:
         "actor_rollout_ref.rollout.max_num_seqs=256",
     )
     cfg = config(*settings, preset="smollm2")
-    found = stages(plan_memory(cfg, SMOLLM2, lengths=Lengths(50, 256, 40, 256)))
+    by_name = stages(plan_memory(cfg, SMOLLM2, lengths=Lengths(50, 256, 40, 256)))
     measured = (("update_actor", 6.72), ("update_critic", 4.77), ("old_log_prob", 5.20), ("rollout", 4.94))
     for name, gib in (*measured, ("update_weights", 3.48)):
-        assert found[name].total / GIB == pytest.approx(gib, rel=0.05), name
+        assert by_name[name].total / GIB == pytest.approx(gib, rel=0.05), name
 
 
 def test_the_table_and_what_would_help() -> None:
@@ -230,9 +229,9 @@ def test_the_table_and_what_would_help() -> None:
     assert [stage.total for stage in too_large(plan, room_bytes=room)] == sorted(
         (stage.total for stage in plan.train), reverse=True
     )
-    told = list(remedies(cfg, replan, room_bytes=room))
-    assert any(line.startswith("trainer.n_gpus_per_node=2: ") for line in told)
-    assert all("everything fits" not in line for line in told)
+    lines = list(remedies(cfg, replan, room_bytes=room))
+    assert any(line.startswith("trainer.n_gpus_per_node=2: ") for line in lines)
+    assert all("everything fits" not in line for line in lines)
 
 
 def test_the_script_plans_a_model_that_is_not_here() -> None:

@@ -48,7 +48,7 @@ def _first(config: dict[str, int]) -> int | None:
     return config["num_hidden_layers"] // 2 if config["num_hidden_layers"] % 2 else None
 
 
-def test_experts_are_told_apart() -> None:
+def test_experts_are_counted_apart_from_the_dense_part() -> None:
     config = SHAPES["tiny-moe"]
     held = fp.held_at(config, RankPlace(ParallelSizes(ep=4)))
     assert held.experts == 4 * 2 * 3 * 64 * 48
@@ -71,8 +71,8 @@ def test_chunks_of_logits() -> None:
     chunk, slope = 4 * ((1 << 28) // 152064) * 152064, 4 * 152064 * 3584
     sizes = {"c": 2, "device": "cuda", "entropy": False}
     assert fp.logits_bytes(big, 5000, backward=False, trained=True, **sizes) == 2 * chunk
-    found = fp.logits_bytes(big, 5000, backward=True, trained=True, **sizes)
-    assert found == chunk * 3 // 2 + 2 * slope
+    logits = fp.logits_bytes(big, 5000, backward=True, trained=True, **sizes)
+    assert logits == chunk * 3 // 2 + 2 * slope
     assert fp.logits_bytes(big, 5000, backward=True, trained=False, **sizes) == chunk * 5 // 2
     few = fp.logits_bytes(big, 10, backward=False, trained=True, **sizes)
     assert few == 2 * 4 * 10 * 152064

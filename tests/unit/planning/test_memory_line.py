@@ -1,0 +1,128 @@
+"""The memory line of a job's plan: hand-checked figures of a 7B model, and what it costs to print."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlsys.config import load_config
+from rlsys.planning.advice import memory_line
+from rlsys.planning.footprint import decoder_of
+from rlsys.planning.shapes import SHAPES
+
+ROOT = Path(__file__).resolve().parents[3]
+GIB = 1 << 30
+LLAMA_7B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+}
+N = 2 * 32000 * 4096 + 32 * (4 * 4096**2 + 3 * 4096 * 11008 + 2 * 4096) + 4096
+NORMS = (2 * 32 + 1) * 4096
+TP8 = (N - NORMS) // 8 + NORMS
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+MEGATRON = f"{ACTOR}.strategy=megatron"
+
+
+def line(folder: Path, *settings: str, shape: dict[str, Any] = LLAMA_7B) -> str:
+    (folder / "config.json").write_text(json.dumps(shape))
+    given = ["data.train_files=null", "data.val_files=null", f"actor_rollout_ref.model.path={folder}"]
+    eight = ["trainer.n_gpus_per_node=8", "trainer.device=cuda", f"{ROLLOUT}.name=vllm", *settings]
+    return memory_line(load_config(["--config-name=quickstart", *given, *eight]))
+
+
+def figures(text: str) -> dict[str, float]:
+    """GiB to start, to generate and in the other stages."""
+    parts = text.partition("GiB on a GPU: ")[2].split(", ")
+    return dict(zip(("start", "generate", "other"), (float(part.split()[0]) for part in parts), strict=True))
+
+
+def gib(num_bytes: float) -> float:
+    return round(num_bytes / GIB, 1)
+
+
+def test_a_7b_model_on_eight_ranks_by_hand(tmp_path: Path) -> None:
+    assert N == 6_738_415_616
+    fsdp = line(tmp_path)
+    assert fsdp.startswith("6738.4M parameters; GiB on a GPU: ")
+    assert "to generate" in fsdp
+    assert "vllm's cache" in fsdp
+    sharded, whole = (4 + 8) * N / 8, 2 * N  # float32 weights and moments on 8 ranks; the rollout's bfloat16 copy
+    assert figures(fsdp)["start"] == figures(fsdp)["generate"] == gib(sharded + whole) == 22.0
+    offloaded = line(tmp_path, f"{ACTOR}.fsdp_config.optimizer_offload=true")
+    assert figures(offloaded)["generate"] == gib(4 * N / 8 + whole) == 15.7
+    assert figures(offloaded)["start"] == 22.0
+    megatron = line(tmp_path, f"{ACTOR}.megatron.tensor_model_parallel_size=8", MEGATRON)
+    assert figures(megatron)["generate"] == gib((2 + 4 + 4 + 8) * TP8 + whole) == 26.7
+    away = ("param_offload", "grad_offload", "optimizer_offload")
+    parked = line(
+        tmp_path,
+        f"{ACTOR}.megatron.tensor_model_parallel_size=8",
+        *(f"{ACTOR}.megatron.{part}=true" for part in away),
+        MEGATRON,
+    )
+    assert figures(parked)["generate"] == gib(whole) == 12.6
+
+
+def test_the_rollouts_dtype_and_tensor_parallelism_count(tmp_path: Path) -> None:
+    sharded = 12 * N / 8
+    wide = line(tmp_path, f"{ROLLOUT}.dtype=float32")
+    assert figures(wide)["generate"] == gib(sharded + 4 * N)
+    cut = line(tmp_path, f"{ROLLOUT}.tensor_model_parallel_size=4")
+    assert figures(cut)["generate"] == gib(sharded + 2 * N / 4)
+
+
+def test_an_engine_that_keeps_its_memory_is_there_in_training(tmp_path: Path) -> None:
+    kept = figures(line(tmp_path, f"{ROLLOUT}.free_cache_engine=false"))
+    separate = figures(line(tmp_path, "trainer.rollout_workers=8"))
+    assert kept["other"] == pytest.approx(separate["other"] + 2 * N / GIB, abs=0.11)
+
+
+def test_experts_count_and_rollout_devices_have_their_own_figure(tmp_path: Path) -> None:
+    shape = SHAPES["30B-A3B"]
+    text = line(tmp_path, "trainer.rollout_workers=8", MEGATRON, shape=shape)
+    assert text.startswith(f"{decoder_of(shape).parameters / 1e6:.1f}M parameters")
+    assert f"{2 * decoder_of(shape).parameters / GIB:.1f} + vllm's cache to generate (on a rollout device)" in text
+
+
+def test_what_cannot_be_planned_is_said_and_a_missing_model_leaves_the_line_out(tmp_path: Path) -> None:
+    odd = LLAMA_7B | {"architectures": ["Unheard"], "model_type": "unheard"}
+    assert line(tmp_path, shape=odd).startswith("cannot be planned: ")
+    assert line(tmp_path, shape={"architectures": ["LlamaForCausalLM"]}).startswith("cannot be planned: ")
+    assert memory_line(load_config(["--config-name=quickstart"])) == ""
+
+
+def test_a_dry_run_plans_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B))
+    code = "import sys, trainer.main_ppo as job\ntry: job.main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    argv = [
+        "--dry-run",
+        "--config-name=quickstart",
+        f"actor_rollout_ref.model.path={tmp_path}",
+        "trainer.device=cuda",
+        "data.train_files=null",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *argv],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "  memory     6738.4M parameters; GiB on a GPU: " in done.stdout
+    assert done.stdout.splitlines()[-1] == "False"
