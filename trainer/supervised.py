@@ -13,8 +13,8 @@ from rlsys.config import RMConfig, SFTConfig
 from rlsys.config.plan import total_steps
 from rlsys.data.collate import collate_pairs, collate_texts
 from rlsys.data.cursor import Cursor
-from rlsys.data.dataset import load_custom_dataset
-from rlsys.data.supervised import SupervisedDataset, TextFormat, load_pairs, load_texts
+from rlsys.data.dataset import configured_source
+from rlsys.data.supervised import SupervisedDataset, load_pairs, load_texts
 from rlsys.protocol import DataProto, pad_dataproto_to_divisor
 from rlsys.roles.lm import RankSums, mean_over_ranks
 from trainer.backend import WorkerBackend, load_tokenizer, running_backend
@@ -56,26 +56,11 @@ def load_rows(config: SFTConfig | RMConfig, tokenizer: PreTrainedTokenizerBase) 
     """The rows of the configured files or dataset class."""
     data = config.data
     assert data.train_files is not None
-    if isinstance(config, SFTConfig):
-        names: dict[str, Any] = {"messages_key": config.data.messages_key, "response_key": config.data.response_key}
-    else:
-        names = {"chosen_key": config.data.chosen_key, "rejected_key": config.data.rejected_key}
-    form = TextFormat(
-        prompt_key=config.data.prompt_key,
-        max_length=data.max_length,
-        truncation=data.truncation,
-        template_kwargs=data.apply_chat_template_kwargs,
-        **names,
-    )
     load: Any = load_texts if isinstance(config, SFTConfig) else load_pairs
-    options: dict[str, Any] = {"seed": data.seed, "bad_rows": data.bad_rows}
 
     def rows(files: Sequence[str], max_samples: int, *, shuffle: bool) -> SupervisedDataset[Any]:
-        own, source = data.custom_cls, list(files)
-        if own.path is not None and own.name is not None:
-            how = {"config": data, "max_samples": max_samples}
-            source = load_custom_dataset(own.path, own.name, data_files=files, tokenizer=tokenizer, **how)
-        return load(source, tokenizer, form, max_samples=max_samples, shuffle=shuffle, **options)
+        source = configured_source(data, files, tokenizer=tokenizer, max_samples=max_samples)
+        return load(source, tokenizer, data, max_samples=max_samples, shuffle=shuffle)
 
     train = rows(data.train_files, data.train_max_samples, shuffle=data.shuffle)
     val = rows(data.val_files, data.val_max_samples, shuffle=False) if data.val_files else None

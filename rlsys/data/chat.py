@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
+
+from rlsys.config.schema.data import Truncation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, str]
-Truncation = Literal["error", "left", "right", "middle"]
 
 
 def as_messages(prompt: str | Sequence[Message]) -> list[Message]:
-    """A text counts as one message of the user."""
+    """The messages of a prompt; a text is one user message."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
@@ -26,9 +27,9 @@ def render(
     add_generation_prompt: bool,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text of a conversation by the tokenizer's chat template; without one, the contents joined by line ends.
+    """The text of a conversation by the tokenizer's chat template; without one, the contents joined by newlines.
 
-    Raises ValueError when the template refuses the messages.
+    Raises ValueError if the template rejects the messages.
     """
     if not tokenizer.chat_template:
         return "\n".join(m["content"] for m in messages)
@@ -40,12 +41,12 @@ def render(
             **(template_kwargs or {}),
         )
     except (TemplateError, TypeError, KeyError) as error:
-        raise ValueError(f"the chat template refuses the messages: {error}") from error
+        raise ValueError(f"the chat template rejects the messages: {error}") from error
     return str(text)
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: bool = False) -> list[int]:
-    """Token ids of a text; `special_tokens` adds what the tokenizer begins and ends texts with."""
+    """Token ids of a text; `special_tokens` adds the tokenizer's own at start and end."""
     return list(tokenizer(text, add_special_tokens=special_tokens)["input_ids"])
 
 
@@ -55,7 +56,7 @@ def encode_prompt(
     *,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids that a completion follows on. A text counts as one message of the user where there is a template."""
+    """Token ids of a prompt; with a chat template a text is one user message."""
     text = render(tokenizer, as_messages(prompt), add_generation_prompt=True, template_kwargs=template_kwargs)
     return encode_text(tokenizer, text, special_tokens=not tokenizer.chat_template)
 
@@ -66,17 +67,17 @@ def encode_conversation(
     *,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[list[int], list[int], list[int]]:
-    """Token ids up to the first answer, token ids from there on, and which of the latter the assistant writes (1).
+    """Token ids up to the first answer, token ids from there on, and a mask of the latter: 1 on the assistant's tokens.
 
-    Each turn is tokenised by itself, as a model that writes it sees it. An answer ends with the end-of-text token; what
-    the template puts behind that belongs to the next turn. Raises ValueError without an answer, and for a template
-    that rewrites earlier turns.
+    Each turn is tokenised separately, as it is during generation. An answer ends with the end-of-text token; what the
+    template adds after it belongs to the next turn. Raises ValueError without an answer, and for a template that
+    rewrites earlier turns.
     """
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     if not answers:
-        raise ValueError("there is no message of the assistant to learn from")
+        raise ValueError("no assistant message to learn from")
     if answers[0] == 0:
-        raise ValueError("the first message is the assistant's, there is no prompt before it")
+        raise ValueError("the first message is the assistant's; there is no prompt before it")
     eos = tokenizer.eos_token_id
     prompt: list[int] = []
     response: list[int] = []
@@ -86,7 +87,7 @@ def encode_conversation(
         before = render(tokenizer, messages[:answer], add_generation_prompt=True, template_kwargs=template_kwargs)
         after = render(tokenizer, messages[: answer + 1], add_generation_prompt=False, template_kwargs=template_kwargs)
         if not before.startswith(done) or not after.startswith(before):
-            raise ValueError("the chat template changes earlier turns, so answers cannot be told from the rest")
+            raise ValueError("the chat template changes earlier turns, so answers cannot be separated from the rest")
         asked = encode_text(tokenizer, before[len(done) :], special_tokens=not done and not tokenizer.chat_template)
         answered = encode_text(tokenizer, after[len(before) :])
         end = len(answered) - answered[::-1].index(eos) if eos in answered else len(answered)
@@ -106,14 +107,15 @@ def encode_conversation(
 
 
 def truncate(token_ids: Sequence[int], max_tokens: int, how: Truncation) -> list[int]:
-    """At most `max_tokens` of them: without the `left`, the `right` or the `middle`. Raises ValueError by `error`."""
+    """At most `max_tokens` tokens, the `left`, `right` or `middle` cut off. Raises ValueError for `error`."""
     if len(token_ids) <= max_tokens:
         return list(token_ids)
     if how == "error":
         raise ValueError(f"{len(token_ids)} tokens are more than max_prompt_length={max_tokens}")
-    if how == "left":
-        return list(token_ids[-max_tokens:])
-    if how == "right":
-        return list(token_ids[:max_tokens])
-    head = max_tokens // 2
-    return [*token_ids[:head], *token_ids[len(token_ids) - (max_tokens - head) :]]
+    return [token_ids[i] for i in kept_positions(len(token_ids), max_tokens, how)]
+
+
+def kept_positions(num_tokens: int, max_tokens: int, how: Truncation) -> list[int]:
+    """Positions that remain when the `left`, `right` or `middle` is cut off."""
+    head = {"left": 0, "right": max_tokens, "middle": max_tokens // 2}[how]
+    return [*range(head), *range(num_tokens - (max_tokens - head), num_tokens)]

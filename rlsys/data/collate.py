@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlsys.data.chat import as_messages
 from rlsys.data.rows import PromptRow
-from rlsys.data.supervised import Pair, Text
+from rlsys.data.supervised import TokenizedPair, TokenizedText
 from rlsys.protocol import DataProto, object_array
 
 
@@ -35,8 +35,8 @@ def _padded(rows: Sequence[Sequence[int]], value: int, length: int | None, *, le
         raise ValueError(f"a row of {longest} tokens does not fit into {length}")
     padded = torch.full((len(rows), length), value, dtype=torch.int64)
     for number, row in enumerate(rows):
-        place = slice(length - len(row), length) if left else slice(0, len(row))
-        padded[number, place] = torch.tensor(list(row), dtype=torch.int64)
+        columns = slice(length - len(row), length) if left else slice(0, len(row))
+        padded[number, columns] = torch.tensor(list(row), dtype=torch.int64)
     return padded
 
 
@@ -46,7 +46,7 @@ def position_ids(attention_mask: Tensor) -> Tensor:
 
 
 def uid(epoch: int, index: int) -> str:
-    """The name that all answers to one prompt share; the same whenever the run is resumed."""
+    """The name that all answers to one prompt share; a resumed run gives the same."""
     return f"{epoch}-{index}"
 
 
@@ -60,7 +60,7 @@ def collate_prompts(
     """Prompts to generate from: tensors prompts, attention_mask, position_ids (B, P).
 
     P is `prompt_length`, or that of the longest prompt. Columns: uid, index, data_source, ability, reward_model,
-    extra_info, tools_kwargs, interaction_kwargs, raw_prompt, and the columns that rows have besides.
+    extra_info, tools_kwargs, interaction_kwargs, raw_prompt, and all other columns of the rows.
     """
     prompts = pad_left([row.token_ids for row in rows], value=pad_token_id, length=prompt_length)
     mask = pad_left([[1] * len(row.token_ids) for row in rows], value=0, length=prompt_length)
@@ -82,10 +82,10 @@ def collate_prompts(
     return DataProto.from_dict(tensors, {name: object_array(values) for name, values in columns.items()})
 
 
-def collate_texts(texts: Sequence[Text], *, pad_token_id: int) -> DataProto:
-    """Texts to learn from, in the layout of generated rows: prompts, responses, response_mask, input_ids,
+def collate_texts(texts: Sequence[TokenizedText], *, pad_token_id: int) -> DataProto:
+    """Texts to learn from, in the layout of generated rows; P and R are those of the longest rows.
 
-    attention_mask and position_ids; P and R are those of the longest rows.
+    Columns: prompts, responses, response_mask, input_ids, attention_mask and position_ids.
     """
     prompts = pad_left([t.prompt_ids for t in texts], value=pad_token_id)
     responses = pad_right([t.response_ids for t in texts], value=pad_token_id)
@@ -107,6 +107,6 @@ def collate_texts(texts: Sequence[Text], *, pad_token_id: int) -> DataProto:
     return DataProto.from_dict(tensors)
 
 
-def collate_pairs(pairs: Sequence[Pair], *, pad_token_id: int) -> DataProto:
+def collate_pairs(pairs: Sequence[TokenizedPair], *, pad_token_id: int) -> DataProto:
     """Pairs as 2B rows: the chosen response of each at 2i, the rejected one at 2i + 1."""
     return collate_texts([t for pair in pairs for t in (pair.chosen, pair.rejected)], pad_token_id=pad_token_id)

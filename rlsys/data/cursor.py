@@ -1,7 +1,7 @@
-"""Where the training stands in its data: (seed, epoch, position), exact to the row and resumable.
+"""The position of training in its data: (seed, epoch, position), exact to the row and resumable.
 
-Every epoch is a permutation of the rows that depends on seed and epoch alone. As with verl's data loader, an epoch ends
-when it has no full batch left; the rows left over come again, mixed anew, in the next one.
+Every epoch is a permutation of the rows that depends only on seed and epoch. As with verl's data loader, an epoch ends
+when it has no full batch left; the remaining rows are shuffled into the next one.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from rlsys.utils.errors import CheckpointError, ConfigError
 
 
 def permutation(num_rows: int, *, seed: int, epoch: int) -> np.ndarray:
-    """A permutation (num_rows,) int64; rests only on PCG64's raw stream, which numpy keeps the same for ever."""
+    """A permutation (num_rows,) int64; uses only PCG64's raw stream, which numpy guarantees not to change."""
     keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(num_rows)
     return np.argsort(keys, kind="stable")
 
 
 @dataclass(frozen=True)
-class Step:
-    """One batch: the epoch it belongs to and the rows it takes."""
+class BatchRows:
+    """The rows of one batch, and the epoch they belong to."""
 
     epoch: int
     rows: tuple[int, ...]
 
 
 class Cursor:
-    """Hands out batches for ever. `dataset` identifies the rows, so that a resume with other rows is refused.
+    """An endless iterator over batches. `dataset` identifies the rows: a resume with other rows is refused.
 
-    Raises ConfigError when the dataset is smaller than a batch.
+    Raises ConfigError if the dataset is smaller than a batch.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Cursor:
         if batch_size < 1:
             raise ConfigError(f"{batch_size_key}={batch_size}: must be at least 1")
         if num_rows < batch_size:
-            raise ConfigError(f"data.train_files hold {num_rows} usable rows, {batch_size_key}={batch_size} needs more")
+            raise ConfigError(f"data.train_files have {num_rows} usable rows, fewer than {batch_size_key}={batch_size}")
         self._num_rows, self._batch_size, self._shuffle, self._dataset = num_rows, batch_size, shuffle, dataset
         self._seed, self._epoch, self._position = seed, 0, 0
         self._order_of_epoch: tuple[int, np.ndarray] | None = None
@@ -58,14 +58,14 @@ class Cursor:
         """The epoch that the next batch belongs to, from 0."""
         return self._epoch + (self._position + self._batch_size > self._num_rows)
 
-    def next(self) -> Step:
+    def next(self) -> BatchRows:
         """The next batch."""
         if self._position + self._batch_size > self._num_rows:
             self._epoch, self._position = self._epoch + 1, 0
         order = self._order()
         rows = order[self._position : self._position + self._batch_size]
         self._position += self._batch_size
-        return Step(self._epoch, tuple(rows.tolist()))
+        return BatchRows(self._epoch, tuple(rows.tolist()))
 
     def _order(self) -> np.ndarray:
         if self._order_of_epoch is None or self._order_of_epoch[0] != self._epoch:
@@ -76,29 +76,29 @@ class Cursor:
         return self._order_of_epoch[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values; the position counts rows, so another batch size may go on from it."""
+        """Plain values; the position counts rows, so a run with another batch size can continue from it."""
         return asdict(
             CursorState(self._seed, self._epoch, self._position, self._num_rows, self._shuffle, self._dataset)
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a cursor over the same rows stood. Raises CheckpointError for another dataset, seed or order."""
+        """Continue where a cursor over the same rows was. CheckpointError for another dataset, seed or order."""
         try:
-            found = CursorState(**state)
+            saved = CursorState(**state)
         except TypeError as error:
-            raise CheckpointError(f"the checkpoint holds no data position: {error}") from error
-        own = CursorState(self._seed, found.epoch, found.position, self._num_rows, self._shuffle, self._dataset)
-        for name, saved, now in zip(asdict(found), asdict(found).values(), asdict(own).values()):
-            if saved != now:
-                raise CheckpointError(f"the data has changed since the checkpoint: {name} was {saved}, is {now}")
-        if not (0 <= found.position <= self._num_rows and found.epoch >= 0):
-            raise CheckpointError(f"the checkpoint's data position is impossible: {found}")
-        self._epoch, self._position = found.epoch, found.position
+            raise CheckpointError(f"the checkpoint has no data position: {error}") from error
+        own = CursorState(self._seed, saved.epoch, saved.position, self._num_rows, self._shuffle, self._dataset)
+        for (name, old), new in zip(asdict(saved).items(), asdict(own).values(), strict=True):
+            if old != new:
+                raise CheckpointError(f"the data has changed since the checkpoint: {name} was {old}, is {new}")
+        if not (0 <= saved.position <= self._num_rows and saved.epoch >= 0):
+            raise CheckpointError(f"the checkpoint's data position is out of range: {saved}")
+        self._epoch, self._position = saved.epoch, saved.position
 
 
 @dataclass(frozen=True)
 class CursorState:
-    """What `Cursor.state_dict` holds."""
+    """The fields of `Cursor.state_dict`."""
 
     seed: int
     epoch: int

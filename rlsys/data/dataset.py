@@ -1,7 +1,7 @@
-"""Prompts to train on: rows of files, checked, tokenised and cut to length before anything heavy starts.
+"""Prompts to train on: rows of files, checked, tokenised and cut to length before any worker starts.
 
-A prompt is a list of messages or a text. With a chat template it is rendered by that (a text as one message of the
-user), without one the contents are taken as they are.
+A prompt is a list of messages or a text. The chat template renders it (a text as one user message); without a template
+the contents are used as they are.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from rlsys.data.chat import Truncation, encode_prompt, truncate
+from rlsys.config.schema.data import PromptsConfig, RowsConfig
+from rlsys.data.bad_rows import parse_rows
+from rlsys.data.chat import encode_prompt, truncate
 from rlsys.data.cursor import permutation
 from rlsys.data.files import BadRow, Row, read_rows
-from rlsys.data.policy import BadRowPolicy, read_all
 from rlsys.data.rows import PromptRow, read_prompt_row
 from rlsys.utils.errors import ConfigError, DataError
 from rlsys.utils.plugins import load_from_file
@@ -29,36 +30,14 @@ log = logging.getLogger(__name__)
 
 
 class VerlDataset(Protocol):
-    """What a dataset class of the user's must offer: rows as dicts with verl's columns."""
+    """The interface of a custom dataset class: rows as dicts with verl's columns."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
 
 
-@dataclass(frozen=True)
-class PromptFormat:
-    """How rows become prompts; the names are the keys of the config's `data` section.
-
-    Prompts over `max_prompt_length` tokens are filtered if asked for, and otherwise cut by `truncation`, where "error"
-    makes them bad rows. `template_kwargs` go to the chat template.
-    """
-
-    prompt_key: str = "prompt"
-    reward_fn_key: str = "data_source"
-    max_prompt_length: int = 512
-    truncation: Truncation = "error"
-    filter_overlong_prompts: bool = False
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.truncation not in ("error", "left", "right", "middle"):
-            raise ConfigError(f"data.truncation={self.truncation}: must be error, left, right or middle")
-        if self.max_prompt_length < 1:
-            raise ConfigError(f"data.max_prompt_length={self.max_prompt_length}: must be at least 1")
-
-
 class PromptDataset:
-    """Prompts by position. `bad_rows` are those that were skipped, `num_overlong` how many were filtered by length."""
+    """Prompts by position; `bad_rows` were skipped, `num_overlong` prompts were filtered by length."""
 
     def __init__(self, rows: Sequence[PromptRow], *, bad_rows: Sequence[BadRow] = (), num_overlong: int = 0) -> None:
         self._rows, self.bad_rows, self.num_overlong = rows, tuple(bad_rows), num_overlong
@@ -74,12 +53,12 @@ class PromptDataset:
 
     @property
     def data_sources(self) -> tuple[str, ...]:
-        """All data sources, in the order in which they first occur."""
+        """All data sources, in order of first occurrence."""
         return tuple(dict.fromkeys(row.data_source for row in self._rows))
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the prompts and their order; given to the cursor, it makes a resume notice other data."""
+        """Identifies the prompts and their order, so that a resume with other data is refused."""
         digest = sha256()
         for row in self._rows:
             digest.update(array("q", row.token_ids).tobytes() + b"|")
@@ -96,78 +75,67 @@ class PromptDataset:
     @classmethod
     def load(
         cls,
-        files: str | Sequence[str],
+        source: str | Sequence[str] | VerlDataset,
         tokenizer: PreTrainedTokenizerBase,
-        form: PromptFormat | None = None,
+        config: PromptsConfig | None = None,
         *,
         max_samples: int = -1,
         shuffle: bool = False,
         seed: int = 1,
-        bad_rows: BadRowPolicy = "refuse",
-        num_threads: int = 1,
     ) -> Self:
-        """The rows of all `files`, one file after the other.
+        """The rows of all files in order, or of a dataset object, read as `config` says.
 
-        `max_samples` takes so many of them, drawn by `seed` if `shuffle`, else the first; -1 takes all. Raises
+        `max_samples` keeps at most that many rows, drawn by `seed` if `shuffle`, else the first; -1 keeps all. Raises
         DataError with file and row, ConfigError for wrong settings and missing files.
         """
+        config = config or PromptsConfig()
         if max_samples < 1 and max_samples != -1:
             raise ConfigError(f"data.max_samples={max_samples}: must be at least 1, or -1 for all")
-        rows = sample(read_rows(files), max_samples, seed=seed if shuffle else None)
-        return cls._read(rows, tokenizer, form or PromptFormat(), bad_rows, num_threads)
-
-    @classmethod
-    def wrap(
-        cls,
-        dataset: VerlDataset,
-        tokenizer: PreTrainedTokenizerBase,
-        form: PromptFormat | None = None,
-        *,
-        bad_rows: BadRowPolicy = "refuse",
-        num_threads: int = 1,
-    ) -> Self:
-        """As `load`, with the rows of a dataset object."""
-        form = form or PromptFormat()
-        return cls._read(rows_of(dataset, form.prompt_key), tokenizer, form, bad_rows, num_threads)
-
-    @classmethod
-    def _read(
-        cls,
-        rows: Iterable[Row | BadRow],
-        tokenizer: PreTrainedTokenizerBase,
-        form: PromptFormat,
-        bad_rows: BadRowPolicy,
-        num_threads: int,
-    ) -> Self:
-        def read(row: Row) -> PromptRow | None:
-            return prompt_of(row.values, tokenizer, form)
-
-        good, bad = read_all(rows, read, bad_rows=bad_rows, num_threads=num_threads)
-        kept = [row for row in good if row is not None]
+        parsed, bad = parse_rows(
+            sample_rows(source_rows(source, config.prompt_key), max_samples, seed=seed if shuffle else None),
+            lambda row: parse_prompt(row.values, tokenizer, config),
+            bad_rows=config.bad_rows,
+            num_threads=config.filter_overlong_prompts_workers,
+        )
+        limit, kept = config.max_prompt_length, [row for row in parsed if row is not None]
         if not kept:
-            raise DataError(f"no prompt is left: all {len(good)} have more than {form.max_prompt_length} tokens")
-        if lost := len(good) - len(kept):
-            limit = form.max_prompt_length
-            log.warning("%d of %d prompts have more than %d tokens and are left out", lost, len(good), limit)
+            raise DataError(f"no prompt is left: all {len(parsed)} have more than {limit} tokens")
+        if num_overlong := len(parsed) - len(kept):
+            log.warning("dropped %d of %d prompts with more than %d tokens", num_overlong, len(parsed), limit)
         numbered = [replace(row, index=index) for index, row in enumerate(kept)]
-        return cls(numbered, bad_rows=bad, num_overlong=lost)
+        return cls(numbered, bad_rows=bad, num_overlong=num_overlong)
 
 
-def prompt_of(values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, form: PromptFormat) -> PromptRow | None:
-    """The prompt of one row, or None where it is too long and to be filtered. Raises ValueError for a bad row."""
-    row = read_prompt_row(values, prompt_key=form.prompt_key, reward_fn_key=form.reward_fn_key)
-    ids = encode_prompt(tokenizer, row.raw_prompt, template_kwargs=form.template_kwargs)
+def parse_prompt(
+    values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config: PromptsConfig
+) -> PromptRow | None:
+    """The prompt of one row, or None if it is too long and filtered. Raises ValueError for a bad row."""
+    row = read_prompt_row(values, prompt_key=config.prompt_key, reward_fn_key=config.reward_fn_key)
+    ids = encode_prompt(tokenizer, row.raw_prompt, template_kwargs=config.apply_chat_template_kwargs)
     if not ids:
         raise ValueError("the prompt has no tokens")
-    if form.filter_overlong_prompts and len(ids) > form.max_prompt_length:
+    if config.filter_overlong_prompts and len(ids) > config.max_prompt_length:
         return None
-    return replace(row, token_ids=array("i", truncate(ids, form.max_prompt_length, form.truncation)))
+    return replace(row, token_ids=array("i", truncate(ids, config.max_prompt_length, config.truncation)))
+
+
+def configured_source(
+    config: RowsConfig, files: Sequence[str], *, tokenizer: PreTrainedTokenizerBase, max_samples: int
+) -> Sequence[str] | VerlDataset:
+    """The files, or an object of the dataset class in data.custom_cls over them."""
+    custom = config.custom_cls
+    if custom.path is None:
+        return list(files)
+    name = custom.name or "Dataset"
+    return load_custom_dataset(
+        custom.path, name, data_files=files, tokenizer=tokenizer, config=config, max_samples=max_samples
+    )
 
 
 def load_custom_dataset(
     path: str, name: str, *, data_files: Sequence[str], tokenizer: Any, config: Any, max_samples: int = -1
 ) -> VerlDataset:
-    """An object of the user's dataset class (data.custom_cls), made with verl's arguments."""
+    """An object of a custom dataset class (data.custom_cls), constructed with verl's arguments."""
     cls = load_from_file(path, name, key="data.custom_cls")
     dataset = cls(
         data_files=list(data_files), tokenizer=tokenizer, config=config, processor=None, max_samples=max_samples
@@ -178,20 +146,13 @@ def load_custom_dataset(
     return dataset
 
 
-def sample(rows: Iterable[Row | BadRow], max_samples: int, *, seed: int | None) -> Iterable[Row | BadRow]:
-    """At most `max_samples` of the rows in their order: drawn by `seed`, or the first ones by None; -1 takes all."""
-    if max_samples < 0:
-        return rows
-    rows = list(rows)
-    if max_samples >= len(rows):
-        return rows
-    if seed is None:
-        return rows[:max_samples]
-    return [rows[i] for i in sorted(permutation(len(rows), seed=seed, epoch=0)[:max_samples].tolist())]
-
-
-def rows_of(dataset: VerlDataset, prompt_key: str) -> Iterator[Row | BadRow]:
-    """The rows of a dataset object; its `raw_prompt` stands for a missing prompt column."""
+def source_rows(source: str | Sequence[str] | VerlDataset, prompt_key: str) -> Iterator[Row | BadRow]:
+    """The rows of files, or of a dataset object, whose `raw_prompt` stands for a missing prompt column."""
+    if isinstance(source, str | list | tuple):
+        files: Any = source
+        yield from read_rows(files)
+        return
+    dataset: Any = source
     for index in range(len(dataset)):
         values, name, place = dataset[index], type(dataset).__name__, f"row {index}"
         if not isinstance(values, Mapping):
@@ -201,3 +162,15 @@ def rows_of(dataset: VerlDataset, prompt_key: str) -> Iterator[Row | BadRow]:
         if prompt_key not in values and "raw_prompt" in values:
             values[prompt_key] = values.pop("raw_prompt")
         yield Row(name, place, values)
+
+
+def sample_rows(rows: Iterable[Row | BadRow], max_samples: int, *, seed: int | None) -> Iterable[Row | BadRow]:
+    """At most `max_samples` rows in their order: drawn by `seed`, or the first ones for None; -1 keeps all."""
+    if max_samples < 0:
+        return rows
+    rows = list(rows)
+    if max_samples >= len(rows):
+        return rows
+    if seed is None:
+        return rows[:max_samples]
+    return [rows[i] for i in sorted(permutation(len(rows), seed=seed, epoch=0)[:max_samples].tolist())]

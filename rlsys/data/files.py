@@ -1,7 +1,7 @@
-"""Rows out of files: parquet, JSON, JSON lines, CSV and folders saved by `datasets`; what cannot be read is named.
+"""Rows of files: parquet, JSON, JSON lines, CSV and folders saved by `datasets`; unreadable rows are reported.
 
-Places are counted as people count them: lines of text files from 1, rows of parquet, JSON arrays and `datasets` folders
-from 0. A UTF-8 byte-order mark, Windows line ends and blank lines are no faults.
+Lines of text files count from 1; rows of parquet, JSON arrays and `datasets` folders from 0. A UTF-8 byte-order mark,
+Windows line ends and blank lines are accepted.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlsys.config.vocabulary import ROW_FILES
+from rlsys.data.rows import type_name
 from rlsys.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ BOM = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True)
 class Row:
-    """One row and where it stands, e.g. file "train.jsonl", place "line 3"."""
+    """One row and its origin, e.g. file "train.jsonl", place "line 3"."""
 
     file: str
     place: str
@@ -34,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A row, or with place "whole file" a file, that cannot be used, and why."""
+    """A row, or with place "whole file" a whole file, that cannot be used, and why."""
 
     file: str
     place: str
@@ -45,34 +46,34 @@ class BadRow:
 
 
 def read_rows(files: str | Sequence[str]) -> Iterator[Row | BadRow]:
-    """All rows of all files in order. Raises ConfigError for a file that is missing or of an unknown kind."""
+    """All rows of all files in order. Raises ConfigError for a file that is missing or of an unknown format."""
     for file in [files] if isinstance(files, str) else files:
         path = Path(file).expanduser()
         reader = _reader(path)
-        found = False
+        is_empty = True
         for row in reader(path):
-            found = True
+            is_empty = False
             yield row
-        if not found:
-            yield BadRow(str(path), "whole file", "it holds no rows")
+        if is_empty:
+            yield BadRow(str(path), "whole file", "it has no rows")
 
 
 def _reader(path: Path) -> Callable[[Path], Iterator[Row | BadRow]]:
     if "://" in str(path) or str(path).startswith(("hdfs:", "s3:")):
-        raise ConfigError(f"data file {path}: only local files are read, copy it first")
+        raise ConfigError(f"data file {path}: only local files are supported; copy it first")
     if not path.exists():
-        raise ConfigError(f"data file {path}: there is no such file")
+        raise ConfigError(f"data file {path}: file not found")
     if path.is_dir():
         if (path / "dataset_dict.json").is_file():
             splits = ", ".join(sorted(str(p.parent) for p in path.glob("*/state.json")))
-            raise ConfigError(f"data folder {path} holds several splits; name one of them: {splits}")
+            raise ConfigError(f"data folder {path} has several splits; use one of them: {splits}")
         if not (path / "state.json").is_file():
             raise ConfigError(f"data folder {path}: it was not written by datasets' save_to_disk (no state.json)")
         return _read_saved_dataset
     readers = {".parquet": _read_parquet, ".jsonl": _read_json_lines, ".json": _read_json, ".csv": _read_csv}
     assert set(readers) == set(ROW_FILES)
     if path.suffix.lower() not in readers:
-        raise ConfigError(f"data file {path}: the kind {path.suffix!r} is none of {', '.join(readers)}")
+        raise ConfigError(f"data file {path}: {path.suffix!r} is not one of {', '.join(readers)}")
     return readers[path.suffix.lower()]
 
 
@@ -131,21 +132,17 @@ def _refuse_constant(name: str) -> None:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} occurs twice")
-    return found
+    return values
 
 
 def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"a row must be an object, this is {_kind(value)}")
+        raise ValueError(f"a row must be an object, this is {type_name(value)}")
     return value
-
-
-def _kind(value: Any) -> str:
-    return "null" if value is None else f"a {type(value).__name__}"
 
 
 # --- CSV ---

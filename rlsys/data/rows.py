@@ -1,4 +1,4 @@
-"""What a row must be like to be trained on: verl's columns, checked one by one."""
+"""Prompt rows: verl's columns, checked one by one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEDIA = ("images", "videos", "audios")
 class PromptRow:
     """A prompt to be answered and what its grader needs. `fields` are the row's other columns.
 
-    `index` is the position in its dataset; it and `token_ids` are set by that.
+    Its dataset sets `token_ids` and `index`, the position in the dataset.
     """
 
     raw_prompt: str | Sequence[Message]
@@ -36,21 +36,21 @@ class PromptRow:
 def read_prompt_row(
     values: Mapping[str, Any], *, prompt_key: str = "prompt", reward_fn_key: str = "data_source"
 ) -> PromptRow:
-    """The parts of a verl row, checked. Raises ValueError saying what is wrong with it.
+    """A verl row, checked. Raises ValueError saying what is wrong with it.
 
     A column `ground_truth` stands for a rule-based `reward_model` where that is missing.
     """
-    values = plain(values)
+    values = plain_values(values)
     for name in MEDIA:
         if values.get(name) is not None and len(values[name]) > 0:
-            raise ValueError(f"column {name!r}: rows with {name} are not read, only text")
+            raise ValueError(f"column {name!r}: rows with {name} are not supported, only text")
     known = {prompt_key, reward_fn_key, "data_source", "reward_model", "extra_info", "ability", "ground_truth", *MEDIA}
     ability = values.get("ability")
     if ability is not None and not isinstance(ability, str):
-        raise ValueError(f"column 'ability' must be text, this is {_kind(ability)}")
+        raise ValueError(f"column 'ability' must be text, this is {type_name(ability)}")
     return PromptRow(
-        raw_prompt=read_prompt(_needed(values, prompt_key), prompt_key),
-        data_source=_source(_needed(values, reward_fn_key), reward_fn_key),
+        raw_prompt=read_prompt(_required(values, prompt_key), prompt_key),
+        data_source=_source(_required(values, reward_fn_key), reward_fn_key),
         reward_model=_reward_model(values),
         extra_info=_extra_info(values.get("extra_info")),
         ability=ability or "",
@@ -59,7 +59,7 @@ def read_prompt_row(
 
 
 def read_prompt(prompt: Any, name: str) -> str | list[Message]:
-    """A prompt: text that is not blank, or messages of which those of the user are not blank."""
+    """A prompt: text that is not blank, or messages whose user messages are not blank."""
     if isinstance(prompt, str):
         if not prompt.strip():
             raise ValueError(f"column {name!r} is blank")
@@ -72,9 +72,9 @@ def read_prompt(prompt: Any, name: str) -> str | list[Message]:
 
 
 def read_messages(messages: Any, name: str) -> list[Message]:
-    """A list of {role, content}; other keys of a message are left out. Raises ValueError."""
+    """A list of {role, content}; other keys of a message are dropped. Raises ValueError."""
     if not isinstance(messages, list | tuple):
-        raise ValueError(f"column {name!r} must be text or a list of messages, this is {_kind(messages)}")
+        raise ValueError(f"column {name!r} must be text or a list of messages, this is {type_name(messages)}")
     if not messages:
         raise ValueError(f"column {name!r} is an empty list")
     return [_message(m, f"column {name!r}, message {i}") for i, m in enumerate(messages)]
@@ -82,16 +82,16 @@ def read_messages(messages: Any, name: str) -> list[Message]:
 
 def _message(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping):
-        raise ValueError(f"{where} must be {{role, content}}, this is {_kind(message)}")
+        raise ValueError(f"{where} must be {{role, content}}, this is {type_name(message)}")
     for key in ("role", "content"):
         if message.get(key) is None:
             raise ValueError(f"{where} has no {key!r}")
         if not isinstance(message[key], str):
-            raise ValueError(f"{where}: its {key!r} must be text, this is {_kind(message[key])}")
+            raise ValueError(f"{where}: its {key!r} must be text, this is {type_name(message[key])}")
     if message["role"] not in ROLES:
-        raise ValueError(f"{where}: its role {message['role']!r} is none of {', '.join(ROLES)}")
+        raise ValueError(f"{where}: its role {message['role']!r} is not one of {', '.join(ROLES)}")
     if message["role"] == "user" and not message["content"].strip():
-        raise ValueError(f"{where} of the user is blank")
+        raise ValueError(f"{where}: the user message is blank")
     _check_prompt_text(message["content"], where)
     return {"role": message["role"], "content": message["content"]}
 
@@ -100,10 +100,10 @@ def _check_prompt_text(text: str, where: str) -> None:
     if len(text) > MAX_PROMPT_CHARS:
         raise ValueError(f"{where}: {len(text)} characters are more than {MAX_PROMPT_CHARS}")
     if "\0" in text:
-        raise ValueError(f"{where} holds a NUL character")
+        raise ValueError(f"{where} contains a NUL character")
 
 
-def plain(value: Any, where: str = "the row", depth: int = 0) -> Any:
+def plain_values(value: Any, where: str = "the row", depth: int = 0) -> Any:
     """`value` as lists, dicts, numbers, text and None; times and decimals become text, arrays lists.
 
     Raises ValueError for anything else, for text that is not valid Unicode, and for values nested too deeply.
@@ -120,19 +120,19 @@ def plain(value: Any, where: str = "the row", depth: int = 0) -> Any:
         return value
     if isinstance(value, Mapping):
         return {
-            plain(k, where, depth + 1): plain(v, f"column {k!r}" if depth == 0 else where, depth + 1)
+            plain_values(k, where, depth + 1): plain_values(v, f"column {k!r}" if depth == 0 else where, depth + 1)
             for k, v in value.items()
         }
     if isinstance(value, list | tuple):
-        return [plain(item, where, depth + 1) for item in value]
+        return [plain_values(item, where, depth + 1) for item in value]
     if isinstance(value, date | time | Decimal):
         return str(value)
     if hasattr(value, "tolist"):
-        return plain(value.tolist(), where, depth + 1)
-    raise ValueError(f"{where} must be text, numbers, lists or objects, this is {_kind(value)}")
+        return plain_values(value.tolist(), where, depth + 1)
+    raise ValueError(f"{where} must be text, numbers, lists or objects, this is {type_name(value)}")
 
 
-def _needed(values: Mapping[str, Any], name: str) -> Any:
+def _required(values: Mapping[str, Any], name: str) -> Any:
     if name not in values:
         raise ValueError(f"column {name!r} is missing; there are {', '.join(map(repr, values)) or 'none'}")
     if values[name] is None:
@@ -142,7 +142,7 @@ def _needed(values: Mapping[str, Any], name: str) -> Any:
 
 def _source(source: Any, name: str) -> str:
     if not isinstance(source, str):
-        raise ValueError(f"column {name!r} must be text, this is {_kind(source)}")
+        raise ValueError(f"column {name!r} must be text, this is {type_name(source)}")
     if not source.strip():
         raise ValueError(f"column {name!r} is blank")
     return source
@@ -152,12 +152,12 @@ def _reward_model(values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("reward_model") is None and values.get("ground_truth") is not None:
         model: Any = {"style": "rule", "ground_truth": values["ground_truth"]}
     else:
-        model = _needed(values, "reward_model")
+        model = _required(values, "reward_model")
     if not isinstance(model, Mapping):
-        raise ValueError(f"column 'reward_model' must be {{style, ground_truth}}, this is {_kind(model)}")
+        raise ValueError(f"column 'reward_model' must be {{style, ground_truth}}, this is {type_name(model)}")
     style = model.get("style", "rule")
     if not isinstance(style, str):
-        raise ValueError(f"column 'reward_model': its style must be text, this is {_kind(style)}")
+        raise ValueError(f"column 'reward_model': its style must be text, this is {type_name(style)}")
     truth = model.get("ground_truth")
     if truth is None and style != "model":
         raise ValueError("column 'reward_model' has no 'ground_truth'")
@@ -170,9 +170,10 @@ def _extra_info(extra: Any) -> dict[str, Any]:
     if extra is None:
         return {}
     if not isinstance(extra, Mapping):
-        raise ValueError(f"column 'extra_info' must be an object, this is {_kind(extra)}")
+        raise ValueError(f"column 'extra_info' must be an object, this is {type_name(extra)}")
     return dict(extra)
 
 
-def _kind(value: Any) -> str:
+def type_name(value: Any) -> str:
+    """The type of a value as an error message calls it."""
     return "null" if value is None else f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Files and directories that are either wholly there or not there at all, also after a power cut."""
+"""Files and directories that are written completely or not at all, even after a power cut."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write_text_durable(path: Path, text: str) -> None:
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Replace the content of a file: readers see the old text or the new one, never a part."""
+    """Replace the content of a file: readers see the old text or the new one, never a mixture."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write_text_durable(beside, text)

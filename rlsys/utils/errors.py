@@ -1,4 +1,4 @@
-"""The errors a person meets, one class per kind of cause."""
+"""Errors that users see, one class per kind of cause."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 class ConfigError(Exception):
-    """A setting is wrong; the message names the key, its value and what to write instead."""
+    """A setting is wrong; the message names the key, its value and what to set instead."""
 
 
 class DataError(Exception):
@@ -18,7 +18,7 @@ class CheckpointError(Exception):
 
 
 class WeightTransferError(Exception):
-    """Weights did not reach a rollout engine whole; the engine must not serve until the next good push."""
+    """A weight push failed or was incomplete; the engine must not serve until the next complete one."""
 
 
 class ParityError(Exception):
@@ -26,11 +26,11 @@ class ParityError(Exception):
 
 
 class RolloutError(RuntimeError):
-    """Completions could not be made; the message names the request or the replica and the cause."""
+    """Generation failed; the message names the request or the replica and the cause."""
 
 
 class DeadlineError(TimeoutError):
-    """Somebody did not answer in time; the message names who, at which stage, and what to check."""
+    """A wait timed out; the message names who did not answer, at which stage, and what to check."""
 
     def __init__(self, who: str, stage: str, deadline_s: float, hint: str = "") -> None:
         self.who, self.stage, self.deadline_s, self.hint = who, stage, deadline_s, hint
@@ -43,7 +43,7 @@ class DeadlineError(TimeoutError):
 
 @dataclass(frozen=True)
 class FailedWorker:
-    """Where a worker failed and what it said last."""
+    """Where a worker failed, why, and the end of its log."""
 
     role: str
     rank: int

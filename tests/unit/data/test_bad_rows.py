@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rlsys.data.dataset import PromptDataset, PromptFormat
+from rlsys.config.schema.data import PromptsConfig
+from rlsys.data.dataset import PromptDataset
 from rlsys.data.start_assets import build_tokenizer
 from rlsys.utils.errors import ConfigError, DataError
 
@@ -25,12 +26,13 @@ GOOD: dict[str, Any] = {
     "extra_info": {"split": "train", "index": 0},
 }
 HEAD = "prompt,data_source,ground_truth"
-FORM = PromptFormat(max_prompt_length=64)
+CONFIG = PromptsConfig(max_prompt_length=64)
+SKIP = PromptsConfig(max_prompt_length=64, bad_rows="skip")
 tokenizer = cache(build_tokenizer)
 
 
-def load(path: Path, *, bad_rows: Any = "refuse", form: PromptFormat = FORM) -> PromptDataset:
-    return PromptDataset.load(str(path), tokenizer(), form, bad_rows=bad_rows)
+def load(path: Path, config: PromptsConfig = CONFIG) -> PromptDataset:
+    return PromptDataset.load(str(path), tokenizer(), config)
 
 
 def without(key: str) -> dict[str, Any]:
@@ -65,7 +67,7 @@ BAD_LINES: dict[str, tuple[Any, str]] = {
     "message with a number": (asking(user(12)), "'content' must be text"),
     "message with parts": (asking(user([{"type": "image"}])), "'content' must be text"),
     "message role a number": (asking({"role": 1, "content": "a"}), "'role' must be text"),
-    "message role unknown": (asking({"role": "human", "content": "a"}), "'human' is none of"),
+    "message role unknown": (asking({"role": "human", "content": "a"}), "'human' is not one of"),
     "user blank": (asking({"role": "system", "content": "a"}, user("  ")), "blank"),
     "all messages blank": (asking({"role": "system", "content": ""}), "all messages are blank"),
     "data_source missing": (without("data_source"), "'data_source' is missing"),
@@ -116,14 +118,14 @@ def test_a_bad_line_is_refused_by_name_or_skipped_and_counted(kind: str, tmp_pat
     with pytest.raises(DataError, match=r"rows\.jsonl, line 3: ") as caught:
         load(path)
     assert message in str(caught.value)
-    found = load(path, bad_rows="skip")
+    found = load(path, SKIP)
     assert [row.index for row in found] == [0, 1]
     assert [(Path(b.file).name, b.place) for b in found.bad_rows] == [("rows.jsonl", "line 3")]
     assert found.metrics()["data/bad_rows"] == 1
     only_bad = tmp_path / "only.jsonl"
     only_bad.write_bytes(as_line(row).replace(b"\n", b"") + b"\n")
     with pytest.raises(DataError, match=r"only\.jsonl"):
-        load(only_bad, bad_rows="skip")
+        load(only_bad, SKIP)
 
 
 def test_a_file_that_ends_within_a_line_says_so(tmp_path: Path) -> None:
@@ -131,7 +133,7 @@ def test_a_file_that_ends_within_a_line_says_so(tmp_path: Path) -> None:
     path.write_bytes(as_line(GOOD) + b"\n" + as_line(GOOD)[:-20])
     with pytest.raises(DataError, match=r"line 2: .*the file ends within this line"):
         load(path)
-    assert len(load(path, bad_rows="skip")) == 1
+    assert len(load(path, SKIP)) == 1
 
 
 def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -173,7 +175,7 @@ BAD_FILES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "parquet with a bad footer": ("a.parquet", bad_footer, "whole file: not a readable parquet"),
     "parquet that is text": ("a.parquet", text("hello"), "whole file: not a readable parquet"),
     "empty parquet file": ("a.parquet", text(b""), "whole file: not a readable parquet"),
-    "parquet without rows": ("a.parquet", lambda p: pq.write_table(pa.table({"a": []}), p), "it holds no rows"),
+    "parquet without rows": ("a.parquet", lambda p: pq.write_table(pa.table({"a": []}), p), "it has no rows"),
     "parquet with a broken page": ("a.parquet", broken_page, "rows 100 to 199: the row group cannot be read"),
     "parquet not UTF-8": ("a.parquet", wrong_utf8, "row 1: the text is not UTF-8"),
     "parquet with null prompt": (
@@ -201,11 +203,11 @@ BAD_FILES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda p: pq.write_table(pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], ["prompt", "prompt"]), p),
         "'prompt' occurs twice",
     ),
-    "empty jsonl": ("a.jsonl", text(b""), "it holds no rows"),
-    "jsonl of blank lines": ("a.jsonl", text(b"\n \r\n"), "it holds no rows"),
+    "empty jsonl": ("a.jsonl", text(b""), "it has no rows"),
+    "jsonl of blank lines": ("a.jsonl", text(b"\n \r\n"), "it has no rows"),
     "cut json": ("a.json", text(json.dumps([GOOD, GOOD])[:-30]), "whole file: not valid JSON"),
     "json with a text in it": ("a.json", text(json.dumps([GOOD, "x"])), "row 1: a row must be"),
-    "empty json list": ("a.json", text("[]"), "it holds no rows"),
+    "empty json list": ("a.json", text("[]"), "it has no rows"),
     "csv with too few cells": ("a.csv", text(f"{HEAD}\na,b,c\nd,e\n"), "line 3: it has 2 cells"),
     "csv with too many cells": ("a.csv", text("prompt,data_source\na,b,c\n"), "line 2: it has 3 cells"),
     "csv with an open quote": ("a.csv", text('prompt,data_source\n"a,b\n'), "line 2: unexpected end"),
@@ -213,8 +215,8 @@ BAD_FILES: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "csv not UTF-8": ("a.csv", text(b"prompt,data_source,ground_truth\n\xff,b,c\n"), "line 2: the text is not UTF-8"),
     "csv with a column twice": ("a.csv", text("prompt,prompt\na,b\n"), "'prompt' occurs twice"),
     "csv with an empty cell": ("a.csv", text(f"{HEAD}\n,b,c\n"), "line 2: column 'prompt' is null"),
-    "csv with only a header": ("a.csv", text("prompt,data_source\n"), "it holds no rows"),
-    "empty csv": ("a.csv", text(b""), "it holds no rows"),
+    "csv with only a header": ("a.csv", text("prompt,data_source\n"), "it has no rows"),
+    "empty csv": ("a.csv", text(b""), "it has no rows"),
 }  # fmt: skip
 
 
@@ -229,7 +231,7 @@ def test_a_bad_file_is_refused_with_its_place_or_skipped(kind: str, tmp_path: Pa
     assert message in str(caught.value)
     other = tmp_path / "good.jsonl"
     other.write_bytes(as_line(GOOD))
-    found = PromptDataset.load([str(path), str(other)], tokenizer(), FORM, bad_rows="skip")
+    found = PromptDataset.load([str(path), str(other)], tokenizer(), SKIP)
     assert len(found) >= 1
     assert any(message in str(bad) for bad in found.bad_rows)
 
@@ -237,11 +239,11 @@ def test_a_bad_file_is_refused_with_its_place_or_skipped(kind: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("missing.parquet", "there is no such file"),
+        ("missing.parquet", "file not found"),
         ("hdfs://host/train.parquet", "only local files"),
-        ("rows.txt", "none of .parquet"),
+        ("rows.txt", "not one of .parquet"),
         ("folder", "no state.json"),
-        ("splits", "name one of them: .*/splits/train"),
+        ("splits", "use one of them: .*/splits/train"),
     ],
 )
 def test_a_file_that_cannot_be_meant_is_a_config_error_whatever_the_policy(
@@ -253,9 +255,9 @@ def test_a_file_that_cannot_be_meant_is_a_config_error_whatever_the_policy(
     (tmp_path / "splits" / "dataset_dict.json").write_text("{}")
     (tmp_path / "splits" / "train" / "state.json").write_text("{}")
     file = name if "://" in name else str(tmp_path / name)
-    for policy in ("refuse", "skip"):
+    for config in (CONFIG, SKIP):
         with pytest.raises(ConfigError, match=message):
-            PromptDataset.load(file, tokenizer(), FORM, bad_rows=policy)  # pyrefly: ignore[bad-argument-type]
+            PromptDataset.load(file, tokenizer(), config)
 
 
 def test_a_chat_template_that_refuses_a_row_makes_it_a_bad_row(tmp_path: Path) -> None:
@@ -263,9 +265,9 @@ def test_a_chat_template_that_refuses_a_row_makes_it_a_bad_row(tmp_path: Path) -
     strict.chat_template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x"
     path = tmp_path / "a.jsonl"
     path.write_bytes(as_line(GOOD) + b"\n" + as_line(asking({"role": "system", "content": "s"}, user("a"))))
-    with pytest.raises(DataError, match=r"line 2: the chat template refuses the messages: no system role"):
-        PromptDataset.load(str(path), strict, FORM)
-    assert len(PromptDataset.load(str(path), strict, FORM, bad_rows="skip")) == 1
+    with pytest.raises(DataError, match=r"line 2: the chat template rejects the messages: no system role"):
+        PromptDataset.load(str(path), strict, CONFIG)
+    assert len(PromptDataset.load(str(path), strict, SKIP)) == 1
 
 
 def test_harmless_oddities_are_read(tmp_path: Path) -> None:
@@ -280,10 +282,3 @@ def test_harmless_oddities_are_read(tmp_path: Path) -> None:
     csv_path = tmp_path / "odd.csv"
     csv_path.write_bytes(b'\xef\xbb\xbfprompt,data_source,ground_truth\r\n"a\nb, ""c""",src,2\r\n')
     assert load(csv_path)[0].raw_prompt == 'a\nb, "c"'
-
-
-def test_the_policy_itself_is_checked(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(as_line(GOOD))
-    with pytest.raises(ConfigError, match="bad_rows=ignore"):
-        load(path, bad_rows="ignore")

@@ -11,7 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from rlsys.config.schema.data import SFTDataConfig
 from rlsys.data.collate import (
     collate_pairs,
     collate_prompts,
@@ -22,9 +24,9 @@ from rlsys.data.collate import (
 )
 from rlsys.data.dataset import PromptDataset
 from rlsys.data.start_assets import build_tokenizer
-from rlsys.data.supervised import TextFormat, load_pairs, load_texts
+from rlsys.data.supervised import load_pairs, load_texts
 from rlsys.protocol import DataProto
-from rlsys.utils.errors import ConfigError, DataError
+from rlsys.utils.errors import DataError
 
 tokenizer = cache(build_tokenizer)
 PAD, EOS, USER, ASSISTANT = 0, 1, 3, 4
@@ -118,15 +120,15 @@ def test_what_a_template_writes_after_the_end_is_not_learnt(tmp_path: Path) -> N
 def test_without_a_template_an_answer_still_ends(tmp_path: Path) -> None:
     own = build_tokenizer()
     own.chat_template = None
-    form = TextFormat(messages_key=None, response_key="answer")
+    form = SFTDataConfig(messages_key=None, response_key="answer")
     file = jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1=", "answer": "2"}])
-    with pytest.raises(DataError, match="no message of the assistant"):
+    with pytest.raises(DataError, match="no assistant message"):
         load_texts(jsonl(tmp_path / "b.jsonl", [{"messages": CHAT[:2]}]), own)
     assert shown(load_texts(file, own, form)[0]).endswith("2][<|end|>]")
 
 
 def test_texts_are_laid_out_like_generated_rows(tmp_path: Path) -> None:
-    form = TextFormat(messages_key=None)
+    form = SFTDataConfig(messages_key=None)
     rows = [{"prompt": "1", "response": "23"}, {"prompt": "45", "response": "6"}]
     dataset = load_texts(jsonl(tmp_path / "a.jsonl", rows), tokenizer(), form)
     data = collate_texts([dataset[0], dataset[1]], pad_token_id=PAD)
@@ -154,9 +156,9 @@ def test_pairs_become_neighbouring_rows(tmp_path: Path) -> None:
 
 BAD_TEXTS: dict[str, tuple[dict[str, Any], str]] = {
     "no messages": ({}, "column 'messages' must be"),
-    "no answer": ({"messages": CHAT[:2]}, "no message of the assistant"),
+    "no answer": ({"messages": CHAT[:2]}, "no assistant message"),
     "answer first": ({"messages": CHAT[2:]}, "no prompt before it"),
-    "bad role": ({"messages": [{"role": "bot", "content": "a"}]}, "'bot' is none of"),
+    "bad role": ({"messages": [{"role": "bot", "content": "a"}]}, "'bot' is not one of"),
     "too long": ({"messages": [CHAT[1], {"role": "assistant", "content": "9" * 99}]}, "max_length=40"),
 }
 
@@ -166,9 +168,9 @@ def test_bad_texts_are_refused_or_skipped(kind: str, tmp_path: Path) -> None:
     bad, message = BAD_TEXTS[kind]
     file = jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}, bad])
     with pytest.raises(DataError, match="line 2") as caught:
-        load_texts(file, tokenizer(), TextFormat(max_length=40))
+        load_texts(file, tokenizer(), SFTDataConfig(max_length=40))
     assert message in str(caught.value)
-    found = load_texts(file, tokenizer(), TextFormat(max_length=40), bad_rows="skip")
+    found = load_texts(file, tokenizer(), SFTDataConfig(max_length=40, bad_rows="skip"))
     assert (len(found), len(found.bad_rows)) == (1, 1)
 
 
@@ -197,10 +199,10 @@ def test_bad_pairs_are_refused(bad: dict[str, Any], message: str, tmp_path: Path
 )
 def test_texts_are_truncated_as_a_whole(how: Any, prompt: str, response: str, tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", [{"prompt": "12", "response": "3456"}])
-    form = TextFormat(messages_key=None, max_length=6, truncation=how)
+    form = SFTDataConfig(messages_key=None, max_length=6, truncation=how)
     text = load_texts(file, tokenizer(), form)[0]
     assert (tokenizer().decode(list(text.prompt_ids)), shown(text)) == (prompt, response)
     with pytest.raises(DataError, match="nothing to learn is left"):
-        load_texts(file, tokenizer(), TextFormat(messages_key=None, max_length=4, truncation="right"))
-    with pytest.raises(ConfigError, match="truncation"):
-        TextFormat(truncation="none")  # pyrefly: ignore[bad-argument-type]
+        load_texts(file, tokenizer(), SFTDataConfig(messages_key=None, max_length=4, truncation="right"))
+    with pytest.raises(ValidationError, match="truncation"):
+        SFTDataConfig(truncation="none")  # pyrefly: ignore[bad-argument-type]

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.data.cursor import Cursor, Step, permutation
+from rlsys.data.cursor import BatchRows, Cursor, permutation
 from rlsys.utils.errors import CheckpointError, ConfigError
 
 sizes = st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
 
 
-def take(cursor: Cursor, num: int) -> list[Step]:
+def take(cursor: Cursor, num: int) -> list[BatchRows]:
     return [cursor.next() for _ in range(num)]
 
 
@@ -54,7 +54,7 @@ def test_an_epoch_takes_no_row_twice_and_drops_what_fills_no_batch(size: tuple[i
 
 def test_without_shuffling_rows_come_as_they_are() -> None:
     cursor = Cursor(5, batch_size=2, shuffle=False)
-    assert take(cursor, 3) == [Step(0, (0, 1)), Step(0, (2, 3)), Step(1, (0, 1))]
+    assert take(cursor, 3) == [BatchRows(0, (0, 1)), BatchRows(0, (2, 3)), BatchRows(1, (0, 1))]
 
 
 def test_another_batch_size_goes_on_from_the_same_row() -> None:
@@ -66,7 +66,7 @@ def test_another_batch_size_goes_on_from_the_same_row() -> None:
 
 
 def test_a_dataset_smaller_than_a_batch_is_a_config_error_that_names_both() -> None:
-    with pytest.raises(ConfigError, match=r"3 usable rows, data\.gen_batch_size=4"):
+    with pytest.raises(ConfigError, match=r"3 usable rows, fewer than data\.gen_batch_size=4"):
         Cursor(3, batch_size=4, batch_size_key="data.gen_batch_size")
     with pytest.raises(ConfigError, match="at least 1"):
         Cursor(3, batch_size=0)
@@ -79,8 +79,8 @@ def test_a_dataset_smaller_than_a_batch_is_a_config_error_that_names_both() -> N
         ({"dataset": "other"}, "dataset was other, is d"),
         ({"seed": 9}, "seed was 9, is 1"),
         ({"shuffle": False}, "shuffle was False"),
-        ({"position": 99}, "impossible"),
-        ({"epoch": -1}, "impossible"),
+        ({"position": 99}, "out of range"),
+        ({"epoch": -1}, "out of range"),
         ({"extra": 1}, "no data position"),
     ],
 )

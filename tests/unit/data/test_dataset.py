@@ -13,9 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
+from rlsys.config.schema.data import PromptsConfig
 from rlsys.data.chat import Truncation, encode_prompt, truncate
-from rlsys.data.dataset import PromptDataset, PromptFormat, load_custom_dataset
+from rlsys.data.dataset import PromptDataset, load_custom_dataset
 from rlsys.data.start_assets import build_tokenizer
 from rlsys.utils.errors import ConfigError, DataError
 
@@ -81,7 +83,7 @@ def test_prompts_go_through_the_template_with_its_arguments(tmp_path: Path) -> N
         "<|user|>0+1=<|end|><|assistant|>",
         "<|user|>2*3=<|end|><|assistant|>",
     ]
-    with_think = PromptDataset.load(file, own, PromptFormat(template_kwargs={"think": True}))
+    with_think = PromptDataset.load(file, own, PromptsConfig(apply_chat_template_kwargs={"think": True}))
     assert texts(with_think) == ["0+1=<|tool|>", "2*3=<|tool|>"]
     own.chat_template = None
     assert texts(PromptDataset.load(file, own)) == ["0+1=", "2*3="]
@@ -89,7 +91,7 @@ def test_prompts_go_through_the_template_with_its_arguments(tmp_path: Path) -> N
 
 def test_other_columns_can_hold_prompt_and_source(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", [{"question": "5-1=", "task": "sums", "ground_truth": 4, "agent_name": "x"}])
-    found = PromptDataset.load(file, tokenizer(), PromptFormat(prompt_key="question", reward_fn_key="task"))
+    found = PromptDataset.load(file, tokenizer(), PromptsConfig(prompt_key="question", reward_fn_key="task"))
     assert (found[0].data_source, found[0].reward_model) == ("sums", {"style": "rule", "ground_truth": 4})
     assert found[0].fields == {"agent_name": "x"}
     assert found.data_sources == ("sums",)
@@ -108,7 +110,7 @@ LONG = [row(0), row(1, prompt="a" * 20), row(2)]  # 3 special tokens each
 )
 def test_every_truncation_is_alive(how: Any, text: str, tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", LONG)
-    found = PromptDataset.load(file, tokenizer(), PromptFormat(max_prompt_length=10, truncation=how))
+    found = PromptDataset.load(file, tokenizer(), PromptsConfig(max_prompt_length=10, truncation=how))
     assert texts(found)[1] == text
     assert len(found[1].token_ids) == 10
 
@@ -116,15 +118,17 @@ def test_every_truncation_is_alive(how: Any, text: str, tmp_path: Path) -> None:
 def test_overlong_prompts_are_refused_or_filtered_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = jsonl(tmp_path / "a.jsonl", LONG)
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: 23 tokens are more than max_prompt_length=10"):
-        PromptDataset.load(file, tokenizer(), PromptFormat(max_prompt_length=10))
+        PromptDataset.load(file, tokenizer(), PromptsConfig(max_prompt_length=10))
     for num_threads in (1, 3):
-        form = PromptFormat(max_prompt_length=10, filter_overlong_prompts=True)
-        found = PromptDataset.load(file, tokenizer(), form, num_threads=num_threads)
+        config = PromptsConfig(
+            max_prompt_length=10, filter_overlong_prompts=True, filter_overlong_prompts_workers=num_threads
+        )
+        found = PromptDataset.load(file, tokenizer(), config)
         assert [r.index for r in found] == [0, 1]
         assert found.metrics() == {"data/rows": 2.0, "data/bad_rows": 0.0, "data/overlong_prompts": 1.0}
-        assert "1 of 3 prompts have more than 10 tokens and are left out" in caplog.messages
+        assert "dropped 1 of 3 prompts with more than 10 tokens" in caplog.messages
     with pytest.raises(DataError, match="no prompt is left"):
-        PromptDataset.load(file, tokenizer(), PromptFormat(max_prompt_length=2, filter_overlong_prompts=True))
+        PromptDataset.load(file, tokenizer(), PromptsConfig(max_prompt_length=2, filter_overlong_prompts=True))
 
 
 @given(st.integers(0, 30), st.integers(1, 20), st.sampled_from(["left", "right", "middle"]))
@@ -155,8 +159,8 @@ def test_max_samples_takes_the_first_or_draws_by_seed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("settings", [{"truncation": "both"}, {"max_prompt_length": 0}])
 def test_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(settings))):
-        PromptFormat(**settings)
+    with pytest.raises(ValidationError, match=next(iter(settings))):
+        PromptsConfig(**settings)
 
 
 CUSTOM = """
@@ -178,20 +182,20 @@ class Nothing:
 """
 
 
-def test_a_dataset_class_of_the_users_is_read_row_by_row(tmp_path: Path) -> None:
+def test_a_custom_dataset_class_is_read_row_by_row(tmp_path: Path) -> None:
     path = tmp_path / "custom.py"
     path.write_text(CUSTOM)
     arguments: dict[str, Any] = {"data_files": ["my.bin"], "tokenizer": tokenizer(), "config": {"factor": 7}}
     dataset = load_custom_dataset(str(path), "Doubling", **arguments, max_samples=3)
-    found = PromptDataset.wrap(dataset, tokenizer())
+    found = PromptDataset.load(dataset, tokenizer())
     assert texts(found) == [f"<|user|>{i}*7=<|end|><|assistant|>" for i in range(3)]
     assert [r.reward_model["ground_truth"] for r in found] == [0, 7, 14]
     assert found.data_sources == ("my.bin",)
     with pytest.raises(DataError, match="Doubling, row 3: a row must be a dict"):
-        PromptDataset.wrap(load_custom_dataset(str(path), "Doubling", **arguments, max_samples=4), tokenizer())
+        PromptDataset.load(load_custom_dataset(str(path), "Doubling", **arguments, max_samples=4), tokenizer())
     with pytest.raises(ConfigError, match="has no __len__"):
         load_custom_dataset(str(path), "Nothing", **arguments)
-    with pytest.raises(ConfigError, match="nothing of that name"):
+    with pytest.raises(ConfigError, match="does not define it"):
         load_custom_dataset(str(path), "Missing", **arguments)
 
 

@@ -288,7 +288,7 @@ def test_an_async_grader_that_fails_costs_no_neighbour(async_pool: RewardPool, f
     [
         ("import no_such_module_anywhere", "no_such_module_anywhere"),
         ("def compute_score(:", "SyntaxError"),
-        ("x = 1", "has nothing of that name"),
+        ("x = 1", "does not define it"),
         ("compute_score = 3", "compute_score is not a function"),
         ("import sys; sys.exit(1)", "SystemExit"),
         ("import os; print('bye'); os._exit(7)", "exited with code 7.*bye"),
