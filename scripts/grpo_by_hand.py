@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlsys.algorithms import agg_loss
+from rlsys.config.schema.model import ModelConfig, OptimConfig
 from rlsys.config.schema.rollout import GenerationConfig
-from rlsys.engines.fsdp.engine import FSDPEngine, ModelSource
-from rlsys.engines.fsdp.optim import OptimSettings
+from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.mesh import ensure_process_group
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum
@@ -122,8 +122,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     engine = FSDPEngine(
-        ModelSource(path=str(args.model)),
-        optimizer=OptimSettings(lr=args.lr),
+        ModelConfig(path=str(args.model), enable_gradient_checkpointing=False),
+        optim=OptimConfig(lr=args.lr),
         training=MicroBatches(max_tokens=4096),
     )
     rollout = HFRollout.from_path(

@@ -13,13 +13,12 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 
 from rlsys.config import PPOConfig
+from rlsys.config.schema.model import ModelConfig, OptimConfig, ShardConfig
 from rlsys.data.collate import collate_texts
 from rlsys.data.start_assets import StartAssets, WarmUp, ensure_start_assets
 from rlsys.data.supervised import load_texts
 from rlsys.engines.fsdp.engine import FSDPEngine
-from rlsys.engines.fsdp.optim import OptimSettings
 from rlsys.engines.micro_batches import MicroBatches
-from rlsys.models.hf import ModelSource
 from rlsys.roles.lm import LMEngine
 from rlsys.telemetry.log import get_logger
 from rlsys.telemetry.progress import Progress
@@ -59,16 +58,19 @@ def warm_up(folder: Path, texts: Path, settings: WarmUp) -> None:
     joined_here, threads = not dist.is_initialized(), torch.get_num_threads()
     torch.set_num_threads(1)
     engine = FSDPEngine(
-        ModelSource(config=json.loads((folder / "config.json").read_text()), seed=settings.seed),
-        optimizer=OptimSettings(
+        ModelConfig(
+            override_config=json.loads((folder / "config.json").read_text()), enable_gradient_checkpointing=False
+        ),
+        optim=OptimConfig(
             lr=settings.lr,
             betas=settings.betas,
             weight_decay=settings.weight_decay,
-            grad_clip=settings.grad_clip,
-            warmup_steps=settings.warmup_steps,
-            schedule=settings.schedule,
-            total_steps=settings.num_steps,
+            lr_warmup_steps=settings.warmup_steps,
+            lr_scheduler_type=settings.schedule,
         ),
+        grad_clip=settings.grad_clip,
+        total_steps=settings.num_steps,
+        shard=ShardConfig(seed=settings.seed),
         training=MicroBatches(rows=settings.batch_size),
     )
     role, metrics = LMEngine(engine), dict[str, float]()

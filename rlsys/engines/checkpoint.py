@@ -9,25 +9,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.tensor import DTensor
 
 from rlsys.engines import rng
 from rlsys.engines.dcp_storage import (
     METADATA,
     STORAGE_ERRORS,
-    SafetensorsReader,
-    SafetensorsWriter,
-    data_file,
     read_tensor_index,
 )
 from rlsys.engines.mesh import gather_json, together
@@ -59,55 +51,6 @@ class Contents(Protocol):
     def read(self, path: Path) -> None: ...
 
 
-@dataclass(frozen=True)
-class State:
-    """What FSDP saves or restores: sharded parameters by name, this rank's parts of the optimizer's moments by
-    `<moment>.<name>`, whether the random generators go along, and over how many ranks parameters are sharded."""
-
-    model: Mapping[str, Any]
-    moments: Mapping[str, Tensor]
-    parameters: Mapping[str, Any]
-    extra: bool
-    shard_size: int
-
-    @property
-    def layout(self) -> tuple[str, Mapping[str, Any]]:
-        sizes = {"world_size": dist.get_world_size(), "shard_size": self.shard_size}
-        return "fsdp_config.json", {"FSDP_version": 2, **sizes}
-
-    def tensors(self) -> dict[str, Any]:
-        """DTensors under the keys of the checkpoint."""
-        optim = {}
-        for key, local in self.moments.items():
-            moment, _, name = key.partition(".")
-            optim[f"optim.{moment}.{name}"] = _like(self.parameters[name], local)
-        return {**{f"model.{name}": p.detach() for name, p in self.model.items()}, **optim}
-
-    def shapes(self) -> dict[str, Sequence[int]]:
-        return {key: tensor.shape for key, tensor in self.tensors().items()}
-
-    def write(self, staging: Path) -> list[str]:
-        tensors = self.tensors()
-        if tensors:
-            _unwrapped(lambda: dcp.save(tensors, storage_writer=SafetensorsWriter(staging)))
-        return sorted({data_file(key.partition(".")[0]) for key in tensors})
-
-    def read(self, path: Path) -> None:
-        if tensors := self.tensors():
-            _unwrapped(lambda: dcp.load(tensors, storage_reader=SafetensorsReader(path)))
-
-
-def _like(parameter: Any, local: Tensor) -> DTensor:
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-
-
 def save(path: Path, state: Contents, rank: int, header: Mapping[str, Any]) -> None:
     """Write `path`; on any failure CheckpointError on all ranks, and what was at `path` before is untouched."""
     errors = (*STORAGE_ERRORS, CheckpointError)
@@ -135,16 +78,6 @@ def _write(staging: Path, state: Contents) -> dict[str, dict[str, Any]]:
     if dist.get_rank() == 0 and (staging / METADATA).exists():
         names.append(METADATA)
     return {name: _fingerprint(staging / name) for name in names if (staging / name).exists()}
-
-
-def _unwrapped(work: Callable[[], Any]) -> None:
-    """DCP raises every rank's errors on all ranks; raise each where it happened."""
-    try:
-        work()
-    except CheckpointException as error:
-        own = error.failures.get(dist.get_rank())
-        if own is not None:
-            raise CheckpointError(str(own[0])) from error
 
 
 def _commit(

@@ -11,14 +11,18 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from rlsys.engines.dcp_storage import STORAGE_ERRORS
 from rlsys.engines.mesh import together
+from rlsys.models.hf import Head
 from rlsys.types import EXPORT_FILE_BYTES
 from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_text_durable
 from rlsys.utils.errors import CheckpointError
 
 FILE_BYTES = EXPORT_FILE_BYTES
+Adapter = tuple[Mapping[str, Tensor], Mapping[str, Any]]
+"""Tensors of an adapter under peft's names, and its adapter_config."""
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -35,10 +39,10 @@ def write(
     path: Path,
     weights: Iterator[list[tuple[str, Tensor]]],
     rank: int,
-    config: Any,
+    config: PretrainedConfig,
     *,
     source_dir: Path | None = None,
-    adapter: tuple[Mapping[str, Tensor], Mapping[str, Any]] | None = None,
+    adapter: Adapter | None = None,
 ) -> None:
     """Write a model directory from gathered weights; rank 0 writes, all ranks gather. `source_dir` gives the tokenizer
     files, `adapter` (tensors, adapter_config) goes to `lora_adapter/`. CheckpointError leaves an old one as it was."""
@@ -66,7 +70,12 @@ def _write_bucket(staging: Path, number: int, bucket: Sequence[tuple[str, Tensor
 
 
 def _finish(
-    staging: Path, path: Path, files: Mapping[str, Sequence[str]], config: Any, source_dir: Path | None, adapter: Any
+    staging: Path,
+    path: Path,
+    files: Mapping[str, Sequence[str]],
+    config: PretrainedConfig,
+    source_dir: Path | None,
+    adapter: Adapter | None,
 ) -> None:
     _name_parts(staging, files)
     config.save_pretrained(staging)
@@ -101,7 +110,7 @@ def _name_parts(staging: Path, files: Mapping[str, Sequence[str]]) -> None:
     write_text_durable(staging / "model.safetensors.index.json", json.dumps(index, indent=1))
 
 
-def exported_config(config: Any, head: str, dtype: torch.dtype) -> Any:
+def exported_config(config: PretrainedConfig, head: Head, dtype: torch.dtype) -> PretrainedConfig:
     """The configuration to write: which class loads it, and the dtype of its weights."""
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 

@@ -18,33 +18,31 @@ from rlsys.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Parallel:
-    """`fsdp_size` ranks share one copy of the parameters (-1: all of them), `sp_size` ranks share each sequence."""
+class EngineRanks:
+    """Where this rank is among those of its engine.
 
-    fsdp_size: int = -1
-    sp_size: int = 1
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Where this rank stands. Ranks of one sequence-parallel group are neighbours and see the same rows."""
+    Ranks of one `dp_rank` see the same rows; the results of the one with `is_collect` are collected. The sums of the
+    ranks of `loss_group` (None: all ranks) that have `reports_loss` add up to the global ones.
+    """
 
     device: torch.device
     rank: int
     world_size: int
+    dp_rank: int
+    dp_size: int
+    is_collect: bool
+    reports_loss: bool
+    loss_group: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class Ranks(EngineRanks):
+    """The groups of FSDPEngine. Ranks of one sequence-parallel group are neighbours."""
+
     mesh: DeviceMesh
     sp_rank: int
     sp_size: int
     sp_group: dist.ProcessGroup | None
-    dp_group: dist.ProcessGroup | None
-
-    @property
-    def dp_rank(self) -> int:
-        return self.rank // self.sp_size
-
-    @property
-    def dp_size(self) -> int:
-        return self.world_size // self.sp_size
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
@@ -75,15 +73,18 @@ def ensure_process_group(device: str, *, timeout_s: float = 600.0) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
-def make_ranks(device: str, parallel: Parallel) -> Ranks:
-    """The groups of an engine over all ranks of the default process group; ConfigError if the sizes do not divide."""
+def make_ranks(device: str, *, fsdp_size: int = -1, sp_size: int = 1) -> Ranks:
+    """The groups of an engine over all ranks of the default process group; ConfigError if the sizes do not divide.
+
+    `fsdp_size` ranks share one copy of the parameters (-1: all of them), `sp_size` ranks share each sequence.
+    """
     ensure_process_group(device)
-    rank, world, sp = dist.get_rank(), dist.get_world_size(), parallel.sp_size
-    shard = world if parallel.fsdp_size in (-1, 0) else parallel.fsdp_size
+    rank, world, sp = dist.get_rank(), dist.get_world_size(), sp_size
+    shard = world if fsdp_size in (-1, 0) else fsdp_size
     if sp < 1 or world % sp:
         raise ConfigError(f"ulysses_sequence_parallel_size={sp} does not divide the {world} ranks")
     if shard < 1 or world % shard:
-        raise ConfigError(f"fsdp_size={parallel.fsdp_size} does not divide the {world} ranks")
+        raise ConfigError(f"fsdp_size={fsdp_size} does not divide the {world} ranks")
     own = own_device(device)
     grid = torch.arange(world)
     mesh = (
@@ -93,7 +94,20 @@ def make_ranks(device: str, parallel: Parallel) -> Ranks:
     )
     sp_group = _own_group([list(range(s, s + sp)) for s in range(0, world, sp)]) if sp > 1 else None
     dp_group = _own_group([list(range(s, world, sp)) for s in range(sp)]) if sp > 1 else None
-    return Ranks(own, rank, world, mesh, rank % sp, sp, sp_group, dp_group)
+    return Ranks(
+        device=own,
+        rank=rank,
+        world_size=world,
+        dp_rank=rank // sp,
+        dp_size=world // sp,
+        is_collect=rank % sp == 0,
+        reports_loss=True,
+        loss_group=dp_group,
+        mesh=mesh,
+        sp_rank=rank % sp,
+        sp_size=sp,
+        sp_group=sp_group,
+    )
 
 
 def own_device(name: str) -> torch.device:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from rlsys.batching import TOO_LONG, micro_batches
+from rlsys.models.packing import TokenRows
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,15 @@ class MicroBatches:
     def __post_init__(self) -> None:
         size = self.rows if self.max_tokens is None else self.max_tokens
         if (self.rows is None) == (self.max_tokens is None) or size is None or size < 1:
-            raise ValueError(f"a micro-batch is so many rows or so many tokens, got {self}")
+            raise ValueError(f"a micro-batch needs either rows or max_tokens, at least 1; got {self}")
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One micro-batch: its row numbers (None where only other ranks have rows left) and its packed tokens."""
+
+    index: Tensor | None
+    tokens: TokenRows
 
 
 def split_rows(

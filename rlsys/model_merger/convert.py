@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlsys.config.schema.model import ModelConfig
 from rlsys.engines.export import TOKENIZER_FILES
 from rlsys.model_merger.kinds import Split, open_checkpoint, split_text
 from rlsys.model_merger.stored import Pieces, Together, Weights, read_whole
 from rlsys.model_merger.stream import DTYPES, FILE_BYTES, Kind, torch_dtype, write_file, write_model_files
-from rlsys.models.hf import ModelSource, SafetensorsDir, build, check_names, read_config
+from rlsys.models.hf import SafetensorsDir, build, check_names, read_config
 from rlsys.models.megatron.convert import fill
 from rlsys.models.megatron.family import Family, Head, family_of, tied
 from rlsys.types import Shard
@@ -157,7 +158,7 @@ def _expected(config_dir: Path, hf_config: Mapping[str, Any], weights: Weights) 
     family = _family(hf_config)
     if family is not None:
         return family.hf_shapes(hf_config, head=head)
-    model = build(read_config(ModelSource(str(config_dir))), head="scalar" if scalar else "lm", packed=False)
+    model = build(read_config(ModelConfig(path=str(config_dir))), head="scalar" if scalar else "lm", packed=False)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 

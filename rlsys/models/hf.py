@@ -5,15 +5,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
+from rlsys.config.schema.model import ModelConfig
 from rlsys.models.attention import ATTENTION
 from rlsys.utils.errors import CheckpointError, ConfigError
 
@@ -21,21 +28,6 @@ Head = Literal["lm", "scalar"]
 LOGIT_CHANGERS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "final_logit_scale")
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 UNUSED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """A model directory in HF layout (`path`), or a configuration to initialise at random from `seed` (`config`)."""
-
-    path: str | None = None
-    config: Mapping[str, Any] | None = None
-    seed: int = 0
-    override_config: Mapping[str, Any] = field(default_factory=dict)
-    trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        if (self.path is None) == (self.config is None):
-            raise ValueError("a model needs either a path or a config")
 
 
 class TensorSource(Protocol):
@@ -46,23 +38,25 @@ class TensorSource(Protocol):
     def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor: ...
 
 
-def read_config(source: ModelSource) -> Any:
-    """The transformers configuration with `override_config` applied (nested mappings are merged).
+def read_config(model: ModelConfig) -> PretrainedConfig:
+    """The transformers configuration of `path` with `override_config` applied (nested mappings are merged).
 
-    ConfigError for an override the configuration does not have, CheckpointError without a good config.json.
+    Without a path `override_config` is the whole configuration of a random model. ConfigError for an override the
+    configuration does not have, CheckpointError without a readable config.json.
     """
-    if source.path is None:
-        config = AutoConfig.for_model(**dict(source.config or {}))
-    else:
-        if not (Path(source.path) / "config.json").is_file():
-            raise CheckpointError(f"no config.json in the model directory {source.path}")
-        try:
-            config = AutoConfig.from_pretrained(source.path, trust_remote_code=source.trust_remote_code)
-        except (ValueError, OSError, KeyError) as error:
-            raise CheckpointError(f"cannot read {source.path}/config.json: {error}") from error
+    if model.path is None:
+        if "model_type" not in model.override_config:
+            raise ValueError("a model needs a path, or override_config with model_type and the other settings")
+        return AutoConfig.for_model(**model.override_config)
+    if not (Path(model.path) / "config.json").is_file():
+        raise CheckpointError(f"no config.json in the model directory {model.path}")
+    try:
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except (ValueError, OSError, KeyError) as error:
+        raise CheckpointError(f"cannot read {model.path}/config.json: {error}") from error
     if getattr(config, "quantization_config", None):
-        raise CheckpointError(f"{source.path or 'the model'} is quantised: training needs plain weights")
-    for name, value in source.override_config.items():
+        raise CheckpointError(f"{model.path} is quantised: training needs unquantised weights")
+    for name, value in model.override_config.items():
         if not hasattr(config, name):
             raise ConfigError(f"override_config.{name}: {config.model_type} has no such setting")
         old = getattr(config, name)
@@ -70,9 +64,7 @@ def read_config(source: ModelSource) -> Any:
     return config
 
 
-def build(
-    config: Any, *, head: Head, packed: bool, attention: str | None = None, trust_remote_code: bool = False
-) -> Any:
+def build(config: PretrainedConfig, *, head: Head, packed: bool, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model on the meta device, float32, with real buffers: structure without weights.
 
     A scalar head is `score`, Linear(hidden, 1), in the layout of transformers' token classification models.
@@ -81,10 +73,7 @@ def build(
     if head == "lm" and (odd := [name for name in LOGIT_CHANGERS if getattr(config, name, None) not in (None, 1, 1.0)]):
         raise ConfigError(f"{config.model_type} changes its logits ({', '.join(odd)}), which this engine does not do")
     _check_packable(config, packed)
-    if packed and attention is not None and not attention.startswith("flash_attention"):
-        raise ConfigError(f"attention {attention} does not keep packed rows apart: set use_remove_padding=false")
-    implementation = attention or (ATTENTION if packed else "sdpa")
-    options = {"attn_implementation": implementation, "trust_remote_code": trust_remote_code}
+    options = {"attn_implementation": ATTENTION if packed else "sdpa", "trust_remote_code": trust_remote_code}
     with torch.device("meta"):
         model = _construct(config, head, options)
     if packed and not getattr(model, "_supports_attention_backend", False):
@@ -95,14 +84,14 @@ def build(
     return model
 
 
-def _construct(config: Any, head: Head, options: Mapping[str, Any]) -> Any:
+def _construct(config: PretrainedConfig, head: Head, options: Mapping[str, Any]) -> PreTrainedModel:
     if head == "lm":
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
     config.num_labels, config.classifier_dropout = 1, 0.0
     return AutoModelForTokenClassification.from_config(config, dtype=torch.float32, **options)
 
 
-def _check_packable(config: Any, packed: bool) -> None:
+def _check_packable(config: PretrainedConfig, packed: bool) -> None:
     if not packed:
         return
     if odd := set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYERS:
@@ -111,7 +100,7 @@ def _check_packable(config: Any, packed: bool) -> None:
         raise ConfigError("packed rows do not go with attention_dropout: set use_remove_padding=false or dropout 0")
 
 
-def _fill_buffers(model: Any) -> None:
+def _fill_buffers(model: PreTrainedModel) -> None:
     """Give buffers their values off the meta device through the model's own initialiser; ConfigError if it has none."""
     for module in model.modules():
         own = [(name, buffer) for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
@@ -126,32 +115,35 @@ def _fill_buffers(model: Any) -> None:
             raise ConfigError(f"{type(module).__name__}.{bad[0]}: a buffer whose value is not known")
 
 
-def open_weights(source: ModelSource, config: Any, *, head: Head, as_saved: bool = False) -> TensorSource:
-    """The source's tensors. A scalar head that a checkpoint lacks is drawn from `seed` (normal, bias zero).
+def open_weights(
+    model: ModelConfig, config: PretrainedConfig, *, head: Head, seed: int = 0, as_saved: bool = False
+) -> TensorSource:
+    """The model's tensors. A scalar head that a checkpoint lacks is drawn from `seed` (normal, bias zero).
 
-    A random model has transformers' own parameters, or with `as_saved` all tensors of a checkpoint under their names
-    there, which differ where transformers stacks experts.
+    Without a path all of them are random, of `seed`: transformers' own parameters, or with `as_saved` all tensors of a
+    checkpoint under their names there, which differ where transformers stacks experts.
     """
-    if source.path is not None:
-        return SafetensorsDir(Path(source.path), extra=_new_head(config, source.seed) if head == "scalar" else {})
+    if model.path is not None:
+        return SafetensorsDir(Path(model.path), extra=_new_head(config, seed) if head == "scalar" else {})
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(source.seed)
-        model = _construct(config, head, {"trust_remote_code": source.trust_remote_code})
-    tensors = {name: tensor.detach() for name, tensor in model.named_parameters()}
+        torch.manual_seed(seed)
+        random_model = _construct(config, head, {"trust_remote_code": model.trust_remote_code})
+    tensors = {name: tensor.detach() for name, tensor in random_model.named_parameters()}
     if not as_saved:
         return InMemory(tensors)
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
-    return InMemory(saved_names(model, {**tensors, **buffers}))
+    state = random_model.state_dict()
+    buffers = {name: buffer for name, buffer in random_model.named_buffers() if name in state}
+    return InMemory(saved_names(random_model, {**tensors, **buffers}))
 
 
-def saved_names(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def saved_names(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of `model` under the names and in the shapes in which transformers saves them."""
     from transformers.core_model_loading import revert_weight_conversion
 
     return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
 
 
-def _new_head(config: Any, seed: int) -> dict[str, Tensor]:
+def _new_head(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
     hidden = config.get_text_config().hidden_size
     draw = torch.Generator().manual_seed(seed)
     weight = torch.randn(1, hidden, generator=draw) * getattr(config, "initializer_range", 0.02)

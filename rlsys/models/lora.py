@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rlsys.config.schema.model import ModelConfig
 from rlsys.models.hf import InMemory, SafetensorsDir, TensorSource
@@ -28,7 +29,7 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Rank and scale of the adapters; `adapter_path` is a peft directory to start from, whose rank and alpha win."""
+    """What holds of a model's adapters, those of the peft directory `adapter_path` included."""
 
     rank: int
     alpha: float = 16.0
@@ -38,17 +39,20 @@ class LoraSettings:
 
 
 def lora_settings(model: ModelConfig, *, seed: int) -> LoraSettings | None:
-    """The adapters of a trained role, if it has any."""
-    if model.lora_rank == 0 and model.lora_adapter_path is None:
-        return None
+    """The adapters that `model` asks for, None without any; rank, alpha and targets of `lora_adapter_path` take
+    precedence. CheckpointError if its adapter_config.json cannot be read."""
     targets = model.target_modules
-    return LoraSettings(
-        rank=model.lora_rank,
-        alpha=model.lora_alpha,
-        target_modules="all-linear" if targets == ("all-linear",) else targets,
-        adapter_path=model.lora_adapter_path,
-        seed=seed,
-    )
+    if model.lora_adapter_path is None:
+        names = "all-linear" if targets == ("all-linear",) else targets
+        return LoraSettings(model.lora_rank, model.lora_alpha, names, None, seed) if model.lora_rank else None
+    file = Path(model.lora_adapter_path) / "adapter_config.json"
+    try:
+        saved = json.loads(file.read_text())
+        targets = saved["target_modules"]
+        targets = targets if isinstance(targets, str) else tuple(sorted(targets))
+        return LoraSettings(saved["r"], saved["lora_alpha"], targets, model.lora_adapter_path, seed)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"cannot read the adapter's {file}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,10 @@ class Adapted:
     scale: float
 
 
-def add_adapters(model: Any, settings: LoraSettings) -> LoraSettings:
-    """Put adapters into `model` in place, freeze the rest but a scalar head; returns the settings that hold."""
+def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
+    """Put adapters into `model` in place and freeze the rest but a scalar head; ConfigError for unknown targets."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    settings = settled(settings)
     targets = settings.target_modules
     config = LoraConfig(
         r=settings.rank,
@@ -80,21 +83,6 @@ def add_adapters(model: Any, settings: LoraSettings) -> LoraSettings:
         raise ConfigError(f"target_modules={targets}: {error}") from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name) or name.startswith("score."))
-    return settings
-
-
-def settled(settings: LoraSettings) -> LoraSettings:
-    """The settings that hold: those of `adapter_path` where there is one; CheckpointError if they cannot be read."""
-    if settings.adapter_path is None:
-        return settings
-    file = Path(settings.adapter_path) / "adapter_config.json"
-    try:
-        saved = json.loads(file.read_text())
-        targets = saved["target_modules"]
-        targets = targets if isinstance(targets, str) else tuple(sorted(targets))
-        return LoraSettings(saved["r"], saved["lora_alpha"], targets, settings.adapter_path, settings.seed)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"cannot read the adapter's {file}: {error}") from error
 
 
 def targeted(layers: Collection[str], settings: LoraSettings) -> list[str]:
@@ -108,7 +96,7 @@ def targeted(layers: Collection[str], settings: LoraSettings) -> list[str]:
         found = [layer for layer in layers if layer in targets or layer.endswith(tuple(f".{t}" for t in targets))]
     if not found:
         known = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
-        raise ConfigError(f"target_modules={targets}: no linear layer of the model is named so; there are {known}")
+        raise ConfigError(f"target_modules={targets}: the model has no linear layer of that name; it has {known}")
     return found
 
 
@@ -119,6 +107,7 @@ def adapted_by(layer: str, settings: LoraSettings) -> Adapted:
 
 
 def is_adapter(name: str) -> bool:
+    """Whether a parameter is a factor of an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
@@ -185,12 +174,12 @@ class _FirstValues:
     def shape(self, name: str) -> tuple[int, ...]:
         return self.shapes[name]
 
-    def read(self, name: str, start: Any, shape: Any) -> Tensor:
+    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
         return InMemory({name: _first_value(name, self.shapes[name], self.seed)}).read(name, start, shape)
 
 
 @dataclass(frozen=True)
-class Beside:
+class WithAdapters:
     """A model's tensors and those of its adapters as one source."""
 
     base: TensorSource
@@ -202,7 +191,7 @@ class Beside:
     def shape(self, name: str) -> tuple[int, ...]:
         return (self.adapters if is_adapter(name) else self.base).shape(name)
 
-    def read(self, name: str, start: Any, shape: Any) -> Tensor:
+    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
         return (self.adapters if is_adapter(name) else self.base).read(name, start, shape)
 
 
@@ -219,7 +208,7 @@ class _SavedAdapter:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._files.shape(self._saved[name])
 
-    def read(self, name: str, start: Any, shape: Any) -> Tensor:
+    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
         return self._files.read(self._saved[name], start, shape)
 
 
@@ -229,6 +218,7 @@ def to_model_name(saved: str) -> str:
 
 
 def to_saved_name(name: str) -> str:
+    """The name in a peft file of a factor in the model: the inverse of `to_model_name`."""
     return _PREFIX + name.replace(f".{ADAPTER}.weight", ".weight")
 
 

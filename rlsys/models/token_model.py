@@ -26,19 +26,21 @@ class TokenModel(nn.Module):
     of a pack over its ranks (Ulysses); every rank gets all results.
     """
 
+    chunk_elements: int | None = None
+    """Logits that exist at once; None: as many as `rlsys.models.logprobs` takes on the device."""
+
     def __init__(
         self,
         model: Any,
         *,
         packed: bool = True,
         group: ProcessGroup | None = None,
-        chunk_elements: int | None = None,
     ) -> None:
         super().__init__()
         if group is not None and not packed:
             raise ConfigError("sequence parallelism needs packed rows: set use_remove_padding=true")
         self.model = model
-        self.packed, self.group, self.chunk_elements = packed, group, chunk_elements
+        self.packed, self.group = packed, group
 
     @property
     def is_lm(self) -> bool:

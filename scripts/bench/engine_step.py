@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlsys.engines.fsdp.engine import FSDPEngine, ModelSource, Precision
-from rlsys.engines.fsdp.optim import OptimSettings
+from rlsys.config.schema.model import ModelConfig, OptimConfig
+from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum
 from rlsys.models.flops import peak_flops, training_flops
@@ -58,15 +58,13 @@ def nll(outputs: Any, rows: Any) -> LossSum:
     return LossSum(-(outputs["log_probs"] * mask).sum(), float(mask.sum()))
 
 
-def engine_step(source: ModelSource, args: argparse.Namespace, rows: DataProto) -> Callable[[], float]:
+def engine_step(source: ModelConfig, args: argparse.Namespace, rows: DataProto) -> Callable[[], float]:
     budget = int(rows.tensors["attention_mask"].sum(1).float().mean() * args.micro_rows)
     engine = FSDPEngine(
         source,
         device=args.device,
-        optimizer=OptimSettings(lr=1e-4),
+        optim=OptimConfig(lr=1e-4),
         training=MicroBatches(max_tokens=max(budget, rows.tensors["attention_mask"].shape[1])),
-        precision=Precision(compute=args.compute),
-        gradient_checkpointing=args.gradient_checkpointing,
     )
 
     def step() -> float:
@@ -77,8 +75,8 @@ def engine_step(source: ModelSource, args: argparse.Namespace, rows: DataProto) 
     return step
 
 
-def plain_step(source: ModelSource, args: argparse.Namespace, rows: DataProto) -> Callable[[], float]:
-    torch.manual_seed(source.seed)
+def plain_step(source: ModelConfig, args: argparse.Namespace, rows: DataProto) -> Callable[[], float]:
+    torch.manual_seed(0)
     config = read_config(source)
     model = (
         AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32)
@@ -145,7 +143,11 @@ def main() -> None:
     args.compute = "bfloat16" if args.device == "cuda" else "float32"
     shape = SMOLLM2_135M if args.device == "cuda" else SMALL
     random = {"model_type": "llama", "tie_word_embeddings": True, **shape, **HEADS[shape["hidden_size"]]}
-    source = ModelSource(path=str(args.model)) if args.model else ModelSource(config=random)
+    source = ModelConfig(
+        path=args.model and str(args.model),
+        override_config={} if args.model else random,
+        enable_gradient_checkpointing=args.gradient_checkpointing,
+    )
     config = read_config(source)
     rows = make_rows(args.rows, args.prompt, args.response, config.vocab_size)
     lengths = rows.tensors["attention_mask"].sum(1).tolist()

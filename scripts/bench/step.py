@@ -191,11 +191,12 @@ def roofline(path: str, tp: int, rows: int, prompt: float, answer: float, rate: 
 
     On average half an answer is held; of an embedding that is not the output layer too only single rows are read.
     """
-    from rlsys.models.hf import ModelSource, build, read_config
+    from rlsys.config.schema.model import ModelConfig
+    from rlsys.models.hf import build, read_config
 
-    config = read_config(ModelSource(path))
+    config = read_config(ModelConfig(path=path))
     text = config.get_text_config()
-    model = build(config, head="lm", packed=False)
+    model: Any = build(config, head="lm", packed=False)
     spared = 0 if text.tie_word_embeddings else model.get_input_embeddings().weight.numel()
     weights = 2 * (sum(p.numel() for p in model.parameters()) - spared)
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

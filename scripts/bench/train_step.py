@@ -27,11 +27,12 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from rlsys.engines.fsdp.optim import OptimSettings
+from rlsys.config.schema.megatron import MegatronConfig
+from rlsys.config.schema.model import ModelConfig, OptimConfig
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum, TrainEngine
 from rlsys.models.flops import data_sheet_flops, measured_flops, training_flops
-from rlsys.models.hf import ModelSource, read_config
+from rlsys.models.hf import read_config
 from rlsys.models.megatron.family import family_of
 from rlsys.planning.shapes import SHAPES
 from rlsys.protocol import DataProto
@@ -53,32 +54,17 @@ def write_checkpoint(shape: str, folder: Path, device: str) -> None:
 
 
 def build(args: argparse.Namespace, folder: Path) -> TrainEngine:
-    source, compute = ModelSource(path=str(folder)), "bfloat16" if args.device == "cuda" else "float32"
-    training = MicroBatches(max_tokens=args.sequence * args.micro)
-    optimizer = OptimSettings(lr=1e-5)
+    model = ModelConfig(path=str(folder), enable_gradient_checkpointing=args.recompute)
+    training, optim = MicroBatches(max_tokens=args.sequence * args.micro), OptimConfig(lr=1e-5)
     if args.engine == "fsdp":
-        from rlsys.engines.fsdp.engine import FSDPEngine, Precision
+        from rlsys.engines.fsdp.engine import FSDPEngine
 
-        return FSDPEngine(
-            source,
-            device=args.device,
-            optimizer=optimizer,
-            training=training,
-            precision=Precision(compute=compute),
-            gradient_checkpointing=args.recompute,
-        )
+        return FSDPEngine(model, device=args.device, optim=optim, training=training)
     from rlsys.engines.megatron.engine import MegatronEngine
-    from rlsys.models.megatron.options import ModelOptions
-    from rlsys.models.megatron.parallel import ParallelSizes
 
-    return MegatronEngine(
-        source,
-        device=args.device,
-        optimizer=optimizer,
-        training=training,
-        sizes=ParallelSizes(tp=args.tp, pp=args.pp, sequence_parallel=args.tp > 1),
-        options=ModelOptions(dtype=compute, recompute=args.recompute, fp8=args.fp8),
-    )
+    sizes = {"tensor_model_parallel_size": args.tp, "pipeline_model_parallel_size": args.pp}
+    section = MegatronConfig(**sizes, fp8=args.fp8)
+    return MegatronEngine(model, device=args.device, optim=optim, training=training, megatron=section)
 
 
 def rows_of(args: argparse.Namespace, vocab: int, dp: int) -> DataProto:
@@ -108,7 +94,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path, port: int) -> No
     started_s = perf_counter()
     engine = build(args, folder)
     built_s = perf_counter() - started_s
-    config = read_config(ModelSource(path=str(folder)))
+    config = read_config(ModelConfig(path=str(folder)))
     rows = rows_of(args, config.vocab_size, engine.dp_size)
     steps_s, losses = [], []
     for _ in range(args.steps + 2):

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 import rlsys.engines.megatron.engine  # noqa: F401  imported once, before ranks are forked
 from rlsys.models.hf import saved_names
-from rlsys.models.lora import LoraSettings, to_saved_name
+from rlsys.models.lora import to_saved_name
 from rlsys.models.megatron.parallel import ParallelSizes
 from tests.contracts.test_train_engine import distance, my_rows, resumed, train, whole
 from tests.contracts.train_engine import (
@@ -32,6 +32,7 @@ from tests.contracts.train_engine import (
     TP2_EP2,
     Case,
     Factory,
+    Lora,
     collected,
     loss_of,
     make_batch,
@@ -41,12 +42,12 @@ from tests.contracts.train_engine import (
 )
 from tests.ranks import run_ranks
 
-RANK, ALPHA = 3, 6.0
+RANK, ALPHA = 3, 6
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 ALL = (*ATTENTION, *MLP)
-Expected = tuple[LoraSettings, dict[str, Tensor], float, dict[str, Tensor]]
+Expected = tuple[Lora, dict[str, Tensor], float, dict[str, Tensor]]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,7 @@ def adapted_reference(name: str, head: str, targets: tuple[str, ...], place: Pat
         slope = ALPHA / RANK * slopes[f"{layer}.weight"]
         gradients[f"{layer}.lora_A.default.weight"] = b.double().T @ slope
         gradients[f"{layer}.lora_B.default.weight"] = slope @ a.double().T
-    settings = LoraSettings(rank=99, adapter_path=str(place / "adapter"))
+    settings = Lora(rank=99, path=str(place / "adapter"))
     return settings, {n: v.detach() for n, v in outputs.items()}, float(mean.detach()), gradients
 
 
@@ -168,7 +169,7 @@ def test_adapters_have_the_gradients_of_the_merged_model(
         assert all(torch.equal(tensor, ranks[0]["weights"][name]) for name, tensor in rank["weights"].items())
 
 
-FRESH = LoraSettings(rank=RANK, alpha=ALPHA, target_modules=ATTENTION, seed=4)
+FRESH = Lora(RANK, ALPHA, ATTENTION)
 ON_PARTS = {
     "tp2": megatron(2, **SP),
     "pp2": megatron(2, pp=2),
@@ -194,7 +195,7 @@ def test_every_engine_trains_the_same_adapters_from_the_same_first_values(model:
             torch.testing.assert_close(tensor, fsdp[1][name], rtol=0, atol=2e-6)
 
 
-ALL_LINEAR = LoraSettings(rank=RANK, alpha=ALPHA, seed=4)
+ALL_LINEAR = Lora(RANK, ALPHA)
 
 
 def lived(model: str, case: Case, place: Path) -> dict[str, Any]:
@@ -227,7 +228,7 @@ def lived(model: str, case: Case, place: Path) -> dict[str, Any]:
         at = tuple(slice(s, s + n) for s, n in zip(shard.local_start, shard.box.shape, strict=True))
         assert torch.equal(local[shard.local][at], merged[shard.box.tensor][box])
     engine.save(place / "export", "export")
-    again = replace(ALL_LINEAR, rank=99, adapter_path=str(place / "export/lora_adapter"))
+    again = replace(ALL_LINEAR, rank=99, path=str(place / "export/lora_adapter"))
     taken_up = ENGINES["megatron"](MODELS[model], "lm", replace(case, lora=again))
     assert all(torch.equal(tensor, merged[name]) for name, tensor in whole(taken_up).items())
     log_probs = values()

@@ -14,20 +14,18 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-from rlsys.engines.fsdp.engine import FSDPEngine, ModelSource
-from rlsys.engines.fsdp.optim import OptimSettings
-from rlsys.engines.mesh import Parallel
+from rlsys.config.schema.megatron import MegatronConfig
+from rlsys.config.schema.model import ModelConfig, OptimConfig, ShardConfig
+from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum, TrainEngine
 from rlsys.models.hf import saved_names
-from rlsys.models.lora import LoraSettings
-from rlsys.models.megatron.options import ModelOptions
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.protocol import DataProto
 from tests.ranks import run_ranks
 
 VOCAB, PROMPT, RESPONSE, ROWS = 96, 5, 7, 8
-TEMPERATURE = 0.7
+TEMPERATURE, SEED = 0.7, 3
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48, "vocab_size": VOCAB}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 MODELS: dict[str, dict[str, Any]] = {
@@ -96,6 +94,16 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
+class Lora:
+    """The adapters of a case."""
+
+    rank: int
+    alpha: int = 16
+    targets: tuple[str, ...] = ("all-linear",)
+    path: str | None = None
+
+
+@dataclass(frozen=True)
 class Case:
     """How an engine splits its work; every field that a split has, and nothing about the result."""
 
@@ -109,7 +117,7 @@ class Case:
     overrides: tuple[tuple[str, Any], ...] = ()
     lr: float = 1e-3
     chunk_elements: int | None = 3 * VOCAB
-    lora: LoraSettings | None = None
+    lora: Lora | None = None
 
     def __str__(self) -> str:
         parts = [f"rows{self.rows}" if self.rows else f"tokens{self.max_tokens}", "packed" if self.packed else "padded"]
@@ -124,34 +132,61 @@ class Case:
         )
 
 
-def fsdp_engine(model: Mapping[str, Any], head: str, case: Case) -> FSDPEngine:
-    return FSDPEngine(
-        ModelSource(config=model, seed=3),
-        head=head,  # type: ignore[arg-type]
-        optimizer=OptimSettings(lr=case.lr, grad_clip=1.0),
-        training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
-        parallel=Parallel(case.fsdp_size, case.sp_size),
-        packed=case.packed,
-        gradient_checkpointing=case.gradient_checkpointing,
-        chunk_elements=case.chunk_elements,
-        lora=case.lora,
+def model_config(model: Mapping[str, Any], case: Case) -> ModelConfig:
+    """A random model with the settings of a case."""
+    lora = case.lora or Lora(rank=0)
+    return ModelConfig(
+        override_config=dict(model),
+        enable_gradient_checkpointing=case.gradient_checkpointing,
+        use_remove_padding=case.packed,
+        lora_rank=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=lora.targets,
+        lora_adapter_path=lora.path,
     )
+
+
+def megatron_section(sizes: ParallelSizes, **settings: Any) -> MegatronConfig:
+    """The configuration section of these sizes."""
+    return MegatronConfig(
+        tensor_model_parallel_size=sizes.tp,
+        pipeline_model_parallel_size=sizes.pp,
+        virtual_pipeline_model_parallel_size=sizes.vp,
+        context_parallel_size=sizes.cp,
+        expert_model_parallel_size=sizes.ep,
+        expert_tensor_parallel_size=sizes.etp,
+        sequence_parallel=sizes.sequence_parallel,
+        **settings,
+    )
+
+
+def fsdp_engine(model: Mapping[str, Any], head: str, case: Case) -> FSDPEngine:
+    engine = FSDPEngine(
+        model_config(model, case),
+        head=head,  # type: ignore[arg-type]
+        optim=OptimConfig(lr=case.lr),
+        training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
+        shard=ShardConfig(fsdp_size=case.fsdp_size, seed=SEED),
+        sp_size=case.sp_size,
+    )
+    engine.model.chunk_elements = case.chunk_elements
+    return engine
 
 
 def megatron_engine(model: Mapping[str, Any], head: str, case: Case) -> Any:
     from rlsys.engines.megatron.engine import MegatronEngine
 
-    return MegatronEngine(
-        ModelSource(config=model, seed=3),
+    section = {"seed": SEED, "override_transformer_config": dict(case.overrides)}
+    engine = MegatronEngine(
+        model_config(model, case),
         head=head,  # type: ignore[arg-type]
-        optimizer=OptimSettings(lr=case.lr, grad_clip=1.0),
+        optim=OptimConfig(lr=case.lr),
         training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
-        sizes=case.megatron,
-        options=ModelOptions(
-            recompute=case.gradient_checkpointing, chunk_elements=case.chunk_elements, overrides=dict(case.overrides)
-        ),
-        lora=case.lora,
+        megatron=megatron_section(case.megatron, **section),
     )
+    for chunk in engine.chunks:
+        chunk.chunk_elements = case.chunk_elements
+    return engine
 
 
 Factory = Callable[[Mapping[str, Any], str, Case], Any]
@@ -268,7 +303,7 @@ def reference_model(name: str, head: str) -> Any:
     config.num_labels, config.classifier_dropout = 1, 0.0
     auto = AutoModelForCausalLM if head == "lm" else AutoModelForTokenClassification
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
+        torch.manual_seed(SEED)
         return auto.from_config(config, dtype=torch.float32, attn_implementation="eager").double()
 
 

@@ -11,18 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlsys.engines.fsdp.engine import FSDPEngine, FsdpOptions, ModelSource, Precision
-from rlsys.engines.fsdp.optim import OptimSettings
-from rlsys.engines.mesh import Parallel
+from rlsys.config.schema.model import OptimConfig, ShardConfig
+from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.protocol import DataProto
 from tests.contracts.train_engine import (
     OUTPUTS,
+    SEED,
     TEMPERATURE,
     Case,
     collected,
     loss_of,
     make_batch,
+    model_config,
     one_step,
     reference,
     share_of,
@@ -48,23 +49,21 @@ def needs(gpus: int) -> Any:
     return pytest.mark.skipif(gpus > GPUS, reason=f"needs {gpus} GPUs")
 
 
-def cuda_engine(model: Mapping[str, Any], head: str, case: Case, **options: Any) -> FSDPEngine:
+def cuda_engine(model: Mapping[str, Any], head: str, case: Case, **shard: Any) -> FSDPEngine:
     torch.backends.cuda.matmul.allow_tf32 = False
-    settings: dict[str, Any] = {
-        "head": head,
-        "device": f"cuda:{dist.get_rank()}",
-        "optimizer": OptimSettings(lr=case.lr),
-        "training": MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
-        "parallel": Parallel(case.fsdp_size, case.sp_size),
-        "packed": case.packed,
-        "gradient_checkpointing": case.gradient_checkpointing,
-        "precision": Precision(compute="bfloat16"),
-    }
-    return FSDPEngine(ModelSource(config=model, seed=3), **{**settings, **options})
+    return FSDPEngine(
+        model_config(model, case),
+        head=head,  # type: ignore[arg-type]
+        device=f"cuda:{dist.get_rank()}",
+        optim=OptimConfig(lr=case.lr),
+        training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
+        shard=ShardConfig(fsdp_size=case.fsdp_size, seed=SEED, **{"dtype": "bfloat16", **shard}),
+        sp_size=case.sp_size,
+    )
 
 
 def exact_engine(model: Mapping[str, Any], head: str, case: Case) -> FSDPEngine:
-    return cuda_engine(model, head, case, precision=Precision())
+    return cuda_engine(model, head, case, dtype="float32")
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -149,7 +148,7 @@ def test_parts_move_to_the_cpu_and_back_without_a_trace(world: int) -> None:
 
 
 def offload() -> tuple[bool, list[Any]]:
-    engines = [cuda_engine(WIDE, "lm", Case(rows=2), fsdp=FsdpOptions(cpu_offload=c)) for c in (False, True)]
+    engines = [cuda_engine(WIDE, "lm", Case(rows=2), offload_policy=c) for c in (False, True)]
     reports = [[train(engine) for _ in range(2)] for engine in engines]
     weights = [whole(engine) for engine in engines]
     near = all(torch.allclose(tensor, weights[1][name], atol=2e-3) for name, tensor in weights[0].items())
@@ -187,8 +186,9 @@ def test_resume_on_cuda(worlds: tuple[int, int], tmp_path: Path) -> None:
         torch.testing.assert_close(first[name], second[name], rtol=0, atol=2e-3)
 
 
-def peak_bytes(**options: Any) -> int:
-    engine = cuda_engine(WIDE, "lm", Case(rows=64), **options)
+def peak_bytes(recompute: bool, chunk_elements: int | None) -> int:
+    engine = cuda_engine(WIDE, "lm", Case(rows=64, gradient_checkpointing=recompute))
+    engine.model.chunk_elements = chunk_elements
     ids = torch.randint(1, 32000, (64, 256))
     ones = torch.ones_like(ids)
     rows = DataProto.from_dict(
@@ -207,15 +207,10 @@ def peak_bytes(**options: Any) -> int:
 
 
 def test_recomputation_and_chunks_bound_memory() -> None:
-    (plain,) = run_ranks(1, peak_bytes, backend=BACKEND)
-    context = {"gradient_checkpointing": True}
-    (recomputed,) = run_ranks(1, peak_with, context, backend=BACKEND)
-    (chunked,) = run_ranks(1, peak_with, {**context, "chunk_elements": 1 << 22}, backend=BACKEND)
+    (plain,) = run_ranks(1, peak_bytes, False, None, backend=BACKEND)
+    (recomputed,) = run_ranks(1, peak_bytes, True, None, backend=BACKEND)
+    (chunked,) = run_ranks(1, peak_bytes, True, 1 << 22, backend=BACKEND)
     logits = 64 * 192 * 32000 * 4
     assert recomputed < 0.8 * plain
     assert chunked < recomputed
     assert chunked < logits
-
-
-def peak_with(options: dict[str, Any]) -> int:
-    return peak_bytes(**options)

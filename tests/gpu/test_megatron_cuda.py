@@ -15,16 +15,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlsys.engines.fsdp.engine import FSDPEngine, ModelSource, Precision
-from rlsys.engines.fsdp.optim import OptimSettings
+from rlsys.config.schema.model import ModelConfig, OptimConfig, ShardConfig
+from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.models.hf import open_weights, read_config
-from rlsys.models.lora import LoraSettings
-from rlsys.models.megatron.options import ModelOptions
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.protocol import DataProto
 from tests.contracts.test_adapters import ALL, LATENT, MLP, adapted_reference
-from tests.contracts.train_engine import MODELS, OUTPUTS, Case, loss_of, one_step, reference
+from tests.contracts.train_engine import (
+    MODELS,
+    OUTPUTS,
+    SEED,
+    Case,
+    Lora,
+    loss_of,
+    megatron_section,
+    model_config,
+    one_step,
+    reference,
+)
 from tests.ranks import run_ranks
 
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
@@ -66,28 +75,26 @@ def needs(gpus: int) -> Any:
     return pytest.mark.skipif(gpus > GPUS, reason=f"needs {gpus} GPUs")
 
 
-def megatron(model: Mapping[str, Any], head: str = "lm", case: Case = Case(max_tokens=4096), **options: Any) -> Any:  # noqa: B008
+def megatron(model: Mapping[str, Any], head: str = "lm", case: Case = Case(max_tokens=4096), **section: Any) -> Any:  # noqa: B008
     from rlsys.engines.megatron.engine import MegatronEngine
 
-    settings: dict[str, Any] = {
-        "head": head,
-        "device": f"cuda:{dist.get_rank()}",
-        "optimizer": OptimSettings(lr=case.lr),
-        "training": MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
-        "sizes": case.megatron,
-        "options": ModelOptions(dtype="bfloat16", recompute=case.gradient_checkpointing),
-        "lora": case.lora,
-    }
-    return MegatronEngine(ModelSource(config=model, seed=3), **{**settings, **options})
+    return MegatronEngine(
+        model_config(model, case),
+        head=head,  # type: ignore[arg-type]
+        device=f"cuda:{dist.get_rank()}",
+        optim=OptimConfig(lr=case.lr),
+        training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
+        megatron=megatron_section(case.megatron, **{"seed": SEED, "dtype": "bfloat16", **section}),
+    )
 
 
 def fsdp(model: Mapping[str, Any]) -> FSDPEngine:
     return FSDPEngine(
-        ModelSource(config=model, seed=3),
+        model_config(model, Case()),
         device=f"cuda:{dist.get_rank()}",
-        optimizer=OptimSettings(lr=1e-3),
+        optim=OptimConfig(lr=1e-3),
         training=MicroBatches(max_tokens=4096),
-        precision=Precision(compute="bfloat16"),
+        shard=ShardConfig(dtype="bfloat16", seed=SEED),
     )
 
 
@@ -135,8 +142,8 @@ def whole(engine: Any) -> dict[str, Tensor]:
 
 def loaded_weights(model: dict[str, Any], case: Case) -> list[str]:
     """Names of tensors that are not, bit by bit, those of the source."""
-    source = ModelSource(config=model, seed=3)
-    expected = open_weights(source, read_config(source), head="lm", as_saved=True)
+    source = ModelConfig(override_config=model)
+    expected = open_weights(source, read_config(source), head="lm", seed=SEED, as_saved=True)
     found = whole(megatron(model, case=case))
     return [
         name
@@ -200,7 +207,9 @@ class Shared:
     gradients: float
     head: str = "lm"
     ep: int = 1
-    options: ModelOptions = ModelOptions(dtype="bfloat16")  # noqa: RUF009
+    recompute: bool = False
+    dtype: str = "bfloat16"
+    fp8: str | None = None
 
 
 VOCABULARY = {"vocab_size": 4096}
@@ -208,11 +217,11 @@ SMALL = {**EVEN, **VOCABULARY}
 SHARED = {
     "dense": Shared(SMALL, 0.02, 0.1),
     "values": Shared(SMALL, 0.02, 0.1, head="scalar"),
-    "recomputed": Shared(SMALL, 0.02, 0.1, options=ModelOptions(dtype="bfloat16", recompute=True)),
+    "recomputed": Shared(SMALL, 0.02, 0.1, recompute=True),
     "sparse": Shared({**SPARSE, **VOCABULARY}, 0.02, 0.2, ep=2),
     "latent": Shared(MODELS["deepseek-v3"], 0.02, 0.1),
-    "float32": Shared(SMALL, 2e-3, 0.01, options=ModelOptions(dtype="float32")),
-    "fp8": Shared(SMALL, 0.1, 0.4, options=ModelOptions(dtype="bfloat16", fp8="hybrid")),
+    "float32": Shared(SMALL, 2e-3, 0.01, dtype="float32"),
+    "fp8": Shared(SMALL, 0.1, 0.4, fp8="hybrid"),
 }
 
 
@@ -224,7 +233,8 @@ def all_numbers() -> dict[str, Any]:
         sizes = ParallelSizes(cp=2, ep=case.ep) if shared else ParallelSizes()
         rows, outputs = rows_of(case.model["vocab_size"]), OUTPUTS[case.head]
         try:
-            engine = megatron(case.model, case.head, Case(max_tokens=1024, megatron=sizes), options=case.options)
+            split = Case(max_tokens=1024, megatron=sizes, gradient_checkpointing=case.recompute)
+            engine = megatron(case.model, case.head, split, dtype=case.dtype, fp8=case.fp8)
             forward = engine.forward(rows, outputs)
             metrics = engine.forward_backward(rows, loss_of, outputs=outputs)
             gradients = torch.cat([gradient.flatten().cpu() for gradient in engine.gradients().values()])
@@ -269,7 +279,7 @@ def test_loss_and_gradients_are_near_the_float64_reference(name: str, head: str)
     assert distance(*flat) < 0.1
 
 
-ALL_LINEAR = LoraSettings(rank=8, alpha=16.0, seed=4)
+ALL_LINEAR = Lora(rank=8, alpha=16)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -326,7 +336,7 @@ def test_it_computes_with_the_weights_that_it_pushes_and_is_its_own_reference(mo
     assert found["pushed"]
 
 
-def peak_of_a_step(lora: LoraSettings | None) -> float:
+def peak_of_a_step(lora: Lora | None) -> float:
     """Bytes that a training step without recomputation takes beside what lies there, for each of many layers."""
     found = []
     for layers in (8, 40):
@@ -348,7 +358,7 @@ def test_merged_weights_are_not_kept_for_the_backward_pass() -> None:
     assert adapted - full < 0.3 * weights
 
 
-def moved(lora: LoraSettings | None) -> dict[str, Any]:
+def moved(lora: Lora | None) -> dict[str, Any]:
     engine = megatron(EVEN, case=Case(max_tokens=4096, lora=lora))
     rows = rows_of(EVEN["vocab_size"])
     train = lambda: (engine.forward_backward(rows, loss_of)["loss"], engine.optim_step().grad_norm)  # noqa: E731
@@ -362,7 +372,7 @@ def moved(lora: LoraSettings | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("lora", [None, ALL_LINEAR], ids=["full", "lora"])
-def test_parts_move_to_the_host_and_back(lora: LoraSettings | None) -> None:
+def test_parts_move_to_the_host_and_back(lora: Lora | None) -> None:
     (found,) = run_ranks(1, moved, lora, backend=BACKEND)
     assert found["same"]
     assert lora or found["left"] < 0.2  # the libraries' workspaces stay
@@ -399,6 +409,6 @@ def test_fp8_trains() -> None:
 
 
 def trained_in_fp8() -> list[tuple[float, float]]:
-    engine = megatron(EVEN, options=ModelOptions(dtype="bfloat16", fp8="hybrid"))
+    engine = megatron(EVEN, fp8="hybrid")
     rows = rows_of(EVEN["vocab_size"])
     return [(engine.forward_backward(rows, loss_of)["loss"], engine.optim_step().grad_norm) for _ in range(3)]

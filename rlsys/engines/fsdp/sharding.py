@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
+from rlsys.config.schema.model import ShardConfig
 from rlsys.engines.fsdp.optim import local_of
 from rlsys.engines.mesh import Ranks
 from rlsys.models.hf import TensorSource, layer_modules
@@ -23,11 +25,9 @@ from rlsys.types import Box, Shard, WeightLayout
 def shard_model(
     model: TokenModel,
     ranks: Ranks,
+    shard: ShardConfig,
     *,
     compute_dtype: torch.dtype,
-    reshard_after_forward: bool = True,
-    forward_prefetch: bool = False,
-    cpu_offload: bool = False,
 ) -> None:
     """Shard every block, the scalar head (which stays in float32) and the rest over the mesh.
 
@@ -35,11 +35,11 @@ def shard_model(
     """
     reduce_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
-    offload = CPUOffloadPolicy() if cpu_offload and ranks.device.type == "cuda" else OffloadPolicy()
+    offload = CPUOffloadPolicy() if shard.offload_policy and ranks.device.type == "cuda" else OffloadPolicy()
     options: dict[str, Any] = {"mesh": ranks.mesh, "offload_policy": offload}
     layers: list[Any] = layer_modules(model.model)
     for layer in layers:
-        fully_shard(layer, mp_policy=policy, reshard_after_forward=reshard_after_forward, **options)
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=shard.reshard_after_forward, **options)
     if not model.is_lm:
         exact = MixedPrecisionPolicy(param_dtype=reduce_dtype, reduce_dtype=reduce_dtype)
         fully_shard(model.model.score, mp_policy=exact, **options)
@@ -48,7 +48,7 @@ def shard_model(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    if forward_prefetch:
+    if shard.forward_prefetch:
         for layer, following in pairwise(layers):
             layer.set_modules_to_forward_prefetch([following])
 
@@ -106,7 +106,7 @@ def fill(parameters: Mapping[str, Tensor], source: TensorSource, ranks: Ranks) -
 def weight_layout(
     parameters: Mapping[str, Tensor], ranks: Ranks, aliases: Mapping[str, str], stacks: Stacks
 ) -> WeightLayout:
-    """What this rank holds, as boxes of HF tensors under the names they are saved by, those of `stacks` apart.
+    """What this rank holds, as boxes of HF tensors under the names they are saved by, the parts of `stacks` one by one.
 
     A rank without rows of a tensor has no shard of it.
     """
@@ -133,7 +133,7 @@ def weight_layout(
 class HeldWeights:
     """The model's weights under HF names: base tensors, with the adapters' products added where there are adapters.
 
-    Whole tensors of `stacks` are told apart, as they are saved.
+    Whole tensors of `stacks` are given part by part, as they are saved.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], adapted: Mapping[str, Adapted], stacks: Stacks) -> None:
@@ -174,7 +174,7 @@ class HeldWeights:
         return base + (adapted.scale * (b_rows.float() @ full_of(self._adapters[adapted.a]).float())).to(base.dtype)
 
 
-def full_of(parameter: Any) -> Tensor:
+def full_of(parameter: Tensor) -> Tensor:
     """The whole tensor of a DTensor, gathered over its mesh."""
     detached = parameter.detach()
-    return detached.full_tensor() if hasattr(detached, "full_tensor") else detached
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlsys.models.megatron import start
+from rlsys.models.megatron import shim
 
 # isort: split
 
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from rlsys.engines.mesh import ensure_process_group, own_device
+from rlsys.engines.mesh import EngineRanks, ensure_process_group, own_device
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 
 _made: dict[tuple[Any, ParallelSizes], dict[str, Any]] = {}
@@ -29,33 +29,17 @@ _EMPTY = {name: value for name, value in vars(mpu).items() if name.startswith("_
 
 
 @dataclass(frozen=True)
-class MegatronRanks:
-    """Where this rank stands. Ranks of one `dp_rank` see the same rows; `expert_dp_rank` counts the copies of its
-    experts, `copy_rank` those of its other parameters."""
+class MegatronRanks(EngineRanks):
+    """The place of a rank of MegatronEngine; `expert_dp_rank` counts the copies of its experts, `copy_rank` those of
+    its other parameters."""
 
-    device: torch.device
-    rank: int
-    world_size: int
     place: RankPlace
-    cp_rank: int
-    dp_rank: int
-    dp_size: int
     copy_rank: int
     expert_dp_rank: int
 
     @property
     def sizes(self) -> ParallelSizes:
         return self.place.sizes
-
-    @property
-    def is_collect(self) -> bool:
-        """One rank of each data-parallel group: the first of its tensor, context and pipeline groups."""
-        return self.place.tp_rank == self.cp_rank == self.place.pp_rank == 0
-
-    @property
-    def speaks_for_loss(self) -> bool:
-        """One rank of each data-parallel group among those that compute the loss."""
-        return self.place.is_last_stage and self.place.tp_rank == self.cp_rank == 0
 
 
 def make_ranks(device: str, sizes: ParallelSizes) -> MegatronRanks:
@@ -72,14 +56,17 @@ def make_ranks(device: str, sizes: ParallelSizes) -> MegatronRanks:
             ep_rank=now.get_expert_model_parallel_rank(),
             etp_rank=now.get_expert_tensor_parallel_rank(),
         )
+        first = place.tp_rank == now.get_context_parallel_rank() == 0
         return MegatronRanks(
             device=own,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
-            place=place,
-            cp_rank=now.get_context_parallel_rank(),
             dp_rank=now.get_data_parallel_rank(),
             dp_size=now.get_data_parallel_world_size(),
+            is_collect=first and place.pp_rank == 0,
+            reports_loss=first and place.is_last_stage,
+            loss_group=None,
+            place=place,
             copy_rank=now.get_data_parallel_rank(with_context_parallel=True),
             expert_dp_rank=now.get_expert_data_parallel_rank(),
         )
@@ -115,5 +102,5 @@ def _make(sizes: ParallelSizes) -> None:
         expert_tensor_parallel_size=sizes.expert_tp,
         create_gloo_process_groups=False,
     )
-    with torch.random.fork_rng(devices=[] if start.ON_CPU else [torch.cuda.current_device()]):
+    with torch.random.fork_rng(devices=[] if shim.ON_CPU else [torch.cuda.current_device()]):
         model_parallel_cuda_manual_seed(1)

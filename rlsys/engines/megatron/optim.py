@@ -1,11 +1,10 @@
-"""Megatron's distributed optimizer: gradients of sums, steps that refuse what is not finite, and its state as boxes.
+"""Megatron's distributed optimizer over gradients that are sums, and its state as boxes.
 
 Every data-parallel rank holds a range of each parameter's elements: their float32 masters and both moments.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,17 +14,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlsys.models.megatron import start  # noqa: F401
+from rlsys.models.megatron import shim  # noqa: F401
 
 # isort: split
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-from rlsys.engines.fsdp.optim import MOMENTS, OptimSettings, lr_at
+from rlsys.config.schema.model import OptimConfig
+from rlsys.engines.adamw import EPS, MOMENTS, BaseAdamW
 from rlsys.models.megatron.adapters import sum_shared_gradients
 from rlsys.models.megatron.build import TokenGPT
-from rlsys.types import StepReport
 
 
 @dataclass(frozen=True)
@@ -39,26 +38,34 @@ class Piece:
     tensors: Mapping[str, Tensor]
 
 
-class MegatronAdamW:
+class MegatronAdamW(BaseAdamW):
     """AdamW on this rank's range of the parameters of `chunks`, which it wraps for data parallelism.
 
     Gradients are sums in float32; weight decay is on every trained parameter, as in torch's AdamW.
     """
 
-    def __init__(self, chunks: Sequence[TokenGPT], settings: OptimSettings, *, dtype: torch.dtype) -> None:
-        self.settings, self.num_steps = settings, 0
+    def __init__(
+        self,
+        chunks: Sequence[TokenGPT],
+        optim: OptimConfig,
+        *,
+        dtype: torch.dtype,
+        grad_clip: float = 1.0,
+        total_steps: int = -1,
+    ) -> None:
+        super().__init__(optim, grad_clip=grad_clip, total_steps=total_steps)
         self.config = chunks[0].config
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
         self.chunks: list[Any] = [
             DistributedDataParallel(self.config, ddp, chunk, disable_bucketing=True) for chunk in chunks
         ]
         adam = OptimizerConfig(
-            lr=settings.lr,
-            weight_decay=settings.weight_decay,
-            adam_beta1=settings.betas[0],
-            adam_beta2=settings.betas[1],
-            adam_eps=settings.eps,
-            clip_grad=settings.grad_clip,
+            lr=optim.lr,
+            weight_decay=optim.weight_decay,
+            adam_beta1=optim.betas[0],
+            adam_beta2=optim.betas[1],
+            adam_eps=EPS,
+            clip_grad=grad_clip,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=True,
@@ -77,32 +84,19 @@ class MegatronAdamW:
         has_own_step = isinstance(adam, torch.optim.AdamW)
         return {"step": torch.zeros(()), **moments} if has_own_step else moments
 
-    @property
-    def lr(self) -> float:
-        return lr_at(self.num_steps, self.settings)
-
-    @torch.no_grad()
-    def step(self, count: float) -> StepReport:
-        """Divide the gradient sums by `count`, clip and step. Without a positive count, or with a norm that is not
-        finite, nothing changes but the gradients, which are dropped."""
+    def _gradient_norm(self, count: float) -> float:
         self._finalize()
         if count > 0:
             self._scale(1.0 / count)
         self._megatron.prepare_grads()
-        norm = float(self._megatron.get_grad_norm()) if count > 0 else 0.0
-        lr = self.lr
-        if not (count > 0 and math.isfinite(norm)):
-            self.zero_grad()
-            return StepReport(norm, lr, applied=False)
-        clip = self.settings.grad_clip
-        if clip > 0 and clip < norm + 1e-6 and (grads := list(self._master_grads())):
-            torch._foreach_mul_(grads, clip / (norm + 1e-6))
+        return float(self._megatron.get_grad_norm()) if count > 0 else 0.0
+
+    def _update(self, count: float, clip: float, lr: float) -> None:
+        if clip < 1 and (grads := list(self._master_grads())):
+            torch._foreach_mul_(grads, clip)
         for group in self._megatron.param_groups:
             group["lr"] = lr
         self._megatron.step_with_ready_grads()
-        self.num_steps += 1
-        self.zero_grad()
-        return StepReport(norm, lr, applied=True)
 
     def _finalize(self) -> None:
         """Sum gradients over the ranks that have parts of them."""
@@ -142,17 +136,16 @@ class MegatronAdamW:
 
     def pieces(self, names: Mapping[nn.Parameter, str]) -> list[Piece]:
         """Everything this rank holds of the optimizer, live; `names` are the parameters' local names."""
-        found = []
+        pieces = []
         for part in self._parts:
             for parameter, master in _masters(part):
                 span = part._get_model_param_range_map(parameter)["param"]
                 state = part.optimizer.state[master]
                 tensors = {"master": master.detach(), **{name: state[name] for name in MOMENTS}}
-                found.append(Piece(names[parameter], span.start, span.end, tensors))
-        return found
+                pieces.append(Piece(names[parameter], span.start, span.end, tensors))
+        return pieces
 
     def set_num_updates(self, count: int) -> None:
-        """Set AdamW's own step number (bias correction) and the schedule's."""
         self.num_steps = count
         for part in self._parts:
             for group in part.optimizer.param_groups:
@@ -163,7 +156,7 @@ class MegatronAdamW:
 
 
 def _masters(part: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Parameters and the float32 shards that are stepped for them; Megatron keeps those of float32 parameters apart."""
+    """Parameters and the float32 shards that are stepped for them; Megatron lists float32 parameters separately."""
     kinds = (
         (part.model_float16_groups, part.shard_fp32_from_float16_groups),
         (part.model_fp32_groups, part.shard_fp32_groups),

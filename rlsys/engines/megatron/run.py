@@ -6,14 +6,15 @@ b rows of a micro-batch, B rows of this rank, R response tokens, T tokens of a p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
-from rlsys.models.megatron import start  # noqa: F401
+from rlsys.models.megatron import shim  # noqa: F401
 
 # isort: split
 
@@ -21,32 +22,25 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from rlsys.engines.megatron.groups import MegatronRanks
 from rlsys.engines.mesh import max_over_ranks
-from rlsys.engines.micro_batches import MicroBatches, split_rows
+from rlsys.engines.micro_batches import MicroBatches, Pack, split_rows
 from rlsys.models.context import pack_multiple
 from rlsys.models.megatron.build import packed_arguments
-from rlsys.models.packing import TokenRows, empty_rows, padded_each, padded_to, token_rows
+from rlsys.models.packing import empty_rows, padded_each, padded_to, token_rows
 
 
-@dataclass(frozen=True)
-class Pack:
-    """One micro-batch: row numbers (none where only other ranks have rows left) and its packed tokens."""
-
-    index: Tensor | None
-    tokens: TokenRows
-
-
-def make_packs(rows: Any, size: MicroBatches, ranks: MegatronRanks, *, multiple: int, equal: bool) -> list[Pack]:
+def make_packs(rows: TensorDict, size: MicroBatches, ranks: MegatronRanks, *, multiple: int, equal: bool) -> list[Pack]:
     """As many packs on every rank, of which each has a multiple of `multiple` tokens; all of one length where `equal`.
 
     The ranks of one context-parallel group make the same packs. Interleaved stages take them in groups of as many as
     there are stages.
     """
+    device = rows.device or torch.device("cpu")
     lengths, cp = rows["attention_mask"].sum(dim=1).tolist(), ranks.sizes.cp
     parts = split_rows(lengths, size, agree=max_over_ranks, num_sharing=cp)
     group = ranks.sizes.pp if ranks.sizes.vp > 1 else 1
     parts += [[]] * (-len(parts) % group)
     packs = [
-        Pack(index := torch.tensor(part), token_rows(rows[index])) if part else Pack(None, empty_rows(rows.device))
+        Pack(index := torch.tensor(part), token_rows(rows[index])) if part else Pack(None, empty_rows(device))
         for part in parts
     ]
     if cp > 1:
@@ -63,18 +57,18 @@ def make_packs(rows: Any, size: MicroBatches, ranks: MegatronRanks, *, multiple:
 def run(
     chunks: Sequence[Any],
     packs: Sequence[Pack],
-    finish: Callable[[Pack, Tensor], Tensor | None],
+    on_hidden: Callable[[Pack, Tensor], Tensor | None],
     *,
     hidden_size: int,
     backward: bool,
 ) -> None:
-    """Take every pack through all chunks. On the last stage `finish` gets each pack's hidden states; where `backward`
-    is asked for it returns the loss sum, whose gradients are added to those there."""
+    """Run every pack through all chunks. On the last stage `on_hidden` gets each pack's hidden states; with `backward`
+    it returns the loss sum, whose gradients are added to those already accumulated."""
     if not packs:
         return
 
     def after(pack: Pack, hidden: Tensor, *, non_loss_data: bool = False) -> Any:
-        loss = finish(pack, hidden)
+        loss = on_hidden(pack, hidden)
         return None if non_loss_data else (loss, torch.zeros((), dtype=torch.int, device=hidden.device), None)
 
     def forward(iterator: Iterator[Pack], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:

@@ -19,8 +19,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlsys.engines.adamw import MOMENTS
 from rlsys.engines.dcp_storage import METADATA, STORAGE_ERRORS, data_file, read_tensor_index
-from rlsys.engines.fsdp.optim import MOMENTS
 from rlsys.engines.megatron.optim import Piece
 from rlsys.engines.megatron.weights import HeldModel, region
 from rlsys.engines.mesh import gather_json, together

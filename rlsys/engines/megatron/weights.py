@@ -130,12 +130,12 @@ class HeldModel:
         replica = self.ranks.expert_dp_rank if EXPERTS in shard.local else self.ranks.copy_rank
         return replica == 0 and shard not in self.copies
 
-    def meet(self) -> None:
-        """Learn what other ranks hold. Collective, unlike `dtypes` and `untrained` afterwards."""
-        _ = self._everyone
+    def gather_dtypes(self) -> None:
+        """Gather what other ranks hold; collective, so that `dtypes` and `untrained` need not be."""
+        _ = self._all_ranks
 
     @cached_property
-    def _everyone(self) -> list[dict[str, Any]]:
+    def _all_ranks(self) -> list[dict[str, Any]]:
         local = self.local()
         dtypes = {s.box.tensor: str(local[s.local].dtype).removeprefix("torch.") for s in self.shards}
         buffers = sorted({s.box.tensor for s in self.shards if s.local in self.buffers})
@@ -144,13 +144,13 @@ class HeldModel:
     @cached_property
     def dtypes(self) -> dict[str, str]:
         """Type of each HF tensor, those of other ranks included."""
-        found = {name: dtype for part in self._everyone for name, dtype in part["dtypes"].items()}
-        return {name: found[name] for name in self.full_shapes}
+        dtypes = {name: dtype for part in self._all_ranks for name, dtype in part["dtypes"].items()}
+        return {name: dtypes[name] for name in self.full_shapes}
 
     @cached_property
     def untrained(self) -> frozenset[str]:
         """HF tensors that are buffers, on whichever rank, or frozen."""
-        buffers = (name for part in self._everyone for name in part["buffers"])
+        buffers = (name for part in self._all_ranks for name in part["buffers"])
         return frozenset([*buffers, *(name for name in self.full_shapes if not self.is_trained(name))])
 
     def untrained_here(self) -> dict[str, Tensor]:

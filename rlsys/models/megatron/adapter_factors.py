@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlsys.models.lora import Adapted, LoraSettings, adapted_by, settled, targeted
+from rlsys.models.lora import Adapted, LoraSettings, adapted_by, targeted
 from rlsys.models.megatron.rules import extents
 from rlsys.types import Box, Shard
 
@@ -38,7 +38,6 @@ def plan_adapters(settings: LoraSettings, model: Sequence[Shard], shapes: Mappin
 
     Experts are linear layers too, routers and the output layer are not. ConfigError if no layer is targeted.
     """
-    settings = settled(settings)
     linear = {shard.box.tensor for shard in model if ".linear_" in shard.local and len(shard.box.shape) == 2}
     layers = targeted([name.removesuffix(".weight") for name in shapes if name in linear], settings)
     adapted = {f"{layer}.weight": adapted_by(layer, settings) for layer in layers}

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlsys.models.megatron import start  # noqa: F401
+from rlsys.models.megatron import shim  # noqa: F401
 
 # isort: split
 

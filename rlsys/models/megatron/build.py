@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlsys.config.schema.megatron import MegatronConfig, MegatronRoleConfig
 from rlsys.models.context import own_among, own_tokens
 from rlsys.models.logprobs import VocabularyPart, token_stats
-from rlsys.models.megatron import start
+from rlsys.models.megatron import shim
 
 # isort: split
 
@@ -25,7 +26,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from rlsys.models.megatron.family import Family
-from rlsys.models.megatron.options import ModelOptions
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE, block_spec, mend_latent_attention
 from rlsys.models.packing import TokenRows
@@ -35,12 +35,18 @@ from rlsys.utils.errors import ConfigError
 
 
 def transformer_config(
-    family: Family, hf_config: Mapping[str, Any], sizes: ParallelSizes, options: ModelOptions
+    family: Family,
+    hf_config: Mapping[str, Any],
+    megatron: MegatronRoleConfig,
+    *,
+    dtype: torch.dtype,
+    recompute: bool,
 ) -> TransformerConfig:
-    """Megatron's configuration of the model on these sizes; ConfigError for settings it refuses."""
-    if options.fp8 is not None and not HAS_TRANSFORMER_ENGINE:
-        raise ConfigError(f"fp8={options.fp8} needs Transformer Engine on CUDA: leave fp8 out")
-    dtype = getattr(torch, options.dtype)
+    """Megatron's configuration of the model split as `megatron` says; ConfigError for settings it refuses."""
+    sizes = ParallelSizes.from_config(megatron)
+    fp8 = megatron.fp8 if isinstance(megatron, MegatronConfig) else None
+    if fp8 is not None and not HAS_TRANSFORMER_ENGINE:
+        raise ConfigError(f"fp8={fp8} needs Transformer Engine on CUDA: remove fp8")
     own = family.transformer_config(hf_config)
     moe = own.get("num_moe_experts") is not None
     if (moe or family.mla) and sizes.tp > 1 and not sizes.sequence_parallel:
@@ -64,18 +70,18 @@ def transformer_config(
         "attention_dropout": 0.0,
         "calculate_per_token_loss": True,
         "perform_initialization": False,
-        "use_cpu_initialization": start.ON_CPU,
+        "use_cpu_initialization": shim.ON_CPU,
         "overlap_p2p_comm": sizes.vp > 1,
         "batch_p2p_comm": sizes.vp == 1,
         **_kernels(moe=moe, mla=family.mla),
     }
-    if options.recompute:
+    if recompute:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if options.fp8 is not None:
-        settings["fp8"] = options.fp8
+    if fp8 is not None:
+        settings["fp8"] = fp8
     kind = MLATransformerConfig if family.mla else TransformerConfig
     try:
-        config = kind(**settings | dict(options.overrides))
+        config = kind(**settings | megatron.override_transformer_config)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"Megatron refuses this configuration: {error}") from error
     if __version__.startswith("0.16."):
@@ -110,14 +116,16 @@ def _kernels(*, moe: bool, mla: bool) -> dict[str, Any]:
 def build_chunks(
     family: Family,
     hf_config: Mapping[str, Any],
-    sizes: ParallelSizes,
-    options: ModelOptions,
+    megatron: MegatronRoleConfig,
     *,
+    dtype: torch.dtype,
+    recompute: bool = False,
     scalar_head: bool,
     device: torch.device,
 ) -> list[TokenGPT]:
-    """This rank's chunks in order, parameters not yet filled; Megatron's groups of these sizes must be current."""
-    config = transformer_config(family, hf_config, sizes, options)
+    """This rank's chunks in order, parameters not yet filled; Megatron's groups of `megatron` must be current."""
+    sizes = ParallelSizes.from_config(megatron)
+    config = transformer_config(family, hf_config, megatron, dtype=dtype, recompute=recompute)
     head = "value" if scalar_head else "lm"
     arguments = family.model_args(hf_config, tp_size=sizes.tp, head=head)
     chunks = []
@@ -134,7 +142,6 @@ def build_chunks(
         if config.sequence_parallel:
             mend_latent_attention(chunk)
         chunk.vocabulary = int(hf_config["vocab_size"])
-        chunk.chunk_elements = options.chunk_elements
         chunks.append(chunk.to(device))
     return chunks
 
@@ -143,7 +150,7 @@ class TokenGPT(GPTModel):
     """A GPTModel that ends with its hidden states; `token_outputs` of the last stage makes numbers of them."""
 
     vocabulary: int
-    chunk_elements: int | None
+    chunk_elements: int | None = None
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:  # pyrefly: ignore
         return hidden_states

@@ -1,6 +1,6 @@
-"""Megatron-Core 0.16 on a machine without CUDA: importing this module, before any `megatron.core`, makes it run on CPU.
+"""Import this before any `megatron.core`: where there is no CUDA it makes Megatron-Core 0.16 run on CPU.
 
-What it replaces, in this process only, and nothing where there is CUDA (it refuses to load there):
+What it replaces, in this process only, and nothing where there is CUDA:
 - in the code objects of `megatron.core.*`, as they are imported, the constants "cuda" by "cpu" and "torch.cuda.XTensor"
   by "torch.XTensor" (no file is touched);
 - functions of torch.cuda by what they mean on a CPU: one device, one stream, the CPU's random generator;
@@ -12,17 +12,22 @@ from __future__ import annotations
 import contextlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
+import warnings
 from collections.abc import Sequence
 from types import CodeType, ModuleType
 from typing import Any
 
 import torch
 
-if torch.cuda.is_available():
-    raise ImportError("rlsys.models.megatron.shim stands in for CUDA and must not be loaded where there is CUDA")
-if any(name.startswith("megatron.core") for name in sys.modules):
-    raise ImportError("rlsys.models.megatron.shim must be imported before megatron.core")
+from rlsys.utils.errors import ConfigError
+
+if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+    raise ConfigError("strategy=megatron needs Megatron-Core: pip install -e '.[megatron]'")
+
+warnings.filterwarnings("ignore", module=r"megatron\.core")
+ON_CPU = not torch.cuda.is_available()
 
 _WORDS = {"cuda": "cpu", "cuda:0": "cpu"} | {f"torch.cuda.{t}Tensor": f"torch.{t}Tensor" for t in ("Float", "Half")}
 _WORDS["torch.cuda.BFloat16Tensor"] = "torch.BFloat16Tensor"
@@ -115,6 +120,9 @@ def _splits(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
     return tensor.tolist() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-sys.meta_path.insert(0, _Finder())
-_stand_in_for_cuda()
-_mend_megatron()
+if ON_CPU:
+    if any(name.startswith("megatron.core") for name in sys.modules):
+        raise ImportError("rlsys.models.megatron.shim must be imported before megatron.core")
+    sys.meta_path.insert(0, _Finder())
+    _stand_in_for_cuda()
+    _mend_megatron()

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rlsys.models.context import gather_tokens, own_spans, whole_order
-from rlsys.models.megatron import start
+from rlsys.models.megatron import shim
 
 # isort: split
 
@@ -29,7 +29,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-HAS_TRANSFORMER_ENGINE = not start.ON_CPU and importlib.util.find_spec("transformer_engine") is not None
+HAS_TRANSFORMER_ENGINE = not shim.ON_CPU and importlib.util.find_spec("transformer_engine") is not None
 
 
 class RMSNorm(nn.RMSNorm):

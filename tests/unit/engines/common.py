@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.engines.fsdp.engine import FSDPEngine, ModelSource
-from rlsys.engines.fsdp.optim import OptimSettings
+from rlsys.config.schema.model import ModelConfig, OptimConfig, ShardConfig
+from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum
 from rlsys.protocol import DataProto
@@ -26,9 +26,19 @@ MODEL: dict[str, Any] = {
 }
 
 
-def small_engine(source: ModelSource | None = None, **options: Any) -> FSDPEngine:
-    options = {"optimizer": OptimSettings(lr=1e-2), "training": MicroBatches(rows=2), **options}
-    return FSDPEngine(source or ModelSource(config=MODEL, seed=1), **options)
+def random_model(config: Mapping[str, Any] = MODEL, **changes: Any) -> ModelConfig:
+    """A model of random weights; without gradient checkpointing unless asked for."""
+    return ModelConfig(override_config=dict(config), **{"enable_gradient_checkpointing": False, **changes})
+
+
+def small_engine(model: ModelConfig | None = None, **options: Any) -> FSDPEngine:
+    options = {
+        "optim": OptimConfig(lr=1e-2),
+        "training": MicroBatches(rows=2),
+        "shard": ShardConfig(seed=1),
+        **options,
+    }
+    return FSDPEngine(model or random_model(), **options)
 
 
 def small_rows(num: int = 4) -> DataProto:

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig, ShardConfig
 from rlsys.engines.checkpoint import verify
-from rlsys.engines.fsdp.engine import FSDPEngine, ModelSource
-from rlsys.engines.fsdp.optim import OptimSettings
+from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.utils.errors import CheckpointError
 from tests.ranks import run_ranks
-from tests.unit.engines.common import MODEL, same, small_engine, small_rows, train, whole
+from tests.unit.engines.common import MODEL, random_model, same, small_engine, small_rows, train, whole
 
 
 def save_once(path: Path) -> None:
@@ -61,7 +61,7 @@ def test_each_rank_writes_its_own_rows_once(saved: Path) -> None:
 def small_config() -> Any:
     from rlsys.models.hf import read_config
 
-    return read_config(ModelSource(config=MODEL))
+    return read_config(random_model())
 
 
 def load_fails(path: Path) -> tuple[str, bool]:
@@ -111,7 +111,7 @@ def test_a_checkpoint_without_a_good_manifest_is_not_one(copied: Path, text: str
 
 
 def load_other(path: Path, override: dict[str, Any], options: dict[str, Any]) -> str:
-    engine = small_engine(ModelSource(config={**MODEL, **override}), **options)
+    engine = small_engine(random_model({**MODEL, **override}), **options)
     with pytest.raises(CheckpointError) as caught:
         engine.load(path)
     return str(caught.value)
@@ -182,7 +182,7 @@ def test_a_run_killed_before_the_rename_leaves_the_old_checkpoint(tmp_path: Path
 
 
 def partial(path: Path, contents: list[str]) -> tuple[bool, int, bool]:
-    engine = small_engine(load_contents=contents)
+    engine = small_engine(checkpoint=CheckpointConfig(load_contents=contents))
     before = whole(engine)
     torch.manual_seed(0)
     engine.load(path)
@@ -201,7 +201,7 @@ def test_only_the_contents_asked_for_are_loaded(saved: Path, contents: list[str]
 
 
 def save_some(path: Path) -> list[str]:
-    engine = small_engine(save_contents=["model"])
+    engine = small_engine(checkpoint=CheckpointConfig(save_contents=("model",), load_contents=("model", "optimizer")))
     engine.save(path, "resume")
     with pytest.raises(CheckpointError, match=r"optim\.exp_avg\.\S+ is not in the checkpoint"):
         engine.load(path)
@@ -214,7 +214,8 @@ def test_only_the_contents_asked_for_are_saved(tmp_path: Path) -> None:
 
 
 def frozen(path: Path) -> bool:
-    engine = FSDPEngine(ModelSource(config=MODEL, seed=9), load_contents=["model"])
+    model_only = CheckpointConfig(load_contents=("model",))
+    engine = FSDPEngine(random_model(), shard=ShardConfig(seed=9), checkpoint=model_only)
     with pytest.raises(ValueError, match="no optimizer"):
         engine.optim_step()
     engine.load(path)
@@ -229,11 +230,11 @@ def test_an_engine_without_an_optimizer_takes_the_model_of_a_checkpoint(saved: P
 
 def export_and_reload(place: Path, head: str) -> dict[str, torch.Tensor]:
     options: dict[str, Any] = {"outputs": ("log_probs",) if head == "lm" else ("values",)}
-    engine = small_engine(head=head, optimizer=OptimSettings(lr=1e-2, grad_clip=0.0))
+    engine = small_engine(head=head, optim=OptimConfig(lr=1e-2), grad_clip=0.0)
     train(engine, **options)
     engine.save(place / "model", "export")
     engine.save(place / "model", "export")
-    again = small_engine(ModelSource(path=str(place / "model")), head=head)
+    again = small_engine(ModelConfig(path=str(place / "model")), head=head)
     assert same(whole(engine), whole(again))
     return engine.forward(small_rows(), options["outputs"])
 
@@ -261,7 +262,7 @@ def test_an_export_is_loaded_by_transformers_with_the_same_numbers(
 
 
 def export_of(source: str, place: Path) -> None:
-    small_engine(ModelSource(path=source)).save(place, "export")
+    small_engine(ModelConfig(path=source)).save(place, "export")
 
 
 def test_an_export_carries_the_tokenizer_files_of_its_source(tmp_path: Path) -> None:

@@ -8,25 +8,19 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from rlsys.engines.fsdp.engine import FsdpOptions, ModelSource, Precision
-from rlsys.engines.mesh import Parallel
+from rlsys.config.schema.model import ShardConfig
 from rlsys.models.ulysses import kv_repeats
 from rlsys.utils.errors import ConfigError
 from tests.ranks import run_ranks
-from tests.unit.engines.common import MODEL, nll, same, small_engine, small_rows, train, whole
+from tests.unit.engines.common import MODEL, nll, random_model, same, small_engine, small_rows, train, whole
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"parallel": Parallel(sp_size=2), "packed": False}, "use_remove_padding=true"),
-    ({"parallel": Parallel(sp_size=2), "attention": "flash_attention_2"}, "engine's own attention"),
-    ({"attention": "sdpa"}, "does not keep packed rows apart"),
+    ({"model": random_model(use_remove_padding=False), "sp_size": 2}, "use_remove_padding=true"),
     (
-        {
-            "source": ModelSource(config={**MODEL, "num_attention_heads": 1, "num_key_value_heads": 1}),
-            "parallel": Parallel(sp_size=2),
-        },
+        {"model": random_model({**MODEL, "num_attention_heads": 1, "num_key_value_heads": 1}), "sp_size": 2},
         "the model has 1",
     ),
-    ({"source": ModelSource(config={**MODEL, "model_type": "phi", "attention_dropout": 0.0})}, "bias to its logits"),
+    ({"model": random_model({**MODEL, "model_type": "phi", "attention_dropout": 0.0})}, "bias to its logits"),
 ]
 
 
@@ -59,11 +53,11 @@ def two_steps(options: dict[str, Any]) -> dict[str, torch.Tensor]:
 def test_memory_options_do_not_change_a_digit() -> None:
     (plain, _) = run_ranks(2, two_steps, {})
     for options in (
-        FsdpOptions(reshard_after_forward=False),
-        FsdpOptions(forward_prefetch=True),
-        FsdpOptions(cpu_offload=True),
+        {"reshard_after_forward": False},
+        {"forward_prefetch": True},
+        {"offload_policy": True},
     ):
-        for weights in run_ranks(2, two_steps, {"fsdp": options}):
+        for weights in run_ranks(2, two_steps, {"shard": ShardConfig(seed=1, **options)}):
             assert same(plain, weights)
 
 
@@ -88,7 +82,7 @@ def test_nothing_stays_gathered_after_forward() -> None:
 
 
 def bfloat16() -> tuple[torch.dtype, float, set[torch.dtype]]:
-    exact, half = small_engine(), small_engine(precision=Precision(compute="bfloat16"))
+    exact, half = small_engine(), small_engine(shard=ShardConfig(seed=1, dtype="bfloat16"))
     difference = whole(exact)
     near = float(
         (
@@ -113,7 +107,7 @@ def test_bfloat16_computes_over_float32_masters() -> None:
 
 
 def half_masters() -> tuple[set[torch.dtype], set[str]]:
-    engine = small_engine(precision=Precision(compute="bfloat16", master="bfloat16"), optimizer=None)
+    engine = small_engine(shard=ShardConfig(dtype="bfloat16", model_dtype="bfloat16"), optim=None)
     return {tensor.dtype for tensor in whole(engine).values()}, set(engine.weight_layout().dtypes.values())
 
 

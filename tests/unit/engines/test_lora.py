@@ -12,13 +12,24 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlsys.engines.fsdp.engine import ModelSource
-from rlsys.models.lora import LoraSettings
+from rlsys.config.schema.model import ModelConfig, ShardConfig
+from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.utils.errors import CheckpointError, ConfigError
 from tests.ranks import run_ranks
-from tests.unit.engines.common import MODEL, same, small_engine, small_rows, train, whole
+from tests.unit.engines.common import random_model, same, small_engine, small_rows, train, whole
 
-LORA = LoraSettings(rank=3, alpha=6.0, seed=4)
+SEED = ShardConfig(seed=4)
+
+
+def lora_engine(lora_rank: int = 3, **options: Any) -> FSDPEngine:
+    """An engine with adapters, of the weights that `plain_engine` has."""
+    names = ("lora_alpha", "target_modules", "lora_adapter_path")
+    model = {name: options.pop(name) for name in names if name in options}
+    return small_engine(random_model(lora_rank=lora_rank, **{"lora_alpha": 6, **model}), shard=SEED, **options)
+
+
+def plain_engine() -> FSDPEngine:
+    return small_engine(shard=SEED)
 
 
 def log_probs(engine: Any) -> Tensor:
@@ -26,7 +37,7 @@ def log_probs(engine: Any) -> Tensor:
 
 
 def train_adapters(place: Path) -> dict[str, Any]:
-    plain, engine = small_engine(), small_engine(lora=LORA)
+    plain, engine = plain_engine(), lora_engine()
     start, first = whole(plain), log_probs(engine)
     torch.testing.assert_close(first, log_probs(plain))
     assert same(start, whole(engine))
@@ -43,13 +54,13 @@ def train_adapters(place: Path) -> dict[str, Any]:
     }
     engine.save(place / "export", "export")
     engine.save(place / "resume", "resume")
-    served = small_engine(ModelSource(path=str(place / "export")))
+    served = small_engine(ModelConfig(path=str(place / "export")))
     torch.testing.assert_close(log_probs(served), log_probs(engine), rtol=1e-5, atol=1e-5)
     layout, local = engine.weight_layout(), engine.local_tensors()
     for shard in layout.shards:
         box = tuple(slice(s, s + n) for s, n in zip(shard.box.start, shard.box.shape, strict=True))
         torch.testing.assert_close(local[shard.local], merged[shard.box.tensor][box], rtol=1e-6, atol=1e-6)
-    resumed = small_engine(lora=LORA)
+    resumed = lora_engine()
     resumed.load(place / "resume")
     assert same(whole(resumed), merged)
     assert train(resumed) == train(engine)
@@ -69,10 +80,10 @@ def test_adapters_are_trained_served_resumed_and_exported(tmp_path: Path, world:
 
 
 def continue_adapter(place: Path) -> tuple[Tensor, Tensor]:
-    first = small_engine(lora=LORA)
+    first = lora_engine()
     train(first)
     first.save(place / "export", "export")
-    again = small_engine(lora=LoraSettings(rank=99, adapter_path=str(place / "export/lora_adapter")))
+    again = lora_engine(99, lora_adapter_path=str(place / "export/lora_adapter"))
     assert again.lora is not None
     assert (again.lora.rank, again.lora.alpha) == (3, 6.0)
     return log_probs(first), log_probs(again)
@@ -82,10 +93,10 @@ def test_training_goes_on_from_a_saved_adapter_and_peft_loads_it(tmp_path: Path)
     for first, again in run_ranks(2, continue_adapter, tmp_path):
         torch.testing.assert_close(first, again)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
+        torch.manual_seed(SEED.seed)
         from rlsys.models.hf import read_config
 
-        base = AutoModelForCausalLM.from_config(read_config(ModelSource(config=MODEL)))
+        base = AutoModelForCausalLM.from_config(read_config(random_model()))
     model = PeftModel.from_pretrained(base, str(tmp_path / "export/lora_adapter")).eval()
     ids = small_rows().batch["input_ids"]
     expected = torch.log_softmax(model(ids).logits[:, 2:-1], -1).gather(2, ids[:, 3:, None])[..., 0]
@@ -93,7 +104,7 @@ def test_training_goes_on_from_a_saved_adapter_and_peft_loads_it(tmp_path: Path)
 
 
 def train_scalar() -> set[str]:
-    engine = small_engine(lora=LORA, head="scalar")
+    engine = lora_engine(head="scalar")
     before = whole(engine)
     train(engine, outputs=("values",))
     train(engine, outputs=("values",))
@@ -107,7 +118,7 @@ def test_a_scalar_head_is_trained_whole_beside_the_adapters() -> None:
 
 
 def targets(names: Any) -> set[str]:
-    engine = small_engine(lora=LoraSettings(rank=2, target_modules=names))
+    engine = lora_engine(2, target_modules=names)
     return {name.rsplit(".", 2)[1] for name in engine._held()._adapted}
 
 
@@ -118,9 +129,9 @@ def test_target_modules_pick_the_layers() -> None:
 
 def wrong_settings(place: Path) -> None:
     with pytest.raises(ConfigError, match="target_modules"):
-        small_engine(lora=LoraSettings(rank=2, target_modules=("nothing",)))
+        lora_engine(2, target_modules=("nothing",))
     with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
-        small_engine(lora=LoraSettings(rank=2, adapter_path=str(place)))
+        lora_engine(2, lora_adapter_path=str(place))
 
 
 def test_wrong_targets_and_paths_are_told(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,27 +16,39 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rlsys.engines.fsdp.optim import OptimSettings
+from rlsys.config.schema.model import ModelConfig, OptimConfig
 from rlsys.engines.megatron.engine import MegatronEngine
-from rlsys.engines.megatron.offload import Parking
+from rlsys.engines.megatron.offload import HostOffload
 from rlsys.engines.megatron.state import flat_boxes
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum
-from rlsys.models.hf import ModelSource
-from rlsys.models.lora import LoraSettings
 from rlsys.models.megatron.adapters import LayerAdapters, add_adapters
-from rlsys.models.megatron.options import ModelOptions
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import CheckpointError, ConfigError
-from tests.contracts.train_engine import MODELS
+from tests.contracts.train_engine import MODELS, megatron_section
 from tests.ranks import run_ranks
-from tests.unit.engines.common import MODEL, nll, same, small_rows
+from tests.unit.engines.common import MODEL, nll, random_model, same, small_rows
 
 
-def megatron(source: ModelSource | None = None, **options: Any) -> MegatronEngine:
-    options = {"optimizer": OptimSettings(lr=1e-2), "training": MicroBatches(rows=2), **options}
-    return MegatronEngine(source or ModelSource(config=MODEL, seed=1), **options)
+def megatron(
+    model: ModelConfig | None = None,
+    *,
+    sizes: ParallelSizes = ParallelSizes(),  # noqa: B008
+    section: Mapping[str, Any] | None = None,
+    head: Any = "lm",
+) -> MegatronEngine:
+    return MegatronEngine(
+        model or random_model(),
+        head=head,
+        optim=OptimConfig(lr=1e-2),
+        training=MicroBatches(rows=2),
+        megatron=megatron_section(sizes, **{"seed": 1, **(section or {})}),
+    )
+
+
+def lora_model(**settings: Any) -> ModelConfig:
+    return random_model(lora_rank=2, **settings)
 
 
 def whole(engine: MegatronEngine) -> dict[str, Tensor]:
@@ -53,10 +66,10 @@ def whole(engine: MegatronEngine) -> dict[str, Tensor]:
         (MODELS["qwen3-moe"], 3, {"sizes": ParallelSizes(ep=3)}, "4 experts are not divisible"),
         (MODELS["qwen3-moe"], 2, {"sizes": ParallelSizes(tp=2)}, "sequence_parallel=true"),
         ({**MODEL, "model_type": "gpt_neox"}, 1, {}, "known are"),
-        (MODEL, 1, {"options": ModelOptions(fp8="hybrid")}, "needs Transformer Engine"),
-        (MODEL, 1, {"options": ModelOptions(fp8="hybrid"), "lora": LoraSettings(rank=2)}, "leave fp8 out"),
-        (MODEL, 1, {"lora": LoraSettings(rank=2, target_modules=("nothing",))}, "there are down_proj, gate_proj"),
-        (MODEL, 1, {"options": ModelOptions(overrides={"no_such_setting": 1})}, "no_such_setting"),
+        (MODEL, 1, {"section": {"fp8": "hybrid"}}, "needs Transformer Engine"),
+        (MODEL, 1, {"section": {"fp8": "hybrid"}, "lora_rank": 2}, "remove fp8"),
+        (MODEL, 1, {"lora_rank": 2, "target_modules": ("nothing",)}, "it has down_proj, gate_proj"),
+        (MODEL, 1, {"section": {"override_transformer_config": {"no_such_setting": 1}}}, "no_such_setting"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(model: Any, world: int, options: dict[str, Any], says: str) -> None:
@@ -64,8 +77,10 @@ def test_what_cannot_be_is_refused_in_words(model: Any, world: int, options: dic
 
 
 def refused(model: Any, options: dict[str, Any]) -> str:
+    adapters = {name: value for name, value in options.items() if name in ModelConfig.model_fields}
+    own = {name: value for name, value in options.items() if name not in adapters}
     with pytest.raises(ConfigError) as error:
-        megatron(ModelSource(config=model, seed=1), **options)
+        megatron(random_model(model, **adapters), **own)
     return str(error.value)
 
 
@@ -75,11 +90,13 @@ def test_adapters_refuse_settings_that_reach_past_them() -> None:
         add_adapters([chunk], {"0.linear.weight": []})
 
 
-def test_the_shim_does_not_load_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shim_replaces_nothing_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "rlsys.models.megatron.shim")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(ImportError, match="must not be loaded where there is CUDA"):
-        importlib.import_module("rlsys.models.megatron.shim")
+    finders, stream = list(sys.meta_path), torch.cuda.Stream
+    assert not importlib.import_module("rlsys.models.megatron.shim").ON_CPU
+    assert sys.meta_path == finders
+    assert torch.cuda.Stream is stream
 
 
 def exported(place: Path) -> dict[str, Tensor]:
@@ -102,8 +119,8 @@ def no_loss(outputs: Any, rows: Any) -> LossSum:
 
 def router_gradients(sizes: ParallelSizes, overrides: dict[str, Any]) -> dict[str, Tensor]:
     """Of rows whose lengths need no padding: padding too goes through routers."""
-    options = ModelOptions(overrides=overrides)
-    engine = megatron(ModelSource(config=MODELS["qwen3-moe"], seed=1), sizes=sizes, options=options)
+    section = {"override_transformer_config": overrides}
+    engine = megatron(random_model(MODELS["qwen3-moe"]), sizes=sizes, section=section)
     ids = torch.arange(1, 33).view(4, 8)
     ones = torch.ones_like(ids)
     rows = {"prompts": ids[:, :4], "responses": ids[:, 4:], "input_ids": ids, "attention_mask": ones}
@@ -159,7 +176,7 @@ def plain_losses() -> tuple[list[float], list[float]]:
 
 def another_model(place: Path) -> str:
     megatron().save(place, "resume")
-    other = megatron(ModelSource(config={**MODEL, "intermediate_size": 32}, seed=1))
+    other = megatron(random_model({**MODEL, "intermediate_size": 32}))
     before = whole(other)
     with pytest.raises(CheckpointError) as error:
         other.load(place)
@@ -184,35 +201,35 @@ def test_a_range_of_a_flattened_tensor_is_boxes(shape: tuple[int, ...], data: An
     assert len(boxes) <= 3
 
 
-def test_parked_memory_comes_back_under_every_view() -> None:
+def test_offloaded_memory_is_restored_under_every_view() -> None:
     buffer = torch.randn(12)
     view, expected = buffer[4:8].view(2, 2), buffer.clone()
-    parking = Parking()
-    parking.send("params", [buffer, view])
-    parking.send("params", [buffer])
+    offload = HostOffload()
+    offload.offload("params", [buffer, view])
+    offload.offload("params", [buffer])
     assert buffer.untyped_storage().nbytes() == 0
-    parking.fetch("params")
-    parking.fetch("params")
+    offload.restore("params")
+    offload.restore("params")
     assert torch.equal(buffer, expected)
     assert torch.equal(view.flatten(), expected[4:8])
 
 
-def test_parked_memory_is_home_within_a_block_and_away_again_after_it() -> None:
+def test_offloaded_memory_is_restored_within_a_block_and_offloaded_after_it() -> None:
     buffer = torch.randn(12)
-    expected, parking = buffer.clone(), Parking()
-    parking.send("optimizer", [buffer[4:8]])
-    with parking.home():
+    expected, offload = buffer.clone(), HostOffload()
+    offload.offload("optimizer", [buffer[4:8]])
+    with offload.restored():
         assert torch.equal(buffer, expected)
         buffer += 1
     assert buffer.untyped_storage().nbytes() == 0
-    parking.fetch("optimizer")
+    offload.restore("optimizer")
     assert torch.equal(buffer, expected + 1)
 
 
 def merging(layer_only: bool) -> tuple[int, list[float], list[float]]:
     """Merged weights of two training steps, and what two of one stage that holds no adapter say."""
-    targets = ("model.layers.1.mlp.up_proj",) if layer_only else "all-linear"
-    engine = megatron(lora=LoraSettings(rank=2, target_modules=targets), sizes=ParallelSizes(pp=2 if layer_only else 1))
+    targets = ("model.layers.1.mlp.up_proj",) if layer_only else ("all-linear",)
+    engine = megatron(lora_model(target_modules=targets), sizes=ParallelSizes(pp=2 if layer_only else 1))
     count, merged = [0], LayerAdapters.merged
 
     def counted(*args: Any) -> Tensor:
@@ -243,12 +260,12 @@ def test_a_stage_without_adapters_passes_gradients_on() -> None:
 
 def half_precision_adapters() -> tuple[Tensor, Tensor, bool]:
     """In bfloat16 the engine computes with exactly the weights that it pushes."""
-    options: dict[str, Any] = {"options": ModelOptions(dtype="bfloat16")}
-    engine = megatron(lora=LoraSettings(rank=2, seed=3), **options)
+    section = {"dtype": "bfloat16"}
+    engine = megatron(lora_model(), section=section)
     for _ in range(3):
         engine.forward_backward(small_rows(), nll)
         engine.optim_step()
-    plain, layout = megatron(**options), engine.weight_layout()
+    plain, layout = megatron(section=section), engine.weight_layout()
     held = plain.held.local()
     for name, tensor in engine.local_tensors().items():
         held[name].copy_(tensor)
@@ -264,9 +281,8 @@ def test_in_half_precision_the_pushed_weights_are_those_it_computes_with() -> No
 
 def half_precision_head() -> dict[str, float]:
     """A critic in bfloat16, whose head stays in float32: how far the engine's weights are from those it was given."""
-    source = ModelSource(config=MODEL, seed=1)
-    exact = whole(megatron(source, head="scalar"))
-    held = whole(megatron(source, head="scalar", options=ModelOptions(dtype="bfloat16")))
+    exact = whole(megatron(head="scalar"))
+    held = whole(megatron(head="scalar", section={"dtype": "bfloat16"}))
     return {name: float((held[name].float() - tensor).abs().max()) for name, tensor in exact.items()}
 
 

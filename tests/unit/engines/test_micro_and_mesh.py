@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.engines.mesh import Parallel, gather_json, make_ranks, max_over_ranks, together
+from rlsys.engines.mesh import gather_json, make_ranks, max_over_ranks, together
 from rlsys.engines.micro_batches import MicroBatches, split_rows
 from rlsys.utils.errors import CheckpointError, ConfigError
 from tests.ranks import run_ranks
@@ -41,7 +41,7 @@ def test_a_token_budget_counts_for_each_rank_that_shares_the_rows() -> None:
 
 @pytest.mark.parametrize("size", [{}, {"rows": 0}, {"max_tokens": 0}, {"rows": 1, "max_tokens": 1}])
 def test_a_micro_batch_has_one_size(size: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="so many rows or so many tokens"):
+    with pytest.raises(ValueError, match="either rows or max_tokens"):
         MicroBatches(**size)
 
 
@@ -58,15 +58,15 @@ def test_a_row_over_the_budget_is_refused_on_every_rank() -> None:
     assert all("another rank" in other for other in others)
 
 
-def places(parallel: Parallel) -> dict[str, Any]:
-    ranks = make_ranks("cpu", parallel)
-    groups = {"dp": ranks.dp_group, "sp": ranks.sp_group, "shard": ranks.shard_group}
+def places(fsdp_size: int, sp_size: int) -> dict[str, Any]:
+    ranks = make_ranks("cpu", fsdp_size=fsdp_size, sp_size=sp_size)
+    groups = {"dp": ranks.loss_group, "sp": ranks.sp_group, "shard": ranks.shard_group}
     members = {name: dist.get_process_group_ranks(group) if group else None for name, group in groups.items()}
     return {"dp_rank": ranks.dp_rank, "dp_size": ranks.dp_size, "sp_rank": ranks.sp_rank, **members}
 
 
 def test_neighbours_share_sequences_and_shards() -> None:
-    found = run_ranks(4, places, Parallel(fsdp_size=2, sp_size=2))
+    found = run_ranks(4, places, 2, 2)
     assert [place["dp_rank"] for place in found] == [0, 0, 1, 1]
     assert [place["sp_rank"] for place in found] == [0, 1, 0, 1]
     assert [place["dp"] for place in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
@@ -75,9 +75,9 @@ def test_neighbours_share_sequences_and_shards() -> None:
 
 def wrong_sizes() -> list[str]:
     messages = []
-    for parallel in (Parallel(fsdp_size=2), Parallel(sp_size=2)):
+    for sizes in ({"fsdp_size": 2}, {"sp_size": 2}):
         with pytest.raises(ConfigError) as caught:
-            make_ranks("cpu", parallel)
+            make_ranks("cpu", **sizes)
         messages.append(str(caught.value))
     return messages
 

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rlsys.engines.fsdp.engine import FSDPEngine, ModelSource
+from rlsys.config.schema.model import ModelConfig
+from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.weights.layout import shard_view
 from tests.ranks import run_ranks
 
@@ -42,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def held(model: Path, out: Path) -> int:
     """Elements on this rank, after comparing every box and every whole tensor with the file, bitwise."""
     saved = load_file(model / FILE)
-    engine = FSDPEngine(ModelSource(path=str(model)))
+    engine = FSDPEngine(ModelConfig(path=str(model)))
     layout, local = engine.weight_layout(), engine.local_tensors()
     assert layout.full_shapes == {name: tuple(tensor.shape) for name, tensor in saved.items()}
     for shard in layout.shards:

@@ -10,15 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rlsys.engines.fsdp.optim import OptimSettings
+from rlsys.config.schema.model import ModelConfig, OptimConfig
 from rlsys.engines.megatron.engine import MegatronEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum
 from rlsys.model_merger.convert import compare, merge
-from rlsys.models.hf import ModelSource
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import CheckpointError
+from tests.contracts.train_engine import megatron_section
 from tests.ranks import run_ranks
 from tests.unit.models.megatron_families.tiny import write_model
 
@@ -33,10 +33,10 @@ def train_and_save(model: Path, sizes: ParallelSizes, path: Path) -> None:
     ones = torch.ones_like(ids)
     rows = {"input_ids": ids, "prompts": ids[:, :3], "responses": ids[:, 3:], "attention_mask": ones}
     engine = MegatronEngine(
-        ModelSource(str(model)),
-        optimizer=OptimSettings(lr=1e-2),
+        ModelConfig(path=str(model)),
+        optim=OptimConfig(lr=1e-2),
         training=MicroBatches(rows=2),
-        sizes=sizes,
+        megatron=megatron_section(sizes),
     )
 
     def nll(outputs: Any, rows: Any) -> LossSum:

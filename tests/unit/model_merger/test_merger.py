@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rlsys.config.schema.model import ModelConfig, ShardConfig
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.model_merger.__main__ import main
 from rlsys.model_merger.convert import compare, merge, split
 from rlsys.model_merger.kinds import Split
-from rlsys.models.hf import ModelSource
 from rlsys.models.megatron.family import family_of
 from rlsys.utils.errors import CheckpointError, ConfigError
 from tests.ranks import run_ranks
@@ -131,7 +131,7 @@ def test_a_rank_file_holds_its_part_alone(models: dict[str, Path], tmp_path: Pat
 
 
 def save_fsdp(config: dict[str, Any], path: Path) -> dict[str, Tensor]:
-    engine = FSDPEngine(ModelSource(config=config, seed=3))
+    engine = FSDPEngine(ModelConfig(override_config=config), shard=ShardConfig(seed=3))
     engine.save(path, "resume")
     engine.save(path / "huggingface", "export")
     return {name: tensor.clone() for bucket in engine.weights(1 << 12) for name, tensor in bucket}

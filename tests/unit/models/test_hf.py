@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from rlsys.config.schema.model import ModelConfig
 from rlsys.models.flops import block_parameters, forward_flops, measured_flops, training_flops
-from rlsys.models.hf import ModelSource, SafetensorsDir, build, check_names, open_weights, read_config
+from rlsys.models.hf import SafetensorsDir, build, check_names, open_weights, read_config
 from rlsys.utils.errors import CheckpointError, ConfigError
 
 QWEN: dict[str, Any] = {
@@ -30,26 +31,25 @@ QWEN: dict[str, Any] = {
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(read_config(ModelSource(config=QWEN)))
+    model = AutoModelForCausalLM.from_config(read_config(ModelConfig(override_config=QWEN)))
     model.save_pretrained(tmp_path / "model", max_shard_size="8KB")
     return tmp_path / "model"
 
 
-def test_a_source_is_a_path_or_a_config() -> None:
-    for wrong in ({}, {"path": "x", "config": QWEN}):
-        with pytest.raises(ValueError, match="either a path or a config"):
-            ModelSource(**wrong)
+def test_a_model_without_a_path_needs_its_whole_configuration() -> None:
+    with pytest.raises(ValueError, match="a model needs a path, or override_config with model_type"):
+        read_config(ModelConfig(override_config={"hidden_size": 16}))
 
 
 def test_overrides_are_applied_and_unknown_ones_refused(directory: Path) -> None:
-    config = read_config(ModelSource(path=str(directory), override_config={"rms_norm_eps": 0.5}))
+    config = read_config(ModelConfig(path=str(directory), override_config={"rms_norm_eps": 0.5}))
     assert config.rms_norm_eps == 0.5
     with pytest.raises(ConfigError, match=r"override_config\.rms_norm: qwen2 has no such setting"):
-        read_config(ModelSource(path=str(directory), override_config={"rms_norm": 0.5}))
+        read_config(ModelConfig(path=str(directory), override_config={"rms_norm": 0.5}))
 
 
 def test_structure_has_no_memory_but_true_buffers() -> None:
-    config = read_config(ModelSource(config=QWEN))
+    config = read_config(ModelConfig(override_config=QWEN))
     model = build(config, head="lm", packed=True)
     assert all(parameter.is_meta for parameter in model.parameters())
     expected = dict(AutoModelForCausalLM.from_config(config).named_buffers())
@@ -66,7 +66,7 @@ def test_structure_has_no_memory_but_true_buffers() -> None:
     ],
 )
 def test_what_would_be_computed_wrongly_is_refused(setting: dict[str, Any], packed: bool, message: str) -> None:
-    config = read_config(ModelSource(config={**QWEN, **setting}))
+    config = read_config(ModelConfig(override_config={**QWEN, **setting}))
     with pytest.raises(ConfigError, match=message):
         build(config, head="lm", packed=packed)
 
@@ -84,16 +84,17 @@ def test_weights_are_read_box_by_box(directory: Path) -> None:
 
 
 def test_random_weights_depend_on_the_seed_alone() -> None:
-    config = read_config(ModelSource(config=QWEN))
-    first, again, other = (open_weights(ModelSource(config=QWEN, seed=s), config, head="lm") for s in (1, 1, 2))
+    config = read_config(ModelConfig(override_config=QWEN))
+    model = ModelConfig(override_config=QWEN)
+    first, again, other = (open_weights(model, config, head="lm", seed=seed) for seed in (1, 1, 2))
     name, box = "model.layers.1.mlp.up_proj.weight", ((0, 0), (24, 16))
     assert torch.equal(first.read(name, *box), again.read(name, *box))
     assert not torch.equal(first.read(name, *box), other.read(name, *box))
 
 
 def test_a_scalar_head_that_is_not_in_the_files_is_drawn_from_the_seed(directory: Path) -> None:
-    source = ModelSource(path=str(directory), seed=5)
-    weights = [open_weights(source, read_config(source), head="scalar") for _ in range(2)]
+    source = ModelConfig(path=str(directory))
+    weights = [open_weights(source, read_config(source), head="scalar", seed=5) for _ in range(2)]
     assert torch.equal(*(w.read("score.weight", (0, 0), (1, 16)) for w in weights))
     assert weights[0].read("score.bias", (0,), (1,)) == 0
 
@@ -144,7 +145,7 @@ def damage_gone(path: Path) -> None:
 )
 def test_a_bad_model_directory_is_told_by_name(directory: Path, damage: Any, message: str) -> None:
     damage(directory)
-    source = ModelSource(path=str(directory))
+    source = ModelConfig(path=str(directory))
     with pytest.raises(CheckpointError, match=message):
         open_weights(source, read_config(source), head="lm")
 
@@ -164,7 +165,7 @@ def test_weights_of_another_model_are_told_by_tensor(tmp_path: Path) -> None:
 def test_flops_count_every_matrix_product_of_a_transformer() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    config = read_config(ModelSource(config=QWEN))
+    config = read_config(ModelConfig(override_config=QWEN))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     length = 24
     with FlopCounterMode(display=False) as counter:
@@ -178,7 +179,7 @@ def test_flops_count_every_matrix_product_of_a_transformer() -> None:
 
 def test_flops_of_experts_count_those_a_token_is_sent_to() -> None:
     shape = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "model_type": "qwen3_moe"}
-    config = read_config(ModelSource(config={**QWEN, **shape, "head_dim": 4}))
+    config = read_config(ModelConfig(override_config={**QWEN, **shape, "head_dim": 4}))
     assert block_parameters(config) == 2 * 16 * 16 + 2 * 16 * 8 + 2 * 3 * 16 * 10 + 16 * 8
 
 

@@ -13,10 +13,11 @@ from safetensors import safe_open
 
 from rlsys.models.hf import InMemory
 from rlsys.models.megatron import build
-from rlsys.models.megatron.build import ModelOptions, build_chunks
+from rlsys.models.megatron.build import build_chunks
 from rlsys.models.megatron.convert import full_tensors, load_hf
 from rlsys.models.megatron.family import family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
+from tests.contracts.train_engine import megatron_section
 from tests.ranks import run_ranks
 from tests.unit.models.megatron_families.tiny import CONFIGS, read_config, write_model
 
@@ -98,7 +99,9 @@ def _make(path: Path, sizes: ParallelSizes) -> Made:
         mpu.get_expert_tensor_parallel_rank(),
     )
     device = torch.device("cpu")
-    chunks = build_chunks(family, config, sizes, ModelOptions(), scalar_head=False, device=device)
+    chunks = build_chunks(
+        family, config, megatron_section(sizes), dtype=torch.float32, scalar_head=False, device=device
+    )
     local = {f"{n}.{k}": t for n, chunk in enumerate(chunks) for k, t in chunk.state_dict().items() if t is not None}
     load_hf(path, family.shards(config, place), local, full_shapes=family.hf_shapes(config))
     with torch.no_grad():

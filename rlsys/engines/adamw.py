@@ -1,0 +1,83 @@
+"""AdamW as every training engine steps it: the learning-rate schedule, clipping, and refusal of what is not finite."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+
+from rlsys.config.schema.model import OptimConfig
+from rlsys.types import StepReport
+from rlsys.utils.errors import ConfigError
+
+EPS = 1e-8
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def num_warmup_steps(optim: OptimConfig, total_steps: int) -> int:
+    """Steps of linear warm-up: `lr_warmup_steps`, or where that is -1 `lr_warmup_steps_ratio` of `total_steps`."""
+    if optim.lr_warmup_steps >= 0:
+        return optim.lr_warmup_steps
+    return int(optim.lr_warmup_steps_ratio * max(total_steps, 0))
+
+
+def lr_at(step: int, optim: OptimConfig, total_steps: int) -> float:
+    """Learning rate of the step after `step` steps: a linear warm-up from zero, then constant, cosine or linear to
+    `min_lr_ratio`; the same numbers as transformers' and verl's schedules."""
+    warmup, floor = num_warmup_steps(optim, total_steps), optim.min_lr_ratio
+    if step < warmup:
+        return optim.lr * step / warmup
+    if optim.lr_scheduler_type == "constant":
+        return optim.lr
+    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    cosine = optim.lr_scheduler_type == "cosine"
+    shape = 0.5 * (1 + math.cos(math.pi * progress)) if cosine else 1 - progress
+    return optim.lr * (floor + (1 - floor) * shape)
+
+
+class BaseAdamW(ABC):
+    """AdamW over gradients that are sums: one step divides them by a count. `grad_clip` 0 never clips."""
+
+    def __init__(self, optim: OptimConfig, *, grad_clip: float, total_steps: int) -> None:
+        by_ratio = optim.lr_warmup_steps < 0 and optim.lr_warmup_steps_ratio > 0
+        if (optim.lr_scheduler_type != "constant" or by_ratio) and total_steps < 1:
+            raise ConfigError(
+                f"lr_scheduler_type={optim.lr_scheduler_type} with lr_warmup_steps_ratio={optim.lr_warmup_steps_ratio}"
+                " needs the total number of optimizer steps"
+            )
+        self.optim, self.grad_clip, self.total_steps = optim, grad_clip, total_steps
+        self.num_steps = 0
+
+    @property
+    def lr(self) -> float:
+        return lr_at(self.num_steps, self.optim, self.total_steps)
+
+    @torch.no_grad()
+    def step(self, count: float) -> StepReport:
+        """Divide the gradient sums by `count`, clip and step. Without a positive count, or with a norm that is not
+        finite, only the gradients change: they are dropped."""
+        norm, lr = self._gradient_norm(count), self.lr
+        applied = count > 0 and math.isfinite(norm)
+        if applied:
+            clip = min(1.0, self.grad_clip / (norm + 1e-6)) if self.grad_clip > 0 else 1.0
+            self._update(count, clip, lr)
+            self.num_steps += 1
+        self.zero_grad()
+        return StepReport(norm, lr, applied=applied)
+
+    @abstractmethod
+    def _gradient_norm(self, count: float) -> float:
+        """Norm over all ranks of the gradients divided by `count`; 0 without a positive count."""
+
+    @abstractmethod
+    def _update(self, count: float, clip: float, lr: float) -> None:
+        """Step with the gradients divided by `count` and multiplied by `clip`."""
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+
+    @abstractmethod
+    def set_num_updates(self, count: int) -> None:
+        """Set AdamW's own step number (bias correction) and the schedule's."""

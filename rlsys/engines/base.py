@@ -1,0 +1,214 @@
+"""What the training engines share: a TrainEngine (rlsys/interfaces.py) over the steps in which engines differ.
+
+B rows of this rank, b rows of a micro-batch, R response tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from rlsys.config.schema.model import CheckpointConfig, ModelConfig
+from rlsys.engines import checkpoint, export
+from rlsys.engines.adamw import BaseAdamW
+from rlsys.engines.mesh import EngineRanks, gather_json, sum_over_ranks
+from rlsys.engines.micro_batches import MicroBatches, Pack
+from rlsys.interfaces import LossFn, Output, TrainEngine
+from rlsys.models.hf import Head, read_config
+from rlsys.models.lora import LoraSettings, adapter_config, to_saved_name
+from rlsys.types import StepReport
+
+if TYPE_CHECKING:
+    from rlsys.protocol import DataProto
+
+CONTENTS = frozenset({"model", "optimizer", "extra"})
+"""Parts of a resumable checkpoint; the worker writes hf_model beside it."""
+
+
+RanksT = TypeVar("RanksT", bound=EngineRanks)
+OptimizerT = TypeVar("OptimizerT", bound=BaseAdamW)
+TokenOutputs = Mapping[str, Tensor]
+"""Outputs (M,) of the response tokens of a pack, by name."""
+Visit = Callable[[Pack, Callable[[Sequence[Output], float], TokenOutputs]], Tensor | None]
+"""Takes a pack and what computes its outputs at a temperature; in training it returns the loss sum to differentiate."""
+
+
+def compute_dtype(name: str, device: str) -> torch.dtype:
+    """The torch dtype of a name; auto is bfloat16 on CUDA and float32 on CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.startswith("cuda") else torch.float32
+    return getattr(torch, name)
+
+
+class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
+    """A model, its optimizer and their shards over all ranks of the default process group; methods are collective.
+
+    Without an optimizer the engine only computes (reference and reward models). `training` and `scoring` size the
+    micro-batches of forward_backward and forward.
+    """
+
+    optimizer: OptimizerT | None = None
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        ranks: RanksT,
+        *,
+        head: Head,
+        config: PretrainedConfig | None = None,
+        checkpoint: CheckpointConfig | None,
+        training: MicroBatches,
+        scoring: MicroBatches | None,
+    ) -> None:
+        self.model_config, self.ranks, self.head = model, ranks, head
+        self.config = config or read_config(model)
+        self.training, self.scoring = training, scoring or training
+        self.save_contents = CONTENTS if checkpoint is None else CONTENTS.intersection(checkpoint.save_contents)
+        self.load_contents = CONTENTS if checkpoint is None else CONTENTS.intersection(checkpoint.load_contents)
+        self._count = 0.0
+
+    @property
+    def dp_rank(self) -> int:
+        return self.ranks.dp_rank
+
+    @property
+    def dp_size(self) -> int:
+        return self.ranks.dp_size
+
+    @property
+    def is_collect(self) -> bool:
+        return self.ranks.is_collect
+
+    @torch.no_grad()
+    def forward(self, batch: DataProto, outputs: Sequence[Output], *, temperature: float = 1.0) -> dict[str, Tensor]:
+        """Per-token outputs (B, R) of this rank's rows, float32 on the rows' device, zero at padding."""
+        rows = batch.tensors
+        shape, device = rows["responses"].shape, self.ranks.device
+        results: dict[str, Tensor] = {name: torch.zeros(shape, device=device) for name in outputs}
+
+        def collect(pack: Pack, compute: Callable[[Sequence[Output], float], TokenOutputs]) -> None:
+            for name, values in compute(outputs, temperature).items():
+                if pack.index is not None:
+                    results[name][pack.index] = pack.tokens.scatter(values).to(results[name])
+
+        with self._own_groups():
+            self._run(rows, self.scoring, collect, backward=False)
+            for values in results.values():
+                self._share(values)
+        return {name: values.to(rows.device or "cpu") for name, values in results.items()}
+
+    def forward_backward(
+        self,
+        batch: DataProto,
+        loss_fn: LossFn,
+        *,
+        outputs: Sequence[Output] = ("log_probs",),
+        temperature: float = 1.0,
+    ) -> dict[str, float]:
+        """Add the gradients of the loss sum to those there; returns global means of the metrics and `loss`."""
+        if self.optimizer is None:
+            raise ValueError("this engine has no optimizer: it only computes")
+        rows = batch.tensors
+        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+
+        def loss_of(pack: Pack, compute: Callable[[Sequence[Output], float], TokenOutputs]) -> Tensor:
+            token_outputs = compute(outputs, temperature)
+            connected = torch.stack([values.sum() for values in token_outputs.values()]).sum() * 0.0
+            if pack.index is None:
+                return connected
+            micro_rows = rows[pack.index].to(self.ranks.device)
+            loss = loss_fn({name: pack.tokens.scatter(values) for name, values in token_outputs.items()}, micro_rows)
+            for name, (total, count) in {"loss": (float(loss.total.detach()), loss.count), **loss.metrics}.items():
+                sums[name][0] += float(total)
+                sums[name][1] += float(count)
+            return loss.total if loss.total.requires_grad else connected + loss.total
+
+        with self._own_groups():
+            self._run(rows, self.training, loss_of, backward=True)
+            totals = sum_over_ranks(gather_json(sums if self.ranks.reports_loss else {}, self.ranks.loss_group))
+        self._count += totals["loss"][1] if "loss" in totals else 0.0
+        return {name: value / count if count else 0.0 for name, (value, count) in totals.items()}
+
+    def optim_step(self) -> StepReport:
+        """Divide the gradients by the global count since the last step, clip, refuse what is not finite, step."""
+        if self.optimizer is None:
+            raise ValueError("this engine has no optimizer: it only computes")
+        with self._own_groups():
+            report = self.optimizer.step(self._count)
+        self._count = 0.0
+        return report
+
+    def save(self, path: Path, what: Literal["resume", "export"]) -> None:
+        """Write a checkpoint atomically; a CheckpointError leaves the one that was there unchanged."""
+        path, rank = Path(path), self.ranks.rank
+        if what == "resume":
+            header = {"num_updates": self.optimizer.num_steps if self.optimizer is not None else 0}
+            with self._on_device():
+                checkpoint.save(path, self._state(self.save_contents), rank, header)
+            return
+        source = self.model_config.path
+        exported = export.exported_config(self.config, self.head, self._weight_dtype)
+        files = Path(source) if source else None
+        export.write(path, self._exported(), rank, exported, source_dir=files, adapter=self._exported_adapter())
+
+    def load(self, path: Path) -> None:
+        """Restore what `save(path, "resume")` wrote, on any number of ranks and any layout."""
+        with self._on_device():
+            header = checkpoint.load(Path(path), self._state(self.load_contents), self.ranks.rank)
+        if self.optimizer is not None and "optimizer" in self.load_contents:
+            self.optimizer.set_num_updates(int(header["num_updates"]))
+
+    def _exported_adapter(self) -> export.Adapter | None:
+        adapter = self._adapter()
+        if adapter is None:
+            return None
+        settings, layers, tensors = adapter
+        saved = {to_saved_name(name): tensor for name, tensor in tensors.items()}
+        return saved, adapter_config(settings, layers, self.model_config.path or "")
+
+    def _own_groups(self) -> AbstractContextManager[None]:
+        """Make this engine's process groups the current ones, for libraries that keep them in globals."""
+        return nullcontext()
+
+    def _on_device(self) -> AbstractContextManager[None]:
+        """Bring parts that were moved away back for the duration of a checkpoint."""
+        return nullcontext()
+
+    def _share(self, values: Tensor) -> None:
+        """Give every rank the outputs that only some have computed, in place."""
+
+    def _exported(self) -> Iterator[list[tuple[str, Tensor]]]:
+        """Every tensor of an export, bucket by bucket."""
+        return self.weights(export.FILE_BYTES)
+
+    @property
+    @abstractmethod
+    def _weight_dtype(self) -> torch.dtype: ...
+
+    @abstractmethod
+    def _run(self, rows: TensorDict, size: MicroBatches, visit: Visit, *, backward: bool) -> None:
+        """Visit every micro-batch; with `backward` add up the gradients of what `visit` returns."""
+
+    @abstractmethod
+    def _state(self, contents: frozenset[str]) -> checkpoint.Contents: ...
+
+    @abstractmethod
+    def _adapter(self) -> tuple[LoraSettings, list[str], dict[str, Tensor]] | None:
+        """LoRA settings, names of the adapted layers and whole factors by name; None without adapters."""
+
+    @abstractmethod
+    def gradients(self) -> dict[str, Tensor]:
+        """Whole gradients by name, divided by the global count so far; for tests and diagnosis."""
+
+    @abstractmethod
+    def adapters_disabled(self) -> AbstractContextManager[None]:
+        """The model without its LoRA adapters, as the reference of its own training."""
