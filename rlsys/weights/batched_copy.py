@@ -1,7 +1,7 @@
-"""Carrying out the same copies again and again: compiled once into few large operations.
+"""Many copies that are repeated at every push, compiled once into a few large operations.
 
-Copies are merged where they touch on both sides. On a GPU all of them are one or two launches over a table of tiles, or
-where that kernel is not to be had, grouped foreach copies.
+Copies are merged where they touch on both sides. On a GPU all of them are one or two launches over a table of tiles or,
+where that kernel is not available, grouped foreach copies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StridedBytes:
-    """`rows` stretches of `width` bytes from address `source` to `target`, each a pitch apart."""
+    """`rows` rows of `width` bytes from address `source` to `target`, each a pitch apart."""
 
     source: int
     target: int
@@ -96,8 +96,8 @@ class BatchedCopy:
         tile_bytes = SMALLEST_TILE_BYTES
         while tile_bytes < LARGEST_TILE_BYTES and self.num_bytes > tile_bytes * MANY_TILES:
             tile_bytes *= 2
-        for span in merge_touching([span for pair in same for span in strided_bytes(*pair)]):
-            for word_bytes, pitched, tile in tiles_of(span, tile_bytes):
+        for block in merge_touching([block for pair in same for block in strided_bytes(*pair)]):
+            for word_bytes, pitched, tile in tiles_of(block, tile_bytes):
                 tiles[word_bytes, pitched].append(tile)
         self._tables = [
             (torch.tensor(rows, dtype=torch.int64, device=device), word_bytes, pitched)
@@ -106,10 +106,10 @@ class BatchedCopy:
         try:
             for table, word_bytes, pitched in self._tables:
                 _kernels().copy_tiles(table[:1], word_bytes=word_bytes, pitched=pitched)
-        except Exception as error:  # triton missing, or no compiler for it: told, and not needed
+        except Exception as error:  # triton missing, or no compiler for it: foreach serves too
             if not fall_back:
                 raise
-            log.warning("weights are copied by foreach, the copy kernel does not work here: %s", error)
+            log.warning("copying weights with foreach, because the copy kernel does not work here: %s", error)
             self.method, self._tables, self._cast = "foreach", [], []
 
 
@@ -119,7 +119,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def strided_bytes(target: Tensor, source: Tensor) -> Iterator[StridedBytes]:
-    """The bytes of a pair of equal dtype and shape as rows of contiguous stretches."""
+    """The bytes of a pair of equal dtype and shape as contiguous rows."""
     itemsize = target.element_size()
     dims = [(n, a, b) for n, a, b in zip(target.shape, target.stride(), source.stride(), strict=True) if n > 1]
     width = 1
@@ -135,20 +135,20 @@ def strided_bytes(target: Tensor, source: Tensor) -> Iterator[StridedBytes]:
         yield StridedBytes(of, to, rows, width * itemsize, b * itemsize, a * itemsize)
 
 
-def merge_touching(spans: Sequence[StridedBytes]) -> list[StridedBytes]:
-    """The same bytes in as few spans as touching stretches allow."""
+def merge_touching(blocks: Sequence[StridedBytes]) -> list[StridedBytes]:
+    """The same bytes, with single rows merged where they touch on both sides."""
     merged: list[StridedBytes] = []
-    for span in sorted(spans, key=lambda span: span.target):
+    for block in sorted(blocks, key=lambda block: block.target):
         last = merged[-1] if merged else None
-        if last and last.rows == span.rows == 1 and _touch(last, span):
-            merged[-1] = StridedBytes(last.source, last.target, 1, (n := last.width + span.width), n, n)
+        if last and last.rows == block.rows == 1 and _touch(last, block):
+            merged[-1] = StridedBytes(last.source, last.target, 1, (n := last.width + block.width), n, n)
         else:
-            merged.append(span)
+            merged.append(block)
     return merged
 
 
 def merge_contiguous(pairs: Sequence[TensorPair]) -> list[TensorPair]:
-    """Pairs with the contiguous ones merged, as long as they lie in one storage on either side."""
+    """Pairs with the contiguous ones merged where they follow each other in one storage on both sides."""
     plain, rest = [], []
     for target, source in pairs:
         same = target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
@@ -163,8 +163,8 @@ def merge_contiguous(pairs: Sequence[TensorPair]) -> list[TensorPair]:
     return [*(_joined(run) for run in runs), *rest]
 
 
-def _touch(last: StridedBytes, span: StridedBytes) -> bool:
-    return last.target + last.width == span.target and last.source + last.width == span.source
+def _touch(last: StridedBytes, block: StridedBytes) -> bool:
+    return last.target + last.width == block.target and last.source + last.width == block.source
 
 
 def _follows(last: TensorPair, pair: TensorPair) -> bool:
@@ -184,29 +184,29 @@ def _joined(run: Sequence[TensorPair]) -> TensorPair:
     return target, source
 
 
-def tiles_of(span: StridedBytes, tile_bytes: int) -> Iterator[tuple[int, bool, tuple[int, ...]]]:
-    """(word bytes, pitched, row of the kernel's table) of each tile of a span."""
-    if span.rows == 1:
-        aligned = not (span.source % 16 or span.target % 16)
-        word = 8 if aligned and not span.width % 8 else gcd(8, span.source, span.target, span.width)
-        for at in range(0, span.width, tile_bytes):
-            n = min(tile_bytes, span.width - at) // word
-            yield word, not aligned, (span.source + at, span.target + at, n, n, n, n)
+def tiles_of(block: StridedBytes, tile_bytes: int) -> Iterator[tuple[int, bool, tuple[int, ...]]]:
+    """(word bytes, pitched, row of the kernel's table) of each tile of some rows."""
+    if block.rows == 1:
+        aligned = not (block.source % 16 or block.target % 16)
+        word = 8 if aligned and not block.width % 8 else gcd(8, block.source, block.target, block.width)
+        for at in range(0, block.width, tile_bytes):
+            n = min(tile_bytes, block.width - at) // word
+            yield word, not aligned, (block.source + at, block.target + at, n, n, n, n)
         return
-    word = gcd(8, span.source, span.target, span.width, span.source_pitch, span.target_pitch)
-    step = max(1, tile_bytes // span.width)
-    for row in range(0, span.rows, step):
-        n = min(step, span.rows - row)
+    word = gcd(8, block.source, block.target, block.width, block.source_pitch, block.target_pitch)
+    step = max(1, tile_bytes // block.width)
+    for row in range(0, block.rows, step):
+        n = min(step, block.rows - row)
         yield (
             word,
             True,
             (
-                span.source + row * span.source_pitch,
-                span.target + row * span.target_pitch,
-                n * span.width // word,
-                span.width // word,
-                span.source_pitch // word,
-                span.target_pitch // word,
+                block.source + row * block.source_pitch,
+                block.target + row * block.target_pitch,
+                n * block.width // word,
+                block.width // word,
+                block.source_pitch // word,
+                block.target_pitch // word,
             ),
         )
 

@@ -1,7 +1,7 @@
-"""Numbered elements back into boxes: where in a parameter which rectangular part of which tensor lies.
+"""Numbered elements decoded into boxes: which rectangular part of which tensor is where in a parameter.
 
-A parameter is split along the dimension in which it falls into the fewest groups of slabs that continue each other by a
-constant step, again and again, until single elements with their steps are left: affine pieces. Each is then told as
+A parameter is split along the dimension in which it falls into the fewest runs of slabs that continue each other by a
+constant step, recursively, until single elements with their steps are left: affine regions. Each is then expressed as
 boxes of its tensor with one stride in the parameter for each dimension.
 """
 
@@ -15,28 +15,27 @@ from math import prod
 import torch
 from torch import Tensor
 
-Shape = tuple[int, ...]
-Found = tuple[int, Shape, Shape, "Strided"]
-"""Number of the tensor, start and shape of the box, its place."""
+Dims = tuple[int, ...]
 
 
-class NotBoxes(Exception):
-    """The numbers cannot be told as few enough boxes."""
+class NotBoxesError(Exception):
+    """The numbers cannot be expressed as few enough boxes."""
 
 
 @dataclass(frozen=True)
-class Strided:
+class StridedView:
     """A view of a local tensor: strides in memory, offset in elements from the tensor's first."""
 
-    shape: Shape
-    stride: Shape
+    shape: Dims
+    stride: Dims
     offset: int
 
-    def view(self, tensor: Tensor) -> Tensor:
+    def of(self, tensor: Tensor) -> Tensor:
+        """The view of a local tensor."""
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
-    def plain_in(self, tensor: Tensor, box_dims: int) -> Shape | None:
-        """Where the view starts if it is a plain part of the tensor, in its last dimensions and their order."""
+    def slice_start(self, tensor: Tensor, box_dims: int) -> Dims | None:
+        """The start of the view if it is a plain slice of the tensor's last dimensions in their order, else None."""
         extra = tensor.ndim - box_dims
         own = tensor.stride()[extra:] if extra >= 0 else ()
         if extra < 0 or any(n > 1 and a != b for n, a, b in zip(self.shape, self.stride, own, strict=True)):
@@ -50,7 +49,7 @@ class Strided:
 
 
 @dataclass(frozen=True)
-class _Unit:
+class _LoopDim:
     """`extent` elements, each `step` further in the tensor and `stride` further in the parameter."""
 
     step: int
@@ -58,89 +57,93 @@ class _Unit:
     stride: int
 
 
-def boxes_in(
-    numbers: Tensor, strides: Sequence[int], bases: Tensor, shapes: Sequence[Shape], *, max_boxes: int
-) -> list[Found]:
+def decode_boxes(
+    numbers: Tensor, strides: Sequence[int], bases: Tensor, shapes: Sequence[Dims], *, max_boxes: int
+) -> list[tuple[int, Dims, StridedView]]:
     """The boxes of numbered tensors in a parameter of numbers (-1 for none) with these strides in memory.
 
-    Elements of tensor t have the numbers from `bases[t]`, row-major. NotBoxes if there are more than `max_boxes`.
+    Each is (number of the tensor, start of the box, its view in the parameter, which has the shape of the box).
+
+    Elements of tensor t have the numbers from `bases[t]`, row-major. NotBoxesError if there are more than `max_boxes`.
     """
     if numbers.ndim == 0:
         numbers, strides = numbers.reshape(1), (1,)
     which = torch.searchsorted(bases, numbers.contiguous(), right=True, out_int32=True) - 1
-    found: list[Found] = []
-    for tensor, number, offset, units in _pieces(numbers, which, list(strides), 0, [], max_boxes):
-        for start, shape, place in _boxes_of(number - int(bases[tensor]), offset, units, shapes[tensor]):
-            found.append((tensor, start, shape, place))
-            if len(found) > max_boxes:
-                raise NotBoxes(f"more than {max_boxes} boxes")
-    return found
+    boxes = list[tuple[int, Dims, StridedView]]()
+    for tensor, number, offset, loops in _affine_regions(numbers, which, list(strides), 0, [], max_boxes):
+        for start, view in _boxes_of_region(number - int(bases[tensor]), offset, loops, shapes[tensor]):
+            boxes.append((tensor, start, view))
+            if len(boxes) > max_boxes:
+                raise NotBoxesError(f"more than {max_boxes} boxes")
+    return boxes
 
 
-def _pieces(
-    numbers: Tensor, which: Tensor, strides: list[int], offset: int, units: list[_Unit], most: int
-) -> Iterator[tuple[int, int, int, list[_Unit]]]:
-    """(tensor, number of its first element, offset, units) of the affine pieces of a region."""
+def _affine_regions(
+    numbers: Tensor, which: Tensor, strides: list[int], offset: int, loops: list[_LoopDim], most: int
+) -> Iterator[tuple[int, int, int, list[_LoopDim]]]:
+    """(tensor, number of its first element, offset, loops) of the affine regions of a region."""
     if numbers.ndim == 0:
         if which >= 0:
-            yield int(which), int(numbers), offset, units
+            yield int(which), int(numbers), offset, loops
         return
-    by_dim = [_groups(numbers, which, dim) for dim in range(numbers.ndim)]
-    dim = min(range(numbers.ndim), key=lambda d: (len(by_dim[d]), -d))
-    if len(by_dim[dim]) > most:
-        raise NotBoxes(f"more than {most} boxes")
+    runs_by_dim = [_runs(numbers, which, dim) for dim in range(numbers.ndim)]
+    dim = min(range(numbers.ndim), key=lambda d: (len(runs_by_dim[d]), -d))
+    if len(runs_by_dim[dim]) > most:
+        raise NotBoxesError(f"more than {most} boxes")
     rest = strides[:dim] + strides[dim + 1 :]
-    for start, extent, step in by_dim[dim]:
-        unit = [_Unit(step, extent, strides[dim])] if extent > 1 else []
+    for start, extent, step in runs_by_dim[dim]:
+        loop = [_LoopDim(step, extent, strides[dim])] if extent > 1 else []
         region = numbers.select(dim, start), which.select(dim, start)
-        yield from _pieces(*region, rest, offset + start * strides[dim], units + unit, most)
+        yield from _affine_regions(*region, rest, offset + start * strides[dim], loops + loop, most)
 
 
-def _groups(numbers: Tensor, which: Tensor, dim: int) -> list[tuple[int, int, int]]:
-    """(start, extent, step) of runs of slabs along a dimension, each the one before plus a constant; no empty ones."""
-    here = numbers.movedim(dim, 0).reshape(numbers.shape[dim], -1)
-    kind = which.movedim(dim, 0).reshape(numbers.shape[dim], -1)
-    some = (kind >= 0).any(1).tolist()
-    change, there = here[1:] - here[:-1], kind[1:] >= 0
+def _runs(numbers: Tensor, which: Tensor, dim: int) -> list[tuple[int, int, int]]:
+    """(start, extent, step) of the runs of slabs along a dimension, each the one before plus a constant; none empty."""
+    slabs = numbers.movedim(dim, 0).reshape(numbers.shape[dim], -1)
+    owners = which.movedim(dim, 0).reshape(numbers.shape[dim], -1)
+    is_used = (owners >= 0).any(1).tolist()
+    change, used = slabs[1:] - slabs[:-1], owners[1:] >= 0
     ends = torch.iinfo(change.dtype)
-    low = torch.where(there, change, ends.max).amin(1)
-    high = torch.where(there, change, ends.min).amax(1)
-    regular = ((kind[1:] == kind[:-1]).all(1) & (low == high)).tolist()
+    low = torch.where(used, change, ends.max).amin(1)
+    high = torch.where(used, change, ends.min).amax(1)
+    regular = ((owners[1:] == owners[:-1]).all(1) & (low == high)).tolist()
     steps = low.tolist()
-    groups, at, size = list[tuple[int, int, int]](), 0, numbers.shape[dim]
+    runs, at, size = list[tuple[int, int, int]](), 0, numbers.shape[dim]
     while at < size:
         end = at + 1
-        if some[at] and end < size and regular[at]:
+        if is_used[at] and end < size and regular[at]:
             while end < size and regular[end - 1] and steps[end - 1] == steps[at]:
                 end += 1
-        if some[at]:
-            groups.append((at, end - at, steps[at] if end - at > 1 else 0))
+        if is_used[at]:
+            runs.append((at, end - at, steps[at] if end - at > 1 else 0))
         at = end
-    return groups
+    return runs
 
 
-def _boxes_of(first: int, offset: int, units: Sequence[_Unit], full: Shape) -> Iterator[tuple[Shape, Shape, Strided]]:
-    """The boxes of an affine piece that starts at element `first` of a tensor of shape `full`."""
+def _boxes_of_region(
+    first: int, offset: int, loops: Sequence[_LoopDim], full: Dims
+) -> Iterator[tuple[Dims, StridedView]]:
+    """The boxes of an affine region that starts at element `first` of a tensor of shape `full`."""
     steps = _logical_strides(full)
     start = [first // step % size for step, size in zip(steps, full, strict=True)]
-    extents: list[list[_Unit]] = [[] for _ in full]
-    loose: list[_Unit] = []
-    waiting = sorted((unit for unit in units if unit.step > 0), key=lambda unit: (unit.step, unit.extent))
-    loose += [unit for unit in units if unit.step <= 0]
+    extents: list[list[_LoopDim]] = [[] for _ in full]
+    loose: list[_LoopDim] = []
+    waiting = sorted((loop for loop in loops if loop.step > 0), key=lambda loop: (loop.step, loop.extent))
+    loose += [loop for loop in loops if loop.step <= 0]
     while waiting:
-        unit = waiting.pop(0)
-        fit = _dim_for(unit, steps, full, extents, start)
+        loop = waiting.pop(0)
+        fit = _dim_for(loop, steps, full, extents, start)
         if fit is None:
-            loose.append(unit)
+            loose.append(loop)
             continue
         dim, room = fit
-        taken = min(unit.extent, room)
-        if taken < unit.extent and (unit.extent % taken or start[dim] or _extent(extents[dim]) * taken != full[dim]):
-            loose.append(unit)
+        taken = min(loop.extent, room)
+        if taken < loop.extent and (loop.extent % taken or start[dim] or _extent(extents[dim]) * taken != full[dim]):
+            loose.append(loop)
             continue
-        extents[dim].append(_Unit(unit.step, taken, unit.stride))
-        if taken < unit.extent:
-            waiting.insert(0, _Unit(unit.step * taken, unit.extent // taken, unit.stride * taken))
+        extents[dim].append(_LoopDim(loop.step, taken, loop.stride))
+        if taken < loop.extent:
+            waiting.insert(0, _LoopDim(loop.step * taken, loop.extent // taken, loop.stride * taken))
     outer = [*loose]
     shape, stride = [], []
     for chain in extents:
@@ -148,43 +151,43 @@ def _boxes_of(first: int, offset: int, units: Sequence[_Unit], full: Shape) -> I
         shape.append(n)
         stride.append(step)
         outer += rest
-    for index in product(*(range(unit.extent) for unit in outer)):
-        number = first + sum(i * unit.step for i, unit in zip(index, outer, strict=True))
-        at = offset + sum(i * unit.stride for i, unit in zip(index, outer, strict=True))
+    for index in product(*(range(loop.extent) for loop in outer)):
+        number = first + sum(i * loop.step for i, loop in zip(index, outer, strict=True))
+        at = offset + sum(i * loop.stride for i, loop in zip(index, outer, strict=True))
         begin = tuple(number // step % size for step, size in zip(steps, full, strict=True))
         if any(b + n > size for b, n, size in zip(begin, shape, full, strict=True)):
-            raise NotBoxes("elements in an order that is no box")
-        yield begin, tuple(shape), Strided(tuple(shape), tuple(stride), at)
+            raise NotBoxesError("elements in an order that is not a box")
+        yield begin, StridedView(tuple(shape), tuple(stride), at)
 
 
 def _dim_for(
-    unit: _Unit, steps: Shape, full: Shape, extents: Sequence[list[_Unit]], start: Sequence[int]
+    loop: _LoopDim, steps: Dims, full: Dims, extents: Sequence[list[_LoopDim]], start: Sequence[int]
 ) -> tuple[int, int] | None:
-    """The dimension that a unit continues, and how many elements of the unit it has room for."""
+    """The dimension that a loop continues, and how many of its elements fit there."""
     for dim in reversed(range(len(full))):
         have = _extent(extents[dim])
-        if full[dim] > 1 and unit.step == steps[dim] * have and have < full[dim] - start[dim]:
+        if full[dim] > 1 and loop.step == steps[dim] * have and have < full[dim] - start[dim]:
             return dim, (full[dim] - start[dim]) // have
     return None
 
 
-def _extent(chain: Sequence[_Unit]) -> int:
-    return prod(unit.extent for unit in chain)
+def _extent(chain: Sequence[_LoopDim]) -> int:
+    return prod(loop.extent for loop in chain)
 
 
-def _joined(chain: Sequence[_Unit]) -> tuple[int, int, list[_Unit]]:
-    """Extent and stride of the inner units that are one stretch in the parameter, and the outer ones that are not."""
+def _joined(chain: Sequence[_LoopDim]) -> tuple[int, int, list[_LoopDim]]:
+    """Extent and stride of the inner loops that are contiguous in the parameter, and the outer ones that are not."""
     if not chain:
         return 1, 1, []
     n, stride = chain[0].extent, chain[0].stride
-    for number, unit in enumerate(chain[1:], start=1):
-        if unit.stride != stride * n:
+    for number, loop in enumerate(chain[1:], start=1):
+        if loop.stride != stride * n:
             return n, stride, list(chain[number:])
-        n *= unit.extent
+        n *= loop.extent
     return n, stride, []
 
 
-def _logical_strides(shape: Shape) -> Shape:
+def _logical_strides(shape: Dims) -> Dims:
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

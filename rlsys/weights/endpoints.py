@@ -36,7 +36,7 @@ STEPS = ("join", "confirm", "prepare", "commit", "bucket", "finish")
 
 
 class WeightEndpoint:
-    """One rank of a transfer, whichever executor carries it; `engine` is the rank's engine."""
+    """One rank of a transfer by any executor; `engine` is the rank's engine."""
 
     engine: Any
     _sides: Mapping[type, Callable[[Any, Any], Any]]
@@ -86,7 +86,7 @@ class WeightSender(WeightEndpoint):
     _sides = SENDERS
 
     def send_weights(self, version: int) -> Any:
-        """Give the engine's weights as a version; returns what the executor tells the other ranks about it."""
+        """Give the engine's weights as a version; returns what the executor passes on to the other ranks."""
         return self._opened().send(version)
 
 

@@ -1,4 +1,4 @@
-"""Kernels for many pieces of memory at once: copies between any memory a GPU can read, and checksums."""
+"""Kernels for many blocks of memory at once: copies between any memory a GPU can read, and checksums."""
 
 from __future__ import annotations
 

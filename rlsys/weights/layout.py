@@ -1,7 +1,7 @@
 """Arithmetic on boxes of HF tensors, and what a set of layouts must satisfy.
 
 A shard's local tensor may have more dimensions than its box: then the leading entries of `local_start` are indices (an
-expert in a stack of experts), and the box lies in the remaining dimensions.
+expert in a stack of experts), and the box is in the remaining dimensions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From who holds what to who sends what: the smallest set of copies that fills every destination box once.
 
 Pure arithmetic on layouts. Where several source ranks hold the same elements, the nearest ones give them, and equally
-near ones share the giving by the bytes that each has to give already.
+near ones share them by the bytes that each has to give already.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rlsys.types import Box, WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights import tables
 from rlsys.weights.layout import element_bytes, subtract_all
-from rlsys.weights.tables import Boxes, Ints, Numbers, Rows
+from rlsys.weights.tables import BoxTable, Ints, NameIds, ShardTable
 
 Distance = Callable[[WeightLayout, WeightLayout], int]
 FORMAT = 1
@@ -55,33 +55,22 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where boxes lie, one row each: local tensor, start there, its dimensions, its dtype, start of the box."""
-
-    local: Ints
-    local_start: Ints
-    local_dims: Ints
-    dtype: Ints
-    box_start: Ints
-
-
-@dataclass(frozen=True)
 class Plan:
     """All copies of a transfer as columns, and the source tensors that no destination wants.
 
-    `moves` (C, 5) are, for each copy: piece, source place, place, source rank, rank; a piece is the part `shape` (P, D)
-    of a tensor from `start`. All numbers index the tables of names.
+    `moves` (C, 5) are, for each copy: part, source shard, destination shard, source rank, destination rank; a part is
+    `shape` (P, D) elements of a tensor from `start`. All numbers index the tables of names.
     """
 
     tensors: tuple[str, ...]
     tensor_dims: Ints
     locals: tuple[str, ...]
     dtypes: tuple[str, ...]
-    piece_tensor: Ints
+    part_tensor: Ints
     start: Ints
     shape: Ints
-    source_places: Places
-    places: Places
+    source_shards: ShardTable
+    shards: ShardTable
     moves: Ints
     unused: tuple[str, ...]
 
@@ -97,14 +86,19 @@ class Plan:
     def copy_bytes(self) -> Ints:
         """The bytes of every copy (C,)."""
         sizes = np.array([element_bytes(name) for name in self.dtypes], dtype=np.int64)
-        return self.shape.prod(1)[self.moves[:, 0]] * sizes[self.places.dtype[self.moves[:, 2]]]
+        return self.shape.prod(1)[self.moves[:, 0]] * sizes[self.shards.dtype[self.moves[:, 2]]]
 
     @cached_property
     def num_bytes(self) -> int:
         return int(self.copy_bytes.sum())
 
     def from_rank(self, rank: int) -> tuple[Copy, ...]:
+        """The copies that a source rank gives."""
         return tuple(self._copies(self.moves[self.moves[:, 3] == rank]))
+
+    def select(self, chosen: Ints) -> tuple[Copy, ...]:
+        """The copies at these positions."""
+        return tuple(self._copies(self.moves[chosen]))
 
     def bytes_by_link(self) -> dict[tuple[int, int], int]:
         """Bytes from each source rank to each destination rank."""
@@ -117,76 +111,48 @@ class Plan:
     @cached_property
     def checksum_ids(self) -> tuple[Ints, Ints]:
         """An id for every copy (C,), the same for the same elements and dtype, and the first copy of each id."""
-        keys = self.moves[:, 0] * len(self.dtypes) + self.places.dtype[self.moves[:, 2]]
-        _, first, numbers = np.unique(keys, return_index=True, return_inverse=True)
-        return numbers.reshape(-1), first
-
-    def select(self, chosen: Ints) -> tuple[Copy, ...]:
-        """The copies at these positions."""
-        return tuple(self._copies(self.moves[chosen]))
+        keys = self.moves[:, 0] * len(self.dtypes) + self.shards.dtype[self.moves[:, 2]]
+        _, first, ids = np.unique(keys, return_index=True, return_inverse=True)
+        return ids.reshape(-1), first
 
     def to_json(self) -> str:
-        """The plan as text; `from_json` gives it back."""
+        """The plan as text."""
+        source_places, places = (
+            [column.tolist() for column in (s.local, s.local_start, s.local_dims, s.dtype, s.start)]
+            for s in (self.source_shards, self.shards)
+        )
         return json.dumps(
             {
                 "format": FORMAT,
                 "names": {"tensors": self.tensors, "locals": self.locals, "dtypes": self.dtypes},
                 "tensor_dims": self.tensor_dims.tolist(),
-                "pieces": [self.piece_tensor.tolist(), self.start.tolist(), self.shape.tolist()],
-                "source_places": [column.tolist() for column in vars(self.source_places).values()],
-                "places": [column.tolist() for column in vars(self.places).values()],
+                "pieces": [self.part_tensor.tolist(), self.start.tolist(), self.shape.tolist()],
+                "source_places": source_places,
+                "places": places,
                 "moves": self.moves.tolist(),
                 "unused": self.unused,
             }
         )
 
-    @classmethod
-    def from_json(cls, text: str) -> Plan:
-        """ValueError when the text is no plan of this format."""
-        read = json.loads(text)
-        if not isinstance(read, dict) or read.get("format") != FORMAT:
-            raise ValueError(f"this is no weight plan of format {FORMAT}")
-
-        def table(rows: list) -> Ints:
-            return np.array(rows, dtype=np.int64).reshape(len(rows), -1)
-
-        def places(columns: list) -> Places:
-            local, local_start, dims, dtype, box_start = columns
-            return Places(np.array(local), table(local_start), np.array(dims), np.array(dtype), table(box_start))
-
-        tensor, start, shape = read["pieces"]
-        return cls(
-            **{name: tuple(values) for name, values in read["names"].items()},
-            tensor_dims=np.array(read["tensor_dims"]),
-            piece_tensor=np.array(tensor),
-            start=table(start),
-            shape=table(shape),
-            source_places=places(read["source_places"]),
-            places=places(read["places"]),
-            moves=table(read["moves"]).reshape(-1, 5),
-            unused=tuple(read["unused"]),
-        )
-
     def _copies(self, moves: Ints) -> Iterator[Copy]:
-        piece, source, place, source_rank, rank = moves.T
-        start, shape = self.start[piece], self.shape[piece]
-        given, taken = self.source_places, self.places
+        part, source_shard, shard, source_rank, rank = moves.T
+        start, shape, dims = self.start[part], self.shape[part], self.start.shape[1]
+        source, destination = self.source_shards, self.shards
         columns = (
-            self.piece_tensor[piece],
+            self.part_tensor[part],
             start,
             shape,
             source_rank,
-            given.local[source],
-            given.local_start[source] + start - given.box_start[source],
-            given.local_dims[source],
-            given.dtype[source],
+            source.local[source_shard],
+            source.local_start[source_shard] + start - source.start[source_shard],
+            source.local_dims[source_shard],
+            source.dtype[source_shard],
             rank,
-            taken.local[place],
-            taken.local_start[place] + start - taken.box_start[place],
-            taken.local_dims[place],
-            taken.dtype[place],
+            destination.local[shard],
+            destination.local_start[shard] + start - destination.start[shard],
+            destination.local_dims[shard],
+            destination.dtype[shard],
         )
-        dims = start.shape[1]
         for t, at, n, s, sl, ss, sd, st, r, ln, ls, ld, lt in zip(
             *(column.tolist() for column in columns), strict=True
         ):
@@ -212,29 +178,29 @@ def distance_by_host(source: WeightLayout, destination: WeightLayout) -> int:
 
 
 def resolve_names(sources: Sequence[WeightLayout], destinations: Sequence[WeightLayout]) -> dict[str, str]:
-    """Under which name the sources hold each destination tensor, by the tied names of both sides.
+    """The sources' name of each destination tensor, by the tied names of both sides.
 
     Raises WeightTransferError for a tensor that the sources do not have, or have in another shape.
     """
     held = {name: tuple(shape) for shapes in _shapes(sources) for name, shape in shapes.items()}
-    tied_there = {alias: name for names in _aliases(sources) for alias, name in names.items()}
-    tied_here: dict[str, list[str]] = defaultdict(list)
-    for aliases in _aliases(destinations):
-        for alias, name in aliases.items():
-            tied_here[name].append(alias)
+    source_aliases = {alias: name for names in _aliases(sources) for alias, name in names.items()}
+    aliases: dict[str, list[str]] = defaultdict(list)
+    for by_alias in _aliases(destinations):
+        for alias, name in by_alias.items():
+            aliases[name].append(alias)
     names: dict[str, str] = {}
     for shapes in _shapes(destinations):
         for name, shape in shapes.items():
             if name in names:
                 continue
-            wanted = [name, *sorted(set(tied_here[name]))] if name in tied_here else [name]
-            found = next((n for w in wanted for n in (w, tied_there.get(w)) if n in held), None)
-            if found is None:
+            wanted = [name, *sorted(set(aliases[name]))] if name in aliases else [name]
+            source = next((n for w in wanted for n in (w, source_aliases.get(w)) if n in held), None)
+            if source is None:
                 raise WeightTransferError(f"the trainer has no tensor '{name}' (of shape {tuple(shape)})")
-            if held[found] != tuple(shape):
-                both = f"{held[found]} at the trainer, {tuple(shape)} at the rollout engine"
+            if held[source] != tuple(shape):
+                both = f"{held[source]} at the trainer, {tuple(shape)} at the rollout engine"
                 raise WeightTransferError(f"tensor '{name}' has two shapes: {both}")
-            names[name] = found
+            names[name] = source
     return names
 
 
@@ -254,181 +220,188 @@ def _aliases(layouts: Sequence[WeightLayout]) -> list[Mapping[str, str]]:
 def make_plan(
     sources: Sequence[WeightLayout], destinations: Sequence[WeightLayout], *, distance: Distance = distance_by_host
 ) -> Plan:
-    """The copies that fill all boxes of `destinations` out of `sources`; ranks must be unique on each side.
+    """The copies that fill all boxes of `destinations` from `sources`; ranks must be unique on each side.
 
     Raises WeightTransferError naming a tensor that is missing, misshapen or not held completely.
     """
-    for side in (sources, destinations):
-        if len({layout.rank for layout in side}) < len(side):
+    for layouts in (sources, destinations):
+        if len({layout.rank for layout in layouts}) < len(layouts):
             raise ValueError("the ranks of one side must differ")
     names = resolve_names(sources, destinations)
-    givers, giver_of = tables.templates_of(sources)
-    takers, taker_of = tables.templates_of(destinations)
-    dims = tables.num_dims([*givers, *takers])
-    tensors, locals_, dtypes = Numbers(), Numbers(), Numbers()
-    taken = tables.rows_of(takers, names, dims, tensors, locals_, dtypes)
-    given = tables.rows_of(givers, None, dims, tensors, locals_, dtypes)
-    wanted = tables.boxes_of(taken)
-    atoms, holder_atom, holder_row = tables.atoms_of(tables.boxes_of(given), given)
-    box, atom, start, stop = tables.meet(wanted, atoms)
-    _check_covered(wanted, box, start, stop, atoms, list(tensors), sources, destinations, names)
-    far = np.array([[distance(source, layout) for source in sources] for layout in destinations])
-    chooser = _Chooser(given, np.array(giver_of), holder_atom, holder_row, far.reshape(len(destinations), -1))
-    sizes = np.array([element_bytes(name) for name in dtypes], dtype=np.int64)
-    moves = _moves(taken, wanted, taker_of, box, atom, (stop - start).prod(1), sizes, chooser)
+    source_templates, source_template = tables.find_templates(sources)
+    templates, template = tables.find_templates(destinations)
+    dims, ids = tables.num_dims([*source_templates, *templates]), NameIds()
+    shards = tables.shard_table(templates, names, dims, ids)
+    source_shards = tables.shard_table(source_templates, None, dims, ids)
+    wanted = tables.box_table(shards)
+    held, holder_box, holder_shard = tables.disjoint_boxes(tables.box_table(source_shards), source_shards)
+    box, held_box, start, stop = tables.intersections(wanted, held)
+    parts = _Parts(wanted, box, held_box, (stop - start).prod(1))
+    if len(missing := parts.incomplete_tensors()):
+        _raise_missing({list(ids.tensors)[n] for n in missing.tolist()}, sources, destinations, names)
+    distances = np.array([[distance(source, layout) for source in sources] for layout in destinations])
+    distances = distances.reshape(len(destinations), -1)
+    selector = _SourceSelector(source_shards, source_template, holder_box, holder_shard, distances)
+    sizes = np.array([element_bytes(name) for name in ids.dtypes], dtype=np.int64)
+    moves = _moves(parts, shards, template, sizes, selector)
     moves[:, 3] = np.array([layout.rank for layout in sources], dtype=np.int64)[moves[:, 3]]
     moves[:, 4] = np.array([layout.rank for layout in destinations], dtype=np.int64)[moves[:, 4]]
-    shapes = {name: shape for found in _shapes(sources) for name, shape in found.items()}
+    shapes = {name: shape for by_name in _shapes(sources) for name, shape in by_name.items()}
     return Plan(
-        tensors=tuple(tensors),
-        tensor_dims=np.array([len(shapes[name]) for name in tensors], dtype=np.int64),
-        locals=tuple(locals_),
-        dtypes=tuple(dtypes),
-        piece_tensor=wanted.tensor[box],
+        tensors=tuple(ids.tensors),
+        tensor_dims=np.array([len(shapes[name]) for name in ids.tensors], dtype=np.int64),
+        locals=tuple(ids.locals),
+        dtypes=tuple(ids.dtypes),
+        part_tensor=wanted.tensor[box],
         start=start,
         shape=stop - start,
-        source_places=_places(given),
-        places=_places(taken),
+        source_shards=source_shards,
+        shards=shards,
         moves=moves,
         unused=tuple(sorted(set(shapes) - set(names.values()))),
     )
 
 
-def _places(rows: Rows) -> Places:
-    return Places(rows.local, rows.local_start, rows.local_dims, rows.dtype, rows.start)
+@dataclass(frozen=True)
+class _Parts:
+    """The parts (P,) of the wanted boxes: the box of each (sorted), the held box that it is in, its elements."""
+
+    wanted: BoxTable
+    box: Ints
+    held_box: Ints
+    volume: Ints
+
+    def incomplete_tensors(self) -> Ints:
+        """The tensors of boxes that their parts do not fill."""
+        filled = np.zeros(len(self.wanted.tensor), np.int64)
+        np.add.at(filled, self.box, self.volume)
+        return self.wanted.tensor[filled != self.wanted.volume]
+
+    def of_shards(self, shards: Ints) -> tuple[Ints, Ints]:
+        """Every (position of a shard, part of its box) as two columns."""
+        boxes = self.wanted.of_shard[shards]
+        return tables.join_ranges(self._first[boxes], self._count[boxes])
+
+    @cached_property
+    def _first(self) -> Ints:
+        return np.searchsorted(self.box, np.arange(len(self.wanted.tensor)), "left")
+
+    @cached_property
+    def _count(self) -> Ints:
+        return np.searchsorted(self.box, np.arange(len(self.wanted.tensor)), "right") - self._first
 
 
-def _moves(
-    taken: Rows,
-    wanted: Boxes,
-    taker_of: Sequence[int],
-    box: Ints,
-    atom: Ints,
-    volume: Ints,
-    sizes: Ints,
-    chooser: _Chooser,
-) -> Ints:
+def _moves(parts: _Parts, shards: ShardTable, template: Ints, sizes: Ints, selector: _SourceSelector) -> Ints:
     """The moves (C, 5) of a Plan with the positions of layouts for ranks; forced choices come before free ones."""
-    first = np.searchsorted(box, np.arange(len(wanted.tensor)), "left")
-    count = np.searchsorted(box, np.arange(len(wanted.tensor)), "right") - first
-    parts, open_choices = [], []
-    begin = np.searchsorted(taken.template, np.arange(max(taker_of, default=-1) + 2), "left")
-    templates = {}
-    for number, template in enumerate(taker_of):
-        if template not in templates:
-            rows = np.arange(begin[template], begin[template + 1])
-            of_row = wanted.of_row[rows]
-            row, piece = tables._join(first[of_row], count[of_row])
-            num_bytes = volume[piece] * sizes[taken.dtype[rows[row]]]
-            templates[template] = (piece, rows[row], num_bytes, chooser.segments(atom[piece]))
-        piece, place, num_bytes, segments = templates[template]
-        moves = np.empty((len(piece), 5), np.int64)
-        moves[:, 0], moves[:, 2], moves[:, 4] = piece, place, number
-        parts.append(moves)
-        for holders, members in segments:
-            near = chooser.nearest(holders, number)
-            if len(near) == 1:
-                moves[members, 3] = near[0]
-                chooser.count(near[0], number, int(num_bytes[members].sum()))
+    tables_of_moves, open_choices = list[Ints](), []
+    begin = np.searchsorted(shards.template, np.arange(int(template.max(initial=-1)) + 2), "left")
+    by_template = {}
+    for number, own in enumerate(template.tolist()):
+        if own not in by_template:
+            rows = np.arange(begin[own], begin[own + 1])
+            row, part = parts.of_shards(rows)
+            num_bytes = parts.volume[part] * sizes[shards.dtype[rows[row]]]
+            by_template[own] = (part, rows[row], num_bytes, selector.group_by_holders(parts.held_box[part]))
+        part, shard, num_bytes, groups = by_template[own]
+        moves = np.empty((len(part), 5), np.int64)
+        moves[:, 0], moves[:, 2], moves[:, 4] = part, shard, number
+        tables_of_moves.append(moves)
+        for holders, members in groups:
+            nearest = selector.nearest(holders, number)
+            if len(nearest) == 1:
+                moves[members, 3] = nearest[0]
+                selector.add_load(nearest[0], number, int(num_bytes[members].sum()))
             else:
-                open_choices.append((len(near), len(open_choices), number, near, moves, members, num_bytes))
-    for _, _, number, near, moves, members, num_bytes in sorted(open_choices, key=lambda choice: choice[:2]):
-        moves[members, 3] = chooser.share(near, number, num_bytes[members])
-    for moves in parts:
-        moves[:, 1] = chooser.rows(moves[:, 3], atom[moves[:, 0]])
-    return np.concatenate(parts) if parts else np.zeros((0, 5), np.int64)
+                open_choices.append((len(nearest), len(open_choices), number, nearest, moves, members, num_bytes))
+    for _, _, number, nearest, moves, members, num_bytes in sorted(open_choices, key=lambda choice: choice[:2]):
+        moves[members, 3] = selector.share(nearest, number, num_bytes[members])
+    for moves in tables_of_moves:
+        moves[:, 1] = selector.shards_of(moves[:, 3], parts.held_box[moves[:, 0]])
+    return np.concatenate(tables_of_moves) if tables_of_moves else np.zeros((0, 5), np.int64)
 
 
-class _Chooser:
-    """Which source layouts hold an atom, and which of them gives it."""
+class _SourceSelector:
+    """The source layouts that hold each disjoint box, and the choice of the one that gives it."""
 
-    def __init__(self, given: Rows, giver_of: Ints, holder_atom: Ints, holder_row: Ints, far: Ints) -> None:
-        self.giver_of, self.far = giver_of, far
-        self.load = np.zeros(len(giver_of), np.int64)
-        self.num_atoms = int(holder_atom.max(initial=-1)) + 1
-        template = given.template[holder_row].astype(np.int64)
-        order = np.lexsort((holder_row, holder_atom, template))
-        keys = template[order] * self.num_atoms + holder_atom[order]
+    def __init__(
+        self, shards: ShardTable, template: Ints, holder_box: Ints, holder_shard: Ints, distances: Ints
+    ) -> None:
+        """`template` (S,) of each layout, `distances` (destinations, S); (box, shard that holds it) as two columns."""
+        self.template, self.distances = template, distances
+        self.load = np.zeros(len(template), np.int64)
+        self.num_boxes = int(holder_box.max(initial=-1)) + 1
+        holder_template = shards.template[holder_shard].astype(np.int64)
+        order = np.lexsort((holder_shard, holder_box, holder_template))
+        keys = holder_template[order] * self.num_boxes + holder_box[order]
         first = np.concatenate([[True], keys[1:] != keys[:-1]]) if len(keys) else np.zeros(0, bool)
-        self.keys, self.key_rows = keys[first], holder_row[order][first]
-        self.atom_of_key, self.template_of_key = self.keys % self.num_atoms, self.keys // self.num_atoms
-        marks = np.random.default_rng(11).integers(1 << 62, size=int(giver_of.max(initial=-1)) + 1)
-        signature = np.zeros(self.num_atoms, np.int64)
+        self.keys, self.key_shards = keys[first], holder_shard[order][first]
+        self.box_of_key, self.template_of_key = self.keys % self.num_boxes, self.keys // self.num_boxes
+        marks = np.random.default_rng(11).integers(1 << 62, size=int(template.max(initial=-1)) + 1)
+        self.signature = np.zeros(self.num_boxes, np.int64)
         with np.errstate(over="ignore"):
-            np.add.at(signature, self.atom_of_key, marks[self.template_of_key])
-        self.signature, self.by_atom = signature, np.argsort(self.atom_of_key, kind="stable")
-        self.atom_first = np.searchsorted(self.atom_of_key[self.by_atom], np.arange(self.num_atoms + 1))
+            np.add.at(self.signature, self.box_of_key, marks[self.template_of_key])
+        self.by_box = np.argsort(self.box_of_key, kind="stable")
+        self.first_of_box = np.searchsorted(self.box_of_key[self.by_box], np.arange(self.num_boxes + 1))
         self._holders: dict[int, Ints] = {}
 
-    def segments(self, atoms: Ints) -> list[tuple[Ints, Ints]]:
-        """The positions of atoms that the same layouts hold, and those layouts' positions."""
-        marks, chosen, group = np.unique(self.signature[atoms], return_index=True, return_inverse=True)
+    def group_by_holders(self, boxes: Ints) -> list[tuple[Ints, Ints]]:
+        """(positions of layouts, positions of the boxes that exactly these layouts hold)."""
+        marks, chosen, group = np.unique(self.signature[boxes], return_index=True, return_inverse=True)
         order = np.argsort(group, kind="stable")
         ends = np.searchsorted(group[order], np.arange(len(marks) + 1))
         return [
-            (self._held_by(int(mark), int(atoms[one])), order[a:b])
+            (self._holders_of(int(mark), int(boxes[one])), order[a:b])
             for mark, one, a, b in zip(marks, chosen, ends[:-1], ends[1:], strict=True)
         ]
 
-    def _held_by(self, mark: int, atom: int) -> Ints:
+    def _holders_of(self, mark: int, box: int) -> Ints:
         if mark not in self._holders:
-            keys = self.by_atom[self.atom_first[atom] : self.atom_first[atom + 1]]
-            self._holders[mark] = np.flatnonzero(np.isin(self.giver_of, self.template_of_key[keys]))
+            keys = self.by_box[self.first_of_box[box] : self.first_of_box[box + 1]]
+            self._holders[mark] = np.flatnonzero(np.isin(self.template, self.template_of_key[keys]))
         return self._holders[mark]
 
     def nearest(self, holders: Ints, destination: int) -> Ints:
-        far = self.far[destination, holders]
-        return holders[far == far.min()]
+        """The holders with the smallest distance."""
+        distances = self.distances[destination, holders]
+        return holders[distances == distances.min()]
 
-    def count(self, source: int, destination: int, num_bytes: int) -> None:
-        """Note what a source gives; what it gives itself burdens nobody's link."""
-        if self.far[destination, source]:
+    def add_load(self, source: int, destination: int, num_bytes: int) -> None:
+        """Count what a source gives; what stays on its own device uses no link."""
+        if self.distances[destination, source]:
             self.load[source] += num_bytes
 
-    def share(self, near: Ints, destination: int, num_bytes: Ints) -> Ints:
-        """A source for each copy, so that the loads of the near ones come out as even as whole copies allow."""
-        near = near[np.argsort(self.load[near], kind="stable")]
-        load, total = self.load[near].astype(np.float64), float(num_bytes.sum())
-        levels = (total + np.cumsum(load)) / np.arange(1, len(near) + 1)
+    def share(self, sources: Ints, destination: int, num_bytes: Ints) -> Ints:
+        """A source for each copy, so that the loads of the sources come out as even as whole copies allow."""
+        sources = sources[np.argsort(self.load[sources], kind="stable")]
+        load, total = self.load[sources].astype(np.float64), float(num_bytes.sum())
+        levels = (total + np.cumsum(load)) / np.arange(1, len(sources) + 1)
         used = int(np.flatnonzero(levels > load)[-1]) + 1
         ends = np.cumsum(levels[used - 1] - load[:used])
         middles = np.cumsum(num_bytes) - num_bytes / 2
-        chosen = near[np.minimum(np.searchsorted(ends, middles), used - 1)]
-        for source in near[:used]:
-            self.count(source, destination, int(num_bytes[chosen == source].sum()))
+        chosen = sources[np.minimum(np.searchsorted(ends, middles), used - 1)]
+        for source in sources[:used]:
+            self.add_load(source, destination, int(num_bytes[chosen == source].sum()))
         return chosen
 
-    def rows(self, sources: Ints, atoms: Ints) -> Ints:
-        """The row of each source that holds the atom."""
-        return self.key_rows[np.searchsorted(self.keys, self.giver_of[sources] * self.num_atoms + atoms)]
+    def shards_of(self, sources: Ints, boxes: Ints) -> Ints:
+        """The shard of each source that holds the box."""
+        return self.key_shards[np.searchsorted(self.keys, self.template[sources] * self.num_boxes + boxes)]
 
 
-def _check_covered(
-    wanted: Boxes,
-    box: Ints,
-    start: Ints,
-    stop: Ints,
-    atoms: Boxes,
-    tensors: Sequence[str],
+def _raise_missing(
+    incomplete: set[str],
     sources: Sequence[WeightLayout],
     destinations: Sequence[WeightLayout],
     names: Mapping[str, str],
 ) -> None:
-    """WeightTransferError naming the first box that no source holds and who wants it."""
-    found = np.zeros(len(wanted.tensor), np.int64)
-    np.add.at(found, box, (stop - start).prod(1))
-    lacking = {tensors[n] for n in wanted.tensor[found != wanted.volume].tolist()}
-    if not lacking:
-        return
+    """WeightTransferError naming the first box that no source holds and the rank that wants it."""
     for layout in destinations:
         for shard in layout.shards:
-            if names[shard.box.tensor] in lacking:
+            if names[shard.box.tensor] in incomplete:
                 missing = [Box(names[shard.box.tensor], shard.box.start, shard.box.shape)]
                 for held in (s.box for source in sources for s in source.shards if s.box.tensor == missing[0].tensor):
                     missing = subtract_all(missing, held)
-                    if not missing:
-                        break
                 if missing:
-                    who = f"which rollout rank {layout.rank} wants"
-                    raise WeightTransferError(f"no rank of the trainer holds {missing[0]}, {who}")
-    raise AssertionError("a box lacks elements that some source holds")
+                    wanted_by = f"which rollout rank {layout.rank} wants"
+                    raise WeightTransferError(f"no rank of the trainer holds {missing[0]}, {wanted_by}")
+    raise AssertionError("a box lacks elements that a source holds")

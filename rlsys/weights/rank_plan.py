@@ -91,7 +91,7 @@ def split_plan(plan: Plan, sources: Sequence[WeightLayout]) -> RankPlans:
     parts, ids = list[SourcePlan](), list[np.ndarray]()
     for layout in sources:
         ids.append(np.flatnonzero(source_ranks == layout.rank))
-        given = np.unique(plan.source_places.local[plan.moves[plan.moves[:, 3] == layout.rank, 1]])
+        given = np.unique(plan.source_shards.local[plan.moves[plan.moves[:, 3] == layout.rank, 1]])
         parts.append(SourcePlan(tuple(plan.locals[n] for n in given), plan.select(first[ids[-1]]), shapes))
     return RankPlans(plan, tuple(parts), tuple(ids))
 

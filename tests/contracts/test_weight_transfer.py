@@ -1,6 +1,6 @@
-"""What every way of moving weights owes: real processes, real engines, faults at every point.
+"""The contract of every executor: real processes, real engines, faults at every point.
 
-A further executor joins by one function in `EXECUTORS` that builds the groups and the manager.
+Another executor joins by a function in `EXECUTORS` that builds the groups and the manager.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rlsys.weights.sharding_manager import FSDPHFShardingManager, ShardingManage
 from tests.timing import scaled_s
 
 REQUEST = ModelRequest((5, 6, 7), SamplingParams(12, temperature=0.0, ignore_eos=True))
-Deed = Callable[[], None]
+Fault = Callable[[], None]
 
 
 def tiny_model(seed: int, dtype: torch.dtype = torch.float32) -> Qwen2ForCausalLM:
@@ -56,11 +56,11 @@ def tiny_model(seed: int, dtype: torch.dtype = torch.float32) -> Qwen2ForCausalL
 
 
 class ShardedTrainer:
-    """A trainer rank that holds an uneven dim-0 shard of every tensor; `deed` runs when its tensors are asked for."""
+    """A trainer rank that holds an uneven dim-0 shard of every tensor; `fault` runs when its tensors are asked for."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self.deed: Deed = lambda: None
+        self.fault: Fault = lambda: None
         self.train(0)
 
     def train(self, seed: int) -> None:
@@ -86,16 +86,16 @@ class ShardedTrainer:
         return WeightLayout(self.rank, "here", tuple(shards), shapes, dict.fromkeys(shapes, "float32"), aliases)
 
     def local_tensors(self) -> dict[str, Tensor]:
-        self.deed()
+        self.fault()
         return self.tensors
 
     def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        self.deed()
+        self.fault()
         yield from ([item] for item in self.full.items())
 
 
 class Worker:
-    """What both kinds of worker do in the tests beside their own methods."""
+    """What the tests call on both kinds of worker besides their own methods."""
 
     trainer: ShardedTrainer
     rollout: HFRollout
@@ -104,14 +104,14 @@ class Worker:
         self.trainer.train(seed)
 
     def arm(self, what: str) -> None:
-        """At the next send: die, stop answering, raise, or damage what was written."""
-        deeds: dict[str, Deed] = {
+        """At the next send: die, hang or raise."""
+        faults: dict[str, Fault] = {
             "die": lambda: os.kill(os.getpid(), signal.SIGKILL),
             "hang": lambda: time.sleep(60),
             "raise": lambda: ctypes.string_at if not _fail() else None,
             "nothing": lambda: None,
         }
-        self.trainer.deed = deeds[what]
+        self.trainer.fault = faults[what]
 
     def complete(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         response = self.rollout.generate([REQUEST])[0]
@@ -121,7 +121,7 @@ class Worker:
         return self.rollout.health()
 
     def maps(self) -> int:
-        """How many segments this process has mapped."""
+        """The number of shared memories that this process has mapped."""
         return sum("rlsys-weights" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
@@ -140,20 +140,20 @@ class TrainerWorker(WeightSender, Worker):
             tensor.add_(1.0)
 
     def damage(self) -> None:
-        """Change one byte of what was sent, as a wild write would."""
+        """Change one byte of the snapshot, as a stray write would."""
         boxes = zip(self._side.snapshot.tensors.values(), self._side.spec.plan.checksummed, strict=True)
         box = next(box for box, copy in boxes if copy.tensor == "model.norm.weight")
         box.view(torch.uint8)[5] ^= 1
 
 
 class ArmedRollout(HFRollout):
-    """An engine to which something happens in the middle of an update."""
+    """An engine with a fault in the middle of an update."""
 
-    deed: Deed = staticmethod(lambda: None)
+    fault: Fault = staticmethod(lambda: None)
 
     def begin_update(self) -> None:
         super().begin_update()
-        self.deed()
+        self.fault()
 
 
 class RolloutWorker(WeightReceiver, Worker):
@@ -165,11 +165,11 @@ class RolloutWorker(WeightReceiver, Worker):
     def kill_in_update(self, pid: int) -> None:
         """In the middle of the next update, kill a process; 0 is this one, -1 none."""
 
-        def deed() -> None:
+        def fault() -> None:
             os.kill(pid or os.getpid(), signal.SIGKILL)
             time.sleep(0.3)
 
-        self.rollout.deed = deed if pid >= 0 else lambda: None
+        self.rollout.fault = fault if pid >= 0 else lambda: None
 
     def pid(self) -> int:
         return os.getpid()
@@ -189,8 +189,8 @@ class ColocatedWorker(Worker):
 
 
 @dataclass
-class PipeAnswer:
-    """What one process will say; answers of one process come in the order of the questions."""
+class PipeFuture:
+    """The result of a call in one process; results of a process come in the order of the calls."""
 
     worker: PipeWorker
     number: int
@@ -200,7 +200,7 @@ class PipeAnswer:
 
 
 class PipeWorker:
-    """A worker object in a forked process, asked through a pipe."""
+    """A worker object in a forked process, called through a pipe."""
 
     def __init__(self, name: str, build: Callable[[], Any]) -> None:
         self.name, self.build = name, build
@@ -212,27 +212,27 @@ class PipeWorker:
         self.process = context.Process(target=_work, args=(theirs, self.build), daemon=True)
         self.process.start()
         theirs.close()
-        self.asked, self.said = 0, dict[int, Any]()
+        self.num_calls, self.results = 0, dict[int, Any]()
 
-    def ask(self, method: str, *args: Any) -> PipeAnswer:
-        self.asked += 1
+    def call(self, method: str, *args: Any) -> PipeFuture:
+        self.num_calls += 1
         try:
-            self.pipe.send((self.asked, method, args))
+            self.pipe.send((self.num_calls, method, args))
         except BrokenPipeError:
-            self.said[self.asked] = ConnectionError(f"{self.name} is dead")
-        return PipeAnswer(self, self.asked)
+            self.results[self.num_calls] = ConnectionError(f"{self.name} is dead")
+        return PipeFuture(self, self.num_calls)
 
     def answer(self, number: int, deadline_s: float) -> Any:
         end_s = time.monotonic() + deadline_s
-        while number not in self.said:
+        while number not in self.results:
             if not self.pipe.poll(max(0.0, end_s - time.monotonic())):
                 raise DeadlineError(self.name, "answer", deadline_s)
             try:
-                told, answer = self.pipe.recv()
+                received, answer = self.pipe.recv()
             except EOFError:
                 raise ConnectionError(f"{self.name} is dead") from None
-            self.said[told] = answer
-        if isinstance(answer := self.said.pop(number), Exception):
+            self.results[received] = answer
+        if isinstance(answer := self.results.pop(number), Exception):
             raise answer
         return answer
 
@@ -263,11 +263,11 @@ class PipeGroup:
     def world_size(self) -> int:
         return len(self.workers)
 
-    def execute_all_async(self, method: str, *args: Any) -> list[PipeAnswer]:
-        return [worker.ask(method, *args) for worker in self.workers]
+    def execute_all_async(self, method: str, *args: Any) -> list[PipeFuture]:
+        return [worker.call(method, *args) for worker in self.workers]
 
-    def execute_rank_async(self, rank: int, method: str, *args: Any) -> PipeAnswer:
-        return self.workers[rank].ask(method, *args)
+    def execute_rank_async(self, rank: int, method: str, *args: Any) -> PipeFuture:
+        return self.workers[rank].call(method, *args)
 
     def all(self, method: str, *args: Any) -> list[Any]:
         return [answer.get(20.0) for answer in self.execute_all_async(method, *args)]
@@ -364,7 +364,7 @@ def test_a_push_brings_every_engine_to_the_trainers_weights(executor: str, num_t
         manager.close()
 
 
-def test_the_checksum_does_not_depend_on_the_way() -> None:
+def test_the_checksum_does_not_depend_on_the_executor() -> None:
     checksums = set()
     for executor, num_trainers in [(name, 2) for name in EXECUTORS] + [
         ("shm", 1),
@@ -424,7 +424,7 @@ def test_a_trainer_that_raises_is_healed_by_the_next_push(executor: str) -> None
         assert_serves(bench, 1, 3)
 
 
-def test_a_silent_trainer_is_told_by_the_deadline(executor: str) -> None:
+def test_a_trainer_that_hangs_fails_the_push_at_its_deadline(executor: str) -> None:
     with bench_of(executor) as bench:
         bench.manager.push(1)
         bench.trainers.execute_rank_async(0, "arm", "hang").get(scaled_s(5))
@@ -470,7 +470,7 @@ def test_a_restarted_engine_is_restored_without_the_trainer() -> None:
 
 
 def serves_one_whole_version(bench: Bench, rank: int) -> bool:
-    """Whether an engine serves; if so, tokens of one whole version, stamped as such."""
+    """Whether an engine serves; if so, its tokens are of one whole version and stamped as such."""
     if bench.rollouts.execute_rank_async(rank, "health").get(10)["quarantined"]:
         with pytest.raises(WeightTransferError, match="quarantine"):
             bench.rollouts.execute_rank_async(rank, "complete").get(10)
@@ -482,7 +482,7 @@ def serves_one_whole_version(bench: Bench, rank: int) -> bool:
 
 @pytest.mark.parametrize("executor", REMOTE)
 @pytest.mark.parametrize("victim", ["trainer", "trainer in the update", "rollout"])
-def test_who_dies_in_a_push_leaves_no_mixed_weights(executor: str, victim: str) -> None:
+def test_a_process_killed_during_a_push_leaves_no_mixed_weights(executor: str, victim: str) -> None:
     with bench_of(executor, deadline_s=8.0) as bench:
         bench.manager.push(1)
         bench.trainers.all("train", 1)
@@ -493,18 +493,18 @@ def test_who_dies_in_a_push_leaves_no_mixed_weights(executor: str, victim: str) 
             bench.rollouts.execute_rank_async(1, "kill_in_update", 0).get(scaled_s(5))
         else:
             bench.rollouts.execute_rank_async(0, "kill_in_update", died.process.pid).get(scaled_s(5))
-        told = None
+        notes = None
         try:
             bench.manager.push(2)
         except (ConnectionError, WeightTransferError, DeadlineError) as error:
-            told = str(error.__notes__)
+            notes = str(error.__notes__)
         served = [serves_one_whole_version(bench, rank) for rank in kept]
-        if told is None:
+        if notes is None:
             assert all(served)
             assert victim == "trainer in the update"
             assert executor not in ("ipc", "gather")
         else:
-            assert "push of version 2" in told
+            assert "push of version 2" in notes
         bench.rollouts.execute_rank_async(0, "kill_in_update", -1).get(10)
         died.kill()
         died.start()
@@ -514,7 +514,7 @@ def test_who_dies_in_a_push_leaves_no_mixed_weights(executor: str, victim: str) 
         assert_serves(bench, 1, 3)
 
 
-def test_a_version_directory_is_a_model_that_anybody_loads(tmp_path: Path) -> None:
+def test_a_version_directory_is_a_loadable_model(tmp_path: Path) -> None:
     with ExitStack() as stack:
         bench = remote_bench(stack, 2, 1, torch.bfloat16, 20.0)
         (tmp_path / "model").mkdir()
@@ -545,7 +545,7 @@ def test_a_version_directory_is_a_model_that_anybody_loads(tmp_path: Path) -> No
             bench.rollouts.all("complete")
 
 
-def test_a_lost_engine_is_restored_or_told() -> None:
+def test_a_lost_engine_is_restored_or_needs_another_push() -> None:
     with bench_of("ipc") as bench:
         bench.manager.push(4)
         bench.rollouts.workers[1].kill()
@@ -561,7 +561,7 @@ def test_a_lost_engine_is_restored_or_told() -> None:
             bench.manager.restore(1)
 
 
-def test_the_executor_is_chosen_by_place() -> None:
+def test_the_executor_is_chosen_by_host_and_device() -> None:
     def at(host: str, device: str) -> WeightLayout:
         return WeightLayout(0, host, (), {}, {}, device=device)
 
@@ -586,7 +586,7 @@ def test_damaged_memory_is_found_and_healed() -> None:
         assert_serves(bench, 0, 2)
 
 
-def test_sides_that_do_not_fit_are_told_at_connect() -> None:
+def test_layouts_that_do_not_fit_are_refused_at_connect() -> None:
     class Misfit(RolloutWorker):
         change: Callable[[WeightLayout], WeightLayout]
 
@@ -602,7 +602,7 @@ def test_sides_that_do_not_fit_are_told_at_connect() -> None:
             with pytest.raises(WeightTransferError, match=message):
                 ShardingManager(bench.trainers, misfits, executor="shm").connect()
 
-    fails(lambda layout: replace(layout, host="elsewhere"), r"one host only.*\['elsewhere', 'here'\]")
+    fails(lambda layout: replace(layout, host="there"), r"one host only.*\['here', 'there'\]")
     fails(lambda layout: replace(layout, full_shapes={**layout.full_shapes, "new": (2,)}), "no rollout rank holds.*new")
     fails(lambda layout: replace(layout, shards=layout.shards[1:]), "no rollout rank holds")
 

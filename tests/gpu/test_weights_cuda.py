@@ -1,4 +1,4 @@
-"""Weights on GPUs: the copy kernel, memory lent to another process, and a push between two processes of one GPU."""
+"""Weights on GPUs: the copy kernel, memory exported to another process, and a push between two processes of one GPU."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def random_pairs(rng: random.Random, device: str) -> tuple[list[TensorPair], tor
 
 
 @pytest.mark.parametrize("method", ["kernel", "foreach", "loop"])
-def test_every_way_copies_the_same(method: CopyMethod) -> None:
+def test_every_method_copies_the_same(method: CopyMethod) -> None:
     pairs, _ = random_pairs(random.Random(1), "cuda")
     replay = BatchedCopy(pairs, method=method)
     assert replay.method == method
@@ -53,9 +53,9 @@ def test_every_way_copies_the_same(method: CopyMethod) -> None:
 
 
 def _engine(pipe: Connection) -> None:
-    offer = pipe.recv()
+    handle = pipe.recv()
     for device in range(torch.cuda.device_count()):
-        imported = ImportedTensors(offer, ["w"], device=torch.device("cuda", device))
+        imported = ImportedTensors(handle, ["w"], device=torch.device("cuda", device))
         target = torch.zeros(imported.tensors["w"].shape, device=f"cuda:{device}")
         with torch.cuda.device(device):
             BatchedCopy([(target, imported.tensors["w"])]).run()
@@ -71,12 +71,12 @@ def test_memory_of_another_process_is_read_from_every_gpu() -> None:
     process = context.Process(target=_engine, args=(theirs,), daemon=True)
     process.start()
     base = torch.randn(5000, 300, device="cuda:0")
-    lent = {"w": base[7:4000, 20:280]}
-    ours.send(export_tensors(lent))
+    exported = {"w": base[7:4000, 20:280]}
+    ours.send(export_tensors(exported))
     try:
         for _ in range(torch.cuda.device_count()):
             assert ours.poll(120)
-            assert torch.equal(ours.recv(), lent["w"].cpu())
+            assert torch.equal(ours.recv(), exported["w"].cpu())
         ours.send("done")
         process.join(30)
         assert process.exitcode == 0
@@ -89,7 +89,7 @@ def test_checksums_on_a_gpu_are_those_on_a_cpu(seed: int) -> None:
     rng = random.Random(seed)
     boxes = list(boxes_of(rng))
     on_cpu = [box_checksum(values, start, full) for values, start, full in boxes]
-    moved = [(to_cuda_as_it_lies(values), start, full) for values, start, full in boxes]
+    moved = [(to_cuda_with_strides(values), start, full) for values, start, full in boxes]
     assert box_checksums(iter(moved)) == on_cpu
     plain = [
         (values if values.ndim == 0 or values.stride(-1) == 1 else values.contiguous(), *at) for values, *at in moved
@@ -116,6 +116,6 @@ def boxes_of(rng: random.Random) -> Iterator[tuple[torch.Tensor, list[int], list
         yield whole[tuple(slice(s, s + n) for s, n in zip(start, size, strict=True))], start, full
 
 
-def to_cuda_as_it_lies(values: torch.Tensor) -> torch.Tensor:
+def to_cuda_with_strides(values: torch.Tensor) -> torch.Tensor:
     storage = torch.empty(0, dtype=values.dtype).set_(values.untyped_storage()).cuda()
     return storage.as_strided(values.shape, values.stride(), values.storage_offset())

@@ -142,7 +142,7 @@ class ImportedTensors:
             raise WeightTransferError(f"an engine on {device} cannot read device memory")
         torch.cuda.init()
         index = torch.cuda.current_device() if device.index is None else device.index
-        # Mapped for this process's own GPU, whichever GPU it is on, so that kernels here may read it.
+        # Mapped for this process's own GPU, even if it is on another one, so that kernels here may read it.
         return torch.UntypedStorage._new_shared_cuda(index, *handle.cuda_handle[1:])
 
     def close(self) -> None:
@@ -386,7 +386,7 @@ class IpcExecutor(Executor):
         return [replace(part, checksum=checksum) for part in stats]
 
     def restore(self, rank: int, version: int, remaining_s: RemainingTime) -> None:
-        """Out of the snapshot, or of the trainer's memory as long as it holds the version, which its checksums tell."""
+        """From the snapshot, or from the trainer's memory as long as it holds the version, which checksums verify."""
         if self.pushed is None or self.pushed[0] != version:
             raise WeightTransferError(f"the trainer no longer exports weight version {version}: push again")
         self.reopen(rank, version, self._import_spec(rank), remaining_s)

@@ -71,7 +71,7 @@ def test_the_whole_is_the_definition_and_the_sum_of_any_parts(dtype: torch.dtype
 
 
 @given(st.integers(0, 10**6))
-def test_flipped_and_exchanged_elements_are_seen(seed: int) -> None:
+def test_flipped_bits_and_permuted_elements_change_the_checksum(seed: int) -> None:
     rng = random.Random(seed)
     tensor = random_tensor((6, 10), torch.float32, seed)
     before = box_checksum(tensor, (0, 0), (6, 10))
@@ -91,7 +91,7 @@ def test_views_at_odd_offsets_and_empty_boxes() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(DTYPES), st.lists(st.integers(1, 7), min_size=0, max_size=4), st.integers(0, 10**6))
-def test_the_rows_that_a_gpu_reads_are_those_of_the_box(dtype: torch.dtype, sizes: list[int], seed: int) -> None:
+def test_the_rows_that_a_gpu_reads_are_the_rows_of_the_box(dtype: torch.dtype, sizes: list[int], seed: int) -> None:
     rng = random.Random(seed)
     tensor = random_tensor(tuple(sizes), dtype, seed)
     tensor = tensor.transpose(0, 1).contiguous().transpose(0, 1) if rng.random() < 0.3 and len(sizes) > 2 else tensor
@@ -114,7 +114,7 @@ def memory_at(address: int, num_bytes: int) -> bytes:
     return bytes((ctypes.c_ubyte * num_bytes).from_address(address))
 
 
-def test_merging_demands_equal_replicas_and_no_gaps() -> None:
+def test_merging_requires_equal_replicas_and_no_gaps() -> None:
     low, high = Box("t", (0,), (3,)), Box("t", (3,), (2,))
     with pytest.raises(WeightTransferError, match="different values"):
         merge_rank_checksums([(BoxChecksum(low, "", 1),), (BoxChecksum(low, "", 2),)], {"t": (5,)})

@@ -36,7 +36,7 @@ def hf_shapes(*, bias: bool = True, experts: bool = True) -> Shapes:
 
 
 class Opaque(nn.Module):
-    """An engine with fused and stacked parameters of its own; `load` is all that is known of it."""
+    """An engine with fused and stacked parameters, of which only `load` is known."""
 
     def __init__(self, dtype: torch.dtype, tp: int = 0, tp_size: int = 1) -> None:
         super().__init__()
@@ -124,9 +124,9 @@ def assert_replay_is_the_loader(learned: Learned, engine: Any, full: Mapping[str
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("part", [25, learn.PART])
-def test_an_opaque_engine_is_learned(monkeypatch: pytest.MonkeyPatch, dtype: str, tp_size: int, part: int) -> None:
-    monkeypatch.setattr(learn, "PART", part)
+@pytest.mark.parametrize("chunk", [25, learn.CHUNK])
+def test_an_opaque_engine_is_learned(monkeypatch: pytest.MonkeyPatch, dtype: str, tp_size: int, chunk: int) -> None:
+    monkeypatch.setattr(learn, "CHUNK", chunk)
     shapes = hf_shapes()
     full = random_tensors(shapes, dtype_of(dtype))
     for tp in range(tp_size):
@@ -134,7 +134,6 @@ def test_an_opaque_engine_is_learned(monkeypatch: pytest.MonkeyPatch, dtype: str
         learned = learn_layout(engine.load, engine.tensors, shapes, dict.fromkeys(shapes, dtype), bucket_bytes=3000)
         assert not learned.loader_only
         assert not learned.absent
-        assert not learned.restored
         assert {shard.box.tensor for shard in learned.layout.shards} == set(shapes)
         held = sum(shard_view(learned.tensors(engine.tensors()), shard).numel() for shard in learned.layout.shards)
         assert held == sum(t.numel() for n, t in engine.tensors().items() if n != "cache") - H * (
@@ -145,13 +144,12 @@ def test_an_opaque_engine_is_learned(monkeypatch: pytest.MonkeyPatch, dtype: str
         assert [(s.local, s.local_start) for s in stacked] == [("w13", (2, FFN // tp_size, 0))]
 
 
-def test_the_weights_from_before_come_back() -> None:
+def test_keep_restores_the_previous_weights() -> None:
     engine = Opaque(torch.bfloat16)
     engine.load(list(random_tensors(hf_shapes(), torch.bfloat16, 3).items()))
     before = {name: tensor.clone() for name, tensor in engine.tensors().items()}
     shapes = hf_shapes()
-    learned = learn_layout(engine.load, engine.tensors, shapes, dict.fromkeys(shapes, "bfloat16"), keep=True)
-    assert learned.restored
+    learn_layout(engine.load, engine.tensors, shapes, dict.fromkeys(shapes, "bfloat16"), keep=True)
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.tensors().items())
 
 
@@ -173,7 +171,7 @@ class Odd(Opaque):
             super().load_one(name, full)
 
 
-def test_what_is_no_box_goes_through_the_loader() -> None:
+def test_tensors_that_are_not_boxes_are_left_to_the_loader() -> None:
     engine, shapes = Odd(), hf_shapes(experts=False)
     dtypes = dict.fromkeys(shapes, "bfloat16")
     learned = learn_layout(engine.load, engine.tensors, shapes, dtypes, max_boxes=20, by_loader=["k_bias"])
@@ -189,18 +187,16 @@ def test_what_is_no_box_goes_through_the_loader() -> None:
 def test_tied_and_missing_tensors() -> None:
     class Tied(Opaque):
         def load_one(self, name: str, full: Tensor) -> None:
-            if name not in ("head", "elsewhere"):
+            if name not in ("head", "unloaded"):
                 super().load_one(name, full)
 
     engine = Tied(torch.bfloat16)
-    shapes = {**hf_shapes(), "elsewhere": (3, 3)}
+    shapes = {**hf_shapes(), "unloaded": (3, 3)}
     aliases = {"head": "embed"}
-    learned = learn_layout(
-        engine.load, engine.tensors, shapes, dict.fromkeys(shapes, "bfloat16"), aliases=aliases, rank=3, host="h"
-    )
-    assert learned.absent == ("elsewhere",)
-    assert (learned.layout.rank, learned.layout.host, learned.layout.aliases) == (3, "h", aliases)
-    assert "elsewhere" not in learned.layout.full_shapes
+    learned = learn_layout(engine.load, engine.tensors, shapes, dict.fromkeys(shapes, "bfloat16"), aliases=aliases)
+    assert learned.absent == ("unloaded",)
+    assert learned.layout.aliases == aliases
+    assert "unloaded" not in learned.layout.full_shapes
 
 
 def test_a_replicated_tensor_is_filled_everywhere() -> None:
@@ -235,12 +231,12 @@ def test_real_models_are_learned() -> None:
         learned = learn_layout(
             engine.load, engine.local_tensors, known.full_shapes, known.dtypes, aliases=known.aliases, bucket_bytes=9000
         )
-        found = {(s.box.tensor, s.box.start, s.box.shape, s.local, s.local_start) for s in learned.layout.shards}
-        assert found == {(s.box.tensor, s.box.start, s.box.shape, s.local, s.local_start) for s in known.shards}
+        shards = {(s.box.tensor, s.box.start, s.box.shape, s.local, s.local_start) for s in learned.layout.shards}
+        assert shards == {(s.box.tensor, s.box.start, s.box.shape, s.local, s.local_start) for s in known.shards}
         assert not learned.loader_only
 
 
-def test_a_loader_that_refuses_is_told() -> None:
+def test_an_error_of_the_loader_is_reported() -> None:
     def load(tensors: list[tuple[str, Tensor]]) -> None:
         raise KeyError("layers.7")
 

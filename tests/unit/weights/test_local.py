@@ -92,7 +92,7 @@ class Packing(HFRollout):
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_what_only_the_loader_can_place_goes_through_it(partial: bool) -> None:
+def test_tensors_in_loader_are_loaded_by_the_engine(partial: bool) -> None:
     trainer: Any = Trainer(partial=partial)
     trainer.tensors["model.norm.weight"] += 0.5
     engine = Packing(model_of(2), context=EngineContext(load_format="dummy"))

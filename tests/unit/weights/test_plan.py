@@ -152,7 +152,7 @@ def rows(rank: int, host: str, start: int, num: int, *, full: int = 12) -> Weigh
     return WeightLayout(rank, host, shards, {"w": (full, 4)}, {"w": "float32"})
 
 
-def test_the_nearest_replica_gives_and_equals_share() -> None:
+def test_the_nearest_replica_gives_and_equally_near_ones_share() -> None:
     sources = [rows(0, "a", 0, 12), rows(1, "a", 0, 12), rows(2, "b", 0, 12)]
     plan = make_plan(sources, [rows(0, "a", 0, 12), rows(1, "a", 0, 12), rows(2, "b", 0, 6)])
     assert {(c.source_rank, c.rank) for c in plan.copies} == {(0, 0), (1, 1), (2, 2)}
@@ -173,7 +173,7 @@ def test_uneven_shards_and_ranks_without_rows() -> None:
 
 
 @pytest.mark.parametrize("tied_at", ["trainer", "rollout", "both", "differently"])
-def test_tied_tensors_find_each_other(tied_at: str) -> None:
+def test_tied_tensors_are_matched(tied_at: str) -> None:
     def layout(names: list[str], aliases: dict[str, str]) -> WeightLayout:
         shards = tuple(Shard(whole_box(n, (3, 2)), n, (0, 0)) for n in names)
         return WeightLayout(0, "a", shards, dict.fromkeys(names, (3, 2)), dict.fromkeys(names, "float32"), aliases)
@@ -192,7 +192,7 @@ def test_tied_tensors_find_each_other(tied_at: str) -> None:
     assert plan.unused == (("head",) if tied_at == "rollout" else ())
 
 
-def test_what_does_not_fit_is_named() -> None:
+def test_errors_name_the_tensor_that_does_not_fit() -> None:
     whole = rows(0, "a", 0, 12)
     with pytest.raises(WeightTransferError, match="no tensor 'x'"):
         make_plan([whole], [replace(whole, full_shapes={"w": (12, 4), "x": (1,)})])
