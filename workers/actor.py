@@ -8,7 +8,7 @@ from rlsys.config.schema.actor import ActorRolloutRefConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.actor import PPOActor
-from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from rlsys.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from rlsys.weights.endpoints import WeightSender
 from rlsys.weights.executors.base import TransferStats
 from rlsys.weights.executors.in_process import local_checksums, reshard_local

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.single_controller.base import Worker
-from rlsys.single_controller.base.decorator import Dispatch, register
+from rlsys.single_controller.dispatch import Dispatch, register
 
 
 class EngineWorker(Worker):

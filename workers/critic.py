@@ -7,7 +7,7 @@ from typing import Any
 from rlsys.config.schema.actor import CriticConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.critic import PPOCritic
-from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from rlsys.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from workers.base import EngineWorker
 from workers.build import EngineRun, build_critic_engine, make_mfu_meter
 

@@ -14,7 +14,7 @@ from rlsys.protocol import DataProto
 from rlsys.rollout.base import EngineContext, LoadFormat
 from rlsys.rollout.batch import generate_sequences
 from rlsys.single_controller.base import Worker
-from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from rlsys.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from rlsys.weights.endpoints import WeightReceiver
 from workers.build import EngineRun
 from workers.colocated import learn_engine_layout, set_local_rollout

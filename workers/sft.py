@@ -8,7 +8,7 @@ from rlsys.config import RMConfig, SFTConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.lm import LMEngine
 from rlsys.roles.reward_model import RWEngine
-from rlsys.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from rlsys.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from workers.base import EngineWorker
 from workers.build import EngineRun, build_supervised_engine
 

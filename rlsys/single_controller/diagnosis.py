@@ -1,4 +1,4 @@
-"""What can be told about a worker process from outside: its last lines, its state, where its code stands."""
+"""What can be seen of a worker process from outside: its last lines, its state, the stack of its main thread."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 TAIL_LINES = 20
 TAIL_BYTES = 8192
 STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
-_STATES = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "waiting for a disk or device",
-    "T": "stopped by a signal",
-    "Z": "dead",
+SAME_START_S = 2.0
+"""Start times of one process differ by this much at most, where the clock was set in the meantime."""
+STATES = {
+    psutil.STATUS_DISK_SLEEP: "waiting for a disk or device",
+    psutil.STATUS_STOPPED: "stopped by a signal",
+    psutil.STATUS_ZOMBIE: "dead",
 }
 
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Where a worker runs. `start_ticks` tells it from a later process with its id.
+    """Where a worker runs. `started_s` distinguishes it from a later process with its id.
 
-    `logs` are the files its output goes to, empty when it goes elsewhere.
+    `logs` are the files that hold its output, empty when it is not written to files.
     """
 
     pid: int
-    start_ticks: int
+    started_s: float
     host: str
     address: str
     leads_group: bool
@@ -40,8 +42,8 @@ class ProcessInfo:
 
 def here(address: str) -> ProcessInfo:
     """This process."""
-    pid = os.getpid()
-    return ProcessInfo(pid, _stat(pid)[1], socket.gethostname(), address, os.getpgrp() == pid, _output_files())
+    pid, started_s = os.getpid(), psutil.Process().create_time()
+    return ProcessInfo(pid, started_s, socket.gethostname(), address, os.getpgrp() == pid, _output_files())
 
 
 def dump_stacks_on_signal() -> None:
@@ -56,35 +58,34 @@ def log_tail(info: ProcessInfo, num_lines: int = TAIL_LINES) -> str:
 
 
 def diagnose(info: ProcessInfo) -> str:
-    """One line on a silent process and, where it can still tell, the stack of its main thread."""
-    state = _stat(info.pid)[0] if is_alive(info) else "Z"
-    text = f"pid {info.pid} is {_STATES.get(state, 'in state ' + state)}"
-    stack = _stack(info) if state in "RS" else ""
-    return f"{text}; it stands at\n{stack}" if stack else text
+    """One line on a silent process and, if it responds to a signal, the stack of its main thread."""
+    state = _state(info)
+    stack = _stack(info) if state in (psutil.STATUS_RUNNING, psutil.STATUS_SLEEPING) else ""
+    text = f"pid {info.pid} is {STATES.get(state, state)}"
+    return f"{text}; its stack is\n{stack}" if stack else text
 
 
 def is_alive(info: ProcessInfo) -> bool:
     """Whether this very process (not a later one with its id) runs on this host; a zombie is dead."""
-    state, start_ticks = _stat(info.pid)
-    return state not in ("", "Z", "X") and start_ticks == info.start_ticks
+    return _state(info) not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 def kill_with_children(info: ProcessInfo) -> None:
     """SIGKILL a worker of this host and the processes of its group, which may outlive it; no error if all are gone."""
-    state, start_ticks = _stat(info.pid)
-    if state and start_ticks != info.start_ticks:
+    process = _find(info)
+    if process is None and psutil.pid_exists(info.pid):
         return
     try:
         if info.leads_group:
             os.killpg(info.pid, signal.SIGKILL)
-        elif state:
-            os.kill(info.pid, signal.SIGKILL)
-    except ProcessLookupError:
+        elif process is not None:
+            process.kill()
+    except (ProcessLookupError, psutil.NoSuchProcess):
         return
 
 
 def wait_gone(processes: Sequence[ProcessInfo], timeout_s: float) -> list[ProcessInfo]:
-    """Wait for processes of this host to end; returns those that still live."""
+    """Wait for processes of this host to end; returns those that are still alive."""
     end_s = time.monotonic() + timeout_s
     living = [info for info in processes if is_alive(info)]
     while living and time.monotonic() < end_s:
@@ -93,23 +94,20 @@ def wait_gone(processes: Sequence[ProcessInfo], timeout_s: float) -> list[Proces
     return living
 
 
-def _stat(pid: int) -> tuple[str, int]:
-    """State letter and start time of a process; ("", 0) if there is none, ("?", 0) where there is no /proc."""
+def _find(info: ProcessInfo) -> psutil.Process | None:
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return _stat_without_proc(pid)
-    return fields[0], int(fields[19])
+        process = psutil.Process(info.pid)
+        return process if abs(process.create_time() - info.started_s) < SAME_START_S else None
+    except psutil.NoSuchProcess:
+        return None
 
 
-def _stat_without_proc(pid: int) -> tuple[str, int]:
-    if Path("/proc/self/stat").exists():
-        return "", 0
+def _state(info: ProcessInfo) -> str:
+    process = _find(info)
     try:
-        os.kill(pid, 0)
-    except OSError:
-        return "", 0
-    return "?", 0
+        return psutil.STATUS_ZOMBIE if process is None else process.status()
+    except psutil.NoSuchProcess:
+        return psutil.STATUS_ZOMBIE
 
 
 def _output_files() -> tuple[str, ...]:
@@ -133,7 +131,7 @@ def _last_lines(path: Path, num_lines: int) -> list[str]:
 
 
 def _stack(info: ProcessInfo, timeout_s: float = 1.0, max_lines: int = 12) -> str:
-    """The main thread's stack, asked of the process by signal and read from its log; empty if it does not tell."""
+    """The main thread's stack, requested by a signal and read from its log; empty if it does not write one."""
     if not info.logs or STACK_SIGNAL is None:
         return ""
     log = Path(info.logs[-1])

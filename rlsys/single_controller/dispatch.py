@@ -8,12 +8,12 @@ that return rows also say which ranks hold them, so that the rows of a call that
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypedDict, TypeVar
 
-from rlsys.single_controller.rows import FutureRows, is_future, is_rows, rows_of, source_of, split_rows
+from rlsys.single_controller.rows import future_rows, is_future, is_rows, split_rows, take_spans
 
 MAGIC_ATTR = "__rlsys_registered__"
 """The attribute in which `register` leaves a method's `Registration`."""
@@ -214,7 +214,7 @@ def join(results: Sequence[Any]) -> Any:
     """Rows are concatenated (empty parts are left out), anything else stays a list."""
     if not results or not all(is_rows(result) for result in results):
         return list(results)
-    return rows_of(results, [(part, 0, len(rows)) for part, rows in enumerate(results)])
+    return take_spans(results, [(part, 0, len(rows)) for part, rows in enumerate(results)])
 
 
 def _repeat(group: Ranks, values: Any) -> list[Any]:
@@ -269,13 +269,12 @@ def _split_by_rows(
     lengths: dict[Any, int] = {}
     padding: tuple[int, ...] = ()
     for name, whole in named.items():
-        value = _settled(whole)
-        if is_rows(value):
+        if (future := future_rows(whole)) is not None:
+            parts = [replace(future, index=index, chunks=chunks, pads=pads) for index in range(chunks)]
+        elif is_rows(value := whole.get() if is_future(whole) else whole):
             lengths[name] = len(value)
             parts, num_padding = split_rows(value, chunks, pads=pads or _wants_padding(value))
             padding = tuple(num_padding[dp_rank] for dp_rank in dp_ranks)
-        elif is_future(value):
-            parts = [FutureRows(tuple(source_of(value) or ()), index, chunks, pads) for index in range(chunks)]
         else:
             parts = [value] * chunks
         spread[name] = [parts[dp_rank] for dp_rank in dp_ranks]
@@ -284,11 +283,6 @@ def _split_by_rows(
     if not any(is_rows(value) or is_future(value) for value in named.values()):
         raise ValueError(f"{group.role}: a method that splits rows was called without a DataProto")
     return Split(tuple(spread[index] for index in range(len(args))), {key: spread[key] for key in kwargs}, padding)
-
-
-def _settled(value: Any) -> Any:
-    """A future that cannot be passed on as references is waited for here."""
-    return value.get() if is_future(value) and source_of(value) is None else value
 
 
 def _wants_padding(rows: Any) -> bool:

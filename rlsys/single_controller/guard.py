@@ -1,9 +1,8 @@
-"""A small process that outlives its driver just long enough to end what the driver could not.
+"""A small process that outlives its driver just long enough to end the processes that the driver could not.
 
 When a driver dies by SIGKILL, Ray's servers follow it, some after minutes; children of workers, and workers that are
-stopped, do not. The guard then kills all processes of the cluster: those that were born with its mark in their
+stopped, do not. The guard then kills all processes of the cluster: those that started with its mark in their
 environment and those that Ray gave a title (which overwrites the environment) and that have the cluster's logs open.
-It looks in /proc; without one it does nothing.
 """
 
 from __future__ import annotations
@@ -11,15 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
+
+import psutil
 
 MARK = "RLSYS_CLUSTER_MARK"
-LOOK_EVERY_S = 0.5
+POLL_S = 0.5
 NUM_ROUNDS = 3
 
 
@@ -28,43 +26,40 @@ class Guard:
 
     def __init__(self, mark: str, log_dir: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark, log_dir],
+            [sys.executable, "-I", __file__, str(os.getpid()), mark, log_dir],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
 
     def close(self) -> None:
-        """Let it end what is left of the cluster, and itself."""
-        self._process.communicate(b"end\n", timeout=10.0)
+        """Make it kill what is left of the cluster, and exit."""
+        self._process.communicate(b"end\n", timeout=60.0)
 
 
-def cluster_processes(mark: str, log_dir: str) -> Iterator[int]:
-    """The processes of a cluster on this host, as far as this user may look at them."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid() and _belongs(entry, mark, log_dir):
-            yield int(entry.name)
+def cluster_processes(mark: str, log_dir: str) -> list[psutil.Process]:
+    """The processes of a cluster on this host, as far as this user may inspect them."""
+    return [p for p in psutil.process_iter() if p.pid != os.getpid() and _belongs(p, mark, log_dir)]
 
 
-def _belongs(entry: Path, mark: str, log_dir: str) -> bool:
+def _belongs(process: psutil.Process, mark: str, log_dir: str) -> bool:
     try:
-        if f"{MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+        if process.environ().get(MARK) == mark:
             return True
-        if not (entry / "cmdline").read_bytes().startswith(b"ray::"):
-            return False
-        return any(os.readlink(descriptor).startswith(log_dir) for descriptor in (entry / "fd").iterdir())
-    except OSError:
+        is_titled = "".join(process.cmdline()).startswith("ray::")
+        return is_titled and any(file.path.startswith(log_dir) for file in process.open_files())
+    except (psutil.Error, OSError):
         return False
 
 
 def main(driver_pid: int, mark: str, log_dir: str) -> None:
-    """Wait until the driver says so or is gone, then kill."""
-    while os.getppid() == driver_pid and not select.select([0], [], [], LOOK_EVERY_S)[0]:
+    """Wait until the driver asks for it or is gone, then kill."""
+    while os.getppid() == driver_pid and not select.select([0], [], [], POLL_S)[0]:
         pass
-    for _ in range(NUM_ROUNDS if Path("/proc/self/environ").exists() else 0):
-        for pid in cluster_processes(mark, log_dir):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    for _ in range(NUM_ROUNDS):
+        for process in cluster_processes(mark, log_dir):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
         time.sleep(0.05)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlsys.single_controller.calls import Failure, Header
 from rlsys.single_controller.dispatch import MAGIC_ATTR
-from rlsys.single_controller.rows import FutureRows, is_rows, row_spans, rows_of
+from rlsys.single_controller.rows import FutureRows, is_rows, row_spans, take_spans
 from rlsys.telemetry.log import setup_logging
 from rlsys.telemetry.recorder import StageRecorder
 
@@ -38,37 +38,14 @@ class CallSpec:
     num_padding: int = 0
 
 
-@dataclass(frozen=True)
-class RemoteRows:
-    """A share of rows as it travels: references to the headers and values of the calls that make them."""
-
-    headers: tuple[Any, ...]
-    values: tuple[Any, ...]
-    index: int | None
-    chunks: int
-    pads: bool
-
-
-def remote_rows(rows: FutureRows) -> RemoteRows:
-    """References in place of the futures."""
-    references = [part.pending.references() for part in rows.parts]
-    return RemoteRows(
-        tuple(header for header, _ in references),
-        tuple(value for _, value in references),
-        rows.index,
-        rows.chunks,
-        rows.pads,
-    )
-
-
 class UpstreamError(RuntimeError):
     """An argument of the call was to come from another worker, which failed."""
 
 
 class LazyRows:
-    """What a method registered with materialize_futures=False gets in place of a future: rows fetched by `get`."""
+    """What a method registered with materialize_futures=False gets in place of a future: `get` fetches the rows."""
 
-    def __init__(self, rows: RemoteRows, fetch: Callable[[Any], Any]) -> None:
+    def __init__(self, rows: FutureRows, fetch: Callable[[Any], Any]) -> None:
         self._rows, self._fetch = rows, fetch
 
     def get(self) -> Any:
@@ -144,9 +121,9 @@ def run_method(worker: Any, spec: CallSpec, values: Sequence[Any], fetch: Callab
     lazy = registration is not None and not registration["materialize_futures"]
     num_padding, arguments = spec.num_padding, list[Any]()
     for value in values:
-        if isinstance(value, RemoteRows) and lazy:
+        if isinstance(value, FutureRows) and lazy:
             value = LazyRows(value, fetch)
-        elif isinstance(value, RemoteRows):
+        elif isinstance(value, FutureRows):
             value, padded = fetch_rows(value, fetch)
             num_padding = max(num_padding, padded)
         arguments.append(value)
@@ -167,23 +144,22 @@ def without_padding(result: Any, num_padding: int, method: str) -> Any:
     return result[: len(result) - num_padding]
 
 
-def fetch_rows(remote: RemoteRows, fetch: Callable[[Any], Any]) -> tuple[Any, int]:
-    """Fetch just those parts that overlap the share; returns the rows and how many are repeated ones."""
+def fetch_rows(rows: FutureRows, fetch: Callable[[Any], Any]) -> tuple[Any, int]:
+    """Fetch only the results that overlap the share; returns the rows and how many are repeated ones."""
     try:
-        headers: list[Header] = fetch(list(remote.headers))
+        headers: list[Header] = fetch([header for header, _ in rows.calls])
         for header in headers:
             if header.failure is not None:
                 raise UpstreamError(header.failure.cause)
         counts = [_num_rows(header) for header in headers]
-        index = 0 if remote.index is None else remote.index
-        spans, num_padding = row_spans(counts, index, remote.chunks, pads=remote.pads)
+        spans, num_padding = row_spans(counts, rows.index, rows.chunks, pads=rows.pads)
         needed = sorted({part for part, _, _ in spans} or {0})
-        parts = dict(zip(needed, fetch([remote.values[part] for part in needed]), strict=True))
+        parts = dict(zip(needed, fetch([rows.calls[part][1] for part in needed]), strict=True))
     except (UpstreamError, ValueError):
         raise
     except Exception as error:
         raise UpstreamError(f"{type(error).__name__}: {error}") from error
-    return rows_of([parts.get(part, ()) for part in range(len(counts))], spans or [(0, 0, 0)]), num_padding
+    return take_spans([parts.get(part, ()) for part in range(len(counts))], spans or [(0, 0, 0)]), num_padding
 
 
 def _num_rows(header: Header) -> int:

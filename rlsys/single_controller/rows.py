@@ -1,35 +1,52 @@
 """Batches as the controller sees them: something with rows that can be sliced and concatenated.
 
-The arithmetic of who gets which rows is here; it works on any type with `len`, slices, `chunk` and `concat`, so that a
-worker process which never sees a DataProto never imports torch.
+Which rank gets which rows. It works on any type with `len`, slices, `chunk` and `concat`, so that a worker process
+without DataProto does not import torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlsys.single_controller.calls import Future
 
-Span = tuple[int, int, int]
+RowSpan = tuple[int, int, int]
 """(part, start, stop): the rows start..stop of a part."""
 
 
 @dataclass(frozen=True)
 class FutureRows:
-    """One of `chunks` equal shares of rows that other workers still have; `index` None means all of them."""
+    """Share `index` of `chunks` equal ones of the rows that running `calls` will return, in the order of the calls.
 
-    parts: tuple[Future, ...]
-    index: int | None = None
+    A call is a Future on the controller; on its way to a worker it is the (header, value) references of the Future.
+    """
+
+    calls: tuple[Any, ...]
+    index: int = 0
     chunks: int = 1
     pads: bool = False
 
     def get(self) -> Any:
-        """The share, fetched to this process."""
-        whole = [part.get() for part in self.parts]
-        spans, _ = row_spans([len(rows) for rows in whole], self.index or 0, self.chunks, pads=self.pads)
-        return rows_of(whole, spans)
+        """The share, fetched to the controller."""
+        whole = [call.get() for call in self.calls]
+        spans, _ = row_spans([len(rows) for rows in whole], self.index, self.chunks, pads=self.pads)
+        return take_spans(whole, spans)
+
+    def to_references(self) -> FutureRows:
+        """The same share for a worker, which fetches only the rows that it needs."""
+        return replace(self, calls=tuple(call.pending.references() for call in self.calls))
+
+
+def future_rows(value: Any) -> FutureRows | None:
+    """A `DataProtoFuture` that only concatenates running calls as FutureRows; None for anything else."""
+    if isinstance(value, FutureRows) or not is_future(value):
+        return value if isinstance(value, FutureRows) else None
+    only_joins = value.dispatch_fn is None and getattr(value.collect_fn, "__name__", "") == "concat"
+    if only_joins and value.futures and all(isinstance(call, Future) for call in value.futures):
+        return FutureRows(tuple(value.futures))
+    return None
 
 
 def is_rows(value: Any) -> bool:
@@ -43,13 +60,7 @@ def is_future(value: Any) -> bool:
     return all(hasattr(value, name) for name in ("futures", "collect_fn", "get", "chunk"))
 
 
-def source_of(future: Any) -> list[Future] | None:
-    """The calls whose rows, in this order, the future stands for; None when it does more than concatenate them."""
-    plain = future.dispatch_fn is None and getattr(future.collect_fn, "__name__", "") == "concat"
-    return list(future.futures) if plain and all(isinstance(part, Future) for part in future.futures) else None
-
-
-def row_spans(counts: Sequence[int], index: int, chunks: int, *, pads: bool) -> tuple[list[Span], int]:
+def row_spans(counts: Sequence[int], index: int, chunks: int, *, pads: bool) -> tuple[list[RowSpan], int]:
     """The rows of share `index` of `chunks` over parts with `counts` rows, and how many of them are repeated ones.
 
     When the total does not divide, the first rows are repeated behind the last (`pads`) or a ValueError is raised.
@@ -61,7 +72,7 @@ def row_spans(counts: Sequence[int], index: int, chunks: int, *, pads: bool) -> 
         return [], 0
     size = -(-total // chunks)
     starts = [sum(counts[:part]) for part in range(len(counts))]
-    spans: list[Span] = []
+    spans: list[RowSpan] = []
     position, end = index * size, (index + 1) * size
     num_padding = min(size, max(0, end - total))
     while position < end:
@@ -73,7 +84,7 @@ def row_spans(counts: Sequence[int], index: int, chunks: int, *, pads: bool) -> 
     return spans, num_padding
 
 
-def rows_of(parts: Sequence[Any], spans: Sequence[Span]) -> Any:
+def take_spans(parts: Sequence[Any], spans: Sequence[RowSpan]) -> Any:
     """The rows named by spans as one batch; a part that is taken whole is not copied."""
     taken = [
         parts[part] if (start, stop) == (0, len(parts[part])) else parts[part][start:stop]
@@ -88,4 +99,4 @@ def rows_of(parts: Sequence[Any], spans: Sequence[Span]) -> Any:
 def split_rows(rows: Any, chunks: int, *, pads: bool) -> tuple[list[Any], list[int]]:
     """Equal shares of a batch and the number of repeated rows at the end of each."""
     shares = [row_spans([len(rows)], index, chunks, pads=pads) for index in range(chunks)]
-    return [rows_of([rows], spans) for spans, _ in shares], [num_padding for _, num_padding in shares]
+    return [take_spans([rows], spans) for spans, _ in shares], [num_padding for _, num_padding in shares]

@@ -30,8 +30,8 @@ from rlsys.single_controller.dispatch import (
     registered_methods,
     split_call,
 )
-from rlsys.single_controller.host import CallSpec, remote_rows
-from rlsys.single_controller.rows import FutureRows, is_future, source_of
+from rlsys.single_controller.host import CallSpec
+from rlsys.single_controller.rows import future_rows, is_future
 from rlsys.telemetry.recorder import StageReport, merged
 
 MAX_REPORTS = 10_000
@@ -253,17 +253,17 @@ class WorkerGroup:
         return self._backend.submit(self.role, method, calls)
 
     def _rank_call(self, rank: int, spec: CallSpec, values: Sequence[Any]) -> RankCall:
-        """Replace futures by references to what they stand for, if these processes can follow them."""
+        """Replace futures by references to their results, if these processes can fetch them."""
         sent, upstream = list[Any](), list[Pending]()
         for value in values:
-            rows = FutureRows(tuple(source_of(value) or ())) if is_future(value) else value
-            if not isinstance(rows, FutureRows):
-                sent.append(value)
-            elif rows.parts and all(type(part.pending.crew) is type(self._backend) for part in rows.parts):
-                sent.append(remote_rows(rows))
-                upstream += [part.pending for part in rows.parts]
+            rows = future_rows(value)
+            if rows is None:
+                sent.append(value.get() if is_future(value) else value)
+            elif all(type(call.pending.crew) is type(self._backend) for call in rows.calls):
+                sent.append(rows.to_references())
+                upstream += [call.pending for call in rows.calls]
             else:
-                sent.append(value.get())
+                sent.append(rows.get())
         return RankCall(rank, spec, tuple(sent), tuple(upstream))
 
     def _results(self, pending: Sequence[Pending], collect: Callable[[Sequence[Pending]], Any] | None = None) -> Any:

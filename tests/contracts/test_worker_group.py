@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from rlsys.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
-from rlsys.single_controller.base.decorator import Dispatch, register_dispatch_mode, update_dispatch_mode
-from rlsys.single_controller.dispatch import register
+from rlsys.single_controller.dispatch import Dispatch, register, register_dispatch_mode, update_dispatch_mode
 from rlsys.single_controller.local import LocalWorkerGroup
 from rlsys.single_controller.ray import (
     RayClassWithInitArgs,

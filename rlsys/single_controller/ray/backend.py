@@ -14,10 +14,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlsys.single_controller import diagnosis
 from rlsys.single_controller.calls import Deadlines, Pending, deadline_for, finish
 from rlsys.single_controller.diagnosis import ProcessInfo
-from rlsys.single_controller.host import RemoteRows
 from rlsys.single_controller.ray.actor import RayPending, host_class
 from rlsys.single_controller.ray.cluster import NAMESPACE, import_options, on_node
 from rlsys.single_controller.ray.pool import RayResourcePool
+from rlsys.single_controller.rows import FutureRows
 from rlsys.single_controller.worker import rank_environment
 from rlsys.single_controller.worker_group import Backend, ClassWithInitArgs, RankCall
 
@@ -197,7 +197,7 @@ def _make_sure_gone(info: ProcessInfo) -> None:
 
 def _values_once(values: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Values that several ranks get are put into the object store once and sent as references."""
-    small = (str, bytes, int, float, bool, type(None), RemoteRows)
+    small = (str, bytes, int, float, bool, type(None), FutureRows)
     times = Counter(id(value) for of_rank in values for value in of_rank if not isinstance(value, small))
     stored: dict[int, Any] = {}
     for of_rank in values:

@@ -11,9 +11,8 @@ from uuid import uuid4
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from rlsys.single_controller import resource_pool
 from rlsys.single_controller.ray.cluster import cluster_address, cluster_nodes
-from rlsys.single_controller.resource_pool import PoolNeed, ResourcePool, Slot, check_capacity
+from rlsys.single_controller.resource_pool import PoolNeed, ResourcePool, ResourcePoolManager, Slot, check_capacity
 from rlsys.utils.errors import ConfigError, DeadlineError
 
 PLACE = "place"
@@ -136,7 +135,7 @@ def _node_addresses() -> dict[str, str]:
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
 
 
-class ResourcePoolManager(resource_pool.ResourcePoolManager[RayResourcePool]):
+class RayResourcePoolManager(ResourcePoolManager[RayResourcePool]):
     """Makes the Ray pools of a plan, after checking that the cluster has room for all of them together."""
 
     def __init__(

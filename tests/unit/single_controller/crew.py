@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlsys.single_controller.base import Worker
-from rlsys.single_controller.base.decorator import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
+from rlsys.single_controller.dispatch import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
 from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import ConfigError
 

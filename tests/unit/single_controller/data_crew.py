@@ -7,7 +7,7 @@ from typing import Any
 
 from rlsys.protocol import DataProto
 from rlsys.single_controller.base import Worker
-from rlsys.single_controller.base.decorator import Dispatch, register
+from rlsys.single_controller.dispatch import Dispatch, register
 
 
 class DataWorker(Worker):

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.single_controller.base.decorator import MAGIC_ATTR, Dispatch, Execute, register
 from rlsys.single_controller.calls import Failure, deadline_for
-from rlsys.single_controller.dispatch import registered_methods
+from rlsys.single_controller.dispatch import MAGIC_ATTR, Dispatch, Execute, register, registered_methods
 from rlsys.single_controller.host import failure_of
 from rlsys.utils.errors import DeadlineError, FailedWorker, WorkerError
 from tests.timing import scaled_s

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -245,3 +246,16 @@ def _descendants(pid: int) -> list[int]:
         int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
     ]
     return [one for child in children for one in [child, *_descendants(child)]]
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "home"),
+    [
+        ("base", "WorkerGroup", "worker_group"),
+        ("base.decorator", "register", "dispatch"),
+        ("ray.base", "RayWorkerGroup", "ray.group"),
+    ],
+)
+def test_the_import_paths_of_verl_give_the_same_objects(path: str, name: str, home: str) -> None:
+    room = "rlsys.single_controller"
+    assert getattr(import_module(f"{room}.{path}"), name) is getattr(import_module(f"{room}.{home}"), name)

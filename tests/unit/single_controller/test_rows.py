@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.single_controller.rows import is_rows, row_spans, rows_of, split_rows
+from rlsys.single_controller.rows import is_rows, row_spans, split_rows, take_spans
 from tests.unit.single_controller.crew import Rows
 
 counts = st.lists(st.integers(0, 5), min_size=1, max_size=6)
@@ -20,7 +20,7 @@ def test_shares_of_many_parts_are_the_padded_whole(part_sizes: list[int], chunks
     shares, num_padding = [], 0
     for index in range(chunks):
         spans, padded = row_spans(part_sizes, index, chunks, pads=True)
-        shares.append(rows_of(parts, spans).values)
+        shares.append(take_spans(parts, spans).values)
         num_padding += padded
     together = [value for share in shares for value in share]
     assert len({len(share) for share in shares}) == 1
@@ -47,7 +47,7 @@ def test_only_needed_parts_are_touched() -> None:
 
 def test_a_whole_part_is_passed_on_as_it_is() -> None:
     rows = Rows([1, 2])
-    assert rows_of([rows], [(0, 0, 2)]) is rows
+    assert take_spans([rows], [(0, 0, 2)]) is rows
 
 
 @pytest.mark.parametrize("value", [[1, 2], "rows", 3, None, {"a": 1}])
