@@ -20,7 +20,7 @@ from workers.critic import CriticWorker
 from workers.megatron import MegatronPPOWorker
 from workers.reference import ReferenceWorker
 from workers.reward_model import RewardModelWorker
-from workers.rollout import ROLLOUT_WORKERS
+from workers.rollout import rollout_worker_cls
 
 NOTHING_LEFT = """rlsys: nothing is left to do: an earlier run did the last step
   to continue  raise trainer.total_training_steps (or trainer.total_epochs)
@@ -74,7 +74,7 @@ def _build(config: PPOConfig, plan: BatchPlan, backend: WorkerBackend) -> RayPPO
     rollout = config.actor_rollout_ref.rollout
     worker_args: dict[Role, tuple[Any, ...]] = {
         Role.Actor: (actor, config.actor_rollout_ref, config.algorithm, for_workers),
-        Role.Rollout: (ROLLOUT_WORKERS.get(rollout.name), model, rollout, for_workers),
+        Role.Rollout: (None if plan.pools.external else rollout_worker_cls(rollout.name), model, rollout, for_workers),
         Role.Critic: (CriticWorker, config.critic, for_workers),
         Role.RefPolicy: (ReferenceWorker, config.actor_rollout_ref, for_workers),
         Role.RewardModel: (RewardModelWorker, config.reward.reward_model, for_workers),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,7 +26,7 @@ from trainer.groups import RolloutGroup, start_group
 from trainer.prompts import load_prompts
 from trainer.rewards import reward_manager, reward_pool
 from workers.build import EngineRun
-from workers.rollout import ROLLOUT_WORKERS
+from workers.rollout import rollout_worker_cls
 
 OnValidation = Callable[[DataProto, int], None]
 """Called with the graded answers and the step."""
@@ -104,6 +105,8 @@ def run_evaluation(config: EvalConfig) -> None:
 def evaluate(config: EvalConfig) -> dict[str, float]:
     """The metrics of one evaluation; its workers are closed afterwards."""
     model, run, rollout = config.actor_rollout_ref.model, config.trainer, config.actor_rollout_ref.rollout
+    if model.external_lib:
+        importlib.import_module(model.external_lib)
     tokenizer = load_tokenizer(model, rollout.padding)
     data = config.data
     assert data.val_files is not None, "checked with the configuration"
@@ -114,7 +117,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
         backend = stack.enter_context(running_backend(run, config.ray_kwargs))
         engine = EngineRun(device=backend.device, nccl_timeout_s=run.deadlines.call_s, num_threads=backend.num_threads)
         group: RolloutGroup = start_group(
-            backend.worker_cls(ROLLOUT_WORKERS[rollout.name], model, rollout, engine, "auto"),
+            backend.worker_cls(rollout_worker_cls(rollout.name), model, rollout, engine, "auto"),
             backend.make_manager({"rollout": [run.n_gpus_per_node] * run.nnodes}, {"rollout": "rollout"}),
             role="rollout",
             group_cls=backend.group_cls,

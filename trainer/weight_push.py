@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rlsys.config import PPOConfig
+from rlsys.config.engines import rollout_backend
 from rlsys.fleet.external.engine import SGLangRemoteEngine, VLLMRemoteEngine
 from rlsys.fleet.external.replica import ExternalFleet
 from rlsys.fleet.external.settings import settings_of
@@ -16,9 +17,6 @@ from rlsys.types import TransferReport
 from rlsys.utils.errors import ConfigError
 from rlsys.weights.sharding_manager import ShardingManager
 from trainer.groups import ActorGroup, WorkerGroups
-
-OWN_PROCESS = ("sglang",)
-"""Engines whose weights are in a process of their own even where actor and rollout share one."""
 
 
 class Transfer(Protocol):
@@ -58,7 +56,8 @@ class WeightPush:
 def drops_weights_on_sleep(cfg: PPOConfig) -> bool:
     """Whether sleeping engines lose their weights: copies to the host are slow, and each step pushes new ones."""
     rollout = cfg.actor_rollout_ref.rollout
-    return rollout.free_cache_engine and rollout.name in ("sglang", "vllm") and cfg.trainer.sync_freq == 1
+    can_drop = rollout_backend(rollout.name).drops_weights
+    return can_drop and rollout.free_cache_engine and cfg.trainer.sync_freq == 1
 
 
 def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) -> ShardingManager:
@@ -72,7 +71,7 @@ def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) ->
             "set it to auto for a rollout with processes of its own"
         )
     alone = groups.actor.world_size == 1 or cfg.trainer.nnodes > 1
-    in_process = policy.rollout.name not in OWN_PROCESS
+    in_process = rollout_backend(policy.rollout.name).weights_in == "process"
     local = engine.backend == "local" or (engine.backend == "auto" and colocated and alone and in_process)
     disk = engine.backend == "disk"
     manager = ShardingManager(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsys.config.compat.allocation import Allocation, Part, parse_allocation
+from rlsys.config.engines import rollout_backend
 from rlsys.config.schema.jobs import PPOConfig
 from rlsys.utils.errors import ConfigError
 
@@ -55,7 +56,7 @@ def resolve_pools(cfg: PPOConfig) -> Pools:
 
 def is_external(name: object) -> bool:
     """Whether a rollout engine of this name is servers outside of the run."""
-    return isinstance(name, str) and name.endswith("_remote")
+    return isinstance(name, str) and rollout_backend(name).is_external
 
 
 def allocation_counts(text: str, nnodes: int) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def _megatron_sizes(train: Part) -> dict[str, Any]:
 
 def _two_parts(allocation: Allocation, text: str) -> tuple[Any, Any]:
     for part in allocation.parts:
-        if part.backend not in ("hf", "vllm", "sglang", "fsdp", "megatron"):
+        if part.backend == "archon":
             use = "fsdp" if part.trains else "hf"
             raise ConfigError(f"'{text}': {part.backend} is not built; write {use}:d{part.world}")
     train = [part for part in allocation.parts if part.trains]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rlsys.config import PPOConfig
 from rlsys.config.checks.files import model_facts
+from rlsys.config.engines import rollout_backend
 from rlsys.planning.footprint import decoder_of
 from rlsys.planning.memory import CACHE, Device, Facts, MemoryPlan, Stage, plan_memory
 from rlsys.planning.roles import Bytes, together
@@ -140,7 +141,7 @@ def _changes(cfg: PPOConfig) -> Iterator[tuple[str, ...]]:
         yield (f"{_MODEL}.enable_gradient_checkpointing=true",)
     for key, role in ((_ACTOR, actor), ("critic", cfg.critic)):
         yield from _smaller(key, longest, role.ppo_max_token_len_per_gpu if role.use_dynamic_bsz else None)
-    if rollout.name == "hf":
+    if rollout_backend(rollout.name).cache_share_of is None:
         yield (f"{_ROLLOUT}.max_num_seqs={max(1, rollout.max_num_seqs // 2)}",)
     else:
         yield (f"{_ROLLOUT}.gpu_memory_utilization={max(0.1, round(rollout.gpu_memory_utilization / 2, 2))}",)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlsys.config import PPOConfig, plan_batches
+from rlsys.config.engines import rollout_backend
 from rlsys.config.plan import BatchPlan, RolePlan
 from rlsys.config.schema.actor import ActorConfig, CriticConfig
 from rlsys.config.schema.megatron import MegatronConfig, MegatronRoleConfig
@@ -146,10 +147,11 @@ def plan_memory(
 def _training_stages(job: PlanInputs, facts: Facts, roles: list[DeviceRole], engine: Bytes) -> tuple[Stage, ...]:
     """`engine` is the rollout's where it lives here: on CUDA it sleeps while roles run, unless it keeps its memory."""
     rollout = job.cfg.actor_rollout_ref.rollout
-    keeps = job.device == "cuda" and not rollout.free_cache_engine and rollout.name != "hf"
+    cache_share_of = rollout_backend(rollout.name).cache_share_of
+    keeps = job.device == "cuda" and not rollout.free_cache_engine and cache_share_of is not None
     weights = engine if keeps else _only(engine, ROLLOUT_WEIGHTS)
     beside = {} if job.device == "cuda" and rollout.free_cache_engine else weights
-    first = engine if rollout.name == "vllm" else weights
+    first = engine if cache_share_of == "device" else weights
     waiting = [role.waiting() for role in roles]
     stages = [Stage("start", together([*(role.role.held() for role in roles), first]))]
     if engine:
@@ -181,8 +183,8 @@ def _engine(job: PlanInputs, facts: Facts, device_bytes: int, beside: Bytes) -> 
     rollout, d = job.cfg.actor_rollout_ref.rollout, fp.decoder_of(facts)
     c = width_of(rollout.dtype, job.device)
     weights = c * d.parameters // rollout.tensor_model_parallel_size
-    if rollout.name != "hf":
-        there = device_bytes - (sum(beside.values()) if rollout.name == "sglang" else 0)
+    if (cache_share_of := rollout_backend(rollout.name).cache_share_of) is not None:
+        there = device_bytes - (sum(beside.values()) if cache_share_of == "free" else 0)
         share = int(there * rollout.gpu_memory_utilization) - weights
         return {ROLLOUT_WEIGHTS: weights, CACHE: max(0, share) if job.device == "cuda" else rollout.kv_cache_gib << 30}
     rows = min(rollout.max_num_seqs, -(-job.cfg.data.gen_batch_size * rollout.n // job.plan.pools.rollout_ranks))

@@ -128,13 +128,13 @@ class Side:
         from rlsys.config import load_config
         from rlsys.rollout.batch import to_requests
         from workers.build import EngineRun, build_actor_engine
-        from workers.rollout import ROLLOUT_WORKERS
+        from workers.rollout import rollout_worker_cls
 
         cfg = load_config(overrides(work))
         run = EngineRun(device=work["device"], nccl_timeout_s=60.0, step_rows=work["rows"])
         policy = cfg.actor_rollout_ref
         self.trainer = build_actor_engine(policy, run)
-        worker = ROLLOUT_WORKERS[policy.rollout.name](policy.model, policy.rollout, run, "auto")
+        worker = rollout_worker_cls(policy.rollout.name)(policy.model, policy.rollout, run, "auto")
         worker.init_model()
         self.engine, self.work = worker.engine, work
         self.batch = prompt_rows(prompts(Path(work["path"]), work["rows"], work["prompt"]), work)

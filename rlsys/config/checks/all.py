@@ -9,7 +9,7 @@ from rlsys.config.checks.batches import check_ppo_batches, check_supervised_batc
 from rlsys.config.checks.files import check_eval_files, check_ppo_files, check_supervised_files
 from rlsys.config.checks.findings import Note
 from rlsys.config.checks.megatron import check_megatron
-from rlsys.config.checks.rollout import check_engine
+from rlsys.config.checks.rollout import check_engine, check_engine_name
 from rlsys.config.checks.run import check_checkpoints, check_ppo_run, check_run
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
@@ -29,6 +29,8 @@ def _findings(cfg: Section) -> Iterator[str]:
         yield from check_algorithm(cfg)
         yield from check_generation(cfg)
         yield from check_run(cfg.trainer, cfg.ray_kwargs)
+        policy = cfg.actor_rollout_ref
+        yield from check_engine_name(policy.rollout.name, policy.model.external_lib, has_servers=True)
         yield from check_ppo_run(cfg)
         yield from check_ppo_files(cfg)
     elif isinstance(cfg, SupervisedConfig):
@@ -39,5 +41,6 @@ def _findings(cfg: Section) -> Iterator[str]:
     elif isinstance(cfg, EvalConfig):
         yield from check_run(cfg.trainer, cfg.ray_kwargs)
         rollout = cfg.actor_rollout_ref.rollout
+        yield from check_engine_name(rollout.name, cfg.actor_rollout_ref.model.external_lib, has_servers=False)
         yield from check_engine(rollout, rollout.name, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
         yield from check_eval_files(cfg)

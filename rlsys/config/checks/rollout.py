@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from difflib import get_close_matches
 
 from rlsys.config.checks.findings import note, wrong
+from rlsys.config.engines import ENGINE_SETTINGS, rollout_backend, rollout_backends
 from rlsys.config.pools import is_external
 from rlsys.config.schema.rollout import GenerationConfig
 
-SERVING = (
-    *("gpu_memory_utilization", "kv_cache_gib", "enforce_eager", "enable_chunked_prefill", "enable_prefix_caching"),
-    *("cuda_graph_max_bs", "cudagraph_capture_sizes", "disable_log_stats"),
-)
-"""What vLLM and SGLang are told when they start."""
 KEY = "actor_rollout_ref.rollout"
 
 
@@ -23,12 +20,23 @@ def check_engine(rollout: GenerationConfig, name: str, ranks: int) -> Iterator[s
     yield from _idle(rollout, name)
 
 
+def check_engine_name(name: str, external_lib: str | None, *, has_servers: bool) -> Iterator[str]:
+    """Whether the engine is registered; a module named in `external_lib` may register more."""
+    known = [backend.name for backend in rollout_backends() if has_servers or not backend.is_external]
+    if name in known or external_lib:
+        return
+    near = get_close_matches(name, known, n=1)
+    hint = f"write {KEY}.name={near[0]}; " if near else ""
+    own = "or register your own in a module named in actor_rollout_ref.model.external_lib"
+    yield wrong(f"{KEY}.name", name, f"unknown rollout engine; {hint}choose from {', '.join(known)}, {own}")
+
+
 def _idle(rollout: GenerationConfig, name: str) -> Iterator[str]:
-    fields, names, why = type(rollout).model_fields, (), ""
-    if name == "hf":
-        names, why = SERVING, f"the hf engine has no use for {{}}; vLLM and SGLang have: {KEY}.name=vllm"
-    elif is_external(name):
-        names, why = (*SERVING, "free_cache_engine"), "servers outside are as they were started, {} say nothing to them"
+    fields, backend = type(rollout).model_fields, rollout_backend(name)
+    names = [key for key in ENGINE_SETTINGS if key not in backend.settings]
+    why = f"{{}} only apply to {KEY}.name=vllm and sglang; ignored for {name}"
+    if backend.is_external:
+        why = "{} cannot be changed on external servers; set them when starting the server"
     if changed := {key: value for key in names if (value := getattr(rollout, key)) != fields[key].default}:
         first, value = next(iter(changed.items()))
         yield note(f"{KEY}.{first}", value, why.format(", ".join(changed)))
@@ -42,8 +50,8 @@ def _replicas(rollout: GenerationConfig, name: str, ranks: int) -> Iterator[str]
     key, size = f"{KEY}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
     if size == 1:
         return
-    if name == "hf":
-        yield wrong(key, size, f"the hf engine serves a model from one process; write {key}=1, or use vllm or sglang")
+    if not is_external(name) and "t" not in rollout_backend(name).dims:
+        yield wrong(key, size, f"the {name} engine runs a model in one process; write {key}=1, or use vllm or sglang")
     elif is_external(name):
         yield note(key, size, "servers outside have the sizes they were started with")
     elif ranks % size:
@@ -58,7 +66,7 @@ def _aligned(rollout: GenerationConfig, name: str) -> Iterator[str]:
     key, why = f"{KEY}.full_determinism", ""
     if is_external(name):
         why = "servers compute as they were started: start them with FULL_DETERMINISM=1 by scripts/run_*.sh"
-    elif name == "hf":
+    elif not rollout_backend(name).batch_invariant:
         why = "logits are in float32; transformers' kernels may give a token other digits in another batch"
     if why:
         yield note(key, True, why)

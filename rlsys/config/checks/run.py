@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from rlsys.config.checks.findings import note, wrong
 from rlsys.config.checks.rollout import check_engine
+from rlsys.config.engines import rollout_backend
 from rlsys.config.pools import is_external, resolve_pools
 from rlsys.config.schema.jobs import PPOConfig
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig
@@ -100,7 +101,7 @@ def _pools(cfg: PPOConfig) -> Iterator[str]:
     if not (split or external) and executor == "nccl":
         why = f"a process cannot send to itself; write {key}=auto, or for one of its own trainer.rollout_workers=1"
         yield wrong(key, "nccl", why)
-    if cfg.actor_rollout_ref.rollout.name == "sglang":
+    if rollout_backend(rollout.name).weights_in == "child":
         yield from _apart(cfg, colocated=not split)
     if trainer.backend == "local" and split:
         why = "trainer.backend=local runs everything in this one process; write trainer.rollout_workers=0"

@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from rlsys.config.engines import rollout_backends
 from rlsys.utils.errors import ConfigError
 
-GENERATION = ("hf", "sglang", "vllm")
+GENERATION = tuple(backend.name for backend in rollout_backends() if not backend.is_external)
 TRAINING = ("fsdp", "megatron", "archon")
-_DIMS = {"hf": "d", "sglang": "dtp", "vllm": "dtp", "fsdp": "dtc", "megatron": "dtpce", "archon": "dtpce"}
+_DIMS = {"fsdp": "dtc", "megatron": "dtpce", "archon": "dtpce"} | {b.name: b.dims for b in rollout_backends()}
 _NAMES = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
 _PART = re.compile(r"(?P<backend>[A-Za-z_]\w*)?(\[(?P<name>[^\]]*)\])?(?P<colon>:)?(?P<dims>.*)", re.DOTALL)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from rlsys.config.schema.actor import ActorRolloutRefConfig, CriticConfig
@@ -15,6 +13,7 @@ from rlsys.config.schema.base import (
     Seconds,
     Section,
     SupervisedStrategy,
+    Text,
     resolve_links_from,
 )
 from rlsys.config.schema.data import DataConfig, PromptsConfig, RMDataConfig, SFTDataConfig, SupervisedDataConfig
@@ -95,8 +94,8 @@ class RMConfig(SupervisedConfig):
 class EvalRolloutConfig(GenerationConfig):
     """Generation for evaluation."""
 
-    name: Literal["hf", "sglang", "vllm"] = "hf"
-    """Engine: hf (transformers), sglang or vllm."""
+    name: Text = "hf"
+    """Engine: hf (transformers), sglang, vllm, or one you registered."""
     val_kwargs: ValKwargsConfig = Field(default_factory=ValKwargsConfig)
 
 

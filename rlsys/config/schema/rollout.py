@@ -29,10 +29,7 @@ from rlsys.config.schema.model import AnyDType
 Temperature = Annotated[float, Strict(), Field(ge=0, le=100)]
 TopP = Annotated[float, Strict(), Field(gt=0, le=1)]
 Share = TopP
-Engine = Annotated[
-    Literal["hf", "sglang", "vllm", "sglang_remote", "vllm_remote"],
-    BeforeValidator(lambda v: "sglang" if v == "sglang_async" else v),
-]
+Engine = Annotated[Text, BeforeValidator(lambda v: "sglang" if v == "sglang_async" else v)]
 Executor = Annotated[
     Literal["auto", "local", "shm", "ipc", "nccl", "disk", "gather"],
     BeforeValidator(lambda v: "auto" if v == "naive" else v),
@@ -165,7 +162,7 @@ class RolloutConfig(GenerationConfig):
     """Generation for training, and the log-probs of what was generated."""
 
     name: Engine = "hf"
-    """Engine: hf (transformers), sglang, vllm, or external servers: sglang_remote, vllm_remote."""
+    """Engine: hf (transformers), sglang, vllm, external servers (sglang_remote, vllm_remote), or one you registered."""
     temperature: Temperature = 1.0
     """Sampling temperature; log-probs are taken at it too."""
     top_k: CountOrOff = -1

@@ -401,11 +401,11 @@ def test_settings_that_nothing_else_asks_for_are_noted(setting: str, asks_for_it
 
 def test_settings_of_another_engine_are_noted() -> None:
     told = notes([f"{R}.gpu_memory_utilization=0.6", f"{R}.enforce_eager=true"])
-    assert "no use for gpu_memory_utilization, enforce_eager" in told
+    assert "gpu_memory_utilization, enforce_eager only apply to" in told
     assert f"{R}.name=vllm" in told
     assert not notes([f"{R}.name=vllm", f"{R}.gpu_memory_utilization=0.6", f"{R}.enforce_eager=true"])
     servers = [f"{R}.name=vllm_remote", f"{R}.servers.urls=[http://127.0.0.1:1]", f"{R}.free_cache_engine=false"]
-    assert "as they were started, gpu_memory_utilization, free_cache_engine" in notes(
+    assert "gpu_memory_utilization, free_cache_engine cannot be changed on external servers" in notes(
         [*servers, f"{R}.gpu_memory_utilization=0.6"]
     )
     other = [f"{R}.name=sglang", f"+{R}.engine_kwargs.vllm.block_size=16"]
