@@ -42,7 +42,7 @@ class ActorWorker(EngineWorker, WeightSender):
 
     @register(dispatch_mode=BY_MESH)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`old_log_probs` and, where asked for, `entropys` and `sum_pi_squared` (B, R)."""
+        """`old_log_probs` and, if configured, `entropys` and `sum_pi_squared` (B, R)."""
         with self.mfu("actor_infer", data) as mfu:
             columns = self.actor.compute_logp(
                 data,

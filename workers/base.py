@@ -1,4 +1,4 @@
-"""What the workers of several roles share: checkpoints and moves of a training engine."""
+"""Base class of workers with a training engine: checkpoints, exports and moves between devices."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ class EngineWorker(Worker):
     """Whether a Hugging Face folder is written beside each checkpoint."""
 
     def use_engine(self, engine: Any, mesh: str) -> None:
-        """Hold the engine and tell the group which rows this rank gets."""
+        """Keep the engine and register with the group which rows this rank gets."""
         self.engine = engine
         self._register_dispatch_collect_info(mesh, engine.dp_rank, engine.is_collect)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
+        """Save what a resumed run needs, and the Hugging Face folder if configured."""
         self.engine.save(Path(path), "resume")
         if self.saves_hf_model:
             self.engine.save(Path(path) / "huggingface", "export")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
+        """Load what `save_checkpoint` wrote."""
         self.engine.load(Path(path))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -38,5 +40,5 @@ class EngineWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def move(self, parts: tuple[str, ...], device: str) -> None:
-        """Send parameters, gradients or optimizer state to another device."""
+        """Move parameters, gradients or optimizer state to another device."""
         self.engine.move(parts, device)

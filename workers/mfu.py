@@ -1,4 +1,4 @@
-"""How much of the device's peak a role uses: model FLOPs utilisation (MFU) under verl's names."""
+"""Model FLOPs utilisation (MFU) of a role, under verl's names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class MfuMeter:
-    """`model` is a transformers configuration, `peak` the FLOP/s of the ranks that share their rows together."""
+    """`model` is a transformers configuration, `peak` the total FLOP/s of the ranks that share their rows."""
 
     model: Any
     peak: float

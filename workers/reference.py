@@ -28,5 +28,5 @@ class ReferenceWorker(EngineWorker):
     @register(dispatch_mode=BY_MESH)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob` (B, R) at the sampling temperature."""
-        found = self.engine.forward(data, ("log_probs",), temperature=data.meta_info["temperature"])
-        return DataProto.from_dict({"ref_log_prob": found["log_probs"]})
+        outputs = self.engine.forward(data, ("log_probs",), temperature=data.meta_info["temperature"])
+        return DataProto.from_dict({"ref_log_prob": outputs["log_probs"]})

@@ -1,4 +1,4 @@
-"""Advantage estimators: what each response token is worth compared with what was to be expected.
+"""Advantage estimators: how much better each response token is than expected.
 
 B rows, R response tokens, K reward components. An estimator takes keyword-only tensors and numbers out of `INPUTS` and
 returns (advantages, returns), both (B, R) in the dtype of the rewards and 0 outside `response_mask`. Rewards are
@@ -66,6 +66,7 @@ def get_adv_estimator_fn(name: str) -> Estimator:
 
 
 def adv_estimator_names() -> list[str]:
+    """Every registered name, sorted."""
     return _ESTIMATORS.names()
 
 
@@ -104,7 +105,7 @@ def gae(
     """Generalized advantage estimation (arXiv:1506.02438, eq. 16), whitened over the batch as in PPO implementations.
 
     `A[t] = d[t] + gamma * lam * A[t']`, `d[t] = r[t] + gamma * V[t'] - V[t]`, t' being the next counting token, so that
-    observations in a multi-turn response are passed over. Returns are `A + V` before whitening.
+    observations in a multi-turn response are skipped. Returns are `A + V` before whitening.
     """
     _check_discount(gamma * lam)
 
@@ -124,7 +125,7 @@ def gae(
 
 def _check_discount(discount: float) -> None:
     if not 0.0 <= discount <= 1.0:
-        raise ValueError(f"gamma and gamma * lam must lie in [0, 1], got {discount}")
+        raise ValueError(f"gamma and gamma * lam must be in [0, 1], got {discount}")
 
 
 @register_adv_est("grpo", "grpo_vectorized")
@@ -137,7 +138,7 @@ def grpo(
     norm_adv_by_std_in_grpo: bool = True,
     epsilon: float = 1e-6,
 ) -> AdvantagesAndReturns:
-    """GRPO (arXiv:2402.03300): the outcome less its group's mean, divided by the group's deviation.
+    """GRPO (arXiv:2402.03300): the outcome minus its group's mean, divided by the group's deviation.
 
     Without the division it is Dr. GRPO (arXiv:2503.20783). A group of one keeps its outcome.
     """
@@ -175,7 +176,7 @@ def grpo_passk(
 @register_adv_est("rloo", "rloo_vectorized")
 @torch.no_grad()
 def rloo(*, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -> AdvantagesAndReturns:
-    """REINFORCE leave-one-out (arXiv:2402.14740): the outcome less the mean of the others in its group.
+    """REINFORCE leave-one-out (arXiv:2402.14740): the outcome minus the mean of the others in its group.
 
     A group of one keeps its outcome.
     """
@@ -203,7 +204,7 @@ def reinforce_plus_plus(
 def reinforce_plus_plus_baseline(
     *, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor, whiten: bool = True
 ) -> AdvantagesAndReturns:
-    """REINFORCE++ with baseline (arXiv:2501.03262): less the group's mean, then whitened over the batch."""
+    """REINFORCE++ with baseline (arXiv:2501.03262): minus the group's mean, then whitened over the batch."""
     scores = _outcome(token_level_rewards)
     centred = (scores - group_mean(scores, group_ids)).unsqueeze(1).expand_as(response_mask)
     advantages = masked_whiten(centred, response_mask) if whiten else centred
@@ -213,7 +214,7 @@ def reinforce_plus_plus_baseline(
 @register_adv_est("remax")
 @torch.no_grad()
 def remax(*, token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor) -> AdvantagesAndReturns:
-    """ReMax (arXiv:2310.10505): the return less the reward of the greedy response (B,)."""
+    """ReMax (arXiv:2310.10505): the return minus the reward of the greedy response (B,)."""
     returns = discounted_returns(token_level_rewards, response_mask, 1.0)
     advantages = torch.where(response_mask.bool(), returns - reward_baselines.double().unsqueeze(1), 0.0)
     return advantages.to(token_level_rewards.dtype), returns.to(token_level_rewards.dtype)
@@ -222,7 +223,7 @@ def remax(*, token_level_rewards: Tensor, reward_baselines: Tensor, response_mas
 @register_adv_est("opo")
 @torch.no_grad()
 def opo(*, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -> AdvantagesAndReturns:
-    """OPO (arXiv:2505.23585): the outcome less the length-weighted mean outcome of its group.
+    """OPO (arXiv:2505.23585): the outcome minus the length-weighted mean outcome of its group.
 
     A group of one keeps its outcome, as does one whose responses are all empty.
     """
@@ -239,7 +240,7 @@ def opo(*, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor
 def gpg(
     *, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor, f_norm: float = 1.0
 ) -> AdvantagesAndReturns:
-    """GPG (arXiv:2504.02546): less the group's mean, times rows / rows with a non-zero outcome, over `f_norm`."""
+    """GPG (arXiv:2504.02546): minus the group's mean, times rows / rows with a non-zero outcome, over `f_norm`."""
     scores = _outcome(token_level_rewards)
     alpha = len(scores) / torch.count_nonzero(scores).clamp(min=1)
     scaled = alpha * (scores - group_mean(scores, group_ids)) / f_norm
@@ -286,7 +287,7 @@ def optimal_token_baseline(
     rollout_is_weights: Tensor | None = None,
     handle_zero_tail: bool = True,
 ) -> AdvantagesAndReturns:
-    """Optimal token baseline: the return less `B[t] = sum(G[t] W[t]) / sum(W[t])` over the group at the same column.
+    """Optimal token baseline: the return minus `B[t] = sum(G[t] W[t]) / sum(W[t])` over the group at the same column.
 
     `W[t]` is the path variance so far: the sum up to t of `1 - 2 pi + sum(pi^2)`, times the squared importance weight
     where one is given ("The optimal token baseline", arXiv:2602.07078). A group of one has no baseline; with
@@ -312,7 +313,7 @@ def tir_optimal_token_baseline(
     rollout_is_weights: Tensor | None = None,
     handle_zero_tail: bool = True,
 ) -> AdvantagesAndReturns:
-    """The optimal token baseline for multi-turn rows: tokens are compared by how many the model itself wrote before."""
+    """The optimal token baseline for multi-turn rows: tokens align by how many the model generated before."""
     returns, energy = _returns_and_energy(
         token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights
     )

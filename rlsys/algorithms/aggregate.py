@@ -1,4 +1,4 @@
-"""From a loss per token to (sum, count), so that adding the parts of a mini-batch never changes the gradient."""
+"""From a loss per token to (sum, count), so that splitting a mini-batch never changes the gradient."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def agg_loss(
     - seq-mean-token-mean: the mean of each row, averaged over rows (GRPO, arXiv:2402.03300); the count is rows.
 
     `batch_rows` are the rows of the whole mini-batch over all ranks. The count is taken over `count_mask` where one is
-    given, for losses that leave out tokens but are divided by all. ValueError for an unknown mode.
+    given, for losses that drop tokens but are divided by all. ValueError for an unknown mode.
     """
     counted = (mask if count_mask is None else count_mask).bool()
     if loss_agg_mode == "token-mean":

@@ -17,6 +17,7 @@ def group_ids_of(uids: Sequence[Any] | np.ndarray) -> Tensor:
 
 
 def num_groups(group_ids: Tensor) -> int:
+    """Number of groups G."""
     return int(group_ids.max()) + 1 if group_ids.numel() else 0
 
 
@@ -46,7 +47,7 @@ def group_std(scores: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def rank_in_group(values: Tensor, group_ids: Tensor) -> Tensor:
-    """Place of each row within its group by falling value (B,): 0 is the largest; ties go by row order."""
+    """Rank of each row in its group by descending value (B,): 0 is the largest; ties are in row order."""
     by_value = torch.argsort(values, descending=True, stable=True)
     order = by_value[torch.argsort(group_ids[by_value], stable=True)]
     count = group_count(group_ids)

@@ -1,4 +1,4 @@
-"""How far one policy is from another: estimators per token, the penalty in the reward, and its controllers."""
+"""KL divergence between policies: estimators per token, the penalty in the reward, and its controllers."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ class FixedKLController:
     value: float
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Nothing to adapt."""
+        """The coefficient stays."""
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Keep the configured coefficient: a resumed run may change it."""
+        """The configured coefficient wins: a resumed run may change it."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""How far the rollout engine's log-probabilities are from the trainer's: diagnostics only."""
+"""Diagnostics of the difference between the rollout engine's log-probabilities and the trainer's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far two computations of the same tokens' log-probabilities are apart, trainer against rollout engine."""
+"""Differences between trainer and rollout engine in the log-probabilities of the same tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlsys.algorithms.mismatch import SAFETY_BOUND
 
 @dataclass(frozen=True)
 class Parity:
-    """Differences over `num_tokens` tokens; `row` and `column` say where the largest one is, which values it is of."""
+    """Differences over `num_tokens` tokens; the largest is at (`row`, `column`), between `trainer` and `engine`."""
 
     num_tokens: int
     mean_abs: float
@@ -34,7 +34,7 @@ def compare_log_probs(trainer: Tensor, engine: Tensor, mask: Tensor) -> Parity:
     """
     valid = mask.bool()
     if not valid.any():
-        raise ValueError("no token counts, so there is nothing to compare")
+        raise ValueError("the mask is empty: no log-probabilities to compare")
     ours, theirs = trainer.double(), engine.double()
     log_ratio = (ours - theirs).nan_to_num(math.inf, math.inf, -math.inf)
     away = torch.where(valid, log_ratio.abs(), -1.0)

@@ -1,4 +1,4 @@
-"""A table of functions by name, filled by decorator: how estimators and losses are plugged in."""
+"""Functions registered by name with a decorator: how estimators and losses are plugged in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Registry(Generic[F]):
         self._functions: dict[str, F] = {}
 
     def register(self, *names: str) -> Callable[[F], F]:
-        """Decorator; ValueError if a name is taken by another function or it requires something nobody supplies."""
+        """Decorator; ValueError if a name is taken or the function requires an argument that is not supplied."""
 
         def add(function: F) -> F:
             self._check_signature(names[0], function)
@@ -41,7 +41,7 @@ class Registry(Generic[F]):
     def call(self, name: str, inputs: Mapping[str, Any]) -> Any:
         """Call the function of that name with those of the inputs it names and that are not None.
 
-        ValueError naming what it requires and was not given.
+        ValueError naming the missing arguments.
         """
         function = self.get(name)
         parameters = inspect.signature(function).parameters
@@ -60,4 +60,4 @@ class Registry(Generic[F]):
                 raise ValueError(f"{self.what} '{name}': '{parameter.name}' must be keyword-only (put * before it)")
             if parameter.name not in self.takes and parameter.default is inspect.Parameter.empty:
                 known = ", ".join(sorted(self.takes))
-                raise ValueError(f"{self.what} '{name}' requires '{parameter.name}', which is none of {known}")
+                raise ValueError(f"{self.what} '{name}' requires '{parameter.name}', which is not one of {known}")

@@ -1,6 +1,6 @@
-"""What the controller does with a batch between rollout and update, on DataProto columns.
+"""The stages of a batch between rollout and update, on DataProto columns.
 
-Order within a step: `shape_batch_rewards` (AReaL's knobs, if any), `apply_kl_penalty` or `rewards_from_scores`,
+Order within a step: `shape_batch_rewards` (AReaL's shaping, if any), `apply_kl_penalty` or `rewards_from_scores`,
 `apply_rollout_correction` (if any), `compute_advantage`, `add_selected_tokens`. Each returns a new DataProto which
 shares the columns it did not change.
 """
@@ -54,7 +54,7 @@ def column(batch: DataProto, name: str) -> Tensor:
 
 
 def group_ids(batch: DataProto, *, num_repeat: int = 1) -> Tensor:
-    """Group index of each row (B,): by the column `uid`, else every `num_repeat` rows in turn."""
+    """Group index of each row (B,): by the column `uid`, else `num_repeat` consecutive rows each."""
     uids = batch.non_tensor_batch.get("uid")
     if uids is not None:
         return group_ids_of(uids)
@@ -62,7 +62,7 @@ def group_ids(batch: DataProto, *, num_repeat: int = 1) -> Tensor:
 
 
 def rewards_from_scores(batch: DataProto) -> DataProto:
-    """token_level_rewards := token_level_scores, where there is no KL in the reward."""
+    """token_level_rewards := token_level_scores, for runs without a KL penalty in the reward."""
     return with_columns(batch, token_level_rewards=column(batch, "token_level_scores"))
 
 
@@ -88,10 +88,10 @@ def apply_kl_penalty(
 
 
 def is_truncated(batch: DataProto) -> Tensor:
-    """Rows (B,) bool without an end, by the column `finish_reason`."""
+    """Rows (B,) bool that were cut off at their length, by the column `finish_reason`."""
     reasons = batch.non_tensor_batch.get("finish_reason")
     if reasons is None:
-        raise ValueError("truncation needs the column finish_reason")
+        raise ValueError("mask_no_eos_with_zero needs the column finish_reason")
     return torch.from_numpy(np.asarray([str(reason) == "length" for reason in reasons]))
 
 
@@ -158,7 +158,7 @@ def _components(batch: DataProto, keys: Sequence[str]) -> Tensor:
         raise ValueError("gdpo needs algorithm.gdpo_reward_keys: the names of the reward parts of compute_score")
     if missing := [key for key in keys if key not in batch.non_tensor_batch]:
         known = ", ".join(sorted(batch.non_tensor_batch))
-        raise ValueError(f"the reward part '{missing[0]}' of gdpo_reward_keys is none of {known}")
+        raise ValueError(f"the reward part '{missing[0]}' of gdpo_reward_keys is not one of {known}")
     return torch.stack([torch.as_tensor(batch.non_tensor_batch[key].astype(np.float64)) for key in keys], dim=1)
 
 
@@ -199,7 +199,7 @@ def filter_groups(batch: DataProto, *, metric: str = "seq_reward") -> tuple[Data
         values = torch.as_tensor(batch.non_tensor_batch[metric].astype(np.float64))
     else:
         known = ", ".join(["seq_reward", "seq_final_reward", *sorted(batch.non_tensor_batch)])
-        raise ValueError(f"filter_groups.metric '{metric}' is none of {known}")
+        raise ValueError(f"filter_groups.metric '{metric}' is not one of {known}")
     ids = group_ids(batch)
     keep = informative_groups(values, ids)
     kept, total = len(ids[keep].unique()), len(ids.unique())

@@ -1,6 +1,6 @@
-"""Who computes which rows: balance over ranks, micro-batches under a token budget.
+"""Which rank computes which rows: balance over ranks, micro-batches under a token budget.
 
-Everything here is arithmetic on lengths, deterministic, and the same on every rank that is given the same lengths.
+Everything here is deterministic arithmetic on lengths: ranks with the same lengths get the same result.
 Lengths are in tokens.
 """
 
@@ -20,7 +20,7 @@ TOO_LONG = 1 << 30
 
 
 def balance_rows(lengths: Lengths, num_ranks: int, mini_batch_rows: int | None = None) -> np.ndarray:
-    """The order of rows that gives every rank equally many rows and nearly as many tokens in every mini-batch.
+    """The row order that gives every rank the same number of rows and about as many tokens in every mini-batch.
 
     Mini-batch j is rows j * mini_batch_rows and following of the given order whatever `num_ranks` is; the last may be
     shorter. Dispatch the reordered rows in `num_ranks` contiguous chunks and split each chunk by
@@ -48,10 +48,10 @@ def micro_batches(
 ) -> list[np.ndarray]:
     """Rows (ascending) of each micro-batch, none over `max_tokens`, the one with the most tokens first.
 
-    As few as the budget allows up to a packing heuristic, balanced. Consecutive `rows_together` rows stay together; the
-    number is raised to what `agree` returns for it, the maximum over ranks (an all-reduce). Micro-batches are empty
-    only if that exceeds the number of rows.
-    ValueError naming the row if one alone is over the budget, on all ranks if `agree` is given.
+    About as few as the budget allows (a packing heuristic), balanced. Consecutive `rows_together` rows stay together.
+    `agree` maps this rank's number to the maximum over ranks (an all-reduce), which all ranks then use; micro-batches
+    are empty only if that exceeds the number of rows.
+    ValueError naming the row if a single one is over the budget, on all ranks if `agree` is given.
     """
     sizes = _grouped(_array(lengths), rows_together)
     over = np.flatnonzero(sizes > max_tokens)
@@ -61,9 +61,9 @@ def micro_batches(
     if len(over):
         first = int(over[0]) * rows_together
         rows = f"row {first}" if rows_together == 1 else f"rows {first} to {first + rows_together - 1}"
-        raise ValueError(f"{rows} of {int(sizes[over[0]])} tokens exceed the budget of {max_tokens} a micro-batch")
+        raise ValueError(f"{rows} of {int(sizes[over[0]])} tokens exceed the budget of {max_tokens} per micro-batch")
     if agreed >= TOO_LONG:
-        raise ValueError(f"a row on another rank exceeds the budget of {max_tokens} tokens a micro-batch")
+        raise ValueError(f"a row on another rank exceeds the budget of {max_tokens} tokens per micro-batch")
     parts = packed if agreed == len(packed) else _spread(packed, sizes, max_tokens, agreed)
     order = sorted(parts, key=lambda part: (-sizes[part].sum(), part[0] if len(part) else len(sizes)))
     return [(part[:, None] * rows_together + np.arange(rows_together)).ravel() for part in order]
@@ -114,7 +114,7 @@ def _best_fit(sizes: np.ndarray, max_tokens: int) -> list[np.ndarray]:
 
 
 def seqlen_metrics(lengths: Lengths, parts: Sequence[np.ndarray]) -> dict[str, float]:
-    """Tokens a rank before (contiguous chunks) and after balancing into `parts`, under verl's names."""
+    """Tokens per rank before (contiguous chunks) and after balancing into `parts`, under verl's names."""
     sizes = _array(lengths)
     step = max(len(sizes) // len(parts), 1)
     before = np.add.reduceat(sizes, np.arange(0, len(sizes), step))
@@ -132,11 +132,11 @@ def seqlen_metrics(lengths: Lengths, parts: Sequence[np.ndarray]) -> dict[str, f
 def _array(lengths: Lengths) -> np.ndarray:
     values = lengths.detach().cpu().numpy() if isinstance(lengths, Tensor) else np.asarray(lengths)
     if values.ndim != 1 or (len(values) and values.min() < 0):
-        raise ValueError(f"lengths must be one row of non-negative numbers, got shape {values.shape}")
+        raise ValueError(f"lengths must be 1-D and non-negative, got shape {values.shape}")
     return values if values.dtype.kind == "f" else values.astype(np.int64)
 
 
 def _grouped(values: np.ndarray, rows_together: int) -> np.ndarray:
     if len(values) % rows_together:
-        raise ValueError(f"{len(values)} rows do not group by {rows_together}")
+        raise ValueError(f"{len(values)} rows are not a multiple of rows_together={rows_together}")
     return values.reshape(-1, rows_together).sum(axis=1)

@@ -1,9 +1,9 @@
-"""Partition of weights into parts of nearly equal sums: largest differencing in rounds, then exchanges.
+"""Partition weights into parts of nearly equal sums: largest differencing in rounds, then exchanges.
 
 Karmarkar and Karp (1982), multi-way: a state is a tuple of k partial sums; combining two states adds the largest sums
 of one to the smallest of the other. Here each round combines all states at once, those of the largest spread with each
-other, so that the work is a few array operations. What difference is left is closed by exchanging single weights
-between the fullest and the other parts.
+other, which takes a few array operations. The remaining difference is reduced by exchanging single weights between
+the largest and the other parts.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ EXCHANGES = 4
 def balanced_partitions(weights: np.ndarray, num_parts: int, *, equal_size: bool = False) -> list[np.ndarray]:
     """Indices (ascending) of each part; ValueError if there are fewer weights than parts or they do not divide.
 
-    `equal_size` gives all parts equally many. Deterministic: equal weights are taken in their order.
+    `equal_size` gives all parts the same number. Deterministic: equal weights keep their order.
     """
     num = len(weights)
     if num_parts < 1 or (equal_size and num % num_parts) or (not equal_size and num < num_parts):
-        raise ValueError(f"{num} weights do not make {num_parts} parts{' of equal size' if equal_size else ''}")
+        raise ValueError(f"cannot split {num} weights into {num_parts} parts{' of equal size' if equal_size else ''}")
     if num_parts == 1 or num == 0:
         return [np.arange(num) if part == 0 else np.empty(0, np.int64) for part in range(num_parts)]
     weights = np.asarray(weights)
     weights = weights if weights.dtype.kind == "f" else weights.astype(np.int64)
-    falling = _falling_order(weights)
+    descending = _descending_order(weights)
     assign = _difference if equal_size else _longest_first
-    rising_parts = [falling[np.sort(part)[::-1]] for part in assign(weights[falling], num_parts)]
-    return [np.sort(part) for part in _exchange(weights, rising_parts, equal_size)]
+    ascending_parts = [descending[np.sort(part)[::-1]] for part in assign(weights[descending], num_parts)]
+    return [np.sort(part) for part in _exchange(weights, ascending_parts, equal_size)]
 
 
-def _falling_order(weights: np.ndarray) -> np.ndarray:
+def _descending_order(weights: np.ndarray) -> np.ndarray:
     rising = weights.max() - weights
     small = weights.dtype.kind == "i" and rising.max() < 1 << 16
     return np.argsort(rising.astype(np.uint16) if small else rising, kind="stable")
 
 
-def _difference(falling: np.ndarray, num_parts: int) -> list[np.ndarray]:
-    """Parts of equal size out of falling weights by largest differencing in rounds."""
-    sums, items = falling.reshape(-1, num_parts), np.arange(len(falling)).reshape(-1, num_parts, 1)
+def _difference(descending: np.ndarray, num_parts: int) -> list[np.ndarray]:
+    """Parts of equal size out of descending weights by largest differencing in rounds."""
+    sums, items = descending.reshape(-1, num_parts), np.arange(len(descending)).reshape(-1, num_parts, 1)
     while len(sums) > 1:
         if len(sums) % 2:
             sums = np.concatenate((sums, np.zeros_like(sums[:1])))
@@ -58,18 +58,18 @@ def _difference(falling: np.ndarray, num_parts: int) -> list[np.ndarray]:
     return [part[part >= 0] for part in items[0]]
 
 
-def _longest_first(falling: np.ndarray, num_parts: int) -> list[np.ndarray]:
-    """Parts out of falling weights, each weight to the emptiest so far."""
+def _longest_first(descending: np.ndarray, num_parts: int) -> list[np.ndarray]:
+    """Parts out of descending weights, each weight to the smallest part so far."""
     heap = [(0, 0, part) for part in range(num_parts)]
     parts: list[list[int]] = [[] for _ in range(num_parts)]
-    for index, weight in enumerate(falling.tolist()):
+    for index, weight in enumerate(descending.tolist()):
         total, count, part = heap[0]
         heapq.heapreplace(heap, (total + weight, count + 1, part))
         parts[part].append(index)
     return [np.array(part) for part in parts]
 
 
-class _Part:
+class _SortedPart:
     """Weights in ascending order and the indices they come from."""
 
     def __init__(self, weights: np.ndarray, indices: np.ndarray) -> None:
@@ -88,8 +88,8 @@ class _Part:
 
 
 def _exchange(weights: np.ndarray, indices: list[np.ndarray], equal_size: bool) -> list[np.ndarray]:
-    """Lower the fullest part by exchanges with the emptiest that has a fitting partner, while that helps."""
-    parts = [_Part(weights, part) for part in indices]
+    """Reduce the largest part by exchanges with the smallest one that has a fitting partner, while that helps."""
+    parts = [_SortedPart(weights, part) for part in indices]
     sums = np.array([part.values.sum() for part in parts])
     close = max(sums.mean() * CLOSE, 1 if weights.dtype.kind == "i" else 0)
     if sums.max() - sums.min() <= close:
@@ -97,7 +97,7 @@ def _exchange(weights: np.ndarray, indices: list[np.ndarray], equal_size: bool) 
     tries = EXCHANGES * len(parts)
     while tries > 0:
         high = int(sums.argmax())
-        for low in _emptiest_first(sums):
+        for low in _smallest_first(sums):
             gap, tries = sums[high] - sums[low], tries - 1
             if gap <= close:
                 return [part.indices for part in parts]
@@ -110,13 +110,13 @@ def _exchange(weights: np.ndarray, indices: list[np.ndarray], equal_size: bool) 
     return [part.indices for part in parts]
 
 
-def _emptiest_first(sums: np.ndarray) -> Iterator[int]:
+def _smallest_first(sums: np.ndarray) -> Iterator[int]:
     yield int(sums.argmin())
     yield from np.argsort(sums, kind="stable")[1:].tolist()
 
 
-def _exchange_best(high: _Part, low: _Part, gap: float, *, moves: bool) -> float:
-    """Swap (or move) what leaves the least difference between both parts; how much moved, 0 if nothing helps."""
+def _exchange_best(high: _SortedPart, low: _SortedPart, gap: float, *, moves: bool) -> float:
+    """Swap (or move) the weights that minimise the difference of both parts; the weight moved, 0 if nothing helps."""
     targets = high.values - gap / 2
     after = low.values.searchsorted(targets)
     near = np.concatenate((np.maximum(after - 1, 0), np.minimum(after, len(low.values) - 1)))

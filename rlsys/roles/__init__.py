@@ -1,4 +1,4 @@
-"""PPOActor, PPOCritic, LMEngine, RWEngine: an engine and a loss each."""
+"""PPOActor, PPOCritic, LMEngine and RWEngine: each an engine with a loss."""
 
 from rlsys.roles.actor import PPOActor
 from rlsys.roles.critic import PPOCritic

@@ -39,12 +39,7 @@ class PPOActor:
         self.rollout_correction = rollout_correction
 
     def compute_logp(
-        self,
-        batch: DataProto,
-        *,
-        name: str = "old_log_probs",
-        entropy: bool = False,
-        sum_pi_squared: bool = False,
+        self, batch: DataProto, *, name: str = "old_log_probs", entropy: bool = False, sum_pi_squared: bool = False
     ) -> DataProto:
         """Log-probabilities (B, R) of the responses as column `name`, on request `entropys` and `sum_pi_squared`."""
         columns: dict[Output, str] = {"log_probs": name}
@@ -61,10 +56,8 @@ class PPOActor:
         Needs old_log_probs, advantages, response_mask; ref_log_prob with use_kl_loss. Uses rollout_is_weights and
         selected_tokens if the batch has them.
         """
-        return self._update(
-            batch,
-            ppo_mini_batches(batch, self.config, rollout_n=self.rollout_n, dp_size=self.engine.dp_size),
-        )
+        parts = ppo_mini_batches(batch, self.config, rollout_n=self.rollout_n, dp_size=self.engine.dp_size)
+        return self._update(batch, parts)
 
     grpo_update = ppo_update
 
@@ -80,7 +73,23 @@ class PPOActor:
             rows = part.rows
             if "selected_tokens" not in rows.tensors.keys():  # noqa: SIM118
                 rows = add_selected_tokens(rows, config, seed=first_seed + part.index)
-            return rows, self._loss_fn(config, len(rows) * self.engine.dp_size)
+
+            def loss(outputs: Mapping[str, Tensor], rows: TensorDict) -> LossSum:
+                return actor_loss(
+                    config,
+                    log_prob=outputs["log_probs"],
+                    old_log_prob=rows["old_log_probs"],
+                    advantages=rows["advantages"],
+                    response_mask=rows["response_mask"],
+                    rollout_is_weights=rows.get("rollout_is_weights", None),
+                    rollout_correction=self.rollout_correction,
+                    selected=rows.get("selected_tokens", None),
+                    ref_log_prob=rows.get("ref_log_prob", None),
+                    entropy=outputs.get("entropy"),
+                    batch_rows=len(part.rows) * self.engine.dp_size,
+                )
+
+            return rows, loss
 
         metrics = run_updates(
             self.engine,
@@ -93,24 +102,6 @@ class PPOActor:
         if config.use_kl_loss:
             metrics["actor/kl_coef"] = config.kl_loss_coef
         return metrics
-
-    def _loss_fn(self, config: ActorConfig, batch_rows: int) -> LossFn:
-        def loss(outputs: Mapping[str, Tensor], rows: TensorDict) -> LossSum:
-            return actor_loss(
-                config,
-                log_prob=outputs["log_probs"],
-                old_log_prob=rows["old_log_probs"],
-                advantages=rows["advantages"],
-                response_mask=rows["response_mask"],
-                rollout_is_weights=rows.get("rollout_is_weights", None),
-                rollout_correction=self.rollout_correction,
-                selected=rows.get("selected_tokens", None),
-                ref_log_prob=rows.get("ref_log_prob", None),
-                entropy=outputs.get("entropy"),
-                batch_rows=batch_rows,
-            )
-
-        return loss
 
     def _config_for(self, batch: DataProto) -> ActorConfig:
         """The constant of seq-mean-token-sum-norm is the width of the whole batch, not of a trimmed micro-batch."""

@@ -42,21 +42,18 @@ class PPOCritic:
         scale = self.config.loss_scale_factor or float(batch.tensors["response_mask"].shape[1])
 
         def make_loss(part: MiniBatch) -> tuple[DataProto, LossFn]:
-            return part.rows, self._loss_fn(scale, len(part.rows) * self.engine.dp_size)
+            def loss(outputs: Mapping[str, Tensor], rows: TensorDict) -> LossSum:
+                return compute_value_loss(
+                    vpreds=outputs["values"],
+                    returns=rows["returns"],
+                    values=rows["values"],
+                    response_mask=rows["response_mask"],
+                    cliprange_value=self.config.cliprange_value,
+                    loss_agg_mode=self.config.loss_agg_mode,
+                    loss_scale_factor=scale,
+                    batch_rows=len(part.rows) * self.engine.dp_size,
+                )
+
+            return part.rows, loss
 
         return run_updates(self.engine, parts, make_loss, outputs=("values",), prefix="critic")
-
-    def _loss_fn(self, scale: float, batch_rows: int) -> LossFn:
-        def loss(outputs: Mapping[str, Tensor], rows: TensorDict) -> LossSum:
-            return compute_value_loss(
-                vpreds=outputs["values"],
-                returns=rows["returns"],
-                values=rows["values"],
-                response_mask=rows["response_mask"],
-                cliprange_value=self.config.cliprange_value,
-                loss_agg_mode=self.config.loss_agg_mode,
-                loss_scale_factor=scale,
-                batch_rows=batch_rows,
-            )
-
-        return loss

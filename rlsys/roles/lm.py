@@ -14,7 +14,7 @@ from rlsys.protocol import DataProto
 from rlsys.roles.update import mini_batches, run_updates
 
 RankSums = dict[str, tuple[float, float]]
-"""Metrics of one rank as (sum, count); `mean_over_ranks` joins them."""
+"""Metrics of one rank as (sum, count), see `mean_over_ranks`."""
 
 
 def lm_loss(outputs: Mapping[str, Tensor], rows: TensorDict) -> LossSum:
@@ -25,7 +25,7 @@ def lm_loss(outputs: Mapping[str, Tensor], rows: TensorDict) -> LossSum:
 
 
 def mean_over_ranks(parts: Sequence[RankSums]) -> dict[str, float]:
-    """Exact means of metrics whose sums and counts lie on several ranks or batches; NaN where nothing was counted."""
+    """Exact means of metrics out of the sums and counts of several ranks or batches; NaN for a count of 0."""
     names = list(dict.fromkeys(name for part in parts for name in part))
     totals = {name: [sum(part[name][i] for part in parts if name in part) for i in (0, 1)] for name in names}
     return {name: total / count if count else math.nan for name, (total, count) in totals.items()}

@@ -1,4 +1,4 @@
-"""The reward model: a score for a whole response, learned from pairs of a chosen and a rejected one."""
+"""The reward model: a score of a whole response, learned from pairs of a chosen and a rejected response."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlsys.roles.update import mini_batches, run_updates
 
 
 def pair_loss(outputs: Mapping[str, Tensor], rows: TensorDict) -> LossSum:
-    """The part of the pair loss that these rows contribute, linear in their scores with the slopes of `RWEngine`."""
+    """The contribution of these rows to the pair loss, linear in their scores with the slopes of `RWEngine`."""
     total = (outputs["scores"] * rows["slope_at_end"]).sum()
     pairs = rows["half_pair"].sum()
     names = ("loss", "accuracy", "margin")
@@ -36,18 +36,18 @@ class RWEngine:
         self.engine = engine
 
     def score(self, batch: DataProto) -> DataProto:
-        """Column `rm_scores` (B, R): each row's score at the last token of its response, 0 elsewhere."""
-        return DataProto.from_dict(tensors={"rm_scores": at_last_token(self._scores(batch), _written(batch))})
+        """Column `rm_scores` (B, R): each row's score at the last token of its response, other columns 0."""
+        return DataProto.from_dict(tensors={"rm_scores": at_last_token(self._scores(batch), _response_mask(batch))})
 
     def train_rw(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step on all pairs by Bradley-Terry: `-log sigmoid(s_chosen - s_rejected)` (arXiv:1706.03741).
 
         The loss couples two rows, which an engine may put into different micro-batches. So the scores are computed
-        first, and the step is made on the loss linearised at them: same gradient, however the rows are split.
+        first, and the step uses the loss linearised at them, which has the same gradient however rows are split.
         Metrics: train/loss, train/accuracy, train/margin, train/grad_norm, train/lr, train/skipped_steps.
         """
         pairs = self._pairs(batch)
-        slope = at_last_token(pairs.pop("slope"), _written(batch))
+        slope = at_last_token(pairs.pop("slope"), _response_mask(batch))
         rows = with_columns(batch, **pairs, slope_at_end=slope)
         return run_updates(
             self.engine,
@@ -67,8 +67,8 @@ class RWEngine:
 
     def _scores(self, batch: DataProto) -> Tensor:
         """Score of each row (B,) on the CPU; 0 for an empty response."""
-        found = self.engine.forward(batch, ("scores",))["scores"].cpu()
-        return (found * at_last_token(found.new_ones(len(found)), _written(batch))).sum(dim=1)
+        scores = self.engine.forward(batch, ("scores",))["scores"].cpu()
+        return (scores * at_last_token(scores.new_ones(len(scores)), _response_mask(batch))).sum(dim=1)
 
     def _pairs(self, batch: DataProto) -> dict[str, Tensor]:
         """By row: half of its pair's count, loss, accuracy and margin, and the slope of the loss in its score."""
@@ -76,7 +76,7 @@ class RWEngine:
             raise ValueError(f"pairs need an even number of rows on a rank, got {len(batch)}")
         scores = self._scores(batch).view(-1, 2)
         margin = scores[:, 0] - scores[:, 1]
-        real = _written(batch).any(dim=1).view(-1, 2).all(dim=1).to(margin.dtype)
+        real = _response_mask(batch).any(dim=1).view(-1, 2).all(dim=1).to(margin.dtype)
         slope = torch.sigmoid(-margin) * real
         halves = {
             "half_pair": real,
@@ -88,7 +88,7 @@ class RWEngine:
         return columns | {"slope": torch.stack([-slope, slope], dim=1).flatten()}
 
 
-def _written(batch: DataProto) -> Tensor:
+def _response_mask(batch: DataProto) -> Tensor:
     """Which response positions hold a token (B, R) bool, on the CPU."""
     assert batch.batch is not None, "a reward model reads tensors"
     return batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].bool().cpu()

@@ -1,4 +1,4 @@
-"""How every role trains on a batch: mini-batches in a fixed order, one optimizer step each."""
+"""Updates of every role: mini-batches in a fixed order, one optimizer step each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlsys.types import StepReport
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """Rows of this rank for one optimizer step, and which step of this update it is."""
+    """Rows of this rank for one optimizer step, and the number of that step within the update."""
 
     rows: DataProto
     index: int

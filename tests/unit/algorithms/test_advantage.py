@@ -272,7 +272,7 @@ def test_a_plug_in_is_found_by_name_and_gets_what_it_names() -> None:
     assert call_adv_estimator("test_constant", everything(2, 2) | {"gamma": 0.5})[0].shape == (2, 2)
 
 
-def test_wrong_names_and_signatures_are_told() -> None:
+def test_wrong_names_and_signatures_are_reported() -> None:
     with pytest.raises(ValueError, match="did you mean 'grpo'"):
         get_adv_estimator_fn("grpp")
     with pytest.raises(ValueError, match="already registered"):
@@ -283,5 +283,5 @@ def test_wrong_names_and_signatures_are_told() -> None:
         register_adv_est("test_config")(lambda *, config: (config, config))
     with pytest.raises(ValueError, match="'gae' needs values"):
         call_adv_estimator("gae", {"token_level_rewards": FULL, "response_mask": FULL})
-    with pytest.raises(ValueError, match=r"lie in \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"be in \[0, 1\]"):
         call_adv_estimator("gae", everything(2, 2) | {"gamma": 1.5})

@@ -33,5 +33,5 @@ def test_a_value_that_is_not_finite_is_the_worst(value: float) -> None:
 
 
 def test_nothing_that_counts_is_refused() -> None:
-    with pytest.raises(ValueError, match="no token counts"):
+    with pytest.raises(ValueError, match="mask is empty"):
         compare_log_probs(torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2))

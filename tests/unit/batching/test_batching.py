@@ -128,7 +128,7 @@ def test_partitions_by_hand() -> None:
 
 @pytest.mark.parametrize(("num", "parts", "equal"), [(2, 3, False), (5, 2, True), (3, 0, False)])
 def test_impossible_partitions_are_refused(num: int, parts: int, equal: bool) -> None:
-    with pytest.raises(ValueError, match=f"{num} weights do not make {parts} parts"):
+    with pytest.raises(ValueError, match=f"cannot split {num} weights into {parts} parts"):
         balanced_partitions(np.ones(num, int), parts, equal_size=equal)
 
 
@@ -275,5 +275,5 @@ def test_full_budget_is_used() -> None:
 
 
 def test_grouping_must_divide() -> None:
-    with pytest.raises(ValueError, match="do not group by 2"):
+    with pytest.raises(ValueError, match="not a multiple of rows_together=2"):
         micro_batches([1, 2, 3], 10, rows_together=2)

@@ -26,7 +26,7 @@ def test_the_order_is_fixed_for_ever() -> None:
 
 
 @given(sizes, st.integers(0, 2**31), st.booleans(), st.integers(0, 12))
-def test_a_resumed_cursor_goes_on_as_if_nothing_happened(
+def test_a_resumed_cursor_continues_as_if_nothing_happened(
     size: tuple[int, int], seed: int, shuffle: bool, done: int
 ) -> None:
     def new() -> Cursor:
@@ -57,7 +57,7 @@ def test_without_shuffling_rows_come_as_they_are() -> None:
     assert take(cursor, 3) == [BatchRows(0, (0, 1)), BatchRows(0, (2, 3)), BatchRows(1, (0, 1))]
 
 
-def test_another_batch_size_goes_on_from_the_same_row() -> None:
+def test_another_batch_size_continues_from_the_same_row() -> None:
     one = Cursor(6, batch_size=2, shuffle=False)
     take(one, 1)
     two = Cursor(6, batch_size=3, shuffle=False)

@@ -1,4 +1,4 @@
-"""Prompts from every kind of file, templates, truncation, sampling, datasets of the user's."""
+"""Prompts from every kind of file, templates, truncation, sampling, datasets user-defined."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
     return str(path)
 
 
-def test_prompts_go_through_the_template_with_its_arguments(tmp_path: Path) -> None:
+def test_prompts_are_rendered_by_the_template_with_its_arguments(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", [row(0), row(1, prompt="2*3=")])
     own = build_tokenizer()
     own.chat_template = "{{ messages[-1].content }}{% if think %}<|tool|>{% endif %}"

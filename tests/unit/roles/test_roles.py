@@ -253,7 +253,7 @@ class TestRewardModel:
         assert metrics["train/accuracy"] == pytest.approx((margin > 0).double().mean().item())
         assert metrics["train/margin"] == pytest.approx(margin.mean().item(), rel=1e-9)
 
-    def test_it_learns_to_tell_pairs_apart(self) -> None:
+    def test_it_learns_to_separate_pairs(self) -> None:
         engine = tiny.TinyEngine(lr=1.0)
         model = RWEngine(engine)
         batch = tiny.make_batch(16)
