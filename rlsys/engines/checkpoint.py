@@ -1,8 +1,8 @@
 """Resumable checkpoints: sharded, atomic, verified before a byte is used, loadable on another number of ranks.
 
 A directory holds `model_world_size_W_rank_R.safetensors` and `optim_...` per rank, `extra_state_...json` (random
-generators), `tensors.json` (where each box lies), a file on the layout it was written from (`fsdp_config.json`) and,
-last, `manifest.json` with the size and the checksum of every other file. All ranks must see the same directory.
+generators), `tensors.json` (where each box is stored), a file on the layout it was written from (`fsdp_config.json`)
+and, last, `manifest.json` with the size and the checksum of every other file. All ranks must see one directory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMAT = 1
 
 
 class Contents(Protocol):
-    """What is saved or restored. `extra`: the random generators go along."""
+    """What is saved or restored. `extra`: the random generators are included."""
 
     @property
     def extra(self) -> bool: ...

@@ -61,7 +61,7 @@ def ensure_process_group(device: str, *, timeout_s: float = 600.0) -> None:
     """Join the default process group unless this process already has one.
 
     RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of the environment say which; without RANK it is a group of one that
-    opens no port. CPU tensors go through gloo, CUDA tensors through NCCL.
+    opens no port. CPU tensors use gloo, CUDA tensors NCCL.
     """
     if dist.is_initialized():
         return
@@ -125,7 +125,7 @@ def _own_group(members: list[list[int]]) -> dist.ProcessGroup | None:
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, in rank order, on every rank; values are what JSON can say."""
+    """Every rank's value, in rank order, on every rank; values must be JSON-serialisable."""
     text = json.dumps(value).encode()
     texts = [text] if dist.get_world_size(group) == 1 else gather_bytes(text, group)
     return [json.loads(text) for text in texts]

@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from rlsys.model_merger.convert import compare, lines_of, merge, split
-from rlsys.model_merger.kinds import Split
+from rlsys.model_merger.formats import SplitLayout
 from rlsys.utils.errors import CheckpointError, ConfigError
 
 BACKENDS = ("fsdp", "megatron")
@@ -22,7 +22,7 @@ FLOATS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Code 0 when all went well, 1 when verify found differences, 2 and one line for what is wrong."""
+    """Code 0 when all went well, 1 when verify backend_found differences, 2 and one line for what is wrong."""
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)
@@ -86,8 +86,8 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def _split(options: argparse.Namespace) -> int:
-    cut = Split(**{part.name: getattr(options, part.name) for part in fields(Split)})
-    count = split(options.hf_model_path, options.target_dir, cut, overwrite=options.overwrite)
+    layout = SplitLayout(**{part.name: getattr(options, part.name) for part in fields(SplitLayout)})
+    count = split(options.hf_model_path, options.target_dir, layout, overwrite=options.overwrite)
     print(f"{options.target_dir}: {count} files")
     return 0
 

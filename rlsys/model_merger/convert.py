@@ -17,9 +17,16 @@ from torch import Tensor
 
 from rlsys.config.schema.model import ModelConfig
 from rlsys.engines.export import TOKENIZER_FILES
-from rlsys.model_merger.kinds import Split, open_checkpoint, split_text
-from rlsys.model_merger.stored import Pieces, Together, Weights, read_whole
-from rlsys.model_merger.stream import DTYPES, FILE_BYTES, Kind, torch_dtype, write_file, write_model_files
+from rlsys.model_merger.formats import SplitLayout, open_checkpoint, split_text
+from rlsys.model_merger.safetensors_writer import (
+    DTYPES,
+    FILE_BYTES,
+    TensorSpec,
+    torch_dtype,
+    write_file,
+    write_model_files,
+)
+from rlsys.model_merger.stored_weights import StoredWeights, Supplemented, Weights, read_whole
 from rlsys.models.hf import SafetensorsDir, build, check_names, read_config
 from rlsys.models.megatron.convert import fill
 from rlsys.models.megatron.family import Family, Head, family_of, tied
@@ -56,48 +63,48 @@ def merge(
     weights: Weights = stored
     if carry_from is not None:
         lacking = [name for name in _expected(config_dir, hf_config, stored) if name.endswith(BUFFERS)]
-        weights = Together(stored, SafetensorsDir(carry_from), [*carried, *lacking])
+        weights = Supplemented(stored, SafetensorsDir(carry_from), [*carried, *lacking])
     expected = _expected(config_dir, hf_config, weights)
     check_names(expected, weights, aliases=[*_aliases(hf_config), *carried])
     _check_copies(stored)
     there = weights.names()
     shapes = {**expected, **{name: shape for name, shape in carried.items() if name in there}}
-    kinds = {name: (_kept(name, weights.dtype(name), dtype), tuple(shape)) for name, shape in shapes.items()}
-    tensors = (read_whole(weights, name).to(torch_dtype(kind[0])) for name, kind in kinds.items())
+    specs = {name: (_kept(name, weights.dtype(name), dtype), tuple(shape)) for name, shape in shapes.items()}
+    tensors = (read_whole(weights, name).to(torch_dtype(spec[0])) for name, spec in specs.items())
 
     def write(staging: Path) -> None:
-        write_model_files(staging, kinds, tensors, file_bytes=file_bytes)
-        _copy_settings(config_dir, staging, most_common(kinds))
+        write_model_files(staging, specs, tensors, file_bytes=file_bytes)
+        _copy_settings(config_dir, staging, most_common(specs))
 
     _write_directory(target_dir, write, overwrite=overwrite)
-    return len(kinds)
+    return len(specs)
 
 
-def split(model_dir: Path, target_dir: Path, cut: Split, *, overwrite: bool = False) -> int:
+def split(model_dir: Path, target_dir: Path, layout: SplitLayout, *, overwrite: bool = False) -> int:
     """Write a model directory as one file a Megatron rank, besides split.json and `huggingface/`; returns the number of
     files. ConfigError for a layout that cannot be, CheckpointError for files that are not the model's."""
     hf_config = read_config_json(model_dir)
     family = family_of(hf_config)
     weights = SafetensorsDir(model_dir)
     carried = family.carried(hf_config)
-    files = list(cut.files(family, hf_config))
+    files = list(layout.files(family, hf_config))
     for _, place in files:
         family.check(hf_config, place)
-    check_names(family.hf_shapes(hf_config, head=cut.head), weights, aliases=[*family.aliases(hf_config), *carried])
+    check_names(family.hf_shapes(hf_config, head=layout.head), weights, aliases=[*family.aliases(hf_config), *carried])
     there = weights.names()
 
     def write(staging: Path) -> None:
         for file, place in files:
-            shapes, shards = cut.content(family, hf_config, file, place)
+            shapes, shards = layout.content(family, hf_config, file, place)
             by_local: dict[str, list[Shard]] = {name: [] for name in shapes}
             for shard in shards:
                 by_local[shard.local].append(shard)
-            kinds = {name: (weights.dtype(own[0].box.tensor), shapes[name]) for name, own in by_local.items()}
-            write_file(staging / file, kinds, (_local(weights, kinds[n], own) for n, own in by_local.items()))
+            specs = {name: (weights.dtype(own[0].box.tensor), shapes[name]) for name, own in by_local.items()}
+            write_file(staging / file, specs, (_local(weights, specs[n], own) for n, own in by_local.items()))
         kept = {name: (weights.dtype(name), shape) for name, shape in carried.items() if name in there}
         if kept:
             write_file(staging / "carried.safetensors", kept, (read_whole(weights, name) for name in kept))
-        write_text_durable(staging / "split.json", split_text(cut))
+        write_text_durable(staging / "split.json", split_text(layout))
         (staging / HUGGINGFACE).mkdir()
         _copy_settings(model_dir, staging / HUGGINGFACE, None)
 
@@ -117,7 +124,7 @@ def compare(local_dir: Path, model_dir: Path, *, backend: str | None = None) -> 
     lines = [f"{name} is only in {local_dir}" for name in sorted(names - other - spare)]
     lines += [f"{name} is only in {model_dir}" for name in sorted(other - names - spare)]
     lines += [line for name in sorted(names & other) if (line := _difference(name, ours, theirs))]
-    return lines + (list(ours.differing_copies()) if isinstance(ours, Pieces) else [])
+    return lines + (list(ours.differing_copies()) if isinstance(ours, StoredWeights) else [])
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
@@ -128,9 +135,9 @@ def read_config_json(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"cannot read {directory / 'config.json'}: {error}") from error
 
 
-def most_common(kinds: Mapping[str, Kind]) -> str:
+def most_common(specs: Mapping[str, TensorSpec]) -> str:
     """The torch name of the type of most tensors."""
-    name = Counter(dtype for dtype, _ in kinds.values()).most_common(1)[0][0]
+    name = Counter(dtype for dtype, _ in specs.values()).most_common(1)[0][0]
     return str(DTYPES[name]).removeprefix("torch.")
 
 
@@ -167,8 +174,8 @@ def _kept(name: str, stored: str, wanted: str | None) -> str:
     return wanted if wanted is not None and floats and not name.endswith(BUFFERS) else stored
 
 
-def _local(weights: SafetensorsDir, kind: Kind, shards: Sequence[Shard]) -> Tensor:
-    dtype, shape = kind
+def _local(weights: SafetensorsDir, spec: TensorSpec, shards: Sequence[Shard]) -> Tensor:
+    dtype, shape = spec
     for name in dict.fromkeys(shard.box.tensor for shard in shards):
         if weights.dtype(name) != dtype:
             first = shards[0].box.tensor
@@ -178,15 +185,15 @@ def _local(weights: SafetensorsDir, kind: Kind, shards: Sequence[Shard]) -> Tens
     return tensor
 
 
-def _check_copies(weights: Pieces) -> None:
+def _check_copies(weights: StoredWeights) -> None:
     if lines := list(weights.differing_copies()):
         raise CheckpointError(f"ranks disagree on {len(lines)} tensors: {'; '.join(lines[:3])}")
 
 
 def _difference(name: str, ours: Weights, theirs: Weights) -> str:
-    kinds = [(weights.dtype(name), weights.shape(name)) for weights in (ours, theirs)]
-    if kinds[0] != kinds[1]:
-        return f"{name} is {kinds[0][0]} {kinds[0][1]} and {kinds[1][0]} {kinds[1][1]}"
+    specs = [(weights.dtype(name), weights.shape(name)) for weights in (ours, theirs)]
+    if specs[0] != specs[1]:
+        return f"{name} is {specs[0][0]} {specs[0][1]} and {specs[1][0]} {specs[1][1]}"
     mine, other = (read_whole(weights, name).contiguous().reshape(-1).view(torch.uint8) for weights in (ours, theirs))
     return "" if torch.equal(mine, other) else f"{name} differs in {int((mine != other).sum())} bytes"
 

@@ -1,7 +1,7 @@
 """Exact causal attention over packed sequences, as an attention implementation of transformers named `ATTENTION`.
 
 A pack is one row (1, tokens) holding sequences one after another; no token sees another sequence. On CUDA in half
-precision the variable-length flash kernel of torch runs; elsewhere each sequence is attended on its own, which costs no
+precision the variable-length flash kernel of torch runs; otherwise each sequence is attended on its own, which costs no
 masked-out work (a dense block-diagonal mask costs the square of the whole pack) and gives each sequence the same digits
 whatever it is packed with.
 """

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Tokens `start` to `stop` of a pack, of the sequence that begins at token `first`."""
 
     first: int
@@ -31,7 +31,7 @@ def pack_multiple(each: int, size: int) -> int:
     return size * math.lcm(each, 2) if size > 1 else each
 
 
-def own_spans(lengths: Sequence[int], rank: int, size: int) -> Iterator[Span]:
+def own_spans(lengths: Sequence[int], rank: int, size: int) -> Iterator[TokenSpan]:
     """What `rank` holds, in its order; ValueError for a length that 2 `size` does not divide."""
     first = 0
     for length in lengths:
@@ -40,11 +40,11 @@ def own_spans(lengths: Sequence[int], rank: int, size: int) -> Iterator[Span]:
                 f"{size} ranks cannot share a sequence of {length} tokens: pad it to a multiple of {2 * size}"
             )
         if size == 1:
-            yield Span(first, first, first + length)
+            yield TokenSpan(first, first, first + length)
         else:
             chunk = length // (2 * size)
             for number in (rank, 2 * size - 1 - rank):
-                yield Span(first, first + number * chunk, first + (number + 1) * chunk)
+                yield TokenSpan(first, first + number * chunk, first + (number + 1) * chunk)
         first += length
 
 
@@ -63,9 +63,9 @@ def own_among(places: Tensor, lengths: Sequence[int], rank: int, size: int) -> t
     here = torch.full((sum(lengths),), -1)
     mine = own_tokens(lengths, rank, size)
     here[mine] = torch.arange(len(mine))
-    found = here.to(places.device)[places]
-    numbers = (found >= 0).nonzero()[:, 0]
-    return numbers, found[numbers]
+    own = here.to(places.device)[places]
+    numbers = (own >= 0).nonzero()[:, 0]
+    return numbers, own[numbers]
 
 
 def gather_tokens(part: Tensor, group: ProcessGroup, order: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def peak_flops(device: torch.device) -> float:
 
 
 def measured_flops(device: torch.device, *, repeats: int = 3, size: int | None = None) -> float:
-    """FLOP/s of a square matrix product, the best of `repeats`: bf16 4096 on CUDA, float32 1024 elsewhere."""
+    """FLOP/s of a square matrix product, the best of `repeats`: bf16 4096 on CUDA, float32 1024 on CPU."""
     cuda = device.type == "cuda"
     size, dtype = (size or 4096, torch.bfloat16) if cuda else (size or 1024, torch.float32)
     a = torch.randn(size, size, device=device, dtype=dtype)

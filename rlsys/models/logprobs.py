@@ -1,7 +1,7 @@
 """Log-probability, entropy and collision probability of given tokens, without ever holding all logits.
 
 M positions, H hidden size, V vocabulary. Only `chunk_elements` logits exist at a time, in forward and in backward,
-where they are computed anew; the results are float32 (float64 in a float64 model) whatever the model computes in.
+where they are recomputed; the results are float32 (float64 in a float64 model) whatever the model computes in.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def token_stats(
 class _Scores:
     """Scaled logits of one chunk after another, float32 at least.
 
-    Half-precision factors are multiplied straight into float32 on CUDA; elsewhere one buffer serves all chunks.
+    Half-precision factors are multiplied straight into float32 on CUDA; otherwise one buffer serves all chunks.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, scale: float, rows: int) -> None:
@@ -156,8 +156,8 @@ class _Targets:
     def scores(self, scores: Tensor, part: slice) -> Tensor:
         if self.size == 0:
             return scores.new_zeros(len(scores))
-        found = scores.gather(1, self.column[part, None])[:, 0]
-        return found if self.here is None else found * self.here[part]
+        picked = scores.gather(1, self.column[part, None])[:, 0]
+        return picked if self.here is None else picked * self.here[part]
 
     def add(self, slope: Tensor, part: slice, values: Tensor) -> None:
         """Add `values` (M,) of the rows of `part` to the targets' columns of `slope`."""

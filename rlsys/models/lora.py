@@ -56,7 +56,7 @@ def lora_settings(model: ModelConfig, *, seed: int) -> LoraSettings | None:
 
 
 @dataclass(frozen=True)
-class Adapted:
+class AdaptedWeight:
     """One adapted weight by HF name: the names of its A and B and the scale of their product."""
 
     a: str
@@ -89,21 +89,21 @@ def targeted(layers: Collection[str], settings: LoraSettings) -> list[str]:
     """Those of the linear layers' names that get an adapter, by peft's rules; ConfigError if none does."""
     targets = settings.target_modules
     if targets == "all-linear":
-        found = list(layers)
+        chosen = list(layers)
     elif isinstance(targets, str):
-        found = [layer for layer in layers if re.fullmatch(targets, layer)]
+        chosen = [layer for layer in layers if re.fullmatch(targets, layer)]
     else:
-        found = [layer for layer in layers if layer in targets or layer.endswith(tuple(f".{t}" for t in targets))]
-    if not found:
+        chosen = [layer for layer in layers if layer in targets or layer.endswith(tuple(f".{t}" for t in targets))]
+    if not chosen:
         known = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
         raise ConfigError(f"target_modules={targets}: the model has no linear layer of that name; it has {known}")
-    return found
+    return chosen
 
 
-def adapted_by(layer: str, settings: LoraSettings) -> Adapted:
+def adapted_by(layer: str, settings: LoraSettings) -> AdaptedWeight:
     """The adapter of a linear layer."""
     parts = (f"{layer}.lora_{part}.{ADAPTER}.weight" for part in "AB")
-    return Adapted(*parts, scale=settings.alpha / settings.rank)
+    return AdaptedWeight(*parts, scale=settings.alpha / settings.rank)
 
 
 def is_adapter(name: str) -> bool:
@@ -116,16 +116,16 @@ def hf_name(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def adapted_weights(model: nn.Module) -> dict[str, Adapted]:
+def adapted_weights(model: nn.Module) -> dict[str, AdaptedWeight]:
     """The adapted weights of `model` by HF name."""
     from peft.tuners.lora import LoraLayer
 
-    found = {}
+    adapted = {}
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
             parts = (f"{name}.lora_A.{ADAPTER}.weight", f"{name}.lora_B.{ADAPTER}.weight")
-            found[f"{name}.weight"] = Adapted(*parts, scale=module.scaling[ADAPTER])
-    return found
+            adapted[f"{name}.weight"] = AdaptedWeight(*parts, scale=module.scaling[ADAPTER])
+    return adapted
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The real tokens of padded rows: found once, then laid out packed or left-aligned, and outputs put back into (B, R).
+"""The real tokens of padded rows: found once, packed or left-aligned, and their outputs scattered into (B, R).
 
 B rows, L = P + R columns, N real tokens of all rows, M real response tokens.
 """
@@ -35,7 +35,7 @@ class TokenRows:
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
     def scatter(self, values: Tensor) -> Tensor:
-        """(M,) -> (B, R), zero elsewhere; differentiable."""
+        """(M,) -> (B, R), zero at padding; differentiable."""
         cells = values.new_zeros(self.shape[0] * self.shape[1])
         return cells.index_put((self.cells,), values).view(self.shape)
 

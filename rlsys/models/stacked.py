@@ -1,4 +1,4 @@
-"""Tensors that transformers saves under other names than it holds them by: stacked experts above all."""
+"""Tensors that transformers saves under other names than those of the model: stacked experts above all."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from rlsys.types import Box, Shard
 from rlsys.utils.errors import CheckpointError
 
 STACK_DIMS = 3
-Parts = Mapping[str, "Part"]
+Parts = Mapping[str, "StackRows"]
 """Saved tensors that are parts of others, by their own names."""
 Stacks = Mapping[str, Parts]
 """The parts of each held tensor that is saved under other names."""
-Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class StackRows:
     """A saved tensor: `num_rows` rows from `start` on of the tensor `held`, whose stack counts as (all rows, width)."""
 
     held: str
@@ -33,10 +32,10 @@ class Part:
 
 def by_stack(parts: Parts) -> Stacks:
     """The parts of each stack."""
-    found: dict[str, dict[str, Part]] = {}
+    stacks: dict[str, dict[str, StackRows]] = {}
     for saved, part in parts.items():
-        found.setdefault(part.held, {})[saved] = part
-    return found
+        stacks.setdefault(part.held, {})[saved] = part
+    return stacks
 
 
 def rows_of(shape: Sequence[int]) -> int:
@@ -44,7 +43,7 @@ def rows_of(shape: Sequence[int]) -> int:
     return shape[1] if len(shape) == STACK_DIMS else 1
 
 
-def saved_shapes(parts: Parts, held: Sequence[int]) -> dict[str, Shape]:
+def saved_shapes(parts: Parts, held: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors that a stack of shape `held` is saved as."""
     width = tuple(held[-1:]) if len(held) > 1 else ()
     return {saved: (part.num_rows, *width) for saved, part in parts.items()}
@@ -71,22 +70,22 @@ class AsHeld:
     `held` are the shapes of the model's own tensors. A stack that is there under its own name is taken as it is.
     """
 
-    def __init__(self, source: TensorSource, stacks: Stacks, held: Mapping[str, Shape]) -> None:
+    def __init__(self, source: TensorSource, stacks: Stacks, held: Mapping[str, tuple[int, ...]]) -> None:
         there = set(source.names())
         self._source, self._held = source, held
         self._stacks = {name: parts for name, parts in stacks.items() if name not in there}
-        expected: dict[str, Shape] = {}
+        expected: dict[str, tuple[int, ...]] = {}
         for name, parts in self._stacks.items():
             expected |= saved_shapes(parts, held[name])
-        found = {saved: tuple(source.shape(saved)) for saved in expected if saved in there}
-        if differences := differing_tensors(expected, found):
+        shapes = {saved: tuple(source.shape(saved)) for saved in expected if saved in there}
+        if differences := differing_tensors(expected, shapes):
             raise CheckpointError(f"these weights belong to another model: {differences}")
         self._names = self._stacks.keys() | (there - expected.keys())
 
     def names(self) -> Collection[str]:
         return self._names
 
-    def shape(self, name: str) -> Shape:
+    def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._held[name]) if name in self._stacks else self._source.shape(name)
 
     def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -95,23 +94,23 @@ class AsHeld:
         whole = self._held[name]
         if tuple(start[1:]) != (0,) * (len(whole) - 1) or tuple(shape[1:]) != whole[1:]:
             raise ValueError(f"{name} is read by whole entries of its first dimension")
-        found = shards_of(self._stacks[name], Box(name, tuple(start), tuple(shape)))
-        pieces = sorted(found, key=lambda piece: piece.local_start)
-        rows = [self._source.read(piece.box.tensor, piece.box.start, piece.box.shape) for piece in pieces]
+        shards = shards_of(self._stacks[name], Box(name, tuple(start), tuple(shape)))
+        boxes = [shard.box for shard in sorted(shards, key=lambda shard: shard.local_start)]
+        rows = [self._source.read(box.tensor, box.start, box.shape) for box in boxes]
         return torch.cat(rows).view(tuple(shape))
 
 
-def part_of(tensor: Tensor, part: Part) -> Tensor:
+def part_of(tensor: Tensor, part: StackRows) -> Tensor:
     """The saved tensor inside the held one, sharing its memory."""
     flat = tensor.view(-1, tensor.shape[-1]) if tensor.ndim == STACK_DIMS else tensor
     return flat[part.start : part.start + part.num_rows]
 
 
-def saved_parts(model: Any) -> dict[str, Part]:
+def saved_parts(model: Any) -> dict[str, StackRows]:
     """The saved tensors that are held under another name, by the name they are saved by.
 
-    Asked of transformers itself: numbered rows go through the conversion that it saves with. What comes out as no run
-    of rows of one tensor (a transposed stack) is left under its own name.
+    Learned from transformers itself: numbered rows are passed through the conversion that it saves with. A result that
+    is not a run of rows of one tensor (a transposed stack) is left under its own name.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -123,12 +122,12 @@ def saved_parts(model: Any) -> dict[str, Part]:
         starts.append(count)
         coded[name] = torch.arange(torch.Size(rows).numel()).view(rows) + count
         count += coded[name].numel()
-    found: dict[str, Part] = {}
+    parts: dict[str, StackRows] = {}
     for saved, part in revert_weight_conversion(model, coded).items():
         run = part.flatten()
         at = bisect_right(starts, int(run[0])) - 1
         source, start = names[at], int(run[0]) - starts[at]
         is_run = torch.equal(run, torch.arange(len(run)) + run[0]) and start + len(run) <= coded[source].numel()
         if saved != source and is_run:
-            found[saved] = Part(source, start, len(run))
-    return found
+            parts[saved] = StackRows(source, start, len(run))
+    return parts

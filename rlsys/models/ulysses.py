@@ -27,7 +27,7 @@ def tokens_to_heads(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum of the ranks' tensors where each rank goes on with the same computation: its gradient is passed unchanged."""
+    """Sum of the ranks' tensors where every rank continues with the same computation; passes its gradient unchanged."""
     return _SumOver.apply(x, group)
 
 

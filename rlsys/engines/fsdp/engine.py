@@ -14,7 +14,7 @@ from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig
 from rlsys.engines.base import BaseTrainEngine, Visit, compute_dtype
 from rlsys.engines.fsdp.optim import ShardedAdamW
 from rlsys.engines.fsdp.sharding import (
-    HeldWeights,
+    HFWeights,
     fill,
     full_of,
     materialise,
@@ -133,9 +133,9 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedAdamW]):
     def adapters_disabled(self) -> AbstractContextManager[None]:
         return lora.adapters_off(self.model)
 
-    def _held(self) -> HeldWeights:
+    def _held(self) -> HFWeights:
         adapted = lora.adapted_weights(self.model.model) if self.lora is not None else {}
-        return HeldWeights(parameters_by_name(self.model), adapted, self._stacks)
+        return HFWeights(parameters_by_name(self.model), adapted, self._stacks)
 
     def weight_layout(self) -> WeightLayout:
         return weight_layout(self._held().base, self.ranks, tied_names(self.model), self._stacks)

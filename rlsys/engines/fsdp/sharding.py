@@ -16,7 +16,7 @@ from rlsys.config.schema.model import ShardConfig
 from rlsys.engines.fsdp.optim import local_of
 from rlsys.engines.mesh import Ranks
 from rlsys.models.hf import TensorSource, layer_modules
-from rlsys.models.lora import Adapted, hf_name, is_adapter
+from rlsys.models.lora import AdaptedWeight, hf_name, is_adapter
 from rlsys.models.stacked import Stacks, part_of, saved_shapes, shards_of
 from rlsys.models.token_model import TokenModel
 from rlsys.types import Box, Shard, WeightLayout
@@ -130,13 +130,13 @@ def weight_layout(
     )
 
 
-class HeldWeights:
+class HFWeights:
     """The model's weights under HF names: base tensors, with the adapters' products added where there are adapters.
 
     Whole tensors of `stacks` are given part by part, as they are saved.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], adapted: Mapping[str, Adapted], stacks: Stacks) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], adapted: Mapping[str, AdaptedWeight], stacks: Stacks) -> None:
         self._stacks = stacks
         self._adapters = {name: p for name, p in parameters.items() if is_adapter(name)}
         self.base = {hf_name(name): p for name, p in parameters.items() if not is_adapter(name)}

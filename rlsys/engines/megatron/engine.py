@@ -27,7 +27,7 @@ from rlsys.engines.megatron.offload import HostOffload
 from rlsys.engines.megatron.optim import MegatronAdamW
 from rlsys.engines.megatron.run import make_packs, run
 from rlsys.engines.megatron.state import MegatronState
-from rlsys.engines.megatron.weights import HeldModel, Merged
+from rlsys.engines.megatron.weights import MergedTensors, ModelShards
 from rlsys.engines.micro_batches import MicroBatches, Pack
 from rlsys.interfaces import Part
 from rlsys.models.hf import Head, TensorSource, check_names, open_weights, read_config
@@ -84,7 +84,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
                 scalar_head=head == "scalar",
                 device=ranks.device,
             )
-            self.held = HeldModel(family, hf_config, head == "scalar", ranks, chunks, settings)
+            self.held = ModelShards(family, hf_config, head == "scalar", ranks, chunks, settings)
             add_adapters(chunks, self.held.factors)
             base = open_weights(model, config, head=head, seed=seed, as_saved=True)
             unused = [*family.carried(hf_config), *family.aliases(hf_config)]
@@ -161,10 +161,10 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         return self.held.layout()
 
     def local_tensors(self) -> Mapping[str, Tensor]:
-        return dict(Merged(self.held))
+        return dict(MergedTensors(self.held))
 
     def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        return self.held.full(Merged(self.held), bucket_bytes, names=self.held.base_shapes)
+        return self.held.full(MergedTensors(self.held), bucket_bytes, names=self.held.base_shapes)
 
     def _adapter(self) -> tuple[lora.LoraSettings, list[str], dict[str, Tensor]] | None:
         plan = self.held.adapters
@@ -185,8 +185,8 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
 
     def _state(self, contents: frozenset[str] = frozenset()) -> MegatronState:
         names = {parameter: name for name, parameter in self.held.parameters.items()}
-        pieces = self.optimizer.pieces(names) if self.optimizer is not None else []
-        return MegatronState(self.held, tuple(pieces), contents)
+        ranges = self.optimizer.ranges(names) if self.optimizer is not None else []
+        return MegatronState(self.held, tuple(ranges), contents)
 
     def move(self, parts: Sequence[Part], device: str) -> None:
         for part in parts:
@@ -202,5 +202,5 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         if part == "grads":
             return [buffer.grad_data for buffer in self.optimizer.grad_buffers()]
         shared = {tensor.untyped_storage().data_ptr() for tensor in parameters}
-        own = [tensor for piece in self._state().pieces for tensor in piece.tensors.values()]
+        own = [tensor for part in self._state().ranges for tensor in part.tensors.values()]
         return [tensor for tensor in own if tensor.untyped_storage().data_ptr() not in shared]

@@ -28,7 +28,7 @@ from rlsys.models.megatron.build import TokenGPT
 
 
 @dataclass(frozen=True)
-class Piece:
+class OptimizerRange:
     """A range of a parameter's elements on this rank: elements `start` to `stop` of the flattened local tensor, whose
     masters and moments (float32, one-dimensional) are `tensors` by "master", "exp_avg" and "exp_avg_sq"."""
 
@@ -134,16 +134,16 @@ class MegatronAdamW(BaseAdamW):
         for buffer, values in zip(buffers, before, strict=True):
             buffer.grad_data.copy_(values)
 
-    def pieces(self, names: Mapping[nn.Parameter, str]) -> list[Piece]:
+    def ranges(self, names: Mapping[nn.Parameter, str]) -> list[OptimizerRange]:
         """Everything this rank holds of the optimizer, live; `names` are the parameters' local names."""
-        pieces = []
+        ranges = []
         for part in self._parts:
             for parameter, master in _masters(part):
                 span = part._get_model_param_range_map(parameter)["param"]
                 state = part.optimizer.state[master]
                 tensors = {"master": master.detach(), **{name: state[name] for name in MOMENTS}}
-                pieces.append(Piece(names[parameter], span.start, span.end, tensors))
-        return pieces
+                ranges.append(OptimizerRange(names[parameter], span.start, span.end, tensors))
+        return ranges
 
     def set_num_updates(self, count: int) -> None:
         self.num_steps = count

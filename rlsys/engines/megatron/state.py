@@ -21,8 +21,8 @@ from torch import Tensor
 
 from rlsys.engines.adamw import MOMENTS
 from rlsys.engines.dcp_storage import METADATA, STORAGE_ERRORS, data_file, read_tensor_index
-from rlsys.engines.megatron.optim import Piece
-from rlsys.engines.megatron.weights import HeldModel, region
+from rlsys.engines.megatron.optim import OptimizerRange
+from rlsys.engines.megatron.weights import ModelShards, region
 from rlsys.engines.mesh import gather_json, together
 from rlsys.models.hf import TensorSource
 from rlsys.models.lora import hf_name
@@ -35,8 +35,8 @@ from rlsys.utils.errors import CheckpointError
 class MegatronState:
     """A Contents of rlsys.engines.checkpoint; `parts` among "model", "optimizer" and "extra"."""
 
-    held: HeldModel
-    pieces: tuple[Piece, ...]
+    held: ModelShards
+    ranges: tuple[OptimizerRange, ...]
     parts: frozenset[str]
 
     @property
@@ -48,9 +48,9 @@ class MegatronState:
         return "megatron_config.json", {"world_size": dist.get_world_size(), **asdict(self.held.ranks.sizes)}
 
     def _kinds(self) -> dict[str, str]:
-        """Prefix of the keys in the checkpoint, by the tensor of a piece that they hold."""
+        """Prefix of the keys in the checkpoint, by the tensor of a range that they hold."""
         kinds = {"master": "model."} if "model" in self.parts else {}
-        if "optimizer" in self.parts and self.pieces:
+        if "optimizer" in self.parts and self.ranges:
             kinds |= {moment: f"optim.{moment}." for moment in MOMENTS}
         return kinds
 
@@ -101,7 +101,7 @@ class MegatronState:
             for kind, prefix in kinds.items():
                 yield prefix + self._saved_name(box.tensor), box.start, tensors[kind]
         if "model" in self.parts:
-            local = self.held.untrained_here() if self.pieces else self.held.local()
+            local = self.held.untrained_here() if self.ranges else self.held.local()
             for shard in self.held.shards:
                 if shard.local in local and self.held.gives(shard):
                     name = f"model.{self._saved_name(shard.box.tensor)}"
@@ -113,16 +113,16 @@ class MegatronState:
         for shard in self.held.shards:
             if not (given_only and shard in self.held.copies):
                 by_local[shard.local].append(shard)
-        for piece in self.pieces:
-            shape = self.held.parameters[piece.local].shape
-            for start, size, at in flat_boxes(piece.start, piece.stop, shape):
-                for shard in by_local[piece.local]:
+        for part in self.ranges:
+            shape = self.held.parameters[part.local].shape
+            for start, size, at in flat_boxes(part.start, part.stop, shape):
+                for shard in by_local[part.local]:
                     if (cut := overlap(start, size, shard.local_start, shard.box.shape)) is None:
                         continue
                     first, extent = cut
                     inside = tuple(slice(f - s, f - s + n) for f, s, n in zip(first, start, extent, strict=True))
                     count = torch.Size(size).numel()
-                    views = {name: t[at : at + count].view(size)[inside] for name, t in piece.tensors.items()}
+                    views = {name: t[at : at + count].view(size)[inside] for name, t in part.tensors.items()}
                     moved = zip(shard.box.start, first, shard.local_start, strict=True)
                     yield Box(shard.box.tensor, tuple(b + f - s for b, f, s in moved), extent), views
 
@@ -144,7 +144,7 @@ class MegatronState:
 
 
 class SavedTensors:
-    """Tensors of a checkpoint whose keys begin with `prefix`, as a TensorSource: boxes put together of its chunks."""
+    """Tensors of a checkpoint whose keys begin with `prefix`, as a TensorSource: boxes assembled from its chunks."""
 
     def __init__(self, path: Path, index: Mapping[str, Any], prefix: str) -> None:
         self.path, self.prefix = path, prefix

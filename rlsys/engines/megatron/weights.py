@@ -1,4 +1,4 @@
-"""What a Megatron rank holds of the HF tensors: filling it from a source, describing it, gathering whole tensors."""
+"""What a Megatron rank holds of the HF tensors: fill it from a source, describe it, gather whole tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rlsys.types import Shard, WeightLayout
 
 
 @dataclass(frozen=True)
-class HeldModel:
+class ModelShards:
     """This rank's chunks, and which boxes of which HF tensors its tensors are; with `lora` the factors of adapters are
     among these tensors, the chunks have to be given them, and nothing else is trained but a scalar head."""
 
@@ -103,7 +103,7 @@ class HeldModel:
 
     @cached_property
     def copies(self) -> frozenset[Shard]:
-        """Shards whose box another rank holds too and is to give: norms of tensor-parallel ranks, tied embeddings."""
+        """Shards whose box another rank also holds and provides: norms of tensor-parallel ranks, tied embeddings."""
         mine = self.ranks.place
         earlier = [replace(mine, tp_rank=rank) for rank in range(mine.tp_rank)]
         if mine.is_last_stage and mine.pp_rank > 0:
@@ -114,7 +114,7 @@ class HeldModel:
         return frozenset(shard for shard in self.shards if shard.box in boxes)
 
     def mark_parts(self) -> None:
-        """Tell Megatron which parameters are parts, that is, count in a norm on this tensor-parallel rank too."""
+        """Mark for Megatron which parameters are parts: they count in a norm on this tensor-parallel rank too."""
         parts = {shard.local for shard in self.shards if shard not in self.copies}
         for name, parameter in self.parameters.items():
             parameter.tensor_model_parallel = name in parts  # type: ignore[attr-defined]
@@ -126,7 +126,7 @@ class HeldModel:
             parameter.requires_grad_(trained and (self.lora is None or name in wanted))
 
     def gives(self, shard: Shard) -> bool:
-        """Whether this rank is the one of the world that gives this box."""
+        """Whether this is the one rank of all that provides this box."""
         replica = self.ranks.expert_dp_rank if EXPERTS in shard.local else self.ranks.copy_rank
         return replica == 0 and shard not in self.copies
 
@@ -149,7 +149,7 @@ class HeldModel:
 
     @cached_property
     def untrained(self) -> frozenset[str]:
-        """HF tensors that are buffers, on whichever rank, or frozen."""
+        """HF tensors that are buffers on any rank, or frozen."""
         buffers = (name for part in self._all_ranks for name in part["buffers"])
         return frozenset([*buffers, *(name for name in self.full_shapes if not self.is_trained(name))])
 
@@ -214,10 +214,10 @@ class HeldModel:
         return whole
 
 
-class Merged(Mapping[str, Tensor]):
+class MergedTensors(Mapping[str, Tensor]):
     """Local tensors, those that have adapters with them merged in; only the last merged one is kept."""
 
-    def __init__(self, held: HeldModel) -> None:
+    def __init__(self, held: ModelShards) -> None:
         self._held, self._local, self._last = held, held.local(), ("", torch.empty(0))
         self._names = dict.fromkeys(shard.local for shard in held.base_held)
 

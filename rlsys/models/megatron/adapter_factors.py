@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlsys.models.lora import Adapted, LoraSettings, adapted_by, targeted
+from rlsys.models.lora import AdaptedWeight, LoraSettings, adapted_by, targeted
 from rlsys.models.megatron.rules import extents
 from rlsys.types import Box, Shard
 
@@ -24,7 +24,7 @@ class AdapterPlan:
     """The adapted weights by HF name and the full shapes of their factors, the same on every rank."""
 
     settings: LoraSettings
-    adapted: Mapping[str, Adapted]
+    adapted: Mapping[str, AdaptedWeight]
     shapes: Mapping[str, tuple[int, ...]]
 
     def saved_name(self, name: str) -> str:
@@ -72,13 +72,13 @@ def factors_of(plan: AdapterPlan, held: Sequence[Shard], whole: Sequence[Shard])
     for shard in held:
         here[shard.local].append(shard)
     sizes, uncut = extents(held), extents(whole)
-    found: dict[str, list[Factors]] = defaultdict(list)
+    factors: dict[str, list[Factors]] = defaultdict(list)
     for local, name in dict.fromkeys((s.local, s.box.tensor) for s in whole if s.box.tensor in plan.adapted):
         if len(uncut[local]) == 2:
             rows_cut, columns_cut = (n < full for n, full in zip(sizes[local], uncut[local], strict=True))
             partial = "A" if rows_cut else "B" if columns_cut else ""
-            found[local].append(_factors(plan, name, here[local], partial))
-    return dict(found)
+            factors[local].append(_factors(plan, name, here[local], partial))
+    return dict(factors)
 
 
 def _factors(plan: AdapterPlan, name: str, local: Sequence[Shard], partial: Literal["A", "B", ""]) -> Factors:

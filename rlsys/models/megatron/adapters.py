@@ -1,4 +1,4 @@
-"""Low-rank adapters on Megatron's linear layers: they compute with W + scale * B @ A, made anew wherever it is needed.
+"""Low-rank adapters on Megatron's linear layers: they compute with W + scale * B @ A, merged again for each use.
 
 The forward pass communicates nothing, and what it merges is not kept for the backward pass. A factor that a rank holds
 whole beside a part of its weight gets a part of its gradient there; `sum_shared_gradients` adds the parts up, once a
@@ -28,7 +28,7 @@ from rlsys.models.megatron.rules import extents
 from rlsys.types import Shard
 from rlsys.utils.errors import ConfigError
 
-PAST_THEM = (
+UNSUPPORTED_SETTINGS = (
     "fp8",
     "fp4",
     "use_transformer_engine_op_fuser",
@@ -36,16 +36,17 @@ PAST_THEM = (
     "delay_wgrad_compute",
     "cpu_offloading",
 )
-"""Megatron's settings that round merged weights, or reach for a layer's parameters past them."""
+"""Megatron's settings that round merged weights, or read a layer's parameters without their adapters."""
 
 
 def add_adapters(chunks: Sequence[Any], factors: Mapping[str, Sequence[Factors]]) -> None:
-    """Put the adapters, not yet filled, into the linear layers of this rank's chunks, in place.
+    """Add the adapters, not yet filled, to the linear layers of this rank's chunks, in place.
 
-    ConfigError for settings of Megatron under which they would not count.
+    ConfigError for settings of Megatron that would bypass them.
     """
-    if factors and (odd := [name for name in PAST_THEM if getattr(chunks[0].config, name, None)]):
-        raise ConfigError(f"adapters do not go with {', '.join(odd)}: leave it out of override_transformer_config")
+    if factors and (unsupported := [name for name in UNSUPPORTED_SETTINGS if getattr(chunks[0].config, name, None)]):
+        names = ", ".join(unsupported)
+        raise ConfigError(f"adapters do not work with {names}: remove it from override_transformer_config")
     layers: dict[str, dict[str, Sequence[Factors]]] = defaultdict(dict)
     for local, of_weight in factors.items():
         place, _, attribute = local.rpartition(".")
@@ -112,7 +113,7 @@ class LayerAdapters(nn.Module):
 
     @contextmanager
     def in_use(self, base: Mapping[str, Any]) -> Iterator[None]:
-        """Within the block the merged weights are there; the backward pass merges anew instead of keeping them."""
+        """Merge the weights for the block; the backward pass merges them again instead of keeping them."""
         if not self.enabled:
             yield
             return

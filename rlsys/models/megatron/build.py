@@ -207,7 +207,7 @@ class TokenGPT(GPTModel):
 
 def _at(places: Tensor, rows: TokenRows, compute: Callable[[Tensor, Any], dict[str, Tensor]]) -> dict[str, Tensor]:
     """Numbers (M,) of the tokens at `places` of the pack, on every rank of context parallelism: each computes those it
-    holds, from where it has them and their numbers among `places`. All go on with the same loss, so each takes the
+    holds, from where it has them and their numbers among `places`. All continue with the same loss, so each takes the
     gradient of its own."""
     group: Any = mpu.get_context_parallel_group()
     if group.size() == 1:

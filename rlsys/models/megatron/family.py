@@ -13,7 +13,7 @@ from pkgutil import iter_modules
 from typing import Any, Literal
 
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
-from rlsys.models.megatron.rules import Cut, Dims, Lies, Rule, extents, padded_rows, whole
+from rlsys.models.megatron.rules import Dims, Rule, ShardFn, ShardIndex, extents, padded_rows, whole
 from rlsys.types import Box, Shard
 from rlsys.utils.errors import ConfigError
 
@@ -171,32 +171,34 @@ class Family:
         self, hf_config: HFConfig, place: RankPlace, head: Head, grouped_experts: bool, te: bool
     ) -> Iterator[Shard]:
         dims = self.dims(hf_config)
-        tensor = Cut(place.tp_rank, place.sizes.tp, dims)
-        expert = Cut(place.etp_rank, place.sizes.expert_tp, dims)
+        tensor = ShardIndex(place.tp_rank, place.sizes.tp, dims)
+        expert = ShardIndex(place.etp_rank, place.sizes.expert_tp, dims)
         chunks = self.layers_of(hf_config, place)
         if place.pp_rank == 0:
-            yield from _lay(EMBEDDING, "0.", "", tensor, te)
+            yield from _rule_shards(EMBEDDING, "0.", "", tensor, te)
         for chunk, layers in enumerate(chunks):
             for number, layer in enumerate(layers):
                 local, hf = f"{chunk}.decoder.layers.{number}.", f"model.layers.{layer}."
                 sparse = self.is_sparse(hf_config, layer)
                 for rule in self._layer_rules(sparse, dims):
-                    yield from _lay(rule, local, hf, tensor, te)
+                    yield from _rule_shards(rule, local, hf, tensor, te)
                 if sparse:
                     yield from self._experts(local, hf, place, expert, grouped_experts)
         if place.is_last_stage:
             last = f"{len(chunks) - 1}."
-            yield from _lay(FINAL_NORM, last, "", tensor, te)
+            yield from _rule_shards(FINAL_NORM, last, "", tensor, te)
             for rule in _head_rules(hf_config, head, shared=place.sizes.pp == 1):
-                yield from _lay(rule, last, "", tensor, te)
+                yield from _rule_shards(rule, last, "", tensor, te)
 
     def _layer_rules(self, sparse: bool, dims: Dims) -> list[Rule]:
         rules = (*self.layer, *(self.sparse if sparse else self.dense))
         return [rule for rule in rules if not rule.when or dims[rule.when]]
 
-    def _experts(self, local: str, hf: str, place: RankPlace, cut: Cut, grouped_experts: bool) -> Iterator[Shard]:
-        count = cut.dims["experts"] // place.sizes.ep
-        pieces = [(rule.local, list(rule.lies(rule.parts(cut.dims), cut))) for rule in self.expert]
+    def _experts(
+        self, local: str, hf: str, place: RankPlace, index: ShardIndex, grouped_experts: bool
+    ) -> Iterator[Shard]:
+        count = index.dims["experts"] // place.sizes.ep
+        pieces = [(rule.local, list(rule.shard_fn(rule.parts(index.dims), index))) for rule in self.expert]
         for number in range(count):
             e = place.ep_rank * count + number
             for name, boxes in pieces:
@@ -242,11 +244,11 @@ def known_families() -> list[Family]:
     return [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
 
 
-def _lay(rule: Rule, local: str, hf: str, cut: Cut, te: bool) -> Iterator[Shard]:
-    lies: Lies = (te and rule.te_lies) or rule.lies
+def _rule_shards(rule: Rule, local: str, hf: str, index: ShardIndex, te: bool) -> Iterator[Shard]:
+    shard_fn: ShardFn = (te and rule.te_shard_fn) or rule.shard_fn
     name = local + ((te and rule.te) or rule.local)
-    parts = [(hf + part, shape) for part, shape in rule.parts(cut.dims)]
-    for box, at in lies(parts, cut):
+    parts = [(hf + part, shape) for part, shape in rule.parts(index.dims)]
+    for box, at in shard_fn(parts, index):
         yield Shard(box, name, at)
 
 

@@ -1,7 +1,7 @@
 """The vocabulary of the family tables: how tensors of a Hugging Face checkpoint make up one Megatron parameter.
 
 A rule names a parameter, the HF tensors it is made of with their dimensions, and one of the functions below, which
-yields the boxes that part `cut.index` of `cut.of` equal parts holds, each with its place in the parameter.
+yields the boxes that part `index.number` of `index.of` equal parts holds, each with its place in the parameter.
 """
 
 from __future__ import annotations
@@ -16,35 +16,36 @@ from rlsys.utils.errors import ConfigError
 
 Dims = Mapping[str, int]
 """A model's dimensions by the names that rules use."""
-Parts = Sequence[tuple[str, tuple[int, ...]]]
-Piece = tuple[Box, tuple[int, ...]]
+NamedShapes = Sequence[tuple[str, tuple[int, ...]]]
+PlacedBox = tuple[Box, tuple[int, ...]]
+"""A box of an HF tensor and where it starts in the Megatron parameter."""
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Part `index` of `of` equal parts, of a model with these dimensions."""
+class ShardIndex:
+    """Part `number` of `of` equal parts, of a model with these dimensions."""
 
-    index: int
+    number: int
     of: int
     dims: Dims
 
 
-Lies = Callable[[Parts, Cut], Iterator[Piece]]
+ShardFn = Callable[[NamedShapes, ShardIndex], Iterator[PlacedBox]]
 
 
 @dataclass(frozen=True)
 class Rule:
     """One Megatron parameter. `hf` names each tensor with its dimensions, as "self_attn.o_proj.weight [hidden, q]".
 
-    `te` is the parameter's name in the Transformer Engine spec and `te_lies` how it lies there, where they differ. The
-    rule holds for models whose dimension `when` is not zero.
+    `te` is the parameter's name in the Transformer Engine spec and `te_shard_fn` how it is split there, where they
+    differ. The rule holds for models whose dimension `when` is not zero.
     """
 
     local: str
-    lies: Lies
+    shard_fn: ShardFn
     hf: tuple[str, ...]
     te: str = ""
-    te_lies: Lies | None = None
+    te_shard_fn: ShardFn | None = None
     when: str = ""
 
     @cached_property
@@ -58,53 +59,53 @@ class Rule:
         return [(name, tuple(1 if d == "1" else dims[d] for d in named)) for name, named in self.named]
 
 
-def whole(parts: Parts, cut: Cut) -> Iterator[Piece]:
+def whole(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
     """Every rank holds all of it."""
     for name, shape in parts:
         yield Box(name, (0,) * len(shape), shape), (0,) * len(shape)
 
 
-def rows(parts: Parts, cut: Cut) -> Iterator[Piece]:
+def rows(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
     """Equal parts of the first dimension."""
     ((name, shape),) = parts
-    yield _part(name, shape, 0, cut), (0,) * len(shape)
+    yield _part(name, shape, 0, index), (0,) * len(shape)
 
 
-def columns(parts: Parts, cut: Cut) -> Iterator[Piece]:
+def columns(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
     """Equal parts of the last dimension."""
     ((name, shape),) = parts
-    yield _part(name, shape, len(shape) - 1, cut), (0,) * len(shape)
+    yield _part(name, shape, len(shape) - 1, index), (0,) * len(shape)
 
 
-def stacked(parts: Parts, cut: Cut) -> Iterator[Piece]:
+def stacked(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
     """Equal parts of the rows of each tensor, one below the other: a gate above its up projection."""
     at = 0
     for name, shape in parts:
-        box = _part(name, shape, 0, cut)
+        box = _part(name, shape, 0, index)
         yield box, (at, *box.start[1:])
         at += box.shape[0]
 
 
-def padded_rows(parts: Parts, cut: Cut) -> Iterator[Piece]:
-    """Parts of the rows after padding them to a multiple; padding rows are nobody's."""
+def padded_rows(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
+    """Parts of the rows after padding them to a multiple; padding rows belong to no tensor."""
     ((name, shape),) = parts
-    each = ceil(shape[0] / cut.of)
-    start = min(cut.index * each, shape[0])
+    each = ceil(shape[0] / index.of)
+    start = min(index.number * each, shape[0])
     size = min(each, shape[0] - start)
     if size:
         yield Box(name, (start, *(0,) * (len(shape) - 1)), (size, *shape[1:])), (0,) * len(shape)
 
 
-def grouped(parts: Parts, cut: Cut) -> Iterator[Piece]:
+def grouped(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
     """Equal parts of queries, keys and values interleaved by group: a group's queries, its key, its value.
 
     With fewer groups than parts a part is a run of rows inside a group, as Megatron cuts it.
     """
-    heads = cut.dims["groups"]
+    heads = index.dims["groups"]
     runs = [(name, shape[0] // heads, shape[1:]) for name, shape in parts]
     per_group = sum(length for _, length, _ in runs)
-    each = _divided(per_group * heads, cut.of, parts[0][0])
-    first, last = cut.index * each, (cut.index + 1) * each
+    each = _divided(per_group * heads, index.of, parts[0][0])
+    first, last = index.number * each, (index.number + 1) * each
     for group in range(first // per_group, ceil(last / per_group)):
         at = group * per_group
         for name, length, rest in runs:
@@ -127,9 +128,9 @@ def extents(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
     return reach
 
 
-def _part(name: str, shape: tuple[int, ...], dim: int, cut: Cut) -> Box:
-    each = _divided(shape[dim], cut.of, name)
-    start = tuple(cut.index * each if d == dim else 0 for d in range(len(shape)))
+def _part(name: str, shape: tuple[int, ...], dim: int, index: ShardIndex) -> Box:
+    each = _divided(shape[dim], index.of, name)
+    start = tuple(index.number * each if d == dim else 0 for d in range(len(shape)))
     return Box(name, start, (*shape[:dim], each, *shape[dim + 1 :]))
 
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.models.logprobs import wide_product
-from rlsys.models.stacked import Part, part_of, saved_parts
+from rlsys.models.stacked import StackRows, part_of, saved_parts
 from rlsys.rollout.base import (
     DEFAULT_CONFIG,
     DEFAULT_CONTEXT,
@@ -94,7 +94,7 @@ class HFRollout(BaseRolloutEngine):
         return {name: tensor for name, tensor in held.items() if name in whole} | apart
 
     @cached_property
-    def _parts(self) -> dict[str, Part]:
+    def _parts(self) -> dict[str, StackRows]:
         return saved_parts(self.model)
 
     def _aliases(self) -> dict[str, str]:

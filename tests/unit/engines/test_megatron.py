@@ -86,7 +86,7 @@ def refused(model: Any, options: dict[str, Any]) -> str:
 
 def test_adapters_refuse_settings_that_reach_past_them() -> None:
     chunk = SimpleNamespace(config=SimpleNamespace(use_transformer_engine_op_fuser=True))
-    with pytest.raises(ConfigError, match="do not go with use_transformer_engine_op_fuser"):
+    with pytest.raises(ConfigError, match="do not work with use_transformer_engine_op_fuser"):
         add_adapters([chunk], {"0.linear.weight": []})
 
 

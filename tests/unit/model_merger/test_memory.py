@@ -17,7 +17,7 @@ import sys, threading, time
 from pathlib import Path
 import torch
 from rlsys.model_merger.convert import merge, split
-from rlsys.model_merger.kinds import Split
+from rlsys.model_merger.formats import SplitLayout
 
 torch.set_num_threads(1)
 def own_memory():
@@ -39,7 +39,7 @@ def peak_of(work):
     return peak - base
 
 model, ranks, back = map(Path, sys.argv[1:])
-print(peak_of(lambda: split(model, ranks, Split(tp=2, ep=2, pp=2))), peak_of(lambda: merge(ranks, back)))
+print(peak_of(lambda: split(model, ranks, SplitLayout(tp=2, ep=2, pp=2))), peak_of(lambda: merge(ranks, back)))
 """
 
 
@@ -47,7 +47,7 @@ print(peak_of(lambda: split(model, ranks, Split(tp=2, ep=2, pp=2))), peak_of(lam
 def test_memory_is_a_few_tensors(tmp_path: Path) -> None:
     import torch
 
-    from rlsys.model_merger.stream import write_model_files
+    from rlsys.model_merger.safetensors_writer import write_model_files
     from rlsys.models.megatron.family import family_of
     from tests.unit.models.megatron_families.tiny import CONFIGS
 
@@ -62,10 +62,10 @@ def test_memory_is_a_few_tensors(tmp_path: Path) -> None:
         "head_dim": 64,
     }
     shapes = family_of(config).hf_shapes(config)
-    kinds = {name: ("F32", shape) for name, shape in shapes.items()}
+    specs = {name: ("F32", shape) for name, shape in shapes.items()}
     model = tmp_path / "model"
     model.mkdir()
-    write_model_files(model, kinds, (torch.full(shape, 0.5) for shape in shapes.values()), file_bytes=64 * MIB)
+    write_model_files(model, specs, (torch.full(shape, 0.5) for shape in shapes.values()), file_bytes=64 * MIB)
     (model / "config.json").write_text(json.dumps(config))
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     assert size > 300 * MIB

@@ -17,17 +17,17 @@ from rlsys.config.schema.model import ModelConfig, ShardConfig
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.model_merger.__main__ import main
 from rlsys.model_merger.convert import compare, merge, split
-from rlsys.model_merger.kinds import Split
+from rlsys.model_merger.formats import SplitLayout
 from rlsys.models.megatron.family import family_of
 from rlsys.utils.errors import CheckpointError, ConfigError
 from tests.ranks import run_ranks
 from tests.unit.models.megatron_families.tiny import CONFIGS, read_config, write_model
 
-CUTS = {
-    "one": Split(),
-    "TP2 PP2 in two chunks": Split(tp=2, pp=2, vp=2),
-    "TP4 EP4 ETP2": Split(tp=4, ep=4, etp=2),
-    "PP3 uneven EP2, Transformer Engine": Split(
+LAYOUTS = {
+    "one": SplitLayout(),
+    "TP2 PP2 in two chunks": SplitLayout(tp=2, pp=2, vp=2),
+    "TP4 EP4 ETP2": SplitLayout(tp=4, ep=4, etp=2),
+    "PP3 uneven EP2, Transformer Engine": SplitLayout(
         pp=3, first_layers=1, last_layers=2, ep=2, grouped_experts=True, transformer_engine=True
     ),
 }
@@ -62,15 +62,15 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
 
 
-def cut_for(name: str, cut: Split) -> Split:
-    return cut if "qwen2" not in name else Split(**{**vars(cut), "ep": 1})
+def layout_for(name: str, layout: SplitLayout) -> SplitLayout:
+    return layout if "qwen2" not in name else SplitLayout(**{**vars(layout), "ep": 1})
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_the_same_bits_through_ranks_and_back(cut: str, models: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_bits_through_ranks_and_back(layout: str, models: dict[str, Path], tmp_path: Path) -> None:
     for name, model in models.items():
         ranks, back = tmp_path / f"{name}-ranks", tmp_path / f"{name}-back"
-        split(model, ranks, cut_for(name, CUTS[cut]))
+        split(model, ranks, layout_for(name, LAYOUTS[layout]))
         assert compare(ranks, model) == []
         merge(ranks, back, file_bytes=100_000)
         assert same(tensors_of(back), tensors_of(model)), name
@@ -81,7 +81,7 @@ def test_the_same_bits_through_ranks_and_back(cut: str, models: dict[str, Path],
 def test_a_merged_model_is_loaded_by_transformers(models: dict[str, Path], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    split(models["qwen3-moe"], tmp_path / "ranks", CUTS["TP4 EP4 ETP2"])
+    split(models["qwen3-moe"], tmp_path / "ranks", LAYOUTS["TP4 EP4 ETP2"])
     merge(tmp_path / "ranks", tmp_path / "back", file_bytes=20_000)
     assert (tmp_path / "back" / "model.safetensors.index.json").is_file()
     ids = torch.arange(20)[None]
@@ -99,7 +99,7 @@ def test_a_critic_goes_through_ranks_and_back(tmp_path: Path) -> None:
     settings = {k: v for k, v in CONFIGS["qwen2-tied"].items() if k != "model_type"}
     config = AutoConfig.for_model("qwen2", **settings, num_labels=1)
     AutoModelForTokenClassification.from_config(config).save_pretrained(tmp_path / "critic")
-    split(tmp_path / "critic", tmp_path / "ranks", Split(tp=2, pp=2, head="value"))
+    split(tmp_path / "critic", tmp_path / "ranks", SplitLayout(tp=2, pp=2, head="value"))
     last = load_file(tmp_path / "ranks" / "tp_001_pp_001.safetensors")
     assert last["0.output_layer.weight"].shape == (1, 32)
     merge(tmp_path / "ranks", tmp_path / "back")
@@ -113,12 +113,12 @@ def test_types_that_one_megatron_tensor_cannot_hold_are_told(models: dict[str, P
     tensors = load_file(file)
     save_file({**tensors, name: tensors[name].bfloat16()}, file)
     with pytest.raises(CheckpointError, match=f"{name} is BF16 and model.layers.1.self_attn.q_proj.weight F32"):
-        split(mixed, tmp_path / "ranks", Split())
+        split(mixed, tmp_path / "ranks", SplitLayout())
     assert not (tmp_path / "ranks").exists()
 
 
 def test_a_rank_file_holds_its_part_alone(models: dict[str, Path], tmp_path: Path) -> None:
-    split(models["deepseek-v3"], tmp_path / "ranks", Split(tp=2, pp=2, ep=4))
+    split(models["deepseek-v3"], tmp_path / "ranks", SplitLayout(tp=2, pp=2, ep=4))
     files = {file.name: load_file(file) for file in (tmp_path / "ranks").glob("*.safetensors")}
     experts = [name for name in files if name.startswith("experts")]
     assert len(experts) == 8
@@ -152,15 +152,15 @@ def test_experts_that_transformers_trains_together_are_stored_one_by_one(
 ) -> None:
     trained = run_ranks(2, save_fsdp, CONFIGS[name], tmp_path / "actor")[0]
     merge(tmp_path / "actor", tmp_path / "hf", config_dir=models[name], carry_from=models[name])
-    found = tensors_of(tmp_path / "hf")
+    backend_found = tensors_of(tmp_path / "hf")
     assert sum(".experts." in tensor for tensor in trained) > 8 * 3
-    assert all(torch.equal(found[tensor], values) for tensor, values in trained.items())
-    assert found.keys() == tensors_of(models[name]).keys()
+    assert all(torch.equal(backend_found[tensor], values) for tensor, values in trained.items())
+    assert backend_found.keys() == tensors_of(models[name]).keys()
 
 
 def test_what_training_does_not_hold_is_taken_from_elsewhere(models: dict[str, Path], tmp_path: Path) -> None:
     model = models["deepseek-v3"]
-    split(model, tmp_path / "ranks", Split())
+    split(model, tmp_path / "ranks", SplitLayout())
     (tmp_path / "ranks" / "carried.safetensors").unlink()
     merge(tmp_path / "ranks", tmp_path / "without")
     assert not any("layers.4." in name for name in tensors_of(tmp_path / "without"))
@@ -169,7 +169,7 @@ def test_what_training_does_not_hold_is_taken_from_elsewhere(models: dict[str, P
 
 
 def test_floats_are_converted_on_demand(models: dict[str, Path], tmp_path: Path) -> None:
-    split(models["deepseek-v3"], tmp_path / "ranks", Split(tp=2))
+    split(models["deepseek-v3"], tmp_path / "ranks", SplitLayout(tp=2))
     assert main(["merge", *_folders(tmp_path / "ranks", tmp_path / "hf"), "--dtype", "bfloat16"]) == 0
     old, new = tensors_of(models["deepseek-v3"]), tensors_of(tmp_path / "hf")
     for name, tensor in new.items():
@@ -220,7 +220,7 @@ def _another_copy(tensors: dict[str, Tensor]) -> None:
 def test_spoilt_rank_files_are_told(
     spoil: Callable[[dict[str, Tensor]], None], words: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    split(models["mixtral"], tmp_path / "ranks", Split(tp=2))
+    split(models["mixtral"], tmp_path / "ranks", SplitLayout(tp=2))
     file = tmp_path / "ranks" / FIRST
     tensors = load_file(file)
     spoil(tensors)
@@ -231,7 +231,7 @@ def test_spoilt_rank_files_are_told(
 
 
 def test_a_truncated_file_is_told(models: dict[str, Path], tmp_path: Path) -> None:
-    split(models["mixtral"], tmp_path / "ranks", Split(tp=2))
+    split(models["mixtral"], tmp_path / "ranks", SplitLayout(tp=2))
     file = tmp_path / "ranks" / FIRST
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=f"{FIRST} cannot be read"):
@@ -245,14 +245,14 @@ def test_a_model_directory_of_another_model_is_refused(models: dict[str, Path], 
     wrong = shutil.copytree(models["qwen3-moe"], tmp_path / "wrong")
     (wrong / "config.json").write_text(json.dumps({**read_config(wrong), "num_hidden_layers": 3}))
     with pytest.raises(CheckpointError, match=r"tensors are not the model's \(model.layers.3."):
-        split(wrong, tmp_path / "ranks", Split())
+        split(wrong, tmp_path / "ranks", SplitLayout())
     with pytest.raises(ConfigError, match="not divisible by expert_model_parallel_size=3"):
-        split(models["qwen3-moe"], tmp_path / "ranks", Split(ep=3))
+        split(models["qwen3-moe"], tmp_path / "ranks", SplitLayout(ep=3))
     assert not (tmp_path / "ranks").exists()
 
 
 def test_other_weights_of_the_same_model_differ(models: dict[str, Path], tmp_path: Path) -> None:
-    split(models["qwen2-tied"], tmp_path / "ranks", Split(tp=2))
+    split(models["qwen2-tied"], tmp_path / "ranks", SplitLayout(tp=2))
     other = shutil.copytree(models["qwen2-tied"], tmp_path / "other")
     (other / "model.safetensors.index.json").unlink(missing_ok=True)
     file = min(other.glob("*.safetensors"))
@@ -273,7 +273,7 @@ def test_errors_at_the_command_line_are_one_line(
     shutil.copytree(models["mixtral"], tmp_path / "huggingface")
     assert main(["merge", *_folders(tmp_path, tmp_path / "hf")]) == 2
     assert "neither tensors.json nor split.json" in capsys.readouterr().err
-    split(models["mixtral"], tmp_path / "ranks", Split())
+    split(models["mixtral"], tmp_path / "ranks", SplitLayout())
     assert main(["merge", *_folders(tmp_path / "ranks", tmp_path / "hf"), "--backend", "fsdp"]) == 2
     assert "checkpoint of megatron, not of fsdp" in capsys.readouterr().err
     merge(tmp_path / "ranks", tmp_path / "hf")

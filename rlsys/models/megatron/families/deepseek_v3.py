@@ -26,7 +26,7 @@ MLA = (
         "self_attention.linear_q_down_proj.weight",
         rows,
         ("self_attn.q_a_proj.weight [q_lora, hidden]",),
-        te_lies=whole,
+        te_shard_fn=whole,
         when="q_lora",
     ),
     Rule(
@@ -41,7 +41,7 @@ MLA = (
         "self_attention.linear_kv_down_proj.weight",
         rows,
         ("self_attn.kv_a_proj_with_mqa.weight [kv_lora_rope, hidden]",),
-        te_lies=whole,
+        te_shard_fn=whole,
     ),
     Rule(
         "self_attention.kv_layernorm.weight",

@@ -1,4 +1,4 @@
-"""The kinds of checkpoint there are: where each keeps which Hugging Face tensor."""
+"""The specs of checkpoint there are: where each keeps which Hugging Face tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from rlsys.engines import checkpoint
 from rlsys.engines.dcp_storage import METADATA, read_tensor_index
-from rlsys.model_merger.stored import Piece, Pieces
+from rlsys.model_merger.stored_weights import StoredBox, StoredWeights
 from rlsys.models.hf import differing_tensors
 from rlsys.models.lora import is_adapter
 from rlsys.models.megatron.family import Family, Head, family_of
@@ -28,7 +28,7 @@ EXPERTS = ".mlp.experts."
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitLayout:
     """How a model is cut into one file a rank: Megatron's parallel sizes and naming."""
 
     tp: int = 1
@@ -75,48 +75,48 @@ class Split:
         )
 
 
-def open_checkpoint(directory: Path, hf_config: Mapping[str, Any], backend: str | None = None) -> Pieces:
+def open_checkpoint(directory: Path, hf_config: Mapping[str, Any], backend: str | None = None) -> StoredWeights:
     """The weights of a checkpoint of either backend; CheckpointError if it is not whole or not of this model.
 
     Every file of a training checkpoint is checked against its manifest first.
     """
     if (directory / SPLIT).is_file():
-        found, weights = "megatron", _split_pieces
+        backend_found, weights = "megatron", _split_weights
     elif (directory / METADATA).is_file():
-        found = "fsdp" if (directory / "fsdp_config.json").is_file() else "megatron"
-        weights = _training_pieces
+        backend_found = "fsdp" if (directory / "fsdp_config.json").is_file() else "megatron"
+        weights = _training_weights
     else:
         raise CheckpointError(f"{directory} is no checkpoint: it has neither {METADATA} nor {SPLIT}")
-    if backend not in (None, found):
-        raise CheckpointError(f"{directory} is a checkpoint of {found}, not of {backend}")
+    if backend not in (None, backend_found):
+        raise CheckpointError(f"{directory} is a checkpoint of {backend_found}, not of {backend}")
     return weights(directory, hf_config)
 
 
-def read_split(directory: Path) -> Split:
+def read_split(directory: Path) -> SplitLayout:
     """What split.json says; CheckpointError if it cannot be read."""
     try:
         settings = json.loads((directory / SPLIT).read_text())
         if settings.pop("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
-        return Split(**settings)
+        return SplitLayout(**settings)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CheckpointError(f"{directory / SPLIT} cannot be read: {error}") from error
 
 
-def split_text(split: Split) -> str:
+def split_text(split: SplitLayout) -> str:
     """The content of split.json."""
     return json.dumps({"format": FORMAT, **asdict(split)}, indent=1)
 
 
-def _split_pieces(directory: Path, hf_config: Mapping[str, Any]) -> Pieces:
+def _split_weights(directory: Path, hf_config: Mapping[str, Any]) -> StoredWeights:
     family, split = family_of(hf_config), read_split(directory)
-    pieces: dict[str, list[Piece]] = defaultdict(list)
+    pieces: dict[str, list[StoredBox]] = defaultdict(list)
     for file, place in split.files(family, hf_config):
         shapes, shards = split.content(family, hf_config, file, place)
         _check_file(directory / file, shapes)
         for shard in shards:
             box = shard.box
-            pieces[box.tensor].append(Piece(box.start, box.shape, file, shard.local, shard.local_start))
+            pieces[box.tensor].append(StoredBox(box.start, box.shape, file, shard.local, shard.local_start))
     shapes = family.hf_shapes(hf_config, head=split.head)
     carried = directory / "carried.safetensors"
     if carried.is_file():
@@ -125,8 +125,10 @@ def _split_pieces(directory: Path, hf_config: Mapping[str, Any]) -> Pieces:
         _check_file(carried, {name: extra[name] for name in there if name in extra})
         for name in there:
             shapes[name] = extra[name]
-            pieces[name] = [Piece((0,) * len(extra[name]), extra[name], carried.name, name, (0,) * len(extra[name]))]
-    return Pieces(directory, shapes, pieces)
+            pieces[name] = [
+                StoredBox((0,) * len(extra[name]), extra[name], carried.name, name, (0,) * len(extra[name]))
+            ]
+    return StoredWeights(directory, shapes, pieces)
 
 
 def _check_file(file: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -142,7 +144,7 @@ def _stored_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
-def _training_pieces(directory: Path, hf_config: Mapping[str, Any]) -> Pieces:
+def _training_weights(directory: Path, hf_config: Mapping[str, Any]) -> StoredWeights:
     checkpoint.verify(directory)
     index = read_tensor_index(directory)
     stored = {key.removeprefix("model."): entry for key, entry in index.items() if key.startswith("model.")}
@@ -158,12 +160,12 @@ def _training_pieces(directory: Path, hf_config: Mapping[str, Any]) -> Pieces:
     for fused in [name for name in shapes if _is_fused(name)]:
         del shapes[fused], pieces[fused]
     _rename(shapes, pieces, hf_config)
-    return Pieces(directory, shapes, pieces)
+    return StoredWeights(directory, shapes, pieces)
 
 
-def _piece(chunk: Mapping[str, Any], at: int) -> Piece:
+def _piece(chunk: Mapping[str, Any], at: int) -> StoredBox:
     shape = tuple(chunk["shape"])
-    return Piece(tuple(chunk["offset"]), shape, chunk["file"], chunk["name"], (at,) * len(shape))
+    return StoredBox(tuple(chunk["offset"]), shape, chunk["file"], chunk["name"], (at,) * len(shape))
 
 
 def _is_fused(name: str) -> bool:
@@ -188,7 +190,7 @@ def _experts_apart(
                 row += shape[0]
 
 
-def _expert_pieces(name: str, shape: tuple[int, ...], chunks: Collection[Any], row: int) -> Iterator[Piece]:
+def _expert_pieces(name: str, shape: tuple[int, ...], chunks: Collection[Any], row: int) -> Iterator[StoredBox]:
     e = int(name.split(".experts.")[1].split(".")[0])
     for chunk in chunks:
         (first, *begin), (count, *size) = chunk["offset"], chunk["shape"]
@@ -196,7 +198,7 @@ def _expert_pieces(name: str, shape: tuple[int, ...], chunks: Collection[Any], r
         high = min(row + shape[0], begin[0] + size[0])
         if first <= e < first + count and low < high:
             at = (e - first, low - begin[0], 0)
-            yield Piece((low - row, begin[1]), (high - low, size[1]), chunk["file"], chunk["name"], at)
+            yield StoredBox((low - row, begin[1]), (high - low, size[1]), chunk["file"], chunk["name"], at)
 
 
 def _rename(shapes: dict[str, Any], pieces: dict[str, Any], hf_config: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
-Kind = tuple[str, tuple[int, ...]]
+TensorSpec = tuple[str, tuple[int, ...]]
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -39,20 +39,20 @@ def torch_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def num_bytes(kind: Kind) -> int:
-    dtype, shape = kind
+def num_bytes(spec: TensorSpec) -> int:
+    dtype, shape = spec
     return torch_dtype(dtype).itemsize * prod(shape)
 
 
-def write_file(path: Path, kinds: Mapping[str, Kind], tensors: Iterable[Tensor]) -> None:
-    """Write one file and force it to disk. `tensors` come in the order of `kinds`, names to (stored type, shape).
+def write_file(path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[Tensor]) -> None:
+    """Write one file and force it to disk. `tensors` come in the order of `specs`, names to (stored type, shape).
 
-    CheckpointError if a tensor is not of its kind.
+    CheckpointError if a tensor is not of its spec.
     """
     given = iter(tensors)
     with path.open("wb") as file:
-        file.write(_header(kinds))
-        for name, (dtype, shape) in kinds.items():
+        file.write(_header(specs))
+        for name, (dtype, shape) in specs.items():
             tensor = next(given)
             if tensor.dtype != torch_dtype(dtype) or tuple(tensor.shape) != tuple(shape):
                 raise CheckpointError(
@@ -64,12 +64,12 @@ def write_file(path: Path, kinds: Mapping[str, Kind], tensors: Iterable[Tensor])
         os.fsync(file.fileno())
 
 
-def _header(kinds: Mapping[str, Kind]) -> bytes:
+def _header(specs: Mapping[str, TensorSpec]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for name, kind in kinds.items():
-        end = at + num_bytes(kind)
-        entries[name] = {"dtype": kind[0], "shape": list(kind[1]), "data_offsets": [at, end]}
+    for name, spec in specs.items():
+        end = at + num_bytes(spec)
+        entries[name] = {"dtype": spec[0], "shape": list(spec[1]), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -77,30 +77,30 @@ def _header(kinds: Mapping[str, Kind]) -> bytes:
 
 
 def write_model_files(
-    directory: Path, kinds: Mapping[str, Kind], tensors: Iterable[Tensor], *, file_bytes: int = FILE_BYTES
+    directory: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[Tensor], *, file_bytes: int = FILE_BYTES
 ) -> None:
     """The safetensors files of a model directory: one, or numbered ones of about `file_bytes` with their index."""
     given = iter(tensors)
-    parts = list(_parts(kinds, file_bytes))
+    parts = list(_parts(specs, file_bytes))
     if len(parts) == 1:
-        write_file(directory / "model.safetensors", kinds, given)
+        write_file(directory / "model.safetensors", specs, given)
         return
     weight_map = {}
     for number, names in enumerate(parts, 1):
         file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        write_file(directory / file, {name: kinds[name] for name in names}, given)
+        write_file(directory / file, {name: specs[name] for name in names}, given)
         weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": sum(map(num_bytes, kinds.values()))}, "weight_map": weight_map}
+    index = {"metadata": {"total_size": sum(map(num_bytes, specs.values()))}, "weight_map": weight_map}
     write_text_durable(directory / "model.safetensors.index.json", json.dumps(index, indent=1))
 
 
-def _parts(kinds: Mapping[str, Kind], file_bytes: int) -> Iterator[Sequence[str]]:
+def _parts(specs: Mapping[str, TensorSpec], file_bytes: int) -> Iterator[Sequence[str]]:
     part: list[str] = []
     size = 0
-    for name, kind in kinds.items():
-        if part and size + num_bytes(kind) > file_bytes:
+    for name, spec in specs.items():
+        if part and size + num_bytes(spec) > file_bytes:
             yield part
             part, size = [], 0
         part.append(name)
-        size += num_bytes(kind)
+        size += num_bytes(spec)
     yield part

@@ -25,7 +25,7 @@ class Weights(Protocol):
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredBox:
     """A box of an HF tensor, kept from `at` of tensor `key` in `file`. Leading entries of `at` beyond the box's
     dimensions are indices, as of one expert in a stack."""
 
@@ -36,7 +36,7 @@ class Piece:
     at: tuple[int, ...]
 
 
-class Pieces:
+class StoredWeights:
     """Weights in pieces. CheckpointError, when made, unless every piece lies inside what its file has under its key and
     the pieces of a tensor are of one type."""
 
@@ -44,13 +44,13 @@ class Pieces:
         self,
         directory: Path,
         shapes: Mapping[str, tuple[int, ...]],
-        pieces: Mapping[str, Sequence[Piece]],
+        pieces: Mapping[str, Sequence[StoredBox]],
     ) -> None:
         self._directory, self._shapes = directory, dict(shapes)
-        self._pieces: dict[str, list[Piece]] = {}
-        self._copies: dict[str, list[tuple[Piece, Piece]]] = {}
+        self._pieces: dict[str, list[StoredBox]] = {}
+        self._copies: dict[str, list[tuple[StoredBox, StoredBox]]] = {}
         for name in shapes:
-            first: dict[Any, Piece] = {}
+            first: dict[Any, StoredBox] = {}
             for piece in pieces.get(name, ()):
                 held = first.setdefault((piece.start, piece.shape), piece)
                 if held is not piece:
@@ -102,7 +102,7 @@ class Pieces:
                 if one.dtype != two.dtype or not torch.equal(_bits(one), _bits(two)):
                     yield f"{name} in {first.file} and in {other.file}"
 
-    def _part(self, piece: Piece, low: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+    def _part(self, piece: StoredBox, low: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
         stored = self._open(piece.file)
         if not size:
             return stored.get_tensor(piece.key)
@@ -126,8 +126,8 @@ class Pieces:
                 )
             dtypes[stored.get_dtype()] = piece.file
         if len(dtypes) != 1:
-            found = ", ".join(f"{dtype} in {file}" for dtype, file in dtypes.items()) or "nowhere"
-            raise CheckpointError(f"{name} must be of one type in all files, and is {found}")
+            backend_found = ", ".join(f"{dtype} in {file}" for dtype, file in dtypes.items()) or "nowhere"
+            raise CheckpointError(f"{name} must be of one type in all files, and is {backend_found}")
         return next(iter(dtypes))
 
     def _open(self, file: str) -> Any:
@@ -144,7 +144,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-class Together:
+class Supplemented:
     """The tensors of one source and, of others, those named that it lacks."""
 
     def __init__(self, first: Weights, second: Weights, names: Iterable[str]) -> None:
