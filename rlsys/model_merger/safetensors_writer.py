@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rlsys.utils.atomic import write_text_durable
+from rlsys.utils.boxes import buckets
 from rlsys.utils.errors import CheckpointError
 
 FILE_BYTES = 5 * 10**9
@@ -81,7 +82,7 @@ def write_model_files(
 ) -> None:
     """The safetensors files of a model directory: one, or numbered ones of about `file_bytes` with their index."""
     given = iter(tensors)
-    parts = list(_parts(specs, file_bytes))
+    parts = list(buckets({name: num_bytes(spec) for name, spec in specs.items()}, file_bytes)) or [[]]
     if len(parts) == 1:
         write_file(directory / "model.safetensors", specs, given)
         return
@@ -92,15 +93,3 @@ def write_model_files(
         weight_map |= dict.fromkeys(names, file)
     index = {"metadata": {"total_size": sum(map(num_bytes, specs.values()))}, "weight_map": weight_map}
     write_text_durable(directory / "model.safetensors.index.json", json.dumps(index, indent=1))
-
-
-def _parts(specs: Mapping[str, TensorSpec], file_bytes: int) -> Iterator[Sequence[str]]:
-    part: list[str] = []
-    size = 0
-    for name, spec in specs.items():
-        if part and size + num_bytes(spec) > file_bytes:
-            yield part
-            part, size = [], 0
-        part.append(name)
-        size += num_bytes(spec)
-    yield part

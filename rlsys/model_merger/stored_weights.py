@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from rlsys.utils.boxes import overlap, relative, slices
 from rlsys.utils.errors import CheckpointError
 
 
@@ -78,17 +79,15 @@ class StoredWeights:
         """A box of a tensor; CheckpointError for elements no piece has. Only the box's parts are read."""
         box, held = None, 0
         for piece in self._pieces[name]:
-            low = tuple(map(max, start, piece.start))
-            high = [min(a + n, b + m) for a, n, b, m in zip(start, shape, piece.start, piece.shape, strict=True)]
-            size = tuple(h - lo for h, lo in zip(high, low, strict=True))
-            if any(n <= 0 for n in size):
+            if (shared := overlap(start, shape, piece.start, piece.shape)) is None:
                 continue
+            low, size = shared
             part = self._part(piece, low, size)
             if size == tuple(shape):
                 return part
             if box is None:
                 box = torch.empty(tuple(shape), dtype=part.dtype)
-            box[tuple(slice(lo - s, lo - s + n) for lo, s, n in zip(low, start, size, strict=True))] = part
+            box[slices(relative(low, start), size)] = part
             held += prod(size)
         if box is None or held != prod(shape):
             raise CheckpointError(f"{name}: the files hold {held} of {prod(shape)} elements from {tuple(start)}")

@@ -22,6 +22,7 @@ from transformers import (
 
 from rlsys.config.schema.model import ModelConfig
 from rlsys.models.attention import ATTENTION
+from rlsys.utils.boxes import slices
 from rlsys.utils.errors import CheckpointError, ConfigError
 
 Head = Literal["lm", "scalar"]
@@ -163,7 +164,7 @@ class InMemory:
         return tuple(self.tensors[name].shape)
 
     def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        return self.tensors[name][tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
+        return self.tensors[name][slices(start, shape)]
 
 
 class SafetensorsDir:
@@ -198,7 +199,7 @@ class SafetensorsDir:
             return self.extra.read(name, start, shape)
         if not shape:
             return self._where[name].get_tensor(name)
-        return self._where[name].get_slice(name)[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
+        return self._where[name].get_slice(name)[slices(start, shape)]
 
 
 def _open(file: Path) -> Any:

@@ -20,6 +20,7 @@ from rlsys.models.lora import AdaptedWeight, hf_name, is_adapter
 from rlsys.models.stacked import Stacks, part_of, saved_shapes, shards_of
 from rlsys.models.token_model import TokenModel
 from rlsys.types import Box, Shard, WeightLayout
+from rlsys.utils.boxes import buckets
 
 
 def shard_model(
@@ -153,16 +154,12 @@ class HFWeights:
 
         They may alias parameters: copy, keep none.
         """
-        bucket, size = [], 0
-        for name, parameter in self.base.items():
-            tensor = self._merged(name, full_of(parameter), whole=True)
-            if bucket and size + tensor.nbytes > bucket_bytes:
-                yield bucket
-                bucket, size = [], 0
-            apart = [(saved, part_of(tensor, part)) for saved, part in self._stacks.get(name, {}).items()]
-            bucket += apart or [(name, tensor)]
-            size += tensor.nbytes
-        if bucket:
+        for names in buckets({name: p.numel() * p.element_size() for name, p in self.base.items()}, bucket_bytes):
+            bucket = list[tuple[str, Tensor]]()
+            for name in names:
+                tensor = self._merged(name, full_of(self.base[name]), whole=True)
+                parts = self._stacks.get(name, {}).items()
+                bucket += [(saved, part_of(tensor, part)) for saved, part in parts] or [(name, tensor)]
             yield bucket
 
     def _merged(self, name: str, base: Tensor, *, whole: bool) -> Tensor:

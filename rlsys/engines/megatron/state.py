@@ -28,6 +28,7 @@ from rlsys.models.hf import TensorSource
 from rlsys.models.lora import hf_name
 from rlsys.types import Box, Shard
 from rlsys.utils.atomic import fsync_file, write_text_durable
+from rlsys.utils.boxes import overlap, relative, slices
 from rlsys.utils.errors import CheckpointError
 
 
@@ -120,7 +121,7 @@ class MegatronState:
                     if (cut := overlap(start, size, shard.local_start, shard.box.shape)) is None:
                         continue
                     first, extent = cut
-                    inside = tuple(slice(f - s, f - s + n) for f, s, n in zip(first, start, extent, strict=True))
+                    inside = slices(relative(first, start), extent)
                     count = torch.Size(size).numel()
                     views = {name: t[at : at + count].view(size)[inside] for name, t in part.tensors.items()}
                     moved = zip(shard.box.start, first, shard.local_start, strict=True)
@@ -164,8 +165,7 @@ class SavedTensors:
             if (cut := overlap(start, shape, chunk["offset"], chunk["shape"])) is None:
                 continue
             first, extent = cut
-            here = tuple(slice(f - s, f - s + n) for f, s, n in zip(first, start, extent, strict=True))
-            there = tuple(slice(f - s, f - s + n) for f, s, n in zip(first, chunk["offset"], extent, strict=True))
+            here, there = (slices(relative(first, origin), extent) for origin in (start, chunk["offset"]))
             values[here] = self._file(chunk["file"]).get_slice(chunk["name"])[there]
         return values
 
@@ -173,16 +173,6 @@ class SavedTensors:
         if name not in self._open:
             self._open[name] = safe_open(self.path / name, framework="pt")
         return self._open[name]
-
-
-def overlap(
-    start: Sequence[int], shape: Sequence[int], other_start: Sequence[int], other_shape: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Start and shape of what two boxes share, or None."""
-    first = tuple(map(max, start, other_start))
-    ends = [min(a + n, b + m) for a, n, b, m in zip(start, shape, other_start, other_shape, strict=True)]
-    extent = tuple(end - f for end, f in zip(ends, first, strict=True))
-    return None if min(extent, default=1) <= 0 else (first, extent)
 
 
 def flat_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:

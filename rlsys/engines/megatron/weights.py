@@ -20,10 +20,12 @@ from rlsys.models.lora import LoraSettings, is_adapter
 from rlsys.models.megatron.adapter_factors import EXPERTS, AdapterPlan, Factors, factors_of, plan_adapters
 from rlsys.models.megatron.adapters import merged_weight
 from rlsys.models.megatron.build import TokenGPT
+from rlsys.models.megatron.convert import load_shards
 from rlsys.models.megatron.family import Family
 from rlsys.models.megatron.parallel import RankPlace
 from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE
 from rlsys.types import Shard, WeightLayout
+from rlsys.utils.boxes import buckets, slices
 
 
 @dataclass(frozen=True)
@@ -176,11 +178,7 @@ class ModelShards:
 
     def fill(self, source: TensorSource) -> None:
         """Copy this rank's boxes from `source`; what no box covers (vocabulary padding) becomes zero."""
-        local = self.local()
-        for tensor in local.values():
-            tensor.zero_()
-        for shard in self.shards:
-            region(local[shard.local], shard).copy_(source.read(shard.box.tensor, shard.box.start, shard.box.shape))
+        load_shards(source, self.shards, self.local())
 
     def full(
         self,
@@ -200,15 +198,15 @@ class ModelShards:
             if shard.local in local and self.gives(shard):
                 given.setdefault(shard.box.tensor, []).append(shard)
         dtypes = {name: dtype or getattr(torch, self.dtypes[name]) for name in names}
-        for bucket in _buckets({name: self.full_shapes[name] for name in names}, dtypes, bucket_bytes):
+        num_bytes = {name: math.prod(self.full_shapes[name]) * dtypes[name].itemsize for name in names}
+        for bucket in buckets(num_bytes, bucket_bytes):
             yield [(name, self._whole(name, dtypes[name], local, given.get(name, ()))) for name in bucket]
 
     def _whole(self, name: str, dtype: torch.dtype, local: Mapping[str, Tensor], given: Sequence[Shard]) -> Tensor:
         """Every byte comes from one rank and is zero on the others, so that a sum of bytes is exact."""
         whole = torch.zeros(self.full_shapes[name], dtype=dtype, device=self.ranks.device)
         for shard in given:
-            box = tuple(slice(s, s + n) for s, n in zip(shard.box.start, shard.box.shape, strict=True))
-            whole[box] = region(local[shard.local], shard).to(whole)
+            whole[slices(shard.box.start, shard.box.shape)] = region(local[shard.local], shard).to(whole)
         if self.ranks.world_size > 1:
             dist.all_reduce(whole.view(-1).view(torch.uint8))
         return whole
@@ -236,21 +234,5 @@ class MergedTensors(Mapping[str, Tensor]):
 
 
 def region(tensor: Tensor, shard: Shard) -> Tensor:
-    """The part of a local tensor that a shard speaks of, as a view."""
-    return tensor[tuple(slice(s, s + n) for s, n in zip(shard.local_start, shard.box.shape, strict=True))]
-
-
-def _buckets(
-    shapes: Mapping[str, Sequence[int]], dtypes: Mapping[str, torch.dtype], bucket_bytes: int
-) -> Iterator[list[str]]:
-    bucket: list[str] = []
-    size = 0
-    for name, shape in shapes.items():
-        num_bytes = math.prod(shape) * dtypes[name].itemsize
-        if bucket and size + num_bytes > bucket_bytes:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(name)
-        size += num_bytes
-    if bucket:
-        yield bucket
+    """The part of a local tensor that belongs to a shard, as a view."""
+    return tensor[slices(shard.local_start, shard.box.shape)]

@@ -1,56 +1,27 @@
-"""Weights between Hugging Face checkpoints and the parameters of Megatron ranks, slice by slice."""
+"""From Hugging Face tensors to the parameters of a Megatron rank, box by box."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
-from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from rlsys.models.hf import SafetensorsDir, TensorSource, check_names
+from rlsys.models.hf import TensorSource
 from rlsys.models.megatron.rules import extents
 from rlsys.types import Shard
+from rlsys.utils.boxes import slices
 from rlsys.utils.errors import CheckpointError
 
 
-class LocalTensors(Protocol):
-    """Where a rank's local tensors are read from, by local name."""
+def load_shards(source: TensorSource, shards: Sequence[Shard], local_tensors: Mapping[str, Tensor]) -> None:
+    """Fill a rank's tensors, in place and in their own dtype, with the boxes of its shards.
 
-    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor: ...
-
-
-def load_hf(
-    path: Path | str,
-    shards: Sequence[Shard],
-    local_tensors: Mapping[str, Tensor],
-    *,
-    full_shapes: Mapping[str, Sequence[int]] | None = None,
-    ignore: Collection[str] = (),
-) -> None:
-    """Fill a rank's tensors, in place and in their own dtype, from the safetensors files of a model directory.
-
-    Only the rank's slices are read. Elements no shard speaks of, padding of the vocabulary, become zero.
-    CheckpointError, before anything is changed, unless the files hold exactly `full_shapes` (as `Family.hf_shapes`)
-    besides the names in `ignore` and the local tensors are exactly those of the shards.
+    Only the rank's boxes are read. Elements no shard covers, padding of the vocabulary, become zero. CheckpointError,
+    before anything is changed, unless the local tensors are exactly those of the shards and the source has their boxes.
     """
-    load_from(SafetensorsDir(Path(path)), shards, local_tensors, full_shapes=full_shapes, ignore=ignore)
-
-
-def load_from(
-    source: TensorSource,
-    shards: Sequence[Shard],
-    local_tensors: Mapping[str, Tensor],
-    *,
-    full_shapes: Mapping[str, Sequence[int]] | None = None,
-    ignore: Collection[str] = (),
-) -> None:
-    """`load_hf` from any source of HF tensors."""
-    if full_shapes is not None:
-        check_names(full_shapes, source, aliases=ignore)
     _check_local(shards, local_tensors)
     _check_source(shards, source)
     by_local = defaultdict(list)
@@ -67,43 +38,7 @@ def fill(target: Tensor, shards: Sequence[Shard], source: TensorSource) -> None:
         target.zero_()
     for shard in shards:
         box = shard.box
-        view(target, shard.local_start, box.shape).copy_(source.read(box.tensor, box.start, box.shape))
-
-
-def view(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-    """The box of `tensor` of the given shape from `start`."""
-    return tensor[tuple(slice(at, at + n) for at, n in zip(start, shape, strict=True))]
-
-
-def full_tensors(
-    full_shapes: Mapping[str, Sequence[int]], ranks: Sequence[tuple[Sequence[Shard], LocalTensors]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Whole HF tensors, one at a time in the order of `full_shapes`, from the ranks' local tensors.
-
-    A box that several ranks hold is read from the first. CheckpointError for elements no rank holds.
-    """
-    holders: dict[str, dict[tuple[int, ...], tuple[Shard, LocalTensors]]] = defaultdict(dict)
-    for shards, local in ranks:
-        for shard in shards:
-            holders[shard.box.tensor].setdefault((*shard.box.start, *shard.box.shape), (shard, local))
-    for name, shape in full_shapes.items():
-        yield name, _assembled(name, tuple(shape), [*holders[name].values()])
-
-
-def _assembled(name: str, shape: tuple[int, ...], boxes: Sequence[tuple[Shard, LocalTensors]]) -> Tensor:
-    held = sum(prod(shard.box.shape) for shard, _ in boxes)
-    if held != prod(shape):
-        raise CheckpointError(f"{name}: the ranks hold {held} of its {prod(shape)} elements")
-    full: Tensor | None = None
-    for shard, local in boxes:
-        part = local.read(shard.local, shard.local_start, shard.box.shape)
-        if full is None:
-            full = torch.empty(shape, dtype=part.dtype, device=part.device)
-        if part.dtype != full.dtype:
-            raise CheckpointError(f"{name} is {full.dtype} in one rank and {part.dtype} in another ({shard.local})")
-        view(full, shard.box.start, shard.box.shape).copy_(part)
-    assert full is not None
-    return full
+        target[slices(shard.local_start, box.shape)].copy_(source.read(box.tensor, box.start, box.shape))
 
 
 def _check_local(shards: Sequence[Shard], local_tensors: Mapping[str, Tensor]) -> None:

@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from rlsys.models.hf import InMemory
+from rlsys.models.hf import InMemory, SafetensorsDir, check_names
 from rlsys.models.megatron import build
 from rlsys.models.megatron.build import build_chunks
-from rlsys.models.megatron.convert import full_tensors, load_hf
+from rlsys.models.megatron.convert import load_shards
 from rlsys.models.megatron.family import family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from tests.contracts.train_engine import megatron_section
 from tests.ranks import run_ranks
+from tests.unit.models.megatron_families.assemble import full_tensors
 from tests.unit.models.megatron_families.tiny import CONFIGS, read_config, write_model
 
 mpu, tensor_parallel = build.mpu, build.tensor_parallel
@@ -103,7 +104,9 @@ def _make(path: Path, sizes: ParallelSizes) -> Made:
         family, config, megatron_section(sizes), dtype=torch.float32, scalar_head=False, device=device
     )
     local = {f"{n}.{k}": t for n, chunk in enumerate(chunks) for k, t in chunk.state_dict().items() if t is not None}
-    load_hf(path, family.shards(config, place), local, full_shapes=family.hf_shapes(config))
+    source = SafetensorsDir(path)
+    check_names(family.hf_shapes(config), source)
+    load_shards(source, family.shards(config, place), local)
     with torch.no_grad():
         return Made(_logits(chunks, sizes, config), place, {k: t.clone() for k, t in local.items()})
 

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rlsys.models.hf import InMemory
-from rlsys.models.megatron.convert import full_tensors, load_from
+from rlsys.models.megatron.convert import load_shards
 from rlsys.models.megatron.family import Family, family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.utils.errors import ConfigError
+from tests.unit.models.megatron_families.assemble import full_tensors
 from tests.unit.models.megatron_families.tiny import CONFIGS, DENSE
 
 MODELS = [name for name in CONFIGS if name not in ("llama-linear-rope", "qwen3-moe-unnormalised")]
@@ -56,7 +57,7 @@ def round_trip(config: dict[str, Any], ranks: list[RankPlace], **flags: Any) -> 
     for place in ranks:
         shards = family.shards(config, place, **flags)
         local = empty_locals(family, config, place, **flags)
-        load_from(InMemory(model), shards, local, full_shapes=shapes)
+        load_shards(InMemory(model), shards, local)
         assert all(prod(shard.box.shape) for shard in shards)
         assert not any(tensor.isnan().any() for tensor in local.values())
         held = sum(prod(shard.box.shape) for shard in shards)
@@ -313,7 +314,7 @@ def test_published_sizes_are_met() -> None:
 def _filled(config: dict[str, Any], model: dict[str, Tensor], place: RankPlace, **flags: Any) -> dict[str, Tensor]:
     family = family_of(config)
     local = empty_locals(family, config, place, **flags)
-    load_from(InMemory(model), family.shards(config, place, **flags), local)
+    load_shards(InMemory(model), family.shards(config, place, **flags), local)
     return local
 
 

@@ -1,0 +1,39 @@
+"""Arithmetic on boxes of tensors (a start and a shape), and grouping tensors by size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+
+def slices(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    """The index of the box of `shape` from `start`."""
+    return tuple(slice(at, at + n) for at, n in zip(start, shape, strict=True))
+
+
+def overlap(
+    start: Sequence[int], shape: Sequence[int], other_start: Sequence[int], other_shape: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Start and shape of what two boxes share, or None."""
+    first = tuple(map(max, start, other_start))
+    ends = [min(a + n, b + m) for a, n, b, m in zip(start, shape, other_start, other_shape, strict=True)]
+    extent = tuple(end - f for end, f in zip(ends, first, strict=True))
+    return None if min(extent, default=1) <= 0 else (first, extent)
+
+
+def relative(first: Sequence[int], start: Sequence[int]) -> tuple[int, ...]:
+    """`first` as counted from `start`."""
+    return tuple(f - s for f, s in zip(first, start, strict=True))
+
+
+def buckets(num_bytes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
+    """Names in their order, in groups of at most `limit` bytes; a larger tensor is a group of its own."""
+    bucket: list[str] = []
+    size = 0
+    for name, own in num_bytes.items():
+        if bucket and size + own > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(name)
+        size += own
+    if bucket:
+        yield bucket
