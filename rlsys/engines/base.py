@@ -107,12 +107,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         return {name: values.to(rows.device or "cpu") for name, values in results.items()}
 
     def forward_backward(
-        self,
-        batch: DataProto,
-        loss_fn: LossFn,
-        *,
-        outputs: Sequence[Output] = ("log_probs",),
-        temperature: float = 1.0,
+        self, batch: DataProto, loss_fn: LossFn, *, outputs: Sequence[Output] = ("log_probs",), temperature: float = 1.0
     ) -> dict[str, float]:
         """Add the gradients of the loss sum to those there; returns global means of the metrics and `loss`."""
         if self.optimizer is None:

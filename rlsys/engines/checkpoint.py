@@ -17,11 +17,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from rlsys.engines import rng
-from rlsys.engines.dcp_storage import (
-    METADATA,
-    STORAGE_ERRORS,
-    read_tensor_index,
-)
+from rlsys.engines.dcp_storage import METADATA, STORAGE_ERRORS, read_tensor_index
 from rlsys.engines.mesh import gather_json, together
 from rlsys.utils.atomic import commit_dir, staging_dir, write_text_durable
 from rlsys.utils.errors import CheckpointError

@@ -42,10 +42,7 @@ class StoredWeights:
     the pieces of a tensor are of one type."""
 
     def __init__(
-        self,
-        directory: Path,
-        shapes: Mapping[str, tuple[int, ...]],
-        pieces: Mapping[str, Sequence[StoredBox]],
+        self, directory: Path, shapes: Mapping[str, tuple[int, ...]], pieces: Mapping[str, Sequence[StoredBox]]
     ) -> None:
         self._directory, self._shapes = directory, dict(shapes)
         self._pieces: dict[str, list[StoredBox]] = {}

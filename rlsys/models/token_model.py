@@ -29,13 +29,7 @@ class TokenModel(nn.Module):
     chunk_elements: int | None = None
     """Logits that exist at once; None: as many as `rlsys.models.logprobs` takes on the device."""
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        packed: bool = True,
-        group: ProcessGroup | None = None,
-    ) -> None:
+    def __init__(self, model: Any, *, packed: bool = True, group: ProcessGroup | None = None) -> None:
         super().__init__()
         if group is not None and not packed:
             raise ConfigError("sequence parallelism needs packed rows: set use_remove_padding=true")

@@ -23,13 +23,7 @@ from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.boxes import buckets
 
 
-def shard_model(
-    model: TokenModel,
-    ranks: Ranks,
-    shard: ShardConfig,
-    *,
-    compute_dtype: torch.dtype,
-) -> None:
+def shard_model(model: TokenModel, ranks: Ranks, shard: ShardConfig, *, compute_dtype: torch.dtype) -> None:
     """Shard every block, the scalar head (which stays in float32) and the rest over the mesh.
 
     Gradients are reduced as float32 sums, not averages: the engine divides by the global count.

@@ -49,18 +49,22 @@ GATED_MLP = (
 )
 SPARSE_NORM = Rule("pre_mlp_layernorm.weight", whole, ("post_attention_layernorm.weight [hidden]",))
 ROUTER = Rule("mlp.router.weight", whole, ("mlp.gate.weight [experts, hidden]",))
-EXPERT = (
-    Rule(
-        "linear_fc1.weight",
-        stacked,
-        (
-            "mlp.experts.{e}.gate_proj.weight [expert_ffn, hidden]",
-            "mlp.experts.{e}.up_proj.weight [expert_ffn, hidden]",
-        ),
-    ),
-    Rule("linear_fc2.weight", columns, ("mlp.experts.{e}.down_proj.weight [hidden, expert_ffn]",)),
-)
 
+
+def expert_rules(path: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """The rules of one gated expert, whose matrices have these names below `path` and its number."""
+    expert = f"{path}.{{e}}."
+    return (
+        Rule(
+            "linear_fc1.weight",
+            stacked,
+            (f"{expert}{gate}.weight [expert_ffn, hidden]", f"{expert}{up}.weight [expert_ffn, hidden]"),
+        ),
+        Rule("linear_fc2.weight", columns, (f"{expert}{down}.weight [hidden, expert_ffn]",)),
+    )
+
+
+EXPERT = expert_rules("mlp.experts", "gate_proj", "up_proj", "down_proj")
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
@@ -119,15 +123,21 @@ def attention_settings(hf_config: HFConfig) -> dict[str, Any]:
     }
 
 
-def expert_settings(hf_config: HFConfig, *, experts: int, expert_ffn: int, normalised: bool) -> dict[str, Any]:
+def expert_dims(hf_config: HFConfig, *, expert_ffn: str) -> dict[str, int]:
+    """The dimensions of a decoder with experts, whose width is the key `expert_ffn` of config.json."""
+    experts = first_of(hf_config, "num_experts", "num_local_experts")
+    return {**attention_dims(hf_config), "experts": experts, "expert_ffn": hf_config[expert_ffn]}
+
+
+def expert_settings(hf_config: HFConfig, dims: Mapping[str, int], *, normalised: bool) -> dict[str, Any]:
     """Megatron's settings of a mixture of experts with a softmax router and no loss on its balance.
 
     `normalised`: the weights of the chosen experts sum to one.
     """
     return {
-        "num_moe_experts": experts,
+        "num_moe_experts": dims["experts"],
         "moe_router_topk": hf_config["num_experts_per_tok"],
-        "moe_ffn_hidden_size": expert_ffn,
+        "moe_ffn_hidden_size": dims["expert_ffn"],
         "moe_router_score_function": "softmax",
         "moe_router_pre_softmax": not normalised,
         "moe_router_load_balancing_type": "none",

@@ -35,12 +35,7 @@ from rlsys.utils.errors import ConfigError
 
 
 def transformer_config(
-    family: Family,
-    hf_config: Mapping[str, Any],
-    megatron: MegatronRoleConfig,
-    *,
-    dtype: torch.dtype,
-    recompute: bool,
+    family: Family, hf_config: Mapping[str, Any], megatron: MegatronRoleConfig, *, dtype: torch.dtype, recompute: bool
 ) -> TransformerConfig:
     """Megatron's configuration of the model split as `megatron` says; ConfigError for settings it refuses."""
     sizes = ParallelSizes.from_config(megatron)
@@ -224,11 +219,7 @@ def packed_arguments(rows: TokenRows, device: torch.device) -> dict[str, Any]:
     ends = torch.tensor((0, *rows.lengths), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     longest = max(rows.lengths)
     packing = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=ends,
-        cu_seqlens_kv=ends,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+        qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, max_seqlen_q=longest, max_seqlen_kv=longest
     )
     group: Any = mpu.get_context_parallel_group()
     ids, positions = rows.token_ids, rows.position_ids

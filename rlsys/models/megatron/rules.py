@@ -112,10 +112,7 @@ def grouped(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
             low, high = max(first, at), min(last, at + length)
             if low < high:
                 tail = (0,) * len(rest)
-                yield (
-                    Box(name, (group * length + low - at, *tail), (high - low, *rest)),
-                    (low - first, *tail),
-                )
+                yield (Box(name, (group * length + low - at, *tail), (high - low, *rest)), (low - first, *tail))
             at += length
 
 

@@ -52,10 +52,7 @@ MLA = (
     Rule("self_attention.linear_kv_up_proj.weight", rows, ("self_attn.kv_b_proj.weight [kv, kv_lora]",)),
     Rule("self_attention.linear_proj.weight", columns, ("self_attn.o_proj.weight [hidden, v]",)),
 )
-BIASED_ROUTER = (
-    ROUTER,
-    Rule("mlp.router.expert_bias", whole, ("mlp.gate.e_score_correction_bias [experts]",)),
-)
+BIASED_ROUTER = (ROUTER, Rule("mlp.router.expert_bias", whole, ("mlp.gate.e_score_correction_bias [experts]",)))
 SHARED_EXPERTS = (
     Rule(
         "mlp.shared_experts.linear_fc1.weight",
@@ -112,13 +109,10 @@ def dims(hf_config: HFConfig) -> dict[str, int]:
 def settings(hf_config: HFConfig) -> dict[str, Any]:
     """Keyword arguments of Megatron's transformer configuration."""
     own = dims(hf_config)
-    groups = {
-        "moe_router_num_groups": hf_config.get("n_group"),
-        "moe_router_group_topk": hf_config.get("topk_group"),
-    }
+    groups = {"moe_router_num_groups": hf_config.get("n_group"), "moe_router_group_topk": hf_config.get("topk_group")}
     return {
         **attention_settings({**hf_config, "num_key_value_heads": None, "head_dim": hf_config["v_head_dim"]}),
-        **expert_settings(hf_config, experts=own["experts"], expert_ffn=own["expert_ffn"], normalised=True),
+        **expert_settings(hf_config, own, normalised=True),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,

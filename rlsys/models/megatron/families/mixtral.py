@@ -7,29 +7,26 @@ from rlsys.models.megatron.blocks import (
     ONLY,
     SPARSE_NORM,
     HFConfig,
-    attention_dims,
     attention_settings,
+    expert_dims,
+    expert_rules,
     expert_settings,
-    first_of,
     rope_args,
     sliding,
 )
 from rlsys.models.megatron.family import NEEDS, Family
-from rlsys.models.megatron.rules import Rule, columns, stacked, whole
+from rlsys.models.megatron.rules import Rule, whole
 
 
 def dims(hf_config: HFConfig) -> dict[str, int]:
-    """The model's dimensions by the names that the tables use."""
-    own = attention_dims(hf_config)
-    experts = first_of(hf_config, "num_local_experts", "num_experts")
-    return {**own, "experts": experts, "expert_ffn": own.pop("ffn")}
+    """The model's dimensions by the names that the tables use; no layer has a dense MLP."""
+    dense_too = expert_dims(hf_config, expert_ffn="intermediate_size")
+    return {name: size for name, size in dense_too.items() if name != "ffn"}
 
 
 def settings(hf_config: HFConfig) -> dict[str, Any]:
     """Keyword arguments of Megatron's transformer configuration."""
-    own = dims(hf_config)
-    experts = expert_settings(hf_config, experts=own["experts"], expert_ffn=own["expert_ffn"], normalised=True)
-    return {**attention_settings(hf_config), **experts}
+    return {**attention_settings(hf_config), **expert_settings(hf_config, dims(hf_config), normalised=True)}
 
 
 FAMILY = Family(
@@ -44,19 +41,6 @@ FAMILY = Family(
     layer=ATTENTION,
     dense=(),
     is_sparse=lambda hf_config, layer: True,
-    sparse=(
-        SPARSE_NORM,
-        Rule("mlp.router.weight", whole, ("block_sparse_moe.gate.weight [experts, hidden]",)),
-    ),
-    expert=(
-        Rule(
-            "linear_fc1.weight",
-            stacked,
-            (
-                "block_sparse_moe.experts.{e}.w1.weight [expert_ffn, hidden]",
-                "block_sparse_moe.experts.{e}.w3.weight [expert_ffn, hidden]",
-            ),
-        ),
-        Rule("linear_fc2.weight", columns, ("block_sparse_moe.experts.{e}.w2.weight [hidden, expert_ffn]",)),
-    ),
+    sparse=(SPARSE_NORM, Rule("mlp.router.weight", whole, ("block_sparse_moe.gate.weight [experts, hidden]",))),
+    expert=expert_rules("block_sparse_moe.experts", "w1", "w3", "w2"),
 )

@@ -11,10 +11,9 @@ from rlsys.models.megatron.blocks import (
     ROUTER,
     SPARSE_NORM,
     HFConfig,
-    attention_dims,
     attention_settings,
+    expert_dims,
     expert_settings,
-    first_of,
     rope_args,
     sliding,
 )
@@ -23,15 +22,12 @@ from rlsys.models.megatron.family import NEEDS, Family
 
 def dims(hf_config: HFConfig) -> dict[str, int]:
     """The model's dimensions by the names that the tables use."""
-    experts = first_of(hf_config, "num_experts", "num_local_experts")
-    return {**attention_dims(hf_config), "experts": experts, "expert_ffn": hf_config["moe_intermediate_size"]}
+    return expert_dims(hf_config, expert_ffn="moe_intermediate_size")
 
 
 def settings(hf_config: HFConfig) -> dict[str, Any]:
     """Keyword arguments of Megatron's transformer configuration."""
-    own = dims(hf_config)
-    normalised = bool(hf_config.get("norm_topk_prob", False))
-    experts = expert_settings(hf_config, experts=own["experts"], expert_ffn=own["expert_ffn"], normalised=normalised)
+    experts = expert_settings(hf_config, dims(hf_config), normalised=bool(hf_config.get("norm_topk_prob", False)))
     return {**attention_settings(hf_config), **experts, "qk_layernorm": True}
 
 
