@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from rlsys.engines import rng
-from rlsys.engines.dcp_storage import METADATA, STORAGE_ERRORS, read_tensor_index
 from rlsys.engines.mesh import gather_json, together
+from rlsys.engines.tensor_files import METADATA, STORAGE_ERRORS, read_tensor_index
 from rlsys.utils.atomic import commit_dir, staging_dir, write_text_durable
 from rlsys.utils.errors import CheckpointError
 
@@ -41,7 +41,7 @@ class Contents(Protocol):
         ...
 
     def write(self, staging: Path) -> list[str]:
-        """Write this rank's tensors; returns the names of its files."""
+        """Write this rank's tensors, collectively; returns the names of its files."""
         ...
 
     def read(self, path: Path) -> None: ...
@@ -54,7 +54,8 @@ def save(path: Path, state: Contents, rank: int, header: Mapping[str, Any]) -> N
     try:
         together(lambda: staging_dir(path) if first else None, errors, CheckpointError)
         staging = path.with_name(path.name + ".tmp")
-        files = together(lambda: _write(staging, state), errors, CheckpointError)
+        names = state.write(staging)
+        files = together(lambda: _fingerprints(staging, names, extra=state.extra), errors, CheckpointError)
         everyone = {name: entry for part in gather_json(files) for name, entry in part.items()}
         together(
             lambda: _commit(staging, path, everyone, state.layout, header) if first else None, errors, CheckpointError
@@ -65,10 +66,9 @@ def save(path: Path, state: Contents, rank: int, header: Mapping[str, Any]) -> N
         raise CheckpointError(f"cannot save {path}: {error}") from error
 
 
-def _write(staging: Path, state: Contents) -> dict[str, dict[str, Any]]:
-    """Write this rank's files; returns their sizes and checksums by name."""
-    names = state.write(staging)
-    if state.extra:
+def _fingerprints(staging: Path, names: list[str], *, extra: bool) -> dict[str, dict[str, Any]]:
+    """Write what accompanies this rank's tensors; returns sizes and checksums of all its files by name."""
+    if extra:
         names.append(_extra_file(dist.get_world_size(), dist.get_rank()))
         write_text_durable(staging / names[-1], json.dumps(rng.capture()))
     if dist.get_rank() == 0 and (staging / METADATA).exists():

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from rlsys.engines.dcp_storage import STORAGE_ERRORS
 from rlsys.engines.mesh import together
+from rlsys.engines.tensor_files import STORAGE_ERRORS
 from rlsys.models.hf import Head
 from rlsys.types import EXPORT_FILE_BYTES
 from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_text_durable

@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from rlsys.engines import checkpoint
-from rlsys.engines.dcp_storage import METADATA, read_tensor_index
+from rlsys.engines.tensor_files import METADATA, read_tensor_index
 from rlsys.model_merger.stored_weights import StoredBox, StoredWeights
 from rlsys.models.hf import differing_tensors
 from rlsys.models.lora import is_adapter

@@ -150,11 +150,11 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedAdamW]):
         parameters = parameters_by_name(self.model)
         moments = self.optimizer.moments() if self.optimizer is not None else {}
         return FSDPState(
+            ranks=self.ranks,
             model=parameters if "model" in contents else {},
             moments=moments if "optimizer" in contents else {},
             parameters=parameters,
             extra="extra" in contents,
-            shard_size=self.ranks.shard_size,
         )
 
     def _adapter(self) -> tuple[lora.LoraSettings, list[str], dict[str, Tensor]] | None:

@@ -1,35 +1,28 @@
 """Checkpoints of a MegatronEngine: masters and moments as boxes of HF tensors, loadable into any layout.
 
-The files are those of rlsys.engines.checkpoint and dcp_storage, so that every engine loads what another one saved. Each
-data-parallel rank writes the elements whose optimizer state it holds, and nothing is gathered.
+The files are those of rlsys.engines.checkpoint and tensor_files, so that every engine loads what another one saved.
+Each data-parallel rank writes the elements whose optimizer state it holds, and nothing is gathered.
 """
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rlsys.engines.adamw import MOMENTS
-from rlsys.engines.dcp_storage import METADATA, STORAGE_ERRORS, data_file, read_tensor_index
 from rlsys.engines.megatron.optim import OptimizerRange
 from rlsys.engines.megatron.weights import ModelShards, region
-from rlsys.engines.mesh import gather_json, together
+from rlsys.engines.tensor_files import SavedTensors, read_tensor_index, write_tensors
 from rlsys.models.hf import TensorSource
-from rlsys.models.lora import hf_name
 from rlsys.types import Box, Shard
-from rlsys.utils.atomic import fsync_file, write_text_durable
 from rlsys.utils.boxes import overlap, relative, slices
-from rlsys.utils.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -67,33 +60,7 @@ class MegatronState:
         return name if self.held.adapters is None else self.held.adapters.saved_name(name)
 
     def write(self, staging: Path) -> list[str]:
-        errors = (*STORAGE_ERRORS, CheckpointError)
-        files, index = together(lambda: self._write_files(staging), errors, CheckpointError)
-        entries = [entry for part in gather_json(index) for entry in part]
-        if dist.get_rank() == 0 and entries:
-            self._write_index(staging, entries)
-        return files
-
-    def _write_files(self, staging: Path) -> tuple[list[str], list[Any]]:
-        """Names of this rank's files, and (key, offset, shape, file, dtype) of what is in them."""
-        files: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        index = []
-        for key, start, tensor in self._saved():
-            file, name = data_file(key.partition(".")[0]), f"{key}@{','.join(map(str, start))}"
-            files[file][name] = tensor.contiguous()
-            index.append((key, start, tuple(tensor.shape), file, str(tensor.dtype).removeprefix("torch.")))
-        for file, tensors in files.items():
-            save_file(tensors, staging / file)
-            fsync_file(staging / file)
-        return sorted(files), index
-
-    def _write_index(self, staging: Path, entries: Sequence[Sequence[Any]]) -> None:
-        shapes, tensors = self.shapes(), {}
-        for key, start, shape, file, dtype in entries:
-            entry = tensors.setdefault(key, {"dtype": dtype, "shape": list(shapes[key]), "chunks": []})
-            name = f"{key}@{','.join(map(str, start))}"
-            entry["chunks"].append({"offset": start, "shape": shape, "file": file, "name": name})
-        write_text_durable(staging / METADATA, json.dumps(dict(sorted(tensors.items())), indent=1))
+        return write_tensors(staging, self._saved(), self.shapes())
 
     def _saved(self) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
         """(key, offset, values) of everything this rank writes; no element is written twice."""
@@ -142,37 +109,6 @@ class MegatronState:
             source = SavedTensors(path, index, prefix)
             for box, tensors in self._boxes(given_only=False):
                 tensors[kind].copy_(source.read(box.tensor, box.start, box.shape))
-
-
-class SavedTensors:
-    """Tensors of a checkpoint whose keys begin with `prefix`, as a TensorSource: boxes assembled from its chunks."""
-
-    def __init__(self, path: Path, index: Mapping[str, Any], prefix: str) -> None:
-        self.path, self.prefix = path, prefix
-        self._index = {hf_name(k.removeprefix(prefix)): entry for k, entry in index.items() if k.startswith(prefix)}
-        self._open: dict[str, Any] = {}
-
-    def names(self) -> Collection[str]:
-        return self._index.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._index[name]["shape"])
-
-    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        entry = self._index[name]
-        values = torch.empty(tuple(shape), dtype=getattr(torch, entry["dtype"]))
-        for chunk in entry["chunks"]:
-            if (cut := overlap(start, shape, chunk["offset"], chunk["shape"])) is None:
-                continue
-            first, extent = cut
-            here, there = (slices(relative(first, origin), extent) for origin in (start, chunk["offset"]))
-            values[here] = self._file(chunk["file"]).get_slice(chunk["name"])[there]
-        return values
-
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = safe_open(self.path / name, framework="pt")
-        return self._open[name]
 
 
 def flat_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
