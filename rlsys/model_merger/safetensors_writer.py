@@ -41,6 +41,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def num_bytes(spec: TensorSpec) -> int:
+    """Bytes of a tensor of this type and shape."""
     dtype, shape = spec
     return torch_dtype(dtype).itemsize * prod(shape)
 
