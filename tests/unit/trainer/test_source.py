@@ -1,4 +1,4 @@
-"""The batch made one step ahead survives a crash between any two steps."""
+"""When batches are made, which rows the group filter keeps, and batches made ahead across a restart."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from rlsys.protocol import DataProto
-from rlsys.utils.errors import CheckpointError
+from rlsys.utils.errors import CheckpointError, ConfigError
 from tests.timing import scaled_s
-from trainer.source import RolloutSource
+from trainer.source import GroupFilter, Make, RolloutSource
 
 
 class Counted:
@@ -39,14 +39,16 @@ def answer(prompts: DataProto, *, step: int, call: int) -> tuple[DataProto, dict
     return prompts, {"rollout/step": float(step)}
 
 
-def make() -> RolloutSource:
+def make(
+    *, max_staleness: int = 1, group_filter: GroupFilter | None = None, make_answers: Make = answer
+) -> RolloutSource:
     return RolloutSource(
         prompts=Counted(),
-        make=answer,
+        make=make_answers,
         prompts_per_step=2,
         num_samples=1,
-        group_filter=None,
-        max_staleness=1,
+        group_filter=group_filter,
+        max_staleness=max_staleness,
         deadline_s=scaled_s(10.0),
     )
 
@@ -97,3 +99,47 @@ def test_a_damaged_batch_made_ahead_is_refused_by_name(tmp_path: Path, damage: C
     with pytest.raises(CheckpointError, match=r"pending\.dp"):
         again.load(state, tmp_path)
     again.close()
+
+
+@pytest.mark.parametrize(("max_staleness", "made"), [(0, [1, 2, 3]), (1, [2, 3, 4])])
+def test_max_staleness_decides_how_many_steps_ahead_batches_are_made(max_staleness: int, made: list[int]) -> None:
+    steps: list[int] = []
+
+    def counting(prompts: DataProto, *, step: int, call: int) -> tuple[DataProto, dict[str, float]]:
+        steps.append(step)
+        return answer(prompts, step=step, call=call)
+
+    source, counts = make(max_staleness=max_staleness, make_answers=counting), []
+    for _ in range(3):
+        source.next()
+        source.settle()
+        counts.append(len(steps))
+    state = source.state_dict()
+    source.close()
+    assert counts == made
+    assert steps == list(range(1, made[-1] + 1))
+    assert state["ahead"] is (max_staleness == 1)
+
+
+def keep_even(batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+    """The rows of every second batch."""
+    even = int(batch.tensors["prompts"][0]) % 2 == 0
+    return batch[: 2 if even else 0], {"filter/even": float(even)}
+
+
+def test_filtered_batches_are_filled_by_further_calls() -> None:
+    source = make(max_staleness=0, group_filter=GroupFilter(keep_even, max_calls=2))
+    assert seen(source)[0] == [201, 201]
+    batch = source.next()
+    assert batch.tensors["answers"].flatten().tolist() == [402, 402]
+    assert batch.meta_info["source_metrics"]["rollout/num_gen_batches"] == 2.0
+
+
+@pytest.mark.parametrize(("max_calls", "refused"), [(1, True), (0, False), (2, False)])
+def test_too_few_rows_after_the_allowed_calls_are_a_config_error(max_calls: int, refused: bool) -> None:
+    source = make(max_staleness=0, group_filter=GroupFilter(keep_even, max_calls=max_calls))
+    if not refused:
+        assert len(source.next()) == 2
+        return
+    with pytest.raises(ConfigError, match=r"after 1 generated batches only 0 of 2 prompts .*max_num_gen_batches"):
+        source.next()

@@ -1,0 +1,100 @@
+"""Checkpoints on disk: which stay, what an interrupted save leaves, and states written by earlier releases."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlsys.utils.errors import CheckpointError, ConfigError
+from trainer.checkpoint import LATEST, STATE, CheckpointStore, TrainerState, load_state, save_state
+
+
+def save(store: CheckpointStore, step: int) -> Path:
+    with store.writing(step) as folder:
+        for role in ("actor", "critic"):
+            (folder / role).mkdir()
+        save_state(folder, TrainerState(step, {"kl": 0.5}, {"position": step}))
+    return store.path(step)
+
+
+def folders(root: Path) -> dict[str, set[str]]:
+    return {path.name: {p.name for p in path.iterdir() if p.is_dir()} for path in sorted(root.glob("global_step_*"))}
+
+
+def test_a_state_is_read_back_and_the_pointer_names_it(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep={"actor": None, "critic": None})
+    assert store.latest() is None
+    assert save(store, 3) == store.latest()
+    assert load_state(store.path(3)) == TrainerState(3, {"kl": 0.5}, {"position": 3})
+    assert (tmp_path / LATEST).read_text() == "3"
+
+
+def test_states_of_earlier_releases_with_a_weight_version_are_read(tmp_path: Path) -> None:
+    save_state(tmp_path, TrainerState(4))
+    record = json.loads((tmp_path / STATE).read_text())
+    assert "weight_version" not in record
+    (tmp_path / STATE).write_text(json.dumps(record | {"weight_version": 4}))
+    assert load_state(tmp_path).global_step == 4
+
+
+@pytest.mark.parametrize(
+    ("actor", "critic", "left"),
+    [
+        (None, None, {1: {"actor", "critic"}, 2: {"actor", "critic"}, 3: {"actor", "critic"}}),
+        (1, None, {1: {"critic"}, 2: {"critic"}, 3: {"actor", "critic"}}),
+        (2, 1, {2: {"actor"}, 3: {"actor", "critic"}}),
+        (1, 1, {3: {"actor", "critic"}}),
+    ],
+)
+def test_each_role_keeps_its_number_of_latest_checkpoints(
+    tmp_path: Path, actor: int | None, critic: int | None, left: dict[int, set[str]]
+) -> None:
+    store = CheckpointStore(tmp_path, keep={"actor": actor, "critic": critic})
+    for step in (1, 2, 3):
+        save(store, step)
+    assert folders(tmp_path) == {f"global_step_{step}": roles for step, roles in left.items()}
+
+
+def test_checkpoints_after_the_newest_are_not_pruned(tmp_path: Path) -> None:
+    everything = CheckpointStore(tmp_path, keep={"actor": None})
+    for step in (1, 2, 9):
+        save(everything, step)
+    CheckpointStore(tmp_path, keep={"actor": 1}).prune(2)
+    assert list(folders(tmp_path)) == ["global_step_2", "global_step_9"]
+
+
+def test_a_failed_save_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep={})
+    save(store, 1)
+    with pytest.raises(CheckpointError, match="no space"), store.writing(2):
+        raise OSError("no space")
+    assert store.latest() == store.path(1)
+    assert list(folders(tmp_path)) == ["global_step_1"]
+
+
+def test_sweeping_cleans_up_after_interrupted_saves(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep={"actor": 1})
+    save(store, 1)
+    for name in ("global_step_2.tmp", "global_step_1.old", "global_step_7.old"):
+        (tmp_path / name).mkdir()
+    (tmp_path / f".{LATEST}.5.tmp").touch()
+    store.sweep()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_1", "global_step_7", LATEST]
+
+
+def test_which_checkpoint_is_resumed(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep={})
+    one, _ = save(store, 1), save(store, 2)
+    assert store.to_resume("disable", None) is None
+    assert store.to_resume("auto", None) == store.path(2)
+    assert store.to_resume("resume_path", str(one)) == one
+    for path in (None, str(tmp_path)):
+        with pytest.raises(ConfigError, match="global_step_N"):
+            store.to_resume("resume_path", path)
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        store.to_resume("resume_path", str(tmp_path / "global_step_5"))
+    (tmp_path / LATEST).write_text("two")
+    with pytest.raises(CheckpointError, match="should hold a step number"):
+        store.latest()

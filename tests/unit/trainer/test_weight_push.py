@@ -1,0 +1,99 @@
+"""How weights reach the rollout: what a push includes, and the wiring of external servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from rlsys.config import PPOConfig, load_config
+from rlsys.fleet.fleet import RolloutFleet
+from rlsys.types import TransferReport
+from rlsys.utils.errors import ConfigError
+from trainer import weight_push
+from trainer.groups import WorkerGroups
+from trainer.weight_push import WeightPush, connect_servers, connect_weights
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+class Recorder:
+    """A transfer and a fleet that write down what is called."""
+
+    def __init__(self, *, max_restarts: int) -> None:
+        self.calls: list[str] = []
+        self.version: int | None = None
+        self.max_restarts = max_restarts
+
+    def push(self, version: int) -> TransferReport:
+        self.calls.append(f"push {version}")
+        self.version = version
+        return TransferReport(version, 1, 0.0, "", "test")
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: self.calls.append(" ".join([name, *map(str, args)]))
+
+
+def pushing(*, max_restarts: int = 0, validate: bool = False) -> tuple[WeightPush, Recorder]:
+    recorder = Recorder(max_restarts=max_restarts)
+    return WeightPush(recorder, cast(RolloutFleet, recorder), validate), recorder
+
+
+def test_a_push_waits_for_the_fleet_and_gives_it_the_version() -> None:
+    weights, recorder = pushing(validate=True)
+    assert weights.push(4).version == 4
+    assert recorder.calls == ["settle", "push 4", "validate", "weights_pushed 4"]
+
+
+def test_health_is_checked_before_later_pushes_to_engines_that_can_be_restarted() -> None:
+    weights, recorder = pushing(max_restarts=3)
+    weights.push(1)
+    weights.push(2)
+    assert recorder.calls.count("check_health") == 1
+    assert recorder.calls.index("check_health") < recorder.calls.index("push 2")
+
+
+def test_weights_are_pushed_again_only_if_there_were_any() -> None:
+    weights, recorder = pushing()
+    weights.push_again()
+    assert recorder.calls == []
+    weights.push(3)
+    weights.push_again()
+    assert recorder.calls.count("push 3") == 2
+
+
+def external(tmp_path: Path, name: str) -> PPOConfig:
+    servers = [f"{ROLLOUT}.servers.urls=[http://one:1]", f"{ROLLOUT}.servers.weights_dir={tmp_path}"]
+    return load_config(["--config-name=quickstart", f"{ROLLOUT}.name={name}", *servers])
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"), [("sglang_remote", "SGLangRemoteEngine"), ("vllm_remote", "VLLMRemoteEngine")]
+)
+def test_external_servers_get_a_connected_engine_and_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, engine: str
+) -> None:
+    connected: list[Any] = []
+
+    class Engine:
+        def __init__(self, settings: Any) -> None:
+            self.settings = settings
+
+        def connect(self) -> None:
+            connected.append(self)
+
+    monkeypatch.setattr(weight_push, engine, Engine)
+    fleet, transfer = connect_servers(external(tmp_path, name), cast(Any, SimpleNamespace()))
+    fleet.close()
+    assert [fleet.engine, transfer.engine] == [connected[0]] * 2
+    assert connected[0].settings.urls == ("http://one:1",)
+    assert transfer.folder == tmp_path
+
+
+def test_the_local_executor_needs_a_shared_process() -> None:
+    cfg = load_config(["--config-name=quickstart", f"{ROLLOUT}.checkpoint_engine.backend=local"])
+    groups = WorkerGroups(actor=cast(Any, SimpleNamespace()), rollout=cast(Any, SimpleNamespace()))
+    with pytest.raises(ConfigError, match="set it to auto"):
+        connect_weights(groups, cfg, colocated=False)
