@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from rlsys.protocol import DataProto
 from rlsys.rewards.manager import response_lengths
@@ -20,7 +21,7 @@ TURN_S = 0.0005
 """How long a dump keeps other threads waiting: the next step hands its requests through several of them."""
 
 
-def dump(batch: DataProto, step: int, folder: Path, tokenizer: Any) -> Path:
+def dump(batch: DataProto, step: int, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
     """Write all rows of a batch as `{folder}/{step}.jsonl` and bring `{folder}/index.html` up to date."""
     rows = batch.tensors
     lengths = response_lengths(batch)
@@ -29,7 +30,7 @@ def dump(batch: DataProto, step: int, folder: Path, tokenizer: Any) -> Path:
     extras = {name: list(batch.non_tensor_batch[name]) for name in batch.meta_info.get("reward_extra_keys", ())}
 
     def decode(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=False)
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
 
     return dump_rollouts(
         folder,
@@ -51,7 +52,7 @@ class BackgroundDumps:
     than `deadline_s`. The batch must stay as it is.
     """
 
-    def __init__(self, folder: Path, tokenizer: Any, *, deadline_s: float = 600.0) -> None:
+    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, *, deadline_s: float = 600.0) -> None:
         self.folder, self.tokenizer, self.deadline_s = folder, copy.deepcopy(tokenizer), deadline_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dumps")
         self._pending: Future[Path] | None = None
@@ -86,7 +87,9 @@ class BackgroundDumps:
             self._thread.shutdown(wait=False)
 
 
-def sample_rows(batch: DataProto, tokenizer: Any, count: int, *, seed: int) -> list[tuple[str, str, float]]:
+def sample_rows(
+    batch: DataProto, tokenizer: PreTrainedTokenizerBase, count: int, *, seed: int
+) -> list[tuple[str, str, float]]:
     """`count` rows drawn by seed as (prompt, answer, score), for the trackers' tables."""
     if count == 0:
         return []
@@ -96,13 +99,15 @@ def sample_rows(batch: DataProto, tokenizer: Any, count: int, *, seed: int) -> l
     return list(zip(prompt_texts(chosen, tokenizer), response_texts(chosen, tokenizer), scores))
 
 
-def prompt_texts(batch: DataProto, tokenizer: Any) -> list[str]:
+def prompt_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The prompts without padding and special tokens."""
     width = batch.tensors["prompts"].shape[1]
     pairs = zip(batch.tensors["prompts"], batch.tensors["attention_mask"][:, :width].bool())
     return tokenizer.batch_decode([row[kept].tolist() for row, kept in pairs], skip_special_tokens=True)
 
 
-def response_texts(batch: DataProto, tokenizer: Any) -> list[str]:
+def response_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The responses without padding and special tokens."""
     pairs = zip(batch.tensors["responses"], response_lengths(batch).tolist())
     return tokenizer.batch_decode([row[:n].tolist() for row, n in pairs], skip_special_tokens=True)
 

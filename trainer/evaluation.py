@@ -116,13 +116,8 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     with ExitStack() as stack:
         backend = stack.enter_context(running_backend(run, config.ray_kwargs))
         engine = EngineRun(device=backend.device, nccl_timeout_s=run.deadlines.call_s, num_threads=backend.num_threads)
-        group: RolloutGroup = start_group(
-            backend.worker_cls(rollout_worker_cls(rollout.name), model, rollout, engine, "auto"),
-            backend.make_manager({"rollout": [run.n_gpus_per_node] * run.nnodes}, {"rollout": "rollout"}),
-            role="rollout",
-            group_cls=backend.group_cls,
-            deadlines=run.deadlines,
-        )
+        worker = rollout_worker_cls(rollout.name)
+        group: RolloutGroup = start_group(backend, run, "rollout", worker, model, rollout, engine, "auto")
         stack.callback(group.close)
         pool = stack.enter_context(reward_pool(config.reward))
         num_rows = len(dataset) * rollout.val_kwargs.n

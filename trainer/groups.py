@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-from rlsys.config.schema.trainer import DeadlinesConfig
+from rlsys.config.schema.trainer import DeadlinesConfig, RunConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.lm import RankSums
 from rlsys.single_controller.base import ClassWithInitArgs, WorkerGroup
@@ -16,6 +16,7 @@ from rlsys.single_controller.calls import Future
 from rlsys.single_controller.colocate import create_colocated_worker_cls
 from rlsys.single_controller.resource_pool import ResourcePoolManager
 from rlsys.telemetry.recorder import StageReport, merged
+from trainer.backend import WorkerBackend
 
 
 class Role(Enum):
@@ -187,23 +188,16 @@ def start_groups(
     return WorkerGroups(**groups)
 
 
-def start_group(
-    worker: ClassWithInitArgs,
-    manager: ResourcePoolManager[Any],
-    *,
-    role: str,
-    group_cls: Callable[..., WorkerGroup],
-    deadlines: DeadlinesConfig,
-) -> Any:
-    """Start the group of a job with one role, on the manager's pool of that name, and load its model.
+def start_group(backend: WorkerBackend, run: RunConfig, role: str, worker: type, *args: object) -> Any:
+    """Start the group of a job with one role on all its processes, and load its model.
 
-    The caller gives the result the type of the role's protocol.
+    `args` build each `worker`. The caller gives the result the type of the role's protocol.
     """
+    manager = backend.make_manager({role: [run.n_gpus_per_node] * run.nnodes}, {role: role})
     manager.create_resource_pool()
-    group = cast(
-        Group,
-        group_cls(manager.resource_pool_dict[role], worker, role=role, deadlines=stage_deadlines(deadlines)),
-    )
+    made = backend.worker_cls(worker, *args)
+    deadlines = stage_deadlines(run.deadlines)
+    group: Any = backend.group_cls(manager.resource_pool_dict[role], made, role=role, deadlines=deadlines)
     try:
         group.init_model()
     except BaseException:

@@ -11,6 +11,7 @@ from rlsys.rewards.pool.pool import Grader, RewardPool
 
 
 def reward_pool(reward: RewardConfig) -> RewardPool:
+    """The pool of the configured grader; its processes start with the first items."""
     custom = reward.custom_reward_function
     built_in = {"memory_limit_mb": reward.sandbox_fusion.memory_limit_mb}
     kwargs = built_in if custom.path is None else custom.reward_kwargs

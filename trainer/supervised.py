@@ -96,13 +96,8 @@ class SupervisedTrainer(CheckpointedLoop):
             num_threads=backend.num_threads,
         )
         with self.stage("start_workers"):
-            self.group: SupervisedGroup = start_group(
-                backend.worker_cls(SupervisedWorker, config, engine_run, self.rows.kind),
-                backend.make_manager({"train": [run.n_gpus_per_node] * run.nnodes}, {"train": "train"}),
-                role="train",
-                group_cls=backend.group_cls,
-                deadlines=run.deadlines,
-            )
+            args = (config, engine_run, self.rows.kind)
+            self.group: SupervisedGroup = start_group(backend, run, "train", SupervisedWorker, *args)
 
     def fit(self) -> None:
         """Train until the last step; resumes where the latest checkpoint left off."""
