@@ -1,7 +1,7 @@
 """Many copies that are repeated at every push, compiled once into a few large operations.
 
-Copies are merged where they touch on both sides. On a GPU all of them are one or two launches over a table of tiles or,
-where that kernel is not available, grouped foreach copies.
+On a GPU copies are merged where they touch on both sides, and all of them are one or two launches over a table of
+tiles; where that kernel is not available, and on a CPU, they are grouped foreach copies.
 """
 
 from __future__ import annotations
@@ -55,12 +55,13 @@ class BatchedCopy:
 
     @property
     def num_operations(self) -> int:
-        """Launches, or calls of foreach, or copies of a run."""
+        """The launches, foreach calls or copies of each run."""
         grouped = len(self._tables) + len(self._groups) + len(self._cast)
         return len(self.pairs) if self.method == "loop" else grouped
 
     @property
     def table_bytes(self) -> int:
+        """The device memory of the kernel's tables."""
         return sum(table.nbytes for table, _, _ in self._tables)
 
     @torch.no_grad()
@@ -79,7 +80,7 @@ class BatchedCopy:
 
     def _group(self) -> None:
         groups: dict[tuple, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
-        for target, source in merge_contiguous(self.pairs):
+        for target, source in self.pairs:
             plain = target.is_contiguous() and source.is_contiguous()
             if target.dtype == source.dtype:
                 target, source = bits_of(target), bits_of(source)
@@ -147,41 +148,8 @@ def merge_touching(blocks: Sequence[StridedBytes]) -> list[StridedBytes]:
     return merged
 
 
-def merge_contiguous(pairs: Sequence[TensorPair]) -> list[TensorPair]:
-    """Pairs with the contiguous ones merged where they follow each other in one storage on both sides."""
-    plain, rest = [], []
-    for target, source in pairs:
-        same = target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
-        (plain if same else rest).append((target, source))
-    plain.sort(key=lambda pair: pair[0].data_ptr())
-    runs: list[list[TensorPair]] = []
-    for pair in plain:
-        if runs and _follows(runs[-1][-1], pair):
-            runs[-1].append(pair)
-        else:
-            runs.append([pair])
-    return [*(_joined(run) for run in runs), *rest]
-
-
 def _touch(last: StridedBytes, block: StridedBytes) -> bool:
     return last.target + last.width == block.target and last.source + last.width == block.source
-
-
-def _follows(last: TensorPair, pair: TensorPair) -> bool:
-    return all(
-        a.dtype == b.dtype
-        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-        and a.data_ptr() + a.numel() * a.element_size() == b.data_ptr()
-        for a, b in zip(last, pair, strict=True)
-    )
-
-
-def _joined(run: Sequence[TensorPair]) -> TensorPair:
-    if len(run) == 1:
-        return run[0]
-    count = sum(target.numel() for target, _ in run)
-    target, source = (one.as_strided((count,), (1,), one.storage_offset()) for one in run[0])
-    return target, source
 
 
 def tiles_of(block: StridedBytes, tile_bytes: int) -> Iterator[tuple[int, bool, tuple[int, ...]]]:
@@ -194,21 +162,11 @@ def tiles_of(block: StridedBytes, tile_bytes: int) -> Iterator[tuple[int, bool, 
             yield word, not aligned, (block.source + at, block.target + at, n, n, n, n)
         return
     word = gcd(8, block.source, block.target, block.width, block.source_pitch, block.target_pitch)
-    step = max(1, tile_bytes // block.width)
+    width, step = block.width // word, max(1, tile_bytes // block.width)
     for row in range(0, block.rows, step):
         n = min(step, block.rows - row)
-        yield (
-            word,
-            True,
-            (
-                block.source + row * block.source_pitch,
-                block.target + row * block.target_pitch,
-                n * block.width // word,
-                block.width // word,
-                block.source_pitch // word,
-                block.target_pitch // word,
-            ),
-        )
+        source, target = block.source + row * block.source_pitch, block.target + row * block.target_pitch
+        yield word, True, (source, target, n * width, width, block.source_pitch // word, block.target_pitch // word)
 
 
 def _kernels():

@@ -137,22 +137,8 @@ class Plan:
     def _copies(self, moves: Ints) -> Iterator[Copy]:
         part, source_shard, shard, source_rank, rank = moves.T
         start, shape, dims = self.start[part], self.shape[part], self.start.shape[1]
-        source, destination = self.source_shards, self.shards
-        columns = (
-            self.part_tensor[part],
-            start,
-            shape,
-            source_rank,
-            source.local[source_shard],
-            source.local_start[source_shard] + start - source.start[source_shard],
-            source.local_dims[source_shard],
-            source.dtype[source_shard],
-            rank,
-            destination.local[shard],
-            destination.local_start[shard] + start - destination.start[shard],
-            destination.local_dims[shard],
-            destination.dtype[shard],
-        )
+        source, destination = self.source_shards.places(source_shard, start), self.shards.places(shard, start)
+        columns = (self.part_tensor[part], start, shape, source_rank, *source, rank, *destination)
         for t, at, n, s, sl, ss, sd, st, r, ln, ls, ld, lt in zip(
             *(column.tolist() for column in columns), strict=True
         ):

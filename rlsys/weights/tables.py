@@ -35,6 +35,11 @@ class ShardTable:
     def __len__(self) -> int:
         return len(self.tensor)
 
+    def places(self, shards: Ints, start: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Local tensor, start in it, its dimensions and dtype of the elements of shards from `start` (N, D) on."""
+        local_start = self.local_start[shards] + start - self.start[shards]
+        return self.local[shards], local_start, self.local_dims[shards], self.dtype[shards]
+
 
 @dataclass(frozen=True)
 class BoxTable:

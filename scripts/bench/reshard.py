@@ -4,14 +4,14 @@
     python scripts/bench/reshard.py --cases 7B:TP2xPP2->TP2xDP2 --json out.json
     python scripts/bench/reshard.py --device cpu         # the same code on tiny shapes over shared memory
 
-Two processes a GPU: a trainer rank whose parameters lie in one flat buffer as Megatron keeps them, and an engine rank
-with fused qkv_proj, gate_up_proj, w13 and w2 of its own. A push is what the controller waits for: the trainer publishes
-the version, every engine pulls what it holds into its parameters, the trainer confirms, the engines are released. The
+Two processes a GPU: a trainer rank whose parameters are in one flat buffer as Megatron keeps them, and an engine rank
+with fused qkv_proj, gate_up_proj, w13 and w2 of its own. A push is what the controller waits for: the trainer exports
+the version, every engine copies what it holds into its parameters, the trainer confirms, the engines are released. The
 limit is computed from this plan's bytes and from the bandwidths of plain large copies that are measured first:
 max over GPUs of (bytes in / peer, bytes out / peer, (2 local + in + out) / (2 local bandwidth)).
 
 Peers, which load through the engine's own loader (narrow and copy, tensor by tensor): (a) every full tensor gathered on
-every trainer rank and lent by itself, acknowledged every 512 MB; (b) the same gathered into one flat buffer a bucket of
+every trainer rank and exported alone, acknowledged every 512 MB; (b) the same gathered into one flat buffer a bucket of
 512 MB, one broadcast for each owner, one handle. Where a peer is cut short for time its figure is scaled by bytes (b)
 or by tensors (a), and marked. Elements are checked one by one after every kind of push.
 """
@@ -87,33 +87,33 @@ class Ranks:
                 self.processes.append(process)
                 pipes.append(ours)
         for role in self.pipes:
-            self.answers(role)
+            self.results(role)
 
-    def tell(self, role: str, name: str, arguments: Iterable[tuple] | None = None, **kwargs: Any) -> None:
+    def start(self, role: str, name: str, arguments: Iterable[tuple] | None = None, **kwargs: Any) -> None:
         pipes = self.pipes[role]
         for pipe, args in zip(pipes, arguments or [()] * len(pipes), strict=True):
             pipe.send((name, args, kwargs))
 
-    def answers(self, role: str) -> list[Any]:
-        found = []
+    def results(self, role: str) -> list[Any]:
+        results = []
         for rank, pipe in enumerate(self.pipes[role]):
             if not pipe.poll(ANSWER_S):
                 self.end(f"{role} rank {rank} did not answer within {ANSWER_S:g} s")
             state, value = pipe.recv()
             if state != "ok":
                 self.end(f"{role} rank {rank} failed:\n{value}")
-            found.append(value)
-        return found
+            results.append(value)
+        return results
 
     def all(self, role: str, name: str, arguments: Iterable[tuple] | None = None, **kwargs: Any) -> list[Any]:
-        self.tell(role, name, arguments, **kwargs)
-        return self.answers(role)
+        self.start(role, name, arguments, **kwargs)
+        return self.results(role)
 
     def both(self, name: str, arguments: Iterable[tuple] | None = None, **kwargs: Any) -> list[list[Any]]:
         arguments = list(arguments) if arguments is not None else None
         for role in self.pipes:
-            self.tell(role, name, arguments, **kwargs)
-        return [self.answers(role) for role in self.pipes]
+            self.start(role, name, arguments, **kwargs)
+        return [self.results(role) for role in self.pipes]
 
     def end(self, message: str = "") -> None:
         for process in self.processes:
@@ -129,11 +129,11 @@ def layouts_of(case: str, world: int) -> tuple[list[WeightLayout], list[WeightLa
     trainer, engine = (sizes_of(side, ("tp", "pp", "ep", "dp")) for side in way.split("->"))
     config = SHAPES[shape]
     tp, pp, ep = (trainer.get(key, 1) for key in ("tp", "pp", "ep"))
-    megatron = ParallelSizes(tp=tp, pp=pp, ep=ep, etp=1)
+    megatron, dp_size = ParallelSizes(tp=tp, pp=pp, ep=ep, etp=1), world // tp // pp
+    sources = megatron_layouts(config, megatron, dp_size=dp_size, grouped_experts=True, fused_norms=True)
     tp, ep = engine.get("tp", 1), engine.get("ep", 1)
     target = EngineSizes(tp_size=tp, ep_size=ep, dp_size=world // tp)
     family = family_of(config)
-    sources = megatron_layouts(config, megatron, dp_size=world // tp // pp, grouped_experts=True, fused_norms=True)
     tied = bool(family.aliases(config))
     shapes = family.hf_shapes(config)
     destinations = engine_layouts(shapes, target, num_kv_heads=config["num_key_value_heads"], tied=tied)
@@ -201,10 +201,10 @@ def buckets_of(
 def push_as_peer(ranks: Ranks, buckets: list[Any], *, flat: bool) -> float:
     started_s = time.monotonic()
     world = len(ranks.pipes["engine"])
-    ranks.tell("engine", "peer_receive", [(len(buckets),)] * world)
-    ranks.tell("trainer", "peer_send", [(buckets, flat)] * world)
-    ranks.answers("trainer")
-    ranks.answers("engine")
+    ranks.start("engine", "peer_receive", [(len(buckets),)] * world)
+    ranks.start("trainer", "peer_send", [(buckets, flat)] * world)
+    ranks.results("trainer")
+    ranks.results("engine")
     return time.monotonic() - started_s
 
 
@@ -304,7 +304,7 @@ def run_case(ranks: Ranks, case: str, world: int, local: float, peer: float, arg
     return result
 
 
-def told(result: dict[str, Any]) -> str:
+def summary(result: dict[str, Any]) -> str:
     ms, limit = result["t_s"] * 1e3, result["limit_s"] * 1e3
     lines = [
         f"{result['case']}  on {result['gpus']}: {result['bytes'] / 1e9:.2f} GB in {result['copies']} copies "
@@ -333,7 +333,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", help="SHAPE:TPnxPPnxEPn->TPnxEPnxDPn")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--method", choices=["auto", "kernel", "foreach", "loop"], default="auto")
-    parser.add_argument("--also", nargs="*", default=["loop", "foreach"], help="further ways to copy, timed before it")
+    parser.add_argument("--also", nargs="*", default=["loop", "foreach"], help="further methods, timed before it")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument(
         "--peer-bytes", type=int, default=20 << 30, help="a peer moves at most this before it is scaled"
@@ -353,10 +353,10 @@ def main() -> None:
     results = []
     for case in cases:
         if time.monotonic() > args.end_s:
-            print(f"{case}: left out, the time is up")
+            print(f"{case}: skipped, no time is left")
             continue
         results.append(run_case(ranks, case, world, local, peer, args))
-        print(told(results[-1]), flush=True)
+        print(summary(results[-1]), flush=True)
     ranks.end()
     if args.json:
         ceilings = {"local_bytes_per_s": local, "peer_bytes_per_s": peer, "torch": torch.__version__}

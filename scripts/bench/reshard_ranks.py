@@ -1,7 +1,7 @@
 """The processes of scripts/bench/reshard.py: one trainer rank and one engine rank on every GPU, and what peers do.
 
 A rank answers commands of the controller over a pipe. Elements are a hash of (tensor, position), so that every rank can
-tell by itself whether what it holds is right.
+check alone whether it holds the right ones.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class Rank:
         return export_tensors({"block": self.block})
 
     def copy_block(self, handle: IpcHandle, repeats: int) -> float:
-        """Bytes per second of the better of a plain copy and the replayed one, from lent memory."""
+        """Bytes per second of the better of a plain copy and the batched one, from exported memory."""
         imported = ImportedTensors(handle, ["block"], device=self.device)
         source = imported.tensors["block"]
         target = torch.empty_like(source)
@@ -250,7 +250,7 @@ class Rank:
         self.block = None
         self.drop()
 
-    # --- peers: gather full tensors on every trainer rank, lend them to the engine beside, which loads its part
+    # --- peers: gather full tensors on every trainer rank, export them to the engine beside, which loads its part
     def peer_send(self, buckets: Sequence[Sequence[tuple[str, list[Piece]]]], flat: bool) -> None:
         for bucket in buckets:
             handle = self._gather_flat(bucket) if flat else self._gather_each(bucket)
@@ -282,7 +282,7 @@ class Rank:
         return shard_view(self.holder.tensors, self.holder._places[box])  # pyrefly: ignore
 
     def _gather_each(self, bucket: Sequence[tuple[str, list[Piece]]]) -> IpcHandle:
-        """Every tensor gathered and lent by itself."""
+        """Every tensor gathered and exported alone."""
         dtype = dtype_of(next(iter(self.holder.layout.dtypes.values())))
         fulls = {}
         for name, pieces in bucket:
@@ -352,7 +352,7 @@ def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def serve(role: str, rank: int, world: int, device: str, pipe: Connection, beside: Connection, store: str) -> None:
-    """Answer commands until told to stop."""
+    """Answer commands until the command to stop."""
     try:
         worker = Rank(role, rank, world, device, beside, store)
         pipe.send(("ok", None))
