@@ -118,10 +118,10 @@ def test_a_bad_line_is_refused_by_name_or_skipped_and_counted(kind: str, tmp_pat
     with pytest.raises(DataError, match=r"rows\.jsonl, line 3: ") as caught:
         load(path)
     assert message in str(caught.value)
-    found = load(path, SKIP)
-    assert [row.index for row in found] == [0, 1]
-    assert [(Path(b.file).name, b.place) for b in found.bad_rows] == [("rows.jsonl", "line 3")]
-    assert found.metrics()["data/bad_rows"] == 1
+    dataset = load(path, SKIP)
+    assert [row.index for row in dataset] == [0, 1]
+    assert [(Path(b.file).name, b.place) for b in dataset.bad_rows] == [("rows.jsonl", "line 3")]
+    assert dataset.metrics()["data/bad_rows"] == 1
     only_bad = tmp_path / "only.jsonl"
     only_bad.write_bytes(as_line(row).replace(b"\n", b"") + b"\n")
     with pytest.raises(DataError, match=r"only\.jsonl"):
@@ -231,9 +231,9 @@ def test_a_bad_file_is_refused_with_its_place_or_skipped(kind: str, tmp_path: Pa
     assert message in str(caught.value)
     other = tmp_path / "good.jsonl"
     other.write_bytes(as_line(GOOD))
-    found = PromptDataset.load([str(path), str(other)], tokenizer(), SKIP)
-    assert len(found) >= 1
-    assert any(message in str(bad) for bad in found.bad_rows)
+    dataset = PromptDataset.load([str(path), str(other)], tokenizer(), SKIP)
+    assert len(dataset) >= 1
+    assert any(message in str(bad) for bad in dataset.bad_rows)
 
 
 @pytest.mark.parametrize(
@@ -274,11 +274,11 @@ def test_harmless_oddities_are_read(tmp_path: Path) -> None:
     path = tmp_path / "odd.jsonl"
     line = as_line({**GOOD, "prompt": "é\u2028\U0001f600", "extra_info": None, "unknown": {"a": [1, None]}})
     path.write_bytes(b"\xef\xbb\xbf" + line + b"\r\n\r\n  \n" + line + b"\r\n" + line)
-    found = load(path)
-    assert len(found) == 3
-    assert found[0].raw_prompt == "é\u2028\U0001f600"
-    assert found[0].fields == {"unknown": {"a": [1, None]}}
-    assert found[0].extra_info == {}
+    dataset = load(path)
+    assert len(dataset) == 3
+    assert dataset[0].raw_prompt == "é\u2028\U0001f600"
+    assert dataset[0].fields == {"unknown": {"a": [1, None]}}
+    assert dataset[0].extra_info == {}
     csv_path = tmp_path / "odd.csv"
     csv_path.write_bytes(b'\xef\xbb\xbfprompt,data_source,ground_truth\r\n"a\nb, ""c""",src,2\r\n')
     assert load(csv_path)[0].raw_prompt == 'a\nb, "c"'

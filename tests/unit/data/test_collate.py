@@ -170,8 +170,8 @@ def test_bad_texts_are_refused_or_skipped(kind: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="line 2") as caught:
         load_texts(file, tokenizer(), SFTDataConfig(max_length=40))
     assert message in str(caught.value)
-    found = load_texts(file, tokenizer(), SFTDataConfig(max_length=40, bad_rows="skip"))
-    assert (len(found), len(found.bad_rows)) == (1, 1)
+    texts = load_texts(file, tokenizer(), SFTDataConfig(max_length=40, bad_rows="skip"))
+    assert (len(texts), len(texts.bad_rows)) == (1, 1)
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,9 @@ def test_values_that_json_has_not_become_text(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     when = datetime.datetime(2026, 1, 2, 3, 4, 5)
     pq.write_table(pa.Table.from_pylist([row(0, extra_info={"index": 0, "made": when}, price=1.5)]), path)
-    found = PromptDataset.load(str(path), tokenizer())[0]
-    assert found.extra_info == {"index": 0, "made": "2026-01-02 03:04:05"}
-    assert found.fields == {"price": 1.5}
+    prompts = PromptDataset.load(str(path), tokenizer())[0]
+    assert prompts.extra_info == {"index": 0, "made": "2026-01-02 03:04:05"}
+    assert prompts.fields == {"price": 1.5}
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -91,10 +91,10 @@ def test_prompts_are_rendered_by_the_template_with_its_arguments(tmp_path: Path)
 
 def test_other_columns_can_hold_prompt_and_source(tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", [{"question": "5-1=", "task": "sums", "ground_truth": 4, "agent_name": "x"}])
-    found = PromptDataset.load(file, tokenizer(), PromptsConfig(prompt_key="question", reward_fn_key="task"))
-    assert (found[0].data_source, found[0].reward_model) == ("sums", {"style": "rule", "ground_truth": 4})
-    assert found[0].fields == {"agent_name": "x"}
-    assert found.data_sources == ("sums",)
+    prompts = PromptDataset.load(file, tokenizer(), PromptsConfig(prompt_key="question", reward_fn_key="task"))
+    assert (prompts[0].data_source, prompts[0].reward_model) == ("sums", {"style": "rule", "ground_truth": 4})
+    assert prompts[0].fields == {"agent_name": "x"}
+    assert prompts.data_sources == ("sums",)
 
 
 LONG = [row(0), row(1, prompt="a" * 20), row(2)]  # 3 special tokens each
@@ -110,9 +110,9 @@ LONG = [row(0), row(1, prompt="a" * 20), row(2)]  # 3 special tokens each
 )
 def test_every_truncation_is_alive(how: Any, text: str, tmp_path: Path) -> None:
     file = jsonl(tmp_path / "a.jsonl", LONG)
-    found = PromptDataset.load(file, tokenizer(), PromptsConfig(max_prompt_length=10, truncation=how))
-    assert texts(found)[1] == text
-    assert len(found[1].token_ids) == 10
+    prompts = PromptDataset.load(file, tokenizer(), PromptsConfig(max_prompt_length=10, truncation=how))
+    assert texts(prompts)[1] == text
+    assert len(prompts[1].token_ids) == 10
 
 
 def test_overlong_prompts_are_refused_or_filtered_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -123,9 +123,9 @@ def test_overlong_prompts_are_refused_or_filtered_and_counted(tmp_path: Path, ca
         config = PromptsConfig(
             max_prompt_length=10, filter_overlong_prompts=True, filter_overlong_prompts_workers=num_threads
         )
-        found = PromptDataset.load(file, tokenizer(), config)
-        assert [r.index for r in found] == [0, 1]
-        assert found.metrics() == {"data/rows": 2.0, "data/bad_rows": 0.0, "data/overlong_prompts": 1.0}
+        prompts = PromptDataset.load(file, tokenizer(), config)
+        assert [r.index for r in prompts] == [0, 1]
+        assert prompts.metrics() == {"data/rows": 2.0, "data/bad_rows": 0.0, "data/overlong_prompts": 1.0}
         assert "dropped 1 of 3 prompts with more than 10 tokens" in caplog.messages
     with pytest.raises(DataError, match="no prompt is left"):
         PromptDataset.load(file, tokenizer(), PromptsConfig(max_prompt_length=2, filter_overlong_prompts=True))
@@ -187,10 +187,10 @@ def test_a_custom_dataset_class_is_read_row_by_row(tmp_path: Path) -> None:
     path.write_text(CUSTOM)
     arguments: dict[str, Any] = {"data_files": ["my.bin"], "tokenizer": tokenizer(), "config": {"factor": 7}}
     dataset = load_custom_dataset(str(path), "Doubling", **arguments, max_samples=3)
-    found = PromptDataset.load(dataset, tokenizer())
-    assert texts(found) == [f"<|user|>{i}*7=<|end|><|assistant|>" for i in range(3)]
-    assert [r.reward_model["ground_truth"] for r in found] == [0, 7, 14]
-    assert found.data_sources == ("my.bin",)
+    prompts = PromptDataset.load(dataset, tokenizer())
+    assert texts(prompts) == [f"<|user|>{i}*7=<|end|><|assistant|>" for i in range(3)]
+    assert [r.reward_model["ground_truth"] for r in prompts] == [0, 7, 14]
+    assert prompts.data_sources == ("my.bin",)
     with pytest.raises(DataError, match="Doubling, row 3: a row must be a dict"):
         PromptDataset.load(load_custom_dataset(str(path), "Doubling", **arguments, max_samples=4), tokenizer())
     with pytest.raises(ConfigError, match="has no __len__"):

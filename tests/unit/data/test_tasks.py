@@ -101,10 +101,10 @@ def test_the_script_writes_what_the_dataset_reads(tmp_path: Path, capsys: pytest
 
 def test_generated_problems_are_different_and_repeatable() -> None:
     problems = prepare_data.problems
-    found = problems(500, seed=3)
-    assert found == problems(500, seed=3) != problems(500, seed=4)
-    assert len(set(found)) == 500
-    assert all(max(p.left, p.right) < (10 if p.operator == "*" else 100) for p in found)
+    generated = problems(500, seed=3)
+    assert generated == problems(500, seed=3) != problems(500, seed=4)
+    assert len(set(generated)) == 500
+    assert all(max(p.left, p.right) < (10 if p.operator == "*" else 100) for p in generated)
     assert len(problems(10_000, seed=0, operators="*")) == 100
     with pytest.raises(ValueError, match="operators"):
         problems(1, seed=0, operators="/")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from itertools import chain
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -26,18 +23,7 @@ from rlsys.roles import (
     mini_batches,
 )
 from rlsys.roles.update import ppo_mini_batches
-
-
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tiny = _load("tiny_engine")
+from tests import tiny_engine as tiny
 
 
 def tensors(batch: DataProto) -> Any:

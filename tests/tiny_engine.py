@@ -67,14 +67,14 @@ class TinyEngine:
         before = hidden[:, -width - 1 : -1]
         log_p = (before @ self.model.head.T / temperature).log_softmax(-1)
         mask = held["response_mask"]
-        found = {
+        computed = {
             "log_probs": log_p.gather(2, held["responses"].unsqueeze(2)).squeeze(2),
             "entropy": -(log_p.exp() * log_p).sum(-1),
             "sum_pi_squared": log_p.exp().square().sum(-1),
             "values": before @ self.model.value,
             "scores": hidden[:, -width:] @ self.model.value,
         }
-        return {name: found[name] * mask for name in outputs}
+        return {name: computed[name] * mask for name in outputs}
 
     def forward(self, batch: DataProto, outputs: Sequence[Output], *, temperature: float = 1.0) -> dict[str, Tensor]:
         with torch.no_grad():
