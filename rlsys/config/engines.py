@@ -44,15 +44,6 @@ _BACKENDS = {
     for backend in (
         RolloutBackend("hf", "workers.rollout:HFRolloutWorker"),
         RolloutBackend(
-            "vllm",
-            "workers.rollout:VLLMRolloutWorker",
-            dims="dtp",
-            settings=ENGINE_SETTINGS,
-            cache_share_of="device",
-            batch_invariant=True,
-            drops_weights=True,
-        ),
-        RolloutBackend(
             "sglang",
             "workers.rollout:SGLangRolloutWorker",
             weights_in="child",
@@ -62,8 +53,17 @@ _BACKENDS = {
             batch_invariant=True,
             drops_weights=True,
         ),
-        RolloutBackend("vllm_remote", None, weights_in="server", settings=()),
+        RolloutBackend(
+            "vllm",
+            "workers.rollout:VLLMRolloutWorker",
+            dims="dtp",
+            settings=ENGINE_SETTINGS,
+            cache_share_of="device",
+            batch_invariant=True,
+            drops_weights=True,
+        ),
         RolloutBackend("sglang_remote", None, weights_in="server", settings=()),
+        RolloutBackend("vllm_remote", None, weights_in="server", settings=()),
     )
 }
 

@@ -1,4 +1,4 @@
-"""Proof that no prompt is lost or doubled: every issued row is answered once, dropped for a reason, or pending."""
+"""Proof that no prompt is lost or duplicated: each issued row is answered once, dropped for a reason, or pending."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 
 class LedgerError(AssertionError):
-    """A row was answered twice, or one is missing: a bug, never a condition of the outside world."""
+    """A row was answered twice or is missing: always a bug in this package."""
 
 
 class Ledger:
-    """Counts of rows since the start; the numbers of the pending ones are kept, those of the others need not be."""
+    """Counts of rows since the start; only the numbers of the pending ones are kept."""
 
     def __init__(self) -> None:
         self.issued = self.answered = 0
@@ -19,7 +19,7 @@ class Ledger:
         self.pending: set[int] = set()
 
     def issue(self, num_rows: int) -> range:
-        """Numbers for new rows; they are pending."""
+        """Numbers of new rows, which are now pending."""
         rows = range(self.issued, self.issued + num_rows)
         self.issued += num_rows
         self.pending.update(rows)
@@ -29,7 +29,7 @@ class Ledger:
         self.answered += self._settle(rows, "answered")
 
     def drop(self, rows: Iterable[int], reason: str) -> None:
-        """Give rows up; `reason` is counted."""
+        """Give up on rows; `reason` is counted."""
         self.dropped[reason] += self._settle(rows, f"dropped ({reason})")
 
     def _settle(self, rows: Iterable[int], what: str) -> int:

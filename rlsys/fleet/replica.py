@@ -1,4 +1,4 @@
-"""What a fleet asks of a replica, and what it reads off work and answers, be they requests or batches."""
+"""What a fleet needs of a replica, and how it reads work and answers, which are requests or batches."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Replica(Protocol):
     @property
     def name(self) -> str: ...
     def generate(self, work: Work, deadline_s: float) -> Answers:
-        """Complete the rows, in their order: requests to responses, or a DataProto as `generate_sequences` does."""
+        """Complete the rows, in order: requests to responses, or a DataProto as `generate_sequences` does."""
         ...
 
     def health(self, deadline_s: float) -> Mapping[str, Any]:
-        """What the engine's `health` says; raises when the replica does not live."""
+        """The engine's `health`; raises if the replica is not alive."""
         ...
 
     def restart(self, deadline_s: float) -> None:
-        """Replace the process, alive or not, by a fresh one that has loaded its model."""
+        """Replace the process, alive or not, by a new one that has loaded its model."""
         ...
 
 
@@ -41,17 +41,19 @@ def session_of(work: Work) -> str:
 
 
 def responses_of(answers: Answers) -> Sequence[ModelResponse]:
+    """The answers to requests."""
     assert not isinstance(answers, DataProto), "a replica answered requests with a DataProto"
     return answers
 
 
 def rows_of(answers: Answers) -> DataProto:
+    """The answers to rows of a batch."""
     assert isinstance(answers, DataProto), "a replica answered a DataProto with responses"
     return answers
 
 
 def belong_together(work: Work, answers: Answers) -> bool:
-    """Whether the answers are to these rows: by request ids, or by the prompts that a batch gives back."""
+    """Whether the answers match these rows, by request ids or by the prompts of the batch."""
     if len(work) != len(answers):
         return False
     if isinstance(work, DataProto):
@@ -67,6 +69,7 @@ def versions_of(answers: Answers) -> set[int]:
 
 
 def num_aborted(answers: Answers) -> int:
+    """The number of answers that were cut off."""
     if isinstance(answers, DataProto):
         return sum(reason == Finish.ABORT for reason in answers.non_tensor_batch.get("finish_reason", ()))
     return sum(response.stop_reason is Finish.ABORT for response in answers)

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from rlsys.config.engines import rollout_backends
 from rlsys.utils.errors import ConfigError
 
-GENERATION = tuple(backend.name for backend in rollout_backends() if not backend.is_external)
+_ENGINES = {backend.name: backend.dims for backend in rollout_backends() if not backend.is_external}
+GENERATION = tuple(_ENGINES)
 TRAINING = ("fsdp", "megatron", "archon")
-_DIMS = {"fsdp": "dtc", "megatron": "dtpce", "archon": "dtpce"} | {b.name: b.dims for b in rollout_backends()}
+_DIMS = {**_ENGINES, "fsdp": "dtc", "megatron": "dtpce", "archon": "dtpce"}
 _NAMES = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
 _PART = re.compile(r"(?P<backend>[A-Za-z_]\w*)?(\[(?P<name>[^\]]*)\])?(?P<colon>:)?(?P<dims>.*)", re.DOTALL)
 

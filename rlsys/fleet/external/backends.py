@@ -1,4 +1,4 @@
-"""What the two servers are asked and how their answers read: pure functions of values, no input or output.
+"""The requests of the two server types and how their answers are read: pure functions, no I/O.
 
 Seen in the sources of SGLang 0.5.23 (`entrypoints/http_server.py`, `managers/tokenizer_manager.py`) and vLLM 0.32.0
 (`entrypoints/openai/completion`, `entrypoints/rl/online`, `entrypoints/serve/{lora,dev}`).

@@ -1,4 +1,4 @@
-"""The part of a remote engine that lives on its event loop: queue, retries, fail-over, health and weight updates."""
+"""The servers of a remote engine, on its event loop: queue, retries, fail-over, health and weight updates."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from rlsys.fleet.external.backends import (
 )
 from rlsys.fleet.external.capabilities import Capabilities, capabilities_of
 from rlsys.fleet.external.http import Call, RefusedError, ServerFault, ask, events, open_session
-from rlsys.fleet.external.partial import BadResponseError, Delta, Draft, check
-from rlsys.fleet.external.router import Router, Server
+from rlsys.fleet.external.partial import BadResponseError, Delta, PartialResponse, check
+from rlsys.fleet.external.router import Router, ServerState
 from rlsys.fleet.external.settings import RemoteSettings
 from rlsys.types import ModelRequest, ModelResponse, WeightUpdateMeta
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, WeightTransferError
@@ -38,15 +38,15 @@ T = TypeVar("T")
 EVENT_BYTES, EVENT_TOKEN_BYTES = 1 << 20, 256
 ABORT_WAIT_S = 0.05
 FIRST_BACKOFF_S = 0.2
-GONE_BY = "the present weights went over a process group and cannot be had again: update from files once"
+GONE_BY = "the current weights came over a process group and cannot be sent again; update from files once"
 TIED_ON_CPU = (
     "vLLM on CPU keeps the old output head when the weights of a model with tied embeddings are reloaded (seen with "
-    "0.32.0); push adapters, serve it with SGLang, or take a model with tie_word_embeddings=false"
+    "0.32.0); push adapters, serve it with SGLang, or use a model with tie_word_embeddings=false"
 )
 COUNTS = ("requests", "tokens", "retries", "failovers", "bad_answers", "busy", "trips", "readmitted", "aborted")
 
 
-class Service:
+class ServerPool:
     """Everything here runs on one event loop and is called by RemoteEngine only."""
 
     def __init__(self, backend: Backend, settings: RemoteSettings, *, version: int) -> None:
@@ -69,7 +69,7 @@ class Service:
         self._versions: dict[str, int] = {"": version}
         self._slots = asyncio.Semaphore(settings.max_concurrent)
         self._updating = asyncio.Lock()
-        self._segments: dict[asyncio.Task[None], Server] = {}
+        self._segments: dict[asyncio.Task[None], ServerState] = {}
         self._connecting: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
 
@@ -80,24 +80,24 @@ class Service:
     # ---- requests ----------------------------------------------------------------------------------------------
 
     async def complete(self, request: ModelRequest, *, patient: bool) -> ModelResponse:
-        """Complete a request. While stopped, a patient one waits and goes on, another one returns what it has."""
-        draft, limit_s = Draft(request), self.settings.request_s
+        """Complete a request. While stopped, a patient one waits, another one returns its tokens so far."""
+        partial, limit_s = PartialResponse(request), self.settings.request_s
         await self.connect()
         try:
             async with asyncio.timeout(limit_s), self._slots:
-                while draft.finish is None and (patient or self.gate.is_set()):
+                while partial.finish is None and (patient or self.gate.is_set()):
                     await self.gate.wait()
-                    await self._retry(f"request {request.rid}", lambda avoid: self._attempt(draft, avoid))
+                    await self._retry(f"request {request.rid}", lambda avoid: self._attempt(partial, avoid))
         except TimeoutError as error:
             states = ", ".join(f"{s.url} ({'up' if s.admitted else s.cause})" for s in self.router.servers)
-            hint = f"request {request.rid} has {len(draft.tokens)} tokens; servers: {states}"
-            raise DeadlineError(draft.server or "the request queue", "generate", limit_s, hint) from error
+            hint = f"request {request.rid} has {len(partial.tokens)} tokens; servers: {states}"
+            raise DeadlineError(partial.server or "the request queue", "generate", limit_s, hint) from error
         self.counts["requests"] += 1
-        self.counts["aborted"] += draft.finish is None
-        return draft.response()
+        self.counts["aborted"] += partial.finish is None
+        return partial.response()
 
     async def _retry(self, what: str, once: Callable[[Collection[str]], Awaitable[T]]) -> T:
-        """Do something on one server after another until it works; `once` gets the servers where it failed."""
+        """Run `once` on one server after another until it succeeds; it gets the servers where it failed."""
         causes: list[str] = []
         failed_on: list[str] = []
         retrying = AsyncRetrying(
@@ -126,16 +126,16 @@ class Service:
         drawn_s = wait_random_exponential(multiplier=FIRST_BACKOFF_S, max=self.settings.max_backoff_s)(state)
         return max(asked_s, drawn_s)
 
-    async def _attempt(self, draft: Draft, avoid: Collection[str]) -> None:
+    async def _attempt(self, partial: PartialResponse, avoid: Collection[str]) -> None:
         """One segment from one server; nothing while stopped."""
-        session = draft.request.session
+        session = partial.request.session
         if not session and self.settings.policy == "affinity":
-            session = f"prompt {hash(draft.request.input_ids)}"
+            session = f"prompt {hash(partial.request.input_ids)}"
         server = await self._server(session, avoid)
         if not self.gate.is_set():
             return
-        before, draft.server = len(draft.tokens), server.url
-        segment = asyncio.create_task(self._segment(draft, server))
+        before, partial.server = len(partial.tokens), server.url
+        segment = asyncio.create_task(self._segment(partial, server))
         self._segments[segment] = server
         server.load += 1
         try:
@@ -145,7 +145,7 @@ class Service:
             if task is not None and task.cancelling():
                 raise
         except ServerFault as fault:
-            self.counts["failovers"] += len(draft.tokens) > before
+            self.counts["failovers"] += len(partial.tokens) > before
             self._note(server, fault)
             raise
         else:
@@ -154,15 +154,15 @@ class Service:
             server.load -= 1
             del self._segments[segment]
 
-    async def _server(self, session: str, avoid: Collection[str]) -> Server:
+    async def _server(self, session: str, avoid: Collection[str]) -> ServerState:
         async with self.change:
             while (server := self.router.choose(session, avoid)) is None:
                 await self.change.wait()
         return server
 
-    async def _segment(self, draft: Draft, server: Server) -> None:
-        """Stream tokens into the draft until this server has no more."""
-        settings, request = self.settings, draft.rest()
+    async def _segment(self, partial: PartialResponse, server: ServerState) -> None:
+        """Stream tokens into the partial until this server has no more."""
+        settings, request = self.settings, partial.rest()
         version, adapter = self.version, self.adapter
         self._check_mode(server, request)
         call = self.backend.generate(request, model=settings.model, adapter=adapter, send_seed=settings.send_seeds)
@@ -175,13 +175,13 @@ class Service:
                 try:
                     delta = self.backend.read(event, seen)
                     made_by = [self._version_of(stamp, server, version, adapter) for stamp in delta.stamps]
-                    draft.add(delta, made_by)
+                    partial.add(delta, made_by)
                 except BadResponseError as error:
                     self.counts["bad_answers"] += 1
                     raise ServerFault(server.url, "generate", str(error), kind="bad_answer") from error
                 seen += len(delta.tokens)
                 self.counts["tokens"] += len(delta.tokens)
-                if draft.finish is not None:
+                if partial.finish is not None:
                     return
                 if delta.finish is not None:
                     await asyncio.sleep(ABORT_WAIT_S)
@@ -192,14 +192,14 @@ class Service:
             await stream.aclose()
         raise ServerFault(server.url, "generate", "the answer has no finish reason", kind="bad_answer")
 
-    def _check_mode(self, server: Server, request: ModelRequest) -> None:
+    def _check_mode(self, server: ServerState, request: ModelRequest) -> None:
         if server.logprobs == RAW and request.gconfig.temperature not in (0.0, 1.0):
             raise ValueError(
                 f"request {request.rid}: {server.url} gives log-probabilities before temperature "
                 f"{request.gconfig.temperature:g}; start it with --logprobs-mode processed_logprobs"
             )
 
-    def _version_of(self, stamp: str, server: Server, asked: int, adapter: str) -> int:
+    def _version_of(self, stamp: str, server: ServerState, asked: int, adapter: str) -> int:
         """The version that the server says made a token; a fault where that is not what was asked for."""
         if self.backend.kind == "vllm" and not adapter:
             return asked
@@ -209,8 +209,8 @@ class Service:
             raise ServerFault(server.url, "generate", what, kind="stale")
         return asked
 
-    def _note(self, server: Server, fault: ServerFault) -> None:
-        """Take a fault into account: busy is no failure, wrong weights are one at once."""
+    def _note(self, server: ServerState, fault: ServerFault) -> None:
+        """Count a fault: a busy server has not failed, one with wrong weights is taken out at once."""
         log.warning("%s", fault)
         if fault.kind == "busy":
             self.counts["busy"] += 1
@@ -222,7 +222,7 @@ class Service:
     # ---- health ------------------------------------------------------------------------------------------------
 
     async def connect(self) -> None:
-        """Wait once until a server is there; the others are admitted when they come up."""
+        """Wait once until a server is up; the others are admitted when they come up."""
         if self._connecting is None:
             self._connecting = asyncio.create_task(self._connect())
         await asyncio.shield(self._connecting)
@@ -243,7 +243,7 @@ class Service:
         self._watching = asyncio.create_task(self._watch())
 
     async def _watch(self) -> None:
-        """Check admitted servers now and then, and those that are out when they have cooled down."""
+        """Check admitted servers regularly, and those that are out after their cool-down."""
         while True:
             await asyncio.sleep(min(self.settings.health_s, self.settings.cooldown_s))
             if self.gate.is_set() and not self._updating.locked():
@@ -251,17 +251,17 @@ class Service:
                 idle = [s for s in self.router.servers if s.admitted]
                 await asyncio.gather(*(self._admit(s) for s in due), *(self._examine(s) for s in idle))
 
-    async def _examine(self, server: Server) -> None:
+    async def _examine(self, server: ServerState) -> None:
         try:
             await self._ask(server, self.backend.health, "health", self.settings.health_deadline_s)
             if self._weights is not None and await self._identity(server) != server.identity and not self.adapter:
-                fault = ServerFault(server.url, "health", "it has other weights than were pushed", kind="stale")
+                fault = ServerFault(server.url, "health", "its weights are not those that were pushed", kind="stale")
                 self._note(server, fault)
         except ServerFault as fault:
             self._note(server, fault)
 
-    async def _admit(self, server: Server) -> None:
-        """Let a server that is out serve if it is well, with the weights it must have."""
+    async def _admit(self, server: ServerState) -> None:
+        """Admit a server that is out if it is healthy, after giving it the current weights."""
         again = bool(server.logprobs)
         try:
             await self._ask(server, self.backend.health, "health", self.settings.health_deadline_s)
@@ -290,18 +290,18 @@ class Service:
         except (ServerFault, RefusedError) as error:
             self.router.trip(server, str(error))
 
-    async def _identity(self, server: Server) -> str:
-        return await self._told(server, self.backend.identity, "weight_version")
+    async def _identity(self, server: ServerState) -> str:
+        return await self._first_answer(server, self.backend.identity, "weight_version")
 
-    async def _abilities(self, server: Server) -> tuple[str, Capabilities]:
-        version = await self._told(server, self.backend.version, "version")
+    async def _abilities(self, server: ServerState) -> tuple[str, Capabilities]:
+        version = await self._first_answer(server, self.backend.version, "version")
         try:
             return version, capabilities_of(self.backend.kind, version)
         except ConfigError as error:
             raise ServerFault(server.url, "start", str(error), kind="status") from error
 
-    async def _told(self, server: Server, calls: Sequence[Call], key: str) -> str:
-        """What the first of these routes that the server has answers under this key."""
+    async def _first_answer(self, server: ServerState, calls: Sequence[Call], key: str) -> str:
+        """The value under this key in the answer of the first of these routes that the server has."""
         for call in calls:
             try:
                 answer = await self._ask(server, call, "health", self.settings.health_deadline_s)
@@ -312,7 +312,7 @@ class Service:
                 return str(answer.get(key, "")) if isinstance(answer, dict) else ""
         return ""
 
-    async def _ask(self, server: Server, call: Call, stage: str, deadline_s: float) -> Any:
+    async def _ask(self, server: ServerState, call: Call, stage: str, deadline_s: float) -> Any:
         try:
             return await ask(self.session, server.url, call, stage=stage, deadline_s=deadline_s)
         except ServerFault as fault:
@@ -323,7 +323,7 @@ class Service:
     # ---- weights -----------------------------------------------------------------------------------------------
 
     async def stop(self, *, quarantine: bool = False) -> None:
-        """End what runs, keeping its tokens, and start nothing until `go`."""
+        """Interrupt running requests, keeping their tokens, and start none until `go`."""
         self.gate.clear()
         self.quarantined = self.quarantined or quarantine
         paused = await self._each(
@@ -344,7 +344,7 @@ class Service:
         self.gate.set()
 
     async def update(self, meta: WeightUpdateMeta) -> None:
-        """Give every server new weights; those that fail are taken out and get them before they serve again."""
+        """Update every server; those that fail are taken out and get the weights before they serve again."""
         adapter, in_place = adapter_of(meta), bool(meta.metadata.get("in_place"))
         self.backend.update(meta)
         await self.connect()
@@ -366,7 +366,7 @@ class Service:
                 await self.go()
             await self._forget_adapters()
 
-    async def _give(self, server: Server, meta: WeightUpdateMeta) -> None:
+    async def _give(self, server: ServerState, meta: WeightUpdateMeta) -> None:
         stage = f"update_weights to version {meta.version}"
         if server.device == "cpu" and not adapter_of(meta) and _tied(meta.weights_path):
             raise ServerFault(server.url, stage, TIED_ON_CPU, kind="status")
@@ -378,7 +378,7 @@ class Service:
                 raise ServerFault(server.url, stage, str(answer.get("message"))[:300], kind="status")
 
     async def join_group(self, group: WeightGroupSpec) -> None:
-        """Let every server join a process group, in the order of their addresses."""
+        """Have every server join a process group, in the order of their addresses."""
         await self.connect()
         calls = [
             self.backend.join_group(group, 1 + number * group.ranks_per_server)
@@ -397,10 +397,10 @@ class Service:
             await self._each(lambda server: self._ask(server, call, "unload_adapter", limit_s), "unload", keep=True)  # noqa: B023
 
     async def _each(
-        self, do: Callable[[Server], Awaitable[Any]], stage: str, *, keep: bool = False, anyone: bool = False
-    ) -> Sequence[Server]:
-        """Do something with every admitted server at once; returns those where it worked, takes the others out unless
-        `keep`. Where none is admitted, `anyone` tries those that are out."""
+        self, do: Callable[[ServerState], Awaitable[Any]], stage: str, *, keep: bool = False, anyone: bool = False
+    ) -> Sequence[ServerState]:
+        """Run `do` on all admitted servers at once; returns those where it succeeded and takes the others out unless
+        `keep`. If none is admitted, `anyone` tries those that are out."""
         servers = [server for server in self.router.servers if server.admitted]
         servers = self.router.servers if anyone and not servers else servers
         results = await asyncio.gather(*(do(server) for server in servers), return_exceptions=True)
@@ -438,12 +438,12 @@ class Service:
         return scores
 
     def set_version(self, version: int) -> None:
-        """Say that the servers' present weights are this version."""
+        """Declare that the servers' current weights are this version."""
         self.version = version
         self._versions |= {server.identity: version for server in self.router.servers}
 
     async def tell(self, call: Call, stage: str) -> None:
-        """Ask every server that serves the same; one that refuses is an error."""
+        """Send every admitted server this call; one that fails is an error."""
         for server in self.router.servers:
             if server.admitted:
                 await self._ask(server, call, stage, self.settings.update_s)
@@ -458,7 +458,7 @@ class Service:
 
 
 def _tied(folder: str) -> bool:
-    """Whether the model of a folder shares its embeddings with its head, where that can be read."""
+    """Whether the model in a folder has tied embeddings, if its config can be read."""
     try:
         config = json.loads((Path(folder) / "config.json").read_text())
     except (OSError, ValueError):

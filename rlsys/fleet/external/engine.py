@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlsys.fleet.external.backends import Backend, SGLangBackend, VLLMBackend, WeightGroupSpec
-from rlsys.fleet.external.client import Service
+from rlsys.fleet.external.client import ServerPool
 from rlsys.fleet.external.settings import RemoteSettings
 from rlsys.fleet.external.workflow import Workflow, run_workflow
 from rlsys.protocol.columns import tensors_of
@@ -41,7 +41,7 @@ class RemoteEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"remote-{backend.kind}", daemon=True)
         self._thread.start()
-        self._service: Service = self._do(_made(backend, settings, version))
+        self._service: ServerPool = self._do(_made(backend, settings, version))
 
     # ---- answers -----------------------------------------------------------------------------------------------
 
@@ -232,8 +232,8 @@ class VLLMRemoteEngine(RemoteEngine):
 RemoteSGLangEngine = SGLangRemoteEngine
 
 
-async def _made(backend: Backend, settings: RemoteSettings, version: int) -> Service:
-    return Service(backend, settings, version=version)
+async def _made(backend: Backend, settings: RemoteSettings, version: int) -> ServerPool:
+    return ServerPool(backend, settings, version=version)
 
 
 async def _call(do: Any, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""An answer in the making, stitched from what several servers or weight versions gave."""
+"""A response in progress, assembled from the output of several servers or weight versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ABOVE_ZERO = 1e-3
 
 @dataclass(frozen=True)
 class Delta:
-    """What one event of a stream adds. `stamps` are the server's names of its weights, "" where it says none."""
+    """What one event of a stream adds. `stamps` are the server's names of its weights, "" if it gives none."""
 
     tokens: Sequence[int] = ()
     logprobs: Sequence[float] = ()
@@ -23,12 +23,12 @@ class Delta:
 
 
 class BadResponseError(ValueError):
-    """A server's answer cannot be right."""
+    """A server's answer is invalid."""
 
 
 @dataclass
-class Draft:
-    """The tokens of a request so far; `finish` is set when the answer is whole, `server` worked on it last."""
+class PartialResponse:
+    """The tokens of a request so far; `finish` is set when it is complete, `server` is the last one that served it."""
 
     request: ModelRequest
     tokens: list[int] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Draft:
         )
 
     def add(self, delta: Delta, versions: Sequence[int]) -> None:
-        """Append a delta whose tokens have these weight versions; BadResponseError leaves the draft unchanged."""
+        """Append a delta whose tokens have these weight versions; BadResponseError leaves the partial unchanged."""
         check(delta, room=self.room)
         if delta.finish is Finish.STOP and not (self.tokens or delta.tokens):
             raise BadResponseError("an answer that stopped without a stop token")
@@ -78,12 +78,12 @@ class Draft:
 def check(delta: Delta, *, room: int) -> None:
     """BadResponseError unless there are at most `room` tokens, each an id with a finite log-probability."""
     if len(delta.tokens) > room:
-        raise BadResponseError(f"{len(delta.tokens)} tokens where at most {room} were asked for")
+        raise BadResponseError(f"{len(delta.tokens)} tokens where at most {room} were requested")
     if len(delta.logprobs) != len(delta.tokens):
         raise BadResponseError(f"{len(delta.tokens)} tokens with {len(delta.logprobs)} log-probabilities")
     for token in delta.tokens:
         if type(token) is not int or not 0 <= token < MAX_TOKEN_ID:
-            raise BadResponseError(f"'{str(token)[:40]}' is no token id")
+            raise BadResponseError(f"'{str(token)[:40]}' is not a token id")
     for value in delta.logprobs:
         if type(value) not in (int, float) or not math.isfinite(value) or value > ABOVE_ZERO:
-            raise BadResponseError(f"'{str(value)[:40]}' is no log-probability")
+            raise BadResponseError(f"'{str(value)[:40]}' is not a log-probability")

@@ -1,4 +1,4 @@
-"""Which server takes the next request, and which ones take none for now. No input or output; the clock is passed in."""
+"""Chooses the server of the next request and keeps failing servers out. No I/O; the clock is passed in."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rlsys.fleet.external.settings import Policy
 
 MAX_SESSIONS = 100_000
 STEADY = 20
-"""Answers in a row after which a server that was out counts as steady, so that its next cool-down is short again."""
+"""Consecutive answers after which a readmitted server's next cool-down is short again."""
 
 
 @dataclass(eq=False)
-class Server:
-    """A server as the router sees it. `identity` is what it said of its weights when they were known to be right."""
+class ServerState:
+    """The router's state of a server. `identity` is the server's name of its last known good weights."""
 
     url: str
     admitted: bool = True
@@ -48,14 +48,14 @@ class Router:
         max_cooldown_s: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.servers = [Server(url) for url in urls]
+        self.servers = [ServerState(url) for url in urls]
         self.policy, self.breaker_failures = policy, breaker_failures
         self.cooldown_s, self.max_cooldown_s, self.clock = cooldown_s, max_cooldown_s, clock
-        self._sessions: OrderedDict[str, Server] = OrderedDict()
+        self._sessions: OrderedDict[str, ServerState] = OrderedDict()
         self._turn = 0
 
-    def choose(self, session: str = "", avoid: Collection[str] = ()) -> Server | None:
-        """The server for a request: its session's, else by policy; one to avoid only where there is no other."""
+    def choose(self, session: str = "", avoid: Collection[str] = ()) -> ServerState | None:
+        """The server for a request: its session's, else by policy; one of `avoid` only if there is no other."""
         admitted = [server for server in self.servers if server.admitted]
         open_ = [server for server in admitted if server.url not in avoid] or admitted
         if not open_:
@@ -69,25 +69,25 @@ class Router:
                 self._sessions.popitem(last=False)
         return chosen
 
-    def _by_policy(self, servers: Sequence[Server]) -> Server:
+    def _by_policy(self, servers: Sequence[ServerState]) -> ServerState:
         start, self._turn = self._turn % len(servers), self._turn + 1
         turned = [*servers[start:], *servers[:start]]
         return turned[0] if self.policy == "round_robin" else min(turned, key=lambda server: server.load)
 
-    def succeeded(self, server: Server) -> None:
+    def succeeded(self, server: ServerState) -> None:
         server.served += 1
         server.streak += 1
         server.failures = 0
         if server.streak >= STEADY:
             server.trips = 0
 
-    def failed(self, server: Server, cause: str) -> bool:
-        """Note a failure; returns whether it opened the breaker."""
+    def failed(self, server: ServerState, cause: str) -> bool:
+        """Count a failure; returns whether it opened the breaker."""
         server.failures += 1
         server.streak = 0
         return server.admitted and server.failures >= self.breaker_failures and self.trip(server, cause)
 
-    def trip(self, server: Server, cause: str) -> bool:
+    def trip(self, server: ServerState, cause: str) -> bool:
         """Send the server nothing until it is readmitted; a probe is due after a cool-down that grows each time."""
         first, server.admitted, server.cause = server.admitted, False, cause
         rest_s = min(self.cooldown_s * 2 ** min(server.trips, 30), self.max_cooldown_s)
@@ -95,10 +95,10 @@ class Router:
         server.trips += 1
         return first
 
-    def to_probe(self) -> list[Server]:
+    def to_probe(self) -> list[ServerState]:
         """Servers that are out and have cooled down."""
         return [server for server in self.servers if not server.admitted and server.probe_at_s <= self.clock()]
 
-    def readmit(self, server: Server) -> None:
-        """Serve from it again; its next failure finds the breaker as sensitive as ever."""
+    def readmit(self, server: ServerState) -> None:
+        """Admit the server again, with its failures reset."""
         server.admitted, server.failures, server.cause = True, 0, ""

@@ -1,4 +1,4 @@
-"""Where external servers are and how patient we are with them."""
+"""The addresses of external servers, retries and time limits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RemoteSettings:
     request is tried `max_retries` more times, waiting up to `max_backoff_s` in between. `breaker_failures` failures in
     a row take a server out for `cooldown_s`, doubled each time up to `max_cooldown_s`, until its health check succeeds.
     `request_s` bounds a request with all retries, `idle_s` the silence within an answer, `update_s` a weight update.
-    `send_seeds` passes each request's seed on, which real servers pay for with speed and few of them honour exactly.
+    `send_seeds` passes on each request's seed, which costs speed and which few servers honour exactly.
     `model` is the served name to ask for; empty takes the server's own. `token` is sent as a bearer token.
     """
 
@@ -92,7 +92,7 @@ def server_urls(kind: str, given: Sequence[str] = (), environment: Mapping[str, 
     texts = list(given) or next(([environment[name]] for name in names if environment.get(name)), [])
     parts = [part.strip() for text in texts for part in text.split(",") if part.strip()]
     if not parts:
-        raise ConfigError(f"no address of a {kind} server: write the URLs, or set {' or '.join(names)}")
+        raise ConfigError(f"no address of a {kind} server; set the URLs or {' or '.join(names)}")
     return tuple(dict.fromkeys(_url(part) for part in parts))
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.fleet.external.backends import SGLangBackend, VLLMBackend
-from rlsys.fleet.external.partial import BadResponseError, Delta, Draft
+from rlsys.fleet.external.partial import BadResponseError, Delta, PartialResponse
 from rlsys.fleet.external.router import Router
 from rlsys.fleet.external.settings import server_urls
 from rlsys.types import Finish, ModelRequest, SamplingParams
@@ -105,22 +105,22 @@ def test_the_cool_down_grows_and_is_forgotten_by_a_steady_server() -> None:
 
 @given(st.integers(1, 20), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.booleans()), max_size=8))
 def test_a_draft_is_what_its_parts_are(total: int, parts: list[tuple[int, int, bool]]) -> None:
-    draft = Draft(ModelRequest((1, 2), SamplingParams(total, min_new_tokens=5)))
+    partial = PartialResponse(ModelRequest((1, 2), SamplingParams(total, min_new_tokens=5)))
     tokens: list[int] = []
     for size, version, aborted in [*parts, (total, 3, False)]:
-        if draft.finish is not None:
+        if partial.finish is not None:
             break
-        assert draft.rest().input_ids == (1, 2, *tokens)
-        assert draft.rest().gconfig.max_new_tokens == total - len(tokens) == draft.room
-        assert draft.rest().gconfig.min_new_tokens == max(0, 5 - len(tokens))
-        part = list(range(len(tokens), len(tokens) + min(size, draft.room)))
-        draft.add(Delta(part, [-0.5] * len(part), [], Finish.ABORT if aborted else None), [version] * len(part))
+        assert partial.rest().input_ids == (1, 2, *tokens)
+        assert partial.rest().gconfig.max_new_tokens == total - len(tokens) == partial.room
+        assert partial.rest().gconfig.min_new_tokens == max(0, 5 - len(tokens))
+        part = list(range(len(tokens), len(tokens) + min(size, partial.room)))
+        partial.add(Delta(part, [-0.5] * len(part), [], Finish.ABORT if aborted else None), [version] * len(part))
         tokens += part
-    response = draft.response()
+    response = partial.response()
     assert response.output_tokens == tuple(range(total))
     assert response.stop_reason is Finish.LENGTH
     with pytest.raises(BadResponseError):
-        draft.add(Delta([1], [-1.0]), [0])
+        partial.add(Delta([1], [-1.0]), [0])
 
 
 ADDRESSES = {
@@ -207,10 +207,10 @@ def test_older_vllm_servers_write_ids_as_text() -> None:
 def test_any_json_is_a_delta_or_a_bad_answer(event: object, seen: int) -> None:
     for backend in (SGLangBackend(), VLLMBackend()):
         if isinstance(event, dict):
-            draft = Draft(ModelRequest((1,), SamplingParams(8)))
+            partial = PartialResponse(ModelRequest((1,), SamplingParams(8)))
             try:
                 delta = backend.read(event, seen)
-                draft.add(delta, [0] * len(delta.stamps))
+                partial.add(delta, [0] * len(delta.stamps))
             except BadResponseError:
                 continue
-            assert all(type(token) is int for token in draft.tokens)
+            assert all(type(token) is int for token in partial.tokens)

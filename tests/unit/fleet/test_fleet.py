@@ -180,11 +180,11 @@ def test_a_chunk_that_always_fails_is_given_up_with_its_causes() -> None:
 def test_replicas_that_cannot_be_restarted_end_the_call() -> None:
     replicas = [Scripted(f"replica {i}", lambda call: "die") for i in range(2)]
     with fleet_of(replicas, max_attempts=50, max_restarts=2) as fleet:
-        with pytest.raises(RolloutError, match="all 2 replicas are given up after 2 restarts each"):
+        with pytest.raises(RolloutError, match="all 2 replicas failed after 2 restarts each"):
             fleet.generate(requests_of(30))
         assert fleet.metrics()["rollout/lost"] == 0
         assert fleet.metrics()["rollout/replicas_ready"] == 0
-        with pytest.raises(RolloutError, match="given up"):
+        with pytest.raises(RolloutError, match="replicas failed"):
             fleet.generate(requests_of(1))
 
 
