@@ -27,7 +27,7 @@ _FLAGS = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a command line asks for; `problems` are overrides that cannot be read."""
+    """A parsed command line; `problems` are overrides that cannot be parsed."""
 
     overrides: tuple[Override, ...] = ()
     problems: tuple[str, ...] = ()
@@ -39,7 +39,7 @@ class Arguments:
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """Split options from overrides; ConfigError for an option that does not exist."""
+    """Split options from overrides; ConfigError for an unknown option."""
     options: dict[str, str | bool] = {}
     overrides: list[Override] = []
     problems: list[str] = []
@@ -67,8 +67,8 @@ def _unknown_option(text: str, name: str) -> str:
     known = [option for option in (*_WITH_VALUE, *_FLAGS) if option.startswith("--")]
     near = get_close_matches(name, known, n=1)
     if near:
-        return f"there is no option {name}; did you mean {near[0]}?"
+        return f"unknown option {name}; did you mean {near[0]}?"
     bare = text.lstrip("-")
     if "." in bare.partition("=")[0]:
-        return f"settings are written without dashes: {bare if '=' in bare else f'{bare}=<value>'}"
-    return f"there is no option {name}; options are {', '.join(known)}, and settings are written key=value"
+        return f"settings have no dashes: {bare if '=' in bare else f'{bare}=<value>'}"
+    return f"unknown option {name}; options are {', '.join(known)}, and settings have the form key=value"

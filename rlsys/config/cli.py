@@ -1,4 +1,4 @@
-"""The first thing a job does: read its settings, answer --help and its kin, or tell a clean error and leave."""
+"""The start of a job: load its settings, or print --help, --print-config, --dry-run or an error and exit."""
 
 from __future__ import annotations
 
@@ -26,27 +26,26 @@ _PROGRAMS: dict[type[Section], str] = {
 
 
 def main_config(argv: Sequence[str], schema: type[S], *, memory: Callable[[S], str] | None = None) -> S:
-    """The configuration of a job, told to its user: headline, notes and plan.
+    """The configuration of a job, after printing its headline, notes and plan.
 
-    Leaves the process with 2 and a message on stderr where a setting is wrong, and with 0 after --help,
-    --print-config and --dry-run.
+    Exits with 2 and a message on stderr if a setting is wrong, and with 0 after --help, --print-config and --dry-run.
     """
     try:
         arguments = parse_arguments(argv)
         if arguments.help:
-            _say_and_leave(_help(schema))
+            _print_and_exit(_help(schema))
         loaded = load(arguments, schema)
     except ConfigError as error:
         print(f"rlsys: {error}", file=sys.stderr)
         raise SystemExit(EXIT_CONFIG_ERROR) from None
     if arguments.print_config:
         _print_notes(loaded)
-        _say_and_leave(as_yaml(loaded.config))
+        _print_and_exit(as_yaml(loaded.config))
     return _announce(loaded, arguments, memory(loaded.config) if memory else "")
 
 
 def as_yaml(config: Section) -> str:
-    """The configuration as a YAML file that gives it back."""
+    """The configuration as YAML that loads as the same configuration."""
     import yaml
 
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
@@ -56,7 +55,7 @@ def _announce(loaded: Loaded[S], arguments: Arguments, memory: str) -> S:
     text = "\n".join(filter(None, (f"rlsys: {loaded.headline}", plan_text(loaded.config, memory=memory))))
     if arguments.dry_run:
         _print_notes(loaded)
-        _say_and_leave(f"{text}\nrlsys: --dry-run: nothing was started")
+        _print_and_exit(f"{text}\nrlsys: --dry-run: nothing was started")
     print(text, flush=True)
     _print_notes(loaded)
     return loaded.config
@@ -73,8 +72,8 @@ def _help(schema: type[Section]) -> str:
     return help_text(schema, _PROGRAMS[schema])
 
 
-def _say_and_leave(text: str) -> None:
-    """Print and leave with 0, also where the reader (head, less) has gone."""
+def _print_and_exit(text: str) -> None:
+    """Print and exit with 0, also if the reader of a pipe (head, less) has exited."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

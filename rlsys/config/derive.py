@@ -1,4 +1,4 @@
-"""Keys that follow from others in ways a reference cannot say; works on resolved values before they are checked."""
+"""Keys derived from others in ways that a reference cannot express, from resolved values before they are checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlsys.utils.errors import ConfigError
 def derived_counts(
     values: Mapping[str, Any], given: Mapping[str, Given], global_sizes: Mapping[str, Given]
 ) -> tuple[dict[str, Given], list[str]]:
-    """Counts that trainer.allocation_mode and verl's old micro-batch sizes stand for, and the problems with them."""
+    """The counts set by trainer.allocation_mode and by verl's old micro-batch sizes, and problems with them."""
     counts, problems = _from_allocation(values, given)
     nnodes, per_node = values["trainer.nnodes"], values["trainer.n_gpus_per_node"]
     if "trainer.n_gpus_per_node" in counts:
@@ -26,7 +26,7 @@ def derived_counts(
 
 
 def fill_auto(values: dict[str, Any]) -> None:
-    """Replace null by what it stands for, where other keys decide."""
+    """Replace null by the value that follows from other keys."""
     if values.get("critic.enable", False) is None:
         values["critic.enable"] = values["algorithm.adv_estimator"] == "gae"
     key = "actor_rollout_ref.hybrid_engine"
@@ -36,7 +36,7 @@ def fill_auto(values: dict[str, Any]) -> None:
 
 
 def _from_allocation(values: Mapping[str, Any], given: Mapping[str, Given]) -> tuple[dict[str, Given], list[str]]:
-    """The counts of an allocation; those that were given must agree with it."""
+    """The counts of an allocation; counts that are also set must agree with it."""
     text, nnodes = values.get(MODE), values["trainer.nnodes"]
     if not isinstance(text, str) or not is_count(nnodes):
         return {}, []
@@ -45,7 +45,7 @@ def _from_allocation(values: Mapping[str, Any], given: Mapping[str, Given]) -> t
     except ConfigError as error:
         return {}, [f"{MODE}: {error}"]
     problems = [
-        f"{key} = {shown(values[key])}: {MODE}={text} says {count}; write {key}={count} or leave it out"
+        f"{key} = {shown(values[key])}: conflicts with {MODE}={text}; set {key}={count} or remove it"
         for key, count in counts.items()
         if key in given and values[key] != count
     ]
@@ -61,15 +61,15 @@ def _from_global_sizes(
     for key, old in global_sizes.items():
         if not is_count(old.value) or old.value % ranks:
             problems.append(
-                f"{old.spelling} = {shown(old.value)} ({old.origin}): it is shared by {ranks} ranks and must be a "
-                f"multiple of that; better write {key}"
+                f"{old.spelling} = {shown(old.value)} ({old.origin}): it is divided by {ranks} ranks, so it must be a "
+                f"multiple of {ranks}; or set {key}"
             )
             continue
         size = old.value // ranks
         if key in given and given[key].value not in (None, size):
             problems.append(
-                f"{old.spelling} = {old.value} and {key} = {shown(given[key].value)}: on {ranks} ranks the first means "
-                f"{size} each; set one of them"
+                f"{old.spelling} = {old.value} and {key} = {shown(given[key].value)}: on {ranks} ranks the first is "
+                f"{size} per rank; set one of them"
             )
         sizes[key] = Given(size, old.origin, old.spelling)
     return sizes, problems

@@ -1,7 +1,7 @@
-"""What --help says: every key with its default, what it allows and its description, read from the schema's source.
+"""The text of --help: every key with its default, allowed values and description, from the schema's source.
 
-The descriptions are the strings below the attributes. They are read here, when asked for, because handing them to
-pydantic (use_attribute_docstrings) parses the source of every class at import.
+Descriptions are the strings below the attributes. They are parsed here, on demand, because pydantic's
+use_attribute_docstrings parses the source of every class at import.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Options
   --dry-run             check everything, print the plan and exit
   --help                this text
 
-Settings, any number of them, the last one of a key wins
+Settings, any number; the last one of a key wins
   key=value             set a key: text, numbers, true, null, [a,b], {a: 1}, ${other.key}
-  +key=value            add a key that is not there yet (to override_config, reward_kwargs, ...)
+  +key=value            add a key that does not exist yet (to override_config, reward_kwargs, ...)
   ++key=value           set or add
-  ~key                  back to the default; or take an added key out
+  ~key                  reset to the default, or remove an added key
 """
 
 
 def help_text(schema: type[Section], program: str) -> str:
-    """The whole help of a job."""
+    """The help of a job."""
     parts = [f"{inspect.getdoc(schema)}\n\npython -m {program} [options] [key=value ...]\n", _OPTIONS]
     parts.append(f"Presets in {presets_folder()}\n  {', '.join(preset_names())}\n")
     for path, section in sections(schema).items():
@@ -60,7 +60,7 @@ def _key_text(schema: type[Section], section: type[Section], path: str, name: st
 
 
 def describe(section: type[Section], name: str) -> str:
-    """The description of a key: of the section itself, else of the nearest one it inherits from."""
+    """The description of a key, from its section or the nearest parent class that has one."""
     for cls in section.__mro__:
         text = _descriptions(cls.__module__).get((cls.__name__, name)) if cls.__module__.startswith("rlsys.") else None
         if text:
@@ -71,7 +71,7 @@ def describe(section: type[Section], name: str) -> str:
 @cache
 def _descriptions(module: str) -> dict[tuple[str, str], str]:
     """{(class, attribute): the string below it} of a module."""
-    found: dict[tuple[str, str], str] = {}
+    descriptions: dict[tuple[str, str], str] = {}
     for node in ast.parse(inspect.getsource(sys.modules[module])).body:
         if not isinstance(node, ast.ClassDef):
             continue
@@ -83,5 +83,5 @@ def _descriptions(module: str) -> dict[tuple[str, str], str]:
                 and isinstance(following.value, ast.Constant)
                 and isinstance(following.value.value, str)
             ):
-                found[node.name, this.target.id] = following.value.value
-    return found
+                descriptions[node.name, this.target.id] = following.value.value
+    return descriptions

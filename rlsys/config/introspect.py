@@ -1,4 +1,4 @@
-"""The keys of a schema: where they lie, their defaults, what they allow, and which ones a wrong name resembles."""
+"""The keys of a schema: paths, defaults, rules, allowed values, and the nearest keys to an unknown name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from rlsys.config.overrides import format_value
-from rlsys.config.schema.base import MAX_COUNT, Section, is_path_rule
+from rlsys.config.schema.base import MAX_COUNT, Condition, Registered, Section, is_path_rule
 
 _HUGE = 1e6
 _SHOWN_CHARS = 80
@@ -19,24 +19,49 @@ _SHOWN_CHARS = 80
 @cache
 def sections(schema: type[Section]) -> dict[str, type[Section]]:
     """Every section by its path; the schema itself is the empty path."""
-    found: dict[str, type[Section]] = {"": schema}
+    paths: dict[str, type[Section]] = {"": schema}
     for name, field in schema.model_fields.items():
         if _is_section(field):
             below = sections(field.annotation)  # type: ignore[arg-type]
-            found |= {f"{name}.{path}" if path else name: section for path, section in below.items()}
-    return found
+            paths |= {f"{name}.{path}" if path else name: section for path, section in below.items()}
+    return paths
 
 
 @cache
 def leaves(schema: type[Section]) -> dict[str, FieldInfo]:
-    """Every key that holds a value, by its path, in the order of the schema."""
-    found: dict[str, FieldInfo] = {}
+    """Every key that holds a value by its path, in the order of the schema."""
+    keys: dict[str, FieldInfo] = {}
     for name, field in schema.model_fields.items():
         if _is_section(field):
-            found |= {f"{name}.{path}": leaf for path, leaf in leaves(field.annotation).items()}  # type: ignore[arg-type]
+            keys |= {f"{name}.{path}": leaf for path, leaf in leaves(field.annotation).items()}  # type: ignore[arg-type]
         else:
-            found[name] = field
-    return found
+            keys[name] = field
+    return keys
+
+
+@cache
+def rules(schema: type[Section]) -> tuple[tuple[str, str, Condition | Registered], ...]:
+    """(key or section, section it is in, rule) of every rule that the schema declares."""
+    return tuple(
+        (f"{path}.{name}" if path else name, path, rule)
+        for path, section in sections(schema).items()
+        for name, field in section.model_fields.items()
+        for rule in field.metadata
+        if isinstance(rule, Condition | Registered)
+    )
+
+
+def absolute(path: str, section: str) -> str:
+    """The key that a rule in `section` names: with a leading dot it is relative to the section."""
+    return f"{section}{path}".removeprefix(".") if path.startswith(".") else path
+
+
+def value_at(cfg: Section, path: str) -> Any:
+    """The value of a key of a configuration."""
+    value: Any = cfg
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
 
 
 def _is_section(field: FieldInfo) -> bool:
@@ -44,12 +69,12 @@ def _is_section(field: FieldInfo) -> bool:
 
 
 def is_open(field: FieldInfo) -> bool:
-    """Whether a key holds keys of its own that the schema does not know."""
+    """Whether a key holds a dict of keys that the schema does not know."""
     return get_origin(field.annotation) is dict
 
 
 def default_of(field: FieldInfo) -> Any:
-    """The default as it stands in a file; a linked key's is the reference to the key it follows."""
+    """The default as in a YAML file; for a linked key the reference to the key it follows."""
     extra = field.json_schema_extra
     if isinstance(extra, dict) and "link" in extra:
         return f"${{{extra['link']}}}"
@@ -57,19 +82,19 @@ def default_of(field: FieldInfo) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The value with lists for tuples, and copies of lists and dicts."""
+    """A copy of the value with lists instead of tuples."""
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def is_count(value: object) -> bool:
-    """Whether a value is a whole number from 1 up."""
+    """Whether a value is an integer of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def nest(values: dict[str, Any]) -> dict[str, Any]:
-    """The tree of sections that values by path stand for."""
+    """The tree of sections with the values of `values`, which are by path."""
     tree: dict[str, Any] = {}
     for path, value in values.items():
         *parents, last = path.split(".")
@@ -81,27 +106,30 @@ def nest(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """The value as one would write it, shortened."""
+    """The value as on a command line, shortened."""
     text = format_value(value)
     return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 4] + " ..."
 
 
 def allowed(field: FieldInfo, value: Any = None) -> str:
-    """What a key may hold, in words; bounds far away are named only where `value` is beyond them."""
+    """The allowed values of a key in words; a very large bound is only named if `value` exceeds it."""
+    for rule in field.metadata:
+        if isinstance(rule, Registered):
+            return f"one of {', '.join(rule.names)}, or a name registered by model.external_lib"
     return _words(field.annotation, tuple(field.metadata), value)
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:
-    """The names a key chooses from, none where it is not a choice."""
-    found: list[str] = []
+    """The names that a key chooses from; empty if it is not a choice."""
+    names: list[str] = []
     pending: list[Any] = [field.annotation]
     while pending:
         annotation = pending.pop()
         if get_origin(annotation) is Literal:
-            found += [item for item in get_args(annotation) if isinstance(item, str)]
+            names += [item for item in get_args(annotation) if isinstance(item, str)]
         else:
             pending += [item for item in get_args(annotation) if item is not Ellipsis]
-    return tuple(found)
+    return tuple(names)
 
 
 def _words(annotation: Any, metadata: tuple[Any, ...], value: Any) -> str:
@@ -131,12 +159,12 @@ def _flat(metadata: tuple[Any, ...]) -> list[Any]:
 
 
 def _constraints(metadata: tuple[Any, ...]) -> dict[str, float]:
-    found: dict[str, float] = {}
+    bounds: dict[str, float] = {}
     for rule in _flat(metadata):
         for name in ("ge", "gt", "le", "lt"):
             if getattr(rule, name, None) is not None:
-                found[name] = getattr(rule, name)
-    return found
+                bounds[name] = getattr(rule, name)
+    return bounds
 
 
 def _range(bounds: dict[str, float], value: Any) -> str:
@@ -157,7 +185,7 @@ def _number(value: float) -> str:
 
 
 def nearest(path: str, known: tuple[str, ...], count: int = 3) -> list[str]:
-    """The known keys that a wrong one resembles: first those of the same last name, then those of similar spelling."""
+    """The known keys nearest to an unknown one: those with the same last name first, then similar spellings."""
     last = path.rpartition(".")[2]
     same = [key for key in known if key.rpartition(".")[2] == last]
     same.sort(key=lambda key: -difflib.SequenceMatcher(None, path, key).ratio())

@@ -1,8 +1,8 @@
 """From files and dotted overrides to a validated, frozen configuration.
 
 Layers, the later ones win: the schema's defaults, the preset (and those it names in `defaults`), the overrides. Then
-references are resolved once, values are checked key by key, and the whole is checked for sense. All problems of a
-stage are told together.
+references are resolved once, each value is checked by its type, and settings are checked against each other. All
+problems of a stage are reported together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from rlsys.config.arguments import Arguments, parse_arguments
 from rlsys.config.checks.all import check
-from rlsys.config.checks.unused import idle_settings
+from rlsys.config.checks.unused import unused_settings
 from rlsys.config.derive import derived_counts, fill_auto
 from rlsys.config.introspect import allowed, choices, default_of, leaves, nest, shown
 from rlsys.config.merge import COMMAND_LINE, Layers
@@ -30,7 +30,7 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True)
 class Loaded(Generic[S]):
-    """A configuration, where it came from, and what its user should know."""
+    """A configuration, the headline that names its preset, and notes for the user."""
 
     config: S
     headline: str
@@ -38,9 +38,9 @@ class Loaded(Generic[S]):
 
 
 def load_config(argv: Sequence[str] = (), schema: type[S] = PPOConfig) -> S:
-    """The configuration that `argv` (without the program's name) asks for, frozen.
+    """The frozen configuration of a command line, `argv` without the program's name.
 
-    Raises ConfigError with everything that is wrong. Notes (settings without effect here) go to the log.
+    Raises ConfigError with all problems. Notes (such as settings that are ignored) go to the log.
     """
     loaded = load(parse_arguments(argv), schema)
     for note in loaded.notes:
@@ -49,7 +49,7 @@ def load_config(argv: Sequence[str] = (), schema: type[S] = PPOConfig) -> S:
 
 
 def load(arguments: Arguments, schema: type[S]) -> Loaded[S]:
-    """As `load_config`, with the notes and the headline returned."""
+    """Like `load_config`, but also returns the notes and the headline."""
     layers = Layers(schema)
     problems = list(arguments.problems)
     preset = default_preset(arguments, schema)
@@ -65,11 +65,11 @@ def load(arguments: Arguments, schema: type[S]) -> Loaded[S]:
     if problems:
         raise ConfigError(_listed(problems))
     typed = [path for path, given in layers.given.items() if given.origin == COMMAND_LINE]
-    return Loaded(config, _headline(preset, arguments), (*layers.notes(), *notes, *idle_settings(config, typed)))
+    return Loaded(config, _headline(preset, arguments), (*layers.notes(), *notes, *unused_settings(config, typed)))
 
 
 def _values(layers: Layers) -> tuple[dict[str, Any], list[str]]:
-    """The values of all keys, with counts that follow from others filled in, and the problems so far."""
+    """The values of all keys, with derived counts, and the problems so far."""
     values = layers.resolve()
     counts, problems = derived_counts(values, layers.given, layers.global_sizes)
     if counts:
@@ -80,7 +80,7 @@ def _values(layers: Layers) -> tuple[dict[str, Any], list[str]]:
 
 
 def _validated(values: dict[str, Any], layers: Layers, schema: type[S]) -> tuple[S | None, list[str]]:
-    """The configuration, or what is said against values; a key that only follows another leaves that to the other."""
+    """The configuration, or the problems with values: with keys that were set, not with those that follow them."""
     try:
         return schema.model_validate(nest(values)), []
     except ValidationError as error:
@@ -99,8 +99,8 @@ def _value_problem(path: str, values: dict[str, Any], layers: Layers, schema: ty
 
 
 _VALUE_HINTS = {
-    "megatron": "supervised training runs on FSDP2; write fsdp",
-    "trtllm": "TensorRT-LLM is not built; write hf",
+    "megatron": "supervised training runs on FSDP2; set fsdp",
+    "trtllm": "TensorRT-LLM is not supported; set hf",
     "npu": "Ascend is not supported",
 }
 
@@ -113,7 +113,7 @@ def _hint(path: str, value: Any, names: tuple[str, ...]) -> str:
     if names and value in _VALUE_HINTS:
         return f"; {_VALUE_HINTS[value]}"
     near = get_close_matches(value, names, n=1)
-    return f"; write {path}={near[0]}" if near else ""
+    return f"; set {path}={near[0]}" if near else ""
 
 
 def _leaf(location: tuple[int | str, ...], known: dict[str, Any]) -> str:

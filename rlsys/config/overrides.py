@@ -1,31 +1,36 @@
-"""Dotted overrides in Hydra's forms: key=value, +key=value (new), ++key=value (new or not), ~key (back to the default).
+"""Dotted overrides in Hydra's forms: key=value, +key=value (new), ++key=value (new or not), ~key (reset to default).
 
-Values: null, true/false, numbers, text, 'quoted text', [lists], {dicts: of any}, and ${interpolations} that are left as
-text for the loader. Text needs quotes where it holds a comma, or starts with a bracket or a quote. Unlike in Hydra
-1_000 is text, because 0.5_2 means two bounds elsewhere.
+Values: null, true/false, numbers, text, 'quoted text', [lists], {dicts: of any}, and ${interpolations}, which stay text
+for the loader. Text needs quotes if it holds a comma or starts with a bracket or a quote. The grammar is Hydra's rather
+than YAML's flow style, which reads {a:1} as {"a:1": null}, yes as true, 007 as 7, "C:\\new" with a line break, and
+cannot hold ${a}. Unlike in Hydra 1_000 is text, because 0.5_2 is two bounds in algorithm.rollout_correction.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from rlsys.utils.errors import ConfigError
 
 Op = Literal["", "+", "++", "~"]
+T = TypeVar("T")
 
 _KEY = re.compile(r"[\w-]+(\.[\w-]+)*")
 _INT = re.compile(r"[+-]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[+-]?(([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[0-9]+[eE][+-]?[0-9]+)")
 _NOT_FINITE = re.compile(r"[+-]?(inf|nan)", re.IGNORECASE)
 _ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
+_QUOTED = re.compile(r"""(['"])((?:\\.|(?!\1)[^\\])*)\1""", re.DOTALL)
+_SPACE = re.compile(r"[ \t\n]*")
 _MAX_DEPTH = 50
 
 
 @dataclass(frozen=True)
 class Override:
-    """One override. `value` is None for a bare ~key; `has_value` tells that apart from null."""
+    """One override. `value` is None and `has_value` false for a bare ~key."""
 
     op: Op
     key: str
@@ -35,16 +40,14 @@ class Override:
 
 
 def parse_override(text: str) -> Override:
-    """The override that one argument stands for; ConfigError where it is none."""
+    """Parse one argument; ConfigError if it is not an override."""
     op, rest = _split_op(text)
     key, equals, value = rest.partition("=")
     key = key.strip()
     if not equals and op != "~":
-        raise ConfigError(
-            f"'{text}' is neither an option nor an override; write key=value, e.g. trainer.total_epochs=1"
-        )
+        raise ConfigError(f"'{text}' is neither an option nor an override; use key=value, e.g. trainer.total_epochs=1")
     if not _KEY.fullmatch(key):
-        raise ConfigError(f"'{text}': '{key}' is no key; a key is names joined by dots, e.g. data.train_batch_size")
+        raise ConfigError(f"'{text}': '{key}' is not a key; a key is names joined by dots, e.g. data.train_batch_size")
     if not equals:
         return Override(op, key, has_value=False, text=text)
     try:
@@ -61,116 +64,86 @@ def _split_op(text: str) -> tuple[Op, str]:
 
 
 def parse_value(text: str) -> Any:
-    """The value that `text` stands for; ValueError says what is wrong with it."""
+    """Parse a value; ValueError says what is wrong with it."""
     text = text.strip()
-    if not text or text[0] not in "[{'\"":
-        end = _scan(text, 0, ",")
-        if end < len(text):
-            raise ValueError(f"a comma needs a list, ['{text[:end]}', ...], or quotes around the text, key=\"{text}\"")
-        return _primitive(text)
-    value, end = _parse(text, 0, 0)
-    if text[end:].strip():
-        raise ValueError(f"'{text[end:].strip()}' is left over after {text[:end]}; put quotes around the whole text")
-    return value
+    values = _Parser(text)
+    if text[:1] in ("", "[", "{", "'", '"') and text:
+        value = values.value()
+        if rest := text[values.at :].strip():
+            raise ValueError(f"'{rest}' is left over after {text[: values.at]}; put quotes around the whole text")
+        return value
+    first = values.unquoted(",")
+    if values.at < len(text):
+        raise ValueError(f"a comma needs a list, ['{first}', ...], or quotes around the text, key=\"{text}\"")
+    return _primitive(text)
 
 
-def _parse(text: str, at: int, depth: int) -> tuple[Any, int]:
-    """The value that starts at `at`, inside `depth` brackets, and where it ends."""
-    at = _skip_space(text, at)
-    if depth > _MAX_DEPTH:
-        raise ValueError(f"more than {_MAX_DEPTH} brackets inside one another")
-    if text[at : at + 1] in ("'", '"'):
-        return _quoted(text, at)
-    if text[at : at + 1] == "[":
-        return _list(text, at, depth)
-    if text[at : at + 1] == "{":
-        return _dict(text, at, depth)
-    end = _scan(text, at, ",]}")
-    if not text[at:end].strip():
-        raise ValueError(f"a value is missing in {text}")
-    return _primitive(text[at:end].strip()), end
+class _Parser:
+    """Reads values from `text`; `at` is the current position."""
 
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
 
-def _list(text: str, at: int, depth: int) -> tuple[list[Any], int]:
-    items: list[Any] = []
-    at = _skip_space(text, at + 1)
-    while text[at : at + 1] != "]":
-        item, at = _parse(text, at, depth + 1)
-        items.append(item)
-        at = _separator(text, at, "]")
-    return items, at + 1
+    def value(self, depth: int = 0) -> Any:
+        """The next value, inside `depth` brackets."""
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"more than {_MAX_DEPTH} nested brackets")
+        if self._next() in ("'", '"'):
+            return self._quoted()
+        if self._take("["):
+            return list(self._items("]", lambda: self.value(depth + 1)))
+        if self._take("{"):
+            return dict(self._items("}", lambda: (self._key(), self.value(depth + 1))))
+        if word := self.unquoted(",]}").strip():
+            return _primitive(word)
+        raise ValueError(f"a value is missing in {self.text}")
 
+    def unquoted(self, stops: str) -> str:
+        """Text up to one of `stops` that is neither inside ${...} nor escaped by a backslash."""
+        start, braces = self.at, 0
+        while self.at < len(self.text):
+            char, pair = self.text[self.at], self.text[self.at : self.at + 2]
+            if not braces and char in stops:
+                break
+            braces += 1 if pair == "${" else -1 if braces and char == "}" else 0
+            self.at += 2 if char == "\\" or pair == "${" else 1
+        self.at = min(self.at, len(self.text))
+        return self.text[start : self.at]
 
-def _dict(text: str, at: int, depth: int) -> tuple[dict[str, Any], int]:
-    items: dict[str, Any] = {}
-    at = _skip_space(text, at + 1)
-    while text[at : at + 1] != "}":
-        if text[at : at + 1] in ("'", '"'):
-            key, at = _quoted(text, at)
-        else:
-            end = _scan(text, at, ":,}]")
-            key, at = text[at:end].strip(), end
-        if not key or text[_skip_space(text, at) :][:1] != ":":
-            raise ValueError(f"a dict is written {{name: value, ...}}, not {text}")
-        items[key], at = _parse(text, _skip_space(text, at) + 1, depth + 1)
-        at = _separator(text, at, "}")
-    return items, at + 1
+    def _items(self, close: str, read: Callable[[], T]) -> Iterator[T]:
+        while not self._take(close):
+            yield read()
+            if self._take(","):
+                if self._next() == close:
+                    raise ValueError(f"a value is missing after the last comma of {self.text}")
+            elif self._next() != close:
+                raise ValueError(f"'{close}' is missing in {self.text}")
 
+    def _key(self) -> str:
+        key = self._quoted() if self._next() in ("'", '"') else self.unquoted(":,}]").strip()
+        if not key or not self._take(":"):
+            raise ValueError(f"a dict has the form {{name: value, ...}}, not {self.text}")
+        return key
 
-def _separator(text: str, at: int, close: str) -> int:
-    at = _skip_space(text, at)
-    if text[at : at + 1] == ",":
-        at = _skip_space(text, at + 1)
-        if text[at : at + 1] == close:
-            raise ValueError(f"a value is missing after the last comma of {text}")
-    elif text[at : at + 1] != close:
-        raise ValueError(f"'{close}' is missing in {text}")
-    return at
+    def _quoted(self) -> str:
+        """Quoted text, in which a backslash only escapes the quote, or backslashes in front of one."""
+        match = _QUOTED.match(self.text, self.at)
+        if match is None:
+            raise ValueError(f"the closing {self.text[self.at]} is missing in {self.text}")
+        self.at = match.end()
+        return re.sub(rf"\\+(?={match[1]}|\Z)", lambda slashes: "\\" * (len(slashes[0]) // 2), match[2])
 
+    def _take(self, char: str) -> bool:
+        """Whether `char` comes next, after spaces; it is consumed if so."""
+        is_next = self._next() == char
+        self.at += is_next
+        return is_next
 
-def _quoted(text: str, at: int) -> tuple[str, int]:
-    """Quoted text; a backslash means something only before a quote of the same kind."""
-    quote, out, i = text[at], [], at + 1
-    while i < len(text):
-        if text[i] == quote:
-            return "".join(out), i + 1
-        run = re.match(r"\\+", text[i:])
-        slashes = len(run.group()) if run else 0
-        if slashes and text[i + slashes : i + slashes + 1] == quote:
-            out.append("\\" * (slashes // 2))
-            i += slashes
-            if slashes % 2:
-                out.append(quote)
-                i += 1
-        else:
-            out.append(text[i : i + max(slashes, 1)])
-            i += max(slashes, 1)
-    raise ValueError(f"the closing {quote} is missing in {text}")
-
-
-def _scan(text: str, at: int, stops: str) -> int:
-    """Where unquoted text that starts at `at` ends: at a stop outside of ${...} that no backslash precedes."""
-    braces = 0
-    while at < len(text):
-        if text[at] == "\\":
-            at += 2
-            continue
-        if text.startswith("${", at):
-            braces += 1
-            at += 2
-            continue
-        if braces and text[at] == "}":
-            braces -= 1
-        elif not braces and text[at] in stops:
-            return at
-        at += 1
-    return len(text)
-
-
-def _skip_space(text: str, at: int) -> int:
-    while at < len(text) and text[at] in " \t\n":
-        at += 1
-    return at
+    def _next(self) -> str:
+        """The next character after spaces, which are consumed; empty at the end."""
+        self.at = _SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]
+        return self.text[self.at : self.at + 1]
 
 
 def _primitive(text: str) -> Any:
@@ -186,7 +159,7 @@ def _primitive(text: str) -> Any:
 
 
 def format_value(value: Any) -> str:
-    """The text that `parse_value` reads back as `value` (of null, bool, int, float, str, list, dict with text keys)."""
+    """The text that `parse_value` parses as `value` (null, bool, int, float, str, list, dict with str keys)."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Which processes train and which generate."""
+"""The processes that train and those that generate."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _ULYSSES = f"{_ACTOR}.ulysses_sequence_parallel_size"
 
 @dataclass(frozen=True)
 class Pools:
-    """Processes by what they do. Actor, critic and reference share the training processes.
+    """The numbers of processes by task. Actor, critic and reference share the training processes.
 
     `colocated`: the training processes also generate, and `rollout_ranks` is their number. Otherwise `rollout_ranks`
-    processes in a pool of their own do, or with `external` servers outside of the run. `reward_model_ranks` is 0 where
+    separate processes generate, or with `external` none: servers outside of the run do. `reward_model_ranks` is 0 if
     the reward model shares the training processes.
     """
 
@@ -55,21 +55,23 @@ def resolve_pools(cfg: PPOConfig) -> Pools:
 
 
 def is_external(name: object) -> bool:
-    """Whether a rollout engine of this name is servers outside of the run."""
+    """Whether a rollout engine of this name runs on external servers."""
     return isinstance(name, str) and rollout_backend(name).is_external
 
 
 def allocation_counts(text: str, nnodes: int) -> dict[str, Any]:
-    """The keys that an allocation sets: training processes a node, rollout workers, the engine and its parallel sizes.
+    """The keys that an allocation sets: training processes per node, rollout workers, engine and parallel sizes.
 
-    ConfigError where this build cannot run it: it takes one part that generates and one of fsdp or megatron.
+    ConfigError if it is not one part that generates and one part of fsdp or megatron.
     """
     allocation = parse_allocation(text)
     train, generate = _two_parts(allocation, text)
     if train.world % nnodes:
-        raise ConfigError(f"'{text}': {train} are {train.world} processes, which {nnodes} nodes cannot share evenly")
+        raise ConfigError(
+            f"'{text}': {train} has {train.world} processes, which do not divide evenly over {nnodes} nodes"
+        )
     if train.backend == "fsdp" and train.dims.t > 1:
-        raise ConfigError(f"'{text}': tensor parallelism in {train} is not built; write fsdp:d{train.world}")
+        raise ConfigError(f"'{text}': tensor parallelism in {train} is not supported; set fsdp:d{train.world}")
     return {
         "trainer.n_gpus_per_node": train.world // nnodes,
         "trainer.rollout_workers": 0 if len(allocation.groups) == 1 else generate.world,
@@ -80,7 +82,7 @@ def allocation_counts(text: str, nnodes: int) -> dict[str, Any]:
 
 def _engine_sizes(generate: Part) -> dict[str, Any]:
     if generate.dims.p > 1:
-        raise ConfigError(f"pipeline parallelism in {generate} is not built; write t and d sizes only")
+        raise ConfigError(f"pipeline parallelism in {generate} is not supported; use only d and t")
     return {
         "actor_rollout_ref.rollout.name": generate.backend,
         "actor_rollout_ref.rollout.tensor_model_parallel_size": generate.dims.t,
@@ -104,9 +106,9 @@ def _two_parts(allocation: Allocation, text: str) -> tuple[Any, Any]:
     for part in allocation.parts:
         if part.backend == "archon":
             use = "fsdp" if part.trains else "hf"
-            raise ConfigError(f"'{text}': {part.backend} is not built; write {use}:d{part.world}")
+            raise ConfigError(f"'{text}': {part.backend} is not supported; set {use}:d{part.world}")
     train = [part for part in allocation.parts if part.trains]
     generate = [part for part in allocation.parts if not part.trains]
     if len(train) != 1 or len(generate) != 1:
-        raise ConfigError(f"'{text}': name one engine that generates and one that trains, e.g. hf:d2+fsdp:d2")
+        raise ConfigError(f"'{text}': set one engine that generates and one that trains, e.g. hf:d2+fsdp:d2")
     return train[0], generate[0]

@@ -1,4 +1,4 @@
-"""Where presets lie and how one is read, with those it builds on."""
+"""Finds presets and reads them with the presets they build on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlsys.config.compat.reader import compat_table
 from rlsys.config.schema.base import Section
 from rlsys.utils.errors import ConfigError
 
-QUICKSTART_WHY = "no model was named, so the small start model learns arithmetic (name one: {key}=<folder>)"
+QUICKSTART_WHY = "no model was set, so the small start model learns arithmetic (to use yours set {key}=<folder>)"
 _DEFAULT_NAMES = {
     "PPOConfig": "ppo_trainer",
     "SFTConfig": "sft_trainer",
@@ -32,13 +32,13 @@ class Preset:
 
 
 def presets_folder() -> Path:
-    """The presets that come with rlsys: in the wheel, or in the checkout."""
+    """The folder of the presets shipped with rlsys, in the wheel or in the checkout."""
     package = Path(__file__).resolve().parents[1]
     return package / "presets" if (package / "presets").is_dir() else package.parent / "config"
 
 
 def preset_names(folder: Path | None = None) -> list[str]:
-    """The names of the presets in a folder (default: those that come with rlsys)."""
+    """The names of the presets in a folder, by default those shipped with rlsys."""
     return sorted(path.stem for path in (folder or presets_folder()).glob("*.yaml"))
 
 
@@ -48,12 +48,12 @@ def model_key(schema: type[Section]) -> str:
 
 
 def default_preset(arguments: Arguments, schema: type[Section]) -> Preset:
-    """The preset a command line asks for. A PPO run without a preset and without a model is the quickstart."""
+    """The preset of a command line. A PPO run without a preset and without a model is the quickstart."""
     folders = (presets_folder(),)
     if arguments.config_path is not None:
         folder = Path(arguments.config_path).expanduser()
         if not folder.is_dir():
-            raise ConfigError(f"--config-path={arguments.config_path}: there is no such folder")
+            raise ConfigError(f"--config-path={arguments.config_path}: folder not found")
         folders = (folder, presets_folder())
     name = arguments.config_name or _DEFAULT_NAMES[schema.__name__]
     asked = arguments.config_name is not None or arguments.config_path is not None
@@ -76,14 +76,14 @@ def _names_model(path: str, value: Any, key: str) -> bool:
 
 
 def read_preset(preset: Preset, _seen: tuple[str, ...] = ()) -> list[tuple[str, dict[str, Any]]]:
-    """(file name, tree) of a preset after those it builds on, in the order they apply."""
+    """(file name, tree) of a preset and those it builds on, in the order they apply."""
     path = _find(preset)
     if path.stem in _seen:
-        raise ConfigError(f"{path}: the presets {' -> '.join((*_seen, path.stem))} build on each other in a circle")
+        raise ConfigError(f"{path}: the presets {' -> '.join((*_seen, path.stem))} form a cycle")
     tree = read_yaml(path)
     parents = tree.pop("defaults", [])
     if not isinstance(parents, list):
-        raise ConfigError(f"{path}: 'defaults' is a list of presets to build on, e.g. [ppo_trainer, _self_]")
+        raise ConfigError(f"{path}: 'defaults' must be a list of presets to build on, e.g. [ppo_trainer, _self_]")
     below: list[tuple[str, dict[str, Any]]] = []
     itself = (str(path), tree)
     placed = False
@@ -94,7 +94,7 @@ def read_preset(preset: Preset, _seen: tuple[str, ...] = ()) -> list[tuple[str, 
         elif isinstance(parent, str):
             below += read_preset(Preset(parent, (path.parent, *preset.folders)), (*_seen, path.stem))
         else:
-            raise ConfigError(f"{path}: 'defaults' names presets only, not {parent}; there are no config groups here")
+            raise ConfigError(f"{path}: 'defaults' lists presets only, not {parent}; config groups are not supported")
     return below if placed else [*below, itself]
 
 
@@ -107,22 +107,22 @@ def _find(preset: Preset) -> Path:
         for suffix in (".yaml", ".yml"):
             if (folder / f"{stem}{suffix}").is_file():
                 return folder / f"{stem}{suffix}"
-    known = sorted({found for folder in preset.folders for found in preset_names(folder)})
+    known = sorted({name for folder in preset.folders for name in preset_names(folder)})
     near = get_close_matches(stem, known, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     where = " or ".join(str(folder) for folder in dict.fromkeys(preset.folders))
-    raise ConfigError(f"--config-name={name}: no such preset in {where}; {hint}There are: {', '.join(known)}")
+    raise ConfigError(f"--config-name={name}: no such preset in {where}; {hint}choose from {', '.join(known)}")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping that a YAML file holds; ConfigError names the file and the line."""
+    """The mapping in a YAML file; ConfigError names the file and the line."""
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: a configuration of more than {_MAX_FILE_BYTES} bytes is none")
+            raise ConfigError(f"{path}: the file is larger than {_MAX_FILE_BYTES} bytes")
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -138,5 +138,5 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: holds a {type(tree).__name__}; a configuration is keys and values")
+        raise ConfigError(f"{path}: holds a {type(tree).__name__}; it must hold keys and values")
     return {str(key): value for key, value in tree.items()}

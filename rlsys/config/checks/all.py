@@ -1,45 +1,50 @@
-"""Whether settings that are each right make sense together; see sense_ppo, sense_files."""
+"""All checks of settings against each other and against the machine; each value was checked by its type before."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlsys.config.checks.algorithm import check_algorithm, check_generation
+from rlsys.config.checks.algorithm import check_algorithm
 from rlsys.config.checks.batches import check_ppo_batches, check_supervised_batches
 from rlsys.config.checks.files import check_eval_files, check_ppo_files, check_supervised_files
 from rlsys.config.checks.findings import Note
 from rlsys.config.checks.megatron import check_megatron
+from rlsys.config.checks.reward import check_reward
 from rlsys.config.checks.rollout import check_engine, check_engine_name
+from rlsys.config.checks.rules import check_rules
 from rlsys.config.checks.run import check_checkpoints, check_ppo_run, check_run
+from rlsys.config.checks.sampling import check_sampling
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
 
 
 def check(cfg: Section) -> tuple[list[str], list[str]]:
-    """The problems and the notes of a configuration whose values are each right."""
-    found = list(_findings(cfg))
-    problems = [text for text in found if not isinstance(text, Note)]
-    return problems, [str(text) for text in found if isinstance(text, Note)]
+    """The problems and the notes of a configuration."""
+    findings = list(_findings(cfg))
+    problems = [text for text in findings if not isinstance(text, Note)]
+    return problems, [str(text) for text in findings if isinstance(text, Note)]
 
 
 def _findings(cfg: Section) -> Iterator[str]:
+    yield from check_rules(cfg)
     if isinstance(cfg, PPOConfig):
         yield from check_megatron(cfg)
         yield from check_ppo_batches(cfg)
         yield from check_algorithm(cfg)
-        yield from check_generation(cfg)
-        yield from check_run(cfg.trainer, cfg.ray_kwargs)
+        yield from check_reward(cfg)
+        yield from check_sampling(cfg)
+        yield from check_run(cfg.trainer)
         policy = cfg.actor_rollout_ref
         yield from check_engine_name(policy.rollout.name, policy.model.external_lib, has_servers=True)
         yield from check_ppo_run(cfg)
         yield from check_ppo_files(cfg)
     elif isinstance(cfg, SupervisedConfig):
         yield from check_supervised_batches(cfg)
-        yield from check_run(cfg.trainer, cfg.ray_kwargs)
+        yield from check_run(cfg.trainer)
         yield from check_checkpoints("", cfg.checkpoint, cfg.trainer.resume_mode)
         yield from check_supervised_files(cfg)
     elif isinstance(cfg, EvalConfig):
-        yield from check_run(cfg.trainer, cfg.ray_kwargs)
+        yield from check_run(cfg.trainer)
         rollout = cfg.actor_rollout_ref.rollout
         yield from check_engine_name(rollout.name, cfg.actor_rollout_ref.model.external_lib, has_servers=False)
         yield from check_engine(rollout, rollout.name, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)

@@ -1,10 +1,10 @@
-"""Whether batches divide as they must and sequences fit."""
+"""Whether batches divide evenly and sequences fit into token budgets."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlsys.config.checks.findings import note, wrong
+from rlsys.config.checks.findings import wrong
 from rlsys.config.plan import shared_by
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema.actor import ActorConfig, CriticConfig
@@ -31,7 +31,7 @@ def check_ppo_batches(cfg: PPOConfig) -> Iterator[str]:
         yield from _ranks(REF, "fsdp_config", ref.fsdp_config, ref.ulysses_sequence_parallel_size, ranks)
     if actor.ulysses_sequence_parallel_size > 1 and not cfg.actor_rollout_ref.model.use_remove_padding:
         key = "actor_rollout_ref.model.use_remove_padding"
-        yield wrong(key, False, f"sequences are split over ranks only when packed; write {key}=true")
+        yield wrong(key, False, f"sequences are split over ranks only when packed; set {key}=true")
     yield from _budgets(cfg)
     yield from _generated(cfg)
 
@@ -40,10 +40,10 @@ def _mini_batches(cfg: PPOConfig, role: str, section: ActorConfig | CriticConfig
     prompts, mini = cfg.data.train_batch_size, section.ppo_mini_batch_size
     key = f"{role}.ppo_mini_batch_size"
     if mini > prompts:
-        yield wrong(key, mini, f"more prompts than data.train_batch_size={prompts}; write {key}={prompts}")
+        yield wrong(key, mini, f"more prompts than data.train_batch_size={prompts}; set {key}={prompts}")
     elif prompts % mini:
         near = max(size for size in range(1, mini) if prompts % size == 0)
-        yield wrong(key, mini, f"does not divide data.train_batch_size={prompts}; write {key}={near}")
+        yield wrong(key, mini, f"does not divide data.train_batch_size={prompts}; set {key}={near}")
 
 
 def _divides(role: str, sharding: str, shard: ShardConfig, sequence: int, ranks: int) -> Iterator[str]:
@@ -52,14 +52,14 @@ def _divides(role: str, sharding: str, shard: ShardConfig, sequence: int, ranks:
         (f"{sharding}.fsdp_size", shard.fsdp_size, ranks % shard.fsdp_size if shard.fsdp_size > 0 else 0, -1),
     ):
         if rest or size == 0:
-            yield wrong(key, size, f"does not divide the {ranks} training processes; write {key}={instead}")
+            yield wrong(key, size, f"does not divide the {ranks} training processes; set {key}={instead}")
 
 
 def _ranks(role: str, sharding: str, shard: RoleShardConfig, sequence: int, ranks: int) -> Iterator[str]:
     yield from _divides(role, f"{role}.{sharding}", shard, sequence, ranks)
     if shard.param_offload and shard.offload_policy:
         yield wrong(
-            f"{role}.{sharding}.offload_policy", True, "it keeps parameters away already; write param_offload=false"
+            f"{role}.{sharding}.offload_policy", True, "it already offloads parameters; set param_offload=false"
         )
 
 
@@ -73,14 +73,14 @@ def _micro_batches(cfg: PPOConfig, role: str, section: ActorConfig | CriticConfi
             key,
             section.ppo_mini_batch_size,
             f"times actor_rollout_ref.rollout.n={answers} gives {samples} samples, which {groups} data-parallel ranks "
-            f"cannot share evenly; write a multiple of {groups}",
+            f"cannot share evenly; set a multiple of {groups}",
         )
         return
     micro, share = section.ppo_micro_batch_size_per_gpu, samples // groups
     micro_key = f"{role}.ppo_micro_batch_size_per_gpu"
     if micro is not None and not section.use_dynamic_bsz and micro > share:
         yield wrong(
-            micro_key, micro, f"a rank's share of a mini-batch is only {share} samples; write {micro_key}={share}"
+            micro_key, micro, f"a rank's share of a mini-batch is only {share} samples; set {micro_key}={share}"
         )
 
 
@@ -117,7 +117,7 @@ def _too_small(longest: int, sequence: int, key: str) -> str:
     need = -(-longest // sequence)
     return (
         f"a sequence of data.max_prompt_length + data.max_response_length = {longest} tokens does not fit; "
-        f"write {key}={need} or more"
+        f"set {key}={need} or more"
     )
 
 
@@ -127,23 +127,20 @@ def _generated(cfg: PPOConfig) -> Iterator[str]:
         yield wrong(
             "data.gen_batch_size",
             data.gen_batch_size,
-            f"without algorithm.filter_groups.enable=true each generated prompt is trained on; write "
-            f"data.gen_batch_size={data.train_batch_size} or leave it out",
+            f"without algorithm.filter_groups.enable=true every generated prompt is trained on; set "
+            f"data.gen_batch_size={data.train_batch_size} or remove it",
         )
     yield from _samples(data)
-    if data.filter_overlong_prompts_workers > 1 and not data.filter_overlong_prompts:
-        key = "data.filter_overlong_prompts_workers"
-        yield note(key, data.filter_overlong_prompts_workers, "nothing is filtered: data.filter_overlong_prompts=false")
 
 
 def _samples(data: DataConfig | SupervisedDataConfig) -> Iterator[str]:
     """How many rows of the files are used."""
     for name in ("train_max_samples", "val_max_samples"):
         if getattr(data, name) == 0:
-            yield wrong(f"data.{name}", 0, f"no rows would be left; write data.{name}=-1 for all")
+            yield wrong(f"data.{name}", 0, f"no rows would be left; set data.{name}=-1 for all")
     if 0 < data.train_max_samples < data.train_batch_size:
         why = f"fewer rows than data.train_batch_size={data.train_batch_size}"
-        advice = f"write data.train_batch_size={data.train_max_samples} or less"
+        advice = f"set data.train_batch_size={data.train_max_samples} or less"
         yield wrong("data.train_max_samples", data.train_max_samples, f"{why}; {advice}")
 
 
@@ -156,16 +153,14 @@ def check_supervised_batches(cfg: SupervisedConfig) -> Iterator[str]:
         return
     groups = ranks // sequence
     if data.train_batch_size % groups:
-        why = f"{groups} data-parallel ranks cannot share it evenly; write a multiple of {groups}"
+        why = f"{groups} data-parallel ranks cannot share it evenly; set a multiple of {groups}"
         yield wrong("data.train_batch_size", data.train_batch_size, why)
     elif not data.use_dynamic_bsz and data.micro_batch_size_per_gpu > data.train_batch_size // groups:
         share = data.train_batch_size // groups
-        why = f"a rank's share of a batch is only {share} rows; write data.micro_batch_size_per_gpu={share}"
+        why = f"a rank's share of a batch is only {share} rows; set data.micro_batch_size_per_gpu={share}"
         yield wrong("data.micro_batch_size_per_gpu", data.micro_batch_size_per_gpu, why)
     if data.use_dynamic_bsz and data.max_token_len_per_gpu * sequence < data.max_length:
         need = -(-data.max_length // sequence)
-        why = (
-            f"a text of data.max_length={data.max_length} tokens does not fit; write data.max_token_len_per_gpu={need}"
-        )
+        why = f"a text of data.max_length={data.max_length} tokens does not fit; set data.max_token_len_per_gpu={need}"
         yield wrong("data.max_token_len_per_gpu", data.max_token_len_per_gpu, why)
     yield from _samples(data)

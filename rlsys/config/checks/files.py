@@ -1,4 +1,4 @@
-"""Whether the files and folders a configuration names are there and look like what they should be."""
+"""Whether the files and folders that settings name exist and hold what they should."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_eval_files(cfg: EvalConfig) -> Iterator[str]:
 
 def _rows(key: str, files: tuple[str, ...] | None) -> Iterator[str]:
     if files == ():
-        yield wrong(key, [], f"an empty list; write {key}=<file>, or null for the start assets")
+        yield wrong(key, [], f"empty list; set {key}=<file>, or null for the start assets")
     for name in files or ():
         path = Path(name)
         if path.is_file():
@@ -72,64 +72,66 @@ def _rows(key: str, files: tuple[str, ...] | None) -> Iterator[str]:
             elif path.stat().st_size == 0:
                 yield wrong(key, name, "the file is empty")
             elif not os.access(path, os.R_OK):
-                yield wrong(key, name, "the file may not be read")
+                yield wrong(key, name, "the file is not readable")
         elif path.is_dir() and not (path / "state.json").is_file():
-            yield wrong(key, name, "a folder of rows is what datasets' save_to_disk writes; name a file")
+            yield wrong(key, name, "not a folder written by datasets' save_to_disk; set a file")
         elif "://" in name:
-            yield wrong(key, name, f"only local files are read; copy it and write {key}=<file>")
+            yield wrong(key, name, f"only local files are read; copy it and set {key}=<file>")
         elif not path.exists():
-            make = f"python scripts/prepare_data.py --out {path.parent} makes some"
-            yield wrong(key, name, f"there is no such file{_nearby(path)}; write {key}=<file> ({make})")
+            make = f"to create example data run python scripts/prepare_data.py --out {path.parent}"
+            yield wrong(key, name, f"file not found{_nearby(path)}; set {key}=<file> ({make})")
     doubled = sorted({name for name in files or () if (files or ()).count(name) > 1})
     if doubled:
-        yield wrong(key, doubled[0], "the file is named twice, so its rows would count twice; name it once")
+        yield wrong(key, doubled[0], "the file is listed twice, so its rows would count twice; list it once")
 
 
 def _nearby(path: Path) -> str:
-    """What lies where a missing file was looked for."""
+    """A similar file where a missing file was expected."""
     if not path.parent.is_dir():
-        return f" (nor a folder {path.parent})"
+        return f" ({path.parent} does not exist)"
     names = sorted(item.name for item in path.parent.iterdir() if item.suffix == path.suffix)
     near = get_close_matches(path.name, names, n=1, cutoff=0.5) or names[:1]
-    return f" (in {path.parent.absolute()} there is {near[0]})" if near else ""
+    return f" ({path.parent.absolute()} has {near[0]})" if near else ""
 
 
 def _model(key: str, model: ModelConfig, longest: int, lengths: str) -> Iterator[str]:
     for name in ("path", "tokenizer_path", "lora_adapter_path"):
         value = getattr(model, name)
         if value is not None and not Path(value).is_dir():
-            yield wrong(f"{key}.{name}", value, f"{_no_folder(value)}; write {key}.{name}=<folder>")
+            yield wrong(f"{key}.{name}", value, f"{_no_folder(value)}; set {key}.{name}=<folder>")
     if model.external_lib and not _importable(model.external_lib):
-        yield wrong(f"{key}.external_lib", model.external_lib, "no such module can be imported; put it on PYTHONPATH")
+        yield wrong(f"{key}.external_lib", model.external_lib, "the module cannot be imported; put it on PYTHONPATH")
     folder = Path(model.path) if model.path else None
     if folder is None or not folder.is_dir():
         return
     facts = model_facts(folder)
     if not facts:
         yield wrong(
-            f"{key}.path", model.path, "the folder has no readable config.json, so it holds no Hugging Face model"
+            f"{key}.path", model.path, "the folder has no readable config.json, so it is not a Hugging Face model"
         )
         return
     limit = (facts | model.override_config).get("max_position_embeddings")
     if isinstance(limit, int) and limit < longest:
         yield wrong(
-            f"{key}.path", model.path, f"it takes {limit} positions; {lengths} is {longest}; write shorter lengths"
+            f"{key}.path",
+            model.path,
+            f"the model takes {limit} positions, but {lengths} is {longest}; set shorter lengths",
         )
 
 
 def _no_folder(name: str) -> str:
-    """Why a name is no model's folder, and how to get one."""
+    """Why a name is not the folder of a model, and how to get one."""
     if Path(name).is_file():
-        return "it is a file; name its folder"
+        return "it is a file, not a folder"
     if "smollm2" in name.lower():
-        return "there is no such folder; python scripts/smollm2.py makes it"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        return f"there is no such folder; nothing is downloaded here: hf download {name} --local-dir <folder>"
-    return "there is no such folder"
+        return "folder not found; python scripts/smollm2.py creates it"
+    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
+        return f"folder not found, and models are not downloaded; run hf download {name} --local-dir <folder>"
+    return "folder not found"
 
 
 def model_facts(folder: Path) -> dict[str, Any]:
-    """What a model's config.json says; empty where there is none that can be read."""
+    """The config.json of a model; empty if it cannot be read."""
     try:
         facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -148,45 +150,34 @@ def _reward(reward: RewardConfig) -> Iterator[str]:
     custom, manager, grader = reward.custom_reward_function, reward.reward_manager, reward.reward_model
     if custom.path is not None:
         yield from _python("reward.custom_reward_function", custom.path, custom.name, "function")
-    elif custom.reward_kwargs:
-        why = "they are for a function of yours; write reward.custom_reward_function.path=<file>"
-        yield wrong("reward.custom_reward_function.reward_kwargs", dict(custom.reward_kwargs), why)
-    if manager.source == "importlib":
-        if manager.module.path is None:
-            why = "reward.reward_manager.source=importlib needs a file"
-            yield wrong("reward.reward_manager.module.path", None, why)
-        else:
-            yield from _python("reward.reward_manager.module", manager.module.path, manager.module.name, "class")
+    if manager.source == "importlib" and manager.module.path is not None:
+        yield from _python("reward.reward_manager.module", manager.module.path, manager.module.name, "class")
     if grader.enable and grader.model_path and not Path(grader.model_path).is_dir():
         yield wrong("reward.reward_model.model_path", grader.model_path, _no_folder(grader.model_path))
 
 
 def _dataset_class(data: RowsConfig) -> Iterator[str]:
     custom = data.custom_cls
-    if custom.path is not None and custom.name is None:
-        yield wrong("data.custom_cls.name", None, "name the class in data.custom_cls.path")
-    elif custom.path is not None and custom.name is not None:
+    if custom.path is not None and custom.name is not None:
         yield from _python("data.custom_cls", custom.path, custom.name, "class")
-    elif custom.name is not None:
-        yield wrong("data.custom_cls.path", None, f"name the file that holds {custom.name}")
 
 
 def _python(section: str, file: str, name: str, kind: str) -> Iterator[str]:
-    """Whether a Python file can be parsed and defines a name at its top level; nothing in it runs."""
+    """Whether a Python file can be parsed and defines a name; nothing in it is executed."""
     path, key = Path(file), f"{section}.path"
     if not path.is_file():
-        yield wrong(key, file, f"there is no such file{_nearby(path)}; write {key}=<file.py>")
+        yield wrong(key, file, f"file not found{_nearby(path)}; set {key}=<file.py>")
         return
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        yield wrong(key, file, f"not Python{line}: {getattr(error, 'msg', None) or error}")
+        yield wrong(key, file, f"not valid Python{line}: {getattr(error, 'msg', None) or error}")
         return
     names = _top_level_names(tree)
     if name not in names:
-        defined = ", ".join(sorted(found for found in names if not found.startswith("_"))[:5]) or "nothing"
-        yield wrong(f"{section}.name", name, f"{file} has no {kind} of that name; it has {defined}")
+        defined = ", ".join(sorted(item for item in names if not item.startswith("_"))[:5]) or "nothing"
+        yield wrong(f"{section}.name", name, f"{file} has no {kind} of that name; it defines {defined}")
 
 
 def _top_level_names(tree: ast.Module) -> set[str]:
@@ -206,16 +197,16 @@ def _output(trainer: RunConfig) -> Iterator[str]:
     if isinstance(trainer, TrainingConfig) and trainer.resume_mode == "resume_path":
         path = trainer.resume_from_path
         if path is not None and not Path(path).is_dir():
-            yield wrong("trainer.resume_from_path", path, "there is no such folder")
+            yield wrong("trainer.resume_from_path", path, "folder not found")
 
 
 def _folder_to_be(key: str, name: str | None) -> Iterator[str]:
-    """Whether a folder is there or can be made."""
+    """Whether a folder exists or can be created."""
     if name is None:
         return
     path = Path(name).absolute()
     standing = next((parent for parent in (path, *path.parents) if parent.exists()), Path("/"))
     if not standing.is_dir():
-        yield wrong(key, name, f"{standing} is a file, not a folder; write {key}=<folder>")
+        yield wrong(key, name, f"{standing} is a file, not a folder; set {key}=<folder>")
     elif not os.access(standing, os.W_OK):
-        yield wrong(key, name, f"{standing} may not be written to; write {key}=<folder>")
+        yield wrong(key, name, f"{standing} is not writable; set {key}=<folder>")

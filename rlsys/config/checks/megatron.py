@@ -1,4 +1,4 @@
-"""Whether Megatron is there and its parallel sizes fit the ranks; whether they fit the model is the engine's to say."""
+"""Whether Megatron is installed and its parallel sizes fit the ranks; the engine checks that they fit the model."""
 
 from __future__ import annotations
 
@@ -48,28 +48,28 @@ def _sizes(key: str, section: MegatronRoleConfig, ranks: int) -> Iterator[str]:
     context, experts = section.context_parallel_size, section.expert_model_parallel_size
     if ranks % (tensor * stages):
         why = f"x pipeline {stages} does not divide the {ranks} training processes"
-        yield wrong(f"{key}.tensor_model_parallel_size", tensor, f"{why}; write {key}.tensor_model_parallel_size=1")
+        yield wrong(f"{key}.tensor_model_parallel_size", tensor, f"{why}; set {key}.tensor_model_parallel_size=1")
     elif ranks % (tensor * stages * context):
         why = f"x tensor {tensor} x pipeline {stages} does not divide the {ranks} training processes"
-        yield wrong(f"{key}.context_parallel_size", context, f"{why}; write {key}.context_parallel_size=1")
+        yield wrong(f"{key}.context_parallel_size", context, f"{why}; set {key}.context_parallel_size=1")
     expert_tensor = section.expert_tensor_parallel_size or tensor
     if ranks % (expert_tensor * experts * stages):
         why = f"x expert tensor {expert_tensor} x pipeline {stages} does not divide the {ranks} training processes"
-        yield wrong(f"{key}.expert_model_parallel_size", experts, f"{why}; write {key}.expert_model_parallel_size=1")
+        yield wrong(f"{key}.expert_model_parallel_size", experts, f"{why}; set {key}.expert_model_parallel_size=1")
     if experts > 1 and tensor > 1 and not section.sequence_parallel:
-        why = "experts and matrices are both spread over ranks"
-        yield wrong(f"{key}.sequence_parallel", False, f"{why}; write {key}.sequence_parallel=true")
+        why = "experts and matrices are both sharded over ranks"
+        yield wrong(f"{key}.sequence_parallel", False, f"{why}; set {key}.sequence_parallel=true")
     if (virtual := section.virtual_pipeline_model_parallel_size) is not None and virtual > 1 and stages == 1:
         virtual_key = f"{key}.virtual_pipeline_model_parallel_size"
-        yield wrong(virtual_key, virtual, f"there is one stage; write {key}.pipeline_model_parallel_size=2")
+        yield wrong(virtual_key, virtual, f"there is only one stage; set {key}.pipeline_model_parallel_size=2")
 
 
 def _model(key: str, role: str, model: ModelConfig, megatron: MegatronConfig, sequence: int) -> Iterator[str]:
     if model.lora_rank and megatron.fp8 is not None:
-        why = f"adapters are merged into weights that fp8 would round; write {role}.megatron.fp8=null"
+        why = f"adapters are merged into weights, which fp8 would round; set {role}.megatron.fp8=null"
         yield wrong(f"{key}.lora_rank", model.lora_rank, why)
     if sequence > 1:
-        why = "Megatron shares sequences by context_parallel_size"
-        yield wrong(f"{role}.ulysses_sequence_parallel_size", sequence, f"{why}; leave it at 1")
+        why = "Megatron splits sequences by context_parallel_size"
+        yield wrong(f"{role}.ulysses_sequence_parallel_size", sequence, f"{why}; remove it")
     if not model.use_remove_padding:
-        yield note(f"{key}.use_remove_padding", False, "Megatron always packs rows")
+        yield note(f"{key}.use_remove_padding", False, "Megatron always packs sequences")

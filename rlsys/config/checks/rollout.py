@@ -1,4 +1,4 @@
-"""Whether the settings of the engine that writes responses say something to it."""
+"""Whether the settings of the rollout engine suit it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEY = "actor_rollout_ref.rollout"
 
 
 def check_engine(rollout: GenerationConfig, name: str, ranks: int) -> Iterator[str]:
-    """Whether the engine `name` on so many ranks can do what it is asked, and notes on what says nothing to it."""
+    """Whether the engine `name` on `ranks` processes supports its settings, and notes on settings that it ignores."""
     yield from _replicas(rollout, name, ranks)
     yield from _aligned(rollout, name)
     yield from _idle(rollout, name)
@@ -26,7 +26,7 @@ def check_engine_name(name: str, external_lib: str | None, *, has_servers: bool)
     if name in known or external_lib:
         return
     near = get_close_matches(name, known, n=1)
-    hint = f"write {KEY}.name={near[0]}; " if near else ""
+    hint = f"set {KEY}.name={near[0]}; " if near else ""
     own = "or register your own in a module named in actor_rollout_ref.model.external_lib"
     yield wrong(f"{KEY}.name", name, f"unknown rollout engine; {hint}choose from {', '.join(known)}, {own}")
 
@@ -42,31 +42,33 @@ def _idle(rollout: GenerationConfig, name: str) -> Iterator[str]:
         yield note(f"{KEY}.{first}", value, why.format(", ".join(changed)))
     for engine, given in (("vllm", rollout.engine_kwargs.vllm), ("sglang", rollout.engine_kwargs.sglang)):
         if given and name != engine:
-            yield note(f"{KEY}.engine_kwargs.{engine}", given, f"they are for {KEY}.name={engine}, and it is {name}")
+            yield note(
+                f"{KEY}.engine_kwargs.{engine}", given, f"they only apply to {KEY}.name={engine}; ignored for {name}"
+            )
 
 
 def _replicas(rollout: GenerationConfig, name: str, ranks: int) -> Iterator[str]:
-    """Whether the processes that generate make whole copies of the model."""
+    """Whether the rollout processes hold whole copies of the model."""
     key, size = f"{KEY}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
     if size == 1:
         return
     if not is_external(name) and "t" not in rollout_backend(name).dims:
-        yield wrong(key, size, f"the {name} engine runs a model in one process; write {key}=1, or use vllm or sglang")
+        yield wrong(key, size, f"the {name} engine runs a model in one process; set {key}=1, or use vllm or sglang")
     elif is_external(name):
-        yield note(key, size, "servers outside have the sizes they were started with")
+        yield note(key, size, "external servers keep the parallel sizes they were started with")
     elif ranks % size:
-        why = f"the {ranks} processes that generate do not make whole copies; write a divisor of {ranks}"
+        why = f"the {ranks} rollout processes cannot hold whole copies of the model; set a divisor of {ranks}"
         yield wrong(key, size, why)
 
 
 def _aligned(rollout: GenerationConfig, name: str) -> Iterator[str]:
-    """What the aligned mode is where the engine is not ours to set or has no batch-invariant kernels."""
+    """What the aligned mode means for external servers, and for hf, which has no batch-invariant kernels."""
     if not rollout.full_determinism:
         return
     key, why = f"{KEY}.full_determinism", ""
     if is_external(name):
-        why = "servers compute as they were started: start them with FULL_DETERMINISM=1 by scripts/run_*.sh"
+        why = "it cannot be changed on external servers; start them with FULL_DETERMINISM=1 scripts/run_*.sh"
     elif not rollout_backend(name).batch_invariant:
-        why = "logits are in float32; transformers' kernels may give a token other digits in another batch"
+        why = "logits are in float32, but transformers' kernels may give a token other digits in another batch"
     if why:
         yield note(key, True, why)

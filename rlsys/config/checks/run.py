@@ -1,4 +1,4 @@
-"""Whether length, places, checkpoints and devices of a run fit together."""
+"""Whether trackers, names, processes, weight pushes and checkpoints of a run fit together."""
 
 from __future__ import annotations
 
@@ -12,28 +12,25 @@ from rlsys.config.engines import rollout_backend
 from rlsys.config.pools import is_external, resolve_pools
 from rlsys.config.schema.jobs import PPOConfig
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig
-from rlsys.config.schema.trainer import RayKwargsConfig, RunConfig, TrainingConfig
+from rlsys.config.schema.trainer import RunConfig, TrainingConfig
 from rlsys.config.vocabulary import ALWAYS_WRITTEN, TRACKERS
 
 MAX_STALENESS = 1
 
 
-def check_run(trainer: RunConfig, ray_kwargs: RayKwargsConfig) -> Iterator[str]:
-    """Trackers, names, backend, resume and Ray."""
+def check_run(trainer: RunConfig) -> Iterator[str]:
+    """Trackers, names, backend and resume."""
     yield from _trackers(trainer.logger)
     for key in ("project_name", "experiment_name"):
         name = getattr(trainer, key)
         if not re.fullmatch(r"[\w.@+=,: -]+", name) or name in (".", ".."):
-            yield wrong(f"trainer.{key}", name, "it becomes a folder; write letters, digits, '-', '_' and '.'")
+            yield wrong(f"trainer.{key}", name, "it becomes a folder name; use letters, digits, '-', '_' and '.'")
     if trainer.backend == "local" and trainer.nnodes * trainer.n_gpus_per_node > 1:
-        why = "it runs everything in this one process; write trainer.n_gpus_per_node=1 or trainer.backend=ray"
+        why = "everything runs in this one process; set trainer.n_gpus_per_node=1 or trainer.backend=ray"
         yield wrong("trainer.backend", "local", why)
-    if isinstance(trainer, TrainingConfig):
-        yield from _resume(trainer)
-    init = ray_kwargs.ray_init
-    if init.address is not None and init.num_cpus is not None:
-        why = "a running cluster has its own; leave it out, or leave ray_kwargs.ray_init.address out"
-        yield wrong("ray_kwargs.ray_init.num_cpus", init.num_cpus, why)
+    path = trainer.resume_from_path if isinstance(trainer, TrainingConfig) else None
+    if path is not None and not re.search(r"global_step_\d+/*$", path):
+        yield wrong("trainer.resume_from_path", path, "set the folder of one checkpoint; it ends in global_step_<N>")
 
 
 def _trackers(names: tuple[str, ...]) -> Iterator[str]:
@@ -46,17 +43,6 @@ def _trackers(names: tuple[str, ...]) -> Iterator[str]:
             yield wrong("trainer.logger", list(names), why)
 
 
-def _resume(trainer: TrainingConfig) -> Iterator[str]:
-    mode, path = trainer.resume_mode, trainer.resume_from_path
-    if mode == "resume_path" and path is None:
-        yield wrong("trainer.resume_from_path", None, "trainer.resume_mode=resume_path needs a folder global_step_N")
-    if mode != "resume_path" and path is not None:
-        why = f"trainer.resume_mode={mode} does not look at it; write trainer.resume_mode=resume_path"
-        yield wrong("trainer.resume_from_path", path, why)
-    if path is not None and not re.search(r"global_step_\d+/*$", path):
-        yield wrong("trainer.resume_from_path", path, "name the folder of one checkpoint; it ends in global_step_<N>")
-
-
 def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:
     """Pools and staleness, checkpoints of both roles, validation and adapters."""
     trainer, policy = cfg.trainer, cfg.actor_rollout_ref
@@ -66,11 +52,9 @@ def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:
     if cfg.use_critic:
         yield from check_checkpoints("critic.", cfg.critic.checkpoint, trainer.resume_mode)
         yield from check_adapters("critic.model", cfg.critic.model)
-    elif trainer.max_critic_ckpt_to_keep is not None:
-        yield note("trainer.max_critic_ckpt_to_keep", trainer.max_critic_ckpt_to_keep, "there is no critic")
     data = cfg.data
     if data.val_files is None and data.train_files is not None:
-        why = "there are no validation rows; write data.val_files=<file>"
+        why = "there are no validation rows; set data.val_files=<file>"
         if trainer.val_only:
             yield wrong("trainer.val_only", True, why)
         elif trainer.test_freq > 0:
@@ -82,7 +66,8 @@ def _pools(cfg: PPOConfig) -> Iterator[str]:
     split = trainer.rollout_workers > 0
     if trainer.max_staleness > MAX_STALENESS:
         why = (
-            f"0 (synchronous) and {MAX_STALENESS} (one step off) are built; write trainer.max_staleness={MAX_STALENESS}"
+            f"only 0 (synchronous) and {MAX_STALENESS} (one step off-policy) are supported; "
+            f"set trainer.max_staleness={MAX_STALENESS}"
         )
         yield wrong("trainer.max_staleness", trainer.max_staleness, why)
     external = is_external(cfg.actor_rollout_ref.rollout.name)
@@ -90,85 +75,80 @@ def _pools(cfg: PPOConfig) -> Iterator[str]:
     rollout = cfg.actor_rollout_ref.rollout
     yield from check_engine(rollout, rollout.name, resolve_pools(cfg).rollout_ranks)
     if trainer.max_staleness > 0 and not (split or external):
-        why = "generating ahead needs processes of its own; write trainer.rollout_workers=1"
+        why = "generating ahead needs separate rollout processes; set trainer.rollout_workers=1"
         yield wrong("trainer.max_staleness", trainer.max_staleness, why)
     if hybrid is not None and hybrid == (split or external):
         key = "actor_rollout_ref.hybrid_engine"
-        yield wrong(key, hybrid, f"trainer.rollout_workers={trainer.rollout_workers} says the other; leave {key} out")
+        yield wrong(key, hybrid, f"conflicts with trainer.rollout_workers={trainer.rollout_workers}; remove {key}")
     key, executor = "actor_rollout_ref.rollout.checkpoint_engine.backend", rollout.checkpoint_engine.backend
     if split and executor == "local":
-        yield wrong(key, "local", f"the rollout runs in processes of its own; write {key}=auto")
+        yield wrong(key, "local", f"the rollout runs in separate processes; set {key}=auto")
     if not (split or external) and executor == "nccl":
-        why = f"a process cannot send to itself; write {key}=auto, or for one of its own trainer.rollout_workers=1"
+        why = f"a process cannot send to itself with NCCL; set {key}=auto, or trainer.rollout_workers=1"
         yield wrong(key, "nccl", why)
     if rollout_backend(rollout.name).weights_in == "child":
         yield from _apart(cfg, colocated=not split)
     if trainer.backend == "local" and split:
-        why = "trainer.backend=local runs everything in this one process; write trainer.rollout_workers=0"
+        why = "with trainer.backend=local everything runs in this one process; set trainer.rollout_workers=0"
         yield wrong("trainer.rollout_workers", trainer.rollout_workers, why)
-    if rollout.validate_save_dir is not None and not rollout.validate_weight:
-        key = "actor_rollout_ref.rollout.validate_save_dir"
-        yield note(
-            key, rollout.validate_save_dir, "no reports are made without actor_rollout_ref.rollout.validate_weight=true"
-        )
     if trainer.sync_freq > 1:
-        why = f"samples are up to {trainer.sync_freq - 1} steps older than the weights they train"
+        why = f"samples are up to {trainer.sync_freq - 1} steps older than the weights that they train"
         yield note("trainer.sync_freq", trainer.sync_freq, why)
 
 
 def _apart(cfg: PPOConfig, *, colocated: bool) -> Iterator[str]:
-    """What an engine cannot do whose weights are in a process of its own."""
+    """What SGLang does not support because its weights are in a separate process."""
     key, backend = (
         "actor_rollout_ref.rollout.checkpoint_engine.backend",
         cfg.actor_rollout_ref.rollout.checkpoint_engine,
     )
     if colocated and backend.backend == "local":
-        yield wrong(key, "local", f"SGLang's weights are in a process of their own; write {key}=auto")
+        yield wrong(key, "local", f"SGLang's weights are in a separate process; set {key}=auto")
     if colocated and cfg.trainer.nnodes > 1:
-        why = "on several nodes SGLang needs workers of its own; write trainer.rollout_workers=<processes>"
+        why = "on several nodes SGLang needs separate rollout workers; set trainer.rollout_workers=<processes>"
         yield wrong("actor_rollout_ref.rollout.name", "sglang", why)
 
 
 def _servers(cfg: PPOConfig, external: bool) -> Iterator[str]:
-    """Whether the keys of external servers go with the engine."""
+    """Whether the keys of external servers suit the engine."""
     key, rollout, name = "actor_rollout_ref.rollout", cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.rollout.name
     servers = rollout.servers
     if not external:
         if servers.urls is not None:
-            why = f"{key}.name={name} asks no servers; write {key}.name=vllm_remote or sglang_remote"
+            why = f"{key}.name={name} does not use servers; set {key}.name=vllm_remote or sglang_remote"
             yield wrong(f"{key}.servers.urls", list(servers.urls), why)
         return
     if cfg.trainer.rollout_workers > 0:
-        why = f"{key}.name={name} generates on servers outside; write trainer.rollout_workers=0"
+        why = f"{key}.name={name} generates on external servers; set trainer.rollout_workers=0"
         yield wrong("trainer.rollout_workers", cfg.trainer.rollout_workers, why)
     if rollout.checkpoint_engine.backend != "auto":
-        why = f"servers outside take weights from files; write {key}.checkpoint_engine.backend=auto"
+        why = f"external servers load weights from files; set {key}.checkpoint_engine.backend=auto"
         yield wrong(f"{key}.checkpoint_engine.backend", rollout.checkpoint_engine.backend, why)
     if rollout.validate_weight:
-        why = f"servers outside hand out no tensors to compare; write {key}.validate_weight=false"
+        why = f"external servers do not return tensors to compare; set {key}.validate_weight=false"
         yield wrong(f"{key}.validate_weight", True, why)
     if servers.lora_name is not None and not cfg.actor_rollout_ref.model.lora_rank:
-        why = "there are no adapters to push; write actor_rollout_ref.model.lora_rank=16, or leave it out"
+        why = "there are no adapters to push; set actor_rollout_ref.model.lora_rank=16, or remove it"
         yield wrong(f"{key}.servers.lora_name", servers.lora_name, why)
     if rollout.top_k > 0 or rollout.top_p < 1:
         full = name == "sglang_remote"
-        why = f"log-probs of the server are of the {'full' if full else 'truncated'} distribution only"
+        why = f"the server only returns log-probs of the {'full' if full else 'truncated'} distribution"
         yield note(f"{key}.top_k" if rollout.top_k > 0 else f"{key}.top_p", rollout.top_k or rollout.top_p, why)
 
 
 def check_checkpoints(role: str, checkpoint: CheckpointConfig, resume_mode: str) -> Iterator[str]:
-    """Whether what is saved is enough for what is loaded."""
+    """Whether a checkpoint holds the parts that are loaded from it."""
     saved, key = checkpoint.save_contents, f"{role}checkpoint"
     for name, parts in (("save_contents", saved), ("load_contents", checkpoint.load_contents)):
         doubled = sorted({part for part in parts if parts.count(part) > 1})
         if doubled:
-            yield wrong(f"{key}.{name}", list(parts), f"'{doubled[0]}' is named twice; name it once")
+            yield wrong(f"{key}.{name}", list(parts), f"'{doubled[0]}' is listed twice; list it once")
     missing = [part for part in checkpoint.load_contents if part not in saved]
     if missing and resume_mode == "auto":
-        why = f"{', '.join(missing)} would not be in {key}.save_contents={list(saved)}; write the same parts"
+        why = f"{', '.join(missing)} would not be in {key}.save_contents={list(saved)}; set the same parts"
         yield wrong(f"{key}.load_contents", list(checkpoint.load_contents), why)
     if resume_mode != "disable" and not missing and {"model", "optimizer", "extra"} - set(saved):
-        why = "a resumed run will differ from an uninterrupted one; that needs model, optimizer and extra"
+        why = "a resumed run will differ from an uninterrupted one; for equal runs save model, optimizer and extra"
         yield note(f"{key}.save_contents", list(saved), why)
 
 
@@ -177,4 +157,4 @@ def check_adapters(key: str, model: ModelConfig) -> Iterator[str]:
     if model.lora_rank and importlib.util.find_spec("peft") is None:
         yield wrong(f"{key}.lora_rank", model.lora_rank, "peft is not installed; pip install -e '.[lora]'")
     if not model.lora_rank and model.lora_adapter_path is not None:
-        yield wrong(f"{key}.lora_rank", 0, f"lora_adapter_path is set; write {key}.lora_rank=16, for example")
+        yield wrong(f"{key}.lora_rank", 0, f"lora_adapter_path is set; set {key}.lora_rank=16, for example")

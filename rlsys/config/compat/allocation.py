@@ -1,7 +1,7 @@
-"""AReaL's allocation grammar: which engine gets how many processes, e.g. `hf:d2+fsdp:d2` or `hf[r]:d4|fsdp[a]:d4`.
+"""AReaL's allocation grammar: the processes of each engine, e.g. `hf:d2+fsdp:d2` or `hf[r]:d4|fsdp[a]:d4`.
 
-`+` gives processes of their own, `|` (which binds tighter) shares them; dimensions are d(ata), t(ensor), p(ipeline),
-c(ontext) and e(xpert). Parsing is pure; whether this build can run what was asked is another question.
+`+` separates engines with their own processes, `|` (which binds tighter) engines that share processes; dimensions are
+d(ata), t(ensor), p(ipeline), c(ontext) and e(xpert). This only parses; rlsys/config/pools.py checks what is supported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PART = re.compile(r"(?P<backend>[A-Za-z_]\w*)?(\[(?P<name>[^\]]*)\])?(?P<colon>
 
 @dataclass(frozen=True)
 class Dims:
-    """Parallel sizes; `world` is the number of processes. Expert parallelism takes no processes of its own."""
+    """Parallel sizes; `world` is the number of processes. Expert parallelism needs no additional processes."""
 
     d: int = 1
     t: int = 1
@@ -41,7 +41,7 @@ class Dims:
 
 @dataclass(frozen=True)
 class Part:
-    """One engine. `ffn` holds the expert layers' own sizes where they differ (t is then their tensor size)."""
+    """One engine. `ffn` holds the sizes of expert layers if they differ (t is then their tensor size)."""
 
     backend: str
     name: str
@@ -80,10 +80,10 @@ class Allocation:
 
 
 def parse_allocation(text: str) -> Allocation:
-    """The allocation that `text` stands for; ConfigError says which part is wrong and how to write it."""
+    """Parse an allocation; ConfigError names the wrong part and the right form."""
     squeezed = re.sub(r"\s+", "", text)
     if not squeezed:
-        raise ConfigError("an allocation is written like hf:d2+fsdp:d2")
+        raise ConfigError("empty; an allocation is e.g. hf:d2+fsdp:d2")
     allocation = Allocation(
         tuple(tuple(_part(part, text) for part in _split(group, "|")) for group in _split(squeezed, "+"))
     )
@@ -92,12 +92,12 @@ def parse_allocation(text: str) -> Allocation:
         sizes = {part.world for part in group}
         if len(sizes) > 1:
             each = " and ".join(f"{part} has {part.world}" for part in group)
-            raise ConfigError(f"'{text}': engines joined by | share processes, so they need the same number; {each}")
+            raise ConfigError(f"'{text}': engines joined by | share processes, so they need equal numbers, but {each}")
     return allocation
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Split at a separator outside of parentheses."""
+    """Split at a separator that is outside parentheses."""
     parts, depth, start = [], 0, 0
     for at, char in enumerate(text):
         depth += {"(": 1, ")": -1}.get(char, 0)
@@ -113,9 +113,9 @@ def _part(text: str, whole: str) -> Part:
         raise ConfigError(_unreadable(text, whole))
     backend, name, dims = match["backend"], match["name"], match["dims"]
     if backend not in _DIMS:
-        raise ConfigError(f"'{whole}': there is no engine '{backend}'; choose from {', '.join(_DIMS)}")
+        raise ConfigError(f"'{whole}': unknown engine '{backend}'; choose from {', '.join(_DIMS)}")
     if name is not None and not re.fullmatch(r"[A-Za-z_]\w*", name):
-        raise ConfigError(f"'{whole}': '{name}' is no name; write e.g. {backend}[actor]:d2")
+        raise ConfigError(f"'{whole}': '{name}' is not a valid name; use e.g. {backend}[actor]:d2")
     if dims.startswith("("):
         return _hybrid(backend, name or "", dims, whole)
     part = Part(backend, name or "", _dims(backend, dims, whole, _DIMS[backend]))
@@ -128,46 +128,46 @@ def _part(text: str, whole: str) -> Part:
 def _unreadable(text: str, whole: str) -> str:
     legacy = re.fullmatch(r"([a-z]+)\.([dtpce\d]+)", text)
     if legacy:
-        return f"'{whole}': '{text}' is the old form; write {legacy[1]}:{legacy[2]}"
+        return f"'{whole}': '{text}' is the old form; use {legacy[1]}:{legacy[2]}"
     if re.fullmatch(r"(\[\w*\]:?)?[dtpce\d]*", text):
-        return f"'{whole}': '{text or 'nothing'}' names no engine; write e.g. fsdp:{text.rpartition(':')[2] or 'd2'}"
-    return f"'{whole}': '{text}' cannot be read; write engine:sizes, e.g. fsdp:d2 or hf[rollout]:d4"
+        return f"'{whole}': '{text or 'nothing'}' has no engine; use e.g. fsdp:{text.rpartition(':')[2] or 'd2'}"
+    return f"'{whole}': '{text}' cannot be parsed; use engine:sizes, e.g. fsdp:d2 or hf[rollout]:d4"
 
 
 def _dims(backend: str, text: str, whole: str, letters: str) -> Dims:
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for letter, digits in re.findall(r"([a-z])([^a-z]*)", text):
         if letter not in _NAMES:
-            raise ConfigError(f"'{whole}': '{letter}' is no dimension; choose from {_listed(letters)}")
+            raise ConfigError(f"'{whole}': '{letter}' is not a dimension; choose from {_listed(letters)}")
         if letter not in letters:
             raise ConfigError(f"'{whole}': {backend} has no {_NAMES[letter]} parallelism; it takes {_listed(letters)}")
-        if letter in found:
-            raise ConfigError(f"'{whole}': {letter} is given twice in {backend}:{text}; write one {letter}")
+        if letter in sizes:
+            raise ConfigError(f"'{whole}': {letter} is given twice in {backend}:{text}; give it once")
         if not re.fullmatch(r"[1-9][0-9]{0,6}", digits):
-            raise ConfigError(
-                f"'{whole}': the size after '{letter}' in {backend}:{text} is a number from 1 up, e.g. {letter}2"
-            )
-        found[letter] = int(digits)
-    if not found or not text[:1].isalpha():
+            raise ConfigError(f"'{whole}': the size of '{letter}' in {backend}:{text} must be an integer of at least 1")
+        sizes[letter] = int(digits)
+    if not sizes or not text[:1].isalpha():
         raise ConfigError(f"'{whole}': {backend} needs sizes, e.g. {backend}:d2; it takes {_listed(letters)}")
-    return Dims(**found)
+    return Dims(**sizes)
 
 
 def _hybrid(backend: str, name: str, text: str, whole: str) -> Part:
     match = re.fullmatch(r"\(attn:([^|()]*)\|ffn:([^|()]*)\)", text)
     if match is None or backend != "megatron":
-        raise ConfigError(f"'{whole}': attention and experts apart are written megatron:(attn:d4t2|ffn:d2t2e2)")
+        raise ConfigError(
+            f"'{whole}': separate sizes of attention and experts have the form megatron:(attn:d4t2|ffn:d2t2e2)"
+        )
     attn = _dims(backend, match[1], whole, "dtpc")
     ffn = _dims(backend, match[2], whole, "dtpe")
     pipeline = ffn.p if "p" in match[2] else attn.p
     if pipeline != attn.p:
-        raise ConfigError(f"'{whole}': attn has p{attn.p} and ffn has p{pipeline}; they need the same")
+        raise ConfigError(f"'{whole}': attn has p{attn.p} but ffn has p{pipeline}; they must be equal")
     shared = ffn.t * ffn.e * pipeline
     data = ffn.d if "d" in match[2] else max(attn.world // shared, 1)
     if data * shared != attn.world:
         raise ConfigError(
             f"'{whole}': attn:{match[1]} has {attn.world} processes and ffn:{match[2]} has {data * shared}; "
-            "they need the same number"
+            "they must be equal"
         )
     return Part(backend, name, attn, Dims(d=data, t=ffn.t, p=pipeline, e=ffn.e))
 
@@ -179,10 +179,10 @@ def _check_names(allocation: Allocation, text: str) -> None:
     if "" in names and (len(parts) > 2 or shared):
         why = "engines that share processes" if shared else "three or more engines"
         part = parts[names.index("")]
-        raise ConfigError(f"'{text}': {why} need names; write e.g. {part.backend}[actor]:{part.dims}")
+        raise ConfigError(f"'{text}': {why} need names; use e.g. {part.backend}[actor]:{part.dims}")
     doubled = sorted({name for name in names if name and names.count(name) > 1})
     if doubled:
-        raise ConfigError(f"'{text}': the name {doubled[0]} is given twice; names must differ")
+        raise ConfigError(f"'{text}': the name {doubled[0]} is used twice; names must differ")
 
 
 def _listed(letters: str) -> str:

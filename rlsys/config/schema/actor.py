@@ -7,17 +7,23 @@ from typing import Annotated
 from pydantic import Field, Strict
 
 from rlsys.config.schema.base import (
+    IF_MEGATRON,
+    IF_REFERENCE,
+    ActiveIf,
     Coefficient,
     Count,
     Flag,
     Fraction,
     Positive,
+    Registered,
+    Requires,
     Seconds,
     Section,
     Seed,
     Strategy,
     Text,
     linked,
+    section,
 )
 from rlsys.config.schema.megatron import MegatronConfig, RefMegatronConfig
 from rlsys.config.schema.model import (
@@ -30,49 +36,51 @@ from rlsys.config.schema.model import (
     RefShardConfig,
 )
 from rlsys.config.schema.rollout import RolloutConfig
-from rlsys.config.vocabulary import KLEstimator, LossAggMode
+from rlsys.config.vocabulary import POLICY_LOSSES, KLEstimator, LossAggMode
 
 Clip = Annotated[float, Strict(), Field(ge=0, le=1e6)]
 
+IF_ACTOR_MEGATRON = ActiveIf("actor_rollout_ref.actor.strategy", ("megatron",))
+
 
 class PolicyLossConfig(Section):
-    """Which policy loss, and the numbers only some losses have."""
+    """The policy loss and the parameters that only some losses have."""
 
-    loss_mode: Text = "vanilla"
-    """vanilla, gspo, cispo, sapo, gpg, geo_mean, clip_cov, kl_cov, dppo_tv, dppo_kl, dro, or one you registered."""
-    clip_cov_ratio: Fraction = 0.0002
-    """clip_cov: part of the tokens whose gradient is dropped."""
-    clip_cov_lb: Coefficient = 1.0
-    """clip_cov: lowest covariance of a dropped token."""
-    clip_cov_ub: Coefficient = 5.0
-    """clip_cov: highest covariance of a dropped token."""
-    kl_cov_ratio: Fraction = 0.0002
-    """kl_cov: part of the tokens that get the KL penalty."""
-    ppo_kl_coef: Coefficient = 0.1
+    loss_mode: Annotated[Text, Registered(POLICY_LOSSES)] = "vanilla"
+    """Policy loss."""
+    clip_cov_ratio: Annotated[Fraction, ActiveIf(".loss_mode", ("clip_cov",))] = 0.0002
+    """clip_cov: fraction of tokens whose gradient is dropped."""
+    clip_cov_lb: Annotated[Coefficient, ActiveIf(".loss_mode", ("clip_cov",))] = 1.0
+    """clip_cov: smallest covariance of a dropped token."""
+    clip_cov_ub: Annotated[Coefficient, ActiveIf(".loss_mode", ("clip_cov",))] = 5.0
+    """clip_cov: largest covariance of a dropped token."""
+    kl_cov_ratio: Annotated[Fraction, ActiveIf(".loss_mode", ("kl_cov",))] = 0.0002
+    """kl_cov: fraction of tokens that get the KL penalty."""
+    ppo_kl_coef: Annotated[Coefficient, ActiveIf(".loss_mode", ("kl_cov",))] = 0.1
     """kl_cov: weight of that penalty."""
-    dro_beta: Positive = 1.0
+    dro_beta: Annotated[Positive, ActiveIf(".loss_mode", ("dro",))] = 1.0
     """dro: weight of the squared log-ratio."""
 
 
 class ActorConfig(Section):
-    """The policy that is trained."""
+    """The trained policy."""
 
     strategy: Strategy = "fsdp"
-    """Training engine of actor and reference; fsdp and fsdp2 both mean FSDP2, megatron Megatron-Core."""
+    """Training engine of actor and reference: fsdp and fsdp2 are both FSDP2, megatron is Megatron-Core."""
     ppo_mini_batch_size: Count = 256
-    """Prompts of one optimizer step (times rollout.n samples)."""
+    """Prompts per optimizer step (each with rollout.n samples)."""
     ppo_micro_batch_size_per_gpu: Count | None = None
-    """Samples of one forward and backward pass on a rank; null with use_dynamic_bsz false takes the whole share."""
+    """Samples per forward and backward pass on a rank; null without use_dynamic_bsz is the rank's whole share."""
     use_dynamic_bsz: Flag = False
-    """Fill micro-batches by tokens instead of by samples."""
+    """Fill micro-batches up to a number of tokens instead of samples."""
     ppo_max_token_len_per_gpu: Count = 16384
-    """Tokens of one micro-batch on a rank, with use_dynamic_bsz."""
+    """Tokens per micro-batch on a rank, with use_dynamic_bsz."""
     ppo_epochs: Count = 1
-    """Times the samples of a step are gone through."""
+    """PPO epochs per step."""
     shuffle: Flag = False
-    """Mix the samples anew in each of these epochs."""
+    """Reshuffle the samples every epoch."""
     data_loader_seed: Seed = 42
-    """Seed of that mixing."""
+    """Seed of that shuffling."""
     clip_ratio: Clip = 0.2
     """PPO's clip range on both sides."""
     clip_ratio_low: Clip = linked(".clip_ratio")
@@ -80,101 +88,103 @@ class ActorConfig(Section):
     clip_ratio_high: Clip = linked(".clip_ratio")
     """Clip range above 1 (DAPO's clip-higher); the divergence bound of dppo_tv and dppo_kl."""
     clip_ratio_c: Annotated[float, Strict(), Field(gt=1, le=1e6)] = 3.0
-    """Dual clip: bound of the loss where the advantage is negative."""
-    tau_pos: Positive = 1.0
-    """sapo: temperature where the advantage is positive."""
-    tau_neg: Positive = 1.05
-    """sapo: temperature where the advantage is negative."""
-    policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
+    """Dual clip: bound of the loss for negative advantages."""
+    tau_pos: Annotated[Positive, ActiveIf(".policy_loss.loss_mode", ("sapo",))] = 1.0
+    """sapo: temperature for positive advantages."""
+    tau_neg: Annotated[Positive, ActiveIf(".policy_loss.loss_mode", ("sapo",))] = 1.05
+    """sapo: temperature for negative advantages."""
+    policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     loss_agg_mode: LossAggMode = "token-mean"
-    """How token losses become one number."""
-    loss_scale_factor: Positive | None = None
-    """Divisor of seq-mean-token-sum-norm; null takes data.max_response_length."""
+    """How token losses are aggregated."""
+    loss_scale_factor: Annotated[
+        Positive | None, Requires(".loss_agg_mode", ("seq-mean-token-sum-norm",), why="only that mode uses it")
+    ] = None
+    """Divisor of seq-mean-token-sum-norm; null is data.max_response_length."""
     entropy_coeff: Annotated[float, Strict(), Field(ge=-1e3, le=1e3)] = 0.0
     """Weight of the entropy bonus."""
     calculate_entropy: Flag = False
-    """Report the entropy even where entropy_coeff is 0."""
+    """Report the entropy even if entropy_coeff is 0."""
     use_kl_loss: Flag = False
     """Add a KL loss against the reference."""
-    kl_loss_coef: Coefficient = 0.001
+    kl_loss_coef: Annotated[Coefficient, ActiveIf(".use_kl_loss")] = 0.001
     """Weight of the KL loss."""
-    kl_loss_type: KLEstimator = "low_var_kl"
+    kl_loss_type: Annotated[KLEstimator, ActiveIf(".use_kl_loss")] = "low_var_kl"
     """Estimator of the KL loss; + is its straight-through form."""
     grad_clip: Coefficient = 1.0
-    """Largest gradient norm; 0 never clips."""
+    """Largest gradient norm; 0 disables clipping."""
     ulysses_sequence_parallel_size: Count = 1
-    """Ranks that share one sequence."""
-    optim: OptimConfig = Field(default_factory=OptimConfig)
-    fsdp_config: FSDPConfig = Field(default_factory=FSDPConfig)
-    megatron: MegatronConfig = Field(default_factory=MegatronConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """Ranks that one sequence is split over."""
+    optim: OptimConfig = section(OptimConfig)
+    fsdp_config: FSDPConfig = section(FSDPConfig)
+    megatron: Annotated[MegatronConfig, IF_MEGATRON] = section(MegatronConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
 
 
 class RefConfig(Section):
-    """The frozen policy that KL terms compare with."""
+    """The frozen policy of the KL terms."""
 
     log_prob_micro_batch_size_per_gpu: Count | None = linked("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
-    """Samples of one forward pass on a rank."""
+    """Samples per forward pass on a rank."""
     log_prob_use_dynamic_bsz: Flag = linked("actor_rollout_ref.actor.use_dynamic_bsz")
-    """Fill forward passes by tokens instead of by samples."""
+    """Fill forward passes up to a number of tokens instead of samples."""
     log_prob_max_token_len_per_gpu: Count = linked("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
-    """Tokens of one forward pass on a rank."""
+    """Tokens per forward pass on a rank."""
     ulysses_sequence_parallel_size: Count = linked("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
-    """Ranks that share one sequence."""
-    fsdp_config: RefShardConfig = Field(default_factory=RefShardConfig)
-    megatron: RefMegatronConfig = Field(default_factory=RefMegatronConfig)
+    """Ranks that one sequence is split over."""
+    fsdp_config: RefShardConfig = section(RefShardConfig)
+    megatron: Annotated[RefMegatronConfig, IF_ACTOR_MEGATRON] = section(RefMegatronConfig)
 
 
 class ActorRolloutRefConfig(Section):
     """The policy in its three roles."""
 
-    model: ModelConfig = Field(default_factory=ModelConfig)
-    actor: ActorConfig = Field(default_factory=ActorConfig)
-    ref: RefConfig = Field(default_factory=RefConfig)
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    model: ModelConfig = section(ModelConfig)
+    actor: ActorConfig = section(ActorConfig)
+    ref: Annotated[RefConfig, IF_REFERENCE] = section(RefConfig)
+    rollout: RolloutConfig = section(RolloutConfig)
     hybrid_engine: Flag | None = None
-    """True: the actor's processes also generate; false: processes of their own do; null: as the pools say."""
+    """Whether the actor's processes also generate; null follows from trainer.rollout_workers and the engine."""
     nccl_timeout: Seconds = 600.0
-    """Seconds a collective may take."""
+    """Longest a collective operation may take, in seconds."""
 
 
 class CriticConfig(Section):
     """The value function."""
 
     enable: Flag | None = None
-    """Train a critic; null does so where the estimator is gae."""
+    """Train a critic; null trains one if the estimator is gae."""
     strategy: Strategy = linked("actor_rollout_ref.actor.strategy")
     """Training engine."""
-    model: CriticModelConfig = Field(default_factory=CriticModelConfig)
-    optim: CriticOptimConfig = Field(default_factory=CriticOptimConfig)
-    fsdp: FSDPConfig = Field(default_factory=FSDPConfig)
-    megatron: MegatronConfig = Field(default_factory=MegatronConfig)
+    model: CriticModelConfig = section(CriticModelConfig)
+    optim: CriticOptimConfig = section(CriticOptimConfig)
+    fsdp: FSDPConfig = section(FSDPConfig)
+    megatron: Annotated[MegatronConfig, IF_MEGATRON] = section(MegatronConfig)
     ppo_mini_batch_size: Count = linked("actor_rollout_ref.actor.ppo_mini_batch_size")
-    """Prompts of one optimizer step (times rollout.n samples)."""
+    """Prompts per optimizer step (each with rollout.n samples)."""
     ppo_micro_batch_size_per_gpu: Count | None = linked("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
-    """Samples of one forward and backward pass on a rank."""
+    """Samples per forward and backward pass on a rank."""
     forward_micro_batch_size_per_gpu: Count | None = linked(".ppo_micro_batch_size_per_gpu")
-    """Samples of one forward pass when values are computed."""
+    """Samples per forward pass when values are computed."""
     use_dynamic_bsz: Flag = linked("actor_rollout_ref.actor.use_dynamic_bsz")
-    """Fill micro-batches by tokens instead of by samples."""
+    """Fill micro-batches up to a number of tokens instead of samples."""
     ppo_max_token_len_per_gpu: Count = 32768
-    """Tokens of one micro-batch on a rank, with use_dynamic_bsz."""
+    """Tokens per micro-batch on a rank, with use_dynamic_bsz."""
     forward_max_token_len_per_gpu: Count = linked(".ppo_max_token_len_per_gpu")
-    """Tokens of one forward pass when values are computed."""
+    """Tokens per forward pass when values are computed."""
     ppo_epochs: Count = linked("actor_rollout_ref.actor.ppo_epochs")
-    """Times the samples of a step are gone through."""
+    """PPO epochs per step."""
     shuffle: Flag = linked("actor_rollout_ref.actor.shuffle")
-    """Mix the samples anew in each of these epochs."""
+    """Reshuffle the samples every epoch."""
     data_loader_seed: Seed = 42
-    """Seed of that mixing."""
+    """Seed of that shuffling."""
     cliprange_value: Positive = 0.5
     """Clip range of the value loss."""
     loss_agg_mode: LossAggMode = linked("actor_rollout_ref.actor.loss_agg_mode")
-    """How token losses become one number."""
+    """How token losses are aggregated."""
     loss_scale_factor: Positive | None = linked("actor_rollout_ref.actor.loss_scale_factor")
-    """Divisor of seq-mean-token-sum-norm; null takes data.max_response_length."""
+    """Divisor of seq-mean-token-sum-norm; null is data.max_response_length."""
     grad_clip: Coefficient = 1.0
-    """Largest gradient norm; 0 never clips."""
+    """Largest gradient norm; 0 disables clipping."""
     ulysses_sequence_parallel_size: Count = 1
-    """Ranks that share one sequence."""
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """Ranks that one sequence is split over."""
+    checkpoint: CheckpointConfig = section(CheckpointConfig)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, Strict
 
 from rlsys.config.schema.base import (
+    ActiveIf,
     Coefficient,
     Count,
     CountOrZero,
@@ -17,13 +18,16 @@ from rlsys.config.schema.base import (
     Numbers,
     OpenDict,
     Positive,
+    Registered,
+    Requires,
     Seconds,
     Section,
     Text,
     Texts,
     open_dict,
+    section,
 )
-from rlsys.config.vocabulary import KLEstimator
+from rlsys.config.vocabulary import ADV_ESTIMATORS, REWARD_MANAGERS, KLEstimator
 
 Level = Literal["batch", "group"]
 
@@ -34,64 +38,71 @@ def _threshold(value: object) -> object:
 
 
 Threshold = Annotated[str, BeforeValidator(_threshold)]
+ADAPTIVE_NEEDS_PENALTY = Requires("algorithm.use_kl_in_reward", given=("adaptive",), why="its penalty is off")
+BOUND_NEEDS_RS = Requires(".rollout_rs", why="there is nothing to bound", to="token_k1")
+REINFORCE_NEEDS_BYPASS = Requires(".bypass_mode", given=("reinforce",), why="it is a loss of bypass mode")
+GDPO_NEEDS_KEYS = Requires(".gdpo_reward_keys", given=("gdpo",), why="it normalizes keys", to="[correct,format]")
+ONLY_GDPO = Requires(".adv_estimator", ("gdpo",), why="only gdpo uses it")
+IF_GRPO = ActiveIf(".adv_estimator", ("grpo", "grpo_vectorized", "grpo_passk", "gdpo"))
+IMPORT_NEEDS_PATH = Requires(".module.path", given=("importlib",), why="it loads a file", to="<file>")
 
 
 class KLControlConfig(Section):
     """Weight of the KL penalty in the reward."""
 
-    type: Literal["fixed", "adaptive"] = "fixed"
-    """Keep the weight, or steer it to target_kl."""
+    type: Annotated[Literal["fixed", "adaptive"], ADAPTIVE_NEEDS_PENALTY] = "fixed"
+    """Keep the weight, or adapt it towards target_kl."""
     kl_coef: Coefficient = 0.001
-    """The weight, or where it starts."""
-    horizon: Count = 10000
-    """adaptive: samples over which the weight reacts."""
-    target_kl: Positive = 0.1
-    """adaptive: KL to steer to."""
+    """The weight, or its initial value."""
+    horizon: Annotated[Count, ActiveIf(".type", ("adaptive",))] = 10000
+    """adaptive: number of samples over which the weight reacts."""
+    target_kl: Annotated[Positive, ActiveIf(".type", ("adaptive",))] = 0.1
+    """adaptive: target KL."""
 
 
 class FilterGroupsConfig(Section):
-    """DAPO's dynamic sampling: prompts whose answers all score the same are replaced."""
+    """DAPO's dynamic sampling: replace prompts whose answers all have the same score."""
 
-    enable: Flag = False
-    """Replace them."""
+    enable: Annotated[Flag, Requires(".metric", why="groups are filtered by a metric", to="acc")] = False
+    """Filter groups."""
     metric: Text | None = None
     """What must differ within a group: acc, score, seq_reward, seq_final_reward or a key your reward returns."""
     max_num_gen_batches: CountOrZero = 0
-    """Give up after this many generated batches a step; 0 goes on."""
+    """Stop with an error after this many generated batches per step; 0 is no limit."""
 
 
 class RolloutCorrectionConfig(Section):
-    """Corrections for samples that another policy (older, or another kernel) wrote."""
+    """Corrections for samples from another policy (older weights, or other kernels)."""
 
     rollout_is: Literal["token", "sequence"] | None = None
-    """Weight the loss by importance ratios of tokens or of whole sequences."""
+    """Weight the loss by importance ratios of tokens or sequences."""
     rollout_is_threshold: Threshold = "2.0"
-    """Upper bound of the weights (truncated), or "low_high" (outside: zero)."""
+    """Upper bound that weights are truncated to, or "low_high", outside of which they are 0."""
     rollout_is_batch_normalize: Flag = False
-    """Scale the weights to mean 1 over the batch."""
-    rollout_rs: Text | None = None
+    """Normalize the weights to a mean of 1 over the batch."""
+    rollout_rs: Annotated[Text | None, Requires(".rollout_rs_threshold", why="it needs a bound", to="0.5_2.0")] = None
     """Drop tokens or sequences by token_k1|k2|k3, seq_sum_*, seq_mean_* or seq_max_k2|k3; commas join several."""
-    rollout_rs_threshold: Threshold | None = None
+    rollout_rs_threshold: Annotated[Threshold | None, BOUND_NEEDS_RS] = None
     """Bound for each measure, joined by commas; k1 takes "low_high"."""
     bypass_mode: Flag = False
-    """Take the rollout's log-probs as the old ones (saves a forward pass)."""
-    loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    """Use the rollout's log-probs as old log-probs (saves a forward pass)."""
+    loss_type: Annotated[Literal["ppo_clip", "reinforce"], REINFORCE_NEEDS_BYPASS] = "ppo_clip"
     """Loss in bypass mode."""
 
 
 class NormConfig(Section):
-    """AReaL's normalisation: subtract a mean, divide by a deviation."""
+    """AReaL's normalization: subtract a mean, divide by a standard deviation."""
 
     mean_level: Level | None = None
-    """Over what the mean is taken; null subtracts nothing."""
+    """Samples that the mean is taken over; null subtracts nothing."""
     std_level: Level | None = None
-    """Over what the deviation is taken; null divides by nothing."""
+    """Samples that the standard deviation is taken over; null does not divide."""
     mean_leave1out: Flag = False
-    """Leave the sample itself out of its mean."""
+    """Leave a sample out of its own mean."""
     std_unbiased: Flag = True
-    """Divide by n - 1 in the deviation."""
+    """Divide by n - 1 in the standard deviation."""
     eps: Positive = 1e-5
-    """Added to the deviation."""
+    """Added to the standard deviation."""
 
     @property
     def enabled(self) -> bool:
@@ -100,7 +111,7 @@ class NormConfig(Section):
 
 
 class PFPPOConfig(Section):
-    """How PF-PPO draws samples by their reward."""
+    """How PF-PPO resamples by reward."""
 
     reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
     """pow: by |score| to a power; max_min: the best and the worst; max_random: more of the best."""
@@ -111,38 +122,38 @@ class PFPPOConfig(Section):
 class AlgorithmConfig(Section):
     """Advantage estimation."""
 
-    adv_estimator: Text = "gae"
-    """gae, grpo, grpo_passk, rloo, reinforce_plus_plus, remax, opo, gpg, gdpo and others, or one you registered."""
-    gamma: Fraction = 1.0
+    adv_estimator: Annotated[Text, Registered(ADV_ESTIMATORS), GDPO_NEEDS_KEYS] = "gae"
+    """Advantage estimator."""
+    gamma: Annotated[Fraction, ActiveIf(".adv_estimator", ("gae", "reinforce_plus_plus"))] = 1.0
     """Discount."""
-    lam: Fraction = 1.0
+    lam: Annotated[Fraction, ActiveIf(".adv_estimator", ("gae",))] = 1.0
     """GAE's lambda."""
-    norm_adv_by_std_in_grpo: Flag = True
-    """Divide GRPO advantages by the group's deviation; false is Dr.GRPO."""
+    norm_adv_by_std_in_grpo: Annotated[Flag, IF_GRPO] = True
+    """Divide GRPO advantages by the group's standard deviation; false is Dr. GRPO."""
     use_kl_in_reward: Flag = False
     """Subtract a KL penalty from the reward of each token."""
-    kl_penalty: KLEstimator = "kl"
+    kl_penalty: Annotated[KLEstimator, ActiveIf(".use_kl_in_reward")] = "kl"
     """Estimator of that penalty."""
-    kl_ctrl: KLControlConfig = Field(default_factory=KLControlConfig)
-    filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig)
-    rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
+    kl_ctrl: Annotated[KLControlConfig, ActiveIf(".use_kl_in_reward")] = section(KLControlConfig)
+    filter_groups: Annotated[FilterGroupsConfig, ActiveIf(".filter_groups.enable")] = section(FilterGroupsConfig)
+    rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
     use_pf_ppo: Flag = False
-    """Draw the samples of a step again by their reward (policy filtration)."""
-    pf_ppo: PFPPOConfig = Field(default_factory=PFPPOConfig)
-    gdpo_reward_keys: Texts | None = None
-    """gdpo: keys of the reward's parts, each normalised by itself."""
-    gdpo_reward_weights: Numbers | None = None
-    """gdpo: weights of these parts; null weighs them alike."""
+    """Resample the samples of a step by reward (policy filtration)."""
+    pf_ppo: Annotated[PFPPOConfig, ActiveIf(".use_pf_ppo")] = section(PFPPOConfig)
+    gdpo_reward_keys: Annotated[Texts | None, ONLY_GDPO] = None
+    """gdpo: keys of the reward's parts, each normalized separately."""
+    gdpo_reward_weights: Annotated[Numbers | None, ONLY_GDPO] = None
+    """gdpo: weights of these parts; null weights them equally."""
     reward_bias: Number = 0.0
-    """Added to each score first."""
+    """Added to each score."""
     reward_scaling: Number = 1.0
-    """Then multiplied with it."""
+    """Factor of the score, after reward_bias."""
     reward_clip: Positive | None = None
-    """Then clipped to plus and minus this; null does not clip."""
-    reward_norm: NormConfig = Field(default_factory=NormConfig)
-    adv_norm: NormConfig = Field(default_factory=NormConfig)
+    """Largest absolute reward, after reward_scaling; null does not clip."""
+    reward_norm: NormConfig = section(NormConfig)
+    adv_norm: NormConfig = section(NormConfig)
     mask_no_eos_with_zero: Flag = False
-    """Give responses that were cut off a score of zero."""
+    """Set the score of truncated responses to zero."""
 
     @property
     def shapes_rewards(self) -> bool:
@@ -152,14 +163,14 @@ class AlgorithmConfig(Section):
 
 
 class CustomRewardConfig(Section):
-    """A reward function of yours."""
+    """A custom reward function."""
 
     path: LocalPath | None = None
-    """Python file that holds it; null chooses a built-in one by data source."""
+    """Python file of the function; null chooses a built-in one by data source."""
     name: Text = "compute_score"
-    """Its name: compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)."""
-    reward_kwargs: OpenDict = open_dict()
-    """More arguments for it."""
+    """Name of the function: compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)."""
+    reward_kwargs: Annotated[OpenDict, Requires(".path", why="there is no custom function", to="<file>")] = open_dict()
+    """More arguments of the function."""
 
 
 class ModuleConfig(Section):
@@ -168,81 +179,81 @@ class ModuleConfig(Section):
     path: LocalPath | None = None
     """Python file."""
     name: Text = "custom_reward_manager"
-    """Class in it."""
+    """Class in the file."""
 
 
 class RewardManagerConfig(Section):
     """How scores become rewards."""
 
-    name: Text = "naive"
-    """naive, or dapo (adds the overlong penalty)."""
-    source: Literal["register", "importlib"] = "register"
-    """Take it from the registry, or from the file in module.path."""
-    module: ModuleConfig = Field(default_factory=ModuleConfig)
+    name: Annotated[Text, Registered(REWARD_MANAGERS), ActiveIf(".source", ("register",))] = "naive"
+    """Reward manager; dapo adds the overlong penalty."""
+    source: Annotated[Literal["register", "importlib"], IMPORT_NEEDS_PATH] = "register"
+    """Take the manager from the registry, or from the file module.path."""
+    module: ModuleConfig = section(ModuleConfig)
 
 
 class OverlongConfig(Section):
     """DAPO's soft penalty on long responses."""
 
     enable: Flag = False
-    """Apply it."""
+    """Apply the penalty."""
     len: CountOrZero = 0
-    """Tokens before the longest length over which the penalty rises."""
+    """Number of tokens before the longest length over which the penalty rises."""
     penalty_factor: Coefficient = 1.0
     """Penalty at the longest length."""
     log: Flag = False
-    """Report it as metrics."""
+    """Report the penalty as metrics."""
 
 
 class RewardKwargsConfig(Section):
     """Settings of the dapo manager."""
 
-    overlong_buffer_cfg: OverlongConfig = Field(default_factory=OverlongConfig)
+    overlong_buffer_cfg: Annotated[OverlongConfig, ActiveIf(".overlong_buffer_cfg.enable")] = section(OverlongConfig)
     max_resp_len: Count | None = None
-    """Longest length for the penalty; null takes data.max_response_length."""
+    """Longest length for the penalty; null is data.max_response_length."""
 
 
 class RewardModelConfig(Section):
-    """A trained reward model as grader."""
+    """Grading by a trained reward model."""
 
-    enable: Flag = False
-    """Use one."""
-    model_path: LocalPath | None = None
-    """Folder of it, e.g. what trainer.main_rm exported."""
+    enable: Annotated[Flag, Requires(".model_path", why="it needs a model", to="<folder of the reward model>")] = False
+    """Grade with a reward model."""
+    model_path: Annotated[LocalPath | None, Requires(".enable", why="the reward model is off")] = None
+    """Folder of the model, e.g. one exported by trainer.main_rm."""
     trust_remote_code: Flag = False
-    """Let its own Python files run."""
+    """Allow Python code in the model folder to run."""
     enable_resource_pool: Flag = False
-    """Give it processes of its own."""
+    """Run it in separate processes."""
     n_gpus_per_node: Count = 1
-    """Processes a node of that pool."""
+    """Processes per node of that pool."""
     nnodes: CountOrZero = 0
     """Nodes of that pool."""
     micro_batch_size_per_gpu: Count | None = None
-    """Samples of one forward pass on a rank."""
+    """Samples per forward pass on a rank."""
     use_dynamic_bsz: Flag = False
-    """Fill forward passes by tokens instead of by samples."""
+    """Fill forward passes up to a number of tokens instead of samples."""
     forward_max_token_len_per_gpu: Count = 32768
-    """Tokens of one forward pass on a rank, with use_dynamic_bsz."""
+    """Tokens per forward pass on a rank, with use_dynamic_bsz."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of the computation."""
+    """dtype of the computation."""
 
 
 class SandboxConfig(Section):
-    """Limits of the process that runs generated code."""
+    """Limits of processes that run generated code."""
 
     memory_limit_mb: Annotated[int, Strict(), Field(ge=16, le=1_048_576)] = 1024
-    """Memory it may use."""
+    """Memory limit of a process, in MB."""
 
 
 class RewardConfig(Section):
     """Grading."""
 
     num_workers: Count = 8
-    """Processes that grade."""
+    """Number of grading processes."""
     timeout_s: Seconds = 10.0
-    """Seconds one answer may take; then its process is killed and the answer counts as timed out."""
-    custom_reward_function: CustomRewardConfig = Field(default_factory=CustomRewardConfig)
-    reward_manager: RewardManagerConfig = Field(default_factory=RewardManagerConfig)
-    reward_kwargs: RewardKwargsConfig = Field(default_factory=RewardKwargsConfig)
-    reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig)
-    sandbox_fusion: SandboxConfig = Field(default_factory=SandboxConfig)
+    """Seconds to grade one answer; after that its process is killed and the answer counts as timed out."""
+    custom_reward_function: CustomRewardConfig = section(CustomRewardConfig)
+    reward_manager: RewardManagerConfig = section(RewardManagerConfig)
+    reward_kwargs: RewardKwargsConfig = section(RewardKwargsConfig)
+    reward_model: RewardModelConfig = section(RewardModelConfig)
+    sandbox_fusion: SandboxConfig = section(SandboxConfig)

@@ -1,19 +1,66 @@
-"""What every section of the schema is made of: the frozen base class, value types with ranges, and links.
+"""The parts of every section of the schema: the frozen base class, value types with ranges, links and rules.
 
 A key whose default is another key's value is declared with `linked("other.key")`; the loader writes the reference into
 the defaults, so a link, an interpolation in a file and an override all resolve in one place. A section built on its
 own, `ActorConfig(clip_ratio=0.1)`, resolves links to its own keys; a link to another section takes the default there.
+
+What a key needs of other keys is declared with it, `Annotated[Count, ActiveIf(".shuffle")]`: see `ActiveIf`, `Requires`
+and `Registered`. rlsys/config/checks evaluates these rules. They name keys as links do; with a leading dot a key
+relative to the section that holds the annotated key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
 
 MAX_COUNT = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Holds if the value of `key` is one of `values`; without values, if it is true or set."""
+
+    key: str
+    values: tuple[Any, ...] = ()
+
+    def holds(self, value: Any) -> bool:
+        return value in self.values if self.values else bool(value)
+
+
+@dataclass(frozen=True)
+class ActiveIf(Condition):
+    """The key, or each key of the section except `besides`, only has an effect under the condition.
+
+    `why` replaces the reason given to a user whose setting is ignored.
+    """
+
+    why: str = ""
+    besides: tuple[str, ...] = ("enable",)
+
+
+@dataclass(frozen=True)
+class Requires(Condition):
+    """The condition must hold if the key has a value of `given`, by default any value but its default.
+
+    `why` says why it must; `to` is the value of the other key to suggest, or `fix` the whole suggestion.
+    """
+
+    why: str = field(default="", kw_only=True)
+    given: tuple[Any, ...] = field(default=(), kw_only=True)
+    to: str = field(default="true", kw_only=True)
+    fix: str = field(default="", kw_only=True)
+
+
+@dataclass(frozen=True)
+class Registered:
+    """The key names an entry of a registry; the module model.external_lib may register more than `names`."""
+
+    names: tuple[str, ...]
 
 
 class Section(BaseModel):
@@ -47,6 +94,11 @@ def _default_at(path: str, values: dict[str, Any]) -> Any:
     return section.model_fields[last].get_default(call_default_factory=True, validated_data=values)
 
 
+def section(cls: type[Section]) -> Any:
+    """A section of keys, each with its default unless it is set."""
+    return Field(default_factory=cls)
+
+
 def open_dict() -> Any:
     """A key that holds any keys of its own; empty by default."""
     return Field(default_factory=dict)
@@ -78,6 +130,13 @@ def is_path_rule(rule: object) -> bool:
     """Whether a validation rule is the one that marks a path."""
     return isinstance(rule, AfterValidator) and rule.func is _expand
 
+
+IF_CRITIC = ActiveIf("use_critic", why="no critic is trained; set critic.enable=true to train one")
+IF_REFERENCE = ActiveIf(
+    "use_reference",
+    why="no reference is used; set actor_rollout_ref.actor.use_kl_loss=true or algorithm.use_kl_in_reward=true",
+)
+IF_MEGATRON = ActiveIf(".strategy", ("megatron",))
 
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, BeforeValidator(_text), Field(min_length=1)]

@@ -1,23 +1,24 @@
-"""Where the rows come from and how they become prompts."""
+"""Data files, and how rows become prompts or training texts."""
 
 from __future__ import annotations
 
-from typing import Literal
-
-from pydantic import Field
+from typing import Annotated, Literal
 
 from rlsys.config.schema.base import (
+    ActiveIf,
     Count,
     CountOrOff,
     Flag,
     LocalPath,
     LocalPaths,
     OpenDict,
+    Requires,
     Section,
     Seed,
     Text,
     linked,
     open_dict,
+    section,
 )
 
 Truncation = Literal["error", "left", "right", "middle"]
@@ -25,103 +26,103 @@ BadRows = Literal["refuse", "skip"]
 
 
 class CustomClassConfig(Section):
-    """A dataset class of yours."""
+    """A custom dataset class."""
 
-    path: LocalPath | None = None
-    """Python file that holds it."""
-    name: Text | None = None
-    """Its name: __init__(data_files, tokenizer, config, processor, max_samples)."""
+    path: Annotated[LocalPath | None, Requires(".name", why="the file may hold several classes", to="<class>")] = None
+    """Python file of the class."""
+    name: Annotated[Text | None, Requires(".path", why="the file of the class is not set", to="<file>")] = None
+    """Name of the class: __init__(data_files, tokenizer, config, processor, max_samples)."""
 
 
 class RowsConfig(Section):
-    """Keys of every job: validation rows and how a row is read."""
+    """Validation rows and how rows are read, for every job."""
 
     val_files: LocalPaths | None = None
-    """Rows for validation: a file or a list (parquet, json, jsonl, csv); null takes the start assets'."""
+    """Rows for validation: a file or a list (parquet, json, jsonl, csv); null takes those of the start assets."""
     val_max_samples: CountOrOff = -1
-    """Use at most this many validation rows; -1 takes all."""
+    """Use at most this many validation rows; -1 uses all."""
     apply_chat_template_kwargs: OpenDict = open_dict()
-    """Arguments for the chat template, e.g. {enable_thinking: false}."""
-    custom_cls: CustomClassConfig = Field(default_factory=CustomClassConfig)
+    """Arguments of the chat template, e.g. {enable_thinking: false}."""
+    custom_cls: CustomClassConfig = section(CustomClassConfig)
     bad_rows: BadRows = "refuse"
-    """What a row that cannot be used does: stop with file and row number, or be skipped and counted."""
+    """Stop at a row that cannot be used, with its file and number (refuse), or skip and count it."""
 
 
 class TrainingRowsConfig(RowsConfig):
-    """Keys of every job that trains."""
+    """Training rows, for every job that trains."""
 
     train_files: LocalPaths | None = None
-    """Training rows: a file or a list (parquet, json, jsonl, csv); null takes the start assets' arithmetic."""
+    """Training rows: a file or a list (parquet, json, jsonl, csv); null takes the arithmetic of the start assets."""
     train_max_samples: CountOrOff = -1
-    """Use at most this many training rows; -1 takes all."""
+    """Use at most this many training rows; -1 uses all."""
     shuffle: Flag = True
-    """Draw training rows in a new order each epoch."""
+    """Shuffle training rows every epoch."""
     seed: Seed = 1
-    """Seed of that order."""
+    """Seed of that shuffling."""
 
 
 class PromptsConfig(RowsConfig):
     """Prompts to generate from."""
 
     val_batch_size: Count | None = None
-    """Validation prompts generated at a time; null takes all at once."""
+    """Validation prompts generated at a time; null is all at once."""
     max_prompt_length: Count = 512
-    """Tokens a prompt is padded to; longer ones are filtered or truncated."""
+    """Tokens that prompts are padded to; longer ones are filtered or truncated."""
     max_response_length: Count = 512
-    """Tokens a response may have."""
+    """Longest response, in tokens."""
     prompt_key: Text = "prompt"
-    """Column of the prompt: a list of {role, content}, or plain text."""
+    """Column of the prompt: a list of {role, content}, or text."""
     reward_fn_key: Text = "data_source"
     """Column that chooses the reward function."""
     truncation: Truncation = "error"
-    """What happens to a prompt that is too long and was not filtered."""
+    """How a prompt that is too long and not filtered is truncated; error stops."""
     filter_overlong_prompts: Flag = False
-    """Drop prompts that are too long before anything starts."""
-    filter_overlong_prompts_workers: Count = 1
-    """Threads that read and measure prompts."""
+    """Drop prompts that are too long before training starts."""
+    filter_overlong_prompts_workers: Annotated[Count, ActiveIf(".filter_overlong_prompts")] = 1
+    """Threads that tokenize prompts to filter them."""
 
 
 class DataConfig(PromptsConfig, TrainingRowsConfig):
     """Prompts for PPO."""
 
     train_files: LocalPaths | None = ("~/data/rlhf/gsm8k/train.parquet",)
-    """Training rows: a file or a list (parquet, json, jsonl, csv); null takes the start assets' arithmetic."""
+    """Training rows: a file or a list (parquet, json, jsonl, csv); null takes the arithmetic of the start assets."""
     val_files: LocalPaths | None = ("~/data/rlhf/gsm8k/test.parquet",)
     """Rows for validation, as train_files; null with train_files null takes the held-out part of the start assets."""
     train_batch_size: Count = 1024
-    """Prompts of a step; each is answered actor_rollout_ref.rollout.n times."""
+    """Prompts per step; each gets actor_rollout_ref.rollout.n answers."""
     gen_batch_size: Count = linked(".train_batch_size")
-    """Prompts sent to the rollout at a time; more than train_batch_size makes sense with algorithm.filter_groups."""
+    """Prompts generated at a time; more than train_batch_size needs algorithm.filter_groups."""
     validation_shuffle: Flag = False
-    """Draw validation rows in a shuffled order (fixed by seed)."""
+    """Shuffle validation rows, once, by seed."""
 
 
 class SupervisedDataConfig(TrainingRowsConfig):
-    """Texts for SFT and for reward models."""
+    """Texts for SFT and reward models."""
 
     train_batch_size: Count = 256
-    """Rows of one optimizer step."""
+    """Rows per optimizer step."""
     micro_batch_size_per_gpu: Count = 4
-    """Rows of one forward and backward pass on a rank."""
+    """Rows per forward and backward pass on a rank."""
     use_dynamic_bsz: Flag = True
-    """Fill micro-batches by tokens instead of by rows."""
+    """Fill micro-batches up to a number of tokens instead of rows."""
     max_token_len_per_gpu: Count = 8192
-    """Tokens of one micro-batch on a rank, with use_dynamic_bsz."""
+    """Tokens per micro-batch on a rank, with use_dynamic_bsz."""
     max_length: Count = 1024
-    """Tokens of a whole text."""
+    """Longest text, in tokens."""
     truncation: Truncation = "error"
-    """What happens to a text that is too long."""
+    """How a text that is too long is truncated; error stops."""
 
 
 class SFTDataConfig(SupervisedDataConfig):
     """Conversations, or prompt and response columns."""
 
     messages_key: Text | None = "messages"
-    """Column of the conversation; null reads prompt_key and response_key instead."""
+    """Column of the conversation; null uses prompt_key and response_key."""
     prompt_key: Text = "prompt"
-    """Column of the prompt, where messages_key is null."""
+    """Column of the prompt, if messages_key is null."""
     response_key: Text = "response"
-    """Column of the response, where messages_key is null."""
+    """Column of the response, if messages_key is null."""
 
 
 class RMDataConfig(SupervisedDataConfig):

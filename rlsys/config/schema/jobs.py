@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Annotated
 
 from rlsys.config.schema.actor import ActorRolloutRefConfig, CriticConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, RewardConfig
 from rlsys.config.schema.base import (
+    IF_CRITIC,
     Coefficient,
     Count,
     Positive,
@@ -15,6 +16,7 @@ from rlsys.config.schema.base import (
     SupervisedStrategy,
     Text,
     resolve_links_from,
+    section,
 )
 from rlsys.config.schema.data import DataConfig, PromptsConfig, RMDataConfig, SFTDataConfig, SupervisedDataConfig
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig, ShardConfig
@@ -25,13 +27,13 @@ from rlsys.config.schema.trainer import EvalRunConfig, RayKwargsConfig, Supervis
 class PPOConfig(Section):
     """trainer.main_ppo: PPO, GRPO and related algorithms."""
 
-    data: DataConfig = Field(default_factory=DataConfig)
-    actor_rollout_ref: ActorRolloutRefConfig = Field(default_factory=ActorRolloutRefConfig)
-    critic: CriticConfig = Field(default_factory=CriticConfig)
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
-    reward: RewardConfig = Field(default_factory=RewardConfig)
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
-    ray_kwargs: RayKwargsConfig = Field(default_factory=RayKwargsConfig)
+    data: DataConfig = section(DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
+    critic: Annotated[CriticConfig, IF_CRITIC] = section(CriticConfig)
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    reward: RewardConfig = section(RewardConfig)
+    trainer: TrainerConfig = section(TrainerConfig)
+    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
 
     @property
     def use_critic(self) -> bool:
@@ -51,9 +53,9 @@ class SupervisedEngineConfig(ShardConfig):
     """FSDP2 for SFT and reward models."""
 
     strategy: SupervisedStrategy = "fsdp2"
-    """Training engine; fsdp and fsdp2 both mean FSDP2."""
+    """Training engine; fsdp and fsdp2 are both FSDP2."""
     ulysses_sequence_parallel_size: Count = 1
-    """Ranks that share one sequence."""
+    """Ranks that one sequence is split over."""
 
 
 class SupervisedOptimConfig(OptimConfig):
@@ -62,33 +64,33 @@ class SupervisedOptimConfig(OptimConfig):
     lr: Positive = 1e-5
     """Peak learning rate."""
     clip_grad: Coefficient = 1.0
-    """Largest gradient norm; 0 never clips."""
+    """Largest gradient norm; 0 disables clipping."""
 
 
 class SupervisedConfig(Section):
-    """What SFT and reward-model training share."""
+    """Keys shared by SFT and reward-model training."""
 
-    data: SupervisedDataConfig = Field(default_factory=SupervisedDataConfig)
-    model: ModelConfig = Field(default_factory=ModelConfig)
-    engine: SupervisedEngineConfig = Field(default_factory=SupervisedEngineConfig)
-    optim: SupervisedOptimConfig = Field(default_factory=SupervisedOptimConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    trainer: SupervisedRunConfig = Field(default_factory=SupervisedRunConfig)
-    ray_kwargs: RayKwargsConfig = Field(default_factory=RayKwargsConfig)
+    data: SupervisedDataConfig = section(SupervisedDataConfig)
+    model: ModelConfig = section(ModelConfig)
+    engine: SupervisedEngineConfig = section(SupervisedEngineConfig)
+    optim: SupervisedOptimConfig = section(SupervisedOptimConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    trainer: SupervisedRunConfig = section(SupervisedRunConfig)
+    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
     nccl_timeout: Seconds = 600.0
-    """Seconds a collective may take."""
+    """Longest a collective operation may take, in seconds."""
 
 
 class SFTConfig(SupervisedConfig):
     """trainer.main_sft: supervised fine-tuning."""
 
-    data: SFTDataConfig = Field(default_factory=SFTDataConfig)
+    data: SFTDataConfig = section(SFTDataConfig)
 
 
 class RMConfig(SupervisedConfig):
     """trainer.main_rm: a reward model from chosen and rejected responses (Bradley-Terry)."""
 
-    data: RMDataConfig = Field(default_factory=RMDataConfig)
+    data: RMDataConfig = section(RMDataConfig)
 
 
 class EvalRolloutConfig(GenerationConfig):
@@ -96,21 +98,21 @@ class EvalRolloutConfig(GenerationConfig):
 
     name: Text = "hf"
     """Engine: hf (transformers), sglang, vllm, or one you registered."""
-    val_kwargs: ValKwargsConfig = Field(default_factory=ValKwargsConfig)
+    val_kwargs: ValKwargsConfig = section(ValKwargsConfig)
 
 
 class EvalModelConfig(Section):
-    """The policy that is evaluated."""
+    """The evaluated policy."""
 
-    model: ModelConfig = Field(default_factory=ModelConfig)
-    rollout: EvalRolloutConfig = Field(default_factory=EvalRolloutConfig)
+    model: ModelConfig = section(ModelConfig)
+    rollout: EvalRolloutConfig = section(EvalRolloutConfig)
 
 
 class EvalConfig(Section):
-    """trainer.main_eval: answers to validation prompts, graded, with pass@k and maj@k for each data source."""
+    """trainer.main_eval: graded answers to validation prompts, with pass@k and maj@k per data source."""
 
-    data: PromptsConfig = Field(default_factory=PromptsConfig)
-    actor_rollout_ref: EvalModelConfig = Field(default_factory=EvalModelConfig)
-    reward: RewardConfig = Field(default_factory=RewardConfig)
-    trainer: EvalRunConfig = Field(default_factory=EvalRunConfig)
-    ray_kwargs: RayKwargsConfig = Field(default_factory=RayKwargsConfig)
+    data: PromptsConfig = section(PromptsConfig)
+    actor_rollout_ref: EvalModelConfig = section(EvalModelConfig)
+    reward: RewardConfig = section(RewardConfig)
+    trainer: EvalRunConfig = section(EvalRunConfig)
+    ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)

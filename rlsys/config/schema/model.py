@@ -1,4 +1,4 @@
-"""Models, optimizers, shards and checkpoints: the sections every trained role has."""
+"""Models, optimizers, sharding and checkpoints: the sections of every trained role."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, Strict
 
 from rlsys.config.schema.base import (
+    ActiveIf,
     Betas,
     Coefficient,
     Count,
@@ -51,49 +52,49 @@ CheckpointParts = Annotated[
 
 
 class ModelConfig(Section):
-    """Which model, and how it is read and wrapped."""
+    """The model, and how it is loaded and wrapped."""
 
     path: LocalPath | None = None
-    """Folder of a Hugging Face model (config.json, safetensors, tokenizer); null takes the small start model."""
+    """Folder of a Hugging Face model (config.json, safetensors, tokenizer); null is the small start model."""
     tokenizer_path: LocalPath | None = None
-    """Folder of the tokenizer where it is not the model's own."""
+    """Folder of the tokenizer, if it is not the model's."""
     trust_remote_code: Flag = False
-    """Let the model's own Python files run."""
+    """Allow Python code in the model folder to run."""
     custom_chat_template: Text | None = None
     """A Jinja chat template instead of the tokenizer's."""
     external_lib: Text | None = None
-    """Python module every process imports first, e.g. one that registers estimators, losses or models."""
+    """Python module that every process imports first, e.g. one that registers estimators, losses or models."""
     override_config: OpenDict = open_dict()
-    """Values written over the model's config.json, e.g. {attention_dropout: 0}."""
+    """Values that replace those of config.json, e.g. {attention_dropout: 0}."""
     enable_gradient_checkpointing: Flag = True
-    """Recompute activations in the backward pass instead of keeping them."""
+    """Recompute activations in the backward pass instead of storing them."""
     use_remove_padding: Flag = True
     """Pack sequences without padding in training and in log-prob passes."""
     lora_rank: CountOrZero = 0
     """Rank of LoRA adapters; 0 trains all weights."""
-    lora_alpha: Count = 16
-    """LoRA scale; the adapters' output is multiplied by lora_alpha / lora_rank."""
-    target_modules: Texts = ("all-linear",)
-    """Modules that get adapters: names, or all-linear (on Megatron experts too)."""
+    lora_alpha: Annotated[Count, ActiveIf(".lora_rank")] = 16
+    """LoRA scale; adapter outputs are multiplied by lora_alpha / lora_rank."""
+    target_modules: Annotated[Texts, ActiveIf(".lora_rank")] = ("all-linear",)
+    """Modules that get adapters: names, or all-linear (on Megatron including experts)."""
     lora_adapter_path: LocalPath | None = None
     """Folder of a trained adapter to start from."""
 
 
 class CriticModelConfig(ModelConfig):
-    """The critic's model: the actor's unless said otherwise, with a head that gives one value."""
+    """The critic's model: by default the actor's, with a value head."""
 
     path: LocalPath | None = linked("actor_rollout_ref.model.path")
     """Folder of the critic's base model."""
     tokenizer_path: LocalPath | None = linked("actor_rollout_ref.model.tokenizer_path")
-    """Folder of the tokenizer where it is not the model's own; it must be the actor's."""
+    """Folder of the tokenizer, if it is not the model's; it must be the actor's tokenizer."""
     trust_remote_code: Flag = linked("actor_rollout_ref.model.trust_remote_code")
-    """Let the model's own Python files run."""
+    """Allow Python code in the model folder to run."""
     custom_chat_template: Text | None = linked("actor_rollout_ref.model.custom_chat_template")
     """A Jinja chat template instead of the tokenizer's."""
     external_lib: Text | None = linked("actor_rollout_ref.model.external_lib")
-    """Python module every process imports first."""
+    """Python module that every process imports first."""
     enable_gradient_checkpointing: Flag = linked("actor_rollout_ref.model.enable_gradient_checkpointing")
-    """Recompute activations in the backward pass instead of keeping them."""
+    """Recompute activations in the backward pass instead of storing them."""
     use_remove_padding: Flag = linked("actor_rollout_ref.model.use_remove_padding")
     """Pack sequences without padding."""
 
@@ -108,13 +109,13 @@ class OptimConfig(Section):
     betas: Betas = (0.9, 0.999)
     """AdamW's two decay rates."""
     lr_warmup_steps: CountOrOff = -1
-    """Optimizer steps of linear warm-up; -1 leaves it to lr_warmup_steps_ratio."""
+    """Optimizer steps of linear warm-up; -1 uses lr_warmup_steps_ratio."""
     lr_warmup_steps_ratio: Fraction = 0.0
-    """Warm-up as a part of all optimizer steps, where lr_warmup_steps is -1."""
+    """Warm-up as a fraction of all optimizer steps, if lr_warmup_steps is -1."""
     lr_scheduler_type: Scheduler = "constant"
     """Shape after the warm-up."""
     min_lr_ratio: Fraction = 0.0
-    """Lowest learning rate of cosine and linear, as a part of lr."""
+    """Final learning rate of cosine and linear, as a fraction of lr."""
 
 
 class CriticOptimConfig(OptimConfig):
@@ -128,60 +129,60 @@ class ShardConfig(Section):
     """How FSDP2 shards a model."""
 
     fsdp_size: CountOrOff = -1
-    """Ranks that share one copy of the model; -1 shares it over all, fewer gives copies (HSDP)."""
+    """Ranks that one copy of the model is sharded over; -1 is all of them, fewer means replicas (HSDP)."""
     offload_policy: Flag = False
-    """Let FSDP2 keep parameters and optimizer in host memory always (slower, least device memory)."""
+    """Let FSDP2 always keep parameters and optimizer in host memory (slower, least device memory)."""
     reshard_after_forward: Flag = True
     """Free gathered parameters after each layer's forward pass."""
     forward_prefetch: Flag = False
-    """Gather the next layer's parameters while one runs forward."""
+    """Gather the next layer's parameters during the forward pass of a layer."""
     model_dtype: MasterDType = "float32"
-    """Type the weights are held in."""
+    """dtype of the weights."""
     dtype: AnyDType = "auto"
-    """Type of the computation; auto is bfloat16 on CUDA and float32 on CPU."""
+    """dtype of the computation; auto is bfloat16 on CUDA and float32 on CPU."""
     seed: Seed = 42
-    """Seed of weights that are made anew (value heads, LoRA)."""
+    """Seed of newly initialized weights (value heads, LoRA)."""
     full_determinism: Flag = False
-    """Take kernels on CUDA that repeat bit for bit; it holds for all that the process computes."""
+    """Use bitwise reproducible CUDA kernels; this applies to the whole process."""
 
 
 class RoleShardConfig(ShardConfig):
-    """How FSDP2 shards a model that takes turns with others on its ranks."""
+    """How FSDP2 shards a model that shares its ranks with other roles."""
 
     param_offload: Flag = False
-    """Keep parameters in host memory while another role runs."""
+    """Offload parameters to host memory while another role runs."""
 
 
 class FSDPConfig(RoleShardConfig):
-    """How FSDP2 shards a trained model that takes turns."""
+    """How FSDP2 shards a trained model that shares its ranks with other roles."""
 
     optimizer_offload: Flag = False
-    """Keep optimizer state in host memory between updates."""
+    """Offload optimizer state to host memory between updates."""
     full_determinism: Flag = linked("actor_rollout_ref.rollout.full_determinism")
-    """Take kernels on CUDA that repeat bit for bit; it holds for all that the process computes."""
+    """Use bitwise reproducible CUDA kernels; this applies to the whole process."""
 
 
 class RefShardConfig(RoleShardConfig):
     """How FSDP2 shards the reference."""
 
     fsdp_size: CountOrOff = linked("actor_rollout_ref.actor.fsdp_config.fsdp_size")
-    """Ranks that share one copy of the model; -1 shares it over all."""
+    """Ranks that one copy of the model is sharded over; -1 is all of them."""
     reshard_after_forward: Flag = linked("actor_rollout_ref.actor.fsdp_config.reshard_after_forward")
     """Free gathered parameters after each layer's forward pass."""
     forward_prefetch: Flag = linked("actor_rollout_ref.actor.fsdp_config.forward_prefetch")
-    """Gather the next layer's parameters while one runs forward."""
+    """Gather the next layer's parameters during the forward pass of a layer."""
     model_dtype: MasterDType = linked("actor_rollout_ref.actor.fsdp_config.model_dtype")
-    """Type the weights are held in."""
+    """dtype of the weights."""
     dtype: AnyDType = linked("actor_rollout_ref.actor.fsdp_config.dtype")
-    """Type of the computation."""
+    """dtype of the computation."""
     full_determinism: Flag = linked("actor_rollout_ref.actor.fsdp_config.full_determinism")
-    """Take kernels on CUDA that repeat bit for bit."""
+    """Use bitwise reproducible CUDA kernels."""
 
 
 class CheckpointConfig(Section):
-    """What a checkpoint holds."""
+    """The contents of checkpoints."""
 
     save_contents: CheckpointParts = ("model", "optimizer", "extra")
-    """Parts to save; hf_model adds a Hugging Face folder that any other tool reads."""
+    """Parts to save; hf_model adds a Hugging Face folder for other tools."""
     load_contents: CheckpointParts = linked(".save_contents")
-    """Parts to take from a checkpoint on resume."""
+    """Parts to load from a checkpoint on resume."""

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, Strict
 
 from rlsys.config.schema.base import (
+    ActiveIf,
     Count,
     CountOrOff,
     CountOrZero,
@@ -23,6 +24,7 @@ from rlsys.config.schema.base import (
     TokenIds,
     linked,
     open_dict,
+    section,
 )
 from rlsys.config.schema.model import AnyDType
 
@@ -41,81 +43,81 @@ class ValKwargsConfig(Section):
 
     temperature: Temperature = 0.0
     """Temperature; 0 is greedy."""
-    top_k: CountOrOff = -1
-    """Draw from the k likeliest tokens; -1 from all."""
-    top_p: TopP = 1.0
-    """Draw from the likeliest tokens that make up this probability."""
+    top_k: Annotated[CountOrOff, ActiveIf(".do_sample")] = -1
+    """Sample from the k most likely tokens; -1 is all."""
+    top_p: Annotated[TopP, ActiveIf(".do_sample")] = 1.0
+    """Sample from the most likely tokens with this total probability."""
     n: Count = 1
-    """Answers to each prompt."""
+    """Answers per prompt."""
     do_sample: Flag = False
-    """Draw tokens; false takes the likeliest."""
+    """Sample; false is greedy."""
 
 
 class CheckpointEngineConfig(Section):
-    """How weights reach the rollout."""
+    """How weights are pushed to the rollout."""
 
     backend: Executor = "auto"
-    """auto (also: naive) chooses: local in one process, ipc between GPUs of a host, else shm on one host, nccl over
-    hosts; disk writes files; gather is the slow way that always works."""
+    """auto (or naive) chooses: local within a process, ipc between GPUs of a host, else shm on one host, nccl across
+    hosts. disk writes files; gather is slow but always works."""
     update_weights_bucket_megabytes: Count = 2048
-    """Largest bucket of the slow way."""
+    """Largest bucket of gather."""
 
 
 class EngineKwargsConfig(Section):
-    """Further arguments of an engine, under its own names."""
+    """More arguments of an engine, under its own names."""
 
     vllm: OpenDict = open_dict()
-    """Of vLLM's EngineArgs."""
+    """vLLM's EngineArgs."""
     sglang: OpenDict = open_dict()
-    """Of SGLang's ServerArgs."""
+    """SGLang's ServerArgs."""
 
 
 class GenerationConfig(Section):
-    """The engine that writes responses."""
+    """The engine that generates responses."""
 
     tensor_model_parallel_size: Count = 1
-    """Processes that serve one copy of the model together; the others are further copies."""
+    """Processes that share one copy of the model."""
     gpu_memory_utilization: Share = 0.5
-    """Share of a GPU's memory for the weights and cache of vLLM or SGLang."""
+    """Fraction of GPU memory for the weights and KV cache of vLLM or SGLang."""
     free_cache_engine: Flag = True
-    """Whether weights and cache of the rollout leave the GPU while other roles run on it. Where there is room for all
-    of them, false saves the time of the moves."""
+    """Release the rollout's weights and KV cache on the GPU while other roles run. If the GPU has room for all of
+    them, false saves the time of the moves."""
     kv_cache_gib: Count = 1
-    """GiB of vLLM's or SGLang's cache on CPU."""
+    """Size of vLLM's or SGLang's KV cache on CPU, in GiB."""
     enforce_eager: Flag = False
-    """vLLM and SGLang run without compiling and without CUDA graphs: they start sooner, generate slower."""
+    """Run vLLM and SGLang without compilation and CUDA graphs: faster to start, slower to generate."""
     cuda_graph_max_bs: Count | None = None
-    """Most sequences that vLLM and SGLang decode by a CUDA graph; null takes max_num_seqs, 512 at most."""
+    """Largest batch that vLLM and SGLang decode with a CUDA graph; null is max_num_seqs, at most 512."""
     cudagraph_capture_sizes: Counts | None = None
-    """Numbers of sequences they have a CUDA graph for; null lets them choose up to cuda_graph_max_bs."""
+    """Batch sizes that get a CUDA graph; null lets the engine choose up to cuda_graph_max_bs."""
     disable_log_stats: Flag = True
-    """Keep vLLM's and SGLang's own statistics out of the log."""
+    """Do not log vLLM's and SGLang's own statistics."""
     enable_chunked_prefill: Flag = True
-    """vLLM and SGLang read long prompts in parts beside running answers."""
+    """Let vLLM and SGLang prefill long prompts in chunks alongside decoding."""
     enable_prefix_caching: Flag = True
-    """vLLM and SGLang read a prompt that several answers share once."""
-    engine_kwargs: EngineKwargsConfig = Field(default_factory=EngineKwargsConfig)
+    """Let vLLM and SGLang prefill a prompt shared by several answers once."""
+    engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig)
     full_determinism: Flag = False
-    """Aligned mode: logits in float32 and, where the engine has them, kernels that give a token the same digits in any
-    batch; training computes deterministically too."""
+    """Aligned mode: logits in float32 and, if the engine has them, batch-invariant kernels; training is deterministic
+    too."""
     seed: Seed = 42
-    """Seed of all draws."""
+    """Seed of sampling."""
     ignore_eos: Flag = False
-    """Go on after the end token, up to the full length (for measuring)."""
+    """Continue after the end token, up to the full length (for benchmarks)."""
     dtype: AnyDType = "auto"
-    """Type the engine computes in; auto is bfloat16 on CUDA and float32 on CPU."""
+    """dtype of the engine; auto is bfloat16 on CUDA and float32 on CPU."""
     max_num_seqs: Count = 256
-    """Sequences generated together."""
+    """Largest number of sequences decoded together."""
     max_num_batched_tokens: Count = 8192
-    """Prompt tokens read in together."""
+    """Largest number of prompt tokens prefilled together."""
     max_model_len: Count | None = None
-    """Longest prompt and response together; null takes what the model's positions allow."""
+    """Longest prompt and response together; null is as many as the model has positions."""
     eos: TokenIds | None = None
-    """Ids of the tokens that end a response; null takes those of the model's generation config."""
+    """Ids of the tokens that end a response; null takes them from the model's generation config."""
     padding: CountOrZero | None = None
-    """Id of the token that fills rows up; null takes the tokenizer's."""
+    """Id of the padding token; null takes the tokenizer's."""
     print_outputs: Flag = False
-    """Print each answer, its text and its token ids."""
+    """Print the text and token ids of each answer."""
 
 
 class ServersConfig(Section):
@@ -124,38 +126,43 @@ class ServersConfig(Section):
     urls: Texts | None = None
     """Addresses; null takes VLLM_API_BASE (vLLM) or AREAL_LLM_SERVER_ADDRS (either) from the environment."""
     model: Text | None = None
-    """Name the model is served under; null takes the server's own."""
+    """Name of the served model; null takes the server's."""
     lora_name: Text | None = None
-    """Push LoRA adapters only, served under this name and their version; null pushes merged weights."""
+    """Push only LoRA adapters, served under this name and their version; null pushes merged weights."""
     policy: Literal["least_loaded", "round_robin", "affinity"] = "least_loaded"
-    """Who gets a request; affinity: equal prompts meet at one server, for its prefix cache."""
+    """How a server is chosen; affinity sends equal prompts to one server, for its prefix cache."""
     max_concurrent: Count = 256
-    """Requests that are out at once."""
+    """Largest number of concurrent requests."""
     timeout_s: Seconds = 120.0
-    """Longest silence within an answer before another server is asked for the rest."""
+    """Seconds without a token after which the rest of an answer is requested from another server."""
     max_retries: CountOrZero = 3
-    """Further attempts of a failed request."""
+    """Retries of a failed request."""
     token_env: Text = "RLSYS_SERVER_TOKEN"
-    """Environment variable that holds the servers' bearer token; unset sends none."""
+    """Environment variable with the servers' bearer token; if it is not set none is sent."""
     weights_dir: LocalPath = "${trainer.default_local_dir}/served_weights"
-    """Folder through which weights are pushed; the servers must see it under the same path."""
+    """Folder through which weights are pushed; servers must see it under the same path."""
 
 
 class ParityConfig(Section):
-    """The parity probe: a few answers scored by actor and rollout, which must agree."""
+    """The parity probe: a few answers scored by both actor and rollout, which must agree."""
 
     freq: CountOrOff = 0
-    """Probe after the first push and each so many steps; 0: after the first push only; -1: never."""
+    """Probe after the first push and every N steps; 0: first push only; -1: off."""
     rows: Count = 4
-    """Training prompts that are answered for it, from the first on."""
+    """Number of training prompts that are answered for it."""
     max_tokens: Count = 32
-    """Longest of these answers."""
+    """Longest of these answers, in tokens."""
     mean_limit: Positive = 0.05
-    """Largest mean of the log-probs' absolute differences, in nats."""
+    """Limit of the mean absolute difference of log-probs, in nats."""
     max_limit: Positive = 1.0
-    """Largest single difference."""
+    """Limit of a single difference."""
     policy: Literal["warn", "stop"] = "warn"
-    """What happens above a limit: a warning, or the end of the run."""
+    """Warn, or stop the run, above a limit."""
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the probe ever runs."""
+        return self.freq >= 0
 
 
 class RolloutConfig(GenerationConfig):
@@ -166,24 +173,26 @@ class RolloutConfig(GenerationConfig):
     temperature: Temperature = 1.0
     """Sampling temperature; log-probs are taken at it too."""
     top_k: CountOrOff = -1
-    """Draw from the k likeliest tokens; -1 from all."""
+    """Sample from the k most likely tokens; -1 is all."""
     top_p: TopP = 1.0
-    """Draw from the likeliest tokens that make up this probability."""
+    """Sample from the most likely tokens with this total probability."""
     do_sample: Flag = True
-    """Draw tokens; false takes the likeliest."""
+    """Sample; false is greedy."""
     n: Count = 1
-    """Responses to each prompt."""
+    """Responses per prompt."""
     log_prob_micro_batch_size_per_gpu: Count | None = linked("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
-    """Samples of one forward pass when the actor recomputes log-probs."""
+    """Samples per forward pass when the actor recomputes log-probs."""
     log_prob_use_dynamic_bsz: Flag = linked("actor_rollout_ref.actor.use_dynamic_bsz")
-    """Fill these passes by tokens instead of by samples."""
+    """Fill these passes up to a number of tokens instead of samples."""
     log_prob_max_token_len_per_gpu: Count = linked("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
-    """Tokens of one of these passes on a rank."""
-    val_kwargs: ValKwargsConfig = Field(default_factory=ValKwargsConfig)
-    checkpoint_engine: CheckpointEngineConfig = Field(default_factory=CheckpointEngineConfig)
+    """Tokens per pass on a rank."""
+    val_kwargs: ValKwargsConfig = section(ValKwargsConfig)
+    checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig)
     validate_weight: Flag = False
-    """Compare every tensor of every engine with the actor's after each push; one that differs ends the run."""
-    validate_save_dir: LocalPath | None = None
-    """Folder for the reports of these comparisons, weights_v{version}.json."""
-    parity: ParityConfig = Field(default_factory=ParityConfig)
-    servers: ServersConfig = Field(default_factory=ServersConfig)
+    """Compare every tensor of every engine with the actor's after each push; stop if one differs."""
+    validate_save_dir: Annotated[LocalPath | None, ActiveIf(".validate_weight")] = None
+    """Folder for reports of these comparisons, weights_v{version}.json."""
+    parity: Annotated[
+        ParityConfig, ActiveIf(".parity.is_enabled", why="freq=-1 disables the parity probe", besides=("freq",))
+    ] = section(ParityConfig)
+    servers: ServersConfig = section(ServersConfig)

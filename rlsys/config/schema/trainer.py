@@ -1,33 +1,43 @@
-"""The run itself: length, places, devices, deadlines and Ray."""
+"""The run: length, output, devices, processes, deadlines and Ray."""
 
 from __future__ import annotations
 
-from typing import Literal
-
-from pydantic import Field
+from typing import Annotated, Literal
 
 from rlsys.config.schema.base import (
+    IF_CRITIC,
     Count,
     CountOrOff,
     CountOrZero,
     Flag,
     LocalPath,
     OpenDict,
+    Requires,
     Seconds,
     Section,
     Text,
     Texts,
     open_dict,
+    section,
+)
+
+RESUME_NEEDS_PATH = Requires(
+    ".resume_from_path", given=("resume_path",), why="it needs a checkpoint", to="<folder>/global_step_N"
+)
+ONLY_RESUME_PATH = Requires(".resume_mode", ("resume_path",), why="only that mode uses it")
+WARMUP_NEEDS_CRITIC = Requires("use_critic", why="there is no critic", fix="set trainer.critic_warmup=0")
+NEW_CLUSTER = Requires(
+    ".address", (None,), why="a running cluster has its own", fix="remove it or ray_kwargs.ray_init.address"
 )
 
 
 class DeadlinesConfig(Section):
-    """Seconds after which a wait ends with an error that names who did not answer."""
+    """Deadlines in seconds; after one the run stops with an error that names the process that did not answer."""
 
     start_s: Seconds = 300.0
     """Starting workers and loading models."""
     call_s: Seconds = 600.0
-    """Any call without a limit of its own (log-probs, values)."""
+    """Any other call (log-probs, values)."""
     generate_s: Seconds = 3600.0
     """One generation call."""
     update_s: Seconds = 3600.0
@@ -44,50 +54,50 @@ class RunConfig(Section):
     """Keys of every job."""
 
     project_name: Text = "rlsys"
-    """Project in trackers and in folder names."""
+    """Project name in trackers and folder names."""
     experiment_name: Text = "run"
-    """Name of this run in its project."""
+    """Name of the run within the project."""
     logger: Texts = ("console",)
-    """Where metrics go: console, tensorboard, trackio, wandb, mlflow; a JSONL file is always written."""
+    """Trackers: console, tensorboard, trackio, wandb, mlflow; a JSONL file is always written."""
     nnodes: Count = 1
-    """Nodes."""
+    """Number of nodes."""
     n_gpus_per_node: Count = 1
-    """GPUs a node; on CPU: worker processes a node."""
+    """GPUs per node; on CPU worker processes per node."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where models run; auto takes CUDA where there is one."""
+    """Device of the models; auto is CUDA if available."""
     backend: Literal["ray", "local"] = "ray"
-    """Workers as Ray actors, or inside this process (a debugger works there)."""
+    """Run workers as Ray actors, or in this process, where a debugger works."""
     default_local_dir: LocalPath = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
-    """Folder of checkpoints, metrics and reports."""
-    deadlines: DeadlinesConfig = Field(default_factory=DeadlinesConfig)
+    """Folder for checkpoints, metrics and reports."""
+    deadlines: DeadlinesConfig = section(DeadlinesConfig)
 
 
 class TrainingConfig(RunConfig):
     """Keys of every job that trains."""
 
     total_epochs: Count = 30
-    """Times the training rows are gone through."""
+    """Epochs over the training rows."""
     total_training_steps: Count | None = None
-    """Steps in all, where it is not the epochs that say."""
+    """Total steps; null follows from total_epochs."""
     save_freq: CountOrOff = -1
-    """Save each so many steps, and at the end; -1 never saves."""
+    """Save every N steps and at the end; -1 disables saving."""
     test_freq: CountOrOff = -1
-    """Validate each so many steps, and at the end; -1 never does."""
-    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """Go on from the latest checkpoint, never, or from resume_from_path."""
-    resume_from_path: LocalPath | None = None
-    """Folder global_step_N to go on from."""
+    """Validate every N steps and at the end; -1 disables validation."""
+    resume_mode: Annotated[Literal["auto", "disable", "resume_path"], RESUME_NEEDS_PATH] = "auto"
+    """Resume from the latest checkpoint, never, or from resume_from_path."""
+    resume_from_path: Annotated[LocalPath | None, ONLY_RESUME_PATH] = None
+    """Folder global_step_N to resume from."""
     balance_batch: Flag = True
-    """Give each rank about the same number of tokens."""
+    """Balance the number of tokens over ranks."""
 
 
 class SupervisedRunConfig(TrainingConfig):
     """An SFT or reward-model run."""
 
     total_epochs: Count = 4
-    """Times the training rows are gone through."""
+    """Epochs over the training rows."""
     max_ckpt_to_keep: Count | None = None
-    """Latest checkpoints to keep; null keeps all."""
+    """Number of latest checkpoints to keep; null keeps all."""
 
 
 class EvalRunConfig(RunConfig):
@@ -96,7 +106,7 @@ class EvalRunConfig(RunConfig):
     validation_data_dir: LocalPath | None = None
     """Folder for all answers, as JSON lines."""
     log_val_generations: CountOrZero = 0
-    """Answers shown in trackers."""
+    """Number of answers shown in trackers."""
 
 
 class TrainerConfig(TrainingConfig):
@@ -107,34 +117,34 @@ class TrainerConfig(TrainingConfig):
     val_only: Flag = False
     """Validate and stop."""
     log_val_generations: CountOrZero = 0
-    """Validation answers shown in trackers."""
-    critic_warmup: CountOrZero = 0
-    """Steps that train the critic only."""
+    """Number of validation answers shown in trackers."""
+    critic_warmup: Annotated[CountOrZero, WARMUP_NEEDS_CRITIC] = 0
+    """Initial steps that only train the critic."""
     max_actor_ckpt_to_keep: Count | None = None
-    """Latest actor checkpoints to keep; null keeps all."""
-    max_critic_ckpt_to_keep: Count | None = None
-    """Latest critic checkpoints to keep; null keeps all."""
+    """Number of latest actor checkpoints to keep; null keeps all."""
+    max_critic_ckpt_to_keep: Annotated[Count | None, IF_CRITIC] = None
+    """Number of latest critic checkpoints to keep; null keeps all."""
     rollout_data_dir: LocalPath | None = None
     """Folder for all training answers, {step}.jsonl."""
     validation_data_dir: LocalPath | None = None
     """Folder for all validation answers, {step}.jsonl."""
     max_staleness: CountOrZero = 0
-    """Weight versions a sample may be behind when it is trained on: 0 is synchronous, 1 one step off."""
+    """Weight versions that a sample may be behind in training: 0 is synchronous, 1 one step off-policy."""
     sync_freq: Count = 1
-    """Push weights to the rollout each so many steps."""
+    """Push weights to the rollout every N steps."""
     allocation_mode: Text | None = None
-    """Pools in AReaL's grammar, e.g. hf:d2+fsdp:d2 (split) or hf[r]:d2|fsdp[a]:d2 (shared)."""
+    """Processes in AReaL's grammar, e.g. hf:d2+fsdp:d2 (separate) or hf[r]:d2|fsdp[a]:d2 (shared)."""
     rollout_workers: CountOrZero = 0
-    """Processes that only generate, in a pool of their own; 0 lets the actor's generate."""
+    """Separate processes that only generate; 0 generates in the actor's processes."""
 
 
 class RayInitConfig(Section):
     """Arguments of ray.init."""
 
-    num_cpus: Count | None = None
-    """CPUs of a cluster started here; null takes all."""
+    num_cpus: Annotated[Count | None, NEW_CLUSTER] = None
+    """CPUs of a newly started cluster; null is all."""
     address: Text | None = None
-    """Cluster to join; null joins RAY_ADDRESS where set, else starts one."""
+    """Cluster to join; null joins RAY_ADDRESS if set, else starts one."""
     runtime_env: OpenDict = open_dict()
     """Ray runtime environment of the workers, e.g. {env_vars: {A: "1"}}."""
 
@@ -142,6 +152,6 @@ class RayInitConfig(Section):
 class RayKwargsConfig(Section):
     """Ray."""
 
-    ray_init: RayInitConfig = Field(default_factory=RayInitConfig)
+    ray_init: RayInitConfig = section(RayInitConfig)
     timeline_json_file: LocalPath | None = None
-    """File for Ray's own timeline."""
+    """File for Ray's timeline."""

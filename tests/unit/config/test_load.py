@@ -256,7 +256,7 @@ SAME = [
     ("actor.group_size=4", f"{R}.n", 4),
     ("actor.reward_scaling=10", "algorithm.reward_scaling", 10.0),
     ("gconfig.max_new_tokens=6", "data.max_response_length", 6),
-    ("trainer.ray_wait_register_center_timeout=scaled_s(60)", "trainer.deadlines.start_s", 60.0),
+    ("trainer.ray_wait_register_center_timeout=60", "trainer.deadlines.start_s", 60.0),
     ("ray_init.num_cpus=2", "ray_kwargs.ray_init.num_cpus", 2),
     ("data.trust_remote_code=true", f"{M}.trust_remote_code", True),
 ]
@@ -409,7 +409,7 @@ def test_settings_of_another_engine_are_noted() -> None:
         [*servers, f"{R}.gpu_memory_utilization=0.6"]
     )
     other = [f"{R}.name=sglang", f"+{R}.engine_kwargs.vllm.block_size=16"]
-    assert f"they are for {R}.name=vllm, and it is sglang" in notes(other)
+    assert f"they only apply to {R}.name=vllm; ignored for sglang" in notes(other)
     assert not notes([f"{R}.name=vllm", other[1]])
 
 
@@ -507,7 +507,7 @@ def test_home_folders_are_spelled_out() -> None:
 
 def test_without_a_model_the_quickstart_runs_and_says_so() -> None:
     loaded = load(parse_arguments([f"{M}.path=null"]), PPOConfig)
-    assert loaded.headline.startswith("preset quickstart with 1 override: no model was named")
+    assert loaded.headline.startswith("preset quickstart with 1 override: no model was set")
     assert loaded.config.actor_rollout_ref.model.path is None
 
 
@@ -583,7 +583,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_with_0(capsys: pytest.CaptureFixtu
         main_config(["--dry-run"], PPOConfig)
     told = capsys.readouterr().out
     assert left.value.code == 0
-    assert told.splitlines()[0].startswith("rlsys: preset quickstart: no model was named")
+    assert told.splitlines()[0].startswith("rlsys: preset quickstart: no model was set")
     assert "384 samples" in told
     assert told.splitlines()[-1] == "rlsys: --dry-run: nothing was started"
 
