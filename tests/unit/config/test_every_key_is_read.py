@@ -20,6 +20,7 @@ from rlsys.config.schema.base import Section
 ROOT = Path(__file__).resolve().parents[3]
 JOBS = [PPOConfig, SFTConfig, RMConfig, EvalConfig]
 TURNED_INTO_OTHERS = {
+    "actor_rollout_ref.actor.clip_ratio": "the default of clip_ratio_low and clip_ratio_high",
     "trainer.allocation_mode": "becomes trainer.n_gpus_per_node, trainer.rollout_workers and the sequence parallelism",
 }
 ONE_MEANING = {
