@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlsys.protocol import DataProto
-from rlsys.rewards.manager import response_lengths
+from rlsys.protocol import DataProto, response_lengths
 from rlsys.telemetry.rollouts import dump_rollouts, ragged, token_texts_of_rows
 from rlsys.utils.errors import DeadlineError
 

@@ -10,6 +10,7 @@ from rlsys.protocol.rows import (
     collate_fn,
     fold_batch_dim,
     pad_dataproto_to_divisor,
+    response_lengths,
     unfold_batch_dim,
     unpad_dataproto,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "fold_batch_dim",
     "object_array",
     "pad_dataproto_to_divisor",
+    "response_lengths",
     "unfold_batch_dim",
     "union_numpy_dict",
     "union_tensor_dict",

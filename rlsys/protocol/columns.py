@@ -22,11 +22,11 @@ def described(
     short.maxlist = short.maxdict = short.maxtuple = 4
     short.maxstring = short.maxother = 60
     tensors = {} if batch is None else tensors_of(batch)
-    told = [(name, f"{str(v.dtype)[6:]} {tuple(v.shape)} on {v.device}") for name, v in tensors.items()]
-    told += [(name, f"{v.dtype} {v.shape} {short.repr(v[:2].tolist())[:60]}") for name, v in arrays.items()]
-    told += [(f"meta_info[{name!r}]", short.repr(value)[:80]) for name, value in meta_info.items()]
-    width = max((len(name) for name, _ in told), default=0)
-    return "\n".join([f"DataProto of {num_rows} rows", *(f"  {name:{width}}  {text}" for name, text in told)])
+    lines = [(name, f"{str(v.dtype)[6:]} {tuple(v.shape)} on {v.device}") for name, v in tensors.items()]
+    lines += [(name, f"{v.dtype} {v.shape} {short.repr(v[:2].tolist())[:60]}") for name, v in arrays.items()]
+    lines += [(f"meta_info[{name!r}]", short.repr(value)[:80]) for name, value in meta_info.items()]
+    width = max((len(name) for name, _ in lines), default=0)
+    return "\n".join([f"DataProto of {num_rows} rows", *(f"  {name:{width}}  {text}" for name, text in lines)])
 
 
 def object_array(values: Iterable[Any]) -> np.ndarray:

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from rlsys.ipc.framing import Buffer, WireError
-from rlsys.protocol.chunks import join, split
 from rlsys.protocol.columns import (
     concat_arrays,
     concat_meta,
@@ -38,6 +37,7 @@ from rlsys.protocol.columns import (
 )
 from rlsys.protocol.disk import read_file, write_file
 from rlsys.protocol.memory import take_rows
+from rlsys.protocol.pieces import join_buffers, split_buffers
 from rlsys.protocol.readonly import is_readonly, map_readonly, own, plain, readonly, readonly_array
 from rlsys.protocol.wire import decode, encode
 
@@ -449,7 +449,7 @@ class DataProto:
         header, buffers = self.to_buffers()
         if protocol < 5:
             return _from_wire, (type(self), header, [1] * len(buffers), *map(bytearray, buffers))
-        counts, pieces = split(buffers)
+        counts, pieces = split_buffers(buffers)
         return _from_wire, (type(self), header, counts, *map(pickle.PickleBuffer, pieces))
 
     def __copy__(self) -> DataProto:
@@ -474,7 +474,7 @@ class DataProto:
 
 
 def _from_wire(cls: type[DataProto], header: bytes, counts: list[int], *pieces: Any) -> DataProto:
-    return cls.from_buffers(header, join(counts, pieces))
+    return cls.from_buffers(header, join_buffers(counts, pieces))
 
 
 def _row_index(idxs: Index) -> Tensor:

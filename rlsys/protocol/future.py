@@ -1,4 +1,4 @@
-"""Futures of DataProto: rows that stay with the workers that made them until another worker uses them."""
+"""Futures of DataProto: rows that stay in the workers that made them until another worker needs them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from rlsys.protocol.data import DataProto, chunk_bounds
 
 @dataclass
 class DataProtoFuture:
-    """Rows that workers still have: handed from group to group, fetched only where they are used.
+    """Rows that workers hold: passed from group to group, fetched only where they are used.
 
     `futures` each have `.get(deadline_s)` that gives a DataProto (or are one); `collect_fn` joins what they give and
-    `dispatch_fn` takes this receiver's part of it. Both must survive the way to the receiver (module level functions).
+    `dispatch_fn` takes this receiver's part of it. Both are sent to the receiver: they must be module-level functions.
     """
 
     collect_fn: Callable[[list[DataProto]], DataProto]
@@ -32,7 +32,7 @@ class DataProtoFuture:
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
         """One future for each of `chunks` contiguous parts; nothing is fetched."""
         return [
-            DataProtoFuture(self.collect_fn, self.futures, _Part(index, chunks, self.dispatch_fn))
+            DataProtoFuture(self.collect_fn, self.futures, _ChunkOf(index, chunks, self.dispatch_fn))
             for index in range(chunks)
         ]
 
@@ -40,14 +40,14 @@ class DataProtoFuture:
         """Wait for all futures, at most `deadline_s` together, collect and dispatch; TypeError for foreign results."""
         end_s = None if deadline_s is None else time.monotonic() + deadline_s
         parts = [_resolve(future, end_s) for future in self.futures]
-        if self.collect_fn is DataProto.concat and isinstance(self.dispatch_fn, _Part) and not self.dispatch_fn.of:
+        if self.collect_fn is DataProto.concat and isinstance(self.dispatch_fn, _ChunkOf) and not self.dispatch_fn.of:
             return self.dispatch_fn.take(parts)
         rows = self.collect_fn(parts)
         return rows if self.dispatch_fn is None else self.dispatch_fn(rows)
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ChunkOf:
     """Chunk `index` of `chunks` of what `of` makes of the collected rows."""
 
     index: int

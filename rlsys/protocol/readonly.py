@@ -1,4 +1,4 @@
-"""Tensors that alias memory somebody else reads too: they compute like any other and refuse to be written.
+"""Tensors over shared memory: they compute like any other and refuse to be written.
 
 A `ReadOnlyTensor` is a tensor over shared memory. Operations give plain tensors; views of it stay read-only; in-place
 operations, `out=`, `__setitem__` and the like raise `ReadOnlyError`. The test is made where torch dispatches to its

@@ -1,4 +1,4 @@
-"""Whole-batch helpers known from verl: padding to a divisor, folding the batch dimension, collating single rows."""
+"""Whole-batch helpers, mostly verl's: padding to a divisor, folding the batch dimension, collating rows, lengths."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlsys.protocol.columns import dict_of_lists, object_rows, stack_tensors, tensors_of
 from rlsys.protocol.data import DataProto, DataProtoItem
@@ -48,6 +49,12 @@ def _reshape_rows(data: DataProto, reshape: Callable[[Any], Any]) -> DataProto:
     if folded.batch is not None and data.batch is not None and data.batch.device is not None:
         folded.to(data.batch.device)
     return folded
+
+
+def response_lengths(data: DataProto) -> Tensor:
+    """Tokens of each response (B,), those of tool results included."""
+    num_tokens = data.tensors["responses"].shape[1]
+    return data.tensors["attention_mask"][:, -num_tokens:].sum(-1)
 
 
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:

@@ -1,4 +1,4 @@
-"""Programs graded by test cases, as in APPS, TACO and CodeContests; run by sandbox.py."""
+"""Programs graded by test cases, as in APPS, TACO and CodeContests; run in the sandbox."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlsys.rewards.sandbox.run import GUARANTEES, Limits, Run, run_python
+from rlsys.rewards.sandbox.run import GUARANTEES, SandboxLimits, SandboxRun, run_python
 
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 CALL = """
@@ -37,7 +37,7 @@ def compute_score(
     each. Raises ValueError for a ground truth of another form.
     """
     cases = read_cases(ground_truth)[:max_cases]
-    limits = Limits(wall_s=timeout_s, cpu_s=timeout_s, memory_bytes=memory_limit_mb << 20)
+    limits = SandboxLimits(wall_s=timeout_s, cpu_s=timeout_s, memory_bytes=memory_limit_mb << 20)
     source = extract_code(solution_str)
     verdicts = [_verdict(source, case, limits, require) for case in cases]
     share = verdicts.count("pass") / len(verdicts)
@@ -65,7 +65,7 @@ def read_cases(ground_truth: Any) -> list[tuple[str | None, Any, Any]]:
     return [(name, given, wanted) for given, wanted in zip(inputs, outputs)]
 
 
-def _verdict(source: str, case: tuple[str | None, Any, Any], limits: Limits, require: Sequence[str]) -> str:
+def _verdict(source: str, case: tuple[str | None, Any, Any], limits: SandboxLimits, require: Sequence[str]) -> str:
     name, given, wanted = case
     if name is None:
         run = run_python(source, stdin=_text(given), limits=limits, require=require)
@@ -78,7 +78,7 @@ def _verdict(source: str, case: tuple[str | None, Any, Any], limits: Limits, req
     return _describe(run) if run.status != "exit" else "pass" if right else "wrong answer"
 
 
-def _describe(run: Run) -> str:
+def _describe(run: SandboxRun) -> str:
     if run.status == "failed":
         lines = run.stderr.strip().splitlines()
         return f"failed: {lines[-1][:200]}" if lines else "failed"
@@ -91,27 +91,27 @@ def _text(lines: Any) -> str:
     return "\n".join(map(str, lines)) if isinstance(lines, list | tuple) else str(lines)
 
 
-def same_output(found: str, wanted: str) -> bool:
+def same_output(actual: str, wanted: str) -> bool:
     """Equal line by line and word by word; numbers with a point or an exponent may differ by 1e-6 of their size."""
-    lines = [[line.split() for line in text.rstrip().splitlines()] for text in (found, wanted)]
+    lines = [[line.split() for line in text.rstrip().splitlines()] for text in (actual, wanted)]
     shapes = [[len(words) for words in text] for text in lines]
     return shapes[0] == shapes[1] and all(_same_word(a, b) for x, y in zip(*lines) for a, b in zip(x, y))
 
 
-def _same_word(found: str, wanted: str) -> bool:
-    if found == wanted:
+def _same_word(actual: str, wanted: str) -> bool:
+    if actual == wanted:
         return True
     try:
-        near = math.isclose(float(found), float(wanted), rel_tol=1e-6, abs_tol=1e-9)
+        near = math.isclose(float(actual), float(wanted), rel_tol=1e-6, abs_tol=1e-9)
     except ValueError:
         return False
     return near and any(c in wanted for c in ".eE")
 
 
-def _same_value(found: str, wanted: Any) -> bool:
+def _same_value(actual: str, wanted: Any) -> bool:
     """Functions: equal as JSON; a list of one, as APPS wraps results, counts as its element too."""
     try:
-        value = json.loads(found)
+        value = json.loads(actual)
         wanted = json.loads(wanted) if isinstance(wanted, str) else json.loads(json.dumps(wanted))
     except (ValueError, RecursionError):
         return False

@@ -16,8 +16,8 @@ def extract_solution(solution_str: str, *, method: Literal["strict", "flexible"]
     if method not in ("strict", "flexible"):
         raise ValueError(f"method={method!r}: must be 'strict' or 'flexible'")
     if method == "strict":
-        return _clean(found[-1]) if (found := MARKED.findall(text)) else None
-    numbers = [_clean(found) for found in NUMBER.findall(text) if any(c.isdigit() for c in found)]
+        return _clean(marked[-1]) if (marked := MARKED.findall(text)) else None
+    numbers = [_clean(number) for number in NUMBER.findall(text) if any(c.isdigit() for c in number)]
     return numbers[-1] if numbers else None
 
 

@@ -10,7 +10,7 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,19 +18,16 @@ from torch import Tensor
 
 from rlsys.algorithms.filters import overlong_penalty
 from rlsys.config.vocabulary import REWARD_MANAGERS
+from rlsys.protocol import DataProto, object_array, response_lengths
 from rlsys.rewards.pool.pool import RewardItem, RewardPool, RewardResult, reward_metrics
 from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import ConfigError
 from rlsys.utils.plugins import load_from_file
 
-if TYPE_CHECKING:
-    from rlsys.protocol import DataProto
-
-
 log = get_logger(__name__)
 
 
-class Decoder(Protocol):
+class Detokenizer(Protocol):
     """What a manager needs of a tokenizer."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
@@ -38,9 +35,10 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class OverlongBuffer:
-    """DAPO's soft penalty (arXiv 2503.14476, eq. 13): over the last `num_tokens` before `max_response_tokens` the
+    """DAPO's soft penalty for long responses (arXiv 2503.14476, eq. 13).
 
-    reward falls linearly to `-penalty_factor`. `log` adds `overlong_reward` and `overlong` to the extra values.
+    Over the last `num_tokens` before `max_response_tokens` it falls linearly from 0 to `-penalty_factor`. `log` adds
+    `overlong_reward` and `overlong` to the extra values.
     """
 
     max_response_tokens: int
@@ -56,17 +54,18 @@ class OverlongBuffer:
             )
 
     def penalty(self, lengths: Tensor) -> Tensor:
-        """What is added to the rewards (B,): 0 up to the buffer, then falling; never above 0."""
+        """The addend to the rewards (B,): 0 up to the buffer, then falling."""
         limit, size = self.max_response_tokens, self.num_tokens
-        found = overlong_penalty(lengths, max_length=limit, buffer_length=size, penalty_factor=self.penalty_factor)
-        return found.float()
+        penalty = overlong_penalty(lengths, max_length=limit, buffer_length=size, penalty_factor=self.penalty_factor)
+        return penalty.float()
 
 
 @dataclass(frozen=True)
 class Graded:
-    """Rewards of a batch: `rm_scores` (B, R) float32, zero but on last tokens; `extra` columns (B,) of what graders
+    """The rewards of a batch.
 
-    gave besides, with `acc` and `reward_status` always there; `metrics` by name.
+    `rm_scores` (B, R) float32 is zero except on last tokens. `extra` are columns (B,) of the graders' other values,
+    always with `acc` and `reward_status`; `metrics` go by name.
     """
 
     rm_scores: Tensor
@@ -89,7 +88,7 @@ def register(name: str) -> Callable[[ManagerFactory], ManagerFactory]:
 
     def add(factory: ManagerFactory) -> ManagerFactory:
         if _FACTORIES.setdefault(name, factory) is not factory:
-            raise ValueError(f"a reward manager named {name!r} exists already")
+            raise ValueError(f"a reward manager named {name!r} already exists")
         return factory
 
     return add
@@ -98,7 +97,7 @@ def register(name: str) -> Callable[[ManagerFactory], ManagerFactory]:
 def build_reward_manager(
     name: str,
     *,
-    tokenizer: Decoder,
+    tokenizer: Detokenizer,
     pool: RewardPool,
     reward_fn_key: str = "data_source",
     overlong_buffer: OverlongBuffer | None = None,
@@ -124,7 +123,7 @@ class PoolRewardManager:
     def __init__(
         self,
         *,
-        tokenizer: Decoder,
+        tokenizer: Detokenizer,
         pool: RewardPool,
         reward_fn_key: str = "data_source",
         overlong_buffer: OverlongBuffer | None = None,
@@ -138,7 +137,7 @@ class PoolRewardManager:
         results = self._pool.score(
             reward_items(data, self._tokenizer, self._reward_fn_key), deadline_s=self._deadline_s
         )
-        tell_failures(results)
+        warn_of_failures(results)
         lengths = response_lengths(data)
         rewards = torch.tensor([r.score for r in results], dtype=torch.float32)
         extra = extra_columns(results)
@@ -151,7 +150,7 @@ class PoolRewardManager:
         return Graded(place_on_last_token(rewards, lengths, num_tokens), extra, reward_metrics(results))
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
-        """verl's older form; scores that are there already as `rm_scores` are handed back."""
+        """verl's older form; existing `rm_scores` are returned unchanged."""
         if data.batch is not None and "rm_scores" in set(data.batch.keys()):
             graded = Graded(data.tensors["rm_scores"], {})
         else:
@@ -165,7 +164,7 @@ class PoolRewardManager:
 assert set(_FACTORIES) == set(REWARD_MANAGERS)
 
 
-def tell_failures(results: Sequence[RewardResult]) -> None:
+def warn_of_failures(results: Sequence[RewardResult]) -> None:
     """Warn where rows got no score, with the cause of the first: metrics only count them."""
     lost = [result for result in results if result.status != "ok"]
     if lost:
@@ -173,11 +172,11 @@ def tell_failures(results: Sequence[RewardResult]) -> None:
         log.warning("%d of %d rows got no score; the first one: %s", len(lost), len(results), first)
 
 
-def reward_items(data: DataProto, tokenizer: Decoder, reward_fn_key: str = "data_source") -> list[RewardItem]:
-    """What the graders get of each row: the response as text without special tokens, and the row's own columns."""
+def reward_items(data: DataProto, tokenizer: Detokenizer, reward_fn_key: str = "data_source") -> list[RewardItem]:
+    """The graders' arguments for each row: its response as text without special tokens, and its columns."""
     responses, columns = data.tensors["responses"], data.non_tensor_batch
     if reward_fn_key not in columns:
-        raise ConfigError(f"data.reward_fn_key={reward_fn_key}: the rows have only {', '.join(sorted(columns))}")
+        raise ConfigError(f"data.reward_fn_key={reward_fn_key}: choose from the columns {', '.join(sorted(columns))}")
     items = []
     for row, length in enumerate(response_lengths(data).tolist()):
         text = tokenizer.decode(responses[row, :length].tolist(), skip_special_tokens=True)
@@ -190,14 +189,8 @@ def reward_items(data: DataProto, tokenizer: Decoder, reward_fn_key: str = "data
     return items
 
 
-def response_lengths(data: DataProto) -> Tensor:
-    """Tokens of each response (B,), tool answers in it included."""
-    num_tokens = data.tensors["responses"].shape[1]
-    return data.tensors["attention_mask"][:, -num_tokens:].sum(-1)
-
-
 def place_on_last_token(rewards: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:
-    """(B, num_tokens) float32: each reward at the last token of its response; an empty response has no place for it."""
+    """(B, num_tokens) float32: each reward at the last token of its response; an empty response gets none."""
     placed = torch.zeros(len(rewards), num_tokens, dtype=torch.float32)
     rows = torch.nonzero(lengths > 0).squeeze(-1)
     placed[rows, lengths[rows] - 1] = rewards[rows].float()
@@ -205,7 +198,7 @@ def place_on_last_token(rewards: Tensor, lengths: Tensor, num_tokens: int) -> Te
 
 
 def extra_columns(results: Sequence[RewardResult]) -> dict[str, np.ndarray]:
-    """One column for every key that any grader gave; numbers where all rows have one, else objects with None."""
+    """A column for every key that a grader returned; numbers where all rows have one, else objects with None."""
     keys = dict.fromkeys(key for result in results for key in result.extra)
     columns = {key: _column([result.extra.get(key) for result in results]) for key in keys}
     return columns | {"reward_status": _column([result.status for result in results])}
@@ -214,10 +207,7 @@ def extra_columns(results: Sequence[RewardResult]) -> dict[str, np.ndarray]:
 def _column(values: Sequence[Any]) -> np.ndarray:
     if all(isinstance(v, bool | int | float) for v in values):
         return np.array([float(v) for v in values])
-    column = np.empty(len(values), dtype=object)
-    for row, value in enumerate(values):
-        column[row] = value
-    return column
+    return object_array(values)
 
 
 # --- managers written for verl ---
@@ -227,15 +217,16 @@ def load_reward_manager(
     path: str,
     name: str,
     *,
-    tokenizer: Decoder,
+    tokenizer: Detokenizer,
     pool: RewardPool,
     reward_fn_key: str = "data_source",
     config: Any = None,
     reward_kwargs: Mapping[str, Any] | None = None,
 ) -> RewardManager:
-    """A manager class from a local file. Of `tokenizer`, `pool`, `reward_fn_key`, `config`, `num_examine`,
+    """A manager class from a local file.
 
-    `compute_score` (which grades one row in the pool) and `reward_kwargs` it gets those its __init__ names.
+    Of `tokenizer`, `pool`, `reward_fn_key`, `config`, `num_examine`, `compute_score` (which grades one row in the pool)
+    and `reward_kwargs`, its __init__ gets those that it names.
     """
     cls = load_from_file(path, name, key="reward.reward_manager.module")
     offered = {

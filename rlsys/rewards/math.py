@@ -69,8 +69,8 @@ def last_expression(text: str, *, timeout_s: float = 5.0) -> str | None:
     from math_verify import parse
 
     with time_limit(timeout_s):
-        found = parse(text, parsing_timeout=None)  # pyrefly: ignore[bad-argument-type]
-    return str(found[-1]) if found else None
+        expressions = parse(text, parsing_timeout=None)  # pyrefly: ignore[bad-argument-type]
+    return str(expressions[-1]) if expressions else None
 
 
 def equal(answer: str, ground_truth: str, *, timeout_s: float = 5.0) -> bool:
@@ -81,15 +81,15 @@ def equal(answer: str, ground_truth: str, *, timeout_s: float = 5.0) -> bool:
 
     with time_limit(timeout_s):
         gold = parse(f"\\boxed{{{ground_truth}}}", parsing_timeout=None)  # pyrefly: ignore[bad-argument-type]
-        found = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)  # pyrefly: ignore[bad-argument-type]
-        return bool(gold and found) and verify(gold, found, timeout_seconds=None)
+        parsed = parse(f"\\boxed{{{answer}}}", parsing_timeout=None)  # pyrefly: ignore[bad-argument-type]
+        return bool(gold and parsed) and verify(gold, parsed, timeout_seconds=None)
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the body after `seconds`; without effect outside the main thread.
+    """Raise TimeoutError in the body after `seconds`; ignored outside the main thread.
 
-    The alarm repeats, so that code which swallows the first one ends too, and is then still told apart from an answer.
+    The alarm repeats, so that code which swallows the first one ends too and does not pass for an answer.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -35,9 +35,9 @@ def exact(solution_str: str, ground_truth: Any, *, ignore_case: bool = False) ->
 
 def regex(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """1 when the pattern in the ground truth is found in the text; `pred` is its first group, or all it matched."""
-    found = re.search(str(ground_truth), solution_str)
-    pred = "" if found is None else found.group(1 if found.re.groups else 0) or ""
-    return {"score": float(found is not None), "acc": float(found is not None), "pred": pred}
+    match = re.search(str(ground_truth), solution_str)
+    pred = "" if match is None else match.group(1 if match.re.groups else 0) or ""
+    return {"score": float(match is not None), "acc": float(match is not None), "pred": pred}
 
 
 def exact_match(

@@ -29,7 +29,7 @@ GRACE_S = 0.1
 SECONDARY_GRACE_S = 3.0
 DEFAULT_DEADLINE_S = 600.0
 SPOKEN_ERRORS = (ConfigError, DataError, CheckpointError, WeightTransferError)
-"""Errors that mean the same to a person wherever they arise; they are raised on the driver as they are."""
+"""Errors that mean the same in any process; the driver raises them unchanged."""
 
 _SECONDARY = re.compile(
     r"gloo|nccl|DistBackendError|DistNetworkError|DistStoreError|TCPStore|broken ?pipe"
@@ -107,7 +107,7 @@ class Crew(Protocol):
         ...
 
     def probe(self, rank: int) -> Pending:
-        """A call without effect, which tells whether the rank lives once it is idle."""
+        """A call that does nothing; its answer shows that the rank is alive and idle."""
         ...
 
     def note(self, one: Pending, report: StageReport) -> None:

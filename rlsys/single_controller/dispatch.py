@@ -27,7 +27,7 @@ class MeshRank:
     is_collect: bool
 
 
-class Ranks(Protocol):
+class RankGroup(Protocol):
     """A group of workers as dispatch functions see it."""
 
     @property
@@ -38,8 +38,8 @@ class Ranks(Protocol):
 
 
 DispatchFn = Callable[..., Any]
-CollectFn = Callable[["Ranks", list[Any]], Any]
-PartsFn = Callable[["Ranks"], Sequence[int]]
+CollectFn = Callable[["RankGroup", list[Any]], Any]
+PartsFn = Callable[["RankGroup"], Sequence[int]]
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -76,7 +76,7 @@ class Registration(TypedDict):
 
 
 @dataclass(frozen=True)
-class Split:
+class SplitArguments:
     """Arguments for every rank. The last `num_padding[rank]` rows of a rank are repeated ones, cut off again later."""
 
     args: tuple[list[Any], ...] = ()
@@ -132,14 +132,14 @@ def _check_mode(mode: object) -> None:
 
 def registered_methods(cls: type) -> dict[str, Registration]:
     """The methods of `cls` that carry @register, by name, in alphabetical order."""
-    found = {name: getattr(getattr(cls, name, None), MAGIC_ATTR, None) for name in dir(cls)}
-    return {name: registration for name, registration in found.items() if registration is not None}
+    marks = {name: getattr(getattr(cls, name, None), MAGIC_ATTR, None) for name in dir(cls)}
+    return {name: registration for name, registration in marks.items() if registration is not None}
 
 
 def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> Dispatch:
-    """Add a mode of one's own, from then on `Dispatch.<NAME>`; ValueError if the name is taken."""
+    """Add a custom mode, afterwards available as `Dispatch.<NAME>`; ValueError if the name is taken."""
     if dispatch_mode_name in _MODES:
-        raise ValueError(f"dispatch mode {dispatch_mode_name} exists already; use update_dispatch_mode to change it")
+        raise ValueError(f"dispatch mode {dispatch_mode_name} already exists; use update_dispatch_mode to change it")
     _MODES[dispatch_mode_name] = Mode(dispatch_fn, collect_fn)
     mode = Dispatch(dispatch_mode_name)
     setattr(Dispatch, dispatch_mode_name, mode)
@@ -154,7 +154,7 @@ def update_dispatch_mode(dispatch_mode: Dispatch, dispatch_fn: DispatchFn, colle
 
 
 def mode_of(dispatch_mode: Dispatch | Mapping[str, Any]) -> Mode:
-    """The functions behind a mode; ValueError for a name nobody registered in this process."""
+    """The functions behind a mode; ValueError for a name that is not registered in this process."""
     if isinstance(dispatch_mode, Mapping):
         return Mode(dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"], dispatch_mode.get("parts_fn"))
     if dispatch_mode.name not in _MODES:
@@ -164,10 +164,10 @@ def mode_of(dispatch_mode: Dispatch | Mapping[str, Any]) -> Mode:
     return _MODES[dispatch_mode.name]
 
 
-def split_call(mode: Mode, group: Ranks, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Split:
+def split_call(mode: Mode, group: RankGroup, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SplitArguments:
     """Run a mode's dispatch function and check that it gave one value per rank."""
     answer = mode.dispatch_fn(group, *args, **kwargs)
-    split = answer if isinstance(answer, Split) else Split(tuple(answer[0]), dict(answer[1]))
+    split = answer if isinstance(answer, SplitArguments) else SplitArguments(tuple(answer[0]), dict(answer[1]))
     for values in (*split.args, *split.kwargs.values()):
         if len(values) != group.world_size:
             raise ValueError(f"the dispatch function gave {len(values)} values for {group.world_size} ranks")
@@ -188,12 +188,12 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, auto_padding: bool = F
     }
 
 
-def _dispatch_nd(mesh_name: str, auto_padding: bool, group: Ranks, /, *args: Any, **kwargs: Any) -> Split:
+def _dispatch_nd(mesh_name: str, auto_padding: bool, group: RankGroup, /, *args: Any, **kwargs: Any) -> SplitArguments:
     ranks = group.dispatch_info(mesh_name)
     return _split_by_rows(group, [rank.dp_rank for rank in ranks], auto_padding, args, kwargs)
 
 
-def _nd_parts(mesh_name: str, group: Ranks, /) -> list[int]:
+def _nd_parts(mesh_name: str, group: RankGroup, /) -> list[int]:
     ranks = group.dispatch_info(mesh_name)
     by_dp_rank = {info.dp_rank: rank for rank, info in enumerate(ranks) if info.is_collect}
     dp_size = max(info.dp_rank for info in ranks) + 1
@@ -206,7 +206,7 @@ def _nd_parts(mesh_name: str, group: Ranks, /) -> list[int]:
     return [by_dp_rank[dp_rank] for dp_rank in range(dp_size)]
 
 
-def _collect_nd(mesh_name: str, group: Ranks, results: list[Any], /) -> Any:
+def _collect_nd(mesh_name: str, group: RankGroup, results: list[Any], /) -> Any:
     return join([results[rank] for rank in _nd_parts(mesh_name, group)])
 
 
@@ -217,15 +217,17 @@ def join(results: Sequence[Any]) -> Any:
     return take_spans(results, [(part, 0, len(rows)) for part, rows in enumerate(results)])
 
 
-def _repeat(group: Ranks, values: Any) -> list[Any]:
+def _repeat(group: RankGroup, values: Any) -> list[Any]:
     return [values] * group.world_size
 
 
-def _one_to_all(group: Ranks, /, *args: Any, **kwargs: Any) -> Split:
-    return Split(tuple(_repeat(group, arg) for arg in args), {key: _repeat(group, arg) for key, arg in kwargs.items()})
+def _one_to_all(group: RankGroup, /, *args: Any, **kwargs: Any) -> SplitArguments:
+    return SplitArguments(
+        tuple(_repeat(group, arg) for arg in args), {key: _repeat(group, arg) for key, arg in kwargs.items()}
+    )
 
 
-def per_rank_or_same(group: Ranks, /, *args: Any, **kwargs: Any) -> Split:
+def per_rank_or_same(group: RankGroup, /, *args: Any, **kwargs: Any) -> SplitArguments:
     """Lists with an entry per rank are handed out, plain values go to all; ValueError for a mixture of the two."""
     values = [*args, *kwargs.values()]
     lists = [value for value in values if isinstance(value, list)]
@@ -236,32 +238,32 @@ def per_rank_or_same(group: Ranks, /, *args: Any, **kwargs: Any) -> Split:
             f"arguments must be all lists of {group.world_size} (one entry per rank) or none a list; "
             "register the method with Dispatch.ONE_TO_ALL to send a list to every rank"
         )
-    return Split(args, dict(kwargs))
+    return SplitArguments(args, dict(kwargs))
 
 
-def _dp_compute(group: Ranks, /, *args: Any, **kwargs: Any) -> Split:
+def _dp_compute(group: RankGroup, /, *args: Any, **kwargs: Any) -> SplitArguments:
     for value in (*args, *kwargs.values()):
         if not isinstance(value, list | tuple) or len(value) != group.world_size:
             raise ValueError(f"DP_COMPUTE needs every argument as a list of {group.world_size}, one entry per rank")
-    return Split(tuple(list(arg) for arg in args), {key: list(arg) for key, arg in kwargs.items()})
+    return SplitArguments(tuple(list(arg) for arg in args), {key: list(arg) for key, arg in kwargs.items()})
 
 
-def _dp_compute_proto(pads: bool, group: Ranks, /, *args: Any, **kwargs: Any) -> Split:
+def _dp_compute_proto(pads: bool, group: RankGroup, /, *args: Any, **kwargs: Any) -> SplitArguments:
     return _split_by_rows(group, range(group.world_size), pads, args, kwargs)
 
 
-def _proto_with_func(group: Ranks, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Split:
+def _proto_with_func(group: RankGroup, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> SplitArguments:
     if not callable(func):
         raise ValueError(
             f"DP_COMPUTE_PROTO_WITH_FUNC needs a function as its first argument, got {type(func).__name__}"
         )
     split = _dp_compute_proto(True, group, *args, **kwargs)
-    return Split((_repeat(group, func), *split.args), split.kwargs, split.num_padding)
+    return SplitArguments((_repeat(group, func), *split.args), split.kwargs, split.num_padding)
 
 
 def _split_by_rows(
-    group: Ranks, dp_ranks: Sequence[int], pads: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Split:
+    group: RankGroup, dp_ranks: Sequence[int], pads: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> SplitArguments:
     """Give rank r the rows of dp_ranks[r]; values without rows go to all."""
     named = {**dict(enumerate(args)), **kwargs}
     chunks = max(dp_ranks) + 1
@@ -282,7 +284,9 @@ def _split_by_rows(
         raise ValueError(f"{group.role}: the batches of one call have different numbers of rows: {lengths}")
     if not any(is_rows(value) or is_future(value) for value in named.values()):
         raise ValueError(f"{group.role}: a method that splits rows was called without a DataProto")
-    return Split(tuple(spread[index] for index in range(len(args))), {key: spread[key] for key in kwargs}, padding)
+    return SplitArguments(
+        tuple(spread[index] for index in range(len(args))), {key: spread[key] for key in kwargs}, padding
+    )
 
 
 def _wants_padding(rows: Any) -> bool:
@@ -295,19 +299,19 @@ def _forbidden(*_: Any, **__: Any) -> Any:
     )
 
 
-def _first(_: Ranks, results: list[Any]) -> Any:
+def _first(_: RankGroup, results: list[Any]) -> Any:
     return results[0]
 
 
-def _as_list(_: Ranks, results: list[Any]) -> list[Any]:
+def _as_list(_: RankGroup, results: list[Any]) -> list[Any]:
     return list(results)
 
 
-def _joined(_: Ranks, results: list[Any]) -> Any:
+def _joined(_: RankGroup, results: list[Any]) -> Any:
     return join(results)
 
 
-def _all_ranks(group: Ranks) -> Sequence[int]:
+def _all_ranks(group: RankGroup) -> Sequence[int]:
     return range(group.world_size)
 
 

@@ -1,4 +1,4 @@
-"""The worker's side of a call: build the worker, fetch what is to be fetched, run the method, answer with a header."""
+"""The worker's side of a call: build the worker, fetch the arguments, run the method, answer with a header."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CallSpec:
     """Which method to run. The values sent beside it are its positional arguments, then those named in `names`.
 
     `role` is the group that calls, `target` the role inside a process that several share. The last `num_padding` rows
-    of the batches are repeated ones, which the result is freed of.
+    of the batches are repeated ones; the result is returned without them.
     """
 
     method: str
@@ -39,7 +39,7 @@ class CallSpec:
 
 
 class UpstreamError(RuntimeError):
-    """An argument of the call was to come from another worker, which failed."""
+    """The worker that was to produce an argument of the call failed."""
 
 
 class LazyRows:
@@ -65,8 +65,8 @@ class WorkerHost:
     def set_environment(self, values: Mapping[str, str]) -> None:
         """Set variables before anything that reads them is imported.
 
-        A rank that sees exactly one CUDA device finds it at index 0, whatever its place on the host. Unless told a
-        number of threads, the ranks of a host share its cores.
+        A rank that sees exactly one CUDA device finds it at index 0, whatever its position on the host. Unless a
+        number of threads is set, the ranks of a host share its cores.
         """
         os.environ.update(values)
         if "OMP_NUM_THREADS" not in values:
@@ -85,7 +85,7 @@ class WorkerHost:
         return answer(build)[0], None
 
     def call(self, spec: CallSpec, *values: Any) -> tuple[Header, Any]:
-        """Run one method of the worker; failures are told in the header, never raised."""
+        """Run one method of the worker; failures are reported in the header, never raised."""
         worker = f"{spec.role} {os.environ.get('RANK', 0)}"
         return self._recorders.answer(worker, spec.method, lambda: self._run(spec, values))
 
@@ -169,7 +169,7 @@ def _num_rows(header: Header) -> int:
 
 
 def answer(run: Callable[[], Any]) -> tuple[Header, Any]:
-    """Run something and tell how it went."""
+    """Run a function; its header says whether it succeeded."""
     try:
         value = run()
     except Exception as error:

@@ -1,7 +1,7 @@
 """The local backend: the same groups with the workers in this process, so that a debugger steps into them.
 
 Ranks run one after another. Independent data-parallel ranks work in any number; a torch process group works with one.
-Batches are copied on the way in and out, as a real process boundary would. Deadlines cannot interrupt a call here.
+Batches are copied between caller and worker, as by a real process boundary. Deadlines cannot interrupt a call here.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def _kind(pool: ResourcePool) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class NodeCapacity:
-    """What a node of the cluster has in all."""
+    """The resources of a node of the cluster."""
 
     num_cpus: float
     num_gpus: float
@@ -93,7 +93,7 @@ class NodeCapacity:
 
 @dataclass(frozen=True)
 class PoolNeed:
-    """What a pool asks for: on each of its nodes, so many processes with these resources apiece."""
+    """What a pool needs: on each of its nodes, that many processes with these resources each."""
 
     name: str
     process_on_nodes: tuple[int, ...]
@@ -132,7 +132,7 @@ def _no_room(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> str:
 
 @dataclass
 class ResourcePoolManager(Generic[P]):
-    """Makes the pools of a plan by name and tells each role its own.
+    """Makes the pools of a plan by name and assigns one to each role.
 
     `resource_pool_spec` maps a pool's name to its processes on nodes, `mapping` a role to a pool's name. `make_pool` is
     called as make_pool(process_on_nodes, max_colocate_count, name).

@@ -55,7 +55,7 @@ class Worker:
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """Tell where this rank stands on a mesh; ValueError if it told so before."""
+        """Record this rank's position on a mesh; ValueError if it is recorded already."""
         if mesh_name in self._meshes:
             raise ValueError(f"mesh '{mesh_name}' is registered already as {self._meshes[mesh_name]}")
         self._meshes[mesh_name] = MeshRank(dp_rank, is_collect)
@@ -121,9 +121,9 @@ def environment(values: Mapping[str, str], unset: Sequence[str] = ()) -> Iterato
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on at this moment.
+    """A TCP port that no process listens on at this moment.
 
-    It is used seconds later, so it is not one of those that systems hand out to outgoing connections meanwhile.
+    It is used seconds later, so it is outside the range that systems assign to outgoing connections.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     for port in (*SystemRandom().sample(QUIET_PORTS, 32), 0):

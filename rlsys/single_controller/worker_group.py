@@ -23,7 +23,7 @@ from rlsys.single_controller.dispatch import (
     MeshRank,
     Mode,
     Registration,
-    Split,
+    SplitArguments,
     join,
     mode_of,
     per_rank_or_same,
@@ -243,7 +243,7 @@ class WorkerGroup:
             return mode.collect_fn(self, [one.value() for one in pending])
         return join([pending[rank].value() for rank in mode.parts_fn(self)])
 
-    def _start(self, method: str, split: Split) -> list[Pending]:
+    def _start(self, method: str, split: SplitArguments) -> list[Pending]:
         names = tuple(split.kwargs)
         calls = []
         for rank in range(self.world_size):

@@ -1,10 +1,10 @@
 """Runs inside the process that is about to become an untrusted program: gives up rights, then executes it.
 
-Started as `python -I -S jail.py SPEC`, where SPEC is JSON written by sandbox.py. Rights are given up in the kernel and
+Started as `python -I -S jail.py SPEC`, where SPEC is JSON written by run.py. Rights are given up in the kernel and
 cannot be taken back: resource limits; no capabilities; Landlock (read only the interpreter and the system libraries,
 write only the working folder, no signals or abstract sockets to the outside); a seccomp filter (no sockets, no new
 processes, no tracing, no signals to others, no kernel facilities that outlive the process). What the kernel does not
-offer is in the exit message; sandbox.py refuses to run anything without what it requires.
+offer is in the exit message; run.py refuses to run anything without what it requires.
 """
 
 import ctypes
@@ -90,7 +90,7 @@ def drop_capabilities() -> bool:
 
 
 def restrict_files(readable: list[str], folder: str) -> bool:
-    """Landlock: execute and read below `readable`, everything below `folder`, nothing elsewhere."""
+    """Landlock: execute and read below `readable`, everything below `folder`, nothing outside of both."""
     create, add_rule, restrict_self = SYS_LANDLOCK
     abi = libc.syscall(create, None, 0, 1)
     if abi < 1:

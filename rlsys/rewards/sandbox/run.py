@@ -1,4 +1,4 @@
-"""Runs a program that nobody trusts, in a process with next to no rights, and bounds all it can use.
+"""Runs an untrusted program in a process with next to no rights and bounds all its resources.
 
 Guaranteed (by the kernel, see jail.py), or the run is refused: no network; no processes beside its own; no files read
 but the interpreter and system libraries; none written but in its own folder, which is removed; no signals to others;
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-Status = Literal["exit", "failed", "timeout", "output", "folder", "threads"]
+ExitStatus = Literal["exit", "failed", "timeout", "output", "folder", "threads"]
 GUARANTEES = ("privileges", "files", "network", "processes")
 JAIL = Path(__file__).with_name("jail.py")
 REFUSAL, REFUSAL_CODE = "rlsys-sandbox-refuses:", 97
@@ -36,7 +36,7 @@ class SandboxError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """What one run may use. `cpu_s` is rounded up to whole seconds by the kernel."""
 
     wall_s: float = 4.0
@@ -50,25 +50,25 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Run:
+class SandboxRun:
     """How a run ended. `stdout` and `stderr` are cut at the limit; `status` "exit" means with code 0."""
 
-    status: Status
+    status: ExitStatus
     stdout: str
     stderr: str
     seconds: float
 
 
 def run_python(
-    source: str, *, stdin: str = "", limits: Limits | None = None, require: Sequence[str] = GUARANTEES
-) -> Run:
+    source: str, *, stdin: str = "", limits: SandboxLimits | None = None, require: Sequence[str] = GUARANTEES
+) -> SandboxRun:
     """Run `source` by this interpreter with `stdin` as its input.
 
     `require` names the guarantees (GUARANTEES) without which SandboxError is raised instead.
     """
     if unknown := set(require) - set(GUARANTEES):
         raise ValueError(f"require={sorted(unknown)}: the guarantees are {', '.join(GUARANTEES)}")
-    limits = limits or Limits()
+    limits = limits or SandboxLimits()
     folder = Path(tempfile.mkdtemp(prefix="rlsys-run-"))
     try:
         (folder / "main.py").write_text(source, encoding="utf-8", errors="surrogatepass")
@@ -93,7 +93,7 @@ def _holds(guarantee: str) -> bool:
         return False
 
 
-def _spec(folder: Path, limits: Limits, require: Sequence[str]) -> dict[str, Any]:
+def _spec(folder: Path, limits: SandboxLimits, require: Sequence[str]) -> dict[str, Any]:
     libraries = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
     prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(sys.executable).resolve().parent))
     environment = {
@@ -130,7 +130,7 @@ def _spec(folder: Path, limits: Limits, require: Sequence[str]) -> dict[str, Any
     }
 
 
-def _watched(spec: Mapping[str, Any], stdin: str, folder: Path, limits: Limits) -> Run:
+def _watched(spec: Mapping[str, Any], stdin: str, folder: Path, limits: SandboxLimits) -> SandboxRun:
     start = time.monotonic()
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", str(JAIL), json.dumps(spec)],
@@ -141,7 +141,7 @@ def _watched(spec: Mapping[str, Any], stdin: str, folder: Path, limits: Limits) 
         start_new_session=True,
     )
     pipes = _Pipes(process, stdin.encode("utf-8", errors="surrogatepass"), limits.output_bytes)
-    status: Status | None = None
+    status: ExitStatus | None = None
     while status is None and process.poll() is None:
         if not pipes.move(CHECK_S):
             time.sleep(CHECK_S / 10)
@@ -163,7 +163,7 @@ def _watched(spec: Mapping[str, Any], stdin: str, folder: Path, limits: Limits) 
     if process.returncode == -signal.SIGXCPU:
         status = "timeout"
     out, err = (data.decode("utf-8", errors="replace") for data in (pipes.stdout, pipes.stderr))
-    return Run(status, out, err, time.monotonic() - start)
+    return SandboxRun(status, out, err, time.monotonic() - start)
 
 
 def _num_threads(pid: int) -> int:

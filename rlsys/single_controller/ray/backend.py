@@ -52,7 +52,7 @@ class RayBackend(Backend):
         return list(self._actors)
 
     def start(self, pool: RayResourcePool, bin_pack: bool, name_prefix: str, detached: bool) -> None:
-        """Make an actor on every slot, tell each its rank, build the workers; all ranks at once."""
+        """Make an actor on every slot, set its rank, build the workers; all ranks at once."""
         self.world_size = pool.world_size
         deadline_s = deadline_for(self.deadlines, START)
         bundles = pool.acquire(bin_pack, deadline_s)
@@ -111,7 +111,7 @@ class RayBackend(Backend):
         return self._ask_node(rank, diagnosis.log_tail)
 
     def diagnose(self, rank: int) -> str:
-        return self._ask_node(rank, diagnosis.diagnose) or "it never said where it runs"
+        return self._ask_node(rank, diagnosis.diagnose) or "it never reported where it runs"
 
     def restart(self, rank: int, deadline_s: float | None) -> None:
         self._end([rank])

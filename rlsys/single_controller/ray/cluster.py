@@ -104,9 +104,9 @@ def _checked(cluster: Cluster) -> Cluster:
 
 
 def _set_defaults_for_local_cluster() -> None:
-    """What Ray's own processes read from the environment; a variable that is set stays as it is.
+    """What Ray's own processes read from the environment; a variable that is set is not changed.
 
-    Ray switches token authentication on for local clusters by itself, and says so in a warning that helps nobody here.
+    Ray enables token authentication for local clusters and warns about it; the warning is of no use here.
     """
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     defaults = {
@@ -148,7 +148,7 @@ def runtime_env(given: Mapping[str, Any]) -> dict[str, Any]:
 def import_options() -> dict[str, Any]:
     """Options with which actors and tasks can import rlsys, where the job's own environment does not let them.
 
-    That is so when Ray was initialised by somebody else; repeating what the job has would cost a process start.
+    That is so when Ray was initialised by other code; repeating what the job has would cost a process start.
     """
     job = dict(ray.get_runtime_context().runtime_env or {})
     env = runtime_env(job)

@@ -19,8 +19,8 @@ from msgspec.msgpack import Ext
 
 from rlsys.ipc.codec import Tag
 from rlsys.protocol import DataProto, ReadOnlyError, WireError, object_array
-from rlsys.protocol.chunks import PIECE_BYTES, join, split
 from rlsys.protocol.disk import ALIGN_BYTES
+from rlsys.protocol.pieces import PIECE_BYTES, join_buffers, split_buffers
 from rlsys.types import Finish
 
 
@@ -260,9 +260,9 @@ def test_pickle_calls_nothing_but_the_decoder() -> None:
 
 def test_pieces_join_over_the_same_memory_or_by_copy() -> None:
     whole = bytes(range(256)) * (3 * PIECE_BYTES // 256)
-    counts, pieces = split([memoryview(whole), memoryview(b""), memoryview(b"ab")])
-    seamless, empty, short = join(counts, pieces)
-    apart = join(counts, [bytes(piece) for piece in pieces])
+    counts, pieces = split_buffers([memoryview(whole), memoryview(b""), memoryview(b"ab")])
+    seamless, empty, short = join_buffers(counts, pieces)
+    apart = join_buffers(counts, [bytes(piece) for piece in pieces])
     assert bytes(seamless) == bytes(apart[0]) == whole
     assert bytes(empty) == b""
     assert bytes(short) == b"ab"
@@ -272,8 +272,8 @@ def test_pieces_join_over_the_same_memory_or_by_copy() -> None:
 
 
 def test_joined_pieces_keep_their_memory_alive() -> None:
-    counts, pieces = split([memoryview(bytearray(b"x" * (2 * PIECE_BYTES)))])
-    (joined,) = join(counts, pieces)
+    counts, pieces = split_buffers([memoryview(bytearray(b"x" * (2 * PIECE_BYTES)))])
+    (joined,) = join_buffers(counts, pieces)
     tensor = torch.frombuffer(joined, dtype=torch.uint8)
     del pieces, joined
     filler = [bytearray(b"y" * (2 * PIECE_BYTES)) for _ in range(4)]

@@ -68,14 +68,14 @@ def test_scores_lie_on_the_last_token(pool: RewardPool) -> None:
     assert graded.metrics["reward/zeros"] == 3
 
 
-def test_the_cause_of_a_missing_score_is_told(pool: RewardPool, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_cause_of_a_missing_score_is_a_warning(pool: RewardPool, caplog: pytest.LogCaptureFixture) -> None:
     rows = batch([[1], [2]], ["1", "2"])
     rows.non_tensor_batch["data_source"][1] = "my/data"
     graded = build_reward_manager("naive", tokenizer=Digits(), pool=pool).grade(rows)
     assert graded.metrics["reward/errors"] == 1
-    (told,) = [record.getMessage() for record in caplog.records if record.name == "rlsys.rewards.manager"]
-    assert told.startswith("1 of 2 rows got no score; the first one: error: ")
-    assert "'my/data'" in told
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "rlsys.rewards.manager"]
+    assert warning.startswith("1 of 2 rows got no score; the first one: error: ")
+    assert "'my/data'" in warning
 
 
 def test_the_older_call_of_verl(pool: RewardPool) -> None:

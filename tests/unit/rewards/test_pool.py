@@ -138,7 +138,7 @@ def test_a_grader_that_fails_is_an_error_and_no_neighbour_pays(faults: RewardPoo
     assert seconds < scaled_s(TIMEOUT_S + 1.0)
 
 
-def test_the_cause_of_an_error_is_told(faults: RewardPool) -> None:
+def test_the_cause_of_an_error_is_in_its_message(faults: RewardPool) -> None:
     texts = {fault: among_neighbours(faults, fault)[0].message for fault in ("raise", "segv", "abort", "exit", "nan")}
     assert "ValueError: no such answer" in texts["raise"]
     assert "SIGSEGV" in texts["segv"]
@@ -206,7 +206,7 @@ def test_a_large_item_passes(faults: RewardPool) -> None:
     assert [r.score for r in results] == [1.0] * 6
 
 
-def test_a_deadline_for_all_is_told_and_the_pool_goes_on(faults: RewardPool) -> None:
+def test_a_deadline_for_all_is_an_error_and_the_pool_continues(faults: RewardPool) -> None:
     with pytest.raises(DeadlineError, match="reward pool"):
         faults.score([item("sleep")] * 6, deadline_s=0.2)
     assert faults.score([item("5")])[0].score == 5.0

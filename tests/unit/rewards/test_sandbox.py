@@ -11,7 +11,7 @@ import pytest
 from rlsys.rewards import code
 from rlsys.rewards.pool.pool import RewardItem, RewardPool
 from rlsys.rewards.sandbox import run as sandbox
-from rlsys.rewards.sandbox.run import GUARANTEES, Limits, SandboxError, available_guarantees, run_python
+from rlsys.rewards.sandbox.run import GUARANTEES, SandboxError, SandboxLimits, available_guarantees, run_python
 from tests.timing import scaled_s
 
 NEEDS_KERNEL = pytest.mark.skipif(
@@ -116,7 +116,7 @@ def test_an_escape_fails_within_its_limits(name: str, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("x7y8z9")
     attempt = ESCAPES[name].format(secret=str(secret), folder=str(tmp_path))
-    limits = Limits(wall_s=scaled_s(0.6), cpu_s=1.0, memory_bytes=512 << 20)
+    limits = SandboxLimits(wall_s=scaled_s(0.6), cpu_s=1.0, memory_bytes=512 << 20)
     start = time.monotonic()
     run = run_python(f"{attempt}\nprint({SUCCESS!r})", limits=limits)
     assert time.monotonic() - start < limits.wall_s + scaled_s(1.0)
@@ -157,7 +157,7 @@ def test_large_input_and_output_pass() -> None:
 
 def test_nothing_is_left_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    run_python("open('left', 'w').write('x')\nwhile True: pass", limits=Limits(wall_s=0.2))
+    run_python("open('left', 'w').write('x')\nwhile True: pass", limits=SandboxLimits(wall_s=0.2))
     assert os.listdir(tmp_path) == []
 
 

@@ -22,9 +22,9 @@ DRIVER = textwrap.dedent(
     titled = ["ray::Sleeper", "100"]
     logging = subprocess.Popen(titled, executable="/bin/sleep", env={MARK: "other"}, pass_fds=[log.fileno()])
     null = subprocess.DEVNULL
-    stranger = subprocess.Popen(["sleep", "100"], env={MARK: "other"}, pass_fds=[log.fileno()], stdout=null)
+    other = subprocess.Popen(["sleep", "100"], env={MARK: "other"}, pass_fds=[log.fileno()], stdout=null)
     guard = Guard("abc", sys.argv[1])
-    print(marked.pid, logging.pid, stranger.pid, flush=True)
+    print(marked.pid, logging.pid, other.pid, flush=True)
     sys.stdin.readline()
     guard.close()
     """
@@ -39,13 +39,13 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("end", ["killed", "closed"])
-def test_the_guard_kills_the_cluster_and_no_stranger(tmp_path: Path, end: str) -> None:
+def test_the_guard_kills_the_cluster_and_no_other_process(tmp_path: Path, end: str) -> None:
     driver = subprocess.Popen(
         [sys.executable, "-c", DRIVER, tmp_path], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert driver.stdin is not None
     assert driver.stdout is not None
-    marked, logging, stranger = (int(pid) for pid in driver.stdout.readline().split())
+    marked, logging, other = (int(pid) for pid in driver.stdout.readline().split())
     try:
         assert _runs(marked)
         assert _runs(logging)
@@ -58,6 +58,6 @@ def test_the_guard_kills_the_cluster_and_no_stranger(tmp_path: Path, end: str) -
         wait_until(lambda: not (_runs(marked) or _runs(logging)))
         assert not _runs(marked)
         assert not _runs(logging)
-        assert _runs(stranger)
+        assert _runs(other)
     finally:
-        subprocess.run(["kill", "-9", str(stranger)], check=False)
+        subprocess.run(["kill", "-9", str(other)], check=False)

@@ -1,8 +1,8 @@
 """Large buffers in pieces: how raw memory crosses Ray's serializer fastest on a small machine.
 
-Ray copies every out-of-band buffer of a mebibyte or more with six threads of its own, started for each buffer, which
-on a few cores costs more than the copy. Smaller buffers are copied plainly, one behind the other, so pieces whose
-length is a multiple of Ray's alignment lie seamlessly in the object and are one buffer again on arrival, not copied.
+Ray copies every out-of-band buffer of a mebibyte or more with six threads that it starts each time, which on a few
+cores costs more than the copy. Smaller buffers are copied by one thread, one after the other, so pieces whose length is
+a multiple of Ray's alignment are contiguous in the object and can be joined on arrival without a copy.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ FEW_CORES = 8
 PIECE_BYTES = (1 << 20) - 64
 
 
-def split(buffers: Sequence[memoryview]) -> tuple[list[int], list[memoryview]]:
+def split_buffers(buffers: Sequence[memoryview]) -> tuple[list[int], list[memoryview]]:
     """(pieces of each buffer, all pieces in order)."""
     step = PIECE_BYTES if (os.cpu_count() or 1) <= FEW_CORES else max((b.nbytes for b in buffers), default=0) or 1
     pieces = [[buffer[at : at + step] for at in range(0, max(buffer.nbytes, 1), step)] for buffer in buffers]
     return [len(part) for part in pieces], [piece for part in pieces for piece in part]
 
 
-def join(counts: Sequence[int], pieces: Sequence[Any]) -> list[Any]:
-    """The buffers again: over the same memory where pieces lie seamlessly, else copied into a bytearray."""
+def join_buffers(counts: Sequence[int], pieces: Sequence[Any]) -> list[Any]:
+    """The buffers: over the same memory where their pieces are contiguous, else copied into a bytearray."""
     taken = iter(pieces)
     return [_join([next(taken) for _ in range(count)]) for count in counts]
 
