@@ -159,7 +159,7 @@ def test_a_server_that_only_fails_is_named_with_every_cause(fleet: Fleet) -> Non
     text = str(caught.value)
     assert text.count(server.url) >= 3
     assert "HTTP 500: told to fail" in text
-    assert "no log-probability" in text
+    assert "not a log-probability" in text
 
 
 def test_a_request_the_server_refuses_is_not_retried(fleet: Fleet) -> None:
