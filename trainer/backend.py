@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -88,6 +89,12 @@ def _device(wanted: str, has_gpus: bool) -> str:
     if wanted == "cuda" and not has_gpus:
         raise ConfigError("trainer.device=cuda, but there is no CUDA device; set trainer.device=auto or cpu")
     return "cuda" if has_gpus and wanted != "cpu" else "cpu"
+
+
+def import_external_lib(model: ModelConfig) -> None:
+    """Import the module named by `external_lib`, which registers user-defined functions."""
+    if model.external_lib:
+        importlib.import_module(model.external_lib)
 
 
 def load_tokenizer(model: ModelConfig, padding: int | None = None) -> PreTrainedTokenizerBase:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.plan import BatchPlan
 from rlsys.fleet.external.settings import settings_of
-from trainer.backend import WorkerBackend, load_tokenizer, running_backend, start_backend
+from trainer.backend import WorkerBackend, import_external_lib, load_tokenizer, running_backend, start_backend
 from trainer.groups import Role
 from trainer.ppo import RayPPOTrainer
 from trainer.prompts import num_steps, prompt_datasets
@@ -63,8 +62,8 @@ def _prepared(config: PPOConfig) -> tuple[PPOConfig, BatchPlan]:
 
 def _build(config: PPOConfig, plan: BatchPlan, backend: WorkerBackend) -> RayPPOTrainer:
     model = config.actor_rollout_ref.model
-    if model.external_lib:
-        importlib.import_module(model.external_lib)
+    for section in (model, *([config.critic.model] if plan.critic is not None else [])):
+        import_external_lib(section)
     tokenizer = load_tokenizer(model, config.actor_rollout_ref.rollout.padding)
     train_rows, val_rows = prompt_datasets(config, tokenizer)
     mapping, pools = place_roles(config, plan)

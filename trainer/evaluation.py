@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,7 +18,7 @@ from rlsys.fleet.group import group_fleet
 from rlsys.protocol import DataProto
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.telemetry.validation_metrics import validation_metrics
-from trainer.backend import load_tokenizer, running_backend
+from trainer.backend import import_external_lib, load_tokenizer, running_backend
 from trainer.dumps import dump, sample_rows
 from trainer.generation import GradedRollout, answer_printer, fleet_generate, validation_sampling
 from trainer.groups import RolloutGroup, start_group
@@ -105,8 +104,7 @@ def run_evaluation(config: EvalConfig) -> None:
 def evaluate(config: EvalConfig) -> dict[str, float]:
     """The metrics of one evaluation; its workers are closed afterwards."""
     model, run, rollout = config.actor_rollout_ref.model, config.trainer, config.actor_rollout_ref.rollout
-    if model.external_lib:
-        importlib.import_module(model.external_lib)
+    import_external_lib(model)
     tokenizer = load_tokenizer(model, rollout.padding)
     data = config.data
     assert data.val_files is not None, "checked with the configuration"

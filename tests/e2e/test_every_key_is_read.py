@@ -1,0 +1,268 @@
+"""No key of any job is dead: real runs read it, or the code that only another engine or device runs does."""
+
+from __future__ import annotations
+
+import ast
+import json
+from functools import cache
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rlsys.config.introspect import leaves
+from tests.config_reads import keys_read_by, schema_of
+from tests.e2e.conftest import Toy
+from tests.timing import scaled_s
+from trainer import main_eval, main_ppo, main_rm, main_sft
+
+ROOT = Path(__file__).resolve().parents[2]
+ACTOR, ROLLOUT, ALGORITHM = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm."
+CORRECTION = ALGORITHM + "rollout_correction."
+READ_WHILE_LOADING = {
+    "actor_rollout_ref.actor.clip_ratio": "the default of clip_ratio_low and clip_ratio_high",
+    "actor_rollout_ref.hybrid_engine": "follows from the pools, and a contradiction is refused",
+    "trainer.allocation_mode": "becomes trainer.n_gpus_per_node, trainer.rollout_workers and the parallel sizes",
+    "engine.strategy": "fsdp and fsdp2 both mean FSDP2, and anything else is refused",
+}
+SGLANG, VLLM = (
+    "rlsys/rollout/sglang/arguments.py:server_arguments",
+    "rlsys/rollout/vllm/engine_args.py:engine_arguments",
+)
+SERVERS, PUSH = "rlsys/fleet/external/settings.py:settings_of", "trainer/weight_push.py:connect_servers"
+RAY = "trainer/backend.py:start_backend"
+READERS = {
+    **{
+        f"{ROLLOUT}{name}": SGLANG
+        for name in (
+            *("gpu_memory_utilization", "kv_cache_gib", "enforce_eager", "cuda_graph_max_bs", "disable_log_stats"),
+            *("cudagraph_capture_sizes", "enable_chunked_prefill", "enable_prefix_caching", "engine_kwargs.sglang"),
+        )
+    },
+    f"{ROLLOUT}engine_kwargs.vllm": VLLM,
+    **{
+        f"{ROLLOUT}servers.{name}": SERVERS
+        for name in ("urls", "model", "policy", "max_concurrent", "timeout_s", "max_retries", "token_env")
+    },
+    **{f"{ROLLOUT}servers.{name}": PUSH for name in ("lora_name", "weights_dir")},
+    f"{ROLLOUT}parity.policy": "trainer/ppo.py:parity_probe",
+    **{f"reward.reward_model.{name}": "trainer/build.py:place_roles" for name in ("n_gpus_per_node", "nnodes")},
+    **{f"ray_kwargs.ray_init.{name}": RAY for name in ("num_cpus", "address", "runtime_env")},
+    "ray_kwargs.timeline_json_file": RAY,
+}
+"""Keys that only other engines, external servers, Ray or several ranks read -> the file and function that does."""
+NO_REWARDS = {"trainer.deadlines.reward_s": "no rewards", "trainer.balance_batch": "batches are not balanced"}
+NOT_READ = {
+    main_ppo: {
+        "critic.model.tokenizer_path": "the critic is given token ids of the actor's tokenizer",
+        "critic.model.custom_chat_template": "the critic is given token ids of the actor's tokenizer",
+    },
+    main_sft: NO_REWARDS,
+    main_rm: NO_REWARDS,
+    main_eval: {
+        **{
+            f"actor_rollout_ref.model.{name}": "nothing is trained"
+            for name in (
+                *("enable_gradient_checkpointing", "use_remove_padding", "override_config", "target_modules"),
+                *("lora_rank", "lora_alpha", "lora_adapter_path"),
+            )
+        },
+        f"{ROLLOUT}free_cache_engine": "the engine never sleeps",
+        "reward.custom_reward_function.reward_kwargs": "read only with a custom function",
+        **{
+            f"reward.reward_model.{name}": "a reward model does not grade evaluations"
+            for name in (
+                *("enable", "model_path", "trust_remote_code", "enable_resource_pool", "dtype"),
+                *("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu"),
+            )
+        },
+        **{f"trainer.{name}": "no tracker is opened" for name in ("project_name", "experiment_name", "logger")},
+    },
+}
+"""Keys of sections that several jobs or roles share and that have no meaning for this one; to be removed there."""
+EXTENSIONS = """
+class Rows:
+    def __init__(self, data_files, tokenizer, config, processor, max_samples):
+        import json
+        self.rows = [json.loads(line) for file in data_files for line in open(file)]
+        for row in self.rows:
+            if "messages" in row:
+                row |= {"prompt": row["messages"][0]["content"], "response": row["messages"][1]["content"]}
+            elif "chosen" not in row:
+                row["prompt"] = [{"role": "user", "content": row["prompt"]}]
+    def __len__(self):
+        return len(self.rows)
+    def __getitem__(self, index):
+        return self.rows[index]
+
+class custom_reward_manager:
+    def __init__(self, tokenizer, num_examine, compute_score, reward_fn_key="data_source", **kwargs):
+        self.compute_score = compute_score
+    def __call__(self, data, return_dict=False):
+        import torch
+        rewards = torch.zeros(data.batch["responses"].shape)
+        rewards[:, -1] = torch.arange(len(rewards)) % 3
+        extra = {"even": [i % 2 for i in range(len(rewards))], "third": [i % 3 for i in range(len(rewards))]}
+        return {"reward_tensor": rewards, "reward_extra_info": extra}
+"""
+GRADER = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    total = sum(solution_str.encode())
+    return {"score": total % 7 / 6, "even": total % 2, "third": total % 3}
+"""
+
+
+def ppo_runs(toy: Toy, folder: Path) -> list[list[str]]:
+    """Overrides of one run each."""
+    critic = ["algorithm.adv_estimator=gae", f"critic.model.path={toy.model}"]
+    loss, extensions = f"{ACTOR}policy_loss.loss_mode=", folder / "extensions.py"
+    return [
+        [
+            "trainer.save_freq=1",
+            "trainer.total_training_steps=2",
+            f"data.custom_cls.path={extensions}",
+            "data.custom_cls.name=Rows",
+            f"{loss}vanilla",
+        ],
+        [
+            *(*critic, f"{ACTOR}use_kl_loss=true", "critic.model.lora_rank=2", "trainer.val_before_train=true"),
+            *(f"{ROLLOUT}val_kwargs.do_sample=true", f"{ACTOR}clip_ratio=0.1", f"{ROLLOUT}parity.freq=1"),
+        ],
+        [
+            *(*critic, "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"),
+            *("algorithm.use_pf_ppo=true", f"{loss}clip_cov"),
+        ],
+        [
+            *("reward.reward_model.enable=true", f"reward.reward_model.model_path={toy.judge}", f"{loss}kl_cov"),
+            *("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=seq_reward"),
+        ],
+        [
+            *(
+                "actor_rollout_ref.model.lora_rank=2",
+                f"{CORRECTION}rollout_is=token",
+                f"{CORRECTION}rollout_rs=token_k1",
+            ),
+            f"{CORRECTION}rollout_rs_threshold=0.5_2.0",
+            *("algorithm.reward_norm.mean_level=group", "algorithm.reward_norm.std_level=batch", f"{loss}sapo"),
+            *("algorithm.adv_norm.mean_level=batch", "algorithm.adv_norm.std_level=batch"),
+        ],
+        [
+            *("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[even,third]", f"{loss}dro"),
+            *("reward.reward_manager.source=importlib", f"reward.reward_manager.module.path={extensions}"),
+        ],
+        [
+            *("reward.reward_manager.name=dapo", "reward.reward_kwargs.overlong_buffer_cfg.enable=true"),
+            *("reward.reward_kwargs.overlong_buffer_cfg.len=3", f"{CORRECTION}bypass_mode=true"),
+        ],
+        ["--config-name=ppo_megatron_trainer", "trainer.device=cpu", *critic, f"{ACTOR}use_kl_loss=true"],
+    ]
+
+
+def supervised_runs(toy: Toy, folder: Path, job: ModuleType) -> list[list[str]]:
+    chat = {"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}
+    row = {"prompt": "1+1=", "chosen": "2", "rejected": "?"} if job is main_rm else chat
+    long = {"prompt": "1+1=", "response": "2" * 99, "chosen": "2" * 99, "rejected": "?"}
+    for name, value in {"short": row, "long": long}.items():
+        (folder / f"{name}.jsonl").write_text(f"{json.dumps(value)}\n" * 8)
+    common = ["trainer.backend=local", f"model.path={toy.model}", f"data.val_files={folder}/short.jsonl"]
+    common += ["data.train_batch_size=4", "data.micro_batch_size_per_gpu=2", "data.max_length=32"]
+    common += ["trainer.test_freq=1", "trainer.save_freq=1", "trainer.total_training_steps=2"]
+    custom = [f"data.custom_cls.path={folder}/extensions.py", "data.custom_cls.name=Rows", "model.lora_rank=2"]
+    columns = [] if job is main_rm else ["data.messages_key=null"]
+    runs = [
+        [f"data.train_files={folder}/short.jsonl"],
+        [f"data.train_files={folder}/short.jsonl", *custom],
+        [
+            f"data.train_files={folder}/long.jsonl",
+            f"data.val_files={folder}/long.jsonl",
+            "data.truncation=right",
+            *columns,
+        ],
+    ]
+    return [
+        [*common, *overrides, f"trainer.default_local_dir={folder}/{number}"] for number, overrides in enumerate(runs)
+    ]
+
+
+def evaluation_runs(toy: Toy, folder: Path) -> list[list[str]]:
+    common = ["trainer.backend=local", f"actor_rollout_ref.model.path={toy.model}", f"data.val_files={toy.val}"]
+    common += ["data.max_prompt_length=16", "data.max_response_length=4", f"{ROLLOUT}val_kwargs.do_sample=true"]
+    manager = ["reward.reward_manager.source=importlib", f"reward.reward_manager.module.path={folder}/extensions.py"]
+    runs = [
+        [f"data.custom_cls.path={folder}/extensions.py", "data.custom_cls.name=Rows"],
+        [*manager, "reward.reward_model.enable=true", f"reward.reward_model.model_path={toy.judge}"],
+        [
+            *("reward.reward_manager.name=dapo", "reward.reward_kwargs.overlong_buffer_cfg.enable=true"),
+            "reward.reward_kwargs.overlong_buffer_cfg.len=3",
+        ],
+    ]
+    return [
+        [*common, *overrides, f"trainer.default_local_dir={folder}/{number}"] for number, overrides in enumerate(runs)
+    ]
+
+
+def runs_of(job: ModuleType, toy: Toy, folder: Path) -> list[list[str]]:
+    """The arguments of every run of a job."""
+    (folder / "extensions.py").write_text(EXTENSIONS)
+    (folder / "grader.py").write_text(GRADER)
+    if job is main_eval:
+        return evaluation_runs(toy, folder)
+    if job is not main_ppo:
+        return supervised_runs(toy, folder, job)
+    common = ("trainer.backend=local", f"reward.custom_reward_function.path={folder}/grader.py")
+    return [
+        toy.overrides(folder / f"ppo{number}", *common, "trainer.total_training_steps=1", *overrides)
+        for number, overrides in enumerate(ppo_runs(toy, folder))
+    ]
+
+
+def in_child(job: ModuleType, argv: list[str]) -> set[str]:
+    """The keys that a run reads, in a process of its own: jobs leave process groups and registries behind."""
+    context = get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    child = context.Process(target=_run, args=(there, job, argv))
+    child.start()
+    there.close()
+    try:
+        assert here.poll(scaled_s(60)), f"{job.__name__} {argv}: no answer"
+        return set(here.recv())
+    finally:
+        child.kill()
+        child.join()
+
+
+def _run(answer: Connection, job: ModuleType, argv: list[str]) -> None:
+    answer.send(sorted(keys_read_by(job, argv)))
+
+
+@cache
+def functions_of(file: str) -> dict[str, ast.AST]:
+    tree = ast.parse((ROOT / file).read_text())
+    return {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def is_read_by(key: str, reader: str) -> bool:
+    """Whether the function of `reader` ("file:function") accesses the key, or dumps its section."""
+    file, _, function = reader.partition(":")
+    attributes = {node.attr for node in ast.walk(functions_of(file)[function]) if isinstance(node, ast.Attribute)}
+    *_, section, name = key.split(".")
+    return name in attributes or {section, "model_dump"} <= attributes
+
+
+@pytest.mark.parametrize("job", [main_ppo, main_sft, main_rm, main_eval], ids=lambda job: job.__name__)
+def test_every_key_is_read(toy: Toy, tmp_path: Path, job: ModuleType) -> None:
+    read: set[str] = set()
+    for argv in runs_of(job, toy, tmp_path):
+        read |= in_child(job, argv)
+    keys = set(leaves(schema_of(job)))
+    excused = {*READ_WHILE_LOADING, *READERS, *NOT_READ.get(job, ())}
+    dead = sorted(keys - read - excused)
+    assert not dead, " ".join(dead)
+    assert sorted(set(NOT_READ.get(job, ())) & read) == [], "read now: remove it from NOT_READ"
+
+
+@pytest.mark.parametrize("key", READERS)
+def test_code_of_other_engines_reads_its_keys(key: str) -> None:
+    assert is_read_by(key, READERS[key])
