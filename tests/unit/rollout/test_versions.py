@@ -228,7 +228,7 @@ def test_the_names_that_the_vllm_adapter_uses_are_all_checked() -> None:
 
 
 def test_the_documented_versions_are_those_of_the_tables() -> None:
-    text = (Path(rlsys.__file__).parents[1] / "docs" / "engines.md").read_text()
+    text = (Path(rlsys.__file__).parents[1] / "docs" / "engine_versions.md").read_text()
     rows = [line.split("|")[1].strip().strip("`") for line in text.splitlines() if line.startswith(("| `>=", "| `<"))]
     assert sorted(rows) == sorted(row.versions for table in TABLES.values() for row in table.rows)
 
