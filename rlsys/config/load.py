@@ -100,7 +100,6 @@ def _value_problem(path: str, values: dict[str, Any], layers: Layers, schema: ty
 
 _VALUE_HINTS = {
     "megatron": "supervised training runs on FSDP2; set fsdp",
-    "trtllm": "TensorRT-LLM is not supported; set hf",
     "npu": "Ascend is not supported",
 }
 

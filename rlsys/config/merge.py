@@ -165,7 +165,7 @@ class Layers:
         self.given[key] = Given(merged, given.origin, key)
 
     def _open_key(self, path: str) -> str | None:
-        """The open key that `path` is, or lies in."""
+        """The open key that `path` is, or is in."""
         prefix = path
         while prefix:
             if prefix in self._leaves:

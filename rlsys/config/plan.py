@@ -1,4 +1,4 @@
-"""The arithmetic of a run: what one step consists of and who does it, told before anything starts."""
+"""The arithmetic of a run: what one step consists of and which processes run it, printed before the start."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from rlsys.config.schema.trainer import RunConfig
 
 @dataclass(frozen=True)
 class RolePlan:
-    """How a trained role (actor or critic) goes through a step's samples.
+    """How a trained role (actor or critic) splits a step's samples.
 
     `dp_size` ranks see different samples; `mini_batch_samples` counts over all of them, `rank_samples` on one.
     `micro_batches` is None where they are filled by tokens (`max_tokens`), which only the lengths decide.
+    `is_split` is False if no size is set, so that a rank takes its whole share at once.
     """
 
     dp_size: int
@@ -27,6 +28,7 @@ class RolePlan:
     micro_batch_samples: int | None
     micro_batches: int | None
     max_tokens: int | None
+    is_split: bool
 
     @property
     def optimizer_steps(self) -> int:
@@ -109,6 +111,7 @@ def role_plan(
         micro_batch_samples=micro,
         micro_batches=None if micro is None else -(-rank_samples // micro),
         max_tokens=max_tokens,
+        is_split=micro_batch_samples is not None or max_tokens is not None,
     )
 
 
@@ -129,8 +132,8 @@ def _ppo_lines(cfg: PPOConfig, memory: str) -> list[tuple[str, str]]:
     plan, trainer = plan_batches(cfg), cfg.trainer
     return [
         ("step", _step_words(cfg, plan)),
-        ("actor", _role_words(plan.actor)),
-        ("critic", _role_words(plan.critic) if plan.critic else "none"),
+        ("actor", _role_words(plan.actor, "actor_rollout_ref.actor")),
+        ("critic", _role_words(plan.critic, "critic") if plan.critic else "none"),
         ("reference", "yes, for the KL term" if plan.use_reference else "none"),
         ("advantages", f"{cfg.algorithm.adv_estimator}; loss {cfg.actor_rollout_ref.actor.policy_loss.loss_mode}"),
         ("length", _length_words(trainer.total_training_steps, trainer.total_epochs, cfg.data.train_batch_size)),
@@ -171,10 +174,12 @@ def _many(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else plural}"
 
 
-def _role_words(role: RolePlan) -> str:
+def _role_words(role: RolePlan, section: str) -> str:
     epochs = f" x {role.epochs} epochs" if role.epochs > 1 else ""
     steps = f"{_many(role.mini_batches, 'mini-batch')} of {role.mini_batch_samples} samples{epochs}"
-    return f"{steps} = {_many(role.optimizer_steps, 'optimizer step')}; {_rank_words(role)}"
+    key = f"{section}.ppo_micro_batch_size_per_gpu"
+    warning = "" if role.is_split else f" (warning: its whole share at once; set {key}=1 to use less memory)"
+    return f"{steps} = {_many(role.optimizer_steps, 'optimizer step')}; {_rank_words(role)}{warning}"
 
 
 def _rank_words(role: RolePlan) -> str:

@@ -33,7 +33,7 @@ def condition_holds(cfg: Section, rule: Condition, parent: str) -> bool:
 
 
 def _registered(cfg: Section, key: str, names: tuple[str, ...]) -> Iterator[str]:
-    """A name must be known, unless a module of the user's may register more."""
+    """A name must be known, unless a user-defined module may register more."""
     name, libraries = value_at(cfg, key), [path for path in leaves(type(cfg)) if path.endswith("model.external_lib")]
     if name in names or any(value_at(cfg, path) for path in libraries):
         return

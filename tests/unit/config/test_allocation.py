@@ -48,7 +48,7 @@ REFUSED = {
     "megatron:d2e3": "e3 does not divide the 2 ranks",
     "fsdp:d2d2": "d is given twice",
     "sglang.d4p1t1+d4p1t1": "the old form; use sglang:d4p1t1",
-    "deepspeed:d4": "unknown engine 'deepspeed'; choose from fsdp, megatron",
+    "deepspeed:d4": "unknown engine 'deepspeed'; choose from hf, sglang, vllm, fsdp, megatron",
     "": "an allocation is e.g. hf:d2+fsdp:d2",
     "hf:d2+": "'nothing' has no engine",
     "hf[1x]:d2": "'1x' is not a valid name",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -631,7 +632,11 @@ def test_the_wheel_finds_its_presets(tmp_path: Path) -> None:
 
 # The guide
 
-GUIDE = (Path(__file__).resolve().parents[3] / "docs" / "config.md").read_text()
+
+def test_the_tables_of_the_guide_are_current() -> None:
+    script = runpy.run_path(str(Path(__file__).resolve().parents[3] / "scripts" / "config_tables.py"))
+    page = script["PAGE"].read_text(encoding="utf-8")
+    assert script["with_tables"](page) == page, "run python scripts/config_tables.py"
 
 
 @pytest.mark.parametrize(

@@ -583,9 +583,9 @@ def test_bytes_that_are_no_text_are_told(folder: Path, capsys: pytest.CaptureFix
 
 
 def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["data.sed=1", "trainer.nnodes=0", "data.truncation=no", f"{R}.name=trtllm", "data.train_files=a,b"]
+    argv = ["data.sed=1", "trainer.nnodes=0", "data.truncation=no", f"{R}.dtype=int8", "data.train_files=a,b"]
     text = message(argv, PPOConfig, capsys)
-    check_words(text, ("5 settings are wrong", "data.sed", "trainer.nnodes", "data.truncation", f"{R}.name", "comma"))
+    check_words(text, ("5 settings are wrong", "data.sed", "trainer.nnodes", "data.truncation", f"{R}.dtype", "comma"))
 
 
 def test_a_wrong_value_is_told_once_and_not_for_the_keys_that_follow_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,3 +110,13 @@ def test_a_critic_is_there_for_gae_only_unless_asked() -> None:
         cfg = load_config(argv, PPOConfig)
         assert (plan_batches(cfg).critic is not None) is expected
         assert cfg.critic.enable is expected
+
+
+def test_an_unsplit_share_is_reported_with_the_key_to_set() -> None:
+    fixed, null = (
+        "actor_rollout_ref.actor.use_dynamic_bsz=false",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    )
+    assert f"set {null}=1 to use less memory" in plan_text(load_config([fixed, f"{null}=null"]))
+    assert "warning" not in plan_text(load_config([fixed, f"{null}=4"]))
+    assert "warning" not in plan_text(load_config([]))
