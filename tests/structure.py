@@ -27,7 +27,7 @@ MAX_TEST_NAME = 90
 # Words that are not idiomatic here -> what to use instead. A word also matches inside a name, between underscores.
 WORDS = {
     r"told": "reported, printed, raised, given",
-    r"tells?": "print(s), report(s), say(s), show(s)",
+    r"(?<!file\.)tells?": "print(s), report(s), say(s), show(s)",
     r"telling": "reporting, printing",
     r"sense": "check",
     r"elsewhere": "the place: in the caller, in other systems, in the worker",

@@ -13,6 +13,10 @@ from rlsys.ipc.framing import WireError
 from rlsys.utils.atomic import fsync_dir
 
 MAGIC = b"RLSYSDP2"
+OTHER_VERSION = (
+    "this file was written by another version of rlsys, most often an older one, and cannot be read by this one; "
+    "resume with the version that wrote it, or start from the beginning with trainer.resume_mode=disable"
+)
 ALIGN_BYTES = 64
 _HEAD = struct.Struct("<8sQQ")
 _ENTRY = struct.Struct("<QI")
@@ -56,7 +60,8 @@ def read_stream(file: BinaryIO, file_bytes: int) -> tuple[bytes, list[bytearray]
     head = _take(file, _HEAD.size)
     magic, header_bytes, num_buffers = _HEAD.unpack(head)
     if magic != MAGIC:
-        raise WireError("this file does not hold a DataProto of this version")
+        is_dataproto = magic[:-1] == MAGIC[:-1]
+        raise WireError(OTHER_VERSION if is_dataproto else "this file does not hold a DataProto")
     if header_bytes + num_buffers * _ENTRY.size + _HEAD.size + _SUM.size > file_bytes:
         raise WireError("the file is truncated")
     table = _take(file, num_buffers * _ENTRY.size)

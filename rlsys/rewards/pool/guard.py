@@ -19,8 +19,6 @@ import time
 from contextlib import suppress
 from typing import NoReturn
 
-import psutil
-
 from rlsys.rewards.pool.messages import WorkerEnded, WorkerStarted, pack
 from rlsys.rewards.pool.worker import serve_and_exit
 
@@ -102,6 +100,8 @@ def _forward(data: bytes) -> int:
 
 def _kill_descendants(worker: int, seconds: float) -> int:
     """Kill and reap all descendants; returns the worker's wait status. Orphans become children of the guard."""
+    import psutil  # not needed before, and a worker waits for every import of this file
+
     status, end_s = 0, time.monotonic() + seconds
     while time.monotonic() < end_s:
         for process in psutil.Process().children(recursive=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import math
@@ -57,6 +56,8 @@ def _serve(work: socket.socket, grader: LoadGrader) -> None:
     is_async = inspect.iscoroutinefunction(grade)
     work.sendall(pack(GraderReady(is_async)))
     if is_async:
+        import asyncio
+
         asyncio.run(_serve_async(work, grade, grader))
     else:
         _serve_in_turn(work, grade, grader.kwargs)
@@ -88,6 +89,8 @@ def _serve_in_turn(work: socket.socket, grade: ComputeScore, kwargs: Mapping[str
         try:
             value = grade(**_arguments(item, kwargs))
             if inspect.iscoroutine(value):
+                import asyncio
+
                 value = asyncio.run(value)
             answer = _scored(item.id, value)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
@@ -98,6 +101,8 @@ def _serve_in_turn(work: socket.socket, grade: ComputeScore, kwargs: Mapping[str
 
 async def _serve_async(work: socket.socket, grade: ComputeScore, grader: LoadGrader) -> None:
     """Grade every item that arrives in its own task, each for at most `timeout_s` seconds."""
+    import asyncio
+
     work.setblocking(False)
     loop = asyncio.get_running_loop()
     tasks: set[asyncio.Task[None]] = set()
@@ -117,6 +122,8 @@ async def _serve_async(work: socket.socket, grade: ComputeScore, grader: LoadGra
 
 
 async def _grade_async(item: GradeItem, grade: ComputeScore, grader: LoadGrader) -> ItemGraded:
+    import asyncio
+
     start_s = time.perf_counter()
     graded = ItemGraded(item.id, "timeout", message=f"no score within {grader.timeout_s:g} s")
     try:

@@ -312,6 +312,12 @@ def test_files_that_are_missing_or_something_else(tmp_path: Path) -> None:
         DataProto.load_from_disk(tmp_path / "pickle")
 
 
+def test_a_file_of_an_older_version_names_the_ways_to_continue(tmp_path: Path) -> None:
+    (tmp_path / "old").write_bytes(b"RLSYSDP1" + bytes(64))
+    with pytest.raises(WireError, match=r"old: .* written by another version .*trainer\.resume_mode=disable"):
+        DataProto.load_from_disk(tmp_path / "old")
+
+
 def test_deepcopy_of_a_received_batch_is_private() -> None:
     received = crossed(batch_of(x=torch.zeros(3)))
     twin = copy.deepcopy(received)
