@@ -28,9 +28,9 @@ class Finish(StrEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn. `temperature=0` is greedy; `top_k=-1` and `top_p=1` switch truncation off.
+    """How tokens are sampled. `temperature=0` is greedy; `top_k=-1` and `top_p=1` switch truncation off.
 
-    `seed` and the request's own position determine every draw, so equal requests give equal tokens.
+    `seed` and the request's own position determine every sample, so equal requests give equal tokens.
     """
 
     max_new_tokens: int

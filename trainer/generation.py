@@ -119,14 +119,14 @@ def validation_sampling(cfg: PPOConfig | EvalConfig) -> SamplingParams:
     return _sampling(cfg, rollout.val_kwargs, seed=rollout.seed + VALIDATION_SEED)
 
 
-def _sampling(cfg: PPOConfig | EvalConfig, draws: RolloutConfig | ValKwargsConfig, *, seed: int) -> SamplingParams:
+def _sampling(cfg: PPOConfig | EvalConfig, section: RolloutConfig | ValKwargsConfig, *, seed: int) -> SamplingParams:
     rollout = cfg.actor_rollout_ref.rollout
     own_ends = rollout.eos is not None and not rollout.ignore_eos
     return SamplingParams(
         max_new_tokens=cfg.data.max_response_length,
-        temperature=draws.temperature if draws.do_sample else 0.0,
-        top_p=draws.top_p,
-        top_k=draws.top_k,
+        temperature=section.temperature if section.do_sample else 0.0,
+        top_p=section.top_p,
+        top_k=section.top_k,
         seed=seed,
         ignore_eos=rollout.ignore_eos or rollout.eos is not None,
         stop_token_ids=rollout.eos if own_ends and rollout.eos else (),

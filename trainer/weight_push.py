@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 from rlsys.config import PPOConfig
-from rlsys.config.engines import rollout_backend
-from rlsys.fleet.external.engine import SGLangRemoteEngine, VLLMRemoteEngine
+from rlsys.config.engines import rollout_backend, worker_class
+from rlsys.fleet.external.engine import RemoteEngine
 from rlsys.fleet.external.replica import ExternalFleet
 from rlsys.fleet.external.settings import settings_of
 from rlsys.fleet.external.transfer import ExternalTransfer
@@ -92,8 +92,7 @@ def connect_servers(cfg: PPOConfig, actor: ActorGroup) -> tuple[ExternalFleet, E
     """A fleet over the configured external servers, connected, and the transfer of the actor's weights to them."""
     rollout, deadlines = cfg.actor_rollout_ref.rollout, cfg.trainer.deadlines
     settings = settings_of(rollout, deadlines, max_staleness=cfg.trainer.max_staleness)
-    engine_cls = SGLangRemoteEngine if rollout.name == "sglang_remote" else VLLMRemoteEngine
-    engine = engine_cls(settings)
+    engine: RemoteEngine = worker_class(rollout.name)(settings)
     engine.connect()
     fleet = ExternalFleet(engine, generate_s=deadlines.generate_s, max_staleness=cfg.trainer.max_staleness)
     folder = Path(rollout.servers.weights_dir).absolute()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import torch
 
-from rlsys.config.engines import worker_of
+from rlsys.config.engines import worker_class
 from rlsys.config.schema.model import ModelConfig
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.engines.mesh import ensure_process_group
@@ -122,5 +121,4 @@ class SGLangRolloutWorker(RolloutWorker, RemoteReceiver):
 
 def rollout_worker_cls(name: str) -> type[RolloutWorker]:
     """The worker class of the rollout engine `name`; ConfigError if it is not registered."""
-    module, _, class_name = worker_of(name).partition(":")
-    return getattr(importlib.import_module(module), class_name)
+    return worker_class(name)

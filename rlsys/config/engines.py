@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from importlib import import_module
+from typing import Any, Literal
 
 from rlsys.utils.errors import ConfigError
 
@@ -19,10 +20,11 @@ ENGINE_SETTINGS = (*SERVING_SETTINGS, "free_cache_engine")
 class RolloutBackend:
     """A rollout engine: actor_rollout_ref.rollout.name and what follows from it.
 
-    `worker`: "module:Class" of its RolloutWorker; None for external servers. `weights_in`: the worker's process, a
-    child process of it, or a server. `dims`: its parallel sizes in an allocation (d data, t tensor, p pipeline).
-    `settings`: those of ENGINE_SETTINGS that it reads. `cache_share_of`: it allocates its cache at start, as a share of
-    the device's memory or of the free memory. `drops_weights`: its weights can be dropped while it sleeps.
+    `worker`: "module:Class" of its RolloutWorker, or for external servers of the RemoteEngine that is made from
+    RemoteSettings. `weights_in`: the worker's process, a child process of it, or a server. `dims`: its parallel sizes
+    in an allocation (d data, t tensor, p pipeline). `settings`: those of ENGINE_SETTINGS that it reads.
+    `cache_share_of`: it allocates its cache at start, as a share of the device's memory or of the free memory.
+    `drops_weights`: its weights can be dropped while it sleeps.
     """
 
     name: str
@@ -62,8 +64,10 @@ _BACKENDS = {
             batch_invariant=True,
             drops_weights=True,
         ),
-        RolloutBackend("sglang_remote", None, weights_in="server", settings=()),
-        RolloutBackend("vllm_remote", None, weights_in="server", settings=()),
+        RolloutBackend(
+            "sglang_remote", "rlsys.fleet.external.engine:SGLangRemoteEngine", weights_in="server", settings=()
+        ),
+        RolloutBackend("vllm_remote", "rlsys.fleet.external.engine:VLLMRemoteEngine", weights_in="server", settings=()),
     )
 }
 
@@ -84,13 +88,14 @@ def rollout_backend(name: str) -> RolloutBackend:
     return _BACKENDS.get(name) or RolloutBackend(name, None, dims="dt", settings=ENGINE_SETTINGS, batch_invariant=True)
 
 
-def worker_of(name: str) -> str:
-    """The "module:Class" of an engine's worker; ConfigError if no module has registered it."""
+def worker_class(name: str) -> Any:
+    """The worker class of an engine, or its class of remote engines; ConfigError if no module has registered it."""
     worker = rollout_backend(name).worker
     if worker is None:
-        known = ", ".join(backend.name for backend in rollout_backends() if backend.worker)
+        known = ", ".join(backend.name for backend in rollout_backends())
         raise ConfigError(
             f"actor_rollout_ref.rollout.name={name}: unknown rollout engine; choose from {known}, or register it with "
             "register_rollout_backend in the module of actor_rollout_ref.model.external_lib"
         )
-    return worker
+    module, _, class_name = worker.partition(":")
+    return getattr(import_module(module), class_name)

@@ -51,7 +51,7 @@ class EngineWeights:
         self._model_fn().load_weights((name, tensor) for name, tensor in bucket if name not in self.aliases)
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """No-op: the tensors are in place."""
 
 
 class HostWeights:

@@ -81,7 +81,7 @@ class SGLangBackend:
         return Delta([pair[1] for pair in new], [pair[0] for pair in new], stamps, finish)
 
     def join_group(self, group: WeightGroupSpec, rank: int) -> Call:
-        """Let the server's ranks, from `rank` on, join the group; answers when everybody has."""
+        """Let the server's ranks, from `rank` on, join the group; answers when all ranks have."""
         about = {"master_address": group.address, "master_port": group.port, "group_name": group.name}
         about |= {"rank_offset": rank, "world_size": group.world_size, "backend": group.backend}
         return Call("/init_weights_update_group", about)
@@ -127,8 +127,8 @@ class SGLangBackend:
 class VLLMBackend:
     """vLLM's OpenAI routes with token ids; pausing and reloading need the server's VLLM_SERVER_DEV_MODE=1.
 
-    Log-probabilities are those of the server's --logprobs-mode, which `probe` finds out: with one token left to draw
-    from, processed ones are 0.
+    Log-probabilities are those of the server's --logprobs-mode, which `probe` detects: with one token left to
+    sample, processed ones are 0.
     """
 
     kind = "vllm"
@@ -175,10 +175,10 @@ class VLLMBackend:
             raise BadResponseError("the answer lacks its one choice")
         choice = choices[0]
         finish = _finish(choice.get("finish_reason"))
-        found = _section(choice, "logprobs") if choice.get("logprobs") is not None else {}
-        tokens, logprobs = choice.get("token_ids"), found.get("token_logprobs")
-        if tokens is None and isinstance(found.get("tokens"), list):
-            tokens = [_token_id(text) for text in found["tokens"]]
+        about = _section(choice, "logprobs") if choice.get("logprobs") is not None else {}
+        tokens, logprobs = choice.get("token_ids"), about.get("token_logprobs")
+        if tokens is None and isinstance(about.get("tokens"), list):
+            tokens = [_token_id(text) for text in about["tokens"]]
         if not tokens and not logprobs:
             return Delta(finish=finish)
         if not isinstance(tokens, list) or not isinstance(logprobs, list):
@@ -212,10 +212,10 @@ class VLLMBackend:
 
     def read_scores(self, answer: Any) -> list[float]:
         choices = answer.get("choices") if isinstance(answer, dict) else None
-        found = choices[0].get("prompt_logprobs") if choices and isinstance(choices[0], dict) else None
-        if not isinstance(found, list) or not all(isinstance(one, dict) and one for one in found[1:]):
+        entries = choices[0].get("prompt_logprobs") if choices and isinstance(choices[0], dict) else None
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) and entry for entry in entries[1:]):
             raise BadResponseError("the answer lacks prompt_logprobs")
-        return [_section(one, next(iter(one))).get("logprob", None) for one in found[1:]]
+        return [_section(entry, next(iter(entry))).get("logprob", None) for entry in entries[1:]]
 
     def sleep(self, tags: Sequence[str]) -> Call:
         return Call("/sleep?level=1")
@@ -251,10 +251,10 @@ def way_of(meta: WeightUpdateMeta) -> WeightSource:
 
 def device_of(about: Any) -> str:
     """The device that vLLM's answer about itself names; empty where it does not."""
-    found = about
+    device = about
     for key in ("vllm_config", "device_config", "device"):
-        found = found.get(key) if isinstance(found, dict) else None
-    return found if isinstance(found, str) else ""
+        device = device.get(key) if isinstance(device, dict) else None
+    return device if isinstance(device, str) else ""
 
 
 def probed_mode(answer: Any) -> str:
@@ -270,10 +270,10 @@ def _named(key: str, name: str) -> dict[str, str]:
 
 
 def _section(of: Any, key: str) -> Mapping[str, Any]:
-    found = of.get(key) if isinstance(of, dict) else None
-    if not isinstance(found, dict):
+    section = of.get(key) if isinstance(of, dict) else None
+    if not isinstance(section, dict):
         raise BadResponseError(f"the answer lacks '{key}'")
-    return found
+    return section
 
 
 def _finish(reason: object) -> Finish | None:

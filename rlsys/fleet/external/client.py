@@ -123,8 +123,8 @@ class ServerPool:
     def _back_off(self, state: RetryCallState) -> float:
         error = state.outcome.exception() if state.outcome else None
         asked_s = error.wait_s if isinstance(error, ServerFault) else 0.0
-        drawn_s = wait_random_exponential(multiplier=FIRST_BACKOFF_S, max=self.settings.max_backoff_s)(state)
-        return max(asked_s, drawn_s)
+        random_s = wait_random_exponential(multiplier=FIRST_BACKOFF_S, max=self.settings.max_backoff_s)(state)
+        return max(asked_s, random_s)
 
     async def _attempt(self, partial: PartialResponse, avoid: Collection[str]) -> None:
         """One segment from one server; nothing while stopped."""
@@ -442,7 +442,7 @@ class ServerPool:
         self.version = version
         self._versions |= {server.identity: version for server in self.router.servers}
 
-    async def tell(self, call: Call, stage: str) -> None:
+    async def call_all(self, call: Call, stage: str) -> None:
         """Send every admitted server this call; one that fails is an error."""
         for server in self.router.servers:
             if server.admitted:

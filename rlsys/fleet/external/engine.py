@@ -32,7 +32,7 @@ class RemoteEngine:
     """Completes requests on external servers; all methods may be called from any thread.
 
     `generate` and `sample` keep to the RolloutEngine protocol: what `pause` or an update cuts off comes back with
-    Finish.ABORT. `complete` and `agenerate` wait until the servers go on, maybe with new weights, and finish it.
+    Finish.ABORT. `complete` and `agenerate` wait until the servers continue, maybe with new weights, and finish it.
     Log-probabilities are the server's one kind, given as output_logprobs and sampled_logprobs alike; `health` names it.
     """
 
@@ -105,8 +105,8 @@ class RemoteEngine:
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
         """Bring all servers to `meta.version` from the folder `meta.weights_path`, which they must be able to read.
 
-        A full model interrupts what runs: `complete` and `agenerate` go on with the new weights, nothing is lost. With
-        metadata `lora_name` the folder holds an adapter; it is loaded beside the older ones as `<lora_name>-v<version>`
+        A full model interrupts what runs: `complete` and `agenerate` continue with the new weights. With metadata
+        `lora_name` the folder holds an adapter; it is loaded beside the older ones as `<lora_name>-v<version>`
         and nothing is interrupted, or with `in_place` under the name itself. The future raises WeightTransferError when
         no server took it; a server that failed alone is out until it has taken it.
 
@@ -155,11 +155,11 @@ class RemoteEngine:
     def sleep(self, tags: Sequence[str] = SLEEP_TAGS) -> None:
         """Let the servers give memory back, where they were started for that."""
         check_tags(tags)
-        self._do(self._service.tell(self._service.backend.sleep(tags), "sleep"))
+        self._do(self._service.call_all(self._service.backend.sleep(tags), "sleep"))
 
     def wake(self, tags: Sequence[str] = SLEEP_TAGS) -> None:
         check_tags(tags)
-        self._do(self._service.tell(self._service.backend.wake(tags), "wake"))
+        self._do(self._service.call_all(self._service.backend.wake(tags), "wake"))
 
     def health(self) -> dict[str, Any]:
         """What is known of the servers, without asking them."""

@@ -100,7 +100,7 @@ def _event(text: bytes, url: str, stage: str) -> dict[str, Any]:
     except ValueError as error:
         raise ServerFault(url, stage, f"invalid JSON in the stream: {error}", kind="bad_answer") from error
     if not isinstance(event, dict):
-        raise ServerFault(url, stage, "an event that is no object", kind="bad_answer")
+        raise ServerFault(url, stage, "an event that is not a JSON object", kind="bad_answer")
     if error := event.get("error"):
         details = error if isinstance(error, dict) else {"message": error}
         text_of, code = _short(details.get("message", "")), details.get("code")
@@ -111,7 +111,7 @@ def _event(text: bytes, url: str, stage: str) -> dict[str, Any]:
 
 
 class _Answer:
-    """The response to a call whose status is 200; everything else, inside the block too, is told as a fault."""
+    """The response to a call whose status is 200; everything else, inside the block too, is raised as a fault."""
 
     def __init__(
         self,
@@ -171,6 +171,6 @@ class _Answer:
 
 
 def _short(text: object) -> str:
-    """Some of what a server said, on one line."""
+    """The beginning of a server's text, on one line."""
     line = " ".join(str(text).split())
     return line if len(line) <= MAX_TEXT_CHARS else line[:MAX_TEXT_CHARS] + " ..."

@@ -31,7 +31,7 @@ class ExternalReplica:
         return self.engine.health()
 
     def restart(self, deadline_s: float) -> None:
-        """Nothing to do here: whoever operates the servers restarts them, and the engine readmits them."""
+        """A no-op: the servers are restarted from outside, and the engine readmits them."""
 
 
 class ExternalFleet(RolloutFleet):

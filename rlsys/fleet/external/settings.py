@@ -88,11 +88,11 @@ def server_urls(kind: str, given: Sequence[str] = (), environment: Mapping[str, 
     there is none, or one has another scheme, a password or a path of its own.
     """
     environment = os.environ if environment is None else environment
-    names = ADDRESS_VARIABLES[kind]
+    names = ADDRESS_VARIABLES.get(kind, ())
     texts = list(given) or next(([environment[name]] for name in names if environment.get(name)), [])
     parts = [part.strip() for text in texts for part in text.split(",") if part.strip()]
     if not parts:
-        raise ConfigError(f"no address of a {kind} server; set the URLs or {' or '.join(names)}")
+        raise ConfigError(f"no address of a {kind} server; set {' or '.join(('the URLs', *names))}")
     return tuple(dict.fromkeys(_url(part) for part in parts))
 
 

@@ -41,14 +41,14 @@ async def run_workflow(engine: object, data: Sequence[Mapping[str, Any]], workfl
 
     tasks = [asyncio.ensure_future(episode(number, row)) for number, row in enumerate(data)]
     try:
-        found = await asyncio.gather(*tasks)
+        trajectories = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
-    kept = [trajectory for trajectory in found if trajectory is not None]
+    kept = [trajectory for trajectory in trajectories if trajectory is not None]
     if not kept:
-        raise ValueError(f"the workflow rejected all {len(found)} rows")
-    meta = {"accepted": len(kept), "rejected": len(found) - len(kept)}
+        raise ValueError(f"the workflow rejected all {len(trajectories)} rows")
+    meta = {"accepted": len(kept), "rejected": len(trajectories) - len(kept)}
     return DataProto.from_dict(padded(kept), meta_info=meta)
 
 

@@ -85,7 +85,7 @@ class RunningRows:
         )
 
     def banned(self, which: slice) -> Tensor | None:
-        """Stop ids (n, S) of the rows that may not end yet, -1 elsewhere; None if there is no such row."""
+        """Stop ids (n, S) of the rows that may not end yet, -1 in the other places; None if there is no such row."""
         if not self.flags.any_min_new:
             return None
         early = self.tensors["num_new"][which] < self.tensors["min_new"][which]

@@ -130,7 +130,7 @@ class TorchRows:
         return torch.stack([column.double() for column in columns], 1)
 
     def _banned(self, indices: Tensor) -> Tensor | None:
-        """Stop ids (N, S) of the rows that may not end yet, -1 elsewhere; None when there is no such row."""
+        """Stop ids (N, S) of the rows that may not end yet, -1 in the other places; None when there is no such row."""
         if self._stops is None:
             return None
         return torch.where((indices < self._min_new)[:, None], self._stops, NO_TOKEN)

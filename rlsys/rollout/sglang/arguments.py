@@ -41,7 +41,7 @@ SPARE_TOKENS = 8
 class ReplicaRank:
     """This rank of a replica of `size` ranks; its process groups meet at `address` (host:port).
 
-    Without an address SGLang draws a port from a generator that the job has seeded, so two jobs on a host may collide.
+    Without an address SGLang chooses a port from a generator seeded by the job, so two jobs on a host may collide.
     """
 
     rank: int = 0

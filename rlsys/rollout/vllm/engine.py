@@ -54,8 +54,8 @@ class VLLMRollout(BaseRolloutEngine):
     With `tensor_model_parallel_size` above 1 that many consecutive ranks of the default process group serve one model:
     each has an engine like this one, all get the same calls at the same time and return the same responses.
 
-    On CPU vLLM packs the weights of its layers, so new weights are received into host tensors and go through its loader
-    at `finish_update`. On a GPU they are written into its parameters in place, once `weights.adopt` has been given
+    On CPU vLLM packs the weights of its layers, so new weights are received into host tensors and loaded by its loader
+    in `finish_update`. On a GPU they are written into its parameters in place, once `weights.adopt` has been given
     their learned layout. With `full_determinism` log-probabilities are as close to the trainer's as vLLM offers: see
     `rlsys.rollout.vllm.determinism`.
     """
@@ -216,7 +216,7 @@ class VLLMRollout(BaseRolloutEngine):
 
 def _start(arguments: Mapping[str, Any], *, kv_cache_gib: int) -> Any:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # version 2 has no input_batch and stores logits processors elsewhere
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # version 2 has no input_batch and has other logits processors
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(kv_cache_gib))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR" if arguments["disable_log_stats"] else "INFO")

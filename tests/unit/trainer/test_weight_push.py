@@ -12,7 +12,6 @@ from rlsys.config import PPOConfig, load_config
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.types import TransferReport
 from rlsys.utils.errors import ConfigError
-from trainer import weight_push
 from trainer.groups import WorkerGroups
 from trainer.weight_push import WeightPush, connect_servers, connect_weights
 
@@ -84,7 +83,7 @@ def test_external_servers_get_a_connected_engine_and_files(
         def connect(self) -> None:
             connected.append(self)
 
-    monkeypatch.setattr(weight_push, engine, Engine)
+    monkeypatch.setattr(f"rlsys.fleet.external.engine.{engine}", Engine)
     fleet, transfer = connect_servers(external(tmp_path, name), cast(Any, SimpleNamespace()))
     fleet.close()
     assert [fleet.engine, transfer.engine] == [connected[0]] * 2

@@ -1,0 +1,360 @@
+"""What every RolloutEngine owes its callers, as a suite that a package with an engine of its own can run.
+
+from tests.contracts.rollout_engine import Bench, RolloutEngineContract, tiny_model
+
+class TestMyEngine(RolloutEngineContract):
+    @pytest.fixture
+    def bench(self) -> Iterator[Bench]:
+        model = tiny_model()
+        engine = MyEngine(tiny_model())
+        yield Bench(engine, lambda ids: model(ids[None]).logits[0].detach())
+        engine.close()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from rlsys.interfaces import RolloutEngine
+from rlsys.protocol import DataProto
+from rlsys.rollout.batch import from_responses, generate_sequences
+from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams
+from rlsys.utils.errors import WeightTransferError
+from tests.timing import scaled_s
+
+VOCABULARY, EOS = 96, 2
+
+
+@dataclass
+class Bench:
+    """An engine, what it `lacks`, and the float32 model that it must agree with: `logits` (T,) -> (T, V)."""
+
+    engine: RolloutEngine
+    logits: Callable[[Tensor], Tensor]
+    lacks: frozenset[str] = frozenset()
+    close: Callable[[], None] = field(default=lambda: None)
+
+    def needs(self, what: str) -> None:
+        if what in self.lacks:
+            pytest.skip(f"this engine has no {what}")
+
+
+def tiny_model(seed: int = 0) -> Qwen2ForCausalLM:
+    torch.manual_seed(seed)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=VOCABULARY,
+            hidden_size=128,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            eos_token_id=EOS,
+            initializer_range=0.15,
+        )
+    )
+    return model.eval()
+
+
+def requests_of(num: int, params: SamplingParams, *, shortest: int = 1) -> list[ModelRequest]:
+    """Different prompts of different lengths, each with its own seed."""
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(3, VOCABULARY, (shortest + 3 * i % 17,), generator=generator).tolist() for i in range(num)]
+    return [
+        ModelRequest(tuple(ids), replace(params, seed=params.seed + i), rid=f"r{i}") for i, ids in enumerate(prompts)
+    ]
+
+
+def tokens_of(responses: list[ModelResponse]) -> list[tuple[int, ...]]:
+    return [response.output_tokens for response in responses]
+
+
+def reference_logprobs(bench: Bench, response: ModelResponse, temperature: float) -> Tensor:
+    """Full log-probabilities (R, V) before each output token."""
+    ids = torch.tensor(response.input_tokens + response.output_tokens)
+    logits = bench.logits(ids)[len(response.input_tokens) - 1 : -1]
+    return torch.log_softmax(logits.double() / temperature, -1)
+
+
+def at_tokens(logprobs: Tensor, response: ModelResponse) -> Tensor:
+    return logprobs.gather(1, torch.tensor(response.output_tokens)[:, None]).squeeze(1)
+
+
+def run_in_thread(engine: RolloutEngine, requests: list[ModelRequest]) -> tuple[threading.Thread, list[ModelResponse]]:
+    answers: list[ModelResponse] = []
+    thread = threading.Thread(target=lambda: answers.extend(engine.generate(requests)))
+    thread.start()
+    while not engine.health()["running"]:
+        time.sleep(0.01)
+    time.sleep(0.15)
+    return thread, answers
+
+
+def prompt_batch(requests: list[ModelRequest], **meta: object) -> DataProto:
+    width = max(len(request.input_ids) for request in requests) + 2
+    pads = [width - len(request.input_ids) for request in requests]
+    prompts = torch.tensor([[0] * pad + list(r.input_ids) for pad, r in zip(pads, requests, strict=True)])
+    mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in pads])
+    defaults = {"response_length": 24, "pad_token_id": 0, "eos_token_id": EOS, "seed": 3, "global_steps": 4}
+    return DataProto.from_dict({"prompts": prompts, "attention_mask": mask}, meta_info={**defaults, **meta})
+
+
+class RolloutEngineContract:
+    """A subclass provides the fixture `bench`: an engine that serves the weights of `tiny_model()` as version 0, with
+    `GenerationConfig(seed=11)` where it has one. A test whose feature is in the bench's `lacks` is skipped."""
+
+    def test_it_is_a_rollout_engine(self, bench: Bench) -> None:
+        assert isinstance(bench.engine, RolloutEngine)
+
+    def test_answers_come_in_the_order_of_the_requests(self, bench: Bench) -> None:
+        requests = requests_of(9, SamplingParams(6))
+        responses = bench.engine.generate(requests)
+        assert [response.rid for response in responses] == [request.rid for request in requests]
+        assert [response.input_tokens for response in responses] == [request.input_ids for request in requests]
+        assert bench.engine.generate([]) == []
+
+    def test_equal_requests_give_equal_tokens_and_seeds_matter(self, bench: Bench) -> None:
+        prompt = (5, 6, 7)
+        params = SamplingParams(24, ignore_eos=True)
+        seeds = [0, 1, 2, 0, 1]
+        first = bench.engine.generate([ModelRequest(prompt, replace(params, seed=seed)) for seed in seeds])
+        again = bench.engine.generate([ModelRequest(prompt, replace(params, seed=0))])
+        assert first[0].output_tokens == first[3].output_tokens == again[0].output_tokens
+        assert first[1].output_tokens == first[4].output_tokens
+        assert len(set(tokens_of(first))) == 3
+
+    @pytest.mark.parametrize("params", [SamplingParams(20), SamplingParams(20, temperature=0.7, top_k=12, top_p=0.9)])
+    def test_tokens_do_not_depend_on_the_batch(self, bench: Bench, params: SamplingParams) -> None:
+        requests = requests_of(8, params)
+        together = bench.engine.generate(requests)
+        alone = [bench.engine.generate([request])[0] for request in requests]
+        backwards = bench.engine.generate(requests[::-1])[::-1]
+        assert tokens_of(together) == tokens_of(alone) == tokens_of(backwards)
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.6])
+    def test_log_probs_are_those_of_the_full_distribution(self, bench: Bench, temperature: float) -> None:
+        bench.needs("full log-probabilities")
+        params = SamplingParams(30, temperature=temperature, top_k=7, ignore_eos=True)
+        for response in bench.engine.generate(requests_of(6, params)):
+            expected = at_tokens(reference_logprobs(bench, response, temperature), response)
+            torch.testing.assert_close(torch.tensor(response.output_logprobs).double(), expected, atol=1e-4, rtol=0)
+
+    @pytest.mark.parametrize(("top_k", "top_p"), [(5, 1.0), (-1, 0.8), (10, 0.7)])
+    def test_sampled_log_probs_are_renormalised(self, bench: Bench, top_k: int, top_p: float) -> None:
+        bench.needs("log-probabilities of the truncated distribution")
+        params = SamplingParams(30, temperature=0.9, top_k=top_k, top_p=top_p, ignore_eos=True)
+        for response in bench.engine.generate(requests_of(4, params)):
+            full = reference_logprobs(bench, response, 0.9)
+            probs = full.exp()
+            if top_k > 0:
+                probs = torch.where(probs >= probs.topk(top_k).values[:, -1:], probs, 0.0)
+                probs = probs / probs.sum(-1, keepdim=True)
+            ordered = probs.sort(descending=True).values
+            kept = (ordered.cumsum(-1) - ordered < top_p).sum(-1, keepdim=True)
+            probs = torch.where(probs >= ordered.gather(1, kept - 1), probs, 0.0)
+            expected = at_tokens((probs / probs.sum(-1, keepdim=True)).log(), response)
+            torch.testing.assert_close(torch.tensor(response.sampled_logprobs).double(), expected, atol=1e-4, rtol=0)
+
+    def test_greedy_takes_the_most_probable_token(self, bench: Bench) -> None:
+        for response in bench.engine.generate(requests_of(4, SamplingParams(12, temperature=0.0, ignore_eos=True))):
+            full = reference_logprobs(bench, response, 1.0)
+            assert full.argmax(-1).tolist() == list(response.output_tokens)
+            assert response.sampled_logprobs == (0.0,) * 12
+
+    def test_a_stop_id_ends_the_completion_and_is_its_last_token(self, bench: Bench) -> None:
+        params = SamplingParams(200, temperature=1.5, stop_token_ids=(10, 11))
+        responses = bench.engine.generate(requests_of(12, params))
+        for response in responses:
+            assert response.stop_reason is Finish.STOP
+            assert response.output_tokens[-1] in (10, 11, EOS)
+            assert not {10, 11, EOS} & set(response.output_tokens[:-1])
+
+    def test_eos_can_be_ignored_and_length_ends(self, bench: Bench) -> None:
+        params = SamplingParams(300, temperature=2.0, ignore_eos=True)
+        responses = bench.engine.generate(requests_of(4, params))
+        assert all(r.stop_reason is Finish.LENGTH and len(r.output_tokens) == 300 for r in responses)
+        assert any(EOS in r.output_tokens for r in responses)
+
+    def test_no_end_before_min_new_tokens(self, bench: Bench) -> None:
+        params = SamplingParams(60, temperature=2.0, stop_token_ids=tuple(range(20, 60)), min_new_tokens=15)
+        responses = bench.engine.generate(requests_of(8, params))
+        lengths = [len(response.output_tokens) for response in responses]
+        assert min(lengths) > 15
+        assert {response.stop_reason for response in responses} == {Finish.STOP}
+        for response in responses:
+            assert not set(response.output_tokens[:15]) & {EOS, *range(20, 60)}
+
+    def test_a_request_that_cannot_be_served_is_named(self, bench: Bench) -> None:
+        good = SamplingParams(4)
+        for ids, params in [
+            ((), good),
+            ((VOCABULARY,), good),
+            ((-1,), good),
+            ((3,) * 5000, good),
+            ((3,), SamplingParams(0)),
+            ((3,), SamplingParams(4, top_p=0.0)),
+            ((3,), SamplingParams(4, temperature=-1.0)),
+        ]:
+            with pytest.raises(ValueError, match="culprit"):
+                bench.engine.generate([ModelRequest((3, 4), good), ModelRequest(ids, params, rid="culprit")])
+
+    def test_every_token_has_the_version_that_made_it(self, bench: Bench) -> None:
+        request = requests_of(1, SamplingParams(5, ignore_eos=True))
+        bench.engine.begin_update()
+        bench.engine.finish_update(41)
+        assert bench.engine.generate(request)[0].output_versions == (41,) * 5
+        assert bench.engine.health()["version"] == 41
+
+    def test_pause_returns_partial_results_that_can_be_continued(self, bench: Bench) -> None:
+        requests = requests_of(3, SamplingParams(3000, ignore_eos=True))
+        thread, partial = run_in_thread(bench.engine, requests)
+        bench.engine.pause()
+        thread.join(timeout=scaled_s(20))
+        assert len(partial) == 3
+        assert {response.stop_reason for response in partial} == {Finish.ABORT}
+        num_done = [len(response.output_tokens) for response in partial]
+        assert all(0 < num < 3000 for num in num_done)
+        paused = bench.engine.generate(requests)
+        assert [(r.stop_reason, r.output_tokens) for r in paused] == [(Finish.ABORT, ())] * 3
+        bench.engine.resume()
+        rest = [
+            replace(
+                request, input_ids=r.input_tokens + r.output_tokens, gconfig=replace(request.gconfig, max_new_tokens=20)
+            )
+            for request, r in zip(requests, partial, strict=True)
+        ]
+        whole = [
+            replace(request, gconfig=replace(request.gconfig, max_new_tokens=num + 20))
+            for request, num in zip(requests, num_done, strict=True)
+        ]
+        continued = zip(partial, bench.engine.generate(rest), strict=True)
+        assert [a.output_tokens + b.output_tokens for a, b in continued] == tokens_of(bench.engine.generate(whole))
+
+    def test_an_update_aborts_what_runs_and_never_mixes_weights(self, bench: Bench) -> None:
+        thread, partial = run_in_thread(bench.engine, requests_of(2, SamplingParams(3000, ignore_eos=True)))
+        bench.engine.begin_update()
+        bench.engine.finish_update(7)
+        thread.join(timeout=scaled_s(20))
+        assert {response.stop_reason for response in partial} == {Finish.ABORT}
+        assert {version for response in partial for version in response.output_versions} == {0}
+
+    def test_quarantine_until_the_update_is_whole(self, bench: Bench) -> None:
+        bench.needs("loading of tensors")
+        request = requests_of(1, SamplingParams(8, temperature=0.0, ignore_eos=True))
+        before = tokens_of(bench.engine.generate(request))
+        with pytest.raises(WeightTransferError):
+            bench.engine.load([])
+        bench.engine.begin_update()
+        old = {name: tensor for name, tensor in tiny_model().state_dict().items() if name != "lm_head.weight"}
+        bench.engine.load([(name, torch.randn_like(tensor)) for name, tensor in list(old.items())[:2]])
+        with pytest.raises(WeightTransferError):
+            bench.engine.load([("no.such.tensor", torch.zeros(1))])
+        name, tensor = next(iter(old.items()))
+        with pytest.raises(WeightTransferError, match=name):
+            bench.engine.load([(name, tensor[:1])])
+        with pytest.raises(WeightTransferError, match="quarantine"):
+            bench.engine.generate(request)
+        bench.engine.begin_update()
+        bench.engine.load(list(old.items()))
+        bench.engine.finish_update(1)
+        assert tokens_of(bench.engine.generate(request)) == before
+
+    def test_new_weights_are_used(self, bench: Bench) -> None:
+        bench.needs("loading of tensors")
+        other = tiny_model(seed=1)
+        bench.engine.begin_update()
+        bench.engine.load(list(other.state_dict().items()))
+        bench.engine.finish_update(1)
+        request = requests_of(1, SamplingParams(12, temperature=0.0, ignore_eos=True))
+        response = bench.engine.generate(request)[0]
+        swapped = Bench(bench.engine, lambda ids: other(ids[None]).logits[0].detach())
+        expected = at_tokens(reference_logprobs(swapped, response, 1.0), response)
+        torch.testing.assert_close(torch.tensor(response.output_logprobs).double(), expected, atol=1e-4, rtol=0)
+
+    def test_the_layout_speaks_of_the_live_tensors(self, bench: Bench) -> None:
+        bench.needs("tensors")
+        layout, tensors = bench.engine.weight_layout(), bench.engine.local_tensors()
+        names = {shard.box.tensor for shard in layout.shards}
+        assert names == set(layout.full_shapes) == set(layout.dtypes)
+        assert all(held in names and alias not in names for alias, held in layout.aliases.items())
+        for shard in layout.shards:
+            start, shape = shard.local_start, shard.box.shape
+            assert all(a + n <= size for a, n, size in zip(start, shape, tensors[shard.local].shape, strict=True))
+        again = bench.engine.local_tensors()
+        assert all(again[name].data_ptr() == tensor.data_ptr() for name, tensor in tensors.items())
+
+    async def test_concurrent_samples_equal_generate(self, bench: Bench) -> None:
+        requests = requests_of(6, SamplingParams(15))
+        sampled = await asyncio.gather(*[bench.engine.sample(r.input_ids, r.gconfig, session="s") for r in requests])
+        assert tokens_of(sampled) == tokens_of(bench.engine.generate(requests))
+        bench.engine.begin_update()
+        with pytest.raises(WeightTransferError):
+            await bench.engine.sample((4,), SamplingParams(3))
+
+    def test_sleep_and_wake_change_nothing(self, bench: Bench) -> None:
+        requests = requests_of(3, SamplingParams(6))
+        before = tokens_of(bench.engine.generate(requests))
+        bench.engine.sleep(["weights", "kv_cache"])
+        bench.engine.wake(["weights"])
+        bench.engine.wake(["kv_cache"])
+        assert tokens_of(bench.engine.generate(requests)) == before
+        with pytest.raises(ValueError, match="tags"):
+            bench.engine.sleep(["everything"])
+
+    def test_a_batch_comes_back_in_the_agreed_layout(self, bench: Bench) -> None:
+        requests = requests_of(7, SamplingParams(24))
+        out = generate_sequences(bench.engine, prompt_batch(requests, temperature=1.3, stop_token_ids=[30, 31]))
+        rows, width = out.batch, out.batch["prompts"].shape[1]
+        mask, lengths = rows["response_mask"], rows["response_mask"].sum(1)
+        assert rows["responses"].shape == mask.shape == (7, 24)
+        assert torch.equal(rows["input_ids"], torch.cat([rows["prompts"], rows["responses"]], 1))
+        assert torch.equal(rows["attention_mask"][:, width:], mask)
+        assert torch.equal(mask, (torch.arange(24) < lengths[:, None]).long())
+        for name, empty in [
+            ("responses", 0),
+            ("rollout_log_probs", 0),
+            ("rollout_sampled_log_probs", 0),
+            ("weight_versions", -1),
+        ]:
+            assert (rows[name][mask == 0] == empty).all()
+        assert (rows["weight_versions"][mask == 1] == 0).all()
+        first = rows["attention_mask"].argmax(1)
+        for row in range(7):
+            expected = torch.arange(width + 24 - first[row])[: len(requests[row].input_ids) + lengths[row]]
+            assert torch.equal(rows["position_ids"][row, first[row] :][: len(expected)], expected)
+        ends = {"stop": {30, 31, EOS}}
+        for row, reason in enumerate(out.non_tensor_batch["finish_reason"]):
+            assert (int(rows["responses"][row, lengths[row] - 1]) in ends["stop"]) == (reason == "stop")
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    def test_engine_scores_are_the_sampled_log_probs(self, bench: Bench, temperature: float) -> None:
+        if temperature != 1.0:
+            bench.needs("scores at a temperature")
+        out = generate_sequences(
+            bench.engine, prompt_batch(requests_of(7, SamplingParams(24)), temperature=temperature)
+        )
+        scores = bench.engine.compute_log_prob(out, temperature=temperature)
+        torch.testing.assert_close(scores, out.batch["rollout_log_probs"], atol=1e-4, rtol=0)
+
+    def test_rows_have_their_own_seed_whatever_the_split(self, bench: Bench) -> None:
+        same = [requests_of(1, SamplingParams(24))[0]] * 6
+        whole = prompt_batch(same, ignore_eos=True)
+        out = generate_sequences(bench.engine, whole).batch["responses"]
+        assert len({tuple(row) for row in out.tolist()}) == 6
+        next_step = generate_sequences(bench.engine, prompt_batch(same, ignore_eos=True, global_steps=5)).batch[
+            "responses"
+        ]
+        assert not (next_step == out).all(1).any()
+        empty = from_responses(whole, [ModelResponse("", (), (), (), (), (), Finish.ABORT)] * 6)
+        assert empty.batch["response_mask"].sum() == 0
