@@ -72,17 +72,12 @@ class _ReplicaState:
 
     replica: Replica
     state: str = "ready"
-    draining: bool = False
     restarts: int = 0
     running: list[_Chunk] = field(default_factory=list)
 
     @property
     def load(self) -> int:
         return sum(len(chunk.rows) for chunk in self.running)
-
-    @property
-    def open(self) -> bool:
-        return self.state == "ready" and not self.draining
 
 
 class _WrongVersionError(RuntimeError):
@@ -225,10 +220,10 @@ class RolloutFleet:
 
     def _take(self, entry: _ReplicaState) -> _Chunk | None:
         """The first waiting chunk that this replica should serve, if it is free."""
-        if not entry.open or len(entry.running) >= self.max_in_flight:
+        if entry.state != "ready" or len(entry.running) >= self.max_in_flight:
             return None
         for chunk in self._waiting:
-            rivals = (p for p in self._replicas if p.open and len(p.running) < self.max_in_flight)
+            rivals = [p for p in self._ready() if len(p.running) < self.max_in_flight]
             if self._may_serve(entry, chunk) and not any(
                 p.load < entry.load and self._may_serve(p, chunk) for p in rivals
             ):
@@ -241,13 +236,16 @@ class RolloutFleet:
                 return chunk
         return None
 
+    def _ready(self) -> list[_ReplicaState]:
+        return [entry for entry in self._replicas if entry.state == "ready"]
+
     def _may_serve(self, entry: _ReplicaState, chunk: _Chunk) -> bool:
         """A session stays on its replica and a failed chunk goes to another one, if there is a choice."""
-        others = [p for p in self._replicas if p.open and p.replica.name not in chunk.failed_on]
+        others = [p for p in self._ready() if p.replica.name not in chunk.failed_on]
         if entry.replica.name in chunk.failed_on and others:
             return False
         owner = self._sessions.get(chunk.session) if chunk.session else None
-        return owner is None or owner is entry or not owner.open or owner.replica.name in chunk.failed_on
+        return owner is None or owner is entry or owner.state != "ready" or owner.replica.name in chunk.failed_on
 
     def _remember(self, session: str, entry: _ReplicaState) -> None:
         if session:
@@ -371,24 +369,6 @@ class RolloutFleet:
                     self._recover(entry, error, asked=True)
         return health
 
-    def drain(self, name: str, *, deadline_s: float) -> None:
-        """Send the replica no more chunks and wait until it has answered those it has."""
-        entry = self._state_of(name)
-        with self._change:
-            entry.draining = True
-            self._notify()
-            if not self._change.wait_for(lambda: not entry.running, timeout=deadline_s):
-                raise DeadlineError(name, "drain", deadline_s, f"{entry.load} rows are still running there")
-
-    def admit(self, name: str) -> None:
-        """Serve from a drained replica again."""
-        with self._change:
-            self._state_of(name).draining = False
-            self._notify()
-
-    def _state_of(self, name: str) -> _ReplicaState:
-        return next(entry for entry in self._replicas if entry.replica.name == name)
-
     def settle(self) -> None:
         """Wait until no replica is being restarted or updated, so that the trainer's weights may change."""
         with self._change:
@@ -406,7 +386,7 @@ class RolloutFleet:
             counts = {
                 name: self._counts[name] for name in ("failures", "retries", "restarts", "refused_versions", "aborted")
             }
-            ready = sum(entry.open for entry in self._replicas)
+            ready = len(self._ready())
             return {f"rollout/{k}": v for k, v in {**self.ledger.counts(), **counts, "replicas_ready": ready}.items()}
 
     def close(self) -> None:

@@ -1,12 +1,11 @@
 """External SGLang and vLLM servers as rollout engines."""
 
 from rlsys.fleet.external.backends import WeightGroupSpec
-from rlsys.fleet.external.engine import RemoteEngine, RemoteSGLangEngine, SGLangRemoteEngine, VLLMRemoteEngine
+from rlsys.fleet.external.engine import RemoteEngine, SGLangRemoteEngine, VLLMRemoteEngine
 from rlsys.fleet.external.settings import RemoteSettings, server_urls
 
 __all__ = [
     "RemoteEngine",
-    "RemoteSGLangEngine",
     "RemoteSettings",
     "SGLangRemoteEngine",
     "VLLMRemoteEngine",

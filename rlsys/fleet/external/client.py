@@ -51,13 +51,7 @@ class ServerPool:
 
     def __init__(self, backend: Backend, settings: RemoteSettings, *, version: int) -> None:
         self.backend, self.settings, self.version = backend, settings, version
-        self.router = Router(
-            settings.urls,
-            policy=settings.policy,
-            breaker_failures=settings.breaker_failures,
-            cooldown_s=settings.cooldown_s,
-            max_cooldown_s=settings.max_cooldown_s,
-        )
+        self.router = Router(settings)
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self.session = open_session(settings.token)
         self.gate, self.change = asyncio.Event(), asyncio.Condition()
@@ -74,7 +68,7 @@ class ServerPool:
         self._watching: asyncio.Task[None] | None = None
 
     @property
-    def running(self) -> int:
+    def num_running(self) -> int:
         return len(self._segments)
 
     # ---- requests ----------------------------------------------------------------------------------------------
@@ -106,19 +100,20 @@ class ServerPool:
             retry=retry_if_exception_type(ServerFault),
             reraise=True,
         )
+
+        async def attempt() -> T:
+            self.counts["retries"] += bool(causes)
+            try:
+                return await once(failed_on)
+            except ServerFault as fault:
+                causes.append(str(fault))
+                failed_on.append(fault.url)
+                raise
+
         try:
-            async for attempt in retrying:
-                with attempt:
-                    self.counts["retries"] += bool(causes)
-                    try:
-                        return await once(failed_on)
-                    except ServerFault as fault:
-                        causes.append(str(fault))
-                        failed_on.append(fault.url)
-                        raise
+            return await retrying(attempt)
         except ServerFault as error:
             raise RolloutError("\n  ".join([f"{what} failed {len(causes)} times", *causes])) from error
-        raise AssertionError("a retry ends with a result or an error")
 
     def _back_off(self, state: RetryCallState) -> float:
         error = state.outcome.exception() if state.outcome else None
@@ -437,7 +432,7 @@ class ServerPool:
             server.load -= 1
         return scores
 
-    def set_version(self, version: int) -> None:
+    async def set_version(self, version: int) -> None:
         """Declare that the servers' current weights are this version."""
         self.version = version
         self._versions |= {server.identity: version for server in self.router.servers}

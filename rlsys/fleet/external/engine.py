@@ -121,7 +121,7 @@ class RemoteEngine:
 
     def set_version(self, version: int) -> None:
         """Say that the servers' present weights are this version."""
-        self._do(_call(self._service.set_version, version))
+        self._do(self._service.set_version(version))
 
     def get_version(self) -> int:
         return self._service.version
@@ -169,7 +169,7 @@ class RemoteEngine:
             "adapter": service.adapter,
             "quarantined": service.quarantined,
             "paused": not service.gate.is_set(),
-            "running": service.running,
+            "running": service.num_running,
             "servers": {
                 server.url: {
                     "admitted": server.admitted,
@@ -229,15 +229,8 @@ class VLLMRemoteEngine(RemoteEngine):
         super().__init__(VLLMBackend(), settings, version=version)
 
 
-RemoteSGLangEngine = SGLangRemoteEngine
-
-
 async def _made(backend: Backend, settings: RemoteSettings, version: int) -> ServerPool:
     return ServerPool(backend, settings, version=version)
-
-
-async def _call(do: Any, *args: Any) -> Any:
-    return do(*args)
 
 
 async def _first_error(work: Coroutine[Any, Any, T]) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,7 +54,7 @@ def open_session(token: str) -> aiohttp.ClientSession:
 async def ask(session: aiohttp.ClientSession, url: str, call: Call, *, stage: str, deadline_s: float) -> Any:
     """The JSON a call answers, None for an empty or non-JSON answer; ServerFault or RefusedError."""
     timeout = aiohttp.ClientTimeout(total=deadline_s)
-    async with _Answer(session, url, call, stage=stage, timeout=timeout) as response:
+    async with _answer(session, url, call, stage=stage, timeout=timeout) as response:
         data = await response.content.read(MAX_ANSWER_BYTES + 1)
         while len(data) <= MAX_ANSWER_BYTES and (more := await response.content.read(MAX_ANSWER_BYTES)):
             data += more
@@ -75,7 +76,7 @@ async def events(
     max_event_bytes: int,
 ) -> AsyncGenerator[dict[str, Any], None]:
     """The JSON objects of a server-sent event stream up to its end mark; ServerFault where it ends without one."""
-    async with _Answer(session, url, call, stage=stage, timeout=timeout) as response:
+    async with _answer(session, url, call, stage=stage, timeout=timeout) as response:
         buffer = bytearray()
         async for part in response.content.iter_any():
             buffer += part
@@ -110,64 +111,49 @@ def _event(text: bytes, url: str, stage: str) -> dict[str, Any]:
     return event
 
 
-class _Answer:
+@asynccontextmanager
+async def _answer(
+    session: aiohttp.ClientSession, url: str, call: Call, *, stage: str, timeout: aiohttp.ClientTimeout
+) -> AsyncGenerator[aiohttp.ClientResponse, None]:
     """The response to a call whose status is 200; everything else, inside the block too, is raised as a fault."""
-
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        url: str,
-        call: Call,
-        *,
-        stage: str,
-        timeout: aiohttp.ClientTimeout,
-    ) -> None:
-        self.url, self.stage, self.timeout = url, stage, timeout
-        self.request = session.request(
-            call.method, url + call.path, json=call.body, timeout=timeout, allow_redirects=False
-        )
-
-    async def __aenter__(self) -> aiohttp.ClientResponse:
-        try:
-            response = await self.request.__aenter__()
-        except Exception as error:
-            raise self._fault(error) from error
-        if response.status == 200:
-            return response
-        try:
-            text = (await response.content.read(4096)).decode(errors="replace")
-        except (aiohttp.ClientError, TimeoutError) as error:
-            text = str(error)
-        wait_s = response.headers.get("Retry-After", "")
-        response.close()
-        raise self._refusal(response.status, _short(text), wait_s)
-
-    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        await self.request.__aexit__(kind, error, trace)
-        if isinstance(error, aiohttp.ClientError | TimeoutError | OSError):
-            raise self._fault(error) from error
-
-    def _fault(self, error: BaseException) -> ServerFault:
+    response: aiohttp.ClientResponse | None = None
+    request = session.request(call.method, url + call.path, json=call.body, timeout=timeout, allow_redirects=False)
+    try:
+        async with request as response:
+            if response.status != 200:
+                raise await _refusal(response, url, stage)
+            yield response
+    except Exception as error:
+        if response is not None and not isinstance(error, aiohttp.ClientError | TimeoutError | OSError):
+            raise
         if isinstance(error, TimeoutError):
-            allowed = f"{self.timeout.total:g} s" if self.timeout.total else "its time"
-            if self.timeout.sock_read is not None:
-                allowed += f" (or {self.timeout.sock_read:g} s of silence)"
-            return ServerFault(self.url, self.stage, f"no answer within {allowed}", kind="timeout")
+            allowed = f"{timeout.total:g} s" if timeout.total else "its time"
+            if timeout.sock_read is not None:
+                allowed += f" (or {timeout.sock_read:g} s of silence)"
+            raise ServerFault(url, stage, f"no answer within {allowed}", kind="timeout") from error
         cause = f"{type(error).__name__}: {error}" if isinstance(error, aiohttp.ClientError | OSError) else repr(error)
-        return ServerFault(self.url, self.stage, cause, kind="unreachable")
+        raise ServerFault(url, stage, cause, kind="unreachable") from error
 
-    def _refusal(self, status: int, text: str, wait: str) -> Exception:
-        say = f"HTTP {status}: {text}"
-        if status in (400, 413, 422):
-            return RefusedError(f"{self.url} at stage '{self.stage}': {say}")
-        if status in (429, 503):
-            wait_s = min(float(wait), MAX_WAIT_S) if wait.isdecimal() else 0.0
-            return ServerFault(self.url, self.stage, say, kind="busy", wait_s=wait_s, status=status)
-        if 300 <= status < 400:
-            say = f"HTTP {status}: redirects are not followed; name the server itself"
-        if status in (401, 403):
-            say = f"HTTP {status}: the token is missing or wrong"
-        return ServerFault(self.url, self.stage, say, kind="status", status=status)
+
+async def _refusal(response: aiohttp.ClientResponse, url: str, stage: str) -> Exception:
+    """The error for a status other than 200."""
+    try:
+        text = (await response.content.read(4096)).decode(errors="replace")
+    except (aiohttp.ClientError, TimeoutError) as error:
+        text = str(error)
+    response.close()
+    status, wait = response.status, response.headers.get("Retry-After", "")
+    say = f"HTTP {status}: {_short(text)}"
+    if status in (400, 413, 422):
+        return RefusedError(f"{url} at stage '{stage}': {say}")
+    if status in (429, 503):
+        wait_s = min(float(wait), MAX_WAIT_S) if wait.isdecimal() else 0.0
+        return ServerFault(url, stage, say, kind="busy", wait_s=wait_s, status=status)
+    if 300 <= status < 400:
+        say = f"HTTP {status}: redirects are not followed; name the server itself"
+    if status in (401, 403):
+        say = f"HTTP {status}: the token is missing or wrong"
+    return ServerFault(url, stage, say, kind="status", status=status)
 
 
 def _short(text: object) -> str:

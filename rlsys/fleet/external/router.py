@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from rlsys.fleet.external.capabilities import Capabilities
-from rlsys.fleet.external.settings import Policy
+from rlsys.fleet.external.settings import RemoteSettings
 
 MAX_SESSIONS = 100_000
 STEADY = 20
@@ -38,19 +38,9 @@ class ServerState:
 class Router:
     """Chooses among admitted servers. `breaker_failures` in a row open a server's breaker; a probe closes it."""
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        policy: Policy = "least_loaded",
-        breaker_failures: int = 3,
-        cooldown_s: float = 2.0,
-        max_cooldown_s: float = 60.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.servers = [ServerState(url) for url in urls]
-        self.policy, self.breaker_failures = policy, breaker_failures
-        self.cooldown_s, self.max_cooldown_s, self.clock = cooldown_s, max_cooldown_s, clock
+    def __init__(self, settings: RemoteSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.servers = [ServerState(url) for url in settings.urls]
+        self.settings, self.clock = settings, clock
         self._sessions: OrderedDict[str, ServerState] = OrderedDict()
         self._turn = 0
 
@@ -72,7 +62,7 @@ class Router:
     def _by_policy(self, servers: Sequence[ServerState]) -> ServerState:
         start, self._turn = self._turn % len(servers), self._turn + 1
         turned = [*servers[start:], *servers[:start]]
-        return turned[0] if self.policy == "round_robin" else min(turned, key=lambda server: server.load)
+        return turned[0] if self.settings.policy == "round_robin" else min(turned, key=lambda server: server.load)
 
     def succeeded(self, server: ServerState) -> None:
         server.served += 1
@@ -85,12 +75,12 @@ class Router:
         """Count a failure; returns whether it opened the breaker."""
         server.failures += 1
         server.streak = 0
-        return server.admitted and server.failures >= self.breaker_failures and self.trip(server, cause)
+        return server.admitted and server.failures >= self.settings.breaker_failures and self.trip(server, cause)
 
     def trip(self, server: ServerState, cause: str) -> bool:
         """Send the server nothing until it is readmitted; a probe is due after a cool-down that grows each time."""
         first, server.admitted, server.cause = server.admitted, False, cause
-        rest_s = min(self.cooldown_s * 2 ** min(server.trips, 30), self.max_cooldown_s)
+        rest_s = min(self.settings.cooldown_s * 2 ** min(server.trips, 30), self.settings.max_cooldown_s)
         server.probe_at_s = self.clock() + rest_s
         server.trips += 1
         return first

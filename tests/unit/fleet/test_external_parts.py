@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rlsys.fleet.external.backends import SGLangBackend, VLLMBackend
 from rlsys.fleet.external.partial import BadResponseError, Delta, PartialResponse
 from rlsys.fleet.external.router import Router
-from rlsys.fleet.external.settings import server_urls
+from rlsys.fleet.external.settings import RemoteSettings, server_urls
 from rlsys.types import Finish, ModelRequest, SamplingParams
 from rlsys.utils.errors import ConfigError
 
@@ -37,7 +37,9 @@ steps = st.lists(
 @given(steps, st.sampled_from(["least_loaded", "round_robin"]))
 def test_only_admitted_servers_are_chosen_and_sessions_stay(history: list, policy: str) -> None:
     clock = Clock()
-    router = Router(URLS, policy=policy, breaker_failures=2, cooldown_s=1, max_cooldown_s=8, clock=clock)
+    router = Router(
+        RemoteSettings(tuple(URLS), policy=policy, breaker_failures=2, cooldown_s=1, max_cooldown_s=8), clock=clock
+    )
     owners: dict[str, str] = {}
     for what, number, session, avoid in history:
         server = router.servers[number]
@@ -70,7 +72,7 @@ def test_only_admitted_servers_are_chosen_and_sessions_stay(history: list, polic
 
 @given(st.integers(1, 60), st.integers(1, 4), st.sampled_from(["least_loaded", "round_robin"]))
 def test_load_is_spread_evenly(num: int, num_servers: int, policy: str) -> None:
-    router = Router(URLS[:num_servers], policy=policy)
+    router = Router(RemoteSettings(tuple(URLS[:num_servers]), policy=policy))
     for _ in range(num):
         server = router.choose()
         assert server is not None
@@ -82,7 +84,7 @@ def test_load_is_spread_evenly(num: int, num_servers: int, policy: str) -> None:
 
 def test_the_cool_down_grows_and_is_forgotten_by_a_steady_server() -> None:
     clock = Clock()
-    router = Router(["a"], breaker_failures=2, cooldown_s=1, max_cooldown_s=3, clock=clock)
+    router = Router(RemoteSettings(("a",), breaker_failures=2, cooldown_s=1, max_cooldown_s=3), clock=clock)
     (server,) = router.servers
     assert not router.failed(server, "x")
     waits = []

@@ -264,28 +264,6 @@ def test_least_loaded_first() -> None:
         thread.join(scaled_s(5))
 
 
-def test_drain_waits_and_keeps_new_work_away() -> None:
-    replicas = [Scripted("a"), Scripted("b")]
-    with fleet_of(replicas) as fleet:
-        fleet.drain("a", deadline_s=1)
-        fleet.generate(requests_of(30))
-        assert not replicas[0].served
-        fleet.admit("a")
-        replicas[1].plan = lambda call: str(wait_until(lambda: replicas[0].calls)) and "ok"
-        fleet.generate(requests_of(30))
-        assert replicas[0].served
-        stuck = threading.Event()
-        replicas[0].plan = lambda call: str(stuck.wait(scaled_s(10)) and "ok")
-        replicas[1].plan = replicas[0].plan
-        thread = threading.Thread(target=fleet.generate, args=(requests_of(6),))
-        thread.start()
-        assert wait_until(lambda: replicas[0].at_once)
-        with pytest.raises(DeadlineError, match=r"a did not answer .* 'drain'"):
-            fleet.drain("a", deadline_s=0.05)
-        stuck.set()
-        thread.join(scaled_s(5))
-
-
 def test_health_check_restarts_the_dead() -> None:
     replicas = [Scripted("a"), Scripted("b")]
     replicas[1].alive = False
