@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from rlsys.single_controller.base import ClassWithInitArgs, ResourcePool, Worker
 from rlsys.single_controller.local import LocalWorkerGroup
 from rlsys.single_controller.resource_pool import ResourcePoolManager
 from rlsys.utils.errors import ConfigError
+from rlsys.utils.plugins import import_libraries
 from trainer.job import exit_on_sigterm
 
 Pools = Mapping[str, list[int]]
@@ -91,10 +92,19 @@ def _device(wanted: str, has_gpus: bool) -> str:
     return "cuda" if has_gpus and wanted != "cpu" else "cpu"
 
 
-def import_external_lib(model: ModelConfig) -> None:
-    """Import the module named by `external_lib`, which registers user-defined functions."""
-    if model.external_lib:
-        importlib.import_module(model.external_lib)
+def import_external_libs(models: Mapping[str, ModelConfig]) -> tuple[tuple[str, str], ...]:
+    """Import the `external_lib` of the models here; returns (key, library) pairs for the workers to do the same.
+
+    ConfigError naming the key of one that cannot be imported.
+    """
+    libraries = {f"{section}.external_lib": model.external_lib for section, model in models.items()}
+    given = tuple(
+        (key, str(Path(library).expanduser().absolute()) if library.endswith(".py") else library)
+        for key, library in libraries.items()
+        if library
+    )
+    import_libraries(given)
+    return given
 
 
 def load_tokenizer(model: ModelConfig, padding: int | None = None) -> PreTrainedTokenizerBase:

@@ -7,7 +7,7 @@ from typing import Any
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.plan import BatchPlan
 from rlsys.fleet.external.settings import settings_of
-from trainer.backend import WorkerBackend, import_external_lib, load_tokenizer, running_backend, start_backend
+from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer, running_backend, start_backend
 from trainer.groups import Role
 from trainer.ppo import RayPPOTrainer
 from trainer.prompts import num_steps, prompt_datasets
@@ -62,12 +62,12 @@ def _prepared(config: PPOConfig) -> tuple[PPOConfig, BatchPlan]:
 
 def _build(config: PPOConfig, plan: BatchPlan, backend: WorkerBackend) -> RayPPOTrainer:
     model = config.actor_rollout_ref.model
-    for section in (model, *([config.critic.model] if plan.critic is not None else [])):
-        import_external_lib(section)
+    critic_model = {"critic.model": config.critic.model} if plan.critic is not None else {}
+    libraries = import_external_libs({"actor_rollout_ref.model": model, **critic_model})
     tokenizer = load_tokenizer(model, config.actor_rollout_ref.rollout.padding)
     train_rows, val_rows = prompt_datasets(config, tokenizer)
     mapping, pools = place_roles(config, plan)
-    for_workers = engine_run(config, plan, backend, num_steps=num_steps(config, train_rows))
+    for_workers = engine_run(config, plan, backend, num_steps=num_steps(config, train_rows), external_libs=libraries)
     check_megatron_models(config, plan)
     actor = MegatronPPOWorker if config.actor_rollout_ref.actor.strategy == "megatron" else ActorWorker
     rollout = config.actor_rollout_ref.rollout
@@ -122,7 +122,14 @@ def place_roles(config: PPOConfig, plan: BatchPlan) -> tuple[dict[Role, str], di
     return mapping, pools
 
 
-def engine_run(config: PPOConfig, plan: BatchPlan, backend: WorkerBackend, *, num_steps: int) -> EngineRun:
+def engine_run(
+    config: PPOConfig,
+    plan: BatchPlan,
+    backend: WorkerBackend,
+    *,
+    num_steps: int,
+    external_libs: tuple[tuple[str, str], ...] = (),
+) -> EngineRun:
     """What the workers need to know of the run."""
     warm = config.trainer.critic_warmup
     return EngineRun(
@@ -134,4 +141,5 @@ def engine_run(config: PPOConfig, plan: BatchPlan, backend: WorkerBackend, *, nu
         critic_steps=num_steps * plan.critic.optimizer_steps if plan.critic else -1,
         num_threads=backend.num_threads,
         offload_on_sleep=not drops_weights_on_sleep(config),
+        external_libs=external_libs,
     )

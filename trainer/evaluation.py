@@ -18,7 +18,7 @@ from rlsys.fleet.group import group_fleet
 from rlsys.protocol import DataProto
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.telemetry.validation_metrics import validation_metrics
-from trainer.backend import import_external_lib, load_tokenizer, running_backend
+from trainer.backend import import_external_libs, load_tokenizer, running_backend
 from trainer.dumps import dump, sample_rows
 from trainer.generation import GradedRollout, answer_printer, fleet_generate, validation_sampling
 from trainer.groups import RolloutGroup, start_group
@@ -104,7 +104,7 @@ def run_evaluation(config: EvalConfig) -> None:
 def evaluate(config: EvalConfig) -> dict[str, float]:
     """The metrics of one evaluation; its workers are closed afterwards."""
     model, run, rollout = config.actor_rollout_ref.model, config.trainer, config.actor_rollout_ref.rollout
-    import_external_lib(model)
+    external_libs = import_external_libs({"actor_rollout_ref.model": model})
     tokenizer = load_tokenizer(model, rollout.padding)
     data = config.data
     assert data.val_files is not None, "checked with the configuration"
@@ -113,7 +113,12 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     )
     with ExitStack() as stack:
         backend = stack.enter_context(running_backend(run, config.ray_kwargs))
-        engine = EngineRun(device=backend.device, nccl_timeout_s=run.deadlines.call_s, num_threads=backend.num_threads)
+        engine = EngineRun(
+            device=backend.device,
+            nccl_timeout_s=run.deadlines.call_s,
+            num_threads=backend.num_threads,
+            external_libs=external_libs,
+        )
         worker = rollout_worker_cls(rollout.name)
         group: RolloutGroup = start_group(backend, run, "rollout", worker, model, rollout, engine, "auto")
         stack.callback(group.close)

@@ -17,7 +17,7 @@ from rlsys.data.dataset import configured_source
 from rlsys.data.supervised import SupervisedDataset, load_pairs, load_texts
 from rlsys.protocol import DataProto, pad_dataproto_to_divisor
 from rlsys.roles.lm import RankSums, mean_over_ranks
-from trainer.backend import WorkerBackend, import_external_lib, load_tokenizer, running_backend
+from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer, running_backend
 from trainer.checkpoint import TrainerState
 from trainer.groups import SupervisedGroup, start_group
 from trainer.loop import CheckpointedLoop
@@ -76,7 +76,7 @@ class SupervisedTrainer(CheckpointedLoop):
         reporter = Reporter(run, config.model_dump(mode="json"), num_devices=num_ranks)
         super().__init__(run, reporter, keep={"model": run.max_ckpt_to_keep})
         self.cfg = config
-        import_external_lib(config.model)
+        external_libs = import_external_libs({"model": config.model})
         self.rows = load_rows(config, load_tokenizer(config.model))
         self.cursor = Cursor(
             len(self.rows.train),
@@ -95,6 +95,7 @@ class SupervisedTrainer(CheckpointedLoop):
             step_rows=data.train_batch_size * 2,
             actor_steps=self.total_steps,
             num_threads=backend.num_threads,
+            external_libs=external_libs,
         )
         with self.stage("start_workers"):
             args = (config, engine_run, self.rows.kind)

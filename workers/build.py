@@ -24,6 +24,7 @@ from rlsys.models.hf import read_config
 from rlsys.models.megatron.family import family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.utils.errors import ConfigError
+from rlsys.utils.plugins import import_libraries
 from workers.mfu import MfuMeter
 
 if TYPE_CHECKING:
@@ -49,12 +50,15 @@ class EngineRun:
     num_threads: int | None = None
     offload_on_sleep: bool = True
     """Whether rollout engines keep weights on the host while they sleep; else the next push brings them."""
+    external_libs: tuple[tuple[str, str], ...] = ()
+    """(configuration key, module name or absolute path of a .py file) to import before a model is built."""
 
     def place(self, *, full_determinism: bool = False) -> str:
-        """Join the process group of the ranks, seed this rank's generators and return its device.
+        """Import external libraries, join the process group, seed this rank's generators and return its device.
 
         `full_determinism` goes for all that this process computes from then on.
         """
+        import_libraries(self.external_libs)
         if full_determinism:
             rng.repeat_bitwise()
         if self.num_threads:

@@ -16,6 +16,7 @@ from rlsys.rollout.base import EngineContext, LoadFormat
 from rlsys.rollout.batch import generate_sequences
 from rlsys.single_controller.base import Worker
 from rlsys.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from rlsys.utils.plugins import import_libraries
 from rlsys.weights.endpoints import WeightReceiver
 from workers.build import EngineRun
 from workers.colocated import learn_engine_layout, set_local_rollout
@@ -45,6 +46,7 @@ class RolloutWorker(Worker, WeightReceiver):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Build the engine."""
+        import_libraries(self.run.external_libs)
         if self.run.num_threads:
             torch.set_num_threads(self.run.num_threads)
         assert self.model_cfg.path is not None, "the start model is resolved before workers start"

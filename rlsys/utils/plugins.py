@@ -1,11 +1,13 @@
-"""User functions and classes, loaded from a file by name."""
+"""User code: functions and classes of a file, and modules that register names."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rlsys.utils.errors import ConfigError
@@ -16,23 +18,44 @@ def load_from_file(path: str, name: str, *, key: str) -> Any:
 
     The file is imported once per process. An error raised by the file is the cause of the ConfigError.
     """
+    module = _module_of_file(path, f"{key}.path")
+    if not hasattr(module, name):
+        raise ConfigError(f"{key}.name={name}: {path} does not define it")
+    return getattr(module, name)
+
+
+def import_libraries(libraries: Iterable[tuple[str, str]]) -> None:
+    """Import the libraries of (configuration key, module name or path of a .py file), each once per process.
+
+    ConfigError naming the key for one that cannot be imported.
+    """
+    for key, library in libraries:
+        if library.endswith(".py"):
+            _module_of_file(library, key)
+            continue
+        try:
+            importlib.import_module(library)
+        except (Exception, SystemExit) as error:
+            raise ConfigError(f"{key}={library} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _module_of_file(path: str, key: str) -> ModuleType:
+    """The module of a Python file, under the same name in every process."""
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ConfigError(f"{key}.path={path}: not a local file")
+        raise ConfigError(f"{key}={path}: not a local file")
     resolved = str(file.resolve())
     module_name = f"rlsys_plugin_{file.stem}_{sha256(resolved.encode()).hexdigest()[:8]}"
     module = sys.modules.get(module_name)
     if module is None:
         spec = importlib.util.spec_from_file_location(module_name, resolved)
         if spec is None or spec.loader is None:
-            raise ConfigError(f"{key}.path={path}: not a Python file")
+            raise ConfigError(f"{key}={path}: not a Python file")
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
         try:
             spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
             del sys.modules[module_name]
-            raise ConfigError(f"{key}.path={path} cannot be loaded: {type(error).__name__}: {error}") from error
-    if not hasattr(module, name):
-        raise ConfigError(f"{key}.name={name}: {path} does not define it")
-    return getattr(module, name)
+            raise ConfigError(f"{key}={path} cannot be loaded: {type(error).__name__}: {error}") from error
+    return module

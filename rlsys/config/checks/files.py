@@ -99,8 +99,12 @@ def _model(key: str, model: ModelConfig, longest: int, lengths: str) -> Iterator
         value = getattr(model, name)
         if value is not None and not Path(value).is_dir():
             yield wrong(f"{key}.{name}", value, f"{_no_folder(value)}; set {key}.{name}=<folder>")
-    if model.external_lib and not _importable(model.external_lib):
-        yield wrong(f"{key}.external_lib", model.external_lib, "the module cannot be imported; put it on PYTHONPATH")
+    library = model.external_lib or ""
+    if library.endswith(".py"):
+        if not Path(library).expanduser().is_file():
+            yield wrong(f"{key}.external_lib", library, f"file not found{_nearby(Path(library))}; set a module or file")
+    elif library and not _importable(library):
+        yield wrong(f"{key}.external_lib", library, "the module cannot be imported; put it on PYTHONPATH")
     folder = Path(model.path) if model.path else None
     if folder is None or not folder.is_dir():
         return

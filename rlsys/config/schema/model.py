@@ -63,7 +63,7 @@ class ModelConfig(Section):
     custom_chat_template: Text | None = None
     """A Jinja chat template instead of the tokenizer's."""
     external_lib: Text | None = None
-    """Python module that every process imports first, e.g. one that registers estimators, losses or models."""
+    """Module or .py file that every process imports first, e.g. to register estimators, losses or models."""
     override_config: OpenDict = open_dict()
     """Values that replace those of config.json, e.g. {attention_dropout: 0}."""
     enable_gradient_checkpointing: Flag = True
@@ -92,7 +92,7 @@ class CriticModelConfig(ModelConfig):
     custom_chat_template: Text | None = linked("actor_rollout_ref.model.custom_chat_template")
     """A Jinja chat template instead of the tokenizer's."""
     external_lib: Text | None = linked("actor_rollout_ref.model.external_lib")
-    """Python module that every process imports first."""
+    """Module or .py file that every process imports first."""
     enable_gradient_checkpointing: Flag = linked("actor_rollout_ref.model.enable_gradient_checkpointing")
     """Recompute activations in the backward pass instead of storing them."""
     use_remove_padding: Flag = linked("actor_rollout_ref.model.use_remove_padding")
