@@ -25,7 +25,7 @@ TITLE = re.compile(r"ray::Colocated_([a-z_]+)")
 
 
 @dataclass(frozen=True)
-class Strike:
+class Fault:
     """SIG`signal` to the process that plays `role` when `at` is entered for the `entry`-th time.
 
     `at` is a stage of the controller ("adv"), or a call of a worker ("critic.update_critic"): a SIGKILL then comes
@@ -40,32 +40,32 @@ class Strike:
     rank: int = 0
 
 
-def arm_strikes(strikes: Sequence[Strike]) -> None:
-    """Let this process, the driver, strike."""
+def inject_faults(faults: Sequence[Fault]) -> None:
+    """Make this process, the driver, send the signals."""
     entered: dict[str, int] = {}
 
-    def due(at: str) -> list[Strike]:
+    def due(at: str) -> list[Fault]:
         entered[at] = entered.get(at, 0) + 1
-        return [strike for strike in strikes if strike.at == at and strike.entry == entered[at]]
+        return [fault for fault in faults if fault.at == at and fault.entry == entered[at]]
 
     def stages(original: Callable[..., Any]) -> Callable[..., Any]:
         @contextmanager
         def call(timer: Any, stage: str) -> Iterator[None]:
             with original(timer, stage):
-                for strike in due(stage):
-                    _send(strike, _process(strike), strike.signal)
+                for fault in due(stage):
+                    _send(fault, _process(fault), fault.signal)
                 yield
 
         return call
 
     def calls(original: Callable[..., Any]) -> Callable[..., Any]:
         def submit(backend: Any, role: str, stage: str, calls: Any) -> Any:
-            found = [(strike, _process(strike)) for strike in due(f"{role}.{stage}")]
-            for strike, process in found:
-                _send(strike, process, "KILL" if strike.role == "driver" else "STOP")
+            found = [(fault, _process(fault)) for fault in due(f"{role}.{stage}")]
+            for fault, process in found:
+                _send(fault, process, "KILL" if fault.role == "driver" else "STOP")
             sent = original(backend, role, stage, calls)
-            for strike, process in found:
-                if strike.signal == "KILL":
+            for fault, process in found:
+                if fault.signal == "KILL":
                     threading.Thread(target=_later, args=(process,)).start()
             return sent
 
@@ -88,17 +88,17 @@ def workers(head_pid: int) -> list[tuple[list[str], psutil.Process]]:
     return [(roles, one) for roles, one, _ in sorted(found, key=lambda item: item[2])]
 
 
-def _process(strike: Strike) -> psutil.Process:
-    if strike.role == "driver":
+def _process(fault: Fault) -> psutil.Process:
+    if fault.role == "driver":
         return psutil.Process()
-    playing = [one for roles, one in workers(int(os.environ[HEAD_PID])) if strike.role in roles]
-    assert strike.rank < len(playing), f"no process for {strike}"
-    return playing[strike.rank]
+    playing = [one for roles, one in workers(int(os.environ[HEAD_PID])) if fault.role in roles]
+    assert fault.rank < len(playing), f"no process for {fault}"
+    return playing[fault.rank]
 
 
-def _send(strike: Strike, process: psutil.Process, name: str) -> None:
-    print(f"struck: {time.monotonic():.1f} {strike}", file=sys.stderr, flush=True)
-    if strike.role == "driver" and name == "STOP":
+def _send(fault: Fault, process: psutil.Process, name: str) -> None:
+    print(f"injected: {time.monotonic():.1f} {fault}", file=sys.stderr, flush=True)
+    if fault.role == "driver" and name == "STOP":
         subprocess.Popen(["sh", "-c", f"sleep {PAUSE_S}; kill -CONT {os.getpid()}"])
     process.send_signal(getattr(signal, f"SIG{name}"))
 

@@ -50,8 +50,8 @@ class Patches:
     kill: Kill | None = None
     inject: tuple[str, ...] = ()
     max_file_bytes: int | None = None
-    strikes: tuple[Any, ...] = ()
-    """tests.e2e.fault_injection.Strike: signals to the workers of a run under Ray."""
+    faults: tuple[Any, ...] = ()
+    """tests.e2e.fault_injection.Fault: signals to the workers of a run under Ray."""
 
 
 @dataclass(frozen=True)
@@ -154,10 +154,10 @@ def apply(patches: dict[str, Any]) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (patches["max_file_bytes"],) * 2)
     for name in patches["inject"]:
         getattr(import_module("tests.e2e.injections"), name)()
-    if patches["strikes"]:
-        from tests.e2e.fault_injection import Strike, arm_strikes
+    if patches["faults"]:
+        from tests.e2e.fault_injection import Fault, inject_faults
 
-        arm_strikes([Strike(**strike) for strike in patches["strikes"]])
+        inject_faults([Fault(**fault) for fault in patches["faults"]])
     if patches["kill"] is not None:
         arm(Kill(**patches["kill"]))
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Toy, enlarge
-from tests.e2e.fault_injection import HEAD_PID, Strike
+from tests.e2e.fault_injection import HEAD_PID, Fault
 from tests.e2e.fork_server import Ended, ForkServer, Patches
 from tests.e2e.ray_head import Head, ray_head
 from tests.e2e.test_resume_after_kill import assert_same, metrics_of
@@ -28,7 +28,7 @@ from tests.timing import scaled_s
 
 ENDED_S = 60.0
 ERROR = re.compile(r"rlsys: (WorkerError|DeadlineError): (\w+) ranks? (\d)(?:, \d)* on [\w.-]+ .*stage '(\w+)'")
-STRUCK = re.compile(r"struck: ([\d.]+) ")
+INJECTED = re.compile(r"injected: ([\d.]+) ")
 STEPS = 3
 START = ("actor.init_model", "connect", "update_weights")
 STEP = ("gen", "reward", "old_log_prob", "ref", "reward_model", "values", "adv", "update_critic", "update_actor")
@@ -60,7 +60,7 @@ class Runs:
     folder: Path
     ended_s: list[float] = field(default_factory=list)
 
-    def run(self, out: Path, *strikes: Strike, more: Sequence[str] = ()) -> Ended:
+    def run(self, out: Path, *faults: Fault, more: Sequence[str] = ()) -> Ended:
         """To its end, whichever; nothing of it may be left."""
         before = shared_memory()
         names = ("call", "generate", "update", "weights", "save", "reward")
@@ -84,10 +84,10 @@ class Runs:
             *(f"trainer.deadlines.{name}_s={scaled_s(8):g}" for name in names),
             *more,
         )
-        ended = self.server.run(argv, out.with_suffix(".log"), Patches(strikes=strikes), deadline_s=300)
+        ended = self.server.run(argv, out.with_suffix(".log"), Patches(faults=faults), deadline_s=300)
         self.ended_s.append(time.monotonic())
         assert ended.orphans == 0
-        assert ended.log.count("struck: ") == len(strikes), ended.log
+        assert ended.log.count("injected: ") == len(faults), ended.log
         self.assert_left_clean(before)
         return ended
 
@@ -100,38 +100,38 @@ class Runs:
             assert ended.status == 0, ended.log
         return out
 
-    def fails(self, out: Path, strike: Strike, *more: str) -> None:
-        """The run ends with one error about this strike, in time."""
-        ended = self.run(out, strike, more=more)
-        assert ended.status == 1, f"{strike}\n{ended.log}"
-        took_s = self.ended_s[-1] - float(STRUCK.findall(ended.log)[0])
-        assert took_s < ENDED_S, f"{strike}: {took_s:.0f} s\n{ended.log}"
+    def fails(self, out: Path, fault: Fault, *more: str) -> None:
+        """The run ends with one error about this fault, in time."""
+        ended = self.run(out, fault, more=more)
+        assert ended.status == 1, f"{fault}\n{ended.log}"
+        took_s = self.ended_s[-1] - float(INJECTED.findall(ended.log)[0])
+        assert took_s < ENDED_S, f"{fault}: {took_s:.0f} s\n{ended.log}"
         errors = [line for line in ended.log.splitlines() if line.startswith("rlsys: ") and "preset" not in line]
         assert len(errors) == 1, ended.log
         assert "Traceback" not in ended.log, ended.log
         told = ERROR.match(errors[0])
         assert told, errors[0]
         kind, role, rank, _ = told.groups()
-        assert kind == ("DeadlineError" if strike.signal == "STOP" else "WorkerError"), f"{strike}: {errors[0]}"
-        assert role in ({"actor", "critic", "ref"} if strike.role == "actor" else {strike.role}), errors[0]
-        assert int(rank) <= strike.rank, errors[0]
-        if strike.signal == "STOP" and strike.rank:
+        assert kind == ("DeadlineError" if fault.signal == "STOP" else "WorkerError"), f"{fault}: {errors[0]}"
+        assert role in ({"actor", "critic", "ref"} if fault.role == "actor" else {fault.role}), errors[0]
+        assert int(rank) <= fault.rank, errors[0]
+        if fault.signal == "STOP" and fault.rank:
             assert re.search(r"^  rank \d: .*stopped by a signal", ended.log, re.MULTILINE), ended.log
 
-    def all_fail(self, out: Path, strikes: Sequence[Strike], *more: str) -> None:
+    def all_fail(self, out: Path, faults: Sequence[Fault], *more: str) -> None:
         """Each of these, one run after the other; told together."""
         wrong = []
-        for strike in strikes:
+        for fault in faults:
             try:
-                self.fails(out, strike, *more)
+                self.fails(out, fault, *more)
             except AssertionError as error:
-                wrong.append(f"{strike}: {error}")
+                wrong.append(f"{fault}: {error}")
         assert not wrong, "\n\n".join(wrong)
 
-    def finishes(self, out: Path, *strikes: Strike, more: Sequence[str] = ()) -> None:
-        """The run recovers from all strikes, and leaves what an uninterrupted one does."""
-        ended = self.run(out, *strikes, more=more)
-        assert ended.status == 0, f"{strikes}\n{ended.log}"
+    def finishes(self, out: Path, *faults: Fault, more: Sequence[str] = ()) -> None:
+        """The run recovers from all faults, and leaves what an uninterrupted one does."""
+        ended = self.run(out, *faults, more=more)
+        assert ended.status == 0, f"{faults}\n{ended.log}"
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         assert max(line["timing_s/step"] for line in lines) < ENDED_S, ended.log
         ignored = ("rollout/failures", "rollout/retries", "rollout/restarts")
@@ -163,14 +163,14 @@ def out(runs: Runs, tmp_path: Path) -> Path:
 
 
 def test_a_lost_worker_is_told_or_replaced(runs: Runs, out: Path) -> None:
-    runs.fails(out, Strike("actor", "critic.update_critic", entry=2))
-    runs.finishes(out, Strike("rollout", "rollout.generate_sequences"))
+    runs.fails(out, Fault("actor", "critic.update_critic", entry=2))
+    runs.finishes(out, Fault("rollout", "rollout.generate_sequences"))
 
 
 def test_a_rollout_lost_in_a_parity_probe_is_replaced(runs: Runs, out: Path) -> None:
     parity = "actor_rollout_ref.rollout.parity"
     more = [f"{parity}.freq=2", f"{parity}.rows=3", "trainer.n_gpus_per_node=2"]
-    ended = runs.run(out, Strike("rollout", "rollout.compute_log_prob"), more=more)
+    ended = runs.run(out, Fault("rollout", "rollout.compute_log_prob"), more=more)
     assert ended.status == 0, ended.log
     assert "parity probe: rollout cannot score given tokens" in ended.log
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -187,9 +187,9 @@ signals = pytest.mark.parametrize("signal", ["KILL", "STOP"])
 @pytest.mark.parametrize("points", [(*START, *STEP, *END), (*TRAIN_CALLS, *LOADS)], ids=["idle or not", "in a call"])
 def test_the_training_worker(runs: Runs, out: Path, signal: str, points: tuple[str, ...]) -> None:
     first, loads = [[point for point in points if (point in LOADS) == late] for late in (False, True)]
-    saved = [Strike("actor", "critic.update_critic", signal, entry=2)]
-    strikes = [*(Strike("actor", point, signal) for point in first), *saved]
-    runs.all_fail(out, [*strikes, *(Strike("actor", point, signal) for point in loads)])
+    saved = [Fault("actor", "critic.update_critic", signal, entry=2)]
+    faults = [*(Fault("actor", point, signal) for point in first), *saved]
+    runs.all_fail(out, [*faults, *(Fault("actor", point, signal) for point in loads)])
     runs.finishes(out)
 
 
@@ -200,7 +200,7 @@ def test_the_reward_model(runs: Runs, out: Path, signal: str) -> None:
     points = ("rm.init_model", *START[1:], *STEP, *END, "rm.compute_rm_score")
     # lost after its part of a step it is missed in the next one
     longer = f"trainer.total_training_steps={STEPS + len(points)}"
-    runs.all_fail(out, [Strike("rm", point, signal) for point in points], longer)
+    runs.all_fail(out, [Fault("rm", point, signal) for point in points], longer)
     runs.finishes(out, more=[longer])
 
 
@@ -209,13 +209,13 @@ def test_the_reward_model(runs: Runs, out: Path, signal: str) -> None:
 @signals
 def test_a_rollout_worker(runs: Runs, out: Path, signal: str) -> None:
     start = ("rollout.init_model", "connect", "rollout.open_weight_transfer", "update_weights")
-    pushed = Strike("rollout", "rollout.receive_weights", signal, entry=2)
-    runs.all_fail(out, [*(Strike("rollout", point, signal) for point in start), pushed])
+    pushed = Fault("rollout", "rollout.receive_weights", signal, entry=2)
+    runs.all_fail(out, [*(Fault("rollout", point, signal) for point in start), pushed])
     shutil.rmtree(out)
     points = [*STEP, *END, "rollout.generate_sequences"]
     for first in range(0, len(points), STEPS):
-        strikes = [Strike("rollout", at, signal, step) for step, at in enumerate(points[first : first + STEPS], 1)]
-        runs.finishes(out, *strikes)
+        faults = [Fault("rollout", at, signal, step) for step, at in enumerate(points[first : first + STEPS], 1)]
+        runs.finishes(out, *faults)
         shutil.rmtree(out)
 
 
@@ -223,12 +223,12 @@ def test_a_rollout_worker(runs: Runs, out: Path, signal: str) -> None:
 @pytest.mark.timeout(1800)
 def test_the_driver(runs: Runs, out: Path) -> None:
     first = [*START, *STEP, *END, "critic.update_critic", "rollout.generate_sequences"]
-    strikes = [*(Strike("driver", point) for point in first), Strike("driver", "update_actor", entry=2)]
-    for strike in [*strikes, *(Strike("driver", point) for point in LOADS)]:
-        assert runs.run(out, strike).status == -9
+    faults = [*(Fault("driver", point) for point in first), Fault("driver", "update_actor", entry=2)]
+    for fault in [*faults, *(Fault("driver", point) for point in LOADS)]:
+        assert runs.run(out, fault).status == -9
     runs.finishes(out)
     shutil.rmtree(out)
-    runs.finishes(out, *(Strike("driver", point, "STOP") for point in ("connect", "gen", "update_actor", "testing")))
+    runs.finishes(out, *(Fault("driver", point, "STOP") for point in ("connect", "gen", "update_actor", "testing")))
 
 
 @pytest.mark.slow
@@ -237,7 +237,7 @@ def test_the_driver(runs: Runs, out: Path) -> None:
 def test_one_of_two_training_ranks(runs: Runs, out: Path, signal: str) -> None:
     two = "trainer.n_gpus_per_node=2"
     points = ("actor.init_model", "actor.compute_log_prob", "critic.update_critic", "actor.update_actor")
-    runs.all_fail(out, [Strike("actor", point, signal, rank=1) for point in points], two)
+    runs.all_fail(out, [Fault("actor", point, signal, rank=1) for point in points], two)
     runs.finishes(out, more=[two])
 
 
@@ -259,10 +259,10 @@ def test_a_full_disk(runs: Runs, small_disk: Path) -> None:
 def test_one_step_off_with_decoupled_ppo(runs: Runs, out: Path) -> None:
     off = ("trainer.max_staleness=1", "algorithm.rollout_correction.rollout_is=token")
     for point in ("gen", "update_actor", "actor.send_weights", "save_checkpoint", "critic.save_checkpoint"):
-        assert runs.run(out, Strike("driver", point), more=off).status == -9
-    train = [Strike("actor", point) for point in ("actor.update_actor", "save_checkpoint")]
-    runs.all_fail(out, [*train, Strike("actor", "critic.update_critic", "STOP")], *off)
-    runs.finishes(out, Strike("rollout", "rollout.generate_sequences"), more=off)
+        assert runs.run(out, Fault("driver", point), more=off).status == -9
+    train = [Fault("actor", point) for point in ("actor.update_actor", "save_checkpoint")]
+    runs.all_fail(out, [*train, Fault("actor", "critic.update_critic", "STOP")], *off)
+    runs.finishes(out, Fault("rollout", "rollout.generate_sequences"), more=off)
     last = metrics_of(out)[-1]
     assert last["training/staleness"] == 1
     assert last["rollout_corr/rollout_is_std"] > 0
