@@ -33,7 +33,9 @@ def main_config(argv: Sequence[str], schema: type[S], *, memory: Callable[[S], s
     try:
         arguments = parse_arguments(argv)
         if arguments.help:
-            _print_and_exit(_help(schema))
+            from rlsys.config.help import help_text
+
+            _print_and_exit(help_text(schema, _PROGRAMS[schema]))
         loaded = load(arguments, schema)
     except ConfigError as error:
         print(f"rlsys: {error}", file=sys.stderr)
@@ -64,12 +66,6 @@ def _announce(loaded: Loaded[S], arguments: Arguments, memory: str) -> S:
 def _print_notes(loaded: Loaded[S]) -> None:
     for note in loaded.notes:
         print(f"rlsys: note: {note}", file=sys.stderr, flush=True)
-
-
-def _help(schema: type[Section]) -> str:
-    from rlsys.config.help import help_text
-
-    return help_text(schema, _PROGRAMS[schema])
 
 
 def _print_and_exit(text: str) -> None:

@@ -11,28 +11,44 @@ from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig
 from rlsys.config.schema.trainer import RunConfig
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RolePlan:
     """How a trained role (actor or critic) splits a step's samples.
 
-    `dp_size` ranks see different samples; `mini_batch_samples` counts over all of them, `rank_samples` on one.
-    `micro_batches` is None where they are filled by tokens (`max_tokens`), which only the lengths decide.
-    `is_split` is False if no size is set, so that a rank takes its whole share at once.
+    `dp_size` ranks see different samples; `samples` and `mini_batch_samples` count over all of them. A micro-batch
+    holds `micro_batch_size` samples or `max_tokens` tokens; with neither set a rank takes its whole share at once.
     """
 
-    dp_size: int
+    samples: int
     mini_batch_samples: int
-    mini_batches: int
+    dp_size: int
     epochs: int
-    rank_samples: int
-    micro_batch_samples: int | None
-    micro_batches: int | None
+    micro_batch_size: int | None
     max_tokens: int | None
-    is_split: bool
+
+    @property
+    def mini_batches(self) -> int:
+        return self.samples // self.mini_batch_samples
 
     @property
     def optimizer_steps(self) -> int:
         return self.mini_batches * self.epochs
+
+    @property
+    def rank_samples(self) -> int:
+        """Samples of a mini-batch on one rank."""
+        return self.mini_batch_samples // self.dp_size
+
+    @property
+    def micro_batch_samples(self) -> int | None:
+        """Samples of a micro-batch on one rank; None if it is filled by tokens."""
+        return None if self.max_tokens is not None else self.micro_batch_size or self.rank_samples
+
+    @property
+    def micro_batches(self) -> int | None:
+        """Micro-batches of a mini-batch on one rank; None if tokens fill them, so that only the lengths decide."""
+        micro = self.micro_batch_samples
+        return None if micro is None else -(-self.rank_samples // micro)
 
 
 @dataclass(frozen=True)
@@ -49,10 +65,6 @@ class BatchPlan:
     use_reference: bool
     pools: Pools
 
-    @property
-    def optimizer_steps(self) -> int:
-        return self.actor.optimizer_steps
-
 
 def shared_by(role: ActorConfig | CriticConfig) -> int:
     """Ranks that work on the same samples: they share sequences, and with Megatron matrices and layers too."""
@@ -68,12 +80,12 @@ def plan_batches(cfg: PPOConfig) -> BatchPlan:
     samples = cfg.data.train_batch_size * answers
 
     def plan_of(role: ActorConfig | CriticConfig) -> RolePlan:
-        return role_plan(
-            samples,
+        return RolePlan(
+            samples=samples,
             mini_batch_samples=role.ppo_mini_batch_size * answers,
             dp_size=pools.train_ranks // shared_by(role),
             epochs=role.ppo_epochs,
-            micro_batch_samples=role.ppo_micro_batch_size_per_gpu,
+            micro_batch_size=role.ppo_micro_batch_size_per_gpu,
             max_tokens=role.ppo_max_token_len_per_gpu if role.use_dynamic_bsz else None,
         )
 
@@ -87,31 +99,6 @@ def plan_batches(cfg: PPOConfig) -> BatchPlan:
         critic=plan_of(cfg.critic) if cfg.use_critic else None,
         use_reference=cfg.use_reference,
         pools=pools,
-    )
-
-
-def role_plan(
-    samples: int,
-    *,
-    mini_batch_samples: int,
-    dp_size: int,
-    epochs: int,
-    micro_batch_samples: int | None,
-    max_tokens: int | None,
-) -> RolePlan:
-    """The plan of one role. Without a micro-batch size a rank takes its whole share of a mini-batch at once."""
-    rank_samples = mini_batch_samples // dp_size
-    micro = None if max_tokens is not None else micro_batch_samples or rank_samples
-    return RolePlan(
-        dp_size=dp_size,
-        mini_batch_samples=mini_batch_samples,
-        mini_batches=samples // mini_batch_samples,
-        epochs=epochs,
-        rank_samples=rank_samples,
-        micro_batch_samples=micro,
-        micro_batches=None if micro is None else -(-rank_samples // micro),
-        max_tokens=max_tokens,
-        is_split=micro_batch_samples is not None or max_tokens is not None,
     )
 
 
@@ -146,12 +133,12 @@ def _ppo_lines(cfg: PPOConfig, memory: str) -> list[tuple[str, str]]:
 
 def _supervised_lines(cfg: SupervisedConfig) -> list[tuple[str, str]]:
     data, trainer = cfg.data, cfg.trainer
-    role = role_plan(
-        data.train_batch_size,
+    role = RolePlan(
+        samples=data.train_batch_size,
         mini_batch_samples=data.train_batch_size,
         dp_size=trainer.nnodes * trainer.n_gpus_per_node // cfg.engine.ulysses_sequence_parallel_size,
         epochs=1,
-        micro_batch_samples=data.micro_batch_size_per_gpu,
+        micro_batch_size=data.micro_batch_size_per_gpu,
         max_tokens=data.max_token_len_per_gpu if data.use_dynamic_bsz else None,
     )
     pools = Pools(trainer.nnodes, trainer.n_gpus_per_node, trainer.nnodes * trainer.n_gpus_per_node, 0, False, 0)
@@ -178,7 +165,8 @@ def _role_words(role: RolePlan, section: str) -> str:
     epochs = f" x {role.epochs} epochs" if role.epochs > 1 else ""
     steps = f"{_many(role.mini_batches, 'mini-batch')} of {role.mini_batch_samples} samples{epochs}"
     key = f"{section}.ppo_micro_batch_size_per_gpu"
-    warning = "" if role.is_split else f" (warning: its whole share at once; set {key}=1 to use less memory)"
+    is_split = role.micro_batch_size is not None or role.max_tokens is not None
+    warning = "" if is_split else f" (warning: its whole share at once; set {key}=1 to use less memory)"
     return f"{steps} = {_many(role.optimizer_steps, 'optimizer step')}; {_rank_words(role)}{warning}"
 
 

@@ -102,11 +102,10 @@ def _megatron_sizes(train: Part) -> dict[str, Any]:
     }
 
 
-def _two_parts(allocation: Allocation, text: str) -> tuple[Any, Any]:
+def _two_parts(allocation: Allocation, text: str) -> tuple[Part, Part]:
     for part in allocation.parts:
         if part.backend == "archon":
-            use = "fsdp" if part.trains else "hf"
-            raise ConfigError(f"'{text}': {part.backend} is not supported; set {use}:d{part.world}")
+            raise ConfigError(f"'{text}': archon is not supported; set fsdp:d{part.world}")
     train = [part for part in allocation.parts if part.trains]
     generate = [part for part in allocation.parts if not part.trains]
     if len(train) != 1 or len(generate) != 1:

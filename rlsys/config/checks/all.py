@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rlsys.config.checks.algorithm import check_algorithm
 from rlsys.config.checks.batches import check_ppo_batches, check_supervised_batches
-from rlsys.config.checks.files import check_eval_files, check_ppo_files, check_supervised_files
+from rlsys.config.checks.files import check_files
 from rlsys.config.checks.findings import Note
 from rlsys.config.checks.megatron import check_megatron
 from rlsys.config.checks.reward import check_reward
@@ -37,15 +37,15 @@ def _findings(cfg: Section) -> Iterator[str]:
         policy = cfg.actor_rollout_ref
         yield from check_engine_name(policy.rollout.name, policy.model.external_lib, has_servers=True)
         yield from check_ppo_run(cfg)
-        yield from check_ppo_files(cfg)
+        yield from check_files(cfg)
     elif isinstance(cfg, SupervisedConfig):
         yield from check_supervised_batches(cfg)
         yield from check_run(cfg.trainer)
         yield from check_checkpoints("", cfg.checkpoint, cfg.trainer.resume_mode)
-        yield from check_supervised_files(cfg)
+        yield from check_files(cfg)
     elif isinstance(cfg, EvalConfig):
         yield from check_run(cfg.trainer)
         rollout = cfg.actor_rollout_ref.rollout
         yield from check_engine_name(rollout.name, cfg.actor_rollout_ref.model.external_lib, has_servers=False)
         yield from check_engine(rollout, rollout.name, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
-        yield from check_eval_files(cfg)
+        yield from check_files(cfg)

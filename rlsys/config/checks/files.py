@@ -14,7 +14,6 @@ from typing import Any
 
 from rlsys.config.checks.findings import wrong
 from rlsys.config.schema.algorithm import RewardConfig
-from rlsys.config.schema.data import RowsConfig
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
 from rlsys.config.schema.model import ModelConfig
 from rlsys.config.schema.trainer import RunConfig, TrainingConfig
@@ -23,42 +22,23 @@ from rlsys.config.vocabulary import ROW_FILES
 ANSWERED = "data.max_prompt_length + data.max_response_length"
 
 
-def check_ppo_files(cfg: PPOConfig) -> Iterator[str]:
-    """Data, models, rewards and output folders of a PPO run."""
-    policy, data = cfg.actor_rollout_ref, cfg.data
-    yield from _rows("data.train_files", data.train_files)
-    yield from _rows("data.val_files", data.val_files)
-    yield from _dataset_class(data)
-    longest = data.max_prompt_length + data.max_response_length
-    yield from _model("actor_rollout_ref.model", policy.model, longest, ANSWERED)
-    if cfg.use_critic and cfg.critic.model.path != policy.model.path:
-        yield from _model("critic.model", cfg.critic.model, longest, ANSWERED)
-    yield from _reward(cfg.reward)
+def check_files(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
+    """Data, models, rewards and output folders of a job."""
+    if not isinstance(cfg, EvalConfig):
+        yield from _rows("data.train_files", cfg.data.train_files)
+    yield from _rows("data.val_files", cfg.data.val_files)
+    custom = cfg.data.custom_cls
+    if custom.path is not None and custom.name is not None:
+        yield from _python("data.custom_cls", custom.path, custom.name, "class")
+    if isinstance(cfg, SupervisedConfig):
+        yield from _model("model", cfg.model, cfg.data.max_length, "data.max_length")
+    else:
+        policy, longest = cfg.actor_rollout_ref.model, cfg.data.max_prompt_length + cfg.data.max_response_length
+        yield from _model("actor_rollout_ref.model", policy, longest, ANSWERED)
+        if isinstance(cfg, PPOConfig) and cfg.use_critic and cfg.critic.model.path != policy.path:
+            yield from _model("critic.model", cfg.critic.model, longest, ANSWERED)
+        yield from _reward(cfg.reward)
     yield from _output(cfg.trainer)
-    for key in ("rollout_data_dir", "validation_data_dir"):
-        yield from _folder_to_be(f"trainer.{key}", getattr(cfg.trainer, key))
-
-
-def check_supervised_files(cfg: SupervisedConfig) -> Iterator[str]:
-    """Data, model and output folder of an SFT or reward-model run."""
-    data = cfg.data
-    yield from _rows("data.train_files", data.train_files)
-    yield from _rows("data.val_files", data.val_files)
-    yield from _dataset_class(data)
-    yield from _model("model", cfg.model, data.max_length, "data.max_length")
-    yield from _output(cfg.trainer)
-
-
-def check_eval_files(cfg: EvalConfig) -> Iterator[str]:
-    """Data, model, rewards and output folder of an evaluation."""
-    data, model = cfg.data, cfg.actor_rollout_ref.model
-    yield from _rows("data.val_files", data.val_files)
-    yield from _dataset_class(data)
-    longest = data.max_prompt_length + data.max_response_length
-    yield from _model("actor_rollout_ref.model", model, longest, ANSWERED)
-    yield from _reward(cfg.reward)
-    yield from _output(cfg.trainer)
-    yield from _folder_to_be("trainer.validation_data_dir", cfg.trainer.validation_data_dir)
 
 
 def _rows(key: str, files: tuple[str, ...] | None) -> Iterator[str]:
@@ -160,12 +140,6 @@ def _reward(reward: RewardConfig) -> Iterator[str]:
         yield wrong("reward.reward_model.model_path", grader.model_path, _no_folder(grader.model_path))
 
 
-def _dataset_class(data: RowsConfig) -> Iterator[str]:
-    custom = data.custom_cls
-    if custom.path is not None and custom.name is not None:
-        yield from _python("data.custom_cls", custom.path, custom.name, "class")
-
-
 def _python(section: str, file: str, name: str, kind: str) -> Iterator[str]:
     """Whether a Python file can be parsed and defines a name; nothing in it is executed."""
     path, key = Path(file), f"{section}.path"
@@ -197,7 +171,8 @@ def _top_level_names(tree: ast.Module) -> set[str]:
 
 
 def _output(trainer: RunConfig) -> Iterator[str]:
-    yield from _folder_to_be("trainer.default_local_dir", trainer.default_local_dir)
+    for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
+        yield from _folder_to_be(f"trainer.{key}", getattr(trainer, key, None))
     if isinstance(trainer, TrainingConfig) and trainer.resume_mode == "resume_path":
         path = trainer.resume_from_path
         if path is not None and not Path(path).is_dir():

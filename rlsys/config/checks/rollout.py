@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 
-from rlsys.config.checks.findings import note, wrong
+from rlsys.config.checks.findings import note, unknown_name, wrong
 from rlsys.config.engines import ENGINE_SETTINGS, rollout_backend, rollout_backends
 from rlsys.config.pools import is_external
 from rlsys.config.schema.rollout import GenerationConfig
@@ -23,12 +22,8 @@ def check_engine(rollout: GenerationConfig, name: str, ranks: int) -> Iterator[s
 def check_engine_name(name: str, external_lib: str | None, *, has_servers: bool) -> Iterator[str]:
     """Whether the engine is registered; a module named in `external_lib` may register more."""
     known = [backend.name for backend in rollout_backends() if has_servers or not backend.is_external]
-    if name in known or external_lib:
-        return
-    near = get_close_matches(name, known, n=1)
-    hint = f"set {KEY}.name={near[0]}; " if near else ""
-    own = "or register your own in a module named in actor_rollout_ref.model.external_lib"
-    yield wrong(f"{KEY}.name", name, f"unknown rollout engine; {hint}choose from {', '.join(known)}, {own}")
+    if name not in known and not external_lib:
+        yield unknown_name(f"{KEY}.name", name, known, what="rollout engine")
 
 
 def _idle(rollout: GenerationConfig, name: str) -> Iterator[str]:

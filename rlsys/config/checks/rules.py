@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 
-from rlsys.config.checks.findings import wrong
+from rlsys.config.checks.findings import unknown_name, wrong
 from rlsys.config.introspect import absolute, leaves, rules, value_at
 from rlsys.config.schema.base import Condition, Registered, Requires, Section
 
@@ -37,7 +36,4 @@ def _registered(cfg: Section, key: str, names: tuple[str, ...]) -> Iterator[str]
     name, libraries = value_at(cfg, key), [path for path in leaves(type(cfg)) if path.endswith("model.external_lib")]
     if name in names or any(value_at(cfg, path) for path in libraries):
         return
-    near = get_close_matches(name.replace("-", "_"), names, n=1)
-    hint = f"set {key}={near[0]}; " if near else ""
-    own = "register your own in a module named by actor_rollout_ref.model.external_lib"
-    yield wrong(key, name, f"unknown name; {hint}choose from {', '.join(names)}, or {own}")
+    yield unknown_name(key, name, names)

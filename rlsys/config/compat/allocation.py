@@ -13,7 +13,6 @@ from rlsys.config.engines import rollout_backends
 from rlsys.utils.errors import ConfigError
 
 _ENGINES = {backend.name: backend.dims for backend in rollout_backends() if not backend.is_external}
-GENERATION = tuple(_ENGINES)
 TRAINING = ("fsdp", "megatron", "archon")
 _DIMS = {**_ENGINES, "fsdp": "dtc", "megatron": "dtpce", "archon": "dtpce"}
 _NAMES = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}

@@ -5,8 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.config import PPOConfig, SFTConfig, load_config, plan_batches, plan_text, resolve_pools, total_steps
-from rlsys.config.plan import role_plan
+from rlsys.config import (
+    PPOConfig,
+    RolePlan,
+    SFTConfig,
+    load_config,
+    plan_batches,
+    plan_text,
+    resolve_pools,
+    total_steps,
+)
 
 SMOLLM2_135M = {
     "model_type": "llama",
@@ -65,12 +73,12 @@ def test_filling_by_tokens_leaves_the_number_of_micro_batches_open() -> None:
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8), st.integers(1, 64), st.integers(1, 3))
 def test_every_sample_is_in_one_micro_batch(minis: int, ranks: int, share: int, micro: int, epochs: int) -> None:
     mini_samples = ranks * share
-    role = role_plan(
-        minis * mini_samples,
+    role = RolePlan(
+        samples=minis * mini_samples,
         mini_batch_samples=mini_samples,
         dp_size=ranks,
         epochs=epochs,
-        micro_batch_samples=micro,
+        micro_batch_size=micro,
         max_tokens=None,
     )
     assert role.rank_samples * role.dp_size * role.mini_batches == minis * mini_samples
