@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlsys.config import load_config, resolve_pools
@@ -86,6 +86,7 @@ def parts(draw: st.DrawFn) -> Part:
     return Part(backend, "", Dims(**{letter: draw(sizes) for letter in letters}))
 
 
+@settings(deadline=None)
 @given(st.lists(parts(), min_size=1, max_size=5))
 def test_every_allocation_reads_back(found: list[Part]) -> None:
     named = tuple((Part(part.backend, f"e{at}", part.dims),) for at, part in enumerate(found))
