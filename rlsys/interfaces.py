@@ -7,6 +7,7 @@ left, responses on the right; every per-token output is aligned with `responses`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -91,6 +92,9 @@ class TrainEngine(Protocol):
     def save(self, path: Path, what: Literal["resume", "export"]) -> None: ...
     def load(self, path: Path) -> None: ...
     def move(self, parts: Sequence[Part], device: str) -> None: ...
+    def adapters_disabled(self) -> AbstractContextManager[None]:
+        """The model without its LoRA adapters, as the reference of its own training."""
+        ...
 
 
 @runtime_checkable

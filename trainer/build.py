@@ -21,19 +21,19 @@ from workers.reference import ReferenceWorker
 from workers.reward_model import RewardModelWorker
 from workers.rollout import rollout_worker_cls
 
-NOTHING_LEFT = """rlsys: nothing is left to do: an earlier run did the last step
-  to continue  raise trainer.total_training_steps (or trainer.total_epochs)
-  to repeat    set trainer.resume_mode=disable, or another trainer.default_local_dir"""
-
 
 def train(config: PPOConfig) -> str | None:
-    """The job of main_ppo: the steps that are left; returns NOTHING_LEFT where there are none."""
+    """The job of main_ppo: the remaining steps; returns a message where an earlier run completed them all."""
     config, plan = _prepared(config)
     with running_backend(config.trainer, config.ray_kwargs, num_ranks=plan.pools.total_ranks) as backend:
         trainer = _build(config, plan, backend)
         try:
-            if trainer.nothing_left():
-                return NOTHING_LEFT
+            if trainer.is_complete():
+                return (
+                    f"rlsys: This run is already complete (step {trainer.total_steps} of {trainer.total_steps}).\n"
+                    "  To train further: raise trainer.total_training_steps (or trainer.total_epochs)\n"
+                    "  To start over: trainer.resume_mode=disable, or another trainer.default_local_dir"
+                )
             trainer.fit()
         finally:
             trainer.close()

@@ -92,7 +92,7 @@ def answer_printer(rollout: GenerationConfig, tokenizer: PreTrainedTokenizerBase
 
 
 def sampling_meta(sampling: SamplingParams, *, pad_token_id: int, step: int) -> dict[str, Any]:
-    """The meta_info that tells engines how to complete prompts (see rlsys.rollout.batch)."""
+    """How engines are to complete prompts, as meta_info (see rlsys.rollout.batch)."""
     return {
         "response_length": sampling.max_new_tokens,
         "pad_token_id": pad_token_id,

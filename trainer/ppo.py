@@ -133,7 +133,7 @@ class RayPPOTrainer(CheckpointedLoop):
                     self.step(self.next_batch())
                 self.finish_step()
 
-    def nothing_left(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the checkpoint to resume from is that of the last step; no worker is needed to know."""
         folder = self.checkpoint_to_resume()
         if folder is None or self.cfg.trainer.val_only:

@@ -114,7 +114,8 @@ class Reporter:
         """Write the step's metrics to all trackers; publish a checkpoint of the step only after this."""
         seconds = self.stage.drain()
         self.add_stages(self._stages.drain())
-        memory, self._memory = self._memory, []
+        memory = self._memory
+        self._memory = []
         self._write_ledger(memory)
         prompt, response = self._tokens
         metrics = {

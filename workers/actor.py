@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rlsys.config.schema.actor import ActorRolloutRefConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig
 from rlsys.protocol import DataProto
@@ -18,7 +16,7 @@ from workers.build import EngineRun, build_actor_engine, make_mfu_meter
 from workers.colocated import local_rollout
 
 MESH = "actor"
-BY_MESH: Any = make_nd_compute_dataproto_dispatch_fn(MESH)
+BY_MESH = make_nd_compute_dataproto_dispatch_fn(MESH)
 
 
 class ActorWorker(EngineWorker, WeightSender):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+from rlsys.interfaces import Part, TrainEngine
 from rlsys.single_controller.base import Worker
 from rlsys.single_controller.dispatch import Dispatch, register
 
@@ -12,11 +12,11 @@ from rlsys.single_controller.dispatch import Dispatch, register
 class EngineWorker(Worker):
     """One rank of a role that holds a training engine."""
 
-    engine: Any
+    engine: TrainEngine
     saves_hf_model = False
     """Whether a Hugging Face folder is written beside each checkpoint."""
 
-    def use_engine(self, engine: Any, mesh: str) -> None:
+    def use_engine(self, engine: TrainEngine, mesh: str) -> None:
         """Keep the engine and register with the group which rows this rank gets."""
         self.engine = engine
         self._register_dispatch_collect_info(mesh, engine.dp_rank, engine.is_collect)
@@ -39,6 +39,6 @@ class EngineWorker(Worker):
         self.engine.save(Path(path), "export")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def move(self, parts: tuple[str, ...], device: str) -> None:
+    def move(self, parts: tuple[Part, ...], device: str) -> None:
         """Move parameters, gradients or optimizer state to another device."""
         self.engine.move(parts, device)

@@ -19,6 +19,7 @@ from rlsys.engines import rng
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.mesh import ensure_process_group
 from rlsys.engines.micro_batches import MicroBatches
+from rlsys.interfaces import TrainEngine
 from rlsys.models.flops import peak_flops
 from rlsys.models.hf import read_config
 from rlsys.models.megatron.family import family_of
@@ -74,7 +75,7 @@ class EngineRun:
         return "bfloat16" if self.device.startswith("cuda") else "float32"
 
 
-def make_mfu_meter(model: ModelConfig, engine: Any, run: EngineRun, *, lm_head: bool = True) -> MfuMeter:
+def make_mfu_meter(model: ModelConfig, engine: TrainEngine, run: EngineRun, *, lm_head: bool = True) -> MfuMeter:
     """The MFU meter of a rank of an engine."""
     ranks_per_row = dist.get_world_size() // engine.dp_size
     peak = peak_flops(torch.device(run.device)) * ranks_per_row

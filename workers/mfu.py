@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+
+from transformers import PretrainedConfig
 
 from rlsys.models.flops import forward_flops
 from rlsys.protocol import DataProto
@@ -17,9 +18,9 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True)
 class MfuMeter:
-    """`model` is a transformers configuration, `peak` the total FLOP/s of the ranks that share their rows."""
+    """`peak` is the total FLOP/s of the ranks that share their rows."""
 
-    model: Any
+    model: PretrainedConfig
     peak: float
     lm_head: bool = True
     clock: Callable[[], float] = perf_counter

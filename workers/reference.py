@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rlsys.config.schema.actor import ActorRolloutRefConfig
 from rlsys.protocol import DataProto
 from rlsys.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -11,7 +9,7 @@ from workers.base import EngineWorker
 from workers.build import EngineRun, build_reference_engine
 
 MESH = "ref"
-BY_MESH: Any = make_nd_compute_dataproto_dispatch_fn(MESH)
+BY_MESH = make_nd_compute_dataproto_dispatch_fn(MESH)
 
 
 class ReferenceWorker(EngineWorker):

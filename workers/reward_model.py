@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from rlsys.config.schema.algorithm import RewardModelConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.reward_model import RWEngine
@@ -12,7 +10,7 @@ from workers.base import EngineWorker
 from workers.build import EngineRun, build_reward_engine
 
 MESH = "rm"
-BY_MESH: Any = make_nd_compute_dataproto_dispatch_fn(MESH)
+BY_MESH = make_nd_compute_dataproto_dispatch_fn(MESH)
 
 
 class RewardModelWorker(EngineWorker):

@@ -23,7 +23,7 @@ from workers.colocated import learn_engine_layout, set_local_rollout
 from workers.sglang import WEIGHTS_WAIT_S, RemoteReceiver, replica_of, weight_methods
 
 MESH = "rollout"
-BY_REPLICA: Any = make_nd_compute_dataproto_dispatch_fn(MESH)
+BY_REPLICA = make_nd_compute_dataproto_dispatch_fn(MESH)
 
 
 class RolloutWorker(Worker, WeightReceiver):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from rlsys.config import RMConfig, SFTConfig
 from rlsys.protocol import DataProto
@@ -13,7 +13,7 @@ from workers.base import EngineWorker
 from workers.build import EngineRun, build_supervised_engine
 
 MESH = "train"
-BY_MESH: Any = make_nd_compute_dataproto_dispatch_fn(MESH)
+BY_MESH = make_nd_compute_dataproto_dispatch_fn(MESH)
 
 
 class SupervisedWorker(EngineWorker):
@@ -26,7 +26,7 @@ class SupervisedWorker(EngineWorker):
     def init_model(self) -> None:
         """Load the model and its optimizer."""
         self.use_engine(build_supervised_engine(self.cfg, self.run, value_head=self.kind == "rm"), MESH)
-        self.role: Any = LMEngine(self.engine) if self.kind == "lm" else RWEngine(self.engine)
+        self.role = LMEngine(self.engine) if self.kind == "lm" else RWEngine(self.engine)
 
     @register(dispatch_mode=BY_MESH)
     def train_batch(self, data: DataProto) -> DataProto:
@@ -36,4 +36,4 @@ class SupervisedWorker(EngineWorker):
     @register(dispatch_mode=BY_MESH)
     def eval_batch(self, data: DataProto) -> dict[str, tuple[float, float]]:
         """`val/*` of this rank's rows as (sum, count), without a step."""
-        return self.role.evaluate_lm(data) if self.kind == "lm" else self.role.evaluate_rw(data)
+        return self.role.evaluate_lm(data) if isinstance(self.role, LMEngine) else self.role.evaluate_rw(data)

@@ -184,7 +184,7 @@ def warm_up_rows(settings: WarmUp) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class StartAssets:
-    """Where the assets lie: a model folder as transformers reads it, and verl rows."""
+    """Where the assets are stored: a model folder as transformers reads it, and verl rows."""
 
     model: Path
     train_file: Path

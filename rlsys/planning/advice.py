@@ -107,7 +107,7 @@ def too_large(plan: MemoryPlan, *, room_bytes: int) -> list[Stage]:
 
 
 def remedies(cfg: PPOConfig, replan: Callable[[Sequence[str]], MemoryPlan], *, room_bytes: int) -> Iterator[str]:
-    """What makes the stage that needs most need less, each change by itself, and whether everything then fits.
+    """What makes the stage that needs most need less, each change on its own, and whether everything then fits.
 
     `replan` plans again with further overrides; what it refuses with a ConfigError is left out.
     """

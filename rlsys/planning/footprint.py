@@ -164,7 +164,7 @@ def layer_saved_bytes(d: Decoder, tokens: int, *, c: int, fused: bool, tp: int =
 
 
 def layer_passing_bytes(d: Decoder, tokens: int, *, c: int, tp: int = 1, backward: bool) -> int:
-    """What comes and goes inside one layer: gradients of the MLP and a norm, or activations nobody keeps."""
+    """What comes and goes inside one layer: gradients of the MLP and a norm, or activations that are not kept."""
     ffn = (2 if backward else 3) * d.ffn // tp
     return tokens * (c * ffn + 8 * d.hidden + (0 if backward else c * 2 * d.hidden))
 

@@ -249,7 +249,7 @@ def _expert(name: str, shape: Shape, stack: str, module: str, slot: int, part: i
         return Shard(box, f"{stack}.w13_weight", (slot, W13[module] * box.shape[0], 0))
     if module in W2:
         return Shard(_part(name, shape, 1, part, parts), f"{stack}.w2_weight", (slot, 0, 0))
-    raise ConfigError(f"an expert's matrix '{name}' of an unknown kind")
+    raise ConfigError(f"'{name}': unknown matrix of an expert; use gate_proj, up_proj, down_proj, w1, w2 or w3")
 
 
 def _part(name: str, shape: Shape, dim: int, number: int, parts: int) -> Box:

@@ -15,7 +15,7 @@ def sizes_of(text: str, allowed: Collection[str]) -> dict[str, int]:
     for part in text.lower().split("x"):
         match = re.fullmatch(r"([a-z]+)(\d+)", part)
         if match is None or match[1] not in allowed or match[1] in sizes or not int(match[2]):
-            raise ConfigError(f"'{part}' in '{text}' is no size: write {'x'.join(f'{n.upper()}n' for n in allowed)}")
+            raise ConfigError(f"'{part}' in '{text}' is not a size; use {'x'.join(f'{n.upper()}n' for n in allowed)}")
         sizes[match[1]] = int(match[2])
     return sizes
 

@@ -140,10 +140,12 @@ def test_a_run_that_is_done_says_so_and_changes_nothing(
     assert "rlsys: done in" in capsys.readouterr().out
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert main(argv) == 0
-    told = capsys.readouterr().out
-    assert "nothing is left to do" in told
-    assert f"{out}/metrics.jsonl" in told
-    assert "done in" not in told
+    printed = capsys.readouterr().out
+    assert "This run is already complete (step 1 of 1)." in printed
+    assert "To train further: raise trainer.total_training_steps" in printed
+    assert "To start over: trainer.resume_mode=disable" in printed
+    assert f"{out}/metrics.jsonl" in printed
+    assert "done in" not in printed
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     assert main([*argv, "trainer.total_training_steps=2"]) == 0
     assert [line["step"] for line in metrics_of(out)] == [1, 2]

@@ -80,9 +80,10 @@ class TrainingConfig(RunConfig):
     total_training_steps: Count | None = None
     """Total steps; null follows from total_epochs."""
     save_freq: CountOrOff = -1
-    """Save every N steps and at the end; -1 disables saving."""
+    """Save every N steps and after the last step; -1 saves only after the last step."""
     test_freq: CountOrOff = -1
-    """Validate every N steps and at the end; -1 disables validation."""
+    """Validate every N steps and after the last step; with -1, PPO does not validate while it trains, and SFT and
+    reward-model runs validate only after the last step."""
     resume_mode: Annotated[Literal["auto", "disable", "resume_path"], RESUME_NEEDS_PATH] = "auto"
     """Resume from the latest checkpoint, never, or from resume_from_path."""
     resume_from_path: Annotated[LocalPath | None, ONLY_RESUME_PATH] = None
