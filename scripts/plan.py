@@ -96,7 +96,10 @@ def limit_of(plan: Plan, hosts: Mapping[str, Mapping[int, str]], rates: Mapping[
     )
 
 
-def told(plan: Plan, args: argparse.Namespace, sources: list[WeightLayout], engines: list[WeightLayout]) -> str:
+def transfer_table(
+    plan: Plan, args: argparse.Namespace, sources: list[WeightLayout], engines: list[WeightLayout]
+) -> str:
+    """Copies, bytes by rank and the heaviest links of a transfer, as text."""
     links = plan.bytes_by_link()
     given, taken, kept = (defaultdict[int, int](int) for _ in range(3))
     for (giver, taker), num_bytes in links.items():
@@ -156,7 +159,7 @@ def plan_transfer() -> None:
         plan_s, cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
     except (ConfigError, WeightTransferError) as error:
         raise SystemExit(str(error)) from None
-    print(told(plan, args, sources, engines))
+    print(transfer_table(plan, args, sources, engines))
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"planned in {plan_s:.2f} s ({cpu_s:.2f} s of one core); this process has used at most {peak_mib:.0f} MiB")
     if args.json:
@@ -202,7 +205,7 @@ def plan_job() -> None:
         if plan.rollout:
             print(f"\non a device that only generates\n{table(plan.rollout, room_bytes=room)}")
         if wrong := too_large(plan, room_bytes=room):
-            print(f"\ndoes not fit: {', '.join(stage.name for stage in wrong)}; each of these by itself:")
+            print(f"\ndoes not fit: {', '.join(stage.name for stage in wrong)}; any one of these changes helps:")
             for line in remedies(load_config(given), planned, room_bytes=room):
                 print(f"  {line}")
             raise SystemExit(1)

@@ -134,16 +134,16 @@ def problems(
     if not operators or set(operators) - set("+-*"):
         raise ValueError(f"operators={operators!r}: must be some of + - *")
     random = Random(seed)
-    found: dict[Problem, None] = {}
+    unique: dict[Problem, None] = {}
     num_repeats = 0
-    while len(found) < num and num_repeats < MAX_REPEATS:
+    while len(unique) < num and num_repeats < MAX_REPEATS:
         operator = random.choice(operators)
         digits = product_digits if operator == "*" else max_digits
         left, right = (random.randrange(10 ** random.randint(1, digits)) for _ in range(2))
         problem = Problem(left, operator, right)  # pyrefly: ignore[bad-argument-type]
-        num_repeats = num_repeats + 1 if problem in found else 0
-        found[problem] = None
-    return list(found)
+        num_repeats = num_repeats + 1 if problem in unique else 0
+        unique[problem] = None
+    return list(unique)
 
 
 if __name__ == "__main__":

@@ -39,15 +39,15 @@ def run(config_name: str, seed: int, out: Path, overrides: Sequence[str], gpu: i
 
 def curves(out: Path) -> dict[str, dict[str, list[float]]]:
     """{job: {seed: scores by step}} of all runs under `out`."""
-    found: dict[str, dict[str, list[float]]] = {}
+    by_job: dict[str, dict[str, list[float]]] = {}
     for path in sorted(out.glob("*-seed*/metrics.jsonl")):
         job, _, seed = path.parent.name.rpartition("-seed")
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        found.setdefault(job, {})[seed] = [line[METRIC] for line in lines if METRIC in line]
-    return found
+        by_job.setdefault(job, {})[seed] = [line[METRIC] for line in lines if METRIC in line]
+    return by_job
 
 
-def plot(found: dict[str, dict[str, list[float]]], picture: Path) -> None:
+def plot(by_job: dict[str, dict[str, list[float]]], picture: Path) -> None:
     """A panel a job: each seed thin, their mean thick."""
     import matplotlib
 
@@ -55,8 +55,8 @@ def plot(found: dict[str, dict[str, list[float]]], picture: Path) -> None:
     import matplotlib.pyplot as plt
     import numpy as np
 
-    figure, panels = plt.subplots(1, len(found), figsize=(5.2 * len(found), 3.6), squeeze=False, sharey=True)
-    for panel, (job, seeds) in zip(panels[0], found.items()):
+    figure, panels = plt.subplots(1, len(by_job), figsize=(5.2 * len(by_job), 3.6), squeeze=False, sharey=True)
+    for panel, (job, seeds) in zip(panels[0], by_job.items()):
         for seed, scores in seeds.items():
             panel.plot(range(1, len(scores) + 1), scores, linewidth=0.8, alpha=0.5, label=f"seed {seed}")
         shortest = min(len(scores) for scores in seeds.values())

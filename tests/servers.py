@@ -37,7 +37,7 @@ class Brain(Protocol):
 
 
 class RuleBrain:
-    """Each token follows from the tokens before it and from the weights, so a stitched answer can be told from others.
+    """Each token depends on the tokens before it and on the weights, so a stitched answer differs from any other.
 
     `weights` is the path they were loaded from. Token 1 never comes; with `stop_token_ids` the first of them ends.
     """
@@ -135,10 +135,10 @@ class Server:
         self.seen: Counter[str] = Counter()
         self.requests: list[dict[str, Any]] = []
         self.adapters: dict[str, str] = {}
-        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.calls: list[tuple[str, dict[str, Any]]] = []
         self.version, self.port, self.mode, self.device = "default", 0, "processed", "cuda"
         self.release = ""
-        self.update_status, self.health_status, self.elsewhere = 200, 200, "http://127.0.0.1:9"
+        self.update_status, self.health_status, self.redirect_url = 200, 200, "http://127.0.0.1:9"
         self.open = self.most_open = 0
         self._loop = asyncio.new_event_loop()
         self._runner: web.AppRunner | None = None
@@ -205,7 +205,7 @@ class Server:
                 return web.json_response({"meta_info": {"input_token_logprobs": pairs}})
             return await self._generate(request, body, body["input_ids"], _sglang_params(body["sampling_params"]))
         if path in ("/init_weights_update_group", "/update_weights_from_distributed"):
-            self.told.append((path, body))
+            self.calls.append((path, body))
             self.version = body.get("weight_version", self.version)
             return web.json_response({"success": True, "message": ""})
         if path == "/model_info":
@@ -248,8 +248,8 @@ class Server:
     def _whole_completion(self, body: Any) -> web.Response:
         if "prompt_logprobs" in body:
             scores = self.brain.score(body["prompt"])
-            found = [{str(t): {"logprob": v}} for t, v in zip(body["prompt"][1:], scores, strict=True)]
-            return web.json_response({"choices": [{"prompt_logprobs": [None, *found]}]})
+            prompt_logprobs = [{str(t): {"logprob": v}} for t, v in zip(body["prompt"][1:], scores, strict=True)]
+            return web.json_response({"choices": [{"prompt_logprobs": [None, *prompt_logprobs]}]})
         value = 0.0 if self.mode == "processed" else -1.5
         return web.json_response({"choices": [{"logprobs": {"token_logprobs": [value]}}]})
 
@@ -269,8 +269,8 @@ class Server:
         self.requests.append(body)
         fault, _, at = (self.faults.popleft() if self.faults else "").partition(":")
         if fault.isdecimal():
-            headers = {"Retry-After": "0", "Location": self.elsewhere + request.path}
-            return web.Response(status=int(fault), text="told to fail", headers=headers)
+            headers = {"Retry-After": "0", "Location": self.redirect_url + request.path}
+            return web.Response(status=int(fault), text="fault requested by the test", headers=headers)
         if fault == "text":
             return web.Response(text="<html>a proxy's page</html>")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

@@ -50,13 +50,13 @@ def best_s(function: Callable[[], object], repeats: int) -> float:
 def gae_loop(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
     """One vector operation per token, from the right."""
     following, running = torch.zeros(len(rewards)), torch.zeros(len(rewards))
-    found = []
+    advantages = []
     for t in reversed(range(rewards.shape[1])):
         delta = rewards[:, t] + gamma * following - values[:, t]
         running = torch.where(mask[:, t], delta + gamma * lam * running, running)
         following = torch.where(mask[:, t], values[:, t], following)
-        found.append(running)
-    return torch.stack(found[::-1], dim=1)
+        advantages.append(running)
+    return torch.stack(advantages[::-1], dim=1)
 
 
 def grpo_loop(rewards: Tensor, mask: Tensor, ids: list[int]) -> Tensor:
@@ -65,7 +65,7 @@ def grpo_loop(rewards: Tensor, mask: Tensor, ids: list[int]) -> Tensor:
     groups: dict[int, list[Tensor]] = {}
     for row, group in enumerate(ids):
         groups.setdefault(group, []).append(scores[row])
-    stats = {group: (torch.stack(found).mean(), torch.stack(found).std()) for group, found in groups.items()}
+    stats = {group: (torch.stack(members).mean(), torch.stack(members).std()) for group, members in groups.items()}
     for row, group in enumerate(ids):
         scores[row] = (scores[row] - stats[group][0]) / (stats[group][1] + 1e-6)
     return scores.unsqueeze(1) * mask

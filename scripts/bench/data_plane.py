@@ -25,7 +25,7 @@ from typing import Any
 from peers import machine, start_side, verl_python  # pyrefly: ignore
 
 PROMPT, RESPONSE = 1024, 3072
-# A page of the object store costs whoever touches it first some ten microseconds; here all are resident.
+# The first access to a page of the object store takes some ten microseconds; here all pages are resident.
 RESIDENT = {"RAY_preallocate_plasma_memory": "1"}
 OPERATIONS = ("memcpy", "memcpy_new_pages", "empty_call", "dispatch_and_read", "dispatch", "own", "return", "collect")
 ANSWER = "seconds:"
@@ -72,7 +72,7 @@ def copy_resident(tensors: dict[str, Any]) -> Callable[[], None]:
 
 
 def copy_new(tensors: dict[str, Any]) -> None:
-    """A copy of the batch into memory that nobody has touched."""
+    """A copy of the batch into memory that has never been touched."""
     import numpy as np
 
     for tensor in tensors.values():

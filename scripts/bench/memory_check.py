@@ -62,9 +62,9 @@ class TensorBytes:
     def memory_allocated(self) -> int:
         gc.collect()
         storages = {}
-        for found in gc.get_objects():
-            if type(found) in (torch.Tensor, torch.nn.Parameter) and found.device.type == "cpu":
-                storage = found.untyped_storage()
+        for tensor in gc.get_objects():
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
         TensorBytes.last = sum(storages.values())
         return self.last
@@ -75,7 +75,7 @@ class TensorBytes:
     memory_reserved = max_memory_reserved = max_memory_allocated
 
     def reset_peak_memory_stats(self) -> None:
-        """There are no peaks to start anew."""
+        """There are no peaks to reset."""
 
 
 def with_model(shape: str, folder: Path, *, prompt: int) -> list[str]:
@@ -162,14 +162,14 @@ def main() -> int:
         if not cuda:
             memory._cuda = TensorBytes  # type: ignore[assignment]  # the ledger asks it for torch.cuda
         cfg = with_start_assets(load_config([*job, *settings]))
-        found = checked(cfg, peaks=cuda)
+        stages = checked(cfg, peaks=cuda)
     print(f"{'stage':<24}{'predicted':>12}{'measured':>12}{'ratio':>8}   MiB {'at the highest' if cuda else 'kept'}")
-    for name, predicted, measured in found:
+    for name, predicted, measured in stages:
         ratio = predicted / measured if measured else float("nan")
         print(f"{name:<24}{predicted / 2**20:12.1f}{measured / 2**20:12.1f}{ratio:8.3f}")
     if args.json:
-        args.json.write_text(json.dumps([{"stage": s, "predicted": p, "measured": m} for s, p, m in found]))
-    return int(cuda and any(abs(p / m - 1) > args.limit for _, p, m in found if m))
+        args.json.write_text(json.dumps([{"stage": s, "predicted": p, "measured": m} for s, p, m in stages]))
+    return int(cuda and any(abs(p / m - 1) > args.limit for _, p, m in stages if m))
 
 
 def checked(cfg: PPOConfig, *, peaks: bool) -> list[tuple[str, int, int]]:

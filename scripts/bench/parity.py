@@ -40,7 +40,7 @@ SPARE = 8
 MARK = "@parity "
 THINGS = ("a river", "bread", "the moon", "a lost key", "an old clock", "bees", "a bridge", "winter")
 TASKS = (
-    "Tell a story about",
+    "Write a story about",
     "Explain to a child",
     "Write a poem about",
     "List ten facts about",
@@ -71,7 +71,7 @@ def overrides(work: dict[str, Any]) -> list[str]:
     """The configuration of one engine in one mode."""
     engine, mode, length = work["engine"], work["mode"], work["prompt"] + work["tokens"]
     cuda = work["device"] == "cuda"
-    found = [
+    settings = [
         *(f"{POLICY}.model.path={work['path']}", f"{ROLLOUT}.name={engine}", f"{ROLLOUT}.dtype={work['dtype']}"),
         *(f"{POLICY}.actor.strategy={work['strategy']}", f"{POLICY}.actor.fsdp_config.dtype={work['dtype']}"),
         *(f"{POLICY}.actor.megatron.dtype={work['dtype']}", f"{POLICY}.actor.use_dynamic_bsz=true"),
@@ -87,21 +87,24 @@ def overrides(work: dict[str, Any]) -> list[str]:
     ]
     room = 2 * work["rows"] * (length + 64)
     if engine == "vllm" and cuda:
-        found += [
+        settings += [
             f"{ROLLOUT}.gpu_memory_utilization=0.05",
             f"+{ROLLOUT}.engine_kwargs.vllm.kv_cache_memory_bytes=3221225472",
         ]
     if engine == "sglang" and cuda:
-        found += [f"{ROLLOUT}.gpu_memory_utilization=0.9", f"+{ROLLOUT}.engine_kwargs.sglang.max_total_tokens={room}"]
+        settings += [
+            f"{ROLLOUT}.gpu_memory_utilization=0.9",
+            f"+{ROLLOUT}.engine_kwargs.sglang.max_total_tokens={room}",
+        ]
     if engine == "vllm" and mode == "head":
-        found += [f"+{ROLLOUT}.engine_kwargs.vllm.hf_overrides.head_dtype=float32"]
+        settings += [f"+{ROLLOUT}.engine_kwargs.vllm.hf_overrides.head_dtype=float32"]
     if engine == "sglang" and mode == "head":
-        found += [f"+{ROLLOUT}.engine_kwargs.sglang.enable_fp32_lm_head=true"]
-    return found + work["more"]
+        settings += [f"+{ROLLOUT}.engine_kwargs.sglang.enable_fp32_lm_head=true"]
+    return settings + work["more"]
 
 
 def prompts(path: Path, rows: int, width: int) -> list[list[int]]:
-    """Different prompts: questions where the model has a tokenizer, random tokens elsewhere."""
+    """Different prompts: questions where the model has a tokenizer, random tokens where it has none."""
     import random
 
     draw, vocab = random.Random(0), json.loads((path / "config.json").read_text())["vocab_size"]
@@ -117,7 +120,7 @@ def prompts(path: Path, rows: int, width: int) -> list[list[int]]:
     return [ids[-width:] for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
 
 
-def tell(what: str, **about: Any) -> None:
+def report(what: str, **about: Any) -> None:
     print(MARK + json.dumps({"what": what, **about}), flush=True)
 
 
@@ -163,8 +166,8 @@ class Side:
 
     def train_scores(self, rows: Any) -> tuple[Any, float]:
         started_s = perf_counter()
-        found = self.trainer.forward(rows, ("log_probs",))["log_probs"].cpu()
-        return found, int(rows.tensors["attention_mask"].sum()) / (perf_counter() - started_s)
+        log_probs = self.trainer.forward(rows, ("log_probs",))["log_probs"].cpu()
+        return log_probs, int(rows.tensors["attention_mask"].sum()) / (perf_counter() - started_s)
 
     def compare(self, answers: list[Any], again: list[Any], ours: Any) -> dict[str, Any]:
         """All that is not timed; `ours` are the trainer's log-probabilities."""
@@ -219,19 +222,19 @@ def same(answers: list[Any], others: list[Any]) -> float:
 
 
 def alone(work: dict[str, Any]) -> None:
-    """One process: start, sample when told to, compare when told to."""
+    """One process: start, sample and compare on request."""
     started_s = perf_counter()
     side = Side(work)
-    tell("ready", start_s=perf_counter() - started_s)
+    report("ready", start_s=perf_counter() - started_s)
     sys.stdin.readline()
     warm, _ = side.sample()
     answers, rate = side.sample()
     rows = side.rows(answers)
     side.train_scores(rows)
     ours, trainer_rate = side.train_scores(rows)
-    tell("timed", rate=rate, trainer_rate=trainer_rate)
+    report("timed", rate=rate, trainer_rate=trainer_rate)
     sys.stdin.readline()
-    tell("done", **side.compare(answers, warm, ours))
+    report("done", **side.compare(answers, warm, ours))
     side.engine.close()
     os._exit(0)
 
@@ -240,7 +243,7 @@ class Child:
     """One such process, seen from outside."""
 
     def __init__(self, work: dict[str, Any], out: Path) -> None:
-        self.work, self.found = work, {key: work[key] for key in ("model", "engine", "mode")}
+        self.work, self.result = work, {key: work[key] for key in ("model", "engine", "mode")}
         self.log = out / f"{work['model']}-{work['engine']}-{work['mode']}.log"
         command = [sys.executable, str(Path(__file__).resolve()), "--alone", json.dumps(work)]
         rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -258,17 +261,17 @@ class Child:
             )
 
     def wait(self, what: str) -> None:
-        """Read what it tells next; an end instead is noted as its problem."""
+        """Read its next report; if it ended instead, record that as its problem."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(MARK):
-                self.found |= json.loads(line.removeprefix(MARK))
-                assert self.found.pop("what") == what
+                self.result |= json.loads(line.removeprefix(MARK))
+                assert self.result.pop("what") == what
                 return
-        self.found.setdefault("problem", f"ended before '{what}': {self.log}")
+        self.result.setdefault("problem", f"ended before '{what}': {self.log}")
 
     def go(self) -> None:
-        if "problem" not in self.found:
+        if "problem" not in self.result:
             assert self.process.stdin is not None
             self.process.stdin.write("go\n")
             self.process.stdin.flush()
@@ -288,22 +291,22 @@ def measure(works: list[dict[str, Any]], out: Path, deadline_s: float) -> list[d
             child.wait("ready")
         for child in children:
             child.go()
-            if "problem" not in child.found:
+            if "problem" not in child.result:
                 child.wait("timed")
         for child in children:
             child.go()
         for child in children:
-            if "problem" not in child.found:
+            if "problem" not in child.result:
                 child.wait("done")
-            print(json.dumps(child.found), flush=True)
+            print(json.dumps(child.result), flush=True)
     finally:
         timer.cancel()
         for child in children:
             child.kill()
-    return [child.found for child in children]
+    return [child.result for child in children]
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(results: list[dict[str, Any]]) -> str:
     """Rows of the same widths; a process that failed says so."""
 
     def cell(value: Any) -> str:
@@ -312,7 +315,7 @@ def table(found: list[dict[str, Any]]) -> str:
         return f"{value:,.0f}" if value >= 100 else f"{value:.3g}" if value < 0.01 else f"{value:.4f}"
 
     lines = [list(COLUMNS.values())]
-    for row in found:
+    for row in results:
         lines += [[cell(row.get(key, row.get("problem", "") if key == "mean" else "")) for key in COLUMNS]]
     widths = [max(len(line[at]) for line in lines) for at in range(len(COLUMNS))]
     return "\n".join("  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)) for line in lines)
@@ -376,12 +379,12 @@ def main() -> int:
     args.engines = args.engines or [name for name in ENGINES if name == "hf" or find_spec(name)]
     args.out.mkdir(parents=True, exist_ok=True)
     started_s = perf_counter()
-    found = measure(plan(args, sys.argv[split + 1 :]), args.out, args.deadline_s)
-    text = table(found)
+    results = measure(plan(args, sys.argv[split + 1 :]), args.out, args.deadline_s)
+    text = table(results)
     print(text, f"{perf_counter() - started_s:.0f} s", sep="\n")
-    (args.out / "parity.json").write_text(json.dumps(found, indent=1))
+    (args.out / "parity.json").write_text(json.dumps(results, indent=1))
     (args.out / "parity.txt").write_text(text + "\n")
-    return int(any("problem" in row for row in found))
+    return int(any("problem" in row for row in results))
 
 
 if __name__ == "__main__":

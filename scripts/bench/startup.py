@@ -1,4 +1,4 @@
-"""How long starting takes: the configuration's import, the time to tell a wrong setting, 1 and 8 workers, as ratios.
+"""How long starting takes: the configuration's import, the time to report a wrong setting, 1 and 8 workers, as ratios.
 
 Each figure is the least of several runs taken in turns in the same minute with yardsticks. Of the configuration, in
 fresh processes: an empty Python (the limit) and `import torch` (what a job that imports first and checks later would
@@ -25,17 +25,17 @@ from peers import machine, python_path  # pyrefly: ignore
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT, PEER = "python -c pass", "import torch"
-TELL = "import sys; from rlsys.config import PPOConfig, main_config; main_config(sys.argv[1:], PPOConfig)"
+LOAD = "import sys; from rlsys.config import PPOConfig, main_config; main_config(sys.argv[1:], PPOConfig)"
 COMMANDS: dict[str, tuple[str, ...]] = {
     LIMIT: ("-c", "pass"),
     PEER: ("-c", "import torch"),
     "import rlsys.config": ("-c", "import rlsys.config"),
-    "tell an unknown key": ("-c", TELL, "data.train_batch_sise=4"),
-    "tell a wrong value": ("-c", TELL, "data.train_batch_size=-4"),
-    "print the plan (--dry-run)": ("-c", TELL, "--dry-run"),
+    "report an unknown key": ("-c", LOAD, "data.train_batch_sise=4"),
+    "report a wrong value": ("-c", LOAD, "data.train_batch_size=-4"),
+    "print the plan (--dry-run)": ("-c", LOAD, "--dry-run"),
 }
 COUNTS = (1, 8)
-EXIT_CODES = {"tell an unknown key": 2, "tell a wrong value": 2}
+EXIT_CODES = {"report an unknown key": 2, "report a wrong value": 2}
 
 
 @dataclass(frozen=True)

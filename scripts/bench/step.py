@@ -10,7 +10,7 @@ Runs, one after the other: our job; the job as schedules that pad do it (fixed m
 unbalanced, weights gathered in buckets and loaded by the engine); the engine alone, on one replica's share of the same
 number of tokens, with and without log-probabilities, with CUDA graphs for as many sequences as ours. Generation is also
 set beside the roofline of decoding: each token reads every weight once for the batch, and its row's keys and values, at
-the rate at which this device reads memory. The bubble is the share of a step in which nobody generates or trains.
+the rate at which this device reads memory. The bubble is the share of a step in which no device generates or trains.
 """
 
 from __future__ import annotations
@@ -95,13 +95,13 @@ def alone(work: dict[str, Any]) -> dict[str, float]:
     prompts = [[draw.randrange(10, most) for _ in range(work["prompt_tokens"])] for _ in range(work["prompts"])]
     rows = [prompt for prompt in prompts for _ in range(work["rows"] // work["prompts"])]
     generate = {"vllm": _vllm_alone, "sglang": _sglang_alone}[work["engine"]](work)
-    found = {}
+    rates = {}
     for name, logprobs in (("plain", False), ("with_logprobs", True)):
         for _ in range(2):
             started_s = perf_counter()
             num_tokens = generate(rows, logprobs)
-            found[name] = num_tokens / (perf_counter() - started_s)
-    return found
+            rates[name] = num_tokens / (perf_counter() - started_s)
+    return rates
 
 
 def _vllm_alone(work: dict[str, Any]) -> Any:
@@ -127,8 +127,8 @@ def _vllm_alone(work: dict[str, Any]) -> Any:
             detokenize=False,
             logprobs=0 if logprobs else None,
         )
-        found = engine.generate([{"prompt_token_ids": row} for row in rows], params, use_tqdm=False)
-        return sum(len(answer.outputs[0].token_ids) for answer in found)
+        outputs = engine.generate([{"prompt_token_ids": row} for row in rows], params, use_tqdm=False)
+        return sum(len(answer.outputs[0].token_ids) for answer in outputs)
 
     return generate
 
@@ -153,24 +153,24 @@ def _sglang_alone(work: dict[str, Any]) -> Any:
 
     def generate(rows: list[list[int]], logprobs: bool) -> int:
         params = {"temperature": 1.0, "max_new_tokens": work["answer_tokens"], "ignore_eos": True}
-        found = engine.generate(input_ids=rows, sampling_params=params, return_logprob=logprobs)
-        return sum(answer["meta_info"]["completion_tokens"] for answer in found)
+        outputs = engine.generate(input_ids=rows, sampling_params=params, return_logprob=logprobs)
+        return sum(answer["meta_info"]["completion_tokens"] for answer in outputs)
 
     return generate
 
 
-def shares(name: str, found: dict[str, float], ranks: int) -> str:
+def shares(name: str, metrics: dict[str, float], ranks: int) -> str:
     """One line a schedule: seconds of every phase, and what part of the step they are."""
-    step = found["timing_s/step"]
-    parts = [(phase, found.get(f"timing_s/{phase}", 0.0)) for phase in PHASES]
+    step = metrics["timing_s/step"]
+    parts = [(phase, metrics.get(f"timing_s/{phase}", 0.0)) for phase in PHASES]
     rest = step - sum(seconds for _, seconds in parts)
-    told = "  ".join(f"{phase} {seconds:.3f} ({seconds / step:.1%})" for phase, seconds in [*parts, ("rest", rest)])
-    rate = found["perf/total_num_tokens"] / step / ranks
-    mfu = found.get("perf/mfu/actor", float("nan"))
+    phases = "  ".join(f"{phase} {seconds:.3f} ({seconds / step:.1%})" for phase, seconds in [*parts, ("rest", rest)])
+    rate = metrics["perf/total_num_tokens"] / step / ranks
+    mfu = metrics.get("perf/mfu/actor", float("nan"))
     bubble = 1 - sum(seconds for phase, seconds in parts if phase in BUSY) / step
     return (
         f"{name}: step {step:.3f} s, {rate:,.0f} tokens/s a device, MFU of the update {mfu:.3f}, bubble {bubble:.1%}\n"
-        f"  {told}"
+        f"  {phases}"
     )
 
 
@@ -226,18 +226,18 @@ def main() -> int:
     rollout, tp = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
     ranks = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node + cfg.trainer.rollout_workers
     replicas = (cfg.trainer.rollout_workers or ranks) // tp
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     peer = padded(args.micro_rows, cfg.actor_rollout_ref.actor.strategy == "megatron")
     for name, more in (("ours", []), ("padded", peer)):
         if name in args.only:
             limits = {"steps": args.steps, "natural": args.natural, "deadline_s": args.deadline_s}
-            found[name] = run_job(args.out / name, [*job, *more], **limits)
-            print(shares(name, found[name], ranks), flush=True)
-    if {"ours", "padded"} <= set(found):
-        ratio = found["padded"]["timing_s/step"] / found["ours"]["timing_s/step"]
+            results[name] = run_job(args.out / name, [*job, *more], **limits)
+            print(shares(name, results[name], ranks), flush=True)
+    if {"ours", "padded"} <= set(results):
+        ratio = results["padded"]["timing_s/step"] / results["ours"]["timing_s/step"]
         print(f"padded / ours: {ratio:.2f}  (padded schedule: {' '.join(peer)})")
-    if "ours" in found and "offline" in args.only and not args.natural and rollout.name in ("vllm", "sglang"):
-        ours = found["ours"]
+    if "ours" in results and "offline" in args.only and not args.natural and rollout.name in ("vllm", "sglang"):
+        ours = results["ours"]
         rows = cfg.data.train_batch_size * rollout.n // replicas
         answer = round(ours["response_length/mean"])
         work = {
@@ -250,18 +250,18 @@ def main() -> int:
             "max_num_seqs": rollout.max_num_seqs,
             "cuda": "perf/max_memory_allocated_gb" in ours and has_cuda(),
         }
-        found["offline"] = offline(rollout.name, work, args.deadline_s)
+        results["offline"] = offline(rollout.name, work, args.deadline_s)
         rate = rows * answer / ours["timing_s/gen"]
         read = read_rate("cuda" if work["cuda"] else "cpu")
         limit = roofline(work["model"], tp, rows, work["prompt_tokens"], answer, read)
-        told = f"roofline {limit:,.0f} tokens/s at {read / 1e9:,.0f} GB/s"
-        print(f"generation, a replica: {rate:,.0f} tokens/s; {told}; ours / roofline {rate / limit:.2f}")
-        for name, alone_rate in found["offline"].items():
+        bound = f"roofline {limit:,.0f} tokens/s at {read / 1e9:,.0f} GB/s"
+        print(f"generation, a replica: {rate:,.0f} tokens/s; {bound}; ours / roofline {rate / limit:.2f}")
+        for name, alone_rate in results["offline"].items():
             print(
                 f"generation, a replica: {rate:,.0f} tokens/s; engine alone, {name}: {alone_rate:,.0f}; "
                 f"ours / alone {rate / alone_rate:.2f}"
             )
-    (args.out / "step.json").write_text(json.dumps(found))
+    (args.out / "step.json").write_text(json.dumps(results))
     return 0
 
 
@@ -272,7 +272,7 @@ def has_cuda() -> bool:
 
 
 def random_model(shape: str, folder: Path, tokenizer: Path | None) -> Path:
-    """Random weights of a known shape with somebody's tokenizer, written once."""
+    """Random weights of a known shape with a given tokenizer, written once."""
     from train_step import write_checkpoint  # pyrefly: ignore[missing-import]
 
     if tokenizer is None:

@@ -112,7 +112,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path, port: int) -> No
     measured = measured_flops(device, size=8192) if cuda else measured_flops(device)
     sheet = data_sheet_flops(torch.cuda.get_device_name()) if cuda else None
     if rank == 0:
-        found = {
+        result = {
             "case": f"{args.shape} {args.engine} tp{args.tp} pp{args.pp} dp{engine.dp_size}" + " fp8" * bool(args.fp8),
             "sequence_tokens": args.sequence,
             "build_s": round(built_s, 1),
@@ -126,9 +126,9 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path, port: int) -> No
             "loss": [round(loss, 4) for loss in losses],
             "grad_norm": round(norm, 4),
         }
-        print(json.dumps(found), flush=True)
+        print(json.dumps(result), flush=True)
         if args.json:
-            args.json.write_text(json.dumps(found))
+            args.json.write_text(json.dumps(result))
     dist.destroy_process_group()
 
 

@@ -158,8 +158,8 @@ def test_adapters_have_the_gradients_of_the_merged_model(
     ranks = run_ranks(world, one_step, ENGINES[engine], model, head, replace(case, lora=settings))
     norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
     for name, values in outputs.items():
-        found = collected(ranks, name)
-        torch.testing.assert_close(found, values.float(), rtol=1e-5, atol=4e-6)
+        gradient = collected(ranks, name)
+        torch.testing.assert_close(gradient, values.float(), rtol=1e-5, atol=4e-6)
     for rank in ranks:
         assert rank["metrics"]["loss"] == pytest.approx(loss, rel=1e-5)
         assert rank["gradients"].keys() == gradients.keys()
@@ -240,21 +240,21 @@ def lived(model: str, case: Case, place: Path) -> dict[str, Any]:
 def test_adapters_alone_are_trained_switched_off_served_exported_and_taken_up_again(
     model: str, case: str, tmp_path: Path
 ) -> None:
-    found = run_ranks(2, lived, model, ON_PARTS[case], tmp_path)[0]
-    assert found["change"] > 1e-4
-    assert found["moved"] == {name for name in found["merged"] if name.endswith("_proj.weight")}
+    result = run_ranks(2, lived, model, ON_PARTS[case], tmp_path)[0]
+    assert result["change"] > 1e-4
+    assert result["moved"] == {name for name in result["merged"] if name.endswith("_proj.weight")}
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     saved = saved_names(loaded, dict(loaded.named_parameters()))
-    assert all(torch.equal(saved[name], tensor) for name, tensor in found["merged"].items())
+    assert all(torch.equal(saved[name], tensor) for name, tensor in result["merged"].items())
     config = json.loads((tmp_path / "export/lora_adapter/adapter_config.json").read_text())
     with safe_open(tmp_path / "export/lora_adapter/adapter_model.safetensors", framework="pt") as file:
         factors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     assert (config["r"], config["lora_alpha"], config["target_modules"]) == (RANK, ALPHA, sorted(ALL))
-    assert len(factors) == 2 * len(found["moved"])
-    for name in found["moved"]:
+    assert len(factors) == 2 * len(result["moved"])
+    for name in result["moved"]:
         a, b = (factors[f"base_model.model.{name.removesuffix('.weight')}.lora_{part}.weight"] for part in "AB")
-        merged = found["start"][name] + ALPHA / RANK * (b @ a)
-        torch.testing.assert_close(found["merged"][name], merged, rtol=1e-6, atol=1e-7)
+        merged = result["start"][name] + ALPHA / RANK * (b @ a)
+        torch.testing.assert_close(result["merged"][name], merged, rtol=1e-6, atol=1e-7)
 
 
 PARTS = replace(ON_PARTS["tp2"], lora=FRESH)
@@ -283,7 +283,7 @@ def test_a_checkpoint_loads_into_another_layout_and_another_engine(
     writer: str, case: Case, reader: str, world: int, other: Case, tmp_path: Path
 ) -> None:
     uninterrupted = run_ranks(2, resumed, ENGINES[writer], tmp_path, case, None)[0]
-    for found in run_ranks(world, resumed, ENGINES[reader], tmp_path, case, other):
+    for result in run_ranks(world, resumed, ENGINES[reader], tmp_path, case, other):
         for name, tensor in uninterrupted[2].items():
-            torch.testing.assert_close(found[2][name], tensor, rtol=0, atol=2e-6)
-        assert [r.grad_norm for r in found[:2]] == pytest.approx([r.grad_norm for r in uninterrupted[:2]], rel=1e-4)
+            torch.testing.assert_close(result[2][name], tensor, rtol=0, atol=2e-6)
+        assert [r.grad_norm for r in result[:2]] == pytest.approx([r.grad_norm for r in uninterrupted[:2]], rel=1e-4)

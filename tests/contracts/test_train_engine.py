@@ -87,8 +87,8 @@ def check_step(ranks: list[dict[str, Any]], model: str, head: str) -> None:
     outputs, loss, gradients = reference(model, head)
     norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
     for name, expected in outputs.items():
-        found = collected(ranks, name)
-        torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=2e-6)
+        gradient = collected(ranks, name)
+        torch.testing.assert_close(gradient, expected.float(), rtol=1e-5, atol=2e-6)
     for rank in ranks:
         assert rank["metrics"]["loss"] == pytest.approx(loss, rel=1e-5)
         assert rank["metrics"]["row_length"] == pytest.approx(7.25)
@@ -172,7 +172,7 @@ def train(engine: Any, rows: DataProto, loss: Any = loss_of) -> Any:
 
 
 def poisoned(outputs: Any, rows: Any) -> LossSum:
-    """Not a number on whichever rank holds the first row of the batch."""
+    """NaN on the rank that holds the first row of the batch."""
     good = loss_of(outputs, rows)
     first = make_batch()["input_ids"][0]
     bad = any(torch.equal(row, first) for row in rows["input_ids"])
@@ -195,12 +195,12 @@ def refusal(factory: Factory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_step_without_a_finite_gradient_or_a_count_changes_nothing(factory: Factory, world: int) -> None:
-    for found in run_ranks(world, refusal, factory):
-        assert [report.applied for report in found["reports"]] == [False, False]
-        assert math.isnan(found["reports"][0].grad_norm)
-        assert found["untouched"]
-        assert found["same"], "the steps after a refused one differ from those of an engine that never had it"
-        assert found["equal"]
+    for result in run_ranks(world, refusal, factory):
+        assert [report.applied for report in result["reports"]] == [False, False]
+        assert math.isnan(result["reports"][0].grad_norm)
+        assert result["untouched"]
+        assert result["same"], "the steps after a refused one differ from those of an engine that never had it"
+        assert result["equal"]
 
 
 def accumulation(factory: Factory) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

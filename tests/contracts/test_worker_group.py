@@ -53,10 +53,10 @@ def mesh(make: Make) -> Iterator[WorkerGroup]:
         yield group
 
 
-def test_every_rank_is_told_its_place(group: WorkerGroup) -> None:
-    found = group.whoami()
-    assert [one["RANK"] for one in found] == ["0", "1"]
-    assert {one["WORLD_SIZE"] for one in found} == {"2"}
+def test_every_rank_knows_its_place(group: WorkerGroup) -> None:
+    environments = group.whoami()
+    assert [one["RANK"] for one in environments] == ["0", "1"]
+    assert {one["WORLD_SIZE"] for one in environments} == {"2"}
     assert group.world_size == NUM_RANKS == len(group.workers)
 
 
@@ -107,8 +107,8 @@ def test_a_padded_call_without_rows_to_cut_is_an_error(group: WorkerGroup) -> No
 
 
 def test_metrics_are_never_made_of_repeated_rows(group: WorkerGroup) -> None:
-    found = group.metrics(Rows(range(4)))
-    assert found == [{"rank": 0, "rows": 2}, {"rank": 1, "rows": 2}]
+    metrics = group.metrics(Rows(range(4)))
+    assert metrics == [{"rank": 0, "rows": 2}, {"rank": 1, "rows": 2}]
     with pytest.raises(ValueError, match="3 rows cannot be split evenly over 2"):
         group.metrics(Rows(range(3)))
 
@@ -130,7 +130,7 @@ def test_functions_run_on_the_workers(group: WorkerGroup) -> None:
         ("execute_with_func_generator", (Rows([1]),), "needs a function"),
     ],
 )
-def test_wrong_arguments_are_told_before_anything_is_sent(
+def test_wrong_arguments_are_reported_before_anything_is_sent(
     group: WorkerGroup, method: str, args: tuple[Any, ...], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

@@ -120,7 +120,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         ["mount", "-t", "tmpfs", "-o", "size=640k", "tmpfs", folder], capture_output=True, check=False
     )
     if made.returncode != 0:
-        pytest.skip("nobody may mount a file system here")
+        pytest.skip("mounting a file system needs privileges that this machine does not give")
     yield folder
     subprocess.run(["umount", "--lazy", folder], check=True)
 

@@ -56,7 +56,7 @@ class Patches:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended: exit code (negative: the signal), what it said, what outlived it."""
+    """How a run ended: exit code (negative: the signal), its log, and the processes that outlived it."""
 
     status: int
     orphans: int
@@ -83,7 +83,7 @@ class ForkServer:
         return self._process.pid
 
     def run(self, argv: list[str], log: Path, patches: Patches | None = None, *, deadline_s: float = 60.0) -> Ended:
-        """Run the main job with these arguments to its end, whichever."""
+        """Run the main job with these arguments until it succeeds or fails."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         limit_s = scaled_s(deadline_s)

@@ -52,7 +52,7 @@ def disk_read_only_at_second_checkpoint() -> None:
 
 
 def port_taken() -> None:
-    """Somebody takes the port on which the training ranks are to meet, after it was chosen."""
+    """Another process takes the rendezvous port of the training ranks after it was chosen."""
     import socket
 
     from rlsys.single_controller import local, worker

@@ -1,4 +1,4 @@
-"""A Ray head as somebody would run it: on loopback, with a token, on ports of its own beside other clusters."""
+"""A Ray head as a user would run it: on loopback, with a token, on ports of its own beside other clusters."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class Head:
 
     def living(self) -> list[str]:
         """Actors and placement groups that are not gone."""
-        found = []
+        alive = []
         for what, gone in (("actors", "DEAD"), ("placement_groups", "REMOVED")):
             rows = self.ask(f"/api/v0/{what}")["data"]["result"]["result"]
-            found += [f"{row['name']} {row['state']}" for row in rows if row["state"] != gone]
-        return found
+            alive += [f"{row['name']} {row['state']}" for row in rows if row["state"] != gone]
+        return alive
 
     def processes(self) -> list[str]:
         """Command lines of what has been started since the head came up, but for idle workers."""
@@ -126,7 +126,7 @@ def ray_head() -> Iterator[Head]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on now."""
+    """Distinct ports that no process listens on now."""
     with ExitStack() as stack:
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]
         for probe in probes:
@@ -159,6 +159,6 @@ def _end(running: subprocess.Popen[bytes]) -> None:
 
 
 def _logs(folder: Path) -> str:
-    """What the head and its agent said."""
+    """The logs of the head and its agent."""
     files = [folder / "head.log", *folder.glob("session_2*/logs/dashboard_agent.*")]
     return "\n".join(f"== {file.name}\n{file.read_text(errors='replace')[-2000:]}" for file in files)

@@ -22,9 +22,9 @@ def servers(request: pytest.FixtureRequest, toy: Toy) -> Iterator[list[Server]]:
     kind = request.param
     brain = EngineBrain if kind == "sglang" else SampledBrain
     engines = [HFRollout.from_path(toy.model, GenerationConfig(seed=number)) for number in range(2)]
-    found = [Server(kind, brain(engine)).start() for engine in engines]
-    yield found
-    for server in found:
+    started = [Server(kind, brain(engine)).start() for engine in engines]
+    yield started
+    for server in started:
         server.close()
     for engine in engines:
         engine.close()
@@ -86,7 +86,7 @@ def test_adapters_are_pushed_by_version_while_the_base_stays(toy: Toy, servers: 
     assert {path.name for path in folder.iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
 
 
-def test_no_address_is_told_before_anything_starts(
+def test_a_missing_address_is_reported_before_anything_starts(
     toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("VLLM_API_BASE", raising=False)

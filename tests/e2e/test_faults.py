@@ -65,13 +65,13 @@ def job(server: ForkServer, toy: Toy, tmp_path: Path) -> Job:
     return Job(server, toy, tmp_path)
 
 
-def assert_one_error(ended: Ended, code: int, *said: str) -> None:
-    """The run ended with `code` and one error that says all of `said`."""
+def assert_one_error(ended: Ended, code: int, *messages: str) -> None:
+    """The run ended with `code` and one error that contains all of `messages`."""
     assert ended.status == code, ended.log
     assert "Traceback" not in ended.log, ended.log
     (error,) = [line for line in ended.log.splitlines() if line.startswith("rlsys: ") and "preset" not in line]
     text = ended.log[ended.log.index(error) :]
-    assert all(words in text for words in said), text
+    assert all(message in text for message in messages), text
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def assert_one_error(ended: Ended, code: int, *said: str) -> None:
     ],
     ids=["file size limit", "disk full", "read-only"],
 )
-def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_next_one_goes_on(
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_next_run_continues(
     job: Job, patches: Patches, step: int, why: str
 ) -> None:
     assert_one_error(job.run(patches=patches), 1, "CheckpointError", f"global_step_{step}", why)
@@ -93,7 +93,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_next_one_goes_
     assert [line["step"] for line in job.metrics()] == [1, 2, 3]
 
 
-def test_a_disk_that_is_full_ends_the_run_and_with_more_room_the_next_one_goes_on(job: Job, small_disk: Path) -> None:
+def test_a_full_disk_ends_the_run_and_with_more_space_the_next_run_continues(job: Job, small_disk: Path) -> None:
     here = f"trainer.default_local_dir={small_disk}/out"
     assert_one_error(job.run(here), 1, "CheckpointError", "global_step_2", "No space left on device")
     assert sorted(path.name for path in (small_disk / "out").glob("global_step_*")) == ["global_step_1"]
@@ -107,7 +107,7 @@ def test_metrics_that_cannot_be_written_end_the_run(job: Job) -> None:
     assert_one_error(ended, 1, "metrics.jsonl", "No space left on device")
 
 
-def test_an_output_folder_that_cannot_be_made_is_told_with_its_key(job: Job) -> None:
+def test_an_output_folder_that_cannot_be_created_is_reported_with_its_key(job: Job) -> None:
     ended = job.run("trainer.default_local_dir=/proc/rlsys")
     assert_one_error(ended, 2, "trainer.default_local_dir", "/proc/rlsys")
 
@@ -189,7 +189,7 @@ def saved(server: ForkServer, toy: Toy, tmp_path_factory: pytest.TempPathFactory
     ],
     ids=["nan", "exits", "gives up", "hangs", "prints forever", "forks and hangs"],
 )
-def test_a_broken_grader_is_counted_and_training_goes_on(job: Job, body: str, metric: str) -> None:
+def test_a_broken_grader_is_counted_and_training_continues(job: Job, body: str, metric: str) -> None:
     ended = job.run(job.grader(body), f"reward.timeout_s={scaled_s(1):g}", "trainer.total_training_steps=1")
     assert ended.status == 0, ended.log
     (line,) = job.metrics()
@@ -205,7 +205,7 @@ def test_a_gradient_that_is_not_a_number_is_not_applied(job: Job) -> None:
     assert not all(second[name].equal(third[name]) for name in first)
 
 
-def test_a_port_that_somebody_took_is_told_with_the_worker(job: Job) -> None:
+def test_a_port_taken_by_another_process_is_reported_with_the_worker(job: Job) -> None:
     ended = job.run(patches=Patches(inject=("port_taken",)))
     assert_one_error(ended, 1, "WorkerError", "actor rank 0", "'init_model'", "EADDRINUSE")
     assert job.run().status == 0

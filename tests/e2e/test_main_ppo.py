@@ -28,11 +28,11 @@ def spans_by_track(out: Path) -> dict[str, dict[str, list[tuple[int, int]]]]:
     """(start, end) of every span of a timeline in microseconds, by track and name."""
     events = json.loads((out / "timeline.json").read_text())
     tracks = {e["pid"]: e["args"]["name"].split(" @ ")[0] for e in events if e["name"] == "process_name"}
-    found: dict[str, dict[str, list[tuple[int, int]]]] = {name: {} for name in tracks.values()}
+    spans: dict[str, dict[str, list[tuple[int, int]]]] = {name: {} for name in tracks.values()}
     for e in events:
         if e["ph"] == "X":
-            found[tracks[e["pid"]]].setdefault(e["name"], []).append((e["ts"], e["ts"] + e["dur"]))
-    return found
+            spans[tracks[e["pid"]]].setdefault(e["name"], []).append((e["ts"], e["ts"] + e["dur"]))
+    return spans
 
 
 def weights_of(out: Path, step: int) -> dict[str, Any]:
@@ -115,14 +115,14 @@ def test_a_rollout_tensor_that_differs_ends_the_run_and_is_named(
     monkeypatch.setattr(HFRollout, "finish_update", corrupted)
     checks = weight_checks(f"actor_rollout_ref.rollout.validate_save_dir={tmp_path}/checks")
     assert main(toy.overrides(tmp_path / "out", *checks)) == 1
-    told = capfd.readouterr().err
-    assert f"1 tensors differ between trainer and rollout: ['{CORRUPTED}']" in told
+    printed = capfd.readouterr().err
+    assert f"1 tensors differ between trainer and rollout: ['{CORRUPTED}']" in printed
     reports = reports_of(tmp_path / "checks")
     assert {version: report["unequal"] for version, report in reports.items()} == {0: [], 1: [], 2: [CORRUPTED]}
     assert [line["step"] for line in metrics_of(tmp_path / "out")] == [1]
 
 
-def test_weights_are_pushed_each_so_many_steps_and_before_validation(toy: Toy, tmp_path: Path) -> None:
+def test_weights_are_pushed_every_n_steps_and_before_validation(toy: Toy, tmp_path: Path) -> None:
     out = tmp_path / "out"
     often = ("trainer.sync_freq=3", "trainer.total_training_steps=6", "trainer.test_freq=5", "trainer.save_freq=-1")
     assert main(toy.overrides(out, LOCAL, *often)) == 0

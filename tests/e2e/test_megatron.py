@@ -41,11 +41,11 @@ def run(toy: Toy, out: Path, *more: str) -> list[dict[str, Any]]:
 
 def saved(out: Path, step: int, role: str = "actor") -> dict[str, Tensor]:
     """Every tensor of a role's checkpoint: weights and moments of all ranks."""
-    found = {}
+    by_name = {}
     for file in sorted((out / f"global_step_{step}" / role).glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            found |= {f"{file.name}:{name}": tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
-    return found
+            by_name |= {f"{file.name}:{name}": tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    return by_name
 
 
 def check_resume(toy: Toy, tmp_path: Path, more: Sequence[str], roles: Sequence[str] = ("actor",)) -> None:

@@ -56,12 +56,12 @@ def test_wrong_weights_stop_the_run_and_the_worst_token_is_named(
     bent(monkeypatch, version=2)
     limits = (f"{PARITY}.freq=1", f"{PARITY}.mean_limit=0.001", f"{PARITY}.policy=stop")
     assert main(toy.overrides(tmp_path / "out", LOCAL, *limits)) == 1
-    told = capfd.readouterr().err
-    assert "ParityError: actor and rollout disagree on the same" in told
-    assert "under weights 2 when it scores them" in told
-    assert "under weights 2 when it sampled them" in told
-    assert "worst: row " in told
-    assert "validate_weight=true" in told
+    printed = capfd.readouterr().err
+    assert "ParityError: actor and rollout disagree on the same" in printed
+    assert "under weights 2 when it scores them" in printed
+    assert "under weights 2 when it sampled them" in printed
+    assert "worst: row " in printed
+    assert "validate_weight=true" in printed
     assert [line["step"] for line in metrics_of(tmp_path / "out")] == [1]
 
 

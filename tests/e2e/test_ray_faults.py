@@ -93,10 +93,10 @@ class RayRun:
         return self._log.read_text(errors="replace")
 
     def error(self) -> str:
-        """The one error that was told."""
-        found = [line for line in self.log.splitlines() if line.startswith("rlsys: ") and "Error" in line]
-        assert len(found) == 1, self.log
-        return found[0]
+        """The one error that was printed."""
+        errors = [line for line in self.log.splitlines() if line.startswith("rlsys: ") and "Error" in line]
+        assert len(errors) == 1, self.log
+        return errors[0]
 
 
 def test_a_lost_actor_ends_the_run_and_the_command_continues_even_after_a_lost_rollout_worker(
@@ -131,14 +131,14 @@ def test_a_lost_actor_ends_the_run_and_the_command_continues_even_after_a_lost_r
     assert all(ours[name].equal(theirs[name]) for name in theirs)
 
 
-def test_a_driver_that_is_told_to_stop_ends_in_order(toy: Toy, tmp_path: Path) -> None:
-    told = RayRun(toy, tmp_path / "out")
-    told.signal_driver(signal.SIGTERM, after_step=1)
-    assert told.end(ENDED_S) == 128 + signal.SIGTERM, told.log
-    assert told.log.rstrip().endswith("rlsys: stopped by SIGTERM")
+def test_a_driver_that_gets_sigterm_shuts_down_cleanly(toy: Toy, tmp_path: Path) -> None:
+    run = RayRun(toy, tmp_path / "out")
+    run.signal_driver(signal.SIGTERM, after_step=1)
+    assert run.end(ENDED_S) == 128 + signal.SIGTERM, run.log
+    assert run.log.rstrip().endswith("rlsys: stopped by SIGTERM")
 
 
-def test_a_cluster_that_is_too_small_is_told(toy: Toy, tmp_path: Path) -> None:
+def test_a_cluster_that_is_too_small_is_reported(toy: Toy, tmp_path: Path) -> None:
     small = RayRun(toy, tmp_path / "out", "trainer.rollout_workers=7")
     assert small.end(ENDED_S + STARTED_S) == 2, small.log
     assert "ConfigError" in small.error()

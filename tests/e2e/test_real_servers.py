@@ -106,7 +106,7 @@ def served(kind: str, script: str, model: Path, log: Path, **environment: str) -
         )
     try:
         end_s = time.monotonic() + START_S
-        while not _is_well(port):
+        while not _is_healthy(port):
             if process.poll() is not None or time.monotonic() > end_s:
                 pytest.fail(f"the server did not come up: {log.read_text()[-4000:]}")
             time.sleep(2)
@@ -119,7 +119,7 @@ def served(kind: str, script: str, model: Path, log: Path, **environment: str) -
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _is_well(port: int) -> bool:
+def _is_healthy(port: int) -> bool:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30) as answer:
             return answer.status == 200
@@ -242,12 +242,12 @@ def test_weights_change_in_flight_and_nothing_is_lost(real: Real, models: Models
 
 
 def test_without_the_token_nothing_is_answered(real: Real) -> None:
-    stranger = type(real.engine)(RemoteSettings((real.url,), start_s=3))
+    other = type(real.engine)(RemoteSettings((real.url,), start_s=3))
     try:
         with pytest.raises((TimeoutError, RuntimeError), match="token is missing or wrong"):
-            stranger.generate(requests_of(1, SamplingParams(2)))
+            other.generate(requests_of(1, SamplingParams(2)))
     finally:
-        stranger.close()
+        other.close()
 
 
 def overrides(toy: Toy, model: Path, out: Path, url: str, *more: str) -> list[str]:

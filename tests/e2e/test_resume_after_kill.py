@@ -20,7 +20,7 @@ from tests.e2e.fork_server import ForkServer, Kill, Patches
 from trainer.checkpoint import load_state
 
 WALL_CLOCK = ("timing", "perf/", "weights/seconds", "reward/seconds")
-ANEW = re.compile(r"metrics\.\d+\.jsonl")  # what runs killed before their first checkpoint had written
+SET_ASIDE = re.compile(r"metrics\.\d+\.jsonl")  # what runs killed before their first checkpoint had written
 
 GENERATE = "workers.rollout:generate_sequences"
 REWARD = "rlsys.rewards.manager:PoolRewardManager.grade"
@@ -228,7 +228,7 @@ def assert_same(out: Path, whole: Path, *, ignored: tuple[str, ...] = (), last: 
 
 def files_of(out: Path) -> set[str]:
     files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
-    return {name for name in files if not ANEW.fullmatch(name)}
+    return {name for name in files if not SET_ASIDE.fullmatch(name)}
 
 
 def metrics_of(out: Path, ignored: tuple[str, ...] = ()) -> list[dict[str, Any]]:

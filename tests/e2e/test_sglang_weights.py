@@ -98,11 +98,11 @@ def test_every_executor_writes_what_the_trainer_holds(engine: Any, executor: Exe
             trainer.train(seed)
         checksums.append(manager.push(version).checksum)
         assert all(check.equal for check in manager.validate())
-        found = engine.generate(SAMPLED)
-        assert [r.output_tokens for r in found] == [
+        responses = engine.generate(SAMPLED)
+        assert [r.output_tokens for r in responses] == [
             r.output_tokens for r in HFRollout(tiny_model(seed), GenerationConfig(seed=11)).generate(SAMPLED)
         ]
-        assert {v for r in found for v in r.output_versions} == {version}
+        assert {v for r in responses for v in r.output_versions} == {version}
     assert checksums[0] == checksums[2] != checksums[1]
     manager.close()
 
@@ -120,7 +120,7 @@ def test_a_push_to_sleeping_weights_is_refused(engine: Any) -> None:
 
 
 def test_settings_reach_the_real_arguments(engine: Any) -> None:
-    found = engine.server_args
+    server_args = engine.server_args
     expected = {
         "random_seed": 11,
         "max_running_requests": 16,
@@ -132,7 +132,7 @@ def test_settings_reach_the_real_arguments(engine: Any) -> None:
         "stream_interval": 3,
         "tp_size": 1,
     }
-    assert {name: getattr(found, name) for name in expected} == expected
+    assert {name: getattr(server_args, name) for name in expected} == expected
 
 
 def test_a_cache_too_small_for_the_longest_request_is_refused(folder: Path) -> None:

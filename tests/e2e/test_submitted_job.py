@@ -65,7 +65,7 @@ def test_a_submitted_job_trains_and_leaves_the_cluster_clean(head: Head, toy: To
 
 
 @pytest.mark.slow
-def test_a_stopped_job_leaves_the_cluster_clean_and_the_next_one_goes_on(head: Head, toy: Toy, tmp_path: Path) -> None:
+def test_a_stopped_job_leaves_a_clean_cluster_and_the_next_one_continues(head: Head, toy: Toy, tmp_path: Path) -> None:
     out = tmp_path / "out"
     argv = toy.overrides(out, "trainer.save_freq=1", "trainer.total_training_steps=60")
     assert submit(head, argv, "--no-wait", "--submission-id=stopped").returncode == 0

@@ -91,13 +91,16 @@ def test_settings_reach_vllms_real_arguments(wide: Toy, tmp_path: Path) -> None:
     common |= {key: getattr(cfg.rollout, key) for key in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")}
     engine: Any = worker.build_engine(str(wide.model), common)
     try:
-        found = engine.engine.vllm_config
-        assert (found.scheduler_config.max_num_seqs, found.scheduler_config.max_num_batched_tokens) == (7, 96)
-        model = found.model_config
+        vllm_config = engine.engine.vllm_config
+        assert (vllm_config.scheduler_config.max_num_seqs, vllm_config.scheduler_config.max_num_batched_tokens) == (
+            7,
+            96,
+        )
+        model = vllm_config.model_config
         assert (model.max_model_len, model.seed, model.enforce_eager, model.max_logprobs) == (64, 5, True, 3)
-        assert found.cache_config.enable_prefix_caching is False
+        assert vllm_config.cache_config.enable_prefix_caching is False
         assert engine.engine.log_stats is True
-        assert found.parallel_config.tensor_parallel_size == 1
-        assert found.compilation_config.max_cudagraph_capture_size == 4
+        assert vllm_config.parallel_config.tensor_parallel_size == 1
+        assert vllm_config.compilation_config.max_cudagraph_capture_size == 4
     finally:
         engine.close()

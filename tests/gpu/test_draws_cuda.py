@@ -78,14 +78,14 @@ def test_a_row_is_drawn_alike_in_any_batch() -> None:
         assert alone == together[at] == among_others[at]
 
 
-def test_logits_that_are_not_finite_are_told() -> None:
+def test_non_finite_logits_are_reported() -> None:
     logits = torch.randn(9, 1000)
     logits[2, 3], logits[5] = torch.nan, -torch.inf
-    found = drawn(rows_of(9, KINDS[:2]), [logits.clone(), logits], "cuda")
-    assert [answer.finite for answer in found] == [at not in (2, 5) for at in range(9)]
+    samples = drawn(rows_of(9, KINDS[:2]), [logits.clone(), logits], "cuda")
+    assert [answer.finite for answer in samples] == [at not in (2, 5) for at in range(9)]
 
 
-def test_a_step_begun_ahead_is_for_nobody_who_has_ended() -> None:
+def test_a_step_begun_ahead_ignores_requests_that_have_ended() -> None:
     """A step whose copy waits behind other work counts for those who draw on."""
     rows, device = rows_of(4, KINDS[:1]), torch.device("cuda")
     sampler = RowSampler(3, device)

@@ -92,8 +92,8 @@ def test_loss_and_gradients_on_cuda(
     outputs, loss, gradients = reference(model, head)
     ranks = run_ranks(world, one_step, factory, model, head, case, backend=BACKEND)
     for name, expected in outputs.items():
-        found = collected(ranks, name)
-        assert distance(found, expected) < tolerance
+        gradient = collected(ranks, name)
+        assert distance(gradient, expected) < tolerance
     whole = torch.cat([g.flatten() for g in gradients.values()])
     for rank in ranks:
         assert rank["metrics"]["loss"] == pytest.approx(loss, rel=10 * tolerance, abs=tolerance)
@@ -140,11 +140,11 @@ def wander() -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=needs(2))])
 def test_parts_move_to_the_cpu_and_back_without_a_trace(world: int) -> None:
-    for found in run_ranks(world, wander, backend=BACKEND):
-        assert all(a == b for a, b in found["reports"])
-        assert found["same"]
-        assert found["freed"] == pytest.approx(1, abs=0.05)
-        assert found["back"] < 0.01
+    for result in run_ranks(world, wander, backend=BACKEND):
+        assert all(a == b for a, b in result["reports"])
+        assert result["same"]
+        assert result["freed"] == pytest.approx(1, abs=0.05)
+        assert result["back"] < 0.01
 
 
 def offload() -> tuple[bool, list[Any]]:
@@ -161,7 +161,7 @@ def test_cpu_offload_computes_the_same() -> None:
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
-def save_and_go_on(path: Path) -> dict[str, Tensor]:
+def save_and_continue(path: Path) -> dict[str, Tensor]:
     engine = cuda_engine(WIDE, "lm", Case(rows=2))
     train(engine)
     engine.save(path, "resume")
@@ -169,7 +169,7 @@ def save_and_go_on(path: Path) -> dict[str, Tensor]:
     return {**whole(engine), "draw": torch.rand(3, device=engine.ranks.device).cpu()}
 
 
-def load_and_go_on(path: Path) -> dict[str, Tensor]:
+def load_and_continue(path: Path) -> dict[str, Tensor]:
     engine = cuda_engine(WIDE, "lm", Case(rows=2))
     engine.load(path)
     train(engine)
@@ -178,8 +178,8 @@ def load_and_go_on(path: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("worlds", [(1, 1), pytest.param((2, 2), marks=needs(2)), pytest.param((2, 1), marks=needs(2))])
 def test_resume_on_cuda(worlds: tuple[int, int], tmp_path: Path) -> None:
-    first = run_ranks(worlds[0], save_and_go_on, tmp_path / "s", backend=BACKEND)[0]
-    second = run_ranks(worlds[1], load_and_go_on, tmp_path / "s", backend=BACKEND)[0]
+    first = run_ranks(worlds[0], save_and_continue, tmp_path / "s", backend=BACKEND)[0]
+    second = run_ranks(worlds[1], load_and_continue, tmp_path / "s", backend=BACKEND)[0]
     if worlds[0] == worlds[1]:
         assert torch.equal(first["draw"], second["draw"])
     for name in set(first) - {"draw"}:

@@ -122,11 +122,11 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 def both_log_probs() -> dict[str, float]:
     rows = rows_of(SMOLLM2["vocab_size"])
-    found = [
+    outputs = [
         engine.forward(rows, ("log_probs", "entropy"), temperature=1.0) for engine in (megatron(SMOLLM2), fsdp(SMOLLM2))
     ]
     mask = rows.tensors["response_mask"].bool()
-    return {name: float((found[0][name] - found[1][name])[mask].abs().mean()) for name in found[0]}
+    return {name: float((outputs[0][name] - outputs[1][name])[mask].abs().mean()) for name in outputs[0]}
 
 
 def test_log_probs_are_those_of_fsdp_in_bf16() -> None:
@@ -144,10 +144,10 @@ def loaded_weights(model: dict[str, Any], case: Case) -> list[str]:
     """Names of tensors that are not, bit by bit, those of the source."""
     source = ModelConfig(override_config=model)
     expected = open_weights(source, read_config(source), head="lm", seed=SEED, as_saved=True)
-    found = whole(megatron(model, case=case))
+    loaded = whole(megatron(model, case=case))
     return [
         name
-        for name, tensor in found.items()
+        for name, tensor in loaded.items()
         if not torch.equal(tensor, expected.read(name, (0,) * tensor.ndim, tensor.shape).to(tensor.dtype))
     ]
 
@@ -181,18 +181,18 @@ def trained(model: dict[str, Any], case: Case, steps: int = 3) -> list[tuple[flo
     rows = rows_of(model["vocab_size"])
     share = len(rows) // engine.dp_size
     mine = rows[engine.dp_rank * share : (engine.dp_rank + 1) * share]
-    found = []
+    losses = []
     for _ in range(steps):
         loss = engine.forward_backward(mine, loss_of)["loss"]
-        found.append((loss, engine.optim_step().grad_norm))
-    return found
+        losses.append((loss, engine.optim_step().grad_norm))
+    return losses
 
 
 @pytest.mark.parametrize(("model", "world", "case"), LAYOUTS)
 def test_every_layout_trains_as_one_gpu_does(model: dict[str, Any], world: int, case: Case) -> None:
     (alone,) = run_ranks(1, trained, model, Case(max_tokens=2048), backend=BACKEND)
-    for found in run_ranks(world, trained, model, case, backend=BACKEND):
-        for (loss, norm), (loss_alone, norm_alone) in zip(found, alone, strict=True):
+    for losses in run_ranks(world, trained, model, case, backend=BACKEND):
+        for (loss, norm), (loss_alone, norm_alone) in zip(losses, alone, strict=True):
             assert loss == pytest.approx(loss_alone, rel=0.02, abs=0.02)
             assert norm == pytest.approx(norm_alone, rel=0.05)
 
@@ -227,7 +227,7 @@ SHARED = {
 
 def all_numbers() -> dict[str, Any]:
     """Outputs and gradients of each case, or how it failed; of the first rank."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, case in SHARED.items():
         shared = dist.get_world_size() > 1
         sizes = ParallelSizes(cp=2, ep=case.ep) if shared else ParallelSizes()
@@ -239,11 +239,11 @@ def all_numbers() -> dict[str, Any]:
             metrics = engine.forward_backward(rows, loss_of, outputs=outputs)
             gradients = torch.cat([gradient.flatten().cpu() for gradient in engine.gradients().values()])
         except Exception:
-            found[name] = traceback.format_exc()
+            results[name] = traceback.format_exc()
             continue
         norm = engine.optim_step().grad_norm
-        found[name] = {"outputs": forward, "gradients": gradients, "metrics": metrics, "norm": norm}
-    return found if dist.get_rank() == 0 else {}
+        results[name] = {"outputs": forward, "gradients": gradients, "metrics": metrics, "norm": norm}
+    return results if dist.get_rank() == 0 else {}
 
 
 @cache
@@ -275,7 +275,7 @@ def test_loss_and_gradients_are_near_the_float64_reference(name: str, head: str)
     for output, expected in outputs.items():
         assert distance(rank["outputs"][output], expected) < 0.05
     assert rank["metrics"]["loss"] == pytest.approx(loss, rel=0.5, abs=0.05)
-    flat = [torch.cat([found[n].flatten() for n in gradients]) for found in (rank["gradients"], gradients)]
+    flat = [torch.cat([tensors[n].flatten() for n in gradients]) for tensors in (rank["gradients"], gradients)]
     assert distance(*flat) < 0.1
 
 
@@ -295,7 +295,7 @@ def test_adapters_have_the_gradients_of_the_float64_reference(
     (rank,) = run_ranks(1, one_step, megatron, name, head, case, backend=BACKEND)
     apart = {output: distance(rank["outputs"][output], expected) for output, expected in outputs.items()}
     assert rank["gradients"].keys() == gradients.keys()
-    flat = [torch.cat([found[n].flatten() for n in gradients]) for found in (rank["gradients"], gradients)]
+    flat = [torch.cat([tensors[n].flatten() for n in gradients]) for tensors in (rank["gradients"], gradients)]
     print(name, apart, rank["metrics"]["loss"], loss, distance(*flat))
     assert max(apart.values()) < 0.05
     assert rank["metrics"]["loss"] == pytest.approx(loss, rel=0.5, abs=0.05)
@@ -305,9 +305,9 @@ def test_adapters_have_the_gradients_of_the_float64_reference(
 @pytest.mark.parametrize(("model", "world", "case"), LAYOUTS)
 def test_every_layout_trains_the_same_adapters(model: dict[str, Any], world: int, case: Case) -> None:
     (alone,) = run_ranks(1, trained, model, Case(max_tokens=2048, lora=ALL_LINEAR), backend=BACKEND)
-    for found in run_ranks(world, trained, model, replace(case, lora=ALL_LINEAR), backend=BACKEND):
-        print(found, alone)
-        for (loss, norm), (loss_alone, norm_alone) in zip(found, alone, strict=True):
+    for losses in run_ranks(world, trained, model, replace(case, lora=ALL_LINEAR), backend=BACKEND):
+        print(losses, alone)
+        for (loss, norm), (loss_alone, norm_alone) in zip(losses, alone, strict=True):
             assert loss == pytest.approx(loss_alone, rel=0.02, abs=0.02)
             assert norm == pytest.approx(norm_alone, rel=0.05)
 
@@ -331,14 +331,14 @@ def served(model: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("model", [EVEN, SPARSE], ids=["dense", "sparse"])
 def test_it_computes_with_the_weights_that_it_pushes_and_is_its_own_reference(model: dict[str, Any]) -> None:
-    (found,) = run_ranks(1, served, model, backend=BACKEND)
-    assert found["reference"]
-    assert found["pushed"]
+    (result,) = run_ranks(1, served, model, backend=BACKEND)
+    assert result["reference"]
+    assert result["pushed"]
 
 
 def peak_of_a_step(lora: Lora | None) -> float:
-    """Bytes that a training step without recomputation takes beside what lies there, for each of many layers."""
-    found = []
+    """Bytes that a training step without recomputation allocates on top of what is already allocated, per layer."""
+    peaks = []
     for layers in (8, 40):
         engine = megatron({**EVEN, "num_hidden_layers": layers}, case=Case(rows=1, lora=lora))
         rows = rows_of(EVEN["vocab_size"], num=1, prompt=32, response=32)
@@ -346,9 +346,9 @@ def peak_of_a_step(lora: Lora | None) -> float:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             engine.forward_backward(rows, loss_of)
-            found.append(torch.cuda.max_memory_allocated() - before)
+            peaks.append(torch.cuda.max_memory_allocated() - before)
         del engine
-    return (found[3] - found[1]) / 32
+    return (peaks[3] - peaks[1]) / 32
 
 
 def test_merged_weights_are_not_kept_for_the_backward_pass() -> None:
@@ -373,10 +373,10 @@ def moved(lora: Lora | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("lora", [None, ALL_LINEAR], ids=["full", "lora"])
 def test_parts_move_to_the_host_and_back(lora: Lora | None) -> None:
-    (found,) = run_ranks(1, moved, lora, backend=BACKEND)
-    assert found["same"]
-    assert lora or found["left"] < 0.2  # the libraries' workspaces stay
-    assert all(value == value for value in found["after"])
+    (result,) = run_ranks(1, moved, lora, backend=BACKEND)
+    assert result["same"]
+    assert lora or result["left"] < 0.2  # the libraries' workspaces stay
+    assert all(value == value for value in result["after"])
 
 
 def resumed(place: Path, first: bool) -> tuple[Any, dict[str, Tensor]]:
@@ -392,7 +392,7 @@ def resumed(place: Path, first: bool) -> tuple[Any, dict[str, Tensor]]:
     return engine.optim_step(), whole(engine)
 
 
-def test_a_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_like_the_uninterrupted_one(tmp_path: Path) -> None:
     (report, weights), (again, others) = (
         run_ranks(1, resumed, tmp_path / "step", first, backend=BACKEND)[0] for first in (True, False)
     )
@@ -402,10 +402,10 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted_one(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine")
 def test_fp8_trains() -> None:
-    (found,) = run_ranks(1, trained_in_fp8, backend=BACKEND)
+    (result,) = run_ranks(1, trained_in_fp8, backend=BACKEND)
     (exact,) = run_ranks(1, trained, EVEN, Case(max_tokens=2048), backend=BACKEND)
-    assert found[0][0] == pytest.approx(exact[0][0], rel=0.05)
-    assert found[-1][0] < found[0][0] or exact[-1][0] >= exact[0][0]
+    assert result[0][0] == pytest.approx(exact[0][0], rel=0.05)
+    assert result[-1][0] < result[0][0] or exact[-1][0] >= exact[0][0]
 
 
 def trained_in_fp8() -> list[tuple[float, float]]:

@@ -37,15 +37,15 @@ def requests_of(num: int) -> list[ModelRequest]:
 
 def apart(model: Any, answers: list[ModelResponse]) -> float:
     """Mean difference of the answers' log-probs to the model's."""
-    found = []
+    differences = []
     for answer in answers:
         ids = torch.tensor([answer.input_tokens + answer.output_tokens], device=model.device)
         with torch.no_grad():
             logits = model(ids).logits[0, len(answer.input_tokens) - 1 : -1].float()
         expected = torch.log_softmax(logits / 0.8, -1).cpu()
         chosen = expected.gather(1, torch.tensor(answer.output_tokens)[:, None])[:, 0]
-        found.append((chosen - torch.tensor(answer.output_logprobs)).abs().mean().item())
-    return sum(found) / len(found)
+        differences.append((chosen - torch.tensor(answer.output_logprobs)).abs().mean().item())
+    return sum(differences) / len(differences)
 
 
 class Trainer:
@@ -68,25 +68,25 @@ def serve(path: Path, offload_on_sleep: bool) -> dict[str, Any]:
     first, second = model_of(0).cuda(), model_of(1).cuda()
     config = GenerationConfig(seed=3, enforce_eager=True, gpu_memory_utilization=0.1, max_num_seqs=16)
     engine = VLLMRollout(path, config, EngineContext("cuda", offload_on_sleep=offload_on_sleep))
-    told: dict[str, Any] = {"before": apart(first, engine.generate(requests_of(8)))}
+    result: dict[str, Any] = {"before": apart(first, engine.generate(requests_of(8)))}
     learn_engine_layout(engine.weights, keep=True)  # type: ignore[arg-type]
-    told["kept"] = apart(first, engine.generate(requests_of(8)))
+    result["kept"] = apart(first, engine.generate(requests_of(8)))
     report: TransferReport | Any = reshard_local(Trainer(second), engine, version=7)  # type: ignore[arg-type]
     answers = engine.generate(requests_of(8))
-    told["pushed"], told["bytes"] = apart(second, answers), report.num_bytes
-    told["loader"] = engine.weight_layout().loader
+    result["pushed"], result["bytes"] = apart(second, answers), report.num_bytes
+    result["loader"] = engine.weight_layout().loader
     free_before = torch.cuda.mem_get_info()[0]
     engine.sleep(["weights", "kv_cache"])
-    told["freed"] = torch.cuda.mem_get_info()[0] - free_before
+    result["freed"] = torch.cuda.mem_get_info()[0] - free_before
     engine.wake(["weights"])
-    told["quarantined"] = engine.health()["quarantined"]
+    result["quarantined"] = engine.health()["quarantined"]
     if not offload_on_sleep:
         reshard_local(Trainer(second), engine, version=7)  # type: ignore[arg-type]
     engine.wake(["kv_cache"])
-    told["same"] = [a.output_tokens for a in engine.generate(requests_of(8))] == [a.output_tokens for a in answers]
-    told["version"] = answers[0].version
+    result["same"] = [a.output_tokens for a in engine.generate(requests_of(8))] == [a.output_tokens for a in answers]
+    result["version"] = answers[0].version
     engine.close()
-    return told
+    return result
 
 
 def drawn(path: Path, ahead: bool) -> list[tuple[tuple[int, ...], str]]:
@@ -122,12 +122,12 @@ def test_steps_begun_ahead_change_no_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize("offload_on_sleep", [True, False])
 def test_vllm_serves_what_is_pushed(tmp_path: Path, offload_on_sleep: bool) -> None:
     model_of(0).save_pretrained(tmp_path)
-    (told,) = run_ranks(1, serve, tmp_path, offload_on_sleep, backend=BACKEND)
-    assert told["before"] < 0.03
-    assert told["kept"] < 0.03
-    assert told["pushed"] < 0.03
-    assert told["loader"] == ()
-    assert told["version"] == 7
-    assert told["freed"] > 4 << 30
-    assert told["same"]
-    assert told["quarantined"] is not offload_on_sleep
+    (result,) = run_ranks(1, serve, tmp_path, offload_on_sleep, backend=BACKEND)
+    assert result["before"] < 0.03
+    assert result["kept"] < 0.03
+    assert result["pushed"] < 0.03
+    assert result["loader"] == ()
+    assert result["version"] == 7
+    assert result["freed"] > 4 << 30
+    assert result["same"]
+    assert result["quarantined"] is not offload_on_sleep

@@ -1,7 +1,7 @@
 """Names and signatures of a package, read from the source in its wheel by `ast`; nothing of it is imported.
 
-A symbol is written `module:Class.member`, or `module|older_module:...` where it has moved. Of a callable the parameters
-are told, optional ones with a `=` behind; of a class its fields, or what its `__init__` takes where it declares none.
+A symbol is written `module:Class.member`, or `module|older_module:...` where it has moved. A callable yields its
+parameters, optional ones with a trailing `=`; a class its fields, or the parameters of `__init__` if it declares none.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Sources:
         """Parameters of a callable, fields of a class, the words of a tuple, [] for anything else, None for nothing."""
         module, _, path = symbol.partition(":")
         places = (self._find(place, path.split(".")[0]) for place in module.split("|"))
-        found = next((place for place in places if place), None)
+        definition = next((place for place in places if place), None)
         for name in path.split(".")[1:]:
-            found = self._member(*found, name) if found else None
-        if found is None:
+            definition = self._member(*definition, name) if definition else None
+        if definition is None:
             return None
-        if not isinstance(found[1], ast.ClassDef):
-            return _parameters(found[1])
-        fields, made_by = self._fields(*found), self._member(*found, "__init__")
+        if not isinstance(definition[1], ast.ClassDef):
+            return _parameters(definition[1])
+        fields, made_by = self._fields(*definition), self._member(*definition, "__init__")
         return fields or (_parameters(made_by[1]) if made_by else [])
 
     def fields_under(self, folder: str) -> list[str]:
@@ -47,13 +47,13 @@ class Sources:
 
     def routes(self, folder: str) -> dict[str, list[str]]:
         """Path -> names that its handler reads of body and query, for every decorated handler under a package."""
-        found: dict[str, set[str]] = {}
+        names_by_route: dict[str, set[str]] = {}
         for module in self._modules(folder):
             for node in ast.walk(self.tree(module) or ast.Module([], [])):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     for route in _routes_of(node):
-                        found.setdefault(route, set()).update(self._read_by(module, node))
-        return {route: sorted(names) for route, names in sorted(found.items())}
+                        names_by_route.setdefault(route, set()).update(self._read_by(module, node))
+        return {route: sorted(names) for route, names in sorted(names_by_route.items())}
 
     def _tree(self, module: str) -> ast.Module | None:
         at = self._at(module)
@@ -93,8 +93,8 @@ class Sources:
                 for alias in node.names:
                     theirs = name if alias.name == "*" else alias.name
                     is_it = alias.name == "*" or (alias.asname or alias.name) == name
-                    if is_it and (found := self._find(source, theirs, depth - 1)):
-                        return found
+                    if is_it and (definition := self._find(source, theirs, depth - 1)):
+                        return definition
         return None
 
     def _member(self, module: str, owner: Definition, name: str) -> tuple[str, Definition] | None:
@@ -110,8 +110,8 @@ class Sources:
         for base in owner.bases:
             if isinstance(base, ast.Subscript):
                 base = base.value
-            found = self._find(module, base.id) if isinstance(base, ast.Name) else None
-            if found and (member := self._member(*found, name)):
+            definition = self._find(module, base.id) if isinstance(base, ast.Name) else None
+            if definition and (member := self._member(*definition, name)):
                 return member
         return None
 
@@ -121,15 +121,19 @@ class Sources:
             return []
         names = _annotated(owner)
         for base in owner.bases:
-            if isinstance(base, ast.Name) and (found := self._find(module, base.id)):
-                names += [name for name in self._fields(*found) if name not in names]
+            if isinstance(base, ast.Name) and (definition := self._find(module, base.id)):
+                names += [name for name in self._fields(*definition) if name not in names]
         return names
 
     def _read_by(self, module: str, handler: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
         names: set[str] = set()
         for argument in (*handler.args.args, *handler.args.kwonlyargs):
             annotated = {n.id for n in ast.walk(argument.annotation or ast.Constant(None)) if isinstance(n, ast.Name)}
-            bodies = [found for name in annotated if (found := self._find(module, name)) and self._fields(*found)]
+            bodies = [
+                definition
+                for name in annotated
+                if (definition := self._find(module, name)) and self._fields(*definition)
+            ]
             names |= {argument.arg}.union(*(self._fields(*body) for body in bodies))
         for node in ast.walk(handler):
             asked = node.args[:1] if isinstance(node, ast.Call) and _is_get(node.func) else []

@@ -180,14 +180,14 @@ def calls_of(package: str) -> dict[str, list[str]]:
         calls += backend.update(WeightUpdateMeta(version=1, weights_path="/w", metadata=about))
     if package == "sglang":
         calls += [backend.join_group(WeightGroupSpec("h", 1, 2, 1), 1)]
-    found: dict[str, set[str]] = {}
+    by_path: dict[str, set[str]] = {}
     for call in calls:
         path, _, query = call.path.partition("?")
-        names = found.setdefault(path, set())
+        names = by_path.setdefault(path, set())
         names |= {*(call.body or {}), *(part.split("=")[0] for part in query.split("&") if part)}
         if package == "sglang" and "sampling_params" in names:
             names |= {f"sampling_params.{name}" for name in (call.body or {}).get("sampling_params", {})}
-    return {path: sorted(names) for path, names in found.items()}
+    return {path: sorted(names) for path, names in by_path.items()}
 
 
 def names_of(package: str, root: Traversable) -> Found:
@@ -195,11 +195,11 @@ def names_of(package: str, root: Traversable) -> Found:
     sources = Sources(root)
     symbols: dict[str, list[str]] = {}
     for symbol, used in USES[package].items():
-        found = sources.signature(symbol)
-        if found == [] and symbol == SERVER_ARGS:
-            found = sources.fields_under(SERVER_FIELDS)
-        if found is not None:
-            symbols[symbol] = [name for name in found if name.rstrip("=") in used] if _is_class(symbol) else found
+        names = sources.signature(symbol)
+        if names == [] and symbol == SERVER_ARGS:
+            names = sources.fields_under(SERVER_FIELDS)
+        if names is not None:
+            symbols[symbol] = [name for name in names if name.rstrip("=") in used] if _is_class(symbol) else names
     theirs, routes = sources.routes(ROUTES[package]), {}
     for route, asked in calls_of(package).items():
         if route in theirs:
@@ -212,19 +212,19 @@ def names_of(package: str, root: Traversable) -> Found:
 
 def lacking(package: str, symbols: Mapping[str, Sequence[str]]) -> list[str]:
     """The used symbols and names that a version does not have, and the required parameters that it is not given."""
-    found = []
+    missing = []
     for symbol, used in USES[package].items():
         if symbol not in symbols:
-            found.append(symbol)
+            missing.append(symbol)
             continue
         names = symbols[symbol]
         known = {name.rstrip("=") for name in names}
         if not any(name.startswith("**") for name in names):
-            found += [f"{symbol}({name})" for name in used if name not in known]
+            missing += [f"{symbol}({name})" for name in used if name not in known]
         if used and not _is_class(symbol):
             required = [name for name in names if not name.endswith("=") and not name.startswith("*")]
-            found += [f"{symbol} needs {name}" for name in required if name not in used]
-    return found
+            missing += [f"{symbol} needs {name}" for name in required if name not in used]
+    return missing
 
 
 def lacking_routes(package: str, routes: Mapping[str, Sequence[str]]) -> list[str]:
@@ -252,23 +252,23 @@ def wheel(requirement: str) -> Iterator[Traversable]:
 def read_record() -> dict[str, dict[str, Found]]:
     """Package -> version -> what `names_of` found there."""
     record = json.loads(RECORD.read_text())
-    found: dict[str, dict[str, Found]] = {}
+    by_package: dict[str, dict[str, Found]] = {}
     for package, about in record.items():
         versions = about["versions"]
-        found[package] = {version: {"symbols": {}, "routes": {}} for version in versions}
+        by_package[package] = {version: {"symbols": {}, "routes": {}} for version in versions}
         for kind in ("symbols", "routes"):
             for name, runs in about[kind].items():
                 for run, names in runs.items():
                     first, _, last = run.partition(" to ")
                     for version in versions[versions.index(first) : versions.index(last or first) + 1]:
-                        found[package][version][kind][name] = names
-    return found
+                        by_package[package][version][kind][name] = names
+    return by_package
 
 
-def write_record(found: Mapping[str, Mapping[str, Found]]) -> None:
+def write_record(by_package: Mapping[str, Mapping[str, Found]]) -> None:
     """Each list of names stands once for all the versions in a row that have it."""
     record: dict[str, Any] = {}
-    for package, by_version in found.items():
+    for package, by_version in by_package.items():
         versions = sorted(by_version, key=Version)
         record[package] = {"versions": versions}
         for kind in ("symbols", "routes"):
@@ -292,13 +292,13 @@ def _runs(entries: Sequence[tuple[str, list[str] | None]]) -> dict[str, list[str
 
 def main(requirements: Sequence[str]) -> None:
     wanted = requirements or [f"{package}=={version}" for package, of in VERSIONS.items() for version in of]
-    found = read_record() if requirements else {package: {} for package in VERSIONS}
+    by_package = read_record() if requirements else {package: {} for package in VERSIONS}
     for requirement in wanted:
         package, _, version = requirement.partition("==")
         with wheel(requirement) as root:
-            found[package][version] = names_of(package, root)
-        print(requirement, *lacking(package, found[package][version]["symbols"]), sep="\n  ")
-    write_record(found)
+            by_package[package][version] = names_of(package, root)
+        print(requirement, *lacking(package, by_package[package][version]["symbols"]), sep="\n  ")
+    write_record(by_package)
 
 
 if __name__ == "__main__":

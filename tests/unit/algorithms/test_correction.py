@@ -71,7 +71,7 @@ def test_rejection(mode: str, threshold: Any, kept: list[list[int]]) -> None:
     assert correct(rollout_rs=mode, rollout_rs_threshold=threshold).response_mask.tolist() == kept
 
 
-def test_metrics_tell_how_much_was_rejected() -> None:
+def test_metrics_show_how_much_was_rejected() -> None:
     metrics = correct(rollout_rs="token", rollout_rs_threshold=2.0).metrics
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(2 / 5)
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / 2)

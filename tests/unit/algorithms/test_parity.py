@@ -15,21 +15,21 @@ MASK = torch.tensor([[1, 1, 0], [1, 0, 0]])
 def test_differences_by_hand() -> None:
     trainer = torch.tensor([[-1.0, -2.0, -9.0], [-0.5, 0.0, 0.0]])
     engine = torch.tensor([[-1.0, -1.0, 5.0], [-1.0, 0.0, 0.0]])
-    found = compare_log_probs(trainer, engine, MASK)
-    assert found.num_tokens == 3
-    assert found.mean_abs == pytest.approx((0 + 1 + 0.5) / 3)
-    assert found.max_abs == 1.0
-    assert (found.row, found.column, found.trainer, found.engine) == (0, 1, -2.0, -1.0)
+    report = compare_log_probs(trainer, engine, MASK)
+    assert report.num_tokens == 3
+    assert report.mean_abs == pytest.approx((0 + 1 + 0.5) / 3)
+    assert report.max_abs == 1.0
+    assert (report.row, report.column, report.trainer, report.engine) == (0, 1, -2.0, -1.0)
     k3 = (0 + (math.exp(-1) + 1 - 1) + (math.exp(0.5) - 0.5 - 1)) / 3
-    assert found.k3 == pytest.approx(k3)
+    assert report.k3 == pytest.approx(k3)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
 def test_a_value_that_is_not_finite_is_the_worst(value: float) -> None:
     engine = torch.tensor([[-1.0, -1.0, 0.0], [value, 0.0, 0.0]])
-    found = compare_log_probs(torch.full((2, 3), -1.5), engine, MASK)
-    assert (found.max_abs, found.mean_abs) == (math.inf, math.inf)
-    assert (found.row, found.column) == (1, 0)
+    report = compare_log_probs(torch.full((2, 3), -1.5), engine, MASK)
+    assert (report.max_abs, report.mean_abs) == (math.inf, math.inf)
+    assert (report.row, report.column) == (1, 0)
 
 
 def test_nothing_that_counts_is_refused() -> None:

@@ -254,7 +254,7 @@ def test_rows_that_belong_together_stay_together(lengths: list[int], together: i
         assert (groups[:, 0] % together == 0).all()
 
 
-def test_a_row_over_the_budget_is_named_on_its_rank_and_told_on_the_others() -> None:
+def test_a_row_over_the_budget_is_named_on_its_rank_and_reported_on_the_others() -> None:
     with pytest.raises(ValueError, match="row 1 of 50 tokens exceed the budget of 10"):
         micro_batches([5, 50, 60], 10)
     with pytest.raises(ValueError, match="rows 2 to 3 of 12 tokens"):

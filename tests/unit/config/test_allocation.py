@@ -66,9 +66,9 @@ def test_accepted(text: str) -> None:
 
 @pytest.mark.parametrize("text", REFUSED)
 def test_refused_with_what_to_write(text: str) -> None:
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as caught:
         parse_allocation(text)
-    assert REFUSED[text] in str(told.value)
+    assert REFUSED[text] in str(caught.value)
 
 
 def test_expert_layers_keep_their_own_tensor_size() -> None:
@@ -88,8 +88,8 @@ def parts(draw: st.DrawFn) -> Part:
 
 @settings(deadline=None)
 @given(st.lists(parts(), min_size=1, max_size=5))
-def test_every_allocation_reads_back(found: list[Part]) -> None:
-    named = tuple((Part(part.backend, f"e{at}", part.dims),) for at, part in enumerate(found))
+def test_every_allocation_reads_back(allocated: list[Part]) -> None:
+    named = tuple((Part(part.backend, f"e{at}", part.dims),) for at, part in enumerate(allocated))
     allocation = Allocation(named)
     assert parse_allocation(str(allocation)) == allocation
     assert parse_allocation(f"  {' + '.join(str(group[0]) for group in named)} ") == allocation

@@ -43,10 +43,10 @@ def notes(argv: list[str], schema: type[Section] = PPOConfig) -> str:
 
 
 def value(cfg: Section, path: str) -> object:
-    found: object = cfg
+    node: object = cfg
     for part in path.split("."):
-        found = getattr(found, part)
-    return found
+        node = getattr(node, part)
+    return node
 
 
 # The schema
@@ -327,9 +327,9 @@ def test_every_key_of_the_guide_to_switching_engines_reaches_its_setting(folder:
     }
     other = load_config([*job, f"{R}.rollout_backend=vllm", f"{R}.eos=[2,3]", f"{R}.padding=5"]).actor_rollout_ref
     assert (other.rollout.name, other.rollout.eos, other.rollout.padding) == ("vllm", (2, 3), 5)
-    told = notes(job)
+    printed = notes(job)
     for name in ("group_name", "model_arch", "distributed_executor_backend", "enable_flash_infer_sampler"):
-        assert name in told
+        assert name in printed
 
 
 def test_both_spellings_may_agree() -> None:
@@ -364,11 +364,11 @@ def test_a_section_of_nulls_from_an_old_file_sets_nothing(folder: Path) -> None:
 # Keys of other systems
 
 
-def test_settings_without_effect_are_noted_in_one_line_for_each_reason() -> None:
-    told = notes(["trainer.profile_steps=[1]", "trainer.npu_profile=true", "trainer.v1.trainer_mode=sync"])
-    assert told.count("\n") == 1
-    assert "ignored: trainer.profile_steps, trainer.npu_profile (" in told
-    assert "trainer.v1.trainer_mode" in told
+def test_ignored_settings_are_noted_in_one_line_for_each_reason() -> None:
+    printed = notes(["trainer.profile_steps=[1]", "trainer.npu_profile=true", "trainer.v1.trainer_mode=sync"])
+    assert printed.count("\n") == 1
+    assert "ignored: trainer.profile_steps, trainer.npu_profile (" in printed
+    assert "trainer.v1.trainer_mode" in printed
 
 
 @pytest.mark.parametrize(
@@ -401,9 +401,9 @@ def test_settings_that_nothing_else_asks_for_are_noted(setting: str, asks_for_it
 
 
 def test_settings_of_another_engine_are_noted() -> None:
-    told = notes([f"{R}.gpu_memory_utilization=0.6", f"{R}.enforce_eager=true"])
-    assert "gpu_memory_utilization, enforce_eager only apply to" in told
-    assert f"{R}.name=vllm" in told
+    printed = notes([f"{R}.gpu_memory_utilization=0.6", f"{R}.enforce_eager=true"])
+    assert "gpu_memory_utilization, enforce_eager only apply to" in printed
+    assert f"{R}.name=vllm" in printed
     assert not notes([f"{R}.name=vllm", f"{R}.gpu_memory_utilization=0.6", f"{R}.enforce_eager=true"])
     servers = [f"{R}.name=vllm_remote", f"{R}.servers.urls=[http://127.0.0.1:1]", f"{R}.free_cache_engine=false"]
     assert "gpu_memory_utilization, free_cache_engine cannot be changed on external servers" in notes(
@@ -582,31 +582,31 @@ def test_the_printed_configuration_gives_itself_back(
 def test_a_dry_run_prints_the_plan_and_leaves_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main_config(["--dry-run"], PPOConfig)
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert left.value.code == 0
-    assert told.splitlines()[0].startswith("rlsys: preset quickstart: no model was set")
-    assert "384 samples" in told
-    assert told.splitlines()[-1] == "rlsys: --dry-run: nothing was started"
+    assert printed.splitlines()[0].startswith("rlsys: preset quickstart: no model was set")
+    assert "384 samples" in printed
+    assert printed.splitlines()[-1] == "rlsys: --dry-run: nothing was started"
 
 
-def test_a_run_prints_its_plan_and_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_its_plan_and_continues(capsys: pytest.CaptureFixture[str]) -> None:
     cfg = main_config(["transfer_queue.enable=true"], PPOConfig)
-    told = capsys.readouterr()
+    printed = capsys.readouterr()
     assert isinstance(cfg, PPOConfig)
-    assert "384 samples" in told.out
-    assert "rlsys: note: ignored: transfer_queue.enable" in told.err
+    assert "384 samples" in printed.out
+    assert "rlsys: note: ignored: transfer_queue.enable" in printed.err
 
 
 @pytest.mark.parametrize("schema", JOBS)
 def test_help_lists_every_key_with_its_default(schema: type[Section], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main_config(["--help"], schema)
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert left.value.code == 0
     for key, field in leaves(schema).items():
-        assert f"  {key}=" in told or f"  {key}   (follows " in told, key
+        assert f"  {key}=" in printed or f"  {key}   (follows " in printed, key
         if default_of(field) is True:
-            assert f"  {key}=true" in told
+            assert f"  {key}=true" in printed
 
 
 @pytest.mark.slow
@@ -618,7 +618,7 @@ def test_the_wheel_finds_its_presets(tmp_path: Path) -> None:
     subprocess.run(build, check=True, timeout=scaled_s(240))
     shutil.unpack_archive(next(wheels.glob("*.whl")), installed, format="zip")
     code = "import sys; from rlsys.config import *; main_config(sys.argv[1:], PPOConfig)"
-    told = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", code, "--dry-run"],
         cwd=installed,
         capture_output=True,
@@ -626,7 +626,7 @@ def test_the_wheel_finds_its_presets(tmp_path: Path) -> None:
         timeout=scaled_s(60),
         check=True,
     )
-    assert "preset quickstart" in told.stdout
+    assert "preset quickstart" in printed.stdout
     assert {path.stem for path in (installed / "rlsys" / "presets").iterdir()} == set(preset_names())
 
 

@@ -192,7 +192,7 @@ CHOICES = [
     bad("reward.reward_manager.name=prime", "reward.reward_manager.name", "naive, dapo"),
 ]
 
-ELSEWHERE = [
+FOREIGN = [
     bad(f"{A}.megatron.mixed_precision={{param_dtype: bf16}}", "mixed_precision", "set dtype"),
     bad(f"{A}.megatron.dist_checkpointing_path=x", "dist_checkpointing_path", "model.path"),
     bad(f"{R}.data_parallel_size=2", "data_parallel_size", "trainer.rollout_workers"),
@@ -517,7 +517,7 @@ TABLE = [
     *TYPES,
     *RANGES,
     *CHOICES,
-    *ELSEWHERE,
+    *FOREIGN,
     *SPELLINGS,
     *REFERENCES,
     *BATCHES,
@@ -548,10 +548,10 @@ def message(argv: list[str], schema: type[Section], capsys: pytest.CaptureFixtur
     """What a job says on stderr; it must leave with 2 and keep stdout empty."""
     with pytest.raises(SystemExit) as left:
         main_config(argv, schema)
-    told = capsys.readouterr()
+    printed = capsys.readouterr()
     assert left.value.code == 2
-    assert told.out == ""
-    return told.err
+    assert printed.out == ""
+    return printed.err
 
 
 def check_words(text: str, says: tuple[str, ...]) -> None:
@@ -566,29 +566,29 @@ def test_the_table_is_long_enough() -> None:
 
 
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: " ".join(case.argv)[:70])
-def test_malformed_settings_are_told(case: Bad, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_settings_are_reported(case: Bad, capsys: pytest.CaptureFixture[str]) -> None:
     check_words(message(list(case.argv), case.schema, capsys), case.says)
 
 
 @pytest.mark.parametrize("name", YAML)
-def test_malformed_files_are_told(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_files_are_reported(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text, *says = YAML[name]
     (folder / f"{name}.yaml").write_text(text)
     check_words(message([f"--config-path={folder}", f"--config-name={name}"], PPOConfig, capsys), (*says,))
 
 
-def test_bytes_that_are_no_text_are_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bytes_that_are_not_text_are_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "x.yaml").write_bytes(b"data:\n  seed: \xff\xfe\n")
     check_words(message(["--config-name=./x.yaml"], PPOConfig, capsys), ("x.yaml", "not UTF-8"))
 
 
-def test_all_problems_are_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["data.sed=1", "trainer.nnodes=0", "data.truncation=no", f"{R}.dtype=int8", "data.train_files=a,b"]
     text = message(argv, PPOConfig, capsys)
     check_words(text, ("5 settings are wrong", "data.sed", "trainer.nnodes", "data.truncation", f"{R}.dtype", "comma"))
 
 
-def test_a_wrong_value_is_told_once_and_not_for_the_keys_that_follow_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_value_is_reported_once_and_not_for_the_keys_that_follow_it(capsys: pytest.CaptureFixture[str]) -> None:
     text = message([f"{A}.ppo_mini_batch_size=-1"], PPOConfig, capsys)
     assert text.count("must be") == 1
     assert "critic" not in text
@@ -607,7 +607,7 @@ CHOSEN = st.lists(st.tuples(st.sampled_from(["", "", "+", "++", "~"]), KEYS, NUM
 CHECKS = [HealthCheck.function_scoped_fixture]
 
 
-def load_or_be_told(chosen: list[tuple[str, str, str]]) -> None:
+def load_or_report(chosen: list[tuple[str, str, str]]) -> None:
     argv = [f"{op}{key}={value}" for op, key, value in chosen]
     try:
         cfg = load_config(argv)
@@ -619,13 +619,13 @@ def load_or_be_told(chosen: list[tuple[str, str, str]]) -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=CHECKS)
 @given(CHOSEN)
-def test_any_mixture_of_settings_loads_or_is_told(chosen: list[tuple[str, str, str]]) -> None:
-    load_or_be_told(chosen)
+def test_any_mixture_of_settings_loads_or_is_refused(chosen: list[tuple[str, str, str]]) -> None:
+    load_or_report(chosen)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @settings(max_examples=3000, deadline=None, suppress_health_check=CHECKS)
 @given(CHOSEN)
-def test_many_mixtures_of_settings_load_or_are_told(chosen: list[tuple[str, str, str]]) -> None:
-    load_or_be_told(chosen)
+def test_many_mixtures_of_settings_load_or_are_refused(chosen: list[tuple[str, str, str]]) -> None:
+    load_or_report(chosen)

@@ -26,9 +26,9 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_every_value_reads_back_as_it_was_written(value: Any) -> None:
-    found = parse_value(format_value(value))
-    assert found == value
-    assert type(found) is type(value)
+    parsed = parse_value(format_value(value))
+    assert parsed == value
+    assert type(parsed) is type(value)
 
 
 @given(st.sampled_from(["", "+", "++", "~"]), KEYS, VALUES)
@@ -111,7 +111,7 @@ def test_an_open_section_merges_dicts() -> None:
     assert cfg.data.apply_chat_template_kwargs == {"a": 1, "b": {"c": 2, "d": 3}}
 
 
-def test_plus_may_set_a_key_that_nobody_set_before() -> None:
+def test_plus_may_set_a_key_that_was_not_set_before() -> None:
     assert load_config(["+reward_model.reward_kwargs.max_resp_len=8"]).reward.reward_kwargs.max_resp_len == 8
 
 

@@ -1,4 +1,4 @@
-"""A wrong setting is told at once: nothing heavy is imported, and nothing is started."""
+"""A wrong setting is reported at once: nothing heavy is imported, and nothing is started."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(*argv: str) -> tuple[subprocess.CompletedProcess[str], float]:
 
 
 @pytest.mark.parametrize("argument", ["data.sed=1", "trainer.nnodes=0", "--config-nam=x", "trainer.max_staleness=1"])
-def test_a_wrong_setting_is_told_within_a_second_without_heavy_imports(argument: str) -> None:
+def test_a_wrong_setting_is_reported_within_a_second_without_heavy_imports(argument: str) -> None:
     done, seconds = run("-c", CODE, argument)
     assert done.returncode == 2
     assert done.stdout == ""
@@ -76,7 +76,7 @@ def test_help_may_be_cut_off_by_its_reader() -> None:
 
 
 @pytest.mark.parametrize("program", ["main_ppo", "main_sft", "main_rm", "main_eval"])
-def test_every_job_tells_a_wrong_setting(program: str) -> None:
+def test_every_job_reports_a_wrong_setting(program: str) -> None:
     done, seconds = run("-X", "importtime", "-m", f"trainer.{program}", "no.such.key=1")
     assert done.returncode == 2
     assert "no.such.key" in done.stderr

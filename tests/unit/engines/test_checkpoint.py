@@ -91,14 +91,14 @@ def cut(file: Path) -> None:
         "extra_state_world_size_2_rank_1.json",
     ],
 )
-@pytest.mark.parametrize(("damage", "said"), [(flip, "corrupted"), (cut, "truncated"), (Path.unlink, "missing")])
+@pytest.mark.parametrize(("damage", "expected"), [(flip, "corrupted"), (cut, "truncated"), (Path.unlink, "missing")])
 def test_a_damaged_file_is_named_on_every_rank_and_nothing_is_loaded(
-    copied: Path, file: str, damage: Callable[[Path], None], said: str
+    copied: Path, file: str, damage: Callable[[Path], None], expected: str
 ) -> None:
     damage(copied / file)
     for message, untouched in run_ranks(2, load_fails, copied):
         assert file in message
-        assert said in message
+        assert expected in message
         assert untouched
 
 
@@ -118,7 +118,7 @@ def load_other(path: Path, override: dict[str, Any], options: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(
-    ("override", "options", "said"),
+    ("override", "options", "expected"),
     [
         ({"num_hidden_layers": 3}, {}, "model.model.layers.2.input_layernorm.weight is not in the checkpoint"),
         ({"num_hidden_layers": 1}, {}, "model.model.layers.1.input_layernorm.weight is only in the checkpoint"),
@@ -128,10 +128,10 @@ def load_other(path: Path, override: dict[str, Any], options: dict[str, Any]) ->
     ],
 )
 def test_a_checkpoint_of_another_model_names_the_first_tensors(
-    saved: Path, override: dict[str, Any], options: dict[str, Any], said: str
+    saved: Path, override: dict[str, Any], options: dict[str, Any], expected: str
 ) -> None:
     (message,) = run_ranks(1, load_other, saved, override, options)
-    assert said in message
+    assert expected in message
 
 
 def save_fails(path: Path, limit_bytes: int | None) -> str:
@@ -146,7 +146,7 @@ def save_fails(path: Path, limit_bytes: int | None) -> str:
     return str(caught.value)
 
 
-def test_a_full_disk_is_told_on_every_rank_and_leaves_the_old_checkpoint(copied: Path) -> None:
+def test_a_full_disk_is_reported_on_every_rank_and_leaves_the_old_checkpoint(copied: Path) -> None:
     for message in run_ranks(2, save_fails, copied, 5000):
         assert f"cannot save {copied}: rank 1:" in message
         assert "File too large" in message
@@ -155,7 +155,7 @@ def test_a_full_disk_is_told_on_every_rank_and_leaves_the_old_checkpoint(copied:
 
 
 @pytest.mark.parametrize("place", ["/sys/no-such/step_1", "/dev/null/step_1"])
-def test_a_place_that_cannot_be_written_is_told(place: str) -> None:
+def test_a_folder_that_cannot_be_written_is_reported(place: str) -> None:
     for message in run_ranks(2, save_fails, Path(place), None):
         assert f"cannot save {place}: rank 0:" in message
 

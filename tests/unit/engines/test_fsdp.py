@@ -32,7 +32,7 @@ def refuse(options: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_settings_that_would_compute_something_else_are_refused(options: dict[str, Any], message: str) -> None:
-    assert all(message in said for said in run_ranks(2, refuse, options))
+    assert all(message in raised for raised in run_ranks(2, refuse, options))
 
 
 @pytest.mark.parametrize(

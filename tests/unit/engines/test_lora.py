@@ -70,11 +70,11 @@ def train_adapters(place: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_adapters_are_trained_served_resumed_and_exported(tmp_path: Path, world: int) -> None:
-    found = run_ranks(world, train_adapters, tmp_path)[0]
+    result = run_ranks(world, train_adapters, tmp_path)[0]
     torch.manual_seed(1)
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     saved = dict(base.named_parameters())
-    assert all(torch.equal(saved[name], tensor) for name, tensor in found["merged"].items())
+    assert all(torch.equal(saved[name], tensor) for name, tensor in result["merged"].items())
     config = json.loads((tmp_path / "export/lora_adapter/adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (3, 6.0)
 
@@ -89,7 +89,7 @@ def continue_adapter(place: Path) -> tuple[Tensor, Tensor]:
     return log_probs(first), log_probs(again)
 
 
-def test_training_goes_on_from_a_saved_adapter_and_peft_loads_it(tmp_path: Path) -> None:
+def test_training_continues_from_a_saved_adapter_and_peft_loads_it(tmp_path: Path) -> None:
     for first, again in run_ranks(2, continue_adapter, tmp_path):
         torch.testing.assert_close(first, again)
     with torch.random.fork_rng(devices=[]):
@@ -134,5 +134,5 @@ def wrong_settings(place: Path) -> None:
         lora_engine(2, lora_adapter_path=str(place))
 
 
-def test_wrong_targets_and_paths_are_told(tmp_path: Path) -> None:
+def test_wrong_targets_and_paths_are_reported(tmp_path: Path) -> None:
     run_ranks(1, wrong_settings, tmp_path)

@@ -159,8 +159,8 @@ def two_layouts() -> tuple[list[float], list[float]]:
 
 def test_engines_of_different_sizes_share_processes() -> None:
     alone = run_ranks(1, plain_losses)[0]
-    for found in run_ranks(2, two_layouts):
-        for ours, theirs in zip(found, alone, strict=True):
+    for results in run_ranks(2, two_layouts):
+        for ours, theirs in zip(results, alone, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5)
 
 

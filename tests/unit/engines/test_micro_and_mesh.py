@@ -66,11 +66,11 @@ def places(fsdp_size: int, sp_size: int) -> dict[str, Any]:
 
 
 def test_neighbours_share_sequences_and_shards() -> None:
-    found = run_ranks(4, places, 2, 2)
-    assert [place["dp_rank"] for place in found] == [0, 0, 1, 1]
-    assert [place["sp_rank"] for place in found] == [0, 1, 0, 1]
-    assert [place["dp"] for place in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    assert [place["sp"] for place in found] == [place["shard"] for place in found] == [[0, 1]] * 2 + [[2, 3]] * 2
+    ranks = run_ranks(4, places, 2, 2)
+    assert [place["dp_rank"] for place in ranks] == [0, 0, 1, 1]
+    assert [place["sp_rank"] for place in ranks] == [0, 1, 0, 1]
+    assert [place["dp"] for place in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [place["sp"] for place in ranks] == [place["shard"] for place in ranks] == [[0, 1]] * 2 + [[2, 3]] * 2
 
 
 def wrong_sizes() -> list[str]:

@@ -1,4 +1,4 @@
-"""Learning-rate schedules against transformers' own, and settings that do not make sense."""
+"""Learning-rate schedules against transformers' own, and settings that contradict each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts that transformers stacks: read, told and written by the names they are saved by, on any number of ranks."""
+"""Experts that transformers stacks: read, listed and written by the names they are saved by, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def held(model: Path, out: Path) -> int:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_experts_come_and_go_by_the_names_they_are_saved_by(model: Path, tmp_path: Path, num_ranks: int) -> None:
     saved = load_file(model / FILE)
-    found = run_ranks(num_ranks, held, model, tmp_path / "export")
-    assert sum(found) == sum(tensor.numel() for tensor in saved.values())
+    num_elements = run_ranks(num_ranks, held, model, tmp_path / "export")
+    assert sum(num_elements) == sum(tensor.numel() for tensor in saved.values())
     exported = load_file(tmp_path / "export" / FILE)
     assert exported.keys() == saved.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())

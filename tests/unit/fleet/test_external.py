@@ -89,13 +89,13 @@ def requests_of(num: int, num_tokens: int = 12) -> list[ModelRequest]:
 
 def ruled(request: ModelRequest, weights: str = "") -> list[tuple[int, float]]:
     """The tokens and log-probabilities that a server with these weights gives."""
-    brain, ids, found = RuleBrain(), list(request.input_ids), []
+    brain, ids, drawn = RuleBrain(), list(request.input_ids), []
     brain.weights = weights
     for _ in range(request.gconfig.max_new_tokens):
         token = brain.follow(ids)
         ids.append(token.id)
-        found.append((token.id, token.logprob))
-    return found
+        drawn.append((token.id, token.logprob))
+    return drawn
 
 
 def assert_whole(responses: list[ModelResponse], requests: list[ModelRequest]) -> None:
@@ -123,7 +123,7 @@ def test_an_answer_is_whole_whatever_one_server_does(fleet: Fleet, fault: str) -
     engine = fleet.engine(bad, good, policy="round_robin", idle_s=scaled_s(0.5))
     engine.connect()
     bad.faults.extend([fault] * 2)
-    bad.elsewhere = good.url
+    bad.redirect_url = good.url
     requests = requests_of(6)
     assert_whole(engine.generate(requests), requests)
     counts = engine.metrics()
@@ -158,7 +158,7 @@ def test_a_server_that_only_fails_is_named_with_every_cause(fleet: Fleet) -> Non
         engine.generate(requests_of(1))
     text = str(caught.value)
     assert text.count(server.url) >= 3
-    assert "HTTP 500: told to fail" in text
+    assert "HTTP 500: fault requested by the test" in text
     assert "not a log-probability" in text
 
 
@@ -166,7 +166,7 @@ def test_a_request_the_server_refuses_is_not_retried(fleet: Fleet) -> None:
     (server,) = fleet.serve()
     engine = fleet.engine(server)
     server.faults.append("400")
-    with pytest.raises(ValueError, match=r"r0.*HTTP 400: told to fail"):
+    with pytest.raises(ValueError, match=r"r0.*HTTP 400: fault requested by the test"):
         engine.generate(requests_of(1))
     assert len(server.requests) == 1
     for ids, params in [((), SamplingParams(4)), ((-1,), SamplingParams(4)), ((3,), SamplingParams(0))]:
@@ -182,9 +182,9 @@ def test_deadlines_name_the_server_and_the_stage(fleet: Fleet) -> None:
     with pytest.raises(DeadlineError, match=f"{server.url}.*'generate'.*has 2 tokens"):
         engine.generate(requests_of(1))
     server.stop()
-    nobody = fleet.engine(server, start_s=scaled_s(0.3))
+    unreachable = fleet.engine(server, start_s=scaled_s(0.3))
     with pytest.raises(DeadlineError, match=f"{server.url}.*'start'.*Connect"):
-        nobody.connect()
+        unreachable.connect()
 
 
 def test_the_breaker_opens_and_a_server_that_comes_back_is_readmitted(fleet: Fleet) -> None:
@@ -371,7 +371,7 @@ def test_weights_over_a_process_group_are_announced_to_every_server(sglang: Flee
     about = {"group": "g", "names": ["a", "b"], "dtypes": ["float32"] * 2, "shapes": [[2], [3, 4]]}
     engine.update_weights(WeightUpdateMeta(6, metadata=about)).result(10)
     for server, first_rank in zip(servers, (1, 3), strict=True):
-        (_, joined), (_, update) = server.told
+        (_, joined), (_, update) = server.calls
         assert (joined["rank_offset"], joined["world_size"], joined["backend"]) == (first_rank, 5, "gloo")
         assert update == {
             **{k: about[k] for k in ("names", "dtypes", "shapes")},
@@ -499,9 +499,9 @@ def test_the_token_is_sent_and_never_shown(fleet: Fleet, caplog: pytest.LogCaptu
     server.faults.append("500")
     engine.generate(requests)
     shown = [repr(engine.settings), str(engine.health()), caplog.text]
-    strange = fleet.engine(server, token="wrong", start_s=scaled_s(0.3))
+    unauthorized = fleet.engine(server, token="wrong", start_s=scaled_s(0.3))
     with pytest.raises(DeadlineError, match="the token is missing or wrong") as caught:
-        strange.connect()
+        unauthorized.connect()
     assert secret not in "".join([*shown, str(caught.value)])
 
 

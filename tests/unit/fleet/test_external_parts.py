@@ -144,7 +144,7 @@ def test_addresses_are_read(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["ftp://h:1", "http://u:pass@h:1", "http://h:1/api", "http://:1", "h:99999", "http://h?x"]
 )
-def test_strange_addresses_are_refused(text: str) -> None:
+def test_malformed_addresses_are_refused(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         server_urls("vllm", [text], {})
     assert "pass@" not in str(caught.value)

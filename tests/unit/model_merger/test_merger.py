@@ -106,7 +106,7 @@ def test_a_critic_goes_through_ranks_and_back(tmp_path: Path) -> None:
     assert same(tensors_of(tmp_path / "back"), tensors_of(tmp_path / "critic"))
 
 
-def test_types_that_one_megatron_tensor_cannot_hold_are_told(models: dict[str, Path], tmp_path: Path) -> None:
+def test_types_that_one_megatron_tensor_cannot_hold_are_reported(models: dict[str, Path], tmp_path: Path) -> None:
     mixed = shutil.copytree(models["qwen2-tied"], tmp_path / "mixed")
     name = "model.layers.1.self_attn.k_proj.weight"
     file = next(file for file in mixed.glob("*.safetensors") if name in load_file(file))
@@ -152,13 +152,13 @@ def test_experts_that_transformers_trains_together_are_stored_one_by_one(
 ) -> None:
     trained = run_ranks(2, save_fsdp, CONFIGS[name], tmp_path / "actor")[0]
     merge(tmp_path / "actor", tmp_path / "hf", config_dir=models[name], carry_from=models[name])
-    backend_found = tensors_of(tmp_path / "hf")
+    merged = tensors_of(tmp_path / "hf")
     assert sum(".experts." in tensor for tensor in trained) > 8 * 3
-    assert all(torch.equal(backend_found[tensor], values) for tensor, values in trained.items())
-    assert backend_found.keys() == tensors_of(models[name]).keys()
+    assert all(torch.equal(merged[tensor], values) for tensor, values in trained.items())
+    assert merged.keys() == tensors_of(models[name]).keys()
 
 
-def test_what_training_does_not_hold_is_taken_from_elsewhere(models: dict[str, Path], tmp_path: Path) -> None:
+def test_tensors_that_training_does_not_hold_come_from_the_base_model(models: dict[str, Path], tmp_path: Path) -> None:
     model = models["deepseek-v3"]
     split(model, tmp_path / "ranks", SplitLayout())
     (tmp_path / "ranks" / "carried.safetensors").unlink()
@@ -217,7 +217,7 @@ def _another_copy(tensors: dict[str, Tensor]) -> None:
         (_another_copy, "ranks disagree on 1 tensors: model.layers.0.input_layernorm.weight in tp_000"),
     ],
 )
-def test_spoilt_rank_files_are_told(
+def test_corrupted_rank_files_are_reported(
     spoil: Callable[[dict[str, Tensor]], None], words: str, models: dict[str, Path], tmp_path: Path
 ) -> None:
     split(models["mixtral"], tmp_path / "ranks", SplitLayout(tp=2))
@@ -230,7 +230,7 @@ def test_spoilt_rank_files_are_told(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ranks"]
 
 
-def test_a_truncated_file_is_told(models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_truncated_file_is_reported(models: dict[str, Path], tmp_path: Path) -> None:
     split(models["mixtral"], tmp_path / "ranks", SplitLayout(tp=2))
     file = tmp_path / "ranks" / FIRST
     file.write_bytes(file.read_bytes()[:-100])

@@ -143,14 +143,14 @@ def damage_gone(path: Path) -> None:
         (damage_gone, "no config.json"),
     ],
 )
-def test_a_bad_model_directory_is_told_by_name(directory: Path, damage: Any, message: str) -> None:
+def test_a_bad_model_directory_is_reported_by_name(directory: Path, damage: Any, message: str) -> None:
     damage(directory)
     source = ModelConfig(path=str(directory))
     with pytest.raises(CheckpointError, match=message):
         open_weights(source, read_config(source), head="lm")
 
 
-def test_weights_of_another_model_are_told_by_tensor(tmp_path: Path) -> None:
+def test_weights_of_another_model_are_reported_by_tensor(tmp_path: Path) -> None:
     save_file(
         {"a": torch.zeros(2, 3), "c": torch.zeros(1), "x.rotary_emb.inv_freq": torch.zeros(1)},
         tmp_path / "m.safetensors",

@@ -44,18 +44,18 @@ def test_values_and_gradients_equal_the_unchunked_ones(
 ) -> None:
     hidden, weight, targets = case(num, 4, vocab, seed)
     names = ("log_probs", *sorted(wanted))
-    found = token_stats(hidden, weight, targets, temperature=temperature, outputs=names, chunk_elements=chunk)
+    stats = token_stats(hidden, weight, targets, temperature=temperature, outputs=names, chunk_elements=chunk)
     expected = plain(hidden, weight, targets, temperature)
-    assert set(found) == set(names)
+    assert set(stats) == set(names)
     for name in names:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(stats[name], expected[name], rtol=1e-9, atol=1e-12)
     factors = {name: torch.randn(num, dtype=torch.float64) for name in names}
-    for results in (found, expected):
+    for results in (stats, expected):
         hidden.grad = weight.grad = None
         torch.stack([(results[name] * factors[name]).sum() for name in names]).sum().backward()
         results["d_hidden"], results["d_weight"] = hidden.grad, weight.grad
-    torch.testing.assert_close(found["d_hidden"], expected["d_hidden"], rtol=1e-8, atol=1e-11)
-    torch.testing.assert_close(found["d_weight"], expected["d_weight"], rtol=1e-8, atol=1e-11)
+    torch.testing.assert_close(stats["d_hidden"], expected["d_hidden"], rtol=1e-8, atol=1e-11)
+    torch.testing.assert_close(stats["d_weight"], expected["d_weight"], rtol=1e-8, atol=1e-11)
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
@@ -65,18 +65,18 @@ def test_one_output_alone_has_its_own_gradient(output: str) -> None:
     chunked = token_stats(hidden, weight, targets, outputs=OUTPUTS, chunk_elements=22)
     for results in (chunked, plain(hidden, weight, targets, 1.0)):
         grads.append(torch.autograd.grad(results[output].sum(), (hidden, weight)))
-    for found, expected in zip(*grads, strict=True):
-        torch.testing.assert_close(found, expected)
+    for grad, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(grad, expected)
 
 
 def test_results_are_float32_and_near_float64_when_the_model_is_bfloat16() -> None:
     hidden, weight, targets = case(20, 16, 50, seed=2, dtype=torch.bfloat16)
-    found = token_stats(hidden, weight, targets, outputs=OUTPUTS)
+    stats = token_stats(hidden, weight, targets, outputs=OUTPUTS)
     expected = plain(hidden.double(), weight.double(), targets, 1.0)
     for name in OUTPUTS:
-        assert found[name].dtype == torch.float32
-        torch.testing.assert_close(found[name].double(), expected[name], rtol=0.02, atol=0.05)
-    found["log_probs"].sum().backward()
+        assert stats[name].dtype == torch.float32
+        torch.testing.assert_close(stats[name].double(), expected[name], rtol=0.02, atol=0.05)
+    stats["log_probs"].sum().backward()
     assert (hidden.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
 
 
@@ -117,10 +117,10 @@ def by_part(starts: list[int]) -> dict[str, Tensor]:
     begin, end = starts[rank], [*starts, 13][rank + 1]
     own = weight.detach()[begin:end].clone().requires_grad_()
     part = VocabularyPart(begin, dist.group.WORLD)
-    found = token_stats(hidden, own, targets, temperature=0.7, outputs=OUTPUTS, chunk_elements=10, part=part)
-    torch.stack([(number + 0.5) * found[name].sum() for number, name in enumerate(OUTPUTS)]).sum().backward()
+    stats = token_stats(hidden, own, targets, temperature=0.7, outputs=OUTPUTS, chunk_elements=10, part=part)
+    torch.stack([(number + 0.5) * stats[name].sum() for number, name in enumerate(OUTPUTS)]).sum().backward()
     dist.all_reduce(hidden.grad)
-    return {**{name: value.detach() for name, value in found.items()}, "d_hidden": hidden.grad, "d_weight": own.grad}
+    return {**{name: value.detach() for name, value in stats.items()}, "d_hidden": hidden.grad, "d_weight": own.grad}
 
 
 @pytest.mark.parametrize("starts", [[0, 6], [0, 0, 9], [0, 5, 13]])

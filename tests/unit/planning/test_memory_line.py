@@ -98,7 +98,7 @@ def test_experts_count_and_rollout_devices_have_their_own_figure(tmp_path: Path)
     assert f"{2 * decoder_of(shape).parameters / GIB:.1f} + vllm's cache to generate (on a rollout device)" in text
 
 
-def test_what_cannot_be_planned_is_said_and_a_missing_model_leaves_the_line_out(tmp_path: Path) -> None:
+def test_an_unplannable_model_is_reported_and_a_missing_one_leaves_the_line_out(tmp_path: Path) -> None:
     odd = LLAMA_7B | {"architectures": ["Unheard"], "model_type": "unheard"}
     assert line(tmp_path, shape=odd).startswith("cannot be planned: ")
     assert line(tmp_path, shape={"architectures": ["LlamaForCausalLM"]}).startswith("cannot be planned: ")

@@ -157,7 +157,7 @@ class Slow:
         raise DeadlineError("actor rank 0", "update", deadline_s or 0.0)
 
 
-def test_future_passes_the_deadline_on_and_names_strangers() -> None:
+def test_future_passes_the_deadline_on_and_names_unexpected_results() -> None:
     with pytest.raises(DeadlineError, match="within 0"):
         DataProtoFuture.concat([DataProto(), Slow()]).get(0.0)
     with pytest.raises(TypeError, match="instead of a DataProto"):

@@ -139,12 +139,12 @@ def test_it_is_shown_by_columns_however_many_rows_it_has() -> None:
         non_tensors={"uid": np.array([f"{n}" * 50 for n in range(3000)], dtype=object)},
         meta_info={"temperature": 1.0, "global_token_num": list(range(3000))},
     )
-    told = repr(rows).splitlines()
-    assert told[0] == "DataProto of 3000 rows"
-    assert told[1].split() == ["responses", "int64", "(3000,", "8)", "on", "cpu"]
-    assert told[2].split()[:3] == ["uid", "object", "(3000,)"]
-    assert told[3].split() == ["meta_info['temperature']", "1.0"]
-    assert told[4].split()[:2] == ["meta_info['global_token_num']", "[0,"]
-    assert len(told) == 5
-    assert max(map(len, told)) < 140
+    lines = repr(rows).splitlines()
+    assert lines[0] == "DataProto of 3000 rows"
+    assert lines[1].split() == ["responses", "int64", "(3000,", "8)", "on", "cpu"]
+    assert lines[2].split()[:3] == ["uid", "object", "(3000,)"]
+    assert lines[3].split() == ["meta_info['temperature']", "1.0"]
+    assert lines[4].split()[:2] == ["meta_info['global_token_num']", "[0,"]
+    assert len(lines) == 5
+    assert max(map(len, lines)) < 140
     assert repr(DataProto()) == "DataProto of 0 rows"

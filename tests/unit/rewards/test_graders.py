@@ -34,8 +34,8 @@ from rlsys.rewards.registry import ROUTES, compute_score, route
     ],
 )
 def test_gsm8k(answer: str, truth: str, method: Any, score: float) -> None:
-    found = gsm8k.compute_score(answer, truth, method=method, format_score=0.1)
-    assert (found["score"], found["acc"]) == (score, float(score == 1.0))
+    result = gsm8k.compute_score(answer, truth, method=method, format_score=0.1)
+    assert (result["score"], result["acc"]) == (score, float(score == 1.0))
 
 
 def test_gsm8k_refuses_an_unknown_method() -> None:
@@ -98,8 +98,8 @@ def test_math_that_takes_too_long_is_a_timeout_and_not_a_zero() -> None:
      ("Answer: 8", -1.0, "8"), (r"Answer: \boxed{7}", 1.0, "7"), ("Answer: 7" + "." * 300, -1.0, "")],
 )  # fmt: skip
 def test_dapo_math(answer: str, score: float, pred: str) -> None:
-    found = compute_score("math_dapo", answer, "7")
-    assert (found["score"], found["acc"], found["pred"]) == (score, float(score > 0), pred)
+    result = compute_score("math_dapo", answer, "7")
+    assert (result["score"], result["acc"], result["pred"]) == (score, float(score > 0), pred)
 
 
 def test_geometry_rewards_the_form_too() -> None:

@@ -103,9 +103,9 @@ def test_dapo_takes_from_long_responses(pool: RewardPool) -> None:
 def test_the_overlong_penalty_is_the_formula_of_the_paper(longest: int, data: st.DataObject) -> None:
     cache = data.draw(st.integers(1, longest))
     lengths = list(range(longest + 1))
-    found = OverlongBuffer(longest, cache).penalty(torch.tensor(lengths)).tolist()
+    penalties = OverlongBuffer(longest, cache).penalty(torch.tensor(lengths)).tolist()
     expected = [0.0 if n <= longest - cache else (longest - cache - n) / cache for n in lengths]
-    assert found == pytest.approx(expected, abs=1e-6)
+    assert penalties == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("num_tokens", [0, -1, 7])

@@ -384,10 +384,10 @@ def test_kill_9_of_the_owner_leaves_no_orphan(
 def descendants(root: int) -> set[int]:
     out = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
     pairs = [tuple(map(int, line.split())) for line in out.splitlines()]
-    found = {root}
-    while more := {pid for pid, parent in pairs if parent in found} - found:
-        found |= more
-    return found - {root}
+    pids = {root}
+    while more := {pid for pid, parent in pairs if parent in pids} - pids:
+        pids |= more
+    return pids - {root}
 
 
 @pytest.mark.parametrize("victim", ["pid", "guard"])

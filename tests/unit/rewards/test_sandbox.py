@@ -195,9 +195,9 @@ TRUTH = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
     ],
 )
 def test_programs_are_graded_by_their_output(solution: str, share: float, verdict: str | None) -> None:
-    found = code.compute_score(solution, TRUTH, timeout_s=scaled_s(0.4))
-    assert (found["score"], found["acc"]) == (share, float(share == 1.0))
-    assert verdict is None or found["verdict"] == verdict
+    result = code.compute_score(solution, TRUTH, timeout_s=scaled_s(0.4))
+    assert (result["score"], result["acc"]) == (share, float(share == 1.0))
+    assert verdict is None or result["verdict"] == verdict
     assert code.compute_score(solution, TRUTH, timeout_s=scaled_s(0.4), continuous=False)["score"] == float(
         share == 1.0
     )
@@ -213,7 +213,7 @@ def test_functions_are_graded_by_their_value() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "wanted", "same"),
+    ("output", "wanted", "same"),
     [
         ("1 2\n3", "1 2\n3\n", True),
         ("1  2 \n3\n\n", "1 2\n3", True),
@@ -226,8 +226,8 @@ def test_functions_are_graded_by_their_value() -> None:
         ("", "1", False),
     ],
 )
-def test_outputs_are_compared_word_by_word(found: str, wanted: str, same: bool) -> None:
-    assert code.same_output(found, wanted) is same
+def test_outputs_are_compared_word_by_word(output: str, wanted: str, same: bool) -> None:
+    assert code.same_output(output, wanted) is same
 
 
 @pytest.mark.parametrize("truth", ["", "[]", {"inputs": []}, {"inputs": ["1"], "outputs": []}, "{", 3, None])

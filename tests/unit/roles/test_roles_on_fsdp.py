@@ -33,12 +33,12 @@ def batch_of(rank: int, ranks: int) -> DataProto:
 
 def updates(head: str) -> dict[str, dict[str, float]]:
     """Metrics of every role's first update, by role and split; runs on each rank."""
-    found = {}
+    metrics = {}
     for case in SPLITS:
         for name, role in _roles(head).items():
             engine = fsdp_engine(MODELS[MODEL], head, case)
-            found[f"{name} {case}"] = role(engine, batch_of(engine.dp_rank, engine.dp_size))
-    return found
+            metrics[f"{name} {case}"] = role(engine, batch_of(engine.dp_rank, engine.dp_size))
+    return metrics
 
 
 def _roles(head: str) -> dict[str, Any]:

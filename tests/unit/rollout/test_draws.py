@@ -1,4 +1,4 @@
-"""The log of draws: what was drawn for a request comes back whole, in order, once, whoever shared its steps."""
+"""The log of draws: the draws of a request come back whole, in order and once, whatever requests shared its steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def row(number: int, place: int) -> list[float]:
 
 
 @given(steps=STEPS, taken_at=st.sets(st.integers(0, 29)))
-def test_requests_are_told_apart_and_forgotten_when_taken(steps: list[list[int]], taken_at: set[int]) -> None:
+def test_requests_are_kept_apart_and_forgotten_when_taken(steps: list[list[int]], taken_at: set[int]) -> None:
     log, expected = SampleLog(), dict[int, int]()
     for at, numbers in enumerate(steps):
         log.add(numbers, torch.tensor([row(n, expected.get(n, 0)) for n in numbers], dtype=torch.float64))

@@ -39,7 +39,7 @@ def test_uniforms_are_splitmix_of_key_and_position(key: int, position: int) -> N
     assert uniforms(torch.tensor([key]), torch.tensor([position])).item() == expected
 
 
-def test_seeds_are_told_apart_by_value_and_order() -> None:
+def test_seeds_differ_by_value_and_order() -> None:
     keys = {combine_seeds(*parts).item() for parts in [(1, 2), (2, 1), (1,), (2,), (0, 1), (1, 0), (-1, 1)]}
     assert len(keys) == 7
     assert combine_seeds(3, torch.tensor([5, 6]))[1] == combine_seeds(3, 6)

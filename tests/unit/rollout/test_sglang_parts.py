@@ -78,7 +78,7 @@ def arguments(
 
 
 def test_every_setting_reaches_sglang_under_its_name() -> None:
-    found = arguments(max_num_batched_tokens=1234, gpu_memory_utilization=0.37)
+    server_args = arguments(max_num_batched_tokens=1234, gpu_memory_utilization=0.37)
     expected = {
         "random_seed": 5,
         "max_running_requests": 17,
@@ -91,24 +91,24 @@ def test_every_setting_reaches_sglang_under_its_name() -> None:
         "tp_size": 1,
         "enable_memory_saver": True,
     }
-    assert {name: found[name] for name in expected} == expected
+    assert {name: server_args[name] for name in expected} == expected
     changed = arguments(enforce_eager=True, enable_chunked_prefill=False, enable_prefix_caching=False)
     assert (changed["disable_cuda_graph"], changed["chunked_prefill_size"], changed["disable_radix_cache"]) == (
         True,
         -1,
         True,
     )
-    assert (found["log_level"], arguments(disable_log_stats=False)["log_level"]) == ("error", "info")
+    assert (server_args["log_level"], arguments(disable_log_stats=False)["log_level"]) == ("error", "info")
     on_cpu = arguments(device="cpu")
     assert on_cpu["max_total_tokens"] == 2**20
     assert "enable_memory_saver" not in on_cpu
-    assert "nccl_port" not in found
+    assert "nccl_port" not in server_args
     assert arguments(replica=ReplicaRank(address="127.0.0.1:9"))["nccl_port"] == 9
     cut = arguments(replica=ReplicaRank(1, 2, "127.0.0.1:9"))
     assert (cut["tp_size"], cut["nnodes"], cut["node_rank"], cut["dist_init_addr"]) == (2, 2, 1, "127.0.0.1:9")
 
 
-def test_batches_up_to_the_largest_are_decoded_by_graphs_unless_said_otherwise() -> None:
+def test_batches_up_to_the_largest_are_decoded_by_graphs_unless_configured_otherwise() -> None:
     assert arguments()["cuda_graph_max_bs_decode"] == 17
     assert arguments(max_num_seqs=4096)["cuda_graph_max_bs_decode"] == 512
     chosen = arguments(max_num_seqs=4096, cuda_graph_max_bs=128, cudagraph_capture_sizes=(64, 8))

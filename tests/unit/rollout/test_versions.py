@@ -214,7 +214,7 @@ def test_the_names_that_the_vllm_adapter_uses_are_all_checked() -> None:
                 arguments.setdefault(node.func.id, set()).update(word.arg for word in node.keywords if word.arg)
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "arguments":
                 dicts = [n for n in ast.walk(node.value) if isinstance(n, ast.Dict)]
-                keys = {k.value for found in dicts for k in found.keys if isinstance(k, ast.Constant)}
+                keys = {k.value for literal in dicts for k in literal.keys if isinstance(k, ast.Constant)}
                 arguments.setdefault("EngineArgs", set()).update(keys)
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self.engine":
                 attributes.add(node.attr)

@@ -152,7 +152,7 @@ class MeshCalculator(Worker):
 
 
 class Student(Worker):
-    """A role for colocation; remembers what it was told."""
+    """A role for colocation; records its calls."""
 
     def __init__(self, name: str) -> None:
         self.name = name

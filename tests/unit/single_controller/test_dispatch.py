@@ -56,11 +56,11 @@ def test_deadlines_by_stage() -> None:
         ("OutOfMemoryError: CUDA out of memory", False),
     ],
 )
-def test_the_loss_of_a_peer_is_told_from_a_cause(text: str, secondary: bool) -> None:
+def test_the_loss_of_a_peer_is_distinguished_from_a_cause(text: str, secondary: bool) -> None:
     assert Failure(text).is_secondary is secondary
 
 
-def test_the_causes_behind_an_exception_are_told_too() -> None:
+def test_the_causes_of_an_exception_are_reported_too() -> None:
     def grade() -> None:
         try:
             {}["answer"]
@@ -75,7 +75,7 @@ def test_the_causes_behind_an_exception_are_told_too() -> None:
     assert "in grade" in failure.trace
 
 
-def test_an_exception_that_cannot_travel_is_told_as_text() -> None:
+def test_an_exception_that_cannot_travel_is_reported_as_text() -> None:
     class Stubborn(Exception):
         def __init__(self, a: int, b: int) -> None:
             super().__init__(f"{a} {b}")

@@ -60,7 +60,7 @@ def sleepers(bedroom: RayWorkerGroup) -> Iterator[RayWorkerGroup]:
             bedroom.restart_rank(rank)
 
 
-def test_failures_in_a_collective_are_told_by_their_cause_not_by_broken_connections() -> None:
+def test_failures_in_a_collective_are_reported_by_cause_not_by_broken_connections() -> None:
     def spoil() -> None:
         raise ZeroDivisionError("the reward was empty")
 
@@ -200,7 +200,7 @@ def test_a_pool_larger_than_the_cluster_is_a_config_error() -> None:
         _group(Sleeper, pool=RayResourcePool([4]))
 
 
-def test_a_pool_that_others_hold_is_told_after_the_start_deadline() -> None:
+def test_a_pool_that_others_hold_is_reported_after_the_start_deadline() -> None:
     holder = RayResourcePool([1], use_gpu=False, num_cpus=1.0)
     holder.get_placement_groups()
     try:

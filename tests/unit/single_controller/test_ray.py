@@ -71,7 +71,7 @@ def test_futures_go_from_group_to_group(pair: tuple[RayWorkerGroup, RayWorkerGro
     assert torch.equal(first.get().batch["x"], data.batch["x"] + 1)
 
 
-def test_parts_of_uneven_length_are_shared_out_anew(pair: tuple[RayWorkerGroup, RayWorkerGroup]) -> None:
+def test_parts_of_uneven_length_are_redistributed(pair: tuple[RayWorkerGroup, RayWorkerGroup]) -> None:
     _, two = pair
     kept = two.keep_later(_rows(8), [3, 1])
     counted = two.count(kept)
@@ -84,7 +84,7 @@ def test_a_future_chunked_by_hand_still_works(pair: tuple[RayWorkerGroup, RayWor
     assert one.add(halves[1], 0).batch["x"].tolist() == [[7, 8, 9], [10, 11, 12]]
 
 
-def test_a_failure_upstream_is_told_under_its_own_name(pair: tuple[RayWorkerGroup, RayWorkerGroup]) -> None:
+def test_a_failure_upstream_is_reported_under_its_own_name(pair: tuple[RayWorkerGroup, RayWorkerGroup]) -> None:
     one, two = pair
     broken = two.break_later(_rows(2))
     with pytest.raises(WorkerError) as caught:
@@ -195,10 +195,10 @@ def test_threads_and_variables_are_set_before_the_worker_is_built() -> None:
         deadlines=scaled_s(30.0),
     )
     with group:
-        found = group.execute_func_rank_zero(
+        environment = group.execute_func_rank_zero(
             lambda names: {n: os.environ.get(n) for n in names}, ["OMP_NUM_THREADS", "RLSYS_TEST", "LOCAL_RANK"]
         )
-    assert found == {"OMP_NUM_THREADS": "3", "RLSYS_TEST": "here", "LOCAL_RANK": "0"}
+    assert environment == {"OMP_NUM_THREADS": "3", "RLSYS_TEST": "here", "LOCAL_RANK": "0"}
 
 
 @pytest.mark.slow
@@ -216,15 +216,15 @@ def test_a_killed_driver_leaves_no_process(tmp_path: Path) -> None:
         group.sleep([100, 100])
         """
     )
-    told = tmp_path / "pids.json"
+    pid_file = tmp_path / "pids.json"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     driver = subprocess.Popen(
-        [sys.executable, "-c", script, told, tmp_path / "timeline.json"],
+        [sys.executable, "-c", script, pid_file, tmp_path / "timeline.json"],
         cwd=ROOT, env={**environment, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     try:
-        wait_until(lambda: told.exists() and told.read_text(), 60)
-        pids = [int(pid) for pid in told.read_text().strip("[]").split(",")]
+        wait_until(lambda: pid_file.exists() and pid_file.read_text(), 60)
+        pids = [int(pid) for pid in pid_file.read_text().strip("[]").split(",")]
         family = _descendants(driver.pid)
         assert set(pids) <= set(family)
     finally:

@@ -96,5 +96,5 @@ def test_the_manager_gives_roles_their_pools() -> None:
     assert manager.get_resource_pool("actor") is manager.get_resource_pool("critic")
     with pytest.raises(KeyError, match="judge"):
         manager.get_resource_pool("judge")
-    with pytest.raises(ConfigError, match=r"pool 'elsewhere'.*\['train'\]"):
-        ResourcePoolManager({"train": [4]}, {"actor": "elsewhere"}, make)
+    with pytest.raises(ConfigError, match=r"pool 'missing'.*\['train'\]"):
+        ResourcePoolManager({"train": [4]}, {"actor": "missing"}, make)

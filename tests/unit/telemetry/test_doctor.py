@@ -132,13 +132,13 @@ def test_exposure_of_a_ray_head(doctor: ModuleType, address: str, token: bool | 
     assert findings[-1].verdict == verdict
 
 
-def test_each_cluster_of_a_shared_machine_is_judged_by_itself(doctor: ModuleType) -> None:
+def test_each_cluster_of_a_shared_machine_is_judged_separately(doctor: ModuleType) -> None:
     both = [*listeners(doctor, "0.0.0.0"), doctor.Listener("s2", "gcs", "127.0.0.1", 7000)]
     findings = list(doctor.ray_findings(both, lambda _: False))
     assert [f.verdict for f in findings] == ["fail", "ok"]
 
 
-def test_no_ray_is_fine_and_an_address_is_told(doctor: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_ray_is_fine_and_an_address_is_printed(doctor: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     findings = list(doctor.ray_findings([], lambda _: None))
     assert [(f.name, f.verdict) for f in findings] == [("RAY_ADDRESS", "note"), ("head", "ok")]

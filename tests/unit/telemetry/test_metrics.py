@@ -150,14 +150,14 @@ def test_stage_timer_adds_up_and_times_a_failing_stage() -> None:
 
 
 def test_stage_timer_surrounds_the_stage_with_its_listeners() -> None:
-    told: list[str] = []
+    events: list[str] = []
 
     @contextmanager
     def listener(stage: str) -> Iterator[None]:
-        told.append(f"enter {stage}")
+        events.append(f"enter {stage}")
         yield
-        told.append(f"leave {stage}")
+        events.append(f"leave {stage}")
 
     with StageTimer(listener, listener)("adv"):
-        told.append("work")
-    assert told == ["enter adv", "enter adv", "work", "leave adv", "leave adv"]
+        events.append("work")
+    assert events == ["enter adv", "enter adv", "work", "leave adv", "leave adv"]

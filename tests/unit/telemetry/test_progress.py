@@ -1,4 +1,4 @@
-"""The live display in a real pseudo-terminal, and the plain lines elsewhere."""
+"""The live display in a real pseudo-terminal, and the plain lines without one."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_resumed_run_starts_at_its_step() -> None:
     assert out.getvalue() == "PPO 9/10  40 s/step  eta 40 s\n"
 
 
-def test_several_steps_told_at_once_share_their_time() -> None:
+def test_several_steps_reported_at_once_share_their_time() -> None:
     clock, out = Clock(), io.StringIO()
     with plain_progress(clock, out) as progress:
         clock.now = 40

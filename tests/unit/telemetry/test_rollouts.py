@@ -78,10 +78,10 @@ def test_columns_of_unequal_length_are_refused(tmp_path: Path, column: str) -> N
 
 def read_script(path: Path) -> Any:
     """The data of a `rlsysRollouts.x(...)` file; it must be one ASCII call and nothing else."""
-    found = re.fullmatch(rb"rlsysRollouts\.(?:step|steps)\((.*)\);\n", path.read_bytes(), re.DOTALL)
-    assert found
-    assert found[1].isascii()
-    return json.loads(found[1], parse_constant=lambda name: pytest.fail(name))
+    script = re.fullmatch(rb"rlsysRollouts\.(?:step|steps)\((.*)\);\n", path.read_bytes(), re.DOTALL)
+    assert script
+    assert script[1].isascii()
+    return json.loads(script[1], parse_constant=lambda name: pytest.fail(name))
 
 
 def test_page_data_lists_each_step_once_in_order_and_limits_the_samples(tmp_path: Path) -> None:
@@ -244,6 +244,6 @@ def test_even_injected_markup_could_neither_run_nor_call_home(page: Browser) -> 
     page.run("document.body.append(Object.assign(new Image(), {src: 'http://127.0.0.1:9/stolen'}))")
     page.wait_for("true")
     assert page.run("window.pwned") is None
-    told = " ".join(page.console)
-    assert "Executing inline script violates" in told
-    assert re.search(r"http://127\.0\.0\.1:9/stolen.{0,40}violates", told)
+    console = " ".join(page.console)
+    assert "Executing inline script violates" in console
+    assert re.search(r"http://127\.0\.0\.1:9/stolen.{0,40}violates", console)

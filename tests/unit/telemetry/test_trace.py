@@ -34,15 +34,15 @@ def test_spans_nest_carry_arguments_and_wall_clock_time() -> None:
     before = time.time()
     with tracer.span("step", {"step": 3}), tracer.span("update_actor"):
         time.sleep(0.02)
-    found = spans(tracer.drain())
-    assert contains(found["step"], found["update_actor"])
-    assert found["step"]["args"] == {"step": 3}
-    assert 0.02e6 <= found["update_actor"]["dur"] < scaled_s(0.5) * 1e6
-    assert found["step"]["ts"] / 1e6 == pytest.approx(before, abs=scaled_s(0.05))
+    by_name = spans(tracer.drain())
+    assert contains(by_name["step"], by_name["update_actor"])
+    assert by_name["step"]["args"] == {"step": 3}
+    assert 0.02e6 <= by_name["update_actor"]["dur"] < scaled_s(0.5) * 1e6
+    assert by_name["step"]["ts"] / 1e6 == pytest.approx(before, abs=scaled_s(0.05))
     assert tracer.drain() == []
 
 
-def test_names_of_process_and_threads_are_told_once() -> None:
+def test_names_of_process_and_threads_are_written_once() -> None:
     tracer = Tracer("rollout 1", thread_name="driver")
 
     def work() -> None:
@@ -87,7 +87,7 @@ def test_many_threads_lose_nothing() -> None:
     assert sum(e["ph"] == "X" for e in drained) == 1600
 
 
-def test_memory_is_bounded_and_the_loss_is_told() -> None:
+def test_memory_is_bounded_and_dropped_events_are_counted() -> None:
     tracer = Tracer("x", max_events=10)
     for _ in range(50):
         with tracer.span("s"):
@@ -119,9 +119,9 @@ def test_events_of_two_processes_line_up(tmp_path: Path) -> None:
         timeline.add(tracer.drain())
         timeline.add(events)
     merged = json.loads((tmp_path / "timeline.json").read_text())
-    found = spans(merged)
-    assert contains(found["wait"], found["inside"])
-    assert found["wait"]["pid"] != found["inside"]["pid"]
+    by_name = spans(merged)
+    assert contains(by_name["wait"], by_name["inside"])
+    assert by_name["wait"]["pid"] != by_name["inside"]["pid"]
 
 
 def test_file_cut_at_any_byte_is_readable_and_can_be_continued(tmp_path: Path) -> None:
@@ -153,8 +153,8 @@ def test_odd_arguments_stay_valid_json(tmp_path: Path) -> None:
         pass
     with Timeline(tmp_path / "t.json") as timeline:
         timeline.add(tracer.drain())
-    found = spans(json.loads((tmp_path / "t.json").read_text()))
-    assert found["s"]["args"] == {"nan": "nan", "path": str(tmp_path), "ok": 1.5, "nested": {"1": None}}
+    by_name = spans(json.loads((tmp_path / "t.json").read_text()))
+    assert by_name["s"]["args"] == {"nan": "nan", "path": str(tmp_path), "ok": 1.5, "nested": {"1": None}}
 
 
 def test_kill_9_while_writing(tmp_path: Path) -> None:

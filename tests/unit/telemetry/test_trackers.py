@@ -73,7 +73,7 @@ def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path: Path, resume_at: i
     assert (tmp_path / "cut" / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
 
 
-def test_starting_anew_keeps_the_old_file_beside(tmp_path: Path) -> None:
+def test_starting_over_keeps_the_old_file(tmp_path: Path) -> None:
     for value in (1, 2, 3):
         with open_tracking(tmp_path) as tracking:
             tracking.log({"run": value}, 1)

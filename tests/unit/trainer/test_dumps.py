@@ -56,7 +56,7 @@ def test_a_failure_is_raised_by_the_next_call(tmp_path: Path) -> None:
 
 def test_a_folder_that_does_not_answer_is_named(tmp_path: Path) -> None:
     (tmp_path / "browser").mkdir()
-    os.mkfifo(tmp_path / "browser" / "steps.js")  # reading it waits for somebody who writes
+    os.mkfifo(tmp_path / "browser" / "steps.js")  # reading it waits for a writer
     dumps = BackgroundDumps(tmp_path, Letters(), deadline_s=0.3)
     dumps.write(batch_of(1.0), 1)
     with pytest.raises(DeadlineError, match=f"the folder {tmp_path} did not answer within 0.3 s at stage 'dump_roll"):

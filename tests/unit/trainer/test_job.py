@@ -14,7 +14,7 @@ from trainer.job import exit_on_sigterm, report_errors
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "said"),
+    ("error", "code", "printed"),
     [
         (ConfigError("write x=1"), 2, "ConfigError: write x=1"),
         (DataError("row 3"), 1, "DataError: row 3"),
@@ -22,12 +22,12 @@ from trainer.job import exit_on_sigterm, report_errors
         (KeyboardInterrupt(), 130, "interrupted (Ctrl-C)"),
     ],
 )
-def test_expected_errors_are_one_line_and_an_exit_code(error: BaseException, code: int, said: str) -> None:
+def test_expected_errors_are_one_line_and_an_exit_code(error: BaseException, code: int, printed: str) -> None:
     out = io.StringIO()
     with report_errors(out) as outcome:
         raise error
     assert outcome.exit_code == code
-    assert said in out.getvalue()
+    assert printed in out.getvalue()
     assert out.getvalue().count("\n") == 1
 
 

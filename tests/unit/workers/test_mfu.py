@@ -1,4 +1,4 @@
-"""MFU by hand: a small model, two rows, a clock that is told what to show."""
+"""MFU by hand: a small model, two rows, a fake clock."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_mfu_by_hand(rows: DataProto) -> None:
     assert mfu(rows, lm_head=False, epochs=1) == {"perf/mfu/x": pytest.approx(3 * 72_320 / 2e5)}
 
 
-def test_a_model_that_cannot_be_counted_trains_all_the_same(rows: DataProto) -> None:
+def test_a_model_whose_flops_are_unknown_still_trains(rows: DataProto) -> None:
     assert mfu(rows, model=SimpleNamespace(n_embd=16)) == {}
 
 

@@ -1,4 +1,4 @@
-"""Shards of simulated ranks: every element held once a replica, the same bits on the way back, Megatron's own order."""
+"""Shards of simulated ranks: each element once a replica, the same bits when converted back, Megatron's own order."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_queries_keys_and_values_lie_group_by_group() -> None:
         assert torch.equal(local[own + "linear_proj.weight"], out)
 
 
-def test_gate_lies_above_up_and_padding_is_zero() -> None:
+def test_gate_is_stored_above_up_and_padding_is_zero() -> None:
     config = config_of("llama", vocab_size=9)
     model = random_model(family_of(config), config)
     local = _filled(config, model, RankPlace(ParallelSizes(tp=2), tp_rank=1))
