@@ -30,7 +30,7 @@ class Fault:
 
     `at` is a stage of the controller ("adv"), or a call of a worker ("critic.update_critic"): a SIGKILL then comes
     when the call has been sent and the worker cannot have answered. `rank` counts the processes of that role in
-    the order of their start, which need not be that of their ranks. A driver that is stopped goes on after PAUSE_S.
+    the order of their start, which need not be that of their ranks. A driver that is stopped continues after PAUSE_S.
     """
 
     role: str
@@ -60,11 +60,11 @@ def inject_faults(faults: Sequence[Fault]) -> None:
 
     def calls(original: Callable[..., Any]) -> Callable[..., Any]:
         def submit(backend: Any, role: str, stage: str, calls: Any) -> Any:
-            found = [(fault, _process(fault)) for fault in due(f"{role}.{stage}")]
-            for fault, process in found:
+            targets = [(fault, _process(fault)) for fault in due(f"{role}.{stage}")]
+            for fault, process in targets:
                 _send(fault, process, "KILL" if fault.role == "driver" else "STOP")
             sent = original(backend, role, stage, calls)
-            for fault, process in found:
+            for fault, process in targets:
                 if fault.signal == "KILL":
                     threading.Thread(target=_later, args=(process,)).start()
             return sent
@@ -77,15 +77,15 @@ def inject_faults(faults: Sequence[Fault]) -> None:
 
 def workers(head_pid: int) -> list[tuple[list[str], psutil.Process]]:
     """The workers below a head, oldest first, with the roles they play."""
-    found = []
+    processes = []
     for one in psutil.Process(head_pid).children(recursive=True):
         try:
             title = TITLE.match(" ".join(one.cmdline()))
             if title:
-                found.append((title[1].split("_"), one, one.create_time()))
+                processes.append((title[1].split("_"), one, one.create_time()))
         except psutil.Error:
             continue
-    return [(roles, one) for roles, one, _ in sorted(found, key=lambda item: item[2])]
+    return [(roles, one) for roles, one, _ in sorted(processes, key=lambda item: item[2])]
 
 
 def _process(fault: Fault) -> psutil.Process:

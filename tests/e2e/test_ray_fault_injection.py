@@ -1,8 +1,8 @@
 """kill -9 and SIGSTOP of every kind of process at every stage, under Ray.
 
 A run that loses the actor, critic, reference or reward model ends with one error that names role, rank, host and stage;
-a rollout worker is replaced and the run goes on, unless weights are being pushed to it. Either way nothing is left, and
-what the same command makes of it in the end is bitwise what an uninterrupted run makes. All runs share a head and a
+a rollout worker is replaced and the run continues, unless weights are being pushed to it. Either way nothing is left
+and what the same command makes of it in the end is bitwise what an uninterrupted run makes. All runs share a head and a
 process that has imported everything.
 """
 
@@ -61,7 +61,7 @@ class Runs:
     ended_s: list[float] = field(default_factory=list)
 
     def run(self, out: Path, *faults: Fault, more: Sequence[str] = ()) -> Ended:
-        """To its end, whichever; nothing of it may be left."""
+        """Wait until the run succeeds or fails; nothing of it may be left."""
         before = shared_memory()
         names = ("call", "generate", "update", "weights", "save", "reward")
         argv = self.toy.overrides(
@@ -109,9 +109,9 @@ class Runs:
         errors = [line for line in ended.log.splitlines() if line.startswith("rlsys: ") and "preset" not in line]
         assert len(errors) == 1, ended.log
         assert "Traceback" not in ended.log, ended.log
-        told = ERROR.match(errors[0])
-        assert told, errors[0]
-        kind, role, rank, _ = told.groups()
+        message = ERROR.match(errors[0])
+        assert message, errors[0]
+        kind, role, rank, _ = message.groups()
         assert kind == ("DeadlineError" if fault.signal == "STOP" else "WorkerError"), f"{fault}: {errors[0]}"
         assert role in ({"actor", "critic", "ref"} if fault.role == "actor" else {fault.role}), errors[0]
         assert int(rank) <= fault.rank, errors[0]
@@ -119,7 +119,7 @@ class Runs:
             assert re.search(r"^  rank \d: .*stopped by a signal", ended.log, re.MULTILINE), ended.log
 
     def all_fail(self, out: Path, faults: Sequence[Fault], *more: str) -> None:
-        """Each of these, one run after the other; told together."""
+        """Each of these, one run after the other; failures are reported together."""
         wrong = []
         for fault in faults:
             try:
@@ -162,7 +162,7 @@ def out(runs: Runs, tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_a_lost_worker_is_told_or_replaced(runs: Runs, out: Path) -> None:
+def test_a_lost_worker_is_reported_or_replaced(runs: Runs, out: Path) -> None:
     runs.fails(out, Fault("actor", "critic.update_critic", entry=2))
     runs.finishes(out, Fault("rollout", "rollout.generate_sequences"))
 
