@@ -283,7 +283,7 @@ def test_a_mode_of_ones_own() -> None:
 
     mode = register_dispatch_mode("COUNTED", hand_out, lambda group, results: sum(results))
     assert mode is Dispatch.COUNTED
-    with pytest.raises(ValueError, match="exists already"):
+    with pytest.raises(ValueError, match="already exists"):
         register_dispatch_mode("COUNTED", hand_out, lambda group, results: results)
 
     class Counter(Calculator):
