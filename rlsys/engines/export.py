@@ -80,10 +80,7 @@ def _finish(
     _name_parts(staging, files)
     config.save_pretrained(staging)
     if source_dir is not None:
-        for pattern in TOKENIZER_FILES:
-            for file in sorted(source_dir.glob(pattern)):
-                if file.is_file():
-                    shutil.copyfile(file, staging / file.name)
+        copy_tokenizer(source_dir, staging)
     if adapter is not None:
         tensors, settings = adapter
         (staging / "lora_adapter").mkdir()
@@ -93,6 +90,15 @@ def _finish(
         if file.is_file():
             fsync_file(file)
     commit_dir(staging, path)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the files of a model directory that are neither weights nor its configuration, and force them to disk."""
+    for pattern in TOKENIZER_FILES:
+        for file in sorted(source.glob(pattern)):
+            if file.is_file():
+                shutil.copyfile(file, target / file.name)
+                fsync_file(target / file.name)
 
 
 def _name_parts(staging: Path, files: Mapping[str, Sequence[str]]) -> None:

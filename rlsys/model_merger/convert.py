@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlsys.config.schema.model import ModelConfig
-from rlsys.engines.export import TOKENIZER_FILES
+from rlsys.engines.export import copy_tokenizer
 from rlsys.model_merger.formats import SplitLayout, open_checkpoint, split_text
 from rlsys.model_merger.safetensors_writer import (
     DTYPES,
@@ -26,13 +26,13 @@ from rlsys.model_merger.safetensors_writer import (
     write_file,
     write_model_files,
 )
-from rlsys.model_merger.stored_weights import StoredWeights, Supplemented, Weights, read_whole
+from rlsys.model_merger.stored_weights import StoredWeights, Supplemented, Weights, bytes_of, read_whole
 from rlsys.models.hf import SafetensorsDir, build, check_names, read_config
 from rlsys.models.megatron.convert import fill
-from rlsys.models.megatron.family import Family, Head, family_of, tied
+from rlsys.models.megatron.family import Head, family_of, find_family, tied
 from rlsys.types import Shard
-from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_text_durable
-from rlsys.utils.errors import CheckpointError, ConfigError
+from rlsys.utils.atomic import commit_dir, staging_dir, write_text_durable
+from rlsys.utils.errors import CheckpointError
 
 HUGGINGFACE = "huggingface"
 BUFFERS = (".e_score_correction_bias",)
@@ -87,7 +87,7 @@ def split(model_dir: Path, target_dir: Path, layout: SplitLayout, *, overwrite: 
     family = family_of(hf_config)
     weights = SafetensorsDir(model_dir)
     carried = family.carried(hf_config)
-    files = list(layout.files(family, hf_config))
+    files = list(layout.files(family))
     for _, place in files:
         family.check(hf_config, place)
     check_names(family.hf_shapes(hf_config, head=layout.head), weights, aliases=[*family.aliases(hf_config), *carried])
@@ -141,15 +141,8 @@ def most_common(specs: Mapping[str, TensorSpec]) -> str:
     return str(DTYPES[name]).removeprefix("torch.")
 
 
-def _family(hf_config: Mapping[str, Any]) -> Family | None:
-    try:
-        return family_of(hf_config)
-    except ConfigError:
-        return None
-
-
 def _carried(hf_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    family = _family(hf_config)
+    family = find_family(hf_config)
     return family.carried(hf_config) if family else {}
 
 
@@ -162,7 +155,7 @@ def _expected(config_dir: Path, hf_config: Mapping[str, Any], weights: Weights) 
     names = weights.names()
     scalar = "score.weight" in names
     head: Head = ("value" if "score.bias" in names else "score") if scalar else "lm"
-    family = _family(hf_config)
+    family = find_family(hf_config)
     if family is not None:
         return family.hf_shapes(hf_config, head=head)
     model = build(read_config(ModelConfig(path=str(config_dir))), head="scalar" if scalar else "lm", packed=False)
@@ -194,7 +187,7 @@ def _difference(name: str, ours: Weights, theirs: Weights) -> str:
     specs = [(weights.dtype(name), weights.shape(name)) for weights in (ours, theirs)]
     if specs[0] != specs[1]:
         return f"{name} is {specs[0][0]} {specs[0][1]} and {specs[1][0]} {specs[1][1]}"
-    mine, other = (read_whole(weights, name).contiguous().reshape(-1).view(torch.uint8) for weights in (ours, theirs))
+    mine, other = (bytes_of(read_whole(weights, name)) for weights in (ours, theirs))
     return "" if torch.equal(mine, other) else f"{name} differs in {int((mine != other).sum())} bytes"
 
 
@@ -203,11 +196,7 @@ def _copy_settings(source: Path, target: Path, dtype: str | None) -> None:
     if dtype is not None and dtype not in (config.get("dtype"), config.get("torch_dtype")):
         config = {**{key: value for key, value in config.items() if key != "torch_dtype"}, "dtype": dtype}
     write_text_durable(target / "config.json", json.dumps(config, indent=2) + "\n")
-    for pattern in TOKENIZER_FILES:
-        for file in sorted(source.glob(pattern)):
-            if file.is_file():
-                shutil.copyfile(file, target / file.name)
-                fsync_file(target / file.name)
+    copy_tokenizer(source, target)
 
 
 def _write_directory(target: Path, write: Callable[[Path], None], *, overwrite: bool) -> None:

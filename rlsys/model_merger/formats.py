@@ -17,10 +17,10 @@ from rlsys.engines.tensor_files import METADATA, read_tensor_index
 from rlsys.model_merger.stored_weights import StoredBox, StoredWeights
 from rlsys.models.hf import differing_tensors
 from rlsys.models.lora import is_adapter
-from rlsys.models.megatron.family import Family, Head, family_of
+from rlsys.models.megatron.family import Family, Head, family_of, find_family
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.types import Shard
-from rlsys.utils.errors import CheckpointError, ConfigError
+from rlsys.utils.errors import CheckpointError
 
 SPLIT = "split.json"
 FORMAT = 1
@@ -42,7 +42,7 @@ class SplitLayout:
     transformer_engine: bool = False
     head: Head = "lm"
 
-    def files(self, family: Family, hf_config: Mapping[str, Any]) -> Iterator[tuple[str, RankPlace]]:
+    def files(self, family: Family) -> Iterator[tuple[str, RankPlace]]:
         """Each file with a place that holds what is in it. Experts are cut otherwise than the rest, so they have files
         of their own, and nothing but what tensor-parallel ranks share is stored twice."""
         sizes = ParallelSizes(
@@ -111,7 +111,7 @@ def split_text(split: SplitLayout) -> str:
 def _split_weights(directory: Path, hf_config: Mapping[str, Any]) -> StoredWeights:
     family, split = family_of(hf_config), read_split(directory)
     pieces: dict[str, list[StoredBox]] = defaultdict(list)
-    for file, place in split.files(family, hf_config):
+    for file, place in split.files(family):
         shapes, shards = split.content(family, hf_config, file, place)
         _check_file(directory / file, shapes)
         for shard in shards:
@@ -203,11 +203,8 @@ def _expert_pieces(name: str, shape: tuple[int, ...], chunks: Collection[Any], r
 
 def _rename(shapes: dict[str, Any], pieces: dict[str, Any], hf_config: Mapping[str, Any]) -> None:
     """Give tensors the names of the files transformers writes where they differ from those it trains with."""
-    try:
-        expected = family_of(hf_config).hf_shapes(hf_config)
-    except ConfigError:
-        return
-    for name in expected.keys() - shapes.keys():
+    family = find_family(hf_config)
+    for name in family.hf_shapes(hf_config).keys() - shapes.keys() if family is not None else ():
         trained = name.replace(".block_sparse_moe.", ".mlp.")
         if trained in shapes:
             shapes[name], pieces[name] = shapes.pop(trained), pieces.pop(trained)

@@ -11,25 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rlsys.utils import safetensors_header
 from rlsys.utils.atomic import write_text_durable
 from rlsys.utils.boxes import buckets
 from rlsys.utils.errors import CheckpointError
 
 FILE_BYTES = 5 * 10**9
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+DTYPES = {stored: getattr(torch, name) for name, stored in safetensors_header.DTYPES.items()}
+"""Torch's types by safetensors' names of them."""
 TensorSpec = tuple[str, tuple[int, ...]]
 
 
@@ -53,7 +42,8 @@ def write_file(path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[Te
     """
     given = iter(tensors)
     with path.open("wb") as file:
-        file.write(_header(specs))
+        entries = ((name, spec[0], spec[1], num_bytes(spec)) for name, spec in specs.items())
+        file.write(safetensors_header.header(entries))
         for name, (dtype, shape) in specs.items():
             tensor = next(given)
             if tensor.dtype != torch_dtype(dtype) or tuple(tensor.shape) != tuple(shape):
@@ -64,18 +54,6 @@ def write_file(path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[Te
                 file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _header(specs: Mapping[str, TensorSpec]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name, spec in specs.items():
-        end = at + num_bytes(spec)
-        entries[name] = {"dtype": spec[0], "shape": list(spec[1]), "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def write_model_files(

@@ -1,4 +1,4 @@
-"""Weights that lie in safetensors files, whole or in pieces, read box by box by their Hugging Face names."""
+"""Weights stored in safetensors files, whole or in pieces, read box by box by their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StoredBox:
 
 
 class StoredWeights:
-    """Weights in pieces. CheckpointError, when made, unless every piece lies inside what its file has under its key and
+    """Weights in pieces. CheckpointError, when made, unless every piece is inside what its file has under its key and
     the pieces of a tensor are of one type."""
 
     def __init__(
@@ -95,7 +95,7 @@ class StoredWeights:
         for name, pairs in self._copies.items():
             for first, other in pairs:
                 one, two = (self._part(piece, piece.start, piece.shape) for piece in (first, other))
-                if one.dtype != two.dtype or not torch.equal(_bits(one), _bits(two)):
+                if one.dtype != two.dtype or not torch.equal(bytes_of(one), bytes_of(two)):
                     yield f"{name} in {first.file} and in {other.file}"
 
     def _part(self, piece: StoredBox, low: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
@@ -136,7 +136,8 @@ class StoredWeights:
         return self._files[file]
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor's elements, row-major."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlsys.config.schema.model import ModelConfig
-from rlsys.models.hf import InMemory, SafetensorsDir, TensorSource
+from rlsys.models.hf import InMemory, SafetensorsDir, TensorSource, check_names
 from rlsys.utils.errors import CheckpointError, ConfigError
 
 ADAPTER = "default"
@@ -102,8 +102,11 @@ def targeted(layers: Collection[str], settings: LoraSettings) -> list[str]:
 
 def adapted_by(layer: str, settings: LoraSettings) -> AdaptedWeight:
     """The adapter of a linear layer."""
-    parts = (f"{layer}.lora_{part}.{ADAPTER}.weight" for part in "AB")
-    return AdaptedWeight(*parts, scale=settings.alpha / settings.rank)
+    return _adapted_weight(layer, settings.alpha / settings.rank)
+
+
+def _adapted_weight(layer: str, scale: float) -> AdaptedWeight:
+    return AdaptedWeight(f"{layer}.lora_A.{ADAPTER}.weight", f"{layer}.lora_B.{ADAPTER}.weight", scale)
 
 
 def is_adapter(name: str) -> bool:
@@ -123,8 +126,7 @@ def adapted_weights(model: nn.Module) -> dict[str, AdaptedWeight]:
     adapted = {}
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
-            parts = (f"{name}.lora_A.{ADAPTER}.weight", f"{name}.lora_B.{ADAPTER}.weight")
-            adapted[f"{name}.weight"] = AdaptedWeight(*parts, scale=module.scaling[ADAPTER])
+            adapted[f"{name}.weight"] = _adapted_weight(name, module.scaling[ADAPTER])
     return adapted
 
 
@@ -147,10 +149,15 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_weights(settings: LoraSettings, shapes: Mapping[str, tuple[int, ...]]) -> TensorSource:
-    """The adapters' first values: from `adapter_path`, else A drawn per tensor from the seed and B zero."""
-    if settings.adapter_path is not None:
-        return _SavedAdapter(SafetensorsDir(Path(settings.adapter_path)))
-    return _FirstValues(shapes, settings.seed)
+    """The adapters' first values: from `adapter_path`, else A drawn per tensor from the seed and B zero.
+
+    CheckpointError unless the adapter at `adapter_path` has exactly these shapes.
+    """
+    if settings.adapter_path is None:
+        return _FirstValues(shapes, settings.seed)
+    saved = _SavedAdapter(SafetensorsDir(Path(settings.adapter_path)))
+    check_names(shapes, saved)
+    return saved
 
 
 def _first_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:

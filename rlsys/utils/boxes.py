@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 def slices(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
@@ -25,9 +28,9 @@ def relative(first: Sequence[int], start: Sequence[int]) -> tuple[int, ...]:
     return tuple(f - s for f, s in zip(first, start, strict=True))
 
 
-def buckets(num_bytes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
-    """Names in their order, in groups of at most `limit` bytes; a larger tensor is a group of its own."""
-    bucket: list[str] = []
+def buckets(num_bytes: Mapping[KeyT, int], limit: int) -> Iterator[list[KeyT]]:
+    """Keys in their order, in groups of at most `limit` bytes; a larger one is a group of its own."""
+    bucket: list[KeyT] = []
     size = 0
     for name, own in num_bytes.items():
         if bucket and size + own > limit:

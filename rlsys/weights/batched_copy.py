@@ -17,10 +17,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rlsys.weights.layout import BITS
+
 TensorPair = tuple[Tensor, Tensor]
 CopyMethod = Literal["auto", "kernel", "foreach", "loop"]
 SMALLEST_TILE_BYTES, LARGEST_TILE_BYTES, MANY_TILES = 1 << 15, 1 << 18, 1 << 16
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 log = logging.getLogger(__name__)
 
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from rlsys.weights.layout import BITS
+
 MODULUS = 1 << 64
 WORD_BYTES = 8
 ROW_STREAM, WORD_STREAM = 0x243F6A8885A308D3, 0x13198A2E03707344
@@ -41,14 +43,10 @@ def _words(rows: Tensor, start: int) -> tuple[Tensor, int]:
     after = -(before + rows.shape[1]) % per_word
     rows = rows.contiguous()
     if before or after:
-        rows = pad(rows.view(_integer_of(rows.element_size())), (before, after))
+        rows = pad(rows.view(BITS[rows.element_size()]), (before, after))
     elif rows.storage_offset() % per_word:
         rows = rows.clone()
     return rows.view(torch.int64), start // per_word
-
-
-def _integer_of(num_bytes: int) -> torch.dtype:
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[num_bytes]
 
 
 def _row_weights(start: tuple[int, ...], shape: tuple[int, ...], full: tuple[int, ...]) -> np.ndarray:

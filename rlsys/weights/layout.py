@@ -13,10 +13,15 @@ import torch
 from torch import Tensor
 
 from rlsys.types import Box, Shard, WeightLayout
+from rlsys.utils.boxes import overlap, slices
 from rlsys.utils.errors import WeightTransferError
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integer type of each width in bytes."""
 
 
 def num_elements(box: Box) -> int:
+    """The number of elements in a box."""
     return prod(box.shape)
 
 
@@ -27,10 +32,8 @@ def whole_box(tensor: str, shape: Sequence[int]) -> Box:
 
 def intersect(a: Box, b: Box) -> Box | None:
     """The intersection of two boxes of one tensor, None when it is empty."""
-    start = tuple(map(max, a.start, b.start))
-    stop = tuple(min(s + n, t + m) for s, n, t, m in zip(a.start, a.shape, b.start, b.shape, strict=True))
-    shape = tuple(hi - lo for lo, hi in zip(start, stop, strict=True))
-    return Box(a.tensor, start, shape) if all(n > 0 for n in shape) else None
+    common = overlap(a.start, a.shape, b.start, b.shape)
+    return None if common is None else Box(a.tensor, *common)
 
 
 def subtract(a: Box, b: Box) -> list[Box]:
@@ -65,6 +68,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def element_bytes(dtype: str) -> int:
+    """Bytes of one element of the dtype of this name; ValueError for anything else."""
     return dtype_of(dtype).itemsize
 
 
@@ -76,8 +80,7 @@ def device_of(tensors: Mapping[str, Tensor]) -> torch.device:
 def view_of(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
     """The part of `tensor` of the given shape from `start`; extra leading entries of `start` are indices."""
     extra = len(start) - len(shape)
-    region = (*start[:extra], *(slice(at, at + n) for at, n in zip(start[extra:], shape, strict=True)))
-    return tensor[region]
+    return tensor[(*start[:extra], *slices(start[extra:], shape))]
 
 
 def shard_view(tensors: Mapping[str, Tensor], shard: Shard) -> Tensor:

@@ -8,7 +8,7 @@ and cut parameters need no table of an engine's internals. All other tensors are
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from rlsys.types import Box, Shard, WeightLayout
+from rlsys.utils.boxes import buckets
 from rlsys.utils.errors import WeightTransferError
+from rlsys.weights.batched_copy import bits_of
 from rlsys.weights.decode import NotBoxesError, StridedView, decode_boxes
-from rlsys.weights.layout import device_of, dtype_of, view_of
+from rlsys.weights.layout import device_of, dtype_of, element_bytes, view_of
 
 Load = Callable[[list[tuple[str, Tensor]]], None]
 RADIX, UNTOUCHED = 510, 256.0
@@ -81,7 +83,8 @@ def learn_layout(
     boxes = list[_PlacedBox]()
     loader_only = dict.fromkeys(by_loader, "left to the loader by the caller")
     try:
-        for bucket in _buckets({n: s for n, s in shapes.items() if n not in loader_only}, dtypes, bucket_bytes):
+        num_bytes = {n: prod(s) * element_bytes(dtypes[n]) for n, s in shapes.items() if n not in loader_only}
+        for bucket in buckets(num_bytes, bucket_bytes):
             probe = _Probe(load, local, {n: (shapes[n], dtype_of(dtypes[n])) for n in bucket}, device, max_boxes)
             boxes += probe.run()
             loader_only |= probe.loader_only
@@ -91,19 +94,6 @@ def learn_layout(
     if {name: t.data_ptr() for name, t in local_tensors().items()} != {name: t.data_ptr() for name, t in local.items()}:
         raise WeightTransferError("the engine's parameters moved while it loaded: its layout cannot be learned")
     return _assemble(boxes, local, shapes, dtypes, loader_only, aliases or {})
-
-
-def _buckets(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], limit_bytes: int) -> Iterator[list[str]]:
-    bucket, filled = list[str](), 0
-    for name, shape in shapes.items():
-        num_bytes = prod(shape) * dtype_of(dtypes[name]).itemsize
-        if bucket and filled + num_bytes > limit_bytes:
-            yield bucket
-            bucket, filled = [], 0
-        bucket.append(name)
-        filled += num_bytes
-    if bucket:
-        yield bucket
 
 
 class _Probe:
@@ -189,7 +179,7 @@ class _Probe:
         fingerprints = []
         for seed in range(2):
             self._load(lambda name, seed=seed: self._random(name, seed), names)
-            fingerprints.append({name: _fingerprint(tensor) for name, tensor in local.items()})
+            fingerprints.append({name: int(bits_of(t).sum(dtype=torch.int64)) for name, t in local.items()})
         return [name for name in local if fingerprints[0][name] != fingerprints[1][name]]
 
     def _load(self, values: Callable[[str], Tensor], names: Sequence[str]) -> None:
@@ -253,12 +243,6 @@ class ElementState:
     """The state of an element after digits were loaded."""
 
     UNTOUCHED, PADDING, DIGIT, INVALID = range(4)
-
-
-def _fingerprint(tensor: Tensor) -> int:
-    """A number that changes with the values, whatever their dtype."""
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return int(tensor.view(words).sum(dtype=torch.int64))
 
 
 def _states(tensor: Tensor) -> Tensor:

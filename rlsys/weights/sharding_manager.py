@@ -26,7 +26,7 @@ from rlsys.weights.executors.gather import GatherExecutor
 from rlsys.weights.executors.in_process import LocalExecutor
 from rlsys.weights.executors.nccl import NcclExecutor
 from rlsys.weights.plan import resolve_names, source_dtypes
-from rlsys.weights.verify import GroupChecksums, LayoutChecksums, TensorCheck, compare_checksums, write_report
+from rlsys.weights.verify import LayoutChecksums, TensorCheck, compare_checksums, write_report
 
 log = logging.getLogger(__name__)
 
@@ -154,12 +154,13 @@ class ShardingManager:
         for by_tensor in wait_all(self.destination.execute_all_async("weight_difference"), remaining_s):
             for name, difference in by_tensor.items():
                 differences[name] = max(differences.get(name, 0.0), difference)
-        return compare_checksums(GroupChecksums(sources, sent), GroupChecksums(destinations, received), differences)
+        ours, theirs = list(map(LayoutChecksums, sources, sent)), list(map(LayoutChecksums, destinations, received))
+        return compare_checksums(ours, theirs, differences)
 
     def _checks_in_process(self, remaining_s: RemainingTime) -> list[TensorCheck]:
         pairs = wait_all(self.source.execute_all_async("weight_sums"), remaining_s)
         trainer, rollout = zip(*pairs, strict=True)
-        return compare_checksums(_group_checksums(trainer), _group_checksums(rollout))
+        return compare_checksums(trainer, rollout)
 
     def _connected(self) -> Executor:
         if self._transport is None:
@@ -200,7 +201,3 @@ def _common_checksum(stats: Sequence[TransferStats]) -> str:
     if len(checksums) != 1:
         raise WeightTransferError(f"the rollout ranks report different checksums: {sorted(checksums)}")
     return checksums.pop()
-
-
-def _group_checksums(ranks: Sequence[LayoutChecksums]) -> GroupChecksums:
-    return GroupChecksums(_by_group_rank([rank.layout for rank in ranks]), [rank.checksums for rank in ranks])

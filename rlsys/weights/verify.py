@@ -35,24 +35,6 @@ class LayoutChecksums:
 
 
 @dataclass(frozen=True)
-class GroupChecksums:
-    """The layouts of all ranks of a group, and the checksums of their boxes in the same order."""
-
-    layouts: Sequence[WeightLayout]
-    checksums: Sequence[Sequence[BoxChecksum]]
-
-    @property
-    def full_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all tensors but those that only an engine's loader can place."""
-        return {
-            name: tuple(shape)
-            for layout in self.layouts
-            for name, shape in layout.full_shapes.items()
-            if name not in layout.loader
-        }
-
-
-@dataclass(frozen=True)
 class TensorCheck:
     """One rollout tensor beside the trainer's; `max_abs_diff` is None where no process can read both."""
 
@@ -113,16 +95,23 @@ def merge_box_checksums(name: str, shape: tuple[int, ...], boxes: Mapping[Box, i
 
 
 def compare_checksums(
-    source: GroupChecksums, destination: GroupChecksums, differences: Mapping[str, float] | None = None
+    source: Sequence[LayoutChecksums],
+    destination: Sequence[LayoutChecksums],
+    differences: Mapping[str, float] | None = None,
 ) -> list[TensorCheck]:
-    """One check for each rollout tensor; `differences` are the largest ones by trainer tensor, where they are known."""
-    names = resolve_names(source.layouts, destination.layouts)
-    sent, received = (merge_rank_checksums(side.checksums, side.full_shapes) for side in (source, destination))
-    dtypes = {name: dtype for layout in destination.layouts for name, dtype in layout.dtypes.items()}
+    """One check for each rollout tensor, from the checksums of all ranks of both groups; `differences` are the largest
+    ones by trainer tensor, where they are known."""
+    layouts = [rank.layout for rank in destination]
+    names = resolve_names([rank.layout for rank in source], layouts)
+    sent, received = (
+        merge_rank_checksums([rank.checksums for rank in ranks], _full_shapes(ranks)) for ranks in (source, destination)
+    )
+    shapes = _full_shapes(destination)
+    dtypes = {name: dtype for layout in layouts for name, dtype in layout.dtypes.items()}
     return [
         TensorCheck(
             name=name,
-            shape=destination.full_shapes[name],
+            shape=shapes[name],
             dtype=dtypes[name],
             source_checksum=sent[names[name]],
             checksum=received[name],
@@ -130,6 +119,12 @@ def compare_checksums(
         )
         for name in sorted(received)
     ]
+
+
+def _full_shapes(ranks: Sequence[LayoutChecksums]) -> dict[str, tuple[int, ...]]:
+    """Of all tensors but those that only an engine's loader can place."""
+    layouts = [rank.layout for rank in ranks]
+    return {n: tuple(s) for layout in layouts for n, s in layout.full_shapes.items() if n not in layout.loader}
 
 
 def write_report(path: Path, checks: Sequence[TensorCheck], *, version: int) -> None:

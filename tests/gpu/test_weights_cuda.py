@@ -10,9 +10,10 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from rlsys.weights.batched_copy import BITS, BatchedCopy, CopyMethod, TensorPair, bits_of
+from rlsys.weights.batched_copy import BatchedCopy, CopyMethod, TensorPair, bits_of
 from rlsys.weights.checksum import box_checksum, box_checksums, prepared_checksums
 from rlsys.weights.executors.cuda_ipc import ImportedTensors, export_tensors
+from rlsys.weights.layout import BITS
 
 pytestmark = [
     pytest.mark.gpu,

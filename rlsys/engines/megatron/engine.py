@@ -92,7 +92,9 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
             self.held.gather_dtypes()
             self.held.mark_parts()
             self.held.mark_trained(optim is not None)
-            weights = self._with_adapters(base)
+            weights: TensorSource = base
+            if (plan := self.held.adapters) is not None:
+                weights = lora.WithAdapters(base, lora.adapter_weights(plan.settings, plan.shapes))
             self.held.fill(weights)
             if optim is not None:
                 dtype = self._weight_dtype
@@ -100,14 +102,6 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
                 self._state().fill_masters(weights)
         self._carried = base if model.path is not None else None
         self._offload = HostOffload()
-
-    def _with_adapters(self, weights: TensorSource) -> TensorSource:
-        plan = self.held.adapters
-        if plan is None:
-            return weights
-        values = lora.adapter_weights(plan.settings, plan.shapes)
-        check_names(plan.shapes, values)
-        return lora.WithAdapters(weights, values)
 
     @property
     def chunks(self) -> Sequence[TokenGPT]:

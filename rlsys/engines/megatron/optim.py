@@ -87,12 +87,14 @@ class MegatronAdamW(BaseAdamW):
     def _gradient_norm(self, count: float) -> float:
         self._finalize()
         if count > 0:
-            self._scale(1.0 / count)
+            for chunk in self.chunks:
+                chunk.scale_gradients(1.0 / count)
         self._megatron.prepare_grads()
         return float(self._megatron.get_grad_norm()) if count > 0 else 0.0
 
     def _update(self, count: float, clip: float, lr: float) -> None:
-        if clip < 1 and (grads := list(self._master_grads())):
+        grads = [p.grad for part in self._parts for p in part.get_parameters() if p.grad is not None]
+        if clip < 1 and grads:
             torch._foreach_mul_(grads, clip)
         for group in self._megatron.param_groups:
             group["lr"] = lr
@@ -102,14 +104,6 @@ class MegatronAdamW(BaseAdamW):
         """Sum gradients over the ranks that have parts of them."""
         sum_shared_gradients(self.chunks)
         finalize_model_grads(self.chunks)
-
-    def _master_grads(self) -> Iterator[Tensor]:
-        for part in self._parts:
-            yield from (p.grad for p in part.get_parameters() if p.grad is not None)
-
-    def _scale(self, factor: float) -> None:
-        for chunk in self.chunks:
-            chunk.scale_gradients(factor)
 
     def zero_grad(self) -> None:
         for chunk in self.chunks:

@@ -12,13 +12,22 @@ from math import ceil
 from pkgutil import iter_modules
 from typing import Any, Literal
 
+from rlsys.models.megatron.blocks import (
+    ATTENTION,
+    GATED_MLP,
+    ONLY,
+    HFConfig,
+    attention_dims,
+    attention_settings,
+    rope_args,
+    sliding,
+)
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.models.megatron.rules import Dims, Rule, ShardFn, ShardIndex, extents, padded_rows, whole
 from rlsys.types import Box, Shard
 from rlsys.utils.errors import ConfigError
 
 Head = Literal["lm", "value", "score"]
-HFConfig = Mapping[str, Any]
 
 NEEDS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
@@ -33,7 +42,8 @@ VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 @dataclass(frozen=True)
 class Family:
-    """One family: rules of every `layer`, of the ones with `dense` or `sparse` MLPs, and of one `expert`.
+    """One family: rules of every `layer`, of the ones with `dense` or `sparse` MLPs, and of one `expert`; what it does
+    not set is a plain decoder's: grouped-query attention to all tokens and a gated MLP.
 
     `dims` reads the dimensions that the rules name from the HF config, `settings` the keyword arguments of Megatron's
     transformer configuration and `rope` GPTModel's rotary ones. The HF config must have the keys `needs`; keys in
@@ -44,17 +54,17 @@ class Family:
 
     architectures: tuple[str, ...]
     model_types: tuple[str, ...]
-    dims: Callable[[HFConfig], dict[str, int]]
-    settings: Callable[[HFConfig], dict[str, Any]]
-    rope: Callable[[HFConfig], dict[str, Any]]
-    layer: tuple[Rule, ...]
-    dense: tuple[Rule, ...]
+    dims: Callable[[HFConfig], dict[str, int]] = attention_dims
+    settings: Callable[[HFConfig], dict[str, Any]] = attention_settings
+    rope: Callable[[HFConfig], dict[str, Any]] = rope_args
+    layer: tuple[Rule, ...] = ATTENTION
+    dense: tuple[Rule, ...] = GATED_MLP
     sparse: tuple[Rule, ...] = ()
     expert: tuple[Rule, ...] = ()
     is_sparse: Callable[[HFConfig, int], bool] = lambda hf_config, layer: False
     needs: tuple[str, ...] = NEEDS
-    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    refuse: Callable[[HFConfig], str] = lambda hf_config: ""
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: ONLY)
+    refuse: Callable[[HFConfig], str] = sliding
     mtp: tuple[Rule, ...] = ()
     mla: bool = False
 
@@ -221,20 +231,25 @@ def tied(hf_config: HFConfig) -> bool:
     return bool(hf_config.get("tie_word_embeddings", False))
 
 
-def family_of(hf_config: HFConfig) -> Family:
-    """The family of a config.json, by its architectures or else its model_type; ConfigError names the known ones."""
+def find_family(hf_config: HFConfig) -> Family | None:
+    """The family of a config.json, by its architectures or else its model_type; None without a table for it."""
     named = set(hf_config.get("architectures") or ())
-    model_type = hf_config.get("model_type")
-    families = known_families()
-    stems = [(a.removesuffix("ForCausalLM"), family) for family in families for a in family.architectures]
-    for stem, family in stems:
-        if any(name.startswith(stem + "For") for name in named):
+    for family in known_families():
+        stems = [architecture.removesuffix("CausalLM") for architecture in family.architectures]
+        if any(name.startswith(stem) for stem in stems for name in named):
             return family
-    for family in families:
-        if not named and model_type in family.model_types:
+        if not named and hf_config.get("model_type") in family.model_types:
             return family
-    known = ", ".join(sorted(a for family in families for a in family.architectures))
-    raise ConfigError(f"Megatron has no table for {', '.join(sorted(named)) or model_type}: known are {known}")
+    return None
+
+
+def family_of(hf_config: HFConfig) -> Family:
+    """The family of a config.json, as `find_family` says; ConfigError names the known ones."""
+    if (family := find_family(hf_config)) is not None:
+        return family
+    asked = ", ".join(sorted(hf_config.get("architectures") or ())) or hf_config.get("model_type")
+    known = ", ".join(sorted(a for family in known_families() for a in family.architectures))
+    raise ConfigError(f"Megatron has no table for {asked}: known are {known}")
 
 
 def known_families() -> list[Family]:

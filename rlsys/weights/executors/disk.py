@@ -21,6 +21,7 @@ from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.types import Shard, WeightLayout
 from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_text_durable
 from rlsys.utils.errors import WeightTransferError
+from rlsys.utils.safetensors_header import DTYPES, header
 from rlsys.weights.checksum import add_checksums, box_checksum, digest
 from rlsys.weights.engine_update import EngineUpdate
 from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, TransferStats
@@ -29,20 +30,6 @@ from rlsys.weights.plan import Copy, make_plan, resolve_names, source_dtypes
 from rlsys.weights.shared_memory import PackedTensor, SharedMemory, pack_tensors, unpack_tensors
 
 FILE, CHECKSUMS = "model.safetensors", "rlsys_checksums.json"
-DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-}
 
 
 @dataclass(frozen=True)
@@ -91,21 +78,11 @@ def plan_disk(
     packed, num_bytes = pack_tensors(((name, shapes[name], dtypes[name]) for name in order), align_bytes=1)
     shards = tuple(Shard(whole_box(t.name, t.shape), t.name, (0,) * len(t.shape)) for t in packed)
     file = WeightLayout(0, "", shards, {t.name: t.shape for t in packed}, dtypes)
-    plan, header = make_plan(sources, [file]), _header(packed)
-    tensors = tuple(replace(entry, offset=entry.offset + len(header)) for entry in packed)
-    reader = DiskSpec(root, header, num_bytes + len(header), tensors, names, assets, keep)
+    plan = make_plan(sources, [file])
+    first_bytes = header((t.name, DTYPES[t.dtype], t.shape, t.num_bytes) for t in packed)
+    tensors = tuple(replace(entry, offset=entry.offset + len(first_bytes)) for entry in packed)
+    reader = DiskSpec(root, first_bytes, num_bytes + len(first_bytes), tensors, names, assets, keep)
     return [replace(reader, writes=plan.from_rank(source.rank)) for source in sources], reader, plan.unused
-
-
-def _header(tensors: Sequence[PackedTensor]) -> bytes:
-    """The header of a safetensors file, padded so that the data are aligned."""
-    entries = {
-        t.name: {"dtype": DTYPES[t.dtype], "shape": t.shape, "data_offsets": [t.offset, t.offset + t.num_bytes]}
-        for t in tensors
-    }
-    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
-    text += b" " * (-(len(text) + 8) % 64)
-    return len(text).to_bytes(8, "little") + text
 
 
 class DiskWriter:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
+from rlsys.utils.boxes import buckets
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.engine_update import EngineUpdate
 from rlsys.weights.executors.base import Executor, Layouts, RankFuture, RemainingTime, TransferStats
@@ -95,15 +96,8 @@ def plan_rounds(plan: Plan, *, staging_bytes: int = STAGING_BYTES) -> list[dict[
 
 
 def _messages(copies: Sequence[Copy], limit_bytes: int) -> Iterator[tuple[Copy, ...]]:
-    message, filled = list[Copy](), 0
-    for copy in chain.from_iterable(_split(whole, limit_bytes) for whole in copies):
-        if message and filled + _padded_bytes(copy) > limit_bytes:
-            yield tuple(message)
-            message, filled = [], 0
-        message.append(copy)
-        filled += _padded_bytes(copy)
-    if message:
-        yield tuple(message)
+    parts = chain.from_iterable(_split(copy, limit_bytes) for copy in copies)
+    yield from map(tuple, buckets({copy: _padded_bytes(copy) for copy in parts}, limit_bytes))
 
 
 def _split(copy: Copy, limit_bytes: int) -> Iterator[Copy]:
@@ -145,7 +139,7 @@ class _ProcessGroup:
     def __init__(self, rendezvous: Rendezvous) -> None:
         self.rendezvous, self._waiting = rendezvous, False
         self.group: Any = None
-        self.store: Any = None
+        self.store: dist.TCPStore | None = None
         self.address = rendezvous.address or self._open()
 
     def _open(self) -> str:
@@ -341,37 +335,30 @@ class NcclExecutor(Executor):
 
     def _join(self, remaining_s: RemainingTime) -> None:
         """Form a new process group of all ranks, at first and after a failure."""
-        num_sources, num_engines = self.source.world_size, self.destination.world_size
-        world_size = num_sources + num_engines
+        num_sources = self.source.world_size
+        world_size = num_sources + self.destination.world_size
         created = Rendezvous(
             "", secrets.token_hex(8), 0, world_size, num_sources, self.options.timeout_s, self.one_host
         )
-        first = NcclSendSpec(self.plans.sources[0], self._rounds_of(0, side=0), created)
-        there = replace(created, address=self.open(self.source, [first], remaining_s)[0])
-        senders = [
-            NcclSendSpec(self.plans.sources[rank], self._rounds_of(rank, side=0), replace(there, rank=rank))
-            for rank in range(1, num_sources)
-        ]
-        self.open(self.source, senders, remaining_s, first_rank=1)
-        receivers = [
-            NcclReceiveSpec(
-                self.plans.destination(rank),
-                self._rounds_of(rank, side=1),
-                replace(there, rank=num_sources + rank),
-            )
-            for rank in range(num_engines)
-        ]
-        self.open(self.destination, receivers, remaining_s)
+        there = replace(created, address=self.open(self.source, [self._spec(created)], remaining_s)[0])
+        specs = [self._spec(replace(there, rank=rank)) for rank in range(world_size)]
+        self.open(self.source, specs[1:num_sources], remaining_s, first_rank=1)
+        self.open(self.destination, specs[num_sources:], remaining_s)
         joins = [group.execute_all_async("weight_step", "join") for group in (self.source, self.destination)]
         _wait_for_peers([*chain.from_iterable(joins)], remaining_s)
         self.joined = True
 
-    def _rounds_of(self, rank: int, *, side: int) -> tuple[tuple[Message, ...], ...]:
-        """The messages of one rank in each round: `side` 0 for a trainer rank, 1 for a rollout rank."""
-        return tuple(
+    def _spec(self, rendezvous: Rendezvous) -> NcclSendSpec | NcclReceiveSpec:
+        """The part of one rank of the process group."""
+        engine = rendezvous.rank - rendezvous.num_sources
+        side, rank = (0, rendezvous.rank) if engine < 0 else (1, engine)
+        rounds = tuple(
             tuple((link[1 - side], copies) for link, copies in messages.items() if link[side] == rank)
             for messages in self.rounds
         )
+        if side == 0:
+            return NcclSendSpec(self.plans.sources[rank], rounds, rendezvous)
+        return NcclReceiveSpec(self.plans.destination(rank), rounds, rendezvous)
 
 
 def _wait_for_peers(futures: Sequence[RankFuture], remaining_s: RemainingTime) -> list[Any]:

@@ -5,7 +5,6 @@ from typing import Any
 
 from rlsys.models.megatron.blocks import (
     EXPERT,
-    GATED_MLP,
     ONLY,
     ROUTER,
     SPARSE_NORM,
@@ -193,7 +192,6 @@ FAMILY = Family(
     },
     refuse=refuse,
     layer=MLA,
-    dense=GATED_MLP,
     is_sparse=lambda hf_config, layer: layer >= (hf_config.get("first_k_dense_replace") or 0),
     sparse=(SPARSE_NORM, *BIASED_ROUTER, *SHARED_EXPERTS),
     expert=EXPERT,

@@ -3,7 +3,6 @@
 from typing import Any
 
 from rlsys.models.megatron.blocks import (
-    ATTENTION,
     ONLY,
     SPARSE_NORM,
     HFConfig,
@@ -11,8 +10,6 @@ from rlsys.models.megatron.blocks import (
     expert_dims,
     expert_rules,
     expert_settings,
-    rope_args,
-    sliding,
 )
 from rlsys.models.megatron.family import NEEDS, Family
 from rlsys.models.megatron.rules import Rule, whole
@@ -34,11 +31,8 @@ FAMILY = Family(
     model_types=("mixtral",),
     dims=dims,
     settings=settings,
-    rope=rope_args,
     needs=(*NEEDS, "num_experts_per_tok"),
     only={**ONLY, "router_jitter_noise": (0, 0.0, None)},
-    refuse=sliding,
-    layer=ATTENTION,
     dense=(),
     is_sparse=lambda hf_config, layer: True,
     sparse=(SPARSE_NORM, Rule("mlp.router.weight", whole, ("block_sparse_moe.gate.weight [experts, hidden]",))),

@@ -1,15 +1,6 @@
 """Qwen3, dense: as Llama, with norms on queries and keys and heads of a size of their own."""
 
-from rlsys.models.megatron.blocks import (
-    ATTENTION,
-    GATED_MLP,
-    ONLY,
-    QK_NORM,
-    attention_dims,
-    attention_settings,
-    rope_args,
-    sliding,
-)
+from rlsys.models.megatron.blocks import ATTENTION, QK_NORM, attention_dims, attention_settings
 from rlsys.models.megatron.family import Family
 
 FAMILY = Family(
@@ -17,9 +8,5 @@ FAMILY = Family(
     model_types=("qwen3",),
     dims=lambda hf_config: attention_dims({"head_dim": 128, **hf_config}),
     settings=lambda hf_config: {**attention_settings({"head_dim": 128, **hf_config}), "qk_layernorm": True},
-    rope=rope_args,
-    only=ONLY,
-    refuse=sliding,
     layer=(*ATTENTION, *QK_NORM),
-    dense=GATED_MLP,
 )

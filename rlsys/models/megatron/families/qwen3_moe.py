@@ -5,8 +5,6 @@ from typing import Any
 from rlsys.models.megatron.blocks import (
     ATTENTION,
     EXPERT,
-    GATED_MLP,
-    ONLY,
     QK_NORM,
     ROUTER,
     SPARSE_NORM,
@@ -14,8 +12,6 @@ from rlsys.models.megatron.blocks import (
     attention_settings,
     expert_dims,
     expert_settings,
-    rope_args,
-    sliding,
 )
 from rlsys.models.megatron.family import NEEDS, Family
 
@@ -42,12 +38,8 @@ FAMILY = Family(
     model_types=("qwen3_moe",),
     dims=dims,
     settings=settings,
-    rope=rope_args,
     needs=(*NEEDS, "moe_intermediate_size", "num_experts_per_tok"),
-    only=ONLY,
-    refuse=sliding,
     layer=(*ATTENTION, *QK_NORM),
-    dense=GATED_MLP,
     is_sparse=is_sparse,
     sparse=(SPARSE_NORM, ROUTER),
     expert=EXPERT,
