@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from functools import cache
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,6 +43,7 @@ READERS = {
         )
     },
     f"{ROLLOUT}engine_kwargs.vllm": VLLM,
+    f"{ROLLOUT}free_cache_engine": "trainer/assembly.py:residency_moves",
     **{
         f"{ROLLOUT}servers.{name}": SERVERS
         for name in ("urls", "model", "policy", "max_concurrent", "timeout_s", "max_retries", "token_env")
@@ -52,7 +54,7 @@ READERS = {
     **{f"ray_kwargs.ray_init.{name}": RAY for name in ("num_cpus", "address", "runtime_env")},
     "ray_kwargs.timeline_json_file": RAY,
 }
-"""Keys that only other engines, external servers, Ray or several ranks read -> the file and function that does."""
+"""Keys that only other engines, GPUs, servers, Ray or several ranks read -> the file and function that does."""
 NO_REWARDS = {"trainer.deadlines.reward_s": "no rewards", "trainer.balance_batch": "batches are not balanced"}
 NOT_READ = {
     main_ppo: {
@@ -219,10 +221,11 @@ def runs_of(job: ModuleType, toy: Toy, folder: Path) -> list[list[str]]:
 
 
 def in_child(job: ModuleType, argv: list[str]) -> set[str]:
-    """The keys that a run reads, in a process of its own: jobs leave process groups and registries behind."""
-    context = get_context("fork")
+    """The keys that a run reads, in a process of its own, forked from one that has imported everything."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["tests.e2e.test_every_key_is_read", "trainer.build", "trainer.supervised"])
     here, there = context.Pipe(duplex=False)
-    child = context.Process(target=_run, args=(there, job, argv))
+    child = context.Process(target=_run, args=(there, job.__name__, argv))
     child.start()
     there.close()
     try:
@@ -233,8 +236,8 @@ def in_child(job: ModuleType, argv: list[str]) -> set[str]:
         child.join()
 
 
-def _run(answer: Connection, job: ModuleType, argv: list[str]) -> None:
-    answer.send(sorted(keys_read_by(job, argv)))
+def _run(answer: Connection, job: str, argv: list[str]) -> None:
+    answer.send(sorted(keys_read_by(import_module(job), argv)))
 
 
 @cache

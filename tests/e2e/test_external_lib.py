@@ -1,13 +1,17 @@
-"""Code of `actor_rollout_ref.model.external_lib`: an engine trains like a built-in one, and errors name the key."""
+"""Code of `actor_rollout_ref.model.external_lib`: an engine, a loss and an estimator train like built-in ones."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import Toy
+from tests.timing import scaled_s
 from trainer.main_ppo import main
 
 ENGINE = """
@@ -27,6 +31,24 @@ class ToyRolloutWorker(RolloutWorker):
 
 register_rollout_backend(RolloutBackend("toy", "toy_engine:ToyRolloutWorker"))
 """
+LOSS_AND_ESTIMATOR = """
+from rlsys.algorithms import register_adv_est
+from rlsys.algorithms.policy_loss import PolicyLoss, register_policy_loss
+import toy_engine
+
+
+@register_policy_loss("toy_loss")
+def toy_loss(*, log_prob, advantages, response_mask):
+    one = log_prob.new_ones(())
+    return PolicyLoss(-advantages * log_prob, response_mask, {"actor/toy_loss_calls": (one, one)})
+
+
+@register_adv_est("toy_mean")
+def toy_mean(*, token_level_rewards, response_mask):
+    totals = token_level_rewards.sum(-1, keepdim=True)
+    advantages = (totals - totals.mean()) * response_mask
+    return advantages, advantages
+"""
 ENGINE_KEY, LIBRARY_KEY = "actor_rollout_ref.rollout.name", "actor_rollout_ref.model.external_lib"
 
 
@@ -39,6 +61,32 @@ def test_a_registered_engine_trains_a_step(toy: Toy, tmp_path: Path, monkeypatch
     line = json.loads((out / "metrics.jsonl").read_text())
     assert line["rollout/answered"] > 0
     assert line["training/rollout_probs_diff_max"] < 1e-5
+
+
+def test_ray_workers_import_a_library_given_as_a_file(toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "toy_engine.py").write_text(ENGINE)
+    (tmp_path / "library.py").write_text(LOSS_AND_ESTIMATOR)
+    argv = toy.overrides(
+        tmp_path / "out",
+        "trainer.total_training_steps=1",
+        "ray_kwargs.ray_init.num_cpus=2",
+        f"{ENGINE_KEY}=toy",
+        f"{LIBRARY_KEY}={tmp_path}/library.py",
+        "algorithm.adv_estimator=toy_mean",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=toy_loss",
+    )
+    root = Path(__file__).resolve().parents[2]
+    ended = subprocess.run(
+        [sys.executable, "-m", "trainer.main_ppo", *argv],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}:{tmp_path}"},
+        timeout=scaled_s(120),
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text())["actor/toy_loss_calls"] == 1.0
 
 
 @pytest.mark.parametrize("name", ["broken.py", "broken"])
