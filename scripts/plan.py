@@ -50,6 +50,7 @@ def hf_config_of(name: str) -> dict[str, Any]:
 
 
 def trainer_of(config: Mapping[str, Any], text: str, ranks_per_host: int, dtype: str) -> list[WeightLayout]:
+    """The layout of every trainer rank for sizes such as TP2xPP2 or FSDP4."""
     sizes = sizes_of(text, ("tp", "pp", "dp", "ep", "etp", "vp", "first", "last", "fsdp"))
     family = family_of(config)
     if ranks := sizes.pop("fsdp", 0):
@@ -66,6 +67,7 @@ def trainer_of(config: Mapping[str, Any], text: str, ranks_per_host: int, dtype:
 
 
 def engine_of(config: Mapping[str, Any], text: str, ranks_per_host: int, dtype: str) -> list[WeightLayout]:
+    """The layout of every rollout engine rank for sizes such as TP2xDP2."""
     sizes = EngineSizes(**{f"{name}_size": size for name, size in sizes_of(text, ("tp", "pp", "dp", "ep")).items()})
     family = family_of(config)
     return engine_layouts(
@@ -138,6 +140,7 @@ def transfer_table(
 
 
 def plan_transfer() -> None:
+    """Parse the command line and print the plan of a weight transfer."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("trainer", help="TPnxPPnxEPnxETPnxDPn or FSDPn")

@@ -84,6 +84,7 @@ def connect(ray_init: Mapping[str, Any] | None = None, *, timeline_json_file: st
 
 
 def cluster_address() -> str:
+    """The address (host:port) of the cluster that this process is connected to."""
     return ray.get_runtime_context().gcs_address
 
 
