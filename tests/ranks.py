@@ -61,6 +61,8 @@ def _rank(
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=deadline_s)
         )
+        store.set(f"connected {rank}", "")  # a rank whose work ends at once must not leave while others still connect
+        store.wait([f"connected {other}" for other in range(world_size)], timedelta(seconds=deadline_s))
         result = (True, work(*args))
     except BaseException:
         result = (False, traceback.format_exc())
