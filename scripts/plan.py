@@ -1,7 +1,7 @@
 """Plans made ahead: what a weight transfer moves and how long it must take, and what memory a job takes.
 
     python scripts/plan.py 30B-A3B TP2xPP2xEP2xDP2 TP4xDP2
-    python scripts/plan.py path/to/config.json FSDP8 TP2xDP4 --ranks-per-host 4 --json plan.json
+    python scripts/plan.py path/to/config.json FSDP8 TP2xDP4 --ranks-per-host 4
 
 The model is a known shape (0.5B, 7B, 32B, 30B-A3B, 671B, tiny, tiny-moe) or a config.json. The trainer is Megatron's
 TPnxPPnxEPnxETPnxDPn or FSDPn (LASTn: layers of the last stage), the engine TPnxPPnxEPnxDPn with fused parameters.
@@ -30,11 +30,11 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
 from rlsys.models.megatron.family import family_of  # noqa: E402
 from rlsys.models.megatron.parallel import ParallelSizes  # noqa: E402
-from rlsys.planning.layouts import EngineSizes, engine_layouts, fsdp_layouts, megatron_layouts  # noqa: E402
-from rlsys.planning.shapes import SHAPES, sizes_of  # noqa: E402
 from rlsys.types import WeightLayout  # noqa: E402
 from rlsys.utils.errors import ConfigError, WeightTransferError  # noqa: E402
 from rlsys.weights.plan import Plan, make_plan  # noqa: E402
+from scripts.model_shapes import SHAPES, sizes_of  # noqa: E402
+from scripts.weight_layouts import EngineSizes, engine_layouts, fsdp_layouts, megatron_layouts  # noqa: E402
 
 MOST_LINES = 40
 
@@ -151,7 +151,6 @@ def plan_transfer() -> None:
     parser.add_argument("--peer", type=float, default=396, help="GB/s between devices of a host")
     parser.add_argument("--network", type=float, default=50, help="GB/s of a device between hosts")
     parser.add_argument("--links", type=int, default=20, help="how many of the heaviest links are printed")
-    parser.add_argument("--json", type=Path, help="write the whole plan there")
     args = parser.parse_args()
     try:
         config = hf_config_of(args.model)
@@ -165,8 +164,6 @@ def plan_transfer() -> None:
     print(transfer_table(plan, args, sources, engines))
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"planned in {plan_s:.2f} s ({cpu_s:.2f} s of one core); this process has used at most {peak_mib:.0f} MiB")
-    if args.json:
-        args.json.write_text(plan.to_json())
 
 
 def plan_job() -> None:

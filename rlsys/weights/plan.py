@@ -6,7 +6,6 @@ near ones share them by the bytes that each has to give already.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from rlsys.weights.layout import element_bytes, subtract_all
 from rlsys.weights.tables import BoxTable, Ints, NameIds, ShardTable
 
 Distance = Callable[[WeightLayout, WeightLayout], int]
-FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,25 +112,6 @@ class Plan:
         keys = self.moves[:, 0] * len(self.dtypes) + self.shards.dtype[self.moves[:, 2]]
         _, first, ids = np.unique(keys, return_index=True, return_inverse=True)
         return ids.reshape(-1), first
-
-    def to_json(self) -> str:
-        """The plan as text."""
-        source_places, places = (
-            [column.tolist() for column in (s.local, s.local_start, s.local_dims, s.dtype, s.start)]
-            for s in (self.source_shards, self.shards)
-        )
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "names": {"tensors": self.tensors, "locals": self.locals, "dtypes": self.dtypes},
-                "tensor_dims": self.tensor_dims.tolist(),
-                "pieces": [self.part_tensor.tolist(), self.start.tolist(), self.shape.tolist()],
-                "source_places": source_places,
-                "places": places,
-                "moves": self.moves.tolist(),
-                "unused": self.unused,
-            }
-        )
 
     def _copies(self, moves: Ints) -> Iterator[Copy]:
         part, source_shard, shard, source_rank, rank = moves.T

@@ -32,8 +32,8 @@ from rlsys.planning.memory import (  # noqa: E402
     plan_memory,
 )
 from rlsys.planning.roles import GRADIENTS  # noqa: E402
-from rlsys.planning.shapes import SHAPES  # noqa: E402
 from rlsys.telemetry import memory  # noqa: E402
+from scripts.model_shapes import SHAPES  # noqa: E402
 from trainer.backend import running_backend  # noqa: E402
 from trainer.build import build_trainer  # noqa: E402
 from trainer.start_model import with_start_assets  # noqa: E402

@@ -39,12 +39,12 @@ from reshard_ranks import Piece, serve  # noqa: E402  # pyrefly: ignore
 
 from rlsys.models.megatron.family import family_of  # noqa: E402
 from rlsys.models.megatron.parallel import ParallelSizes  # noqa: E402
-from rlsys.planning.layouts import EngineSizes, engine_layouts, megatron_layouts  # noqa: E402
-from rlsys.planning.shapes import SHAPES, sizes_of  # noqa: E402
 from rlsys.types import WeightLayout  # noqa: E402
 from rlsys.weights.executors.cuda_ipc import IpcExportSpec, IpcImportSpec  # noqa: E402
 from rlsys.weights.plan import Plan, make_plan  # noqa: E402
 from rlsys.weights.rank_plan import RankPlans, split_plan  # noqa: E402
+from scripts.model_shapes import SHAPES, sizes_of  # noqa: E402
+from scripts.weight_layouts import EngineSizes, engine_layouts, megatron_layouts  # noqa: E402
 
 BUCKET_BYTES = 512 << 20
 CEILING_BYTES = 2 << 30

@@ -27,7 +27,6 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)] if str(ROOT) not in sys.path else []
 
-from rlsys.planning.layouts import local_shapes  # noqa: E402
 from rlsys.types import Box, Shard, WeightLayout  # noqa: E402
 from rlsys.weights.batched_copy import BatchedCopy, bits_of  # noqa: E402
 from rlsys.weights.executors.cuda_ipc import (  # noqa: E402
@@ -41,6 +40,7 @@ from rlsys.weights.executors.cuda_ipc import (  # noqa: E402
     export_tensors,
 )
 from rlsys.weights.layout import dtype_of, shard_view, view_of  # noqa: E402
+from scripts.weight_layouts import local_shapes  # noqa: E402
 
 CHUNK = 1 << 22
 Piece = tuple[Box, int]

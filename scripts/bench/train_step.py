@@ -34,8 +34,8 @@ from rlsys.interfaces import LossSum, TrainEngine
 from rlsys.models.flops import data_sheet_flops, measured_flops, training_flops
 from rlsys.models.hf import read_config
 from rlsys.models.megatron.family import family_of
-from rlsys.planning.shapes import SHAPES
 from rlsys.protocol import DataProto
+from scripts.model_shapes import SHAPES
 
 PROMPT = 64
 

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from rlsys.models.megatron.family import family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.planning import footprint as fp
-from rlsys.planning.shapes import SHAPES
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.rollout.hf.kv_cache import ColumnCache
 from rlsys.types import ModelRequest, SamplingParams
+from scripts.model_shapes import SHAPES
 
 TINY = fp.decoder_of(SHAPES["tiny"])
 LAYER = (64 * 64 + 64) + 2 * (64 * 32 + 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64

@@ -14,7 +14,7 @@ import pytest
 from rlsys.config import load_config
 from rlsys.planning.advice import memory_line
 from rlsys.planning.footprint import decoder_of
-from rlsys.planning.shapes import SHAPES
+from scripts.model_shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 1 << 30

@@ -15,7 +15,7 @@ from rlsys.planning import footprint as fp
 from rlsys.planning.advice import remedies, table, too_large
 from rlsys.planning.memory import Lengths, MemoryPlan, Stage, plan_memory
 from rlsys.planning.roles import Computing, FsdpRole, Pass, filled_pass, fixed_pass, megatron_role
-from rlsys.planning.shapes import SHAPES
+from scripts.model_shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 1 << 30

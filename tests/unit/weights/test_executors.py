@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from rlsys.models.megatron.family import family_of
 from rlsys.models.megatron.parallel import ParallelSizes
-from rlsys.planning.layouts import EngineSizes, engine_layouts, local_shapes, megatron_layouts
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.endpoints import WeightReceiver, WeightSender
@@ -24,6 +22,7 @@ from rlsys.weights.layout import dtype_of, shard_view, view_of
 from rlsys.weights.learn import learn_layout
 from rlsys.weights.plan import make_plan
 from rlsys.weights.sharding_manager import ExecutorName, MegatronSGLangShardingManager
+from scripts.weight_layouts import EngineSizes, engine_layouts, local_shapes, megatron_layouts
 from tests.timing import scaled_s
 from tests.unit.models.megatron_families import tiny
 
@@ -190,24 +189,3 @@ def test_messages_are_bounded_and_complete(sides: tuple[list[Trainer], list[Engi
     assert sum(copy.num_bytes for copy in copies) == plan.num_bytes
     assert len(copies) > plan.num_copies
     assert len(rounds) > 1
-
-
-def test_a_plan_is_written_as_json(sides: tuple[list[Trainer], list[Engine]]) -> None:
-    trainers, engines = sides
-    plan = make_plan([t.layout for t in trainers], [e.secret for e in engines])
-    read = json.loads(plan.to_json())
-    assert read["format"] == 1
-    assert len(read["moves"]) == plan.num_copies
-    for (part, source, place, source_rank, rank), copy in zip(read["moves"], plan.copies, strict=True):
-        tensor, start, shape = (column[part] for column in read["pieces"])
-        dims = read["tensor_dims"][tensor]
-        assert (read["names"]["tensors"][tensor], tuple(start[-dims:]), tuple(shape[-dims:])) == (
-            copy.tensor,
-            copy.start,
-            copy.shape,
-        )
-        assert (source_rank, rank) == (copy.source_rank, copy.rank)
-        locals_ = [
-            read["names"]["locals"][read[side][0][row]] for side, row in (("source_places", source), ("places", place))
-        ]
-        assert locals_ == [copy.source_local, copy.local]

@@ -14,10 +14,10 @@ import pytest
 
 from rlsys.models.megatron.family import family_of
 from rlsys.models.megatron.parallel import ParallelSizes
-from rlsys.planning.layouts import EngineSizes, engine_layouts, fsdp_layouts, local_shapes, megatron_layouts
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import ConfigError
 from rlsys.weights.plan import Plan, make_plan
+from scripts.weight_layouts import EngineSizes, engine_layouts, fsdp_layouts, local_shapes, megatron_layouts
 from tests.unit.models.megatron_families import tiny
 
 MAX_RANKS = 16
