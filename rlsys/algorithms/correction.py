@@ -16,53 +16,8 @@ from torch import Tensor
 
 from rlsys.algorithms.masked import masked_mean, masked_sum
 from rlsys.algorithms.mismatch import SAFETY_BOUND, mismatch_metrics
+from rlsys.config.bounds import rejection_bounds, weight_bounds
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig
-from rlsys.config.vocabulary import REJECTION_ALIASES, REJECTION_MODES
-
-
-def rejection_bounds(config: RolloutCorrectionConfig) -> tuple[tuple[str, float | None, float], ...]:
-    """(mode, low, high) of every mode in `rollout_rs`, as bounds of its statistic.
-
-    The k1 modes bound the ratio rollout / trainer by (1 / x, x) or "lo_hi", the others the estimate from above.
-    ValueError for an unknown mode or a threshold that does not fit.
-    """
-    modes = [m.strip() for m in (config.rollout_rs or "").split(",") if m.strip()]
-    modes = list(dict.fromkeys(REJECTION_ALIASES.get(mode, mode) for mode in modes))
-    if unknown := [mode for mode in modes if mode not in REJECTION_MODES]:
-        known = ", ".join((*REJECTION_ALIASES, *REJECTION_MODES))
-        raise ValueError(f"unknown rollout_rs '{unknown[0]}', one of {known}")
-    if not modes:
-        return ()
-    if config.rollout_rs_threshold is None:
-        raise ValueError("rollout_rs needs rollout_rs_threshold")
-    specs = [part.strip() for part in config.rollout_rs_threshold.split(",")]
-    if len(specs) not in (1, len(modes)):
-        raise ValueError(f"rollout_rs_threshold needs one value or {len(modes)}, got {len(specs)}")
-    specs = specs * len(modes) if len(specs) == 1 else specs
-    return tuple(_rejection(mode, spec) for mode, spec in zip(modes, specs, strict=True))
-
-
-def _parse_bounds(spec: str, name: str) -> tuple[float | None, float]:
-    parts = spec.strip().split("_")
-    try:
-        numbers = [float(part) for part in parts]
-    except ValueError:
-        raise ValueError(f"{name} must be a number or 'lo_hi', got '{spec}'") from None
-    if len(numbers) > 2 or any(not x > 0 for x in numbers) or numbers != sorted(numbers):
-        raise ValueError(f"{name} must be positive, 'lo_hi' with lo <= hi, got '{spec}'")
-    return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])
-
-
-def _rejection(mode: str, spec: str) -> tuple[str, float | None, float]:
-    low, high = _parse_bounds(spec, "rollout_rs_threshold")
-    if not mode.endswith("k1"):
-        if low is not None:
-            raise ValueError(f"rollout_rs_threshold of {mode} is one upper bound, got '{spec}'")
-        return mode, None, high
-    low = 1 / high if low is None else low
-    if low > high:
-        raise ValueError(f"rollout_rs_threshold of {mode} must be at least 1 or 'lo_hi', got '{spec}'")
-    return mode, math.log(low), math.log(high)
 
 
 @dataclass(frozen=True)
@@ -100,7 +55,7 @@ def importance_weights(
 
     With `rollout_is_batch_normalize` their mean, over tokens or over rows, is made 1.
     """
-    low, high = _parse_bounds(config.rollout_is_threshold, "rollout_is_threshold")
+    low, high = weight_bounds(config)
     by_row = config.rollout_is == "sequence"
     exponent = masked_sum(log_ratio, mask, dim=1).unsqueeze(1).expand_as(log_ratio) if by_row else log_ratio
     raw = torch.where(mask.bool(), exponent.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp(), 0.0)

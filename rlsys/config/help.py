@@ -28,8 +28,7 @@ Options
 
 Settings, any number; the last one of a key wins
   key=value             set a key: text, numbers, true, null, [a,b], {a: 1}, ${other.key}
-  +key=value            add a key that does not exist yet (to override_config, reward_kwargs, ...)
-  ++key=value           set or add
+  +key=value            the same, as Hydra writes new keys of override_config, reward_kwargs, ...
   ~key                  reset to the default, or remove an added key
 """
 

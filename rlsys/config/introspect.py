@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from functools import cache
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, get_origin
 
+from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from rlsys.config.overrides import format_value
-from rlsys.config.schema.base import MAX_COUNT, Condition, Registered, Section, is_path_rule
+from rlsys.config.schema.base import Condition, Registered, Section
 
 _HUGE = 1e6
+_NAMES = {
+    "boolean": "true or false",
+    "integer": "a whole number",
+    "number": "a number",
+    "string": "text",
+    "null": "null",
+    "object": "keys and values, e.g. {a: 1}",
+}
+_BOUNDS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "more than",
+    "maximum": "at most",
+    "exclusiveMaximum": "less than",
+}
 _SHOWN_CHARS = 80
 
 
@@ -116,72 +131,47 @@ def allowed(field: FieldInfo, value: Any = None) -> str:
     for rule in field.metadata:
         if isinstance(rule, Registered):
             return f"one of {', '.join(rule.names)}, or a name registered by model.external_lib"
-    return _words(field.annotation, tuple(field.metadata), value)
+    return _words(_json_schema(field), value)
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:
-    """The names that a key chooses from; empty if it is not a choice."""
-    names: list[str] = []
-    pending: list[Any] = [field.annotation]
-    while pending:
-        annotation = pending.pop()
-        if get_origin(annotation) is Literal:
-            names += [item for item in get_args(annotation) if isinstance(item, str)]
-        else:
-            pending += [item for item in get_args(annotation) if item is not Ellipsis]
-    return tuple(names)
+    """The names that a key, or each item of a list, chooses from; empty if it is not a choice."""
+    schema = _json_schema(field)
+    kinds = schema.get("anyOf", [schema])
+    return tuple(name for kind in (*kinds, schema.get("items", {})) for name in kind.get("enum", ()))
 
 
-def _words(annotation: Any, metadata: tuple[Any, ...], value: Any) -> str:
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _words(args[0], (*args[1:], *metadata), value)
-    if origin in (Union, UnionType):
-        parts = [_words(arg, metadata, value) for arg in args if arg is not NoneType]
-        return " or ".join([*parts, "null"] if NoneType in args else parts)
-    if origin is Literal:
-        names = ", ".join(str(item) for item in args)
-        return f"one of {names}" if len(args) > 1 else names
-    if origin is tuple:
-        each = _words(args[0], (), None)
-        return f"{len(args)} in a list, each {each}" if args[-1] is not Ellipsis else f"{each}, or a list of such"
-    if origin is dict:
-        return "keys and values, e.g. {a: 1}"
-    if annotation is bool:
-        return "true or false"
-    if annotation in (int, float):
-        return ("a whole number" if annotation is int else "a number") + _range(_constraints(metadata), value)
-    return "a path" if any(is_path_rule(rule) for rule in _flat(metadata)) else "text"
+def _json_schema(field: FieldInfo) -> dict[str, Any]:
+    annotation: Any = field.annotation
+    for rule in field.metadata:
+        annotation = Annotated[annotation, rule]
+    return TypeAdapter(annotation).json_schema()
 
 
-def _flat(metadata: tuple[Any, ...]) -> list[Any]:
-    return [rule for item in metadata for rule in (item.metadata if isinstance(item, FieldInfo) else [item])]
+def _words(schema: dict[str, Any], value: Any) -> str:
+    if "anyOf" in schema:
+        return " or ".join(_words(kind, value) for kind in schema["anyOf"])
+    if "const" in schema:
+        return str(schema["const"])
+    if "enum" in schema:
+        return f"one of {', '.join(schema['enum'])}"
+    kind = schema["type"]
+    if kind == "array" and "prefixItems" in schema:
+        return f"{schema['minItems']} in a list, each {_words(schema['prefixItems'][0], None)}"
+    if kind == "array":
+        each = _words(schema["items"], None)
+        return f"{each}, or a list of such"
+    if kind in ("integer", "number"):
+        return ", ".join(filter(None, (_NAMES[kind], " and ".join(_range(schema, value)))))
+    return "a path" if schema.get("format") == "path" else _NAMES[kind]
 
 
-def _constraints(metadata: tuple[Any, ...]) -> dict[str, float]:
-    bounds: dict[str, float] = {}
-    for rule in _flat(metadata):
-        for name in ("ge", "gt", "le", "lt"):
-            if getattr(rule, name, None) is not None:
-                bounds[name] = getattr(rule, name)
-    return bounds
-
-
-def _range(bounds: dict[str, float], value: Any) -> str:
-    words = []
-    high = bounds.get("le", bounds.get("lt", MAX_COUNT))
-    beyond = isinstance(value, int | float) and value > high
-    if "ge" in bounds:
-        words.append(f"at least {_number(bounds['ge'])}")
-    if "gt" in bounds:
-        words.append(f"more than {_number(bounds['gt'])}")
-    if ("le" in bounds or "lt" in bounds) and (high < _HUGE or beyond):
-        words.append(f"{'at most' if 'le' in bounds else 'less than'} {_number(high)}")
-    return ", " + " and ".join(words) if words else ""
-
-
-def _number(value: float) -> str:
-    return str(int(value)) if value == int(value) else f"{value:g}"
+def _range(schema: dict[str, Any], value: Any) -> Iterator[str]:
+    for name, words in _BOUNDS.items():
+        bound = schema.get(name)
+        is_exceeded = isinstance(value, int | float) and bound is not None and value > bound
+        if bound is not None and (bound < _HUGE or is_exceeded):
+            yield f"{words} {bound:g}" if bound < _HUGE else f"{words} {bound}"
 
 
 def nearest(path: str, known: tuple[str, ...], count: int = 3) -> list[str]:

@@ -16,11 +16,11 @@ from pydantic import ValidationError
 
 from rlsys.config.arguments import Arguments, parse_arguments
 from rlsys.config.checks.all import check
-from rlsys.config.checks.unused import unused_settings
+from rlsys.config.checks.rules import unused_settings
 from rlsys.config.derive import derived_counts, fill_auto
 from rlsys.config.introspect import allowed, choices, default_of, leaves, nest, shown
-from rlsys.config.merge import COMMAND_LINE, Layers
-from rlsys.config.presets import Preset, default_preset, read_preset
+from rlsys.config.merge import Layers
+from rlsys.config.presets import Preset, default_preset, model_key, read_preset
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig
 from rlsys.utils.errors import ConfigError
@@ -50,9 +50,11 @@ def load_config(argv: Sequence[str] = (), schema: type[S] = PPOConfig) -> S:
 
 def load(arguments: Arguments, schema: type[S]) -> Loaded[S]:
     """Like `load_config`, but also returns the notes and the headline."""
-    layers = Layers(schema)
+    layers, typed = Layers(schema), Layers(schema)
     problems = list(arguments.problems)
-    preset = default_preset(arguments, schema)
+    typed.add_overrides(arguments.overrides)
+    model = typed.given.get(model_key(schema))
+    preset = default_preset(arguments, schema, has_model=model is not None and model.value is not None)
     for name, tree in read_preset(preset):
         layers.add_tree(tree, name)
     layers.add_overrides(arguments.overrides)
@@ -64,8 +66,8 @@ def load(arguments: Arguments, schema: type[S]) -> Loaded[S]:
     problems, notes = check(config)
     if problems:
         raise ConfigError(_listed(problems))
-    typed = [path for path, given in layers.given.items() if given.origin == COMMAND_LINE]
-    return Loaded(config, _headline(preset, arguments), (*layers.notes(), *notes, *unused_settings(config, typed)))
+    notes = [*layers.notes(), *notes, *unused_settings(config, typed.given)]
+    return Loaded(config, _headline(preset, arguments), tuple(notes))
 
 
 def _values(layers: Layers) -> tuple[dict[str, Any], list[str]]:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlsys.config.checks.findings import ignored
-from rlsys.config.compat.reader import CompatTable, compat_table
+from rlsys.config.compat.reader import CompatTable, compat_table, prefixes
 from rlsys.config.introspect import default_of, is_open, leaves, nearest, nest, plain, sections, shown
 from rlsys.config.overrides import Override
 from rlsys.config.schema.base import Section
 
 COMMAND_LINE = "command line"
-_ABSENT = object()
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,9 @@ class Layers:
         """Merge the command line over the layers so far; a repeated key takes its last value."""
         self._layer = {}
         for override in overrides:
-            if override.op == "~":
+            if override.removes:
                 self._remove(override)
-            elif self._may_add(override):
+            else:
                 self._place(override.key, override.value, COMMAND_LINE)
 
     def notes(self) -> tuple[str, ...]:
@@ -112,38 +111,39 @@ class Layers:
         elif path in compat.per_gpu:
             if value is not None:
                 self.global_sizes[compat.per_gpu[path]] = given
-        elif (self._open_key(path) or path in self._leaves) and not self._spelled_below(spelling, value):
-            self._set_leaf(path, given)
+        elif (key := self._key_of(path)) and not self._spelled_below(spelling, value):
+            self._set_leaf(key, path, given)
         elif isinstance(value, dict) and value and not self._is_accepted(path, value):
-            for key, below in value.items():
-                self._place(f"{spelling}.{key}", below, origin)
-        elif path in self._sections:
-            if value != {}:
-                self.problems.append(self._not_a_section(spelling, path, value))
-        else:
+            for name, below in value.items():
+                self._place(f"{spelling}.{name}", below, origin)
+        elif path not in self._sections:
             self._refuse_or_ignore(path, given)
+        elif value != {}:
+            example = next(key for key in self._leaves if key.startswith(f"{path}."))
+            self.problems.append(f"{spelling} = {shown(value)}: it is a section of keys; set e.g. {example}=<value>")
 
     def _spelled_below(self, spelling: str, value: Any) -> bool:
         """Whether keys of this section have spellings of their own."""
         return isinstance(value, dict) and any(f"{spelling}.{key}" in self._compat.aliases for key in value)
 
-    def _set_leaf(self, path: str, given: Given) -> None:
-        reason = _unsupported(given.value)
-        key = self._open_key(path)
-        if reason:
+    def _key_of(self, path: str) -> str | None:
+        """The key that `path` is, or an open key that it is in."""
+        inside = (prefix for prefix in prefixes(path) if prefix in self._leaves and is_open(self._leaves[prefix]))
+        return path if path in self._leaves else next(inside, None)
+
+    def _set_leaf(self, key: str, path: str, given: Given) -> None:
+        field = self._leaves[key]
+        if reason := _unsupported(given.value):
             self.problems.append(f"{given.spelling} ({given.origin}): {reason}")
-        elif key is None:
-            if isinstance(given.value, dict):
-                self.problems.append(
-                    f"{given.spelling} = {shown(given.value)} ({given.origin}): it is a single value, not a section"
-                )
-            else:
-                self._set(path, given)
+        elif isinstance(given.value, dict) and not is_open(field):
+            why = "it is a single value, not a section"
+            self.problems.append(f"{given.spelling} = {shown(given.value)} ({given.origin}): {why}")
         elif path == key and not isinstance(given.value, dict):
             self._set(path, given)
         else:
-            rest = path[len(key) + 1 :].split(".") if path != key else []
-            self._set_open(key, rest, given)
+            value = {key: nest({path[len(key) + 1 :]: given.value}) if path != key else given.value}
+            before = self.given[key].value if key in self.given else default_of(field)
+            self.given[key] = Given(_merge({key: before}, value)[key], given.origin, key)
 
     def _set(self, path: str, given: Given) -> None:
         before = self._layer.get(path)
@@ -155,70 +155,18 @@ class Layers:
             )
         self._layer[path] = self.given[path] = given
 
-    def _set_open(self, key: str, rest: list[str], given: Given) -> None:
-        """Merge a value into a key that holds keys of its own."""
-        value = given.value
-        for part in reversed(rest):
-            value = {part: value}
-        before = self.given[key].value if key in self.given else default_of(self._leaves[key])
-        merged = _merge(before, value) if isinstance(before, dict) else value
-        self.given[key] = Given(merged, given.origin, key)
-
-    def _open_key(self, path: str) -> str | None:
-        """The open key that `path` is, or is in."""
-        prefix = path
-        while prefix:
-            if prefix in self._leaves:
-                return prefix if is_open(self._leaves[prefix]) else None
-            prefix = prefix.rpartition(".")[0]
-        return None
-
-    def _present(self, path: str) -> Any:
-        """The value set at `path`, _ABSENT if none was."""
-        key = self._open_key(path)
-        if key is None or path == key:
-            return self.given[path].value if path in self.given else _ABSENT
-        value: Any = self.given[key].value if key in self.given else {}
-        for part in path[len(key) + 1 :].split("."):
-            value = value.get(part, _ABSENT) if isinstance(value, dict) else _ABSENT
-        return value
-
-    def _may_add(self, override: Override) -> bool:
-        """Whether `key` exists for key=value, and is new for +key=value."""
-        path = self._compat.canonical(override.key)
-        present = self._present(path) is not _ABSENT
-        if override.op == "+" and present:
-            was = self._present(path)
-            self.problems.append(
-                f"{override.text}: + adds a new key, but {override.key} is already {shown(was)}; "
-                f"set {override.text[1:]}"
-            )
-            return False
-        new = not present and path not in self._leaves and self._open_key(path)
-        if override.op == "" and new and path == override.key:
-            self.problems.append(f"{override.text}: {override.key} does not exist yet; to add it use +{override.text}")
-            return False
-        return True
-
     def _remove(self, override: Override) -> None:
+        """Reset a key or a section to its defaults, or remove an added key."""
         path = self._compat.canonical(override.key)
-        if path in self._sections:
-            for key in [key for key in self.given if key.startswith(f"{path}.")]:
-                self.given.pop(key)
-            return
-        present, key = self._present(path), self._open_key(path)
-        known = path in self._leaves
-        if not known and present is _ABSENT:
-            why = f"{override.key} does not exist" if key else self._unknown(override.key, path)
-            self.problems.append(f"{override.text}: {why}")
-        elif override.has_value and present is not _ABSENT and present != override.value:
-            self.problems.append(f"{override.text}: {override.key} is {shown(present)}; use ~{override.key}")
-        elif known:
-            self.given.pop(path, None)
-        elif key:
-            before = self.given[key]
-            rest = path[len(key) + 1 :].split(".")
-            self.given[key] = Given(_without(before.value, rest), before.origin, before.spelling)
+        key = self._key_of(path)
+        if path == key or path in self._sections:
+            self.given = {name: given for name, given in self.given.items() if not f"{name}.".startswith(f"{path}.")}
+        elif key is None:
+            self.problems.append(f"{override.text}: {self._unknown(override.key, path)}")
+        elif key in self.given and (rest := _without(self.given[key].value, path[len(key) + 1 :].split("."))):
+            self.given[key] = replace(self.given[key], value=rest)
+        else:
+            self.problems.append(f"{override.text}: {override.key} does not exist")
 
     def _is_accepted(self, path: str, value: Any) -> bool:
         """Whether a key of another project may have this value silently."""
@@ -237,17 +185,11 @@ class Layers:
             self._ignored.setdefault(foreign.why, []).append(given.spelling)
 
     def _unknown(self, spelling: str, path: str) -> str:
-        parent = path.rpartition(".")[0]
-        while parent:
+        for parent in prefixes(path):
             if parent in self._leaves:
                 return f"no such key; {parent} is a single value, not a section"
-            parent = parent.rpartition(".")[0]
         near = nearest(spelling, (*self._leaves, *self._compat.aliases))
         return f"no such key; did you mean {' or '.join(near)}?" if near else "no such key; --help lists all keys"
-
-    def _not_a_section(self, spelling: str, path: str, value: Any) -> str:
-        example = next(key for key in self._leaves if key.startswith(f"{path}."))
-        return f"{spelling} = {shown(value)}: it is a section of keys; set e.g. {example}=<value>"
 
 
 def _scalars(value: Any) -> Iterator[Any]:
@@ -300,8 +242,12 @@ def _merge(base: dict[str, Any], over: Any) -> Any:
     return merged
 
 
-def _without(tree: dict[str, Any], path: list[str]) -> dict[str, Any]:
+def _without(tree: Any, path: list[str]) -> Any:
+    """The tree without the value at a path; None if there is none."""
     first, *rest = path
-    if not rest:
-        return {key: value for key, value in tree.items() if key != first}
-    return {key: _without(value, rest) if key == first else value for key, value in tree.items()}
+    if not isinstance(tree, dict) or first not in tree:
+        return None
+    below = _without(tree[first], rest) if rest else None
+    if rest and below is None:
+        return None
+    return {key: value for key, value in tree.items() if key != first} | ({first: below} if rest else {})

@@ -1,4 +1,4 @@
-"""Dotted overrides in Hydra's forms: key=value, +key=value (new), ++key=value (new or not), ~key (reset to default).
+"""Dotted overrides in Hydra's forms: key=value, +key=value and ++key=value, which mean the same, and ~key (reset).
 
 Values: null, true/false, numbers, text, 'quoted text', [lists], {dicts: of any}, and ${interpolations}, which stay text
 for the loader. Text needs quotes if it holds a comma or starts with a bracket or a quote. The grammar is Hydra's rather
@@ -11,13 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from rlsys.utils.errors import ConfigError
 
-Op = Literal["", "+", "++", "~"]
 T = TypeVar("T")
 
+_OVERRIDE = re.compile(r"(\+\+?|~)?(.*)", re.DOTALL)
 _KEY = re.compile(r"[\w-]+(\.[\w-]+)*")
 _INT = re.compile(r"[+-]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[+-]?(([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[0-9]+[eE][+-]?[0-9]+)")
@@ -30,37 +30,30 @@ _MAX_DEPTH = 50
 
 @dataclass(frozen=True)
 class Override:
-    """One override. `value` is None and `has_value` false for a bare ~key."""
+    """One override: a key and its value, or with `removes` a key to reset."""
 
-    op: Op
     key: str
     value: Any = None
-    has_value: bool = True
+    removes: bool = False
     text: str = ""
 
 
 def parse_override(text: str) -> Override:
     """Parse one argument; ConfigError if it is not an override."""
-    op, rest = _split_op(text)
-    key, equals, value = rest.partition("=")
-    key = key.strip()
+    rest, equals, value = text.partition("=")
+    op, key = _OVERRIDE.fullmatch(rest).groups()  # type: ignore[union-attr]
     if not equals and op != "~":
         raise ConfigError(f"'{text}' is neither an option nor an override; use key=value, e.g. trainer.total_epochs=1")
     if not _KEY.fullmatch(key):
         raise ConfigError(f"'{text}': '{key}' is not a key; a key is names joined by dots, e.g. data.train_batch_size")
-    if not equals:
-        return Override(op, key, has_value=False, text=text)
+    if op == "~":
+        if equals:
+            raise ConfigError(f"'{text}': ~ resets a key, so it takes no value; use ~{key} or {key}={value}")
+        return Override(key, removes=True, text=text)
     try:
-        return Override(op, key, parse_value(value), text=text)
+        return Override(key, parse_value(value), text=text)
     except ValueError as error:
         raise ConfigError(f"{key} = {value}: {error}") from None
-
-
-def _split_op(text: str) -> tuple[Op, str]:
-    for op in ("++", "+", "~"):
-        if text.startswith(op):
-            return op, text[len(op) :]
-    return "", text
 
 
 def parse_value(text: str) -> Any:

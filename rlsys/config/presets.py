@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config.arguments import Arguments
-from rlsys.config.compat.reader import compat_table
 from rlsys.config.schema.base import Section
 from rlsys.utils.errors import ConfigError
 
@@ -47,7 +46,7 @@ def model_key(schema: type[Section]) -> str:
     return "model.path" if "model" in schema.model_fields else "actor_rollout_ref.model.path"
 
 
-def default_preset(arguments: Arguments, schema: type[Section]) -> Preset:
+def default_preset(arguments: Arguments, schema: type[Section], *, has_model: bool) -> Preset:
     """The preset of a command line. A PPO run without a preset and without a model is the quickstart."""
     folders = (presets_folder(),)
     if arguments.config_path is not None:
@@ -55,24 +54,10 @@ def default_preset(arguments: Arguments, schema: type[Section]) -> Preset:
         if not folder.is_dir():
             raise ConfigError(f"--config-path={arguments.config_path}: folder not found")
         folders = (folder, presets_folder())
-    name = arguments.config_name or _DEFAULT_NAMES[schema.__name__]
-    asked = arguments.config_name is not None or arguments.config_path is not None
-    compat, key = compat_table(schema), model_key(schema)
-    named = any(
-        compat.canonical(override.key) == key and override.value is not None for override in arguments.overrides
-    ) or any(_names_model(override.key, override.value, key) for override in arguments.overrides)
-    if schema.__name__ == "PPOConfig" and not asked and not named:
-        return Preset("quickstart", folders, QUICKSTART_WHY.format(key=key))
-    return Preset(name, folders)
-
-
-def _names_model(path: str, value: Any, key: str) -> bool:
-    """Whether an override of a whole section, {path: ...}, names the model."""
-    if not key.startswith(f"{path}."):
-        return False
-    for part in key[len(path) + 1 :].split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    return value is not None
+    is_asked = arguments.config_name is not None or arguments.config_path is not None
+    if schema.__name__ == "PPOConfig" and not is_asked and not has_model:
+        return Preset("quickstart", folders, QUICKSTART_WHY.format(key=model_key(schema)))
+    return Preset(arguments.config_name or _DEFAULT_NAMES[schema.__name__], folders)
 
 
 def read_preset(preset: Preset, _seen: tuple[str, ...] = ()) -> list[tuple[str, dict[str, Any]]]:

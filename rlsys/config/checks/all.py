@@ -9,11 +9,9 @@ from rlsys.config.checks.batches import check_ppo_batches, check_supervised_batc
 from rlsys.config.checks.files import check_files
 from rlsys.config.checks.findings import Note
 from rlsys.config.checks.megatron import check_megatron
-from rlsys.config.checks.reward import check_reward
-from rlsys.config.checks.rollout import check_engine, check_engine_name
+from rlsys.config.checks.rollout import check_rollout, check_sampling
 from rlsys.config.checks.rules import check_rules
-from rlsys.config.checks.run import check_checkpoints, check_ppo_run, check_run
-from rlsys.config.checks.sampling import check_sampling
+from rlsys.config.checks.run import check_checkpoint, check_ppo_run, check_run
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
 
@@ -27,25 +25,18 @@ def check(cfg: Section) -> tuple[list[str], list[str]]:
 
 def _findings(cfg: Section) -> Iterator[str]:
     yield from check_rules(cfg)
+    if not isinstance(cfg, PPOConfig | SupervisedConfig | EvalConfig):
+        return
+    yield from check_run(cfg)
     if isinstance(cfg, PPOConfig):
         yield from check_megatron(cfg)
         yield from check_ppo_batches(cfg)
         yield from check_algorithm(cfg)
-        yield from check_reward(cfg)
         yield from check_sampling(cfg)
-        yield from check_run(cfg.trainer)
-        policy = cfg.actor_rollout_ref
-        yield from check_engine_name(policy.rollout.name, policy.model.external_lib, has_servers=True)
         yield from check_ppo_run(cfg)
-        yield from check_files(cfg)
-    elif isinstance(cfg, SupervisedConfig):
-        yield from check_supervised_batches(cfg)
-        yield from check_run(cfg.trainer)
-        yield from check_checkpoints("", cfg.checkpoint, cfg.trainer.resume_mode)
-        yield from check_files(cfg)
     elif isinstance(cfg, EvalConfig):
-        yield from check_run(cfg.trainer)
-        rollout = cfg.actor_rollout_ref.rollout
-        yield from check_engine_name(rollout.name, cfg.actor_rollout_ref.model.external_lib, has_servers=False)
-        yield from check_engine(rollout, rollout.name, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
-        yield from check_files(cfg)
+        yield from check_rollout(cfg, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node)
+    else:
+        yield from check_supervised_batches(cfg)
+        yield from check_checkpoint(cfg, "checkpoint", cfg.checkpoint)
+    yield from check_files(cfg)

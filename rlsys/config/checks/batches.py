@@ -8,9 +8,8 @@ from rlsys.config.checks.findings import wrong
 from rlsys.config.plan import shared_by
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema.actor import ActorConfig, CriticConfig
-from rlsys.config.schema.data import DataConfig, SupervisedDataConfig
 from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig
-from rlsys.config.schema.model import RoleShardConfig, ShardConfig
+from rlsys.config.schema.model import ShardConfig
 
 ACTOR, CRITIC, REF = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref"
 ROLLOUT, LOG_PROB = "actor_rollout_ref.rollout", "log_prob_max_token_len_per_gpu"
@@ -18,70 +17,49 @@ ROLLOUT, LOG_PROB = "actor_rollout_ref.rollout", "log_prob_max_token_len_per_gpu
 
 def check_ppo_batches(cfg: PPOConfig) -> Iterator[str]:
     """Prompts into mini-batches, mini-batches over ranks, micro-batches into shares, sequences into budgets."""
-    actor, ref = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.ref
-    ranks = resolve_pools(cfg).train_ranks
-    yield from _mini_batches(cfg, ACTOR, actor)
-    yield from _ranks(ACTOR, "fsdp_config", actor.fsdp_config, actor.ulysses_sequence_parallel_size, ranks)
-    yield from _micro_batches(cfg, ACTOR, actor, ranks)
+    actor, ref, ranks = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.ref, resolve_pools(cfg).train_ranks
+    yield from _role(cfg, ACTOR, actor)
+    yield from _divides(cfg, ACTOR, "fsdp_config", actor.ulysses_sequence_parallel_size, actor.fsdp_config, ranks)
     if cfg.use_critic:
-        yield from _mini_batches(cfg, CRITIC, cfg.critic)
-        yield from _ranks(CRITIC, "fsdp", cfg.critic.fsdp, cfg.critic.ulysses_sequence_parallel_size, ranks)
-        yield from _micro_batches(cfg, CRITIC, cfg.critic, ranks)
+        critic = cfg.critic
+        yield from _role(cfg, CRITIC, critic)
+        yield from _divides(cfg, CRITIC, "fsdp", critic.ulysses_sequence_parallel_size, critic.fsdp, ranks)
     if cfg.use_reference:
-        yield from _ranks(REF, "fsdp_config", ref.fsdp_config, ref.ulysses_sequence_parallel_size, ranks)
-    if actor.ulysses_sequence_parallel_size > 1 and not cfg.actor_rollout_ref.model.use_remove_padding:
-        key = "actor_rollout_ref.model.use_remove_padding"
-        yield wrong(key, False, f"sequences are split over ranks only when packed; set {key}=true")
+        yield from _divides(cfg, REF, "fsdp_config", ref.ulysses_sequence_parallel_size, ref.fsdp_config, ranks)
     yield from _budgets(cfg)
-    yield from _generated(cfg)
+    batch = cfg.data.train_batch_size
+    if cfg.data.gen_batch_size != batch and not cfg.algorithm.filter_groups.enable:
+        why = "without algorithm.filter_groups.enable=true every generated prompt is trained on; remove it, or"
+        yield wrong(cfg, "data.gen_batch_size", f"{why} set data.gen_batch_size={batch}")
+    yield from _enough_rows(cfg)
 
 
-def _mini_batches(cfg: PPOConfig, role: str, section: ActorConfig | CriticConfig) -> Iterator[str]:
-    prompts, mini = cfg.data.train_batch_size, section.ppo_mini_batch_size
-    key = f"{role}.ppo_mini_batch_size"
+def _role(cfg: PPOConfig, role: str, section: ActorConfig | CriticConfig) -> Iterator[str]:
+    """Mini-batches of a trained role, and their shares of each rank."""
+    prompts, mini, key = cfg.data.train_batch_size, section.ppo_mini_batch_size, f"{role}.ppo_mini_batch_size"
     if mini > prompts:
-        yield wrong(key, mini, f"more prompts than data.train_batch_size={prompts}; set {key}={prompts}")
+        yield wrong(cfg, key, f"more prompts than data.train_batch_size={prompts}", prompts)
     elif prompts % mini:
         near = max(size for size in range(1, mini) if prompts % size == 0)
-        yield wrong(key, mini, f"does not divide data.train_batch_size={prompts}; set {key}={near}")
-
-
-def _divides(role: str, sharding: str, shard: ShardConfig, sequence: int, ranks: int) -> Iterator[str]:
-    for key, size, rest, instead in (
-        (f"{role}.ulysses_sequence_parallel_size", sequence, ranks % sequence, 1),
-        (f"{sharding}.fsdp_size", shard.fsdp_size, ranks % shard.fsdp_size if shard.fsdp_size > 0 else 0, -1),
-    ):
-        if rest or size == 0:
-            yield wrong(key, size, f"does not divide the {ranks} training processes; set {key}={instead}")
-
-
-def _ranks(role: str, sharding: str, shard: RoleShardConfig, sequence: int, ranks: int) -> Iterator[str]:
-    yield from _divides(role, f"{role}.{sharding}", shard, sequence, ranks)
-    if shard.param_offload and shard.offload_policy:
-        yield wrong(
-            f"{role}.{sharding}.offload_policy", True, "it already offloads parameters; set param_offload=false"
-        )
-
-
-def _micro_batches(cfg: PPOConfig, role: str, section: ActorConfig | CriticConfig, ranks: int) -> Iterator[str]:
-    answers = cfg.actor_rollout_ref.rollout.n
-    groups = max(ranks // shared_by(section), 1)
-    samples = section.ppo_mini_batch_size * answers
-    key = f"{role}.ppo_mini_batch_size"
+        yield wrong(cfg, key, f"does not divide data.train_batch_size={prompts}", near)
+    answers, groups = cfg.actor_rollout_ref.rollout.n, max(resolve_pools(cfg).train_ranks // shared_by(section), 1)
+    samples = mini * answers
     if samples % groups:
-        yield wrong(
-            key,
-            section.ppo_mini_batch_size,
-            f"times actor_rollout_ref.rollout.n={answers} gives {samples} samples, which {groups} data-parallel ranks "
-            f"cannot share evenly; set a multiple of {groups}",
-        )
-        return
-    micro, share = section.ppo_micro_batch_size_per_gpu, samples // groups
-    micro_key = f"{role}.ppo_micro_batch_size_per_gpu"
-    if micro is not None and not section.use_dynamic_bsz and micro > share:
-        yield wrong(
-            micro_key, micro, f"a rank's share of a mini-batch is only {share} samples; set {micro_key}={share}"
-        )
+        why = f"times actor_rollout_ref.rollout.n={answers} gives {samples} samples, which {groups} data-parallel ranks"
+        yield wrong(cfg, key, f"{why} cannot share evenly; set a multiple of {groups}")
+    elif not section.use_dynamic_bsz and (section.ppo_micro_batch_size_per_gpu or 1) > (share := samples // groups):
+        why = f"a rank's share of a mini-batch is only {share} samples"
+        yield wrong(cfg, f"{role}.ppo_micro_batch_size_per_gpu", why, share)
+
+
+def _divides(
+    cfg: PPOConfig | SupervisedConfig, role: str, sharding: str, sequence: int, shard: ShardConfig, ranks: int
+) -> Iterator[str]:
+    why = f"does not divide the {ranks} training processes"
+    if ranks % sequence:
+        yield wrong(cfg, f"{role}.ulysses_sequence_parallel_size", why, 1)
+    if shard.fsdp_size > 0 and ranks % shard.fsdp_size:
+        yield wrong(cfg, f"{role}.{sharding}.fsdp_size".replace("..", "."), why, -1)
 
 
 def _budgets(cfg: PPOConfig) -> Iterator[str]:
@@ -105,7 +83,8 @@ def _budgets(cfg: PPOConfig) -> Iterator[str]:
         budgets.append((key, grader.forward_max_token_len_per_gpu, grader.use_dynamic_bsz, 1))
     for key, budget, dynamic, sequence in budgets:
         if dynamic and budget * sequence < longest:
-            yield wrong(key, budget, _too_small(longest, sequence, key))
+            why = f"a sequence of data.max_prompt_length + data.max_response_length = {longest} tokens does not fit"
+            yield wrong(cfg, key, why, f"{-(-longest // sequence)} or more")
 
 
 def _sequence_ranks(role: ActorConfig | CriticConfig) -> int:
@@ -113,54 +92,26 @@ def _sequence_ranks(role: ActorConfig | CriticConfig) -> int:
     return role.megatron.context_parallel_size if role.strategy == "megatron" else role.ulysses_sequence_parallel_size
 
 
-def _too_small(longest: int, sequence: int, key: str) -> str:
-    need = -(-longest // sequence)
-    return (
-        f"a sequence of data.max_prompt_length + data.max_response_length = {longest} tokens does not fit; "
-        f"set {key}={need} or more"
-    )
-
-
-def _generated(cfg: PPOConfig) -> Iterator[str]:
-    data, groups = cfg.data, cfg.algorithm.filter_groups
-    if data.gen_batch_size != data.train_batch_size and not groups.enable:
-        yield wrong(
-            "data.gen_batch_size",
-            data.gen_batch_size,
-            f"without algorithm.filter_groups.enable=true every generated prompt is trained on; set "
-            f"data.gen_batch_size={data.train_batch_size} or remove it",
-        )
-    yield from _samples(data)
-
-
-def _samples(data: DataConfig | SupervisedDataConfig) -> Iterator[str]:
-    """How many rows of the files are used."""
-    for name in ("train_max_samples", "val_max_samples"):
-        if getattr(data, name) == 0:
-            yield wrong(f"data.{name}", 0, f"no rows would be left; set data.{name}=-1 for all")
-    if 0 < data.train_max_samples < data.train_batch_size:
-        why = f"fewer rows than data.train_batch_size={data.train_batch_size}"
-        advice = f"set data.train_batch_size={data.train_max_samples} or less"
-        yield wrong("data.train_max_samples", data.train_max_samples, f"{why}; {advice}")
+def _enough_rows(cfg: PPOConfig | SupervisedConfig) -> Iterator[str]:
+    rows, batch = cfg.data.train_max_samples, cfg.data.train_batch_size
+    if 0 < rows < batch:
+        why = f"fewer rows than data.train_batch_size={batch}; set data.train_batch_size={rows} or less"
+        yield wrong(cfg, "data.train_max_samples", why)
 
 
 def check_supervised_batches(cfg: SupervisedConfig) -> Iterator[str]:
     """Rows over ranks, and texts into budgets."""
-    data = cfg.data
-    ranks, sequence = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node, cfg.engine.ulysses_sequence_parallel_size
-    yield from _divides("engine", "engine", cfg.engine, sequence, ranks)
-    if ranks % sequence:
-        return
-    groups = ranks // sequence
+    data, ranks = cfg.data, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+    sequence = cfg.engine.ulysses_sequence_parallel_size
+    yield from _divides(cfg, "engine", "", sequence, cfg.engine, ranks)
+    groups = max(ranks // sequence, 1)
+    share = data.train_batch_size // groups
     if data.train_batch_size % groups:
         why = f"{groups} data-parallel ranks cannot share it evenly; set a multiple of {groups}"
-        yield wrong("data.train_batch_size", data.train_batch_size, why)
-    elif not data.use_dynamic_bsz and data.micro_batch_size_per_gpu > data.train_batch_size // groups:
-        share = data.train_batch_size // groups
-        why = f"a rank's share of a batch is only {share} rows; set data.micro_batch_size_per_gpu={share}"
-        yield wrong("data.micro_batch_size_per_gpu", data.micro_batch_size_per_gpu, why)
+        yield wrong(cfg, "data.train_batch_size", why)
+    elif not data.use_dynamic_bsz and data.micro_batch_size_per_gpu > share:
+        yield wrong(cfg, "data.micro_batch_size_per_gpu", f"a rank's share of a batch is only {share} rows", share)
     if data.use_dynamic_bsz and data.max_token_len_per_gpu * sequence < data.max_length:
-        need = -(-data.max_length // sequence)
-        why = f"a text of data.max_length={data.max_length} tokens does not fit; set data.max_token_len_per_gpu={need}"
-        yield wrong("data.max_token_len_per_gpu", data.max_token_len_per_gpu, why)
-    yield from _samples(data)
+        why = f"a text of data.max_length={data.max_length} tokens does not fit"
+        yield wrong(cfg, "data.max_token_len_per_gpu", why, -(-data.max_length // sequence))
+    yield from _enough_rows(cfg)

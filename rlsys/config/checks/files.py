@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config.checks.findings import wrong
-from rlsys.config.schema.algorithm import RewardConfig
+from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
 from rlsys.config.schema.model import ModelConfig
-from rlsys.config.schema.trainer import RunConfig, TrainingConfig
+from rlsys.config.schema.trainer import TrainingConfig
 from rlsys.config.vocabulary import ROW_FILES
 
 ANSWERED = "data.max_prompt_length + data.max_response_length"
@@ -25,44 +25,48 @@ ANSWERED = "data.max_prompt_length + data.max_response_length"
 def check_files(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
     """Data, models, rewards and output folders of a job."""
     if not isinstance(cfg, EvalConfig):
-        yield from _rows("data.train_files", cfg.data.train_files)
-    yield from _rows("data.val_files", cfg.data.val_files)
+        yield from _rows(cfg, "data.train_files", cfg.data.train_files)
+    yield from _rows(cfg, "data.val_files", cfg.data.val_files)
     custom = cfg.data.custom_cls
     if custom.path is not None and custom.name is not None:
-        yield from _python("data.custom_cls", custom.path, custom.name, "class")
+        yield from _python(cfg, "data.custom_cls", custom.path, custom.name, "class")
     if isinstance(cfg, SupervisedConfig):
-        yield from _model("model", cfg.model, cfg.data.max_length, "data.max_length")
+        yield from _model(cfg, "model", cfg.model, cfg.data.max_length, "data.max_length")
     else:
         policy, longest = cfg.actor_rollout_ref.model, cfg.data.max_prompt_length + cfg.data.max_response_length
-        yield from _model("actor_rollout_ref.model", policy, longest, ANSWERED)
+        yield from _model(cfg, "actor_rollout_ref.model", policy, longest, ANSWERED)
         if isinstance(cfg, PPOConfig) and cfg.use_critic and cfg.critic.model.path != policy.path:
-            yield from _model("critic.model", cfg.critic.model, longest, ANSWERED)
-        yield from _reward(cfg.reward)
-    yield from _output(cfg.trainer)
+            yield from _model(cfg, "critic.model", cfg.critic.model, longest, ANSWERED)
+        yield from _reward(cfg)
+    yield from _output(cfg)
 
 
-def _rows(key: str, files: tuple[str, ...] | None) -> Iterator[str]:
+def _rows(cfg: Section, key: str, files: tuple[str, ...] | None) -> Iterator[str]:
     if files == ():
-        yield wrong(key, [], f"empty list; set {key}=<file>, or null for the start assets")
+        yield wrong(cfg, key, f"empty list; set {key}=<file>, or null for the start assets")
     for name in files or ():
-        path = Path(name)
-        if path.is_file():
-            if path.suffix.lower() not in ROW_FILES:
-                yield wrong(key, name, f"rows are read from {', '.join(ROW_FILES)}")
-            elif path.stat().st_size == 0:
-                yield wrong(key, name, "the file is empty")
-            elif not os.access(path, os.R_OK):
-                yield wrong(key, name, "the file is not readable")
-        elif path.is_dir() and not (path / "state.json").is_file():
-            yield wrong(key, name, "not a folder written by datasets' save_to_disk; set a file")
-        elif "://" in name:
-            yield wrong(key, name, f"only local files are read; copy it and set {key}=<file>")
-        elif not path.exists():
-            make = f"to create example data run python scripts/prepare_data.py --out {path.parent}"
-            yield wrong(key, name, f"file not found{_nearby(path)}; set {key}=<file> ({make})")
-    doubled = sorted({name for name in files or () if (files or ()).count(name) > 1})
-    if doubled:
-        yield wrong(key, doubled[0], "the file is listed twice, so its rows would count twice; list it once")
+        if why := _rows_problem(Path(name)):
+            yield wrong(cfg, key, why, value=name)
+    if doubled := [name for name in files or () if (files or ()).count(name) > 1]:
+        why = "the file is listed twice, so its rows would count twice; list it once"
+        yield wrong(cfg, key, why, value=doubled[0])
+
+
+def _rows_problem(path: Path) -> str:
+    """Why rows cannot be read from a path; empty if they can."""
+    if path.is_dir():
+        is_saved = (path / "state.json").is_file()
+        return "" if is_saved else "not a folder written by datasets' save_to_disk; set a file"
+    if "://" in str(path) or ":/" in str(path):
+        return "only local files are read; copy it and set the copy"
+    if not path.exists():
+        make = f"to create example data run python scripts/prepare_data.py --out {path.parent}"
+        return f"file not found{_nearby(path)}; set an existing file ({make})"
+    if path.suffix.lower() not in ROW_FILES:
+        return f"rows are read from {', '.join(ROW_FILES)}"
+    if not os.access(path, os.R_OK):
+        return "the file is not readable"
+    return "" if path.stat().st_size else "the file is empty"
 
 
 def _nearby(path: Path) -> str:
@@ -74,33 +78,25 @@ def _nearby(path: Path) -> str:
     return f" ({path.parent.absolute()} has {near[0]})" if near else ""
 
 
-def _model(key: str, model: ModelConfig, longest: int, lengths: str) -> Iterator[str]:
+def _model(cfg: Section, key: str, model: ModelConfig, longest: int, lengths: str) -> Iterator[str]:
     for name in ("path", "tokenizer_path", "lora_adapter_path"):
         value = getattr(model, name)
         if value is not None and not Path(value).is_dir():
-            yield wrong(f"{key}.{name}", value, f"{_no_folder(value)}; set {key}.{name}=<folder>")
+            yield wrong(cfg, f"{key}.{name}", _no_folder(value), "<folder>")
     library = model.external_lib or ""
-    if library.endswith(".py"):
-        if not Path(library).expanduser().is_file():
-            yield wrong(f"{key}.external_lib", library, f"file not found{_nearby(Path(library))}; set a module or file")
-    elif library and not _importable(library):
-        yield wrong(f"{key}.external_lib", library, "the module cannot be imported; put it on PYTHONPATH")
-    folder = Path(model.path) if model.path else None
-    if folder is None or not folder.is_dir():
+    if library.endswith(".py") and not Path(library).expanduser().is_file():
+        yield wrong(cfg, f"{key}.external_lib", f"file not found{_nearby(Path(library))}; set a module or file")
+    elif library and not library.endswith(".py") and not _importable(library):
+        yield wrong(cfg, f"{key}.external_lib", "the module cannot be imported; put it on PYTHONPATH")
+    if model.path is None or not Path(model.path).is_dir():
         return
-    facts = model_facts(folder)
-    if not facts:
-        yield wrong(
-            f"{key}.path", model.path, "the folder has no readable config.json, so it is not a Hugging Face model"
-        )
-        return
+    facts = model_facts(Path(model.path))
     limit = (facts | model.override_config).get("max_position_embeddings")
-    if isinstance(limit, int) and limit < longest:
-        yield wrong(
-            f"{key}.path",
-            model.path,
-            f"the model takes {limit} positions, but {lengths} is {longest}; set shorter lengths",
-        )
+    if not facts:
+        yield wrong(cfg, f"{key}.path", "the folder has no readable config.json, so it is not a Hugging Face model")
+    elif isinstance(limit, int) and limit < longest:
+        why = f"the model takes {limit} positions, but {lengths} is {longest}; set shorter lengths"
+        yield wrong(cfg, f"{key}.path", why)
 
 
 def _no_folder(name: str) -> str:
@@ -130,32 +126,32 @@ def _importable(module: str) -> bool:
         return False
 
 
-def _reward(reward: RewardConfig) -> Iterator[str]:
-    custom, manager, grader = reward.custom_reward_function, reward.reward_manager, reward.reward_model
+def _reward(cfg: PPOConfig | EvalConfig) -> Iterator[str]:
+    custom, manager, grader = cfg.reward.custom_reward_function, cfg.reward.reward_manager, cfg.reward.reward_model
     if custom.path is not None:
-        yield from _python("reward.custom_reward_function", custom.path, custom.name, "function")
+        yield from _python(cfg, "reward.custom_reward_function", custom.path, custom.name, "function")
     if manager.source == "importlib" and manager.module.path is not None:
-        yield from _python("reward.reward_manager.module", manager.module.path, manager.module.name, "class")
+        yield from _python(cfg, "reward.reward_manager.module", manager.module.path, manager.module.name, "class")
     if grader.enable and grader.model_path and not Path(grader.model_path).is_dir():
-        yield wrong("reward.reward_model.model_path", grader.model_path, _no_folder(grader.model_path))
+        yield wrong(cfg, "reward.reward_model.model_path", _no_folder(grader.model_path))
 
 
-def _python(section: str, file: str, name: str, kind: str) -> Iterator[str]:
+def _python(cfg: Section, section: str, file: str, name: str, kind: str) -> Iterator[str]:
     """Whether a Python file can be parsed and defines a name; nothing in it is executed."""
     path, key = Path(file), f"{section}.path"
     if not path.is_file():
-        yield wrong(key, file, f"file not found{_nearby(path)}; set {key}=<file.py>")
+        yield wrong(cfg, key, f"file not found{_nearby(path)}", "<file.py>")
         return
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        yield wrong(key, file, f"not valid Python{line}: {getattr(error, 'msg', None) or error}")
+        yield wrong(cfg, key, f"not valid Python{line}: {getattr(error, 'msg', None) or error}")
         return
     names = _top_level_names(tree)
     if name not in names:
         defined = ", ".join(sorted(item for item in names if not item.startswith("_"))[:5]) or "nothing"
-        yield wrong(f"{section}.name", name, f"{file} has no {kind} of that name; it defines {defined}")
+        yield wrong(cfg, f"{section}.name", f"{file} has no {kind} of that name; it defines {defined}")
 
 
 def _top_level_names(tree: ast.Module) -> set[str]:
@@ -170,22 +166,17 @@ def _top_level_names(tree: ast.Module) -> set[str]:
     return names
 
 
-def _output(trainer: RunConfig) -> Iterator[str]:
+def _output(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
+    """Whether the folders that a run writes exist or can be created, and the one it resumes from exists."""
+    trainer = cfg.trainer
     for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
-        yield from _folder_to_be(f"trainer.{key}", getattr(trainer, key, None))
-    if isinstance(trainer, TrainingConfig) and trainer.resume_mode == "resume_path":
-        path = trainer.resume_from_path
-        if path is not None and not Path(path).is_dir():
-            yield wrong("trainer.resume_from_path", path, "folder not found")
-
-
-def _folder_to_be(key: str, name: str | None) -> Iterator[str]:
-    """Whether a folder exists or can be created."""
-    if name is None:
-        return
-    path = Path(name).absolute()
-    standing = next((parent for parent in (path, *path.parents) if parent.exists()), Path("/"))
-    if not standing.is_dir():
-        yield wrong(key, name, f"{standing} is a file, not a folder; set {key}=<folder>")
-    elif not os.access(standing, os.W_OK):
-        yield wrong(key, name, f"{standing} is not writable; set {key}=<folder>")
+        if name := getattr(trainer, key, None):
+            path = Path(name).absolute()
+            standing = next((parent for parent in (path, *path.parents) if parent.exists()), Path("/"))
+            if not standing.is_dir():
+                yield wrong(cfg, f"trainer.{key}", f"{standing} is a file, not a folder", "<folder>")
+            elif not os.access(standing, os.W_OK):
+                yield wrong(cfg, f"trainer.{key}", f"{standing} is not writable", "<folder>")
+    resumed = trainer.resume_from_path if isinstance(trainer, TrainingConfig) else None
+    if resumed is not None and not Path(resumed).is_dir():
+        yield wrong(cfg, "trainer.resume_from_path", "folder not found")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-from rlsys.config.introspect import shown
+from rlsys.config.introspect import shown, value_at
+from rlsys.config.schema.base import Section
 
 
 class Note(str):
@@ -14,9 +15,15 @@ class Note(str):
     __slots__ = ()
 
 
-def wrong(key: str, value: object, why: str) -> str:
-    """A problem: the key, its value, and why it is wrong, ending with what to set instead."""
-    return f"{key} = {shown(value)}: {why}"
+def wrong(cfg: Section, key: str, why: str, to: object = "", *, value: object = None) -> str:
+    """A problem: the key, its value (of a list the wrong one), why it is wrong, and what to set instead."""
+    fix = f"; set {key}={to if isinstance(to, str) else shown(to)}" if to != "" else ""
+    return f"{key} = {shown(value_at(cfg, key) if value is None else value)}: {why}{fix}"
+
+
+def note(cfg: Section, key: str, why: str) -> Note:
+    """As `wrong`, for a finding that does not stop the run."""
+    return Note(wrong(cfg, key, why))
 
 
 def ignored(keys: Iterable[str], why: str) -> Note:
@@ -24,14 +31,9 @@ def ignored(keys: Iterable[str], why: str) -> Note:
     return Note(f"ignored: {', '.join(dict.fromkeys(keys))} ({why})")
 
 
-def note(key: str, value: object, why: str) -> Note:
-    """As `wrong`, for a finding that does not stop the run."""
-    return Note(wrong(key, value, why))
-
-
-def unknown_name(key: str, name: str, known: Sequence[str], *, what: str = "name") -> str:
-    """A problem: `name` is not registered; a module named in external_lib may register more than the `known`."""
-    near = get_close_matches(name.replace("-", "_"), known, n=1)
+def unknown_name(cfg: Section, key: str, known: Sequence[str]) -> str:
+    """A problem: the name is not one of `known`, to which a module named in external_lib may add."""
+    near = get_close_matches(value_at(cfg, key).replace("-", "_"), known, n=1)
     hint = f"set {key}={near[0]}; " if near else ""
     own = "register your own in a module named in actor_rollout_ref.model.external_lib"
-    return wrong(key, name, f"unknown {what}; {hint}choose from {', '.join(known)}, or {own}")
+    return wrong(cfg, key, f"unknown name; {hint}choose from {', '.join(known)}, or {own}")

@@ -7,69 +7,56 @@ from collections.abc import Iterator
 
 from rlsys.config.checks.findings import note, wrong
 from rlsys.config.pools import resolve_pools
+from rlsys.config.schema.actor import ActorConfig, CriticConfig
 from rlsys.config.schema.jobs import PPOConfig
-from rlsys.config.schema.megatron import MegatronConfig, MegatronRoleConfig
+from rlsys.config.schema.megatron import MegatronRoleConfig
 from rlsys.config.schema.model import ModelConfig
 
-ACTOR, CRITIC, REF, MODEL = (
-    "actor_rollout_ref.actor",
-    "critic",
-    "actor_rollout_ref.ref",
-    "actor_rollout_ref.model",
-)
+ACTOR, CRITIC, REF = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref"
 
 
 def check_megatron(cfg: PPOConfig) -> Iterator[str]:
     """The roles that run on Megatron."""
-    policy, critic = cfg.actor_rollout_ref, cfg.critic
-    ranks = resolve_pools(cfg).train_ranks
+    policy = cfg.actor_rollout_ref
     if policy.actor.strategy == "megatron":
-        yield from _installed(f"{ACTOR}.strategy")
-        yield from _sizes(f"{ACTOR}.megatron", policy.actor.megatron, ranks)
-        yield from _model(
-            MODEL, ACTOR, policy.model, policy.actor.megatron, policy.actor.ulysses_sequence_parallel_size
-        )
+        yield from _role(cfg, ACTOR, policy.actor, "actor_rollout_ref.model", policy.model)
         if cfg.use_reference:
-            yield from _sizes(f"{REF}.megatron", policy.ref.megatron, ranks)
-    if cfg.use_critic and critic.strategy == "megatron":
-        if policy.actor.strategy != "megatron":
-            yield from _installed(f"{CRITIC}.strategy")
-        yield from _sizes(f"{CRITIC}.megatron", critic.megatron, ranks)
-        yield from _model("critic.model", CRITIC, critic.model, critic.megatron, critic.ulysses_sequence_parallel_size)
+            yield from _sizes(cfg, f"{REF}.megatron", policy.ref.megatron)
+    if cfg.use_critic and cfg.critic.strategy == "megatron":
+        yield from _role(cfg, CRITIC, cfg.critic, "critic.model", cfg.critic.model)
 
 
-def _installed(key: str) -> Iterator[str]:
+def _role(
+    cfg: PPOConfig, role: str, section: ActorConfig | CriticConfig, model_key: str, model: ModelConfig
+) -> Iterator[str]:
     if importlib.util.find_spec("megatron") is None:
-        yield wrong(key, "megatron", f"Megatron-Core is not installed; pip install -e '.[megatron]', or set {key}=fsdp")
+        why = f"Megatron-Core is not installed; pip install -e '.[megatron]', or set {role}.strategy=fsdp"
+        yield wrong(cfg, f"{role}.strategy", why)
+    yield from _sizes(cfg, f"{role}.megatron", section.megatron)
+    if model.lora_rank and section.megatron.fp8 is not None:
+        why = f"adapters are merged into weights, which fp8 would round; set {role}.megatron.fp8=null"
+        yield wrong(cfg, f"{model_key}.lora_rank", why)
+    if section.ulysses_sequence_parallel_size > 1:
+        why = "Megatron splits sequences by context_parallel_size; remove it"
+        yield wrong(cfg, f"{role}.ulysses_sequence_parallel_size", why)
+    if not model.use_remove_padding:
+        yield note(cfg, f"{model_key}.use_remove_padding", "Megatron always packs sequences")
 
 
-def _sizes(key: str, section: MegatronRoleConfig, ranks: int) -> Iterator[str]:
+def _sizes(cfg: PPOConfig, key: str, section: MegatronRoleConfig) -> Iterator[str]:
+    ranks = resolve_pools(cfg).train_ranks
     tensor, stages = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
     context, experts = section.context_parallel_size, section.expert_model_parallel_size
+    why = f"x {{}}pipeline {stages} does not divide the {ranks} training processes"
     if ranks % (tensor * stages):
-        why = f"x pipeline {stages} does not divide the {ranks} training processes"
-        yield wrong(f"{key}.tensor_model_parallel_size", tensor, f"{why}; set {key}.tensor_model_parallel_size=1")
+        yield wrong(cfg, f"{key}.tensor_model_parallel_size", why.format(""), 1)
     elif ranks % (tensor * stages * context):
-        why = f"x tensor {tensor} x pipeline {stages} does not divide the {ranks} training processes"
-        yield wrong(f"{key}.context_parallel_size", context, f"{why}; set {key}.context_parallel_size=1")
+        yield wrong(cfg, f"{key}.context_parallel_size", why.format(f"tensor {tensor} x "), 1)
     expert_tensor = section.expert_tensor_parallel_size or tensor
     if ranks % (expert_tensor * experts * stages):
-        why = f"x expert tensor {expert_tensor} x pipeline {stages} does not divide the {ranks} training processes"
-        yield wrong(f"{key}.expert_model_parallel_size", experts, f"{why}; set {key}.expert_model_parallel_size=1")
+        yield wrong(cfg, f"{key}.expert_model_parallel_size", why.format(f"expert tensor {expert_tensor} x "), 1)
     if experts > 1 and tensor > 1 and not section.sequence_parallel:
-        why = "experts and matrices are both sharded over ranks"
-        yield wrong(f"{key}.sequence_parallel", False, f"{why}; set {key}.sequence_parallel=true")
-    if (virtual := section.virtual_pipeline_model_parallel_size) is not None and virtual > 1 and stages == 1:
-        virtual_key = f"{key}.virtual_pipeline_model_parallel_size"
-        yield wrong(virtual_key, virtual, f"there is only one stage; set {key}.pipeline_model_parallel_size=2")
-
-
-def _model(key: str, role: str, model: ModelConfig, megatron: MegatronConfig, sequence: int) -> Iterator[str]:
-    if model.lora_rank and megatron.fp8 is not None:
-        why = f"adapters are merged into weights, which fp8 would round; set {role}.megatron.fp8=null"
-        yield wrong(f"{key}.lora_rank", model.lora_rank, why)
-    if sequence > 1:
-        why = "Megatron splits sequences by context_parallel_size"
-        yield wrong(f"{role}.ulysses_sequence_parallel_size", sequence, f"{why}; remove it")
-    if not model.use_remove_padding:
-        yield note(f"{key}.use_remove_padding", False, "Megatron always packs sequences")
+        yield wrong(cfg, f"{key}.sequence_parallel", "experts and matrices are both sharded over ranks", True)
+    if (section.virtual_pipeline_model_parallel_size or 1) > 1 and stages == 1:
+        why = f"there is only one stage; set {key}.pipeline_model_parallel_size=2"
+        yield wrong(cfg, f"{key}.virtual_pipeline_model_parallel_size", why)

@@ -1,4 +1,4 @@
-"""Whether the settings of the rollout engine suit it."""
+"""Whether the settings of the rollout engine suit it, and whether sampling gives answers to learn from and compare."""
 
 from __future__ import annotations
 
@@ -6,64 +6,72 @@ from collections.abc import Iterator
 
 from rlsys.config.checks.findings import note, unknown_name, wrong
 from rlsys.config.engines import ENGINE_SETTINGS, rollout_backend, rollout_backends
-from rlsys.config.pools import is_external
-from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.config.introspect import leaves
+from rlsys.config.schema.jobs import EvalConfig, PPOConfig
 
 KEY = "actor_rollout_ref.rollout"
 
 
-def check_engine(rollout: GenerationConfig, name: str, ranks: int) -> Iterator[str]:
-    """Whether the engine `name` on `ranks` processes supports its settings, and notes on settings that it ignores."""
-    yield from _replicas(rollout, name, ranks)
-    yield from _aligned(rollout, name)
-    yield from _idle(rollout, name)
+def check_rollout(cfg: PPOConfig | EvalConfig, ranks: int) -> Iterator[str]:
+    """Whether the engine is known and on `ranks` processes supports its settings; notes on settings that it ignores."""
+    name = cfg.actor_rollout_ref.rollout.name
+    known = [backend.name for backend in rollout_backends() if isinstance(cfg, PPOConfig) or not backend.is_external]
+    if name not in known and not cfg.actor_rollout_ref.model.external_lib:
+        yield unknown_name(cfg, f"{KEY}.name", known)
+    yield from _replicas(cfg, name, ranks)
+    yield from _aligned(cfg, name)
+    yield from _idle(cfg, name)
 
 
-def check_engine_name(name: str, external_lib: str | None, *, has_servers: bool) -> Iterator[str]:
-    """Whether the engine is registered; a module named in `external_lib` may register more."""
-    known = [backend.name for backend in rollout_backends() if has_servers or not backend.is_external]
-    if name not in known and not external_lib:
-        yield unknown_name(f"{KEY}.name", name, known, what="rollout engine")
-
-
-def _idle(rollout: GenerationConfig, name: str) -> Iterator[str]:
-    fields, backend = type(rollout).model_fields, rollout_backend(name)
-    names = [key for key in ENGINE_SETTINGS if key not in backend.settings]
-    why = f"{{}} only apply to {KEY}.name=vllm and sglang; ignored for {name}"
-    if backend.is_external:
-        why = "{} cannot be changed on external servers; set them when starting the server"
-    if changed := {key: value for key in names if (value := getattr(rollout, key)) != fields[key].default}:
-        first, value = next(iter(changed.items()))
-        yield note(f"{KEY}.{first}", value, why.format(", ".join(changed)))
-    for engine, given in (("vllm", rollout.engine_kwargs.vllm), ("sglang", rollout.engine_kwargs.sglang)):
+def _idle(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
+    rollout, backend, fields = cfg.actor_rollout_ref.rollout, rollout_backend(name), leaves(type(cfg))
+    names = [key for key in ENGINE_SETTINGS if key not in backend.settings and f"{KEY}.{key}" in fields]
+    if changed := [key for key in names if getattr(rollout, key) != fields[f"{KEY}.{key}"].default]:
+        why = f"{', '.join(changed)} only apply to {KEY}.name=vllm and sglang; ignored for {name}"
+        if backend.is_external:
+            why = f"{', '.join(changed)} cannot be changed on external servers; set them when starting the server"
+        yield note(cfg, f"{KEY}.{changed[0]}", why)
+    for engine, given in rollout.engine_kwargs:
         if given and name != engine:
-            yield note(
-                f"{KEY}.engine_kwargs.{engine}", given, f"they only apply to {KEY}.name={engine}; ignored for {name}"
-            )
+            why = f"they only apply to {KEY}.name={engine}; ignored for {name}"
+            yield note(cfg, f"{KEY}.engine_kwargs.{engine}", why)
 
 
-def _replicas(rollout: GenerationConfig, name: str, ranks: int) -> Iterator[str]:
+def _replicas(cfg: PPOConfig | EvalConfig, name: str, ranks: int) -> Iterator[str]:
     """Whether the rollout processes hold whole copies of the model."""
-    key, size = f"{KEY}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
-    if size == 1:
-        return
-    if not is_external(name) and "t" not in rollout_backend(name).dims:
-        yield wrong(key, size, f"the {name} engine runs a model in one process; set {key}=1, or use vllm or sglang")
-    elif is_external(name):
-        yield note(key, size, "external servers keep the parallel sizes they were started with")
+    key, size = f"{KEY}.tensor_model_parallel_size", cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
+    backend = rollout_backend(name)
+    if size > 1 and backend.is_external:
+        yield note(cfg, key, "external servers keep the parallel sizes they were started with")
+    elif size > 1 and "t" not in backend.dims:
+        yield wrong(cfg, key, f"the {name} engine runs a model in one process; set {key}=1, or use vllm or sglang")
     elif ranks % size:
         why = f"the {ranks} rollout processes cannot hold whole copies of the model; set a divisor of {ranks}"
-        yield wrong(key, size, why)
+        yield wrong(cfg, key, why)
 
 
-def _aligned(rollout: GenerationConfig, name: str) -> Iterator[str]:
+def _aligned(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
     """What the aligned mode means for external servers, and for hf, which has no batch-invariant kernels."""
-    if not rollout.full_determinism:
-        return
-    key, why = f"{KEY}.full_determinism", ""
-    if is_external(name):
+    why, backend = "", rollout_backend(name)
+    if backend.is_external:
         why = "it cannot be changed on external servers; start them with FULL_DETERMINISM=1 scripts/run_*.sh"
-    elif not rollout_backend(name).batch_invariant:
+    elif not backend.batch_invariant:
         why = "logits are in float32, but transformers' kernels may give a token other digits in another batch"
-    if why:
-        yield note(key, True, why)
+    if why and cfg.actor_rollout_ref.rollout.full_determinism:
+        yield note(cfg, f"{KEY}.full_determinism", why)
+
+
+def check_sampling(cfg: PPOConfig) -> Iterator[str]:
+    """Number of answers, greedy validation and the frequency of the parity probe."""
+    rollout, val = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.rollout.val_kwargs
+    if not rollout.do_sample and rollout.n > 1:
+        yield wrong(cfg, f"{KEY}.do_sample", f"all {rollout.n} answers to a prompt would be the same", True)
+    if val.n > 1 and (not val.do_sample or val.temperature == 0):
+        why = f"{val.n} equal answers; set {KEY}.val_kwargs.do_sample=true and a temperature above 0"
+        yield wrong(cfg, f"{KEY}.val_kwargs.n", why)
+    if val.do_sample and val.temperature == 0:
+        yield note(cfg, f"{KEY}.val_kwargs.do_sample", "temperature=0 is greedy, so do_sample has no effect")
+    sync_freq, freq = cfg.trainer.sync_freq, rollout.parity.freq
+    if freq > 0 and freq % sync_freq:
+        why = f"weights can only be compared after a push, and they are pushed every {sync_freq} steps"
+        yield note(cfg, f"{KEY}.parity.freq", why)

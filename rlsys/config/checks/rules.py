@@ -1,12 +1,12 @@
-"""The rules that keys declare in the schema: required settings and registered names."""
+"""The rules that keys declare in the schema: required settings, registered names, settings that have no effect."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-from rlsys.config.checks.findings import unknown_name, wrong
-from rlsys.config.introspect import absolute, leaves, rules, value_at
-from rlsys.config.schema.base import Condition, Registered, Requires, Section
+from rlsys.config.checks.findings import Note, ignored, unknown_name, wrong
+from rlsys.config.introspect import absolute, leaves, rules, shown, value_at
+from rlsys.config.schema.base import ActiveIf, Condition, Registered, Requires, Section
 
 
 def check_rules(cfg: Section) -> Iterator[str]:
@@ -16,14 +16,32 @@ def check_rules(cfg: Section) -> Iterator[str]:
             other, value = absolute(rule.key, parent), value_at(cfg, key)
             default = leaves(type(cfg))[key].get_default(call_default_factory=True)
             is_given = value in rule.given if rule.given else value != default
-            if is_given and not condition_holds(cfg, rule, parent):
-                fix = rule.fix or f"set {other}={rule.values[0] if rule.values else rule.to}"
-                yield wrong(key, value, f"{rule.why}; {fix}")
+            if is_given and not _holds(cfg, rule, parent):
+                fix = rule.fix or f"set {other}={shown(rule.values[0]) if rule.values else rule.to}"
+                yield wrong(cfg, key, f"{rule.why}; {fix}")
         elif isinstance(rule, Registered):
-            yield from _registered(cfg, key, rule.names)
+            libraries = [path for path in leaves(type(cfg)) if path.endswith("model.external_lib")]
+            if value_at(cfg, key) not in rule.names and not any(value_at(cfg, path) for path in libraries):
+                yield unknown_name(cfg, key, rule.names)
 
 
-def condition_holds(cfg: Section, rule: Condition, parent: str) -> bool:
+def unused_settings(cfg: Section, given: Collection[str]) -> Iterator[Note]:
+    """A note for each reason why keys in `given`, those of the command line, have no effect in this job.
+
+    Files may hold settings for several jobs; a setting on the command line is meant for this one.
+    """
+    reasons: dict[str, list[str]] = {}
+    for key, parent, rule in rules(type(cfg)):
+        if isinstance(rule, ActiveIf) and not _holds(cfg, rule, parent):
+            besides = {f"{key}.{name}" for name in rule.besides}
+            unused = [path for path in given if f"{path}.".startswith(f"{key}.") and path not in besides]
+            reasons.setdefault(rule.why or _reason(cfg, rule, absolute(rule.key, parent)), []).extend(unused)
+    for why, keys in reasons.items():
+        if keys:
+            yield ignored(keys, why)
+
+
+def _holds(cfg: Section, rule: Condition, parent: str) -> bool:
     """Whether a condition declared in the section `parent` holds; it does for names that others registered."""
     key = absolute(rule.key, parent)
     value = value_at(cfg, key)
@@ -31,9 +49,7 @@ def condition_holds(cfg: Section, rule: Condition, parent: str) -> bool:
     return rule.holds(value) or any(value not in known.names for known in registered)
 
 
-def _registered(cfg: Section, key: str, names: tuple[str, ...]) -> Iterator[str]:
-    """A name must be known, unless a user-defined module may register more."""
-    name, libraries = value_at(cfg, key), [path for path in leaves(type(cfg)) if path.endswith("model.external_lib")]
-    if name in names or any(value_at(cfg, path) for path in libraries):
-        return
-    yield unknown_name(key, name, names)
+def _reason(cfg: Section, rule: ActiveIf, other: str) -> str:
+    if rule.values:
+        return f"only used with {other}={' or '.join(rule.values)}"
+    return f"only used with {other}=true" if value_at(cfg, other) is False else f"only used if {other} is set"

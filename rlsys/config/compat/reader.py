@@ -53,7 +53,7 @@ class CompatTable:
     def canonical(self, path: str) -> str:
         """The key that a spelling stands for; a path without another spelling is returned as it is."""
         for _ in range(_MAX_ALIASES):
-            prefix = next((prefix for prefix in _prefixes(path) if prefix in self.aliases), None)
+            prefix = next((prefix for prefix in prefixes(path) if prefix in self.aliases), None)
             if prefix is None:
                 return path
             path = self.aliases[prefix] + path[len(prefix) :]
@@ -69,7 +69,7 @@ class CompatTable:
 
     def foreign_key(self, path: str) -> ForeignKey | None:
         """The entry of the longest prefix of `path`."""
-        return next((self.foreign[prefix] for prefix in _prefixes(path) if prefix in self.foreign), None)
+        return next((self.foreign[prefix] for prefix in prefixes(path) if prefix in self.foreign), None)
 
 
 @cache
@@ -111,7 +111,7 @@ def _translated(value: Any, values: dict[Any, Any]) -> Any:
     return values.get("otherwise", value)
 
 
-def _prefixes(path: str) -> Iterator[str]:
+def prefixes(path: str) -> Iterator[str]:
     """The path itself and the sections it is in, the longest first."""
     while path:
         yield path

@@ -6,25 +6,8 @@ from typing import Annotated
 
 from pydantic import Field, Strict
 
-from rlsys.config.schema.base import (
-    IF_MEGATRON,
-    IF_REFERENCE,
-    ActiveIf,
-    Coefficient,
-    Count,
-    Flag,
-    Fraction,
-    Positive,
-    Registered,
-    Requires,
-    Seconds,
-    Section,
-    Seed,
-    Strategy,
-    Text,
-    linked,
-    section,
-)
+from rlsys.config.schema import types as t
+from rlsys.config.schema.base import IF_MEGATRON, IF_REFERENCE, ActiveIf, Registered, Requires, Section, linked, section
 from rlsys.config.schema.megatron import MegatronConfig, RefMegatronConfig
 from rlsys.config.schema.model import (
     CheckpointConfig,
@@ -40,46 +23,49 @@ from rlsys.config.vocabulary import POLICY_LOSSES, KLEstimator, LossAggMode
 
 Clip = Annotated[float, Strict(), Field(ge=0, le=1e6)]
 
+SPLIT_NEEDS_PACKING = Requires(
+    "actor_rollout_ref.model.use_remove_padding", why="sequences are split over ranks only when packed"
+)
 IF_ACTOR_MEGATRON = ActiveIf("actor_rollout_ref.actor.strategy", ("megatron",))
 
 
 class PolicyLossConfig(Section):
     """The policy loss and the parameters that only some losses have."""
 
-    loss_mode: Annotated[Text, Registered(POLICY_LOSSES)] = "vanilla"
+    loss_mode: Annotated[t.Text, Registered(POLICY_LOSSES)] = "vanilla"
     """Policy loss."""
-    clip_cov_ratio: Annotated[Fraction, ActiveIf(".loss_mode", ("clip_cov",))] = 0.0002
+    clip_cov_ratio: Annotated[t.Fraction, ActiveIf(".loss_mode", ("clip_cov",))] = 0.0002
     """clip_cov: fraction of tokens whose gradient is dropped."""
-    clip_cov_lb: Annotated[Coefficient, ActiveIf(".loss_mode", ("clip_cov",))] = 1.0
+    clip_cov_lb: Annotated[t.Coefficient, ActiveIf(".loss_mode", ("clip_cov",))] = 1.0
     """clip_cov: smallest covariance of a dropped token."""
-    clip_cov_ub: Annotated[Coefficient, ActiveIf(".loss_mode", ("clip_cov",))] = 5.0
+    clip_cov_ub: Annotated[t.Coefficient, ActiveIf(".loss_mode", ("clip_cov",))] = 5.0
     """clip_cov: largest covariance of a dropped token."""
-    kl_cov_ratio: Annotated[Fraction, ActiveIf(".loss_mode", ("kl_cov",))] = 0.0002
+    kl_cov_ratio: Annotated[t.Fraction, ActiveIf(".loss_mode", ("kl_cov",))] = 0.0002
     """kl_cov: fraction of tokens that get the KL penalty."""
-    ppo_kl_coef: Annotated[Coefficient, ActiveIf(".loss_mode", ("kl_cov",))] = 0.1
+    ppo_kl_coef: Annotated[t.Coefficient, ActiveIf(".loss_mode", ("kl_cov",))] = 0.1
     """kl_cov: weight of that penalty."""
-    dro_beta: Annotated[Positive, ActiveIf(".loss_mode", ("dro",))] = 1.0
+    dro_beta: Annotated[t.Positive, ActiveIf(".loss_mode", ("dro",))] = 1.0
     """dro: weight of the squared log-ratio."""
 
 
 class ActorConfig(Section):
     """The trained policy."""
 
-    strategy: Strategy = "fsdp"
+    strategy: t.Strategy = "fsdp"
     """Training engine of actor and reference: fsdp and fsdp2 are both FSDP2, megatron is Megatron-Core."""
-    ppo_mini_batch_size: Count = 256
+    ppo_mini_batch_size: t.Count = 256
     """Prompts per optimizer step (each with rollout.n samples)."""
-    ppo_micro_batch_size_per_gpu: Count | None = None
+    ppo_micro_batch_size_per_gpu: t.Count | None = None
     """Samples per forward and backward pass on a rank; null without use_dynamic_bsz is the rank's whole share."""
-    use_dynamic_bsz: Flag = False
+    use_dynamic_bsz: t.Flag = False
     """Fill micro-batches up to a number of tokens instead of samples."""
-    ppo_max_token_len_per_gpu: Count = 16384
+    ppo_max_token_len_per_gpu: t.Count = 16384
     """Tokens per micro-batch on a rank, with use_dynamic_bsz."""
-    ppo_epochs: Count = 1
+    ppo_epochs: t.Count = 1
     """PPO epochs per step."""
-    shuffle: Flag = False
+    shuffle: t.Flag = False
     """Reshuffle the samples every epoch."""
-    data_loader_seed: Seed = 42
+    data_loader_seed: t.Seed = 42
     """Seed of that shuffling."""
     clip_ratio: Clip = 0.2
     """PPO's clip range on both sides."""
@@ -89,30 +75,30 @@ class ActorConfig(Section):
     """Clip range above 1 (DAPO's clip-higher); the divergence bound of dppo_tv and dppo_kl."""
     clip_ratio_c: Annotated[float, Strict(), Field(gt=1, le=1e6)] = 3.0
     """Dual clip: bound of the loss for negative advantages."""
-    tau_pos: Annotated[Positive, ActiveIf(".policy_loss.loss_mode", ("sapo",))] = 1.0
+    tau_pos: Annotated[t.Positive, ActiveIf(".policy_loss.loss_mode", ("sapo",))] = 1.0
     """sapo: temperature for positive advantages."""
-    tau_neg: Annotated[Positive, ActiveIf(".policy_loss.loss_mode", ("sapo",))] = 1.05
+    tau_neg: Annotated[t.Positive, ActiveIf(".policy_loss.loss_mode", ("sapo",))] = 1.05
     """sapo: temperature for negative advantages."""
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     loss_agg_mode: LossAggMode = "token-mean"
     """How token losses are aggregated."""
     loss_scale_factor: Annotated[
-        Positive | None, Requires(".loss_agg_mode", ("seq-mean-token-sum-norm",), why="only that mode uses it")
+        t.Positive | None, Requires(".loss_agg_mode", ("seq-mean-token-sum-norm",), why="only that mode uses it")
     ] = None
     """Divisor of seq-mean-token-sum-norm; null is data.max_response_length."""
     entropy_coeff: Annotated[float, Strict(), Field(ge=-1e3, le=1e3)] = 0.0
     """Weight of the entropy bonus."""
-    calculate_entropy: Flag = False
+    calculate_entropy: t.Flag = False
     """Report the entropy even if entropy_coeff is 0."""
-    use_kl_loss: Flag = False
+    use_kl_loss: t.Flag = False
     """Add a KL loss against the reference."""
-    kl_loss_coef: Annotated[Coefficient, ActiveIf(".use_kl_loss")] = 0.001
+    kl_loss_coef: Annotated[t.Coefficient, ActiveIf(".use_kl_loss")] = 0.001
     """Weight of the KL loss."""
     kl_loss_type: Annotated[KLEstimator, ActiveIf(".use_kl_loss")] = "low_var_kl"
     """Estimator of the KL loss; + is its straight-through form."""
-    grad_clip: Coefficient = 1.0
+    grad_clip: t.Coefficient = 1.0
     """Largest gradient norm; 0 disables clipping."""
-    ulysses_sequence_parallel_size: Count = 1
+    ulysses_sequence_parallel_size: Annotated[t.Count, SPLIT_NEEDS_PACKING] = 1
     """Ranks that one sequence is split over."""
     optim: OptimConfig = section(OptimConfig)
     fsdp_config: FSDPConfig = section(FSDPConfig)
@@ -123,13 +109,13 @@ class ActorConfig(Section):
 class RefConfig(Section):
     """The frozen policy of the KL terms."""
 
-    log_prob_micro_batch_size_per_gpu: Count | None = linked("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
+    log_prob_micro_batch_size_per_gpu: t.Count | None = linked("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
     """Samples per forward pass on a rank."""
-    log_prob_use_dynamic_bsz: Flag = linked("actor_rollout_ref.actor.use_dynamic_bsz")
+    log_prob_use_dynamic_bsz: t.Flag = linked("actor_rollout_ref.actor.use_dynamic_bsz")
     """Fill forward passes up to a number of tokens instead of samples."""
-    log_prob_max_token_len_per_gpu: Count = linked("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
+    log_prob_max_token_len_per_gpu: t.Count = linked("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
     """Tokens per forward pass on a rank."""
-    ulysses_sequence_parallel_size: Count = linked("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
+    ulysses_sequence_parallel_size: t.Count = linked("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
     """Ranks that one sequence is split over."""
     fsdp_config: RefShardConfig = section(RefShardConfig)
     megatron: Annotated[RefMegatronConfig, IF_ACTOR_MEGATRON] = section(RefMegatronConfig)
@@ -142,49 +128,49 @@ class ActorRolloutRefConfig(Section):
     actor: ActorConfig = section(ActorConfig)
     ref: Annotated[RefConfig, IF_REFERENCE] = section(RefConfig)
     rollout: RolloutConfig = section(RolloutConfig)
-    hybrid_engine: Flag | None = None
+    hybrid_engine: t.Flag | None = None
     """Whether the actor's processes also generate; null follows from trainer.rollout_workers and the engine."""
-    nccl_timeout: Seconds = 600.0
+    nccl_timeout: t.Seconds = 600.0
     """Longest a collective operation may take, in seconds."""
 
 
 class CriticConfig(Section):
     """The value function."""
 
-    enable: Flag | None = None
+    enable: t.Flag | None = None
     """Train a critic; null trains one if the estimator is gae."""
-    strategy: Strategy = linked("actor_rollout_ref.actor.strategy")
+    strategy: t.Strategy = linked("actor_rollout_ref.actor.strategy")
     """Training engine."""
     model: CriticModelConfig = section(CriticModelConfig)
     optim: CriticOptimConfig = section(CriticOptimConfig)
     fsdp: FSDPConfig = section(FSDPConfig)
     megatron: Annotated[MegatronConfig, IF_MEGATRON] = section(MegatronConfig)
-    ppo_mini_batch_size: Count = linked("actor_rollout_ref.actor.ppo_mini_batch_size")
+    ppo_mini_batch_size: t.Count = linked("actor_rollout_ref.actor.ppo_mini_batch_size")
     """Prompts per optimizer step (each with rollout.n samples)."""
-    ppo_micro_batch_size_per_gpu: Count | None = linked("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
+    ppo_micro_batch_size_per_gpu: t.Count | None = linked("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
     """Samples per forward and backward pass on a rank."""
-    forward_micro_batch_size_per_gpu: Count | None = linked(".ppo_micro_batch_size_per_gpu")
+    forward_micro_batch_size_per_gpu: t.Count | None = linked(".ppo_micro_batch_size_per_gpu")
     """Samples per forward pass when values are computed."""
-    use_dynamic_bsz: Flag = linked("actor_rollout_ref.actor.use_dynamic_bsz")
+    use_dynamic_bsz: t.Flag = linked("actor_rollout_ref.actor.use_dynamic_bsz")
     """Fill micro-batches up to a number of tokens instead of samples."""
-    ppo_max_token_len_per_gpu: Count = 32768
+    ppo_max_token_len_per_gpu: t.Count = 32768
     """Tokens per micro-batch on a rank, with use_dynamic_bsz."""
-    forward_max_token_len_per_gpu: Count = linked(".ppo_max_token_len_per_gpu")
+    forward_max_token_len_per_gpu: t.Count = linked(".ppo_max_token_len_per_gpu")
     """Tokens per forward pass when values are computed."""
-    ppo_epochs: Count = linked("actor_rollout_ref.actor.ppo_epochs")
+    ppo_epochs: t.Count = linked("actor_rollout_ref.actor.ppo_epochs")
     """PPO epochs per step."""
-    shuffle: Flag = linked("actor_rollout_ref.actor.shuffle")
+    shuffle: t.Flag = linked("actor_rollout_ref.actor.shuffle")
     """Reshuffle the samples every epoch."""
-    data_loader_seed: Seed = 42
+    data_loader_seed: t.Seed = 42
     """Seed of that shuffling."""
-    cliprange_value: Positive = 0.5
+    cliprange_value: t.Positive = 0.5
     """Clip range of the value loss."""
     loss_agg_mode: LossAggMode = linked("actor_rollout_ref.actor.loss_agg_mode")
     """How token losses are aggregated."""
-    loss_scale_factor: Positive | None = linked("actor_rollout_ref.actor.loss_scale_factor")
+    loss_scale_factor: t.Positive | None = linked("actor_rollout_ref.actor.loss_scale_factor")
     """Divisor of seq-mean-token-sum-norm; null is data.max_response_length."""
-    grad_clip: Coefficient = 1.0
+    grad_clip: t.Coefficient = 1.0
     """Largest gradient norm; 0 disables clipping."""
-    ulysses_sequence_parallel_size: Count = 1
+    ulysses_sequence_parallel_size: Annotated[t.Count, SPLIT_NEEDS_PACKING] = 1
     """Ranks that one sequence is split over."""
     checkpoint: CheckpointConfig = section(CheckpointConfig)

@@ -6,27 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, Strict
 
-from rlsys.config.schema.base import (
-    ActiveIf,
-    Coefficient,
-    Count,
-    CountOrZero,
-    Flag,
-    Fraction,
-    LocalPath,
-    Number,
-    Numbers,
-    OpenDict,
-    Positive,
-    Registered,
-    Requires,
-    Seconds,
-    Section,
-    Text,
-    Texts,
-    open_dict,
-    section,
-)
+from rlsys.config.schema import types as t
+from rlsys.config.schema.base import ActiveIf, Registered, Requires, Section, open_dict, section
 from rlsys.config.vocabulary import ADV_ESTIMATORS, REWARD_MANAGERS, KLEstimator
 
 Level = Literal["batch", "group"]
@@ -44,6 +25,9 @@ REINFORCE_NEEDS_BYPASS = Requires(".bypass_mode", given=("reinforce",), why="it 
 GDPO_NEEDS_KEYS = Requires(".gdpo_reward_keys", given=("gdpo",), why="it normalizes keys", to="[correct,format]")
 ONLY_GDPO = Requires(".adv_estimator", ("gdpo",), why="only gdpo uses it")
 IF_GRPO = ActiveIf(".adv_estimator", ("grpo", "grpo_vectorized", "grpo_passk", "gdpo"))
+ONLY_CUSTOM = Requires(".path", why="there is no custom function", to="<file>")
+GRADER_NEEDS_MODEL = Requires(".model_path", why="it needs a model", to="<folder of the reward model>")
+POOL_NEEDS_NODES = Requires(".nnodes", why="its own pool needs nodes", to="1")
 IMPORT_NEEDS_PATH = Requires(".module.path", given=("importlib",), why="it loads a file", to="<file>")
 
 
@@ -52,22 +36,22 @@ class KLControlConfig(Section):
 
     type: Annotated[Literal["fixed", "adaptive"], ADAPTIVE_NEEDS_PENALTY] = "fixed"
     """Keep the weight, or adapt it towards target_kl."""
-    kl_coef: Coefficient = 0.001
+    kl_coef: t.Coefficient = 0.001
     """The weight, or its initial value."""
-    horizon: Annotated[Count, ActiveIf(".type", ("adaptive",))] = 10000
+    horizon: Annotated[t.Count, ActiveIf(".type", ("adaptive",))] = 10000
     """adaptive: number of samples over which the weight reacts."""
-    target_kl: Annotated[Positive, ActiveIf(".type", ("adaptive",))] = 0.1
+    target_kl: Annotated[t.Positive, ActiveIf(".type", ("adaptive",))] = 0.1
     """adaptive: target KL."""
 
 
 class FilterGroupsConfig(Section):
     """DAPO's dynamic sampling: replace prompts whose answers all have the same score."""
 
-    enable: Annotated[Flag, Requires(".metric", why="groups are filtered by a metric", to="acc")] = False
+    enable: Annotated[t.Flag, Requires(".metric", why="groups are filtered by a metric", to="acc")] = False
     """Filter groups."""
-    metric: Text | None = None
+    metric: t.Text | None = None
     """What must differ within a group: acc, score, seq_reward, seq_final_reward or a key your reward returns."""
-    max_num_gen_batches: CountOrZero = 0
+    max_num_gen_batches: t.CountOrZero = 0
     """Stop with an error after this many generated batches per step; 0 is no limit."""
 
 
@@ -78,13 +62,13 @@ class RolloutCorrectionConfig(Section):
     """Weight the loss by importance ratios of tokens or sequences."""
     rollout_is_threshold: Threshold = "2.0"
     """Upper bound that weights are truncated to, or "low_high", outside of which they are 0."""
-    rollout_is_batch_normalize: Flag = False
+    rollout_is_batch_normalize: t.Flag = False
     """Normalize the weights to a mean of 1 over the batch."""
-    rollout_rs: Annotated[Text | None, Requires(".rollout_rs_threshold", why="it needs a bound", to="0.5_2.0")] = None
+    rollout_rs: Annotated[t.Text | None, Requires(".rollout_rs_threshold", why="it needs a bound", to="0.5_2.0")] = None
     """Drop tokens or sequences by token_k1|k2|k3, seq_sum_*, seq_mean_* or seq_max_k2|k3; commas join several."""
     rollout_rs_threshold: Annotated[Threshold | None, BOUND_NEEDS_RS] = None
     """Bound for each measure, joined by commas; k1 takes "low_high"."""
-    bypass_mode: Flag = False
+    bypass_mode: t.Flag = False
     """Use the rollout's log-probs as old log-probs (saves a forward pass)."""
     loss_type: Annotated[Literal["ppo_clip", "reinforce"], REINFORCE_NEEDS_BYPASS] = "ppo_clip"
     """Loss in bypass mode."""
@@ -97,11 +81,11 @@ class NormConfig(Section):
     """Samples that the mean is taken over; null subtracts nothing."""
     std_level: Level | None = None
     """Samples that the standard deviation is taken over; null does not divide."""
-    mean_leave1out: Flag = False
+    mean_leave1out: t.Flag = False
     """Leave a sample out of its own mean."""
-    std_unbiased: Flag = True
+    std_unbiased: t.Flag = True
     """Divide by n - 1 in the standard deviation."""
-    eps: Positive = 1e-5
+    eps: t.Positive = 1e-5
     """Added to the standard deviation."""
 
     @property
@@ -115,44 +99,44 @@ class PFPPOConfig(Section):
 
     reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
     """pow: by |score| to a power; max_min: the best and the worst; max_random: more of the best."""
-    weight_pow: Coefficient = 2.0
+    weight_pow: t.Coefficient = 2.0
     """pow: the power."""
 
 
 class AlgorithmConfig(Section):
     """Advantage estimation."""
 
-    adv_estimator: Annotated[Text, Registered(ADV_ESTIMATORS), GDPO_NEEDS_KEYS] = "gae"
+    adv_estimator: Annotated[t.Text, Registered(ADV_ESTIMATORS), GDPO_NEEDS_KEYS] = "gae"
     """Advantage estimator."""
-    gamma: Annotated[Fraction, ActiveIf(".adv_estimator", ("gae", "reinforce_plus_plus"))] = 1.0
+    gamma: Annotated[t.Fraction, ActiveIf(".adv_estimator", ("gae", "reinforce_plus_plus"))] = 1.0
     """Discount."""
-    lam: Annotated[Fraction, ActiveIf(".adv_estimator", ("gae",))] = 1.0
+    lam: Annotated[t.Fraction, ActiveIf(".adv_estimator", ("gae",))] = 1.0
     """GAE's lambda."""
-    norm_adv_by_std_in_grpo: Annotated[Flag, IF_GRPO] = True
+    norm_adv_by_std_in_grpo: Annotated[t.Flag, IF_GRPO] = True
     """Divide GRPO advantages by the group's standard deviation; false is Dr. GRPO."""
-    use_kl_in_reward: Flag = False
+    use_kl_in_reward: t.Flag = False
     """Subtract a KL penalty from the reward of each token."""
     kl_penalty: Annotated[KLEstimator, ActiveIf(".use_kl_in_reward")] = "kl"
     """Estimator of that penalty."""
     kl_ctrl: Annotated[KLControlConfig, ActiveIf(".use_kl_in_reward")] = section(KLControlConfig)
     filter_groups: Annotated[FilterGroupsConfig, ActiveIf(".filter_groups.enable")] = section(FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)
-    use_pf_ppo: Flag = False
+    use_pf_ppo: t.Flag = False
     """Resample the samples of a step by reward (policy filtration)."""
     pf_ppo: Annotated[PFPPOConfig, ActiveIf(".use_pf_ppo")] = section(PFPPOConfig)
-    gdpo_reward_keys: Annotated[Texts | None, ONLY_GDPO] = None
+    gdpo_reward_keys: Annotated[t.Texts | None, ONLY_GDPO] = None
     """gdpo: keys of the reward's parts, each normalized separately."""
-    gdpo_reward_weights: Annotated[Numbers | None, ONLY_GDPO] = None
+    gdpo_reward_weights: Annotated[t.Numbers | None, ONLY_GDPO] = None
     """gdpo: weights of these parts; null weights them equally."""
-    reward_bias: Number = 0.0
+    reward_bias: t.Number = 0.0
     """Added to each score."""
-    reward_scaling: Number = 1.0
+    reward_scaling: t.Number = 1.0
     """Factor of the score, after reward_bias."""
-    reward_clip: Positive | None = None
+    reward_clip: t.Positive | None = None
     """Largest absolute reward, after reward_scaling; null does not clip."""
     reward_norm: NormConfig = section(NormConfig)
     adv_norm: NormConfig = section(NormConfig)
-    mask_no_eos_with_zero: Flag = False
+    mask_no_eos_with_zero: t.Flag = False
     """Set the score of truncated responses to zero."""
 
     @property
@@ -165,27 +149,27 @@ class AlgorithmConfig(Section):
 class CustomRewardConfig(Section):
     """A custom reward function."""
 
-    path: LocalPath | None = None
+    path: t.LocalPath | None = None
     """Python file of the function; null chooses a built-in one by data source."""
-    name: Text = "compute_score"
+    name: t.Text = "compute_score"
     """Name of the function: compute_score(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)."""
-    reward_kwargs: Annotated[OpenDict, Requires(".path", why="there is no custom function", to="<file>")] = open_dict()
+    reward_kwargs: Annotated[t.OpenDict, ONLY_CUSTOM] = open_dict()
     """More arguments of the function."""
 
 
 class ModuleConfig(Section):
     """A class in a file."""
 
-    path: LocalPath | None = None
+    path: t.LocalPath | None = None
     """Python file."""
-    name: Text = "custom_reward_manager"
+    name: t.Text = "custom_reward_manager"
     """Class in the file."""
 
 
 class RewardManagerConfig(Section):
     """How scores become rewards."""
 
-    name: Annotated[Text, Registered(REWARD_MANAGERS), ActiveIf(".source", ("register",))] = "naive"
+    name: Annotated[t.Text, Registered(REWARD_MANAGERS), ActiveIf(".source", ("register",))] = "naive"
     """Reward manager; dapo adds the overlong penalty."""
     source: Annotated[Literal["register", "importlib"], IMPORT_NEEDS_PATH] = "register"
     """Take the manager from the registry, or from the file module.path."""
@@ -195,13 +179,13 @@ class RewardManagerConfig(Section):
 class OverlongConfig(Section):
     """DAPO's soft penalty on long responses."""
 
-    enable: Flag = False
+    enable: t.Flag = False
     """Apply the penalty."""
-    len: CountOrZero = 0
+    len: t.CountOrZero = 0
     """Number of tokens before the longest length over which the penalty rises."""
-    penalty_factor: Coefficient = 1.0
+    penalty_factor: t.Coefficient = 1.0
     """Penalty at the longest length."""
-    log: Flag = False
+    log: t.Flag = False
     """Report the penalty as metrics."""
 
 
@@ -209,30 +193,30 @@ class RewardKwargsConfig(Section):
     """Settings of the dapo manager."""
 
     overlong_buffer_cfg: Annotated[OverlongConfig, ActiveIf(".overlong_buffer_cfg.enable")] = section(OverlongConfig)
-    max_resp_len: Count | None = None
+    max_resp_len: t.Count | None = None
     """Longest length for the penalty; null is data.max_response_length."""
 
 
 class RewardModelConfig(Section):
     """Grading by a trained reward model."""
 
-    enable: Annotated[Flag, Requires(".model_path", why="it needs a model", to="<folder of the reward model>")] = False
+    enable: Annotated[t.Flag, GRADER_NEEDS_MODEL] = False
     """Grade with a reward model."""
-    model_path: Annotated[LocalPath | None, Requires(".enable", why="the reward model is off")] = None
+    model_path: Annotated[t.LocalPath | None, Requires(".enable", why="the reward model is off")] = None
     """Folder of the model, e.g. one exported by trainer.main_rm."""
-    trust_remote_code: Flag = False
+    trust_remote_code: t.Flag = False
     """Allow Python code in the model folder to run."""
-    enable_resource_pool: Flag = False
+    enable_resource_pool: Annotated[t.Flag, POOL_NEEDS_NODES] = False
     """Run it in separate processes."""
-    n_gpus_per_node: Count = 1
+    n_gpus_per_node: t.Count = 1
     """Processes per node of that pool."""
-    nnodes: CountOrZero = 0
+    nnodes: t.CountOrZero = 0
     """Nodes of that pool."""
-    micro_batch_size_per_gpu: Count | None = None
+    micro_batch_size_per_gpu: t.Count | None = None
     """Samples per forward pass on a rank."""
-    use_dynamic_bsz: Flag = False
+    use_dynamic_bsz: t.Flag = False
     """Fill forward passes up to a number of tokens instead of samples."""
-    forward_max_token_len_per_gpu: Count = 32768
+    forward_max_token_len_per_gpu: t.Count = 32768
     """Tokens per forward pass on a rank, with use_dynamic_bsz."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of the computation."""
@@ -248,9 +232,9 @@ class SandboxConfig(Section):
 class RewardConfig(Section):
     """Grading."""
 
-    num_workers: Count = 8
+    num_workers: t.Count = 8
     """Number of grading processes."""
-    timeout_s: Seconds = 10.0
+    timeout_s: t.Seconds = 10.0
     """Seconds to grade one answer; after that its process is killed and the answer counts as timed out."""
     custom_reward_function: CustomRewardConfig = section(CustomRewardConfig)
     reward_manager: RewardManagerConfig = section(RewardManagerConfig)

@@ -11,14 +11,10 @@ relative to the section that holds the annotated key.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
-
-MAX_COUNT = 1_000_000_000
+from pydantic import BaseModel, ConfigDict, Field
 
 
 @dataclass(frozen=True)
@@ -104,60 +100,9 @@ def open_dict() -> Any:
     return Field(default_factory=dict)
 
 
-def _text(value: object) -> object:
-    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
-def _texts(value: object) -> object:
-    if isinstance(value, str):
-        return (value,)
-    return tuple(_text(item) for item in value) if isinstance(value, Sequence) else value
-
-
-def _tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
-def _ids(value: object) -> object:
-    return (value,) if isinstance(value, int) else _tuple(value)
-
-
-def _expand(path: str) -> str:
-    return str(Path(path).expanduser()) if path.startswith("~") else path
-
-
-def is_path_rule(rule: object) -> bool:
-    """Whether a validation rule is the one that marks a path."""
-    return isinstance(rule, AfterValidator) and rule.func is _expand
-
-
 IF_CRITIC = ActiveIf("use_critic", why="no critic is trained; set critic.enable=true to train one")
 IF_REFERENCE = ActiveIf(
     "use_reference",
     why="no reference is used; set actor_rollout_ref.actor.use_kl_loss=true or algorithm.use_kl_in_reward=true",
 )
 IF_MEGATRON = ActiveIf(".strategy", ("megatron",))
-
-Flag = Annotated[bool, Strict()]
-Text = Annotated[str, BeforeValidator(_text), Field(min_length=1)]
-Texts = Annotated[tuple[Text, ...], BeforeValidator(_texts)]
-LocalPath = Annotated[str, BeforeValidator(_text), Field(min_length=1), AfterValidator(_expand)]
-LocalPaths = Annotated[tuple[LocalPath, ...], BeforeValidator(_texts)]
-Number = Annotated[float, Strict()]
-Count = Annotated[int, Strict(), Field(ge=1, le=MAX_COUNT)]
-CountOrZero = Annotated[int, Strict(), Field(ge=0, le=MAX_COUNT)]
-CountOrOff = Annotated[int, Strict(), Field(ge=-1, le=MAX_COUNT)]
-Seed = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
-Fraction = Annotated[float, Strict(), Field(ge=0, le=1)]
-Coefficient = Annotated[float, Strict(), Field(ge=0, le=1e6)]
-Positive = Annotated[float, Strict(), Field(gt=0, le=1e9)]
-Seconds = Annotated[float, Strict(), Field(gt=0, le=30 * 86400)]
-Betas = Annotated[tuple[Fraction, Fraction], BeforeValidator(_tuple)]
-Counts = Annotated[tuple[Count, ...], BeforeValidator(_tuple)]
-TokenIds = Annotated[tuple[CountOrZero, ...], BeforeValidator(_ids), Field(min_length=1)]
-Numbers = Annotated[tuple[Number, ...], BeforeValidator(_tuple)]
-OpenDict = dict[str, Any]
-
-DType = Literal["auto", "float32", "bfloat16", "float16"]
-Strategy = Annotated[Literal["fsdp", "fsdp2", "megatron"], BeforeValidator(lambda v: "fsdp" if v == "dp" else v)]
-SupervisedStrategy = Literal["fsdp", "fsdp2"]

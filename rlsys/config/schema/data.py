@@ -4,22 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from rlsys.config.schema.base import (
-    ActiveIf,
-    Count,
-    CountOrOff,
-    Flag,
-    LocalPath,
-    LocalPaths,
-    OpenDict,
-    Requires,
-    Section,
-    Seed,
-    Text,
-    linked,
-    open_dict,
-    section,
-)
+from rlsys.config.schema import types as t
+from rlsys.config.schema.base import ActiveIf, Requires, Section, linked, open_dict, section
 
 Truncation = Literal["error", "left", "right", "middle"]
 BadRows = Literal["refuse", "skip"]
@@ -28,20 +14,20 @@ BadRows = Literal["refuse", "skip"]
 class CustomClassConfig(Section):
     """A custom dataset class."""
 
-    path: Annotated[LocalPath | None, Requires(".name", why="the file may hold several classes", to="<class>")] = None
+    path: Annotated[t.LocalPath | None, Requires(".name", why="the file may hold several classes", to="<class>")] = None
     """Python file of the class."""
-    name: Annotated[Text | None, Requires(".path", why="the file of the class is not set", to="<file>")] = None
+    name: Annotated[t.Text | None, Requires(".path", why="the file of the class is not set", to="<file>")] = None
     """Name of the class: __init__(data_files, tokenizer, config, processor, max_samples)."""
 
 
 class RowsConfig(Section):
     """Validation rows and how rows are read, for every job."""
 
-    val_files: LocalPaths | None = None
+    val_files: t.LocalPaths | None = None
     """Rows for validation: a file or a list (parquet, json, jsonl, csv); null takes those of the start assets."""
-    val_max_samples: CountOrOff = -1
+    val_max_samples: t.CountOrAll = -1
     """Use at most this many validation rows; -1 uses all."""
-    apply_chat_template_kwargs: OpenDict = open_dict()
+    apply_chat_template_kwargs: t.OpenDict = open_dict()
     """Arguments of the chat template, e.g. {enable_thinking: false}."""
     custom_cls: CustomClassConfig = section(CustomClassConfig)
     bad_rows: BadRows = "refuse"
@@ -51,64 +37,64 @@ class RowsConfig(Section):
 class TrainingRowsConfig(RowsConfig):
     """Training rows, for every job that trains."""
 
-    train_files: LocalPaths | None = None
+    train_files: t.LocalPaths | None = None
     """Training rows: a file or a list (parquet, json, jsonl, csv); null takes the arithmetic of the start assets."""
-    train_max_samples: CountOrOff = -1
+    train_max_samples: t.CountOrAll = -1
     """Use at most this many training rows; -1 uses all."""
-    shuffle: Flag = True
+    shuffle: t.Flag = True
     """Shuffle training rows every epoch."""
-    seed: Seed = 1
+    seed: t.Seed = 1
     """Seed of that shuffling."""
 
 
 class PromptsConfig(RowsConfig):
     """Prompts to generate from."""
 
-    val_batch_size: Count | None = None
+    val_batch_size: t.Count | None = None
     """Validation prompts generated at a time; null is all at once."""
-    max_prompt_length: Count = 512
+    max_prompt_length: t.Count = 512
     """Tokens that prompts are padded to; longer ones are filtered or truncated."""
-    max_response_length: Count = 512
+    max_response_length: t.Count = 512
     """Longest response, in tokens."""
-    prompt_key: Text = "prompt"
+    prompt_key: t.Text = "prompt"
     """Column of the prompt: a list of {role, content}, or text."""
-    reward_fn_key: Text = "data_source"
+    reward_fn_key: t.Text = "data_source"
     """Column that chooses the reward function."""
     truncation: Truncation = "error"
     """How a prompt that is too long and not filtered is truncated; error stops."""
-    filter_overlong_prompts: Flag = False
+    filter_overlong_prompts: t.Flag = False
     """Drop prompts that are too long before training starts."""
-    filter_overlong_prompts_workers: Annotated[Count, ActiveIf(".filter_overlong_prompts")] = 1
+    filter_overlong_prompts_workers: Annotated[t.Count, ActiveIf(".filter_overlong_prompts")] = 1
     """Threads that tokenize prompts to filter them."""
 
 
 class DataConfig(PromptsConfig, TrainingRowsConfig):
     """Prompts for PPO."""
 
-    train_files: LocalPaths | None = ("~/data/rlhf/gsm8k/train.parquet",)
+    train_files: t.LocalPaths | None = ("~/data/rlhf/gsm8k/train.parquet",)
     """Training rows: a file or a list (parquet, json, jsonl, csv); null takes the arithmetic of the start assets."""
-    val_files: LocalPaths | None = ("~/data/rlhf/gsm8k/test.parquet",)
+    val_files: t.LocalPaths | None = ("~/data/rlhf/gsm8k/test.parquet",)
     """Rows for validation, as train_files; null with train_files null takes the held-out part of the start assets."""
-    train_batch_size: Count = 1024
+    train_batch_size: t.Count = 1024
     """Prompts per step; each gets actor_rollout_ref.rollout.n answers."""
-    gen_batch_size: Count = linked(".train_batch_size")
+    gen_batch_size: t.Count = linked(".train_batch_size")
     """Prompts generated at a time; more than train_batch_size needs algorithm.filter_groups."""
-    validation_shuffle: Flag = False
+    validation_shuffle: t.Flag = False
     """Shuffle validation rows, once, by seed."""
 
 
 class SupervisedDataConfig(TrainingRowsConfig):
     """Texts for SFT and reward models."""
 
-    train_batch_size: Count = 256
+    train_batch_size: t.Count = 256
     """Rows per optimizer step."""
-    micro_batch_size_per_gpu: Count = 4
+    micro_batch_size_per_gpu: t.Count = 4
     """Rows per forward and backward pass on a rank."""
-    use_dynamic_bsz: Flag = True
+    use_dynamic_bsz: t.Flag = True
     """Fill micro-batches up to a number of tokens instead of rows."""
-    max_token_len_per_gpu: Count = 8192
+    max_token_len_per_gpu: t.Count = 8192
     """Tokens per micro-batch on a rank, with use_dynamic_bsz."""
-    max_length: Count = 1024
+    max_length: t.Count = 1024
     """Longest text, in tokens."""
     truncation: Truncation = "error"
     """How a text that is too long is truncated; error stops."""
@@ -117,20 +103,20 @@ class SupervisedDataConfig(TrainingRowsConfig):
 class SFTDataConfig(SupervisedDataConfig):
     """Conversations, or prompt and response columns."""
 
-    messages_key: Text | None = "messages"
+    messages_key: t.Text | None = "messages"
     """Column of the conversation; null uses prompt_key and response_key."""
-    prompt_key: Text = "prompt"
+    prompt_key: t.Text = "prompt"
     """Column of the prompt, if messages_key is null."""
-    response_key: Text = "response"
+    response_key: t.Text = "response"
     """Column of the response, if messages_key is null."""
 
 
 class RMDataConfig(SupervisedDataConfig):
     """Pairs: a prompt, a chosen and a rejected response."""
 
-    prompt_key: Text = "prompt"
+    prompt_key: t.Text = "prompt"
     """Column of the prompt."""
-    chosen_key: Text = "chosen"
+    chosen_key: t.Text = "chosen"
     """Column of the better response."""
-    rejected_key: Text = "rejected"
+    rejected_key: t.Text = "rejected"
     """Column of the worse response."""

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from rlsys.config.schema import types as t
 from rlsys.config.schema.actor import ActorRolloutRefConfig, CriticConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, RewardConfig
-from rlsys.config.schema.base import (
-    IF_CRITIC,
-    Coefficient,
-    Count,
-    Positive,
-    Seconds,
-    Section,
-    SupervisedStrategy,
-    Text,
-    resolve_links_from,
-    section,
-)
+from rlsys.config.schema.base import IF_CRITIC, Section, resolve_links_from, section
 from rlsys.config.schema.data import DataConfig, PromptsConfig, RMDataConfig, SFTDataConfig, SupervisedDataConfig
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig, ShardConfig
 from rlsys.config.schema.rollout import GenerationConfig, ValKwargsConfig
@@ -52,18 +42,18 @@ resolve_links_from(PPOConfig)
 class SupervisedEngineConfig(ShardConfig):
     """FSDP2 for SFT and reward models."""
 
-    strategy: SupervisedStrategy = "fsdp2"
+    strategy: t.SupervisedStrategy = "fsdp2"
     """Training engine; fsdp and fsdp2 are both FSDP2."""
-    ulysses_sequence_parallel_size: Count = 1
+    ulysses_sequence_parallel_size: t.Count = 1
     """Ranks that one sequence is split over."""
 
 
 class SupervisedOptimConfig(OptimConfig):
     """AdamW for SFT and reward models."""
 
-    lr: Positive = 1e-5
+    lr: t.Positive = 1e-5
     """Peak learning rate."""
-    clip_grad: Coefficient = 1.0
+    clip_grad: t.Coefficient = 1.0
     """Largest gradient norm; 0 disables clipping."""
 
 
@@ -77,7 +67,7 @@ class SupervisedConfig(Section):
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     trainer: SupervisedRunConfig = section(SupervisedRunConfig)
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
-    nccl_timeout: Seconds = 600.0
+    nccl_timeout: t.Seconds = 600.0
     """Longest a collective operation may take, in seconds."""
 
 
@@ -96,7 +86,7 @@ class RMConfig(SupervisedConfig):
 class EvalRolloutConfig(GenerationConfig):
     """Generation for evaluation."""
 
-    name: Text = "hf"
+    name: t.Text = "hf"
     """Engine: hf (transformers), sglang, vllm, or one you registered."""
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from rlsys.config.schema.base import Count, Flag, OpenDict, Section, Seed, linked, open_dict
+from rlsys.config.schema import types as t
+from rlsys.config.schema.base import Section, linked, open_dict
 from rlsys.config.schema.model import AnyDType
 
 _ACTOR = "actor_rollout_ref.actor.megatron"
@@ -13,65 +14,65 @@ _ACTOR = "actor_rollout_ref.actor.megatron"
 class MegatronRoleConfig(Section):
     """How Megatron shards a model."""
 
-    tensor_model_parallel_size: Count = 1
+    tensor_model_parallel_size: t.Count = 1
     """Ranks that each matrix is sharded over."""
-    pipeline_model_parallel_size: Count = 1
+    pipeline_model_parallel_size: t.Count = 1
     """Pipeline stages that the layers are split into."""
-    virtual_pipeline_model_parallel_size: Count | None = None
+    virtual_pipeline_model_parallel_size: t.Count | None = None
     """Virtual stages per pipeline stage (interleaved schedule)."""
-    context_parallel_size: Count = 1
+    context_parallel_size: t.Count = 1
     """Ranks that each sequence is split over."""
-    expert_model_parallel_size: Count = 1
+    expert_model_parallel_size: t.Count = 1
     """Ranks that the experts are distributed over."""
-    expert_tensor_parallel_size: Count | None = None
+    expert_tensor_parallel_size: t.Count | None = None
     """Ranks that each expert's matrices are sharded over; null is tensor_model_parallel_size."""
-    sequence_parallel: Flag = True
+    sequence_parallel: t.Flag = True
     """Split norms and residuals over the tensor-parallel ranks too."""
-    param_offload: Flag = False
+    param_offload: t.Flag = False
     """Offload parameters to host memory while another role runs."""
     dtype: AnyDType = "auto"
     """dtype of weights and computation; auto is bfloat16 (with float32 master weights) on CUDA, float32 on CPU."""
-    full_determinism: Flag = linked("actor_rollout_ref.rollout.full_determinism")
+    full_determinism: t.Flag = linked("actor_rollout_ref.rollout.full_determinism")
     """Use bitwise reproducible CUDA kernels; this applies to the whole process."""
-    override_transformer_config: OpenDict = open_dict()
+    override_transformer_config: t.OpenDict = open_dict()
     """More settings of Megatron's TransformerConfig, e.g. {recompute_granularity: selective}."""
 
 
 class MegatronConfig(MegatronRoleConfig):
     """How Megatron shards and trains a model."""
 
-    grad_offload: Flag = False
+    grad_offload: t.Flag = False
     """Offload gradients to host memory while another role runs."""
-    optimizer_offload: Flag = False
+    optimizer_offload: t.Flag = False
     """Offload optimizer state to host memory while another role runs."""
     fp8: Literal["e4m3", "hybrid"] | None = None
     """Compute matrix products in this FP8 format of Transformer Engine."""
-    seed: Seed = 42
+    seed: t.Seed = 42
     """Seed of newly initialized weights (value heads, LoRA)."""
 
 
 class RefMegatronConfig(MegatronRoleConfig):
     """How Megatron shards the reference."""
 
-    tensor_model_parallel_size: Count = linked(f"{_ACTOR}.tensor_model_parallel_size")
+    tensor_model_parallel_size: t.Count = linked(f"{_ACTOR}.tensor_model_parallel_size")
     """Ranks that each matrix is sharded over."""
-    pipeline_model_parallel_size: Count = linked(f"{_ACTOR}.pipeline_model_parallel_size")
+    pipeline_model_parallel_size: t.Count = linked(f"{_ACTOR}.pipeline_model_parallel_size")
     """Pipeline stages that the layers are split into."""
-    virtual_pipeline_model_parallel_size: Count | None = linked(f"{_ACTOR}.virtual_pipeline_model_parallel_size")
+    virtual_pipeline_model_parallel_size: t.Count | None = linked(f"{_ACTOR}.virtual_pipeline_model_parallel_size")
     """Virtual stages per pipeline stage (interleaved schedule)."""
-    context_parallel_size: Count = linked(f"{_ACTOR}.context_parallel_size")
+    context_parallel_size: t.Count = linked(f"{_ACTOR}.context_parallel_size")
     """Ranks that each sequence is split over."""
-    expert_model_parallel_size: Count = linked(f"{_ACTOR}.expert_model_parallel_size")
+    expert_model_parallel_size: t.Count = linked(f"{_ACTOR}.expert_model_parallel_size")
     """Ranks that the experts are distributed over."""
-    expert_tensor_parallel_size: Count | None = linked(f"{_ACTOR}.expert_tensor_parallel_size")
+    expert_tensor_parallel_size: t.Count | None = linked(f"{_ACTOR}.expert_tensor_parallel_size")
     """Ranks that each expert's matrices are sharded over; null is tensor_model_parallel_size."""
-    sequence_parallel: Flag = linked(f"{_ACTOR}.sequence_parallel")
+    sequence_parallel: t.Flag = linked(f"{_ACTOR}.sequence_parallel")
     """Split norms and residuals over the tensor-parallel ranks too."""
-    param_offload: Flag = linked(f"{_ACTOR}.param_offload")
+    param_offload: t.Flag = linked(f"{_ACTOR}.param_offload")
     """Offload parameters to host memory while another role runs."""
     dtype: AnyDType = linked(f"{_ACTOR}.dtype")
     """dtype of weights and computation."""
-    full_determinism: Flag = linked(f"{_ACTOR}.full_determinism")
+    full_determinism: t.Flag = linked(f"{_ACTOR}.full_determinism")
     """Use bitwise reproducible CUDA kernels."""
-    override_transformer_config: OpenDict = linked(f"{_ACTOR}.override_transformer_config")
+    override_transformer_config: t.OpenDict = linked(f"{_ACTOR}.override_transformer_config")
     """More settings of Megatron's TransformerConfig."""

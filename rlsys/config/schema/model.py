@@ -6,25 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, Strict
 
-from rlsys.config.schema.base import (
-    ActiveIf,
-    Betas,
-    Coefficient,
-    Count,
-    CountOrOff,
-    CountOrZero,
-    DType,
-    Flag,
-    Fraction,
-    LocalPath,
-    OpenDict,
-    Section,
-    Seed,
-    Text,
-    Texts,
-    linked,
-    open_dict,
-)
+from rlsys.config.schema import types as t
+from rlsys.config.schema.base import ActiveIf, Requires, Section, linked, open_dict
 
 _DTYPE_NAMES = {
     "fp32": "float32",
@@ -42,9 +25,13 @@ def _dtype(value: object) -> object:
     return _DTYPE_NAMES.get(value, value) if isinstance(value, str) else value
 
 
-AnyDType = Annotated[DType, BeforeValidator(_dtype)]
+AnyDType = Annotated[t.DType, BeforeValidator(_dtype)]
 MasterDType = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_dtype)]
 Scheduler = Literal["constant", "cosine", "linear"]
+NEEDS_ADAPTERS = Requires(".lora_rank", why="there is no adapter", to="16")
+NOT_WITH_POLICY = Requires(
+    ".offload_policy", (False,), why="offload_policy already offloads parameters", fix="set param_offload=false"
+)
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
 CheckpointParts = Annotated[
     tuple[CheckpointPart, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
@@ -54,48 +41,48 @@ CheckpointParts = Annotated[
 class ModelConfig(Section):
     """The model, and how it is loaded and wrapped."""
 
-    path: LocalPath | None = None
+    path: t.LocalPath | None = None
     """Folder of a Hugging Face model (config.json, safetensors, tokenizer); null is the small start model."""
-    tokenizer_path: LocalPath | None = None
+    tokenizer_path: t.LocalPath | None = None
     """Folder of the tokenizer, if it is not the model's."""
-    trust_remote_code: Flag = False
+    trust_remote_code: t.Flag = False
     """Allow Python code in the model folder to run."""
-    custom_chat_template: Text | None = None
+    custom_chat_template: t.Text | None = None
     """A Jinja chat template instead of the tokenizer's."""
-    external_lib: Text | None = None
+    external_lib: t.Text | None = None
     """Module or .py file that every process imports first, e.g. to register estimators, losses or models."""
-    override_config: OpenDict = open_dict()
+    override_config: t.OpenDict = open_dict()
     """Values that replace those of config.json, e.g. {attention_dropout: 0}."""
-    enable_gradient_checkpointing: Flag = True
+    enable_gradient_checkpointing: t.Flag = True
     """Recompute activations in the backward pass instead of storing them."""
-    use_remove_padding: Flag = True
+    use_remove_padding: t.Flag = True
     """Pack sequences without padding in training and in log-prob passes."""
-    lora_rank: CountOrZero = 0
+    lora_rank: t.CountOrZero = 0
     """Rank of LoRA adapters; 0 trains all weights."""
-    lora_alpha: Annotated[Count, ActiveIf(".lora_rank")] = 16
+    lora_alpha: Annotated[t.Count, ActiveIf(".lora_rank")] = 16
     """LoRA scale; adapter outputs are multiplied by lora_alpha / lora_rank."""
-    target_modules: Annotated[Texts, ActiveIf(".lora_rank")] = ("all-linear",)
+    target_modules: Annotated[t.Texts, ActiveIf(".lora_rank")] = ("all-linear",)
     """Modules that get adapters: names, or all-linear (on Megatron including experts)."""
-    lora_adapter_path: LocalPath | None = None
+    lora_adapter_path: Annotated[t.LocalPath | None, NEEDS_ADAPTERS] = None
     """Folder of a trained adapter to start from."""
 
 
 class CriticModelConfig(ModelConfig):
     """The critic's model: by default the actor's, with a value head."""
 
-    path: LocalPath | None = linked("actor_rollout_ref.model.path")
+    path: t.LocalPath | None = linked("actor_rollout_ref.model.path")
     """Folder of the critic's base model."""
-    tokenizer_path: LocalPath | None = linked("actor_rollout_ref.model.tokenizer_path")
+    tokenizer_path: t.LocalPath | None = linked("actor_rollout_ref.model.tokenizer_path")
     """Folder of the tokenizer, if it is not the model's; it must be the actor's tokenizer."""
-    trust_remote_code: Flag = linked("actor_rollout_ref.model.trust_remote_code")
+    trust_remote_code: t.Flag = linked("actor_rollout_ref.model.trust_remote_code")
     """Allow Python code in the model folder to run."""
-    custom_chat_template: Text | None = linked("actor_rollout_ref.model.custom_chat_template")
+    custom_chat_template: t.Text | None = linked("actor_rollout_ref.model.custom_chat_template")
     """A Jinja chat template instead of the tokenizer's."""
-    external_lib: Text | None = linked("actor_rollout_ref.model.external_lib")
+    external_lib: t.Text | None = linked("actor_rollout_ref.model.external_lib")
     """Module or .py file that every process imports first."""
-    enable_gradient_checkpointing: Flag = linked("actor_rollout_ref.model.enable_gradient_checkpointing")
+    enable_gradient_checkpointing: t.Flag = linked("actor_rollout_ref.model.enable_gradient_checkpointing")
     """Recompute activations in the backward pass instead of storing them."""
-    use_remove_padding: Flag = linked("actor_rollout_ref.model.use_remove_padding")
+    use_remove_padding: t.Flag = linked("actor_rollout_ref.model.use_remove_padding")
     """Pack sequences without padding."""
 
 
@@ -104,17 +91,17 @@ class OptimConfig(Section):
 
     lr: Annotated[float, Strict(), Field(ge=0, le=10)] = 1e-6
     """Peak learning rate."""
-    weight_decay: Coefficient = 0.01
+    weight_decay: t.Coefficient = 0.01
     """Decoupled weight decay."""
-    betas: Betas = (0.9, 0.999)
+    betas: t.Betas = (0.9, 0.999)
     """AdamW's two decay rates."""
-    lr_warmup_steps: CountOrOff = -1
+    lr_warmup_steps: t.CountOrOff = -1
     """Optimizer steps of linear warm-up; -1 uses lr_warmup_steps_ratio."""
-    lr_warmup_steps_ratio: Fraction = 0.0
+    lr_warmup_steps_ratio: t.Fraction = 0.0
     """Warm-up as a fraction of all optimizer steps, if lr_warmup_steps is -1."""
     lr_scheduler_type: Scheduler = "constant"
     """Shape after the warm-up."""
-    min_lr_ratio: Fraction = 0.0
+    min_lr_ratio: t.Fraction = 0.0
     """Final learning rate of cosine and linear, as a fraction of lr."""
 
 
@@ -128,54 +115,54 @@ class CriticOptimConfig(OptimConfig):
 class ShardConfig(Section):
     """How FSDP2 shards a model."""
 
-    fsdp_size: CountOrOff = -1
+    fsdp_size: t.CountOrAll = -1
     """Ranks that one copy of the model is sharded over; -1 is all of them, fewer means replicas (HSDP)."""
-    offload_policy: Flag = False
+    offload_policy: t.Flag = False
     """Let FSDP2 always keep parameters and optimizer in host memory (slower, least device memory)."""
-    reshard_after_forward: Flag = True
+    reshard_after_forward: t.Flag = True
     """Free gathered parameters after each layer's forward pass."""
-    forward_prefetch: Flag = False
+    forward_prefetch: t.Flag = False
     """Gather the next layer's parameters during the forward pass of a layer."""
     model_dtype: MasterDType = "float32"
     """dtype of the weights."""
     dtype: AnyDType = "auto"
     """dtype of the computation; auto is bfloat16 on CUDA and float32 on CPU."""
-    seed: Seed = 42
+    seed: t.Seed = 42
     """Seed of newly initialized weights (value heads, LoRA)."""
-    full_determinism: Flag = False
+    full_determinism: t.Flag = False
     """Use bitwise reproducible CUDA kernels; this applies to the whole process."""
 
 
 class RoleShardConfig(ShardConfig):
     """How FSDP2 shards a model that shares its ranks with other roles."""
 
-    param_offload: Flag = False
+    param_offload: Annotated[t.Flag, NOT_WITH_POLICY] = False
     """Offload parameters to host memory while another role runs."""
 
 
 class FSDPConfig(RoleShardConfig):
     """How FSDP2 shards a trained model that shares its ranks with other roles."""
 
-    optimizer_offload: Flag = False
+    optimizer_offload: t.Flag = False
     """Offload optimizer state to host memory between updates."""
-    full_determinism: Flag = linked("actor_rollout_ref.rollout.full_determinism")
+    full_determinism: t.Flag = linked("actor_rollout_ref.rollout.full_determinism")
     """Use bitwise reproducible CUDA kernels; this applies to the whole process."""
 
 
 class RefShardConfig(RoleShardConfig):
     """How FSDP2 shards the reference."""
 
-    fsdp_size: CountOrOff = linked("actor_rollout_ref.actor.fsdp_config.fsdp_size")
+    fsdp_size: t.CountOrAll = linked("actor_rollout_ref.actor.fsdp_config.fsdp_size")
     """Ranks that one copy of the model is sharded over; -1 is all of them."""
-    reshard_after_forward: Flag = linked("actor_rollout_ref.actor.fsdp_config.reshard_after_forward")
+    reshard_after_forward: t.Flag = linked("actor_rollout_ref.actor.fsdp_config.reshard_after_forward")
     """Free gathered parameters after each layer's forward pass."""
-    forward_prefetch: Flag = linked("actor_rollout_ref.actor.fsdp_config.forward_prefetch")
+    forward_prefetch: t.Flag = linked("actor_rollout_ref.actor.fsdp_config.forward_prefetch")
     """Gather the next layer's parameters during the forward pass of a layer."""
     model_dtype: MasterDType = linked("actor_rollout_ref.actor.fsdp_config.model_dtype")
     """dtype of the weights."""
     dtype: AnyDType = linked("actor_rollout_ref.actor.fsdp_config.dtype")
     """dtype of the computation."""
-    full_determinism: Flag = linked("actor_rollout_ref.actor.fsdp_config.full_determinism")
+    full_determinism: t.Flag = linked("actor_rollout_ref.actor.fsdp_config.full_determinism")
     """Use bitwise reproducible CUDA kernels."""
 
 

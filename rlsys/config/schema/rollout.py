@@ -6,36 +6,21 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, Strict
 
-from rlsys.config.schema.base import (
-    ActiveIf,
-    Count,
-    CountOrOff,
-    CountOrZero,
-    Counts,
-    Flag,
-    LocalPath,
-    OpenDict,
-    Positive,
-    Seconds,
-    Section,
-    Seed,
-    Text,
-    Texts,
-    TokenIds,
-    linked,
-    open_dict,
-    section,
-)
+from rlsys.config.schema import types as t
+from rlsys.config.schema.base import ActiveIf, Requires, Section, linked, open_dict, section
 from rlsys.config.schema.model import AnyDType
 
 Temperature = Annotated[float, Strict(), Field(ge=0, le=100)]
 TopP = Annotated[float, Strict(), Field(gt=0, le=1)]
 Share = TopP
-Engine = Annotated[Text, BeforeValidator(lambda v: "sglang" if v == "sglang_async" else v)]
+TopK = Annotated[t.CountOrAll, BeforeValidator(lambda v: -1 if v == 0 else v)]
+Engine = Annotated[t.Text, BeforeValidator(lambda v: "sglang" if v == "sglang_async" else v)]
 Executor = Annotated[
     Literal["auto", "local", "shm", "ipc", "nccl", "disk", "gather"],
     BeforeValidator(lambda v: "auto" if v == "naive" else v),
 ]
+
+SERVED_ADAPTERS = Requires("actor_rollout_ref.model.lora_rank", why="there are no adapters to push", to="16")
 
 
 class ValKwargsConfig(Section):
@@ -43,13 +28,13 @@ class ValKwargsConfig(Section):
 
     temperature: Temperature = 0.0
     """Temperature; 0 is greedy."""
-    top_k: Annotated[CountOrOff, ActiveIf(".do_sample")] = -1
-    """Sample from the k most likely tokens; -1 is all."""
+    top_k: Annotated[TopK, ActiveIf(".do_sample")] = -1
+    """Sample from the k most likely tokens; -1 or 0 is all."""
     top_p: Annotated[TopP, ActiveIf(".do_sample")] = 1.0
     """Sample from the most likely tokens with this total probability."""
-    n: Count = 1
+    n: t.Count = 1
     """Answers per prompt."""
-    do_sample: Flag = False
+    do_sample: t.Flag = False
     """Sample; false is greedy."""
 
 
@@ -59,102 +44,102 @@ class CheckpointEngineConfig(Section):
     backend: Executor = "auto"
     """auto (or naive) chooses: local within a process, ipc between GPUs of a host, else shm on one host, nccl across
     hosts. disk writes files; gather is slow but always works."""
-    update_weights_bucket_megabytes: Count = 2048
+    update_weights_bucket_megabytes: t.Count = 2048
     """Largest bucket of gather."""
 
 
 class EngineKwargsConfig(Section):
     """More arguments of an engine, under its own names."""
 
-    vllm: OpenDict = open_dict()
+    vllm: t.OpenDict = open_dict()
     """vLLM's EngineArgs."""
-    sglang: OpenDict = open_dict()
+    sglang: t.OpenDict = open_dict()
     """SGLang's ServerArgs."""
 
 
 class GenerationConfig(Section):
     """The engine that generates responses."""
 
-    tensor_model_parallel_size: Count = 1
+    tensor_model_parallel_size: t.Count = 1
     """Processes that share one copy of the model."""
     gpu_memory_utilization: Share = 0.5
     """Fraction of GPU memory for the weights and KV cache of vLLM or SGLang."""
-    free_cache_engine: Flag = True
+    free_cache_engine: t.Flag = True
     """Release the rollout's weights and KV cache on the GPU while other roles run. If the GPU has room for all of
     them, false saves the time of the moves."""
-    kv_cache_gib: Count = 1
+    kv_cache_gib: t.Count = 1
     """Size of vLLM's or SGLang's KV cache on CPU, in GiB."""
-    enforce_eager: Flag = False
+    enforce_eager: t.Flag = False
     """Run vLLM and SGLang without compilation and CUDA graphs: faster to start, slower to generate."""
-    cuda_graph_max_bs: Count | None = None
+    cuda_graph_max_bs: t.Count | None = None
     """Largest batch that vLLM and SGLang decode with a CUDA graph; null is max_num_seqs, at most 512."""
-    cudagraph_capture_sizes: Counts | None = None
+    cudagraph_capture_sizes: t.Counts | None = None
     """Batch sizes that get a CUDA graph; null lets the engine choose up to cuda_graph_max_bs."""
-    disable_log_stats: Flag = True
+    disable_log_stats: t.Flag = True
     """Do not log vLLM's and SGLang's own statistics."""
-    enable_chunked_prefill: Flag = True
+    enable_chunked_prefill: t.Flag = True
     """Let vLLM and SGLang prefill long prompts in chunks alongside decoding."""
-    enable_prefix_caching: Flag = True
+    enable_prefix_caching: t.Flag = True
     """Let vLLM and SGLang prefill a prompt shared by several answers once."""
     engine_kwargs: EngineKwargsConfig = section(EngineKwargsConfig)
-    full_determinism: Flag = False
+    full_determinism: t.Flag = False
     """Aligned mode: logits in float32 and, if the engine has them, batch-invariant kernels; training is deterministic
     too."""
-    seed: Seed = 42
+    seed: t.Seed = 42
     """Seed of sampling."""
-    ignore_eos: Flag = False
+    ignore_eos: t.Flag = False
     """Continue after the end token, up to the full length (for benchmarks)."""
     dtype: AnyDType = "auto"
     """dtype of the engine; auto is bfloat16 on CUDA and float32 on CPU."""
-    max_num_seqs: Count = 256
+    max_num_seqs: t.Count = 256
     """Largest number of sequences decoded together."""
-    max_num_batched_tokens: Count = 8192
+    max_num_batched_tokens: t.Count = 8192
     """Largest number of prompt tokens prefilled together."""
-    max_model_len: Count | None = None
+    max_model_len: t.Count | None = None
     """Longest prompt and response together; null is as many as the model has positions."""
-    eos: TokenIds | None = None
+    eos: t.TokenIds | None = None
     """Ids of the tokens that end a response; null takes them from the model's generation config."""
-    padding: CountOrZero | None = None
+    padding: t.CountOrZero | None = None
     """Id of the padding token; null takes the tokenizer's."""
-    print_outputs: Flag = False
+    print_outputs: t.Flag = False
     """Print the text and token ids of each answer."""
 
 
 class ServersConfig(Section):
     """External servers, for rollout.name=sglang_remote and vllm_remote."""
 
-    urls: Texts | None = None
+    urls: t.Texts | None = None
     """Addresses; null takes VLLM_API_BASE (vLLM) or AREAL_LLM_SERVER_ADDRS (either) from the environment."""
-    model: Text | None = None
+    model: t.Text | None = None
     """Name of the served model; null takes the server's."""
-    lora_name: Text | None = None
+    lora_name: Annotated[t.Text | None, SERVED_ADAPTERS] = None
     """Push only LoRA adapters, served under this name and their version; null pushes merged weights."""
     policy: Literal["least_loaded", "round_robin", "affinity"] = "least_loaded"
     """How a server is chosen; affinity sends equal prompts to one server, for its prefix cache."""
-    max_concurrent: Count = 256
+    max_concurrent: t.Count = 256
     """Largest number of concurrent requests."""
-    timeout_s: Seconds = 120.0
+    timeout_s: t.Seconds = 120.0
     """Seconds without a token after which the rest of an answer is requested from another server."""
-    max_retries: CountOrZero = 3
+    max_retries: t.CountOrZero = 3
     """Retries of a failed request."""
-    token_env: Text = "RLSYS_SERVER_TOKEN"
+    token_env: t.Text = "RLSYS_SERVER_TOKEN"
     """Environment variable with the servers' bearer token; if it is not set none is sent."""
-    weights_dir: LocalPath = "${trainer.default_local_dir}/served_weights"
+    weights_dir: t.LocalPath = "${trainer.default_local_dir}/served_weights"
     """Folder through which weights are pushed; servers must see it under the same path."""
 
 
 class ParityConfig(Section):
     """The parity probe: a few answers scored by both actor and rollout, which must agree."""
 
-    freq: CountOrOff = 0
+    freq: t.CountOrOff = 0
     """Probe after the first push and every N steps; 0: first push only; -1: off."""
-    rows: Count = 4
+    rows: t.Count = 4
     """Number of training prompts that are answered for it."""
-    max_tokens: Count = 32
+    max_tokens: t.Count = 32
     """Longest of these answers, in tokens."""
-    mean_limit: Positive = 0.05
+    mean_limit: t.Positive = 0.05
     """Limit of the mean absolute difference of log-probs, in nats."""
-    max_limit: Positive = 1.0
+    max_limit: t.Positive = 1.0
     """Limit of a single difference."""
     policy: Literal["warn", "stop"] = "warn"
     """Warn, or stop the run, above a limit."""
@@ -170,27 +155,27 @@ class RolloutConfig(GenerationConfig):
 
     name: Engine = "hf"
     """Engine: hf (transformers), sglang, vllm, external servers (sglang_remote, vllm_remote), or one you registered."""
-    temperature: Temperature = 1.0
+    temperature: Annotated[float, Strict(), Field(gt=0, le=100)] = 1.0
     """Sampling temperature; log-probs are taken at it too."""
-    top_k: CountOrOff = -1
-    """Sample from the k most likely tokens; -1 is all."""
+    top_k: TopK = -1
+    """Sample from the k most likely tokens; -1 or 0 is all."""
     top_p: TopP = 1.0
     """Sample from the most likely tokens with this total probability."""
-    do_sample: Flag = True
+    do_sample: t.Flag = True
     """Sample; false is greedy."""
-    n: Count = 1
+    n: t.Count = 1
     """Responses per prompt."""
-    log_prob_micro_batch_size_per_gpu: Count | None = linked("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
+    log_prob_micro_batch_size_per_gpu: t.Count | None = linked("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
     """Samples per forward pass when the actor recomputes log-probs."""
-    log_prob_use_dynamic_bsz: Flag = linked("actor_rollout_ref.actor.use_dynamic_bsz")
+    log_prob_use_dynamic_bsz: t.Flag = linked("actor_rollout_ref.actor.use_dynamic_bsz")
     """Fill these passes up to a number of tokens instead of samples."""
-    log_prob_max_token_len_per_gpu: Count = linked("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
+    log_prob_max_token_len_per_gpu: t.Count = linked("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
     """Tokens per pass on a rank."""
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig)
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig)
-    validate_weight: Flag = False
+    validate_weight: t.Flag = False
     """Compare every tensor of every engine with the actor's after each push; stop if one differs."""
-    validate_save_dir: Annotated[LocalPath | None, ActiveIf(".validate_weight")] = None
+    validate_save_dir: Annotated[t.LocalPath | None, ActiveIf(".validate_weight")] = None
     """Folder for reports of these comparisons, weights_v{version}.json."""
     parity: Annotated[
         ParityConfig, ActiveIf(".parity.is_enabled", why="freq=-1 disables the parity probe", besides=("freq",))

@@ -4,22 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from rlsys.config.schema.base import (
-    IF_CRITIC,
-    Count,
-    CountOrOff,
-    CountOrZero,
-    Flag,
-    LocalPath,
-    OpenDict,
-    Requires,
-    Seconds,
-    Section,
-    Text,
-    Texts,
-    open_dict,
-    section,
-)
+from rlsys.config.schema import types as t
+from rlsys.config.schema.base import IF_CRITIC, Requires, Section, open_dict, section
 
 RESUME_NEEDS_PATH = Requires(
     ".resume_from_path", given=("resume_path",), why="it needs a checkpoint", to="<folder>/global_step_N"
@@ -34,40 +20,40 @@ NEW_CLUSTER = Requires(
 class DeadlinesConfig(Section):
     """Deadlines in seconds; after one the run stops with an error that names the process that did not answer."""
 
-    start_s: Seconds = 300.0
+    start_s: t.Seconds = 300.0
     """Starting workers and loading models."""
-    call_s: Seconds = 600.0
+    call_s: t.Seconds = 600.0
     """Any other call (log-probs, values)."""
-    generate_s: Seconds = 3600.0
+    generate_s: t.Seconds = 3600.0
     """One generation call."""
-    update_s: Seconds = 3600.0
+    update_s: t.Seconds = 3600.0
     """One update of actor or critic."""
-    weights_s: Seconds = 600.0
+    weights_s: t.Seconds = 600.0
     """One push of weights to the rollout."""
-    save_s: Seconds = 1800.0
+    save_s: t.Seconds = 1800.0
     """Saving or loading a checkpoint."""
-    reward_s: Seconds = 1800.0
+    reward_s: t.Seconds = 1800.0
     """Grading one batch."""
 
 
 class RunConfig(Section):
     """Keys of every job."""
 
-    project_name: Text = "rlsys"
+    project_name: t.Text = "rlsys"
     """Project name in trackers and folder names."""
-    experiment_name: Text = "run"
+    experiment_name: t.Text = "run"
     """Name of the run within the project."""
-    logger: Texts = ("console",)
+    logger: t.Texts = ("console",)
     """Trackers: console, tensorboard, trackio, wandb, mlflow; a JSONL file is always written."""
-    nnodes: Count = 1
+    nnodes: t.Count = 1
     """Number of nodes."""
-    n_gpus_per_node: Count = 1
+    n_gpus_per_node: t.Count = 1
     """GPUs per node; on CPU worker processes per node."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the models; auto is CUDA if available."""
     backend: Literal["ray", "local"] = "ray"
     """Run workers as Ray actors, or in this process, where a debugger works."""
-    default_local_dir: LocalPath = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
+    default_local_dir: t.LocalPath = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """Folder for checkpoints, metrics and reports."""
     deadlines: DeadlinesConfig = section(DeadlinesConfig)
 
@@ -75,78 +61,78 @@ class RunConfig(Section):
 class TrainingConfig(RunConfig):
     """Keys of every job that trains."""
 
-    total_epochs: Count = 30
+    total_epochs: t.Count = 30
     """Epochs over the training rows."""
-    total_training_steps: Count | None = None
+    total_training_steps: t.Count | None = None
     """Total steps; null follows from total_epochs."""
-    save_freq: CountOrOff = -1
+    save_freq: t.CountOrOff = -1
     """Save every N steps and after the last step; -1 saves only after the last step."""
-    test_freq: CountOrOff = -1
+    test_freq: t.CountOrOff = -1
     """Validate every N steps and after the last step; with -1, PPO does not validate while it trains, and SFT and
     reward-model runs validate only after the last step."""
     resume_mode: Annotated[Literal["auto", "disable", "resume_path"], RESUME_NEEDS_PATH] = "auto"
     """Resume from the latest checkpoint, never, or from resume_from_path."""
-    resume_from_path: Annotated[LocalPath | None, ONLY_RESUME_PATH] = None
+    resume_from_path: Annotated[t.LocalPath | None, ONLY_RESUME_PATH] = None
     """Folder global_step_N to resume from."""
-    balance_batch: Flag = True
+    balance_batch: t.Flag = True
     """Balance the number of tokens over ranks."""
 
 
 class SupervisedRunConfig(TrainingConfig):
     """An SFT or reward-model run."""
 
-    total_epochs: Count = 4
+    total_epochs: t.Count = 4
     """Epochs over the training rows."""
-    max_ckpt_to_keep: Count | None = None
+    max_ckpt_to_keep: t.Count | None = None
     """Number of latest checkpoints to keep; null keeps all."""
 
 
 class EvalRunConfig(RunConfig):
     """An evaluation."""
 
-    validation_data_dir: LocalPath | None = None
+    validation_data_dir: t.LocalPath | None = None
     """Folder for all answers, as JSON lines."""
-    log_val_generations: CountOrZero = 0
+    log_val_generations: t.CountOrZero = 0
     """Number of answers shown in trackers."""
 
 
 class TrainerConfig(TrainingConfig):
     """The PPO run."""
 
-    val_before_train: Flag = True
+    val_before_train: t.Flag = True
     """Validate before the first step."""
-    val_only: Flag = False
+    val_only: t.Flag = False
     """Validate and stop."""
-    log_val_generations: CountOrZero = 0
+    log_val_generations: t.CountOrZero = 0
     """Number of validation answers shown in trackers."""
-    critic_warmup: Annotated[CountOrZero, WARMUP_NEEDS_CRITIC] = 0
+    critic_warmup: Annotated[t.CountOrZero, WARMUP_NEEDS_CRITIC] = 0
     """Initial steps that only train the critic."""
-    max_actor_ckpt_to_keep: Count | None = None
+    max_actor_ckpt_to_keep: t.Count | None = None
     """Number of latest actor checkpoints to keep; null keeps all."""
-    max_critic_ckpt_to_keep: Annotated[Count | None, IF_CRITIC] = None
+    max_critic_ckpt_to_keep: Annotated[t.Count | None, IF_CRITIC] = None
     """Number of latest critic checkpoints to keep; null keeps all."""
-    rollout_data_dir: LocalPath | None = None
+    rollout_data_dir: t.LocalPath | None = None
     """Folder for all training answers, {step}.jsonl."""
-    validation_data_dir: LocalPath | None = None
+    validation_data_dir: t.LocalPath | None = None
     """Folder for all validation answers, {step}.jsonl."""
-    max_staleness: CountOrZero = 0
+    max_staleness: t.CountOrZero = 0
     """Weight versions that a sample may be behind in training: 0 is synchronous, 1 one step off-policy."""
-    sync_freq: Count = 1
+    sync_freq: t.Count = 1
     """Push weights to the rollout every N steps."""
-    allocation_mode: Text | None = None
+    allocation_mode: t.Text | None = None
     """Processes in AReaL's grammar, e.g. hf:d2+fsdp:d2 (separate) or hf[r]:d2|fsdp[a]:d2 (shared)."""
-    rollout_workers: CountOrZero = 0
+    rollout_workers: t.CountOrZero = 0
     """Separate processes that only generate; 0 generates in the actor's processes."""
 
 
 class RayInitConfig(Section):
     """Arguments of ray.init."""
 
-    num_cpus: Annotated[Count | None, NEW_CLUSTER] = None
+    num_cpus: Annotated[t.Count | None, NEW_CLUSTER] = None
     """CPUs of a newly started cluster; null is all."""
-    address: Text | None = None
+    address: t.Text | None = None
     """Cluster to join; null joins RAY_ADDRESS if set, else starts one."""
-    runtime_env: OpenDict = open_dict()
+    runtime_env: t.OpenDict = open_dict()
     """Ray runtime environment of the workers, e.g. {env_vars: {A: "1"}}."""
 
 
@@ -154,5 +140,5 @@ class RayKwargsConfig(Section):
     """Ray."""
 
     ray_init: RayInitConfig = section(RayInitConfig)
-    timeline_json_file: LocalPath | None = None
+    timeline_json_file: t.LocalPath | None = None
     """File for Ray's timeline."""

@@ -244,6 +244,7 @@ SAME = [
     (f"{R}.update_weights_bucket_megabytes=64", f"{R}.checkpoint_engine.update_weights_bucket_megabytes", 64),
     (f"{R}.checkpoint_engine.backend=naive", f"{R}.checkpoint_engine.backend", "auto"),
     (f"{R}.dtype=fp32", f"{R}.dtype", "float32"),
+    (f"{R}.top_k=0", f"{R}.top_k", -1),
     (f"{R}.rollout_backend=hf", f"{R}.name", "hf"),
     (f"{R}.max_running_requests=9", f"{R}.max_num_seqs", 9),
     (f"{R}.vllm.enable_prefix_caching=false", f"{R}.enable_prefix_caching", False),

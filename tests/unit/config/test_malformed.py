@@ -86,11 +86,9 @@ UNKNOWN = [
 ]
 
 ADDING = [
-    bad("+data.train_batch_size=4", "+data.train_batch_size=4", "already", "set data.train_batch_size=4"),
-    bad(f"{M}.override_config.attention_dropout=0", "does not exist yet", f"+{M}.override_config.attention_dropout=0"),
-    bad([f"+{M}.override_config.a=1", f"+{M}.override_config.a=2"], "+", "already"),
     bad(f"~{M}.override_config.a", f"{M}.override_config.a", "does not exist"),
-    bad("~data.train_batch_size=7", "data.train_batch_size", "is 48", "~data.train_batch_size"),
+    bad([f"{M}.override_config.a=1", f"~{M}.override_config.a.b"], f"{M}.override_config.a.b", "does not exist"),
+    bad("~data.train_batch_size=7", "takes no value", "~data.train_batch_size"),
 ]
 
 TYPES = [
@@ -128,7 +126,7 @@ RANGES = [
     bad("data.max_prompt_length=0", "data.max_prompt_length", "at least 1"),
     bad("data.max_response_length=-1", "data.max_response_length", "at least 1"),
     bad("data.seed=-1", "data.seed = -1", "at least 0"),
-    bad("data.val_max_samples=-2", "data.val_max_samples", "at least -1"),
+    bad("data.val_max_samples=-2", "data.val_max_samples", "-1 or a whole number, at least 1"),
     bad(f"{A}.optim.lr=-1e-6", f"{A}.optim.lr", "at least 0"),
     bad(f"{A}.optim.lr=nan", f"{A}.optim.lr = nan", "a number"),
     bad(f"{A}.optim.lr=inf", f"{A}.optim.lr = inf", "a number"),
@@ -141,7 +139,8 @@ RANGES = [
     bad(f"{A}.ppo_epochs=0", f"{A}.ppo_epochs", "at least 1"),
     bad(f"{A}.kl_loss_coef=-1", f"{A}.kl_loss_coef", "at least 0"),
     bad(f"{A}.tau_neg=0", f"{A}.tau_neg", "more than 0"),
-    bad(f"{R}.temperature=-1", f"{R}.temperature", "at least 0"),
+    bad(f"{R}.temperature=-1", f"{R}.temperature", "more than 0"),
+    bad(f"{R}.val_kwargs.temperature=-1", f"{R}.val_kwargs.temperature", "at least 0"),
     bad(f"{R}.top_p=0", f"{R}.top_p", "more than 0"),
     bad(f"{R}.top_p=1.1", f"{R}.top_p", "at most 1"),
     bad(f"{R}.n=0", f"{R}.n = 0", "at least 1"),
@@ -261,14 +260,14 @@ BATCHES = [
     bad(["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=36"], "critic.ppo_mini_batch_size", "=24"),
     bad(f"{A}.ulysses_sequence_parallel_size=2", f"{A}.ulysses_sequence_parallel_size", "1 training processes"),
     bad(f"{A}.fsdp_config.fsdp_size=2", f"{A}.fsdp_config.fsdp_size", "fsdp_size=-1"),
-    bad(f"{A}.fsdp_config.fsdp_size=0", f"{A}.fsdp_config.fsdp_size", "fsdp_size=-1"),
+    bad(f"{A}.fsdp_config.fsdp_size=0", f"{A}.fsdp_config.fsdp_size", "-1 or a whole number"),
     bad(
         [f"{A}.fsdp_config.offload_policy=true", f"{A}.fsdp_config.param_offload=true"],
         "offload_policy",
         "param_offload=false",
     ),
     bad("data.gen_batch_size=96", "data.gen_batch_size = 96", "filter_groups"),
-    bad("data.train_max_samples=0", "data.train_max_samples", "-1 for all"),
+    bad("data.train_max_samples=0", "data.train_max_samples", "-1 or a whole number"),
     bad("data.train_max_samples=10", "data.train_max_samples = 10", "fewer rows than data.train_batch_size=48"),
     bad(
         ["trainer.n_gpus_per_node=2", f"{A}.ulysses_sequence_parallel_size=2", f"{M}.use_remove_padding=false"],
@@ -359,9 +358,9 @@ ALGORITHMS = [
         "reward.reward_model.nnodes",
         "=1",
     ),
-    bad(f"{R}.temperature=0", f"{R}.temperature", "temperature=1.0"),
+    bad(f"{R}.temperature=0", f"{R}.temperature", "more than 0"),
     bad(f"{R}.do_sample=false", f"{R}.do_sample", "would be the same"),
-    bad(f"{R}.top_k=0", f"{R}.top_k", "-1 for all tokens"),
+    bad(f"{R}.top_k=-2", f"{R}.top_k", "-1 or a whole number"),
     bad(f"{R}.val_kwargs.do_sample=false", f"{R}.val_kwargs.n", "do_sample=true"),
 ]
 

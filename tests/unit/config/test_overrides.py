@@ -31,10 +31,10 @@ def test_every_value_reads_back_as_it_was_written(value: Any) -> None:
     assert type(parsed) is type(value)
 
 
-@given(st.sampled_from(["", "+", "++", "~"]), KEYS, VALUES)
-def test_every_override_reads_back(op: Any, key: str, value: Any) -> None:
+@given(st.sampled_from(["", "+", "++"]), KEYS, VALUES)
+def test_every_override_reads_back(op: str, key: str, value: Any) -> None:
     text = f"{op}{key}={format_value(value)}"
-    assert parse_override(text) == Override(op, key, value, text=text)
+    assert parse_override(text) == Override(key, value, text=text)
 
 
 @given(st.text(max_size=40))
@@ -99,9 +99,9 @@ def test_the_last_value_of_a_key_wins() -> None:
     assert load_config(["data.seed=1", "data.seed=2"]).data.seed == 2
 
 
-def test_plus_adds_to_an_open_section_and_plain_then_changes_it() -> None:
+def test_keys_are_added_to_an_open_section_and_changed_with_and_without_plus() -> None:
     key = "actor_rollout_ref.model.override_config"
-    cfg = load_config([f"+{key}.a.b=1", f"{key}.a.b=2", f"++{key}.c=[x]", f"+{key}.d={{e: 5}}"])
+    cfg = load_config([f"{key}.a.b=1", f"+{key}.a.b=2", f"++{key}.c=[x]", f"+{key}.d={{e: 5}}"])
     assert cfg.actor_rollout_ref.model.override_config == {"a": {"b": 2}, "c": ["x"], "d": {"e": 5}}
 
 
@@ -115,14 +115,15 @@ def test_plus_may_set_a_key_that_was_not_set_before() -> None:
     assert load_config(["+reward_model.reward_kwargs.max_resp_len=8"]).reward.reward_kwargs.max_resp_len == 8
 
 
-def test_plus_plus_sets_whether_set_or_not() -> None:
+def test_plus_changes_keys_too() -> None:
+    assert load_config(["+data.train_batch_size=96"]).data.train_batch_size == 96
     assert load_config(["++data.train_batch_size=96"]).data.train_batch_size == 96
     assert load_config(["++data.seed=9"]).data.seed == 9
 
 
 def test_tilde_puts_back_the_default() -> None:
     changed = load_config(
-        ["data.seed=9", "~data.seed", "~actor_rollout_ref.rollout.n=8", "algorithm.adv_estimator=remax"]
+        ["data.seed=9", "~data.seed", "~actor_rollout_ref.rollout.n", "algorithm.adv_estimator=remax"]
     )
     assert changed.data.seed == 1
     assert changed.actor_rollout_ref.rollout.n == 1

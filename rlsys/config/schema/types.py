@@ -1,0 +1,65 @@
+"""The types of values, with their ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, Strict, WithJsonSchema
+
+MAX_COUNT = 1_000_000_000
+
+
+def _text(value: object) -> object:
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _texts(value: object) -> object:
+    if isinstance(value, str):
+        return (value,)
+    return tuple(_text(item) for item in value) if isinstance(value, Sequence) else value
+
+
+def _tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _ids(value: object) -> object:
+    return (value,) if isinstance(value, int) else _tuple(value)
+
+
+def _expand(path: str) -> str:
+    return str(Path(path).expanduser()) if path.startswith("~") else path
+
+
+Flag = Annotated[bool, Strict()]
+Text = Annotated[str, BeforeValidator(_text), Field(min_length=1)]
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_texts)]
+LocalPath = Annotated[
+    str,
+    BeforeValidator(_text),
+    Field(min_length=1),
+    AfterValidator(_expand),
+    WithJsonSchema({"type": "string", "format": "path"}),
+]
+LocalPaths = Annotated[tuple[LocalPath, ...], BeforeValidator(_texts)]
+Number = Annotated[float, Strict()]
+Count = Annotated[int, Strict(), Field(ge=1, le=MAX_COUNT)]
+CountOrZero = Annotated[int, Strict(), Field(ge=0, le=MAX_COUNT)]
+CountOrAll = Literal[-1] | Count
+CountOrOff = Annotated[int, Strict(), Field(ge=-1, le=MAX_COUNT)]
+Seed = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
+Fraction = Annotated[float, Strict(), Field(ge=0, le=1)]
+Coefficient = Annotated[float, Strict(), Field(ge=0, le=1e6)]
+Positive = Annotated[float, Strict(), Field(gt=0, le=1e9)]
+Seconds = Annotated[float, Strict(), Field(gt=0, le=30 * 86400)]
+Betas = Annotated[tuple[Fraction, Fraction], BeforeValidator(_tuple)]
+Counts = Annotated[tuple[Count, ...], BeforeValidator(_tuple)]
+TokenIds = Annotated[tuple[CountOrZero, ...], BeforeValidator(_ids), Field(min_length=1)]
+Numbers = Annotated[tuple[Number, ...], BeforeValidator(_tuple)]
+OpenDict = dict[str, Any]
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Strategy = Annotated[Literal["fsdp", "fsdp2", "megatron"], BeforeValidator(lambda v: "fsdp" if v == "dp" else v)]
+SupervisedStrategy = Literal["fsdp", "fsdp2"]
