@@ -201,9 +201,5 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         """LoRA settings, names of the adapted layers and whole factors by name; None without adapters."""
 
     @abstractmethod
-    def gradients(self) -> dict[str, Tensor]:
-        """Whole gradients by name, divided by the global count so far; for tests and diagnosis."""
-
-    @abstractmethod
     def adapters_disabled(self) -> AbstractContextManager[None]:
         """The model without its LoRA adapters, as the reference of its own training."""

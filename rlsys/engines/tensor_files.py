@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from operator import add, gt
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rlsys.engines.mesh import gather_json, together
-from rlsys.models.lora import hf_name
+from rlsys.models.hf import open_safetensors
 from rlsys.utils.atomic import fsync_file, write_text_durable
 from rlsys.utils.boxes import overlap, relative, slices
 from rlsys.utils.errors import CheckpointError
@@ -70,33 +73,124 @@ def read_tensor_index(directory: Path) -> dict[str, Any]:
         raise CheckpointError(f"cannot read {directory / METADATA}: {error}") from error
 
 
-class SavedTensors:
-    """Stored tensors whose keys begin with `prefix`, as a TensorSource: boxes assembled from stored ones."""
+def saved_tensors(
+    directory: Path, index: Mapping[str, Any], prefix: str = "", *, rename: Callable[[str], str] = str
+) -> StoredWeights:
+    """The tensors of a checkpoint whose keys begin with `prefix`, by what `rename` makes of the rest of their keys."""
+    entries = {rename(key.removeprefix(prefix)): entry for key, entry in index.items() if key.startswith(prefix)}
+    pieces = {
+        name: [
+            StoredBox(tuple(c["offset"]), tuple(c["shape"]), c["file"], c["name"], (0,) * len(c["shape"]))
+            for c in entry["chunks"]
+        ]
+        for name, entry in entries.items()
+    }
+    return StoredWeights(directory, {name: tuple(entry["shape"]) for name, entry in entries.items()}, pieces)
 
-    def __init__(self, path: Path, index: Mapping[str, Any], prefix: str, *, as_saved: bool = False) -> None:
-        self.path, self.prefix = path, prefix
-        keys = {key: key.removeprefix(prefix) for key in index if key.startswith(prefix)}
-        self._index = {name if as_saved else hf_name(name): index[key] for key, name in keys.items()}
-        self._open: dict[str, Any] = {}
+
+@dataclass(frozen=True)
+class StoredBox:
+    """A box of an HF tensor, kept from `at` of tensor `key` in `file`."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    key: str
+    at: tuple[int, ...]
+
+
+class StoredWeights:
+    """Tensors in pieces, as a TensorSource; files are opened when they are read."""
+
+    def __init__(
+        self, directory: Path, shapes: Mapping[str, tuple[int, ...]], pieces: Mapping[str, Sequence[StoredBox]]
+    ) -> None:
+        self._directory, self._shapes = directory, dict(shapes)
+        self._pieces: dict[str, list[StoredBox]] = {}
+        self._copies: dict[str, list[tuple[StoredBox, StoredBox]]] = {}
+        for name in shapes:
+            first: dict[Any, StoredBox] = {}
+            for piece in pieces.get(name, ()):
+                held = first.setdefault((piece.start, piece.shape), piece)
+                if held is not piece:
+                    self._copies.setdefault(name, []).append((held, piece))
+            self._pieces[name] = list(first.values())
+        self._files: dict[str, Any] = {}
+        self._dtypes: dict[str, str] = {}
 
     def names(self) -> Collection[str]:
-        return self._index.keys()
+        return self._shapes.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._index[name]["shape"])
+        return self._shapes[name]
+
+    def dtype(self, name: str) -> str:
+        """safetensors' name of the type, as BF16. CheckpointError unless every piece is inside what its file has under
+        its key, and of one type."""
+        if name not in self._dtypes:
+            self._dtypes[name] = self._checked(name)
+        return self._dtypes[name]
 
     def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        entry = self._index[name]
-        values = torch.empty(tuple(shape), dtype=getattr(torch, entry["dtype"]))
-        for chunk in entry["chunks"]:
-            if (shared := overlap(start, shape, chunk["offset"], chunk["shape"])) is None:
+        """A box of a tensor; CheckpointError for elements no piece has. Only the box's parts are read."""
+        box, held = None, 0
+        for piece in self._pieces[name]:
+            if (shared := overlap(start, shape, piece.start, piece.shape)) is None:
                 continue
-            first, extent = shared
-            here, there = (slices(relative(first, origin), extent) for origin in (start, chunk["offset"]))
-            values[here] = self._file(chunk["file"]).get_slice(chunk["name"])[there]
-        return values
+            low, size = shared
+            part = self._part(piece, low, size)
+            if size == tuple(shape):
+                return part
+            if box is None:
+                box = torch.empty(tuple(shape), dtype=part.dtype)
+            box[slices(relative(low, start), size)] = part
+            held += prod(size)
+        if box is None or held != prod(shape):
+            raise CheckpointError(f"{name}: the files hold {held} of {prod(shape)} elements from {tuple(start)}")
+        return box
 
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = safe_open(self.path / name, framework="pt")
-        return self._open[name]
+    def differing_copies(self) -> Iterator[str]:
+        """Boxes that several files hold, and not with the same bits."""
+        for name, pairs in self._copies.items():
+            for first, other in pairs:
+                one, two = (self._part(piece, piece.start, piece.shape) for piece in (first, other))
+                if one.dtype != two.dtype or not torch.equal(bytes_of(one), bytes_of(two)):
+                    yield f"{name} in {first.file} and in {other.file}"
+
+    def _part(self, piece: StoredBox, low: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        if not size:
+            return self._open(piece.file).get_tensor(piece.key)
+        first = tuple(map(add, piece.at, relative(low, piece.start)))
+        return self._slice(piece)[slices(first, size)]
+
+    def _checked(self, name: str) -> str:
+        dtypes = {}
+        for piece in self._pieces[name]:
+            stored = self._slice(piece)
+            shape, ends = tuple(stored.get_shape()), tuple(map(add, piece.at, piece.shape))
+            if len(shape) != len(ends) or any(map(gt, ends, shape)):
+                raise CheckpointError(
+                    f"{self._directory / piece.file}: {piece.key} is {shape} and should reach {ends},"
+                    f" as a part of {name} {self._shapes[name]}"
+                )
+            dtypes[stored.get_dtype()] = piece.file
+        if len(dtypes) != 1:
+            there = ", ".join(f"{dtype} in {file}" for dtype, file in dtypes.items()) or "nowhere"
+            raise CheckpointError(f"{name} must be of one type in all files, and is {there}")
+        return next(iter(dtypes))
+
+    def _slice(self, piece: StoredBox) -> Any:
+        try:
+            return self._open(piece.file).get_slice(piece.key)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._directory / piece.file} lacks {piece.key}: {error}") from error
+
+    def _open(self, file: str) -> Any:
+        if file not in self._files:
+            self._files[file] = open_safetensors(self._directory / file)
+        return self._files[file]
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor's elements, row-major."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

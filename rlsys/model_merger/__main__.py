@@ -22,7 +22,7 @@ FLOATS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Code 0 when all went well, 1 when verify backend_found differences, 2 and one line for what is wrong."""
+    """Code 0 when all went well, 1 when verify finds differences, 2 and one line for what is wrong."""
     options = _parser().parse_args(arguments)
     try:
         return options.run(options)

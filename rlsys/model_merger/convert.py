@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rlsys.config.schema.model import ModelConfig
 from rlsys.engines.export import copy_tokenizer
+from rlsys.engines.tensor_files import StoredWeights, bytes_of
 from rlsys.model_merger.formats import SplitLayout, open_checkpoint, split_text
 from rlsys.model_merger.safetensors_writer import (
     DTYPES,
@@ -26,7 +27,7 @@ from rlsys.model_merger.safetensors_writer import (
     write_file,
     write_model_files,
 )
-from rlsys.model_merger.stored_weights import StoredWeights, Supplemented, Weights, bytes_of, read_whole
+from rlsys.model_merger.stored_weights import Supplemented, Weights, read_whole
 from rlsys.models.hf import SafetensorsDir, build, check_names, read_config
 from rlsys.models.megatron.convert import fill
 from rlsys.models.megatron.family import Head, family_of, find_family, tied

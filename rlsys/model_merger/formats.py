@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from rlsys.engines import checkpoint
-from rlsys.engines.tensor_files import METADATA, read_tensor_index
-from rlsys.model_merger.stored_weights import StoredBox, StoredWeights
-from rlsys.models.hf import differing_tensors
+from rlsys.engines.tensor_files import METADATA, StoredBox, StoredWeights, read_tensor_index, saved_tensors
+from rlsys.models.hf import differing_tensors, open_safetensors
 from rlsys.models.lora import is_adapter
-from rlsys.models.megatron.family import Family, Head, family_of, find_family
+from rlsys.models.megatron.family import Family, Head, family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.types import Shard
 from rlsys.utils.errors import CheckpointError
@@ -137,74 +134,15 @@ def _check_file(file: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def _stored_shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    try:
-        with safe_open(file, framework="pt") as stored:
-            return {key: tuple(stored.get_slice(key).get_shape()) for key in stored.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    stored = open_safetensors(file)
+    return {key: tuple(stored.get_slice(key).get_shape()) for key in stored.keys()}  # noqa: SIM118
 
 
 def _training_weights(directory: Path, hf_config: Mapping[str, Any]) -> StoredWeights:
     checkpoint.verify(directory)
-    index = read_tensor_index(directory)
-    stored = {key.removeprefix("model."): entry for key, entry in index.items() if key.startswith("model.")}
-    if not stored:
+    weights = saved_tensors(directory, read_tensor_index(directory), "model.")
+    if not weights.names():
         raise CheckpointError(f"{directory} has no weights of a model: it was saved without them")
-    if any(map(is_adapter, stored)):
+    if any(map(is_adapter, weights.names())):
         raise CheckpointError(f"{directory} has adapters: export the model from training, which merges them")
-    shapes = {name: tuple(entry["shape"]) for name, entry in stored.items()}
-    pieces = {name: [_piece(chunk, 0) for chunk in entry["chunks"]] for name, entry in stored.items()}
-    for name, shape, fused, row in _experts_apart(hf_config, stored):
-        shapes[name] = shape
-        pieces[name] = list(_expert_pieces(name, shape, stored[fused]["chunks"], row))
-    for fused in [name for name in shapes if _is_fused(name)]:
-        del shapes[fused], pieces[fused]
-    _rename(shapes, pieces, hf_config)
-    return StoredWeights(directory, shapes, pieces)
-
-
-def _piece(chunk: Mapping[str, Any], at: int) -> StoredBox:
-    shape = tuple(chunk["shape"])
-    return StoredBox(tuple(chunk["offset"]), shape, chunk["file"], chunk["name"], (at,) * len(shape))
-
-
-def _is_fused(name: str) -> bool:
-    return name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj"))
-
-
-def _experts_apart(
-    hf_config: Mapping[str, Any], stored: Collection[str]
-) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
-    """transformers trains all experts of a layer as one tensor (E, rows, columns) and stores them one by one: each
-    stored name with its shape, the tensor it is in and its first row there."""
-    if not any(map(_is_fused, stored)):
-        return
-    family = family_of(hf_config)
-    sizes = family.dims(hf_config)
-    for layer in range(sizes["layers"]):
-        for rule, fused in zip(family.expert, ("gate_up_proj", "down_proj"), strict=True):
-            whole, row = f"model.layers.{layer}.mlp.experts.{fused}", 0
-            for part, shape in rule.parts(sizes) if whole in stored else ():
-                for e in range(sizes["experts"]):
-                    yield f"model.layers.{layer}.{part.format(e=e)}", shape, whole, row
-                row += shape[0]
-
-
-def _expert_pieces(name: str, shape: tuple[int, ...], chunks: Collection[Any], row: int) -> Iterator[StoredBox]:
-    e = int(name.split(".experts.")[1].split(".")[0])
-    for chunk in chunks:
-        (first, *begin), (count, *size) = chunk["offset"], chunk["shape"]
-        low = max(row, begin[0])
-        high = min(row + shape[0], begin[0] + size[0])
-        if first <= e < first + count and low < high:
-            at = (e - first, low - begin[0], 0)
-            yield StoredBox((low - row, begin[1]), (high - low, size[1]), chunk["file"], chunk["name"], at)
-
-
-def _rename(shapes: dict[str, Any], pieces: dict[str, Any], hf_config: Mapping[str, Any]) -> None:
-    """Give tensors the names of the files transformers writes where they differ from those it trains with."""
-    family = find_family(hf_config)
-    for name in family.hf_shapes(hf_config).keys() - shapes.keys() if family is not None else ():
-        trained = name.replace(".block_sparse_moe.", ".mlp.")
-        if trained in shapes:
-            shapes[name], pieces[name] = shapes.pop(trained), pieces.pop(trained)
+    return weights

@@ -117,24 +117,20 @@ def _fill_buffers(model: PreTrainedModel) -> None:
 
 
 def open_weights(
-    model: ModelConfig, config: PretrainedConfig, *, head: Head, seed: int = 0, as_saved: bool = False
+    model: ModelConfig, config: PretrainedConfig, *, head: Head, seed: int = 0, buffers: bool = False
 ) -> TensorSource:
-    """The model's tensors. A scalar head that a checkpoint lacks is drawn from `seed` (normal, bias zero).
-
-    Without a path all of them are random, of `seed`: transformers' own parameters, or with `as_saved` all tensors of a
-    checkpoint under their names there, which differ where transformers stacks experts.
-    """
+    """The model's tensors by the names they are saved by. A scalar head that a checkpoint lacks is drawn from `seed`
+    (normal, bias zero); without a path all parameters are, and with `buffers` what else a checkpoint has."""
     if model.path is not None:
         return SafetensorsDir(Path(model.path), extra=_new_head(config, seed) if head == "scalar" else {})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         random_model = _construct(config, head, {"trust_remote_code": model.trust_remote_code})
     tensors = {name: tensor.detach() for name, tensor in random_model.named_parameters()}
-    if not as_saved:
-        return InMemory(tensors)
-    state = random_model.state_dict()
-    buffers = {name: buffer for name, buffer in random_model.named_buffers() if name in state}
-    return InMemory(saved_names(random_model, {**tensors, **buffers}))
+    if buffers:
+        state = random_model.state_dict()
+        tensors |= {name: buffer for name, buffer in random_model.named_buffers() if name in state}
+    return InMemory(saved_names(random_model, tensors))
 
 
 def saved_names(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -176,7 +172,7 @@ class SafetensorsDir:
             hint = " (only pickled weights, which are not read)" if list(path.glob("*.bin")) else ""
             raise CheckpointError(f"no safetensors files in {path}{hint}")
         self.path, self.extra = path, InMemory(extra or {})
-        self._files = [_open(file) for file in files]
+        self._files = [open_safetensors(file) for file in files]
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
         index = path / "model.safetensors.index.json"
         if index.is_file() and (lost := set(json.loads(index.read_text())["weight_map"]) - set(self._where)):
@@ -202,11 +198,12 @@ class SafetensorsDir:
         return self._where[name].get_slice(name)[slices(start, shape)]
 
 
-def _open(file: Path) -> Any:
+def open_safetensors(file: Path) -> Any:
+    """A safetensors file, of which tensors are read one by one; CheckpointError if it is missing or damaged."""
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is damaged: {error}") from error
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
 
 
 def check_names(expected: Mapping[str, Sequence[int]], source: TensorSource, *, aliases: Collection[str] = ()) -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlsys.models.hf import TensorSource, differing_tensors
 from rlsys.types import Box, Shard
-from rlsys.utils.errors import CheckpointError
 
 STACK_DIMS = 3
 Parts = Mapping[str, "StackRows"]
@@ -62,42 +60,6 @@ def shards_of(parts: Parts, held: Box) -> Iterator[Shard]:
             zeros = (0,) * len(width)
             yield Shard(Box(saved, (at - part.start, *zeros), (count, *width)), held.tensor, (*place, *zeros))
             at += count
-
-
-class AsHeld:
-    """Saved tensors read as the model holds them; CheckpointError where parts of a stack are missing or misshapen.
-
-    `held` are the shapes of the model's own tensors. A stack that is there under its own name is taken as it is.
-    """
-
-    def __init__(self, source: TensorSource, stacks: Stacks, held: Mapping[str, tuple[int, ...]]) -> None:
-        there = set(source.names())
-        self._source, self._held = source, held
-        self._stacks = {name: parts for name, parts in stacks.items() if name not in there}
-        expected: dict[str, tuple[int, ...]] = {}
-        for name, parts in self._stacks.items():
-            expected |= saved_shapes(parts, held[name])
-        shapes = {saved: tuple(source.shape(saved)) for saved in expected if saved in there}
-        if differences := differing_tensors(expected, shapes):
-            raise CheckpointError(f"these weights belong to another model: {differences}")
-        self._names = self._stacks.keys() | (there - expected.keys())
-
-    def names(self) -> Collection[str]:
-        return self._names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._held[name]) if name in self._stacks else self._source.shape(name)
-
-    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        if name not in self._stacks:
-            return self._source.read(name, start, shape)
-        whole = self._held[name]
-        if tuple(start[1:]) != (0,) * (len(whole) - 1) or tuple(shape[1:]) != whole[1:]:
-            raise ValueError(f"{name} is read by whole entries of its first dimension")
-        shards = shards_of(self._stacks[name], Box(name, tuple(start), tuple(shape)))
-        boxes = [shard.box for shard in sorted(shards, key=lambda shard: shard.local_start)]
-        rows = [self._source.read(box.tensor, box.start, box.shape) for box in boxes]
-        return torch.cat(rows).view(tuple(shape))
 
 
 def part_of(tensor: Tensor, part: StackRows) -> Tensor:

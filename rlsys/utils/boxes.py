@@ -8,9 +8,10 @@ from typing import TypeVar
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 
-def slices(start: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
-    """The index of the box of `shape` from `start`."""
-    return tuple(slice(at, at + n) for at, n in zip(start, shape, strict=True))
+def slices(start: Sequence[int], shape: Sequence[int]) -> tuple[int | slice, ...]:
+    """The index of the box of `shape` from `start`; leading entries of `start` beyond `shape` are indices."""
+    extra = len(start) - len(shape)
+    return (*start[:extra], *(slice(at, at + n) for at, n in zip(start[extra:], shape, strict=True)))
 
 
 def overlap(

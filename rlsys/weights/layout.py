@@ -79,8 +79,7 @@ def device_of(tensors: Mapping[str, Tensor]) -> torch.device:
 
 def view_of(tensor: Tensor, start: Sequence[int], shape: Sequence[int]) -> Tensor:
     """The part of `tensor` of the given shape from `start`; extra leading entries of `start` are indices."""
-    extra = len(start) - len(shape)
-    return tensor[(*start[:extra], *slices(start[extra:], shape))]
+    return tensor[slices(start, shape)]
 
 
 def shard_view(tensors: Mapping[str, Tensor], shard: Shard) -> Tensor:

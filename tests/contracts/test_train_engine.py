@@ -19,6 +19,7 @@ from rlsys.protocol import DataProto
 from tests.contracts.train_engine import (
     CASES,
     ENGINES,
+    EP2,
     EXPERT_CASES,
     MODELS,
     TEMPERATURE,
@@ -34,6 +35,7 @@ from tests.contracts.train_engine import (
     results,
     share_of,
 )
+from tests.engine_gradients import gradients
 from tests.ranks import run_ranks
 
 RUNS = [
@@ -208,12 +210,12 @@ def accumulation(factory: Factory) -> tuple[dict[str, Tensor], dict[str, Tensor]
     rows = my_rows(engine)
     options: dict[str, Any] = {"outputs": ("log_probs",), "temperature": TEMPERATURE}
     engine.forward_backward(rows, loss_of, **options)
-    at_once = engine.gradients()
+    at_once = gradients(engine)
     engine.optim_step()
     engine = factory(MODELS["llama-untied"], "lm", Case(rows=2))
     for part in (rows[:1], rows[1:]):
         engine.forward_backward(part, loss_of, **options)
-    return at_once, engine.gradients()
+    return at_once, gradients(engine)
 
 
 def test_gradients_add_up_over_calls(factory: Factory) -> None:
@@ -269,9 +271,9 @@ def seed_everything() -> None:
     torch.rand(5), random.random(), np.random.standard_normal()
 
 
-def resumed(factory: Factory, place: Path, first: Case, second: Case | None) -> list[Any]:
+def resumed(factory: Factory, place: Path, first: Case, second: Case | None, model: str = "qwen2-tied") -> list[Any]:
     """Two steps, a checkpoint, two more; or, when it is there, the two after it."""
-    engine = factory(MODELS["qwen2-tied"], "lm", second or first)
+    engine = factory(MODELS[model], "lm", second or first)
     rows = my_rows(engine)
     if second is None:
         seed_everything()
@@ -318,11 +320,19 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(
         assert [r.grad_norm for r in other[:2]] == pytest.approx([r.grad_norm for r in uninterrupted[:2]], rel=1e-4)
 
 
-@pytest.mark.parametrize(("writer", "reader"), [("fsdp", "megatron"), ("megatron", "fsdp")])
-def test_an_engine_loads_what_another_one_saved(writer: str, reader: str, tmp_path: Path) -> None:
-    uninterrupted = run_ranks(2, resumed, ENGINES[writer], tmp_path, DP2, None)[0]
-    sizes = Case(rows=2, megatron=ParallelSizes(tp=2))
-    for other in run_ranks(2, resumed, ENGINES[reader], tmp_path, DP2, sizes if reader == "megatron" else DP2):
+@pytest.mark.parametrize(
+    ("writer", "reader", "model"),
+    [
+        ("fsdp", "megatron", "qwen2-tied"),
+        ("megatron", "fsdp", "qwen2-tied"),
+        ("fsdp", "megatron", "qwen3-moe"),
+        ("megatron", "fsdp", "mixtral"),
+    ],
+)
+def test_an_engine_loads_what_another_one_saved(writer: str, reader: str, model: str, tmp_path: Path) -> None:
+    uninterrupted = run_ranks(2, resumed, ENGINES[writer], tmp_path, DP2, None, model)[0]
+    sizes = Case(rows=2, megatron=ParallelSizes(tp=2) if model == "qwen2-tied" else EP2)
+    for other in run_ranks(2, resumed, ENGINES[reader], tmp_path, DP2, sizes if reader == "megatron" else DP2, model):
         for name, tensor in uninterrupted[2].items():
             torch.testing.assert_close(other[2][name], tensor, rtol=0, atol=2e-6)
 

@@ -22,6 +22,7 @@ from rlsys.interfaces import LossSum, TrainEngine
 from rlsys.models.hf import saved_names
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.protocol import DataProto
+from tests.engine_gradients import gradients
 from tests.ranks import run_ranks
 
 VOCAB, PROMPT, RESPONSE, ROWS = 96, 5, 7, 8
@@ -345,13 +346,13 @@ def one_step(factory: Factory, name: str, head: str, case: Case) -> dict[str, An
     batch = DataProto.from_dict(make_batch())[share_of(engine.dp_rank, engine.dp_size)]
     outputs = engine.forward(batch, OUTPUTS[head], temperature=TEMPERATURE)
     metrics = engine.forward_backward(batch, loss_of, outputs=OUTPUTS[head], temperature=TEMPERATURE)
-    gradients = {n: g.cpu() for n, g in engine.gradients().items()}
+    whole_gradients = {n: g.cpu() for n, g in gradients(engine).items()}
     report = engine.optim_step()
     weights = {n: t.cpu().clone() for bucket in engine.weights(1 << 14) for n, t in bucket}
     return {
         "outputs": outputs,
         "metrics": metrics,
-        "gradients": gradients,
+        "gradients": whole_gradients,
         "report": report,
         "weights": weights,
         "collect": engine.is_collect,

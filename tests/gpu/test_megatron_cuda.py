@@ -34,6 +34,7 @@ from tests.contracts.train_engine import (
     one_step,
     reference,
 )
+from tests.engine_gradients import gradients
 from tests.ranks import run_ranks
 
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
@@ -237,12 +238,12 @@ def all_numbers() -> dict[str, Any]:
             engine = megatron(case.model, case.head, split, dtype=case.dtype, fp8=case.fp8)
             forward = engine.forward(rows, outputs)
             metrics = engine.forward_backward(rows, loss_of, outputs=outputs)
-            gradients = torch.cat([gradient.flatten().cpu() for gradient in engine.gradients().values()])
+            flat = torch.cat([gradient.flatten().cpu() for gradient in gradients(engine).values()])
         except Exception:
             results[name] = traceback.format_exc()
             continue
         norm = engine.optim_step().grad_norm
-        results[name] = {"outputs": forward, "gradients": gradients, "metrics": metrics, "norm": norm}
+        results[name] = {"outputs": forward, "gradients": flat, "metrics": metrics, "norm": norm}
     return results if dist.get_rank() == 0 else {}
 
 

@@ -20,6 +20,7 @@ from rlsys.engines.fsdp.sharding import (
     materialise,
     parameters_by_name,
     reshard,
+    shapes_as_saved,
     shard_model,
     tied_names,
     weight_layout,
@@ -31,7 +32,7 @@ from rlsys.interfaces import Part
 from rlsys.models import lora
 from rlsys.models.hf import Head, build, check_names, open_weights
 from rlsys.models.packing import empty_rows, token_rows
-from rlsys.models.stacked import AsHeld, by_stack, saved_parts
+from rlsys.models.stacked import by_stack, saved_parts
 from rlsys.models.token_model import TokenModel
 from rlsys.models.ulysses import kv_repeats
 from rlsys.types import WeightLayout
@@ -88,19 +89,18 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedAdamW]):
     def _load_initial_weights(self) -> None:
         parameters = parameters_by_name(self.model)
         base = {lora.hf_name(name): p for name, p in parameters.items() if not lora.is_adapter(name)}
-        shapes = {name: tuple(p.shape) for name, p in base.items()}
-        source = open_weights(self.model_config, self.config, head=self.head, seed=self.shard.seed)
-        weights = AsHeld(source, self._stacks, shapes)
+        shapes = {saved: s for name, p in base.items() for saved, s in shapes_as_saved(name, p, self._stacks).items()}
+        weights = open_weights(self.model_config, self.config, head=self.head, seed=self.shard.seed)
         buffers = {name.removeprefix("model.") for name, _ in self.model.named_buffers()}
         if untrained := sorted(buffers & set(weights.names())):
             kind = self.config.model_type
             raise ConfigError(f"{kind} saves buffers ({untrained[0]}): set strategy=megatron, FSDP cannot train it")
         check_names(shapes, weights, aliases=tied_names(self.model))
-        fill(base, weights, self.ranks)
+        fill(base, weights, self.ranks, self._stacks)
         if self.lora is not None:
             factors = {name: p for name, p in parameters.items() if lora.is_adapter(name)}
             values = lora.adapter_weights(self.lora, {name: tuple(p.shape) for name, p in factors.items()})
-            fill(factors, values, self.ranks)
+            fill(factors, values, self.ranks, {})
 
     @property
     def _weight_dtype(self) -> torch.dtype:
@@ -124,10 +124,6 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedAdamW]):
         if not backward:
             reshard(self.model)
 
-    def gradients(self) -> dict[str, Tensor]:
-        named = parameters_by_name(self.model).items()
-        return {name: full_of(p.grad) / self._count for name, p in named if p.grad is not None}
-
     def adapters_disabled(self) -> AbstractContextManager[None]:
         return lora.adapters_off(self.model)
 
@@ -149,6 +145,7 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedAdamW]):
         moments = self.optimizer.moments() if self.optimizer is not None else {}
         return FSDPState(
             ranks=self.ranks,
+            stacks=self._stacks,
             model=parameters if "model" in contents else {},
             moments=moments if "optimizer" in contents else {},
             parameters=parameters,

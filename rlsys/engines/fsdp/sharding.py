@@ -20,7 +20,7 @@ from rlsys.models.lora import AdaptedWeight, hf_name, is_adapter
 from rlsys.models.stacked import Stacks, part_of, saved_shapes, shards_of
 from rlsys.models.token_model import TokenModel
 from rlsys.types import Box, Shard, WeightLayout
-from rlsys.utils.boxes import buckets
+from rlsys.utils.boxes import buckets, slices
 
 
 def shard_model(model: TokenModel, ranks: Ranks, shard: ShardConfig, *, compute_dtype: torch.dtype) -> None:
@@ -89,13 +89,29 @@ def held_box(name: str, parameter: Tensor, ranks: Ranks) -> Box:
     return Box(name, (start, *(0 for _ in parameter.shape[1:])), (held, *parameter.shape[1:]))
 
 
+def held_shards(name: str, parameter: Tensor, ranks: Ranks, stacks: Stacks) -> Iterator[Shard]:
+    """The rows of `parameter` on this rank as boxes of the tensors it is saved as."""
+    box = held_box(name, parameter, ranks)
+    if name in stacks:
+        yield from shards_of(stacks[name], box)
+    elif box.shape[0]:
+        yield Shard(box, name, (0,) * len(box.shape))
+
+
+def shapes_as_saved(name: str, parameter: Tensor, stacks: Stacks) -> dict[str, tuple[int, ...]]:
+    """The tensors that a parameter is saved as."""
+    shape = tuple(parameter.shape)
+    return saved_shapes(stacks[name], shape) if name in stacks else {name: shape}
+
+
 @torch.no_grad()
-def fill(parameters: Mapping[str, Tensor], source: TensorSource, ranks: Ranks) -> None:
-    """Copy each rank's own box of each tensor from the source; names are those of the source."""
+def fill(parameters: Mapping[str, Tensor], source: TensorSource, ranks: Ranks, stacks: Stacks) -> None:
+    """Copy this rank's rows of each parameter from the source, which has them by the names they are saved by."""
     for name, parameter in parameters.items():
-        box = held_box(name, parameter, ranks)
-        if box.shape[0]:
-            local_of(parameter).copy_(source.read(name, box.start, box.shape))
+        local = local_of(parameter)
+        for shard in held_shards(name, parameter, ranks, stacks):
+            values = source.read(shard.box.tensor, shard.box.start, shard.box.shape)
+            local[slices(shard.local_start, shard.box.shape)].copy_(values)
 
 
 def weight_layout(
@@ -107,12 +123,8 @@ def weight_layout(
     """
     shards, shapes, dtypes = list[Shard](), dict[str, tuple[int, ...]](), dict[str, str]()
     for name, parameter in parameters.items():
-        box, whole = held_box(name, parameter, ranks), tuple(parameter.shape)
-        if name in stacks:
-            shards += shards_of(stacks[name], box)
-        elif box.shape[0]:
-            shards.append(Shard(box, name, (0,) * len(box.shape)))
-        saved = saved_shapes(stacks[name], whole) if name in stacks else {name: whole}
+        shards += held_shards(name, parameter, ranks, stacks)
+        saved = shapes_as_saved(name, parameter, stacks)
         shapes |= saved
         dtypes |= dict.fromkeys(saved, str(parameter.dtype).removeprefix("torch."))
     return WeightLayout(

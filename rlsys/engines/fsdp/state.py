@@ -1,4 +1,7 @@
-"""Checkpoints of an FSDPEngine: this rank's rows of every tensor, loadable on another number of ranks."""
+"""Checkpoints of an FSDPEngine: this rank's rows of every tensor, loadable on another number of ranks.
+
+Tensors have the names and shapes in which transformers saves them, so that every engine loads what another one saved.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,12 @@ import torch
 from torch import Tensor
 
 from rlsys.engines.fsdp.optim import local_of
-from rlsys.engines.fsdp.sharding import held_box
+from rlsys.engines.fsdp.sharding import held_shards, shapes_as_saved
 from rlsys.engines.mesh import Ranks
-from rlsys.engines.tensor_files import SavedTensors, read_tensor_index, write_tensors
+from rlsys.engines.tensor_files import read_tensor_index, saved_tensors, write_tensors
+from rlsys.models.stacked import Stacks
 from rlsys.types import Box
+from rlsys.utils.boxes import slices
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,7 @@ class FSDPState:
     by `<moment>.<name>`, and whether the random generators are included. `parameters` also has those not saved."""
 
     ranks: Ranks
+    stacks: Stacks
     model: Mapping[str, Tensor]
     moments: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
@@ -33,30 +39,34 @@ class FSDPState:
         sizes = {"world_size": self.ranks.world_size, "shard_size": self.ranks.shard_size}
         return "fsdp_config.json", {"FSDP_version": 2, **sizes}
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Keys of the checkpoint, the sharded parameter they belong to, and this rank's rows."""
+    def _tensors(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Prefix of the keys in the checkpoint, name of the sharded parameter, this rank's rows."""
         for name, parameter in self.model.items():
-            yield f"model.{name}", parameter, local_of(parameter)
+            yield "model.", name, local_of(parameter)
         for key, local in self.moments.items():
-            yield f"optim.{key}", self.parameters[key.partition(".")[2]], local
+            moment, _, name = key.partition(".")
+            yield f"optim.{moment}.", name, local
 
     def shapes(self) -> dict[str, Sequence[int]]:
-        return {key: tuple(parameter.shape) for key, parameter, _ in self._tensors()}
+        return {
+            prefix + saved: shape
+            for prefix, name, _ in self._tensors()
+            for saved, shape in shapes_as_saved(name, self.parameters[name], self.stacks).items()
+        }
 
     def _boxes(self) -> Iterator[tuple[str, Box, Tensor]]:
-        """This rank's rows; a rank may have none of a tensor."""
-        for key, parameter, local in self._tensors():
-            if (box := held_box(key, parameter, self.ranks)).shape[0]:
-                yield key, box, local
+        """What this rank holds of each key, and its values, live."""
+        for prefix, name, local in self._tensors():
+            for shard in held_shards(name, self.parameters[name], self.ranks, self.stacks):
+                yield prefix + shard.box.tensor, shard.box, local[slices(shard.local_start, shard.box.shape)]
 
     def write(self, staging: Path) -> list[str]:
         first_copy = self.ranks.rank < self.ranks.shard_size
-        boxes = ((key, box.start, local) for key, box, local in self._boxes() if first_copy)
+        boxes = ((key, box.start, values) for key, box, values in self._boxes() if first_copy)
         return write_tensors(staging, boxes, self.shapes())
 
     @torch.no_grad()
     def read(self, path: Path) -> None:
-        index = read_tensor_index(path) if self.model or self.moments else {}
-        source = SavedTensors(path, index, "", as_saved=True)
-        for key, box, local in self._boxes():
-            local.copy_(source.read(key, box.start, box.shape))
+        source = saved_tensors(path, read_tensor_index(path) if self.model or self.moments else {})
+        for key, box, values in self._boxes():
+            values.copy_(source.read(key, box.start, box.shape))

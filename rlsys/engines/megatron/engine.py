@@ -86,7 +86,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
             )
             self.held = ModelShards(family, hf_config, head == "scalar", ranks, chunks, settings)
             add_adapters(chunks, self.held.factors)
-            base = open_weights(model, config, head=head, seed=seed, as_saved=True)
+            base = open_weights(model, config, head=head, seed=seed, buffers=True)
             unused = [*family.carried(hf_config), *family.aliases(hf_config)]
             check_names(self.held.base_shapes, base, aliases=unused)
             self.held.gather_dtypes()
@@ -139,14 +139,6 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         if self.ranks.sizes.pp > 1:
             last = mpu.get_pipeline_model_parallel_last_rank()
             dist.broadcast(values, last, group=mpu.get_pipeline_model_parallel_group())
-
-    def gradients(self) -> dict[str, Tensor]:
-        assert self.optimizer is not None
-        with self._own_groups(), self.optimizer.whole_gradients() as by_parameter:
-            local = {name: by_parameter[p] for name, p in self.held.parameters.items() if p.requires_grad}
-            names = [name for name in self.held.full_shapes if name not in self.held.untrained]
-            buckets = self.held.full(local, 1 << 30, names=names, dtype=torch.float32)
-            return {name: tensor / self._count for bucket in buckets for name, tensor in bucket}
 
     def adapters_disabled(self) -> AbstractContextManager[None]:
         return adapters_off(self.chunks)

@@ -6,12 +6,10 @@ Every data-parallel rank holds a range of each parameter's elements: their float
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlsys.models.megatron import shim  # noqa: F401
@@ -112,21 +110,6 @@ class MegatronAdamW(BaseAdamW):
 
     def grad_buffers(self) -> list[Any]:
         return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-
-    @contextmanager
-    def whole_gradients(self) -> Iterator[dict[nn.Parameter, Tensor]]:
-        """Gradient sums over all ranks by parameter, as the next step would see them; afterwards they are as before."""
-        buffers = self.grad_buffers()
-        before = [buffer.grad_data.clone() for buffer in buffers]
-        self._finalize()
-        for buffer in buffers:
-            size, rank = buffer.data_parallel_group.size(), buffer.data_parallel_group.rank()
-            for bucket in buffer.buckets:
-                own = bucket.grad_data.view(size, -1)[rank].clone()
-                dist.all_gather_into_tensor(bucket.grad_data, own, group=buffer.data_parallel_group)
-        yield {p: p.main_grad for chunk in self.chunks for p in chunk.parameters() if p.requires_grad}  # type: ignore[misc]
-        for buffer, values in zip(buffers, before, strict=True):
-            buffer.grad_data.copy_(values)
 
     def ranges(self, names: Mapping[nn.Parameter, str]) -> list[OptimizerRange]:
         """Everything this rank holds of the optimizer, live; `names` are the parameters' local names."""

@@ -19,8 +19,9 @@ from torch import Tensor
 from rlsys.engines.adamw import MOMENTS
 from rlsys.engines.megatron.optim import OptimizerRange
 from rlsys.engines.megatron.weights import ModelShards, region
-from rlsys.engines.tensor_files import SavedTensors, read_tensor_index, write_tensors
+from rlsys.engines.tensor_files import read_tensor_index, saved_tensors, write_tensors
 from rlsys.models.hf import TensorSource
+from rlsys.models.lora import hf_name
 from rlsys.types import Box, Shard
 from rlsys.utils.boxes import overlap, relative, slices
 
@@ -104,9 +105,9 @@ class MegatronState:
     def read(self, path: Path) -> None:
         index = read_tensor_index(path)
         if "model" in self.parts:
-            self.held.fill(SavedTensors(path, index, "model."))
+            self.held.fill(saved_tensors(path, index, "model.", rename=hf_name))
         for kind, prefix in self._kinds().items():
-            source = SavedTensors(path, index, prefix)
+            source = saved_tensors(path, index, prefix, rename=hf_name)
             for box, tensors in self._boxes(given_only=False):
                 tensors[kind].copy_(source.read(box.tensor, box.start, box.shape))
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from rlsys.config.schema.model import ShardConfig
 from rlsys.models.ulysses import kv_repeats
 from rlsys.utils.errors import ConfigError
+from tests.engine_gradients import gradients
 from tests.ranks import run_ranks
 from tests.unit.engines.common import MODEL, nll, random_model, same, small_engine, small_rows, train, whole
 
@@ -93,7 +94,7 @@ def bfloat16() -> tuple[torch.dtype, float, set[torch.dtype]]:
         .max()
     )
     half.forward_backward(small_rows(), nll)
-    dtypes = {gradient.dtype for gradient in half.gradients().values()}
+    dtypes = {gradient.dtype for gradient in gradients(half).values()}
     assert half.optim_step().applied
     assert not same(difference, whole(half))
     return next(iter(whole(half).values())).dtype, near, dtypes

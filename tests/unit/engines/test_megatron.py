@@ -27,6 +27,7 @@ from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import CheckpointError, ConfigError
 from tests.contracts.train_engine import MODELS, megatron_section
+from tests.engine_gradients import gradients
 from tests.ranks import run_ranks
 from tests.unit.engines.common import MODEL, nll, random_model, same, small_rows
 
@@ -126,7 +127,7 @@ def router_gradients(sizes: ParallelSizes, overrides: dict[str, Any]) -> dict[st
     rows = {"prompts": ids[:, :4], "responses": ids[:, 4:], "input_ids": ids, "attention_mask": ones}
     rows |= {"position_ids": ones.cumsum(1) - 1, "response_mask": ones[:, 4:]}
     engine.forward_backward(DataProto.from_dict(rows), no_loss)
-    return engine.gradients()
+    return gradients(engine)
 
 
 @pytest.mark.parametrize(

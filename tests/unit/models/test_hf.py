@@ -134,7 +134,7 @@ def damage_gone(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_truncate, "is damaged"),
+        (damage_truncate, "cannot be read"),
         (damage_remove, "tensors of its index are missing"),
         (damage_pickle, "only pickled weights"),
         (damage_config, r"cannot read .*config.json"),
