@@ -40,15 +40,17 @@ def train(config: PPOConfig) -> str | None:
     return None
 
 
-def build_trainer(config: PPOConfig, backend: WorkerBackend | None = None) -> RayPPOTrainer:
-    """The trainer of a configuration; its workers start with `init_workers()` or `fit()`.
+def build_trainer(
+    config: PPOConfig, backend: WorkerBackend | None = None, *, trainer_cls: type[RayPPOTrainer] = RayPPOTrainer
+) -> RayPPOTrainer:
+    """The trainer of a configuration, of a class of your own if given; its workers start with `init_workers()`.
 
     Without a `backend` one is started: on the running Ray cluster, on a new one, or in this process for
     trainer.backend=local.
     """
     config, plan = _prepared(config)
     backend = backend or start_backend(config.trainer, config.ray_kwargs, num_ranks=plan.pools.total_ranks)
-    return _build(config, plan, backend)
+    return _build(config, plan, backend, trainer_cls)
 
 
 def _prepared(config: PPOConfig) -> tuple[PPOConfig, BatchPlan]:
@@ -60,7 +62,9 @@ def _prepared(config: PPOConfig) -> tuple[PPOConfig, BatchPlan]:
     return config, plan
 
 
-def _build(config: PPOConfig, plan: BatchPlan, backend: WorkerBackend) -> RayPPOTrainer:
+def _build(
+    config: PPOConfig, plan: BatchPlan, backend: WorkerBackend, trainer_cls: type[RayPPOTrainer] = RayPPOTrainer
+) -> RayPPOTrainer:
     model = config.actor_rollout_ref.model
     critic_model = {"critic.model": config.critic.model} if plan.critic is not None else {}
     libraries = import_external_libs({"actor_rollout_ref.model": model, **critic_model})
@@ -78,7 +82,7 @@ def _build(config: PPOConfig, plan: BatchPlan, backend: WorkerBackend) -> RayPPO
         Role.RefPolicy: (ReferenceWorker, config.actor_rollout_ref, for_workers),
         Role.RewardModel: (RewardModelWorker, config.reward.reward_model, for_workers),
     }
-    return RayPPOTrainer(
+    return trainer_cls(
         config,
         tokenizer,
         {role: backend.worker_cls(*worker_args[role]) for role in mapping},

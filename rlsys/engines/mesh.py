@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -67,10 +68,23 @@ def ensure_process_group(device: str, *, timeout_s: float = 600.0) -> None:
         return
     backend = "cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo"
     timeout = timedelta(seconds=timeout_s)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
+    if "RANK" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    elif os.environ["MASTER_ADDR"].startswith("127.") and "TORCHELASTIC_RUN_ID" not in os.environ:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = _loopback_store(rank, world_size, timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+
+
+def _loopback_store(rank: int, world_size: int, timeout: timedelta) -> dist.TCPStore:
+    """The store at MASTER_ADDR:MASTER_PORT, where rank 0 listens on that address only; torch listens on all of them."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank:
+        return dist.TCPStore(address, port, world_size, False, timeout)
+    listener = socket.create_server((address, port))
+    return dist.TCPStore(address, port, world_size, True, timeout, master_listen_fd=listener.detach())
 
 
 def make_ranks(device: str, *, fsdp_size: int = -1, sp_size: int = 1) -> Ranks:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import re
 import time
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
 
-from rlsys.telemetry.recorder import StageReport
+from rlsys.telemetry.recorder import StageReport, merged
 from rlsys.utils.errors import (
     CheckpointError,
     ConfigError,
@@ -28,6 +31,7 @@ POLL_S = 1.0
 GRACE_S = 0.1
 SECONDARY_GRACE_S = 3.0
 DEFAULT_DEADLINE_S = 600.0
+MAX_REPORTS = 10_000
 SPOKEN_ERRORS = (ConfigError, DataError, CheckpointError, WeightTransferError)
 """Errors that mean the same in any process; the driver raises them unchanged."""
 
@@ -74,51 +78,99 @@ class Header:
     report: StageReport | None = None
 
 
-class Pending(Protocol):
-    """An answer on its way. `header` and `value` may be read once a wait has reported it done."""
+@dataclass(frozen=True)
+class CallSpec:
+    """Which method to run. The values sent beside it are its positional arguments, then those named in `names`.
 
-    @property
-    def crew(self) -> Crew: ...
-    @property
-    def role(self) -> str: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def stage(self) -> str: ...
-    @property
-    def upstream(self) -> list[Pending]:
-        """The calls it waits for itself; emptied when it has succeeded, so that their results can be freed."""
-        ...
+    `role` is the group that calls, `target` the role inside a process that several share. The last `num_padding` rows
+    of the batches are repeated ones; the result is returned without them.
+    """
 
-    def header(self) -> Header: ...
-    def value(self) -> Any: ...
-    def references(self) -> tuple[Any, Any]:
-        """What stands for the header and the value on their way to another worker."""
-        ...
+    method: str
+    role: str
+    target: str | None = None
+    names: tuple[str, ...] = ()
+    num_padding: int = 0
 
 
-class Crew(Protocol):
-    """The processes behind one or several groups, as the waiting sees them."""
+@dataclass(frozen=True)
+class RankCall:
+    """One method call for one rank. `upstream` are the calls whose results are among its values."""
 
-    deadlines: Deadlines
+    rank: int
+    spec: CallSpec
+    values: tuple[Any, ...]
+    upstream: tuple[Pending, ...] = ()
 
-    def wait_done(self, pending: Sequence[Pending], timeout_s: float) -> list[Pending]:
-        """Those that are done, as soon as there is one, or none after the timeout; they may be of several crews."""
-        ...
 
-    def probe(self, rank: int) -> Pending:
-        """A call that does nothing; its answer shows that the rank is alive and idle."""
-        ...
+@dataclass(frozen=True, eq=False)
+class Pending:
+    """An answer on its way. `header` and `value` may be read once a wait has reported it done.
+
+    `references` stand for the header and the value on their way to another worker. `upstream` are the calls it waits
+    for itself; emptied when it has succeeded, so that their results can be freed.
+    """
+
+    backend: Backend
+    role: str
+    rank: int
+    stage: str
+    references: tuple[Any, Any]
+    upstream: list[Pending] = field(default_factory=list)
+
+    def header(self) -> Header:
+        return self.backend.header(self)
+
+    def value(self) -> Any:
+        return self.backend.value(self)
+
+
+class Backend(ABC):
+    """The processes behind a group and how they are spoken to; the roles of a colocated class share one."""
+
+    def __init__(self, world_size: int, deadlines: Deadlines) -> None:
+        self.world_size, self.deadlines = world_size, deadlines
+        self._reports: deque[StageReport] = deque(maxlen=MAX_REPORTS)
+        self._noted: WeakSet[Pending] = WeakSet()
 
     def note(self, one: Pending, report: StageReport) -> None:
         """Keep what came with an answer; the same answer may be noted more than once."""
-        ...
+        if one not in self._noted:
+            self._noted.add(one)
+            self._reports.append(report)
 
+    def drain_stages(self) -> StageReport:
+        return merged([self._reports.popleft() for _ in range(len(self._reports))])
+
+    @property
+    @abstractmethod
+    def workers(self) -> list[Any]: ...
+    @abstractmethod
+    def submit(self, role: str, stage: str, calls: Sequence[RankCall]) -> list[Pending]: ...
+    @abstractmethod
+    def header(self, one: Pending) -> Header: ...
+    @abstractmethod
+    def value(self, one: Pending) -> Any: ...
+    @abstractmethod
+    def wait_done(self, pending: Sequence[Pending], timeout_s: float) -> list[Pending]:
+        """Those that are done, as soon as there is one, or none after the timeout; they may be of several backends."""
+
+    @abstractmethod
+    def probe(self, rank: int) -> Pending:
+        """A call that does nothing; its answer shows that the rank is alive and idle."""
+
+    @abstractmethod
     def host(self, rank: int) -> str: ...
+    @abstractmethod
     def log_tail(self, rank: int) -> str: ...
+    @abstractmethod
     def diagnose(self, rank: int) -> str:
         """What a rank that does not answer is doing: its process state and where its code stands."""
-        ...
+
+    @abstractmethod
+    def restart(self, rank: int, deadline_s: float | None) -> None: ...
+    @abstractmethod
+    def close(self) -> None: ...
 
 
 class Future:
@@ -134,7 +186,7 @@ class Future:
 
     def done(self) -> bool:
         """Whether an answer or a failure is there."""
-        return bool(self.pending.crew.wait_done([self.pending], 0.0))
+        return bool(self.pending.backend.wait_done([self.pending], 0.0))
 
     def get(self, deadline_s: float | None = None) -> Any:
         """The value; WorkerError if the worker failed, DeadlineError after `deadline_s` (default: the stage's)."""
@@ -150,7 +202,7 @@ class GroupFuture:
 
     def done(self) -> bool:
         """Whether every rank has answered or failed."""
-        return len(self._pending[0].crew.wait_done(self._pending, 0.0)) == len(self._pending)
+        return len(self._pending[0].backend.wait_done(self._pending, 0.0)) == len(self._pending)
 
     def get(self, deadline_s: float | None = None) -> Any:
         """What the blocking call would have returned; raises as it would have."""
@@ -169,8 +221,8 @@ def finish(
 
     `idle` are the other ranks of the group: without a call of their own, their death is seen by probing them.
     """
-    crew, stage = wanted[0].crew, wanted[0].stage
-    allowed_s = deadline_for(crew.deadlines, stage) if deadline_s is None else deadline_s
+    backend, stage = wanted[0].backend, wanted[0].stage
+    allowed_s = deadline_for(backend.deadlines, stage) if deadline_s is None else deadline_s
     end_s = time.monotonic() + allowed_s
     missing, others, probes = list(wanted), list(peers), list[Pending]()
     failed: list[tuple[Pending, Failure]] = []
@@ -179,7 +231,7 @@ def finish(
         now_s = time.monotonic()
         if now_s >= min(end_s, give_up_s):
             break
-        done = crew.wait_done([*missing, *others, *probes], min(POLL_S, end_s - now_s, give_up_s - now_s))
+        done = backend.wait_done([*missing, *others, *probes], min(POLL_S, end_s - now_s, give_up_s - now_s))
         failed += _failures(done)
         missing, others, probes = (_without(left, done) for left in (missing, others, probes))
         if failed and give_up_s == float("inf"):
@@ -188,7 +240,7 @@ def finish(
             give_up_s = min(give_up_s, time.monotonic() + (0 if any(f.died for _, f in failed) else GRACE_S))
         if not done and idle:
             probed = {one.rank for one in probes}
-            probes += [crew.probe(rank) for rank in idle if rank not in probed]
+            probes += [backend.probe(rank) for rank in idle if rank not in probed]
     if failed:
         raise _first_cause(failed)
     if missing:
@@ -201,7 +253,7 @@ def _failures(done: Sequence[Pending]) -> list[tuple[Pending, Failure]]:
     for one in done:
         header = one.header()
         if header.report is not None:
-            one.crew.note(one, header.report)
+            one.backend.note(one, header.report)
         if header.failure is None:
             _failures(one.upstream)
             one.upstream.clear()
@@ -221,15 +273,15 @@ def _first_cause(failed: Sequence[tuple[Pending, Failure]]) -> BaseException:
     pending, failure = ordered[0]
     if failure.upstream and (causes := _failed_upstream(pending)):
         return _first_cause(causes)
-    crew = pending.crew
-    also = [f"rank {other.rank}: {_first_line(f.cause)}" for other, f in ordered[1:] if other.crew is crew][:4]
+    backend = pending.backend
+    also = [f"rank {other.rank}: {_first_line(f.cause)}" for other, f in ordered[1:] if other.backend is backend][:4]
     where = FailedWorker(
         role=pending.role,
         rank=pending.rank,
-        host=crew.host(pending.rank),
+        host=backend.host(pending.rank),
         stage=pending.stage,
         cause="\n".join(filter(None, [failure.cause, failure.trace, "; ".join(["then", *also]) if also else ""])),
-        log_tail=crew.log_tail(pending.rank),
+        log_tail=backend.log_tail(pending.rank),
     )
     if isinstance(failure.exception, SPOKEN_ERRORS):
         failure.exception.add_note(f"raised by {where.role} rank {where.rank} on {where.host} at stage '{where.stage}'")
@@ -243,7 +295,7 @@ def _failed_upstream(pending: Pending) -> list[tuple[Pending, Failure]]:
     failed: list[tuple[Pending, Failure]] = []
     sources, end_s = list(pending.upstream), time.monotonic() + POLL_S
     while sources and not failed and time.monotonic() < end_s:
-        done = sources[0].crew.wait_done(sources, GRACE_S)
+        done = sources[0].backend.wait_done(sources, GRACE_S)
         failed += _failures(done)
         sources = _without(sources, done)
     return failed
@@ -256,11 +308,11 @@ def _first_line(text: str) -> str:
 def _late(missing: Sequence[Pending], deadline_s: float) -> DeadlineError:
     """The error for ranks that did not answer; when they wait for another group's results, that group is named."""
     sources = [source for one in missing for source in one.upstream]
-    if sources and (late := _without(sources, sources[0].crew.wait_done(sources, 0.0))):
+    if sources and (late := _without(sources, sources[0].backend.wait_done(sources, 0.0))):
         return _late(late, deadline_s)
     first = missing[0]
     ranks = ", ".join(str(one.rank) for one in missing)
-    who = f"{first.role} rank{'s' if len(missing) > 1 else ''} {ranks} on {first.crew.host(first.rank)}"
-    states = [f"rank {one.rank}: {one.crew.diagnose(one.rank)}" for one in missing[:4]]
+    who = f"{first.role} rank{'s' if len(missing) > 1 else ''} {ranks} on {first.backend.host(first.rank)}"
+    states = [f"rank {one.rank}: {one.backend.diagnose(one.rank)}" for one in missing[:4]]
     hint = "\n  ".join(["see what it waits for; raise trainer.deadlines if the work is only slow", *states])
     return DeadlineError(who, first.stage, deadline_s, hint)

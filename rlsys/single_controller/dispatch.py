@@ -221,10 +221,11 @@ def _repeat(group: RankGroup, values: Any) -> list[Any]:
     return [values] * group.world_size
 
 
-def _one_to_all(group: RankGroup, /, *args: Any, **kwargs: Any) -> SplitArguments:
-    return SplitArguments(
-        tuple(_repeat(group, arg) for arg in args), {key: _repeat(group, arg) for key, arg in kwargs.items()}
-    )
+def dispatch_one_to_all(
+    worker_group: RankGroup, /, *args: Any, **kwargs: Any
+) -> tuple[tuple[list[Any], ...], dict[str, list[Any]]]:
+    """The same arguments for every rank."""
+    return tuple(_repeat(worker_group, arg) for arg in args), {k: _repeat(worker_group, v) for k, v in kwargs.items()}
 
 
 def per_rank_or_same(group: RankGroup, /, *args: Any, **kwargs: Any) -> SplitArguments:
@@ -232,7 +233,7 @@ def per_rank_or_same(group: RankGroup, /, *args: Any, **kwargs: Any) -> SplitArg
     values = [*args, *kwargs.values()]
     lists = [value for value in values if isinstance(value, list)]
     if not lists:
-        return _one_to_all(group, *args, **kwargs)
+        return SplitArguments(*dispatch_one_to_all(group, *args, **kwargs))
     if len(lists) < len(values) or any(len(value) != group.world_size for value in lists):
         raise ValueError(
             f"arguments must be all lists of {group.world_size} (one entry per rank) or none a list; "
@@ -241,7 +242,8 @@ def per_rank_or_same(group: RankGroup, /, *args: Any, **kwargs: Any) -> SplitArg
     return SplitArguments(args, dict(kwargs))
 
 
-def _dp_compute(group: RankGroup, /, *args: Any, **kwargs: Any) -> SplitArguments:
+def dispatch_dp_compute(group: RankGroup, /, *args: Any, **kwargs: Any) -> SplitArguments:
+    """Arguments that are lists with one entry per rank; ValueError for others."""
     for value in (*args, *kwargs.values()):
         if not isinstance(value, list | tuple) or len(value) != group.world_size:
             raise ValueError(f"DP_COMPUTE needs every argument as a list of {group.world_size}, one entry per rank")
@@ -303,12 +305,14 @@ def _first(_: RankGroup, results: list[Any]) -> Any:
     return results[0]
 
 
-def _as_list(_: RankGroup, results: list[Any]) -> list[Any]:
-    return list(results)
+def collect_all_to_all(worker_group: RankGroup, output: list[Any]) -> list[Any]:
+    """The results of all ranks."""
+    return list(output)
 
 
-def _joined(_: RankGroup, results: list[Any]) -> Any:
-    return join(results)
+def collect_dp_compute_data_proto(worker_group: RankGroup, output: list[Any]) -> Any:
+    """The rows of all ranks as one batch; results that are not rows stay a list."""
+    return join(output)
 
 
 def _all_ranks(group: RankGroup) -> Sequence[int]:
@@ -316,13 +320,13 @@ def _all_ranks(group: RankGroup) -> Sequence[int]:
 
 
 _MODES: dict[str, Mode] = {
-    "RANK_ZERO": Mode(_one_to_all, _first),
-    "ONE_TO_ALL": Mode(_one_to_all, _as_list),
-    "ALL_TO_ALL": Mode(per_rank_or_same, _as_list),
-    "DP_COMPUTE": Mode(_dp_compute, _as_list),
-    "DP_COMPUTE_PROTO": Mode(partial(_dp_compute_proto, True), _joined, _all_ranks),
-    "DP_COMPUTE_PROTO_WITH_FUNC": Mode(_proto_with_func, _joined, _all_ranks),
-    "DP_COMPUTE_METRIC": Mode(partial(_dp_compute_proto, False), _as_list),
+    "RANK_ZERO": Mode(dispatch_one_to_all, _first),
+    "ONE_TO_ALL": Mode(dispatch_one_to_all, collect_all_to_all),
+    "ALL_TO_ALL": Mode(per_rank_or_same, collect_all_to_all),
+    "DP_COMPUTE": Mode(dispatch_dp_compute, collect_all_to_all),
+    "DP_COMPUTE_PROTO": Mode(partial(_dp_compute_proto, True), collect_dp_compute_data_proto, _all_ranks),
+    "DP_COMPUTE_PROTO_WITH_FUNC": Mode(_proto_with_func, collect_dp_compute_data_proto, _all_ranks),
+    "DP_COMPUTE_METRIC": Mode(partial(_dp_compute_proto, False), collect_all_to_all),
     "DIRECT_ROLLOUT_METHOD": Mode(_forbidden, _forbidden),
 }
 for _name in _MODES:

@@ -11,31 +11,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from rlsys.single_controller.calls import Failure, Header
+from rlsys.single_controller.calls import CallSpec, Failure, Header
 from rlsys.single_controller.dispatch import MAGIC_ATTR
 from rlsys.single_controller.rows import FutureRows, is_rows, row_spans, take_spans
-from rlsys.telemetry.log import setup_logging
 from rlsys.telemetry.recorder import StageRecorder
 
 TRACE_CHARS = 4000
-
-
-@dataclass(frozen=True)
-class CallSpec:
-    """Which method to run. The values sent beside it are its positional arguments, then those named in `names`.
-
-    `role` is the group that calls, `target` the role inside a process that several share. The last `num_padding` rows
-    of the batches are repeated ones; the result is returned without them.
-    """
-
-    method: str
-    role: str
-    target: str | None = None
-    names: tuple[str, ...] = ()
-    num_padding: int = 0
 
 
 class UpstreamError(RuntimeError):
@@ -57,7 +41,7 @@ class WorkerHost:
 
     def __init__(self, fetch: Callable[[Any], Any]) -> None:
         self._fetch = fetch
-        self._worker: Any = None
+        self.worker: Any = None
         self._recorders = Recorders()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.Lock()
@@ -77,10 +61,9 @@ class WorkerHost:
     def build(self, made: tuple[type, Sequence[Any], Mapping[str, Any]]) -> tuple[Header, None]:
         """Build the worker from its class and arguments."""
         cls, args, kwargs = made
-        setup_logging(role=cls.__name__, rank=int(os.environ.get("RANK", 0)))
 
         def build() -> None:
-            self._worker = cls(*args, **kwargs)
+            self.worker = cls(*args, **kwargs)
 
         return answer(build)[0], None
 
@@ -90,9 +73,9 @@ class WorkerHost:
         return self._recorders.answer(worker, spec.method, lambda: self._run(spec, values))
 
     def _run(self, spec: CallSpec, values: Sequence[Any]) -> Any:
-        worker = self._worker if spec.target is None else self._worker.role(spec.target)
-        if worker is None:
-            raise RuntimeError("the worker was never built")
+        if self.worker is None:
+            raise RuntimeError("the worker was never built, or its group was closed")
+        worker = self.worker if spec.target is None else self.worker.role(spec.target)
         result, num_padding = run_method(worker, spec, values, self._fetch)
         if inspect.iscoroutine(result):
             result = self._finish(result)

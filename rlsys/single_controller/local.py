@@ -8,48 +8,35 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import inspect
 import os
 import socket
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from rlsys.single_controller.calls import DEFAULT_DEADLINE_S, Crew, Deadlines, Failure, Header, Pending, finish
-from rlsys.single_controller.host import Recorders, answer, run_method, without_padding
+from rlsys.single_controller.calls import (
+    DEFAULT_DEADLINE_S,
+    Backend,
+    CallSpec,
+    Deadlines,
+    Header,
+    Pending,
+    RankCall,
+    finish,
+)
+from rlsys.single_controller.host import WorkerHost
 from rlsys.single_controller.resource_pool import ResourcePool
 from rlsys.single_controller.rows import is_rows
 from rlsys.single_controller.worker import (
     NO_PROCESS_GROUP,
     RANK_VARIABLES,
     Worker,
+    checked_worker_env,
     environment,
     free_port,
     rank_environment,
 )
-from rlsys.single_controller.worker_group import Backend, ClassWithInitArgs, RankCall, WorkerGroup
-
-
-@dataclass(frozen=True, eq=False)
-class LocalPending:
-    """An answer that is there already."""
-
-    crew: Crew
-    role: str
-    rank: int
-    stage: str
-    answered: tuple[Header, Any]
-    upstream: list[Pending] = field(default_factory=list)
-
-    def header(self) -> Header:
-        return self.answered[0]
-
-    def value(self) -> Any:
-        return self.answered[1]
-
-    def references(self) -> tuple[Any, Any]:
-        return self.answered
+from rlsys.single_controller.worker_group import ClassWithInitArgs, WorkerGroup
 
 
 class LocalWorkerGroup(WorkerGroup):
@@ -68,8 +55,21 @@ class LocalWorkerGroup(WorkerGroup):
             raise ValueError("LocalWorkerGroup needs a ClassWithInitArgs")
         world_size = 1 if resource_pool is None else resource_pool.world_size
         name = role or cls_with_init.cls.__name__
-        backend = LocalBackend(cls_with_init, name, world_size, deadlines, worker_env or {})
+        backend = LocalBackend(cls_with_init, name, world_size, deadlines, checked_worker_env(worker_env))
         super().__init__(backend, cls_with_init.cls, role=name)
+
+
+class LocalHost(WorkerHost):
+    """A worker in this process. Batches are copied, so that caller and worker never write into each other's tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda references: [_own(reference) for reference in references])
+
+    def _run(self, spec: CallSpec, values: Sequence[Any]) -> Any:
+        return _own(super()._run(spec, [_own(value) for value in values]))
+
+    def _finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run(coroutine)
 
 
 class LocalBackend(Backend):
@@ -87,31 +87,32 @@ class LocalBackend(Backend):
         self._cls_with_init, self._role = cls_with_init, role
         master = ("127.0.0.1", free_port()) if world_size == 1 else None
         self._environments = [
-            {
-                **rank_environment(rank=rank, world_size=world_size, local_rank=0, local_world_size=1, master=master),
-                **worker_env,
-            }
+            rank_environment(rank=rank, world_size=world_size, local_rank=0, local_world_size=1, master=master)
+            | dict(worker_env)
             for rank in range(world_size)
         ]
-        self._workers: list[Any] = [None] * world_size
-        self._recorders = Recorders()
+        self._hosts = [LocalHost() for _ in range(world_size)]
         for rank in range(world_size):
-            self._build(rank)
+            self.restart(rank, None)
 
     @property
     def workers(self) -> list[Any]:
-        return list(self._workers)
+        return [host.worker for host in self._hosts]
 
     def submit(self, role: str, stage: str, calls: Sequence[RankCall]) -> list[Pending]:
-        return [
-            self._pending(role, stage, call.rank, partial(self._recorded, call), list(call.upstream)) for call in calls
-        ]
+        return [self._submit(role, stage, call) for call in calls]
+
+    def header(self, one: Pending) -> Header:
+        return one.references[0]
+
+    def value(self, one: Pending) -> Any:
+        return one.references[1]
 
     def wait_done(self, pending: Sequence[Pending], timeout_s: float) -> list[Pending]:
         return list(pending)
 
     def probe(self, rank: int) -> Pending:
-        return LocalPending(self, self._role, rank, "probe", (Header(), None))
+        return Pending(self, self._role, rank, "probe", (Header(), None))
 
     def host(self, rank: int) -> str:
         return f"{socket.gethostname()} (this process)"
@@ -123,58 +124,29 @@ class LocalBackend(Backend):
         return f"pid {os.getpid()} is this process"
 
     def restart(self, rank: int, deadline_s: float | None) -> None:
-        self._build(rank)
+        made = self._cls_with_init
+        built = self._in_rank(rank, lambda: self._hosts[rank].build((made.cls, made.args, made.kwargs)))
+        finish([Pending(self, self._role, rank, "start", built)])
 
     def close(self) -> None:
-        for worker in self._workers:
-            if isinstance(worker, Worker):
-                worker.close()
-        self._workers = [None] * self.world_size
+        for host in self._hosts:
+            if isinstance(host.worker, Worker):
+                host.worker.close()
+            host.worker = None
 
-    def _build(self, rank: int) -> None:
-        made = self._cls_with_init
+    def _submit(self, role: str, stage: str, call: RankCall) -> Pending:
+        answered = self._in_rank(call.rank, lambda: self._hosts[call.rank].call(call.spec, *call.values))
+        return Pending(self, role, call.rank, stage, answered, list(call.upstream))
 
-        def build() -> None:
-            self._workers[rank] = made.cls(*made.args, **made.kwargs)
-
-        finish([self._pending(self._role, "start", rank, lambda: answer(build), [])])
-
-    def _pending(self, role: str, stage: str, rank: int, run: Any, upstream: list[Pending]) -> Pending:
+    def _in_rank(self, rank: int, run: Callable[[], tuple[Header, Any]]) -> tuple[Header, Any]:
+        """What `run` answers in the environment of a rank; a rank without a process group gets the reason."""
         with environment(self._environments[rank], unset=RANK_VARIABLES):
             header, value = run()
-        return LocalPending(self, role, rank, stage, (self._explained(header), value), upstream)
-
-    def _explained(self, header: Header) -> Header:
-        """Say why a rank that looks for a process group finds none."""
         failure = header.failure
-        if self.world_size == 1 or failure is None or not _wants_process_group(failure):
-            return header
-        return replace(header, failure=replace(failure, cause=f"{failure.cause} ({NO_PROCESS_GROUP})"))
-
-    def _recorded(self, call: RankCall) -> tuple[Header, Any]:
-        worker = f"{call.spec.role} {call.rank}"
-        return self._recorders.answer(worker, call.spec.method, lambda: self._run(call))
-
-    def _run(self, call: RankCall) -> Any:
-        host = self._workers[call.rank]
-        worker = host if call.spec.target is None or host is None else host.role(call.spec.target)
-        if worker is None:
-            raise RuntimeError("the group was closed")
-        values = [_own(value) for value in call.values]
-        result, num_padding = run_method(worker, call.spec, values, _fetch)
-        if inspect.iscoroutine(result):
-            result = asyncio.run(result)
-        return _own(without_padding(result, num_padding, call.spec.method))
-
-
-def _wants_process_group(failure: Failure) -> bool:
-    return "MASTER_ADDR" in failure.cause or "MASTER_PORT" in failure.cause
+        if self.world_size > 1 and failure is not None and "MASTER_" in failure.cause:
+            header = replace(header, failure=replace(failure, cause=f"{failure.cause} ({NO_PROCESS_GROUP})"))
+        return header, value
 
 
 def _own(value: Any) -> Any:
-    """A copy of a batch, so that caller and worker never write into each other's tensors."""
     return copy.deepcopy(value) if is_rows(value) else value
-
-
-def _fetch(references: list[Any]) -> list[Any]:
-    return [_own(reference) for reference in references]

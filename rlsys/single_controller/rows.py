@@ -36,7 +36,7 @@ class FutureRows:
 
     def to_references(self) -> FutureRows:
         """The same share for a worker, which fetches only the rows that it needs."""
-        return replace(self, calls=tuple(call.pending.references() for call in self.calls))
+        return replace(self, calls=tuple(call.pending.references for call in self.calls))
 
 
 def future_rows(value: Any) -> FutureRows | None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
-from weakref import WeakSet
 
 from rlsys.single_controller.calls import (
+    Backend,
+    CallSpec,
     Deadlines,
     Future,
     GroupFuture,
     Pending,
+    RankCall,
     finish,
 )
 from rlsys.single_controller.dispatch import (
@@ -30,11 +29,8 @@ from rlsys.single_controller.dispatch import (
     registered_methods,
     split_call,
 )
-from rlsys.single_controller.host import CallSpec
 from rlsys.single_controller.rows import future_rows, is_future
-from rlsys.telemetry.recorder import StageReport, merged
-
-MAX_REPORTS = 10_000
+from rlsys.telemetry.recorder import StageReport
 
 
 class ClassWithInitArgs:
@@ -42,53 +38,6 @@ class ClassWithInitArgs:
 
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
         self.cls, self.args, self.kwargs = cls, args, kwargs
-
-
-@dataclass(frozen=True)
-class RankCall:
-    """One method call for one rank. `upstream` are the calls whose results are among its values."""
-
-    rank: int
-    spec: CallSpec
-    values: tuple[Any, ...]
-    upstream: tuple[Pending, ...] = ()
-
-
-class Backend(ABC):
-    """The processes behind a group and how they are spoken to; the roles of a colocated class share one."""
-
-    def __init__(self, world_size: int, deadlines: Deadlines) -> None:
-        self.world_size, self.deadlines = world_size, deadlines
-        self._reports: deque[StageReport] = deque(maxlen=MAX_REPORTS)
-        self._noted: WeakSet[Pending] = WeakSet()
-
-    def note(self, one: Pending, report: StageReport) -> None:
-        if one not in self._noted:
-            self._noted.add(one)
-            self._reports.append(report)
-
-    def drain_stages(self) -> StageReport:
-        return merged([self._reports.popleft() for _ in range(len(self._reports))])
-
-    @property
-    @abstractmethod
-    def workers(self) -> list[Any]: ...
-    @abstractmethod
-    def submit(self, role: str, stage: str, calls: Sequence[RankCall]) -> list[Pending]: ...
-    @abstractmethod
-    def wait_done(self, pending: Sequence[Pending], timeout_s: float) -> list[Pending]: ...
-    @abstractmethod
-    def probe(self, rank: int) -> Pending: ...
-    @abstractmethod
-    def host(self, rank: int) -> str: ...
-    @abstractmethod
-    def log_tail(self, rank: int) -> str: ...
-    @abstractmethod
-    def diagnose(self, rank: int) -> str: ...
-    @abstractmethod
-    def restart(self, rank: int, deadline_s: float | None) -> None: ...
-    @abstractmethod
-    def close(self) -> None: ...
 
 
 class WorkerGroup:
@@ -259,7 +208,7 @@ class WorkerGroup:
             rows = future_rows(value)
             if rows is None:
                 sent.append(value.get() if is_future(value) else value)
-            elif all(type(call.pending.crew) is type(self._backend) for call in rows.calls):
+            elif all(type(call.pending.backend) is type(self._backend) for call in rows.calls):
                 sent.append(rows.to_references())
                 upstream += [call.pending for call in rows.calls]
             else:

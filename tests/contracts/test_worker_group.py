@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from rlsys.single_controller.base.decorator import collect_all_to_all, dispatch_one_to_all
 
 from rlsys.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
 from rlsys.single_controller.dispatch import Dispatch, register, register_dispatch_mode, update_dispatch_mode
@@ -58,6 +59,23 @@ def test_every_rank_knows_its_place(group: WorkerGroup) -> None:
     assert [one["RANK"] for one in environments] == ["0", "1"]
     assert {one["WORLD_SIZE"] for one in environments} == {"2"}
     assert group.world_size == NUM_RANKS == len(group.workers)
+
+
+@pytest.mark.parametrize("backend", ["local", "ray"])
+def test_variables_of_a_rank_cannot_be_overridden(backend: str, request: pytest.FixtureRequest) -> None:
+    env, pool = {"WORLD_SIZE": "100", "MASTER_PORT": "1", "MINE": "2"}, None
+    if backend == "ray":
+        request.getfixturevalue("ray_cluster")
+        pool = RayResourcePool([1], use_gpu=False)
+    group_cls, cls = (LocalWorkerGroup, ClassWithInitArgs) if pool is None else (RayWorkerGroup, RayClassWithInitArgs)
+    with pytest.raises(ValueError, match="worker_env sets MASTER_PORT, WORLD_SIZE"):
+        group_cls(pool, cls(Calculator, 7), worker_env=env)
+
+
+def test_a_mode_of_verls_functions_gives_every_rank_the_same(group: WorkerGroup) -> None:
+    (values,), named = dispatch_one_to_all(group, 3, x=4)
+    assert (values, named) == ([3, 3], {"x": [4, 4]})
+    assert collect_all_to_all(group, [1, 2]) == [1, 2]
 
 
 def test_state_stays_with_the_worker(group: WorkerGroup) -> None:

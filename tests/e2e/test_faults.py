@@ -207,7 +207,7 @@ def test_a_gradient_that_is_not_a_number_is_not_applied(job: Job) -> None:
 
 def test_a_port_taken_by_another_process_is_reported_with_the_worker(job: Job) -> None:
     ended = job.run(patches=Patches(inject=("port_taken",)))
-    assert_one_error(ended, 1, "WorkerError", "actor rank 0", "'init_model'", "EADDRINUSE")
+    assert_one_error(ended, 1, "WorkerError", "actor rank 0", "'init_model'", "Address already in use")
     assert job.run().status == 0
 
 

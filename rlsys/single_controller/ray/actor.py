@@ -1,20 +1,20 @@
-"""The actor around one worker, and the answers that come from it."""
+"""The actor around one worker."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 from ray import exceptions as ray_exceptions
 
 from rlsys.single_controller import diagnosis
-from rlsys.single_controller.calls import Crew, Failure, Header, Pending
+from rlsys.single_controller.calls import Header
 from rlsys.single_controller.diagnosis import ProcessInfo
 from rlsys.single_controller.host import WorkerHost
 from rlsys.single_controller.worker import free_port
-from rlsys.utils.errors import FailedWorker, WorkerError
+from rlsys.telemetry.log import setup_logging
 
 
 class RayHost(WorkerHost):
@@ -23,6 +23,10 @@ class RayHost(WorkerHost):
     def __init__(self) -> None:
         super().__init__(ray.get)
         diagnosis.dump_stacks_on_signal()
+
+    def build(self, made: tuple[type, Sequence[Any], Mapping[str, Any]]) -> tuple[Header, None]:
+        setup_logging(role=made[0].__name__, rank=int(os.environ.get("RANK", 0)))
+        return super().build(made)
 
     def describe(self) -> tuple[Header, tuple[ProcessInfo, str, int]]:
         """Where this process runs: itself, its node, and a free port there."""
@@ -34,47 +38,14 @@ def host_class(cls: type) -> Any:
     """An actor class named after the worker's, whose handles also have the worker's public methods."""
 
     def forward(name: str) -> Callable[..., Any]:
-        return lambda host, *args, **kwargs: getattr(host._worker, name)(*args, **kwargs)
+        return lambda host, *args, **kwargs: getattr(host.worker, name)(*args, **kwargs)
 
     public = [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name))]
     methods = {name: forward(name) for name in public if not hasattr(RayHost, name)}
     return ray.remote(type(cls.__name__, (RayHost,), {**methods, "__module__": __name__}))
 
 
-@dataclass(frozen=True, eq=False)
-class RayPending:
-    """An answer on its way from an actor."""
-
-    crew: Crew
-    role: str
-    rank: int
-    stage: str
-    refs: tuple[Any, Any]
-    upstream: list[Pending] = field(default_factory=list)
-
-    def header(self) -> Header:
-        try:
-            return ray.get(self.refs[0])
-        except ray_exceptions.RayActorError as error:
-            return Header(Failure(_death(error), died=True))
-        except ray_exceptions.RayError as error:
-            return Header(Failure(str(error)))
-
-    def value(self) -> Any:
-        """The result; WorkerError when it was lost after the worker had answered, with its node."""
-        try:
-            return ray.get(self.refs[1])
-        except ray_exceptions.RayError as error:
-            host = self.crew.host(self.rank)
-            raise WorkerError(
-                FailedWorker(self.role, self.rank, host, self.stage, f"its answer was lost: {error}")
-            ) from error
-
-    def references(self) -> tuple[Any, Any]:
-        return self.refs
-
-
-def _death(error: ray_exceptions.RayActorError) -> str:
+def death_of(error: ray_exceptions.RayActorError) -> str:
     """Ray's report of a death without its standing advice."""
     text = str(error)
     start = max(text.find("The actor is dead because"), 0)

@@ -9,17 +9,28 @@ from typing import Any
 from uuid import uuid4
 
 import ray
+from ray import exceptions as ray_exceptions
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlsys.single_controller import diagnosis
-from rlsys.single_controller.calls import Deadlines, Pending, deadline_for, finish
+from rlsys.single_controller.calls import (
+    Backend,
+    Deadlines,
+    Failure,
+    Header,
+    Pending,
+    RankCall,
+    deadline_for,
+    finish,
+)
 from rlsys.single_controller.diagnosis import ProcessInfo
-from rlsys.single_controller.ray.actor import RayPending, host_class
+from rlsys.single_controller.ray.actor import death_of, host_class
 from rlsys.single_controller.ray.cluster import NAMESPACE, import_options, on_node
 from rlsys.single_controller.ray.pool import RayResourcePool
 from rlsys.single_controller.rows import FutureRows
-from rlsys.single_controller.worker import rank_environment
-from rlsys.single_controller.worker_group import Backend, ClassWithInitArgs, RankCall
+from rlsys.single_controller.worker import checked_worker_env, rank_environment
+from rlsys.single_controller.worker_group import ClassWithInitArgs
+from rlsys.utils.errors import FailedWorker, WorkerError
 
 START = "start"
 
@@ -32,11 +43,11 @@ class RayBackend(Backend):
         cls_with_init: ClassWithInitArgs,
         role: str,
         deadlines: Deadlines,
-        worker_env: Mapping[str, str],
+        worker_env: Mapping[str, str] | None,
         num_threads: int | None,
     ) -> None:
         super().__init__(0, deadlines)
-        self._cls_with_init, self._role, self._worker_env = cls_with_init, role, dict(worker_env)
+        self._cls_with_init, self._role, self._worker_env = cls_with_init, role, checked_worker_env(worker_env)
         threads = num_threads or os.environ.get("OMP_NUM_THREADS")
         if threads:
             self._worker_env.setdefault("OMP_NUM_THREADS", str(threads))
@@ -83,7 +94,7 @@ class RayBackend(Backend):
 
     def submit(self, role: str, stage: str, calls: Sequence[RankCall]) -> list[Pending]:
         return [
-            RayPending(
+            Pending(
                 self,
                 role,
                 call.rank,
@@ -94,15 +105,31 @@ class RayBackend(Backend):
             for call, values in zip(calls, _values_once([call.values for call in calls]))
         ]
 
+    def header(self, one: Pending) -> Header:
+        try:
+            return ray.get(one.references[0])
+        except ray_exceptions.RayActorError as error:
+            return Header(Failure(death_of(error), died=True))
+        except ray_exceptions.RayError as error:
+            return Header(Failure(str(error)))
+
+    def value(self, one: Pending) -> Any:
+        """The result; WorkerError when it was lost after the worker had answered, with its node."""
+        try:
+            return ray.get(one.references[1])
+        except ray_exceptions.RayError as error:
+            lost = f"its answer was lost: {error}"
+            raise WorkerError(FailedWorker(one.role, one.rank, self.host(one.rank), one.stage, lost)) from error
+
     def wait_done(self, pending: Sequence[Pending], timeout_s: float) -> list[Pending]:
-        by_ref = {one.references()[0]: one for one in pending}
+        by_ref = {one.references[0]: one for one in pending}
         refs = list(by_ref)
         first, _ = ray.wait(refs, num_returns=1, timeout=max(0.0, timeout_s))
         done = ray.wait(refs, num_returns=len(refs), timeout=0)[0] if first and len(refs) > 1 else first
         return [by_ref[ref] for ref in done]
 
     def probe(self, rank: int) -> Pending:
-        return self._pending(rank, "probe", self._actors[rank].describe.options(num_returns=2).remote())
+        return self._describe(rank, "probe")
 
     def host(self, rank: int) -> str:
         return self._places[rank][0].host if rank in self._places else "a host not known yet"
@@ -133,13 +160,12 @@ class RayBackend(Backend):
     def _actor(self, rank: int) -> Any:
         return host_class(self._cls_with_init.cls).options(name=self.names[rank], **self._options[rank]).remote()
 
-    def _pending(self, rank: int, stage: str, refs: tuple[Any, Any]) -> RayPending:
-        return RayPending(self, self._role, rank, stage, refs)
+    def _describe(self, rank: int, stage: str) -> Pending:
+        refs = self._actors[rank].describe.options(num_returns=2).remote()
+        return Pending(self, self._role, rank, stage, refs)
 
     def _locate(self, ranks: Sequence[int], deadline_s: float | None = None) -> None:
-        asked = [
-            self._pending(rank, START, self._actors[rank].describe.options(num_returns=2).remote()) for rank in ranks
-        ]
+        asked = [self._describe(rank, START) for rank in ranks]
         finish(asked, deadline_s=deadline_s)
         self._places |= {one.rank: one.value() for one in asked}
 
@@ -169,7 +195,7 @@ class RayBackend(Backend):
         for rank in ranks:
             self._actors[rank].set_environment.remote(self._environments[rank])
             refs = self._actors[rank].build.options(num_returns=2).remote(arguments)
-            built.append(self._pending(rank, START, refs))
+            built.append(Pending(self, self._role, rank, START, refs))
         finish(built, deadline_s=deadline_s)
 
     def _ask_node(self, rank: int, question: Callable[[ProcessInfo], str]) -> str:

@@ -46,7 +46,7 @@ class RayWorkerGroup(WorkerGroup):
         if ray_cls_with_init is None:
             raise ValueError("RayWorkerGroup needs a RayClassWithInitArgs")
         role = role or name_prefix or ray_cls_with_init.cls.__name__
-        backend = RayBackend(ray_cls_with_init, role, deadlines, dict(worker_env or {}), num_threads)
+        backend = RayBackend(ray_cls_with_init, role, deadlines, worker_env, num_threads)
         if worker_handles is None and worker_names is not None:
             worker_handles = [ray.get_actor(name, namespace=NAMESPACE) for name in worker_names]
         if worker_handles is not None:
