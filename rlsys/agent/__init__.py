@@ -1,0 +1,1 @@
+"""Agents: episodes of many turns with exact tokens, tools, environments and workflows."""

@@ -1,0 +1,267 @@
+"""One episode as a workflow sees it: draw answers, add messages, call tools. The only place that makes a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from array import array
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any, Literal, Protocol
+
+from rlsys.agent.template import ChatTemplate, call_id
+from rlsys.agent.tool_calls import ToolCall, parse_tool_calls
+from rlsys.agent.trace import Span, Trace
+from rlsys.types import ModelResponse, SamplingParams
+
+History = Literal["as_drawn", "as_rendered"]
+Sample = Callable[[Sequence[int], SamplingParams, str], Awaitable[ModelResponse]]
+"""(token ids, sampling, session) -> response, as `RolloutFleet.sample`."""
+Grade = Callable[[Mapping[str, Any], str, Mapping[str, Any]], Awaitable["Score"]]
+"""(row, answer, extra_info) -> score by the job's reward function."""
+
+
+class EpisodeEnd(Exception):
+    """The episode has used up a budget; `reason` is turns, length, context or tool."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the episode has ended: {reason}")
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Score:
+    """The reward of an episode, or one for each turn (their sum is the episode's); `extra` goes to the metrics."""
+
+    reward: float
+    turn_rewards: Sequence[float] | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """Budgets of one episode in tokens, turns and seconds; a prompt and what follows it are what one row may hold."""
+
+    max_prompt_tokens: int
+    max_response_tokens: int
+    max_turns: int = 1 << 30
+    max_tokens_per_turn: int = 1 << 30
+    max_tool_s: float = float("inf")
+    max_parallel_calls: int = 1 << 30
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """The text that a tool returned, and how the call ended; `reward` and `metrics` as verl's tools return them."""
+
+    text: str
+    status: Literal["ok", "error", "timeout"] = "ok"
+    seconds: float = 0.0
+    reward: float = 0.0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ToolRunner(Protocol):
+    """Calls the tools of one episode. Never raises for what a tool does; `schemas` are what the template is given."""
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]: ...
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult: ...
+
+
+@dataclass(frozen=True)
+class SessionSettings:
+    """What all episodes of a job share: the engine, the template, sampling, budgets and how answers are read."""
+
+    sample: Sample
+    template: ChatTemplate
+    sampling: SamplingParams
+    limits: EpisodeLimits
+    history: History = "as_drawn"
+    tool_format: str = "hermes"
+    grade: Grade | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model drew: `text` as it wrote it, without its end token, and `message` with the tool calls read."""
+
+    text: str
+    message: Mapping[str, Any]
+    tool_calls: Sequence[ToolCall]
+    span: Span
+
+    @property
+    def is_cut(self) -> bool:
+        return self.span.finish == "length"
+
+
+class Session:
+    """An episode under way; `trace` has its tokens, `messages` the conversation, `counts` what happened in it.
+
+    Draws are functions of `seed` and the tokens before them, so the same calls give the same episode.
+    """
+
+    def __init__(
+        self, settings: SessionSettings, *, seed: int = 0, row: Mapping[str, Any] | None = None, name: str = ""
+    ) -> None:
+        self.settings, self.seed, self.row, self.name = settings, seed, row or {}, name
+        self.trace = Trace()
+        self.messages: list[Mapping[str, Any]] = []
+        self.tools: ToolRunner | None = None
+        self.counts: Counter[str] = Counter()
+        self.tool_s = self.tool_reward = 0.0
+        self._drawn: dict[str, Span] = {}
+        self._given: dict[tuple[int, str], Span] = {}
+        self._num_draws: Counter[int] = Counter()
+
+    def add(self, *messages: str | Mapping[str, Any]) -> None:
+        """Append messages to the conversation; a text is a user message."""
+        self.messages += [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
+
+    async def draw(
+        self,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **sampling: Any,
+    ) -> Answer:
+        """The model's next turn, appended to `messages`; a conversation given here takes their place.
+
+        The longest part of the conversation that was drawn before keeps its tokens, whatever its template would write;
+        the rest is appended to it, or starts a new branch. `sampling` changes SamplingParams (temperature, ...) of this
+        draw. EpisodeEnd when a budget is used up; ValueError for messages that the template rejects.
+        """
+        if messages is not None:
+            self.messages = list(messages)
+        conversation = list(self.messages)
+        tools = tools if tools is not None else self.tools.schemas if self.tools else None
+        parent, key = self._context(conversation, tools)
+        response = await self._sample(parent, sampling)
+        answer = self._answer(self.trace.draw(parent, response))
+        self._drawn[message_key(answer.message, key)] = answer.span
+        if conversation == self.messages:
+            self.messages.append(answer.message)
+        return answer
+
+    async def call(self, tool: str | ToolCall, **arguments: Any) -> str:
+        """What a tool returns, as text for the model; errors and timeouts are texts too, and are counted."""
+        call = ToolCall(tool, arguments) if isinstance(tool, str) else tool
+        if self.tool_s >= self.settings.limits.max_tool_s:
+            raise EpisodeEnd("tool")
+        if self.tools is None or call.error:
+            result = ToolResult(f"Error: {call.error or 'there are no tools'}", "error")
+        else:
+            result = await self.tools.call(call.name, call.arguments)
+        self.counts.update({"tool_calls": 1, f"tool_{result.status}": 1})
+        self.tool_s += result.seconds
+        self.tool_reward += result.reward
+        return result.text
+
+    async def call_tools(self, answer: Answer) -> None:
+        """Run an answer's tool calls, at most `max_parallel_calls` together, and add their results in order."""
+        limit = asyncio.Semaphore(self.settings.limits.max_parallel_calls)
+
+        async def result(number: int, call: ToolCall) -> Mapping[str, Any]:
+            async with limit:
+                text = await self.call(call)
+            sent = answer.message["tool_calls"][number]
+            return {"role": "tool", "name": call.name or "unknown", "tool_call_id": sent["id"], "content": text}
+
+        self.add(*await asyncio.gather(*(result(n, call) for n, call in enumerate(answer.tool_calls))))
+
+    async def grade(self, answer: str | Answer, **extra_info: Any) -> Score:
+        """The score of an answer by the job's reward function and the row's ground truth."""
+        assert self.settings.grade is not None, "the job has no reward function"
+        text = answer.text if isinstance(answer, Answer) else answer
+        return await self.settings.grade(self.row, text, {"num_turns": self.trace.num_turns, **extra_info})
+
+    # ---- tokens ------------------------------------------------------------------------------------------------
+
+    def _context(
+        self, conversation: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[Span, str]:
+        """The span behind which the answer to a conversation is drawn, and the conversation's key."""
+        key = json.dumps(tools, sort_keys=True) if tools else ""
+        last, rest = None, conversation
+        for number, message in enumerate(conversation):
+            key = message_key(message, key)
+            if (span := self._drawn.get(key)) is not None:
+                last, rest = span, conversation[number + 1 :]
+        rendered = self.settings.history == "as_rendered"
+        branch = None if last is None or rendered else last
+        cached = self._given.get((id(branch), key))
+        if cached is not None:
+            return cached, key
+        template = self.settings.template
+        if branch is not None and rest:
+            span = self.trace.give(template.append(branch, rest, tools), branch)
+        else:
+            ids = template.start(conversation, tools)
+            before = last.context if last is not None and rendered else ()
+            prefix = last if before and ids[: len(before)] == before else None
+            self.counts["branches"] += bool(self.trace.spans) and prefix is None
+            span = self.trace.give(ids[len(before) :] if prefix else ids, prefix)
+        self._given[(id(branch), key)] = span
+        return span, key
+
+    async def _sample(self, parent: Span, changes: Mapping[str, Any]) -> ModelResponse:
+        limits = self.settings.limits
+        if parent.next_turn >= limits.max_turns:
+            raise EpisodeEnd("turns")
+        path = parent.path
+        num_prompt = next((s.parent.num_tokens for s in path if s.is_drawn and s.parent), parent.num_tokens)
+        if num_prompt > limits.max_prompt_tokens:
+            raise EpisodeEnd("context")
+        room = limits.max_response_tokens - (parent.num_tokens - num_prompt)
+        if room < 1:
+            raise EpisodeEnd("length")
+        ids, sampling = parent.context, replace(self.settings.sampling, **changes)
+        most = min(sampling.max_new_tokens, limits.max_tokens_per_turn, room)
+        seed = _seed(self.seed, self._num_draws[id(parent)], ids)
+        self._num_draws[id(parent)] += 1
+        return await self.settings.sample(ids, replace(sampling, max_new_tokens=most, seed=seed), self.name)
+
+    def _answer(self, span: Span) -> Answer:
+        tokenizer = self.settings.template.tokenizer
+        ends = {tokenizer.eos_token_id, *self.settings.sampling.stop_token_ids}
+        ids = span.ids[:-1] if span.ids[-1:] and span.ids[-1] in ends else span.ids
+        text = str(tokenizer.decode(list(ids), skip_special_tokens=False))
+        content, calls = parse_tool_calls(text, self.settings.tool_format)
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if calls:
+            first = self.counts["ids"]
+            self.counts["ids"] += len(calls)
+            message["tool_calls"] = [
+                {
+                    "id": call_id(first + n),
+                    "type": "function",
+                    "function": {"name": call.name or "unknown", "arguments": dict(call.arguments)},
+                }
+                for n, call in enumerate(calls)
+            ]
+        return Answer(text, message, calls, span)
+
+
+def message_key(message: Mapping[str, Any], before: str) -> str:
+    """Identifies a conversation up to this message; `before` is that of the messages before.
+
+    Messages are equal by role, text, and the names and arguments of tool calls, however those are written as JSON.
+    """
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(part["text"] for part in content)
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"]["arguments"]
+        calls.append([call["function"]["name"], json.loads(arguments) if isinstance(arguments, str) else arguments])
+    text = json.dumps([before, message["role"], content.strip(), calls], sort_keys=True, ensure_ascii=False)
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _seed(episode: int, number: int, ids: Sequence[int]) -> int:
+    """The seed of a draw, from its episode, the tokens before it and how often it was drawn before."""
+    digest = blake2b(f"{episode}/{number}/".encode() + array("i", ids).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

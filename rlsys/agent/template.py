@@ -1,0 +1,244 @@
+"""What a chat template writes between an assistant turn and the next one, learned from the template.
+
+A template renders whole conversations; an episode needs only what follows the tokens that the model drew. It is taken
+from renderings of a short conversation, and proved not to depend on the history by random ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from random import Random
+from typing import TYPE_CHECKING, Any, Literal
+
+from rlsys.agent.trace import Span
+from rlsys.data.chat import encode_text, render
+from rlsys.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Kind = Literal["user", "tool"]
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+
+SENTINEL = "\u2603SENTINEL\u2603"
+NUM_PROOFS = 200
+PROOF_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Looks a word up.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string", "description": "The word."}}},
+    },
+}
+
+
+def call_id(number: int) -> str:
+    """The id of a tool call: nine letters and digits, as the strictest templates ask."""
+    return f"call{number % 100_000:05d}"
+
+
+def _plain(messages: Messages) -> list[dict[str, Any]]:
+    return [dict(message) for message in messages]
+
+
+def _in_parts(messages: Messages) -> list[dict[str, Any]]:
+    return [
+        {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m.get("content"), str) else dict(m)
+        for m in messages
+    ]
+
+
+def _arguments_as_text(messages: Messages) -> list[dict[str, Any]]:
+    def as_text(call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
+
+    return [
+        {**m, "tool_calls": [as_text(c) for c in m["tool_calls"]]} if "tool_calls" in m else {**m} for m in messages
+    ]
+
+
+FORMS: tuple[Callable[[Messages], list[dict[str, Any]]], ...] = (_plain, _in_parts, _arguments_as_text)
+"""How messages are given to a template: as they are, contents as lists of parts, arguments of calls as JSON text."""
+
+
+class ChatTemplate:
+    """Token ids of the start of a conversation and of what is appended to it, by the tokenizer's own template.
+
+    `kinds` of messages are proved at once (ConfigError naming the kind that the template cannot append), others when
+    they are first appended. `template_kwargs` go to the template.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        template_kwargs: Mapping[str, Any] | None = None,
+        kinds: Sequence[Kind] = (),
+        num_proofs: int = NUM_PROOFS,
+    ) -> None:
+        self.tokenizer, self._kwargs, self._num_proofs = tokenizer, dict(template_kwargs or {}), num_proofs
+        self._forms: dict[Kind, Callable[[Messages], list[dict[str, Any]]]] = {}
+        self._appended: dict[str, tuple[int, ...]] = {}
+        for kind in kinds:
+            self.prove(kind)
+
+    def start(self, messages: Messages, tools: Tools | None = None) -> tuple[int, ...]:
+        """The tokens of a whole conversation and the generation prompt. ValueError if the template rejects it."""
+        return self._encode(self._start_text(messages, tools), start=True)
+
+    def append(self, last: Span, messages: Messages, tools: Tools | None = None) -> tuple[int, ...]:
+        """The tokens between a drawn span and the next draw: the turn's end where it was not drawn, messages, prompt.
+
+        ConfigError if the template cannot append messages of their kind, ValueError if it rejects these.
+        """
+        kind: Kind = "tool" if any(m["role"] in ("tool", "ipython") for m in messages) else "user"
+        self.prove(kind)
+        text = self._suffix(self._forms[kind], _HISTORY, kind, messages, tools)
+        ids = self._appended.get(text)
+        if ids is None:
+            ids = self._appended[text] = self._encode(text)
+            if len(self._appended) > 4096:
+                self._appended.pop(next(iter(self._appended)))
+        return ids[1:] if ids and last.ids[-1:] == ids[:1] else ids
+
+    def _start_text(self, messages: Messages, tools: Tools | None) -> str:
+        """The text of a conversation in the first form of which the template takes the contents."""
+        causes = []
+        for form in FORMS:
+            try:
+                self._behind_sentinel(form([{"role": "user", "content": SENTINEL}]), None)
+                return self._render(form(messages), tools, prompt=True)
+            except ValueError as error:
+                causes.append(error)
+        raise causes[0]
+
+    def prove(self, kind: Kind) -> None:
+        """Learn to append messages of this kind. ConfigError if what is written depends on the history."""
+        if kind in self._forms:
+            return
+        causes = []
+        for form in FORMS:
+            try:
+                self._check(form, kind)
+            except ValueError as error:
+                causes.append(str(error))
+            else:
+                self._forms[kind] = form
+                return
+        raise ConfigError(
+            f"the tokenizer's chat template cannot append {kind} messages to a conversation: {causes[0]}; set "
+            "actor_rollout_ref.model.custom_chat_template to one that can, or use a workflow without such messages"
+        )
+
+    def _check(self, form: Callable[[Messages], list[dict[str, Any]]], kind: Kind) -> None:
+        for seed in range(self._num_proofs):
+            random = Random(seed)
+            history, answer = self._accepted(form, _random_history(random)), _word(random)
+            new = [{"role": "user", "content": _word(random)}]
+            if kind == "tool":
+                new = [_tool_message(n, _word(random)) for n in range(random.randint(1, 3))]
+            tools = [PROOF_TOOL] if kind == "tool" or random.random() < 0.5 else None
+            learned = self._suffix(form, _HISTORY, kind, new, tools)
+            if self._suffix(form, history, kind, new, tools) != learned:
+                raise ValueError("what it writes behind an assistant turn depends on the messages before")
+            if not all(message["content"] in learned for message in new):
+                raise ValueError("it leaves out their content")
+            if self._encode(answer + learned) != self._encode(answer) + self._encode(learned):
+                raise ValueError("the text behind an assistant turn does not begin with a token of its own")
+
+    def _accepted(self, form: Callable[[Messages], list[dict[str, Any]]], history: Messages) -> Messages:
+        """The history, without its system message if the template has none."""
+        try:
+            self._render(form(history), None, prompt=True)
+        except ValueError:
+            return [message for message in history if message["role"] != "system"]
+        return history
+
+    def _suffix(
+        self,
+        form: Callable[[Messages], list[dict[str, Any]]],
+        history: Messages,
+        kind: Kind,
+        new: Messages,
+        tools: Tools | None,
+    ) -> str:
+        """What is written behind the content of an assistant turn after `history`, up to the next one's."""
+        last: dict[str, Any] = {"role": "assistant", "content": SENTINEL}
+        if kind == "user":
+            return self._behind_sentinel(form([*history, last, *new]), tools)
+        last["tool_calls"] = [
+            {
+                "id": m.get("tool_call_id") or call_id(n),
+                "type": "function",
+                "function": {"name": m.get("name") or "lookup", "arguments": {"word": "w"}},
+            }
+            for n, m in enumerate(new)
+            if m["role"] in ("tool", "ipython")
+        ]
+        for content in (SENTINEL, ""):
+            called = [*history, {**last, "content": content}]
+            try:
+                before = self._render(form(called), tools, prompt=False)
+                whole = self._render(form([*called, *new]), tools, prompt=True)
+                close = self._close(before, form, history, tools)
+            except ValueError:
+                continue
+            if close and whole.startswith(before):
+                return close + whole[len(before) :]
+        del last["tool_calls"]
+        return self._behind_sentinel(form([*history, last, *new]), tools)
+
+    def _close(
+        self, text: str, form: Callable[[Messages], list[dict[str, Any]]], history: Messages, tools: Tools | None
+    ) -> str:
+        """What ends an assistant turn with tool calls: as other turns end, else from the last special token on."""
+        last = {"role": "assistant", "content": SENTINEL}
+        close = self._behind_sentinel(form([*history, last]), tools, prompt=False)
+        if text.endswith(close):
+            return close
+        at = max((text.rfind(token) for token in self.tokenizer.all_special_tokens), default=-1)
+        return text[at:] if at >= 0 else ""
+
+    def _behind_sentinel(self, messages: Messages, tools: Tools | None, *, prompt: bool = True) -> str:
+        text = self._render(messages, tools, prompt=prompt)
+        at = text.rfind(SENTINEL)
+        if at < 0:
+            raise ValueError("it leaves out contents")
+        return text[at + len(SENTINEL) :]
+
+    def _render(self, messages: Messages, tools: Tools | None, *, prompt: bool) -> str:
+        kwargs = {**self._kwargs, "tools": list(tools)} if tools else self._kwargs
+        try:
+            return render(self.tokenizer, messages, add_generation_prompt=prompt, template_kwargs=kwargs)
+        except (AttributeError, IndexError) as error:
+            raise ValueError(f"the chat template rejects the messages: {error}") from error
+
+    def _encode(self, text: str, *, start: bool = False) -> tuple[int, ...]:
+        special = start and not self.tokenizer.chat_template
+        return tuple(encode_text(self.tokenizer, text, special_tokens=special))
+
+
+_HISTORY = ({"role": "user", "content": "hello"},)
+
+
+def _word(random: Random) -> str:
+    return "".join(random.choices("abcdefghijklmnopqrstuvwxyz", k=6))
+
+
+def _tool_message(number: int, content: str) -> dict[str, Any]:
+    return {"role": "tool", "name": "lookup", "tool_call_id": call_id(number), "content": content}
+
+
+def _random_history(random: Random) -> list[dict[str, Any]]:
+    """A conversation of 0 to 2 answered turns that ends with a question, sometimes with thinking."""
+    messages = [{"role": "system", "content": _word(random)}] if random.random() < 0.3 else []
+    messages.append({"role": "user", "content": _word(random)})
+    for _ in range(random.randrange(3)):
+        answer = {"role": "assistant", "content": _word(random)}
+        if random.random() < 0.3:
+            answer["reasoning_content"] = _word(random)
+        messages += [answer, {"role": "user", "content": _word(random)}]
+    return messages

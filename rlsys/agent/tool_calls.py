@@ -1,0 +1,122 @@
+"""Tool calls in the text of an answer, in the formats that models write; a malformed call carries its error.
+
+Formats: hermes (also Qwen and SmolLM2), llama3, mistral, deepseek, json (objects or a fenced block), python (a fenced
+block is a call of the tool `python`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A tool to call; with an `error` the model wrote something that cannot be called."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+def parse_tool_calls(text: str, format: str) -> tuple[str, list[ToolCall]]:
+    """The text without its calls, and the calls in their order. ValueError for an unknown format."""
+    if format not in PARSERS:
+        raise ValueError(f"multi_turn.format={format}: choose from {', '.join(PARSERS)}")
+    calls: list[ToolCall] = []
+    kept, end = "", 0
+    for start, stop, call in PARSERS[format](text):
+        calls.append(call)
+        kept, end = kept + text[end:start], stop
+    return (kept + text[end:]).strip() if calls else text, calls
+
+
+Parsed = Iterator[tuple[int, int, ToolCall]]
+
+
+def _read(value: Any) -> ToolCall:
+    """A call from a decoded {name, arguments}; llama writes `parameters`, some models arguments as JSON text."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        return ToolCall("", error='a tool call must be {"name": ..., "arguments": {...}}')
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        return _named(value["name"], arguments)
+    if not isinstance(arguments, Mapping):
+        return ToolCall(value["name"], error="the arguments of a tool call must be an object")
+    return ToolCall(value["name"], arguments)
+
+
+def _named(name: str, arguments: str) -> ToolCall:
+    try:
+        return _read({"name": name, "arguments": json.loads(arguments or "{}") or {}})
+    except (ValueError, RecursionError) as error:
+        return ToolCall(name, error=f"the arguments are not JSON: {error}")
+
+
+def _loads(text: str) -> ToolCall:
+    try:
+        return _read(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        return ToolCall("", error=f"the tool call is not JSON: {error}")
+
+
+def _fenced(pattern: re.Pattern[str], read: Callable[..., ToolCall]) -> Callable[[str], Parsed]:
+    def parse(text: str) -> Parsed:
+        for match in pattern.finditer(text):
+            yield match.start(), match.end(), read(*match.groups())
+
+    return parse
+
+
+def _objects(text: str) -> Parsed:
+    """Every JSON object with a name, bare or fenced, at the top level of the text."""
+    decoder, at = json.JSONDecoder(), 0
+    for match in re.finditer(r'(?:<\|python_tag\|>|```(?:json)?)?\s*(?=\{\s*")', text):
+        if match.start() < at:
+            continue
+        try:
+            value, at = decoder.raw_decode(text, match.end())
+        except (ValueError, RecursionError) as error:
+            if '"name"' in text[match.end() :]:
+                yield match.start(), len(text), ToolCall("", error=f"the tool call is not JSON: {error}")
+                return
+            continue
+        fence = re.compile(r"\s*(?:```|;)?").match(text, at)
+        at = fence.end() if fence else at
+        if isinstance(value, Mapping) and "name" in value:
+            yield match.start(), at, _read(value)
+
+
+def _mistral(text: str) -> Parsed:
+    for match in re.finditer(r"\[TOOL_CALLS\]\s*(?:(\w+)(?:\[ARGS\])?)?", text):
+        at = match.end()
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            yield match.start(), len(text), ToolCall(match[1] or "", error=f"the tool call is not JSON: {error}")
+            return
+        values = [{"name": match[1], "arguments": value}] if match[1] else value if isinstance(value, list) else [value]
+        for number, one in enumerate(values):
+            yield match.start() if number == 0 else end, end, _read(one)
+
+
+PARSERS: dict[str, Callable[[str], Parsed]] = {
+    "hermes": _fenced(re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL), _loads),
+    "llama3": _objects,
+    "json": _objects,
+    "mistral": _mistral,
+    "deepseek": _fenced(
+        re.compile(
+            r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^\n<]+)"
+            r"(?:\n```json\n|<｜tool▁sep｜>)(.*?)(?:\n```)?\s*<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>)?",
+            re.DOTALL,
+        ),
+        _named,
+    ),
+    "python": _fenced(
+        re.compile(r"```python[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL), lambda code: ToolCall("python", {"code": code})
+    ),
+}

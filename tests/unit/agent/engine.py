@@ -1,0 +1,41 @@
+"""An engine that draws seeded random tokens and records what each draw was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+from transformers import PreTrainedTokenizerBase
+
+from rlsys.agent.session import EpisodeLimits, SessionSettings
+from rlsys.agent.template import ChatTemplate
+from rlsys.types import Finish, ModelResponse, SamplingParams
+
+
+class RandomEngine:
+    """`sample` answers with random tokens of a vocabulary, or with `write(ids)` where it is given."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], str] | None = None) -> None:
+        self.tokenizer, self.write = tokenizer, write
+        self.draws: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+
+    async def sample(self, ids: Sequence[int], params: SamplingParams, session: str = "") -> ModelResponse:
+        random = Random(params.seed)
+        eos = int(self.tokenizer.eos_token_id)
+        if self.write is not None:
+            text = self.write(str(self.tokenizer.decode(list(ids))))
+            tokens = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], eos]
+        else:
+            tokens = [random.randrange(len(self.tokenizer)) for _ in range(random.randint(1, 12))]
+            tokens = [token for token in tokens if token != eos] + [eos] * (random.random() < 0.8)
+        tokens = tokens[: params.max_new_tokens] or [eos]
+        finish = Finish.STOP if tokens[-1] == eos else Finish.LENGTH
+        logs = tuple(-random.random() for _ in tokens)
+        self.draws.append((tuple(ids), tuple(tokens)))
+        return ModelResponse("r", tuple(ids), tuple(tokens), logs, logs, (3,) * len(tokens), finish)
+
+
+def settings_for(engine: RandomEngine, template: ChatTemplate, **changes) -> SessionSettings:
+    """Settings with wide budgets and temperature 1."""
+    limits = changes.pop("limits", EpisodeLimits(100_000, 100_000))
+    return SessionSettings(engine.sample, template, SamplingParams(64), limits, **changes)
