@@ -1,0 +1,148 @@
+"""The window over prompts, by model check: every order in which a few groups start, finish, fail and are trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.window import PromptWindow
+
+NUM_GROUPS = 6
+
+
+@dataclass(frozen=True)
+class Run:
+    """A window's saved state, the served version, and the version that each open group started under."""
+
+    state: str
+    version: int
+    started: tuple[tuple[int, int], ...] = ()
+    unfinished: tuple[int, ...] = ()
+    trained: tuple[int, ...] = ()
+
+
+def window_of(run: Run, groups_per_step: int, max_staleness: int, lookahead: int) -> PromptWindow:
+    """The window of a run, as after a restart: nothing but the saved state and the version is known."""
+    window = PromptWindow(groups_per_step=groups_per_step, max_staleness=max_staleness, lookahead=lookahead)
+    if run.state:
+        window.load_state_dict(json.loads(run.state))
+    window.version = run.version
+    return window
+
+
+def successors(run: Run, groups_per_step: int, max_staleness: int, lookahead: int) -> Iterator[Run]:
+    """Every run that one event leads to; each event is preceded by a save and a restart."""
+    settings = (groups_per_step, max_staleness, lookahead)
+
+    def saved(window: PromptWindow) -> str:
+        counts = window.counts()
+        skipped = sum(count for name, count in counts.items() if name.startswith("skipped_"))
+        assert counts["issued"] == counts["trained"] + counts["open"] + skipped
+        return json.dumps(window.state_dict())
+
+    window = window_of(run, *settings)
+    if window.room and window.issued < NUM_GROUPS:
+        number = window.start()
+        started = (*run.started, (number, run.version))
+        yield replace(run, state=saved(window), started=started, unfinished=(*run.unfinished, number))
+    for number in run.unfinished:
+        left = tuple(n for n in run.unfinished if n != number)
+        window = window_of(run, *settings)
+        window.finish(number)
+        yield replace(run, state=saved(window), unfinished=left)
+        window = window_of(run, *settings)
+        window.skip(number, "failed")
+        yield replace(run, state=saved(window), unfinished=left)
+    window = window_of(run, *settings)
+    step = window.step
+    if step == run.version + 1 and (numbers := window.take()) is not None:
+        versions = dict(run.started)
+        assert window.check_age(min(versions[n] for n in numbers)) == max(step - 1 - versions[n] for n in numbers)
+        assert not set(numbers) & set(run.trained)
+        if lookahead == 0:
+            assert all(n > max(run.trained, default=-1) for n in numbers)
+        yield replace(run, state=saved(window), version=step, trained=(*run.trained, *numbers))
+
+
+def has_progress(window: PromptWindow) -> bool:
+    """Whether a window whose groups all finish reaches the next step."""
+    for number in window.open:
+        window.finish(number)
+    for _ in range(window.room):
+        window.finish(window.start())
+    return window.take() is not None
+
+
+@pytest.mark.parametrize(("max_staleness", "lookahead"), [(0, 0), (1, 0), (2, 0), (3, 0), (2, 1), (3, 1), (3, 2)])
+@pytest.mark.parametrize("groups_per_step", [1, 2])
+def test_every_schedule_keeps_the_age_loses_nothing_and_gets_on(
+    groups_per_step: int, max_staleness: int, lookahead: int
+) -> None:
+    settings = (groups_per_step, max_staleness, lookahead)
+    todo = {Run("", 0)}
+    seen: set[Run] = set()
+    oldest = 0
+    while todo:
+        run = todo.pop()
+        seen.add(run)
+        assert has_progress(window_of(run, *settings)), run
+        for after in successors(run, *settings):
+            versions = dict(run.started)
+            new = set(after.trained) - set(run.trained)
+            oldest = max([oldest, *(after.version - 1 - versions[n] for n in new)])
+            if after not in seen:
+                todo.add(after)
+    assert oldest == min(max_staleness, (NUM_GROUPS - 1) // groups_per_step)
+
+
+@given(st.data())
+def test_long_runs_with_lookahead_keep_the_age(data: st.DataObject) -> None:
+    groups_per_step, lookahead = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3))
+    window = PromptWindow(
+        groups_per_step=groups_per_step, max_staleness=lookahead + data.draw(st.integers(0, 3)), lookahead=lookahead
+    )
+    versions: dict[int, int] = {}
+    running: list[int] = []
+    for _ in range(60):
+        while window.room:
+            number = window.start()
+            versions[number] = window.version
+            running.append(number)
+        number = running.pop(data.draw(st.integers(0, len(running) - 1)))
+        if data.draw(st.booleans()) and data.draw(st.booleans()):
+            window.skip(number, "filtered")
+        else:
+            window.finish(number)
+        while (numbers := window.take()) is not None:
+            assert len(numbers) == groups_per_step
+            window.check_age(min(versions[n] for n in numbers))
+            window.version += 1
+        window.counts()
+
+
+def test_a_token_that_is_too_old_is_refused() -> None:
+    window = PromptWindow(groups_per_step=1, max_staleness=1)
+    for _ in range(2):
+        window.finish(window.start())
+    window.take()
+    window.take()
+    assert window.check_age(0) == 1
+    with pytest.raises(AssertionError, match="step 2 got a token of version -1, 2 versions old"):
+        window.check_age(-1)
+
+
+def test_lookahead_takes_finished_groups_past_a_slow_one() -> None:
+    window = PromptWindow(groups_per_step=2, max_staleness=2, lookahead=1)
+    numbers = [window.start() for _ in range(window.room)]
+    assert numbers == [0, 1, 2, 3]
+    for number in (1, 2):
+        window.finish(number)
+    assert window.take() == [1, 2]
+    window.version = 1
+    window.finish(window.start())
+    assert (window.open, window.take()) == ([0, 3, 4], None)
