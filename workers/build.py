@@ -68,11 +68,11 @@ class EngineRun:
         rng.seed_all(dist.get_rank())
         return self.device
 
-    def compute_dtype(self, wanted: str) -> str:
-        """bfloat16 on CUDA and float32 on CPU, unless a type is named."""
-        if wanted != "auto":
-            return wanted
-        return "bfloat16" if self.device.startswith("cuda") else "float32"
+    def micro_batches(self, rows: int | None, max_tokens: int | None) -> MicroBatches:
+        """By tokens where `max_tokens` is given, else by a fixed number of rows, or the whole step at once."""
+        return (
+            MicroBatches(max_tokens=max_tokens) if max_tokens is not None else MicroBatches(rows=rows or self.step_rows)
+        )
 
 
 def make_mfu_meter(model: ModelConfig, engine: TrainEngine, run: EngineRun, *, lm_head: bool = True) -> MfuMeter:
@@ -80,11 +80,6 @@ def make_mfu_meter(model: ModelConfig, engine: TrainEngine, run: EngineRun, *, l
     ranks_per_row = dist.get_world_size() // engine.dp_size
     peak = peak_flops(torch.device(run.device)) * ranks_per_row
     return MfuMeter(read_config(model), peak, lm_head)
-
-
-def micro_batches(*, rows: int | None, dynamic: bool, max_tokens: int, share: int) -> MicroBatches:
-    """By tokens, by a fixed number of rows, or the whole share of a rank at once."""
-    return MicroBatches(max_tokens=max_tokens) if dynamic else MicroBatches(rows=rows or share)
 
 
 def _engine(
@@ -120,17 +115,12 @@ def build_actor_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> Engine:
         optim=actor.optim,
         grad_clip=actor.grad_clip,
         total_steps=run.actor_steps,
-        training=micro_batches(
-            rows=actor.ppo_micro_batch_size_per_gpu,
-            dynamic=actor.use_dynamic_bsz,
-            max_tokens=actor.ppo_max_token_len_per_gpu,
-            share=run.step_rows,
+        training=run.micro_batches(
+            actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None
         ),
-        scoring=micro_batches(
-            rows=rollout.log_prob_micro_batch_size_per_gpu,
-            dynamic=rollout.log_prob_use_dynamic_bsz,
-            max_tokens=rollout.log_prob_max_token_len_per_gpu,
-            share=run.step_rows,
+        scoring=run.micro_batches(
+            rollout.log_prob_micro_batch_size_per_gpu,
+            rollout.log_prob_max_token_len_per_gpu if rollout.log_prob_use_dynamic_bsz else None,
         ),
         checkpoint=actor.checkpoint,
     )
@@ -144,11 +134,9 @@ def build_reference_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> Engine
         ref.megatron if cfg.actor.strategy == "megatron" else ref.fsdp_config,
         run,
         sp_size=ref.ulysses_sequence_parallel_size,
-        training=micro_batches(
-            rows=ref.log_prob_micro_batch_size_per_gpu,
-            dynamic=ref.log_prob_use_dynamic_bsz,
-            max_tokens=ref.log_prob_max_token_len_per_gpu,
-            share=run.step_rows,
+        training=run.micro_batches(
+            ref.log_prob_micro_batch_size_per_gpu,
+            ref.log_prob_max_token_len_per_gpu if ref.log_prob_use_dynamic_bsz else None,
         ),
     )
 
@@ -164,17 +152,11 @@ def build_critic_engine(cfg: CriticConfig, run: EngineRun) -> Engine:
         optim=cfg.optim,
         grad_clip=cfg.grad_clip,
         total_steps=run.critic_steps,
-        training=micro_batches(
-            rows=cfg.ppo_micro_batch_size_per_gpu,
-            dynamic=cfg.use_dynamic_bsz,
-            max_tokens=cfg.ppo_max_token_len_per_gpu,
-            share=run.step_rows,
+        training=run.micro_batches(
+            cfg.ppo_micro_batch_size_per_gpu, cfg.ppo_max_token_len_per_gpu if cfg.use_dynamic_bsz else None
         ),
-        scoring=micro_batches(
-            rows=cfg.forward_micro_batch_size_per_gpu,
-            dynamic=cfg.use_dynamic_bsz,
-            max_tokens=cfg.forward_max_token_len_per_gpu,
-            share=run.step_rows,
+        scoring=run.micro_batches(
+            cfg.forward_micro_batch_size_per_gpu, cfg.forward_max_token_len_per_gpu if cfg.use_dynamic_bsz else None
         ),
         checkpoint=cfg.checkpoint,
     )
@@ -188,11 +170,8 @@ def build_reward_engine(cfg: RewardModelConfig, run: EngineRun) -> Engine:
         run,
         sp_size=1,
         head="scalar",
-        training=micro_batches(
-            rows=cfg.micro_batch_size_per_gpu,
-            dynamic=cfg.use_dynamic_bsz,
-            max_tokens=cfg.forward_max_token_len_per_gpu,
-            share=run.step_rows,
+        training=run.micro_batches(
+            cfg.micro_batch_size_per_gpu, cfg.forward_max_token_len_per_gpu if cfg.use_dynamic_bsz else None
         ),
     )
 
@@ -208,11 +187,8 @@ def build_supervised_engine(cfg: SFTConfig | RMConfig, run: EngineRun, *, value_
         optim=cfg.optim,
         grad_clip=cfg.optim.clip_grad,
         total_steps=run.actor_steps,
-        training=micro_batches(
-            rows=cfg.data.micro_batch_size_per_gpu,
-            dynamic=cfg.data.use_dynamic_bsz,
-            max_tokens=cfg.data.max_token_len_per_gpu,
-            share=run.step_rows,
+        training=run.micro_batches(
+            cfg.data.micro_batch_size_per_gpu, cfg.data.max_token_len_per_gpu if cfg.data.use_dynamic_bsz else None
         ),
         checkpoint=cfg.checkpoint,
     )

@@ -25,7 +25,7 @@ from rlsys.engines.micro_batches import MicroBatches, Pack
 from rlsys.interfaces import LossFn, Output, TrainEngine
 from rlsys.models.hf import Head, read_config
 from rlsys.models.lora import LoraSettings, adapter_config, to_saved_name
-from rlsys.types import StepReport
+from rlsys.types import EXPORT_FILE_BYTES, StepReport
 
 if TYPE_CHECKING:
     from rlsys.protocol import DataProto
@@ -183,7 +183,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
 
     def _exported(self) -> Iterator[list[tuple[str, Tensor]]]:
         """Every tensor of an export, bucket by bucket."""
-        return self.weights(export.FILE_BYTES)
+        return self.weights(EXPORT_FILE_BYTES)
 
     @property
     @abstractmethod

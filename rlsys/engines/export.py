@@ -16,11 +16,9 @@ from transformers import PretrainedConfig
 from rlsys.engines.mesh import together
 from rlsys.engines.tensor_files import STORAGE_ERRORS
 from rlsys.models.hf import Head
-from rlsys.types import EXPORT_FILE_BYTES
 from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_text_durable
 from rlsys.utils.errors import CheckpointError
 
-FILE_BYTES = EXPORT_FILE_BYTES
 Adapter = tuple[Mapping[str, Tensor], Mapping[str, Any]]
 """Tensors of an adapter under peft's names, and its adapter_config."""
 TOKENIZER_FILES = (
@@ -77,7 +75,7 @@ def _finish(
     source_dir: Path | None,
     adapter: Adapter | None,
 ) -> None:
-    _name_parts(staging, files)
+    name_parts(staging, files)
     config.save_pretrained(staging)
     if source_dir is not None:
         copy_tokenizer(source_dir, staging)
@@ -101,8 +99,9 @@ def copy_tokenizer(source: Path, target: Path) -> None:
                 fsync_file(target / file.name)
 
 
-def _name_parts(staging: Path, files: Mapping[str, Sequence[str]]) -> None:
-    """transformers' file names: one model.safetensors, or numbered parts with an index."""
+def name_parts(staging: Path, files: Mapping[str, Sequence[str]]) -> None:
+    """Give safetensors files (names of their tensors by file) the names that transformers reads: model.safetensors, or
+    numbered parts in the order of their present names, with an index."""
     if len(files) == 1:
         (staging / next(iter(files))).rename(staging / "model.safetensors")
         return

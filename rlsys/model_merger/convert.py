@@ -21,7 +21,6 @@ from rlsys.engines.tensor_files import StoredWeights, bytes_of
 from rlsys.model_merger.formats import SplitLayout, open_checkpoint, split_text
 from rlsys.model_merger.safetensors_writer import (
     DTYPES,
-    FILE_BYTES,
     TensorSpec,
     torch_dtype,
     write_file,
@@ -31,7 +30,7 @@ from rlsys.model_merger.stored_weights import Supplemented, Weights, read_whole
 from rlsys.models.hf import SafetensorsDir, build, check_names, read_config
 from rlsys.models.megatron.convert import fill
 from rlsys.models.megatron.family import Head, family_of, find_family, tied
-from rlsys.types import Shard
+from rlsys.types import EXPORT_FILE_BYTES, Shard
 from rlsys.utils.atomic import commit_dir, staging_dir, write_text_durable
 from rlsys.utils.errors import CheckpointError
 
@@ -48,7 +47,7 @@ def merge(
     carry_from: Path | None = None,
     dtype: str | None = None,
     overwrite: bool = False,
-    file_bytes: int = FILE_BYTES,
+    file_bytes: int = EXPORT_FILE_BYTES,
 ) -> int:
     """Write a checkpoint as a model directory; returns the number of tensors.
 

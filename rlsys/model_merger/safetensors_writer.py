@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from math import prod
@@ -11,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rlsys.engines.export import name_parts
+from rlsys.types import EXPORT_FILE_BYTES
 from rlsys.utils import safetensors_header
-from rlsys.utils.atomic import write_text_durable
 from rlsys.utils.boxes import buckets
 from rlsys.utils.errors import CheckpointError
 
-FILE_BYTES = 5 * 10**9
 DTYPES = {stored: getattr(torch, name) for name, stored in safetensors_header.DTYPES.items()}
 """Torch's types by safetensors' names of them."""
 TensorSpec = tuple[str, tuple[int, ...]]
@@ -57,18 +56,12 @@ def write_file(path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[Te
 
 
 def write_model_files(
-    directory: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[Tensor], *, file_bytes: int = FILE_BYTES
+    directory: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[Tensor], *, file_bytes: int = EXPORT_FILE_BYTES
 ) -> None:
     """The safetensors files of a model directory: one, or numbered ones of about `file_bytes` with their index."""
-    given = iter(tensors)
-    parts = list(buckets({name: num_bytes(spec) for name, spec in specs.items()}, file_bytes)) or [[]]
-    if len(parts) == 1:
-        write_file(directory / "model.safetensors", specs, given)
-        return
-    weight_map = {}
-    for number, names in enumerate(parts, 1):
-        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+    given, files = iter(tensors), dict[str, list[str]]()
+    for number, names in enumerate(buckets({name: num_bytes(spec) for name, spec in specs.items()}, file_bytes)):
+        file = f"part-{number:05d}.safetensors"
         write_file(directory / file, {name: specs[name] for name in names}, given)
-        weight_map |= dict.fromkeys(names, file)
-    index = {"metadata": {"total_size": sum(map(num_bytes, specs.values()))}, "weight_map": weight_map}
-    write_text_durable(directory / "model.safetensors.index.json", json.dumps(index, indent=1))
+        files[file] = names
+    name_parts(directory, files)

@@ -20,7 +20,6 @@ from rlsys.models.megatron import shim  # noqa: F401
 
 from megatron.core import parallel_state as mpu
 
-from rlsys.engines import export
 from rlsys.engines.base import BaseTrainEngine, Visit, compute_dtype
 from rlsys.engines.megatron.groups import MegatronRanks, current, make_ranks
 from rlsys.engines.megatron.offload import HostOffload
@@ -35,7 +34,7 @@ from rlsys.models.megatron.adapters import adapters_off, add_adapters
 from rlsys.models.megatron.build import TokenGPT, build_chunks
 from rlsys.models.megatron.family import family_of
 from rlsys.models.megatron.parallel import ParallelSizes
-from rlsys.types import WeightLayout
+from rlsys.types import EXPORT_FILE_BYTES, WeightLayout
 from rlsys.utils.errors import ConfigError
 
 
@@ -156,7 +155,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         plan = self.held.adapters
         if plan is None:
             return None
-        buckets = self.held.full(self.held.local(), export.FILE_BYTES, names=plan.shapes)
+        buckets = self.held.full(self.held.local(), EXPORT_FILE_BYTES, names=plan.shapes)
         tensors = {name: tensor.cpu() for bucket in buckets for name, tensor in bucket}
         return plan.settings, [name.removesuffix(".weight") for name in plan.adapted], tensors
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,11 +14,10 @@ from rlsys.rollout.vllm.engine import VLLMRollout
 from rlsys.rollout.vllm.engine_args import GRAPH_ARGUMENTS
 from rlsys.utils.errors import ConfigError
 from tests.wheels.sources import Sources
-from tests.wheels.uses import USES, lacking, lacking_routes, read_record
+from tests.wheels.uses import lacking, lacking_routes, read_record
 
 RECORD = read_record()
 TABLES = {"vllm": VLLM, "sglang": SGLANG, "vllm server": SERVERS["vllm"], "sglang server": SERVERS["sglang"]}
-ROLLOUT = Path(rlsys.__file__).parent / "rollout"
 ON_CPU_ONLY = ["vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights(weights_iterator)"]
 ALIGNED = [
     "vllm.model_executor.layers.batch_invariant|vllm.model_executor.determinism.batch_invariant:init_batch_invariance",
@@ -179,52 +177,6 @@ def test_newer_servers_are_taken_as_the_newest_and_older_ones_refused() -> None:
     assert capabilities_of("sglang", "0.6.0") == capabilities_of("sglang", "0.5.23") == Capabilities(in_place=False)
     with pytest.raises(ConfigError, match=r"vLLM server of version 0.8.4: not in the table(?s:.*)>=0.8.5,<0.15.1"):
         capabilities_of("vllm", "0.8.4")
-
-
-def test_the_names_that_the_sglang_adapter_uses_are_all_checked() -> None:
-    checked, imported, hooked = USES["sglang"], set[str](), set[str]()
-    for path in (ROLLOUT / "sglang").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "sglang":
-                imported |= {f"{node.module}:{alias.name}" for alias in node.names}
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("manager", "self._scheduler", "theirs"):
-                hooked.add(node.attr)
-    modules = {symbol.partition(":")[0] for symbol in checked}
-    for name in imported - {"sglang.srt.managers:scheduler"}:
-        assert any(symbol == name or symbol.startswith(f"{name}.") for symbol in checked), name
-    assert "sglang.srt.managers.scheduler" in modules
-    assert len(hooked) > 4
-    members = {part for symbol in checked for part in symbol.partition(":")[2].split(".")}
-    assert hooked <= members, hooked - members
-    asked = ast.parse((ROLLOUT / "sglang" / "arguments.py").read_text())
-    keys = {k.value for n in ast.walk(asked) if isinstance(n, ast.Dict) for k in n.keys if isinstance(k, ast.Constant)}
-    assert len(keys) > 15
-    assert keys <= set(checked["sglang.srt.server_args:ServerArgs"])
-
-
-def test_the_names_that_the_vllm_adapter_uses_are_all_checked() -> None:
-    """What stands in the adapter's own source: imports, keyword arguments, the engine's methods."""
-    checked = USES["vllm"]
-    imported, arguments, attributes = set[str](), dict[str, set[str]](), set[str]()
-    for path in (ROLLOUT / "vllm").glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
-                imported |= {f"{node.module}:{alias.name}" for alias in node.names}
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                arguments.setdefault(node.func.id, set()).update(word.arg for word in node.keywords if word.arg)
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "arguments":
-                dicts = [n for n in ast.walk(node.value) if isinstance(n, ast.Dict)]
-                keys = {k.value for literal in dicts for k in literal.keys if isinstance(k, ast.Constant)}
-                arguments.setdefault("EngineArgs", set()).update(keys)
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self.engine":
-                attributes.add(node.attr)
-    for name in imported:
-        assert any(symbol == name or symbol.startswith(f"{name}.") for symbol in checked), name
-    assert len(arguments["EngineArgs"]) > 15
-    assert arguments["EngineArgs"] <= set(checked["vllm:EngineArgs"])
-    assert arguments["SamplingParams"] <= set(checked["vllm:SamplingParams"])
-    assert len(attributes) > 5
-    assert {f"vllm.v1.engine.llm_engine:LLMEngine.{name}" for name in attributes} <= set(checked)
 
 
 def test_the_documented_versions_are_those_of_the_tables() -> None:
