@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rlsys.config.schema.model import ModelConfig
+from rlsys.config.schema.model import ModelFolderConfig, ServedModelConfig
 from rlsys.config.schema.trainer import RayKwargsConfig, RunConfig
 from rlsys.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
 from rlsys.single_controller.local import LocalWorkerGroup
@@ -92,7 +92,7 @@ def _device(wanted: str, has_gpus: bool) -> str:
     return "cuda" if has_gpus and wanted != "cpu" else "cpu"
 
 
-def import_external_libs(models: Mapping[str, ModelConfig]) -> tuple[tuple[str, str], ...]:
+def import_external_libs(models: Mapping[str, ModelFolderConfig]) -> tuple[tuple[str, str], ...]:
     """Import the `external_lib` of the models here; returns (key, library) pairs for the workers to do the same.
 
     ConfigError naming the key of one that cannot be imported.
@@ -107,7 +107,7 @@ def import_external_libs(models: Mapping[str, ModelConfig]) -> tuple[tuple[str, 
     return given
 
 
-def load_tokenizer(model: ModelConfig, padding: int | None = None) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: ServedModelConfig, padding: int | None = None) -> PreTrainedTokenizerBase:
     """The model's tokenizer with the configured template; it pads by `padding`, else its own, else the end token."""
     path = model.tokenizer_path or model.path
     assert path is not None

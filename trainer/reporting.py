@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlsys.config.schema.trainer import RunConfig
+from rlsys.config.schema.trainer import TrainingConfig
 from rlsys.protocol import DataProto
 from rlsys.telemetry.log import get_logger
 from rlsys.telemetry.memory import MemoryRecord, by_stage, memory_metrics, memory_table
@@ -25,7 +25,7 @@ log = get_logger(__name__)
 class Reporter:
     """Collects the metrics of a step and writes them once, when the step is finished."""
 
-    def __init__(self, trainer: RunConfig, resolved: Mapping[str, Any], *, num_devices: int) -> None:
+    def __init__(self, trainer: TrainingConfig, resolved: Mapping[str, Any], *, num_devices: int) -> None:
         self._cfg, self._resolved = trainer, resolved
         self.root = Path(trainer.default_local_dir)
         self._num_devices = num_devices

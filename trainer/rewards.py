@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from rlsys.config import EvalConfig, PPOConfig
-from rlsys.config.schema.algorithm import RewardConfig
+from rlsys.config.schema.algorithm import GradingConfig
 from rlsys.rewards.manager import OverlongBuffer, RewardManager, build_reward_manager, load_reward_manager
 from rlsys.rewards.pool.pool import Grader, RewardPool
 
 
-def reward_pool(reward: RewardConfig) -> RewardPool:
+def reward_pool(reward: GradingConfig) -> RewardPool:
     """The pool of the configured grader; its processes start with the first items."""
     custom = reward.custom_reward_function
     built_in = {"memory_limit_mb": reward.sandbox_fusion.memory_limit_mb}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rlsys.config.engines import worker_class
-from rlsys.config.schema.model import ModelConfig
+from rlsys.config.schema.model import ModelFolderConfig
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.engines.mesh import ensure_process_group
 from rlsys.interfaces import RolloutEngine
@@ -34,7 +34,7 @@ class RolloutWorker(Worker, WeightReceiver):
     """
 
     def __init__(
-        self, model: ModelConfig, rollout: GenerationConfig, run: EngineRun, load_format: LoadFormat = "dummy"
+        self, model: ModelFolderConfig, rollout: GenerationConfig, run: EngineRun, load_format: LoadFormat = "dummy"
     ) -> None:
         """With `load_format` "dummy" the weights come with the first push, with "auto" from the model's folder."""
         self.model_cfg, self.cfg, self.run, self.load_format = model, rollout, run, load_format

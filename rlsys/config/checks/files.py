@@ -15,7 +15,7 @@ from typing import Any
 from rlsys.config.checks.findings import wrong
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
-from rlsys.config.schema.model import ModelConfig
+from rlsys.config.schema.model import ModelFolderConfig
 from rlsys.config.schema.trainer import TrainingConfig
 from rlsys.config.vocabulary import ROW_FILES
 
@@ -78,9 +78,9 @@ def _nearby(path: Path) -> str:
     return f" ({path.parent.absolute()} has {near[0]})" if near else ""
 
 
-def _model(cfg: Section, key: str, model: ModelConfig, longest: int, lengths: str) -> Iterator[str]:
+def _model(cfg: Section, key: str, model: ModelFolderConfig, longest: int, lengths: str) -> Iterator[str]:
     for name in ("path", "tokenizer_path", "lora_adapter_path"):
-        value = getattr(model, name)
+        value = getattr(model, name, None)
         if value is not None and not Path(value).is_dir():
             yield wrong(cfg, f"{key}.{name}", _no_folder(value), "<folder>")
     library = model.external_lib or ""
@@ -91,7 +91,7 @@ def _model(cfg: Section, key: str, model: ModelConfig, longest: int, lengths: st
     if model.path is None or not Path(model.path).is_dir():
         return
     facts = model_facts(Path(model.path))
-    limit = (facts | model.override_config).get("max_position_embeddings")
+    limit = (facts | getattr(model, "override_config", {})).get("max_position_embeddings")
     if not facts:
         yield wrong(cfg, f"{key}.path", "the folder has no readable config.json, so it is not a Hugging Face model")
     elif isinstance(limit, int) and limit < longest:
@@ -127,12 +127,13 @@ def _importable(module: str) -> bool:
 
 
 def _reward(cfg: PPOConfig | EvalConfig) -> Iterator[str]:
-    custom, manager, grader = cfg.reward.custom_reward_function, cfg.reward.reward_manager, cfg.reward.reward_model
+    custom, manager = cfg.reward.custom_reward_function, cfg.reward.reward_manager
     if custom.path is not None:
         yield from _python(cfg, "reward.custom_reward_function", custom.path, custom.name, "function")
     if manager.source == "importlib" and manager.module.path is not None:
         yield from _python(cfg, "reward.reward_manager.module", manager.module.path, manager.module.name, "class")
-    if grader.enable and grader.model_path and not Path(grader.model_path).is_dir():
+    grader = cfg.reward.reward_model if isinstance(cfg, PPOConfig) else None
+    if grader is not None and grader.model_path and not Path(grader.model_path).is_dir():
         yield wrong(cfg, "reward.reward_model.model_path", _no_folder(grader.model_path))
 
 

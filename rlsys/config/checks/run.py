@@ -22,7 +22,7 @@ ENGINE = f"{ROLLOUT}.checkpoint_engine.backend"
 def check_run(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
     """Trackers, names, backend and resume."""
     trainer = cfg.trainer
-    for name in trainer.logger:
+    for name in () if isinstance(cfg, EvalConfig) else cfg.trainer.logger:
         known, extra = (*TRACKERS, *ALWAYS_WRITTEN), TRACKERS.get(name)
         if name not in known:
             yield wrong(cfg, "trainer.logger", f"unknown tracker '{name}'; choose from {', '.join(known)}")

@@ -14,8 +14,8 @@ from rlsys.config.schema.model import (
     CriticModelConfig,
     CriticOptimConfig,
     FSDPConfig,
-    ModelConfig,
     OptimConfig,
+    PolicyModelConfig,
     RefShardConfig,
 )
 from rlsys.config.schema.rollout import RolloutConfig
@@ -124,7 +124,7 @@ class RefConfig(Section):
 class ActorRolloutRefConfig(Section):
     """The policy in its three roles."""
 
-    model: ModelConfig = section(ModelConfig)
+    model: PolicyModelConfig = section(PolicyModelConfig)
     actor: ActorConfig = section(ActorConfig)
     ref: Annotated[RefConfig, IF_REFERENCE] = section(RefConfig)
     rollout: RolloutConfig = section(RolloutConfig)

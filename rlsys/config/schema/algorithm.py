@@ -229,8 +229,8 @@ class SandboxConfig(Section):
     """Memory limit of a process, in MB."""
 
 
-class RewardConfig(Section):
-    """Grading."""
+class GradingConfig(Section):
+    """Grading by functions."""
 
     num_workers: t.Count = 8
     """Number of grading processes."""
@@ -239,5 +239,10 @@ class RewardConfig(Section):
     custom_reward_function: CustomRewardConfig = section(CustomRewardConfig)
     reward_manager: RewardManagerConfig = section(RewardManagerConfig)
     reward_kwargs: RewardKwargsConfig = section(RewardKwargsConfig)
-    reward_model: RewardModelConfig = section(RewardModelConfig)
     sandbox_fusion: SandboxConfig = section(SandboxConfig)
+
+
+class RewardConfig(GradingConfig):
+    """Grading by functions and by a reward model."""
+
+    reward_model: RewardModelConfig = section(RewardModelConfig)

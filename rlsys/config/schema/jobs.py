@@ -6,10 +6,10 @@ from typing import Annotated
 
 from rlsys.config.schema import types as t
 from rlsys.config.schema.actor import ActorRolloutRefConfig, CriticConfig
-from rlsys.config.schema.algorithm import AlgorithmConfig, RewardConfig
+from rlsys.config.schema.algorithm import AlgorithmConfig, GradingConfig, RewardConfig
 from rlsys.config.schema.base import IF_CRITIC, Section, resolve_links_from, section
 from rlsys.config.schema.data import DataConfig, PromptsConfig, RMDataConfig, SFTDataConfig, SupervisedDataConfig
-from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig, ShardConfig
+from rlsys.config.schema.model import CheckpointConfig, OptimConfig, PolicyModelConfig, ServedModelConfig, ShardConfig
 from rlsys.config.schema.rollout import GenerationConfig, ValKwargsConfig
 from rlsys.config.schema.trainer import EvalRunConfig, RayKwargsConfig, SupervisedRunConfig, TrainerConfig
 
@@ -61,7 +61,7 @@ class SupervisedConfig(Section):
     """Keys shared by SFT and reward-model training."""
 
     data: SupervisedDataConfig = section(SupervisedDataConfig)
-    model: ModelConfig = section(ModelConfig)
+    model: PolicyModelConfig = section(PolicyModelConfig)
     engine: SupervisedEngineConfig = section(SupervisedEngineConfig)
     optim: SupervisedOptimConfig = section(SupervisedOptimConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
@@ -94,7 +94,7 @@ class EvalRolloutConfig(GenerationConfig):
 class EvalModelConfig(Section):
     """The evaluated policy."""
 
-    model: ModelConfig = section(ModelConfig)
+    model: ServedModelConfig = section(ServedModelConfig)
     rollout: EvalRolloutConfig = section(EvalRolloutConfig)
 
 
@@ -103,6 +103,6 @@ class EvalConfig(Section):
 
     data: PromptsConfig = section(PromptsConfig)
     actor_rollout_ref: EvalModelConfig = section(EvalModelConfig)
-    reward: RewardConfig = section(RewardConfig)
+    reward: GradingConfig = section(GradingConfig)
     trainer: EvalRunConfig = section(EvalRunConfig)
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)

@@ -38,19 +38,29 @@ CheckpointParts = Annotated[
 ]
 
 
-class ModelConfig(Section):
-    """The model, and how it is loaded and wrapped."""
+class ModelFolderConfig(Section):
+    """A model and the code that comes with it."""
 
     path: t.LocalPath | None = None
     """Folder of a Hugging Face model (config.json, safetensors, tokenizer); null is the small start model."""
-    tokenizer_path: t.LocalPath | None = None
-    """Folder of the tokenizer, if it is not the model's."""
     trust_remote_code: t.Flag = False
     """Allow Python code in the model folder to run."""
-    custom_chat_template: t.Text | None = None
-    """A Jinja chat template instead of the tokenizer's."""
     external_lib: t.Text | None = None
     """Module or .py file that every process imports first, e.g. to register estimators, losses or models."""
+
+
+class ServedModelConfig(ModelFolderConfig):
+    """A model that answers prompts, and its tokenizer."""
+
+    tokenizer_path: t.LocalPath | None = None
+    """Folder of the tokenizer, if it is not the model's."""
+    custom_chat_template: t.Text | None = None
+    """A Jinja chat template instead of the tokenizer's."""
+
+
+class ModelConfig(ModelFolderConfig):
+    """A model, and how it is loaded and wrapped for training."""
+
     override_config: t.OpenDict = open_dict()
     """Values that replace those of config.json, e.g. {attention_dropout: 0}."""
     enable_gradient_checkpointing: t.Flag = True
@@ -67,17 +77,17 @@ class ModelConfig(Section):
     """Folder of a trained adapter to start from."""
 
 
+class PolicyModelConfig(ModelConfig, ServedModelConfig):
+    """A language model, and how it is loaded and wrapped for training."""
+
+
 class CriticModelConfig(ModelConfig):
     """The critic's model: by default the actor's, with a value head."""
 
     path: t.LocalPath | None = linked("actor_rollout_ref.model.path")
     """Folder of the critic's base model."""
-    tokenizer_path: t.LocalPath | None = linked("actor_rollout_ref.model.tokenizer_path")
-    """Folder of the tokenizer, if it is not the model's; it must be the actor's tokenizer."""
     trust_remote_code: t.Flag = linked("actor_rollout_ref.model.trust_remote_code")
     """Allow Python code in the model folder to run."""
-    custom_chat_template: t.Text | None = linked("actor_rollout_ref.model.custom_chat_template")
-    """A Jinja chat template instead of the tokenizer's."""
     external_lib: t.Text | None = linked("actor_rollout_ref.model.external_lib")
     """Module or .py file that every process imports first."""
     enable_gradient_checkpointing: t.Flag = linked("actor_rollout_ref.model.enable_gradient_checkpointing")

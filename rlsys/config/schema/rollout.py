@@ -64,9 +64,6 @@ class GenerationConfig(Section):
     """Processes that share one copy of the model."""
     gpu_memory_utilization: Share = 0.5
     """Fraction of GPU memory for the weights and KV cache of vLLM or SGLang."""
-    free_cache_engine: t.Flag = True
-    """Release the rollout's weights and KV cache on the GPU while other roles run. If the GPU has room for all of
-    them, false saves the time of the moves."""
     kv_cache_gib: t.Count = 1
     """Size of vLLM's or SGLang's KV cache on CPU, in GiB."""
     enforce_eager: t.Flag = False
@@ -153,6 +150,9 @@ class ParityConfig(Section):
 class RolloutConfig(GenerationConfig):
     """Generation for training, and the log-probs of what was generated."""
 
+    free_cache_engine: t.Flag = True
+    """Release the rollout's weights and KV cache on the GPU while other roles run. If the GPU has room for all of
+    them, false saves the time of the moves."""
     name: Engine = "hf"
     """Engine: hf (transformers), sglang, vllm, external servers (sglang_remote, vllm_remote), or one you registered."""
     temperature: Annotated[float, Strict(), Field(gt=0, le=100)] = 1.0

@@ -32,6 +32,11 @@ class DeadlinesConfig(Section):
     """One push of weights to the rollout."""
     save_s: t.Seconds = 1800.0
     """Saving or loading a checkpoint."""
+
+
+class GradingDeadlinesConfig(DeadlinesConfig):
+    """Deadlines of jobs that grade answers."""
+
     reward_s: t.Seconds = 1800.0
     """Grading one batch."""
 
@@ -40,11 +45,9 @@ class RunConfig(Section):
     """Keys of every job."""
 
     project_name: t.Text = "rlsys"
-    """Project name in trackers and folder names."""
+    """Project name in folder names and trackers."""
     experiment_name: t.Text = "run"
     """Name of the run within the project."""
-    logger: t.Texts = ("console",)
-    """Trackers: console, tensorboard, trackio, wandb, mlflow; a JSONL file is always written."""
     nnodes: t.Count = 1
     """Number of nodes."""
     n_gpus_per_node: t.Count = 1
@@ -61,6 +64,8 @@ class RunConfig(Section):
 class TrainingConfig(RunConfig):
     """Keys of every job that trains."""
 
+    logger: t.Texts = ("console",)
+    """Trackers: console, tensorboard, trackio, wandb, mlflow; a JSONL file is always written."""
     total_epochs: t.Count = 30
     """Epochs over the training rows."""
     total_training_steps: t.Count | None = None
@@ -74,8 +79,6 @@ class TrainingConfig(RunConfig):
     """Resume from the latest checkpoint, never, or from resume_from_path."""
     resume_from_path: Annotated[t.LocalPath | None, ONLY_RESUME_PATH] = None
     """Folder global_step_N to resume from."""
-    balance_batch: t.Flag = True
-    """Balance the number of tokens over ranks."""
 
 
 class SupervisedRunConfig(TrainingConfig):
@@ -90,6 +93,7 @@ class SupervisedRunConfig(TrainingConfig):
 class EvalRunConfig(RunConfig):
     """An evaluation."""
 
+    deadlines: GradingDeadlinesConfig = section(GradingDeadlinesConfig)
     validation_data_dir: t.LocalPath | None = None
     """Folder for all answers, as JSON lines."""
     log_val_generations: t.CountOrZero = 0
@@ -99,6 +103,9 @@ class EvalRunConfig(RunConfig):
 class TrainerConfig(TrainingConfig):
     """The PPO run."""
 
+    deadlines: GradingDeadlinesConfig = section(GradingDeadlinesConfig)
+    balance_batch: t.Flag = True
+    """Balance the number of tokens over ranks."""
     val_before_train: t.Flag = True
     """Validate before the first step."""
     val_only: t.Flag = False
