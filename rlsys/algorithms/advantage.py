@@ -173,7 +173,7 @@ def grpo_passk(
     return _per_token(torch.where(best, lead, torch.zeros_like(lead)), response_mask, token_level_rewards)
 
 
-@register_adv_est("rloo", "rloo_vectorized")
+@register_adv_est("rloo")
 @torch.no_grad()
 def rloo(*, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -> AdvantagesAndReturns:
     """REINFORCE leave-one-out (arXiv:2402.14740): the outcome minus the mean of the others in its group.
@@ -181,10 +181,22 @@ def rloo(*, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tenso
     A group of one keeps its outcome.
     """
     scores = _outcome(token_level_rewards)
+    alone = group_count(group_ids)[group_ids] == 1
+    lead = torch.where(alone, scores, _leave_one_out(scores, group_ids))
+    return _per_token(lead, response_mask, token_level_rewards)
+
+
+@register_adv_est("rloo_vectorized")
+@torch.no_grad()
+def rloo_vectorized(*, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -> AdvantagesAndReturns:
+    """As `rloo`, but a group of one gives 0."""
+    lead = _leave_one_out(_outcome(token_level_rewards), group_ids)
+    return _per_token(lead, response_mask, token_level_rewards)
+
+
+def _leave_one_out(scores: Tensor, group_ids: Tensor) -> Tensor:
     count = group_count(group_ids)[group_ids]
-    others = (group_sum(scores, group_ids)[group_ids] - scores) / (count - 1).clamp(min=1)
-    baseline = torch.where(count > 1, others, torch.zeros_like(others))
-    return _per_token(scores - baseline, response_mask, token_level_rewards)
+    return (count * scores - group_sum(scores, group_ids)[group_ids]) / (count - 1).clamp(min=1)
 
 
 @register_adv_est("reinforce_plus_plus")

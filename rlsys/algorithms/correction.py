@@ -61,7 +61,8 @@ def importance_weights(
     raw = torch.where(mask.bool(), exponent.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp(), 0.0)
     inside = raw <= high if low is None else (raw >= low) & (raw <= high)
     weights = raw.clamp(max=high) if low is None else torch.where(inside, raw, 0.0)
-    metrics = _weight_metrics(weights, raw, exponent, mask, low, high)
+    exponents = exponent[mask.bool().any(dim=1), 0] if by_row else exponent[mask.bool()]
+    metrics = _weight_metrics(weights, raw, exponents, mask, low, high)
     if low is not None:
         metrics["rollout_is_oob_ratio"] = masked_mean((~inside).double(), mask).item()
     if config.rollout_is_batch_normalize:
@@ -74,7 +75,7 @@ def importance_weights(
 
 
 def _weight_metrics(
-    weights: Tensor, raw: Tensor, exponent: Tensor, mask: Tensor, low: float | None, high: float
+    weights: Tensor, raw: Tensor, exponents: Tensor, mask: Tensor, low: float | None, high: float
 ) -> dict[str, float]:
     low = 1 / high if low is None else low
     valid = mask.bool()
@@ -91,8 +92,8 @@ def _weight_metrics(
         "rollout_is_min": applied.min(),
         "rollout_is_std": (square - mean.square()).clamp(min=0).sqrt(),
         "rollout_is_eff_sample_size": mean.square() / square.clamp(min=1e-30),
-        "rollout_is_ratio_fraction_high": masked_mean((exponent > math.log(high)).double(), mask),
-        "rollout_is_ratio_fraction_low": masked_mean((exponent < math.log(low)).double(), mask),
+        "rollout_is_ratio_fraction_high": (exponents > math.log(high)).double().mean(),
+        "rollout_is_ratio_fraction_low": (exponents < math.log(low)).double().mean(),
         "rollout_is_seq_mean": rows.mean(),
         "rollout_is_seq_std": rows.std() if len(rows) > 1 else torch.zeros(()),
         "rollout_is_seq_max": rows.max(),
@@ -119,7 +120,7 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, config: RolloutCorrectionCon
         statistic = _statistic(mode, safe, valid)
         inside = statistic <= high if low is None else (statistic >= low) & (statistic <= high)
         kept = kept & inside
-        metrics |= _rejection_metrics(f"rollout_rs_{mode}", statistic, inside, valid, low, high)
+        metrics |= _rejection_metrics(mode, statistic, inside, valid, low, high)
     if rejections:
         metrics["rollout_rs_masked_fraction"] = masked_mean((~kept).double(), valid).item()
         metrics["rollout_rs_seq_masked_fraction"] = (~kept & valid).any(dim=1).double().mean().item()
@@ -144,24 +145,30 @@ def _statistic(mode: str, log_ratio: Tensor, valid: Tensor) -> Tensor:
 
 
 def _rejection_metrics(
-    prefix: str, statistic: Tensor, inside: Tensor, valid: Tensor, low: float | None, high: float
+    mode: str, statistic: Tensor, inside: Tensor, valid: Tensor, low: float | None, high: float
 ) -> dict[str, float]:
     if not valid.any():
         return {}
-    rows = valid.any(dim=1)
-    per_row = masked_mean(statistic, valid, dim=1)[rows]
-    tokens = statistic[valid]
-    rejected_rows = (~inside & valid).any(dim=1)[rows]
+    rows, tokens, floor = valid.any(dim=1), statistic[valid], 0.0 if low is None else low
+    by_row = not mode.startswith("token")
+    per_row = statistic[rows, 0] if by_row else masked_mean(statistic, valid, dim=1)[rows]
+    units = per_row if by_row else tokens
     values = {
         "mean": tokens.mean(),
-        "max": tokens.max(),
-        "min": tokens.min(),
-        "fraction_high": (tokens > high).double().mean(),
-        "fraction_low": (tokens < low).double().mean() if low is not None else torch.zeros(()),
+        "std": tokens.clamp(floor, high).std(correction=0),
+        "max": units.max(),
+        "min": units.min(),
+        "fraction_high": (units > high).double().mean(),
+        "fraction_low": (units < floor).double().mean(),
         "masked_fraction": (~inside[valid]).double().mean(),
         "seq_mean": per_row.mean(),
+        "seq_std": per_row.std() if len(per_row) > 1 else torch.zeros(()),
         "seq_max": per_row.max(),
         "seq_min": per_row.min(),
-        "seq_masked_fraction": rejected_rows.double().mean(),
+        "seq_max_deviation": per_row.abs().max(),
+        "seq_fraction_high": (per_row > high).double().mean(),
+        "seq_masked_fraction": (~inside & valid).any(dim=1)[rows].double().mean(),
     }
-    return {f"{prefix}_{name}": value.item() for name, value in values.items()}
+    if low is not None:
+        values["seq_fraction_low"] = (per_row < low).double().mean()
+    return {f"rollout_rs_{mode}_{name}": value.item() for name, value in values.items()}

@@ -233,9 +233,14 @@ def geo_mean(
 def dro(
     *, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, config: ActorConfig
 ) -> PolicyLoss:
-    """DRO (arXiv:2405.19107): `-(A log pi - beta / 2 (log r)^2)`, a quadratic penalty instead of a clip."""
-    log_ratio = log_prob - old_log_prob
-    per_token = -(log_prob * advantages - 0.5 * config.policy_loss.dro_beta * log_ratio.square())
+    """DRO (arXiv:2405.19107): `-(A log pi - beta / 2 (log r)^2)`, a quadratic penalty instead of a clip.
+
+    ValueError without `policy_loss.dro_beta`.
+    """
+    beta, log_ratio = config.policy_loss.dro_beta, log_prob - old_log_prob
+    if beta is None:
+        raise ValueError("policy_loss.loss_mode=dro needs policy_loss.dro_beta, the weight of the squared log-ratio")
+    per_token = -(log_prob * advantages - 0.5 * beta * log_ratio.square())
     return PolicyLoss(per_token, response_mask, _metrics(log_ratio, response_mask))
 
 

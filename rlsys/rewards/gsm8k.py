@@ -11,18 +11,14 @@ TAIL_CHARS = 300
 
 
 def extract_solution(solution_str: str, *, method: Literal["strict", "flexible"] = "strict") -> str | None:
-    """The answer near the end: strict after the last "#### ", flexible the last thing that is a number."""
+    """The answer near the end: strict all number characters after the last "#### ", flexible the last number."""
     text = solution_str[-TAIL_CHARS:]
     if method not in ("strict", "flexible"):
         raise ValueError(f"method={method!r}: must be 'strict' or 'flexible'")
     if method == "strict":
-        return _clean(marked[-1]) if (marked := MARKED.findall(text)) else None
-    numbers = [_clean(number) for number in NUMBER.findall(text) if any(c.isdigit() for c in number)]
-    return numbers[-1] if numbers else None
-
-
-def _clean(number: str) -> str:
-    return number.replace(",", "").replace("$", "").rstrip(".")
+        return marked[-1].replace(",", "") if (marked := MARKED.findall(text)) else None
+    numbers = [number for number in NUMBER.findall(text) if any(c.isdigit() for c in number)]
+    return numbers[-1].replace(",", "").rstrip(".") if numbers else None
 
 
 def compute_score(

@@ -124,7 +124,12 @@ def ppo_runs(toy: Toy, folder: Path) -> list[list[str]]:
             *("algorithm.adv_norm.mean_level=batch", "algorithm.adv_norm.std_level=batch"),
         ],
         [
-            *("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[even,third]", f"{loss}dro"),
+            *(
+                "algorithm.adv_estimator=gdpo",
+                "algorithm.gdpo_reward_keys=[even,third]",
+                f"{loss}dro",
+                "actor_rollout_ref.actor.policy_loss.dro_beta=0.5",
+            ),
             *("reward.reward_manager.source=importlib", f"reward.reward_manager.module.path={extensions}"),
         ],
         [

@@ -26,13 +26,14 @@ Clip = Annotated[float, Strict(), Field(ge=0, le=1e6)]
 SPLIT_NEEDS_PACKING = Requires(
     "actor_rollout_ref.model.use_remove_padding", why="sequences are split over ranks only when packed"
 )
+DRO_NEEDS_BETA = Requires(".dro_beta", given=("dro",), why="the loss has no default weight", to="1.0")
 IF_ACTOR_MEGATRON = ActiveIf("actor_rollout_ref.actor.strategy", ("megatron",))
 
 
 class PolicyLossConfig(Section):
     """The policy loss and the parameters that only some losses have."""
 
-    loss_mode: Annotated[t.Text, Registered(POLICY_LOSSES)] = "vanilla"
+    loss_mode: Annotated[t.Text, Registered(POLICY_LOSSES), DRO_NEEDS_BETA] = "vanilla"
     """Policy loss."""
     clip_cov_ratio: Annotated[t.Fraction, ActiveIf(".loss_mode", ("clip_cov",))] = 0.0002
     """clip_cov: fraction of tokens whose gradient is dropped."""
@@ -44,8 +45,8 @@ class PolicyLossConfig(Section):
     """kl_cov: fraction of tokens that get the KL penalty."""
     ppo_kl_coef: Annotated[t.Coefficient, ActiveIf(".loss_mode", ("kl_cov",))] = 0.1
     """kl_cov: weight of that penalty."""
-    dro_beta: Annotated[t.Positive, ActiveIf(".loss_mode", ("dro",))] = 1.0
-    """dro: weight of the squared log-ratio."""
+    dro_beta: Annotated[t.Positive | None, ActiveIf(".loss_mode", ("dro",))] = None
+    """dro: weight of the squared log-ratio; must be set for it."""
 
 
 class ActorConfig(Section):

@@ -120,6 +120,13 @@ def test_grpo_by_hand() -> None:
     assert first(grpo_passk(**common, norm_adv_by_std_in_grpo=False)[0]) == [0, 0, 2, 0]
 
 
+def test_rloo_vectorized_differs_in_groups_of_one_only() -> None:
+    rewards, groups = torch.tensor([[1.0], [3.0], [8.0], [1.2]]), torch.tensor([0, 0, 0, 1])
+    inputs = {"token_level_rewards": rewards, "response_mask": torch.ones(4, 1), "group_ids": groups}
+    assert call_adv_estimator("rloo", inputs)[0].flatten().tolist() == pytest.approx([-4.5, -1.5, 6.0, 1.2])
+    assert call_adv_estimator("rloo_vectorized", inputs)[0].flatten().tolist() == pytest.approx([-4.5, -1.5, 6.0, 0.0])
+
+
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg"])
 def test_a_group_of_one_keeps_its_outcome(name: str) -> None:
     rewards = outcome([2.0, 5.0, 7.0, 9.0], FULL)

@@ -78,6 +78,22 @@ def test_metrics_show_how_much_was_rejected() -> None:
     assert metrics["rollout_corr/rollout_rs_token_k1_fraction_high"] == pytest.approx(1 / 5)
 
 
+def test_shares_of_sequences_count_sequences_and_not_their_tokens() -> None:
+    ratio, mask = (
+        torch.tensor([[3.0, 1.0, 1.0, 1.0], [0.9, 1.0, 1.0, 1.0]]).double(),
+        torch.tensor([[1] * 4, [1, 0, 0, 0]]),
+    )
+    weights = correct(ratio, mask, rollout_is="sequence").metrics
+    assert weights["rollout_corr/rollout_is_ratio_fraction_high"] == 0.5
+    rejected = correct(ratio, mask, rollout_rs="seq_sum_k1", rollout_rs_threshold="0.5_2").metrics
+    prefix = "rollout_corr/rollout_rs_seq_sum_k1"
+    low, high = -math.log(3.0), -math.log(0.9)
+    assert rejected[f"{prefix}_fraction_low"] == rejected[f"{prefix}_seq_fraction_low"] == 0.5
+    assert rejected[f"{prefix}_seq_std"] == pytest.approx((high - low) / 2**0.5)
+    assert rejected[f"{prefix}_seq_max_deviation"] == pytest.approx(-low)
+    assert rejected[f"{prefix}_std"] == pytest.approx(0.4 * (high - math.log(0.5)))  # 4 tokens at log 0.5, 1 at high
+
+
 def test_an_empty_mask_gives_no_weights_and_no_nan() -> None:
     empty = correct(mask=torch.zeros_like(MASK), rollout_is="token", rollout_rs="geometric", rollout_rs_threshold=2.0)
     assert empty.weights is not None

@@ -20,19 +20,23 @@ from rlsys.algorithms import (
     register_policy_loss,
     select_tokens,
 )
+from rlsys.algorithms.correction import rollout_correction
 from rlsys.algorithms.policy_loss import call_policy_loss, vanilla
+from rlsys.config import load_config
 from rlsys.config.schema.actor import ActorConfig, PolicyLossConfig
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig
+from rlsys.utils.errors import ConfigError
 
 
 def actor_config(loss_mode: str = "vanilla", **values: Any) -> ActorConfig:
     """A section with clip ratios 0.2 and 0.3, unless `values` say otherwise."""
     clip = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.3}
-    return ActorConfig(**{"policy_loss": PolicyLossConfig(loss_mode=loss_mode), **clip, **values})
+    return ActorConfig(**{"policy_loss": PolicyLossConfig(loss_mode=loss_mode, dro_beta=0.8), **clip, **values})
 
 
 CONFIG = actor_config()
 COVARIANCE = {"clip_cov", "kl_cov"}
+MEANS_OVER_TOKENS = {"kl", "k3_kl", "chi2_token", "rollout_is_mean", "rollout_rs_masked_fraction"}
 
 
 def one(name: str, ratio: float, advantage: float, config: ActorConfig = CONFIG, old: float = 0.4) -> float:
@@ -87,7 +91,7 @@ def test_losses_of_one_token_equal_their_formulas(ratio: float, advantage: float
         "sapo": -a * (4 / tau) / (1 + math.exp(-tau * (ratio - 1))),
         "gpg": -a * log_pi,
         "geo_mean": -a * math.exp(geometric),
-        "dro": -(a * log_pi - 0.5 * log_ratio**2),
+        "dro": -(a * log_pi - 0.4 * log_ratio**2),
         "dppo_tv": -a * min(ratio, 3.0) * log_pi * inside,
         "dppo_kl": -a * min(ratio, 3.0) * log_pi * near,
         "kl_cov": -a * ratio + 0.1 * abs(log_ratio),
@@ -153,6 +157,13 @@ def batch(seed: int = 0, rows: int = 6, tokens: int = 8) -> dict[str, Tensor]:
     }
 
 
+def test_dro_refuses_to_guess_its_weight() -> None:
+    with pytest.raises(ValueError, match="dro_beta"):
+        one("dro", 1.0, 1.0, ActorConfig(policy_loss=PolicyLossConfig(loss_mode="dro")))
+    with pytest.raises(ConfigError, match="dro_beta"):
+        load_config(["--config-name=quickstart", "actor_rollout_ref.actor.policy_loss.loss_mode=dro"])
+
+
 SMOOTH = ["gpg", "dro", "sapo"]
 
 
@@ -204,6 +215,8 @@ def test_splitting_rows_changes_neither_loss_nor_gradient_nor_metrics(
     torch.testing.assert_close(parts[0], whole[0], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(parts[1], whole[1], rtol=1e-12, atol=1e-12)
     for key, pair in whole[2].items():
+        if key.startswith("rollout_corr/") and key.removeprefix("rollout_corr/") not in MEANS_OVER_TOKENS:
+            continue  # maxima and perplexities of the micro-batches
         assert parts[2][key] == pytest.approx(pair, rel=1e-9, abs=1e-9), key
 
 
@@ -320,7 +333,27 @@ class TestBypass:
         torch.testing.assert_close(result.total, (per_token * kept).sum())
         assert result.count == inputs["response_mask"].sum().item()
         rejected = inputs["response_mask"].sum().item() - kept.sum().item()
-        assert result.metrics["rollout_corr/rollout_rs_masked_fraction"] == (rejected, result.count)
+        assert result.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx((rejected, result.count))
+
+    def test_metrics_are_those_of_the_correction_and_rows_without_tokens_have_no_weight(self) -> None:
+        inputs = {k: v for k, v in batch().items() if k in ("log_prob", "old_log_prob", "advantages", "response_mask")}
+        correction = RolloutCorrectionConfig(
+            rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold="0.02", bypass_mode=True
+        )
+        same = rollout_correction(
+            old_log_probs=inputs["log_prob"],
+            rollout_log_probs=inputs["old_log_prob"],
+            response_mask=inputs["response_mask"],
+            config=correction,
+        )
+        metrics = actor_loss(CONFIG, **inputs, rollout_correction=correction).metrics
+        means = {key: total / count for key, (total, count) in metrics.items() if key.startswith("rollout_corr/")}
+        assert means == pytest.approx(same.metrics)
+        assert {"rollout_corr/chi2_seq", "rollout_corr/rollout_rs_token_k2_seq_std"} < set(means)
+        empty = inputs | {"response_mask": torch.zeros_like(inputs["response_mask"])}
+        nothing = actor_loss(CONFIG, **empty, rollout_correction=correction)
+        assert (nothing.total.item(), nothing.count) == (0.0, 0.0)
+        assert {key: nothing.metrics[key] for key in means} == dict.fromkeys(means, (0.0, 0.0))
 
     def test_reinforce_weighs_by_the_truncated_ratio_without_its_gradient(self) -> None:
         correction = RolloutCorrectionConfig(

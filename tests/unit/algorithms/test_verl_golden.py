@@ -72,9 +72,8 @@ def test_estimator_agrees_with_verl(name: str, case: dict[str, Any], dtype: torc
     _close(returns, expected[1], rtol)
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo"])
-def test_vectorized_names_are_the_same_functions(name: str) -> None:
-    assert get_adv_estimator_fn(f"{name}_vectorized") is get_adv_estimator_fn(name)
+def test_grpo_vectorized_is_the_same_function() -> None:
+    assert get_adv_estimator_fn("grpo_vectorized") is get_adv_estimator_fn("grpo")
 
 
 LOSSES = sorted(CASES[0]["losses"])
@@ -158,32 +157,7 @@ def test_value_loss_and_its_gradient_agree_with_verl(case: dict[str, Any]) -> No
     assert total / count == pytest.approx(expected_clipfrac, rel=1e-6)
 
 
-SHARED_METRICS = (
-    "kl",
-    "k3_kl",
-    "training_ppl",
-    "training_log_ppl",
-    "rollout_ppl",
-    "rollout_log_ppl",
-    "log_ppl_diff",
-    "log_ppl_abs_diff",
-    "log_ppl_diff_max",
-    "log_ppl_diff_min",
-    "ppl_ratio",
-    "chi2_token",
-    "chi2_seq",
-    "rollout_is_mean",
-    "rollout_is_eff_sample_size",
-    "rollout_is_batch_norm_factor",
-    "rollout_is_oob_ratio",
-    "rollout_is_std",
-    "rollout_is_seq_mean",
-    "rollout_is_seq_std",
-    "rollout_is_seq_fraction_high",
-    "rollout_is_seq_fraction_low",
-    "rollout_rs_masked_fraction",
-    "rollout_rs_seq_masked_fraction",
-)
+OF_APPLIED_WEIGHTS = {"rollout_corr/rollout_is_max", "rollout_corr/rollout_is_min"}
 
 
 @pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
@@ -202,7 +176,8 @@ def test_rollout_correction_agrees_with_verl(name: str, case: dict[str, Any]) ->
     else:
         assert corrected.weights is not None
         _close(corrected.weights, expected["weights"])
-    for metric in SHARED_METRICS:
-        key = f"rollout_corr/{metric}"
-        if key in expected["metrics"]:
-            assert corrected.metrics[key] == pytest.approx(expected["metrics"][key], rel=2e-6, abs=2e-6), metric
+    assert set(expected["metrics"]) <= set(corrected.metrics)
+    for metric, value in expected["metrics"].items():
+        if metric not in OF_APPLIED_WEIGHTS:
+            tolerance = 2e-5 if metric.endswith("_std") else 2e-6  # verl takes the root of a float32 difference
+            assert corrected.metrics[metric] == pytest.approx(value, rel=2e-6, abs=tolerance), metric

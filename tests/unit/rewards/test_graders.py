@@ -12,6 +12,7 @@ from rlsys.rewards import gsm8k, text
 from rlsys.rewards import math as math_rewards
 from rlsys.rewards.pool.pool import RewardItem, RewardPool
 from rlsys.rewards.registry import ROUTES, compute_score, route
+from tests.timing import scaled_s
 
 
 @pytest.mark.parametrize(
@@ -21,7 +22,9 @@ from rlsys.rewards.registry import ROUTES, compute_score, route
         ("#### 1,234", "1234", "strict", 1.0),
         ("#### 1234", "1,234", "strict", 1.0),
         ("#### -7", "-7", "strict", 1.0),
-        ("#### 41 no #### 42.", "42", "strict", 1.0),
+        ("#### 41 no #### 42", "42", "strict", 1.0),
+        ("#### 42.", "42", "strict", 0.1),
+        ("#### 42.0", "42.0", "strict", 1.0),
         ("#### 41", "42", "strict", 0.1),
         ("it is 42", "42", "strict", 0.0),
         ("####42", "42", "strict", 0.0),
@@ -58,6 +61,11 @@ def test_gsm8k_refuses_an_unknown_method() -> None:
         ("12", "12", False),
         (r"\boxed{}", "12", False),
         (r"\boxed{\text{Paris}}", r"\text{Paris}", True),
+        (r"so $\boxed 4$", "4", True),
+        (r"\boxed{3} and so \boxed 4", "4", True),
+        (r"\boxed{13}", "13_{8}", False),
+        (r"\boxed{13_8}", "13_{8}", True),
+        (r"\boxed{x_1 + 2}", "2+x_1", True),
         (r"\boxed{__import__('os').system('true')}", "1", False),
     ],
 )
@@ -75,27 +83,22 @@ def test_math_outside_the_main_thread_gives_the_same() -> None:
     assert scores == [1.0]
 
 
-def swallow_one_timeout() -> None:
-    start = time.monotonic()
-    while time.monotonic() - start < 0.5:
-        try:
-            time.sleep(0.01)
-        except TimeoutError:
-            continue
-
-
-def test_math_that_takes_too_long_is_a_timeout_and_not_a_zero() -> None:
-    with pytest.raises(TimeoutError), math_rewards.time_limit(0.1):
-        swallow_one_timeout()
-    with math_rewards.time_limit(0.1):
-        pass
-    time.sleep(0.2)
+def test_mathematics_that_never_ends_is_killed_and_is_a_timeout() -> None:
+    with RewardPool(num_workers=1, timeout_s=scaled_s(0.5)) as pool:
+        pool.start()
+        endless = RewardItem("lighteval/MATH", r"\boxed{\sum_{n=1}^{\infty} \frac{7^{7^{7^{7}}}}{n!}}", "1")
+        start = time.monotonic()
+        results = pool.score([endless, RewardItem("lighteval/MATH", r"\boxed{2}", "2")])
+    assert [result.status for result in results] == ["timeout", "ok"]
+    assert time.monotonic() - start < scaled_s(6.0)
 
 
 @pytest.mark.parametrize(
     ("answer", "score", "pred"),
     [("Answer: 7", 1.0, "7"), ("answer: $7$", 1.0, "7"), ("Answer: 6\nAnswer: 7", 1.0, "7"), ("7", -1.0, ""),
-     ("Answer: 8", -1.0, "8"), (r"Answer: \boxed{7}", 1.0, "7"), ("Answer: 7" + "." * 300, -1.0, "")],
+     ("Answer: 8", -1.0, "8"), (r"Answer: \boxed{7}", 1.0, "7"), ("Answer: 7" + "." * 300, -1.0, ""),
+     (r"so \boxed{7}.", 1.0, "7"), (r"so \boxed{7}" + "." * 100, -1.0, ""), (r"\boxed{7} Answer: 8", -1.0, "8"),
+     (r"Answer: the result is $\boxed{7}$.", 1.0, "7"), (r"Answer: 6 and later \boxed{7}", -1.0, "6 and later 7")],
 )  # fmt: skip
 def test_dapo_math(answer: str, score: float, pred: str) -> None:
     result = compute_score("math_dapo", answer, "7")
@@ -106,6 +109,20 @@ def test_geometry_rewards_the_form_too() -> None:
     assert compute_score("hiyouga/geometry3k", r"<think>a</think> \boxed{5}", "5")["score"] == pytest.approx(1.0)
     assert compute_score("hiyouga/geometry3k", r"\boxed{5}", "5")["score"] == pytest.approx(0.9)
     assert compute_score("hiyouga/geometry3k", r"<think>a</think> \boxed{6}", "5")["score"] == pytest.approx(0.1)
+
+
+MATRIX = "\\begin{bmatrix}\n -7 & 6 \\\\\n 15 & 19 \n \\end{bmatrix}"
+
+
+@pytest.mark.parametrize(
+    ("expression", "truth"),
+    [(MATRIX, MATRIX.replace("bmatrix", "pmatrix")), (r"\frac{\sqrt{505}}{7}", r"\frac{\sqrt{505}}{7}"),
+     ("x^2 + y^2 + 4x - 6y + 13", "(x + 2)^2 + (y - 3)^2")],
+)  # fmt: skip
+@pytest.mark.parametrize("text", ["{}", "The answer is {}", "Thus we get\n${}$.", "As $y=2$, the answer is {}."])
+def test_the_last_expression_counts_where_nothing_is_boxed(expression: str, truth: str, text: str) -> None:
+    assert compute_score("numina_aops_forum", text.replace("{}", expression), truth)["score"] == 1.0
+    assert compute_score("numina_aops_forum", text.replace("{}", "19"), truth)["score"] == 0.0
 
 
 @pytest.mark.parametrize(
