@@ -1,0 +1,84 @@
+"""What a tool process does: the pool of rlsys.rewards.pool starts it with `call` or `call_async` as its grader.
+
+An item names a target (data_source), a method (solution_str) and arguments (ground_truth); `extra_info` names the
+object that the call belongs to. Objects live as long as their process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from rlsys.agent.tools import as_text, load_target
+
+CREATE, LOST = "create", "lost"
+_OBJECTS: dict[str, Any] = {}
+
+
+def call(
+    data_source: str, solution_str: str, ground_truth: Mapping[str, Any], extra_info: Mapping[str, Any], max_chars: int
+) -> dict[str, Any]:
+    """Call a function, or a method of an object; {"status": "lost"} where this process does not have the object."""
+    key = extra_info.get("object", "")
+    if not key:
+        return _answer(load_target(data_source, key="tools")(**ground_truth), max_chars)
+    if solution_str == CREATE:
+        made = _OBJECTS[key] = load_target(data_source, key="tools")(**extra_info["config"])
+        if "tool_schema" not in extra_info["config"]:
+            return _answer(_method(made, "reset", ground_truth), max_chars)
+        _wait(made.create(key, **ground_truth))
+        return _answer(None, max_chars)
+    if key not in _OBJECTS:
+        return {"score": 0.0, "status": LOST}
+    if solution_str == "close":
+        return _answer(_close(key, _OBJECTS.pop(key)), max_chars)
+    if solution_str == "execute":
+        return _answer(_wait(_OBJECTS[key].execute(key, dict(ground_truth))), max_chars)
+    if solution_str == "calc_reward":
+        return _answer(_wait(_OBJECTS[key].calc_reward(key)), max_chars)
+    return _answer(_method(_OBJECTS[key], solution_str, ground_truth), max_chars)
+
+
+async def call_async(
+    data_source: str, solution_str: str, ground_truth: Mapping[str, Any], extra_info: Mapping[str, Any], max_chars: int
+) -> dict[str, Any]:
+    """Call an async function; many of them run at once in one process."""
+    return _answer(await load_target(data_source, key="tools")(**ground_truth), max_chars)
+
+
+def _method(owner: Any, name: str, arguments: Mapping[str, Any]) -> Any:
+    """What a method returns; one that takes no **kwargs gets only the arguments that `reset` names."""
+    method = getattr(owner, name, None)
+    if method is None:
+        return None
+    parameters = inspect.signature(method).parameters
+    if name == "reset" and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        arguments = {key: value for key, value in arguments.items() if key in parameters}
+    return _wait(method(**arguments))
+
+
+def _close(key: str, owner: Any) -> Any:
+    if hasattr(owner, "release"):
+        return _wait(owner.release(key))
+    return _method(owner, "close", {})
+
+
+def _wait(result: Any) -> Any:
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+def _answer(result: Any, max_chars: int) -> dict[str, Any]:
+    """The result as text; of verl's (text, reward, metrics) the others too, and a number also as `value`."""
+    reward: Any = 0.0
+    metrics: Any = {}
+    if isinstance(result, tuple) and 1 <= len(result) <= 3:
+        result, reward, metrics = (*result, *(None, 0.0, {})[len(result) :])
+    shown = getattr(result, "text", result)
+    return {
+        "score": float(reward or 0.0),
+        "text": "" if shown is None else as_text(shown, max_chars),
+        "metrics": dict(metrics or {}),
+        "value": float(result) if isinstance(result, int | float) else None,
+    }

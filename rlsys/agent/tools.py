@@ -1,0 +1,171 @@
+"""Tools: typed functions, classes whose public methods are tools, and verl's BaseTool; all run in the tool processes.
+
+A schema comes from type hints and docstring, as transformers writes them. Importing this module loads neither torch nor
+transformers, as tool processes import it with the user's code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlsys.utils.errors import ConfigError
+from rlsys.utils.plugins import load_from_file
+
+RESERVED = ("reset", "get_reward", "close")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool as the model sees it (`schema`) and where its code is.
+
+    `target` is module:name or file.py:name of a function, or of the class that `method` belongs to. `config` are the
+    arguments of a BaseTool.
+    """
+
+    name: str
+    schema: Mapping[str, Any]
+    target: str
+    method: str = ""
+    is_async: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+class BaseTool:
+    """verl's interface of tools with state: one `create` for an episode, `execute` for each call, then `release`."""
+
+    def __init__(self, config: Mapping[str, Any], tool_schema: Mapping[str, Any] | None = None) -> None:
+        self.config, self.tool_schema = config, tool_schema
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+        return instance_id
+
+    async def execute(self, instance_id: str, parameters: Mapping[str, Any], **kwargs: Any) -> Any:
+        """(text, reward, metrics) of one call."""
+        raise NotImplementedError
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        return 0.0
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        return None
+
+
+def function_tool(name: str | None = None, schema: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """Mark a function as a tool; name and OpenAI schema are those of its docstring unless they are given."""
+
+    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+        function.__dict__["function_tool"] = (name, schema)
+        return function
+
+    return mark
+
+
+def tool_of(function: Callable[..., Any] | str) -> Tool:
+    """A function, or module:name of one, as a tool. ConfigError if hints or docstring give no schema."""
+    function = load_target(function, key="tools") if isinstance(function, str) else function
+    name, schema = getattr(function, "function_tool", (None, None))
+    schema = schema or schema_of(function)
+    if name is not None:
+        schema = {**schema, "function": {**schema["function"], "name": name}}
+    return Tool(schema["function"]["name"], schema, target_of(function), is_async=inspect.iscoroutinefunction(function))
+
+
+def tools_of_class(cls: type) -> list[Tool]:
+    """The public methods of an environment class as tools, in the order of their definition."""
+    methods = {n: m for base in reversed(cls.__mro__[:-1]) for n, m in vars(base).items() if inspect.isfunction(m)}
+    return [
+        Tool(name, schema_of(method), target_of(cls), name)
+        for name, method in methods.items()
+        if not name.startswith("_") and name not in RESERVED
+    ]
+
+
+def tools_of_file(path: str, *, key: str) -> list[Tool]:
+    """The functions of a Python file that are marked with `function_tool`."""
+    names = load_from_file(path, "__dict__", key=key)
+    tools = [tool_of(value) for value in names.values() if hasattr(value, "function_tool")]
+    if not tools:
+        raise ConfigError(f"{key}={path}: no function in it is marked with @function_tool")
+    return tools
+
+
+def tools_of_yaml(path: str, *, key: str) -> list[Tool]:
+    """The tools of verl's tool configuration: `tools`, a list of {class_name, config, tool_schema}."""
+    from omegaconf import OmegaConf
+
+    if not Path(path).is_file():
+        raise ConfigError(f"{key}={path}: local file not found")
+    entries: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    tools = []
+    for number, entry in enumerate((entries or {}).get("tools") or ()):
+        schema, name = entry.get("tool_schema"), str(entry.get("class_name", ""))
+        if not schema or "." not in name:
+            raise ConfigError(f"{key}={path}: tool {number} needs class_name (module.Class) and tool_schema")
+        module, _, cls = name.rpartition(".")
+        target = f"{module}:{cls}"
+        load_target(target, key=key)
+        tools.append(Tool(schema["function"]["name"], schema, target, "execute", config=entry.get("config") or {}))
+    return tools
+
+
+def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The OpenAI schema of a function by its type hints and Google docstring."""
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+    try:
+        return get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        hint = "give it type hints and a docstring with Args"
+        raise ConfigError(f"tool {function.__qualname__}: {error}; {hint}") from error
+
+
+def target_of(thing: Any) -> str:
+    """Where a process finds a function or class: file.py:name for one of a file or script, else module:name."""
+    if "<" in thing.__qualname__:
+        raise ConfigError(f"tool {thing.__qualname__}: define it at the top level of a module, where processes find it")
+    module = thing.__module__
+    if module == "__main__" or module.startswith("rlsys_plugin_"):
+        module = str(Path(inspect.getfile(thing)).resolve())
+    return f"{module}:{thing.__qualname__}"
+
+
+def load_target(target: str, *, key: str) -> Any:
+    """What module:name or file.py:name (or module.name) stands for. ConfigError naming `key`."""
+    module, _, name = target.rpartition(":") if ":" in target else target.rpartition(".")
+    if module.endswith(".py"):
+        return load_from_file(module, name, key=key)
+    try:
+        value: Any = importlib.import_module(module)
+        for part in name.split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{key}={target} cannot be loaded: {error}") from error
+    return value
+
+
+def as_text(result: Any, max_chars: int) -> str:
+    """What a tool returned as text of at most `max_chars`, its middle left out where it is longer."""
+    if isinstance(result, bytes):
+        text = result[: 4 * max_chars].decode(errors="replace")
+    elif isinstance(result, str):
+        text = result
+    else:
+        text = json.dumps(result, default=str, ensure_ascii=False)
+    if len(text) <= max_chars:
+        return text
+    half = max_chars // 2
+    return f"{text[:half]}... {len(text) - 2 * half} characters left out ...{text[len(text) - half :]}"
+
+
+def check_names(tools: Sequence[Tool]) -> None:
+    """ConfigError where two tools have one name."""
+    names = [tool.name for tool in tools]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"tools: {', '.join(repeated)} is defined by more than one tool; rename one")

@@ -1,0 +1,160 @@
+"""Tools run in processes that can be killed: what one does wrong is a text for the model and harms no other."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import psutil
+import pytest
+
+from rlsys.agent.builtin_tools import SearchTool, calculator, python
+from rlsys.agent.tool_pool import EpisodeTools, ToolPool
+from rlsys.agent.tools import as_text, tool_of, tools_of_class, tools_of_file, tools_of_yaml
+from rlsys.utils.errors import ConfigError
+from tests.timing import scaled_s, wait_until
+from tests.unit.agent import user_tools
+
+FILE = user_tools.__file__
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = ToolPool(num_workers=2, timeout_s=scaled_s(2.0), max_chars=100)
+    yield pool
+    pool.close()
+
+
+def tools_with(pool, *functions) -> EpisodeTools:
+    return EpisodeTools(pool, [tool_of(function) for function in functions])
+
+
+async def test_a_function_is_called_with_its_arguments(pool):
+    tools = tools_with(pool, user_tools.add)
+    result = await tools.call("add", {"a": 2, "b": 3})
+    assert (result.text, result.status) == ("5", "ok")
+    assert tools.schemas[0]["function"]["parameters"]["required"] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("function", "text"), [(user_tools.fail, "no such thing"), (user_tools.exit_process, "exited with code 3")]
+)
+async def test_what_a_tool_does_wrong_is_a_text_for_the_model(pool, function, text):
+    result = await tools_with(pool, function).call(function.__name__, {})
+    assert result.status == "error"
+    assert text in result.text
+
+
+async def test_wrong_arguments_and_unknown_tools_are_texts_for_the_model(pool):
+    tools = tools_with(pool, user_tools.add)
+    assert "missing" in (await tools.call("add", {"a": 1})).text
+    assert (await tools.call("sub", {})).text == "Error: there is no tool 'sub'; the tools are: add"
+
+
+async def test_huge_and_binary_results_are_cut_to_text(pool):
+    tools = tools_with(pool, user_tools.huge, user_tools.noisy)
+    huge = await tools.call("huge", {})
+    assert huge.text == "x" * 50 + "... 9999900 characters left out ..." + "x" * 50
+    assert (await tools.call("noisy", {})).text == "\ufffd\ufffd ok"
+
+
+async def test_a_hung_tool_costs_its_deadline_and_no_neighbour(tmp_path):
+    pool, pid_file = ToolPool(num_workers=2, timeout_s=2.0), tmp_path / "pid"
+    tools = tools_with(pool, user_tools.fork_and_hang, user_tools.add)
+    await tools.call("add", {"a": 0, "b": 0})  # the processes have started
+    start_s = time.monotonic()
+    hung, *sums = await asyncio.gather(
+        tools.call("fork_and_hang", {"pid_file": str(pid_file)}),
+        *(tools.call("add", {"a": n, "b": n}) for n in range(20)),
+    )
+    seconds = time.monotonic() - start_s
+    assert (hung.status, [result.text for result in sums]) == ("timeout", [str(2 * n) for n in range(20)])
+    assert 2.0 <= seconds < 2.0 + scaled_s(1.0)
+    pool.close()
+    assert wait_until(lambda: not psutil.pid_exists(int(pid_file.read_text())))
+
+
+async def test_async_tools_wait_together_and_return_verls_triple(pool):
+    tools = tools_with(pool, user_tools.echo)
+    await tools.call("slow_echo", {"text": ""})
+    start_s = time.monotonic()
+    results = await asyncio.gather(*(tools.call("slow_echo", {"text": "ab"}) for _ in range(20)))
+    assert time.monotonic() - start_s < scaled_s(2.0)
+    assert {(r.text, r.reward, r.metrics["length"]) for r in results} == {("ab", 0.5, 2)}
+
+
+async def test_an_environment_keeps_its_state_when_its_process_is_replaced(pool):
+    tools = tools_of_class(user_tools.Counter)
+    assert [tool.name for tool in tools] == ["step"]
+    one, two = (pool.new_object(tools[0].target) for _ in range(2))
+    two.place = {**two.place, "host": one.place["host"]}
+    first = await one.call("create", {"goal": 5, "other": 1})
+    await two.call("create", {"goal": 1})
+    assert first.extra["text"] == " Count to 5."
+    of_one = EpisodeTools(pool, tools, environment=one)
+    assert (await of_one.call("step", {"by": 2})).text == "now 2"
+    assert (await of_one.call("step", {"by": 13})).status == "timeout"  # its process is killed
+    assert (await of_one.call("step", {"by": 3})).text == "now 5"
+    assert (await one.call("get_reward")).extra["value"] == 1.0
+    assert (await two.call("get_reward")).extra["value"] == 0.0
+
+
+async def test_verls_tool_classes_and_tools_yaml(pool, tmp_path):
+    released = tmp_path / "released"
+    path = tmp_path / "tools.yaml"
+    path.write_text(f"""
+tools:
+  - class_name: tests.unit.agent.user_tools.Notes
+    config: {{type: native, mark: "!", released: {released}}}
+    tool_schema:
+      type: function
+      function: {{name: note, description: Notes., parameters: {{type: object, properties: {{}}}}}}
+""")
+    (tool,) = tools_of_yaml(str(path), key="multi_turn.tool_config_path")
+    tools = EpisodeTools(pool, [tool], tools_kwargs={"note": {"create_kwargs": {"first": "a"}}})
+    assert (await tools.call("note", {"text": "b"})).text == "a b!"
+    result = await tools.call("note", {"text": "c"})
+    assert (result.text, result.reward, result.metrics) == ("a b c!", 0.25, {"count": 3})
+    assert await tools.rewards() == {"note": 3.0}
+    await tools.close()
+    assert released.exists()
+
+
+def test_functions_of_a_file_that_are_marked_are_tools():
+    assert [tool.name for tool in tools_of_file(FILE, key="multi_turn.function_tool_path")] == ["slow_echo"]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tool_of(user_tools.untyped), "type hints"),
+        (lambda: tool_of(lambda: 1), "top level|type hints|docstring"),
+        (lambda: tool_of("no.module:f"), "tools=no.module:f cannot be loaded"),
+        (lambda: tools_of_yaml("/no/file", key="k"), "k=/no/file: local file not found"),
+        (lambda: EpisodeTools(ToolPool(), [tool_of(user_tools.add)] * 2), "more than one tool"),
+    ],
+)
+def test_a_tool_that_cannot_be_used_is_a_config_error(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_python_and_calculator_run_in_the_sandbox():
+    assert python("print(123 * 457)") == "56211"
+    assert "ZeroDivisionError" in python("1/0")
+    assert "PermissionError" in python("open('/etc/passwd').read()")
+    assert calculator("(2+3)*4") == "20"
+    assert "Error" in calculator("2 +")
+
+
+async def test_search_ranks_the_passages_that_hold_the_words(tmp_path):
+    index = tmp_path / "passages.txt"
+    index.write_text("Paris is the capital of France.\nRome is the capital of Italy.\nCats sleep.\n")
+    search = SearchTool({"index": str(index), "top_k": 1})
+    assert await search.execute("", {"query": "capital of Italy"}) == "[1] Rome is the capital of Italy."
+
+
+def test_text_is_cut_in_its_middle():
+    assert as_text("abcdef", 6) == "abcdef"
+    assert as_text("abcdefgh", 4) == "ab... 4 characters left out ...gh"
+    assert as_text({"a": [1]}, 100) == '{"a": [1]}'

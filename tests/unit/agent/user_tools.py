@@ -1,0 +1,117 @@
+"""Tools as users write them; tool processes import this file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+from rlsys.agent.tools import BaseTool, function_tool
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a + b
+
+
+def hang() -> str:
+    """Never return."""
+    while True:
+        time.sleep(1)
+
+
+def fork_and_hang(pid_file: str) -> str:
+    """Leave a process of another session behind and hang.
+
+    Args:
+        pid_file: Where its process id is written.
+    """
+    if os.fork() == 0:
+        os.setsid()
+        Path(pid_file).write_text(str(os.getpid()))
+        time.sleep(1000)
+    return hang()
+
+
+def fail() -> str:
+    """Raise."""
+    raise RuntimeError("no such thing")
+
+
+def exit_process() -> str:
+    """End the process."""
+    os._exit(3)
+
+
+def huge() -> str:
+    """Return ten million characters."""
+    return "x" * 10_000_000
+
+
+def noisy() -> bytes:
+    """Print binary and return bytes that are not text."""
+    os.write(1, bytes(range(120, 140)))
+    return b"\xff\xfe ok"
+
+
+@function_tool(name="slow_echo")
+async def echo(text: str) -> tuple[str, float, dict]:
+    """Return the text after a while.
+
+    Args:
+        text: What to return.
+    """
+    await asyncio.sleep(0.3)
+    return text, 0.5, {"length": len(text)}
+
+
+def untyped(x):
+    return x
+
+
+class Counter:
+    """An environment in TRL's form: counts up to a goal."""
+
+    def reset(self, goal: int = 3, **kwargs) -> str:
+        self.goal, self.count = goal, 0
+        return f" Count to {goal}."
+
+    def step(self, by: int) -> str:
+        """Count up.
+
+        Args:
+            by: How much.
+        """
+        if by == 13:
+            time.sleep(1000)
+        self.count += by
+        return f"now {self.count}"
+
+    def get_reward(self) -> float:
+        return float(self.count == self.goal)
+
+    def _private(self) -> None: ...
+
+
+class Notes(BaseTool):
+    """verl's tool class: remembers notes through an episode and scores them."""
+
+    async def create(self, instance_id=None, **kwargs):
+        self.notes = [kwargs.get("first", "none")]
+        return instance_id
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        self.notes.append(parameters["text"])
+        return " ".join(self.notes) + self.config["mark"], 0.25, {"count": len(self.notes)}
+
+    async def calc_reward(self, instance_id, **kwargs):
+        return float(len(self.notes))
+
+    async def release(self, instance_id, **kwargs):
+        Path(self.config["released"]).write_text(instance_id)
