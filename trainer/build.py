@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.plan import BatchPlan
+from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.external.settings import settings_of
 from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer, running_backend, start_backend
 from trainer.groups import Role
+from trainer.job import Begin
+from trainer.loop import completed
 from trainer.ppo import RayPPOTrainer
 from trainer.prompts import num_steps, prompt_datasets
 from trainer.start_model import with_start_assets
@@ -22,18 +28,15 @@ from workers.reward_model import RewardModelWorker
 from workers.rollout import rollout_worker_cls
 
 
-def train(config: PPOConfig) -> str | None:
+def train(config: PPOConfig, begin: Begin) -> str | None:
     """The job of main_ppo: the remaining steps; returns a message where an earlier run completed them all."""
-    config, plan = _prepared(config)
-    with running_backend(config.trainer, config.ray_kwargs, num_ranks=plan.pools.total_ranks) as backend:
-        trainer = _build(config, plan, backend)
+    start = prepare(config)
+    if not config.trainer.val_only and (message := completed(config.trainer, start.num_steps)):
+        return message
+    begin()
+    with running_backend(config.trainer, config.ray_kwargs, num_ranks=start.plan.pools.total_ranks) as backend:
+        trainer = _build(start, backend)
         try:
-            if trainer.is_complete():
-                return (
-                    f"rlsys: This run is already complete (step {trainer.total_steps} of {trainer.total_steps}).\n"
-                    "  To train further: raise trainer.total_training_steps (or trainer.total_epochs)\n"
-                    "  To start over: trainer.resume_mode=disable, or another trainer.default_local_dir"
-                )
             trainer.fit()
         finally:
             trainer.close()
@@ -48,31 +51,46 @@ def build_trainer(
     Without a `backend` one is started: on the running Ray cluster, on a new one, or in this process for
     trainer.backend=local.
     """
-    config, plan = _prepared(config)
-    backend = backend or start_backend(config.trainer, config.ray_kwargs, num_ranks=plan.pools.total_ranks)
-    return _build(config, plan, backend, trainer_cls)
+    start, run = prepare(config), config.trainer
+    backend = backend or start_backend(run, config.ray_kwargs, num_ranks=start.plan.pools.total_ranks)
+    return _build(start, backend, trainer_cls)
 
 
-def _prepared(config: PPOConfig) -> tuple[PPOConfig, BatchPlan]:
-    """The configuration with the start assets, and its plan; ConfigError for external servers without an address."""
+@dataclass(frozen=True)
+class PreparedRun:
+    """What a run needs before any process of it starts."""
+
+    config: PPOConfig
+    plan: BatchPlan
+    external_libs: tuple[tuple[str, str], ...]
+    tokenizer: PreTrainedTokenizerBase
+    train_rows: PromptDataset
+    val_rows: PromptDataset | None
+
+    @property
+    def num_steps(self) -> int:
+        return num_steps(self.config, self.train_rows)
+
+
+def prepare(config: PPOConfig) -> PreparedRun:
+    """Start assets, external libraries, tokenizer and rows; ConfigError for external servers without an address."""
     config = with_start_assets(config)
-    plan, run = plan_batches(config), config.trainer
+    plan, run, policy = plan_batches(config), config.trainer, config.actor_rollout_ref
     if plan.pools.external:
-        settings_of(config.actor_rollout_ref.rollout, run.deadlines, max_staleness=run.max_staleness)
-    return config, plan
+        settings_of(policy.rollout, run.deadlines, max_staleness=run.max_staleness)
+    critic_model = {"critic.model": config.critic.model} if plan.critic is not None else {}
+    libraries = import_external_libs({"actor_rollout_ref.model": policy.model, **critic_model})
+    check_megatron_models(config, plan)
+    tokenizer = load_tokenizer(policy.model, policy.rollout.padding)
+    return PreparedRun(config, plan, libraries, tokenizer, *prompt_datasets(config, tokenizer))
 
 
 def _build(
-    config: PPOConfig, plan: BatchPlan, backend: WorkerBackend, trainer_cls: type[RayPPOTrainer] = RayPPOTrainer
+    start: PreparedRun, backend: WorkerBackend, trainer_cls: type[RayPPOTrainer] = RayPPOTrainer
 ) -> RayPPOTrainer:
-    model = config.actor_rollout_ref.model
-    critic_model = {"critic.model": config.critic.model} if plan.critic is not None else {}
-    libraries = import_external_libs({"actor_rollout_ref.model": model, **critic_model})
-    tokenizer = load_tokenizer(model, config.actor_rollout_ref.rollout.padding)
-    train_rows, val_rows = prompt_datasets(config, tokenizer)
+    config, plan, model = start.config, start.plan, start.config.actor_rollout_ref.model
     mapping, pools = place_roles(config, plan)
-    for_workers = engine_run(config, plan, backend, num_steps=num_steps(config, train_rows), external_libs=libraries)
-    check_megatron_models(config, plan)
+    for_workers = engine_run(config, plan, backend, num_steps=start.num_steps, external_libs=start.external_libs)
     actor = MegatronPPOWorker if config.actor_rollout_ref.actor.strategy == "megatron" else ActorWorker
     rollout = config.actor_rollout_ref.rollout
     worker_args: dict[Role, tuple[Any, ...]] = {
@@ -84,12 +102,12 @@ def _build(
     }
     return trainer_cls(
         config,
-        tokenizer,
+        start.tokenizer,
         {role: backend.worker_cls(*worker_args[role]) for role in mapping},
         backend.make_manager(pools, mapping),
         backend.group_cls,
-        train_dataset=train_rows,
-        val_dataset=val_rows,
+        train_dataset=start.train_rows,
+        val_dataset=start.val_rows,
         device_name=backend.device,
     )
 

@@ -22,6 +22,7 @@ from trainer.backend import import_external_libs, load_tokenizer, running_backen
 from trainer.dumps import dump, sample_rows
 from trainer.generation import GradedRollout, answer_printer, fleet_generate, validation_sampling
 from trainer.groups import RolloutGroup, start_group
+from trainer.job import Begin
 from trainer.prompts import load_prompts
 from trainer.rewards import reward_manager, reward_pool
 from workers.build import EngineRun
@@ -91,8 +92,9 @@ def _is_numeric(values: np.ndarray) -> bool:
     return all(isinstance(value, int | float | bool | np.number) for value in values)
 
 
-def run_evaluation(config: EvalConfig) -> None:
+def run_evaluation(config: EvalConfig, begin: Begin) -> None:
     """The job of main_eval: print `val-core/*` and write all metrics to evaluation.json."""
+    begin()
     metrics = evaluate(config)
     path = Path(config.trainer.default_local_dir) / "evaluation.json"
     path.write_text(json.dumps(metrics, indent=1, sort_keys=True))

@@ -11,14 +11,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryFile
 from typing import TextIO, TypeVar
 
 from rlsys.config import EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config
-from rlsys.config.schema.trainer import RunConfig
 from rlsys.utils.errors import (
     CheckpointError,
     ConfigError,
@@ -29,8 +26,10 @@ from rlsys.utils.errors import (
     WeightTransferError,
     WorkerError,
 )
+from trainer.summary import summary_lines
 
 C = TypeVar("C", PPOConfig, SFTConfig, RMConfig, EvalConfig)
+Begin = Callable[[], None]
 EXPECTED_ERRORS = (
     ConfigError,
     DataError,
@@ -42,14 +41,7 @@ EXPECTED_ERRORS = (
     WorkerError,
 )
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM)
-OUTPUTS = {
-    "metrics": "metrics.jsonl",
-    "evaluation": "evaluation.json",
-    "rollouts": "rollouts/index.html",
-    "timeline": "timeline.json",
-    "memory": "memory.txt",
-    "checkpoint": "latest_checkpointed_iteration.txt",
-}
+PROGRAMS = {PPOConfig: "trainer.main_ppo", SFTConfig: "trainer.main_sft", RMConfig: "trainer.main_rm"}
 
 
 def checked_config(argv: Sequence[str] | None, schema: type[C]) -> C:
@@ -65,29 +57,35 @@ def _memory_line(config: C) -> str:
     return memory_line(config)
 
 
-def run_job(config: C, job: Callable[[C], str | None]) -> int:
+def run_job(config: C, job: Callable[[C, Begin], str | None], argv: Sequence[str] | None = None) -> int:
     """Run `job` and print a summary; returns the exit code (see `Outcome`).
 
-    What `job` returns replaces the first line of the summary, "done in N s".
+    `job` calls its second argument when it knows that there is work to do, so that the run's folder says what it is.
+    What it returns replaces the first line of the summary.
     """
-    from rlsys.telemetry.log import setup_logging
+    from rlsys.telemetry.log import FILE_ONLY, get_logger, setup_logging
+    from trainer.run_folder import RunFolder, make_root
 
     setup_logging()
     start = time.perf_counter()
-    with report_errors(sys.stderr) as outcome:
-        make_root(Path(config.trainer.default_local_dir))
-        headline = job(config) or f"rlsys: done in {time.perf_counter() - start:.0f} s"
-        print("\n".join([headline, *output_lines(config.trainer)]))
+    with ExitStack() as stack:
+        with report_errors(sys.stderr) as outcome:
+            make_root(config.trainer)
+            begin: Begin = do_nothing
+            if not isinstance(config, EvalConfig):
+                command = ["python", "-m", PROGRAMS[type(config)], *(sys.argv[1:] if argv is None else argv)]
+                begin = stack.enter_context(RunFolder(config, command)).begin
+            outcome.text = job(config, begin) or f"rlsys: done in {time.perf_counter() - start:.0f} s"
+            print(outcome.text)
+        if outcome.exit_code != 2:
+            summary = "\n".join(summary_lines(config.trainer, finished=outcome.exit_code == 0))
+            get_logger(FILE_ONLY).info("%s\n%s", outcome.text, summary)
+            print(summary, flush=True)
     return outcome.exit_code
 
 
-def output_lines(run: RunConfig) -> list[str]:
-    """Where the run left its results: a line for each of `OUTPUTS` that exists."""
-    root = Path(run.default_local_dir)
-    paths = {name: root / path for name, path in OUTPUTS.items()}
-    if folder := getattr(run, "rollout_data_dir", None):
-        paths["rollouts"] = Path(folder) / "index.html"
-    return [f"  {name:<11}{path}" for name, path in paths.items() if path.exists()]
+def do_nothing() -> None:
+    """What an evaluation writes into the folder of a run before it starts."""
 
 
 @dataclass
@@ -95,6 +93,12 @@ class Outcome:
     """0 for a finished job, 1 for a failed one, 2 for a wrong configuration, 130 or 143 for a stopped one."""
 
     exit_code: int = 0
+    text: str = ""
+
+    def report(self, text: str, exit_code: int, out: TextIO) -> None:
+        """Print the line that says why the job ended."""
+        self.text, self.exit_code = f"rlsys: {text}", exit_code
+        print(self.text, file=out, flush=True)
 
 
 @contextmanager
@@ -104,21 +108,17 @@ def report_errors(out: TextIO) -> Iterator[Outcome]:
     try:
         yield outcome
     except EXPECTED_ERRORS as error:
-        print(f"rlsys: {type(error).__name__}: {error}", file=out)
-        outcome.exit_code = 2 if isinstance(error, ConfigError) else 1
+        outcome.report(f"{type(error).__name__}: {error}", 2 if isinstance(error, ConfigError) else 1, out)
     except OSError as error:
         if error.errno not in DISK_ERRNOS:
             raise
-        print(f"rlsys: a file could not be written or read: {error}", file=out)
-        outcome.exit_code = 1
+        outcome.report(f"a file could not be written or read: {error}", 1, out)
     except KeyboardInterrupt:
-        print("rlsys: interrupted (Ctrl-C)", file=out)
-        outcome.exit_code = 130
+        outcome.report("interrupted (Ctrl-C)", 130, out)
     except SystemExit as stop:
         if stop.code != signal.SIGTERM:
             raise
-        print("rlsys: stopped by SIGTERM", file=out)
-        outcome.exit_code = 128 + signal.SIGTERM
+        outcome.report("stopped by SIGTERM", 128 + signal.SIGTERM, out)
 
 
 @contextmanager
@@ -135,13 +135,3 @@ def exit_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def make_root(path: Path) -> None:
-    """Make the run's folder and write in it once, before anything heavy starts; ConfigError if that fails."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=path) as probe:
-            probe.write(b" ")
-    except OSError as error:
-        raise ConfigError(f"trainer.default_local_dir={path}: cannot write there: {error}") from error

@@ -14,6 +14,20 @@ from trainer.reporting import Reporter
 log = get_logger(__name__)
 
 
+def completed(run: TrainingConfig, total_steps: int) -> str | None:
+    """What to print where an earlier run has done all steps; None where there is something to do."""
+    store = CheckpointStore(Path(run.default_local_dir), keep={})
+    store.sweep()
+    folder = store.to_resume(run.resume_mode, run.resume_from_path)
+    if folder is None or load_state(folder).global_step < total_steps:
+        return None
+    return (
+        f"rlsys: This run is already complete (step {total_steps} of {total_steps}).\n"
+        "  To train further: raise trainer.total_training_steps (or trainer.total_epochs)\n"
+        "  To start over: trainer.resume_mode=disable, or another trainer.default_local_dir"
+    )
+
+
 class CheckpointedLoop(ABC):
     """A loop of `total_steps` steps that saves its state and resumes from it; `global_step` counts those done."""
 
@@ -41,7 +55,8 @@ class CheckpointedLoop(ABC):
 
     def resume(self) -> None:
         """Load the checkpoint that trainer.resume_mode asks for, if there is one, and open the trackers."""
-        folder = self.checkpoint_to_resume()
+        self.store.sweep()
+        folder = self.store.to_resume(self.run.resume_mode, self.run.resume_from_path)
         if folder is not None:
             with self.stage("load_checkpoint"):
                 state = load_state(folder)
@@ -49,11 +64,6 @@ class CheckpointedLoop(ABC):
                 self.global_step = state.global_step
             log.info("resumed from %s", folder)
         self.reporter.start(self.global_step, self.total_steps)
-
-    def checkpoint_to_resume(self) -> Path | None:
-        """The checkpoint that trainer.resume_mode asks for, after cleaning up behind interrupted saves."""
-        self.store.sweep()
-        return self.store.to_resume(self.run.resume_mode, self.run.resume_from_path)
 
     @property
     def is_last(self) -> bool:

@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = checked_config(argv, EvalConfig)
     from trainer.evaluation import run_evaluation
 
-    return run_job(config, run_evaluation)
+    return run_job(config, run_evaluation, argv)
 
 
 if __name__ == "__main__":

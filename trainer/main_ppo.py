@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = checked_config(argv, PPOConfig)
     from trainer.build import train
 
-    return run_job(config, train)
+    return run_job(config, train, argv)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from rlsys.telemetry.log import get_logger
 from rlsys.types import TransferReport
 from rlsys.utils.errors import ConfigError, ParityError, RolloutError
 from trainer.assembly import Inputs, TrainerParts, assemble
-from trainer.checkpoint import TrainerState, load_state
+from trainer.checkpoint import TrainerState
 from trainer.dumps import BackgroundDumps, dump, sample_rows
 from trainer.groups import Role, WorkerGroups, stage_deadlines, start_groups
 from trainer.loop import CheckpointedLoop
@@ -132,13 +132,6 @@ class RayPPOTrainer(CheckpointedLoop):
                 with self.stage("step"):
                     self.step(self.next_batch())
                 self.finish_step()
-
-    def is_complete(self) -> bool:
-        """Whether the checkpoint to resume from is that of the last step; no worker is needed to know."""
-        folder = self.checkpoint_to_resume()
-        if folder is None or self.cfg.trainer.val_only:
-            return False
-        return load_state(folder).global_step >= self.total_steps
 
     def next_batch(self) -> DataProto:
         """The next graded batch from the rollouts."""

@@ -20,7 +20,8 @@ from rlsys.roles.lm import RankSums, mean_over_ranks
 from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer, running_backend
 from trainer.checkpoint import TrainerState
 from trainer.groups import SupervisedGroup, start_group
-from trainer.loop import CheckpointedLoop
+from trainer.job import Begin
+from trainer.loop import CheckpointedLoop, completed
 from trainer.reporting import Reporter
 from workers.build import EngineRun
 from workers.sft import SupervisedWorker
@@ -28,14 +29,19 @@ from workers.sft import SupervisedWorker
 Kind = Literal["lm", "rm"]
 
 
-def train(config: SFTConfig | RMConfig) -> None:
-    """The job of main_sft and main_rm."""
+def train(config: SFTConfig | RMConfig, begin: Begin) -> str | None:
+    """The job of main_sft and main_rm; returns a message where an earlier run completed all steps."""
+    trainer = SupervisedTrainer(config)
+    if message := completed(config.trainer, trainer.total_steps):
+        return message
+    begin()
     with running_backend(config.trainer, config.ray_kwargs) as backend:
-        trainer = SupervisedTrainer(config, backend)
         try:
+            trainer.start_workers(backend)
             trainer.fit()
         finally:
             trainer.close()
+    return None
 
 
 @dataclass(frozen=True)
@@ -70,13 +76,14 @@ def load_rows(config: SFTConfig | RMConfig, tokenizer: PreTrainedTokenizerBase) 
 class SupervisedTrainer(CheckpointedLoop):
     """The loop of SFT and reward-model training: batch, step, evaluate, save."""
 
-    def __init__(self, config: SFTConfig | RMConfig, backend: WorkerBackend) -> None:
+    def __init__(self, config: SFTConfig | RMConfig) -> None:
         run, data = config.trainer, config.data
         num_ranks = run.nnodes * run.n_gpus_per_node
         reporter = Reporter(run, config.model_dump(mode="json"), num_devices=num_ranks)
         super().__init__(run, reporter, keep={"model": run.max_ckpt_to_keep})
         self.cfg = config
-        external_libs = import_external_libs({"model": config.model})
+        self.group: SupervisedGroup | None = None
+        self.external_libs = import_external_libs({"model": config.model})
         self.rows = load_rows(config, load_tokenizer(config.model))
         self.cursor = Cursor(
             len(self.rows.train),
@@ -89,17 +96,25 @@ class SupervisedTrainer(CheckpointedLoop):
             len(self.rows.train), data.train_batch_size, run.total_epochs, run.total_training_steps
         )
         self.dp_size = num_ranks // config.engine.ulysses_sequence_parallel_size
+
+    def start_workers(self, backend: WorkerBackend) -> None:
+        """Start the worker group and load its model."""
         engine_run = EngineRun(
             device=backend.device,
-            nccl_timeout_s=config.nccl_timeout,
-            step_rows=data.train_batch_size * 2,
+            nccl_timeout_s=self.cfg.nccl_timeout,
+            step_rows=self.cfg.data.train_batch_size * 2,
             actor_steps=self.total_steps,
             num_threads=backend.num_threads,
-            external_libs=external_libs,
+            external_libs=self.external_libs,
         )
         with self.stage("start_workers"):
-            args = (config, engine_run, self.rows.kind)
-            self.group: SupervisedGroup = start_group(backend, run, "train", SupervisedWorker, *args)
+            args = (self.cfg, engine_run, self.rows.kind)
+            self.group = start_group(backend, self.run, "train", SupervisedWorker, *args)
+
+    @property
+    def workers(self) -> SupervisedGroup:
+        assert self.group is not None, "call start_workers() first"
+        return self.group
 
     def fit(self) -> None:
         """Train until the last step; resumes where the latest checkpoint left off."""
@@ -110,12 +125,12 @@ class SupervisedTrainer(CheckpointedLoop):
                 batch = self.rows.collate([self.rows.train[index] for index in self.cursor.next().rows])
                 batch.meta_info["global_steps"] = self.global_step
                 with self.stage("update_actor"):
-                    updated = self.group.train_batch(batch)
+                    updated = self.workers.train_batch(batch)
                 self.reporter.add_lists(updated.meta_info["metrics"])
                 self.reporter.token_counts(batch)
             if self.due(self.run.test_freq) or self.is_last:
                 self.evaluate()
-            self.reporter.add_stages(self.group.drain_stages())
+            self.reporter.add_stages(self.workers.drain_stages())
             self.reporter.finish_step(self.global_step)
             if self.save_due:
                 self.save()
@@ -131,25 +146,26 @@ class SupervisedTrainer(CheckpointedLoop):
                 stop = min(start + size, len(self.rows.val))
                 rows = self.rows.collate([self.rows.val[index] for index in range(start, stop)])
                 multiple = self.dp_size * (2 if self.rows.kind == "rm" else 1)
-                sums += self.group.eval_batch(pad_with_empty_rows(rows, multiple))
+                sums += self.workers.eval_batch(pad_with_empty_rows(rows, multiple))
         metrics = mean_over_ranks(sums)
         self.reporter.add(metrics)
         return metrics
 
     def save_parts(self, folder: Path) -> TrainerState:
         """The state to resume from, with the model as a Hugging Face folder beside it."""
-        self.group.save_checkpoint(str(folder / "model"))
-        self.group.export(str(folder / "huggingface"))
+        self.workers.save_checkpoint(str(folder / "model"))
+        self.workers.export(str(folder / "huggingface"))
         return TrainerState(self.global_step, source={"cursor": self.cursor.state_dict()})
 
     def load_parts(self, folder: Path, state: TrainerState) -> None:
-        self.group.load_checkpoint(str(folder / "model"))
+        self.workers.load_checkpoint(str(folder / "model"))
         self.cursor.load_state_dict(state.source["cursor"])
 
     def close(self) -> None:
         """End the workers; safe to call twice."""
-        self.group.close()
-        self.reporter.add_stages(self.group.drain_stages())
+        if self.group is not None:
+            self.group.close()
+            self.reporter.add_stages(self.group.drain_stages())
         self.reporter.close()
 
 

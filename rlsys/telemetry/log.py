@@ -10,14 +10,18 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 OUR_LOGGERS = ("rlsys", "workers", "trainer")
+FILE_ONLY = "rlsys_file"
+"""A logger whose lines only go to the file of `log_to_file`: people have seen them in another form."""
 _HANDLER_NAME = "rlsys"
 _SHORTEST_SECRET = 8
 _SECRET_NAME = re.compile(
@@ -62,6 +66,34 @@ def setup_logging(
     root.addHandler(handler)
     for name in OUR_LOGGERS:
         logging.getLogger(name).setLevel(level)
+
+
+@contextmanager
+def log_to_file(path: Path) -> Iterator[None]:
+    """Append the log of this process to a file too, and what is logged to `FILE_ONLY`."""
+    handler = _QuietFileHandler(path, encoding="utf-8", errors="backslashreplace")
+    handler.setFormatter(_RedactingFormatter(_pattern("", None, timestamps=True)))
+    targets = [logging.getLogger(), logging.getLogger(FILE_ONLY)]
+    targets[1].propagate = False
+    targets[1].setLevel(logging.INFO)
+    for logger in targets:
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger in targets:
+            logger.removeHandler(handler)
+        with suppress(OSError):
+            handler.close()
+
+
+class _QuietFileHandler(logging.FileHandler):
+    """A log file whose loss, e.g. on a full disk, is reported once and never ends the run."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        for logger in (logging.getLogger(), logging.getLogger(FILE_ONLY)):
+            logger.removeHandler(self)
+        get_logger(__name__).warning("%s cannot be written: %s", self.baseFilename, sys.exception())
 
 
 @cache

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlsys.config.vocabulary import TRACKERS
+from rlsys.telemetry.log import FILE_ONLY, get_logger
 
 Generation = tuple[str, str, float]
 """(input, output, score) of one sampled response."""
@@ -73,9 +74,10 @@ class ConsoleTracker:
         core = [f"{_short(name)} {value:.3f}" for name, value in data.items() if _is_headline(name)]
         if not parts and not core:
             parts = [f"{name} {value:.4g}" for name, value in data.items() if _is_number(value)][:6]
-        for line in (parts, core):
-            if line:
-                print(f"step {step}: " + "  ".join(line), flush=True)
+        for line in filter(None, (parts, core)):
+            text = f"step {step}: " + "  ".join(line)
+            print(text, flush=True)
+            get_logger(FILE_ONLY).info(text)
 
     def log_generations(self, rows: Sequence[Generation], step: int) -> None:
         pass

@@ -39,10 +39,18 @@ def weights_of(out: Path, step: int) -> dict[str, Any]:
     return load_file(str(out / f"global_step_{step}" / "actor" / "model_world_size_1_rank_0.safetensors"))
 
 
-def test_a_run_leaves_metrics_checkpoint_timeline_and_rollouts(toy: Toy, tmp_path: Path) -> None:
+def test_a_run_leaves_metrics_checkpoint_timeline_and_rollouts(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     rollouts = f"trainer.rollout_data_dir={out}/rollouts"
     assert main(toy.overrides(out, LOCAL, rollouts, "trainer.test_freq=2")) == 0
+    printed, log = capsys.readouterr().out, (out / "train.log").read_text()
+    assert {"config.yaml", "starts.jsonl"} <= {path.name for path in out.iterdir()}
+    for line in printed[printed.index("rlsys: done in") :].splitlines():
+        assert line in log
+    assert f"  checkpoint  {out}/global_step_3\n" in printed
+    assert "step 2: reward" in log
     lines = metrics_of(out)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert {"actor/pg_loss", "actor/grad_norm", "critic/score/mean", "response_length/mean"} <= set(lines[0])

@@ -45,13 +45,20 @@ def run(toy: Toy, job: str, rows: Path, out: Path, num_steps: int) -> list[dict[
 
 
 @pytest.mark.parametrize("job", ["sft", "rm"])
-def test_a_resumed_run_is_the_uninterrupted_one(toy: Toy, job: str, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one(
+    toy: Toy, job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(map(json.dumps, ROWS[job])))
     whole = run(toy, job, rows, tmp_path / "whole", 4)
     assert whole[3]["val/loss"] < whole[1]["val/loss"]
     run(toy, job, rows, tmp_path / "cut", 2)
     assert run(toy, job, rows, tmp_path / "cut", 4) == whole
+    assert "already complete" not in capsys.readouterr().out
+    run(toy, job, rows, tmp_path / "cut", 4)
+    printed = capsys.readouterr().out
+    assert "This run is already complete (step 4 of 4)." in printed
+    assert "  train loss  " in printed
     ends = [tmp_path / name / "global_step_4" / "huggingface" / "model.safetensors" for name in ("whole", "cut")]
     first, second = (load_file(end) for end in ends)
     assert first.keys() == second.keys()

@@ -79,6 +79,8 @@ class TrainingConfig(RunConfig):
     """Resume from the latest checkpoint, never, or from resume_from_path."""
     resume_from_path: Annotated[t.LocalPath | None, ONLY_RESUME_PATH] = None
     """Folder global_step_N to resume from."""
+    resume_changed: t.Flag = False
+    """Resume a checkpoint although the model, algorithm or reward differs from that of the run that saved it."""
 
 
 class SupervisedRunConfig(TrainingConfig):
