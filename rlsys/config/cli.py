@@ -11,18 +11,11 @@ from rlsys.config.arguments import Arguments, parse_arguments
 from rlsys.config.load import Loaded, load
 from rlsys.config.plan import plan_text
 from rlsys.config.schema.base import Section
-from rlsys.config.schema.jobs import EvalConfig, PPOConfig, RMConfig, SFTConfig
 from rlsys.utils.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
 
 EXIT_CONFIG_ERROR = 2
-_PROGRAMS: dict[type[Section], str] = {
-    PPOConfig: "trainer.main_ppo",
-    SFTConfig: "trainer.main_sft",
-    RMConfig: "trainer.main_rm",
-    EvalConfig: "trainer.main_eval",
-}
 
 
 def main_config(argv: Sequence[str], schema: type[S], *, memory: Callable[[S], str] | None = None) -> S:
@@ -35,7 +28,7 @@ def main_config(argv: Sequence[str], schema: type[S], *, memory: Callable[[S], s
         if arguments.help:
             from rlsys.config.help import help_text
 
-            _print_and_exit(help_text(schema, _PROGRAMS[schema]))
+            _print_and_exit(help_text(schema))
         loaded = load(arguments, schema)
     except ConfigError as error:
         print(f"rlsys: {error}", file=sys.stderr)

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rlsys.config.compat.allocation import allocation_settings
 from rlsys.config.introspect import is_count, shown
 from rlsys.config.merge import Given
-from rlsys.config.pools import MODE, allocation_counts, is_external
+from rlsys.config.pools import is_external
 from rlsys.utils.errors import ConfigError
+
+MODE = "trainer.allocation_mode"
 
 
 def derived_counts(
@@ -41,7 +44,7 @@ def _from_allocation(values: Mapping[str, Any], given: Mapping[str, Given]) -> t
     if not isinstance(text, str) or not is_count(nnodes):
         return {}, []
     try:
-        counts = allocation_counts(text, nnodes)
+        counts = allocation_settings(text, nnodes)
     except ConfigError as error:
         return {}, [f"{MODE}: {error}"]
     problems = [

@@ -13,7 +13,7 @@ import sys
 import textwrap
 from functools import cache
 
-from rlsys.config.introspect import allowed, default_of, leaves, sections, shown
+from rlsys.config.introspect import allowed, default_of, job_name, leaves, sections, shown
 from rlsys.config.presets import preset_names, presets_folder
 from rlsys.config.schema.base import Section
 
@@ -33,9 +33,12 @@ Settings, any number; the last one of a key wins
 """
 
 
-def help_text(schema: type[Section], program: str) -> str:
+def help_text(schema: type[Section]) -> str:
     """The help of a job."""
-    parts = [f"{inspect.getdoc(schema)}\n\npython -m {program} [options] [key=value ...]\n", _OPTIONS]
+    parts = [
+        f"{inspect.getdoc(schema)}\n\npython -m trainer.main_{job_name(schema)} [options] [key=value ...]\n",
+        _OPTIONS,
+    ]
     parts.append(f"Presets in {presets_folder()}\n  {', '.join(preset_names())}\n")
     for path, section in sections(schema).items():
         own = [name for name in section.model_fields if (f"{path}.{name}" if path else name) in leaves(schema)]

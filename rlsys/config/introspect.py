@@ -31,6 +31,11 @@ _BOUNDS = {
 _SHOWN_CHARS = 80
 
 
+def job_name(schema: type[Section]) -> str:
+    """ppo, sft, rm or eval, for the schema of a job."""
+    return schema.__name__.removesuffix("Config").lower()
+
+
 @cache
 def sections(schema: type[Section]) -> dict[str, type[Section]]:
     """Every section by its path; the schema itself is the empty path."""

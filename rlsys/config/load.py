@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from rlsys.config.arguments import Arguments, parse_arguments
 from rlsys.config.checks.all import check
-from rlsys.config.checks.rules import unused_settings
+from rlsys.config.checks.rules import unknown_names, unused_settings
 from rlsys.config.derive import derived_counts, fill_auto
 from rlsys.config.introspect import allowed, choices, default_of, leaves, nest, shown
 from rlsys.config.merge import Layers
@@ -61,9 +61,11 @@ def load(arguments: Arguments, schema: type[S]) -> Loaded[S]:
     values, more = _values(layers)
     config, wrong = _validated(values, layers, schema)
     problems += more + wrong
+    names = unknown_names(values, schema)
     if config is None or problems:
-        raise ConfigError(_listed(problems))
+        raise ConfigError(_listed([*problems, *names]))
     problems, notes = check(config)
+    problems = [*names, *problems]
     if problems:
         raise ConfigError(_listed(problems))
     notes = [*layers.notes(), *notes, *unused_settings(config, typed.given)]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlsys.config.checks.findings import ignored
-from rlsys.config.compat.reader import CompatTable, compat_table, prefixes
+from rlsys.config.compat.reader import compat_table, prefixes
 from rlsys.config.introspect import default_of, is_open, leaves, nearest, nest, plain, sections, shown
 from rlsys.config.overrides import Override
 from rlsys.config.schema.base import Section
@@ -67,7 +67,7 @@ class Layers:
         for path in [path for path, value in values.items() if isinstance(value, str) and value == "???"]:
             self.problems.append(f"{path} = ???: it must be set; set {path}=<value>")
             self.unresolved.add(path)
-        self._resolve_references(values, [path for path, value in values.items() if _refers(value)])
+        self._resolve_references(values, [path for path, value in values.items() if "${" in json.dumps(value)])
         return values
 
     def _resolve_references(self, values: dict[str, Any], paths: list[str]) -> None:
@@ -75,7 +75,7 @@ class Layers:
         from omegaconf.errors import OmegaConfBaseException
 
         for path in paths:
-            values[path] = _canonical_inside(values[path], self._compat)
+            values[path] = json.loads(self._compat.canonical_references(json.dumps(values[path])))
             try:
                 OmegaConf.create([values[path]])
             except OmegaConfBaseException as error:
@@ -133,9 +133,13 @@ class Layers:
 
     def _set_leaf(self, key: str, path: str, given: Given) -> None:
         field = self._leaves[key]
-        if reason := _unsupported(given.value):
-            self.problems.append(f"{given.spelling} ({given.origin}): {reason}")
-        elif isinstance(given.value, dict) and not is_open(field):
+        try:
+            json.dumps(given.value)
+        except TypeError:
+            why = "a date or binary value cannot be a setting; put quotes around it"
+            self.problems.append(f"{given.spelling} ({given.origin}): {why}")
+            return
+        if isinstance(given.value, dict) and not is_open(field):
             why = "it is a single value, not a section"
             self.problems.append(f"{given.spelling} = {shown(given.value)} ({given.origin}): {why}")
         elif path == key and not isinstance(given.value, dict):
@@ -192,27 +196,6 @@ class Layers:
         return f"no such key; did you mean {' or '.join(near)}?" if near else "no such key; --help lists all keys"
 
 
-def _scalars(value: Any) -> Iterator[Any]:
-    """The values inside of lists and dicts, at any depth."""
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _scalars(item)
-    else:
-        yield value
-
-
-def _refers(value: Any) -> bool:
-    return any(isinstance(item, str) and "${" in item for item in _scalars(value))
-
-
-def _canonical_inside(value: Any, compat: CompatTable) -> Any:
-    if isinstance(value, list):
-        return [_canonical_inside(item, compat) for item in value]
-    if isinstance(value, dict):
-        return {key: _canonical_inside(item, compat) for key, item in value.items()}
-    return compat.canonical_references(value) if isinstance(value, str) else value
-
-
 def _reason(error: Exception) -> str:
     from omegaconf.errors import GrammarParseError
 
@@ -222,14 +205,6 @@ def _reason(error: Exception) -> str:
     if isinstance(error, GrammarParseError):
         return "the ${...} in it cannot be parsed; a reference is ${other.key}"
     return text
-
-
-def _unsupported(value: Any) -> str:
-    """Why a value from a file cannot be a setting; empty if it can."""
-    for item in _scalars(value):
-        if item is not None and not isinstance(item, bool | int | float | str):
-            return f"a {type(item).__name__} cannot be a setting; put quotes around it"
-    return ""
 
 
 def _merge(base: dict[str, Any], over: Any) -> Any:

@@ -8,16 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.config.arguments import Arguments
+from rlsys.config.introspect import job_name
 from rlsys.config.schema.base import Section
 from rlsys.utils.errors import ConfigError
 
 QUICKSTART_WHY = "no model was set, so the small start model learns arithmetic (to use yours set {key}=<folder>)"
-_DEFAULT_NAMES = {
-    "PPOConfig": "ppo_trainer",
-    "SFTConfig": "sft_trainer",
-    "RMConfig": "rm_trainer",
-    "EvalConfig": "eval",
-}
 _MAX_FILE_BYTES = 1 << 20
 
 
@@ -55,9 +50,10 @@ def default_preset(arguments: Arguments, schema: type[Section], *, has_model: bo
             raise ConfigError(f"--config-path={arguments.config_path}: folder not found")
         folders = (folder, presets_folder())
     is_asked = arguments.config_name is not None or arguments.config_path is not None
-    if schema.__name__ == "PPOConfig" and not is_asked and not has_model:
+    job = job_name(schema)
+    if job == "ppo" and not is_asked and not has_model:
         return Preset("quickstart", folders, QUICKSTART_WHY.format(key=model_key(schema)))
-    return Preset(arguments.config_name or _DEFAULT_NAMES[schema.__name__], folders)
+    return Preset(arguments.config_name or ("eval" if job == "eval" else f"{job}_trainer"), folders)
 
 
 def read_preset(preset: Preset, _seen: tuple[str, ...] = ()) -> list[tuple[str, dict[str, Any]]]:
@@ -110,18 +106,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{path}: the file is larger than {_MAX_FILE_BYTES} bytes")
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{line}: not YAML: {getattr(error, 'problem', None) or error}") from None
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text at byte {error.start}") from None
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, OSError, RecursionError) as error:
         key = getattr(error, "full_key", None)
         raise ConfigError(f"{path}: {f'{key}: ' if key else ''}{str(error).splitlines()[0]}") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror or 'not a mapping of keys to values'}") from None
-    except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: holds a {type(tree).__name__}; it must hold keys and values")
     return {str(key): value for key, value in tree.items()}

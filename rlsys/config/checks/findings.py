@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
+from collections.abc import Iterable
 
 from rlsys.config.introspect import shown, value_at
 from rlsys.config.schema.base import Section
@@ -29,11 +28,3 @@ def note(cfg: Section, key: str, why: str) -> Note:
 def ignored(keys: Iterable[str], why: str) -> Note:
     """One line for all settings that are ignored for the same reason."""
     return Note(f"ignored: {', '.join(dict.fromkeys(keys))} ({why})")
-
-
-def unknown_name(cfg: Section, key: str, known: Sequence[str]) -> str:
-    """A problem: the name is not one of `known`, to which a module named in external_lib may add."""
-    near = get_close_matches(value_at(cfg, key).replace("-", "_"), known, n=1)
-    hint = f"set {key}={near[0]}; " if near else ""
-    own = "register your own in a module named in actor_rollout_ref.model.external_lib"
-    return wrong(cfg, key, f"unknown name; {hint}choose from {', '.join(known)}, or {own}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlsys.config.checks.findings import note, unknown_name, wrong
-from rlsys.config.engines import ENGINE_SETTINGS, rollout_backend, rollout_backends
+from rlsys.config.checks.findings import note, wrong
+from rlsys.config.engines import ENGINE_SETTINGS, rollout_backend
 from rlsys.config.introspect import leaves
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig
 
@@ -13,11 +13,8 @@ KEY = "actor_rollout_ref.rollout"
 
 
 def check_rollout(cfg: PPOConfig | EvalConfig, ranks: int) -> Iterator[str]:
-    """Whether the engine is known and on `ranks` processes supports its settings; notes on settings that it ignores."""
+    """Whether the engine on `ranks` processes supports its settings, and notes on settings that it ignores."""
     name = cfg.actor_rollout_ref.rollout.name
-    known = [backend.name for backend in rollout_backends() if isinstance(cfg, PPOConfig) or not backend.is_external]
-    if name not in known and not cfg.actor_rollout_ref.model.external_lib:
-        yield unknown_name(cfg, f"{KEY}.name", known)
     yield from _replicas(cfg, name, ranks)
     yield from _aligned(cfg, name)
     yield from _idle(cfg, name)

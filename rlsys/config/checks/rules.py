@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any
 
-from rlsys.config.checks.findings import Note, ignored, unknown_name, wrong
+from rlsys.config.checks.findings import Note, ignored, wrong
 from rlsys.config.introspect import absolute, leaves, rules, shown, value_at
 from rlsys.config.schema.base import ActiveIf, Condition, Registered, Requires, Section
 
 
 def check_rules(cfg: Section) -> Iterator[str]:
-    """Keys whose `Requires` or `Registered` rule is broken."""
+    """Keys whose `Requires` rule is broken."""
     for key, parent, rule in rules(type(cfg)):
         if isinstance(rule, Requires):
             other, value = absolute(rule.key, parent), value_at(cfg, key)
@@ -19,10 +21,20 @@ def check_rules(cfg: Section) -> Iterator[str]:
             if is_given and not _holds(cfg, rule, parent):
                 fix = rule.fix or f"set {other}={shown(rule.values[0]) if rule.values else rule.to}"
                 yield wrong(cfg, key, f"{rule.why}; {fix}")
-        elif isinstance(rule, Registered):
-            libraries = [path for path in leaves(type(cfg)) if path.endswith("model.external_lib")]
-            if value_at(cfg, key) not in rule.names and not any(value_at(cfg, path) for path in libraries):
-                yield unknown_name(cfg, key, rule.names)
+
+
+def unknown_names(values: Mapping[str, Any], schema: type[Section]) -> list[str]:
+    """Values, by key, that are not in the key's registry, unless a module named in external_lib may add them."""
+    if any(value for key, value in values.items() if key.endswith("model.external_lib")):
+        return []
+    own = "register your own in a module named in actor_rollout_ref.model.external_lib"
+    problems = []
+    for key, _, rule in rules(schema):
+        if isinstance(rule, Registered) and isinstance(name := values[key], str) and name not in rule.names:
+            near = get_close_matches(name.replace("-", "_"), rule.names, n=1)
+            hint = f"set {key}={near[0]}; " if near else ""
+            problems.append(f"{key} = {shown(name)}: unknown name; {hint}choose from {', '.join(rule.names)}, or {own}")
+    return problems
 
 
 def unused_settings(cfg: Section, given: Collection[str]) -> Iterator[Note]:

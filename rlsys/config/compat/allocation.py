@@ -1,188 +1,124 @@
-"""AReaL's allocation grammar: the processes of each engine, e.g. `hf:d2+fsdp:d2` or `hf[r]:d4|fsdp[a]:d4`.
+"""AReaL's allocation_mode: the processes of the engine that generates and of the one that trains.
 
-`+` separates engines with their own processes, `|` (which binds tighter) engines that share processes; dimensions are
-d(ata), t(ensor), p(ipeline), c(ontext) and e(xpert). This only parses; rlsys/config/pools.py checks what is supported.
+`vllm:d2t2+fsdp:d4` gives each its own processes, `vllm:d2t2|fsdp:d4` shares them. Sizes are d(ata), t(ensor),
+p(ipeline), c(ontext) and e(xpert), which needs no processes of its own. A part without an engine trains. Names,
+`vllm[rollout]:d2`, are allowed and not used.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from rlsys.config.engines import rollout_backends
 from rlsys.utils.errors import ConfigError
 
-_ENGINES = {backend.name: backend.dims for backend in rollout_backends() if not backend.is_external}
-TRAINING = ("fsdp", "megatron", "archon")
-_DIMS = {**_ENGINES, "fsdp": "dtc", "megatron": "dtpce", "archon": "dtpce"}
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_TRAINING = {"fsdp": "dtc", "megatron": "dtpce"}
 _NAMES = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
-_PART = re.compile(r"(?P<backend>[A-Za-z_]\w*)?(\[(?P<name>[^\]]*)\])?(?P<colon>:)?(?P<dims>.*)", re.DOTALL)
-
-
-@dataclass(frozen=True)
-class Dims:
-    """Parallel sizes; `world` is the number of processes. Expert parallelism needs no additional processes."""
-
-    d: int = 1
-    t: int = 1
-    p: int = 1
-    c: int = 1
-    e: int = 1
-
-    @property
-    def world(self) -> int:
-        return self.d * self.t * self.p * self.c
-
-    def __str__(self) -> str:
-        sizes = [(letter, getattr(self, letter)) for letter in "dtpce"]
-        return "".join(f"{letter}{size}" for letter, size in sizes if size > 1) or "d1"
+_PART = re.compile(r"((?P<engine>[A-Za-z_]\w*)?(\[\w*\])?[:.])?(?P<sizes>\(attn:(\w+)\|ffn:(\w+)\)|\w*)")
+_MEGATRON_SIZES = {
+    "t": "tensor_model_parallel_size",
+    "p": "pipeline_model_parallel_size",
+    "c": "context_parallel_size",
+}
 
 
 @dataclass(frozen=True)
 class Part:
-    """One engine. `ffn` holds the sizes of expert layers if they differ (t is then their tensor size)."""
+    """One engine and its sizes; `ffn` holds those of expert layers if they differ."""
 
-    backend: str
-    name: str
-    dims: Dims
-    ffn: Dims | None = None
-
-    @property
-    def world(self) -> int:
-        return self.dims.world
-
-    @property
-    def trains(self) -> bool:
-        return self.backend in TRAINING
-
-    def __str__(self) -> str:
-        sizes = str(self.dims) if self.ffn is None else f"(attn:{self.dims}|ffn:{self.ffn})"
-        return f"{self.backend}{f'[{self.name}]' if self.name else ''}:{sizes}"
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """Groups of parts: the parts of one group share its processes."""
-
-    groups: tuple[tuple[Part, ...], ...]
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return tuple(part for group in self.groups for part in group)
+    text: str
+    engine: str
+    sizes: dict[str, int]
+    ffn: dict[str, int] | None = None
 
     @property
     def world(self) -> int:
-        return sum(group[0].world for group in self.groups)
-
-    def __str__(self) -> str:
-        return "+".join("|".join(str(part) for part in group) for group in self.groups)
+        """The number of processes."""
+        return math.prod(size for letter, size in self.sizes.items() if letter != "e")
 
 
-def parse_allocation(text: str) -> Allocation:
-    """Parse an allocation; ConfigError names the wrong part and the right form."""
-    squeezed = re.sub(r"\s+", "", text)
-    if not squeezed:
-        raise ConfigError("empty; an allocation is e.g. hf:d2+fsdp:d2")
-    allocation = Allocation(
-        tuple(tuple(_part(part, text) for part in _split(group, "|")) for group in _split(squeezed, "+"))
-    )
-    _check_names(allocation, text)
-    for group in allocation.groups:
-        sizes = {part.world for part in group}
-        if len(sizes) > 1:
-            each = " and ".join(f"{part} has {part.world}" for part in group)
-            raise ConfigError(f"'{text}': engines joined by | share processes, so they need equal numbers, but {each}")
-    return allocation
+def allocation_settings(text: str, nnodes: int) -> dict[str, Any]:
+    """The keys that an allocation sets: training processes per node, rollout workers, engine and parallel sizes.
+
+    ConfigError names the wrong part and the right form.
+    """
+    parts = [_part(part) for part in re.split(r"[+|](?![^(]*\))", re.sub(r"\s+", "", text))]
+    train = [part for part in parts if part.engine in _TRAINING]
+    generate = [part for part in parts if part.engine not in _TRAINING]
+    if len(train) != 1 or len(generate) != 1:
+        raise ConfigError(f"'{text}': set one engine that generates and one that trains, e.g. hf:d2+fsdp:d2")
+    trains, generates = train[0], generate[0]
+    is_shared = "|" in re.sub(r"\(.*\)", "", text)
+    if is_shared and trains.world != generates.world:
+        each = f"{generates.text} has {generates.world} and {trains.text} has {trains.world}"
+        raise ConfigError(f"'{text}': engines joined by | share processes, so they need equal numbers, but {each}")
+    if trains.world % nnodes:
+        raise ConfigError(f"'{trains.text}': {trains.world} processes do not divide evenly over {nnodes} nodes")
+    return {
+        "trainer.n_gpus_per_node": trains.world // nnodes,
+        "trainer.rollout_workers": 0 if is_shared else generates.world,
+        **_rollout_settings(generates),
+        **_training_settings(trains),
+    }
 
 
-def _split(text: str, separator: str) -> list[str]:
-    """Split at a separator that is outside parentheses."""
-    parts, depth, start = [], 0, 0
-    for at, char in enumerate(text):
-        depth += {"(": 1, ")": -1}.get(char, 0)
-        if char == separator and depth == 0:
-            parts.append(text[start:at])
-            start = at + 1
-    return [*parts, text[start:]]
-
-
-def _part(text: str, whole: str) -> Part:
+def _part(text: str) -> Part:
     match = _PART.fullmatch(text)
-    if match is None or not match["backend"] or not match["colon"]:
-        raise ConfigError(_unreadable(text, whole))
-    backend, name, dims = match["backend"], match["name"], match["dims"]
-    if backend not in _DIMS:
-        raise ConfigError(f"'{whole}': unknown engine '{backend}'; choose from {', '.join(_DIMS)}")
-    if name is not None and not re.fullmatch(r"[A-Za-z_]\w*", name):
-        raise ConfigError(f"'{whole}': '{name}' is not a valid name; use e.g. {backend}[actor]:d2")
-    if dims.startswith("("):
-        return _hybrid(backend, name or "", dims, whole)
-    part = Part(backend, name or "", _dims(backend, dims, whole, _DIMS[backend]))
-    stage = part.world // part.dims.p
-    if stage % part.dims.e:
-        raise ConfigError(f"'{whole}': e{part.dims.e} does not divide the {stage} ranks of a pipeline stage")
+    if match is None:
+        raise ConfigError(f"'{text}' cannot be parsed; use engine:sizes, e.g. fsdp:d2 or hf:d4")
+    letters = _TRAINING | {backend.name: backend.dims for backend in rollout_backends() if not backend.is_external}
+    both, attn, ffn = match["sizes"], match[5], match[6]
+    engine = match["engine"] or ("megatron" if re.search(r"[pe](?!1(?!\d))", both) else "fsdp")
+    if engine not in letters:
+        raise ConfigError(f"'{text}': unknown engine '{engine}'; choose from {', '.join(letters)}")
+    if attn is None:
+        return Part(text, engine, _sizes(text, engine, both, letters[engine]))
+    if engine != "megatron":
+        raise ConfigError(f"'{text}': only megatron has separate sizes, e.g. megatron:(attn:d4t2|ffn:d2t2e2)")
+    part = Part(text, engine, _sizes(text, engine, attn, "dtpc"), _sizes(text, engine, ffn, "dtpe"))
+    experts = {"p": part.sizes.get("p", 1), "d": 1, **(part.ffn or {})}
+    if experts["p"] != part.sizes.get("p", 1) or part.world % math.prod(experts.values()):
+        raise ConfigError(f"'{text}': attn has {part.world} processes, which the sizes of ffn do not divide")
     return part
 
 
-def _unreadable(text: str, whole: str) -> str:
-    legacy = re.fullmatch(r"([a-z]+)\.([dtpce\d]+)", text)
-    if legacy:
-        return f"'{whole}': '{text}' is the old form; use {legacy[1]}:{legacy[2]}"
-    if re.fullmatch(r"(\[\w*\]:?)?[dtpce\d]*", text):
-        return f"'{whole}': '{text or 'nothing'}' has no engine; use e.g. fsdp:{text.rpartition(':')[2] or 'd2'}"
-    return f"'{whole}': '{text}' cannot be parsed; use engine:sizes, e.g. fsdp:d2 or hf[rollout]:d4"
+def _sizes(text: str, engine: str, sizes: str, letters: str) -> dict[str, int]:
+    takes = ", ".join(f"{letter} ({_NAMES[letter]})" for letter in letters)
+    pairs = re.findall(r"([a-z])([1-9][0-9]{0,6})", sizes)
+    if not pairs or "".join(letter + size for letter, size in pairs) != sizes:
+        raise ConfigError(f"'{text}': {engine} takes letters with sizes of at least 1, e.g. d2; it has {takes}")
+    for letter, size in pairs:
+        if letter not in letters and (letter not in _NAMES or size != "1"):
+            raise ConfigError(f"'{text}': {engine} has no {_NAMES.get(letter, letter)} parallelism; it has {takes}")
+    if len(pairs) != len(dict(pairs)):
+        raise ConfigError(f"'{text}': a size is given twice; give it once")
+    return {letter: int(size) for letter, size in pairs}
 
 
-def _dims(backend: str, text: str, whole: str, letters: str) -> Dims:
-    sizes: dict[str, int] = {}
-    for letter, digits in re.findall(r"([a-z])([^a-z]*)", text):
-        if letter not in _NAMES:
-            raise ConfigError(f"'{whole}': '{letter}' is not a dimension; choose from {_listed(letters)}")
-        if letter not in letters:
-            raise ConfigError(f"'{whole}': {backend} has no {_NAMES[letter]} parallelism; it takes {_listed(letters)}")
-        if letter in sizes:
-            raise ConfigError(f"'{whole}': {letter} is given twice in {backend}:{text}; give it once")
-        if not re.fullmatch(r"[1-9][0-9]{0,6}", digits):
-            raise ConfigError(f"'{whole}': the size of '{letter}' in {backend}:{text} must be an integer of at least 1")
-        sizes[letter] = int(digits)
-    if not sizes or not text[:1].isalpha():
-        raise ConfigError(f"'{whole}': {backend} needs sizes, e.g. {backend}:d2; it takes {_listed(letters)}")
-    return Dims(**sizes)
+def _rollout_settings(part: Part) -> dict[str, Any]:
+    if part.engine == "hf":
+        return {}
+    if part.sizes.get("p", 1) > 1:
+        raise ConfigError(f"'{part.text}': pipeline parallelism is not supported in {part.engine}; use only d and t")
+    return {f"{_ROLLOUT}.name": part.engine, f"{_ROLLOUT}.tensor_model_parallel_size": part.sizes.get("t", 1)}
 
 
-def _hybrid(backend: str, name: str, text: str, whole: str) -> Part:
-    match = re.fullmatch(r"\(attn:([^|()]*)\|ffn:([^|()]*)\)", text)
-    if match is None or backend != "megatron":
-        raise ConfigError(
-            f"'{whole}': separate sizes of attention and experts have the form megatron:(attn:d4t2|ffn:d2t2e2)"
-        )
-    attn = _dims(backend, match[1], whole, "dtpc")
-    ffn = _dims(backend, match[2], whole, "dtpe")
-    pipeline = ffn.p if "p" in match[2] else attn.p
-    if pipeline != attn.p:
-        raise ConfigError(f"'{whole}': attn has p{attn.p} but ffn has p{pipeline}; they must be equal")
-    shared = ffn.t * ffn.e * pipeline
-    data = ffn.d if "d" in match[2] else max(attn.world // shared, 1)
-    if data * shared != attn.world:
-        raise ConfigError(
-            f"'{whole}': attn:{match[1]} has {attn.world} processes and ffn:{match[2]} has {data * shared}; "
-            "they must be equal"
-        )
-    return Part(backend, name, attn, Dims(d=data, t=ffn.t, p=pipeline, e=ffn.e))
-
-
-def _check_names(allocation: Allocation, text: str) -> None:
-    parts = allocation.parts
-    names = [part.name for part in parts]
-    shared = any(len(group) > 1 for group in allocation.groups)
-    if "" in names and (len(parts) > 2 or shared):
-        why = "engines that share processes" if shared else "three or more engines"
-        part = parts[names.index("")]
-        raise ConfigError(f"'{text}': {why} need names; use e.g. {part.backend}[actor]:{part.dims}")
-    doubled = sorted({name for name in names if name and names.count(name) > 1})
-    if doubled:
-        raise ConfigError(f"'{text}': the name {doubled[0]} is used twice; names must differ")
-
-
-def _listed(letters: str) -> str:
-    return ", ".join(f"{letter} ({_NAMES[letter]})" for letter in letters)
+def _training_settings(part: Part) -> dict[str, Any]:
+    sizes = part.sizes
+    if part.engine == "fsdp":
+        if sizes.get("t", 1) > 1:
+            raise ConfigError(f"'{part.text}': tensor parallelism is not supported in fsdp; set fsdp:d{part.world}")
+        return {f"{_ACTOR}.ulysses_sequence_parallel_size": sizes.get("c", 1)}
+    experts = (part.ffn or sizes).get("e", 1)
+    if part.world // sizes.get("p", 1) % experts:
+        raise ConfigError(f"'{part.text}': e{experts} does not divide the ranks of a pipeline stage")
+    return {
+        f"{_ACTOR}.strategy": "megatron",
+        **{f"{_ACTOR}.megatron.{name}": sizes.get(letter, 1) for letter, name in _MEGATRON_SIZES.items()},
+        f"{_ACTOR}.megatron.expert_model_parallel_size": experts,
+        **({f"{_ACTOR}.megatron.expert_tensor_parallel_size": part.ffn.get("t", 1)} if part.ffn else {}),
+    }

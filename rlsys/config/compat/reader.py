@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rlsys.config.introspect import job_name
 from rlsys.config.schema.base import Section
 
 FILES = ("verl.yaml", "areal.yaml", "rlinf.yaml")
@@ -75,7 +76,7 @@ class CompatTable:
 @cache
 def compat_table(schema: type[Section]) -> CompatTable:
     """The table of a job, from all files."""
-    table, job = CompatTable(), schema.__name__.removesuffix("Config").lower()
+    table, job = CompatTable(), job_name(schema)
     for block in (block for name in FILES for block in read_blocks(name)):
         sections = block["under"].get(job, []) if "under" in block else [""] if job in block["jobs"] else []
         for section in sections:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from rlsys.config.engines import rollout_backends
 from rlsys.config.schema import types as t
 from rlsys.config.schema.actor import ActorRolloutRefConfig, CriticConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, GradingConfig, RewardConfig
-from rlsys.config.schema.base import IF_CRITIC, Section, resolve_links_from, section
+from rlsys.config.schema.base import IF_CRITIC, Registered, Section, resolve_links_from, section
 from rlsys.config.schema.data import DataConfig, PromptsConfig, RMDataConfig, SFTDataConfig, SupervisedDataConfig
 from rlsys.config.schema.model import CheckpointConfig, OptimConfig, PolicyModelConfig, ServedModelConfig, ShardConfig
 from rlsys.config.schema.rollout import GenerationConfig, ValKwargsConfig
 from rlsys.config.schema.trainer import EvalRunConfig, RayKwargsConfig, SupervisedRunConfig, TrainerConfig
+
+IN_JOB_ENGINES = tuple(backend.name for backend in rollout_backends() if not backend.is_external)
 
 
 class PPOConfig(Section):
@@ -86,7 +89,7 @@ class RMConfig(SupervisedConfig):
 class EvalRolloutConfig(GenerationConfig):
     """Generation for evaluation."""
 
-    name: t.Text = "hf"
+    name: Annotated[t.Text, Registered(IN_JOB_ENGINES)] = "hf"
     """Engine: hf (transformers), sglang, vllm, or one you registered."""
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig)
 

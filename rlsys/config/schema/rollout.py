@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, Strict
 
+from rlsys.config.engines import rollout_backends
 from rlsys.config.schema import types as t
-from rlsys.config.schema.base import ActiveIf, Requires, Section, linked, open_dict, section
+from rlsys.config.schema.base import ActiveIf, Registered, Requires, Section, linked, open_dict, section
 from rlsys.config.schema.model import AnyDType
 
 Temperature = Annotated[float, Strict(), Field(ge=0, le=100)]
@@ -153,7 +154,7 @@ class RolloutConfig(GenerationConfig):
     free_cache_engine: t.Flag = True
     """Release the rollout's weights and KV cache on the GPU while other roles run. If the GPU has room for all of
     them, false saves the time of the moves."""
-    name: Engine = "hf"
+    name: Annotated[Engine, Registered(tuple(backend.name for backend in rollout_backends()))] = "hf"
     """Engine: hf (transformers), sglang, vllm, external servers (sglang_remote, vllm_remote), or one you registered."""
     temperature: Annotated[float, Strict(), Field(gt=0, le=100)] = 1.0
     """Sampling temperature; log-probs are taken at it too."""

@@ -129,7 +129,7 @@ class TrainerConfig(TrainingConfig):
     sync_freq: t.Count = 1
     """Push weights to the rollout every N steps."""
     allocation_mode: t.Text | None = None
-    """Processes in AReaL's grammar, e.g. hf:d2+fsdp:d2 (separate) or hf[r]:d2|fsdp[a]:d2 (shared)."""
+    """Processes in AReaL's grammar, e.g. hf:d2+fsdp:d2 (separate) or hf:d2|fsdp:d2 (shared)."""
     rollout_workers: t.CountOrZero = 0
     """Separate processes that only generate; 0 generates in the actor's processes."""
 

@@ -402,7 +402,7 @@ RUNS = [
         f"{R}.tensor_model_parallel_size",
         "divisor of 3",
     ),
-    bad("trainer.allocation_mode=hf:d2+archon:d2", "trainer.allocation_mode", "not supported", "fsdp:d2"),
+    bad("trainer.allocation_mode=hf:d2+archon:d2", "trainer.allocation_mode", "unknown engine 'archon'", "fsdp"),
     *(
         bad(["model_engine=megatron", "trainer.n_gpus_per_node=2", *argv], *says)
         for argv, says in [
@@ -421,7 +421,6 @@ RUNS = [
             ([f"{M}.lora_rank=8", f"{MEGATRON}.fp8=hybrid"], (f"{M}.lora_rank = 8", f"{MEGATRON}.fp8=null")),
         ]
     ),
-    bad("trainer.allocation_mode=hf:d2|fsdp:d2", "trainer.allocation_mode", "need names"),
     bad("trainer.allocation_mode=hf:d1+fsdp:d2t2", "trainer.allocation_mode", "fsdp:d4"),
     bad(
         ["trainer.allocation_mode=hf:d1+fsdp:d2", "trainer.n_gpus_per_node=1"],
@@ -583,8 +582,9 @@ def test_bytes_that_are_not_text_are_reported(folder: Path, capsys: pytest.Captu
 
 def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["data.sed=1", "trainer.nnodes=0", "data.truncation=no", f"{R}.dtype=int8", "data.train_files=a,b"]
-    text = message(argv, PPOConfig, capsys)
-    check_words(text, ("5 settings are wrong", "data.sed", "trainer.nnodes", "data.truncation", f"{R}.dtype", "comma"))
+    text = message([*argv, f"{R}.name=hff", "algorithm.adv_estimator=grpp"], PPOConfig, capsys)
+    keys = ("data.sed", "trainer.nnodes", "data.truncation", f"{R}.dtype", f"{R}.name", "algorithm.adv_estimator")
+    check_words(text, ("7 settings are wrong", *keys, "comma"))
 
 
 def test_a_wrong_value_is_reported_once_and_not_for_the_keys_that_follow_it(capsys: pytest.CaptureFixture[str]) -> None:
