@@ -24,7 +24,7 @@ Grade = Callable[[Mapping[str, Any], str, Mapping[str, Any]], Awaitable["Score"]
 
 
 class EpisodeEnd(Exception):
-    """The episode has used up a budget; `reason` is turns, length, context or tool."""
+    """A budget is used up; `reason` is turns, length, context or tool. A workflow may catch it and return a score."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"the episode has ended: {reason}")
@@ -113,6 +113,7 @@ class Session:
         self.tools: ToolRunner | None = None
         self.counts: Counter[str] = Counter()
         self.tool_s = self.tool_reward = 0.0
+        self.end = ""
         self._drawn: dict[str, Span] = {}
         self._given: dict[tuple[int, str], Span] = {}
         self._num_draws: Counter[int] = Counter()
@@ -150,7 +151,7 @@ class Session:
         """What a tool returns, as text for the model; errors and timeouts are texts too, and are counted."""
         call = ToolCall(tool, arguments) if isinstance(tool, str) else tool
         if self.tool_s >= self.settings.limits.max_tool_s:
-            raise EpisodeEnd("tool")
+            raise self._ended("tool")
         if self.tools is None or call.error:
             result = ToolResult(f"Error: {call.error or 'there are no tools'}", "error")
         else:
@@ -177,6 +178,21 @@ class Session:
         assert self.settings.grade is not None, "the job has no reward function"
         text = answer.text if isinstance(answer, Answer) else answer
         return await self.settings.grade(self.row, text, {"num_turns": self.trace.num_turns, **extra_info})
+
+    async def draw_ids(self, ids: Sequence[int], **sampling: Any) -> ModelResponse:
+        """The completion of token ids, for workflows that make their own; they may continue what was drawn before."""
+        drawn = [span for span in self.trace.spans if span.is_drawn and tuple(ids[: span.num_tokens]) == span.context]
+        parent = max(drawn, key=lambda span: span.num_tokens, default=None)
+        rest = tuple(ids[parent.num_tokens :] if parent else ids)
+        given = next((s for s in self.trace.spans if s.parent is parent and s.ids == rest and not s.is_drawn), None)
+        given = given or self.trace.give(rest, parent)
+        response = await self._sample(given, sampling)
+        self.trace.draw(given, response)
+        return response
+
+    def _ended(self, reason: str) -> EpisodeEnd:
+        self.end = reason
+        return EpisodeEnd(reason)
 
     # ---- tokens ------------------------------------------------------------------------------------------------
 
@@ -210,14 +226,14 @@ class Session:
     async def _sample(self, parent: Span, changes: Mapping[str, Any]) -> ModelResponse:
         limits = self.settings.limits
         if parent.next_turn >= limits.max_turns:
-            raise EpisodeEnd("turns")
+            raise self._ended("turns")
         path = parent.path
         num_prompt = next((s.parent.num_tokens for s in path if s.is_drawn and s.parent), parent.num_tokens)
         if num_prompt > limits.max_prompt_tokens:
-            raise EpisodeEnd("context")
+            raise self._ended("context")
         room = limits.max_response_tokens - (parent.num_tokens - num_prompt)
         if room < 1:
-            raise EpisodeEnd("length")
+            raise self._ended("length")
         ids, sampling = parent.context, replace(self.settings.sampling, **changes)
         most = min(sampling.max_new_tokens, limits.max_tokens_per_turn, room)
         seed = _seed(self.seed, self._num_draws[id(parent)], ids)

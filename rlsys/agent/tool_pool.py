@@ -89,7 +89,7 @@ class EpisodeTools:
         tools_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         check_names(tools)
-        self._pool, self._tools, self._environment = pool, {tool.name: tool for tool in tools}, environment
+        self._pool, self._tools, self.environment = pool, {tool.name: tool for tool in tools}, environment
         self._kwargs = tools_kwargs or {}
         self._objects: dict[str, ToolObject] = {}
         self._lock = asyncio.Lock()
@@ -106,8 +106,8 @@ class EpisodeTools:
             return ToolResult(f"Error: there is no tool {name!r}; the tools are: {names}", "error")
         if not tool.method:
             result = await self._pool.call(tool.target, "", arguments, is_async=tool.is_async)
-        elif self._environment is not None and self._environment.target == tool.target:
-            result = await self._environment.call(tool.method, arguments)
+        elif self.environment is not None and self.environment.target == tool.target:
+            result = await self.environment.call(tool.method, arguments)
         else:
             result = await (await self._object(tool)).call(tool.method, arguments)
         return _tool_result(result)
@@ -129,7 +129,7 @@ class EpisodeTools:
 
     async def close(self) -> None:
         """Release the objects of this episode."""
-        for made in [*self._objects.values(), *([self._environment] if self._environment else [])]:
+        for made in [*self._objects.values(), *([self.environment] if self.environment else [])]:
             await made.call("close")
 
 

@@ -38,4 +38,4 @@ class RandomEngine:
 def settings_for(engine: RandomEngine, template: ChatTemplate, **changes) -> SessionSettings:
     """Settings with wide budgets and temperature 1."""
     limits = changes.pop("limits", EpisodeLimits(100_000, 100_000))
-    return SessionSettings(engine.sample, template, SamplingParams(64), limits, **changes)
+    return SessionSettings(engine.sample, template, SamplingParams(512), limits, **changes)

@@ -1,0 +1,48 @@
+"""AReaL's workflow classes: `arun_episode(engine, data)` with token ids in and tensors out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from rlsys.agent.session import Session
+from rlsys.agent.trace import TraceRow
+from rlsys.types import ModelRequest, ModelResponse
+
+
+class SessionEngine:
+    """The engine that a workflow is given: token ids are drawn within the episode's session."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    async def agenerate(self, req: ModelRequest) -> ModelResponse:
+        """Complete a request; its sampling parameters take the place of the job's, but for the seed."""
+        params = req.gconfig
+        changes = {name: getattr(params, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k")}
+        return await self._session.draw_ids(req.input_ids, **changes)
+
+
+async def run_areal_episode(workflow: Any, row: Mapping[str, Any], session: Session) -> list[TraceRow] | None:
+    """The rows of one `arun_episode`; None where it rejects the row. Its `data` also has `messages` and `answer`.
+
+    Of the tensors `input_ids` (n, T), `rewards` (n,) and `attention_mask` are used; masks, log-probs and versions are
+    those of the draws. ValueError for a row that the engine did not draw like this.
+    """
+    truth = (row.get("reward_model") or {}).get("ground_truth")
+    tensors = await workflow.arun_episode(SessionEngine(session), {"messages": row["prompt"], "answer": truth, **row})
+    if tensors is None:
+        return None
+    ids, rewards = tensors["input_ids"], tensors["rewards"].flatten().tolist()
+    masks = tensors["attention_mask"].bool() if "attention_mask" in tensors else ids >= 0
+    by_ids = {drawn.prompt_ids + drawn.response_ids: drawn for drawn in session.trace.rows()}
+    rows = []
+    for number, (tokens, mask, reward) in enumerate(zip(ids, masks, rewards, strict=True)):
+        drawn = by_ids.get(tuple(tokens[mask].tolist()))
+        if drawn is None:
+            raise ValueError(
+                f"row {number} of arun_episode has other tokens than a prompt and what was drawn behind it"
+            )
+        rows.append(replace(drawn, rewards=(*drawn.rewards[:-1], reward)))
+    return rows

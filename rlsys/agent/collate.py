@@ -1,0 +1,95 @@
+"""Episodes as a batch to train on: one row for each, in verl's columns.
+
+B episodes, P prompt columns (padded left), R response columns (padded right).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlsys.agent.runner import EpisodeResult
+from rlsys.agent.trace import TraceRow
+from rlsys.data.collate import pad_left, pad_right, position_ids
+from rlsys.protocol import DataProto, object_array
+from rlsys.types import Finish
+
+COLUMNS = {"log_probs": "rollout_log_probs", "sampled_log_probs": "rollout_sampled_log_probs"}
+
+
+def collate_episodes(
+    results: Sequence[EpisodeResult],
+    prompts: DataProto,
+    *,
+    pad_token_id: int,
+    prompt_length: int,
+    response_length: int,
+) -> DataProto:
+    """The rows that `generate_sequences` and a reward manager give, and `turn_ids` (B, R), -1 on given tokens.
+
+    Row i belongs to row i of `prompts`, whose columns it keeps. Of an episode with branches the row with most drawn
+    tokens is trained. An episode without rows gets one that counts nothing (mask 0) in a group of its own.
+    """
+    rows = [chosen_row(result) or _empty_row(pad_token_id) for result in results]
+    prompt_ids = pad_left([row.prompt_ids for row in rows], value=pad_token_id, length=prompt_length)
+    prompt_mask = pad_left([[1] * len(row.prompt_ids) for row in rows], value=0, length=prompt_length)
+    responses = pad_right([row.response_ids for row in rows], value=pad_token_id, length=response_length)
+    attention = torch.cat([prompt_mask, _filled([[1] * len(row.mask) for row in rows], response_length, 0)], -1)
+    tensors = {
+        "prompts": prompt_ids,
+        "responses": responses,
+        "input_ids": torch.cat([prompt_ids, responses], -1),
+        "attention_mask": attention,
+        "position_ids": position_ids(attention),
+        "response_mask": _filled([row.mask for row in rows], response_length, 0),
+        "weight_versions": _filled([row.versions for row in rows], response_length, -1),
+        "turn_ids": _filled([row.turn_ids for row in rows], response_length, -1),
+        "token_level_scores": _filled([row.rewards for row in rows], response_length, 0.0),
+        **{COLUMNS[name]: _filled([getattr(row, name) for row in rows], response_length, 0.0) for name in COLUMNS},
+    }
+    uids = prompts.non_tensor_batch["uid"]
+    columns: dict[str, Any] = {
+        **prompts.non_tensor_batch,
+        "uid": object_array(
+            [uid if result.rows else f"{uid}/{n}" for n, (uid, result) in enumerate(zip(uids, results))]
+        ),
+        "finish_reason": object_array([row.finish.value for row in rows]),
+        "episode_end": object_array([result.end for result in results]),
+        "__num_turns__": object_array([result.num_turns for result in results]),
+    }
+    extra = _extra_columns([result.extra for result in results])
+    columns |= extra
+    meta = {**prompts.meta_info, "reward_extra_keys": sorted(extra)}
+    return DataProto.from_dict(tensors, columns, meta)
+
+
+def chosen_row(result: EpisodeResult) -> TraceRow | None:
+    """The row with most drawn tokens, the first of several; None for an episode without rows."""
+    return max(result.rows, key=lambda row: sum(row.mask), default=None)
+
+
+def _empty_row(pad_token_id: int) -> TraceRow:
+    one = (0.0,)
+    return TraceRow((pad_token_id,), (pad_token_id,), (0,), one, one, (-1,), (-1,), one, 0.0, Finish.ABORT)
+
+
+def _filled(rows: Sequence[Sequence[float]], length: int, value: float) -> Tensor:
+    dtype = torch.float32 if isinstance(value, float) else torch.int64
+    filled = torch.full((len(rows), length), value, dtype=dtype)
+    for number, row in enumerate(rows):
+        filled[number, : len(row)] = torch.tensor(row, dtype=dtype)
+    return filled
+
+
+def _extra_columns(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A column for every extra value that all episodes have as a number."""
+    names = dict.fromkeys(name for extra in extras for name in extra)
+    values = {name: [extra.get(name, 0.0) for extra in extras] for name in names}
+    return {
+        name: object_array([float(v) for v in column])
+        for name, column in values.items()
+        if all(isinstance(v, bool | int | float) for v in column)
+    }

@@ -1,0 +1,147 @@
+"""Workflows: what an episode does with a row, as `async def run(row, session) -> float | Score | None`.
+
+A workflow is such a function, a class with such a method, an environment class (TRL's convention), or an AReaL class
+with `arun_episode(engine, data)`. None rejects the episode: it is counted and not trained on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlsys.agent.areal import run_areal_episode
+from rlsys.agent.session import Answer, EpisodeEnd, Score, Session
+from rlsys.agent.tool_pool import EpisodeTools
+from rlsys.agent.tool_process import CREATE
+from rlsys.agent.tools import Tool, load_target, target_of, tool_of, tools_of_class
+from rlsys.agent.trace import TraceRow
+from rlsys.utils.errors import ConfigError
+
+Row = Mapping[str, Any]
+Outcome = float | Score | Sequence[TraceRow] | None
+Run = Callable[[Row, Session], Awaitable[Outcome]]
+
+
+@dataclass(frozen=True)
+class Workflow:
+    """How episodes run, the tools that they bring and the environment class whose methods are tools, if any."""
+
+    run: Run
+    tools: Sequence[Tool] = ()
+    environment: str | None = None
+
+
+class RLVRWorkflow:
+    """One answer to each prompt, graded by the job's reward function."""
+
+    async def run(self, row: Row, session: Session) -> Score:
+        session.add(*row["prompt"])
+        return await session.grade(await session.draw())
+
+
+class MultiTurnWorkflow:
+    """Answers until one is right, at most `max_turns`; each further turn multiplies the reward by `turn_discount`."""
+
+    def __init__(
+        self,
+        max_turns: int = 3,
+        turn_discount: float = 0.9,
+        feedback: str = "Your answer is wrong. Please check it and try again.",
+    ) -> None:
+        self.max_turns, self.turn_discount, self.feedback = max_turns, turn_discount, feedback
+
+    async def run(self, row: Row, session: Session) -> Score:
+        session.add(*row["prompt"])
+        discount, score = 1.0, Score(0.0)
+        for _ in range(self.max_turns):
+            try:
+                score = await session.grade(await session.draw())
+            except EpisodeEnd:
+                break
+            if score.reward > 0:
+                break
+            discount *= self.turn_discount
+            session.add(self.feedback)
+        return replace(score, reward=score.reward * discount)
+
+
+class ToolWorkflow:
+    """The model calls tools until it answers without a call; that answer is graded."""
+
+    def __init__(self, tools: Sequence[str | Callable[..., Any]] = ()) -> None:
+        self.tools = [tool_of(tool) for tool in tools]
+
+    async def run(self, row: Row, session: Session) -> Score:
+        session.add(*row["prompt"])
+        answer = await converse(session)
+        return Score(0.0) if answer is None else await session.grade(answer)
+
+
+class MathRLVRWorkflow(ToolWorkflow):
+    """Mathematics with a verifier and, with `use_tool`, Python in the sandbox as a tool."""
+
+    def __init__(self, use_tool: bool = True) -> None:
+        super().__init__(["rlsys.agent.builtin_tools:python"] if use_tool else [])
+
+
+class EnvironmentWorkflow:
+    """Episodes of an environment: `reset(**row)` may add to the prompt, methods are tools, `get_reward()` scores.
+
+    Without `get_reward` the last answer is graded by the job's reward function.
+    """
+
+    async def run(self, row: Row, session: Session) -> Outcome:
+        assert isinstance(session.tools, EpisodeTools)
+        environment = session.tools.environment
+        assert environment is not None
+        opened = await environment.call(CREATE, row)
+        if opened.status != "ok":
+            raise RuntimeError(f"reset failed: {opened.message}")
+        *before, last = row["prompt"]
+        session.add(*before, {**last, "content": last["content"] + opened.extra["text"]})
+        answer = await converse(session)
+        reward = (await environment.call("get_reward")).extra.get("value")
+        if reward is not None:
+            return float(reward)
+        return Score(0.0) if answer is None else await session.grade(answer)
+
+
+async def converse(session: Session) -> Answer | None:
+    """Draw and call tools until an answer has no calls or a budget is used up; the last answer."""
+    answer = None
+    try:
+        answer = await session.draw()
+        while answer.tool_calls:
+            await session.call_tools(answer)
+            answer = await session.draw()
+    except EpisodeEnd:
+        pass
+    return answer
+
+
+def load_workflow(spec: str | Any, kwargs: Mapping[str, Any] | None = None) -> Workflow:
+    """A workflow by name: one of this module, module.Class, module:function or file.py:name. ConfigError."""
+    key = "actor_rollout_ref.rollout.workflow"
+    if isinstance(spec, str):
+        spec = globals().get(spec) or load_target(spec, key=key)
+    if inspect.isclass(spec) and not hasattr(spec, "run") and not hasattr(spec, "arun_episode"):
+        if not hasattr(spec, "reset"):
+            raise ConfigError(f"{key}: {spec.__name__} has none of run, arun_episode and reset")
+        return Workflow(EnvironmentWorkflow().run, tools_of_class(spec), target_of(spec))
+    if inspect.isclass(spec):
+        try:
+            spec = spec(**(kwargs or {}))
+        except TypeError as error:
+            raise ConfigError(f"{key}: {error}; set actor_rollout_ref.rollout.agent.workflow_kwargs") from error
+    if hasattr(spec, "arun_episode"):
+
+        async def run(row: Row, session: Session) -> Outcome:
+            return await run_areal_episode(spec, row, session)
+
+        return Workflow(run)
+    call = spec.run if hasattr(spec, "run") else spec
+    if not inspect.iscoroutinefunction(call):
+        raise ConfigError(f"{key}: {spec!r} must be an async function run(row, session)")
+    return Workflow(call, getattr(spec, "tools", ()))

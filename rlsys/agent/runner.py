@@ -1,0 +1,161 @@
+"""Runs the episodes of a job: so many at once, each with a deadline, and every end counted by its reason."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rlsys.agent.presets import Outcome, Workflow
+from rlsys.agent.session import EpisodeEnd, Score, Session, SessionSettings
+from rlsys.agent.tool_pool import EpisodeTools, ToolPool
+from rlsys.agent.tools import Tool
+from rlsys.agent.trace import TraceRow
+from rlsys.types import SamplingParams
+from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, WeightTransferError
+
+log = logging.getLogger(__name__)
+FAILED = ("error", "deadline")
+
+
+@dataclass(frozen=True)
+class EpisodeResult:
+    """How an episode ended and its training rows, none where it failed or was rejected.
+
+    `end` is stop, a budget (turns, length, context, tool), rejected, deadline or error; `counts` what happened in it.
+    """
+
+    rows: Sequence[TraceRow]
+    reward: float
+    end: str
+    num_turns: int = 0
+    counts: Mapping[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    tool_s: float = 0.0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    messages: Sequence[Mapping[str, Any]] = ()
+    error: str = ""
+
+
+class EpisodeRunner:
+    """Runs episodes on an event loop in a thread of its own; `submit` may be called from any thread.
+
+    What a workflow raises ends its episode only; an engine that fails (RolloutError, DeadlineError) fails the future.
+    """
+
+    def __init__(
+        self,
+        settings: SessionSettings,
+        workflow: Workflow,
+        pool: ToolPool,
+        *,
+        tools: Sequence[Tool] = (),
+        max_concurrent: int = 256,
+        deadline_s: float = 600.0,
+    ) -> None:
+        self.settings, self.workflow, self.pool = settings, workflow, pool
+        self.tools = [*tools, *workflow.tools]
+        self._deadline_s = deadline_s
+        self._loop = asyncio.new_event_loop()
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
+        self._thread.start()
+
+    def submit(
+        self, row: Mapping[str, Any], *, seed: int, name: str = "", sampling: SamplingParams | None = None
+    ) -> Future[EpisodeResult]:
+        """Start an episode once there is room for it; cancelling the future ends it."""
+        return asyncio.run_coroutine_threadsafe(self._run(row, seed, name, sampling), self._loop)
+
+    def close(self) -> None:
+        """End all episodes and the thread."""
+        self._loop.call_soon_threadsafe(self._cancel)
+        self._thread.join(10.0)
+
+    def _cancel(self) -> None:
+        for task in asyncio.all_tasks(self._loop):
+            task.cancel()
+        self._loop.call_later(0.1, self._loop.stop)
+
+    async def _run(
+        self, row: Mapping[str, Any], seed: int, name: str, sampling: SamplingParams | None
+    ) -> EpisodeResult:
+        async with self._slots:
+            settings = replace(self.settings, sampling=sampling or self.settings.sampling)
+            session = Session(settings, seed=seed, row=row, name=name)
+            environment = self.pool.new_object(self.workflow.environment) if self.workflow.environment else None
+            kwargs = row.get("tools_kwargs")
+            tools = EpisodeTools(self.pool, self.tools, environment=environment, tools_kwargs=kwargs)
+            session.tools = tools if self.tools or environment else None
+            start_s = time.monotonic()
+            try:
+                outcome, end, error = await self._outcome(row, session)
+            finally:
+                with suppress(Exception):
+                    await tools.close()
+            return _result(session, outcome, end, time.monotonic() - start_s, error)
+
+    async def _outcome(self, row: Mapping[str, Any], session: Session) -> tuple[Outcome, str, str]:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                outcome = await self.workflow.run(row, session)
+        except (RolloutError, WeightTransferError, DeadlineError, ConfigError):
+            raise
+        except TimeoutError:
+            return None, "deadline", f"no result within {self._deadline_s:g} s"
+        except EpisodeEnd as ended:
+            return Score(0.0), ended.reason, ""
+        except Exception as error:
+            log.warning("episode %s failed: %s: %s", session.name, type(error).__name__, error)
+            return None, "error", f"{type(error).__name__}: {error}"
+        return outcome, session.end or "stop" if outcome is not None else "rejected", ""
+
+
+def _result(session: Session, outcome: Outcome, end: str, seconds: float, error: str) -> EpisodeResult:
+    rows: Sequence[TraceRow] = ()
+    extra: Mapping[str, Any] = {}
+    reward = 0.0
+    if isinstance(outcome, Score):
+        turns, extra = outcome.turn_rewards, outcome.extra
+        reward = outcome.reward if turns is None else sum(turns)
+        rows = session.trace.rows(reward, turns)
+    elif isinstance(outcome, Sequence):
+        rows = outcome
+        reward = sum(sum(row.rewards) for row in rows) / max(1, len(rows))
+    elif outcome is not None:
+        reward = float(outcome)
+        rows = session.trace.rows(reward)
+    return EpisodeResult(
+        rows,
+        reward,
+        end if rows or end != "stop" else "no_draw",
+        session.trace.num_turns,
+        session.counts,
+        seconds,
+        session.tool_s,
+        {**extra, **({"tool_reward": session.tool_reward} if session.tool_reward else {})},
+        session.messages,
+        error,
+    )
+
+
+def episode_metrics(results: Sequence[EpisodeResult]) -> dict[str, float]:
+    """Counts of ends and of what happened, and means by episode, under agent/."""
+    ends, counts = Counter(result.end for result in results), Counter[str]()
+    for result in results:
+        counts.update(result.counts)
+    total, n = sum(result.seconds for result in results), max(1, len(results))
+    return {
+        **{f"agent/end/{reason}": float(count) for reason, count in sorted(ends.items())},
+        **{f"agent/{name}": float(count) for name, count in sorted(counts.items()) if name != "ids"},
+        "agent/num_turns/mean": sum(result.num_turns for result in results) / n,
+        "agent/episode_seconds/mean": total / n,
+        "agent/tool_time_share": sum(result.tool_s for result in results) / total if total else 0.0,
+    }

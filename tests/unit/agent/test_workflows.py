@@ -1,0 +1,264 @@
+"""Episodes of every kind of workflow: their tokens, rewards and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rlsys.agent.collate import collate_episodes
+from rlsys.agent.presets import load_workflow
+from rlsys.agent.runner import EpisodeRunner, episode_metrics
+from rlsys.agent.session import EpisodeLimits, Score
+from rlsys.agent.template import ChatTemplate
+from rlsys.agent.tool_pool import ToolPool
+from rlsys.agent.tools import tool_of
+from rlsys.protocol import DataProto, object_array
+from rlsys.types import ModelRequest, SamplingParams
+from rlsys.utils.errors import ConfigError, RolloutError
+from tests.timing import scaled_s
+from tests.unit.agent import user_tools
+from tests.unit.agent.engine import RandomEngine, settings_for
+from tests.unit.agent.templates import HERMES, tokenizer_with
+
+TOKENIZER = tokenizer_with(HERMES)
+TEMPLATE = ChatTemplate(TOKENIZER, kinds=("user", "tool"))
+ROW = {"prompt": [{"role": "user", "content": "6*7?"}], "reward_model": {"ground_truth": "42"}, "uid": "0-0"}
+
+
+async def grade(row, answer, extra_info):
+    return Score(float(answer == row["reward_model"]["ground_truth"]), extra={"turns": extra_info["num_turns"]})
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = ToolPool(num_workers=1, timeout_s=scaled_s(3.0))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def episode(pool):
+    """Runs one episode of a workflow with a model that writes `write(prompt text)`."""
+    runners = []
+
+    def run(workflow, write, *, kwargs=None, row=ROW, tools=(), deadline_s=60.0, **changes):
+        engine = RandomEngine(TOKENIZER, write)
+        settings = settings_for(engine, TEMPLATE, grade=grade, **changes)
+        runner = EpisodeRunner(settings, load_workflow(workflow, kwargs), pool, tools=tools, deadline_s=deadline_s)
+        runners.append(runner)
+        return runner.submit(row, seed=1).result(scaled_s(60.0))
+
+    yield run
+    for runner in runners:
+        runner.close()
+
+
+def call(name: str, **arguments) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def text_of(result, row=0) -> str:
+    return TOKENIZER.decode(result.rows[row].prompt_ids + result.rows[row].response_ids)
+
+
+def test_rlvr_draws_once_and_is_graded(episode):
+    result = episode("RLVRWorkflow", lambda _: "42")
+    assert (result.reward, result.end, result.num_turns, len(result.rows)) == (1.0, "stop", 1, 1)
+    assert text_of(result) == "<|im_start|>user\n6*7?<|im_end|>\n<|im_start|>assistant\n42<|im_end|>"
+    assert result.rows[0].rewards == (0.0, 0.0, 1.0)
+
+
+def test_several_turns_discount_the_reward(episode):
+    answers = iter(["41", "43", "42"])
+    result = episode("MultiTurnWorkflow", lambda _: next(answers), kwargs={"turn_discount": 0.5})
+    assert (result.reward, result.num_turns) == (0.25, 3)
+    assert text_of(result).count("Your answer is wrong") == 2
+    assert sum(result.rows[0].mask) == 9
+
+
+def test_mathematics_with_python_as_a_tool(episode):
+    def write(prompt):
+        output = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", prompt)
+        return output[-1] if output else call("python", code="print(6*7)")
+
+    result = episode("MathRLVRWorkflow", write)
+    assert (result.reward, result.end, result.counts["tool_ok"]) == (1.0, "stop", 1)
+    assert "python" in TOKENIZER.decode(result.rows[0].prompt_ids)
+    assert "<tool_response>\n42\n</tool_response>" in text_of(result)
+
+
+def test_trls_environment_class_runs_unchanged(episode):
+    writes = iter([call("step", by=2) + call("step", by=3), "done"])
+    result = episode(user_tools.Counter, lambda _: next(writes), row={**ROW, "goal": 5})
+    assert (result.reward, result.num_turns, result.counts["tool_calls"]) == (1.0, 2, 2)
+    assert "6*7? Count to 5.<|im_end|>" in text_of(result)
+    assert [m["content"] for m in result.messages if m["role"] == "tool"] == ["now 2", "now 5"]
+
+
+class ArealRetry:
+    """As AReaL's users write it: token ids in, tensors out."""
+
+    async def arun_episode(self, engine, data):
+        ids = list(TOKENIZER(data["messages"][0]["content"], add_special_tokens=False)["input_ids"])
+        for _ in range(2):
+            request = ModelRequest(input_ids=tuple(ids), gconfig=SamplingParams(max_new_tokens=16))
+            response = await engine.agenerate(request)
+            ids += list(response.output_tokens)
+        tensors = {"input_ids": [ids], "attention_mask": [[1] * len(ids)], "rewards": [2.0]}
+        return {name: torch.tensor(value) for name, value in tensors.items()}
+
+
+def test_areals_workflow_class_runs_unchanged(episode):
+    result = episode(ArealRetry(), lambda _: "42")
+    assert text_of(result) == "6*7?42<|im_end|>42<|im_end|>"
+    assert (result.reward, result.rows[0].mask) == (2.0, (1,) * 6)
+
+
+async def rejects(row, session):
+    await session.draw(row["prompt"])
+
+
+async def fails(row, session):
+    await session.draw(row["prompt"])
+    raise KeyError("oops")
+
+
+async def sleeps(row, session):
+    await session.draw(row["prompt"])
+    await asyncio.sleep(1000)
+
+
+async def never_draws(row, session):
+    return 1.0
+
+
+async def talks_on(row, session):
+    session.add(*row["prompt"])
+    while True:
+        await session.draw()
+        session.add("more")
+
+
+async def rewards_turns(row, session):
+    session.add(*row["prompt"])
+    await session.draw()
+    session.add("more")
+    await session.draw()
+    return Score(0.0, turn_rewards=[0.5, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("workflow", "end", "num_rows"), [(rejects, "rejected", 0), (fails, "error", 0), (never_draws, "no_draw", 0)]
+)
+def test_an_episode_without_a_result_has_no_rows(episode, workflow, end, num_rows):
+    result = episode(workflow, lambda _: "x")
+    assert (result.end, len(result.rows)) == (end, num_rows)
+
+
+def test_an_episode_ends_at_its_deadline(episode):
+    assert episode(sleeps, lambda _: "x", deadline_s=0.2).end == "deadline"
+
+
+@pytest.mark.parametrize(
+    ("limits", "end", "turns"),
+    [
+        (EpisodeLimits(1000, 1000, max_turns=3), "turns", 3),
+        (EpisodeLimits(1000, 60), "length", 2),
+        (EpisodeLimits(10, 60), "context", 0),
+    ],
+)
+def test_a_budget_that_is_used_up_ends_the_episode(episode, limits, end, turns):
+    result = episode(talks_on, lambda _: "x" * 10, limits=limits)
+    assert (result.end, result.num_turns) == (end if turns else "context", turns)
+    assert sum(len(row.response_ids) for row in result.rows) <= limits.max_response_tokens
+
+
+def test_turns_are_cut_at_their_own_limit(episode):
+    result = episode("RLVRWorkflow", lambda _: "x" * 50, limits=EpisodeLimits(100, 100, max_tokens_per_turn=7))
+    assert len(result.rows[0].response_ids) == 7
+
+
+def test_turns_have_rewards_of_their_own(episode):
+    result = episode(rewards_turns, lambda _: "y")
+    row = result.rows[0]
+    assert (result.reward, sum(row.rewards)) == (1.5, 1.5)
+    assert [row.rewards[at] for at in (1, len(row.rewards) - 1)] == [0.5, 1.0]
+    assert [row.turn_ids[at] for at in (1, len(row.rewards) - 1)] == [0, 1]
+
+
+def test_malformed_and_unknown_calls_are_answered(episode):
+    writes = iter(["<tool_call>{oops</tool_call>", call("nothing"), call("add", a=1, b=2), "42"])
+    result = episode("ToolWorkflow", lambda _: next(writes), tools=[tool_of(user_tools.add)])
+    texts = [m["content"] for m in result.messages if m["role"] == "tool"]
+    assert [text[:30] for text in texts] == ["Error: the tool call is not JS", "Error: there is no tool 'nothi", "3"]
+    assert (result.reward, result.counts["tool_error"], result.counts["tool_ok"]) == (1.0, 2, 1)
+
+
+def test_an_engine_that_fails_is_not_an_episode_that_fails(episode):
+    async def broken(ids, params, session):
+        raise RolloutError("all replicas are gone")
+
+    engine = RandomEngine(TOKENIZER)
+    engine.sample = broken
+    settings = settings_for(engine, TEMPLATE, grade=grade)
+    runner = EpisodeRunner(settings, load_workflow("RLVRWorkflow"), ToolPool())
+    with pytest.raises(RolloutError, match="gone"):
+        runner.submit(ROW, seed=0).result(scaled_s(10.0))
+    runner.close()
+
+
+def test_equal_seeds_give_equal_episodes(episode):
+    one, two = (episode(talks_on, None, limits=EpisodeLimits(1000, 1000, max_turns=4)) for _ in range(2))
+    assert one.rows == two.rows
+
+
+@pytest.mark.parametrize(
+    ("spec", "kwargs", "message"),
+    [
+        ("no.such.Class", None, "rollout.workflow=no.such.Class cannot be loaded"),
+        ("MultiTurnWorkflow", {"turns": 3}, "workflow_kwargs"),
+        (dict, None, "none of run"),
+        (lambda row, session: 1.0, None, "async function"),
+    ],
+)
+def test_a_workflow_that_cannot_run_is_a_config_error(spec, kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        load_workflow(spec, kwargs)
+
+
+def test_episodes_become_a_batch_in_verls_columns(episode):
+    answers = iter(["41", "42"])
+    two = episode("MultiTurnWorkflow", lambda _: next(answers), kwargs={"turn_discount": 0.5})
+    failed = episode(fails, lambda _: "x")
+    prompts = DataProto.from_dict({"prompts": torch.zeros(2, 1)}, {"uid": object_array(["0-0", "0-0"])})
+    batch = collate_episodes([two, failed], prompts, pad_token_id=0, prompt_length=64, response_length=128)
+    rows, n = batch.tensors, len(two.rows[0].response_ids)
+    assert rows["responses"][0, :n].tolist() == list(two.rows[0].response_ids)
+    assert rows["response_mask"].sum(-1).tolist() == [6, 0]
+    assert rows["attention_mask"].sum(-1).tolist() == [len(two.rows[0].prompt_ids) + n, 2]
+    assert rows["token_level_scores"].sum(-1).tolist() == [0.5, 0.0]
+    assert rows["turn_ids"][0, :3].tolist() == [0, 0, 0]
+    assert rows["weight_versions"].max() == 3
+    assert list(batch.non_tensor_batch["uid"]) == ["0-0", "0-0/1"]
+    assert list(batch.non_tensor_batch["episode_end"]) == ["stop", "error"]
+    assert np.array_equal(batch.non_tensor_batch["turns"], [2.0, 0.0])
+    metrics = episode_metrics([two, failed])
+    assert (metrics["agent/end/error"], metrics["agent/num_turns/mean"]) == (1.0, 1.5)
+
+
+def test_a_branch_is_a_row_of_its_own(episode):
+    async def branches(row, session):
+        await session.draw(row["prompt"])
+        await session.draw([{"role": "user", "content": "summary"}])
+        return 1.0
+
+    result = episode(branches, lambda _: "ok")
+    assert [row.weight for row in result.rows] == [0.5, 0.5]
+    assert [sum(row.rewards) for row in result.rows] == [1.0, 1.0]
+    assert replace(result, rows=()).rows == ()
