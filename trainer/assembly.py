@@ -68,28 +68,28 @@ def assemble(
     on_validation: OnValidation,
 ) -> TrainerParts:
     """Connect weights, rollouts, rewards and data to running groups."""
-    rollout, pad = cfg.actor_rollout_ref.rollout, inputs.tokenizer.pad_token_id
-    colocated, external = plan.pools.colocated, plan.pools.external
+    rollout, pools, pad = cfg.actor_rollout_ref.rollout, plan.pools, inputs.tokenizer.pad_token_id
     with ExitStack() as stack:
         pool = stack.enter_context(reward_pool(cfg.reward))
-        if external:
+        if pools.external:
             fleet, transfer = connect_servers(cfg, groups.actor)
             stack.callback(transfer.close)
             scorer: Scorer = fleet
         else:
             assert groups.rollout is not None
             scorer = groups.rollout
-            transfer = connect_weights(groups, cfg, colocated=colocated)  # the workers hold its resources
+            transfer = connect_weights(groups, cfg, colocated=pools.colocated)  # the workers hold its resources
             fleet = group_fleet(
                 groups.rollout,
                 rollout,
                 cfg.trainer.deadlines,
                 restore=transfer.restore,
                 num_rows=cfg.data.gen_batch_size * rollout.n,
-                restartable=not colocated,
+                restartable=not pools.colocated,
                 max_staleness=cfg.trainer.max_staleness,
             )
         stack.callback(fleet.close)
+        reporter.count("gen", lambda: (fleet.ledger.answered, fleet.ledger.issued))
         graded = GradedRollout(
             generate=fleet_generate(fleet, answer_printer(rollout, inputs.tokenizer)),
             manager=reward_manager(cfg, inputs.tokenizer, pool),
@@ -109,7 +109,7 @@ def assemble(
             deadline_s=cfg.trainer.deadlines.generate_s + cfg.trainer.deadlines.reward_s,
         )
         stack.callback(source.close)
-        moves = residency_moves(cfg, groups, inputs.device, colocated=colocated)
+        moves = residency_moves(cfg, groups, inputs.device, colocated=pools.colocated)
         weights = WeightPush(transfer, fleet, rollout.validate_weight)
         refill = weights.push_again if Resident.ROLLOUT in moves and drops_weights_on_sleep(cfg) else None
         residency = Residency(moves, reporter.stage, refill)
@@ -126,7 +126,7 @@ def assemble(
             rollout=scorer,
             actor=groups.actor,
             residency=residency,
-            refusals=REFUSED if external else () if colocated else LOST,
+            refusals=REFUSED if pools.external else () if pools.colocated else LOST,
         )
         return TrainerParts(
             source,

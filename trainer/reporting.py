@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +14,34 @@ import torch
 
 from rlsys.config.schema.trainer import TrainingConfig
 from rlsys.protocol import DataProto
+from rlsys.telemetry.best_effort import BestEffort
 from rlsys.telemetry.log import get_logger
 from rlsys.telemetry.memory import MemoryRecord, by_stage, memory_metrics, memory_table
-from rlsys.telemetry.metrics import StageTimer, data_metrics, reduce_metrics, throughput_metrics, timing_metrics
-from rlsys.telemetry.progress import Progress
+from rlsys.telemetry.metrics import (
+    ALL_TOKEN_STAGES,
+    StageTimer,
+    data_metrics,
+    reduce_metrics,
+    throughput_metrics,
+    timing_metrics,
+)
+from rlsys.telemetry.page import write_whole
+from rlsys.telemetry.progress import Counts, Progress
 from rlsys.telemetry.recorder import StageRecorder, StageReport
-from rlsys.telemetry.trace import Timeline
+from rlsys.telemetry.report import RunReport
+from rlsys.telemetry.trace import Event, Timeline, add_arguments, arrows
 from rlsys.telemetry.trackers import Tracking
 
 log = get_logger(__name__)
 
+TIMELINE_GAP_S = 2.0
+
 
 class Reporter:
-    """Collects the metrics of a step and writes them once, when the step is finished."""
+    """Collects the metrics of a step and writes them once, when the step is finished.
+
+    `best_effort` guards everything that only watches the run: what cannot be written is reported once and counted.
+    """
 
     def __init__(self, trainer: TrainingConfig, resolved: Mapping[str, Any], *, num_devices: int) -> None:
         self._cfg, self._resolved = trainer, resolved
@@ -33,7 +51,12 @@ class Reporter:
         self._tracking: Tracking | None = None
         self._stack = ExitStack()
         self._stages = StageRecorder("controller", self._shown)
+        self.best_effort = BestEffort()
         self._timeline: Timeline | None = None
+        self._events: list[Event] = []
+        self._next_flush_s = 0.0
+        self._report: RunReport | None = None
+        self._counts: dict[str, Counts] = {}
         self._memory: list[MemoryRecord] = []
         self._ledger: list[MemoryRecord] = []
         self._metrics: dict[str, float] = {}
@@ -49,31 +72,44 @@ class Reporter:
         """`with stage("update_actor"):` times a stage, shows it and puts it on the timeline."""
         return self._stages.stage
 
+    def count(self, stage: str, counts: Counts) -> None:
+        """Show how much of a stage's work is done while it runs; call it before `start`."""
+        self._counts[stage] = counts
+
     def start(self, step: int, total_steps: int) -> None:
         """Open trackers and progress; `step` is the last one already done."""
+        cfg = self._cfg
         self.root.mkdir(parents=True, exist_ok=True)
-        self._timeline = self._stack.enter_context(Timeline(self.root / "timeline.json"))
+        self._timeline = self.best_effort("timeline.json", lambda: Timeline(self.root / "timeline.json"))
+        if self._timeline is not None:
+            self._stack.enter_context(self._timeline)
         self._tracking = self._stack.enter_context(
             Tracking(
-                self._cfg.project_name,
-                self._cfg.experiment_name,
-                loggers=self._cfg.logger,
+                cfg.project_name,
+                cfg.experiment_name,
+                loggers=cfg.logger,
                 config=self._resolved,
                 default_dir=self.root,
                 resume_step=step or None,
+                best_effort=self.best_effort,
             )
         )
+        folders = {"rollouts": "rollout_data_dir", "validation": "validation_data_dir"}
+        given = {name: getattr(cfg, key, None) for name, key in folders.items()}
+        links = {name: str(Path(folder).absolute() / "index.html") for name, folder in given.items() if folder}
+        self._report = RunReport(self.root, title=cfg.experiment_name, total_steps=total_steps, links=links)
         self._progress = self._stack.enter_context(
-            Progress(total_steps=total_steps, first_step=step, title=self._cfg.experiment_name)
+            Progress(total_steps=total_steps, first_step=step, title=cfg.experiment_name, counts=self._counts)
         )
+        self._flush_timeline()
+        self.best_effort("index.html", self._report.update)
 
     def add(self, metrics: Mapping[str, float]) -> None:
         self._metrics.update(metrics)
 
     def add_stages(self, report: StageReport) -> None:
-        """Add stages of workers: spans to the timeline now, memory to the metrics of this step."""
-        if self._timeline is not None:
-            self._timeline.add(report.events)
+        """Add stages of workers: spans to the timeline, memory to the metrics of this step."""
+        self._events += report.events
         self._memory += report.memory
 
     def add_lists(self, metrics: Mapping[str, Any]) -> None:
@@ -112,11 +148,7 @@ class Reporter:
 
     def finish_step(self, step: int) -> dict[str, float]:
         """Write the step's metrics to all trackers; publish a checkpoint of the step only after this."""
-        seconds = self.stage.drain()
-        self.add_stages(self._stages.drain())
-        memory = self._memory
-        self._memory = []
-        self._write_ledger(memory)
+        seconds, memory = self.stage.drain(), self._drain_stages()
         prompt, response = self._tokens
         metrics = {
             **self._metrics,
@@ -128,8 +160,12 @@ class Reporter:
             "training/global_step": float(step),
         }
         self._metrics = {}
+        self._finish_timeline(step, metrics["perf/throughput"])
+        self._write_ledger(memory)
         if self._tracking is not None:
             self._tracking.log(metrics, step)
+        if self._report is not None:
+            self.best_effort("index.html", self._report.update)
         if self._progress is not None:
             self._progress.step_done(
                 step,
@@ -145,8 +181,9 @@ class Reporter:
 
     def report_validation(self, metrics: Mapping[str, float], step: int) -> None:
         """Log the validation result at once; the trackers get it with the step, or now before the first one."""
-        means = {name: value for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name}
-        log.info("validation at step %d: %s", step, "  ".join(f"{k}={v:.3f}" for k, v in sorted(means.items())))
+        core = {k.removeprefix("val-core/"): v for k, v in sorted(metrics.items()) if k.startswith("val-core/")}
+        shown = {name: value for name, value in core.items() if "/mean@" in name or "/pass@" in name}
+        log.info("validation at step %d: %s", step, "  ".join(f"{k} {v:.3f}" for k, v in shown.items()))
         if step == 0 and self._tracking is not None:
             self._tracking.log(self._metrics, 0)
             self._metrics = {}
@@ -154,19 +191,50 @@ class Reporter:
     def close(self) -> None:
         """Close everything; safe to call twice."""
         with self._stack:
-            self.add_stages(self._stages.drain())
-            self._write_ledger(self._memory)
-        self._progress = self._tracking = self._timeline = None
+            if self._timeline is not None:
+                self._write_ledger(self._drain_stages())
+                self.best_effort("timeline.json", partial(self._timeline.add, self._events))
+        if self._report is not None:
+            self.best_effort("index.html", partial(self._report.update, running=False))
+        self._progress = self._tracking = self._timeline = self._report = None
+
+    def _drain_stages(self) -> list[MemoryRecord]:
+        """Take over the controller's stages; returns the memory of all stages since the last call."""
+        self.add_stages(self._stages.drain())
+        memory, self._memory = self._memory, []
+        return memory
+
+    def _flush_timeline(self) -> None:
+        """Show the stages of the unfinished step, so that the timeline can be opened at any time."""
+        if self._timeline is None or time.monotonic() < self._next_flush_s:
+            return
+        self.add_stages(self._stages.drain())
+        self.best_effort("timeline.json", partial(self._timeline.add, (), self._events))
+        self._next_flush_s = time.monotonic() + TIMELINE_GAP_S
+
+    def _finish_timeline(self, step: int, tokens_per_s: float) -> None:
+        """Write the step's stages with their step and tokens, the speed, and an arrow to each worker's call."""
+        tracer, (prompt, response) = self._stages.tracer, self._tokens
+        tokens = dict.fromkeys(ALL_TOKEN_STAGES, prompt + response) | {"gen": response}
+        add_arguments(self._events, tracer.pid, step, tokens)
+        tracer.counter("tokens/s per device", {"tokens/s": tokens_per_s})
+        events = [*self._events, *arrows(self._events, tracer.pid)]
+        self._events = []
+        if self._timeline is not None:
+            self.best_effort("timeline.json", partial(self._timeline.add, events))
 
     def _write_ledger(self, memory: list[MemoryRecord]) -> None:
         if self._timeline is not None:
             self._ledger = by_stage([*self._ledger, *memory])
-            (self.root / "memory.txt").write_text(memory_table(self._ledger) + "\n")
+            table = memory_table(self._ledger) + "\n"
+            self.best_effort("memory.txt", partial(write_whole, self.root / "memory.txt", table.encode()))
 
     @contextmanager
     def _shown(self, stage: str) -> Iterator[None]:
         if self._progress is None:
             yield
-        else:
-            with self._progress.stage(stage):
-                yield
+            return
+        with self._progress.stage(stage):
+            yield
+        if threading.current_thread() is threading.main_thread():
+            self._flush_timeline()

@@ -37,11 +37,14 @@ class JsonlWriter:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        line = memoryview(encode_line(record))
+        """Append a record; one that the disk does not take is removed again."""
+        line, start = memoryview(encode_line(record)), os.fstat(self._fd).st_size
         try:
             while line:
                 line = line[os.write(self._fd, line) :]
         except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(self._fd, start)
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:

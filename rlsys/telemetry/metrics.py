@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _EXPLAINED_VARIANCE_EPS = 1e-5
-_ALL_TOKEN_STAGES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+ALL_TOKEN_STAGES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
 
 def data_metrics(
@@ -59,7 +59,7 @@ def timing_metrics(
     seconds: Mapping[str, float], *, num_prompt_tokens: int, num_response_tokens: int
 ) -> dict[str, float]:
     """`timing_s/*` of every stage and `timing_per_token_ms/*`: generation per response token, the others per token."""
-    num_tokens = dict.fromkeys(_ALL_TOKEN_STAGES, num_prompt_tokens + num_response_tokens)
+    num_tokens = dict.fromkeys(ALL_TOKEN_STAGES, num_prompt_tokens + num_response_tokens)
     num_tokens["gen"] = num_response_tokens
     per_token = {stage: 1000.0 * s / num_tokens[stage] for stage, s in seconds.items() if num_tokens.get(stage)}
     metrics = {f"timing_s/{stage}": float(s) for stage, s in seconds.items()}

@@ -1,19 +1,21 @@
 """Live progress of a run: what is running now and for how long, speed, reward, staleness and time left.
 
 On a terminal two lines stay at the bottom while log lines scroll above them; otherwise a plain line is printed every
-30 s. Several stages may run at once (generation beside training).
+30 s, also within a step. Several stages may run at once (generation beside training). A breakpoint ends the display.
 """
 
 from __future__ import annotations
 
+import pdb
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rlsys.telemetry.log import shared_console
 
@@ -26,15 +28,20 @@ _REFRESH_PER_S = 4
 _RECENT_STEPS = 20
 _WHOLE_STEP = "step"
 _STAGE_WIDTH = 24
+_BAR_WIDTH, _SHORTEST_BAR = 32, 6
+_SPARE_COLUMNS = 3  # a key echoed by the terminal, as Ctrl-C is, must not wrap the line and push the display up
+
+Counts = Callable[[], tuple[int, int]]
+"""(done, begun) since the start of the run, e.g. answers received and asked for."""
 
 
 @dataclass
 class _State:
-    """What is shown; `running` maps a stage to the clock at its start."""
+    """What is shown; `running` maps a stage to the clock and its counts at its start."""
 
     step: int
     total: int
-    running: dict[str, float]
+    running: dict[str, tuple[float, tuple[int, int]]]
     step_seconds: deque[float]
     rewards: deque[float]
     tokens_per_s: float | None = None
@@ -44,8 +51,8 @@ class _State:
 class Progress:
     """Shows a run of `total_steps`; a context manager that restores the terminal, also on errors.
 
-    `first_step` is the last step already done (resume). Without a terminal a line is printed to `out` (stdout) at most
-    every `plain_every_s` seconds, and at the end.
+    `first_step` is the last step already done (resume). Without a terminal a line is printed to `out` (stdout) every
+    `plain_every_s` seconds, and at the end. A stage named in `counts` shows how much of its work is done.
     """
 
     def __init__(
@@ -57,6 +64,7 @@ class Progress:
         console: Console | None = None,
         out: TextIO | None = None,
         plain_every_s: float = 30.0,
+        counts: Mapping[str, Counts] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._state = _State(first_step, total_steps, {}, deque(maxlen=_RECENT_STEPS), deque(maxlen=_RECENT_STEPS))
@@ -64,6 +72,8 @@ class Progress:
         self._console = console or shared_console()
         self._out = out
         self._plain_every_s = plain_every_s
+        self._counts = counts or {}
+        self._over = threading.Event()
         self._clock = clock
         self._lock = threading.Lock()
         self._live: Live | None = None
@@ -81,21 +91,48 @@ class Progress:
             self._live.start(refresh=True)
             # Live hides the cursor; a process killed with -9 could never show it again.
             self._console.show_cursor(True)
+        else:
+            threading.Thread(target=self._print_regularly, name="progress", daemon=True).start()
+        self._hooks = sys.breakpointhook, pdb.set_trace
+        sys.breakpointhook, pdb.set_trace = map(self._ending_the_display, self._hooks)
         return self
 
     def __exit__(self, *_: object) -> None:
+        sys.breakpointhook, pdb.set_trace = self._hooks
+        self._over.set()
         if self._live is not None:
-            self._live.stop()
+            self._stop_live()
             self._console.print(self._render(over=True))
-            self._live = None
         elif self._printed_step != self._state.step:
             self._print_plain()
+
+    def _ending_the_display(self, debug: Callable[..., Any]) -> Callable[..., Any]:
+        """A debugger's entry that first ends the display, which would draw over its prompt."""
+
+        @wraps(debug)
+        def enter(*args: Any, **kwargs: Any) -> Any:
+            self._over.set()
+            self._stop_live()
+            return debug(*args, **kwargs)
+
+        return enter
+
+    def _stop_live(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def _print_regularly(self) -> None:
+        while not self._over.wait(self._plain_every_s / 2):
+            if self._clock() - self._last_print_at >= self._plain_every_s:
+                self._print_plain()
 
     @contextmanager
     def stage(self, name: str) -> Generator[None]:
         """Show that a stage is running; usable from any thread, and as a listener of StageTimer."""
+        counts = self._counts.get(name, _no_counts)
         with self._lock:
-            self._state.running[name] = self._clock()
+            self._state.running[name] = self._clock(), counts()
         try:
             yield
         finally:
@@ -110,7 +147,7 @@ class Progress:
         tokens_per_s: float | None = None,
         staleness: float | None = None,
     ) -> None:
-        """Record that `step` steps are done; arguments that are None keep their last value."""
+        """Record that `step` steps are done; None keeps the last value, staleness is shown once it was above 0."""
         now = self._clock()
         with self._lock:
             state = self._state
@@ -119,7 +156,8 @@ class Progress:
             if reward is not None:
                 state.rewards.append(reward)
             state.tokens_per_s = state.tokens_per_s if tokens_per_s is None else tokens_per_s
-            state.staleness = state.staleness if staleness is None else staleness
+            if staleness or (staleness is not None and state.staleness is not None):
+                state.staleness = staleness
         if self._live is None and now - self._last_print_at >= self._plain_every_s:
             self._print_plain()
 
@@ -135,6 +173,7 @@ class Progress:
 
     def _render(self, over: bool = False) -> RenderableType:
         from rich.console import Group
+        from rich.padding import Padding
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
@@ -143,15 +182,23 @@ class Progress:
             state = self._state
             grid = Table.grid(padding=(0, 1))
             done = state.step / state.total if state.total else 0.0
-            bar = ProgressBar(total=max(state.total, 1), completed=state.step, width=32)
-            counts = Text(f"{state.step}/{state.total} {done:4.0%}", style="bold")
-            pace = Text(self._pace(eta=not over), style="dim", no_wrap=True, overflow="ellipsis")
-            grid.add_row(Text(self._title or "steps", style="bold"), bar, counts, pace)
+            title, counts = self._title or "steps", f"{state.step}/{state.total} {done:4.0%}"
+            pace = self._pace(eta=not over)
+            room = self._console.width - _SPARE_COLUMNS - len(counts) - len(pace) - 4
+            width = min(_BAR_WIDTH, room - len(title))
+            bar = [ProgressBar(total=max(state.total, 1), completed=state.step, width=width)]
+            title = title if len(title) <= max(room, 8) else title[: max(room, 8) - 1] + "…"
+            grid.add_row(
+                Text(title, style="bold"),
+                *(bar if width >= _SHORTEST_BAR else []),
+                Text(counts, style="bold"),
+                Text(pace, style="dim", no_wrap=True, overflow="ellipsis"),
+            )
             below = Text(no_wrap=True, overflow="ellipsis")
             if not over:
                 below.append(f"{''.join(self._running()):<{_STAGE_WIDTH}}  ", style="bold cyan")
             below.append("  ".join(self._facts()))
-        return Group(grid, below) if below.plain.strip() else grid
+        return Padding(Group(grid, below) if below.plain.strip() else grid, (0, _SPARE_COLUMNS, 0, 0))
 
     def _pace(self, *, eta: bool = True) -> str:
         seconds = self._state.step_seconds
@@ -173,9 +220,17 @@ class Progress:
         return facts
 
     def _running(self) -> list[str]:
-        now = self._clock()
-        shown = {name: start for name, start in self._state.running.items() if name != _WHOLE_STEP}
-        return [" + ".join(f"{name} {duration(now - start)}" for name, start in shown.items())] if shown else []
+        now, shown = self._clock(), []
+        for name, (start, (done_before, begun_before)) in self._state.running.items():
+            done, begun = self._counts.get(name, _no_counts)()
+            share = f"{done - done_before}/{begun - begun_before} " if begun > begun_before else ""
+            if name != _WHOLE_STEP:
+                shown.append(f"{name} {share}{duration(now - start)}")
+        return [" + ".join(shown)] if shown else []
+
+
+def _no_counts() -> tuple[int, int]:
+    return 0, 0
 
 
 def sparkline(values: list[float]) -> str:

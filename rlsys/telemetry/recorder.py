@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlsys.telemetry.memory import MemoryLedger, MemoryRecord
+from rlsys.telemetry.memory import GIB, MemoryLedger, MemoryRecord, snapshot
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.telemetry.trace import Event, Tracer
 
@@ -23,18 +23,26 @@ class StageReport:
 class StageRecorder:
     """One worker's stages: `with recorder.stage("update_actor"):` puts it on the timeline and in the memory ledger.
 
-    `listeners` are called for each stage too, as in StageTimer.
+    The memory at its end becomes a curve on the timeline. `listeners` are called for each stage too, as in StageTimer.
     """
 
     def __init__(self, worker: str, *listeners: Callable[[str], AbstractContextManager[Any]]) -> None:
-        self._tracer = Tracer(worker)
+        self.tracer = Tracer(worker)
         self._ledger = MemoryLedger(worker)
-        self.stage = StageTimer(self._tracer.span, self._ledger.stage, *listeners)
+        self.stage = StageTimer(self.tracer.span, self._memory_curve, self._ledger.stage, *listeners)
 
     def drain(self) -> StageReport:
         """Everything since the last call, small enough to travel with a result."""
-        self.stage.drain()
-        return StageReport(self._tracer.drain(), self._ledger.drain())
+        return StageReport(self.tracer.drain(), self._ledger.drain())
+
+    @contextmanager
+    def _memory_curve(self, _: str) -> Generator[None]:
+        try:
+            yield
+        finally:
+            now = snapshot()
+            sizes = {"host": now.rss_bytes / GIB} | ({"gpu": gpu / GIB} if (gpu := now.cuda_allocated_bytes) else {})
+            self.tracer.counter("memory (GiB)", sizes)
 
 
 def merged(reports: Iterable[StageReport]) -> StageReport:

@@ -12,14 +12,16 @@ import threading
 import time
 import zlib
 from collections.abc import Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rlsys.telemetry.jsonl import plain_json
+from rlsys.telemetry.page import write_whole
 
 Event = dict[str, Any]
 _PID_MASK = 0x7FFFFFFF
+_OPEN, _CLOSE = b"[\n", b"\n]\n"
 
 
 class Tracer:
@@ -31,7 +33,7 @@ class Tracer:
 
     def __init__(self, process_name: str, *, thread_name: str = "main", max_events: int = 100_000) -> None:
         track = f"{process_name} @ {socket.gethostname()}"
-        self._pid = zlib.crc32(track.encode()) & _PID_MASK
+        self.pid = zlib.crc32(track.encode()) & _PID_MASK
         self._epoch_ns = _epoch_offset_ns()
         self._events: list[Event] = []
         self._num_dropped = 0
@@ -54,13 +56,18 @@ class Tracer:
             event["dur"] = self._now_us() - event["ts"]
             self._add(event)
 
+    def counter(self, name: str, values: Mapping[str, float]) -> None:
+        """Add a point to the curves of `name`, a track below the spans of this process."""
+        rounded = {key: float(f"{value:.6g}") for key, value in values.items()}
+        self._add({"name": name, "ph": "C", "ts": self._now_us(), "args": rounded})
+
     def drain(self) -> list[Event]:
         """The events since the last call, ready to be sent to the driver."""
         with self._lock:
             events, self._events = self._events, []
             dropped, self._num_dropped = self._num_dropped, 0
         if dropped:
-            where = {"pid": self._pid, "tid": threading.get_native_id(), "ts": self._now_us()}
+            where = {"pid": self.pid, "tid": threading.get_native_id(), "ts": self._now_us()}
             events.append({"name": f"{dropped} events dropped", "ph": "i", "s": "p", "args": {}, **where})
         return events
 
@@ -73,46 +80,58 @@ class Tracer:
             if len(self._events) >= self._max_events:
                 self._num_dropped += 1
                 return
-            event["pid"], event["tid"] = self._pid, tid
+            event["pid"], event["tid"] = self.pid, tid
             if tid not in self._named_threads:
                 self._named_threads.add(tid)
                 self._name("thread_name", threading.current_thread().name, tid)
             self._events.append(event)
 
     def _name(self, what: str, name: str, tid: int) -> None:
-        self._events.append({"name": what, "ph": "M", "pid": self._pid, "tid": tid, "args": {"name": name}})
+        self._events.append({"name": what, "ph": "M", "pid": self.pid, "tid": tid, "args": {"name": name}})
 
 
 class Timeline:
-    """One trace file growing by whole events; a crash at any moment leaves a file that Perfetto opens.
+    """One trace file growing by whole events, valid JSON at every moment but that of a write.
 
-    The file is a JSON array with one event per line; only `close` writes the bracket at its end, which the format lets
-    be missing. Opening an existing file continues it (resume), so one file shows all attempts of a run.
+    The file is a JSON array with one event per line. Opening an existing file continues it (resume), so one file shows
+    all attempts of a run; a line cut off by a crash is left out. OSError where the disk refuses: the events of that
+    call are lost and the file stays as it was.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = _whole_lines(path.read_bytes()) if path.exists() else []
-        beside = path.with_name(path.name + ".tmp")
-        beside.write_bytes(b"[\n" + b",\n".join(kept))
-        beside.replace(path)
+        kept = _OPEN + b",\n".join(_whole_lines(path.read_bytes()) if path.exists() else [])
+        write_whole(path, kept + _CLOSE)
         self.path = path
-        self._first = not kept
-        self._file = path.open("ab")
+        self._end = len(kept)
+        self._file = path.open("r+b", buffering=0)
 
-    def add(self, events: Iterable[Event]) -> None:
-        """Append events and flush them to the operating system."""
-        for event in events:
-            line = json.dumps(plain_json(event), allow_nan=False).encode()
-            self._file.write(line if self._first else b",\n" + line)
-            self._first = False
-        self._file.flush()
+    def add(self, events: Iterable[Event], provisional: Iterable[Event] = ()) -> None:
+        """Append events; the next call replaces those that are `provisional`."""
+        kept = self._joined(events, self._end)
+        end = self._end + len(kept)
+        try:
+            self._put(kept + self._joined(provisional, end) + _CLOSE)
+        except OSError:
+            with suppress(OSError):
+                self._put(_CLOSE)
+            raise
+        self._end = end
 
     def close(self) -> None:
-        """Finish the array; safe to call twice."""
-        if not self._file.closed:
-            self._file.write(b"\n]\n")
-            self._file.close()
+        """Close the file; safe to call twice."""
+        self._file.close()
+
+    def _joined(self, events: Iterable[Event], at: int) -> bytes:
+        lines = [json.dumps(plain_json(event), allow_nan=False).encode() for event in events]
+        return (b",\n" if lines and at > len(_OPEN) else b"") + b",\n".join(lines)
+
+    def _put(self, content: bytes) -> None:
+        self._file.seek(self._end)
+        left = memoryview(content)
+        while left:
+            left = left[self._file.write(left) :]
+        self._file.truncate()
 
     def __enter__(self) -> Timeline:
         return self
@@ -121,8 +140,48 @@ class Timeline:
         self.close()
 
 
+def add_arguments(events: Iterable[Event], controller: int, step: int, tokens: Mapping[str, int]) -> None:
+    """Note the step in each span of workers and of the controller's main thread, and in its stages their tokens.
+
+    `tokens` are those of the step by stage. What the controller does in other threads belongs to another step, and a
+    stage inside "testing" to no step's batch.
+    """
+    spans = [event for event in events if event["ph"] == "X"]
+    own = [span for span in spans if span["pid"] == controller]
+    main = {span["tid"] for span in own if span["name"] == "step"}
+    testing = [span for span in own if span["name"] == "testing"]
+    for span in spans:
+        if span["pid"] == controller and span["tid"] not in main:
+            continue
+        args = span.setdefault("args", {})
+        args["step"] = step
+        if span["pid"] == controller and span["name"] in tokens and not any(_covers(test, span) for test in testing):
+            args["tokens"] = tokens[span["name"]]
+
+
+def arrows(events: Iterable[Event], controller: int) -> list[Event]:
+    """Flow events from the controller's stages to the workers' calls inside them, as from "gen" to `generate`."""
+    spans = [event for event in events if event["ph"] == "X"]
+    stages = [span for span in spans if span["pid"] == controller and span["name"] not in ("step", "source")]
+    flows: list[Event] = []
+    for call in spans:
+        generates = call["name"].startswith("generate")
+        around = [s for s in stages if (s["name"] == "gen") == generates and _covers(s, call)]
+        if call["pid"] == controller or not around:
+            continue
+        stage = min(around, key=lambda span: span["dur"])
+        shared = {"name": stage["name"], "cat": "call", "id": f"{call['pid']:x}.{call['tid']:x}.{call['ts']:x}"}
+        flows.append({**shared, "ph": "s", "ts": stage["ts"], "pid": stage["pid"], "tid": stage["tid"]})
+        flows.append({**shared, "ph": "f", "bp": "e", "ts": call["ts"], "pid": call["pid"], "tid": call["tid"]})
+    return flows
+
+
+def _covers(outer: Event, inner: Event) -> bool:
+    return outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
+
+
 def read_timeline(path: Path) -> list[Event]:
-    """The events of a timeline, whether it was closed or cut off anywhere."""
+    """The events of a timeline, also of one that was cut off anywhere."""
     return [json.loads(line) for line in _whole_lines(path.read_bytes())]
 
 

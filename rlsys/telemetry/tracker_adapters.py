@@ -51,11 +51,15 @@ class Tracker(Protocol):
 
 
 class ConsoleTracker:
-    """One line per step on stdout, the headline metrics in a fixed order, and one per validation."""
+    """A table on stdout: a row per step with the headline metrics, their names above every 25 rows.
+
+    KL that was always 0, as with one update a step, has no column. A step without headline metrics prints its others.
+    """
 
     _HEADLINES = (
         ("reward", "critic/score/mean", ".3f"),
         ("loss", "train/loss", ".4f"),
+        ("val_loss", "val/loss", ".4f"),
         ("pg_loss", "actor/pg_loss", ".4f"),
         ("kl", "actor/ppo_kl", ".2e"),
         ("entropy", "actor/entropy", ".3f"),
@@ -63,21 +67,34 @@ class ConsoleTracker:
         ("grad", "actor/grad_norm", ".3f"),
         ("length", "response_length/mean", ".1f"),
         ("tok/s", "perf/throughput", ",.0f"),
-        ("s", "perf/time_per_step", ".2f"),
+        ("s/step", "perf/time_per_step", ".2f"),
     )
+    _ROWS_PER_HEAD = 25
+    _WIDTH = 8
 
     def __init__(self, run: TrackedRun) -> None:
-        self._name = run.experiment
+        self._columns: list[str] = []
+        self._rows = 0
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        parts = [f"{label} {data[name]:{form}}" for label, name, form in self._HEADLINES if _is_number(data.get(name))]
-        core = [f"{_short(name)} {value:.3f}" for name, value in data.items() if _is_headline(name)]
-        if not parts and not core:
-            parts = [f"{name} {value:.4g}" for name, value in data.items() if _is_number(value)][:6]
-        for line in filter(None, (parts, core)):
-            text = f"step {step}: " + "  ".join(line)
-            print(text, flush=True)
-            get_logger(FILE_ONLY).info(text)
+        given = {label: (name, form) for label, name, form in self._HEADLINES if _is_number(data.get(name))}
+        if "kl" in given and "kl" not in self._columns and data[given["kl"][0]] == 0:
+            del given["kl"]
+        if not given and not any(name.startswith("val-") for name in data):
+            self._print(f"step {step}: " + "  ".join(f"{k} {v:.4g}" for k, v in data.items() if _is_number(v)))
+        if not given:
+            return
+        columns = [label for label in dict.fromkeys(h[0] for h in self._HEADLINES) if label in {*given, *self._columns}]
+        if columns != self._columns or self._rows % self._ROWS_PER_HEAD == 0:
+            self._columns, self._rows = columns, 0
+            self._print("    step" + "".join(f"  {label:>{self._WIDTH}}" for label in columns))
+        self._rows += 1
+        cells = [format(data[given[label][0]], given[label][1]) if label in given else "" for label in columns]
+        self._print(f"{step:>8}" + "".join(f"  {cell:>{self._WIDTH}}" for cell in cells))
+
+    def _print(self, line: str) -> None:
+        print(line, flush=True)
+        get_logger(FILE_ONLY).info(line)
 
     def log_generations(self, rows: Sequence[Generation], step: int) -> None:
         pass
@@ -209,17 +226,6 @@ assert set(ADAPTERS) == set(TRACKERS)
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(float(value))
-
-
-def _is_headline(name: str) -> bool:
-    """Whether a validation metric is printed; files and trackers get all of them."""
-    return name.startswith("val-core/") and ("/mean@" in name or "/pass@" in name)
-
-
-def _short(name: str) -> str:
-    """`val-core/openai/gsm8k/acc/mean@1` -> `val openai/gsm8k acc/mean@1`."""
-    source, _, metric = name.removeprefix("val-core/").partition("/acc/")
-    return f"val {source} acc/{metric}" if metric else f"val {name.removeprefix('val-core/')}"
 
 
 def _mlflow_name(name: str) -> str:

@@ -5,17 +5,17 @@ The configuration has checked the names and that their libraries are installed (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rlsys.config.vocabulary import ALWAYS_WRITTEN
+from rlsys.telemetry.best_effort import BestEffort
 from rlsys.telemetry.jsonl import JsonlWriter
-from rlsys.telemetry.log import get_logger, redact_tree
+from rlsys.telemetry.log import redact_tree
 from rlsys.telemetry.tracker_adapters import ADAPTERS, Generation, TrackedRun, Tracker
 from rlsys.utils.errors import ConfigError
-
-log = get_logger(__name__)
 
 
 class Tracking:
@@ -24,7 +24,8 @@ class Tracking:
     Always writes `{default_dir}/metrics.jsonl` (line format: rlsys.telemetry.jsonl); `file` and `jsonl` name just that.
     On resume pass `resume_step=N`, the step of the checkpoint, and log step N before its checkpoint is published: the
     file then equals that of an uninterrupted run. `None` starts a new file. A tracker that does not start is a
-    ConfigError; one that fails later is logged once, counted in `training/tracker_errors`, and never stops training.
+    ConfigError; one that fails later is logged once, counted in `training/tracker_errors`, and never stops training,
+    as is what else uses `best_effort`.
     """
 
     def __init__(
@@ -36,12 +37,12 @@ class Tracking:
         config: Mapping[str, Any],
         default_dir: str | Path,
         resume_step: int | None = None,
+        best_effort: BestEffort | None = None,
     ) -> None:
         wanted = [loggers] if isinstance(loggers, str) else loggers
         chosen = [name for name in dict.fromkeys(wanted) if name not in ALWAYS_WRITTEN]
         run = TrackedRun(project_name, experiment_name, redact_tree(config), Path(default_dir), resume_step)
-        self.num_errors = 0
-        self._failed: set[str] = set()
+        self._best_effort = best_effort or BestEffort()
         self._run = run
         self._metrics: JsonlWriter | None = None
         self._generations: JsonlWriter | None = None
@@ -55,6 +56,11 @@ class Tracking:
             self.close()
             raise
 
+    @property
+    def num_errors(self) -> int:
+        """How often something could not be recorded."""
+        return self._best_effort.num_errors
+
     def log(self, data: Mapping[str, Any], step: int) -> None:
         """Record the metrics of a step; calling twice for a step gives two lines."""
         if self._metrics is None:
@@ -62,24 +68,27 @@ class Tracking:
         record = {"step": step, **data}
         if self.num_errors:
             record["training/tracker_errors"] = self.num_errors
-        self._metrics.write(record)
+        self._best_effort("metrics.jsonl", partial(self._metrics.write, record))
         for name, tracker in self._trackers.items():
-            self._tolerate(name, lambda tracker=tracker: tracker.log(data, step))
+            self._best_effort(f"tracker {name}", partial(tracker.log, data, step))
 
     def log_generations(self, rows: Sequence[Generation], step: int) -> None:
         """Record sample rows (input, output, score) in `val_generations.jsonl` and in the trackers that have tables."""
+        self._best_effort("val_generations.jsonl", partial(self._write_generations, rows, step))
+        for name, tracker in self._trackers.items():
+            self._best_effort(f"tracker {name}", partial(tracker.log_generations, rows, step))
+
+    def _write_generations(self, rows: Sequence[Generation], step: int) -> None:
         if self._generations is None:
             path = self._run.directory / "val_generations.jsonl"
             self._generations = JsonlWriter(path, resume_step=self._run.resume_step)
         for text, output, score in rows:
             self._generations.write({"step": step, "input": text, "output": output, "score": score})
-        for name, tracker in self._trackers.items():
-            self._tolerate(name, lambda tracker=tracker: tracker.log_generations(rows, step))
 
     def close(self) -> None:
         """Flush and close everything; safe to call twice."""
         for name, tracker in self._trackers.items():
-            self._tolerate(name, tracker.close)
+            self._best_effort(f"tracker {name}", tracker.close)
         self._trackers = {}
         for writer in (self._metrics, self._generations):
             if writer is not None:
@@ -91,15 +100,6 @@ class Tracking:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _tolerate(self, name: str, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:  # a tracker's library may raise anything; training continues and the count shows it
-            self.num_errors += 1
-            if name not in self._failed:
-                self._failed.add(name)
-                log.warning("tracker %s failed, its record is incomplete: %r", name, error)
 
 
 def _start(name: str, run: TrackedRun) -> Tracker:

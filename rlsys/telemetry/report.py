@@ -1,0 +1,106 @@
+"""The report of a run: `index.html` in its folder, curves of everything in metrics.jsonl and links to the other files.
+
+It is made from the files of the run alone, so it can be made again at any time: `python -m rlsys.telemetry.report RUN`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlsys.telemetry.jsonl import read_jsonl
+from rlsys.telemetry.page import ascii_json, page, write_whole
+
+MAX_POINTS = 1000
+MIN_GAP_S = 15.0
+MAX_SHARE = 0.02
+LINKS = {
+    "rollouts": "rollouts/index.html",
+    "validation": "validation/index.html",
+    "timeline": "timeline.json",
+    "metrics": "metrics.jsonl",
+    "memory": "memory.txt",
+    "config": "config.yaml",
+    "log": "train.log",
+}
+
+
+class RunReport:
+    """Rewrites the page as the run continues, at most every 15 s and in at most 2 % of the time, and at the end."""
+
+    def __init__(self, folder: Path, *, title: str, total_steps: int, links: Mapping[str, str] | None = None) -> None:
+        self.folder, self.title, self.total_steps, self.links = folder, title, total_steps, links or {}
+        self._next_s = 0.0
+
+    def update(self, *, running: bool = True) -> None:
+        """Write the page if it is due, or in any case once the run has ended; raises OSError."""
+        start_s = time.monotonic()
+        if running and start_s < self._next_s:
+            return
+        write_report(self.folder, title=self.title, total_steps=self.total_steps, links=self.links, running=running)
+        now_s = time.monotonic()
+        self._next_s = now_s + max(MIN_GAP_S, (now_s - start_s) / MAX_SHARE)
+
+
+def write_report(
+    folder: Path,
+    *,
+    title: str = "",
+    total_steps: int = 0,
+    links: Mapping[str, str] | None = None,
+    running: bool = False,
+) -> Path:
+    """Write `index.html` from metrics.jsonl, or from evaluation.json where there are no metrics; returns its path.
+
+    `links` are further files, relative to the folder or absolute; those that do not exist are left out.
+    """
+    steps, columns, every = thinned(_records(folder))
+    found = {name: target for name, target in {**LINKS, **(links or {})}.items() if (folder / target).exists()}
+    data = {
+        "title": title or folder.resolve().name,
+        "total": total_steps,
+        "running": running,
+        "updated": time.time(),
+        "every": every,
+        "links": [[name, Path(t).as_uri() if Path(t).is_absolute() else t] for name, t in found.items()],
+        "steps": steps,
+        "columns": columns,
+    }
+    path = folder / "index.html"
+    write_whole(path, page("report").replace("{{data}}", ascii_json(data), 1).encode())
+    return path
+
+
+def thinned(
+    records: Sequence[Mapping[str, Any]], max_points: int = MAX_POINTS
+) -> tuple[list[int], dict[str, list[float | None]], int]:
+    """(steps, columns by metric, N): beyond `max_points` each point is the mean of N neighbouring records.
+
+    Only finite numbers count; where there are none a column holds None. The step is that of the last record.
+    """
+    every = max(1, math.ceil(len(records) / max_points))
+    parts = [records[at : at + every] for at in range(0, len(records), every)]
+    columns: dict[str, list[float | None]] = defaultdict(lambda: [None] * len(parts))
+    for row, part in enumerate(parts):
+        for name in dict.fromkeys(name for record in part for name in record if name != "step"):
+            values = [v for r in part if isinstance(v := r.get(name), int | float) and math.isfinite(v)]
+            if values:
+                columns[name][row] = float(f"{math.fsum(values) / len(values):.6g}")
+    return [int(part[-1].get("step", 0)) for part in parts], dict(columns), every
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    if (metrics := folder / "metrics.jsonl").exists():
+        return list(read_jsonl(metrics))
+    result = folder / "evaluation.json"
+    return [json.loads(result.read_text())] if result.exists() else []
+
+
+if __name__ == "__main__":
+    print(write_report(Path(sys.argv[1])))
