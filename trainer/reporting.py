@@ -201,7 +201,8 @@ class Reporter:
     def _drain_stages(self) -> list[MemoryRecord]:
         """Take over the controller's stages; returns the memory of all stages since the last call."""
         self.add_stages(self._stages.drain())
-        memory, self._memory = self._memory, []
+        memory = self._memory
+        self._memory = []
         return memory
 
     def _flush_timeline(self) -> None:

@@ -9,6 +9,7 @@ from rlsys.config.schema.trainer import RunConfig
 from rlsys.telemetry.jsonl import read_jsonl
 
 OUTPUTS = {
+    "report": "index.html",
     "metrics": "metrics.jsonl",
     "evaluation": "evaluation.json",
     "rollouts": "rollouts/index.html",

@@ -223,7 +223,8 @@ class Progress:
         now, shown = self._clock(), []
         for name, (start, (done_before, begun_before)) in self._state.running.items():
             done, begun = self._counts.get(name, _no_counts)()
-            share = f"{done - done_before}/{begun - begun_before} " if begun > begun_before else ""
+            total = begun - begun_before
+            share = f"{min(done - done_before, total)}/{total} " if total > 0 else ""
             if name != _WHOLE_STEP:
                 shown.append(f"{name} {share}{duration(now - start)}")
         return [" + ".join(shown)] if shown else []

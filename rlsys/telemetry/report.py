@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from rlsys.telemetry.jsonl import read_jsonl
 from rlsys.telemetry.page import ascii_json, page, write_whole
@@ -61,14 +62,15 @@ def write_report(
     `links` are further files, relative to the folder or absolute; those that do not exist are left out.
     """
     steps, columns, every = thinned(_records(folder))
-    found = {name: target for name, target in {**LINKS, **(links or {})}.items() if (folder / target).exists()}
+    folder = folder.absolute()
+    targets = {name: folder / target for name, target in {**LINKS, **(links or {})}.items()}
     data = {
-        "title": title or folder.resolve().name,
+        "title": title or folder.name,
         "total": total_steps,
         "running": running,
         "updated": time.time(),
         "every": every,
-        "links": [[name, Path(t).as_uri() if Path(t).is_absolute() else t] for name, t in found.items()],
+        "links": [[name, _address(path, folder)] for name, path in targets.items() if path.exists()],
         "steps": steps,
         "columns": columns,
     }
@@ -93,6 +95,10 @@ def thinned(
             if values:
                 columns[name][row] = float(f"{math.fsum(values) / len(values):.6g}")
     return [int(part[-1].get("step", 0)) for part in parts], dict(columns), every
+
+
+def _address(path: Path, folder: Path) -> str:
+    return quote(str(path.relative_to(folder))) if path.is_relative_to(folder) else path.as_uri()
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:

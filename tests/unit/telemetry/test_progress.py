@@ -17,7 +17,7 @@ from rich.console import Console
 
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.telemetry.progress import Progress, duration, sparkline
-from tests.timing import scaled_s
+from tests.timing import scaled_s, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
@@ -42,19 +42,36 @@ print("the end")
 """
 
 
-def in_pseudo_terminal(*args: str) -> str:
-    """Everything a terminal of 100 columns was sent by SCRIPT."""
+DEBUGGED = f"""
+import sys, time; sys.path.insert(0, {str(ROOT)!r})
+from rlsys.telemetry.progress import Progress
+with Progress(total_steps=4, title="GRPO") as progress:
+    with progress.stage("gen"):
+        time.sleep(0.5)
+        breakpoint()
+        time.sleep(0.5)
+    progress.step_done(1)
+print("the end")
+"""
+
+
+def in_pseudo_terminal(
+    *args: str, script: str = SCRIPT, columns: int = 100, answers: dict[str, str] | None = None
+) -> str:
+    """Everything a terminal was sent by a script; each of `answers` is typed once, after the text that is its key."""
     main, side = pty.openpty()
-    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
-    child = subprocess.Popen([sys.executable, "-c", SCRIPT, *args], stdin=side, stdout=side, stderr=side, env=env)
+    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "30"}
+    child = subprocess.Popen([sys.executable, "-c", script, *args], stdin=side, stdout=side, stderr=side, env=env)
     os.close(side)
-    shown = b""
+    shown, waiting = b"", dict(answers or {})
     while True:
         try:
             data = os.read(main, 65536)
         except OSError:  # the terminal is gone with its last process
             break
         shown += data
+        for text in [text for text in waiting if text.encode() in shown]:
+            os.write(main, waiting.pop(text).encode())
     os.close(main)
     child.wait(timeout=scaled_s(30))
     return shown.decode()
@@ -87,6 +104,23 @@ def test_exception_leaves_the_terminal_clean() -> None:
     assert raw.rindex(SHOW_CURSOR) > raw.rindex(HIDE_CURSOR)
 
 
+def test_a_breakpoint_ends_the_display() -> None:
+    raw = in_pseudo_terminal(script=DEBUGGED, answers={"(Pdb)": "p 6 * 7\nc\n"})
+    prompt = raw.index("(Pdb)")
+    assert re.search(r"gen 0\.\d s", without_escapes(raw[:prompt]))
+    assert "\n42" in raw[prompt:]
+    assert "gen " not in without_escapes(raw[prompt:])
+    assert without_escapes(raw).rstrip().endswith("the end")
+
+
+@pytest.mark.parametrize("columns", [40, 56, 100])
+def test_the_time_left_is_never_cut(columns: int) -> None:
+    text = without_escapes(in_pseudo_terminal(columns=columns))
+    assert re.search(r"2/4 +50% 0\.\d s/step  eta [\d.]+ s", text)
+    lines = [line for piece in text.split("\n") for line in piece.split("\r") if "eta" in line]
+    assert max(len(line.rstrip()) for line in lines) <= columns - 3
+
+
 class Clock:
     def __init__(self) -> None:
         self.now = 0.0
@@ -115,10 +149,32 @@ def test_plain_lines_come_now_and_then_and_at_the_end() -> None:
             clock.now += 20
             progress.step_done(step, reward=float(step), tokens_per_s=1000.0, staleness=0)
     assert out.getvalue().splitlines() == [
-        "PPO 2/10  20 s/step  eta 2:40  reward 2.000 ▁█  1,000 tok/s  staleness 0",
-        "PPO 4/10  20 s/step  eta 2:00  reward 4.000 ▁▃▆█  1,000 tok/s  staleness 0",
-        "PPO 5/10  20 s/step  eta 1:40  reward 5.000 ▁▃▅▆█  1,000 tok/s  staleness 0",
+        "PPO 2/10  20 s/step  eta 2:40  reward 2.000 ▁█  1,000 tok/s",
+        "PPO 4/10  20 s/step  eta 2:00  reward 4.000 ▁▃▆█  1,000 tok/s",
+        "PPO 5/10  20 s/step  eta 1:40  reward 5.000 ▁▃▅▆█  1,000 tok/s",
     ]
+
+
+def test_plain_lines_come_within_a_long_step() -> None:
+    out = io.StringIO()
+    console = Console(file=io.StringIO(), force_terminal=False)
+    with (
+        Progress(total_steps=3, title="PPO", console=console, out=out, plain_every_s=0.2) as progress,
+        progress.stage("gen"),
+    ):
+        assert wait_until(lambda: out.getvalue().count("\n") >= 2)
+    assert re.fullmatch(r"PPO 0/3  gen 0\.\d s", out.getvalue().splitlines()[0])
+
+
+def test_a_stage_shows_how_much_of_its_work_is_done() -> None:
+    clock, done = Clock(), [100, 100]
+    console = Console(file=io.StringIO(), force_terminal=False)
+    progress = Progress(total_steps=3, console=console, counts={"gen": lambda: (done[0], done[1])}, clock=clock)
+    with progress.stage("gen"):
+        assert progress.line().endswith("gen 0.0 s")
+        done[:] = 137, 228
+        clock.now = 12
+        assert progress.line().endswith("gen 37/128 12 s")
 
 
 def test_resumed_run_starts_at_its_step() -> None:

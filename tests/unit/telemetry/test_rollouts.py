@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from rlsys.telemetry.rollouts import browser_page, dump_rollouts, ragged, token_texts_of, token_texts_of_rows
-from tests.unit.telemetry.browser import Browser, find_chromium
+from tests.unit.telemetry.browser import Browser
 
 EVIL = "</script><script>window.pwned=1</script><img src=x onerror='window.pwned=1'>\u2028 ${window.pwned=1} \ud800"
 OUTPUTS = ["The answer is 6.\nDone", "It is 7", EVIL, ""]
@@ -148,16 +147,6 @@ def test_rows_share_what_was_decoded() -> None:
 def test_samples_beyond_the_token_texts_are_shown_plain(tmp_path: Path) -> None:
     dump(tmp_path, 1, token_texts=[["The answer is 6.\nDone"]])
     assert [row["tokens"] is None for row in read_script(tmp_path / "browser" / "1.js")["rows"]] == [False, *[True] * 3]
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = find_chromium()
-    if program is None:
-        pytest.skip("no Chromium on this machine")
-    browser = Browser(program, tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
 
 
 @pytest.fixture

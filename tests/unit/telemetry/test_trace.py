@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from rlsys.telemetry.trace import Event, Timeline, Tracer, read_timeline
+from rlsys.telemetry.trace import Event, Timeline, Tracer, add_arguments, arrows, read_timeline
 from tests.timing import scaled_s
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -142,6 +142,82 @@ def test_file_cut_at_any_byte_is_readable_and_can_be_continued(tmp_path: Path) -
         assert json.loads(path.read_bytes()) == [*kept, {"name": "later"}]
 
 
+def test_timeline_is_valid_json_from_the_start_and_after_every_call(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    with Timeline(path) as timeline:
+        assert json.loads(path.read_bytes()) == []
+        timeline.add([], provisional=[{"name": "running 1 s"}, {"name": "also"}])
+        assert json.loads(path.read_bytes()) == [{"name": "running 1 s"}, {"name": "also"}]
+        timeline.add([{"name": "done"}], provisional=[{"name": "next"}])
+        assert json.loads(path.read_bytes()) == [{"name": "done"}, {"name": "next"}]
+        timeline.add([{"name": "next, done"}])
+        assert json.loads(path.read_bytes()) == [{"name": "done"}, {"name": "next, done"}]
+
+
+def test_full_disk_loses_the_events_of_one_call_and_leaves_the_file_whole(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    code = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+import resource, signal
+from pathlib import Path
+from rlsys.telemetry.trace import Timeline
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+timeline = Timeline(Path({str(path)!r}))
+timeline.add([{{"name": "before"}}])
+resource.setrlimit(resource.RLIMIT_FSIZE, (200, -1))
+try:
+    timeline.add([{{"name": "lost" * 100}}])
+except OSError as error:
+    print("refused", error.errno)
+print(Path({str(path)!r}).read_text())
+resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+timeline.add([{{"name": "after"}}])
+timeline.close()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=scaled_s(60), check=True
+    )
+    first, _, left = done.stdout.partition("\n")
+    assert first.startswith("refused")
+    assert json.loads(left) == [{"name": "before"}]
+    assert json.loads(path.read_bytes()) == [{"name": "before"}, {"name": "after"}]
+
+
+def _span(pid: int, tid: int, name: str, start: int, end: int) -> Event:
+    return {"name": name, "ph": "X", "pid": pid, "tid": tid, "ts": start, "dur": end - start}
+
+
+def test_spans_carry_step_and_tokens_of_their_own_batch() -> None:
+    step, gen, update = _span(1, 1, "step", 0, 100), _span(1, 1, "gen", 5, 40), _span(1, 1, "update_actor", 50, 90)
+    testing, checked = _span(1, 1, "testing", 110, 150), _span(1, 1, "gen", 115, 140)
+    ahead, worker = _span(1, 2, "gen", 50, 120), _span(7, 3, "update_actor", 55, 85)
+    events = [step, gen, update, testing, checked, ahead, worker, {"name": "process_name", "ph": "M", "pid": 1}]
+    add_arguments(events, 1, 4, {"gen": 300, "update_actor": 500})
+    assert [gen["args"], update["args"]] == [{"step": 4, "tokens": 300}, {"step": 4, "tokens": 500}]
+    assert [step["args"], testing["args"], checked["args"], worker["args"]] == [{"step": 4}] * 4
+    assert "args" not in ahead
+
+
+def test_arrows_lead_from_the_stage_to_the_calls_of_workers_inside_it() -> None:
+    update = _span(1, 1, "update_actor", 50, 90)
+    ahead = _span(1, 2, "gen", 40, 95)
+    events = [_span(1, 1, "step", 0, 100), update, ahead, _span(7, 3, "update_actor", 55, 85)]
+    events += [_span(8, 4, "generate_sequences", 60, 80), _span(9, 5, "stray", 85, 93)]
+    flows = arrows(events, 1)
+    starts, ends = [e for e in flows if e["ph"] == "s"], [e for e in flows if e["ph"] == "f"]
+    assert [(e["pid"], e["tid"], e["ts"]) for e in starts] == [(1, 1, 50), (1, 2, 40)]
+    assert [(e["pid"], e["tid"], e["ts"], e["bp"]) for e in ends] == [(7, 3, 55, "e"), (8, 4, 60, "e")]
+    assert [e["id"] for e in starts] == [e["id"] for e in ends]
+    assert len({e["id"] for e in starts}) == 2
+
+
+def test_counters_are_points_of_curves(tmp_path: Path) -> None:
+    tracer = Tracer("x")
+    tracer.counter("memory (GiB)", {"host": 1.23456789})
+    (event,) = [e for e in tracer.drain() if e["ph"] == "C"]
+    assert (event["name"], event["args"], event["pid"]) == ("memory (GiB)", {"host": 1.23457}, tracer.pid)
+
+
 def test_empty_timeline_is_valid(tmp_path: Path) -> None:
     Timeline(tmp_path / "t.json").close()
     assert json.loads((tmp_path / "t.json").read_text()) == []
@@ -178,7 +254,7 @@ for i in range(10**9):
     names = [e["name"] for e in read_timeline(path) if e["ph"] == "X"]
     assert names == [f"s{i}" for i in range(len(names))]
     assert len(names) > 20
-    repaired = path.read_bytes().rstrip(b",\n")
+    repaired = path.read_bytes().removesuffix(b"\n]\n").rstrip(b",\n")
     if not repaired.endswith(b"}"):
         repaired = repaired[: repaired.rindex(b",\n")]
     assert len(json.loads(repaired + b"]")) == len(read_timeline(path))
