@@ -14,6 +14,7 @@ from rlsys.fleet.external.settings import settings_of
 from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer, running_backend, start_backend
 from trainer.groups import Role
 from trainer.job import Begin
+from trainer.local_models import with_local_models
 from trainer.loop import completed
 from trainer.ppo import RayPPOTrainer
 from trainer.prompts import num_steps, prompt_datasets
@@ -74,7 +75,7 @@ class PreparedRun:
 
 def prepare(config: PPOConfig) -> PreparedRun:
     """Start assets, external libraries, tokenizer and rows; ConfigError for external servers without an address."""
-    config = with_start_assets(config)
+    config = with_local_models(with_start_assets(config))
     plan, run, policy = plan_batches(config), config.trainer, config.actor_rollout_ref
     if plan.pools.external:
         settings_of(policy.rollout, run.deadlines, max_staleness=run.max_staleness)

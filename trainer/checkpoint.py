@@ -20,8 +20,8 @@ import torch
 
 from rlsys.utils.atomic import commit_dir, fsync_file, write_text_atomic, write_text_durable
 from rlsys.utils.errors import CheckpointError, ConfigError, DeadlineError
+from rlsys.utils.run_folders import LATEST
 
-LATEST = "latest_checkpointed_iteration.txt"
 STATE = "trainer.json"
 DATA = "data.pt"
 _STEP_DIR = re.compile(r"global_step_(\d+)")

@@ -17,10 +17,12 @@ from rlsys.data.dataset import configured_source
 from rlsys.data.supervised import SupervisedDataset, load_pairs, load_texts
 from rlsys.protocol import DataProto, pad_dataproto_to_divisor
 from rlsys.roles.lm import RankSums, mean_over_ranks
+from rlsys.utils.run_folders import HUGGINGFACE
 from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer, running_backend
 from trainer.checkpoint import TrainerState
 from trainer.groups import SupervisedGroup, start_group
 from trainer.job import Begin
+from trainer.local_models import with_local_models
 from trainer.loop import CheckpointedLoop, completed
 from trainer.reporting import Reporter
 from workers.build import EngineRun
@@ -77,6 +79,7 @@ class SupervisedTrainer(CheckpointedLoop):
     """The loop of SFT and reward-model training: batch, step, evaluate, save."""
 
     def __init__(self, config: SFTConfig | RMConfig) -> None:
+        config = with_local_models(config)
         run, data = config.trainer, config.data
         num_ranks = run.nnodes * run.n_gpus_per_node
         reporter = Reporter(run, config.model_dump(mode="json"), num_devices=num_ranks)
@@ -154,7 +157,7 @@ class SupervisedTrainer(CheckpointedLoop):
     def save_parts(self, folder: Path) -> TrainerState:
         """The state to resume from, with the model as a Hugging Face folder beside it."""
         self.workers.save_checkpoint(str(folder / "model"))
-        self.workers.export(str(folder / "huggingface"))
+        self.workers.export(str(folder / HUGGINGFACE))
         return TrainerState(self.global_step, source={"cursor": self.cursor.state_dict()})
 
     def load_parts(self, folder: Path, state: TrainerState) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from rlsys.interfaces import Part, TrainEngine
 from rlsys.single_controller.base import Worker
 from rlsys.single_controller.dispatch import Dispatch, register
+from rlsys.utils.run_folders import HUGGINGFACE
 
 
 class EngineWorker(Worker):
@@ -26,7 +27,7 @@ class EngineWorker(Worker):
         """Save what a resumed run needs, and the Hugging Face folder if configured."""
         self.engine.save(Path(path), "resume")
         if self.saves_hf_model:
-            self.engine.save(Path(path) / "huggingface", "export")
+            self.engine.save(Path(path) / HUGGINGFACE, "export")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:

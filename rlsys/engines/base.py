@@ -10,14 +10,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from rlsys.config.schema.model import CheckpointConfig, ModelConfig
+from rlsys.config.schema.model import CheckpointConfig, ModelConfig, PolicyModelConfig
 from rlsys.engines import checkpoint, export
 from rlsys.engines.adamw import BaseAdamW
 from rlsys.engines.mesh import EngineRanks, gather_json, sum_over_ranks
@@ -71,6 +71,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
     ) -> None:
         self.model_config, self.ranks, self.head = model, ranks, head
         self.config = config or read_config(model)
+        self._saved_dtype: Any = self.config.dtype  # building the model changes it
         self.training, self.scoring = training, scoring or training
         self.save_contents = CONTENTS if checkpoint is None else CONTENTS.intersection(checkpoint.save_contents)
         self.load_contents = CONTENTS if checkpoint is None else CONTENTS.intersection(checkpoint.load_contents)
@@ -148,12 +149,17 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         if what == "resume":
             header = {"num_updates": self.optimizer.num_steps if self.optimizer is not None else 0}
             with self._on_device():
-                checkpoint.save(path, self._state(self.save_contents), rank, header)
+                checkpoint.save(path, self._state(self.save_contents), rank, header, settings=self._write_settings)
             return
-        source = self.model_config.path
-        exported = export.exported_config(self.config, self.head, self._weight_dtype)
-        files = Path(source) if source else None
-        export.write(path, self._exported(), rank, exported, source_dir=files, adapter=self._exported_adapter())
+        dtype = self._saved_dtype or self._weight_dtype
+        export.write(path, self._exported(), rank, dtype, self._write_settings, adapter=self._exported_adapter())
+
+    def _write_settings(self, folder: Path) -> None:
+        """Write config.json, generation_config.json and the tokenizer's files, as they go with the weights."""
+        model = self.model_config
+        exported = export.exported_config(self.config, self.head, self._saved_dtype or self._weight_dtype)
+        tokenizer = model.tokenizer_path if isinstance(model, PolicyModelConfig) else None
+        export.write_settings(folder, exported, [Path(path) for path in (model.path, tokenizer) if path])
 
     def load(self, path: Path) -> None:
         """Restore what `save(path, "resume")` wrote, on any number of ranks and any layout."""

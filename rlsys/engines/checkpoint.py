@@ -2,14 +2,15 @@
 
 A directory holds `model_world_size_W_rank_R.safetensors` and `optim_...` per rank, `extra_state_...json` (random
 generators), `tensors.json` (where each box is stored), a file on the layout it was written from (`fsdp_config.json`)
-and, last, `manifest.json` with the size and the checksum of every other file. All ranks must see one directory.
+and, last, `manifest.json` with the size and the checksum of every other file; beside them `huggingface/`, which has the
+model's configuration and tokenizer. All ranks must see one directory.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from rlsys.engines.mesh import gather_json, together
 from rlsys.engines.tensor_files import METADATA, STORAGE_ERRORS, read_tensor_index
 from rlsys.utils.atomic import commit_dir, staging_dir, write_text_durable
 from rlsys.utils.errors import CheckpointError
+from rlsys.utils.run_folders import HUGGINGFACE
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -47,8 +49,13 @@ class Contents(Protocol):
     def read(self, path: Path) -> None: ...
 
 
-def save(path: Path, state: Contents, rank: int, header: Mapping[str, Any]) -> None:
-    """Write `path`; on any failure CheckpointError on all ranks, and what was at `path` before is untouched."""
+def save(
+    path: Path, state: Contents, rank: int, header: Mapping[str, Any], *, settings: Callable[[Path], None]
+) -> None:
+    """Write `path`; on any failure CheckpointError on all ranks, and what was at `path` before is untouched.
+
+    `settings` writes the model's configuration and tokenizer into `huggingface/`.
+    """
     errors = (*STORAGE_ERRORS, CheckpointError)
     first = rank == 0
     try:
@@ -57,6 +64,7 @@ def save(path: Path, state: Contents, rank: int, header: Mapping[str, Any]) -> N
         names = state.write(staging)
         files = together(lambda: _fingerprints(staging, names, extra=state.extra), errors, CheckpointError)
         everyone = {name: entry for part in gather_json(files) for name, entry in part.items()}
+        together(lambda: settings(staging / HUGGINGFACE) if first else None, errors, CheckpointError)
         together(
             lambda: _commit(staging, path, everyone, state.layout, header) if first else None, errors, CheckpointError
         )

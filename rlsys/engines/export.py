@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 
 from rlsys.engines.mesh import together
 from rlsys.engines.tensor_files import STORAGE_ERRORS
@@ -19,6 +19,8 @@ from rlsys.models.hf import Head
 from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_text_durable
 from rlsys.utils.errors import CheckpointError
 
+KEPT_FLOATS = (".e_score_correction_bias",)
+"""Floats that stay as they are when a model is saved in another type."""
 Adapter = tuple[Mapping[str, Tensor], Mapping[str, Any]]
 """Tensors of an adapter under peft's names, and its adapter_config."""
 TOKENIZER_FILES = (
@@ -37,22 +39,23 @@ def write(
     path: Path,
     weights: Iterator[list[tuple[str, Tensor]]],
     rank: int,
-    config: PretrainedConfig,
+    dtype: torch.dtype,
+    settings: Callable[[Path], None],
     *,
-    source_dir: Path | None = None,
     adapter: Adapter | None = None,
 ) -> None:
-    """Write a model directory from gathered weights; rank 0 writes, all ranks gather. `source_dir` gives the tokenizer
-    files, `adapter` (tensors, adapter_config) goes to `lora_adapter/`. CheckpointError leaves an old one as it was."""
+    """Write a model directory from gathered weights; rank 0 writes, all ranks gather. Floats are converted to `dtype`;
+    `settings` writes the rest, `adapter` (tensors, adapter_config) goes to `lora_adapter/`. CheckpointError leaves an
+    old one as it was."""
     first = rank == 0
     staging = path.with_name(path.name + ".tmp")
     files: dict[str, list[str]] = {}
     try:
         together(lambda: staging_dir(path) if first else None, STORAGE_ERRORS, CheckpointError)
         for number, bucket in enumerate(weights):
-            work = lambda: files.update(_write_bucket(staging, number, bucket)) if first else None  # noqa: B023, E731
+            work = lambda: files.update(_write_bucket(staging, number, bucket, dtype)) if first else None  # noqa: B023, E731
             together(work, STORAGE_ERRORS, CheckpointError)
-        finish = lambda: _finish(staging, path, files, config, source_dir, adapter) if first else None  # noqa: E731
+        finish = lambda: _finish(staging, path, files, settings, adapter) if first else None  # noqa: E731
         together(finish, STORAGE_ERRORS, CheckpointError)
     except CheckpointError as error:
         if first:
@@ -60,9 +63,12 @@ def write(
         raise CheckpointError(f"cannot export {path}: {error}") from error
 
 
-def _write_bucket(staging: Path, number: int, bucket: Sequence[tuple[str, Tensor]]) -> dict[str, list[str]]:
+def _write_bucket(
+    staging: Path, number: int, bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype
+) -> dict[str, list[str]]:
     name = f"part-{number:05d}.safetensors"
-    save_file({n: t.contiguous() for n, t in bucket}, staging / name, metadata={"format": "pt"})
+    cast = {n: t.to(dtype) if t.is_floating_point() and not n.endswith(KEPT_FLOATS) else t for n, t in bucket}
+    save_file({n: t.contiguous() for n, t in cast.items()}, staging / name, metadata={"format": "pt"})
     fsync_file(staging / name)
     return {name: [n for n, _ in bucket]}
 
@@ -71,23 +77,33 @@ def _finish(
     staging: Path,
     path: Path,
     files: Mapping[str, Sequence[str]],
-    config: PretrainedConfig,
-    source_dir: Path | None,
+    settings: Callable[[Path], None],
     adapter: Adapter | None,
 ) -> None:
     name_parts(staging, files)
-    config.save_pretrained(staging)
-    if source_dir is not None:
-        copy_tokenizer(source_dir, staging)
+    settings(staging)
     if adapter is not None:
-        tensors, settings = adapter
+        tensors, adapter_config = adapter
         (staging / "lora_adapter").mkdir()
         save_file({n: t.contiguous() for n, t in tensors.items()}, staging / "lora_adapter/adapter_model.safetensors")
-        write_text_durable(staging / "lora_adapter/adapter_config.json", json.dumps(settings, indent=1))
+        write_text_durable(staging / "lora_adapter/adapter_config.json", json.dumps(adapter_config, indent=1))
     for file in staging.rglob("*"):
         if file.is_file():
             fsync_file(file)
     commit_dir(staging, path)
+
+
+def write_settings(folder: Path, config: PretrainedConfig, sources: Sequence[Path]) -> None:
+    """What a model directory has beside weights: config.json, generation_config.json, and the tokenizer's files of
+    `sources`, of which later ones replace earlier ones."""
+    folder.mkdir(exist_ok=True)
+    config.save_pretrained(folder)
+    for source in sources:
+        copy_tokenizer(source, folder)
+    if not (folder / "generation_config.json").exists():
+        GenerationConfig.from_model_config(config).save_pretrained(folder)
+    for file in folder.glob("*.json"):
+        fsync_file(file)
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

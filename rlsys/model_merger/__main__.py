@@ -40,14 +40,14 @@ def _parser() -> argparse.ArgumentParser:
 
     merging = commands.add_parser("merge", help="a checkpoint becomes a model directory")
     merging.set_defaults(run=_merge)
-    merging.add_argument("--local_dir", required=True, help="the checkpoint: global_step_N/actor, or a split", **folder)
+    merging.add_argument("--local_dir", required=True, help="a run, its global_step_N, or a split", **folder)
     merging.add_argument("--target_dir", required=True, help="the model directory to write", **folder)
     merging.add_argument("--backend", choices=BACKENDS, help="refuse a checkpoint of the other one")
     merging.add_argument("--hf_model_config_path", help="config.json and tokenizer; LOCAL_DIR/huggingface", **folder)
     merging.add_argument(
         "--carry_from", help="a model directory that gives what training does not hold (MTP)", **folder
     )
-    merging.add_argument("--dtype", choices=FLOATS, help="convert floats; otherwise bits stay as they are")
+    merging.add_argument("--dtype", choices=FLOATS, help="type of the floats; the one that config.json names")
     merging.add_argument("--overwrite", action="store_true")
 
     splitting = commands.add_parser("split", help="a model directory becomes one file a Megatron rank")

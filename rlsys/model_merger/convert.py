@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from rlsys.config.schema.model import ModelConfig
-from rlsys.engines.export import copy_tokenizer
+from rlsys.engines.export import KEPT_FLOATS, copy_tokenizer
 from rlsys.engines.tensor_files import StoredWeights, bytes_of
-from rlsys.model_merger.formats import SplitLayout, open_checkpoint, split_text
+from rlsys.model_merger.formats import SplitLayout, find_checkpoint, is_split, open_checkpoint, split_text
 from rlsys.model_merger.safetensors_writer import (
     DTYPES,
     TensorSpec,
@@ -33,9 +33,8 @@ from rlsys.models.megatron.family import Head, family_of, find_family, tied
 from rlsys.types import EXPORT_FILE_BYTES, Shard
 from rlsys.utils.atomic import commit_dir, staging_dir, write_text_durable
 from rlsys.utils.errors import CheckpointError
-
-HUGGINGFACE = "huggingface"
-BUFFERS = (".e_score_correction_bias",)
+from rlsys.utils.run_folders import HUGGINGFACE
+from rlsys.utils.safetensors_header import DTYPES as SAFETENSORS_DTYPES
 
 
 def merge(
@@ -51,18 +50,26 @@ def merge(
 ) -> int:
     """Write a checkpoint as a model directory; returns the number of tensors.
 
-    `config_dir` has config.json and the tokenizer (by default `huggingface/` in the checkpoint), `carry_from` is a
-    model directory to take tensors from that training does not hold (multi-token prediction). Bits stay as they are
-    unless `dtype`, a safetensors name such as BF16, asks for other floats. CheckpointError for anything missing,
-    superfluous or misshapen; nothing is left behind then.
+    `local_dir` is any path that `find_checkpoint` understands. `config_dir` has config.json and the tokenizer (by
+    default `huggingface/` in the checkpoint), `carry_from` is a model directory to take tensors from that training does
+    not hold (multi-token prediction). Floats are converted to `dtype`, a safetensors name such as BF16; by default
+    those of training to the type that config.json names. CheckpointError for anything missing, superfluous or
+    misshapen; nothing is left behind then.
     """
-    config_dir = config_dir or local_dir / HUGGINGFACE
+    checkpoint = find_checkpoint(local_dir)
+    config_dir = config_dir or checkpoint / HUGGINGFACE
+    if not (config_dir / "config.json").is_file():
+        raise CheckpointError(
+            f"{config_dir} has no config.json: set --hf_model_config_path to the folder of the model that was trained"
+        )
     hf_config = read_config_json(config_dir)
-    stored = open_checkpoint(local_dir, hf_config, backend)
+    stored = open_checkpoint(checkpoint, hf_config, backend)
+    if not is_split(checkpoint):
+        dtype = dtype or SAFETENSORS_DTYPES.get(str(hf_config.get("dtype") or hf_config.get("torch_dtype")))
     carried = _carried(hf_config)
     weights: Weights = stored
     if carry_from is not None:
-        lacking = [name for name in _expected(config_dir, hf_config, stored) if name.endswith(BUFFERS)]
+        lacking = [name for name in _expected(config_dir, hf_config, stored) if name.endswith(KEPT_FLOATS)]
         weights = Supplemented(stored, SafetensorsDir(carry_from), [*carried, *lacking])
     expected = _expected(config_dir, hf_config, weights)
     check_names(expected, weights, aliases=[*_aliases(hf_config), *carried])
@@ -118,7 +125,7 @@ def compare(local_dir: Path, model_dir: Path, *, backend: str | None = None) -> 
     hf_config = read_config_json(model_dir)
     theirs = SafetensorsDir(model_dir)
     plain = any(local_dir.glob("*.safetensors")) and (local_dir / "config.json").is_file()
-    ours = SafetensorsDir(local_dir) if plain else open_checkpoint(local_dir, hf_config, backend)
+    ours = SafetensorsDir(local_dir) if plain else open_checkpoint(find_checkpoint(local_dir), hf_config, backend)
     spare = {*_aliases(hf_config), *_carried(hf_config)}
     names, other = set(ours.names()), set(theirs.names())
     lines = [f"{name} is only in {local_dir}" for name in sorted(names - other - spare)]
@@ -164,7 +171,7 @@ def _expected(config_dir: Path, hf_config: Mapping[str, Any], weights: Weights) 
 
 def _kept(name: str, stored: str, wanted: str | None) -> str:
     floats = stored in ("F64", "F32", "F16", "BF16")
-    return wanted if wanted is not None and floats and not name.endswith(BUFFERS) else stored
+    return wanted if wanted is not None and floats and not name.endswith(KEPT_FLOATS) else stored
 
 
 def _local(weights: SafetensorsDir, spec: TensorSpec, shards: Sequence[Shard]) -> Tensor:

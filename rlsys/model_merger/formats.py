@@ -18,6 +18,7 @@ from rlsys.models.megatron.family import Family, Head, family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.types import Shard
 from rlsys.utils.errors import CheckpointError
+from rlsys.utils.run_folders import step_folder
 
 SPLIT = "split.json"
 FORMAT = 1
@@ -72,18 +73,34 @@ class SplitLayout:
         )
 
 
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint of the policy that a path means: a run's folder (its latest step), global_step_N, its actor/ (of a
+    supervised run model/), or what `split` wrote. CheckpointError where there is none."""
+    folder = step_folder(path)
+    for place in (folder, folder / "actor", folder / "model"):
+        if (place / SPLIT).is_file() or (place / METADATA).is_file():
+            return place
+    raise CheckpointError(
+        f"{path} is not a checkpoint: it has neither {METADATA} nor {SPLIT}; give a run's folder, global_step_N or"
+        " global_step_N/actor"
+    )
+
+
+def is_split(checkpoint: Path) -> bool:
+    """Whether a checkpoint is what `split` wrote rather than training."""
+    return (checkpoint / SPLIT).is_file()
+
+
 def open_checkpoint(directory: Path, hf_config: Mapping[str, Any], backend: str | None = None) -> StoredWeights:
     """The weights of a checkpoint of either backend; CheckpointError if it is not whole or not of this model.
 
     Every file of a training checkpoint is checked against its manifest first.
     """
-    if (directory / SPLIT).is_file():
+    if is_split(directory):
         backend_found, weights = "megatron", _split_weights
-    elif (directory / METADATA).is_file():
+    else:
         backend_found = "fsdp" if (directory / "fsdp_config.json").is_file() else "megatron"
         weights = _training_weights
-    else:
-        raise CheckpointError(f"{directory} is no checkpoint: it has neither {METADATA} nor {SPLIT}")
     if backend not in (None, backend_found):
         raise CheckpointError(f"{directory} is a checkpoint of {backend_found}, not of {backend}")
     return weights(directory, hf_config)
@@ -144,5 +161,8 @@ def _training_weights(directory: Path, hf_config: Mapping[str, Any]) -> StoredWe
     if not weights.names():
         raise CheckpointError(f"{directory} has no weights of a model: it was saved without them")
     if any(map(is_adapter, weights.names())):
-        raise CheckpointError(f"{directory} has adapters: export the model from training, which merges them")
+        raise CheckpointError(
+            f"{directory} has adapters, which only training merges: save with checkpoint.save_contents="
+            "[model,optimizer,extra,hf_model], which writes the merged model into huggingface/"
+        )
     return weights

@@ -18,6 +18,7 @@ from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
 from rlsys.config.schema.model import ModelFolderConfig
 from rlsys.config.schema.trainer import TrainingConfig
 from rlsys.config.vocabulary import ROW_FILES
+from rlsys.utils.run_folders import config_folder
 
 ANSWERED = "data.max_prompt_length + data.max_response_length"
 
@@ -111,9 +112,9 @@ def _no_folder(name: str) -> str:
 
 
 def model_facts(folder: Path) -> dict[str, Any]:
-    """The config.json of a model; empty if it cannot be read."""
+    """The config.json of a model, also of one in a checkpoint or a run; empty if it cannot be read."""
     try:
-        facts = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        facts = json.loads((config_folder(folder) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}

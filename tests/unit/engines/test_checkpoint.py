@@ -16,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig, ShardConfig
+from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig, PolicyModelConfig, ShardConfig
 from rlsys.engines.checkpoint import verify
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.utils.errors import CheckpointError
@@ -45,7 +45,7 @@ def copied(saved: Path, tmp_path: Path) -> Path:
 def test_a_checkpoint_has_verls_names_and_no_pickle(saved: Path) -> None:
     per_rank = [f"{kind}_world_size_2_rank_{rank}.safetensors" for kind in ("model", "optim") for rank in (0, 1)]
     extra = [f"extra_state_world_size_2_rank_{rank}.json" for rank in (0, 1)]
-    others = ["fsdp_config.json", "manifest.json", "tensors.json"]
+    others = ["fsdp_config.json", "huggingface", "manifest.json", "tensors.json"]
     assert sorted(os.listdir(saved)) == sorted([*per_rank, *extra, *others])
     assert os.listdir(saved.parent) == ["step_1"]
     assert verify(saved)["world_size"] == 2
@@ -210,7 +210,8 @@ def save_some(path: Path) -> list[str]:
 
 def test_only_the_contents_asked_for_are_saved(tmp_path: Path) -> None:
     (files,) = run_ranks(1, save_some, tmp_path / "s")
-    assert files == ["fsdp_config.json", "manifest.json", "model_world_size_1_rank_0.safetensors", "tensors.json"]
+    model = "model_world_size_1_rank_0.safetensors"
+    assert files == ["fsdp_config.json", "huggingface", "manifest.json", model, "tensors.json"]
 
 
 def frozen(path: Path) -> bool:
@@ -244,7 +245,7 @@ def export_and_reload(place: Path, head: str) -> dict[str, torch.Tensor]:
 def test_an_export_is_loaded_by_transformers_with_the_same_numbers(
     tmp_path: Path, head: str, world: int, file_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlsys.engines.export.FILE_BYTES", file_bytes)
+    monkeypatch.setattr("rlsys.engines.base.EXPORT_FILE_BYTES", file_bytes)
     outputs = run_ranks(world, export_and_reload, tmp_path, head)[0]
     assert (len(list((tmp_path / "model").glob("*.safetensors"))) > 1) == (world == 2)
     auto = AutoModelForCausalLM if head == "lm" else AutoModelForTokenClassification
@@ -274,3 +275,24 @@ def test_an_export_carries_the_tokenizer_files_of_its_source(tmp_path: Path) -> 
     run_ranks(1, export_of, str(source), tmp_path / "model")
     assert sorted(os.listdir(tmp_path / "model")) == sorted([*kept, "config.json", "model.safetensors"])
     assert json.loads((tmp_path / "model" / "vocab.json").read_text()) == {"from": "vocab.json"}
+
+
+def save_bfloat16(source: str, tokenizer: str, place: Path) -> None:
+    engine = small_engine(PolicyModelConfig(path=source, tokenizer_path=tokenizer))
+    engine.save(place / "actor", "resume")
+    engine.save(place / "exported", "export")
+
+
+def test_a_checkpoint_says_which_model_and_tokenizer_it_is_of_and_keeps_the_type_of_the_model(tmp_path: Path) -> None:
+    source, tokenizer = tmp_path / "source", tmp_path / "tokenizer"
+    AutoModelForCausalLM.from_config(small_config()).bfloat16().save_pretrained(source)
+    for folder in (source, tokenizer):
+        folder.mkdir(exist_ok=True)
+        (folder / "tokenizer_config.json").write_text(json.dumps({"from": folder.name}))
+    run_ranks(1, save_bfloat16, str(source), str(tokenizer), tmp_path)
+    for folder in (tmp_path / "actor" / "huggingface", tmp_path / "exported"):
+        assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+        assert (folder / "generation_config.json").is_file()
+        assert json.loads((folder / "tokenizer_config.json").read_text()) == {"from": "tokenizer"}
+    assert {t.dtype for t in load_file(tmp_path / "exported" / "model.safetensors").values()} == {torch.bfloat16}
+    assert {t.dtype for t in load_file(next((tmp_path / "actor").glob("model_*"))).values()} == {torch.float32}

@@ -269,11 +269,12 @@ def test_errors_at_the_command_line_are_one_line(
     models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["merge", *_folders(tmp_path, tmp_path / "hf")]) == 2
-    assert "cannot read" in capsys.readouterr().err
-    shutil.copytree(models["mixtral"], tmp_path / "huggingface")
-    assert main(["merge", *_folders(tmp_path, tmp_path / "hf")]) == 2
-    assert "neither tensors.json nor split.json" in capsys.readouterr().err
+    assert "neither tensors.json nor split.json; give a run's folder, global_step_N" in capsys.readouterr().err
     split(models["mixtral"], tmp_path / "ranks", SplitLayout())
+    (tmp_path / "ranks" / "huggingface").rename(tmp_path / "aside")
+    assert main(["merge", *_folders(tmp_path / "ranks", tmp_path / "hf")]) == 2
+    assert "has no config.json: set --hf_model_config_path" in capsys.readouterr().err
+    (tmp_path / "aside").rename(tmp_path / "ranks" / "huggingface")
     assert main(["merge", *_folders(tmp_path / "ranks", tmp_path / "hf"), "--backend", "fsdp"]) == 2
     assert "checkpoint of megatron, not of fsdp" in capsys.readouterr().err
     merge(tmp_path / "ranks", tmp_path / "hf")

@@ -1,0 +1,21 @@
+"""Where checkpoints and the models in them are inside a run's folder; the layout is verl's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+LATEST = "latest_checkpointed_iteration.txt"
+HUGGINGFACE = "huggingface"
+
+
+def step_folder(path: Path) -> Path:
+    """The latest `global_step_N` of a run's folder; any other path as it is."""
+    pointer = path / LATEST
+    return path / f"global_step_{pointer.read_text().strip()}" if pointer.is_file() else path
+
+
+def config_folder(path: Path) -> Path:
+    """The folder with the config.json of a model directory, a checkpoint or a run; `path` where there is none."""
+    step = step_folder(path)
+    places = (step, step / HUGGINGFACE, step / "actor" / HUGGINGFACE)
+    return next((place for place in places if (place / "config.json").is_file()), path)

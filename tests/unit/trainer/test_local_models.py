@@ -1,0 +1,84 @@
+"""Where the folder of a model comes from: a model directory, or the weights of a checkpoint, which are merged once."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from rlsys.config import EvalConfig, load_config
+from rlsys.config.checks.files import model_facts
+from rlsys.config.schema.model import ModelConfig
+from rlsys.model_merger.__main__ import main
+from rlsys.utils.errors import CheckpointError
+from tests.ranks import run_ranks
+from tests.timing import scaled_s
+from tests.unit.engines.common import MODEL, small_engine
+from trainer.local_models import local_model, with_local_models
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def save(source: str, place: Path) -> None:
+    small_engine(ModelConfig(path=source)).save(place, "resume")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with a checkpoint of step 7, of a model in bfloat16."""
+    from transformers import AutoConfig
+
+    source = tmp_path / "source"
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL)).bfloat16().save_pretrained(source)
+    run_ranks(1, save, str(source), tmp_path / "run" / "global_step_7" / "actor")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("7\n")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("inside", ["", "global_step_7", "global_step_7/actor"])
+def test_a_run_and_its_checkpoints_are_models(run: Path, inside: str, tmp_path: Path) -> None:
+    assert main(["merge", "--local_dir", str(run / inside), "--target_dir", str(tmp_path / "merged")]) == 0
+    assert model_facts(run / inside)["hidden_size"] == MODEL["hidden_size"]
+    folder = Path(local_model(str(run / inside)))
+    expected = load_file(tmp_path / "source" / "model.safetensors")
+    for place in (tmp_path / "merged", folder):
+        weights = load_file(place / "model.safetensors")
+        assert weights.keys() == expected.keys()
+        assert all(w.dtype == torch.bfloat16 and torch.equal(w, expected[name]) for name, w in weights.items())
+        AutoModelForCausalLM.from_pretrained(place)
+    written = (folder / "model.safetensors").stat().st_mtime_ns
+    assert local_model(str(run / inside)) == str(folder)
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_an_evaluation_takes_a_run(run: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1", "data_source": "x", "reward_model": {"ground_truth": "2"}}\n')
+    given = [f"actor_rollout_ref.model.path={run}", f"data.val_files={rows}"]
+    config = load_config(given, EvalConfig)
+    assert with_local_models(config).actor_rollout_ref.model.path == str(run / "global_step_7/actor/huggingface")
+    named = load_config([f"actor_rollout_ref.model.path={tmp_path / 'source'}", given[1]], EvalConfig)
+    assert with_local_models(named) is named
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint: .* give a run's folder, global_step_N"):
+        local_model(str(tmp_path))
+
+
+def test_the_commands_of_the_readme_make_a_model_of_a_run(run: Path, tmp_path: Path) -> None:
+    section = (ROOT / "README.md").read_text().partition("## Use what you trained")[2]
+    lines = section.partition("```bash\n")[2].partition("```")[0].splitlines()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for line in lines[:2]:
+        program, *words = shlex.split(line.replace("checkpoints/rlsys/run", str(run)))
+        assert program == "python"
+        subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, timeout=scaled_s(60), check=True)
+    assert [line.split()[0] for line in lines[2:]] == ["vllm"]
