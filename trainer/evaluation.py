@@ -14,6 +14,7 @@ import numpy as np
 from rlsys.config import EvalConfig, PPOConfig
 from rlsys.data.collate import collate_prompts
 from rlsys.data.dataset import PromptDataset
+from rlsys.data.rows import default_source
 from rlsys.fleet.group import group_fleet
 from rlsys.protocol import DataProto
 from rlsys.telemetry.metrics import StageTimer
@@ -115,7 +116,13 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     data = config.data
     assert data.val_files is not None, "checked with the configuration"
     dataset = load_prompts(
-        data, data.val_files, tokenizer=tokenizer, max_samples=data.val_max_samples, shuffle=False, seed=0
+        data,
+        data.val_files,
+        tokenizer=tokenizer,
+        max_samples=data.val_max_samples,
+        shuffle=False,
+        seed=0,
+        default_source=default_source(config.reward),
     )
     with ExitStack() as stack:
         backend = stack.enter_context(running_backend(run, config.ray_kwargs))

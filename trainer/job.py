@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TextIO, TypeVar
 
 from rlsys.config import EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config
+from rlsys.data.first_rows import check_first_rows
 from rlsys.utils.errors import (
     CheckpointError,
     ConfigError,
@@ -46,7 +47,7 @@ PROGRAMS = {PPOConfig: "trainer.main_ppo", SFTConfig: "trainer.main_sft", RMConf
 
 def checked_config(argv: Sequence[str] | None, schema: type[C]) -> C:
     """The configuration of the command line, printed with its plan; exits with 2 and a message if it is wrong."""
-    return main_config(sys.argv[1:] if argv is None else argv, schema, memory=_memory_line)
+    return main_config(sys.argv[1:] if argv is None else argv, schema, memory=_memory_line, check=check_first_rows)
 
 
 def _memory_line(config: C) -> str:

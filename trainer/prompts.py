@@ -15,7 +15,9 @@ from rlsys.config.schema.data import DataConfig, PromptsConfig
 from rlsys.data.collate import collate_prompts
 from rlsys.data.cursor import Cursor
 from rlsys.data.dataset import PromptDataset, configured_source
+from rlsys.data.rows import PromptRow, default_source
 from rlsys.protocol import DataProto
+from rlsys.utils.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,9 @@ def prompt_datasets(
     """Training and validation prompts."""
     data = config.data
     assert data.train_files is not None
-    load = partial(load_prompts, data, tokenizer=tokenizer, seed=data.seed)
+    load = partial(
+        load_prompts, data, tokenizer=tokenizer, seed=data.seed, default_source=default_source(config.reward)
+    )
     train = load(data.train_files, max_samples=data.train_max_samples, shuffle=data.shuffle)
     if not data.val_files:
         return train, None
@@ -81,9 +85,22 @@ def load_prompts(
     max_samples: int,
     shuffle: bool,
     seed: int,
+    default_source: str | None,
 ) -> PromptDataset:
-    """The rows of `files`, or of the dataset class of data.custom_cls."""
+    """The rows of `files`, or of the dataset class of data.custom_cls; DataError for rows that ask for tools."""
     source = configured_source(data, files, tokenizer=tokenizer, max_samples=max_samples)
-    if data.custom_cls.path is not None:
-        return PromptDataset.load(source, tokenizer, data)
-    return PromptDataset.load(source, tokenizer, data, max_samples=max_samples, shuffle=shuffle, seed=seed)
+    load = partial(PromptDataset.load, source, tokenizer, data, default_source=default_source)
+    own = data.custom_cls.path is not None
+    rows = load() if own else load(max_samples=max_samples, shuffle=shuffle, seed=seed)
+    for row in rows:
+        if name := _agent_column(row):
+            raise DataError(f"row {row.index}: {name} asks for tools, but answers are single turns; remove it")
+    return rows
+
+
+def _agent_column(row: PromptRow) -> str | None:
+    """The column by which a row asks for an agent, a tool or an interaction, if there is one."""
+    if row.fields.get("agent_name") not in (None, "", "single_turn_agent"):
+        return "agent_name"
+    names = ("need_tools_kwargs", "tools_kwargs", "interaction_kwargs")
+    return next((f"extra_info.{name}" for name in names if row.extra_info.get(name)), None)

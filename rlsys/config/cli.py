@@ -11,17 +11,24 @@ from rlsys.config.arguments import Arguments, parse_arguments
 from rlsys.config.load import Loaded, load
 from rlsys.config.plan import plan_text
 from rlsys.config.schema.base import Section
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, DataError
 
 S = TypeVar("S", bound=Section)
 
 EXIT_CONFIG_ERROR = 2
 
 
-def main_config(argv: Sequence[str], schema: type[S], *, memory: Callable[[S], str] | None = None) -> S:
+def main_config(
+    argv: Sequence[str],
+    schema: type[S],
+    *,
+    memory: Callable[[S], str] | None = None,
+    check: Callable[[S], None] | None = None,
+) -> S:
     """The configuration of a job, after printing its headline, notes and plan.
 
-    Exits with 2 and a message on stderr if a setting is wrong, and with 0 after --help, --print-config and --dry-run.
+    `check` raises ConfigError or DataError for what settings name. Exits with 2 and a message on stderr if a setting is
+    wrong, and with 0 after --help, --print-config and --dry-run.
     """
     try:
         arguments = parse_arguments(argv)
@@ -30,7 +37,9 @@ def main_config(argv: Sequence[str], schema: type[S], *, memory: Callable[[S], s
 
             _print_and_exit(help_text(schema))
         loaded = load(arguments, schema)
-    except ConfigError as error:
+        if check is not None and not arguments.print_config:
+            check(loaded.config)
+    except (ConfigError, DataError) as error:
         print(f"rlsys: {error}", file=sys.stderr)
         raise SystemExit(EXIT_CONFIG_ERROR) from None
     if arguments.print_config:

@@ -12,6 +12,7 @@ from rlsys.config.pools import is_external
 from rlsys.utils.errors import ConfigError
 
 MODE = "trainer.allocation_mode"
+MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
 
 
 def derived_counts(
@@ -19,6 +20,9 @@ def derived_counts(
 ) -> tuple[dict[str, Given], list[str]]:
     """The counts set by trainer.allocation_mode and by verl's old micro-batch sizes, and problems with them."""
     counts, problems = _from_allocation(values, given)
+    mini, prompts = values.get(MINI_BATCH, 1), values.get("data.train_batch_size", 1)
+    if MINI_BATCH not in given and is_count(mini) and is_count(prompts) and prompts % mini:
+        counts[MINI_BATCH] = Given(prompts, "follows data.train_batch_size", MINI_BATCH)
     nnodes, per_node = values["trainer.nnodes"], values["trainer.n_gpus_per_node"]
     if "trainer.n_gpus_per_node" in counts:
         per_node = counts["trainer.n_gpus_per_node"].value

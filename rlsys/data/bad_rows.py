@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from rlsys.config.schema.data import BadRows
 from rlsys.data.files import BadRow, Row
+from rlsys.data.rows import MissingColumns
 from rlsys.utils.errors import DataError
 
 NUM_SHOWN = 5
@@ -31,7 +32,7 @@ def parse_rows(
             good.append(result)
             continue
         if bad_rows == "refuse":
-            raise DataError(f"{result}; correct it, or skip such rows with data.bad_rows=skip")
+            raise DataError(f"{result}{result.fix}")
         bad.append(result)
     if bad:
         shown = "\n  ".join(map(str, bad[:NUM_SHOWN]))
@@ -48,6 +49,8 @@ def _results(rows: Iterable[Row | BadRow], parse: Callable[[Row], T], num_thread
             return row
         try:
             return parse(row)
+        except MissingColumns as error:
+            return BadRow(row.file, row.place, str(error), fix="")
         except ValueError as error:
             return BadRow(row.file, row.place, str(error))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -12,7 +13,8 @@ from rlsys.config.schema.data import Truncation
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
+"""A role, a content, and what else the chat template reads: name, tool_calls, reasoning_content, ..."""
 
 
 def as_messages(prompt: str | Sequence[Message]) -> list[Message]:
@@ -73,11 +75,16 @@ def encode_conversation(
     template adds after it belongs to the next turn. Raises ValueError without an answer, and for a template that
     rewrites earlier turns.
     """
+    text_of = partial(render, tokenizer, template_kwargs=template_kwargs, add_generation_prompt=False)
     answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
     if not answers:
         raise ValueError("no assistant message to learn from")
     if answers[0] == 0:
         raise ValueError("the first message is the assistant's; there is no prompt before it")
+    for i in answers:
+        plain = [*messages[:i], {key: value for key, value in messages[i].items() if key != "tool_calls"}]
+        if messages[i].get("tool_calls") and text_of(messages[: i + 1]) == text_of(plain):
+            raise ValueError(f"message {i} has tool_calls, which the chat template does not render")
     eos = tokenizer.eos_token_id
     prompt: list[int] = []
     response: list[int] = []
@@ -85,7 +92,7 @@ def encode_conversation(
     done = ""
     for answer in answers:
         before = render(tokenizer, messages[:answer], add_generation_prompt=True, template_kwargs=template_kwargs)
-        after = render(tokenizer, messages[: answer + 1], add_generation_prompt=False, template_kwargs=template_kwargs)
+        after = text_of(messages[: answer + 1])
         if not before.startswith(done) or not after.startswith(before):
             raise ValueError("the chat template changes earlier turns, so answers cannot be separated from the rest")
         asked = encode_text(tokenizer, before[len(done) :], special_tokens=not done and not tokenizer.chat_template)

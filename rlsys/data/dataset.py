@@ -82,18 +82,20 @@ class PromptDataset:
         max_samples: int = -1,
         shuffle: bool = False,
         seed: int = 1,
+        default_source: str | None = None,
     ) -> Self:
         """The rows of all files in order, or of a dataset object, read as `config` says.
 
-        `max_samples` keeps at most that many rows, drawn by `seed` if `shuffle`, else the first; -1 keeps all. Raises
-        DataError with file and row, ConfigError for wrong settings and missing files.
+        `default_source` is the data source of rows without one. `max_samples` keeps at most that many rows, drawn by
+        `seed` if `shuffle`, else the first; -1 keeps all. Raises DataError with file and row, ConfigError for wrong
+        settings and missing files.
         """
         config = config or PromptsConfig()
         if max_samples < 1 and max_samples != -1:
             raise ConfigError(f"data.max_samples={max_samples}: must be at least 1, or -1 for all")
         parsed, bad = parse_rows(
             sample_rows(source_rows(source, config.prompt_key), max_samples, seed=seed if shuffle else None),
-            lambda row: parse_prompt(row.values, tokenizer, config),
+            lambda row: parse_prompt(row.values, tokenizer, config, default_source),
             bad_rows=config.bad_rows,
             num_threads=config.filter_overlong_prompts_workers,
         )
@@ -107,10 +109,10 @@ class PromptDataset:
 
 
 def parse_prompt(
-    values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config: PromptsConfig
+    values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config: PromptsConfig, source: str | None = None
 ) -> PromptRow | None:
     """The prompt of one row, or None if it is too long and filtered. Raises ValueError for a bad row."""
-    row = read_prompt_row(values, prompt_key=config.prompt_key, reward_fn_key=config.reward_fn_key)
+    row = read_prompt_row(values, config, source=source)
     ids = encode_prompt(tokenizer, row.raw_prompt, template_kwargs=config.apply_chat_template_kwargs)
     if not ids:
         raise ValueError("the prompt has no tokens")

@@ -40,6 +40,7 @@ class BadRow:
     file: str
     place: str
     reason: str
+    fix: str = "; correct it, or skip such rows with data.bad_rows=skip"
 
     def __str__(self) -> str:
         return f"{self.file}, {self.place}: {self.reason}"

@@ -9,11 +9,17 @@ from datetime import date, time
 from decimal import Decimal
 from typing import Any
 
+from rlsys.config.schema.algorithm import GradingConfig
+from rlsys.config.schema.data import PromptsConfig
 from rlsys.data.chat import Message
 
 ROLES = ("system", "user", "assistant", "tool", "developer", "ipython")
 MAX_PROMPT_CHARS = 4_000_000
 MEDIA = ("images", "videos", "audios")
+QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
+ANSWERS = ("answer", "solution", "target", "label", "completion", "output", "response")
+SOURCES = ("source", "dataset", "task")
+ONE_FUNCTION = ", or reward.custom_reward_function.path=<file> to grade all rows by one function"
 
 
 @dataclass(frozen=True)
@@ -33,25 +39,68 @@ class PromptRow:
     token_ids: Sequence[int] = ()
 
 
-def read_prompt_row(
-    values: Mapping[str, Any], *, prompt_key: str = "prompt", reward_fn_key: str = "data_source"
-) -> PromptRow:
-    """A verl row, checked. Raises ValueError saying what is wrong with it.
+class MissingColumns(ValueError):
+    """A row without columns that it must have; the message names the settings that name other ones."""
 
-    A column `ground_truth` stands for a rule-based `reward_model` where that is missing.
+
+@dataclass(frozen=True)
+class Need:
+    """A row must have one of `columns`; `key` is the setting for another name, of which `usual` are good guesses."""
+
+    columns: tuple[str, ...]
+    key: str
+    usual: tuple[str, ...]
+    otherwise: str = ""
+
+
+def check_columns(values: Mapping[str, Any], needs: Sequence[Need]) -> None:
+    """MissingColumns with all that are missing and what to set for each."""
+    missing = [
+        f"column {need.columns[0]!r} is missing: set {need.key}={_guess(values, need.usual)}{need.otherwise}"
+        for need in needs
+        if not any(column in values for column in need.columns)
+    ]
+    if missing:
+        raise MissingColumns("; ".join([*missing, f"the columns are {', '.join(map(repr, values)) or 'none'}"]))
+
+
+def _guess(values: Mapping[str, Any], usual: Sequence[str]) -> str:
+    return next((name for name in usual if name in values), "<column>")
+
+
+def default_source(reward: GradingConfig) -> str | None:
+    """The data source of rows without one: a function or manager of your own grades them all."""
+    is_own = reward.custom_reward_function.path is not None or reward.reward_manager.source == "importlib"
+    return "custom" if is_own else None
+
+
+def read_prompt_row(
+    values: Mapping[str, Any], config: PromptsConfig | None = None, *, source: str | None = None
+) -> PromptRow:
+    """A verl row, checked; `source` is its data source if it has none. Raises ValueError saying what is wrong with it.
+
+    The column `data.answer_key`, or `ground_truth`, stands for a rule-based `reward_model`.
     """
-    values = plain_values(values)
+    config, values = config or PromptsConfig(), plain_values(values)
+    prompt_key, source_key, answer_key = config.prompt_key, config.reward_fn_key, config.answer_key
+    truth = Need((answer_key,) if answer_key else ("reward_model", "ground_truth"), "data.answer_key", ANSWERS)
+    needs = [Need((prompt_key,), "data.prompt_key", QUESTIONS), truth]
+    if source is None:
+        needs.append(Need((source_key,), "data.reward_fn_key", SOURCES, ONE_FUNCTION))
+    check_columns(values, needs)
     for name in MEDIA:
         if values.get(name) is not None and len(values[name]) > 0:
             raise ValueError(f"column {name!r}: rows with {name} are not supported, only text")
-    known = {prompt_key, reward_fn_key, "data_source", "reward_model", "extra_info", "ability", "ground_truth", *MEDIA}
+    known = {prompt_key, source_key, "data_source", "reward_model", "extra_info", "ability", *truth.columns, *MEDIA}
     ability = values.get("ability")
     if ability is not None and not isinstance(ability, str):
         raise ValueError(f"column 'ability' must be text, this is {type_name(ability)}")
+    if source is None or source_key in values:
+        source = _source(_required(values, source_key), source_key)
     return PromptRow(
         raw_prompt=read_prompt(_required(values, prompt_key), prompt_key),
-        data_source=_source(_required(values, reward_fn_key), reward_fn_key),
-        reward_model=_reward_model(values),
+        data_source=source,
+        reward_model=_reward_model(values, answer_key),
         extra_info=_extra_info(values.get("extra_info")),
         ability=ability or "",
         fields={name: value for name, value in values.items() if name not in known},
@@ -72,7 +121,7 @@ def read_prompt(prompt: Any, name: str) -> str | list[Message]:
 
 
 def read_messages(messages: Any, name: str) -> list[Message]:
-    """A list of {role, content}; other keys of a message are dropped. Raises ValueError."""
+    """A list of {role, content, ...}; a key that is null is left out. Raises ValueError."""
     if not isinstance(messages, list | tuple):
         raise ValueError(f"column {name!r} must be text or a list of messages, this is {type_name(messages)}")
     if not messages:
@@ -83,8 +132,11 @@ def read_messages(messages: Any, name: str) -> list[Message]:
 def _message(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping):
         raise ValueError(f"{where} must be {{role, content}}, this is {type_name(message)}")
+    message = {key: value for key, value in message.items() if value is not None}
+    if message.get("tool_calls"):
+        message.setdefault("content", "")
     for key in ("role", "content"):
-        if message.get(key) is None:
+        if key not in message:
             raise ValueError(f"{where} has no {key!r}")
         if not isinstance(message[key], str):
             raise ValueError(f"{where}: its {key!r} must be text, this is {type_name(message[key])}")
@@ -93,7 +145,7 @@ def _message(message: Any, where: str) -> Message:
     if message["role"] == "user" and not message["content"].strip():
         raise ValueError(f"{where}: the user message is blank")
     _check_prompt_text(message["content"], where)
-    return {"role": message["role"], "content": message["content"]}
+    return message
 
 
 def _check_prompt_text(text: str, where: str) -> None:
@@ -133,9 +185,7 @@ def plain_values(value: Any, where: str = "the row", depth: int = 0) -> Any:
 
 
 def _required(values: Mapping[str, Any], name: str) -> Any:
-    if name not in values:
-        raise ValueError(f"column {name!r} is missing; there are {', '.join(map(repr, values)) or 'none'}")
-    if values[name] is None:
+    if values.get(name) is None:
         raise ValueError(f"column {name!r} is null")
     return values[name]
 
@@ -148,9 +198,10 @@ def _source(source: Any, name: str) -> str:
     return source
 
 
-def _reward_model(values: Mapping[str, Any]) -> dict[str, Any]:
-    if values.get("reward_model") is None and values.get("ground_truth") is not None:
-        model: Any = {"style": "rule", "ground_truth": values["ground_truth"]}
+def _reward_model(values: Mapping[str, Any], answer_key: str | None) -> dict[str, Any]:
+    truth_key = answer_key or "ground_truth"
+    if answer_key or (values.get("reward_model") is None and values.get(truth_key) is not None):
+        model: Any = {"style": "rule", "ground_truth": _required(values, truth_key)}
     else:
         model = _required(values, "reward_model")
     if not isinstance(model, Mapping):

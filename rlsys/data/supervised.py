@@ -13,7 +13,7 @@ from rlsys.data.bad_rows import parse_rows
 from rlsys.data.chat import Message, as_messages, encode_conversation, kept_positions
 from rlsys.data.dataset import VerlDataset, sample_rows, source_rows
 from rlsys.data.files import BadRow, Row
-from rlsys.data.rows import plain_values, read_messages, read_prompt
+from rlsys.data.rows import ANSWERS, QUESTIONS, Need, check_columns, plain_values, read_messages, read_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,25 +96,42 @@ def load_pairs(
 
 def parse_text(row: Row, tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig) -> TokenizedText:
     """One row for SFT. Raises ValueError for a bad one."""
-    values = plain_values(row.values)
-    if config.messages_key is not None:
-        messages = read_messages(values.get(config.messages_key), config.messages_key)
-    else:
-        messages = [*_prompt(values, config.prompt_key), *_answer(values.get(config.response_key), config.response_key)]
-    return encode(tokenizer, messages, config)
+    return encode(tokenizer, read_text(row.values, config), config)
+
+
+def read_text(values: Mapping[str, Any], config: SFTDataConfig) -> list[Message]:
+    """The conversation of one row, in its column or made of those of prompt and response. Raises ValueError."""
+    values = plain_values(values)
+    if config.messages_key in values:
+        return read_messages(values[config.messages_key], config.messages_key)
+    conversation = f" (a conversation would be in {config.messages_key!r}: data.messages_key)"
+    response = Need(
+        (config.response_key,), "data.response_key", ANSWERS, conversation if config.messages_key is not None else ""
+    )
+    check_columns(values, [Need((config.prompt_key,), "data.prompt_key", QUESTIONS), response])
+    return [*_prompt(values, config.prompt_key), *_answer(values[config.response_key], config.response_key)]
 
 
 def parse_pair(row: Row, tokenizer: PreTrainedTokenizerBase, config: RMDataConfig) -> TokenizedPair:
     """One row for a reward model; the responses are texts or lists of messages. Raises ValueError for a bad one."""
-    values = plain_values(row.values)
-    prompt = _prompt(values, config.prompt_key)
-    chosen, rejected = (
-        encode(tokenizer, [*prompt, *_answer(values.get(key), key)], config)
-        for key in (config.chosen_key, config.rejected_key)
-    )
+    chosen, rejected = (encode(tokenizer, messages, config) for messages in read_pair(row.values, config))
     if list(chosen.response_ids) == list(rejected.response_ids):
         raise ValueError(f"columns {config.chosen_key!r} and {config.rejected_key!r} are the same")
     return TokenizedPair(chosen, rejected)
+
+
+def read_pair(values: Mapping[str, Any], config: RMDataConfig) -> tuple[list[Message], list[Message]]:
+    """The conversations with the better and with the worse response. Raises ValueError."""
+    values = plain_values(values)
+    needs = [
+        Need((config.prompt_key,), "data.prompt_key", QUESTIONS),
+        Need((config.chosen_key,), "data.chosen_key", ("better", "preferred", "accepted")),
+        Need((config.rejected_key,), "data.rejected_key", ("worse", "other")),
+    ]
+    check_columns(values, needs)
+    prompt = _prompt(values, config.prompt_key)
+    chosen, rejected = ([*prompt, *_answer(values[key], key)] for key in (config.chosen_key, config.rejected_key))
+    return chosen, rejected
 
 
 def encode(

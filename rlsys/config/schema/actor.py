@@ -55,7 +55,8 @@ class ActorConfig(Section):
     strategy: t.Strategy = "fsdp"
     """Training engine of actor and reference: fsdp and fsdp2 are both FSDP2, megatron is Megatron-Core."""
     ppo_mini_batch_size: t.Count = 256
-    """Prompts per optimizer step (each with rollout.n samples)."""
+    """Prompts per optimizer step (each with rollout.n samples); unless set, data.train_batch_size if 256 does not
+    divide that."""
     ppo_micro_batch_size_per_gpu: t.Count | None = None
     """Samples per forward and backward pass on a rank; null without use_dynamic_bsz is the rank's whole share."""
     use_dynamic_bsz: t.Flag = False

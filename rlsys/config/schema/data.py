@@ -58,8 +58,10 @@ class PromptsConfig(RowsConfig):
     """Longest response, in tokens."""
     prompt_key: t.Text = "prompt"
     """Column of the prompt: a list of {role, content}, or text."""
+    answer_key: t.Text | None = None
+    """Column of the ground truth; null takes reward_model.ground_truth, or the column ground_truth."""
     reward_fn_key: t.Text = "data_source"
-    """Column that chooses the reward function."""
+    """Column that chooses the reward function; rows need none with a custom_reward_function."""
     truncation: Truncation = "error"
     """How a prompt that is too long and not filtered is truncated; error stops."""
     filter_overlong_prompts: t.Flag = False
@@ -73,8 +75,8 @@ class DataConfig(PromptsConfig, TrainingRowsConfig):
 
     train_files: t.LocalPaths | None = ("~/data/rlhf/gsm8k/train.parquet",)
     """Training rows: a file or a list (parquet, json, jsonl, csv); null takes the arithmetic of the start assets."""
-    val_files: t.LocalPaths | None = ("~/data/rlhf/gsm8k/test.parquet",)
-    """Rows for validation, as train_files; null with train_files null takes the held-out part of the start assets."""
+    val_files: t.LocalPaths | None = None
+    """Rows for validation, as train_files; null is none, or the held-out part of the start assets with theirs."""
     train_batch_size: t.Count = 1024
     """Prompts per step; each gets actor_rollout_ref.rollout.n answers."""
     gen_batch_size: t.Count = linked(".train_batch_size")
@@ -104,11 +106,11 @@ class SFTDataConfig(SupervisedDataConfig):
     """Conversations, or prompt and response columns."""
 
     messages_key: t.Text | None = "messages"
-    """Column of the conversation; null uses prompt_key and response_key."""
+    """Column of the conversation; null, or a file without it, uses prompt_key and response_key."""
     prompt_key: t.Text = "prompt"
-    """Column of the prompt, if messages_key is null."""
+    """Column of the prompt, where there is no conversation."""
     response_key: t.Text = "response"
-    """Column of the response, if messages_key is null."""
+    """Column of the response, where there is no conversation."""
 
 
 class RMDataConfig(SupervisedDataConfig):

@@ -127,6 +127,28 @@ def test_without_a_template_an_answer_still_ends(tmp_path: Path) -> None:
     assert shown(load_texts(file, own, form)[0]).endswith("2][<|end|>]")
 
 
+def test_columns_of_prompt_and_response_are_taken_where_there_is_no_conversation(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1=", "completion": "2"}]
+    file = jsonl(tmp_path / "a.jsonl", rows)
+    assert shown(load_texts(file, tokenizer(), SFTDataConfig(response_key="completion"))[0]) == "[2][<|end|>]"
+    with pytest.raises(DataError, match=r"column 'response' is missing: set data\.response_key=completion"):
+        load_texts(file, tokenizer(), SFTDataConfig())
+
+
+def test_tool_calls_are_rendered_or_refused(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
+    row = {"messages": [{"role": "user", "content": "1+1="}, call]}
+    file = jsonl(tmp_path / "a.jsonl", [row])
+    with pytest.raises(DataError, match="message 1 has tool_calls, which the chat template does not render"):
+        load_texts(file, tokenizer())
+    own = build_tokenizer()
+    own.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls %}{{ c.name }}(){% endfor %}"
+        "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    assert shown(load_texts(file, own)[0]) == "[a][d][d][(][)][<|end|>]"
+
+
 def test_texts_are_laid_out_like_generated_rows(tmp_path: Path) -> None:
     form = SFTDataConfig(messages_key=None)
     rows = [{"prompt": "1", "response": "23"}, {"prompt": "45", "response": "6"}]
@@ -155,7 +177,8 @@ def test_pairs_become_neighbouring_rows(tmp_path: Path) -> None:
 
 
 BAD_TEXTS: dict[str, tuple[dict[str, Any], str]] = {
-    "no messages": ({}, "column 'messages' must be"),
+    "no messages": ({}, "column 'prompt' is missing: set data.prompt_key=<column>"),
+    "null messages": ({"messages": None}, "column 'messages' must be"),
     "no answer": ({"messages": CHAT[:2]}, "no assistant message"),
     "answer first": ({"messages": CHAT[2:]}, "no prompt before it"),
     "bad role": ({"messages": [{"role": "bot", "content": "a"}]}, "'bot' is not one of"),
@@ -177,7 +200,7 @@ def test_bad_texts_are_refused_or_skipped(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"prompt": "1", "chosen": "2"}, "column 'rejected' must be"),
+        ({"prompt": "1", "chosen": "2"}, "column 'rejected' is missing: set data.rejected_key=<column>"),
         ({"prompt": "1", "chosen": "2", "rejected": "2"}, "are the same"),
         ({"prompt": "1", "chosen": " ", "rejected": "2"}, "'chosen' is blank"),
         ({"prompt": "1", "chosen": [{"role": "user", "content": "x"}], "rejected": "2"}, "not the assistant's"),

@@ -97,6 +97,43 @@ def test_other_columns_can_hold_prompt_and_source(tmp_path: Path) -> None:
     assert prompts.data_sources == ("sums",)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_questions_and_answers_are_read_by_the_names_of_their_columns(kind: str, tmp_path: Path) -> None:
+    file = str(tmp_path / f"a.{kind}")
+    if kind == "jsonl":
+        jsonl(tmp_path / "a.jsonl", [{"question": "5-1=", "answer": "4"}])
+    elif kind == "csv":
+        (tmp_path / "a.csv").write_text("question,answer\n5-1=,4\n")
+    else:
+        pq.write_table(pa.Table.from_pylist([{"question": "5-1=", "answer": "4"}]), file)
+    form = PromptsConfig(prompt_key="question", answer_key="answer")
+    prompts = PromptDataset.load(file, tokenizer(), form, default_source="custom")
+    assert texts(prompts) == ["<|user|>5-1=<|end|><|assistant|>"]
+    assert (prompts[0].data_source, prompts[0].reward_model["ground_truth"]) == ("custom", "4")
+    with pytest.raises(DataError) as caught:
+        PromptDataset.load(file, tokenizer())
+    assert "column 'prompt' is missing: set data.prompt_key=question; " in str(caught.value)
+    assert "column 'reward_model' is missing: set data.answer_key=answer; " in str(caught.value)
+    assert "column 'data_source' is missing: set data.reward_fn_key=<column>, or reward.custom" in str(caught.value)
+    assert str(caught.value).endswith("the columns are 'question', 'answer'")
+
+
+def test_the_template_sees_all_keys_of_a_message(tmp_path: Path) -> None:
+    own = build_tokenizer()
+    own.chat_template = "{% for m in messages %}{{ m.name }}:{{ m.content }}{{ m.reasoning_content }}{% endfor %}"
+    messages = [
+        {"role": "user", "content": "hi", "name": "bob", "reasoning_content": None},
+        {"role": "assistant", "content": "", "reasoning_content": "hm"},
+    ]
+    pq.write_table(pa.Table.from_pylist([row(0, prompt=messages)]), tmp_path / "a.parquet")
+    prompts = PromptDataset.load(str(tmp_path / "a.parquet"), own)
+    assert own.decode(list(prompts[0].token_ids)) == "bob:hi:hm"
+    assert prompts[0].raw_prompt == [
+        {"role": "user", "content": "hi", "name": "bob"},
+        {"role": "assistant", "content": "", "reasoning_content": "hm"},
+    ]
+
+
 LONG = [row(0), row(1, prompt="a" * 20), row(2)]  # 3 special tokens each
 
 

@@ -1,0 +1,55 @@
+"""A look at the first rows of every file before anything heavy is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from rlsys.config.schema.jobs import EvalConfig, PPOConfig, RMConfig, SFTConfig
+from rlsys.data.files import BadRow, Row, read_rows
+from rlsys.data.rows import MissingColumns, default_source, read_prompt_row
+from rlsys.data.supervised import read_pair, read_text
+from rlsys.utils.errors import ConfigError, DataError
+
+NUM_ROWS = 20
+JobConfig = PPOConfig | SFTConfig | RMConfig | EvalConfig
+
+
+def check_first_rows(config: JobConfig) -> None:
+    """ConfigError for files without the columns that the settings name, DataError for other bad rows at their start.
+
+    Rows of a dataset class of your own, and what only the tokenizer shows, are checked later.
+    """
+    if config.data.custom_cls.path is not None:
+        return
+    for file in _files(config):
+        missing: list[str] = []
+        rows = list(islice(read_rows(file), NUM_ROWS))
+        for row in rows:
+            try:
+                _read(config, row)
+            except MissingColumns as error:
+                missing.append(f"{row.file}: {error}")
+            except ValueError as error:
+                if config.data.bad_rows == "refuse":
+                    bad = BadRow(row.file, row.place, str(error))
+                    raise DataError(f"{bad}{bad.fix}") from error
+        if rows and len(missing) == len(rows):
+            raise ConfigError(missing[0])
+
+
+def _files(config: JobConfig) -> Sequence[str]:
+    train = () if isinstance(config, EvalConfig) else config.data.train_files
+    return (*(train or ()), *(config.data.val_files or ()))
+
+
+def _read(config: JobConfig, row: Row | BadRow) -> None:
+    """Read a row as the job will; ValueError if it cannot be used."""
+    if isinstance(row, BadRow):
+        raise ValueError(row.reason)
+    if isinstance(config, SFTConfig):
+        read_text(row.values, config.data)
+    elif isinstance(config, RMConfig):
+        read_pair(row.values, config.data)
+    else:
+        read_prompt_row(row.values, config.data, source=default_source(config.reward))
