@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from rlsys.utils.atomic import commit_dir, fsync_file, write_text_atomic, write_text_durable
+from rlsys.utils.atomic import commit_dir, fsync_file, read_checked_json, write_checked_json, write_text_atomic
 from rlsys.utils.errors import CheckpointError, ConfigError, DeadlineError
 from rlsys.utils.run_folders import LATEST
 
@@ -137,14 +137,13 @@ def save_state(folder: Path, state: TrainerState) -> None:
     source = record.pop("source")
     torch.save(json.dumps(source), folder / DATA)
     fsync_file(folder / DATA)
-    record = {**record, "data_blake2b": _digest(folder / DATA)}
-    write_text_durable(folder / STATE, json.dumps(record, indent=1))
+    write_checked_json(folder / STATE, {**record, "data_blake2b": _digest(folder / DATA)})
 
 
 def load_state(folder: Path) -> TrainerState:
     """Read what `save_state` wrote; CheckpointError names a damaged file."""
     try:
-        record = json.loads((folder / STATE).read_text())
+        record = read_checked_json(folder / STATE)
         if record.pop("data_blake2b") != _digest(folder / DATA):
             raise ValueError(f"the checksum of {DATA} is not the one that was saved")
         record.pop("weight_version", None)  # in checkpoints of earlier releases

@@ -86,10 +86,13 @@ class RolloutSource:
         return {"prompts": self._prompts.state_dict(), "step": self._step, "ahead": self._pending is not None}
 
     def save_pending(self, folder: Path) -> None:
-        """Keep the batch made ahead, so that a resumed run trains on the very same one."""
+        """Keep the batch made ahead, without what was measured: equal runs have equal files."""
         self.settle()
         if self._pending is not None:
-            self._pending.result().save_to_disk(str(folder / PENDING))
+            batch = self._pending.result()
+            metrics = {name: value for name, value in batch.meta_info["source_metrics"].items() if not is_time(name)}
+            meta_info = {**batch.meta_info, "source_metrics": metrics}
+            DataProto(batch.batch, batch.non_tensor_batch, meta_info).save_to_disk(str(folder / PENDING))
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
         self._prompts.load_state_dict(state["prompts"])
@@ -141,6 +144,11 @@ class RolloutSource:
             "algorithm.filter_groups.max_num_gen_batches or data.gen_batch_size, or choose data that the model "
             "neither always nor never solves"
         )
+
+
+def is_time(name: str) -> bool:
+    """Whether a metric is a measured time."""
+    return "/seconds" in name or name.startswith("timing")
 
 
 def _load_pending(path: Path) -> DataProto:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rlsys.engines import rng
 from rlsys.engines.mesh import gather_json, together
 from rlsys.engines.tensor_files import METADATA, STORAGE_ERRORS, read_tensor_index
-from rlsys.utils.atomic import commit_dir, staging_dir, write_text_durable
+from rlsys.utils.atomic import commit_dir, read_checked_json, staging_dir, write_checked_json, write_text_durable
 from rlsys.utils.errors import CheckpointError
 from rlsys.utils.run_folders import HUGGINGFACE
 
@@ -93,7 +93,7 @@ def _commit(
     write_text_durable(staging / layout[0], json.dumps(layout[1]))
     files = {**files, layout[0]: _fingerprint(staging / layout[0])}
     manifest = {"format": FORMAT, "world_size": dist.get_world_size(), **header, "files": dict(sorted(files.items()))}
-    write_text_durable(staging / MANIFEST, json.dumps(manifest, indent=1))
+    write_checked_json(staging / MANIFEST, manifest)
     commit_dir(staging, path)
 
 
@@ -110,7 +110,7 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint directory; CheckpointError if there is no whole checkpoint."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        manifest = read_checked_json(path / MANIFEST)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is not a whole checkpoint: cannot read {MANIFEST}: {error}") from error
     if manifest.get("format") != FORMAT:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from collections.abc import Mapping
+from hashlib import blake2b
 from pathlib import Path
+from typing import Any
+
+DIGEST_BYTES = 16
 
 
 def fsync_file(path: Path) -> None:
@@ -28,6 +34,31 @@ def write_text_durable(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_checked_json(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a JSON object, durably, with the checksum of all bytes that follow it as its first entry."""
+    body = json.dumps(record, indent=1)[1:]
+    write_text_durable(path, f'{{"checksum": "{_digest(body.encode())}",{body}')
+
+
+def read_checked_json(path: Path) -> dict[str, Any]:
+    """What `write_checked_json` or an earlier release without checksums wrote; ValueError for any changed bit."""
+    data = path.read_bytes()
+    record = json.loads(data)
+    if not isinstance(record, dict) or not record:
+        raise ValueError("it holds no JSON object")
+    first = next(iter(record.values()))
+    if isinstance(first, str) and len(first) == 2 * DIGEST_BYTES:
+        head = f'{{"checksum": "{first}",'.encode()
+        if not data.startswith(head) or _digest(data[len(head) :]) != first:
+            raise ValueError("its checksum does not match its contents")
+        record.pop("checksum")
+    return record
+
+
+def _digest(data: bytes) -> str:
+    return blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
 
 
 def write_text_atomic(path: Path, text: str) -> None:

@@ -31,10 +31,23 @@ def test_a_state_is_read_back_and_the_pointer_names_it(tmp_path: Path) -> None:
     assert (tmp_path / LATEST).read_text() == "3"
 
 
-def test_states_of_earlier_releases_with_a_weight_version_are_read(tmp_path: Path) -> None:
+def test_every_changed_bit_of_a_state_is_noticed(tmp_path: Path) -> None:
+    save_state(tmp_path, TrainerState(4, {"kl": 0.5}))
+    whole = (tmp_path / STATE).read_bytes()
+    assert load_state(tmp_path) == TrainerState(4, {"kl": 0.5})
+    for bit in range(8 * len(whole)):
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        (tmp_path / STATE).write_bytes(changed)
+        with pytest.raises(CheckpointError, match=r"trainer\.json"):
+            load_state(tmp_path)
+
+
+def test_states_of_earlier_releases_without_a_checksum_are_read(tmp_path: Path) -> None:
     save_state(tmp_path, TrainerState(4))
     record = json.loads((tmp_path / STATE).read_text())
     assert "weight_version" not in record
+    del record["checksum"]
     (tmp_path / STATE).write_text(json.dumps(record | {"weight_version": 4}))
     assert load_state(tmp_path).global_step == 4
 

@@ -78,6 +78,22 @@ def test_a_source_taken_up_after_each_step_gives_the_batches_of_an_uninterrupted
     assert [answers[0] for answers, _, _ in batches] == [101, 202, 303, 404]
 
 
+def test_batches_made_ahead_by_equal_runs_are_equal_files(tmp_path: Path) -> None:
+    for name, seconds in (("a", 0.25), ("b", 0.5)):
+
+        def timed(
+            prompts: DataProto, *, step: int, call: int, s: float = seconds
+        ) -> tuple[DataProto, dict[str, float]]:
+            return answer(prompts, step=step, call=call)[0], {"rollout/step": float(step), "reward/seconds/max": s}
+
+        source = make(make_answers=timed)
+        source.next()
+        (tmp_path / name).mkdir()
+        source.save_pending(tmp_path / name)
+        source.close()
+    assert (tmp_path / "a" / "pending.dp").read_bytes() == (tmp_path / "b" / "pending.dp").read_bytes()
+
+
 @pytest.mark.parametrize(
     "damage",
     [
