@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from typing import NoReturn
 
-from rlsys.rewards.pool.messages import WorkerEnded, WorkerStarted, pack
+from rlsys.rewards.pool.messages import WorkerEnded, pack
 from rlsys.rewards.pool.worker import serve_and_exit
 
 PR_SET_PDEATHSIG = 1
@@ -35,38 +35,39 @@ def main(work_fd: int, control_fd: int, tmp_dir: str, owner_pid: int) -> NoRetur
     """Guard one worker until it, the pool, or the process that owns the pool ends."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     log_read, log_write = os.pipe()
+    child_ended, child_ended_write = os.pipe()
+    os.set_blocking(child_ended_write, False)
+    signal.set_wakeup_fd(child_ended_write)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
     worker = os.fork()
     if worker == 0:
-        os.close(control_fd)
-        os.close(log_read)
+        for fd in (control_fd, log_read, child_ended, child_ended_write):
+            os.close(fd)
         _become_worker(log_write, tmp_dir)
         serve_and_exit(socket.socket(fileno=work_fd))
     os.close(work_fd)
     os.close(log_write)
     control = socket.socket(fileno=control_fd)
-    _send(control, WorkerStarted(worker))
-    tail = _watch(worker, control, log_read, owner_pid)
-    status = _kill_descendants(worker, KILL_S)
+    status, tail = _watch(worker, control, log_read, child_ended, owner_pid)
+    status = _kill_descendants(worker, status, KILL_S)
     shutil.rmtree(tmp_dir, ignore_errors=True)
-    _send(control, WorkerEnded(_cause(status), tail.decode(errors="replace")))
-    _kill_descendants(worker, LAST_KILL_S)
+    with suppress(OSError):  # the pool is gone, and the rest of the work does not need it
+        control.sendall(pack(WorkerEnded(_cause(status), tail.decode(errors="replace"))))
+    _kill_descendants(worker, status, LAST_KILL_S)
     os._exit(0)
 
 
 def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+    if sys.platform == "linux":  # elsewhere a grader's own processes are not followed out of its process group
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def _send(control: socket.socket, message: WorkerStarted | WorkerEnded) -> None:
-    with suppress(OSError):  # the pool is gone, and the rest of the work does not need it
-        control.sendall(pack(message))
-
-
-def _watch(worker: int, control: socket.socket, log_read: int, owner_pid: int) -> bytes:
-    """Collect output until the worker or the pool ends; returns the last of it."""
-    ended = os.pidfd_open(worker)
+def _watch(
+    worker: int, control: socket.socket, log_read: int, child_ended: int, owner_pid: int
+) -> tuple[int | None, bytes]:
+    """Collect output until the worker or the pool ends; the worker's wait status if it ended, and the last output."""
     poller = select.poll()
-    for fd in (ended, control.fileno(), log_read):
+    for fd in (child_ended, control.fileno(), log_read):
         poller.register(fd, select.POLLIN)
     tail, left = b"", FORWARD_BYTES
     while True:
@@ -78,9 +79,12 @@ def _watch(worker: int, control: socket.socket, log_read: int, owner_pid: int) -
             tail = (tail + data)[-TAIL_BYTES:]
             left -= _forward(data[:left])
         if control.fileno() in ready or os.getppid() != owner_pid:
-            return tail
-        if ended in ready:
-            return (tail + _last_output(log_read))[-TAIL_BYTES:]
+            return None, tail
+        if child_ended in ready:
+            os.read(child_ended, PIPE_BYTES)
+            pid, status = os.waitpid(worker, os.WNOHANG)
+            if pid:
+                return status, (tail + _last_output(log_read))[-TAIL_BYTES:]
 
 
 def _last_output(log_read: int) -> bytes:
@@ -98,11 +102,11 @@ def _forward(data: bytes) -> int:
     return len(data)
 
 
-def _kill_descendants(worker: int, seconds: float) -> int:
+def _kill_descendants(worker: int, status: int | None, seconds: float) -> int:
     """Kill and reap all descendants; returns the worker's wait status. Orphans become children of the guard."""
     import psutil  # not needed before, and a worker waits for every import of this file
 
-    status, end_s = 0, time.monotonic() + seconds
+    end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.NoSuchProcess):
@@ -113,7 +117,7 @@ def _kill_descendants(worker: int, seconds: float) -> int:
         except ChildProcessError:
             break
         time.sleep(0.002)
-    return status
+    return status or 0
 
 
 def _cause(status: int) -> str:
@@ -124,6 +128,8 @@ def _cause(status: int) -> str:
 
 
 def _become_worker(log_write: int, tmp_dir: str) -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

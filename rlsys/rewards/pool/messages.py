@@ -94,6 +94,11 @@ class GradeItem(Struct, tag="grade"):
     extra_info: Any
 
 
+def grade_message(number: int, item: RewardItem) -> GradeItem:
+    """The message for an item: what JSON can hold of it."""
+    return GradeItem(number, item.data_source, item.solution, plain(item.ground_truth), plain(item.extra_info))
+
+
 # ---- from a worker to the pool -----------------------------------------------------------------------------------
 
 
@@ -127,12 +132,6 @@ class ItemGraded(Struct, tag="graded"):
 
 
 # ---- from a guard to the pool ------------------------------------------------------------------------------------
-
-
-class WorkerStarted(Struct, tag="started"):
-    """The process of the worker."""
-
-    pid: int
 
 
 class WorkerEnded(Struct, tag="ended"):

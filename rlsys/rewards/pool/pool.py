@@ -2,29 +2,34 @@
 
 A grader that hangs costs its timeout and, within a second, a fresh child; the other items of that child go to another
 one. Timeouts, errors and zeros that a grader returned are counted separately. A thread of the owning process runs the
-children (loop.py); `score` and `submit` may be called from any number of threads.
+children's event loop; `score` and `submit` may be called from any number of threads.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar
 
-from rlsys.rewards.pool.loop import END_S, MAX_FAILED_STARTS, PendingBatch, PendingItem, PoolLoop
-from rlsys.rewards.pool.messages import Grader, RewardItem, RewardResult, failed, reward_metrics
+from rlsys.rewards.pool.children import END_S, MAX_FAILED_STARTS, Children, remove_abandoned_folders
+from rlsys.rewards.pool.messages import Grader, RewardItem, RewardResult, failed, grade_message, reward_metrics
+from rlsys.rewards.pool.worker import grade_item, load_grader
 from rlsys.utils.errors import ConfigError, DeadlineError
 
 __all__ = ["Grader", "RewardItem", "RewardPool", "RewardResult", "failed", "reward_metrics"]
+
+T = TypeVar("T")
 
 
 class RewardPool:
     """Grades by one `grader` in `num_workers` child processes that can be killed; `timeout_s` is for each item.
 
     Children start with the first items or by `start`. A grader file that cannot be loaded raises ConfigError there.
+    With 0 workers the calling thread grades, without limits of time: there a debugger stops in the grader.
     """
 
     def __init__(
@@ -36,72 +41,81 @@ class RewardPool:
         start_timeout_s: float = 60.0,
     ) -> None:
         self._grader = grader or Grader()
-        if num_workers < 1:
-            raise ConfigError(f"reward.num_workers={num_workers}: must be at least 1")
+        if num_workers < 0:
+            raise ConfigError(f"reward.num_workers={num_workers}: must not be negative")
         if not 0 < timeout_s < math.inf:
             raise ConfigError(f"reward.timeout_s={timeout_s}: must be a positive number of seconds")
         if self._grader.path is not None and not Path(self._grader.path).is_file():
             raise ConfigError(f"custom_reward_function.path={self._grader.path}: local file not found")
         self._num_workers, self._timeout_s, self._start_timeout_s = num_workers, timeout_s, start_timeout_s
         self._lock = threading.Lock()
-        self._num_items = 0
-        self._loop: PoolLoop | None = None
-        self._thread: threading.Thread | None = None
+        self._running: tuple[asyncio.AbstractEventLoop, Children, threading.Thread] | None = None
 
     def start(self) -> None:
         """Start the children now and wait until one of them has loaded the grader."""
-        started: Future[None] = Future()
-        started.set_running_or_notify_cancel()
-        self._add([started])
+        if self._num_workers == 0:
+            self._grade_here(())
+            return
         deadline_s = MAX_FAILED_STARTS * (self._start_timeout_s + END_S)
         try:
-            started.result(timeout=deadline_s)
+            self._run(Children.start).result(timeout=deadline_s)
         except TimeoutError as error:
             raise DeadlineError("the reward pool", "start", deadline_s) from error
 
     def score(self, items: Sequence[RewardItem], *, deadline_s: float | None = None) -> list[RewardResult]:
         """Grade `items`; results are in their order. Raises DeadlineError when `deadline_s` passes first."""
-        batch = self._submit(items)
+        results = self.submit(items)
         try:
-            return batch.future.result(timeout=deadline_s)
+            return results.result(timeout=deadline_s)
         except TimeoutError as error:
-            batch.abandoned = True
+            results.cancel()
             hint = "raise trainer.deadlines.reward_s or lower reward.timeout_s"
             raise DeadlineError("the reward pool", "reward", deadline_s or 0.0, hint) from error
 
     def submit(self, items: Sequence[RewardItem]) -> Future[list[RewardResult]]:
         """Grade `items` in the background; asyncio.wrap_future makes the future awaitable."""
-        return self._submit(items).future
+        if items and self._num_workers:
+            return self._run(lambda children: children.grade(items))
+        done: Future[list[RewardResult]] = Future()
+        done.set_result(self._grade_here(items) if items else [])
+        return done
 
     def close(self) -> None:
         """End all children; items still waiting become errors. Using the pool again restarts it."""
-        with self._lock:
-            loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
-        if loop is not None and thread is not None:
-            loop.stop()
+        if (thread := self._stop()) is not None:
             thread.join(timeout=5 * END_S)
 
-    def _submit(self, items: Sequence[RewardItem]) -> PendingBatch:
-        batch = PendingBatch(len(items))
+    def _stop(self) -> threading.Thread | None:
         with self._lock:
-            first = self._num_items
-            self._num_items += len(items)
-        if items:
-            self._add([PendingItem(first + i, item, batch, i) for i, item in enumerate(items)])
-        return batch
+            running, self._running = self._running, None
+        if running is None:
+            return None
+        loop, children, thread = running
+        ended = asyncio.run_coroutine_threadsafe(children.close(), loop)
+        ended.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
+        return thread
 
-    def _add(self, work: Sequence[PendingItem | Future[None]]) -> None:
+    def _run(self, work: Callable[[Children], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Start a coroutine of the children, and first the thread of their event loop if it does not run."""
         with self._lock:
-            if self._loop is None:
-                self._loop = PoolLoop(
-                    self._grader,
-                    num_workers=self._num_workers,
-                    timeout_s=self._timeout_s,
-                    start_timeout_s=self._start_timeout_s,
-                )
-                self._thread = threading.Thread(target=self._loop.run, name="reward-pool", daemon=True)
-                self._thread.start()
-            self._loop.add(work)
+            if self._running is None:
+                remove_abandoned_folders()
+                limits = {"timeout_s": self._timeout_s, "start_timeout_s": self._start_timeout_s}
+                children = Children(self._grader, num_workers=self._num_workers, **limits)
+                loop = asyncio.new_event_loop()
+                thread = threading.Thread(target=_run_forever, args=(loop,), name="reward-pool", daemon=True)
+                thread.start()
+                self._running = loop, children, thread
+            loop, children, _ = self._running
+            return asyncio.run_coroutine_threadsafe(work(children), loop)
+
+    def _grade_here(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        grader = self._grader
+        try:
+            grade = load_grader(grader.path, grader.name, grader.kwargs)
+        except (ConfigError, TypeError) as error:
+            raise ConfigError(f"{grader} cannot be loaded: {error}") from error
+        return [grade_item(grade, grade_message(i, item), grader.kwargs).result() for i, item in enumerate(items)]
 
     def __enter__(self) -> Self:
         return self
@@ -110,5 +124,10 @@ class RewardPool:
         self.close()
 
     def __del__(self) -> None:
-        if loop := getattr(self, "_loop", None):
-            loop.stop()
+        if hasattr(self, "_running"):
+            self._stop()
+
+
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 import traceback
+from bdb import BdbQuit
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -49,7 +50,7 @@ def serve_and_exit(work: socket.socket) -> NoReturn:
 
 def _serve(work: socket.socket, grader: LoadGrader) -> None:
     try:
-        grade = load_grader(grader.path, grader.name)
+        grade = load_grader(grader.path, grader.name, grader.kwargs)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         work.sendall(pack(GraderUnusable(describe(error))))
         return
@@ -63,16 +64,24 @@ def _serve(work: socket.socket, grader: LoadGrader) -> None:
         _serve_in_turn(work, grade, grader.kwargs)
 
 
-def load_grader(path: str | None, name: str) -> ComputeScore:
-    """The function `name` of the local file `path`, or the built-in router when there is no path."""
+def load_grader(path: str | None, name: str, kwargs: Mapping[str, Any]) -> ComputeScore:
+    """The function `name` of the local file `path`, or the built-in router when there is no path.
+
+    TypeError for what is not a function or cannot be called with verl's arguments and `kwargs`.
+    """
     if path is None:
         from rlsys.rewards.registry import compute_score, warm_up
 
         warm_up()
         return compute_score
     grade = load_from_file(path, name, key="custom_reward_function")
-    if not callable(grade):
+    if not callable(grade) or inspect.isclass(grade):
         raise TypeError(f"{name} is not a function")
+    try:
+        inspect.signature(grade).bind(data_source="", solution_str="", ground_truth=None, extra_info=None, **kwargs)
+    except TypeError as error:
+        given = ", ".join(("data_source", "solution_str", "ground_truth", "extra_info", *kwargs))
+        raise TypeError(f"{name}{inspect.signature(grade)} is called with {given}: {error}") from error
     return grade
 
 
@@ -82,21 +91,34 @@ def _arguments(item: GradeItem, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {**arguments, **kwargs}
 
 
+def grade_item(grade: ComputeScore, item: GradeItem, kwargs: Mapping[str, Any]) -> ItemGraded:
+    """Grade one item now; what the grader raises is an error, or a timeout if it is a TimeoutError."""
+    start_s = time.perf_counter()
+    try:
+        value = grade(**_arguments(item, kwargs))
+        if inspect.iscoroutine(value):
+            import asyncio
+
+            value = asyncio.run(value)
+        graded = _scored(item.id, value)
+    except BdbQuit:
+        raise
+    except (Exception, SystemExit) as error:
+        graded = _unscored(item.id, error)
+    graded.seconds = time.perf_counter() - start_s
+    return graded
+
+
 def _serve_in_turn(work: socket.socket, grade: ComputeScore, kwargs: Mapping[str, Any]) -> None:
     while True:
         item = unpack(receive(work, max_bytes=MAX_FRAME_BYTES), GradeItem)
-        start_s = time.perf_counter()
         try:
-            value = grade(**_arguments(item, kwargs))
-            if inspect.iscoroutine(value):
-                import asyncio
-
-                value = asyncio.run(value)
-            answer = _scored(item.id, value)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            answer = _unscored(item.id, error)
-        answer.seconds = time.perf_counter() - start_s
-        work.sendall(pack(answer))
+            graded = grade_item(grade, item, kwargs)
+        except BdbQuit:
+            graded = _unscored(item.id, RuntimeError("breakpoint() needs reward.num_workers=0 trainer.backend=local"))
+        except KeyboardInterrupt as error:
+            graded = _unscored(item.id, error)
+        work.sendall(pack(graded))
 
 
 async def _serve_async(work: socket.socket, grade: ComputeScore, grader: LoadGrader) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bdb
+import fcntl
 import os
 import signal
 import subprocess
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.rewards.pool.loop import STALLED_S
+from rlsys.rewards.pool.children import STALLED_S
 from rlsys.rewards.pool.pool import Grader, RewardItem, RewardPool, RewardResult, reward_metrics
 from rlsys.utils.errors import ConfigError, DeadlineError
 from tests.timing import scaled_s, wait_until
@@ -319,7 +321,7 @@ def test_a_grader_that_hangs_while_loading_is_a_config_error(grader_file: Callab
     [
         lambda: RewardPool(Grader(path="/nonexistent/reward.py")),
         lambda: RewardPool(Grader(path="hdfs://host/reward.py")),
-        lambda: RewardPool(num_workers=0),
+        lambda: RewardPool(num_workers=-1),
         lambda: RewardPool(timeout_s=0),
         lambda: RewardPool(timeout_s=float("nan")),
     ],
@@ -416,3 +418,73 @@ def test_the_owner_side_imports_nothing_heavy() -> None:
     code = f"import sys, rlsys.rewards.pool.pool; print(sorted({heavy} & set(sys.modules)))"
     out = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"
+
+
+SIGNATURES = """
+class Reward:
+    def __init__(self, data_source, solution_str, ground_truth, extra_info): pass
+def trl(prompts, completions, answer): return 1.0
+def no_extra(data_source, solution_str, ground_truth): return 1.0
+def needs_more(data_source, solution_str, ground_truth, extra_info, threshold): return 1.0
+def takes_all(**kwargs): return 1.0
+"""
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Reward", "Reward is not a function"),
+        ("trl", r"trl\(prompts, completions, answer\) is called with data_source, solution_str, ground_truth, extra"),
+        ("no_extra", "extra_info"),
+        ("needs_more", "missing a required argument: 'threshold'"),
+    ],
+)
+def test_a_grader_that_cannot_take_the_arguments_is_refused(
+    grader_file: Callable[[str], str], name: str, message: str, num_workers: int
+) -> None:
+    path = grader_file(SIGNATURES)
+    with RewardPool(Grader(path, name), num_workers=num_workers) as pool, pytest.raises(ConfigError, match=message):
+        pool.start()
+    needed = {"threshold": 1} if name == "needs_more" else {}
+    with RewardPool(Grader(path, "needs_more" if needed else "takes_all", needed), num_workers=num_workers) as pool:
+        pool.start()
+
+
+def test_without_workers_the_calling_thread_grades_and_a_debugger_can_stop_there(
+    grader_file: Callable[[str], str],
+) -> None:
+    source = """
+    import bdb, os, threading
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+        if solution_str == "quit": raise bdb.BdbQuit
+        if solution_str == "bad": raise ValueError("no such answer")
+        return {"score": 1, "pid": os.getpid(), "thread": threading.get_ident()}
+    """
+    with RewardPool(Grader(path=grader_file(source)), num_workers=0) as pool:
+        good, bad = pool.score([item("1"), item("bad")])
+        with pytest.raises(bdb.BdbQuit):
+            pool.score([item("quit")])
+    assert (good.score, good.extra["pid"], good.extra["thread"]) == (1.0, os.getpid(), threading.get_ident())
+    assert (bad.status, bad.score) == ("error", 0.0)
+    assert "no such answer" in bad.message
+    with RewardPool(Grader(path=grader_file(source)), num_workers=1) as pool:
+        assert "reward.num_workers=0" in pool.score([item("quit")])[0].message
+
+
+def test_folders_of_dead_owners_are_removed_and_locked_ones_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    dead, alive, young = (tmp_path / f"rlsys-reward-{name}" for name in ("dead", "alive", "young"))
+    for folder in (dead, alive, young):
+        (folder / "rlsys-run-1").mkdir(parents=True)
+    for folder in (dead, alive):
+        os.utime(folder, (0, 0))
+    lock = os.open(alive, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with RewardPool(num_workers=1) as pool:
+        assert pool.score([RewardItem("text/exact", "1", "1")])[0].score == 1.0
+        assert not dead.exists()
+    os.close(lock)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [alive.name, young.name]

@@ -1,0 +1,331 @@
+"""The child processes of a reward pool: started, fed, timed and replaced by tasks of the pool's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlsys.ipc.framing import FrameBuffer, WireError
+from rlsys.rewards.pool.messages import (
+    MAX_FRAME_BYTES,
+    Grader,
+    GraderReady,
+    GraderUnusable,
+    ItemGraded,
+    LoadGrader,
+    RewardItem,
+    RewardResult,
+    WorkerEnded,
+    failed,
+    grade_message,
+    pack,
+    plain,
+    unpack,
+)
+from rlsys.utils.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[3]
+ASYNC_WINDOW = 64
+STALLED_S = 1.0
+"""An async worker reports its timeouts itself; one that is this much later has a stalled event loop."""
+END_S = 5.0
+"""How long a guard may take to end its worker; a new child is started at once."""
+MAX_FAILED_STARTS = 3
+FOLDER_PREFIX, SWEEP_AGE_S = "rlsys-reward-", 60.0
+
+
+@dataclass(eq=False)
+class PendingItem:
+    """One item to grade; `replied` is set when the child that got it at `sent_s` has answered or ended."""
+
+    number: int
+    item: RewardItem
+    result: asyncio.Future[RewardResult]
+    replied: asyncio.Event = field(default_factory=asyncio.Event)
+    sent_s: float = 0.0
+
+    def finish(self, result: RewardResult) -> None:
+        """Set the result, once."""
+        if not self.result.done():
+            self.result.set_result(result)
+
+
+class Child:
+    """A guard process, the socket to it, the socket to its worker, and the items that the worker has."""
+
+    def __init__(self) -> None:
+        self.work, work_theirs = socket.socketpair()
+        self.control, control_theirs = socket.socketpair()
+        for link in (self.work, self.control):
+            link.setblocking(False)
+        self._theirs = (work_theirs, control_theirs)
+        self.folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
+        self._lock = os.open(self.folder, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.items: dict[int, PendingItem] = {}
+        self.is_async = self.is_late = False
+        self.cause = ""
+        self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ended = asyncio.Event()
+        self._unsent: asyncio.Queue[bytes] = asyncio.Queue()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def load(self, grader: Grader, *, timeout_s: float, start_timeout_s: float) -> bool:
+        """Start the processes and wait for the grader; False, with the `cause`, if it cannot be started now.
+
+        They inherit only their two sockets and the standard error. ConfigError where the grader cannot be loaded.
+        """
+        search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        fds = [link.fileno() for link in self._theirs]
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "rlsys.rewards.pool.guard", *map(str, fds), self.folder, str(os.getpid())),
+            pass_fds=fds,
+            stdin=asyncio.subprocess.DEVNULL,
+            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": search_path},
+            start_new_session=True,
+        )
+        self._close_theirs()
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+        path = None if grader.path is None else str(Path(grader.path).resolve())
+        self._unsent.put_nowait(pack(LoadGrader(path, grader.name, plain(grader.kwargs), timeout_s)))
+        done, _ = await asyncio.wait({self.loaded}, timeout=start_timeout_s)
+        if not done:
+            self.cause = f"no answer within {start_timeout_s:g} s of its start"
+            return False
+        self.loaded.result()
+        return not self.ended.is_set()
+
+    def _close_theirs(self) -> None:
+        for link in self._theirs:
+            link.close()
+
+    async def grade(self, item: PendingItem, *, limit_s: float) -> None:
+        """Have the worker grade an item; without an answer in time the child is late and of no use any more."""
+        try:
+            frame = pack(grade_message(item.number, item.item))
+        except (TypeError, ValueError, RecursionError) as error:
+            item.finish(failed("error", 0.0, f"the item cannot be sent to a grader: {error}"))
+            return
+        item.sent_s = time.monotonic()
+        item.replied.clear()
+        self.items[item.number] = item
+        self._unsent.put_nowait(frame)
+        try:
+            await asyncio.wait_for(item.replied.wait(), limit_s)
+        except TimeoutError:
+            self.is_late = True
+            self.ended.set()
+
+    async def _write(self) -> None:
+        with suppress(OSError):  # reading will show that the worker has ended
+            while True:
+                await asyncio.get_running_loop().sock_sendall(self.work, await self._unsent.get())
+
+    async def _read(self) -> None:
+        frames = FrameBuffer(max_bytes=MAX_FRAME_BYTES)
+        try:
+            while data := await asyncio.get_running_loop().sock_recv(self.work, 1 << 20):
+                for parts in frames.feed(data):
+                    self._take(unpack(parts, GraderReady | GraderUnusable | ItemGraded))
+        except ConnectionResetError:
+            pass
+        except WireError as error:
+            self.cause = f"the grader wrote to the pool's socket: {error!r}"
+        self.ended.set()
+        for item in self.items.values():
+            item.replied.set()
+        if not self.loaded.done():
+            self.loaded.set_result(None)
+
+    def _take(self, message: GraderReady | GraderUnusable | ItemGraded) -> None:
+        match message:
+            case ItemGraded():
+                if item := self.items.pop(message.id, None):
+                    item.finish(message.result())
+                    item.replied.set()
+            case GraderReady() if not self.loaded.done():
+                self.is_async = message.is_async
+                self.loaded.set_result(None)
+            case GraderUnusable() if not self.loaded.done():
+                self.loaded.set_exception(ConfigError(f"cannot be loaded: {message.message}"))
+
+    async def end(self) -> str:
+        """End both processes and remove their folder; returns how the worker ended, with its last output."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._close_theirs()
+        self.work.close()
+        report = WorkerEnded("was lost with its guard, which did not report in time")
+        with suppress(OSError, WireError, TimeoutError):
+            async with asyncio.timeout(END_S):
+                self.control.shutdown(socket.SHUT_WR)
+                frames = FrameBuffer(max_bytes=MAX_FRAME_BYTES)
+                while data := await asyncio.get_running_loop().sock_recv(self.control, 1 << 16):
+                    for parts in frames.feed(data):
+                        report = unpack(parts, WorkerEnded)
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        self.control.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._lock)
+        lines = report.tail.strip().splitlines()[-8:]
+        tail = "; its last output: " + " | ".join(lines) if lines else ""
+        return self.cause or f"the grader's process {report.cause}{tail}"
+
+
+class Children:
+    """Keeps `num_workers` children running and grades items by them; every method runs in one event loop."""
+
+    def __init__(self, grader: Grader, *, num_workers: int, timeout_s: float, start_timeout_s: float) -> None:
+        self._grader, self._num_workers = grader, num_workers
+        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
+        self._queue: asyncio.Queue[PendingItem] = asyncio.Queue()
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._slots: list[asyncio.Task[None]] = []
+        self._endings: set[asyncio.Task[str]] = set()
+        self._num_items = self._failed_starts = self._num_ready = 0
+
+    async def start(self) -> None:
+        """Wait until a child has loaded the grader; ConfigError where none can."""
+        self._fill_slots()
+        if self._num_ready == 0:
+            started = asyncio.get_running_loop().create_future()
+            self._waiting.add(started)
+            await started
+
+    async def grade(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        """Results of `items` in their order."""
+        loop, first = asyncio.get_running_loop(), self._num_items
+        self._num_items += len(items)
+        pending = [PendingItem(first + i, item, loop.create_future()) for i, item in enumerate(items)]
+        for item in pending:
+            self._queue.put_nowait(item)
+        self._fill_slots()
+        return await asyncio.gather(*(item.result for item in pending))
+
+    async def close(self) -> None:
+        """End all children; what was not graded is an error."""
+        for slot in self._slots:
+            slot.cancel()
+        await asyncio.gather(*self._slots, return_exceptions=True)
+        while self._endings:
+            await asyncio.gather(*self._endings)
+        self._give_up(None)
+
+    def _fill_slots(self) -> None:
+        self._slots = [slot for slot in self._slots if not slot.done()]
+        while len(self._slots) < self._num_workers:
+            self._slots.append(asyncio.create_task(self._slot()))
+
+    def _give_up(self, error: ConfigError | None) -> None:
+        """Nothing grades what waits: an error of the grader's file, or the pool is closed. The next items try again."""
+        self._failed_starts = 0
+        while not self._queue.empty():
+            item = self._queue.get_nowait()
+            if error is None:
+                item.finish(failed("error", 0.0, "the pool was closed"))
+            elif not item.result.done():
+                item.result.set_exception(error)
+        for started in self._waiting:
+            if not started.done():
+                started.set_exception(error or RuntimeError("the reward pool was closed"))
+        self._waiting.clear()
+
+    async def _slot(self) -> None:
+        """One child after the other, until the grader turns out to be unusable.
+
+        Of several items that an async child had when it ended, each is graded again alone, to find the one at fault.
+        """
+        suspects: deque[PendingItem] = deque()
+        try:
+            while True:
+                child, loaded = Child(), False
+                try:
+                    limits = {"timeout_s": self._timeout_s, "start_timeout_s": self._start_timeout_s}
+                    loaded = await child.load(self._grader, **limits)
+                    if loaded:
+                        await self._serve(child, suspects)
+                finally:
+                    unfinished = list(child.items.values())
+                    culprit = unfinished.pop() if len(unfinished) == 1 else None
+                    suspects.extendleft(reversed(unfinished))
+                    ending = asyncio.create_task(self._end(child, culprit))
+                    self._endings.add(ending)
+                    ending.add_done_callback(self._endings.discard)
+                self._failed_starts = 0 if loaded else self._failed_starts + 1
+                if self._failed_starts >= MAX_FAILED_STARTS:
+                    raise ConfigError(f"cannot be started ({MAX_FAILED_STARTS} times): {await ending}")
+        except ConfigError as error:
+            self._return(suspects)
+            self._give_up(ConfigError(f"{self._grader} {error}"))
+        except asyncio.CancelledError:
+            self._return(suspects)
+
+    def _return(self, items: Iterable[PendingItem]) -> None:
+        for item in items:
+            self._queue.put_nowait(item)
+
+    async def _serve(self, child: Child, suspects: deque[PendingItem]) -> None:
+        """Have the child grade until it ends or an item is late."""
+        for started in self._waiting:
+            if not started.done():
+                started.set_result(None)
+        self._waiting.clear()
+        self._num_ready += 1
+        lanes: list[asyncio.Task[None]] = []
+        try:
+            while suspects and not child.ended.is_set():
+                await self._grade(child, suspects.popleft())
+            lanes = [asyncio.create_task(self._lane(child)) for _ in range(ASYNC_WINDOW if child.is_async else 1)]
+            await child.ended.wait()
+        finally:
+            self._num_ready -= 1
+            for lane in lanes:
+                lane.cancel()
+
+    async def _lane(self, child: Child) -> None:
+        while not child.ended.is_set():
+            await self._grade(child, await self._queue.get())
+
+    async def _grade(self, child: Child, item: PendingItem) -> None:
+        if not item.result.done():
+            await child.grade(item, limit_s=self._timeout_s + (STALLED_S if child.is_async else 0.0))
+
+    async def _end(self, child: Child, culprit: PendingItem | None) -> str:
+        """End a child; the only item that it had is at fault."""
+        seconds = time.monotonic() - culprit.sent_s if culprit else 0.0
+        if culprit and child.is_late:
+            culprit.finish(failed("timeout", seconds, f"no score within {self._timeout_s:g} s"))
+        cause = await child.end()
+        if culprit:
+            culprit.finish(failed("error", seconds, cause))
+        return cause
+
+
+def remove_abandoned_folders() -> None:
+    """Remove the folders of children whose owner is gone: those that no process has locked."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+        with suppress(OSError):
+            if time.time() - folder.stat().st_mtime < SWEEP_AGE_S:
+                continue
+            lock = os.open(folder, os.O_RDONLY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
