@@ -18,6 +18,7 @@ from trainer.local_models import with_local_models
 from trainer.loop import completed
 from trainer.ppo import RayPPOTrainer
 from trainer.prompts import num_steps, prompt_datasets
+from trainer.rewards import check_data_sources
 from trainer.start_model import with_start_assets
 from trainer.weight_push import drops_weights_on_sleep
 from workers.actor import ActorWorker
@@ -83,7 +84,9 @@ def prepare(config: PPOConfig) -> PreparedRun:
     libraries = import_external_libs({"actor_rollout_ref.model": policy.model, **critic_model})
     check_megatron_models(config, plan)
     tokenizer = load_tokenizer(policy.model, policy.rollout.padding)
-    return PreparedRun(config, plan, libraries, tokenizer, *prompt_datasets(config, tokenizer))
+    train_rows, val_rows = prompt_datasets(config, tokenizer)
+    check_data_sources(config.reward, train_rows.data_sources + (val_rows.data_sources if val_rows else ()))
+    return PreparedRun(config, plan, libraries, tokenizer, train_rows, val_rows)
 
 
 def _build(

@@ -27,7 +27,7 @@ from trainer.groups import RolloutGroup, start_group
 from trainer.job import Begin
 from trainer.local_models import with_local_models
 from trainer.prompts import load_prompts
-from trainer.rewards import reward_manager, reward_pool
+from trainer.rewards import check_data_sources, reward_manager, reward_pool
 from workers.build import EngineRun
 from workers.rollout import rollout_worker_cls
 
@@ -124,6 +124,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
         seed=0,
         default_source=default_source(config.reward),
     )
+    check_data_sources(config.reward, dataset.data_sources)
     with ExitStack() as stack:
         backend = stack.enter_context(running_backend(run, config.ray_kwargs))
         engine = EngineRun(

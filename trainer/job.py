@@ -23,6 +23,7 @@ from rlsys.utils.errors import (
     DataError,
     DeadlineError,
     ParityError,
+    RewardError,
     RolloutError,
     WeightTransferError,
     WorkerError,
@@ -37,6 +38,7 @@ EXPECTED_ERRORS = (
     CheckpointError,
     DeadlineError,
     ParityError,
+    RewardError,
     RolloutError,
     WeightTransferError,
     WorkerError,
@@ -47,7 +49,17 @@ PROGRAMS = {PPOConfig: "trainer.main_ppo", SFTConfig: "trainer.main_sft", RMConf
 
 def checked_config(argv: Sequence[str] | None, schema: type[C]) -> C:
     """The configuration of the command line, printed with its plan; exits with 2 and a message if it is wrong."""
-    return main_config(sys.argv[1:] if argv is None else argv, schema, memory=_memory_line, check=check_first_rows)
+    return main_config(sys.argv[1:] if argv is None else argv, schema, memory=_memory_line, check=_check)
+
+
+def _check(config: C) -> None:
+    """Read the first rows, load the reward function, and see that something grades these rows."""
+    data_sources = check_first_rows(config)
+    if isinstance(config, PPOConfig | EvalConfig):
+        from trainer.rewards import check_data_sources, check_reward_function
+
+        check_reward_function(config.reward)
+        check_data_sources(config.reward, data_sources)
 
 
 def _memory_line(config: C) -> str:

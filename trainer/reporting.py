@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rlsys.algorithms import group_ids_of, informative_groups
 from rlsys.config.schema.trainer import TrainingConfig
 from rlsys.protocol import DataProto
 from rlsys.telemetry.best_effort import BestEffort
@@ -33,6 +34,8 @@ from rlsys.telemetry.trace import Event, Timeline, add_arguments, arrows
 from rlsys.telemetry.trackers import Tracking
 
 log = get_logger(__name__)
+FLAT_STEPS = 3
+"""After so many steps with equal rewards a warning is given."""
 
 TIMELINE_GAP_S = 2.0
 
@@ -61,6 +64,7 @@ class Reporter:
         self._ledger: list[MemoryRecord] = []
         self._metrics: dict[str, float] = {}
         self._tokens = (0, 0)
+        self._flat_steps = 0
 
     @property
     def ledger(self) -> list[MemoryRecord]:
@@ -131,10 +135,27 @@ class Reporter:
                 values=rows.get("values"),
             )
         )
+        self._learning_signal(batch)
         versions = rows["weight_versions"][rows["weight_versions"] >= 0]
         if versions.numel():
             step = int(batch.meta_info["global_steps"])
             self.add({"training/staleness": float(step - 1 - versions.double().mean())})
+
+    def _learning_signal(self, batch: DataProto) -> None:
+        """The share of answers whose group has one score; a warning after 3 steps whose scores are all equal."""
+        scores = batch.tensors["token_level_scores"].sum(-1)
+        uids = batch.non_tensor_batch.get("uid")
+        if uids is not None and len(set(uids)) < len(scores):
+            varies = informative_groups(scores, group_ids_of(uids))
+            self.add({"critic/score/frac_zero_std": float((~varies).double().mean())})
+        self._flat_steps = self._flat_steps + 1 if scores.min() == scores.max() else 0
+        if self._flat_steps == FLAT_STEPS:
+            log.warning(
+                "all rewards were %g for %d steps: there is nothing to learn; look at the answers (docs/debug.md) and "
+                "at the reward function",
+                float(scores[0]),
+                FLAT_STEPS,
+            )
 
     def token_counts(self, batch: DataProto) -> None:
         """Count prompt and response tokens, for rates."""

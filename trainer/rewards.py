@@ -1,52 +1,59 @@
-"""The reward manager and the processes that grade, as configured."""
+"""Grading as configured: the processes, the manager, and what can be checked before a run starts."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from rlsys.config import EvalConfig, PPOConfig
-from rlsys.config.schema.algorithm import GradingConfig
-from rlsys.rewards.manager import OverlongBuffer, RewardManager, build_reward_manager, load_reward_manager
+from rlsys.config.schema.algorithm import GradingConfig, RewardConfig
+from rlsys.config.vocabulary import REWARD_MANAGERS
 from rlsys.rewards.pool.pool import Grader, RewardPool
+from rlsys.rewards.registry import check_sources
+
+if TYPE_CHECKING:
+    from rlsys.rewards.manager import RewardManager
 
 
-def reward_pool(reward: GradingConfig) -> RewardPool:
+def reward_pool(reward: GradingConfig, *, num_workers: int | None = None) -> RewardPool:
     """The pool of the configured grader; its processes start with the first items."""
     custom = reward.custom_reward_function
-    built_in = {"memory_limit_mb": reward.sandbox_fusion.memory_limit_mb}
-    kwargs = built_in if custom.path is None else custom.reward_kwargs
-    grader = Grader(path=custom.path, name=custom.name, kwargs=kwargs)
-    return RewardPool(grader, num_workers=reward.num_workers, timeout_s=reward.timeout_s)
+    kwargs: dict[str, Any] = {"memory_limit_mb": reward.sandbox_fusion.memory_limit_mb}
+    if _has_reward_model(reward):
+        kwargs["unknown_score"] = 0.0
+    grader = Grader(custom.path, custom.name, kwargs if custom.path is None else custom.reward_kwargs)
+    num_workers = reward.num_workers if num_workers is None else num_workers
+    return RewardPool(grader, num_workers=num_workers, timeout_s=reward.timeout_s)
 
 
 def reward_manager(cfg: PPOConfig | EvalConfig, tokenizer: Any, pool: RewardPool) -> RewardManager:
     """The configured manager: registered by name, or a class from a file."""
-    chosen, kwargs = cfg.reward.reward_manager, cfg.reward.reward_kwargs
-    overlong, longest = kwargs.overlong_buffer_cfg, kwargs.max_resp_len or cfg.data.max_response_length
-    buffer = None
-    if overlong.enable:
-        buffer = OverlongBuffer(
-            max_response_tokens=longest,
-            num_tokens=overlong.len,
-            penalty_factor=overlong.penalty_factor,
-            log=overlong.log,
-        )
-    if chosen.source == "importlib":
-        assert chosen.module.path is not None, "checked with the configuration"
-        return load_reward_manager(
-            chosen.module.path,
-            chosen.module.name,
-            tokenizer=tokenizer,
-            pool=pool,
-            reward_fn_key=cfg.data.reward_fn_key,
-            config=cfg,
-            reward_kwargs={"overlong_buffer_cfg": overlong, "max_resp_len": longest},
-        )
+    from rlsys.rewards.manager import build_reward_manager
+
     return build_reward_manager(
-        chosen.name,
+        cfg.reward,
         tokenizer=tokenizer,
         pool=pool,
         reward_fn_key=cfg.data.reward_fn_key,
-        overlong_buffer=buffer,
+        max_response_length=cfg.data.max_response_length,
         deadline_s=cfg.trainer.deadlines.reward_s,
+        config=cfg,
     )
+
+
+def check_reward_function(reward: GradingConfig) -> None:
+    """Load the reward function in a process of its own; ConfigError if it cannot be called as verl calls it."""
+    if reward.custom_reward_function.path is not None:
+        with reward_pool(reward, num_workers=1) as pool:
+            pool.start()
+
+
+def check_data_sources(reward: GradingConfig, sources: Iterable[str]) -> None:
+    """ConfigError for rows that nothing would grade: no reward function, and no built-in one for their data source."""
+    custom_manager = reward.reward_manager.source != "register" or reward.reward_manager.name not in REWARD_MANAGERS
+    if reward.custom_reward_function.path is None and not custom_manager and not _has_reward_model(reward):
+        check_sources(sources)
+
+
+def _has_reward_model(reward: GradingConfig) -> bool:
+    return isinstance(reward, RewardConfig) and reward.reward_model.enable

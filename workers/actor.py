@@ -40,11 +40,11 @@ class ActorWorker(EngineWorker, WeightSender):
 
     @register(dispatch_mode=BY_MESH)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`old_log_probs` and, if configured, `entropys` and `sum_pi_squared` (B, R)."""
+        """`old_log_probs`, `entropys` and, for estimators that need it, `sum_pi_squared` (B, R)."""
         with self.mfu("actor_infer", data) as mfu:
             columns = self.actor.compute_logp(
                 data,
-                entropy=self.cfg.actor.calculate_entropy,
+                entropy=True,
                 sum_pi_squared=self.algorithm.adv_estimator.endswith("optimal_token_baseline"),
             )
         return DataProto(columns.batch, meta_info={"metrics": mfu})

@@ -15,19 +15,20 @@ NUM_ROWS = 20
 JobConfig = PPOConfig | SFTConfig | RMConfig | EvalConfig
 
 
-def check_first_rows(config: JobConfig) -> None:
-    """ConfigError for files without the columns that the settings name, DataError for other bad rows at their start.
+def check_first_rows(config: JobConfig) -> set[str]:
+    """The data sources of the prompts at the start of the files.
 
-    Rows of a dataset class of your own, and what only the tokenizer shows, are checked later.
+    ConfigError for files without the columns that the settings name, DataError for other bad rows at their start. Rows of a dataset class of your own, and what only the tokenizer shows, are checked later.
     """
     if config.data.custom_cls.path is not None:
-        return
+        return set()
+    data_sources: set[str] = set()
     for file in _files(config):
         missing: list[str] = []
         rows = list(islice(read_rows(file), NUM_ROWS))
         for row in rows:
             try:
-                _read(config, row)
+                data_sources |= _read(config, row)
             except MissingColumns as error:
                 missing.append(f"{row.file}: {error}")
             except ValueError as error:
@@ -36,6 +37,7 @@ def check_first_rows(config: JobConfig) -> None:
                     raise DataError(f"{bad}{bad.fix}") from error
         if rows and len(missing) == len(rows):
             raise ConfigError(missing[0])
+    return data_sources
 
 
 def _files(config: JobConfig) -> Sequence[str]:
@@ -43,8 +45,8 @@ def _files(config: JobConfig) -> Sequence[str]:
     return (*(train or ()), *(config.data.val_files or ()))
 
 
-def _read(config: JobConfig, row: Row | BadRow) -> None:
-    """Read a row as the job will; ValueError if it cannot be used."""
+def _read(config: JobConfig, row: Row | BadRow) -> set[str]:
+    """Read a row as the job will: its data source, if it has one; ValueError if it cannot be used."""
     if isinstance(row, BadRow):
         raise ValueError(row.reason)
     if isinstance(config, SFTConfig):
@@ -52,4 +54,5 @@ def _read(config: JobConfig, row: Row | BadRow) -> None:
     elif isinstance(config, RMConfig):
         read_pair(row.values, config.data)
     else:
-        read_prompt_row(row.values, config.data, source=default_source(config.reward))
+        return {read_prompt_row(row.values, config.data, source=default_source(config.reward)).data_source}
+    return set()

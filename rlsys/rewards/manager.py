@@ -10,18 +10,19 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlsys.algorithms.filters import overlong_penalty
+from rlsys.config.schema.algorithm import GradingConfig
 from rlsys.config.vocabulary import REWARD_MANAGERS
 from rlsys.protocol import DataProto, object_array, response_lengths
 from rlsys.rewards.pool.pool import RewardItem, RewardPool, RewardResult, reward_metrics
 from rlsys.telemetry.log import get_logger
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, RewardError
 from rlsys.utils.plugins import load_from_file
 
 log = get_logger(__name__)
@@ -31,33 +32,6 @@ class Detokenizer(Protocol):
     """What a manager needs of a tokenizer."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
-
-
-@dataclass(frozen=True)
-class OverlongBuffer:
-    """DAPO's soft penalty for long responses (arXiv 2503.14476, eq. 13).
-
-    Over the last `num_tokens` before `max_response_tokens` it falls linearly from 0 to `-penalty_factor`. `log` adds
-    `overlong_reward` and `overlong` to the extra values.
-    """
-
-    max_response_tokens: int
-    num_tokens: int
-    penalty_factor: float = 1.0
-    log: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.num_tokens <= self.max_response_tokens:
-            raise ConfigError(
-                f"reward.reward_kwargs.overlong_buffer_cfg.len={self.num_tokens}: "
-                f"must be from 1 to max_resp_len={self.max_response_tokens}"
-            )
-
-    def penalty(self, lengths: Tensor) -> Tensor:
-        """The addend to the rewards (B,): 0 up to the buffer, then falling."""
-        limit, size = self.max_response_tokens, self.num_tokens
-        penalty = overlong_penalty(lengths, max_length=limit, buffer_length=size, penalty_factor=self.penalty_factor)
-        return penalty.float()
 
 
 @dataclass(frozen=True)
@@ -79,14 +53,14 @@ class RewardManager(Protocol):
     def grade(self, data: DataProto) -> Graded: ...
 
 
-ManagerFactory = Callable[..., RewardManager]
-_FACTORIES: dict[str, ManagerFactory] = {}
+M = TypeVar("M", bound=RewardManager)
+_FACTORIES: dict[str, type[RewardManager]] = {}
 
 
-def register(name: str) -> Callable[[ManagerFactory], ManagerFactory]:
-    """Make a manager available as `reward.reward_manager.name`; it is called as `build_reward_manager` says."""
+def register(name: str) -> Callable[[type[M]], type[M]]:
+    """Make a class available as `reward.reward_manager.name`; it is constructed as `PoolRewardManager` is."""
 
-    def add(factory: ManagerFactory) -> ManagerFactory:
+    def add(factory: type[M]) -> type[M]:
         if _FACTORIES.setdefault(name, factory) is not factory:
             raise ValueError(f"a reward manager named {name!r} already exists")
         return factory
@@ -95,56 +69,96 @@ def register(name: str) -> Callable[[ManagerFactory], ManagerFactory]:
 
 
 def build_reward_manager(
-    name: str,
+    reward: GradingConfig,
     *,
     tokenizer: Detokenizer,
     pool: RewardPool,
     reward_fn_key: str = "data_source",
-    overlong_buffer: OverlongBuffer | None = None,
+    max_response_length: int,
     deadline_s: float | None = None,
+    config: Any = None,
 ) -> RewardManager:
-    """The registered manager `name`. `deadline_s` bounds the grading of one batch (DeadlineError)."""
-    if name not in _FACTORIES:
-        raise ConfigError(f"reward.reward_manager.name={name}: must be one of {', '.join(sorted(_FACTORIES))}")
-    return _FACTORIES[name](
-        tokenizer=tokenizer,
-        pool=pool,
-        reward_fn_key=reward_fn_key,
-        overlong_buffer=overlong_buffer,
-        deadline_s=deadline_s,
-    )
+    """The configured manager. `deadline_s` bounds the grading of one batch (DeadlineError).
+
+    Of these arguments, `num_examine`, `compute_score` (which grades one row in the pool) and the reward_kwargs, a class
+    from a file gets those that its __init__ names.
+    """
+    chosen, module = reward.reward_manager, reward.reward_manager.module
+    arguments: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "pool": pool,
+        "reward": reward,
+        "reward_fn_key": reward_fn_key,
+        "max_response_length": max_response_length,
+        "deadline_s": deadline_s,
+    }
+    if chosen.source == "register":
+        if chosen.name not in _FACTORIES:
+            known = ", ".join(sorted(_FACTORIES))
+            raise ConfigError(f"reward.reward_manager.name={chosen.name}: must be one of {known}")
+        return _FACTORIES[chosen.name](**arguments)
+    assert module.path is not None, "checked with the configuration"
+    cls = load_from_file(module.path, module.name, key="reward.reward_manager.module")
+    results: list[RewardResult] = []
+    kwargs = reward.reward_kwargs
+    arguments |= {
+        "config": config,
+        "num_examine": 0,
+        "compute_score": _scorer(pool, results),
+        "overlong_buffer_cfg": kwargs.overlong_buffer_cfg,
+        "max_resp_len": kwargs.max_resp_len or max_response_length,
+    }
+    parameters = inspect.signature(cls).parameters.values()
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    manager = cls(**{k: v for k, v in arguments.items() if takes_all or k in {p.name for p in parameters}})
+    if hasattr(manager, "grade"):
+        return manager
+    if hasattr(manager, "run_single") or callable(manager):
+        return _VerlManager(manager, results, reward.max_failed)
+    raise ConfigError(f"reward.reward_manager.module.name={module.name}: it has none of grade, run_single and __call__")
 
 
 @register("dapo")
 @register("naive")
 class PoolRewardManager:
-    """Grades every row in the pool; with an `overlong_buffer` (dapo) long responses lose some of their reward."""
+    """Grades every row in the pool; with an overlong buffer (dapo) long responses lose some of their reward.
+
+    The buffer is DAPO's soft penalty (arXiv 2503.14476, eq. 13): over its last tokens before the longest response it
+    falls linearly from 0 to `-penalty_factor`. Its `log` adds `overlong_reward` and `overlong` to the extra values.
+    """
 
     def __init__(
         self,
         *,
         tokenizer: Detokenizer,
         pool: RewardPool,
+        reward: GradingConfig,
         reward_fn_key: str = "data_source",
-        overlong_buffer: OverlongBuffer | None = None,
+        max_response_length: int,
         deadline_s: float | None = None,
     ) -> None:
         self._tokenizer, self._pool, self._reward_fn_key = tokenizer, pool, reward_fn_key
-        self._overlong_buffer, self._deadline_s = overlong_buffer, deadline_s
+        self._max_failed, self._deadline_s = reward.max_failed, deadline_s
+        self._overlong = reward.reward_kwargs.overlong_buffer_cfg
+        self._longest = reward.reward_kwargs.max_resp_len or max_response_length
 
     def grade(self, data: DataProto) -> Graded:
-        """Rewards of all rows."""
-        results = self._pool.score(
-            reward_items(data, self._tokenizer, self._reward_fn_key), deadline_s=self._deadline_s
-        )
-        warn_of_failures(results)
+        """Rewards of all rows; RewardError where more than `reward.max_failed` of them could not be graded."""
+        items = reward_items(data, self._tokenizer, self._reward_fn_key)
+        results = self._pool.score(items, deadline_s=self._deadline_s)
+        check_failures(results, self._max_failed)
         lengths = response_lengths(data)
         rewards = torch.tensor([r.score for r in results], dtype=torch.float32)
         extra = extra_columns(results)
-        if self._overlong_buffer is not None:
-            penalty = self._overlong_buffer.penalty(lengths)
+        if self._overlong.enable:
+            penalty = overlong_penalty(
+                lengths,
+                max_length=self._longest,
+                buffer_length=self._overlong.len,
+                penalty_factor=self._overlong.penalty_factor,
+            ).float()
             rewards = rewards + penalty
-            if self._overlong_buffer.log:
+            if self._overlong.log:
                 extra |= {"overlong_reward": penalty.numpy(), "overlong": (penalty < 0).numpy()}
         num_tokens = data.tensors["responses"].shape[1]
         return Graded(place_on_last_token(rewards, lengths, num_tokens), extra, reward_metrics(results))
@@ -164,12 +178,16 @@ class PoolRewardManager:
 assert set(_FACTORIES) == set(REWARD_MANAGERS)
 
 
-def warn_of_failures(results: Sequence[RewardResult]) -> None:
-    """Warn where rows got no score, with the cause of the first: metrics only count them."""
+def check_failures(results: Sequence[RewardResult], max_failed: float) -> None:
+    """Warn where rows got no score, with the cause of the first; RewardError if more than a share of `max_failed`."""
     lost = [result for result in results if result.status != "ok"]
-    if lost:
-        first = f"{lost[0].status}: {lost[0].message}"
-        log.warning("%d of %d rows got no score; the first one: %s", len(lost), len(results), first)
+    if not lost:
+        return
+    late = sum(result.status == "timeout" for result in lost)
+    first = f"{len(lost)} of {len(results)} answers could not be graded ({late} timed out). First: {lost[0].message}"
+    if len(lost) > max_failed * len(results):
+        raise RewardError(f"{first}\nMore than reward.max_failed={max_failed:g} of a batch; this step is not saved.")
+    log.warning("%s", first)
 
 
 def reward_items(data: DataProto, tokenizer: Detokenizer, reward_fn_key: str = "data_source") -> list[RewardItem]:
@@ -213,68 +231,38 @@ def _column(values: Sequence[Any]) -> np.ndarray:
 # --- managers written for verl ---
 
 
-def load_reward_manager(
-    path: str,
-    name: str,
-    *,
-    tokenizer: Detokenizer,
-    pool: RewardPool,
-    reward_fn_key: str = "data_source",
-    config: Any = None,
-    reward_kwargs: Mapping[str, Any] | None = None,
-) -> RewardManager:
-    """A manager class from a local file.
-
-    Of `tokenizer`, `pool`, `reward_fn_key`, `config`, `num_examine`, `compute_score` (which grades one row in the pool)
-    and `reward_kwargs`, its __init__ gets those that it names.
-    """
-    cls = load_from_file(path, name, key="reward.reward_manager.module")
-    offered = {
-        "tokenizer": tokenizer,
-        "pool": pool,
-        "reward_fn_key": reward_fn_key,
-        "config": config,
-        "num_examine": 0,
-        "compute_score": _scorer(pool),
-        **(reward_kwargs or {}),
-    }
-    parameters = inspect.signature(cls).parameters.values()
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    manager = cls(**{k: v for k, v in offered.items() if takes_all or k in {p.name for p in parameters}})
-    if hasattr(manager, "grade"):
-        return manager
-    if hasattr(manager, "run_single") or callable(manager):
-        return _VerlManager(manager)
-    raise ConfigError(f"reward.reward_manager.module.name={name}: it has none of grade, run_single and __call__")
-
-
-def _scorer(pool: RewardPool) -> Callable[..., dict[str, Any]]:
+def _scorer(pool: RewardPool, results: list[RewardResult]) -> Callable[..., dict[str, Any]]:
     def compute_score(
         data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any
     ) -> dict[str, Any]:
-        result = pool.score([RewardItem(data_source, solution_str, ground_truth, extra_info)])[0]
+        (result,) = pool.score([RewardItem(data_source, solution_str, ground_truth, extra_info)])
+        results.append(result)
         return {**result.extra, "score": result.score}
 
     return compute_score
 
 
 class _VerlManager:
-    """Gives a manager in one of verl's two forms the method `grade`."""
+    """Gives a manager in one of verl's two forms the method `grade`; `results` are those of its `compute_score`."""
 
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
+    def __init__(self, manager: Any, results: list[RewardResult], max_failed: float) -> None:
+        self._manager, self._results, self._max_failed = manager, results, max_failed
 
     def grade(self, data: DataProto) -> Graded:
+        self._results.clear()
         if hasattr(self._manager, "run_single"):
-            return asyncio.run(self._one_by_one(data))
-        answer = self._manager(data, return_dict=True)
-        extra = {key: _column(list(values)) for key, values in answer.get("reward_extra_info", {}).items()}
-        return Graded(answer["reward_tensor"], extra)
+            rm_scores, extra = asyncio.run(self._one_by_one(data))
+        else:
+            answer = self._manager(data, return_dict=True)
+            extra = {key: _column(list(values)) for key, values in answer.get("reward_extra_info", {}).items()}
+            rm_scores = answer["reward_tensor"]
+        check_failures(self._results, self._max_failed)
+        return Graded(rm_scores, extra, reward_metrics(self._results) if self._results else {})
 
-    async def _one_by_one(self, data: DataProto) -> Graded:
+    async def _one_by_one(self, data: DataProto) -> tuple[Tensor, dict[str, np.ndarray]]:
         rows = [data[row : row + 1] for row in range(len(data))]
         answers = await asyncio.gather(*(self._manager.run_single(row) for row in rows))
         results = [RewardResult(float(a["reward_score"]), a.get("reward_extra_info", {}), "ok", 0.0) for a in answers]
         rewards = torch.tensor([r.score for r in results], dtype=torch.float32)
         num_tokens = data.tensors["responses"].shape[1]
-        return Graded(place_on_last_token(rewards, response_lengths(data), num_tokens), extra_columns(results))
+        return place_on_last_token(rewards, response_lengths(data), num_tokens), extra_columns(results)

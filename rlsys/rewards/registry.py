@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
 from typing import Any
+
+from rlsys.utils.errors import ConfigError
 
 ROUTES: dict[str, str] = {
     "openai/gsm8k": "gsm8k:compute_score",
@@ -49,18 +51,35 @@ def compute_score(
     extra_info: Any = None,
     *,
     memory_limit_mb: int | None = None,
+    unknown_score: float | None = None,
     **reward_kwargs: Any,
 ) -> Any:
-    """Grade by data source; `reward_kwargs` go to the grader, `memory_limit_mb` to those that run programs."""
+    """Grade by data source; `reward_kwargs` go to the grader, `memory_limit_mb` to those that run programs.
+
+    A data source without a grader gets `unknown_score`; without one it is a ConfigError.
+    """
     target = route(data_source)
     if target is None:
-        raise ValueError(
-            f"no built-in reward for data_source {data_source!r}: set custom_reward_function.path to a file with a "
-            f"compute_score, or use one of {', '.join(ROUTES)}"
-        )
+        if unknown_score is None:
+            raise _no_grader(data_source)
+        return unknown_score
     if memory_limit_mb is not None and target.startswith("code:"):
         reward_kwargs["memory_limit_mb"] = memory_limit_mb
     return _load(target)(solution_str, ground_truth, **reward_kwargs)
+
+
+def check_sources(data_sources: Iterable[str]) -> None:
+    """ConfigError for a data source without a grader."""
+    for data_source in data_sources:
+        if route(data_source) is None:
+            raise _no_grader(data_source)
+
+
+def _no_grader(data_source: str) -> ConfigError:
+    return ConfigError(
+        f"no built-in reward function for data_source {data_source!r}: set reward.custom_reward_function.path to a "
+        f"file with a compute_score, or use one of {', '.join(ROUTES)}"
+    )
 
 
 def warm_up() -> None:

@@ -29,6 +29,10 @@ class RolloutError(RuntimeError):
     """Generation failed; the message names the request or the replica and the cause."""
 
 
+class RewardError(RuntimeError):
+    """Too many answers of a batch could not be graded; the message has the first cause."""
+
+
 class DeadlineError(TimeoutError):
     """A wait timed out; the message names who did not answer, at which stage, and what to check."""
 

@@ -91,7 +91,7 @@ class ActorConfig(Section):
     entropy_coeff: Annotated[float, Strict(), Field(ge=-1e3, le=1e3)] = 0.0
     """Weight of the entropy bonus."""
     calculate_entropy: t.Flag = False
-    """Report the entropy even if entropy_coeff is 0."""
+    """Report the entropy of the updates, not only that of the old policy, even if entropy_coeff is 0."""
     use_kl_loss: t.Flag = False
     """Add a KL loss against the reference."""
     kl_loss_coef: Annotated[t.Coefficient, ActiveIf(".use_kl_loss")] = 0.001

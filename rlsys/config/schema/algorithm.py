@@ -28,6 +28,7 @@ IF_GRPO = ActiveIf(".adv_estimator", ("grpo", "grpo_vectorized", "grpo_passk", "
 ONLY_CUSTOM = Requires(".path", why="there is no custom function", to="<file>")
 GRADER_NEEDS_MODEL = Requires(".model_path", why="it needs a model", to="<folder of the reward model>")
 POOL_NEEDS_NODES = Requires(".nnodes", why="its own pool needs nodes", to="1")
+ZERO_NEEDS_LOCAL = Requires("trainer.backend", ("local",), given=(0,), why="it grades in this process", to="local")
 IMPORT_NEEDS_PATH = Requires(".module.path", given=("importlib",), why="it loads a file", to="<file>")
 
 
@@ -232,8 +233,10 @@ class SandboxConfig(Section):
 class GradingConfig(Section):
     """Grading by functions."""
 
-    num_workers: t.Count = 8
-    """Number of grading processes."""
+    num_workers: Annotated[t.CountOrZero, ZERO_NEEDS_LOCAL] = 8
+    """Number of grading processes; 0 grades in this process without time limits, so that breakpoint() works."""
+    max_failed: t.Fraction = 0.5
+    """Share of a batch that may stay without a score (errors, timeouts); more ends the run."""
     timeout_s: t.Seconds = 10.0
     """Seconds to grade one answer; after that its process is killed and the answer counts as timed out."""
     custom_reward_function: CustomRewardConfig = section(CustomRewardConfig)

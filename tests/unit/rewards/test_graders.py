@@ -11,7 +11,8 @@ import pytest
 from rlsys.rewards import gsm8k, text
 from rlsys.rewards import math as math_rewards
 from rlsys.rewards.pool.pool import RewardItem, RewardPool
-from rlsys.rewards.registry import ROUTES, compute_score, route
+from rlsys.rewards.registry import ROUTES, check_sources, compute_score, route
+from rlsys.utils.errors import ConfigError
 from tests.timing import scaled_s
 
 
@@ -170,6 +171,10 @@ def test_an_unknown_data_source_says_what_to_do() -> None:
         result = pool.score([RewardItem("my/data", "1", "1")])[0]
     assert result.status == "error"
     assert "custom_reward_function.path" in result.message
+    assert compute_score("my/data", "1", "1", unknown_score=0.0) == 0.0
+    check_sources(["openai/gsm8k", "aime2025"])
+    with pytest.raises(ConfigError, match=r"'my/data'.*reward\.custom_reward_function\.path"):
+        check_sources(["openai/gsm8k", "my/data"])
 
 
 def test_built_in_graders_in_the_pool_take_their_arguments() -> None:

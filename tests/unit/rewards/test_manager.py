@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,16 +13,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.protocol import DataProto, object_array
-from rlsys.rewards.manager import (
-    OverlongBuffer,
-    build_reward_manager,
-    load_reward_manager,
-    place_on_last_token,
-    register,
+from rlsys.config.schema.algorithm import (
+    GradingConfig,
+    ModuleConfig,
+    OverlongConfig,
+    RewardKwargsConfig,
+    RewardManagerConfig,
 )
+from rlsys.protocol import DataProto, object_array
+from rlsys.rewards.manager import RewardManager, build_reward_manager, place_on_last_token, register
 from rlsys.rewards.pool.pool import Grader, RewardPool
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, RewardError
 
 EOS, PAD = 11, 10
 
@@ -53,11 +55,37 @@ def pool() -> Iterator[RewardPool]:
         yield pool
 
 
+def manager(
+    pool: RewardPool,
+    name: str = "naive",
+    *,
+    overlong: OverlongConfig | None = None,
+    max_failed: float = 0.5,
+    reward_fn_key: str = "data_source",
+) -> RewardManager:
+    """A registered manager for responses of up to 6 tokens."""
+    reward = GradingConfig(
+        max_failed=max_failed,
+        reward_manager=RewardManagerConfig(name=name),
+        reward_kwargs=RewardKwargsConfig(overlong_buffer_cfg=overlong or OverlongConfig()),
+    )
+    return build_reward_manager(
+        reward, tokenizer=Digits(), pool=pool, reward_fn_key=reward_fn_key, max_response_length=6
+    )
+
+
+def manager_of_file(pool: RewardPool, path: str, name: str, **values: Any) -> RewardManager:
+    """A manager class of a file."""
+    module = ModuleConfig(path=path, name=name)
+    reward = GradingConfig(reward_manager=RewardManagerConfig(source="importlib", module=module))
+    return build_reward_manager(reward, tokenizer=Digits(), pool=pool, max_response_length=6, **values)
+
+
 ROWS = batch([[4, 2, EOS], [4, 1, EOS], [4, 2, 4, 2, 4, 2], [EOS], []], ["42", "42", "424242", "0", "1"])
 
 
 def test_scores_lie_on_the_last_token(pool: RewardPool) -> None:
-    graded = build_reward_manager("naive", tokenizer=Digits(), pool=pool).grade(ROWS)
+    graded = manager(pool).grade(ROWS)
     expected = torch.zeros(5, 6)
     expected[0, 2] = expected[2, 5] = 1.0
     assert torch.equal(graded.rm_scores, expected)
@@ -71,47 +99,40 @@ def test_scores_lie_on_the_last_token(pool: RewardPool) -> None:
 def test_the_cause_of_a_missing_score_is_a_warning(pool: RewardPool, caplog: pytest.LogCaptureFixture) -> None:
     rows = batch([[1], [2]], ["1", "2"])
     rows.non_tensor_batch["data_source"][1] = "my/data"
-    graded = build_reward_manager("naive", tokenizer=Digits(), pool=pool).grade(rows)
+    graded = manager(pool).grade(rows)
     assert graded.metrics["reward/errors"] == 1
     (warning,) = [record.getMessage() for record in caplog.records if record.name == "rlsys.rewards.manager"]
-    assert warning.startswith("1 of 2 rows got no score; the first one: error: ")
+    assert warning.startswith("1 of 2 answers could not be graded (0 timed out). First: ConfigError: no built-in")
     assert "'my/data'" in warning
 
 
+def test_more_failures_than_allowed_end_the_run_with_the_first_cause(pool: RewardPool) -> None:
+    rows = batch([[1], [2], [3]], ["1", "2", "3"])
+    rows.non_tensor_batch["data_source"][1:] = "my/data"
+    with pytest.raises(RewardError, match=r"2 of 3 answers .*'my/data'(.|\n)*reward.max_failed=0.5"):
+        manager(pool).grade(rows)
+    assert manager(pool, max_failed=0.7).grade(rows).metrics["reward/errors"] == 2
+
+
 def test_the_older_call_of_verl(pool: RewardPool) -> None:
-    manager = build_reward_manager("naive", tokenizer=Digits(), pool=pool)
-    assert callable(manager)
-    answer = manager(ROWS, return_dict=True)
-    assert torch.equal(answer["reward_tensor"], manager(ROWS))
+    legacy = manager(pool)
+    assert callable(legacy)
+    answer = legacy(ROWS, return_dict=True)
+    assert torch.equal(answer["reward_tensor"], legacy(ROWS))
     assert answer["reward_extra_info"]["acc"] == [1.0, 0.0, 1.0, 0.0, 0.0]
     scored = batch([[1]], ["1"])
     assert scored.batch is not None
     scored.batch["rm_scores"] = torch.full((1, 6), 0.5)
-    assert torch.equal(manager(scored), torch.full((1, 6), 0.5))
+    assert torch.equal(legacy(scored), torch.full((1, 6), 0.5))
 
 
 def test_dapo_takes_from_long_responses(pool: RewardPool) -> None:
-    buffer = OverlongBuffer(max_response_tokens=6, num_tokens=4, penalty_factor=2.0, log=True)
-    graded = build_reward_manager("dapo", tokenizer=Digits(), pool=pool, overlong_buffer=buffer).grade(ROWS)
+    overlong = OverlongConfig(enable=True, len=4, penalty_factor=2.0, log=True)
+    graded = manager(pool, "dapo", overlong=overlong).grade(ROWS)
     assert graded.rm_scores.sum(-1).tolist() == [0.5, -0.5, -1.0, 0.0, 0.0]
     assert graded.extra["overlong"].tolist() == [True, True, True, False, False]
     assert graded.extra["overlong_reward"].tolist() == [-0.5, -0.5, -2.0, 0.0, 0.0]
     assert graded.extra["acc"].tolist() == [1.0, 0.0, 1.0, 0.0, 0.0]
-
-
-@given(st.integers(1, 100), st.data())
-def test_the_overlong_penalty_is_the_formula_of_the_paper(longest: int, data: st.DataObject) -> None:
-    cache = data.draw(st.integers(1, longest))
-    lengths = list(range(longest + 1))
-    penalties = OverlongBuffer(longest, cache).penalty(torch.tensor(lengths)).tolist()
-    expected = [0.0 if n <= longest - cache else (longest - cache - n) / cache for n in lengths]
-    assert penalties == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.parametrize("num_tokens", [0, -1, 7])
-def test_an_impossible_overlong_buffer_is_a_config_error(num_tokens: int) -> None:
-    with pytest.raises(ConfigError, match="overlong_buffer_cfg"):
-        OverlongBuffer(max_response_tokens=6, num_tokens=num_tokens)
 
 
 @given(st.lists(st.tuples(st.floats(-9, 9, width=32), st.integers(0, 7)), min_size=1, max_size=9))
@@ -133,7 +154,7 @@ def test_graders_with_different_values_share_columns(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(textwrap.dedent(source))
     data = batch([[1, EOS], [2, EOS], [3, EOS], [4, EOS]], [0] * 4, __num_turns__=[2, 3, 4, 5])
     with RewardPool(Grader(path=str(tmp_path / "r.py")), num_workers=1) as pool:
-        graded = build_reward_manager("naive", tokenizer=Digits(), pool=pool).grade(data)
+        graded = manager(pool).grade(data)
     assert graded.rm_scores[:, 1].tolist() == [1.0, 0.0, 0.0, 3.0]
     assert graded.extra["part"].tolist() == [2, 3, None, None]
     assert graded.extra["note"].tolist() == [None, [1], None, None]
@@ -143,14 +164,13 @@ def test_graders_with_different_values_share_columns(tmp_path: Path) -> None:
 
 
 def test_rows_without_the_routing_column_are_a_config_error(pool: RewardPool) -> None:
-    manager = build_reward_manager("naive", tokenizer=Digits(), pool=pool, reward_fn_key="source")
     with pytest.raises(ConfigError, match="reward_fn_key=source"):
-        manager.grade(ROWS)
+        manager(pool, reward_fn_key="source").grade(ROWS)
 
 
 def test_unknown_and_doubled_managers_are_refused(pool: RewardPool) -> None:
     with pytest.raises(ConfigError, match="dapo, naive"):
-        build_reward_manager("prime", tokenizer=Digits(), pool=pool)
+        manager(pool, "prime")
     with pytest.raises(ValueError, match="naive"):
         register("naive")(lambda **_: None)  # pyrefly: ignore[bad-argument-type]
 
@@ -159,8 +179,8 @@ MANAGERS = """
 import torch
 
 class Legacy:
-    def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source", bonus=0.0):
-        self.tokenizer, self.compute_score, self.bonus = tokenizer, compute_score, bonus
+    def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source", max_resp_len=None):
+        self.tokenizer, self.compute_score = tokenizer, compute_score
 
     def __call__(self, data, return_dict=False):
         reward, acc = torch.zeros_like(data.batch["responses"], dtype=torch.float32), []
@@ -169,7 +189,7 @@ class Legacy:
             text = self.tokenizer.decode(item.batch["responses"].tolist())
             truth = item.non_tensor_batch["reward_model"]["ground_truth"]
             score = self.compute_score(data_source="rlsys/arithmetic", solution_str=text, ground_truth=truth)
-            reward[i, 0] = score["score"] + self.bonus
+            reward[i, 0] = score["score"]
             acc.append(score["acc"])
         return {"reward_tensor": reward, "reward_extra_info": {"acc": acc}} if return_dict else reward
 
@@ -188,17 +208,25 @@ class Nothing:
 def test_managers_written_for_verl_work_from_a_file(pool: RewardPool, tmp_path: Path) -> None:
     path = str(tmp_path / "managers.py")
     Path(path).write_text(MANAGERS)
-    legacy = load_reward_manager(path, "Legacy", tokenizer=Digits(), pool=pool, reward_kwargs={"bonus": 0.5}).grade(
-        ROWS
-    )
-    assert legacy.rm_scores[:, 0].tolist() == [1.5, 0.5, 1.5, 0.5, 0.5]
+    legacy = manager_of_file(pool, path, "Legacy").grade(ROWS)
+    assert legacy.rm_scores[:, 0].tolist() == [1.0, 0.0, 1.0, 0.0, 0.0]
     assert legacy.extra["acc"].tolist() == [1.0, 0.0, 1.0, 0.0, 0.0]
-    single = load_reward_manager(path, "Single", tokenizer=Digits(), pool=pool, config={"scale": 3}).grade(ROWS)
+    assert legacy.metrics["reward/zeros"] == 3
+    single = manager_of_file(pool, path, "Single", config={"scale": 3}).grade(ROWS)
     assert single.rm_scores.sum(-1).tolist() == [3.0, 3.0, 3.0, 3.0, 0.0]
     assert np.array_equal(single.extra["acc"], np.ones(5))
     with pytest.raises(ConfigError, match="none of grade"):
-        load_reward_manager(path, "Nothing", tokenizer=Digits(), pool=pool)
+        manager_of_file(pool, path, "Nothing")
     with pytest.raises(ConfigError, match="does not define it"):
-        load_reward_manager(path, "Missing", tokenizer=Digits(), pool=pool)
+        manager_of_file(pool, path, "Missing")
     with pytest.raises(ConfigError, match="not a local file"):
-        load_reward_manager("/no/file.py", "X", tokenizer=Digits(), pool=pool)
+        manager_of_file(pool, "/no/file.py", "X")
+
+
+def test_what_a_manager_written_for_verl_could_not_grade_is_counted(tmp_path: Path) -> None:
+    (tmp_path / "managers.py").write_text(MANAGERS)
+    (tmp_path / "r.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info): 1 / 0")
+    with RewardPool(Grader(path=str(tmp_path / "r.py")), num_workers=1) as pool:
+        legacy = manager_of_file(pool, str(tmp_path / "managers.py"), "Legacy")
+        with pytest.raises(RewardError, match=r"5 of 5 answers .*ZeroDivisionError"):
+            legacy.grade(ROWS)
