@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import os
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -176,9 +177,11 @@ class Child:
                 while data := await asyncio.get_running_loop().sock_recv(self.control, 1 << 16):
                     for parts in frames.feed(data):
                         report = unpack(parts, WorkerEnded)
-        if self._process is not None:
+                if self._process is not None:
+                    await self._process.wait()
+        if self._process is not None and self._process.returncode is None:
             with suppress(ProcessLookupError):
-                self._process.kill()
+                os.kill(self._process.pid, signal.SIGKILL)
             await self._process.wait()
         self.control.close()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -67,7 +67,7 @@ def fault_abort(_): print("about to abort"); os.abort()
 def fault_kill(_): os.kill(os.getpid(), signal.SIGKILL)
 def fault_close_fds(_): os.closerange(0, 100)
 def fault_garbage(_):
-    for fd in range(3, 30):
+    for fd in range(3, 400):
         try: os.write(fd, b"garbage that is no frame at all")
         except OSError: pass
     return 1.0
