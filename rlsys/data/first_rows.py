@@ -18,7 +18,8 @@ JobConfig = PPOConfig | SFTConfig | RMConfig | EvalConfig
 def check_first_rows(config: JobConfig) -> set[str]:
     """The data sources of the prompts at the start of the files.
 
-    ConfigError for files without the columns that the settings name, DataError for other bad rows at their start. Rows of a dataset class of your own, and what only the tokenizer shows, are checked later.
+    ConfigError for files without the columns that the settings name, DataError for other bad rows at their start. Rows
+    of a dataset class of your own, and what only the tokenizer shows, are checked later.
     """
     if config.data.custom_cls.path is not None:
         return set()
