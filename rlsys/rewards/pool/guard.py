@@ -58,7 +58,7 @@ def main(work_fd: int, control_fd: int, tmp_dir: str, owner_pid: int) -> NoRetur
 
 
 def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":  # elsewhere a grader's own processes are not followed out of its process group
+    if sys.platform == "linux":  # other systems do not follow a grader's processes out of its group
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
