@@ -5,16 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlsys.config.checks.files import check_files
 from rlsys.config.schema.base import Section
 from rlsys.model_merger.convert import merge
 from rlsys.model_merger.formats import find_checkpoint
 from rlsys.telemetry.log import get_logger
+from rlsys.utils.errors import ConfigError
+from rlsys.utils.hub import download_model, is_hub_id
 from rlsys.utils.run_folders import HUGGINGFACE, config_folder
 
 log = get_logger(__name__)
 ConfigT = TypeVar("ConfigT", bound=Section)
 SECTIONS = ("actor_rollout_ref.model", "critic.model", "model", "reward.reward_model")
-NAMES = ("path", "tokenizer_path", "model_path")
+NAMES = ("path", "model_path", "tokenizer_path", "lora_adapter_path")
 
 
 def with_local_models(config: ConfigT) -> ConfigT:
@@ -25,19 +28,29 @@ def with_local_models(config: ConfigT) -> ConfigT:
         for part in section.split("."):
             settings = settings.get(part, {})
         for name in (name for name in NAMES if settings.get(name)):
-            folder = local_model(settings[name])
+            folder = local_model(settings[name], weights=name in ("path", "model_path"))
             is_changed |= folder != settings[name]
             settings[name] = folder
-    return config.model_validate(tree) if is_changed else config
+    if not is_changed:
+        return config
+    resolved: Any = config.model_validate(tree)
+    if problems := list(check_files(resolved)):
+        raise ConfigError("\n".join(problems))
+    return resolved
 
 
-def local_model(path: str) -> str:
-    """A model directory as it is; of a checkpoint or a run the model in it, whose weights are merged into its
-    `huggingface/` first where they are not there. CheckpointError for a folder without any."""
+def local_model(path: str, *, weights: bool = True) -> str:
+    """A model directory as it is, the folder of a hub id in the hub's cache, or the model of a checkpoint or a run.
+
+    Their `weights` are merged into `huggingface/` first where they are not there. CheckpointError for a folder without
+    any, ConfigError for a model that cannot be downloaded.
+    """
+    if is_hub_id(path):
+        return download_model(path)
     folder = config_folder(Path(path))
-    if folder == Path(path) and (folder / "config.json").is_file():
+    if folder == Path(path) and (not weights or (folder / "config.json").is_file()):
         return path
-    if not any(folder.glob("*.safetensors")):
+    if weights and not any(folder.glob("*.safetensors")):
         checkpoint = find_checkpoint(Path(path))
         folder = checkpoint / HUGGINGFACE
         log.info("merging the weights of %s into %s", checkpoint, folder)

@@ -25,6 +25,7 @@ from rlsys.models.hf import read_config
 from rlsys.models.megatron.family import family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.utils.errors import ConfigError
+from rlsys.utils.hub import ensure_downloaded
 from rlsys.utils.plugins import import_libraries
 from workers.mfu import MfuMeter
 
@@ -87,6 +88,8 @@ def _engine(
 ) -> Engine:
     """The engine that `section` belongs to; `options` are what both engines take."""
     device = run.place(full_determinism=section.full_determinism)
+    for path in (model.path, model.lora_adapter_path):
+        ensure_downloaded(path)
     if isinstance(section, MegatronRoleConfig):
         from rlsys.engines.megatron.engine import MegatronEngine
 

@@ -16,6 +16,7 @@ from rlsys.rollout.base import EngineContext, LoadFormat
 from rlsys.rollout.batch import generate_sequences
 from rlsys.single_controller.base import Worker
 from rlsys.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from rlsys.utils.hub import ensure_downloaded
 from rlsys.utils.plugins import import_libraries
 from rlsys.weights.endpoints import WeightReceiver
 from workers.build import EngineRun
@@ -50,6 +51,7 @@ class RolloutWorker(Worker, WeightReceiver):
         if self.run.num_threads:
             torch.set_num_threads(self.run.num_threads)
         assert self.model_cfg.path is not None, "the start model is resolved before workers start"
+        ensure_downloaded(self.model_cfg.path)
         size = self.cfg.tensor_model_parallel_size
         if size > 1:
             ensure_process_group(self.run.device, timeout_s=self.run.nccl_timeout_s)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Literal, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from rlsys.config.schema.model import ModelConfig
 from rlsys.models.attention import ATTENTION
 from rlsys.utils.boxes import slices
 from rlsys.utils.errors import CheckpointError, ConfigError
+from rlsys.utils.safetensors_header import DTYPES
 
 Head = Literal["lm", "scalar"]
 LOGIT_CHANGERS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "final_logit_scale")
@@ -164,14 +166,15 @@ class InMemory:
 
 
 class SafetensorsDir:
-    """The safetensors files of a model directory; only boxes asked for are read. `extra` fills what is not there."""
+    """The safetensors files of a model directory; only boxes asked for are read. `extra` fills what is not there.
+
+    Without any, pytorch_model.bin is mapped into memory as tensors, and nothing in it is executed.
+    """
 
     def __init__(self, path: Path, extra: Mapping[str, Tensor] | None = None) -> None:
         files = sorted(path.glob("*.safetensors"))
-        if not files:
-            hint = " (only pickled weights, which are not read)" if list(path.glob("*.bin")) else ""
-            raise CheckpointError(f"no safetensors files in {path}{hint}")
-        self.path, self.extra = path, InMemory(extra or {})
+        pickled = {} if files else _read_pickled(path)
+        self.path, self.extra = path, InMemory({**(extra or {}), **pickled})
         self._files = [open_safetensors(file) for file in files]
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
         index = path / "model.safetensors.index.json"
@@ -188,6 +191,8 @@ class SafetensorsDir:
 
     def dtype(self, name: str) -> str:
         """The type a tensor is stored in, as safetensors names it (BF16)."""
+        if name not in self._where:
+            return DTYPES[str(self.extra.tensors[name].dtype).removeprefix("torch.")]
         return self._where[name].get_slice(name).get_dtype()
 
     def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -196,6 +201,22 @@ class SafetensorsDir:
         if not shape:
             return self._where[name].get_tensor(name)
         return self._where[name].get_slice(name)[slices(start, shape)]
+
+
+def _read_pickled(path: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    files = sorted(path.glob("pytorch_model*.bin"))
+    if not files:
+        raise CheckpointError(f"no weights in {path}: neither safetensors files nor pytorch_model.bin")
+    for file in files:
+        try:
+            tensors |= torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except (OSError, RuntimeError, UnpicklingError, EOFError, TypeError, ValueError) as error:
+            first = str(error).partition("\n")[0]
+            raise CheckpointError(f"{file} cannot be read as tensors, so it is not read at all: {first}") from error
+    if wrong := [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]:
+        raise CheckpointError(f"{path}: {wrong[0]} in pytorch_model.bin is not a tensor")
+    return tensors
 
 
 def open_safetensors(file: Path) -> Any:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import Toy
+from tests.hub import Hub
+from tests.timing import scaled_s
 from trainer.main_eval import main
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_an_evaluation_writes_its_metrics(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -30,5 +37,38 @@ def test_an_evaluation_writes_its_metrics(toy: Toy, tmp_path: Path, capsys: pyte
     assert core
     assert all(f"{name} = {metrics[name]:.4f}" in printed for name in core)
     assert "rlsys: done in" in printed
-    assert f"evaluation {out / 'evaluation.json'}" in printed
+    assert str(out / "evaluation.json") in printed
     assert main([*argv, "trainer.device=cuda"]) == 2
+
+
+def test_an_evaluation_downloads_its_model(toy: Toy, tmp_path: Path) -> None:
+    files = {file.name: file.read_bytes() for file in toy.model.iterdir()}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    argv = [
+        "actor_rollout_ref.model.path=org/toy@v1",
+        f"data.val_files={toy.val}",
+        f"reward.custom_reward_function.path={toy.grader}",
+        "reward.num_workers=1",
+        "data.max_prompt_length=16",
+        "data.max_response_length=4",
+        "trainer.backend=local",
+        f"trainer.default_local_dir={tmp_path / 'out'}",
+    ]
+    with Hub({"org/toy": files}).served() as hub:
+        environment = {**kept, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
+
+        def run(*more: str) -> subprocess.CompletedProcess[str]:
+            command = [sys.executable, "-m", "trainer.main_eval", *argv, *more]
+            limit_s = scaled_s(120)
+            return subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False, cwd=tmp_path
+            )
+
+        ended = run()
+        assert ended.returncode == 0, ended.stderr
+        assert "val-core/" in ended.stdout
+        assert hub.downloads["model.safetensors"] == 1
+        refused = run("actor_rollout_ref.model.path=org/none")
+    assert refused.returncode == 2
+    assert "Traceback" not in refused.stderr
+    assert "org/none is not a folder here, and cannot be downloaded" in refused.stderr

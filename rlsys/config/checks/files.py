@@ -6,7 +6,6 @@ import ast
 import importlib.util
 import json
 import os
-import re
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,6 +17,7 @@ from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
 from rlsys.config.schema.model import ModelFolderConfig
 from rlsys.config.schema.trainer import TrainingConfig
 from rlsys.config.vocabulary import ROW_FILES
+from rlsys.utils.hub import is_hub_id
 from rlsys.utils.run_folders import config_folder
 
 ANSWERED = "data.max_prompt_length + data.max_response_length"
@@ -82,8 +82,8 @@ def _nearby(path: Path) -> str:
 def _model(cfg: Section, key: str, model: ModelFolderConfig, longest: int, lengths: str) -> Iterator[str]:
     for name in ("path", "tokenizer_path", "lora_adapter_path"):
         value = getattr(model, name, None)
-        if value is not None and not Path(value).is_dir():
-            yield wrong(cfg, f"{key}.{name}", _no_folder(value), "<folder>")
+        if value is not None and (why := _no_folder(value)):
+            yield wrong(cfg, f"{key}.{name}", why, "<folder>")
     library = model.external_lib or ""
     if library.endswith(".py") and not Path(library).expanduser().is_file():
         yield wrong(cfg, f"{key}.external_lib", f"file not found{_nearby(Path(library))}; set a module or file")
@@ -101,14 +101,14 @@ def _model(cfg: Section, key: str, model: ModelFolderConfig, longest: int, lengt
 
 
 def _no_folder(name: str) -> str:
-    """Why a name is not the folder of a model, and how to get one."""
+    """Why a name is neither the folder nor the hub id of a model, and how to get one; empty if it is."""
+    if Path(name).is_dir() or is_hub_id(name):
+        return ""
     if Path(name).is_file():
         return "it is a file, not a folder"
     if "smollm2" in name.lower():
         return "folder not found; python scripts/smollm2.py creates it"
-    if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name):
-        return f"folder not found, and models are not downloaded; run hf download {name} --local-dir <folder>"
-    return "folder not found"
+    return "folder not found; set one that is there, or a model of the hub as org/name or org/name@revision"
 
 
 def model_facts(folder: Path) -> dict[str, Any]:
@@ -134,8 +134,8 @@ def _reward(cfg: PPOConfig | EvalConfig) -> Iterator[str]:
     if manager.source == "importlib" and manager.module.path is not None:
         yield from _python(cfg, "reward.reward_manager.module", manager.module.path, manager.module.name, "class")
     grader = cfg.reward.reward_model if isinstance(cfg, PPOConfig) else None
-    if grader is not None and grader.model_path and not Path(grader.model_path).is_dir():
-        yield wrong(cfg, "reward.reward_model.model_path", _no_folder(grader.model_path))
+    if grader is not None and grader.model_path and (why := _no_folder(grader.model_path)):
+        yield wrong(cfg, "reward.reward_model.model_path", why)
 
 
 def _python(cfg: Section, section: str, file: str, name: str, kind: str) -> Iterator[str]:

@@ -42,7 +42,7 @@ class ModelFolderConfig(Section):
     """A model and the code that comes with it."""
 
     path: t.LocalPath | None = None
-    """Folder of a Hugging Face model (config.json, safetensors, tokenizer); null is the small start model."""
+    """Hugging Face model: a folder, org/name[@revision] of the hub, or a run or checkpoint; null is the start model."""
     trust_remote_code: t.Flag = False
     """Allow Python code in the model folder to run."""
     external_lib: t.Text | None = None
@@ -53,7 +53,7 @@ class ServedModelConfig(ModelFolderConfig):
     """A model that answers prompts, and its tokenizer."""
 
     tokenizer_path: t.LocalPath | None = None
-    """Folder of the tokenizer, if it is not the model's."""
+    """Folder or hub id of the tokenizer, if it is not the model's."""
     custom_chat_template: t.Text | None = None
     """A Jinja chat template instead of the tokenizer's."""
 

@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 def load_causal_lm(path: str | Path, *, load_format: LoadFormat, dtype: str, device: str) -> Any:
     """A causal language model from an HF directory, or with random weights of its config.json for "dummy".
 
-    Reads safetensors only and runs no code from the directory.
+    Runs no code from the directory: other weights than safetensors are read as tensors only.
     """
     kind = getattr(torch, dtype)
     if load_format == "dummy":
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         return AutoModelForCausalLM.from_config(config, dtype=kind, trust_remote_code=False).to(device)
-    return AutoModelForCausalLM.from_pretrained(
-        path, dtype=kind, local_files_only=True, trust_remote_code=False, use_safetensors=True
-    ).to(device)
+    return AutoModelForCausalLM.from_pretrained(path, dtype=kind, local_files_only=True, trust_remote_code=False).to(
+        device
+    )
 
 
 class HFRollout(BaseRolloutEngine):

@@ -441,7 +441,7 @@ FILES = [
     bad("data.train_files=[./rows.jsonl,./rows.jsonl]", "data.train_files", "listed twice"),
     bad(["data.train_files=./rows.jsonl", "data.val_files=./gone.csv"], "data.val_files", "file not found"),
     bad(f"{M}.path=./nowhere", f"{M}.path", "folder not found"),
-    bad(f"{M}.path=Qwen/Qwen3-8B", f"{M}.path", "hf download Qwen/Qwen3-8B"),
+    bad(f"{M}.path=Qwen3-8B", f"{M}.path", "or a model of the hub as org/name"),
     bad("data.train_files=s3://bucket/x.parquet", "data.train_files", "only local files"),
     bad("data.train_files=./folder", "data.train_files", "save_to_disk"),
     bad("--config-name=smollm2", "data/mix/train.parquet", "scripts/prepare_data.py --out data/mix", "smollm2.py"),

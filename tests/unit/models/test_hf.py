@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,27 @@ def test_a_scalar_head_that_is_not_in_the_files_is_drawn_from_the_seed(directory
     assert weights[0].read("score.bias", (0,), (1,)) == 0
 
 
+class Runs:
+    """What a pickle would execute."""
+
+    def __reduce__(self) -> Any:
+        return os.abort, ()
+
+
+def test_pickled_weights_are_read_as_tensors(directory: Path) -> None:
+    tensors = {name: t for file in directory.glob("*.safetensors") for name, t in load_file(file).items()}
+    for file in directory.glob("*.safetensors*"):
+        file.unlink()
+    names = sorted(tensors)
+    torch.save({name: tensors[name] for name in names[::2]}, directory / "pytorch_model-00001-of-00002.bin")
+    torch.save({name: tensors[name] for name in names[1::2]}, directory / "pytorch_model-00002-of-00002.bin")
+    weights = SafetensorsDir(directory)
+    assert set(weights.names()) == set(names)
+    for name, tensor in tensors.items():
+        assert torch.equal(weights.read(name, (0,) * tensor.ndim, tensor.shape), tensor)
+        assert weights.dtype(name) == "F32"
+
+
 def damage_truncate(path: Path) -> None:
     file = min(path.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:100])
@@ -111,7 +133,12 @@ def damage_remove(path: Path) -> None:
 def damage_pickle(path: Path) -> None:
     for file in path.glob("*.safetensors"):
         file.unlink()
-    (path / "pytorch_model.bin").touch()
+    torch.save({"weight": torch.zeros(1), "run": Runs()}, path / "pytorch_model.bin")
+
+
+def damage_all(path: Path) -> None:
+    for file in path.glob("*.safetensors"):
+        file.unlink()
 
 
 def damage_config(path: Path) -> None:
@@ -136,7 +163,8 @@ def damage_gone(path: Path) -> None:
     [
         (damage_truncate, "cannot be read"),
         (damage_remove, "tensors of its index are missing"),
-        (damage_pickle, "only pickled weights"),
+        (damage_pickle, "cannot be read as tensors, so it is not read at all"),
+        (damage_all, "no weights in .*: neither safetensors files nor pytorch_model.bin"),
         (damage_config, r"cannot read .*config.json"),
         (damage_type, "no-such-model"),
         (damage_quantised, "is quantised"),

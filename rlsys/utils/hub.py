@@ -1,0 +1,79 @@
+"""Models of the Hugging Face Hub as folders of its cache.
+
+HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and the other variables of huggingface_hub apply.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+from pathlib import Path
+
+from rlsys.utils.errors import ConfigError
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
+_SNAPSHOT = re.compile(r"(.+)/models--([^/]+)/snapshots/([0-9a-f]+)")
+_PICKLED = ["*.bin", "*.bin.index.json"]
+_UNUSED = ["*/*", "consolidated*", *(f"*.{end}" for end in ("pt", "pth", "gguf", "h5", "msgpack", "onnx", "ot"))]
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name is `org/model` or `org/model@revision` and not a path that is there."""
+    return _ID.fullmatch(name) is not None and not Path(name).exists()
+
+
+def download_model(name: str) -> str:
+    """The folder of `org/model` or `org/model@revision` in the hub's cache, which gets what it lacks.
+
+    Weights in safetensors where there are some, else pytorch_model.bin. ConfigError that says why there is no folder.
+    """
+    repo, _, revision = name.partition("@")
+    return _download(repo, revision or None, None)
+
+
+def ensure_downloaded(path: str | None) -> None:
+    """Download a folder of the hub's cache that this node lacks; any other path is left alone."""
+    if path is not None and (parts := _SNAPSHOT.fullmatch(path)) and not Path(path).is_dir():
+        cache, repo, revision = parts.groups()
+        _download(repo.replace("--", "/"), revision, cache)
+
+
+def _download(repo: str, revision: str | None, cache: str | None) -> str:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HTTPError
+
+    name = f"{repo}@{revision}" if revision else repo
+    try:
+        folder = snapshot_download(repo, revision=revision, cache_dir=cache, ignore_patterns=[*_UNUSED, *_PICKLED])
+        if not any(Path(folder).glob("*.safetensors")):
+            folder = snapshot_download(repo, revision=revision, cache_dir=cache, ignore_patterns=_UNUSED)
+    except (OSError, ValueError, HTTPError) as error:
+        why = _reason(error, repo, cache or constants.HF_HUB_CACHE)
+        raise ConfigError(f"{name} is not a folder here, and cannot be downloaded: {why}") from error
+    return folder
+
+
+def _reason(error: Exception, repo: str, cache: str) -> str:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    hub = constants.ENDPOINT
+    if isinstance(error, GatedRepoError):
+        return f"it is gated; accept its terms at {hub}/{repo} and set HF_TOKEN to a token of that account"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"{hub} has no such model, or it is private; correct the name, or set HF_TOKEN"
+    if isinstance(error, RevisionNotFoundError):
+        return f"{hub} has the model but not this revision; set a branch, tag or commit of it"
+    if isinstance(error, LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
+        return f"HF_HUB_OFFLINE is set and {cache} lacks it or a part of it; download it first, or unset HF_HUB_OFFLINE"
+    if getattr(getattr(error, "response", None), "status_code", None) == 401:
+        return f"{hub} refused the token (401); set HF_TOKEN to a valid one, or unset it"
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"no space is left in {cache}; set HF_HOME to a folder on a larger disk"
+    first = str(error.__cause__ or error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first}; check the connection to {hub}; the same command continues the download"

@@ -1,0 +1,123 @@
+"""Models by name, from a hub on 127.0.0.1: what is downloaded, what is reused, and one line for what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rlsys.utils.hub import is_hub_id
+from tests.hub import COMMIT, Hub
+from tests.timing import scaled_s
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = json.dumps({"model_type": "llama"}).encode()
+WEIGHTS = os.urandom(20_000)
+MODELS = {
+    "org/model": {
+        "config.json": CONFIG,
+        "model.safetensors": WEIGHTS,
+        "pytorch_model.bin": b"x",
+        "original/consolidated.00.pth": b"x",
+        "model.gguf": b"x",
+    },
+    "org/pickled": {"config.json": CONFIG, "pytorch_model.bin": WEIGHTS},
+}
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with Hub(MODELS).served() as served:
+        yield served
+
+
+def in_a_process(hub: Hub, home: Path, program: str, **more: str) -> str:
+    """What a process prints; one of its own, since the hub's address is read at import."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    environment = {**kept, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": hub.url, "HF_HOME": str(home), **more}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=scaled_s(60), check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.strip()
+
+
+def download(hub: Hub, home: Path, name: str, *, max_bytes: int | None = None, **more: str) -> str:
+    """The folder, or the message of the error."""
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({max_bytes}, {max_bytes}))\n"
+    program = (
+        f"{limit if max_bytes else ''}from rlsys.utils.errors import ConfigError\n"
+        f"from rlsys.utils.hub import download_model\ntry: print(download_model({name!r}))\n"
+        "except ConfigError as error: print('ERROR', error)"
+    )
+    printed = in_a_process(hub, home, program, **more)
+    assert len(printed.splitlines()) == 1
+    return printed
+
+
+def test_names_of_the_hub_and_paths() -> None:
+    assert all(map(is_hub_id, ["Qwen/Qwen3-8B", "meta-llama/Llama-3.1-8B@main", "a/b@v1.0/x"]))
+    assert not any(map(is_hub_id, ["./model", "/a/b", "a/b/c", "model", "~/model", "../a", "tests/unit"]))
+
+
+def test_a_model_is_downloaded_once_without_what_is_not_read(hub: Hub, tmp_path: Path) -> None:
+    folder = Path(download(hub, tmp_path, "org/model@v1"))
+    assert folder.name == COMMIT
+    assert sorted(file.name for file in folder.rglob("*")) == ["config.json", "model.safetensors"]
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+    assert download(hub, tmp_path, "org/model") == str(folder)
+    assert download(hub, tmp_path, "org/model@v1", HF_HUB_OFFLINE="1") == str(folder)
+    assert hub.downloads == {"config.json": 1, "model.safetensors": 1}
+
+
+def test_pickled_weights_are_taken_where_there_are_no_others(hub: Hub, tmp_path: Path) -> None:
+    assert (Path(download(hub, tmp_path, "org/pickled")) / "pytorch_model.bin").read_bytes() == WEIGHTS
+
+
+def test_another_node_downloads_the_same_folder(hub: Hub, tmp_path: Path) -> None:
+    folder = tmp_path / "hub" / "models--org--model" / "snapshots" / COMMIT
+    program = f"from rlsys.utils.hub import ensure_downloaded as e; e({str(folder)!r}); e('/nowhere'); e(None)"
+    in_a_process(hub, tmp_path / "other", program)
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+
+
+def test_a_cut_download_is_continued(hub: Hub, tmp_path: Path) -> None:
+    hub.cut["model.safetensors"] = 100
+    assert "check the connection to http://127.0.0.1" in download(hub, tmp_path, "org/model")
+    hub.cut["model.safetensors"] = 1
+    folder = Path(download(hub, tmp_path, "org/model"))
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+
+
+@pytest.mark.parametrize(
+    ("name", "environment", "why"),
+    [
+        ("org/none", {}, "has no such model, or it is private; correct the name, or set HF_TOKEN"),
+        ("org/none", {"HF_TOKEN": "ok"}, "has no such model, or it is private"),
+        ("org/model@v9", {}, "has the model but not this revision"),
+        ("org/model", {"HF_TOKEN": "hf_secret"}, "refused the token (401); set HF_TOKEN to a valid one"),
+        ("org/gated", {}, "it is gated; accept its terms at http://127.0.0.1"),
+        ("org/model", {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set and"),
+        ("org/model", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "check the connection to http://127.0.0.1:9"),
+    ],
+)
+def test_what_cannot_be_downloaded_is_one_line(
+    hub: Hub, tmp_path: Path, name: str, environment: dict[str, str], why: str
+) -> None:
+    hub.repositories["org/gated"] = hub.repositories["org/model"]
+    hub.gated.add("org/gated")
+    message = download(hub, tmp_path, name, **environment)
+    assert message.startswith(f"ERROR {name} is not a folder here, and cannot be downloaded: ")
+    assert why in message
+    assert "hf_secret" not in message
+    if name == "org/gated":
+        assert Path(download(hub, tmp_path, name, HF_TOKEN="ok")).name == COMMIT
+
+
+def test_a_full_disk_names_the_folder(hub: Hub, tmp_path: Path) -> None:
+    message = download(hub, tmp_path, "org/model", max_bytes=8192)
+    assert f"no space is left in {tmp_path / 'hub'}; set HF_HOME" in message
