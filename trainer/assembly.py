@@ -18,6 +18,7 @@ from rlsys.config.schema.model import FSDPConfig
 from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.group import group_fleet
 from rlsys.interfaces import ExperienceSource
+from trainer.episodes import episode_rollout
 from trainer.evaluation import OnValidation, Validation, validation
 from trainer.generation import GradedRollout, answer_printer, fleet_generate, training_sampling
 from trainer.groups import WorkerGroups
@@ -99,6 +100,7 @@ def assemble(
             pad_token_id=pad,
             stage=reporter.stage,
         )
+        graded = episode_rollout(cfg, graded, fleet, inputs.tokenizer, pool, stack)
         source = RolloutSource(
             prompts=inputs.sampler or training_prompts(cfg.data, inputs.train_dataset, pad_token_id=pad),
             make=graded.make,
@@ -132,12 +134,18 @@ def assemble(
             source,
             Steps(cfg, plan, groups, residency, reporter, get_kl_controller(cfg.algorithm.kl_ctrl)),
             weights,
-            None
-            if inputs.val_dataset is None
-            else validation(cfg, inputs.val_dataset, graded, on_validation, seed=cfg.data.seed),
+            _validation(cfg, inputs, graded, on_validation),
             parity,
             stack.pop_all().close,
         )
+
+
+def _validation(
+    cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, on_validation: OnValidation
+) -> Validation | None:
+    if inputs.val_dataset is None:
+        return None
+    return validation(cfg, inputs.val_dataset, graded, on_validation, seed=cfg.data.seed)
 
 
 def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, *, colocated: bool) -> dict[Resident, Moves]:

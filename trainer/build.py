@@ -12,6 +12,7 @@ from rlsys.config.plan import BatchPlan
 from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.external.settings import settings_of
 from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer, running_backend, start_backend
+from trainer.episodes import load_agents
 from trainer.groups import Role
 from trainer.job import Begin
 from trainer.local_models import with_local_models
@@ -75,7 +76,7 @@ class PreparedRun:
 
 
 def prepare(config: PPOConfig) -> PreparedRun:
-    """Start assets, external libraries, tokenizer and rows; ConfigError for external servers without an address."""
+    """Start assets, external libraries, tokenizer, agents and rows; ConfigError for servers without an address."""
     config = with_local_models(with_start_assets(config))
     plan, run, policy = plan_batches(config), config.trainer, config.actor_rollout_ref
     if plan.pools.external:
@@ -84,6 +85,7 @@ def prepare(config: PPOConfig) -> PreparedRun:
     libraries = import_external_libs({"actor_rollout_ref.model": policy.model, **critic_model})
     check_megatron_models(config, plan)
     tokenizer = load_tokenizer(policy.model, policy.rollout.padding)
+    load_agents(config, tokenizer)
     train_rows, val_rows = prompt_datasets(config, tokenizer)
     check_data_sources(config.reward, train_rows.data_sources + (val_rows.data_sources if val_rows else ()))
     return PreparedRun(config, plan, libraries, tokenizer, train_rows, val_rows)

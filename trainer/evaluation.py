@@ -22,6 +22,7 @@ from rlsys.telemetry.report import write_report
 from rlsys.telemetry.validation_metrics import validation_metrics
 from trainer.backend import import_external_libs, load_tokenizer, running_backend
 from trainer.dumps import dump, sample_rows
+from trainer.episodes import episode_rollout, load_agents
 from trainer.generation import GradedRollout, answer_printer, fleet_generate, validation_sampling
 from trainer.groups import RolloutGroup, start_group
 from trainer.job import Begin
@@ -113,6 +114,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     model, run, rollout = config.actor_rollout_ref.model, config.trainer, config.actor_rollout_ref.rollout
     external_libs = import_external_libs({"actor_rollout_ref.model": model})
     tokenizer = load_tokenizer(model, rollout.padding)
+    load_agents(config, tokenizer)
     data = config.data
     assert data.val_files is not None, "checked with the configuration"
     dataset = load_prompts(
@@ -123,6 +125,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
         shuffle=False,
         seed=0,
         default_source=default_source(config.reward),
+        has_workflow=rollout.has_workflow,
     )
     check_data_sources(config.reward, dataset.data_sources)
     with ExitStack() as stack:
@@ -149,6 +152,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
             pad_token_id=tokenizer.pad_token_id,
             stage=StageTimer(),
         )
+        graded = episode_rollout(config, graded, fleet, tokenizer, pool, stack)
 
         def show(batch: DataProto, step: int) -> None:
             if run.validation_data_dir is not None:

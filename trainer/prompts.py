@@ -69,7 +69,12 @@ def prompt_datasets(
     data = config.data
     assert data.train_files is not None
     load = partial(
-        load_prompts, data, tokenizer=tokenizer, seed=data.seed, default_source=default_source(config.reward)
+        load_prompts,
+        data,
+        tokenizer=tokenizer,
+        seed=data.seed,
+        default_source=default_source(config.reward),
+        has_workflow=config.actor_rollout_ref.rollout.has_workflow,
     )
     train = load(data.train_files, max_samples=data.train_max_samples, shuffle=data.shuffle)
     if not data.val_files:
@@ -86,15 +91,20 @@ def load_prompts(
     shuffle: bool,
     seed: int,
     default_source: str | None,
+    has_workflow: bool = False,
 ) -> PromptDataset:
-    """The rows of `files`, or of the dataset class of data.custom_cls; DataError for rows that ask for tools."""
+    """The rows of `files`, or of the dataset class of data.custom_cls.
+
+    DataError for rows that ask for tools where there is no workflow.
+    """
     source = configured_source(data, files, tokenizer=tokenizer, max_samples=max_samples)
     load = partial(PromptDataset.load, source, tokenizer, data, default_source=default_source)
     own = data.custom_cls.path is not None
     rows = load() if own else load(max_samples=max_samples, shuffle=shuffle, seed=seed)
-    for row in rows:
+    for row in () if has_workflow else rows:
         if name := _agent_column(row):
-            raise DataError(f"row {row.index}: {name} asks for tools, but answers are single turns; remove it")
+            fix = "set actor_rollout_ref.rollout.multi_turn.enable=true or remove it"
+            raise DataError(f"row {row.index}: {name} asks for tools, but each prompt is answered by one draw; {fix}")
     return rows
 
 

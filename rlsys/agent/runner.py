@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlsys.agent.presets import Outcome, Workflow
+from rlsys.agent.rounds import Rounds
 from rlsys.agent.session import EpisodeEnd, Score, Session, SessionSettings
 from rlsys.agent.tool_pool import EpisodeTools, ToolPool
 from rlsys.agent.tools import Tool
@@ -23,6 +24,15 @@ from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError, WeightT
 
 log = logging.getLogger(__name__)
 FAILED = ("error", "deadline")
+
+
+@dataclass(frozen=True)
+class EpisodeStart:
+    """What an episode starts from; names are unique among the episodes that run, their order is that of the rows."""
+
+    row: Mapping[str, Any]
+    seed: int
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,7 @@ class EpisodeResult:
 class EpisodeRunner:
     """Runs episodes on an event loop in a thread of its own; `submit` may be called from any thread.
 
+    Rows choose one of `agents` by their `agent_name`; `rounds` are the ones that `settings.sample` draws in, if any.
     What a workflow raises ends its episode only; an engine that fails (RolloutError, DeadlineError) fails the future.
     """
 
@@ -57,22 +68,31 @@ class EpisodeRunner:
         pool: ToolPool,
         *,
         tools: Sequence[Tool] = (),
+        agents: Mapping[str, Workflow] | None = None,
+        rounds: Rounds | None = None,
         max_concurrent: int = 256,
         deadline_s: float = 600.0,
     ) -> None:
         self.settings, self.workflow, self.pool = settings, workflow, pool
-        self.tools = [*tools, *workflow.tools]
+        self._tools, self._agents, self._rounds = tuple(tools), dict(agents or {}), rounds
         self._deadline_s = deadline_s
         self._loop = asyncio.new_event_loop()
         self._slots = asyncio.Semaphore(max_concurrent)
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
 
-    def submit(
-        self, row: Mapping[str, Any], *, seed: int, name: str = "", sampling: SamplingParams | None = None
-    ) -> Future[EpisodeResult]:
-        """Start an episode once there is room for it; cancelling the future ends it."""
-        return asyncio.run_coroutine_threadsafe(self._run(row, seed, name, sampling), self._loop)
+    def submit(self, starts: Sequence[EpisodeStart], sampling: SamplingParams) -> list[Future[EpisodeResult]]:
+        """Start episodes, each once there is room for it; cancelling a future ends its episode."""
+        if self._rounds is not None:
+            self._loop.call_soon_threadsafe(self._rounds.add, len(starts))
+        futures = [asyncio.run_coroutine_threadsafe(self._run(start, sampling), self._loop) for start in starts]
+        for future in futures:
+            future.add_done_callback(self._ended)
+        return futures
+
+    def _ended(self, _: Future[EpisodeResult]) -> None:
+        if self._rounds is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._rounds.end)
 
     def close(self) -> None:
         """End all episodes and the thread."""
@@ -84,28 +104,33 @@ class EpisodeRunner:
             task.cancel()
         self._loop.call_later(0.1, self._loop.stop)
 
-    async def _run(
-        self, row: Mapping[str, Any], seed: int, name: str, sampling: SamplingParams | None
-    ) -> EpisodeResult:
+    async def _run(self, start: EpisodeStart, sampling: SamplingParams) -> EpisodeResult:
+        row = start.row
+        agent = row.get("agent_name")
+        if agent and agent not in self._agents:
+            raise ConfigError(
+                f"agent_name={agent}: choose from {', '.join(self._agents)}, or add it to the agents' file"
+            )
+        workflow = self._agents[agent] if agent else self.workflow
         async with self._slots:
-            settings = replace(self.settings, sampling=sampling or self.settings.sampling)
-            session = Session(settings, seed=seed, row=row, name=name)
-            environment = self.pool.new_object(self.workflow.environment) if self.workflow.environment else None
-            kwargs = row.get("tools_kwargs")
-            tools = EpisodeTools(self.pool, self.tools, environment=environment, tools_kwargs=kwargs)
-            session.tools = tools if self.tools or environment else None
+            settings = replace(self.settings, sampling=sampling)
+            session = Session(settings, seed=start.seed, row=row, name=start.name)
+            environment = self.pool.new_object(workflow.environment) if workflow.environment else None
+            offered = [*self._tools, *workflow.tools]
+            tools = EpisodeTools(self.pool, offered, environment=environment, tools_kwargs=row.get("tools_kwargs"))
+            session.tools = tools if offered or environment else None
             start_s = time.monotonic()
             try:
-                outcome, end, error = await self._outcome(row, session)
+                outcome, end, error = await self._outcome(workflow, row, session)
             finally:
                 with suppress(Exception):
                     await tools.close()
             return _result(session, outcome, end, time.monotonic() - start_s, error)
 
-    async def _outcome(self, row: Mapping[str, Any], session: Session) -> tuple[Outcome, str, str]:
+    async def _outcome(self, workflow: Workflow, row: Mapping[str, Any], session: Session) -> tuple[Outcome, str, str]:
         try:
             async with asyncio.timeout(self._deadline_s):
-                outcome = await self.workflow.run(row, session)
+                outcome = await workflow.run(row, session)
         except (RolloutError, WeightTransferError, DeadlineError, ConfigError):
             raise
         except TimeoutError:

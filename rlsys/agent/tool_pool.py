@@ -19,11 +19,14 @@ PROCESS = str(Path(__file__).with_name("tool_process.py"))
 class ToolPool:
     """`num_workers` processes for functions, as many for objects (each hosts many), and one for async functions.
 
-    They start when they are first needed. A call takes at most `timeout_s`, its text has at most `max_chars`.
+    They start when they are first needed. A call takes at most `timeout_s`; texts longer than `max_chars` are cut.
     """
 
-    def __init__(self, *, num_workers: int = 8, timeout_s: float = 30.0, max_chars: int = 4096) -> None:
-        self._num_workers, self._timeout_s, self._max_chars = num_workers, timeout_s, max_chars
+    def __init__(
+        self, *, num_workers: int = 8, timeout_s: float = 30.0, max_chars: int = 4096, side: str = "middle"
+    ) -> None:
+        self._num_workers, self._timeout_s = num_workers, timeout_s
+        self._cut = {"max_chars": max_chars, "side": side}
         self._pools: dict[str, RewardPool] = {}
         self._num_objects = 0
 
@@ -33,7 +36,7 @@ class ToolPool:
         """The pool's result of one call; `extra` are the object's key, its host and its config."""
         host = extra.pop("host", "async" if is_async else "functions")
         if host not in self._pools:
-            grader = Grader(PROCESS, "call_async" if is_async else "call", {"max_chars": self._max_chars})
+            grader = Grader(PROCESS, "call_async" if is_async else "call", {"cut": self._cut})
             workers = self._num_workers if host == "functions" else 1
             self._pools[host] = RewardPool(grader, num_workers=workers, timeout_s=self._timeout_s)
         item = RewardItem(target, method, dict(arguments), extra)

@@ -1,7 +1,7 @@
 """What a tool process does: the pool of rlsys.rewards.pool starts it with `call` or `call_async` as its grader.
 
 An item names a target (data_source), a method (solution_str) and arguments (ground_truth); `extra_info` names the
-object that the call belongs to. Objects live as long as their process.
+object that the call belongs to; `cut` are the arguments of `as_text`. Objects live as long as their process.
 """
 
 from __future__ import annotations
@@ -18,34 +18,42 @@ _OBJECTS: dict[str, Any] = {}
 
 
 def call(
-    data_source: str, solution_str: str, ground_truth: Mapping[str, Any], extra_info: Mapping[str, Any], max_chars: int
+    data_source: str,
+    solution_str: str,
+    ground_truth: Mapping[str, Any],
+    extra_info: Mapping[str, Any],
+    cut: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Call a function, or a method of an object; {"status": "lost"} where this process does not have the object."""
     key = extra_info.get("object", "")
     if not key:
-        return _answer(load_target(data_source, key="tools")(**ground_truth), max_chars)
+        return _answer(load_target(data_source, key="tools")(**ground_truth), cut)
     if solution_str == CREATE:
         made = _OBJECTS[key] = load_target(data_source, key="tools")(**extra_info["config"])
         if "tool_schema" not in extra_info["config"]:
-            return _answer(_method(made, "reset", ground_truth), max_chars)
+            return _answer(_method(made, "reset", ground_truth), cut)
         _wait(made.create(key, **ground_truth))
-        return _answer(None, max_chars)
+        return _answer(None, cut)
     if key not in _OBJECTS:
         return {"score": 0.0, "status": LOST}
     if solution_str == "close":
-        return _answer(_close(key, _OBJECTS.pop(key)), max_chars)
+        return _answer(_close(key, _OBJECTS.pop(key)), cut)
     if solution_str == "execute":
-        return _answer(_wait(_OBJECTS[key].execute(key, dict(ground_truth))), max_chars)
+        return _answer(_wait(_OBJECTS[key].execute(key, dict(ground_truth))), cut)
     if solution_str == "calc_reward":
-        return _answer(_wait(_OBJECTS[key].calc_reward(key)), max_chars)
-    return _answer(_method(_OBJECTS[key], solution_str, ground_truth), max_chars)
+        return _answer(_wait(_OBJECTS[key].calc_reward(key)), cut)
+    return _answer(_method(_OBJECTS[key], solution_str, ground_truth), cut)
 
 
 async def call_async(
-    data_source: str, solution_str: str, ground_truth: Mapping[str, Any], extra_info: Mapping[str, Any], max_chars: int
+    data_source: str,
+    solution_str: str,
+    ground_truth: Mapping[str, Any],
+    extra_info: Mapping[str, Any],
+    cut: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Call an async function; many of them run at once in one process."""
-    return _answer(await load_target(data_source, key="tools")(**ground_truth), max_chars)
+    return _answer(await load_target(data_source, key="tools")(**ground_truth), cut)
 
 
 def _method(owner: Any, name: str, arguments: Mapping[str, Any]) -> Any:
@@ -69,7 +77,7 @@ def _wait(result: Any) -> Any:
     return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
-def _answer(result: Any, max_chars: int) -> dict[str, Any]:
+def _answer(result: Any, cut: Mapping[str, Any]) -> dict[str, Any]:
     """The result as text; of verl's (text, reward, metrics) the others too, and a number also as `value`."""
     reward: Any = 0.0
     metrics: Any = {}
@@ -78,7 +86,7 @@ def _answer(result: Any, max_chars: int) -> dict[str, Any]:
     shown = getattr(result, "text", result)
     return {
         "score": float(reward or 0.0),
-        "text": "" if shown is None else as_text(shown, max_chars),
+        "text": "" if shown is None else as_text(shown, **cut),
         "metrics": dict(metrics or {}),
         "value": float(result) if isinstance(result, int | float) else None,
     }

@@ -150,8 +150,8 @@ def load_target(target: str, *, key: str) -> Any:
     return value
 
 
-def as_text(result: Any, max_chars: int) -> str:
-    """What a tool returned as text of at most `max_chars`, its middle left out where it is longer."""
+def as_text(result: Any, max_chars: int, side: str = "middle") -> str:
+    """What a tool returned as text of at most `max_chars`; of a longer one verl's `side` says what is left out."""
     if isinstance(result, bytes):
         text = result[: 4 * max_chars].decode(errors="replace")
     elif isinstance(result, str):
@@ -160,8 +160,8 @@ def as_text(result: Any, max_chars: int) -> str:
         text = json.dumps(result, default=str, ensure_ascii=False)
     if len(text) <= max_chars:
         return text
-    half = max_chars // 2
-    return f"{text[:half]}... {len(text) - 2 * half} characters left out ...{text[len(text) - half :]}"
+    head = {"left": max_chars, "right": 0}.get(side, max_chars // 2)
+    return f"{text[:head]}...(truncated)...{text[len(text) - (max_chars - head) :]}"
 
 
 def check_names(tools: Sequence[Tool]) -> None:

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, Strict
 
 from rlsys.config.engines import rollout_backends
 from rlsys.config.schema import types as t
+from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
 from rlsys.config.schema.base import ActiveIf, Registered, Requires, Section, linked, open_dict, section
 from rlsys.config.schema.model import AnyDType
 
@@ -58,6 +59,13 @@ class EngineKwargsConfig(Section):
     """SGLang's ServerArgs."""
 
 
+IF_WORKFLOW = ActiveIf(
+    ".has_workflow",
+    why="each prompt is answered by one draw; set actor_rollout_ref.rollout.workflow or multi_turn.enable=true",
+    besides=("enable", "default_agent_loop", "agent_loop_config_path"),
+)
+
+
 class GenerationConfig(Section):
     """The engine that generates responses."""
 
@@ -101,6 +109,21 @@ class GenerationConfig(Section):
     """Id of the padding token; null takes the tokenizer's."""
     print_outputs: t.Flag = False
     """Print the text and token ids of each answer."""
+    workflow: t.Text | None = None
+    """How a prompt is answered: a name of rlsys.agent.presets, module.Class, module:function or file.py:name; null
+    draws one answer."""
+    agent: Annotated[AgentConfig, IF_WORKFLOW] = section(AgentConfig)
+    multi_turn: Annotated[MultiTurnConfig, IF_WORKFLOW] = section(MultiTurnConfig)
+
+    @property
+    def has_workflow(self) -> bool:
+        """Whether prompts are answered by episodes instead of single draws."""
+        return bool(
+            self.workflow
+            or self.multi_turn.enable
+            or self.agent.agent_loop_config_path
+            or self.agent.default_agent_loop != "single_turn_agent"
+        )
 
 
 class ServersConfig(Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import re
 from dataclasses import replace
 
@@ -13,7 +14,8 @@ import torch
 
 from rlsys.agent.collate import collate_episodes
 from rlsys.agent.presets import load_workflow
-from rlsys.agent.runner import EpisodeRunner, episode_metrics
+from rlsys.agent.rounds import Rounds
+from rlsys.agent.runner import EpisodeRunner, EpisodeStart, episode_metrics
 from rlsys.agent.session import EpisodeLimits, Score
 from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tool_pool import ToolPool
@@ -52,7 +54,7 @@ def episode(pool):
         settings = settings_for(engine, TEMPLATE, grade=grade, **changes)
         runner = EpisodeRunner(settings, load_workflow(workflow, kwargs), pool, tools=tools, deadline_s=deadline_s)
         runners.append(runner)
-        return runner.submit(row, seed=1).result(scaled_s(60.0))
+        return runner.submit([EpisodeStart(row, 1)], SamplingParams(512))[0].result(scaled_s(60.0))
 
     yield run
     for runner in runners:
@@ -209,13 +211,18 @@ def test_an_engine_that_fails_is_not_an_episode_that_fails(episode):
     settings = settings_for(engine, TEMPLATE, grade=grade)
     runner = EpisodeRunner(settings, load_workflow("RLVRWorkflow"), ToolPool())
     with pytest.raises(RolloutError, match="gone"):
-        runner.submit(ROW, seed=0).result(scaled_s(10.0))
+        runner.submit([EpisodeStart(ROW, 0)], SamplingParams(512))[0].result(scaled_s(10.0))
     runner.close()
 
 
 def test_equal_seeds_give_equal_episodes(episode):
     one, two = (episode(talks_on, None, limits=EpisodeLimits(1000, 1000, max_turns=4)) for _ in range(2))
     assert one.rows == two.rows
+
+
+def test_a_row_that_names_an_unknown_agent_is_a_config_error(episode):
+    with pytest.raises(ConfigError, match="agent_name=clever_agent"):
+        episode("RLVRWorkflow", None, row={**ROW, "agent_name": "clever_agent"})
 
 
 @pytest.mark.parametrize(
@@ -262,3 +269,38 @@ def test_a_branch_is_a_row_of_its_own(episode):
     assert [row.weight for row in result.rows] == [0.5, 0.5]
     assert [sum(row.rewards) for row in result.rows] == [1.0, 1.0]
     assert replace(result, rows=()).rows == ()
+
+
+async def waits_its_time(row, session):
+    session.add(*row["prompt"])
+    for number in range(3):
+        await session.draw()
+        await asyncio.sleep(random.random() * 0.02)
+        if session.seed % 3 == number:
+            break
+        session.add("more")
+    return 1.0
+
+
+@pytest.mark.parametrize("max_concurrent", [4, 100])
+def test_rounds_are_the_same_however_long_tools_take(pool, max_concurrent):
+    engine = RandomEngine(TOKENIZER)
+    batches: list[list[tuple[int, ...]]] = []
+
+    def generate(requests):
+        batches.append([request.input_ids for request in requests])
+        return [asyncio.run(engine.sample(r.input_ids, r.gconfig)) for r in requests]
+
+    seen = []
+    for _ in range(2):
+        rounds = Rounds(generate, max_concurrent=max_concurrent)
+        settings = replace(settings_for(engine, TEMPLATE), sample=rounds.sample)
+        workflow = load_workflow(waits_its_time)
+        runner = EpisodeRunner(settings, workflow, pool, rounds=rounds, max_concurrent=max_concurrent)
+        starts = [EpisodeStart(ROW, seed, f"{seed:03d}") for seed in range(13)]
+        results = [future.result(scaled_s(20.0)) for future in runner.submit(starts, SamplingParams(64))]
+        seen.append(([result.rows for result in results], batches.copy()))
+        batches.clear()
+        runner.close()
+    assert seen[0] == seen[1]
+    assert max(map(len, seen[0][1])) == min(13, max_concurrent)

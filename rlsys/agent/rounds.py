@@ -1,0 +1,63 @@
+"""Draws in rounds: when every open episode waits for the model, all their requests are completed in one batch.
+
+What is drawn then follows from seeds, tokens and tool results alone, not from the time that a tool takes: the same run
+gives the same tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from rlsys.types import ModelRequest, ModelResponse, SamplingParams
+
+Generate = Callable[[Sequence[ModelRequest]], Sequence[ModelResponse]]
+
+
+class Rounds:
+    """`sample` for episodes that run at most `max_concurrent` at once; belongs to one event loop.
+
+    `generate` blocks and runs in a thread. `add` says how many more episodes there are, `end` that one has ended.
+    """
+
+    def __init__(self, generate: Generate, *, max_concurrent: int) -> None:
+        self._generate, self._max_concurrent = generate, max_concurrent
+        self._num_left = 0
+        self._waiting: list[tuple[ModelRequest, asyncio.Future[ModelResponse]]] = []
+        self._running: asyncio.Task[None] | None = None
+
+    def add(self, num_episodes: int) -> None:
+        self._num_left += num_episodes
+
+    def end(self) -> None:
+        self._num_left -= 1
+        self._start()
+
+    async def sample(self, ids: Sequence[int], params: SamplingParams, session: str = "") -> ModelResponse:
+        """Complete a prompt with the next round; the order of sessions is that of the batch."""
+        response: asyncio.Future[ModelResponse] = asyncio.get_running_loop().create_future()
+        self._waiting.append((ModelRequest(tuple(ids), params, session=session), response))
+        self._start()
+        return await response
+
+    def _start(self) -> None:
+        self._waiting = [(request, response) for request, response in self._waiting if not response.done()]
+        num_waiting = len({request.session for request, _ in self._waiting})
+        if self._running is None and num_waiting >= max(1, min(self._num_left, self._max_concurrent)):
+            self._running = asyncio.get_running_loop().create_task(self._run())
+
+    async def _run(self) -> None:
+        round_, self._waiting = sorted(self._waiting, key=lambda draw: draw[0].session), []
+        requests = [ModelRequest(r.input_ids, r.gconfig, rid=f"{n}") for n, (r, _) in enumerate(round_)]
+        try:
+            responses = await asyncio.to_thread(self._generate, requests)
+            for (_, future), response in zip(round_, responses, strict=True):
+                if not future.done():
+                    future.set_result(response)
+        except BaseException as error:
+            for _, future in round_:
+                if not future.done():
+                    future.set_exception(error)
+        finally:
+            self._running = None
+            self._start()

@@ -1,0 +1,123 @@
+"""Whole runs whose answers are episodes: several turns, a tool and an environment."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlsys.telemetry.jsonl import read_jsonl
+from tests.e2e.conftest import Toy
+from trainer import main_eval, main_ppo
+
+AGENT = '''
+from rlsys.agent.tools import function_tool
+
+
+@function_tool()
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a + b
+
+
+async def two_turns(row, session):
+    session.add(*row["prompt"])
+    answer = await session.draw(max_new_tokens=6)
+    length = await session.call("add", a=len(answer.text), b=1)
+    session.add({"role": "tool", "name": "add", "tool_call_id": "call00000", "content": length})
+    answer = await session.draw(max_new_tokens=6)
+    return (sum(answer.text.encode()) % 7) / 6
+
+
+async def fails(row, session):
+    raise KeyError("no such column")
+
+
+class Parrot:
+    """An environment without tool calls by the model."""
+
+    def reset(self, data_source, **row):
+        return f" {data_source}"[:3]
+
+    def say(self, text: str) -> str:
+        """Say something.
+
+        Args:
+            text: What.
+        """
+        return text
+
+    def get_reward(self):
+        return 0.5
+'''
+ROLLOUT = "actor_rollout_ref.rollout."
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Path:
+    path = tmp_path / "my_agent.py"
+    path.write_text(AGENT)
+    return path
+
+
+def arguments(toy: Toy, out: Path, agent: Path, workflow: str) -> list[str]:
+    more = [f"{ROLLOUT}workflow={agent}:{workflow}", f"{ROLLOUT}multi_turn.function_tool_path={agent}"]
+    more += ["trainer.backend=local", "data.max_response_length=40", f"{ROLLOUT}agent.num_workers=1"]
+    return toy.overrides(out, *more, "trainer.total_training_steps=2", "trainer.val_before_train=true")
+
+
+def test_a_run_trains_on_episodes_with_a_tool_and_repeats_bit_for_bit(toy: Toy, agent: Path, tmp_path: Path) -> None:
+    rollouts = []
+    for name in ("one", "two"):
+        out = tmp_path / name
+        argv = [*arguments(toy, out, agent, "two_turns"), f"trainer.rollout_data_dir={out}/rollouts"]
+        assert main_ppo.main(argv) == 0
+        rollouts.append((out / "rollouts" / "2.jsonl").read_text())
+    assert rollouts[0] == rollouts[1]
+    steps = [record for record in read_jsonl(out / "metrics.jsonl") if "agent/end/stop" in record]
+    assert [step["agent/end/stop"] for step in steps] == [32.0, 32.0]
+    assert all(step["agent/tool_ok"] == 32.0 for step in steps)
+    assert all(step["training/rollout_probs_diff_max"] < 1e-3 for step in steps)
+    assert len({json.loads(row)["score"] for row in rollouts[0].splitlines()}) > 2
+
+
+def test_an_environment_class_trains_and_evaluates(toy: Toy, agent: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    argv = [*arguments(toy, out, agent, "Parrot"), f"trainer.rollout_data_dir={out}/rollouts"]
+    assert main_ppo.main(argv) == 0
+    rows = [json.loads(row) for row in (out / "rollouts" / "1.jsonl").read_text().splitlines()]
+    assert {row["score"] for row in rows} == {0.5}
+    assert all("= rl" in row["input"] for row in rows)
+    evaluation = [
+        f"actor_rollout_ref.model.path={toy.model}",
+        f"data.val_files={toy.val}",
+        f"{ROLLOUT}workflow={agent}:Parrot",
+        *("data.max_prompt_length=16", "data.max_response_length=40", "trainer.backend=local"),
+        f"trainer.default_local_dir={tmp_path / 'eval'}",
+    ]
+    assert main_eval.main(evaluation) == 0
+    metrics = json.loads((tmp_path / "eval" / "evaluation.json").read_text())
+    assert metrics["val-core/rlsys/arithmetic/reward/mean@1"] == 0.5
+
+
+def test_episodes_that_all_fail_stop_the_run_with_their_cause(
+    toy: Toy, agent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main_ppo.main(arguments(toy, tmp_path / "out", agent, "fails")) != 0
+    output = capsys.readouterr()
+    assert "KeyError: 'no such column'" in output.out + output.err
+    assert "max_failed_share" in output.out + output.err
+
+
+def test_a_workflow_that_cannot_be_loaded_is_a_config_error(
+    toy: Toy, agent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main_ppo.main(arguments(toy, tmp_path / "out", agent, "nothing")) == 2
+    output = capsys.readouterr()
+    assert "does not define it" in output.out + output.err

@@ -1,0 +1,255 @@
+"""Answers to prompts by episodes of a workflow, as configured: turns, tools and environments."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from transformers import PreTrainedTokenizerBase
+
+from rlsys.agent.collate import collate_episodes
+from rlsys.agent.presets import Workflow, load_workflow
+from rlsys.agent.rounds import Rounds
+from rlsys.agent.runner import FAILED, EpisodeResult, EpisodeRunner, EpisodeStart, episode_metrics
+from rlsys.agent.session import EpisodeLimits, Score, SessionSettings
+from rlsys.agent.template import ChatTemplate
+from rlsys.agent.tool_pool import ToolPool
+from rlsys.agent.tools import Tool, tools_of_file, tools_of_yaml
+from rlsys.config import EvalConfig, PPOConfig
+from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
+from rlsys.data.collate import pad_left
+from rlsys.fleet.fleet import RolloutFleet
+from rlsys.protocol import DataProto
+from rlsys.rewards.pool.pool import RewardItem, RewardPool
+from rlsys.rollout.batch import SEEDS, with_request_seeds
+from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams
+from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError
+from trainer.generation import GradedRollout, sampling_meta
+
+AGENTS = {"single_turn_agent": "RLVRWorkflow", "tool_agent": "ToolWorkflow"}
+"""verl's names of its agents -> ours."""
+HINTS = {
+    "context": "the prompts with their tools have more than data.max_prompt_length tokens",
+    "length": "raise data.max_response_length, which counts all turns of an episode",
+    "no_draw": "the workflow never drew an answer",
+    "rejected": "the workflow returned None",
+}
+
+
+@dataclass(frozen=True)
+class EpisodeRollout(GradedRollout):
+    """A GradedRollout whose answers are episodes; the workflow's rewards take the place of the reward manager's."""
+
+    runner: EpisodeRunner
+    prompt_length: int
+    response_length: int
+    max_failed_share: float
+    deadline_s: float
+
+    def _answer(
+        self, rows: DataProto, sampling: SamplingParams, *, step: int, call: int
+    ) -> tuple[DataProto, dict[str, float]]:
+        rows.meta_info |= sampling_meta(sampling, pad_token_id=self.pad_token_id, step=step)
+        rows.meta_info["seed"] = sampling.seed + (call << 32)
+        seeds = with_request_seeds(rows).tensors[SEEDS].tolist()
+        del rows.meta_info["seed"]  # it differs between calls, whose batches are concatenated
+        with self.stage("gen"):
+            starts = [
+                EpisodeStart(row, seed, f"{number:09d}")
+                for number, (row, seed) in enumerate(zip(workflow_rows(rows), seeds, strict=True))
+            ]
+            futures = self.runner.submit(starts, sampling)
+            try:
+                results = [future.result(self.deadline_s) for future in futures]
+            except TimeoutError as error:
+                raise DeadlineError("the episodes", "generate", self.deadline_s) from error
+            finally:
+                for future in futures:
+                    future.cancel()
+        check_episodes(results, self.max_failed_share)
+        batch = collate_episodes(
+            results,
+            rows,
+            pad_token_id=self.pad_token_id,
+            prompt_length=self.prompt_length,
+            response_length=self.response_length,
+        )
+        return batch, episode_metrics(results)
+
+
+def workflow_rows(rows: DataProto) -> list[dict[str, Any]]:
+    """What a workflow gets of each row: its columns, and `prompt` as messages."""
+    columns = rows.non_tensor_batch
+    return [
+        {**{name: column[at] for name, column in columns.items()}, "prompt": columns["raw_prompt"][at]}
+        for at in range(len(rows))
+    ]
+
+
+def check_episodes(results: Sequence[EpisodeResult], max_failed_share: float) -> None:
+    """RolloutError if too many episodes failed, or none has an answer to train on; with the first cause."""
+    failed = [result for result in results if result.end in FAILED]
+    if len(failed) > max_failed_share * len(results):
+        share = f"actor_rollout_ref.rollout.agent.max_failed_share={max_failed_share:g}"
+        raise RolloutError(f"{len(failed)} of {len(results)} episodes failed ({share}); the first: {failed[0].error}")
+    if not any(result.rows for result in results):
+        ends = Counter(result.end for result in results)
+        hints = "; ".join(HINTS[end] for end in ends if end in HINTS)
+        raise RolloutError(f"no episode has an answer: {dict(ends)}. {hints}")
+
+
+def generate_requests(
+    fleet: RolloutFleet, requests: Sequence[ModelRequest], *, pad_token_id: int
+) -> list[ModelResponse]:
+    """Complete requests as rows of batches, one for each way of sampling; longer answers are cut at their limits."""
+    responses: dict[int, ModelResponse] = {}
+    by_sampling: dict[SamplingParams, list[int]] = {}
+    for at, request in enumerate(requests):
+        by_sampling.setdefault(replace(request.gconfig, seed=0, max_new_tokens=1), []).append(at)
+    for sampling, places in by_sampling.items():
+        asked = [requests[at] for at in places]
+        prompts = pad_left([request.input_ids for request in asked], value=pad_token_id)
+        mask = pad_left([[1] * len(request.input_ids) for request in asked], value=0)
+        seeds = torch.tensor([request.gconfig.seed for request in asked])
+        longest = max(request.gconfig.max_new_tokens for request in asked)
+        meta = sampling_meta(replace(sampling, max_new_tokens=longest), pad_token_id=pad_token_id, step=0)
+        batch = DataProto.from_dict({"prompts": prompts, "attention_mask": mask, SEEDS: seeds}, meta_info=meta)
+        drawn = fleet.generate_sequences(batch).tensors
+        lengths = drawn["response_mask"].sum(-1).tolist()
+        for row, (at, request) in enumerate(zip(places, asked, strict=True)):
+            n = min(lengths[row], request.gconfig.max_new_tokens)
+            is_cut = n < lengths[row] or bool(n == longest)
+            columns = ("responses", "rollout_log_probs", "rollout_sampled_log_probs", "weight_versions")
+            ids, full, sampled, versions = (tuple(drawn[name][row, :n].tolist()) for name in columns)
+            finish = Finish.LENGTH if is_cut else Finish.STOP
+            responses[at] = ModelResponse(request.rid, request.input_ids, ids, full, sampled, versions, finish)
+    return [responses[at] for at in range(len(requests))]
+
+
+def episode_rollout(
+    cfg: PPOConfig | EvalConfig,
+    rollout: GradedRollout,
+    fleet: RolloutFleet,
+    tokenizer: PreTrainedTokenizerBase,
+    pool: RewardPool,
+    stack: ExitStack,
+) -> GradedRollout:
+    """The rollout by episodes where a workflow is configured, else `rollout`; `stack` closes what it starts."""
+    loaded = load_agents(cfg, tokenizer)
+    if loaded is None:
+        return rollout
+    agent, turns = cfg.actor_rollout_ref.rollout.agent, cfg.actor_rollout_ref.rollout.multi_turn
+    tool_pool = ToolPool(
+        num_workers=agent.num_workers,
+        timeout_s=agent.tool_timeout_s,
+        max_chars=turns.max_tool_response_length,
+        side=turns.tool_response_truncate_side,
+    )
+    stack.callback(tool_pool.close)
+    rounds = Rounds(
+        partial(generate_requests, fleet, pad_token_id=rollout.pad_token_id), max_concurrent=agent.max_concurrent
+    )
+    settings = SessionSettings(
+        rounds.sample,
+        loaded.template,
+        rollout.sampling,
+        _limits(cfg, agent, turns),
+        agent.history,
+        turns.format,
+        _grade(pool, cfg.data.reward_fn_key),
+    )
+    runner = EpisodeRunner(
+        settings,
+        loaded.workflow,
+        tool_pool,
+        tools=loaded.tools,
+        agents=loaded.by_name,
+        rounds=rounds,
+        max_concurrent=agent.max_concurrent,
+        deadline_s=agent.episode_timeout_s,
+    )
+    stack.callback(runner.close)
+    return EpisodeRollout(
+        **vars(rollout),
+        runner=runner,
+        prompt_length=cfg.data.max_prompt_length,
+        response_length=cfg.data.max_response_length,
+        max_failed_share=agent.max_failed_share,
+        deadline_s=cfg.trainer.deadlines.generate_s + agent.episode_timeout_s,
+    )
+
+
+@dataclass(frozen=True)
+class LoadedAgents:
+    """The configured workflow, those that rows may choose by `agent_name`, the tools, and the proved chat template."""
+
+    workflow: Workflow
+    by_name: Mapping[str, Workflow]
+    tools: Sequence[Tool]
+    template: ChatTemplate
+
+
+def load_agents(cfg: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase) -> LoadedAgents | None:
+    """The configured workflow, tools and chat template, None where each prompt is answered by one draw. ConfigError."""
+    generation = cfg.actor_rollout_ref.rollout
+    agent = generation.agent
+    if not generation.has_workflow:
+        return None
+    by_name = {name: load_workflow(workflow) for name, workflow in AGENTS.items()}
+    if agent.agent_loop_config_path is not None:
+        entries: Any = OmegaConf.to_container(OmegaConf.load(agent.agent_loop_config_path), resolve=True)
+        for entry in entries:
+            kwargs = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
+            by_name[entry["name"]] = load_workflow(entry["_target_"], kwargs)
+    name = "tool_agent" if generation.multi_turn.enable else agent.default_agent_loop
+    if generation.workflow is None and name not in by_name:
+        key = "actor_rollout_ref.rollout.agent.default_agent_loop"
+        raise ConfigError(f"{key}={name}: choose from {', '.join(by_name)}, or add it to agent_loop_config_path")
+    named = by_name.get(name)
+    workflow = load_workflow(generation.workflow, agent.workflow_kwargs) if generation.workflow else named
+    assert workflow is not None
+    tools = _tools(generation.multi_turn)
+    uses_tools = tools or any(one.tools or one.environment for one in (workflow, *by_name.values()))
+    kwargs = cfg.data.apply_chat_template_kwargs
+    template = ChatTemplate(tokenizer, template_kwargs=kwargs, kinds=("tool",) if uses_tools else ())
+    return LoadedAgents(workflow, by_name, tools, template)
+
+
+def _tools(turns: MultiTurnConfig) -> list[Tool]:
+    key = "actor_rollout_ref.rollout.multi_turn"
+    tools: list[Tool] = []
+    if turns.tool_config_path is not None:
+        tools += tools_of_yaml(turns.tool_config_path, key=f"{key}.tool_config_path")
+    if turns.function_tool_path is not None:
+        tools += tools_of_file(turns.function_tool_path, key=f"{key}.function_tool_path")
+    return tools
+
+
+def _limits(cfg: PPOConfig | EvalConfig, agent: AgentConfig, turns: MultiTurnConfig) -> EpisodeLimits:
+    unlimited = 1 << 30
+    user_turns = unlimited if turns.max_user_turns is None else turns.max_user_turns + 1
+    return EpisodeLimits(
+        cfg.data.max_prompt_length,
+        cfg.data.max_response_length,
+        max_turns=min(turns.max_assistant_turns or unlimited, user_turns),
+        max_tokens_per_turn=agent.max_tokens_per_turn or unlimited,
+        max_tool_s=agent.max_tool_seconds or float("inf"),
+        max_parallel_calls=turns.max_parallel_calls,
+    )
+
+
+def _grade(pool: RewardPool, reward_fn_key: str) -> Any:
+    async def grade(row: Mapping[str, Any], answer: str, extra_info: Mapping[str, Any]) -> Score:
+        truth = (row.get("reward_model") or {}).get("ground_truth")
+        item = RewardItem(str(row[reward_fn_key]), answer, truth, {**(row.get("extra_info") or {}), **extra_info})
+        (result,) = await asyncio.wrap_future(pool.submit([item]))
+        return Score(result.score, extra=result.extra)
+
+    return grade
