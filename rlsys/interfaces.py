@@ -6,7 +6,7 @@ left, responses on the right; every per-token output is aligned with `responses`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from rlsys.protocol import DataProto
     from rlsys.types import (
         ModelRequest,
-        ModelResponse,
-        SamplingParams,
+        ResponseDelta,
         StepReport,
         TransferReport,
         WeightLayout,
@@ -101,22 +100,26 @@ class TrainEngine(Protocol):
 class RolloutEngine(Protocol):
     """Token in, token out; serves one weight version at a time and stamps it on every token it makes."""
 
-    def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """Complete a batch of requests; answers are in the order of the requests."""
-        ...
+    def exchange(
+        self, new: Sequence[ModelRequest] = (), *, wait_s: float, cancel: Collection[str] = ()
+    ) -> list[ResponseDelta]:
+        """Hand in requests, drop those whose rids are in `cancel`, and take what was sampled since the last exchange.
 
-    async def sample(self, token_ids: Sequence[int], params: SamplingParams, session: str = "") -> ModelResponse: ...
+        Returns within about `wait_s`, at once when nothing runs any more; the engine decodes on in between.
+        """
+        ...
 
     def compute_log_prob(self, batch: DataProto, *, temperature: float = 1.0) -> Tensor:
         """Log-probabilities (B, R) of the given responses under the served weights."""
         ...
 
-    def pause(self) -> None: ...
-    def resume(self) -> None: ...
     def weight_layout(self) -> WeightLayout: ...
     def local_tensors(self) -> Mapping[str, Tensor]: ...
     def begin_update(self) -> None:
-        """Stop serving; the engine is quarantined until `finish_update`."""
+        """Stop at the next token; the engine is quarantined until `finish_update`, and what runs is kept or given back.
+
+        The latter comes with Finish.ABORT in the next exchange.
+        """
         ...
 
     def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None: ...

@@ -85,6 +85,24 @@ class ModelResponse:
 
 
 @dataclass(frozen=True)
+class ResponseDelta:
+    """What was sampled for a request since the last exchange with its engine; the tuples have one entry per token.
+
+    `finish` is None while the request runs. With ABORT the engine has given the request back: continue it from its
+    tokens. `error` says why this request alone failed; one that is `refused` cannot be served by any engine.
+    """
+
+    rid: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    sampled_logprobs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+    finish: Finish | None = None
+    error: str = ""
+    refused: bool = False
+
+
+@dataclass(frozen=True)
 class WeightUpdateMeta:
     """What an update of served weights carries: its version and, for transfers through files, their folder."""
 

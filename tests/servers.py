@@ -10,11 +10,13 @@ import threading
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from aiohttp import web
 
-from rlsys.types import Finish, ModelResponse, SamplingParams
+from rlsys.types import Finish, ModelRequest, ResponseDelta, SamplingParams
+from rlsys.utils.errors import WeightTransferError
 
 
 @dataclass(frozen=True)
@@ -79,20 +81,52 @@ class RuleBrain:
 
 
 class EngineBrain:
-    """A RolloutEngine behind HTTP: its answers come in one piece, the aborted ones too."""
+    """A RolloutEngine behind HTTP; a pause ends its answers with the tokens so far."""
 
     def __init__(self, engine: Any) -> None:
-        self.engine = engine
+        self.engine, self.paused = engine, False
+        self.new: list[ModelRequest] = []
+        self.gone: list[str] = []
+        self.open: dict[str, asyncio.Queue[ResponseDelta | None]] = {}
+        self.pump: asyncio.Task[None] | None = None
 
     async def tokens(self, prompt: Sequence[int], params: SamplingParams) -> AsyncIterator[Token]:
-        answer: ModelResponse = await self.engine.sample(list(prompt), params)
-        values = answer.output_logprobs if params.greedy else self.values(answer)
-        for at, (token, value) in enumerate(zip(answer.output_tokens, values, strict=True), 1):
-            last = at == len(values) and answer.stop_reason is not Finish.ABORT
-            yield Token(token, value, answer.stop_reason.value if last else None)
+        request = ModelRequest(tuple(prompt), params)
+        self.open[request.rid] = asyncio.Queue()
+        self.new.append(request)
+        if self.pump is None or self.pump.done():
+            self.pump = asyncio.create_task(self.run())
+        try:
+            while not self.paused and (delta := await self.open[request.rid].get()) is not None:
+                if delta.refused:
+                    raise ValueError(delta.error)
+                for at, (token, value) in enumerate(zip(delta.tokens, self.values(delta, params), strict=True), 1):
+                    is_last = at == len(delta.tokens) and delta.finish not in (None, Finish.ABORT)
+                    yield Token(token, value, delta.finish.value if is_last and delta.finish else None)
+                if delta.finish is not None:
+                    return
+        finally:
+            del self.open[request.rid]
+            self.new = [one for one in self.new if one.rid != request.rid]
+            self.gone.append(request.rid)
 
-    def values(self, answer: ModelResponse) -> Sequence[float]:
-        return answer.output_logprobs
+    async def run(self) -> None:
+        """Exchange with the engine while there are requests."""
+        while self.open or self.gone:
+            new, self.new, gone, self.gone = self.new, [], self.gone, []
+            try:
+                exchange = partial(self.engine.exchange, new, wait_s=0.02, cancel=gone)
+                deltas = await asyncio.get_running_loop().run_in_executor(None, exchange)
+            except WeightTransferError:
+                self.new, self.gone = new + self.new, gone + self.gone
+                await asyncio.sleep(0.01)
+                continue
+            for delta in deltas:
+                if delta.rid in self.open:
+                    self.open[delta.rid].put_nowait(delta)
+
+    def values(self, delta: ResponseDelta, params: SamplingParams) -> Sequence[float]:
+        return delta.logprobs
 
     def score(self, ids: Sequence[int]) -> list[float]:
         import torch
@@ -109,17 +143,19 @@ class EngineBrain:
         self.engine.finish_update(0)
 
     def pause(self) -> None:
-        self.engine.pause()
+        self.paused = True
+        for queue in self.open.values():
+            queue.put_nowait(None)
 
     def resume(self) -> None:
-        self.engine.resume()
+        self.paused = False
 
 
 class SampledBrain(EngineBrain):
     """As vLLM with processed log-probabilities."""
 
-    def values(self, answer: ModelResponse) -> Sequence[float]:
-        return answer.sampled_logprobs
+    def values(self, delta: ResponseDelta, params: SamplingParams) -> Sequence[float]:
+        return delta.logprobs if params.greedy else delta.sampled_logprobs
 
 
 class Server:

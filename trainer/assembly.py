@@ -87,7 +87,6 @@ def assemble(
                 restore=transfer.restore,
                 num_rows=cfg.data.gen_batch_size * rollout.n,
                 restartable=not pools.colocated,
-                max_staleness=cfg.trainer.max_staleness,
             )
         stack.callback(fleet.close)
         reporter.count("gen", lambda: (fleet.ledger.answered, fleet.ledger.issued))

@@ -145,7 +145,6 @@ def stage_deadlines(deadlines: DeadlinesConfig) -> dict[str, float]:
         "default": deadlines.call_s,
         "start": deadlines.start_s,
         "init_model": deadlines.start_s,
-        "generate_sequences": deadlines.generate_s,
         "update_actor": update,
         "update_critic": update,
         "train_batch": update,

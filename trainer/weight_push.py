@@ -37,14 +37,11 @@ class WeightPush:
     validate: bool
 
     def push(self, version: int) -> TransferReport:
-        """Bring the engines to the actor's weights; from then on the fleet refuses answers of older ones."""
-        self.fleet.settle()
-        if self.fleet.max_restarts and self.transfer.version is not None:
-            self.fleet.check_health()
-        report = self.transfer.push(version)
-        if self.validate:
-            self.transfer.validate()
-        self.fleet.weights_pushed(version)
+        """Bring the engines to the actor's weights; unfinished answers continue with them."""
+        with self.fleet.pushing(version):
+            report = self.transfer.push(version)
+            if self.validate:
+                self.transfer.validate()
         return report
 
     def push_again(self) -> None:
@@ -94,6 +91,6 @@ def connect_servers(cfg: PPOConfig, actor: ActorGroup) -> tuple[ExternalFleet, E
     settings = settings_of(rollout, deadlines, max_staleness=cfg.trainer.max_staleness)
     engine: RemoteEngine = worker_class(rollout.name)(settings)
     engine.connect()
-    fleet = ExternalFleet(engine, generate_s=deadlines.generate_s, max_staleness=cfg.trainer.max_staleness)
+    fleet = ExternalFleet(engine, generate_s=deadlines.generate_s)
     folder = Path(rollout.servers.weights_dir).absolute()
     return fleet, ExternalTransfer(actor, engine, folder, rollout.servers.lora_name or "", deadlines.weights_s)

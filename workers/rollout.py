@@ -13,9 +13,9 @@ from rlsys.engines.mesh import ensure_process_group
 from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import DataProto
 from rlsys.rollout.base import EngineContext, LoadFormat
-from rlsys.rollout.batch import generate_sequences
 from rlsys.single_controller.base import Worker
 from rlsys.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from rlsys.types import ModelRequest, ResponseDelta
 from rlsys.utils.hub import ensure_downloaded
 from rlsys.utils.plugins import import_libraries
 from rlsys.weights.endpoints import WeightReceiver
@@ -60,10 +60,10 @@ class RolloutWorker(Worker, WeightReceiver):
         self.engine = self.build_engine(self.model_cfg.path, context)
         set_local_rollout(self.engine)
 
-    @register(dispatch_mode=BY_REPLICA)
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Complete prompts as configured by their meta_info (see rlsys.rollout.batch)."""
-        return generate_sequences(self.engine, prompts)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def exchange(self, new: list[ModelRequest], wait_s: float, cancel: list[str]) -> list[ResponseDelta]:
+        """Hand in requests and take what was sampled (see RolloutEngine); the first rank of a replica answers."""
+        return self.engine.exchange(new, wait_s=wait_s, cancel=cancel)
 
     @register(dispatch_mode=BY_REPLICA)
     def compute_log_prob(self, data: DataProto) -> DataProto:

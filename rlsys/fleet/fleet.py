@@ -1,96 +1,57 @@
-"""A fleet of rollout replicas on the driver: fixed chunks of rows, served by the least loaded replica, with retries.
+"""A fleet of rollout replicas on the driver: places requests, brings their tokens home, and survives lost replicas.
 
-Chunks are formed before the first one is sent, so results do not depend on which replica serves which chunk. Each of a
-replica's `max_in_flight` threads takes chunks in order; a replica that fails has its health checked, is restarted if
-needed and gets the current weights before it serves again. A ledger proves that no row is lost or duplicated.
+A thread for each replica exchanges with it: it hands in what was placed there and takes the tokens that were sampled
+since. A lost replica costs the tokens of one exchange; its requests continue on another one. A replica that fails has
+its health checked, is restarted if needed and gets the current weights before it serves again. A ledger proves that no
+request is lost or answered twice.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 import time
 from bisect import insort
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 from rlsys.fleet.ledger import Ledger
-from rlsys.fleet.replica import (
-    Answers,
-    Replica,
-    Work,
-    belong_together,
-    num_aborted,
-    responses_of,
-    rows_of,
-    session_of,
-    versions_of,
+from rlsys.fleet.placement import (
+    FleetDeadlines,
+    FleetRequest,
+    ReplicaState,
+    RequestBatch,
+    WrongVersionError,
+    wrong_version,
 )
+from rlsys.fleet.replica import Replica
 from rlsys.protocol import DataProto
-from rlsys.rollout.batch import with_request_seeds
-from rlsys.types import ModelRequest, ModelResponse, SamplingParams
+from rlsys.rollout.batch import from_responses, to_requests, with_request_seeds
+from rlsys.rollout.partial import EXCHANGE_WAIT_S, PartialResponse
+from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta, SamplingParams
 from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
 
 log = logging.getLogger(__name__)
 
-POLL_S = 1.0
-GRACE_S = 30.0
 MAX_SESSIONS = 100_000
-
-
-@dataclass(frozen=True)
-class FleetDeadlines:
-    """Time limits of one chunk, one health check and one restart."""
-
-    generate_s: float
-    health_s: float = 30.0
-    restart_s: float = 300.0
-
-
-@dataclass(eq=False)
-class _Chunk:
-    """Rows that are sent together; once `ended`, late answers are ignored."""
-
-    number: int
-    rows: range
-    work: Work
-    session: str
-    answers: Future[Answers] = field(default_factory=Future)
-    causes: list[str] = field(default_factory=list)
-    failed_on: set[str] = field(default_factory=set)
-    oldest_version: int | None = None
-    ended: bool = False
-
-
-@dataclass(eq=False)
-class _ReplicaState:
-    """The fleet's state of a replica."""
-
-    replica: Replica
-    state: str = "ready"
-    restarts: int = 0
-    running: list[_Chunk] = field(default_factory=list)
-
-    @property
-    def load(self) -> int:
-        return sum(len(chunk.rows) for chunk in self.running)
-
-
-class _WrongVersionError(RuntimeError):
-    """An answer has a weight version that was not allowed."""
+MAX_FAILURES = 3
+"""Requests that fail in a row before the replica's health is checked."""
+COUNTS = ("failures", "retries", "restarts", "refused_versions", "continued")
 
 
 class RolloutFleet:
-    """Routes rows to replicas; `generate`, `generate_sequences` and `sample` may be called from several threads.
+    """Completes requests on replicas; all methods may be called from any thread.
 
     `on_restart(replica)` must bring the current weights to a replica that was restarted or serves a wrong version; it
-    runs before the replica serves again. A chunk fails after `max_attempts`, a replica after `max_restarts`.
-    Answers with tokens more than `max_staleness` versions older than the version at the time of sending are refused;
-    versions are checked once `weights_pushed` has been called.
+    runs before the replica serves again. A request fails after `max_attempts` without a token in between, a replica
+    after `max_restarts`. Tokens must have the version that was served when their request was placed, or a newer one;
+    versions are checked once weights were pushed.
     """
 
     def __init__(
@@ -102,217 +63,294 @@ class RolloutFleet:
         on_restart: Callable[[Replica], None] | None = None,
         max_attempts: int = 3,
         max_restarts: int = 3,
-        max_in_flight: int = 1,
-        max_staleness: int = 0,
+        max_in_flight: int | None = None,
     ) -> None:
         if not replicas or chunk_rows < 1 or len({replica.name for replica in replicas}) < len(replicas):
             raise ValueError("a fleet needs replicas with different names and chunks of at least one row")
         self.chunk_rows, self.deadlines, self.on_restart = chunk_rows, deadlines, on_restart
-        self.max_attempts, self.max_restarts = max_attempts, max_restarts
-        self.max_in_flight, self.max_staleness = max_in_flight, max_staleness
+        self.max_attempts, self.max_restarts, self.max_in_flight = max_attempts, max_restarts, max_in_flight
         self.ledger = Ledger()
-        self._version: int | None = None
-        self._replicas = [_ReplicaState(replica) for replica in replicas]
-        self._waiting: list[_Chunk] = []
-        self._sessions: OrderedDict[str, _ReplicaState] = OrderedDict()
+        self.version: int | None = None
+        self._replicas = [ReplicaState(replica) for replica in replicas]
+        self._waiting: list[RequestBatch] = []
+        self._ended: list[tuple[Future[ModelResponse], ModelResponse | Exception]] = []
+        self._sessions: OrderedDict[str, ReplicaState] = OrderedDict()
         self._counts: Counter[str] = Counter()
-        self._num_chunks = 0
-        self._closed = False
+        self._ids = itertools.count()
+        self._closed = self._is_pushing = False
         self._change = threading.Condition()
-        self._last_event_s = time.monotonic()
         for entry in self._replicas:
-            for lane in range(max_in_flight):
-                name = f"fleet-{entry.replica.name}-{lane}"
-                threading.Thread(target=self._lane, args=(entry,), name=name, daemon=True).start()
+            name = f"fleet-{entry.replica.name}"
+            threading.Thread(target=self._pump, args=(entry,), name=name, daemon=True).start()
 
-    # ---- asking ------------------------------------------------------------------------------------------------
+    # ---- requests ----------------------------------------------------------------------------------------------
+
+    def submit(
+        self, work: Sequence[ModelRequest | PartialResponse], *, together: bool = False
+    ) -> list[Future[ModelResponse]]:
+        """Complete requests, or continue partial responses; a future that is cancelled gives its request up.
+
+        Futures raise ValueError for a request that no engine can serve, and RolloutError with replicas and causes for
+        one that failed. With `together` the work is cut into fixed batches of `chunk_rows`, each decoded alone by one
+        replica and repeated as a whole if that fails, so that responses do not depend on replicas or failures.
+        """
+        with self._change:
+            if self._closed or all(entry.state == "gone" for entry in self._replicas):
+                raise RolloutError("the fleet is closed" if self._closed else self._all_gone())
+            partials = [PartialResponse(one) if isinstance(one, ModelRequest) else deepcopy(one) for one in work]
+            numbers = self.ledger.issue(len(partials))
+            requests = [FleetRequest(n, one, len(one.tokens)) for n, one in zip(numbers, partials, strict=True)]
+            size = self.chunk_rows if together else 1
+            for at in range(0, len(requests), size):
+                self._waiting.append(RequestBatch(requests[at : at + size], together))
+            self._place()
+        for request in requests:
+            request.answer.add_done_callback(lambda answer, request=request: self._on_done(request))  # type: ignore[misc]
+        return [request.answer for request in requests]
 
     def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """Complete all requests, in order; RolloutError with replicas and causes if a chunk fails."""
-        parts = [requests[at : at + self.chunk_rows] for at in range(0, len(requests), self.chunk_rows)]
-        return [response for answers in self._complete(parts) for response in responses_of(answers)]
+        """Complete all requests together, in order; the first failure is raised and ends the others."""
+        answers = self.submit(requests, together=True)
+        try:
+            for answer in wait(answers, return_when=FIRST_EXCEPTION).done:
+                answer.result()
+            return [answer.result() for answer in answers]
+        finally:
+            for answer in answers:
+                answer.cancel()
+            with self._change:
+                self.ledger.check()
 
     def generate_sequences(self, batch: DataProto) -> DataProto:
         """Complete every row of a batch of prompts, as `rlsys.rollout.batch.generate_sequences` does."""
         seeded = with_request_seeds(batch)
-        parts = [seeded[at : at + self.chunk_rows] for at in range(0, len(seeded), self.chunk_rows)]
-        return DataProto.concat([rows_of(answers) for answers in self._complete(parts)])
+        return from_responses(batch, self.generate(to_requests(seeded)))
 
     async def sample(self, token_ids: Sequence[int], params: SamplingParams, session: str = "") -> ModelResponse:
         """Complete one prompt; requests of one session go to the same replica while it serves."""
-        chunk = self._submit([[ModelRequest(tuple(token_ids), params, session=session)]])[0]
-        try:
-            return responses_of(await asyncio.wrap_future(chunk.answers))[0]
-        finally:
-            self._cancel([chunk], "cancelled")
+        [answer] = self.submit([ModelRequest(tuple(token_ids), params, session=session)])
+        return await asyncio.wrap_future(answer)
 
-    def _complete(self, parts: Sequence[Work]) -> list[Answers]:
-        chunks = self._submit(parts)
-        try:
-            left = [chunk.answers for chunk in chunks]
-            while left:
-                done, _ = wait(left, timeout=POLL_S, return_when=FIRST_EXCEPTION)
-                for answers in done:
-                    answers.result()
-                left = [answers for answers in left if answers not in done]
-                self._check_progress()
-            return [chunk.answers.result() for chunk in chunks]
-        finally:
-            self._cancel(chunks, "cancelled")
-            with self._change:
-                self.ledger.check()
-
-    def _submit(self, parts: Sequence[Work]) -> list[_Chunk]:
+    def unfinished(self) -> list[PartialResponse]:
+        """Copies of all requests that are not answered, with their tokens so far; `submit` continues them."""
         with self._change:
-            if self._closed or all(entry.state == "gone" for entry in self._replicas):
-                raise RolloutError("the fleet is closed" if self._closed else self._all_gone())
-            chunks = []
-            for work in parts:
-                rows = self.ledger.issue(len(work))
-                chunks.append(_Chunk(self._num_chunks, rows, work, session_of(work)))
-                self._num_chunks += 1
-            self._waiting += chunks
-            self._notify()
-            return chunks
+            placed = [one for entry in self._replicas for one, _ in entry.held]
+            waiting = [one for batch in self._waiting for one in batch.requests]
+            left = {one.number: one for one in [*placed, *waiting] if one.number in self.ledger.pending}
+            return [deepcopy(left[number].partial) for number in sorted(left)]
 
-    def _cancel(self, chunks: Sequence[_Chunk], reason: str) -> None:
-        with self._change:
-            for chunk in chunks:
-                if not chunk.ended:
-                    self._end(chunk, reason, RolloutError(f"chunk {chunk.number} was {reason}"))
+    # ---- placing -----------------------------------------------------------------------------------------------
 
-    def _check_progress(self) -> None:
-        """DeadlineError if no replica has made progress for longer than all deadlines allow."""
-        allowed_s = self.deadlines.generate_s + self.deadlines.health_s + 2 * self.deadlines.restart_s + GRACE_S
-        if time.monotonic() - self._last_event_s > allowed_s:
-            stuck = ", ".join(
-                f"{p.replica.name} ({p.state})" for p in self._replicas if p.running or p.state != "ready"
-            )
-            raise DeadlineError(
-                f"rollout fleet: {stuck or 'no replica'}", "generate", allowed_s, "no progress on any replica"
-            )
+    def _place(self) -> None:
+        """Give waiting batches, in their order, to the replicas that should serve them; the caller holds the lock."""
+        left = []
+        for at, batch in enumerate(self._waiting):
+            candidates = [entry for entry in self._replicas if self._has_room(entry, batch.fixed)]
+            if not candidates and not batch.fixed:
+                left += self._waiting[at:]
+                break
+            entry = self._choose(batch, candidates)
+            if entry is None:
+                left.append(batch)
+                continue
+            entry.placed += [(request, batch) for request in batch.requests]
+            for request in batch.requests:
+                self._remember(request.session, entry)
+        self._waiting = left
+        self._change.notify_all()
 
-    # ---- serving -----------------------------------------------------------------------------------------------
-
-    def _lane(self, entry: _ReplicaState) -> None:
-        while True:
-            with self._change:
-                while not self._closed and (chunk := self._take(entry)) is None:
-                    self._change.wait()
-                if self._closed:
-                    return
-            assert chunk is not None
-            problem: Exception | None = None
-            try:
-                answers = entry.replica.generate(chunk.work, self.deadlines.generate_s)
-                self._check_answers(chunk, answers)
-            except Exception as error:
-                problem = error
-            with self._change:
-                entry.running.remove(chunk)
-                if problem is None:
-                    self._settle(chunk, answers)
-                    continue
-                must_recover = self._suspect(entry)
-                self._retry(chunk, entry, problem)
-            if must_recover:
-                self._recover(entry, problem)
-
-    def _take(self, entry: _ReplicaState) -> _Chunk | None:
-        """The first waiting chunk that this replica should serve, if it is free."""
-        if entry.state != "ready" or len(entry.running) >= self.max_in_flight:
-            return None
-        for chunk in self._waiting:
-            rivals = [p for p in self._ready() if len(p.running) < self.max_in_flight]
-            if self._may_serve(entry, chunk) and not any(
-                p.load < entry.load and self._may_serve(p, chunk) for p in rivals
-            ):
-                self._waiting.remove(chunk)
-                entry.running.append(chunk)
-                if self._version is not None:
-                    chunk.oldest_version = self._version - self.max_staleness
-                self._remember(chunk.session, entry)
-                self._notify()
-                return chunk
-        return None
-
-    def _ready(self) -> list[_ReplicaState]:
-        return [entry for entry in self._replicas if entry.state == "ready"]
-
-    def _may_serve(self, entry: _ReplicaState, chunk: _Chunk) -> bool:
-        """A session stays on its replica and a failed chunk goes to another one, if there is a choice."""
-        others = [p for p in self._ready() if p.replica.name not in chunk.failed_on]
-        if entry.replica.name in chunk.failed_on and others:
+    def _has_room(self, entry: ReplicaState, fixed: bool) -> bool:
+        if entry.state != "ready" or (self.max_in_flight is not None and entry.load >= self.max_in_flight):
             return False
-        owner = self._sessions.get(chunk.session) if chunk.session else None
-        return owner is None or owner is entry or owner.state != "ready" or owner.replica.name in chunk.failed_on
+        return not fixed or not any(batch.fixed for _, batch in entry.held)
 
-    def _remember(self, session: str, entry: _ReplicaState) -> None:
+    def _choose(self, batch: RequestBatch, candidates: Sequence[ReplicaState]) -> ReplicaState | None:
+        """The least loaded one; a session stays on its replica, and a failed batch goes to another if there is one."""
+        ready = [entry for entry in self._replicas if entry.state == "ready"]
+        others = {entry.replica.name for entry in ready} - batch.failed_on
+        candidates = [entry for entry in candidates if entry.replica.name in others or not others]
+        owner = self._sessions.get(batch.requests[0].session)
+        if owner in ready and owner.replica.name not in batch.failed_on:
+            return owner if owner in candidates else None
+        return min(candidates, key=lambda entry: entry.load, default=None)
+
+    def _remember(self, session: str, entry: ReplicaState) -> None:
         if session:
             self._sessions[session] = entry
             self._sessions.move_to_end(session)
             if len(self._sessions) > MAX_SESSIONS:
                 self._sessions.popitem(last=False)
 
-    def _check_answers(self, chunk: _Chunk, answers: Answers) -> None:
-        if not belong_together(chunk.work, answers):
-            raise RolloutError(f"{len(answers)} answers that do not match the {len(chunk.rows)} rows that were sent")
-        newest = self._version
-        if newest is None or chunk.oldest_version is None:
-            return
-        versions = versions_of(answers)
-        if versions and not chunk.oldest_version <= min(versions) <= max(versions) <= newest:
-            span = f"{min(versions)} to {max(versions)}" if len(versions) > 1 else str(min(versions))
-            raise _WrongVersionError(f"tokens of weight version {span}, wanted {chunk.oldest_version} to {newest}")
+    # ---- exchanges ---------------------------------------------------------------------------------------------
 
-    def _settle(self, chunk: _Chunk, answers: Answers) -> None:
-        if chunk.ended:
-            return
-        self._counts["aborted"] += num_aborted(answers)
-        chunk.ended = True
-        self.ledger.answer(chunk.rows)
-        if not chunk.answers.done():
-            chunk.answers.set_result(answers)
-        self._notify()
+    def _pump(self, entry: ReplicaState) -> None:
+        try:
+            while self._exchange(entry):
+                pass
+        except BaseException as error:
+            log.exception("the thread of %s failed", entry.replica.name)
+            self._end_all("failed", RolloutError(f"the fleet's thread of {entry.replica.name} failed: {error!r}"))
 
-    def _retry(self, chunk: _Chunk, entry: _ReplicaState, problem: Exception) -> None:
-        log.warning("chunk %d failed on %s: %s", chunk.number, entry.replica.name, problem)
-        self._counts["refused_versions" if isinstance(problem, _WrongVersionError) else "failures"] += 1
-        chunk.causes.append(f"{entry.replica.name}: {type(problem).__name__}: {problem}")
-        chunk.failed_on.add(entry.replica.name)
-        if chunk.ended:
+    def _exchange(self, entry: ReplicaState) -> bool:
+        """Wait for work and exchange with the replica once; False when the fleet is closed."""
+        with self._change:
+            from_s, was_idle = time.monotonic(), not entry.load
+            self._change.wait_for(lambda: self._closed or self._has_work(entry))
+            entry.heard_s = time.monotonic() if was_idle else entry.heard_s
+            entry.idle_s += (time.monotonic() - from_s) * was_idle
+            if self._closed:
+                return False
+            new, cancel = self._hand_in(entry), entry.cancelled
+            entry.cancelled, entry.is_exchanging = set(), True
+        problem, deltas = None, []
+        try:
+            deltas = entry.replica.exchange(
+                new, cancel=cancel, wait_s=EXCHANGE_WAIT_S, deadline_s=self.deadlines.exchange_s
+            )
+        except Exception as error:
+            problem = error
+        with self._change:
+            entry.is_exchanging = False
+            problem = problem or self._take(entry, deltas)
+            if problem is not None:
+                entry.cancelled |= cancel
+                self._give_up(entry, problem)
+            self._place()
+        self._announce()
+        if problem is not None:
+            self._recover(entry, problem)
+        return True
+
+    def _has_work(self, entry: ReplicaState) -> bool:
+        return entry.state == "ready" and not self._is_pushing and bool(entry.load or entry.cancelled)
+
+    def _hand_in(self, entry: ReplicaState) -> list[ModelRequest]:
+        """What was placed on the replica, under ids of its own; the caller holds the lock."""
+        placed, entry.placed = entry.placed, []
+        new = []
+        for request, batch in placed:
+            rid = f"{request.partial.request.rid}#{next(self._ids)}"
+            entry.running[rid] = request, batch
+            request.oldest_version = self.version
+            new.append(request.partial.rest(rid))
+        return new
+
+    def _take(self, entry: ReplicaState, deltas: Sequence[ResponseDelta]) -> Exception | None:
+        """Add what was sampled to the requests; returns what is wrong with the replica."""
+        for delta in deltas:
+            if delta.rid not in entry.running:
+                continue
+            request, batch = entry.running[delta.rid]
+            if delta.refused:
+                del entry.running[delta.rid]
+                self._end(request, "refused", ValueError(f"request {request.partial.request.rid}: {delta.error}"))
+            elif delta.error:
+                entry.failures += 1
+                self._retry(entry, batch, RolloutError(delta.error))
+                if entry.failures >= MAX_FAILURES:
+                    return RolloutError(f"{entry.failures} requests failed, the last with {delta.error}")
+            elif problem := wrong_version(delta, request.oldest_version, self.version):
+                return problem
+            else:
+                self._add(entry, request, batch, delta)
+        if entry.running and time.monotonic() - entry.heard_s > self.deadlines.generate_s:
+            hint = f"{len(entry.running)} requests got no token"
+            return DeadlineError(entry.replica.name, "generate", self.deadlines.generate_s, hint)
+        return None
+
+    def _add(self, entry: ReplicaState, request: FleetRequest, batch: RequestBatch, delta: ResponseDelta) -> None:
+        request.partial.add(delta)
+        if delta.tokens:
+            entry.heard_s, entry.failures = time.monotonic(), 0
+            if not batch.fixed:
+                batch.causes.clear()
+        if delta.finish is not None:
+            del entry.running[delta.rid]
+        if request.partial.finish is not None:
+            self._end(request, "", None)
+        elif delta.finish is Finish.ABORT:
+            self._counts["continued"] += 1
+            entry.placed.append((request, batch))
+
+    def _end(self, request: FleetRequest, reason: str, error: Exception | None) -> None:
+        """Settle a request in the ledger, once; `_announce` resolves its future."""
+        if request.number in self.ledger.pending:
+            if error is None:
+                self.ledger.answer([request.number])
+            else:
+                self.ledger.drop([request.number], reason)
+            self._ended.append((request.answer, error or request.partial.response()))
+
+    def _announce(self) -> None:
+        """Resolve the futures of requests that have ended; callbacks run outside of the lock."""
+        with self._change:
+            ended, self._ended = self._ended, []
+        for answer, result in ended:
+            if not answer.set_running_or_notify_cancel():
+                continue
+            if isinstance(result, Exception):
+                answer.set_exception(result)
+            else:
+                answer.set_result(result)
+
+    def _on_done(self, request: FleetRequest) -> None:
+        """Give a request up whose future was cancelled."""
+        if not request.answer.cancelled():
             return
-        if len(chunk.causes) < self.max_attempts:
+        with self._change:
+            if request.number in self.ledger.pending:
+                self.ledger.drop([request.number], "cancelled")
+                for entry in self._replicas:
+                    self._take_back(entry, [request])
+                for batch in self._waiting:
+                    batch.requests = [one for one in batch.requests if one is not request]
+                self._waiting = [batch for batch in self._waiting if batch.requests]
+                self._place()
+
+    def _take_back(self, entry: ReplicaState, requests: Sequence[FleetRequest]) -> None:
+        """Have a replica forget these requests."""
+        entry.placed = [(one, batch) for one, batch in entry.placed if one not in requests]
+        gone = {rid for rid, (one, _) in entry.running.items() if one in requests}
+        entry.cancelled |= gone
+        for rid in gone:
+            del entry.running[rid]
+
+    # ---- failures ----------------------------------------------------------------------------------------------
+
+    def _give_up(self, entry: ReplicaState, problem: Exception) -> None:
+        """Take a replica out of service; what it had waits for another one. The caller holds the lock."""
+        log.warning("%s failed with %d requests: %s", entry.replica.name, entry.load, problem)
+        entry.state = "recovering"
+        for batch in list({id(batch): batch for _, batch in entry.held}.values()):
+            self._retry(entry, batch, problem)
+
+    def _retry(self, entry: ReplicaState, batch: RequestBatch, problem: Exception) -> None:
+        """Have a batch that failed wait for another replica, or fail after too many attempts."""
+        self._counts["refused_versions" if isinstance(problem, WrongVersionError) else "failures"] += 1
+        self._take_back(entry, batch.requests)
+        batch.causes.append(f"{entry.replica.name}: {type(problem).__name__}: {problem}")
+        batch.failed_on.add(entry.replica.name)
+        if batch.fixed:
+            for request in batch.requests:
+                request.partial.rewind(request.num_given)
+        if len(batch.causes) < self.max_attempts:
             self._counts["retries"] += 1
-            insort(self._waiting, chunk, key=lambda waiting: waiting.number)
+            insort(self._waiting, batch, key=lambda waiting: waiting.number)
         else:
-            what = f"rows {chunk.rows.start} to {chunk.rows.stop - 1} failed {len(chunk.causes)} times"
-            self._end(chunk, "failed", RolloutError("\n  ".join([what, *chunk.causes])))
-        self._notify()
+            what = f"{len(batch.requests)} requests from number {batch.number} on failed {len(batch.causes)} times"
+            self._fail(batch, what)
 
-    def _end(self, chunk: _Chunk, reason: str, error: Exception) -> None:
-        chunk.ended = True
-        self.ledger.drop(chunk.rows, reason)
-        if chunk in self._waiting:
-            self._waiting.remove(chunk)
-        if not chunk.answers.done():
-            chunk.answers.set_exception(error)
+    def _fail(self, batch: RequestBatch, what: str) -> None:
+        for request in batch.requests:
+            self._end(request, "failed", RolloutError("\n  ".join([what, *batch.causes])))
 
-    # ---- health ------------------------------------------------------------------------------------------------
-
-    def _suspect(self, entry: _ReplicaState) -> bool:
-        """Take a replica out of service (the caller holds the lock); False if another thread already did."""
-        first = entry.state == "ready"
-        entry.state = "recovering" if first else entry.state
-        return first
-
-    def _recover(self, entry: _ReplicaState, problem: Exception, *, asked: bool = False) -> None:
-        """Recover a suspect replica: by nothing, by weights, or by a restart and weights.
+    def _recover(self, entry: ReplicaState, problem: Exception, *, asked: bool = False) -> None:
+        """Recover a replica that was given up: by nothing, by weights, or by a restart and weights.
 
         `asked`: its health check is what failed, so it is not repeated.
         """
         try:
-            if isinstance(problem, _WrongVersionError | WeightTransferError):
+            if isinstance(problem, WrongVersionError | WeightTransferError):
                 self._bring_weights(entry)
             elif asked:
                 raise problem
@@ -325,17 +363,18 @@ class RolloutFleet:
         with self._change:
             entry.state = state
             if all(p.state == "gone" for p in self._replicas):
-                for chunk in list(self._waiting):
-                    causes = "\n  ".join([self._all_gone(), *chunk.causes])
-                    self._end(chunk, "failed", RolloutError(causes))
-            self._notify()
+                for batch in self._waiting:
+                    self._fail(batch, self._all_gone())
+                self._waiting = []
+            self._place()
+        self._announce()
 
-    def _restart(self, entry: _ReplicaState) -> str:
+    def _restart(self, entry: ReplicaState) -> str:
         while entry.restarts < self.max_restarts and not self._closed:
             entry.restarts += 1
             with self._change:
                 self._counts["restarts"] += 1
-                self._last_event_s = time.monotonic()
+                entry.cancelled = set()
             try:
                 entry.replica.restart(self.deadlines.restart_s)
                 self._bring_weights(entry)
@@ -345,7 +384,7 @@ class RolloutFleet:
         log.error("giving up on replica %s after %d restarts", entry.replica.name, entry.restarts)
         return "gone"
 
-    def _bring_weights(self, entry: _ReplicaState) -> None:
+    def _bring_weights(self, entry: ReplicaState) -> None:
         if self.on_restart is not None:
             self.on_restart(entry.replica)
 
@@ -353,53 +392,83 @@ class RolloutFleet:
         return f"all {len(self._replicas)} replicas failed after {self.max_restarts} restarts each"
 
     def check_health(self) -> dict[str, Mapping[str, Any]]:
-        """Every replica's health by name; an idle one that fails its check is restarted, its entry has the error."""
+        """Every replica's health by name; one that fails its check is restarted, its entry has the error."""
         health: dict[str, Mapping[str, Any]] = {}
         for entry in self._replicas:
-            if entry.state != "ready" or entry.running:
-                health[entry.replica.name] = {"state": entry.state, "rows": entry.load}
+            if entry.state != "ready":
+                health[entry.replica.name] = {"state": entry.state}
                 continue
             try:
                 health[entry.replica.name] = entry.replica.health(self.deadlines.health_s)
             except Exception as error:
                 health[entry.replica.name] = {"error": str(error)}
                 with self._change:
-                    must_recover = self._suspect(entry)
+                    must_recover = entry.state == "ready"
+                    if must_recover:
+                        self._give_up(entry, error)
                 if must_recover:
                     self._recover(entry, error, asked=True)
         return health
 
-    def settle(self) -> None:
-        """Wait until no replica is being restarted or updated, so that the trainer's weights may change."""
-        with self._change:
-            longest_s = self.deadlines.health_s + self.deadlines.restart_s
-            self._change.wait_for(lambda: all(p.state != "recovering" for p in self._replicas), timeout=longest_s)
+    # ---- weights -----------------------------------------------------------------------------------------------
 
-    def weights_pushed(self, version: int) -> None:
-        """Accept only answers of this version from now on, or of up to `max_staleness` versions before it."""
+    @contextmanager
+    def pushing(self, version: int) -> Iterator[None]:
+        """Push weights inside: no replica is asked for anything, engines decode on until they are updated.
+
+        Afterwards tokens of requests placed from then on must be of this version or a newer one.
+        """
+        self._is_pushing = True
+        try:
+            self.settle()
+            if self.max_restarts and self.version is not None:
+                self.check_health()
+            yield
+            self.version = version
+        finally:
+            with self._change:
+                self._is_pushing = False
+                for entry in self._replicas:
+                    entry.heard_s = time.monotonic()
+                self._change.notify_all()
+
+    def settle(self) -> None:
+        """Wait until no replica is being recovered or, during a push, asked for anything."""
+
+        def is_settled(entry: ReplicaState) -> bool:
+            return entry.state != "recovering" and not (self._is_pushing and entry.is_exchanging)
+
+        limit_s = self.deadlines.exchange_s + self.deadlines.health_s + self.deadlines.restart_s
         with self._change:
-            self._version = version
+            if not self._change.wait_for(lambda: all(map(is_settled, self._replicas)), timeout=limit_s):
+                late = ", ".join(entry.replica.name for entry in self._replicas if not is_settled(entry))
+                raise DeadlineError(late, "settle", limit_s, "it is being restarted, or does not answer")
+
+    # ---- life --------------------------------------------------------------------------------------------------
+
+    def idle_s(self) -> float:
+        """Seconds without work, summed over replicas."""
+        with self._change:
+            return sum(entry.idle_s for entry in self._replicas)
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the start: the ledger's rows, retries, restarts, refused versions; and the serving replicas."""
+        """Counts since the start: the ledger's requests, retries, restarts, refused versions; serving replicas."""
         with self._change:
-            counts = {
-                name: self._counts[name] for name in ("failures", "retries", "restarts", "refused_versions", "aborted")
-            }
-            ready = len(self._ready())
+            counts = {name: self._counts[name] for name in COUNTS}
+            ready = sum(entry.state == "ready" for entry in self._replicas)
             return {f"rollout/{k}": v for k, v in {**self.ledger.counts(), **counts, "replicas_ready": ready}.items()}
 
     def close(self) -> None:
-        """Cancel unfinished chunks, wait for a running restart and end the threads; the replicas are not closed."""
+        """Give up unfinished requests, wait for a running restart and end the threads; the replicas are not closed."""
         with self._change:
             self._closed = True
-            unfinished = [*self._waiting, *(chunk for entry in self._replicas for chunk in entry.running)]
-        self._cancel(unfinished, "closed")
-        with self._change:
-            self._notify()
+        self._end_all("closed", RolloutError("the fleet was closed"))
         self.settle()
 
-    def _notify(self) -> None:
-        """Record progress and wake waiting threads; the caller holds the lock."""
-        self._last_event_s = time.monotonic()
-        self._change.notify_all()
+    def _end_all(self, reason: str, error: Exception) -> None:
+        with self._change:
+            held = [batch for entry in self._replicas for _, batch in entry.held]
+            for request in [request for batch in [*self._waiting, *held] for request in batch.requests]:
+                self._end(request, reason, error)
+            self._change.notify_all()
+        self._announce()

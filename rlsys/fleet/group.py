@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.config.schema.trainer import DeadlinesConfig
 from rlsys.fleet.fleet import FleetDeadlines, RolloutFleet
-from rlsys.fleet.replica import Answers, Replica, Work
+from rlsys.fleet.replica import Replica
+from rlsys.types import ModelRequest, ResponseDelta
 
 MAX_RESTARTS = 3
 
@@ -27,10 +28,13 @@ class GroupReplica:
     def name(self) -> str:
         return f"rollout {self.rank}"
 
-    def generate(self, work: Work, deadline_s: float) -> Answers:
-        stage, end_s = "generate_sequences", time.monotonic() + deadline_s
+    def exchange(
+        self, new: Sequence[ModelRequest], *, cancel: Collection[str], wait_s: float, deadline_s: float
+    ) -> Sequence[ResponseDelta]:
+        end_s = time.monotonic() + deadline_s
+        arguments = list(new), wait_s, list(cancel)
         ranks = range(self.rank, self.rank + self.size)
-        pending = [self.group.execute_rank_async(rank, stage, work, stage=stage) for rank in ranks]
+        pending = [self.group.execute_rank_async(rank, "exchange", *arguments, stage="exchange") for rank in ranks]
         first, *_ = [result.get(max(0.01, end_s - time.monotonic())) for result in pending]
         return first
 
@@ -50,7 +54,6 @@ def group_fleet(
     num_rows: int,
     restartable: bool,
     restore: Callable[[int], None] | None = None,
-    max_staleness: int = 0,
 ) -> RolloutFleet:
     """A fleet over the ranks of a rollout worker group, for calls of about `num_rows` rows.
 
@@ -70,5 +73,4 @@ def group_fleet(
         deadlines=FleetDeadlines(generate_s=deadlines.generate_s, restart_s=deadlines.start_s),
         on_restart=None if restore is None else on_restart,
         max_restarts=MAX_RESTARTS if restartable and size == 1 else 0,
-        max_staleness=max_staleness,
     )

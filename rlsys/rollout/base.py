@@ -1,21 +1,21 @@
-"""The base of in-process rollout engines: when they may serve, aborted answers, quarantine, queued requests."""
+"""The base of in-process rollout engines: requests in and samples out, when they may serve, quarantine."""
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.rollout.partial import complete
 from rlsys.rollout.sampling.log import SampledSequence
-from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams, WeightLayout
+from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta, SamplingParams, WeightLayout
 from rlsys.utils.errors import RolloutError, WeightTransferError
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rlsys.protocol import DataProto
 
 SLEEP_TAGS = ("weights", "kv_cache")
-STEP_WAIT_S = 120.0
+STEP_WAIT_S = 45.0
 
 
 DEFAULT_CONFIG = GenerationConfig()
@@ -58,16 +58,22 @@ DEFAULT_CONTEXT = EngineContext()
 
 @dataclass(frozen=True)
 class QueuedRequest:
-    """A request, the number that its answer is delivered under, the ids that end it and its token limit."""
+    """A request, the ids that end it and its token limit."""
 
-    number: int
     request: ModelRequest
     stop_ids: tuple[int, ...]
     max_new_tokens: int
 
+    @property
+    def rid(self) -> str:
+        return self.request.rid
 
-PullFn = Callable[[], Sequence[QueuedRequest]]
-DeliverFn = Callable[[int, ModelResponse], None]
+
+@dataclass(frozen=True)
+class Cancelled:
+    """The request with this rid is not wanted any more."""
+
+    rid: str
 
 
 def check_tags(tags: Sequence[str]) -> None:
@@ -76,15 +82,39 @@ def check_tags(tags: Sequence[str]) -> None:
         raise ValueError(f"unknown sleep tags {unknown}; choose from {list(SLEEP_TAGS)}")
 
 
-def check_sampling(request: ModelRequest) -> None:
+def check_sampling(params: SamplingParams) -> None:
     """ValueError for sampling parameters out of range."""
-    params = request.gconfig
     if params.max_new_tokens < 1 or params.temperature < 0 or not 0 < params.top_p <= 1:
-        raise ValueError(f"request {request.rid}: invalid sampling parameters {params}")
+        raise ValueError(f"invalid sampling parameters {params}")
+
+
+def until_end(
+    sampled: SampledSequence, queued: QueuedRequest, num_delivered: int
+) -> tuple[SampledSequence, Finish | None]:
+    """What follows the delivered tokens up to the one that ends the request, and how it ends, None if it runs on.
+
+    An engine that starts steps ahead may have sampled more.
+    """
+    shortest, room = queued.request.gconfig.min_new_tokens - num_delivered, queued.max_new_tokens - num_delivered
+    for at, token in enumerate(sampled.tokens[:room]):
+        if at >= shortest and token in queued.stop_ids:
+            return sampled.part(0, at + 1), Finish.STOP
+    return sampled.part(0, room), Finish.LENGTH if len(sampled.tokens) >= room else None
+
+
+@dataclass
+class RunningRequest:
+    """A request inside another engine: its sample number and id there, and how many tokens have been delivered."""
+
+    number: int
+    engine_id: str
+    queued: QueuedRequest
+    num_delivered: int = 0
+    is_cancelled: bool = False
 
 
 class BaseRolloutEngine(ABC):
-    """The life cycle of a RolloutEngine; `generate` may be called from one thread, `pause` from any other.
+    """The life cycle of a RolloutEngine, which decodes on a thread of its own while requests are open.
 
     A subclass decodes (`_decode`), scores, exposes tensors, moves memory and frees itself. Requests are checked against
     `vocab_size`, `max_model_len` (prompt and completion together) and `eos_token_ids`.
@@ -98,16 +128,21 @@ class BaseRolloutEngine(ABC):
         self.host = context.host or socket.gethostname()
         self._quarantined, self._closed = context.load_format == "dummy", False
         self._offload_on_sleep = context.offload_on_sleep
-        self._paused, self._updating = threading.Event(), threading.Event()
-        self._busy = threading.Lock()
         self._asleep: set[str] = set()
-        self._sleep_noops = self._num_tokens = self._num_requests = 0
-        self._inbox: deque[tuple[ModelRequest, Future[ModelResponse]]] = deque()
-        self._inbox_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout")
+        self._sleep_noops = self._num_tokens = self._num_requests = self._num_halts = 0
+        self._busy, self._change = threading.Lock(), threading.Condition()
+        self._inbox: list[QueuedRequest | Cancelled] = []
+        self._running: dict[str, QueuedRequest] = {}
+        self._outbox: list[ResponseDelta] = []
+        self._report_at_s, self._parked = 0.0, False
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout")
 
     @abstractmethod
-    def _decode(self, pull: PullFn, deliver: DeliverFn) -> int:
-        """Complete what `pull` returns until it is empty, or abort all of it once `_stopped`; returns the tokens."""
+    def _decode(self) -> bool:
+        """Decode what `_pull` returns and `_deliver` it, until nothing runs or until `_stopped`; returns which.
+
+        Where `_stopped`, or `_report_due`, all tokens sampled so far are delivered.
+        """
 
     @abstractmethod
     def _score(self, batch: DataProto, temperature: float) -> Tensor: ...
@@ -122,55 +157,177 @@ class BaseRolloutEngine(ABC):
     @abstractmethod
     def _load(self, bucket: Sequence[tuple[str, Tensor]]) -> None: ...
 
-    def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
-        """Complete the requests; returns their responses in order.
+    # ---- requests ----------------------------------------------------------------------------------------------
 
-        Greedy requests get log-probabilities at temperature 1. A request that `pause` or an update cuts off, and every
-        request while paused, returns with Finish.ABORT and its tokens so far. Raises WeightTransferError while
-        quarantined, RolloutError on logits that are not finite, ValueError on a request that cannot be served.
+    def exchange(
+        self, new: Sequence[ModelRequest] = (), *, wait_s: float, cancel: Collection[str] = ()
+    ) -> list[ResponseDelta]:
+        """Hand in requests, cancel others, and take what was sampled since the last exchange (see RolloutEngine).
+
+        Greedy requests get log-probabilities at temperature 1. A request that cannot be served is answered as refused.
+        Raises WeightTransferError while quarantined and RolloutError while asleep or closed; nothing is taken then.
         """
-        queue = [self._queued(number, request) for number, request in enumerate(requests)]
-        responses: dict[int, ModelResponse] = {}
-        batches = iter([queue])
-        with self._serving():
-            self._num_tokens += self._decode(lambda: next(batches, ()), responses.__setitem__)
-        return [responses[number] for number in range(len(queue))]
+        self._check_serving()
+        with self._change:
+            self._outbox = [delta for delta in self._outbox if delta.rid not in cancel]
+            self._inbox += map(Cancelled, cancel)
+            for request in new:
+                try:
+                    self._inbox.append(self._queued(request))
+                except ValueError as error:
+                    self._outbox.append(ResponseDelta(request.rid, error=str(error), refused=True))
+            self._report_at_s = time.monotonic() + wait_s / 2
+            self._continue()
+            self._change.wait_for(lambda: not self._report_at_s or not self._is_open, timeout=wait_s)
+            deltas, self._outbox = self._outbox, []
+            return deltas
 
-    async def sample(self, token_ids: Sequence[int], params: SamplingParams, session: str = "") -> ModelResponse:
-        """Complete one prompt; concurrent calls are decoded together."""
-        request = ModelRequest(tuple(token_ids), params, session=session)
-        self._queued(0, request)
-        response: Future[ModelResponse] = Future()
-        self._inbox.append((request, response))
-        self._inbox_thread.submit(self._serve_inbox)
-        return await asyncio.wrap_future(response)
+    def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+        """Complete the requests, for callers that have the engine to themselves (see `complete`)."""
+        return complete(self, requests)
+
+    @property
+    def _is_open(self) -> bool:
+        return bool(self._inbox or self._running)
+
+    def _continue(self) -> None:
+        """Have the thread decode, if it does not already."""
+        if self._is_open:
+            self._thread.submit(self._serve)
+
+    def _serve(self) -> None:
+        with self._busy:
+            while self._is_open and not self._parked:
+                try:
+                    self._parked = self._decode()
+                except Exception as error:  # reported with every request that it ended
+                    self._fail(error)
+        with self._change:
+            self._change.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        with self._change:
+            rids = [*self._running, *(event.rid for event in self._inbox if isinstance(event, QueuedRequest))]
+            self._running, self._inbox = {}, []
+            self._outbox += [ResponseDelta(rid, error=f"{type(error).__name__}: {error}") for rid in rids]
+
+    def _pull(self, num: int | None = None) -> tuple[list[QueuedRequest], set[str]]:
+        """The requests that came in, which run from now on, and the rids of running ones that were cancelled.
+
+        With `num` the first so many entries of the inbox, which is waited for.
+        """
+        with self._change:
+            if num and not self._change.wait_for(lambda: len(self._inbox) >= num, timeout=STEP_WAIT_S):
+                raise RolloutError(f"a request did not reach this rank within {STEP_WAIT_S:g} s")
+            events, self._inbox = self._inbox[:num], [] if num is None else self._inbox[num:]
+            new: dict[str, QueuedRequest] = {}
+            cancelled: set[str] = set()
+            for event in events:
+                if isinstance(event, QueuedRequest):
+                    new[event.rid] = event
+                elif new.pop(event.rid, None) is None and self._running.pop(event.rid, None):
+                    cancelled.add(event.rid)
+            self._running |= new
+            return list(new.values()), cancelled
+
+    def _put_back(self, waiting: Sequence[QueuedRequest]) -> None:
+        """Return requests that have no tokens yet, to be pulled again."""
+        with self._change:
+            self._inbox[:0] = waiting
+            for queued in waiting:
+                self._running.pop(queued.rid, None)
+
+    def _report_due(self) -> bool:
+        """Whether an exchange waits for what was sampled so far."""
+        return 0 < self._report_at_s <= time.monotonic()
+
+    def _deliver(self, deltas: Sequence[ResponseDelta], *, reports: bool = False) -> None:
+        """Have the next exchange return these; `reports`: it need not wait any longer."""
+        with self._change:
+            for delta in deltas:
+                self._num_tokens += len(delta.tokens)
+                if delta.finish is not None or delta.error:
+                    self._running.pop(delta.rid, None)
+            self._outbox += deltas
+            if reports:
+                self._report_at_s = 0.0
+                self._change.notify_all()
+
+    def _delta(self, rid: str, sampled: SampledSequence, finish: Finish | None) -> ResponseDelta:
+        """What was sampled, by the weights served now; RolloutError if a token's logits were not finite."""
+        if not sampled.finite:
+            raise RolloutError(f"logits are not finite for request {rid}: check the weights that were loaded")
+        versions = (self.version,) * len(sampled.tokens)
+        return ResponseDelta(rid, sampled.tokens, sampled.full_logprobs, sampled.sampled_logprobs, versions, finish)
+
+    def _news(
+        self, running: Sequence[RunningRequest], samples: Sequence[SampledSequence], *, give_back: bool = False
+    ) -> list[ResponseDelta]:
+        """What was sampled for running requests since they were delivered last.
+
+        A request whose end was sampled waits for the engine to end it, unless it is to `give_back` all of them.
+        """
+        deltas = []
+        for one, sequence in zip(running, samples, strict=True):
+            sampled, end = until_end(sequence, one.queued, one.num_delivered)
+            if end and not give_back:
+                sampled = sampled.part(0, len(sampled.tokens) - 1)
+            one.num_delivered += len(sampled.tokens)
+            if sampled.tokens or give_back:
+                deltas.append(self._delta(one.queued.rid, sampled, (end or Finish.ABORT) if give_back else None))
+        return deltas
+
+    def _queued(self, request: ModelRequest) -> QueuedRequest:
+        params, ids = request.gconfig, request.input_ids
+        room = self.max_model_len - len(ids)
+        if not ids or room < 1:
+            raise ValueError(f"{len(ids)} prompt tokens, allowed are 1 to {self.max_model_len - 1}")
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            raise ValueError(f"a token id is outside the vocabulary of {self.vocab_size}")
+        check_sampling(params)
+        self._num_requests += 1
+        stops = params.stop_token_ids if params.ignore_eos else params.stop_token_ids + self.eos_token_ids
+        return QueuedRequest(request, tuple(dict.fromkeys(stops)), min(params.max_new_tokens, room))
 
     def compute_log_prob(self, batch: DataProto, *, temperature: float = 1.0) -> Tensor:
-        with self._serving():
+        self._check_serving()
+        with self._halted():
             return self._score(batch, temperature)
 
-    def pause(self) -> None:
-        """Abort running requests at the next token, and all new ones until `resume`."""
-        self._paused.set()
+    # ---- life --------------------------------------------------------------------------------------------------
 
-    def resume(self) -> None:
-        self._paused.clear()
+    def _stopped(self) -> bool:
+        """Whether to stop at this step."""
+        return self._quarantined or self._closed or self._num_halts > 0
 
-    def begin_update(self) -> None:
-        """Abort running requests at the next token and serve none until `finish_update`.
-
-        After a failed update call it again.
-        """
-        self._updating.set()
-        self._quarantined = True
+    @contextmanager
+    def _halted(self) -> Iterator[None]:
+        """Nothing is decoded inside."""
+        self._num_halts += 1
         try:
-            if not self._busy.acquire(timeout=STEP_WAIT_S):
+            self._park()
+            yield
+        finally:
+            self._num_halts -= 1
+            self._unpark()
+
+    def _park(self) -> None:
+        """Wait until the thread has stopped; the ranks of a replica stop at the same step, so each takes part in it."""
+        with self._change:
+            self._continue()
+            if not self._change.wait_for(lambda: self._parked or not self._is_open, timeout=STEP_WAIT_S):
                 raise WeightTransferError(
                     f"the rollout engine did not stop within {STEP_WAIT_S:g} s; it may hang in a step"
                 )
-            self._busy.release()
-        finally:
-            self._updating.clear()
+
+    def _unpark(self) -> None:
+        self._parked = self._stopped()
+        self._continue()
+
+    def begin_update(self) -> None:
+        """Stop at the next token and serve nothing until `finish_update`; after a failed update call it again."""
+        self._quarantined = True
+        self._park()
 
     def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         """Load full HF tensors; a tied name and the name it is stored under are the same tensor."""
@@ -181,6 +338,7 @@ class BaseRolloutEngine(ABC):
     def finish_update(self, version: int) -> None:
         self.version = version
         self._quarantined = False
+        self._unpark()
 
     def sleep(self, tags: Sequence[str] = SLEEP_TAGS) -> None:
         """Free device memory: weights move to the host or are dropped, the cache is dropped. On CPU a counted no-op."""
@@ -193,25 +351,20 @@ class BaseRolloutEngine(ABC):
         return {
             "version": self.version,
             "quarantined": self._quarantined,
-            "paused": self._paused.is_set(),
             "asleep": sorted(self._asleep),
             "sleep_noops": self._sleep_noops,
-            "running": self._busy.locked(),
+            "running": len(self._running) + len(self._inbox),
             "num_requests": self._num_requests,
             "num_tokens": self._num_tokens,
             "device": self.device,
         }
 
     def close(self) -> None:
-        """Abort running requests and free the model."""
+        """Give up running requests and free the model."""
         self._closed = True
-        self._paused.set()
-        self._inbox_thread.shutdown(wait=True)
+        self._thread.shutdown(wait=True)
         with self._busy:
             self._free()
-
-    def _stopped(self) -> bool:
-        return self._paused.is_set() or self._updating.is_set()
 
     def check_weights_awake(self) -> None:
         """WeightTransferError while the weights are asleep."""
@@ -223,74 +376,20 @@ class BaseRolloutEngine(ABC):
         if self.device == "cpu":
             self._sleep_noops += 1
             return
-        with self._busy:
+        if self._is_open:
+            raise RolloutError(f"{len(self._running)} requests are running: cancel them before the engine sleeps")
+        with self._halted():
             dropped = not self._offload_on_sleep and not asleep and "weights" in self._asleep & set(tags)
             self._move_memory(tags, asleep=asleep)
             self._quarantined = self._quarantined or dropped
             self._asleep = self._asleep | set(tags) if asleep else self._asleep - set(tags)
 
-    @contextmanager
-    def _serving(self) -> Iterator[None]:
-        with self._busy:
-            if self._closed:
-                raise RolloutError("the rollout engine is closed")
-            if self._quarantined:
-                raise WeightTransferError(
-                    "the rollout engine is quarantined: its weights are incomplete until the next push succeeds"
-                )
-            if self._asleep:
-                raise RolloutError(f"the rollout engine is asleep ({', '.join(sorted(self._asleep))}); call wake first")
-            yield
-
-    def _serve_inbox(self) -> None:
-        """Decode the inbox and what arrives meanwhile; an error is raised in every waiting call."""
-        waiting: dict[int, Future[ModelResponse]] = {}
-
-        def pull() -> list[QueuedRequest]:
-            queue = []
-            while self._inbox:
-                request, response = self._inbox.popleft()
-                if response.set_running_or_notify_cancel():
-                    queued = self._queued(self._num_requests, request)
-                    waiting[queued.number] = response
-                    queue.append(queued)
-            return queue
-
-        def deliver(number: int, response: ModelResponse) -> None:
-            waiting.pop(number).set_result(response)
-
-        try:
-            if self._inbox:
-                with self._serving():
-                    self._num_tokens += self._decode(pull, deliver)
-        except Exception as error:
-            pull()
-            for response in waiting.values():
-                response.set_exception(error)
-
-    def _response(self, request: ModelRequest, sampled: SampledSequence, finish: Finish) -> ModelResponse:
-        """The response from logged samples; RolloutError if a token's logits were not finite."""
-        if not sampled.finite:
-            raise RolloutError(f"logits are not finite for request {request.rid}: check the weights that were loaded")
-        versions = (self.version,) * len(sampled.tokens)
-        full, truncated = sampled.full_logprobs, sampled.sampled_logprobs
-        return ModelResponse(request.rid, request.input_ids, sampled.tokens, full, truncated, versions, finish)
-
-    def _queued(self, number: int, request: ModelRequest) -> QueuedRequest:
-        params, ids = request.gconfig, request.input_ids
-        room = self.max_model_len - len(ids)
-        if not ids or room < 1:
-            raise ValueError(
-                f"request {request.rid}: {len(ids)} prompt tokens, allowed are 1 to {self.max_model_len - 1}"
+    def _check_serving(self) -> None:
+        if self._closed:
+            raise RolloutError("the rollout engine is closed")
+        if self._quarantined:
+            raise WeightTransferError(
+                "the rollout engine is quarantined: its weights are incomplete until the next push succeeds"
             )
-        if min(ids) < 0 or max(ids) >= self.vocab_size:
-            raise ValueError(f"request {request.rid}: a token id is outside the vocabulary of {self.vocab_size}")
-        check_sampling(request)
-        self._num_requests += 1
-        stops = params.stop_token_ids if params.ignore_eos else params.stop_token_ids + self.eos_token_ids
-        return QueuedRequest(number, request, tuple(dict.fromkeys(stops)), min(params.max_new_tokens, room))
-
-
-def empty_response(request: ModelRequest) -> ModelResponse:
-    """The response to an aborted request that has no tokens."""
-    return ModelResponse(request.rid, request.input_ids, (), (), (), (), Finish.ABORT)
+        if self._asleep:
+            raise RolloutError(f"the rollout engine is asleep ({', '.join(sorted(self._asleep))}); call wake first")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,17 +15,12 @@ from torch import Tensor
 
 from rlsys.protocol import DataProto, object_array
 from rlsys.protocol.columns import tensors_of
+from rlsys.rollout.partial import Exchanges, complete
 from rlsys.rollout.sampling.sample import combine_seeds
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams
 
 SEEDS = "request_seeds"
 ScoreFn = Callable[[list[list[int]], list[int]], Iterable[tuple[int, Sequence[float]]]]
-
-
-class Generates(Protocol):
-    """The one method of a RolloutEngine, or of a fleet of them, that a batch needs."""
-
-    def generate(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]: ...
 
 
 def with_request_seeds(batch: DataProto) -> DataProto:
@@ -40,7 +35,7 @@ def with_request_seeds(batch: DataProto) -> DataProto:
     return DataProto.from_dict({**tensors_of(batch.batch), SEEDS: seeds}, batch.non_tensor_batch, meta)
 
 
-def generate_sequences(engine: Generates, batch: DataProto) -> DataProto:
+def generate_sequences(engine: Exchanges, batch: DataProto) -> DataProto:
     """Complete every row's prompt.
 
     Needs `prompts` (B, P) or prompt-only `input_ids`, `attention_mask` whose first P columns are the prompt's, and in
@@ -51,8 +46,7 @@ def generate_sequences(engine: Generates, batch: DataProto) -> DataProto:
     Returns prompts, responses, input_ids, attention_mask, position_ids, response_mask, rollout_log_probs (of the full
     distribution), rollout_sampled_log_probs, weight_versions (-1 at pads) and, as objects, finish_reason.
     """
-    requests = to_requests(batch)
-    return from_responses(batch, engine.generate(requests))
+    return from_responses(batch, complete(engine, to_requests(batch)))
 
 
 def to_requests(batch: DataProto) -> list[ModelRequest]:

@@ -80,10 +80,10 @@ class MemoryLedger:
                 self._records.append(record)
 
     def drain(self) -> list[MemoryRecord]:
-        """The records since the last call, ready to be sent to the driver."""
+        """What was recorded since the last call, one record a stage, ready to be sent to the driver."""
         with _boundaries:
             records, self._records = self._records, []
-        return records
+        return by_stage(records)
 
 
 # Peaks belong to the process: a boundary of one ledger counts for the open stages of all.

@@ -22,6 +22,8 @@ from rlsys.telemetry.page import write_whole
 Event = dict[str, Any]
 _PID_MASK = 0x7FFFFFFF
 _OPEN, _CLOSE = b"[\n", b"\n]\n"
+JOINED, JOIN_WITHIN_US = ("exchange",), 250_000
+"""Calls that follow one another many times a second: those that are this close are one span."""
 
 
 class Tracer:
@@ -77,6 +79,11 @@ class Tracer:
     def _add(self, event: Event) -> None:
         tid = threading.get_native_id()
         with self._lock:
+            last = self._events[-1] if self._events else {}
+            is_same = event["name"] in JOINED and (event["name"], tid) == (last.get("name"), last.get("tid"))
+            if is_same and event["ts"] - last["ts"] - last["dur"] < JOIN_WITHIN_US:
+                last["dur"] = event["ts"] + event["dur"] - last["ts"]
+                return
             if len(self._events) >= self._max_events:
                 self._num_dropped += 1
                 return

@@ -41,7 +41,7 @@ from trainer.start_model import with_start_assets  # noqa: E402
 GIB = 1 << 30
 CALLS = {
     "start": ("init_model",),
-    "rollout": ("generate_sequences",),
+    "rollout": ("exchange",),
     "old_log_prob": ("compute_log_prob",),
     "ref": ("compute_ref_log_prob",),
     "reward_model": ("compute_rm_score",),

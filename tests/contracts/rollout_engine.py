@@ -13,23 +13,23 @@ class TestMyEngine(RolloutEngineContract):
 
 from __future__ import annotations
 
-import asyncio
-import threading
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import from_responses, generate_sequences
+from rlsys.rollout.partial import PartialResponse, complete
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams
 from rlsys.utils.errors import WeightTransferError
-from tests.timing import scaled_s
+from tests.timing import scaled_s, wait_until
 
 VOCABULARY, EOS = 96, 2
 
@@ -91,14 +91,51 @@ def at_tokens(logprobs: Tensor, response: ModelResponse) -> Tensor:
     return logprobs.gather(1, torch.tensor(response.output_tokens)[:, None]).squeeze(1)
 
 
-def run_in_thread(engine: RolloutEngine, requests: list[ModelRequest]) -> tuple[threading.Thread, list[ModelResponse]]:
-    answers: list[ModelResponse] = []
-    thread = threading.Thread(target=lambda: answers.extend(engine.generate(requests)))
-    thread.start()
-    while not engine.health()["running"]:
-        time.sleep(0.01)
-    time.sleep(0.15)
-    return thread, answers
+@torch.no_grad()
+def shadow_logprobs(
+    models: Mapping[int, Qwen2ForCausalLM], response: ModelResponse, versions: Sequence[int], *, keeps: bool
+) -> Tensor:
+    """Log-probabilities (R,) of the tokens by their versions; `keeps`: over the cache of earlier ones."""
+    ids, cache = torch.tensor(response.input_tokens + response.output_tokens), DynamicCache()
+    at, parts = len(response.input_tokens), []
+    for version, group in itertools.groupby(versions):
+        num = len(list(group))
+        cache = cache if keeps else DynamicCache()
+        inputs = ids[cache.get_seq_length() : at + num - 1]
+        logits = models[version](inputs[None], past_key_values=cache).logits[0, -num:].double()
+        parts.append(torch.log_softmax(logits, -1).gather(1, ids[at : at + num, None]).squeeze(1))
+        at += num
+    return torch.cat(parts)
+
+
+@dataclass
+class Driver:
+    """Drives an engine as a fleet does: exchange by exchange, over updates."""
+
+    engine: RolloutEngine
+    partials: dict[str, PartialResponse] = field(default_factory=dict)
+    again: list[ModelRequest] = field(default_factory=list)
+
+    def exchange(self, new: Sequence[ModelRequest] = (), *, wait_s: float = 0.1, cancel: Sequence[str] = ()) -> None:
+        self.partials |= {request.rid: PartialResponse(request) for request in new}
+        again, self.again = self.again, []
+        for delta in self.engine.exchange([*new, *again], wait_s=wait_s, cancel=cancel):
+            partial = self.partials[delta.rid]
+            assert not delta.error
+            assert len(delta.tokens) == len(delta.logprobs) == len(delta.sampled_logprobs) == len(delta.versions)
+            partial.add(delta)
+            if delta.finish is Finish.ABORT:
+                self.again.append(partial.rest(delta.rid))
+
+    def until(self, reached: Callable[[PartialResponse], bool]) -> None:
+        end_s = time.monotonic() + scaled_s(60)
+        while not all(map(reached, self.partials.values())):
+            assert time.monotonic() < end_s, self.partials
+            self.exchange()
+
+    def finish(self) -> list[ModelResponse]:
+        self.until(lambda partial: partial.finish is not None)
+        return [partial.response() for partial in self.partials.values()]
 
 
 def prompt_batch(requests: list[ModelRequest], **meta: object) -> DataProto:
@@ -119,17 +156,17 @@ class RolloutEngineContract:
 
     def test_answers_come_in_the_order_of_the_requests(self, bench: Bench) -> None:
         requests = requests_of(9, SamplingParams(6))
-        responses = bench.engine.generate(requests)
+        responses = complete(bench.engine, requests)
         assert [response.rid for response in responses] == [request.rid for request in requests]
         assert [response.input_tokens for response in responses] == [request.input_ids for request in requests]
-        assert bench.engine.generate([]) == []
+        assert complete(bench.engine, []) == []
 
     def test_equal_requests_give_equal_tokens_and_seeds_matter(self, bench: Bench) -> None:
         prompt = (5, 6, 7)
         params = SamplingParams(24, ignore_eos=True)
         seeds = [0, 1, 2, 0, 1]
-        first = bench.engine.generate([ModelRequest(prompt, replace(params, seed=seed)) for seed in seeds])
-        again = bench.engine.generate([ModelRequest(prompt, replace(params, seed=0))])
+        first = complete(bench.engine, [ModelRequest(prompt, replace(params, seed=seed)) for seed in seeds])
+        again = complete(bench.engine, [ModelRequest(prompt, replace(params, seed=0))])
         assert first[0].output_tokens == first[3].output_tokens == again[0].output_tokens
         assert first[1].output_tokens == first[4].output_tokens
         assert len(set(tokens_of(first))) == 3
@@ -137,16 +174,16 @@ class RolloutEngineContract:
     @pytest.mark.parametrize("params", [SamplingParams(20), SamplingParams(20, temperature=0.7, top_k=12, top_p=0.9)])
     def test_tokens_do_not_depend_on_the_batch(self, bench: Bench, params: SamplingParams) -> None:
         requests = requests_of(8, params)
-        together = bench.engine.generate(requests)
-        alone = [bench.engine.generate([request])[0] for request in requests]
-        backwards = bench.engine.generate(requests[::-1])[::-1]
+        together = complete(bench.engine, requests)
+        alone = [complete(bench.engine, [request])[0] for request in requests]
+        backwards = complete(bench.engine, requests[::-1])[::-1]
         assert tokens_of(together) == tokens_of(alone) == tokens_of(backwards)
 
     @pytest.mark.parametrize("temperature", [1.0, 0.6])
     def test_log_probs_are_those_of_the_full_distribution(self, bench: Bench, temperature: float) -> None:
         bench.needs("full log-probabilities")
         params = SamplingParams(30, temperature=temperature, top_k=7, ignore_eos=True)
-        for response in bench.engine.generate(requests_of(6, params)):
+        for response in complete(bench.engine, requests_of(6, params)):
             expected = at_tokens(reference_logprobs(bench, response, temperature), response)
             torch.testing.assert_close(torch.tensor(response.output_logprobs).double(), expected, atol=1e-4, rtol=0)
 
@@ -154,7 +191,7 @@ class RolloutEngineContract:
     def test_sampled_log_probs_are_renormalised(self, bench: Bench, top_k: int, top_p: float) -> None:
         bench.needs("log-probabilities of the truncated distribution")
         params = SamplingParams(30, temperature=0.9, top_k=top_k, top_p=top_p, ignore_eos=True)
-        for response in bench.engine.generate(requests_of(4, params)):
+        for response in complete(bench.engine, requests_of(4, params)):
             full = reference_logprobs(bench, response, 0.9)
             probs = full.exp()
             if top_k > 0:
@@ -167,14 +204,14 @@ class RolloutEngineContract:
             torch.testing.assert_close(torch.tensor(response.sampled_logprobs).double(), expected, atol=1e-4, rtol=0)
 
     def test_greedy_takes_the_most_probable_token(self, bench: Bench) -> None:
-        for response in bench.engine.generate(requests_of(4, SamplingParams(12, temperature=0.0, ignore_eos=True))):
+        for response in complete(bench.engine, requests_of(4, SamplingParams(12, temperature=0.0, ignore_eos=True))):
             full = reference_logprobs(bench, response, 1.0)
             assert full.argmax(-1).tolist() == list(response.output_tokens)
             assert response.sampled_logprobs == (0.0,) * 12
 
     def test_a_stop_id_ends_the_completion_and_is_its_last_token(self, bench: Bench) -> None:
         params = SamplingParams(200, temperature=1.5, stop_token_ids=(10, 11))
-        responses = bench.engine.generate(requests_of(12, params))
+        responses = complete(bench.engine, requests_of(12, params))
         for response in responses:
             assert response.stop_reason is Finish.STOP
             assert response.output_tokens[-1] in (10, 11, EOS)
@@ -182,13 +219,13 @@ class RolloutEngineContract:
 
     def test_eos_can_be_ignored_and_length_ends(self, bench: Bench) -> None:
         params = SamplingParams(300, temperature=2.0, ignore_eos=True)
-        responses = bench.engine.generate(requests_of(4, params))
+        responses = complete(bench.engine, requests_of(4, params))
         assert all(r.stop_reason is Finish.LENGTH and len(r.output_tokens) == 300 for r in responses)
         assert any(EOS in r.output_tokens for r in responses)
 
     def test_no_end_before_min_new_tokens(self, bench: Bench) -> None:
         params = SamplingParams(60, temperature=2.0, stop_token_ids=tuple(range(20, 60)), min_new_tokens=15)
-        responses = bench.engine.generate(requests_of(8, params))
+        responses = complete(bench.engine, requests_of(8, params))
         lengths = [len(response.output_tokens) for response in responses]
         assert min(lengths) > 15
         assert {response.stop_reason for response in responses} == {Finish.STOP}
@@ -197,62 +234,118 @@ class RolloutEngineContract:
 
     def test_a_request_that_cannot_be_served_is_named(self, bench: Bench) -> None:
         good = SamplingParams(4)
-        for ids, params in [
-            ((), good),
-            ((VOCABULARY,), good),
-            ((-1,), good),
-            ((3,) * 5000, good),
-            ((3,), SamplingParams(0)),
-            ((3,), SamplingParams(4, top_p=0.0)),
-            ((3,), SamplingParams(4, temperature=-1.0)),
-        ]:
-            with pytest.raises(ValueError, match="culprit"):
-                bench.engine.generate([ModelRequest((3, 4), good), ModelRequest(ids, params, rid="culprit")])
+        wrong = {
+            "empty": ModelRequest((), good),
+            "outside": ModelRequest((VOCABULARY,), good),
+            "negative": ModelRequest((-1,), good),
+            "long": ModelRequest((3,) * 5000, good),
+            "no tokens": ModelRequest((3,), SamplingParams(0)),
+            "top_p": ModelRequest((3,), SamplingParams(4, top_p=0.0)),
+            "temperature": ModelRequest((3,), SamplingParams(4, temperature=-1.0)),
+        }
+        refused: dict[str, str] = {}
+        driver = Driver(bench.engine)
+        driver.exchange([ModelRequest((3, 4), good, rid="good")])
+        new = [replace(request, rid=rid) for rid, request in wrong.items()]
+        while len(refused) < len(wrong):
+            for delta in bench.engine.exchange(new, wait_s=0.1):
+                if delta.rid == "good":
+                    driver.partials["good"].add(delta)
+                else:
+                    assert delta.refused
+                    refused[delta.rid] = delta.error
+            new = []
+        assert all(refused[rid] for rid in wrong)
+        assert len(driver.finish()[0].output_tokens) <= 4
+        with pytest.raises(ValueError, match="culprit"):
+            complete(bench.engine, [ModelRequest((3, 4), good), ModelRequest((), good, rid="culprit")])
 
     def test_every_token_has_the_version_that_made_it(self, bench: Bench) -> None:
         request = requests_of(1, SamplingParams(5, ignore_eos=True))
         bench.engine.begin_update()
         bench.engine.finish_update(41)
-        assert bench.engine.generate(request)[0].output_versions == (41,) * 5
+        assert complete(bench.engine, request)[0].output_versions == (41,) * 5
         assert bench.engine.health()["version"] == 41
 
-    def test_pause_returns_partial_results_that_can_be_continued(self, bench: Bench) -> None:
-        requests = requests_of(3, SamplingParams(3000, ignore_eos=True))
-        thread, partial = run_in_thread(bench.engine, requests)
-        bench.engine.pause()
-        thread.join(timeout=scaled_s(20))
-        assert len(partial) == 3
-        assert {response.stop_reason for response in partial} == {Finish.ABORT}
-        num_done = [len(response.output_tokens) for response in partial]
-        assert all(0 < num < 3000 for num in num_done)
-        paused = bench.engine.generate(requests)
-        assert [(r.stop_reason, r.output_tokens) for r in paused] == [(Finish.ABORT, ())] * 3
-        bench.engine.resume()
-        rest = [
-            replace(
-                request, input_ids=r.input_tokens + r.output_tokens, gconfig=replace(request.gconfig, max_new_tokens=20)
-            )
-            for request, r in zip(requests, partial, strict=True)
-        ]
-        whole = [
-            replace(request, gconfig=replace(request.gconfig, max_new_tokens=num + 20))
-            for request, num in zip(requests, num_done, strict=True)
-        ]
-        continued = zip(partial, bench.engine.generate(rest), strict=True)
-        assert [a.output_tokens + b.output_tokens for a, b in continued] == tokens_of(bench.engine.generate(whole))
+    def test_tokens_come_home_while_the_engine_decodes_on(self, bench: Bench) -> None:
+        bench.needs("tokens of unfinished requests")
+        requests = requests_of(3, SamplingParams(1500, ignore_eos=True))
+        driver = Driver(bench.engine)
+        started_s = time.monotonic()
+        driver.exchange(requests, wait_s=0.2)
+        assert time.monotonic() - started_s < scaled_s(5)
+        driver.until(lambda partial: len(partial.tokens) > 20)
+        assert any(partial.finish is None for partial in driver.partials.values())
+        assert bench.engine.health()["running"]
+        late = replace(requests_of(5, SamplingParams(40, ignore_eos=True))[4], rid="late")
+        driver.exchange([late])
+        whole = driver.finish()
+        assert [len(response.output_tokens) for response in whole] == [1500, 1500, 1500, 40]
+        assert tokens_of(whole) == tokens_of(complete(bench.engine, [*requests, late]))
+        assert bench.engine.exchange(wait_s=5.0) == []
 
-    def test_an_update_aborts_what_runs_and_never_mixes_weights(self, bench: Bench) -> None:
-        thread, partial = run_in_thread(bench.engine, requests_of(2, SamplingParams(3000, ignore_eos=True)))
+    def test_a_cancelled_request_ends_and_says_no_more(self, bench: Bench) -> None:
+        bench.needs("tokens of unfinished requests")
+        requests = requests_of(3, SamplingParams(3000, ignore_eos=True))
+        driver = Driver(bench.engine)
+        driver.exchange(requests)
+        driver.until(lambda partial: len(partial.tokens) > 5)
+        done = {rid: driver.partials.pop(rid) for rid in ("r0", "r1")}
+        driver.exchange(cancel=["r0", "r1", "unknown"])
+        short = replace(requests[0], gconfig=replace(requests[0].gconfig, max_new_tokens=30))
+        driver.exchange([short])
+        driver.until(lambda partial: partial.finish is not None or partial.request.rid != "r0")
+        assert driver.partials["r0"].tokens[:5] == done["r0"].tokens[:5]
+        assert len(driver.partials["r0"].tokens) == 30
+        driver.exchange(cancel=["r2"])
+        assert wait_until(lambda: not bench.engine.exchange(wait_s=0.1) and not bench.engine.health()["running"])
+
+    def test_answers_survive_an_update_and_every_token_has_its_version(self, bench: Bench) -> None:
+        bench.needs("tokens of unfinished requests")
+        requests = requests_of(3, SamplingParams(800, ignore_eos=True))
+        driver = Driver(bench.engine)
+        driver.exchange(requests)
+        driver.until(lambda partial: len(partial.tokens) > 10)
         bench.engine.begin_update()
+        with pytest.raises(WeightTransferError):
+            bench.engine.exchange(wait_s=0.0)
         bench.engine.finish_update(7)
-        thread.join(timeout=scaled_s(20))
-        assert {response.stop_reason for response in partial} == {Finish.ABORT}
-        assert {version for response in partial for version in response.output_versions} == {0}
+        whole = driver.finish()
+        for response in whole:
+            num_old = response.output_versions.count(0)
+            assert response.output_versions == (0,) * num_old + (7,) * (800 - num_old)
+            assert 10 < num_old < 800
+        assert tokens_of(whole) == tokens_of(complete(bench.engine, requests))
+
+    @pytest.mark.parametrize("on_update", ["keep", "recompute"])
+    def test_every_token_is_drawn_by_the_weights_of_its_version(self, bench: Bench, on_update: str) -> None:
+        """Answers over three versions against shadow models that score each token under its version's weights."""
+        bench.needs("loading of tensors")
+        bench.needs(f"on_update={on_update}")
+        bench.engine.config = bench.engine.config.model_copy(update={"on_update": on_update})  # type: ignore[attr-defined]
+        shadows = {version: tiny_model(seed=version) for version in (0, 1, 2)}
+        driver = Driver(bench.engine)
+        driver.exchange(requests_of(3, SamplingParams(3000, ignore_eos=True)))
+        for version in (0, 1, 2):
+            if version:
+                bench.engine.begin_update()
+                bench.engine.load(list(shadows[version].state_dict().items()))
+                bench.engine.finish_update(version)
+            driver.until(lambda partial, version=version: partial.versions.count(version) > 20)  # type: ignore[misc]
+        driver.exchange(cancel=list(driver.partials))
+        for response in [partial.response() for partial in driver.partials.values()]:
+            given = torch.tensor(response.output_logprobs).double()
+            score = shadow_logprobs(shadows, response, response.output_versions, keeps=on_update == "keep")
+            torch.testing.assert_close(given, score, atol=2e-4, rtol=0)
+            late = (response.output_versions[0], *response.output_versions[:-1])
+            assert set(late) == {0, 1, 2}
+            wrong = shadow_logprobs(shadows, response, late, keeps=on_update == "keep")
+            assert (given - wrong).abs().max() > 0.01
 
     def test_quarantine_until_the_update_is_whole(self, bench: Bench) -> None:
         bench.needs("loading of tensors")
         request = requests_of(1, SamplingParams(8, temperature=0.0, ignore_eos=True))
-        before = tokens_of(bench.engine.generate(request))
+        before = tokens_of(complete(bench.engine, request))
         with pytest.raises(WeightTransferError):
             bench.engine.load([])
         bench.engine.begin_update()
@@ -264,11 +357,11 @@ class RolloutEngineContract:
         with pytest.raises(WeightTransferError, match=name):
             bench.engine.load([(name, tensor[:1])])
         with pytest.raises(WeightTransferError, match="quarantine"):
-            bench.engine.generate(request)
+            complete(bench.engine, request)
         bench.engine.begin_update()
         bench.engine.load(list(old.items()))
         bench.engine.finish_update(1)
-        assert tokens_of(bench.engine.generate(request)) == before
+        assert tokens_of(complete(bench.engine, request)) == before
 
     def test_new_weights_are_used(self, bench: Bench) -> None:
         bench.needs("loading of tensors")
@@ -277,7 +370,7 @@ class RolloutEngineContract:
         bench.engine.load(list(other.state_dict().items()))
         bench.engine.finish_update(1)
         request = requests_of(1, SamplingParams(12, temperature=0.0, ignore_eos=True))
-        response = bench.engine.generate(request)[0]
+        response = complete(bench.engine, request)[0]
         swapped = Bench(bench.engine, lambda ids: other(ids[None]).logits[0].detach())
         expected = at_tokens(reference_logprobs(swapped, response, 1.0), response)
         torch.testing.assert_close(torch.tensor(response.output_logprobs).double(), expected, atol=1e-4, rtol=0)
@@ -294,21 +387,13 @@ class RolloutEngineContract:
         again = bench.engine.local_tensors()
         assert all(again[name].data_ptr() == tensor.data_ptr() for name, tensor in tensors.items())
 
-    async def test_concurrent_samples_equal_generate(self, bench: Bench) -> None:
-        requests = requests_of(6, SamplingParams(15))
-        sampled = await asyncio.gather(*[bench.engine.sample(r.input_ids, r.gconfig, session="s") for r in requests])
-        assert tokens_of(sampled) == tokens_of(bench.engine.generate(requests))
-        bench.engine.begin_update()
-        with pytest.raises(WeightTransferError):
-            await bench.engine.sample((4,), SamplingParams(3))
-
     def test_sleep_and_wake_change_nothing(self, bench: Bench) -> None:
         requests = requests_of(3, SamplingParams(6))
-        before = tokens_of(bench.engine.generate(requests))
+        before = tokens_of(complete(bench.engine, requests))
         bench.engine.sleep(["weights", "kv_cache"])
         bench.engine.wake(["weights"])
         bench.engine.wake(["kv_cache"])
-        assert tokens_of(bench.engine.generate(requests)) == before
+        assert tokens_of(complete(bench.engine, requests)) == before
         with pytest.raises(ValueError, match="tags"):
             bench.engine.sleep(["everything"])
 

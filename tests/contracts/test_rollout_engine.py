@@ -21,7 +21,9 @@ from tests.timing import scaled_s
 def hf_bench() -> Bench:
     reference = tiny_model()
     return Bench(
-        HFRollout(tiny_model(), GenerationConfig(seed=11)), lambda ids: reference(ids[None]).logits[0].detach()
+        HFRollout(tiny_model(), GenerationConfig(seed=11)),
+        lambda ids: reference(ids[None]).logits[0].detach(),
+        frozenset({"on_update=keep"}),
     )
 
 
@@ -46,7 +48,7 @@ def sglang_bench() -> Bench:
     folder = Path(tempfile.mkdtemp(prefix="rlsys-sglang-"))
     reference.save_pretrained(folder)
     engine = SGLangRollout(folder, GenerationConfig(seed=11, max_num_seqs=32))
-    return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach(), frozenset({"tensors"}))
+    return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach(), frozenset({"tensors", "on_update=keep"}))
 
 
 def remote_bench(kind: str) -> Bench:
@@ -63,13 +65,13 @@ def remote_bench(kind: str) -> Bench:
         behind.close()
 
     other_kind = "log-probabilities of the truncated distribution" if kind == "sglang" else "full log-probabilities"
-    lacks = frozenset({"tensors", "loading of tensors", "scores at a temperature", other_kind})
+    unfinished = "tokens of unfinished requests"
+    lacks = frozenset({"tensors", "loading of tensors", "scores at a temperature", unfinished, other_kind})
     return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach(), lacks, close)
 
 
 def reset(bench: Bench) -> None:
     """As if it were new."""
-    bench.engine.resume()
     bench.engine.begin_update()
     bench.engine.load(list(tiny_model().state_dict().items()))
     bench.engine.finish_update(0)

@@ -62,7 +62,7 @@ def test_a_run_leaves_metrics_checkpoint_timeline_and_rollouts(
     stages = spans_by_track(out)
     assert {"gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights"} <= stages["controller"].keys()
     assert {"init_model", "compute_log_prob", "update_actor", "save_checkpoint"} <= stages["actor 0"].keys()
-    assert {"init_model", "generate_sequences"} <= stages["rollout 0"].keys()
+    assert {"init_model", "exchange"} <= stages["rollout 0"].keys()
     outer, inner = stages["controller"]["update_actor"], stages["actor 0"]["update_actor"]
     assert len(outer) == len(inner) == 3
     for (start, end), (first, last) in zip(outer, inner):

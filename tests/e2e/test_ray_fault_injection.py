@@ -164,7 +164,7 @@ def out(runs: Runs, tmp_path: Path) -> Path:
 
 def test_a_lost_worker_is_reported_or_replaced(runs: Runs, out: Path) -> None:
     runs.fails(out, Fault("actor", "critic.update_critic", entry=2))
-    runs.finishes(out, Fault("rollout", "rollout.generate_sequences"))
+    runs.finishes(out, Fault("rollout", "rollout.exchange"))
 
 
 def test_a_rollout_lost_in_a_parity_probe_is_replaced(runs: Runs, out: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_rollout_worker(runs: Runs, out: Path, signal: str) -> None:
     pushed = Fault("rollout", "rollout.receive_weights", signal, entry=2)
     runs.all_fail(out, [*(Fault("rollout", point, signal) for point in start), pushed])
     shutil.rmtree(out)
-    points = [*STEP, *END, "rollout.generate_sequences"]
+    points = [*STEP, *END, "rollout.exchange"]
     for first in range(0, len(points), STEPS):
         faults = [Fault("rollout", at, signal, step) for step, at in enumerate(points[first : first + STEPS], 1)]
         runs.finishes(out, *faults)
@@ -222,7 +222,7 @@ def test_a_rollout_worker(runs: Runs, out: Path, signal: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_the_driver(runs: Runs, out: Path) -> None:
-    first = [*START, *STEP, *END, "critic.update_critic", "rollout.generate_sequences"]
+    first = [*START, *STEP, *END, "critic.update_critic", "rollout.exchange"]
     faults = [*(Fault("driver", point) for point in first), Fault("driver", "update_actor", entry=2)]
     for fault in [*faults, *(Fault("driver", point) for point in LOADS)]:
         assert runs.run(out, fault).status == -9
@@ -262,7 +262,7 @@ def test_one_step_off_with_decoupled_ppo(runs: Runs, out: Path) -> None:
         assert runs.run(out, Fault("driver", point), more=off).status == -9
     train = [Fault("actor", point) for point in ("actor.update_actor", "save_checkpoint")]
     runs.all_fail(out, [*train, Fault("actor", "critic.update_critic", "STOP")], *off)
-    runs.finishes(out, Fault("rollout", "rollout.generate_sequences"), more=off)
+    runs.finishes(out, Fault("rollout", "rollout.exchange"), more=off)
     last = metrics_of(out)[-1]
     assert last["training/staleness"] == 1
     assert last["rollout_corr/rollout_is_std"] > 0

@@ -101,6 +101,9 @@ class GenerationConfig(Section):
     """Largest number of sequences decoded together."""
     max_num_batched_tokens: t.Count = 8192
     """Largest number of prompt tokens prefilled together."""
+    on_update: Literal["keep", "recompute"] = "keep"
+    """What happens to the KV cache of unfinished answers when new weights arrive: vLLM and SGLang can keep it; the hf
+    engine and external servers compute it again."""
     max_model_len: t.Count | None = None
     """Longest prompt and response together; null is as many as the model has positions."""
     eos: t.TokenIds | None = None

@@ -26,7 +26,7 @@ from rlsys.fleet.external.backends import (
 )
 from rlsys.fleet.external.capabilities import Capabilities, capabilities_of
 from rlsys.fleet.external.http import Call, RefusedError, ServerFault, ask, events, open_session
-from rlsys.fleet.external.partial import BadResponseError, Delta, PartialResponse, check
+from rlsys.fleet.external.partial import BadResponseError, Delta, ServedResponse, check
 from rlsys.fleet.external.router import Router, ServerState
 from rlsys.fleet.external.settings import RemoteSettings
 from rlsys.types import ModelRequest, ModelResponse, WeightUpdateMeta
@@ -75,7 +75,7 @@ class ServerPool:
 
     async def complete(self, request: ModelRequest, *, patient: bool) -> ModelResponse:
         """Complete a request. While stopped, a patient one waits, another one returns its tokens so far."""
-        partial, limit_s = PartialResponse(request), self.settings.request_s
+        partial, limit_s = ServedResponse(request), self.settings.request_s
         await self.connect()
         try:
             async with asyncio.timeout(limit_s), self._slots:
@@ -121,7 +121,7 @@ class ServerPool:
         random_s = wait_random_exponential(multiplier=FIRST_BACKOFF_S, max=self.settings.max_backoff_s)(state)
         return max(asked_s, random_s)
 
-    async def _attempt(self, partial: PartialResponse, avoid: Collection[str]) -> None:
+    async def _attempt(self, partial: ServedResponse, avoid: Collection[str]) -> None:
         """One segment from one server; nothing while stopped."""
         session = partial.request.session
         if not session and self.settings.policy == "affinity":
@@ -155,7 +155,7 @@ class ServerPool:
                 await self.change.wait()
         return server
 
-    async def _segment(self, partial: PartialResponse, server: ServerState) -> None:
+    async def _segment(self, partial: ServedResponse, server: ServerState) -> None:
         """Stream tokens into the partial until this server has no more."""
         settings, request = self.settings, partial.rest()
         version, adapter = self.version, self.adapter

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Collection, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ from rlsys.fleet.external.settings import RemoteSettings
 from rlsys.fleet.external.workflow import Workflow, run_workflow
 from rlsys.protocol.columns import tensors_of
 from rlsys.rollout.base import SLEEP_TAGS, check_sampling, check_tags
-from rlsys.types import ModelRequest, ModelResponse, SamplingParams, WeightLayout, WeightUpdateMeta
+from rlsys.types import ModelRequest, ModelResponse, ResponseDelta, SamplingParams, WeightLayout, WeightUpdateMeta
 from rlsys.utils.errors import RolloutError, WeightTransferError
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class RemoteEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name=f"remote-{backend.kind}", daemon=True)
         self._thread.start()
+        self._open: dict[str, Future[list[ModelResponse]]] = {}
         self._service: ServerPool = self._do(_made(backend, settings, version))
 
     # ---- answers -----------------------------------------------------------------------------------------------
@@ -56,6 +57,31 @@ class RemoteEngine:
     def complete(self, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
         """Complete the requests across pauses and weight updates; answers in their order."""
         return self._do(self._all(requests, patient=True))
+
+    def exchange(
+        self, new: Sequence[ModelRequest] = (), *, wait_s: float, cancel: Collection[str] = ()
+    ) -> list[ResponseDelta]:
+        """Hand in requests and take those that are complete; weight updates do not end them."""
+        if self._service.quarantined:
+            raise WeightTransferError("the servers are quarantined: their weights are not whole until the next update")
+        for rid in cancel:
+            if rid in self._open:
+                self._open.pop(rid).cancel()
+        self._open |= {request.rid: self._start(self._all([request], patient=True)) for request in new}
+        wait(self._open.values(), timeout=wait_s)
+        done = {rid: answer for rid, answer in self._open.items() if answer.done()}
+        deltas = []
+        for rid, answer in done.items():
+            del self._open[rid]
+            error = answer.exception()
+            if error is not None:
+                refused = isinstance(error, ValueError)
+                deltas.append(ResponseDelta(rid, error=f"{type(error).__name__}: {error}", refused=refused))
+                continue
+            [made] = answer.result()
+            full, sampled = made.output_logprobs, made.sampled_logprobs
+            deltas.append(ResponseDelta(rid, made.output_tokens, full, sampled, made.output_versions, made.stop_reason))
+        return deltas
 
     async def sample(self, token_ids: Sequence[int], params: SamplingParams, session: str = "") -> ModelResponse:
         """Complete one prompt; requests of one session go to the same server as long as it serves."""
@@ -90,7 +116,10 @@ class RemoteEngine:
         for request in requests:
             if not request.input_ids or min(request.input_ids) < 0:
                 raise ValueError(f"request {request.rid}: a prompt is one token id from 0 up, or more")
-            check_sampling(request)
+            try:
+                check_sampling(request.gconfig)
+            except ValueError as error:
+                raise ValueError(f"request {request.rid}: {error}") from error
         if not patient and self._service.quarantined:
             raise WeightTransferError("the servers are quarantined: their weights are not whole until the next update")
         async with asyncio.TaskGroup() as group:

@@ -27,7 +27,7 @@ class BadResponseError(ValueError):
 
 
 @dataclass
-class PartialResponse:
+class ServedResponse:
     """The tokens of a request so far; `finish` is set when it is complete, `server` is the last one that served it."""
 
     request: ModelRequest

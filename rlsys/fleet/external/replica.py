@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlsys.fleet.external.engine import RemoteEngine
 from rlsys.fleet.fleet import FleetDeadlines, RolloutFleet
-from rlsys.fleet.replica import Answers, Work
 from rlsys.protocol import DataProto
-from rlsys.rollout.batch import from_responses, to_requests
+from rlsys.types import ModelRequest, ResponseDelta
 
 MAX_CHUNK_ROWS = 32
 
@@ -22,10 +21,10 @@ class ExternalReplica:
     engine: RemoteEngine
     name: str = "external servers"
 
-    def generate(self, work: Work, deadline_s: float) -> Answers:
-        if not isinstance(work, DataProto):
-            return self.engine.complete(work)
-        return from_responses(work, self.engine.complete(to_requests(work)))
+    def exchange(
+        self, new: Sequence[ModelRequest], *, cancel: Collection[str], wait_s: float, deadline_s: float
+    ) -> Sequence[ResponseDelta]:
+        return self.engine.exchange(new, wait_s=wait_s, cancel=cancel)
 
     def health(self, deadline_s: float) -> Mapping[str, Any]:
         return self.engine.health()
@@ -37,16 +36,15 @@ class ExternalReplica:
 class ExternalFleet(RolloutFleet):
     """A fleet over external servers that also scores responses and reports the servers' metrics."""
 
-    def __init__(self, engine: RemoteEngine, *, generate_s: float, max_staleness: int = 0) -> None:
+    def __init__(self, engine: RemoteEngine, *, generate_s: float) -> None:
         num_concurrent = engine.settings.max_concurrent
         rows = min(MAX_CHUNK_ROWS, num_concurrent)
         super().__init__(
             [ExternalReplica(engine)],
             chunk_rows=rows,
-            max_in_flight=max(1, num_concurrent // rows),
+            max_in_flight=num_concurrent,
             deadlines=FleetDeadlines(generate_s=generate_s),
             max_restarts=0,
-            max_staleness=max_staleness,
         )
         self.engine = engine
 

@@ -7,19 +7,21 @@ running row, so that the batch is always dense, and waiting requests take the fr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rlsys.config.schema.rollout import GenerationConfig
-from rlsys.rollout.base import DeliverFn, PullFn, QueuedRequest, empty_response
+from rlsys.rollout.base import QueuedRequest
 from rlsys.rollout.hf.kv_cache import ColumnCache, causal_mask, hidden_score
 from rlsys.rollout.hf.running import RunningRows
 from rlsys.rollout.sampling.sample import sample_tokens
 from rlsys.types import Finish
 from rlsys.utils.errors import RolloutError
+
+if TYPE_CHECKING:
+    from rlsys.rollout.hf.engine import HFRollout
 
 COLUMN_STEP = 256
 
@@ -27,41 +29,42 @@ Prompt = tuple[int, ...]
 
 
 class DecodeLoop:
-    """One run of a model over the requests that `pull` returns; responses go to `deliver` as they finish."""
+    """One run of an engine's model, from the first request until nothing is left or the engine stops."""
 
-    def __init__(self, model: Any, config: GenerationConfig, *, version: int, stop_fn: Callable[[], bool]) -> None:
-        self.model, self.config, self.version, self.stop_fn = model, config, version, stop_fn
-        self.device, self.dtype = model.device, model.dtype
+    def __init__(self, engine: HFRollout) -> None:
+        self.engine, self.model, self.config = engine, engine.model, engine.config
+        self.device, self.dtype = self.model.device, self.model.dtype
         self.waiting: deque[QueuedRequest] = deque()
-        self.rows = RunningRows(config.seed, self.device)
-        self.cache = ColumnCache(model.config.get_text_config().num_hidden_layers)
-        self.num_tokens = 0
+        self.rows = RunningRows(self.config.seed, self.device)
+        self.cache = ColumnCache(self.model.config.get_text_config().num_hidden_layers)
 
     @torch.inference_mode()
-    def run(self, pull: PullFn, deliver: DeliverFn) -> None:
-        """Decode until nothing is left and `pull` is empty, or until `stop_fn` returns true, which aborts the rest."""
-        self.deliver = deliver
+    def run(self) -> bool:
+        """Decode until nothing is left, or until the engine stops (then True) and gets the running requests back."""
+        engine = self.engine
         while True:
-            self.waiting.extend(pull())
-            if self.stop_fn():
-                return self._abort()
+            new, cancelled = engine._pull()
+            self.waiting.extend(new)
+            if cancelled:
+                self.waiting = deque(queued for queued in self.waiting if queued.rid not in cancelled)
+                self._remove([row for row, queued in enumerate(self.rows.queue) if queued.rid in cancelled])
+            if engine._stopped():
+                engine._put_back(self.waiting)
+                self._release(dict.fromkeys(range(self.rows.count), Finish.ABORT))
+                return True
+            if engine._report_due():
+                engine._deliver(self.rows.take({}, engine.version), reports=True)
             if self._may_admit():
                 self._admit()
             elif self.rows.count:
                 self._step()
             elif not self.waiting:
-                return None
+                return False
 
     def _may_admit(self) -> bool:
         """Prefill delays the running rows, so it waits until a quarter of the rows is free or all requests fit."""
         free = self.config.max_num_seqs - self.rows.count
         return 0 < min(len(self.waiting), max(1, self.config.max_num_seqs // 4)) <= free
-
-    def _abort(self) -> None:
-        for queued in self.waiting:
-            self.deliver(queued.number, empty_response(queued.request))
-        self.waiting.clear()
-        self._release([(row, Finish.ABORT) for row in range(self.rows.count)])
 
     def _admit(self) -> None:
         free = self.config.max_num_seqs - self.rows.count
@@ -163,17 +166,16 @@ class DecodeLoop:
             bad = (~sampled.finite).nonzero().flatten().tolist()
             rids = ", ".join(rows.queue[which.start + i].request.rid for i in bad)
             raise RolloutError(f"logits are not finite for request {rids}: check the weights that were loaded")
-        self.num_tokens += len(sampled.tokens)
         if ended:
             flags = enumerate(zip(stopped.tolist(), full.tolist(), strict=True), start=which.start)
-            self._release(
-                [(row, Finish.STOP if stop else Finish.LENGTH) for row, (stop, over) in flags if stop or over]
-            )
+            self._release({row: Finish.STOP if stop else Finish.LENGTH for row, (stop, over) in flags if stop or over})
 
-    def _release(self, ended: Sequence[tuple[int, Finish]]) -> None:
-        for row, why in ended:
-            self.deliver(self.rows.queue[row].number, self.rows.response(row, why, self.version))
-        for source, target in self.rows.remove([row for row, _ in ended]):
+    def _release(self, ended: Mapping[int, Finish]) -> None:
+        self.engine._deliver(self.rows.take(ended, self.engine.version))
+        self._remove(list(ended))
+
+    def _remove(self, gone: Sequence[int]) -> None:
+        for source, target in self.rows.remove(gone):
             place = slice(target, target + 1)
             self.cache.copy_rows(torch.tensor([source], device=self.device), place, 0)
 

@@ -19,10 +19,8 @@ from rlsys.rollout.base import (
     DEFAULT_CONFIG,
     DEFAULT_CONTEXT,
     BaseRolloutEngine,
-    DeliverFn,
     EngineContext,
     LoadFormat,
-    PullFn,
 )
 from rlsys.rollout.engine_weights import copy_by_name, whole_layout
 from rlsys.rollout.hf.decode import DecodeLoop
@@ -118,10 +116,8 @@ class HFRollout(BaseRolloutEngine):
             self.model, batch, temperature=temperature, max_tokens=self.config.max_num_batched_tokens
         )
 
-    def _decode(self, pull: PullFn, deliver: DeliverFn) -> int:
-        loop = DecodeLoop(self.model, self.config, version=self.version, stop_fn=self._stopped)
-        loop.run(pull, deliver)
-        return loop.num_tokens
+    def _decode(self) -> bool:
+        return DecodeLoop(self).run()
 
 
 def _eos_ids_of(model: Any) -> tuple[int, ...]:

@@ -5,14 +5,14 @@ Letters: N running rows, R longest completion, S stop ids, C cache columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from rlsys.rollout.base import QueuedRequest
 from rlsys.rollout.sampling.sample import NO_TOKEN, BatchFlags, BatchSampling, SampledTokens, row_keys, stop_id_table
-from rlsys.types import Finish, ModelResponse
+from rlsys.types import Finish, ResponseDelta
 
 
 class RunningRows:
@@ -103,13 +103,25 @@ class RunningRows:
         t["num_new"] += 1
         return (t["stops"] == sampled.tokens[:, None]).any(1), t["num_new"] >= t["max_new"]
 
-    def response(self, row: int, finish: Finish, version: int) -> ModelResponse:
-        num_new = int(self.tensors["num_new"][row])
-        tokens, full, sampled = (self.tensors[name][row, :num_new].tolist() for name in ("tokens", "full", "sampled"))
-        request = self.queue[row].request
-        return ModelResponse(
-            request.rid, request.input_ids, tuple(tokens), tuple(full), tuple(sampled), (version,) * num_new, finish
-        )
+    def take(self, ended: Mapping[int, Finish], version: int) -> list[ResponseDelta]:
+        """What was sampled and not taken yet: of the rows that ended, or of all rows if none has."""
+        if not self.queue:
+            return []
+        num_new, num_taken = (self.tensors[name].tolist() for name in ("num_new", "num_taken"))
+        rows = list(ended) or [row for row in range(self.count) if num_new[row] > num_taken[row]]
+        if not rows:
+            return []
+        first, end = min(num_taken[row] for row in rows), max(num_new[row] for row in rows)
+        names = ("tokens", "full", "sampled")
+        columns = [self.tensors[name][rows, first:end].tolist() for name in names]
+        self.tensors["num_taken"][rows] = self.tensors["num_new"][rows]
+        deltas = []
+        for at, row in enumerate(rows):
+            new = slice(num_taken[row] - first, num_new[row] - first)
+            tokens, full, sampled = (tuple(values[at][new]) for values in columns)
+            versions = (version,) * len(tokens)
+            deltas.append(ResponseDelta(self.queue[row].rid, tokens, full, sampled, versions, ended.get(row)))
+        return deltas
 
 
 def _initial(queue: Sequence[QueuedRequest], seed: int) -> dict[str, Tensor]:
@@ -119,6 +131,7 @@ def _initial(queue: Sequence[QueuedRequest], seed: int) -> dict[str, Tensor]:
         "last_tokens": torch.zeros(num_rows, dtype=torch.int64),
         "positions": torch.tensor([len(queued.request.input_ids) - 1 for queued in queue]),
         "num_new": torch.zeros(num_rows, dtype=torch.int64),
+        "num_taken": torch.zeros(num_rows, dtype=torch.int64),
         "max_new": torch.tensor([queued.max_new_tokens for queued in queue]),
         "min_new": torch.tensor([p.min_new_tokens for p in params]),
         "keys": row_keys(seed, [p.seed for p in params]),

@@ -29,13 +29,13 @@ class SampledSequence:
     sampled_logprobs: tuple[float, ...]
     finite: bool
 
-    def first(self, num: int) -> SampledSequence:
-        """The first `num` tokens."""
+    def part(self, start: int, end: int) -> SampledSequence:
+        """The tokens from `start` to `end`."""
         return replace(
             self,
-            tokens=self.tokens[:num],
-            full_logprobs=self.full_logprobs[:num],
-            sampled_logprobs=self.sampled_logprobs[:num],
+            tokens=self.tokens[start:end],
+            full_logprobs=self.full_logprobs[start:end],
+            sampled_logprobs=self.sampled_logprobs[start:end],
         )
 
 
@@ -87,26 +87,34 @@ class SampleLog:
         if len(self._steps) >= STEPS_HELD:
             self._store_arrived()
 
-    def take(self, numbers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def take(self, numbers: Sequence[int], starts: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Remove these requests: their numbers of tokens (K,), and all of their tokens (T, 4).
 
+        With `starts` the requests stay, and only their tokens from these indices on are returned.
         Of two samples at one index the later one counts. A step whose copy has not arrived was started ahead of the
         engine's outputs, so its samples for requests that have ended are ignored.
         """
         self._store_arrived()
+        if starts is not None:
+            slots = [self._slots.get(number) for number in numbers]
+            parts = [
+                np.zeros((0, FIELDS)) if slot is None else self._table[slot, start : self._lengths[slot]]
+                for slot, start in zip(slots, starts, strict=True)
+            ]
+            return np.array([len(part) for part in parts], np.int64), np.concatenate([np.zeros((0, FIELDS)), *parts])
         if self._steps:
             ended = set(numbers)
             for step in self._steps:
                 step.numbers = [None if number in ended else number for number in step.numbers]
         known = [number in self._slots for number in numbers]
-        slots = np.array([self._slots.pop(number) for number in numbers if number in self._slots], np.int64)
-        rows = self._table[slots, : self._lengths[slots].max(initial=0)]
+        taken = np.array([self._slots.pop(number) for number in numbers if number in self._slots], np.int64)
+        rows = self._table[taken, : self._lengths[taken].max(initial=0)]
         is_sampled = ~np.isnan(rows[:, :, 0])
         counts = np.zeros(len(numbers), np.int64)
         counts[known] = is_sampled.sum(1)
-        self._table[slots] = np.nan
-        self._lengths[slots] = 0
-        self._free += slots.tolist()
+        self._table[taken] = np.nan
+        self._lengths[taken] = 0
+        self._free += taken.tolist()
         return counts, rows[is_sampled]
 
     def _store_arrived(self) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, Future, wait
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +28,8 @@ from rlsys.rollout.base import (
     SLEEP_TAGS,
     STEP_WAIT_S,
     BaseRolloutEngine,
-    DeliverFn,
     EngineContext,
-    PullFn,
-    QueuedRequest,
-    empty_response,
+    RunningRequest,
 )
 from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.hf_files import eos_ids_of, max_positions_of, vocab_size_of
@@ -42,7 +40,7 @@ from rlsys.rollout.sglang.launch import EngineThread
 from rlsys.rollout.sglang.sampler import request_id
 from rlsys.rollout.sglang.scheduler_hooks import SchedulerEngine, SchedulerSettings
 from rlsys.rollout.versions import SGLANG
-from rlsys.types import Finish, WeightLayout
+from rlsys.types import Finish, ModelRequest, ResponseDelta, WeightLayout
 from rlsys.utils.errors import ConfigError, RolloutError, WeightTransferError
 
 if TYPE_CHECKING:
@@ -87,7 +85,7 @@ class SGLangRollout(BaseRolloutEngine):
             max_model_len=length,
             eos_token_ids=eos_ids_of(path),
         )
-        self.replica, self._numbers = replica, itertools.count()
+        self.config, self.replica, self._numbers = config, replica, itertools.count()
         self._folder = tempfile.TemporaryDirectory(prefix="rlsys-sglang-")
         socket = Path(self._folder.name) / "scheduler"
         settings = SchedulerSettings(str(socket), str(path), dtype, config.seed, self.is_leader, methods)
@@ -107,26 +105,38 @@ class SGLangRollout(BaseRolloutEngine):
         """SGLang's arguments, with its own defaults filled in."""
         return self._engine_thread.engine.server_args
 
-    def _decode(self, pull: PullFn, deliver: DeliverFn) -> int:
-        running: dict[Pending, tuple[QueuedRequest, int]] = {}
-        num_tokens, stop_by_s = 0, 0.0
+    def exchange(
+        self, new: Sequence[ModelRequest] = (), *, wait_s: float, cancel: Collection[str] = ()
+    ) -> list[ResponseDelta]:
+        return super().exchange(new, wait_s=wait_s, cancel=cancel) if self.is_leader else []
+
+    def _decode(self) -> bool:
+        running: dict[Pending, RunningRequest] = {}
+        stop_by_s = 0.0
         try:
             while True:
-                for queued in pull():
-                    if not self.is_leader or self._stopped():
-                        deliver(queued.number, empty_response(queued.request))
-                        continue
+                stop = self._stopped()
+                new, cancelled = self._pull()
+                if stop:
+                    self._put_back(new)
+                for queued in () if stop else new:
                     spec = SampleSpec.of(queued, next(self._numbers))
                     ids, stop_ids = queued.request.input_ids, queued.stop_ids
-                    running[self._submit(ids, spec, queued.max_new_tokens, stop_ids)] = queued, spec.number
+                    future = self._submit(ids, spec, queued.max_new_tokens, stop_ids)
+                    running[future] = RunningRequest(spec.number, request_id(spec), queued)
+                for one in [one for one in running.values() if one.queued.rid in cancelled]:
+                    one.is_cancelled = True
+                    self._abort(one.engine_id)
                 if not running:
-                    return num_tokens
-                if self._stopped():
+                    return stop
+                if stop:
                     stop_by_s = stop_by_s or time.monotonic() + STEP_WAIT_S
                     self._abort_all(stop_by_s)
                 done, _ = wait(running, timeout=POLL_S, return_when=ALL_COMPLETED)
                 self.remote.check_alive()
-                num_tokens += self._deliver({future: running.pop(future) for future in done}, deliver)
+                self._finish({future: running.pop(future) for future in done})
+                if self._report_due():
+                    self._deliver(self._sampled(list(running.values())), reports=True)
         finally:
             if running:
                 self._abort_all(time.monotonic() + STEP_WAIT_S)
@@ -148,25 +158,35 @@ class SGLangRollout(BaseRolloutEngine):
         """Repeated at every poll, since a request may still be on its way to the scheduler."""
         if time.monotonic() > stop_by_s:
             raise RolloutError(f"SGLang did not abort its requests within {STEP_WAIT_S:g} s; it may hang in a step")
-        manager = self._engine_thread.engine.tokenizer_manager
-        self._engine_thread.loop.call_soon_threadsafe(lambda: manager.abort_request(abort_all=True))
+        self._abort("")
 
-    def _deliver(self, done: Mapping[Pending, tuple[QueuedRequest, int]], deliver: DeliverFn) -> int:
-        """Pair SGLang's answers with the logged samples; returns the number of tokens."""
+    def _abort(self, engine_id: str) -> None:
+        """Abort a request, or all with an empty id."""
+        manager = self._engine_thread.engine.tokenizer_manager
+        abort = partial(manager.abort_request, rid=engine_id, abort_all=not engine_id)
+        self._engine_thread.loop.call_soon_threadsafe(abort)
+
+    def _sampled(self, running: Sequence[RunningRequest]) -> list[ResponseDelta]:
+        numbers, starts = [one.number for one in running], [one.num_delivered for one in running]
+        samples = self.remote.call("take_samples", numbers, starts, deadline_s=CALL_WAIT_S)
+        return self._news(running, sampled_sequences(*samples))
+
+    def _finish(self, done: Mapping[Pending, RunningRequest]) -> None:
+        """Deliver the requests that SGLang has ended, their answers paired with the logged samples."""
         if not done:
-            return 0
-        numbers = [number for _, number in done.values()]
+            return
+        numbers = [one.number for one in done.values()]
         sequences = sampled_sequences(*self.remote.call("take_samples", numbers, deadline_s=CALL_WAIT_S))
-        num_tokens = 0
-        for (future, (queued, _)), sampled in zip(done.items(), sequences, strict=True):
+        deltas = []
+        for (future, one), sampled in zip(done.items(), sequences, strict=True):
             answer = future.result()
             tokens = tuple(answer["output_ids"])
-            response = self._response(queued.request, sampled.first(len(tokens)), _finish(answer))
-            if response.output_tokens != tokens:
-                raise RolloutError(f"SGLang returned other tokens than were sampled for request {queued.request.rid}")
-            num_tokens += len(tokens)
-            deliver(queued.number, response)
-        return num_tokens
+            if sampled.tokens[: len(tokens)] != tokens:
+                raise RolloutError(f"SGLang returned other tokens than were sampled for request {one.queued.rid}")
+            rest = sampled.part(one.num_delivered, len(tokens))
+            if not one.is_cancelled:
+                deltas.append(self._delta(one.queued.rid, rest, _finish(answer)))
+        self._deliver(deltas)
 
     def _score(self, batch: DataProto, temperature: float) -> Tensor:
         if not self.is_leader:

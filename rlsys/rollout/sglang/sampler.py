@@ -59,10 +59,10 @@ class SchedulerSampler:
                 self._rids = rids
             self.rows.force(logits, last_positions + 1)
 
-    def take(self, numbers: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Remove these requests: their numbers of tokens (K,), and all tokens (T, 4): token, full, sampled, finite."""
+    def take(self, numbers: Sequence[int], starts: Sequence[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """As `SampleLog.take`: numbers of tokens (K,), and the tokens (T, 4): token, full, sampled, finite."""
         with self._lock:
-            return self.rows.log.take(numbers)
+            return self.rows.log.take(numbers, starts)
 
     def clear(self) -> None:
         """Drop samples that were made after their request had ended."""

@@ -10,7 +10,6 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,27 +23,25 @@ from rlsys.rollout.base import (
     DEFAULT_CONTEXT,
     SLEEP_TAGS,
     BaseRolloutEngine,
-    DeliverFn,
     EngineContext,
-    PullFn,
     QueuedRequest,
+    RunningRequest,
+    until_end,
 )
 from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.engine_weights import EngineWeights, HostWeights
 from rlsys.rollout.hf_files import eos_ids_of, hf_tensors, vocab_size_of
 from rlsys.rollout.sampling.hook import SPEC_KEY, SampleSpec
-from rlsys.rollout.sampling.log import SampledSequence
 from rlsys.rollout.vllm.determinism import choose_kernels, keep_gradients
 from rlsys.rollout.vllm.engine_args import engine_arguments
 from rlsys.rollout.vllm.groups import end_groups, own_shared_memory
-from rlsys.types import Finish, WeightLayout
+from rlsys.types import ResponseDelta, WeightLayout
 from rlsys.utils.errors import RolloutError
 
 if TYPE_CHECKING:
     from rlsys.protocol import DataProto
 
 NUM_DRAIN_STEPS = 2
-FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
 numbers = itertools.count()
 
 
@@ -68,6 +65,7 @@ class VLLMRollout(BaseRolloutEngine):
     ) -> None:
         on_cpu, is_parallel = context.device == "cpu", config.tensor_model_parallel_size > 1
         arguments = engine_arguments(path, config, context)
+        self.config = config
         super().__init__(
             context,
             vocab_size=vocab_size_of(path),
@@ -78,60 +76,94 @@ class VLLMRollout(BaseRolloutEngine):
         names = own_shared_memory() if is_parallel and on_cpu else nullcontext()
         with keep_gradients(), choose_kernels(), names:
             self.engine = _start(arguments, kv_cache_gib=config.kv_cache_gib)
-        self._decision = torch.zeros(1, dtype=torch.uint8) if is_parallel else None
+        self._decision = torch.zeros(2, dtype=torch.int64) if is_parallel else None
+        self._requests: dict[str, RunningRequest] = {}
         loads = context.load_format == "auto" and on_cpu
         expected = hf_tensors(path, dtype=context.dtype_name(config.dtype), has_values=loads, has_memory=on_cpu)
         self.weights = HostWeights(*expected, self._reload) if on_cpu else EngineWeights(*expected, self._model)
 
-    def _decode(self, pull: PullFn, deliver: DeliverFn) -> int:
-        running: dict[str, QueuedRequest] = {}
-        num_tokens = 0
-
-        def finish(outputs: Sequence[_Finished]) -> int:
-            count, ids = 0, [int(output.request_id) for output in outputs]
-            sequences = self._rpc("rlsys_take_samples", ids) if ids else []
-            for output, sequence in zip(outputs, sequences, strict=True):
-                queued = running.pop(output.request_id)
-                sampled, stopped = _until_stop(sequence, queued)
-                if output.tokens not in (None, sampled.tokens):
-                    raise RolloutError(f"vLLM returned other tokens than were sampled for request {queued.request.rid}")
-                reason = Finish.STOP if stopped else output.reason
-                deliver(queued.number, self._response(queued.request, sampled, reason))
-                count += len(sampled.tokens)
-            return count
-
+    def _decode(self) -> bool:
+        running = self._requests
         try:
             while True:
-                for queued in pull():
+                new, cancelled, stop = self._next()
+                for queued in new:
                     spec = SampleSpec.of(queued, next(numbers))
-                    running[self._add(queued.request.input_ids, spec, max_tokens=queued.max_new_tokens)] = queued
-                if self._must_stop():
-                    self.engine.abort_request(list(running))
-                    self._drain()
-                    return num_tokens + finish([_Finished(request_id, Finish.ABORT) for request_id in running])
+                    vllm_id = self._add(queued.request.input_ids, spec, max_tokens=queued.max_new_tokens)
+                    running[vllm_id] = RunningRequest(spec.number, vllm_id, queued)
+                if gone := [one for one in running.values() if one.queued.rid in cancelled]:
+                    self._abort(gone)
+                if stop:
+                    self._stop()
+                    return True
                 if not running:
                     self._drain()
-                    return num_tokens
-                num_tokens += finish([_finished(output) for output in self.engine.step() if output.finished])
+                    return False
+                if self._report_due():
+                    self._deliver(self._sampled(list(running.values())), reports=True)
+                outputs = [output for output in self.engine.step() if output.finished]
+                if outputs:
+                    self._finish(outputs)
         except BaseException:
             self.engine.abort_request(list(running))
+            running.clear()
             raise
+
+    def _stop(self) -> None:
+        """Deliver all that was sampled; running requests are kept with their cache, or given back."""
+        if self.device != "cpu":
+            torch.cuda.synchronize()  # a step may have been started ahead
+        running = list(self._requests.values())
+        if self.config.on_update == "keep":
+            self._deliver(self._sampled(running))
+        else:
+            self._deliver(self._sampled(running, give_back=True))
+            self._abort(running)
+            self._drain()
+
+    def _abort(self, gone: Sequence[RunningRequest]) -> None:
+        """Have vLLM forget these requests, and their samples."""
+        self.engine.abort_request([one.engine_id for one in gone])
+        self._rpc("rlsys_take_samples", [one.number for one in gone])
+        for one in gone:
+            del self._requests[one.engine_id]
+
+    def _sampled(self, running: Sequence[RunningRequest], *, give_back: bool = False) -> list[ResponseDelta]:
+        starts = [one.num_delivered for one in running]
+        samples = self._rpc("rlsys_take_samples", [one.number for one in running], starts)
+        return self._news(running, samples, give_back=give_back)
+
+    def _finish(self, outputs: Sequence[Any]) -> None:
+        """Deliver the requests that vLLM has ended."""
+        sequences = self._rpc("rlsys_take_samples", [int(output.request_id) for output in outputs])
+        deltas = []
+        for output, whole in zip(outputs, sequences, strict=True):
+            one = self._requests.pop(output.request_id)
+            start, [completion] = one.num_delivered, output.outputs
+            sampled, end = until_end(whole.part(start, len(whole.tokens)), one.queued, start)
+            if completion.finish_reason not in ("stop", "length") or end is None:
+                raise RolloutError(f"vLLM ended request {one.queued.rid} for reason '{completion.finish_reason}'")
+            if tuple(completion.token_ids)[start:] != sampled.tokens:
+                raise RolloutError(f"vLLM returned other tokens than were sampled for request {one.queued.rid}")
+            deltas.append(self._delta(one.queued.rid, sampled, end))
+        self._deliver(deltas)
 
     def _drain(self) -> None:
         """Run the steps that were started ahead; their samples are for requests that have ended."""
         for _ in range(NUM_DRAIN_STEPS):
             self.engine.step()
 
-    def _must_stop(self) -> bool:
-        """Whether to stop at this step; ranks that serve together follow the first of them."""
+    def _next(self) -> tuple[list[QueuedRequest], set[str], bool]:
+        """What came in, and whether to stop at this step; ranks that serve together follow the first of them."""
         if self._decision is None:
-            return self._stopped()
+            return *self._pull(), self._stopped()
         from vllm.distributed import get_tp_group
 
         group = get_tp_group()
-        self._decision[0] = self._stopped()
+        self._decision.copy_(torch.tensor([self._stopped(), len(self._inbox)]))
         dist.broadcast(self._decision, src=group.ranks[0], group=group.cpu_group)
-        return bool(self._decision[0])
+        stop, num_events = self._decision.tolist()
+        return *self._pull(num_events), bool(stop)
 
     def _add(
         self, ids: Sequence[int], spec: SampleSpec, *, max_tokens: int = 1, prompt_logprobs: int | None = None
@@ -150,7 +182,8 @@ class VLLMRollout(BaseRolloutEngine):
             output_kind=RequestOutputKind.FINAL_ONLY,
             extra_args={SPEC_KEY: spec.to_dict()},
         )
-        self.engine.add_request(str(spec.number), {"prompt_token_ids": list(ids)}, params)
+        prompt = {"prompt_token_ids": list(ids), "cache_salt": str(self.version)}
+        self.engine.add_request(str(spec.number), prompt, params)
         return str(spec.number)
 
     def _score(self, batch: DataProto, temperature: float) -> Tensor:
@@ -165,8 +198,11 @@ class VLLMRollout(BaseRolloutEngine):
             for row, ids in enumerate(sequences)
         }
         while rows:
-            for output in self.engine.step():
-                if output.finished:
+            outputs = [output for output in self.engine.step() if output.finished]
+            if others := [output for output in outputs if output.request_id not in rows]:
+                self._finish(others)
+            for output in outputs:
+                if output.request_id in rows:
                     row = rows.pop(output.request_id)
                     self._rpc("rlsys_take_samples", [int(output.request_id)])
                     ids = sequences[row]
@@ -185,9 +221,10 @@ class VLLMRollout(BaseRolloutEngine):
         self.weights.load(bucket)
 
     def finish_update(self, version: int) -> None:
-        """Switch to the new weights and clear the cache that the old ones computed."""
+        """Switch to the new weights; the cache that the old ones computed serves no new request."""
         self.weights.finish()
-        self.engine.reset_prefix_cache()
+        if not self._requests:
+            self.engine.reset_prefix_cache()
         super().finish_update(version)
 
     def _move_memory(self, tags: Sequence[str], *, asleep: bool) -> None:
@@ -231,28 +268,3 @@ def _start(arguments: Mapping[str, Any], *, kv_cache_gib: int) -> Any:
             **arguments,
         )
     )
-
-
-def _until_stop(sampled: SampledSequence, queued: QueuedRequest) -> tuple[SampledSequence, bool]:
-    """The sequence up to its end, and whether a stop id ends it; a step started ahead may have sampled one more."""
-    shortest = queued.request.gconfig.min_new_tokens
-    stops = (n for n, token in enumerate(sampled.tokens) if n >= shortest and token in queued.stop_ids)
-    end = next(stops, None)
-    return sampled.first(queued.max_new_tokens if end is None else end + 1), end is not None
-
-
-@dataclass(frozen=True)
-class _Finished:
-    """A finished request of vLLM: its id, the reason, and the tokens that vLLM returned (None: not known)."""
-
-    request_id: str
-    reason: Finish
-    tokens: tuple[int, ...] | None = None
-
-
-def _finished(output: Any) -> _Finished:
-    [completion] = output.outputs
-    if completion.finish_reason not in FINISH:
-        raise RolloutError(f"vLLM ended request {output.request_id} for reason '{completion.finish_reason}'")
-    reason = FINISH[completion.finish_reason]
-    return _Finished(output.request_id, reason, None if reason is Finish.ABORT else tuple(completion.token_ids))

@@ -16,9 +16,9 @@ class RolloutExtension:
 
     model_runner: Any
 
-    def rlsys_take_samples(self, numbers: Sequence[int]) -> list[SampledSequence]:
-        """Remove and return the samples of these requests."""
-        return sampled_sequences(*self._rlsys_sampler().sampler.log.take(numbers))
+    def rlsys_take_samples(self, numbers: Sequence[int], starts: Sequence[int] | None = None) -> list[SampledSequence]:
+        """Remove and return the samples of these requests; with `starts` as `SampleLog.take` does."""
+        return sampled_sequences(*self._rlsys_sampler().sampler.log.take(numbers, starts))
 
     def rlsys_reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load full HF tensors through vLLM's own loader, which packs them for its kernels."""

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlsys.fleet.external.backends import SGLangBackend, VLLMBackend
-from rlsys.fleet.external.partial import BadResponseError, Delta, PartialResponse
+from rlsys.fleet.external.partial import BadResponseError, Delta, ServedResponse
 from rlsys.fleet.external.router import Router
 from rlsys.fleet.external.settings import RemoteSettings, server_urls
 from rlsys.types import Finish, ModelRequest, SamplingParams
@@ -107,7 +107,7 @@ def test_the_cool_down_grows_and_is_forgotten_by_a_steady_server() -> None:
 
 @given(st.integers(1, 20), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), st.booleans()), max_size=8))
 def test_a_draft_is_what_its_parts_are(total: int, parts: list[tuple[int, int, bool]]) -> None:
-    partial = PartialResponse(ModelRequest((1, 2), SamplingParams(total, min_new_tokens=5)))
+    partial = ServedResponse(ModelRequest((1, 2), SamplingParams(total, min_new_tokens=5)))
     tokens: list[int] = []
     for size, version, aborted in [*parts, (total, 3, False)]:
         if partial.finish is not None:
@@ -209,7 +209,7 @@ def test_older_vllm_servers_write_ids_as_text() -> None:
 def test_any_json_is_a_delta_or_a_bad_answer(event: object, seen: int) -> None:
     for backend in (SGLangBackend(), VLLMBackend()):
         if isinstance(event, dict):
-            partial = PartialResponse(ModelRequest((1,), SamplingParams(8)))
+            partial = ServedResponse(ModelRequest((1,), SamplingParams(8)))
             try:
                 delta = backend.read(event, seen)
                 partial.add(delta, [0] * len(delta.stamps))

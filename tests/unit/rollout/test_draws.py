@@ -53,4 +53,15 @@ def test_the_later_draw_counts_and_parts_of_a_prompt_do_not() -> None:
     assert answer.full_logprobs == (-2.0, -3.0)
     assert not answer.finite
     assert taken(log, 4).tokens == ()
-    assert answer.first(1).tokens == (8,)
+    assert answer.part(0, 1).tokens == (8,)
+
+
+def test_running_requests_are_read_from_an_index_on_and_stay() -> None:
+    log = SampleLog()
+    for at in range(5):
+        log.add([4, 6], torch.tensor([[at, 10 + at, -1, -2, 1], [at, 20 + at, -3, -4, 1]], dtype=torch.float64))
+    first, second, unknown = sampled_sequences(*log.take([6, 4, 9], starts=[3, 0, 0]))
+    assert (first.tokens, second.tokens, unknown.tokens) == ((23, 24), (10, 11, 12, 13, 14), ())
+    assert (first.full_logprobs, first.sampled_logprobs, first.finite) == ((-3.0, -3.0), (-4.0, -4.0), True)
+    assert taken(log, 4).tokens == (10, 11, 12, 13, 14)
+    assert taken(log, 4).tokens == ()

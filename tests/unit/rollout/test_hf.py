@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams
 from rlsys.utils.errors import RolloutError, WeightTransferError
+from tests.timing import scaled_s
 
 SIZES: dict[str, Any] = {
     "vocab_size": 80,
@@ -186,8 +189,30 @@ def test_a_closed_engine_says_so() -> None:
         engine.generate([ModelRequest((3,), SamplingParams(2))])
 
 
-async def test_a_broken_request_does_not_reach_the_others() -> None:
+def test_a_broken_request_does_not_reach_the_others() -> None:
     engine = engine_of()
-    with pytest.raises(ValueError, match="vocabulary"):
-        await engine.sample([500], SamplingParams(2))
-    assert len((await engine.sample([5], SamplingParams(2, ignore_eos=True))).output_tokens) == 2
+    good = ModelRequest((5,), SamplingParams(2, ignore_eos=True), rid="good")
+    deltas = engine.exchange([ModelRequest((500,), SamplingParams(2), rid="bad"), good], wait_s=scaled_s(10))
+    by_rid = {delta.rid: delta for delta in deltas}
+    assert by_rid["bad"].refused
+    assert "vocabulary" in by_rid["bad"].error
+    assert (len(by_rid["good"].tokens), by_rid["good"].finish) == (2, Finish.LENGTH)
+
+
+def test_a_step_that_never_ends_does_not_hold_up_an_exchange_and_fails_an_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, release = engine_of(), threading.Event()
+    engine.model.register_forward_pre_hook(lambda *args: release.wait(scaled_s(20)) and None)
+    monkeypatch.setattr("rlsys.rollout.base.STEP_WAIT_S", 0.2)
+    started_s = time.monotonic()
+    assert engine.exchange([ModelRequest((5,), SamplingParams(2))], wait_s=0.1) == []
+    with pytest.raises(WeightTransferError, match=r"did not stop within 0\.2 s"):
+        engine.begin_update()
+    assert time.monotonic() - started_s < scaled_s(5)
+    release.set()
+    engine.begin_update()
+    engine.finish_update(1)
+    deltas = engine.exchange(wait_s=scaled_s(10))
+    assert {version for delta in deltas for version in delta.versions} <= {0, 1}
+    engine.close()

@@ -86,6 +86,6 @@ def test_only_trained_roles_are_saved_and_all_are_closed(tmp_path: Path) -> None
 
 
 def test_stages_have_the_deadline_of_their_kind() -> None:
-    deadlines = stage_deadlines(DeadlinesConfig(call_s=1, start_s=2, update_s=3, weights_s=4, save_s=5, generate_s=6))
-    names = ("default", "init_model", "update_critic", "send_weights", "load_checkpoint", "generate_sequences")
-    assert [deadlines[name] for name in names] == [1, 2, 3, 4, 5, 6]
+    deadlines = stage_deadlines(DeadlinesConfig(call_s=1, start_s=2, update_s=3, weights_s=4, save_s=5))
+    names = ("default", "init_model", "update_critic", "send_weights", "load_checkpoint")
+    assert [deadlines[name] for name in names] == [1, 2, 3, 4, 5]

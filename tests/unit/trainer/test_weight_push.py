@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -21,37 +23,34 @@ ROLLOUT = "actor_rollout_ref.rollout"
 class Recorder:
     """A transfer and a fleet that write down what is called."""
 
-    def __init__(self, *, max_restarts: int) -> None:
+    def __init__(self) -> None:
         self.calls: list[str] = []
         self.version: int | None = None
-        self.max_restarts = max_restarts
 
     def push(self, version: int) -> TransferReport:
         self.calls.append(f"push {version}")
         self.version = version
         return TransferReport(version, 1, 0.0, "", "test")
 
+    @contextmanager
+    def pushing(self, version: int) -> Iterator[None]:
+        self.calls.append(f"held for {version}")
+        yield
+        self.calls.append("released")
+
     def __getattr__(self, name: str) -> Any:
         return lambda *args: self.calls.append(" ".join([name, *map(str, args)]))
 
 
-def pushing(*, max_restarts: int = 0, validate: bool = False) -> tuple[WeightPush, Recorder]:
-    recorder = Recorder(max_restarts=max_restarts)
+def pushing(*, validate: bool = False) -> tuple[WeightPush, Recorder]:
+    recorder = Recorder()
     return WeightPush(recorder, cast(RolloutFleet, recorder), validate), recorder
 
 
-def test_a_push_waits_for_the_fleet_and_gives_it_the_version() -> None:
+def test_a_push_runs_while_the_fleet_is_held() -> None:
     weights, recorder = pushing(validate=True)
     assert weights.push(4).version == 4
-    assert recorder.calls == ["settle", "push 4", "validate", "weights_pushed 4"]
-
-
-def test_health_is_checked_before_later_pushes_to_engines_that_can_be_restarted() -> None:
-    weights, recorder = pushing(max_restarts=3)
-    weights.push(1)
-    weights.push(2)
-    assert recorder.calls.count("check_health") == 1
-    assert recorder.calls.index("check_health") < recorder.calls.index("push 2")
+    assert recorder.calls == ["held for 4", "push 4", "validate", "released"]
 
 
 def test_weights_are_pushed_again_only_if_there_were_any() -> None:

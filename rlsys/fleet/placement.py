@@ -1,0 +1,88 @@
+"""What a fleet keeps of its requests and replicas."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from rlsys.fleet.replica import Replica
+from rlsys.rollout.partial import PartialResponse
+from rlsys.types import ModelResponse, ResponseDelta
+
+
+@dataclass(frozen=True)
+class FleetDeadlines:
+    """Time limits: of one exchange, of a replica's silence while it has requests, of a health check and a restart."""
+
+    generate_s: float
+    exchange_s: float = 30.0
+    health_s: float = 30.0
+    restart_s: float = 300.0
+
+
+@dataclass(eq=False)
+class FleetRequest:
+    """A request of the fleet, its tokens so far and its number in the ledger; it came with `num_given` tokens."""
+
+    number: int
+    partial: PartialResponse
+    num_given: int
+    answer: Future[ModelResponse] = field(default_factory=Future)
+    oldest_version: int | None = None
+
+    @property
+    def session(self) -> str:
+        return self.partial.request.session
+
+
+@dataclass(eq=False)
+class RequestBatch:
+    """Requests that are placed together. A fixed batch is decoded alone, and repeated as a whole if that fails."""
+
+    requests: list[FleetRequest]
+    fixed: bool
+    causes: list[str] = field(default_factory=list)
+    failed_on: set[str] = field(default_factory=set)
+
+    @property
+    def number(self) -> int:
+        return self.requests[0].number
+
+
+@dataclass(eq=False)
+class ReplicaState:
+    """The fleet's state of a replica: what is placed there, and by id what its engine has."""
+
+    replica: Replica
+    state: str = "ready"
+    restarts: int = 0
+    failures: int = 0
+    placed: list[tuple[FleetRequest, RequestBatch]] = field(default_factory=list)
+    running: dict[str, tuple[FleetRequest, RequestBatch]] = field(default_factory=dict)
+    cancelled: set[str] = field(default_factory=set)
+    is_exchanging: bool = False
+    heard_s: float = 0.0
+    idle_s: float = 0.0
+
+    @property
+    def held(self) -> list[tuple[FleetRequest, RequestBatch]]:
+        return [*self.placed, *self.running.values()]
+
+    @property
+    def load(self) -> int:
+        return len(self.placed) + len(self.running)
+
+
+class WrongVersionError(RuntimeError):
+    """A token has a weight version that was not allowed."""
+
+
+def wrong_version(delta: ResponseDelta, oldest: int | None, newest: int | None) -> WrongVersionError | None:
+    """What is wrong with the weight versions of these tokens, if both bounds are known."""
+    if oldest is None or newest is None or not delta.versions:
+        return None
+    first, last = min(delta.versions), max(delta.versions)
+    if oldest <= first and last <= newest:
+        return None
+    span = f"{first} to {last}" if first < last else str(first)
+    return WrongVersionError(f"tokens of weight version {span}, wanted {oldest} to {newest}")
