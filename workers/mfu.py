@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from time import perf_counter
 
 from transformers import PretrainedConfig
 
-from rlsys.models.flops import forward_flops
+from rlsys.models.flops import ModelFlops
 from rlsys.protocol import DataProto
 from rlsys.telemetry.log import get_logger
 
@@ -38,7 +39,7 @@ class MfuMeter:
         seconds = self.clock() - start_s
         try:
             flops = self._forward_flops(rows) * (1 if epochs is None else 3 * epochs)
-        except (AttributeError, TypeError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             log.debug("no MFU of a %s: %s", type(self.model).__name__, error)
             return
         metrics[f"perf/mfu/{name}"] = flops / (seconds * self.peak)
@@ -46,4 +47,8 @@ class MfuMeter:
     def _forward_flops(self, rows: DataProto) -> float:
         mask = rows.tensors["attention_mask"]
         num_predicted = int(mask[:, -rows.tensors["responses"].shape[1] :].sum())
-        return forward_flops(self.model, mask.sum(1).tolist(), num_head_tokens=num_predicted if self.lm_head else 0)
+        return self._model_flops.forward(mask.sum(1).tolist(), num_head_tokens=num_predicted if self.lm_head else 0)
+
+    @cached_property
+    def _model_flops(self) -> ModelFlops:
+        return ModelFlops(self.model)

@@ -12,6 +12,8 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 DENSE_PEAK = {
     "GB200": 2500e12,
@@ -33,33 +35,43 @@ DENSE_PEAK = {
 """Dense bf16 FLOP/s (V100: fp16) from the makers' data sheets, by words of the device name; most words win."""
 
 
-def block_parameters(config: Any) -> int:
-    """Weights of one block that multiply every token: attention, and the MLP or the experts a token is sent to."""
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    attention = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim
-    experts = getattr(config, "num_experts_per_tok", None)
-    if not experts:
-        return attention + 3 * hidden * config.intermediate_size
-    routed = experts * 3 * hidden * getattr(config, "moe_intermediate_size", config.intermediate_size)
-    return attention + routed + hidden * (getattr(config, "num_experts", None) or config.num_local_experts)
+class ModelFlops:
+    """FLOPs of a causal language model, counted on the matrices that transformers builds for `config`.
 
+    So latent attention, MLPs with and without gate, shared experts and dense layers count as they are, and of routed
+    experts those that a token is sent to.
+    """
 
-def forward_flops(config: Any, lengths: Iterable[int], *, num_head_tokens: int | None = None) -> float:
-    """FLOPs of one forward pass over sequences of these lengths; the LM head runs on `num_head_tokens` (None: all)."""
-    lengths = list(lengths)
-    tokens, pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    blocks = config.num_hidden_layers * (2 * tokens * block_parameters(config) + 4 * pairs * heads * head_dim)
-    head_tokens = tokens if num_head_tokens is None else num_head_tokens
-    return float(blocks + 2 * head_tokens * config.hidden_size * config.vocab_size)
+    def __init__(self, config: PretrainedConfig) -> None:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        text: Any = config.get_text_config()
+        looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        output: Any = model.get_output_embeddings()
+        experts = [getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")]
+        routed = text.num_experts_per_tok / next(filter(None, experts)) if any(experts) else 1.0
+        self.head = output.weight.numel()
+        self.blocks = sum(
+            p.numel() * (routed if ".experts." in name else 1)
+            for name, p in model.named_parameters()
+            if p.ndim > 1 and id(p) not in looked_up and p is not output.weight and not name.endswith("bias")
+        )
+        """Weights of all blocks that multiply a token."""
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        query = text.qk_nope_head_dim + text.qk_rope_head_dim if getattr(text, "kv_lora_rank", None) else head_dim
+        value = getattr(text, "v_head_dim", None) or head_dim
+        self.attended = text.num_hidden_layers * text.num_attention_heads * (query + value)
+        """Multiplications of a token with one that it attends to."""
 
+    def forward(self, lengths: Iterable[int], *, num_head_tokens: int | None = None) -> float:
+        """FLOPs of a forward pass over sequences of these lengths; the LM head runs on `num_head_tokens` (None: all).
 
-def training_flops(config: Any, lengths: Iterable[int], *, num_head_tokens: int | None = None) -> float:
-    """FLOPs of forward and backward: three times the forward pass."""
-    return 3 * forward_flops(config, lengths, num_head_tokens=num_head_tokens)
+        Forward and backward are three times as many.
+        """
+        lengths = list(lengths)
+        tokens, pairs = sum(lengths), sum(n * (n + 1) // 2 for n in lengths)
+        head_tokens = tokens if num_head_tokens is None else num_head_tokens
+        return 2.0 * (tokens * self.blocks + pairs * self.attended + head_tokens * self.head)
 
 
 def data_sheet_flops(device_name: str) -> float | None:

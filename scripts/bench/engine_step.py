@@ -22,7 +22,7 @@ from rlsys.config.schema.model import ModelConfig, OptimConfig
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum
-from rlsys.models.flops import peak_flops, training_flops
+from rlsys.models.flops import ModelFlops, peak_flops
 from rlsys.models.hf import read_config
 from rlsys.protocol import DataProto
 
@@ -151,7 +151,7 @@ def main() -> None:
     config = read_config(source)
     rows = make_rows(args.rows, args.prompt, args.response, config.vocab_size)
     lengths = rows.tensors["attention_mask"].sum(1).tolist()
-    flops = training_flops(config, lengths, num_head_tokens=int(rows.tensors["response_mask"].sum()))
+    flops = 3 * ModelFlops(config).forward(lengths, num_head_tokens=int(rows.tensors["response_mask"].sum()))
     peak = peak_flops(torch.device(args.device))
     results = {}
     for name, make in {"transformers": plain_step, "rlsys": engine_step}.items():

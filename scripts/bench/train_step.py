@@ -31,7 +31,7 @@ from rlsys.config.schema.megatron import MegatronConfig
 from rlsys.config.schema.model import ModelConfig, OptimConfig
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import LossSum, TrainEngine
-from rlsys.models.flops import data_sheet_flops, measured_flops, training_flops
+from rlsys.models.flops import ModelFlops, data_sheet_flops, measured_flops
 from rlsys.models.hf import read_config
 from rlsys.models.megatron.family import family_of
 from rlsys.protocol import DataProto
@@ -107,7 +107,8 @@ def run_rank(rank: int, args: argparse.Namespace, folder: Path, port: int) -> No
         steps_s.append(perf_counter() - started_s)
     lengths = [args.sequence] * len(rows) * engine.dp_size
     seconds = sorted(steps_s[2:])[args.steps // 2]
-    flops = training_flops(config, lengths, num_head_tokens=len(lengths) * (args.sequence - PROMPT)) / seconds
+    forward = ModelFlops(config).forward(lengths, num_head_tokens=len(lengths) * (args.sequence - PROMPT))
+    flops = 3 * forward / seconds
     device = torch.device(args.device)
     measured = measured_flops(device, size=8192) if cuda else measured_flops(device)
     sheet = data_sheet_flops(torch.cuda.get_device_name()) if cuda else None

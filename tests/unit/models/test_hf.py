@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rlsys.config.schema.model import ModelConfig
-from rlsys.models.flops import block_parameters, forward_flops, measured_flops, training_flops
+from rlsys.models.flops import ModelFlops, measured_flops
 from rlsys.models.hf import SafetensorsDir, build, check_names, open_weights, read_config
 from rlsys.utils.errors import CheckpointError, ConfigError
 
@@ -199,16 +199,67 @@ def test_flops_count_every_matrix_product_of_a_transformer() -> None:
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, length, dtype=torch.long))
     causal_saving = 2 * 4 * (length**2 - length * (length + 1) // 2) * 4 * 4
-    rope = counter.get_total_flops() - causal_saving - forward_flops(config, [length])
+    flops = ModelFlops(config)
+    rope = counter.get_total_flops() - causal_saving - flops.forward([length])
     assert 0 <= rope < 0.001 * counter.get_total_flops()
-    assert training_flops(config, [3, 4]) == 3 * (forward_flops(config, [3]) + forward_flops(config, [4]))
-    assert forward_flops(config, [5]) - forward_flops(config, [5], num_head_tokens=2) == 2 * 3 * 16 * 40
+    assert flops.forward([3, 4]) == flops.forward([3]) + flops.forward([4])
+    assert flops.forward([5]) - flops.forward([5], num_head_tokens=2) == 2 * 3 * 16 * 40
+
+
+def flops_of(**config: Any) -> ModelFlops:
+    return ModelFlops(read_config(ModelConfig(override_config=config)))
 
 
 def test_flops_of_experts_count_those_a_token_is_sent_to() -> None:
     shape = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 10, "model_type": "qwen3_moe"}
-    config = read_config(ModelConfig(override_config={**QWEN, **shape, "head_dim": 4}))
-    assert block_parameters(config) == 2 * 16 * 16 + 2 * 16 * 8 + 2 * 3 * 16 * 10 + 16 * 8
+    layers = QWEN["num_hidden_layers"]
+    dense = layers * (2 * 16 * 16 + 2 * 16 * 8)
+    assert flops_of(**{**QWEN, **shape, "head_dim": 4}).blocks == dense + layers * (2 * 3 * 16 * 10 + 16 * 8)
+    mixed = flops_of(**{**QWEN, **shape, "head_dim": 4, "mlp_only_layers": [0]})
+    assert mixed.blocks == dense + (layers - 1) * (2 * 3 * 16 * 10 + 16 * 8) + 3 * 16 * QWEN["intermediate_size"]
+
+
+def test_flops_of_deepseek_v3_count_latent_attention_shared_experts_and_the_dense_layer() -> None:
+    flops = flops_of(
+        model_type="deepseek_v3",
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=12,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        q_lora_rank=10,
+        kv_lora_rank=6,
+        qk_nope_head_dim=5,
+        qk_rope_head_dim=2,
+        v_head_dim=3,
+    )
+    queries = 32 * 10 + 10 * 4 * (5 + 2)
+    keys_and_values = 32 * (6 + 2) + 6 * 4 * (5 + 3)
+    attention = queries + keys_and_values + 4 * 3 * 32
+    sparse = 32 * 8 + 2 * (3 * 32 * 12) + 3 * 32 * (2 * 12)
+    assert flops.blocks == 3 * attention + 3 * 32 * 48 + 2 * sparse
+    pairs = 3 * 4 // 2
+    assert flops.forward([3]) == 2 * (3 * flops.blocks + pairs * 3 * 4 * (5 + 2 + 3) + 3 * 32 * 50)
+
+
+def test_flops_of_an_mlp_without_gate_are_those_of_two_matrices() -> None:
+    flops = flops_of(
+        model_type="gpt_neox",
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    assert flops.blocks == 2 * (4 * 32 * 32 + 2 * 32 * 48)
 
 
 def test_a_device_without_a_data_sheet_is_measured() -> None:

@@ -6,12 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from rlsys.models.flops import data_sheet_flops, peak_flops
 from rlsys.protocol import DataProto
 from workers.mfu import MfuMeter
 
-MODEL = SimpleNamespace(
+MODEL = LlamaConfig(
     hidden_size=16,
     num_hidden_layers=2,
     intermediate_size=24,
