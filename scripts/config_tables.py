@@ -27,6 +27,11 @@ def with_tables(page: str) -> str:
 
 def _alias_rows(file: str, job: str) -> list[str]:
     rows = ["| spelling | key |", "| --- | --- |"]
+    for block in read_blocks(file):
+        for prefix in [f"{section}." for section in block.get("under", {}).get(job, ())]:
+            rows += [f"| `{prefix}{name}` | `{prefix}{key}` |" for name, key in block.get("aliases", {}).items()]
+            for name, part in block.get("fractions", {}).items():
+                rows.append(f"| `{prefix}{name}` | `{prefix}{part['is']}`, times `{part['of']}` |")
     for block in (block for block in read_blocks(file) if job in block.get("jobs", ())):
         rows += [f"| `{name}` | `{key}` |" for name, key in block.get("aliases", {}).items()]
         rows += [f"| `{name}` | `{key}`, times the ranks |" for name, key in block.get("per_gpu", {}).items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from rlsys.config.compat.allocation import allocation_settings
@@ -30,6 +31,19 @@ def derived_counts(
         sizes, more = _from_global_sizes(nnodes * per_node, given, global_sizes)
         return counts | sizes, problems + more
     return counts, problems
+
+
+def derived_fractions(values: Mapping[str, Any], fractions: Mapping[str, tuple[Given, str]]) -> dict[str, Given]:
+    """Settings that are fractions of another key's value here, such as the lowest learning rate of lr."""
+    return {
+        key: replace(given, value=given.value / whole if _is_number(given.value) and _is_number(whole) else given.value)
+        for key, (given, other) in fractions.items()
+        if (whole := values[other])
+    }
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def fill_auto(values: dict[str, Any]) -> None:

@@ -27,8 +27,9 @@ class Given:
 class Layers:
     """Collects the settings of each layer; `resolve` returns the values of all keys.
 
-    `given` holds the settings by key; `global_sizes` micro-batch sizes over all ranks that are still to be divided, by
-    the key they become; `problems` what cannot be accepted; `unresolved` the keys whose value could not be resolved.
+    `given` holds the settings by key; `global_sizes` micro-batch sizes over all ranks and `fractions` values that are
+    still to be divided, by ranks or by another key's value, by the key they become; `problems` what cannot be accepted;
+    `unresolved` the keys whose value could not be resolved.
     """
 
     def __init__(self, schema: type[Section]) -> None:
@@ -38,6 +39,7 @@ class Layers:
         self._layer: dict[str, Given] = {}
         self.given: dict[str, Given] = {}
         self.global_sizes: dict[str, Given] = {}
+        self.fractions: dict[str, tuple[Given, str]] = {}
         self.problems: list[str] = []
         self.unresolved: set[str] = set()
 
@@ -102,7 +104,7 @@ class Layers:
             return
         compat = self._compat
         path = compat.canonical(spelling)
-        if path != spelling and value is None:
+        if (path != spelling and value is None) or value in compat.groups.get(path, ()):
             return
         given = Given(value, origin, spelling)
         if path in compat.expansions and not isinstance(value, dict):
@@ -111,6 +113,8 @@ class Layers:
         elif path in compat.per_gpu:
             if value is not None:
                 self.global_sizes[compat.per_gpu[path]] = given
+        elif path in compat.fractions:
+            self.fractions[compat.fractions[path]["is"]] = (given, compat.fractions[path]["of"])
         elif (key := self._key_of(path)) and not self._spelled_below(spelling, value):
             self._set_leaf(key, path, given)
         elif isinstance(value, dict) and value and not self._is_accepted(path, value):

@@ -18,7 +18,7 @@ from rlsys.utils.errors import ConfigError
 T = TypeVar("T")
 
 _OVERRIDE = re.compile(r"(\+\+?|~)?(.*)", re.DOTALL)
-_KEY = re.compile(r"[\w-]+(\.[\w-]+)*")
+_KEY = re.compile(r"[\w@-]+(\.[\w-]+)*(@[\w.-]+)?")
 _INT = re.compile(r"[+-]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[+-]?(([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|[0-9]+[eE][+-]?[0-9]+)")
 _NOT_FINITE = re.compile(r"[+-]?(inf|nan)", re.IGNORECASE)

@@ -14,6 +14,12 @@ from rlsys.utils.errors import ConfigError
 
 QUICKSTART_WHY = "no model was set, so the small start model learns arithmetic (to use yours set {key}=<folder>)"
 _MAX_FILE_BYTES = 1 << 20
+_OF_VERL = {
+    "sft_trainer_engine": "sft_trainer",
+    "dapo_trainer": "ppo_trainer",
+    "dapo_megatron_trainer": "ppo_megatron_trainer",
+}
+"""Files of verl's config folders, named with a --config-path that only exists there, and the presets like them."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +50,18 @@ def model_key(schema: type[Section]) -> str:
 def default_preset(arguments: Arguments, schema: type[Section], *, has_model: bool) -> Preset:
     """The preset of a command line. A PPO run without a preset and without a model is the quickstart."""
     folders = (presets_folder(),)
+    name = _OF_VERL.get(arguments.config_name or "", arguments.config_name or "")
     if arguments.config_path is not None:
         folder = Path(arguments.config_path).expanduser()
-        if not folder.is_dir():
+        if folder.is_dir():
+            folders = (folder, presets_folder())
+        elif folder.name != "config" or name.removesuffix(".yaml") not in preset_names():
             raise ConfigError(f"--config-path={arguments.config_path}: folder not found")
-        folders = (folder, presets_folder())
     is_asked = arguments.config_name is not None or arguments.config_path is not None
     job = job_name(schema)
     if job == "ppo" and not is_asked and not has_model:
         return Preset("quickstart", folders, QUICKSTART_WHY.format(key=model_key(schema)))
-    return Preset(arguments.config_name or ("eval" if job == "eval" else f"{job}_trainer"), folders)
+    return Preset(name or ("eval" if job == "eval" else f"{job}_trainer"), folders)
 
 
 def read_preset(preset: Preset, _seen: tuple[str, ...] = ()) -> list[tuple[str, dict[str, Any]]]:

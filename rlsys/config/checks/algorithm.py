@@ -12,6 +12,7 @@ from rlsys.config.vocabulary import ADV_ESTIMATORS, GROUP_ESTIMATORS
 
 N = "actor_rollout_ref.rollout.n"
 ACTOR = "actor_rollout_ref.actor"
+GROUPS_OF_ONE = ("algorithm.adv_estimator=grpo", "algorithm.adv_estimator=rloo")
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 
 
@@ -36,7 +37,10 @@ def _groups(cfg: PPOConfig) -> Iterator[str]:
             reasons[f"algorithm.{name}.{level}=group"] = getattr(norm, level) == "group"
     if cfg.actor_rollout_ref.rollout.n == 1:
         for setting in [setting for setting, compares in reasons.items() if compares]:
-            yield wrong(cfg, N, f"{setting} compares several answers to one prompt", 8)
+            if setting in GROUPS_OF_ONE:
+                yield note(cfg, N, f"{setting} has nothing to compare an answer to, so its advantage is its reward")
+            else:
+                yield wrong(cfg, N, f"{setting} compares several answers to one prompt", 8)
     keys, weights = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights
     if keys and weights is not None and len(weights) != len(keys):
         why = f"{len(weights)} weights for {len(keys)} keys; set one weight for each key"

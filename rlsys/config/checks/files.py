@@ -134,8 +134,14 @@ def _reward(cfg: PPOConfig | EvalConfig) -> Iterator[str]:
     if manager.source == "importlib" and manager.module.path is not None:
         yield from _python(cfg, "reward.reward_manager.module", manager.module.path, manager.module.name, "class")
     grader = cfg.reward.reward_model if isinstance(cfg, PPOConfig) else None
-    if grader is not None and grader.model_path and (why := _no_folder(grader.model_path)):
+    if grader is None or not grader.model_path:
+        return
+    kinds = model_facts(Path(grader.model_path)).get("architectures")
+    if why := _no_folder(grader.model_path):
         yield wrong(cfg, "reward.reward_model.model_path", why)
+    elif isinstance(kinds, list) and any(str(kind).endswith("ForCausalLM") for kind in kinds):
+        why = "a language model without a score head; train one with trainer.main_rm, or call a generative judge"
+        yield wrong(cfg, "reward.reward_model.model_path", f"{why} from reward.custom_reward_function")
 
 
 def _python(cfg: Section, section: str, file: str, name: str, kind: str) -> Iterator[str]:

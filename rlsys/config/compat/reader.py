@@ -6,6 +6,8 @@ jobs (`under`), of:
 - `aliases`: another spelling of a key or section. It maps by prefix, the longest first, so that one line moves a whole
   section. Both spellings may be set if the values agree.
 - `per_gpu`: sizes over all ranks, divided by the number of training ranks.
+- `fractions`: values that are here fractions (`is`) of another key (`of`).
+- `groups`: choices of Hydra's config groups that change nothing here.
 - `expansions`: settings that set several keys: for each key a table from the value set to the key's value, `otherwise`
   for values that are not in it; without `otherwise` such a value is passed on.
 - `refused` and `ignored`: keys that do not exist here, with the reason and what to set instead. A key that would change
@@ -48,6 +50,8 @@ class CompatTable:
 
     aliases: dict[str, str] = field(default_factory=dict)
     per_gpu: dict[str, str] = field(default_factory=dict)
+    fractions: dict[str, dict[str, str]] = field(default_factory=dict)
+    groups: dict[str, list[str]] = field(default_factory=dict)
     expansions: dict[str, dict[str, dict[Any, Any]]] = field(default_factory=dict)
     foreign: dict[str, ForeignKey] = field(default_factory=dict)
 
@@ -79,13 +83,16 @@ def compat_table(schema: type[Section]) -> CompatTable:
     table, job = CompatTable(), job_name(schema)
     for block in (block for name in FILES for block in read_blocks(name)):
         sections = block["under"].get(job, []) if "under" in block else [""] if job in block["jobs"] else []
-        for section in sections:
-            for kind in ("aliases", "per_gpu", "expansions"):
-                getattr(table, kind).update(block.get(kind, {}))
+        for prefix in [f"{section}." if section else "" for section in sections]:
+            table.expansions.update(block.get("expansions", {}))
+            table.groups.update(block.get("groups", {}))
+            table.aliases.update({prefix + key: prefix + path for key, path in block.get("aliases", {}).items()})
+            table.per_gpu.update({prefix + key: prefix + path for key, path in block.get("per_gpu", {}).items()})
+            for key, names in block.get("fractions", {}).items():
+                table.fractions[prefix + key] = {role: prefix + name for role, name in names.items()}
             for kind in ("ignored", "refused"):
                 for key, entry in block.get(kind, {}).items():
-                    path = f"{section}.{key}" if section else key
-                    table.foreign[path] = _foreign_key(entry, refused=kind == "refused")
+                    table.foreign[prefix + key] = _foreign_key(entry, refused=kind == "refused")
     return table
 
 

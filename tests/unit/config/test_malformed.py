@@ -190,7 +190,7 @@ CHOICES = [
     bad("algorithm.adv_estimator=grp", "algorithm.adv_estimator", "set algorithm.adv_estimator=grpo"),
     bad(f"{A}.policy_loss.loss_mode=gmpo", "loss_mode", "geo_mean"),
     bad(f"{A}.policy_loss.loss_mode=clip-cv", "loss_mode", "clip_cov"),
-    bad("reward.reward_manager.name=prime", "reward.reward_manager.name", "naive, dapo"),
+    bad("reward.reward_manager.name=batch", "reward.reward_manager.name", "naive, dapo"),
 ]
 
 FOREIGN = [
@@ -210,7 +210,11 @@ FOREIGN = [
     bad("reward.sandbox_fusion.url=http://x", "reward.sandbox_fusion.url", "local sandbox"),
     bad("sandbox_fusion.url=http://x", "sandbox_fusion.url", "local sandbox"),
     bad("ray_kwargs.ray_init.num_gpus=8", "num_gpus", "CUDA_VISIBLE_DEVICES"),
-    bad(f"{M}.lora.merge=true", f"{M}.lora.merge", "lora_rank"),
+    bad(f"{M}.lora.dropout=0.1", f"{M}.lora.dropout", "no dropout"),
+    bad(f"{A}.fsdp_config.mixed_precision.reduce_dtype=bf16", "reduce_dtype", "reduced in float32"),
+    bad(f"{A}.optim.total_training_steps=100", "optim.total_training_steps", "trainer.total_training_steps"),
+    bad("trainer.v1.trainer_mode=separate_async", "trainer.v1.trainer_mode", "trainer.max_staleness=1"),
+    bad(f"{A}.megatron.use_megatron_fsdp=true", "use_megatron_fsdp", "strategy=fsdp"),
     bad("actor.ppo_n_minibatches=4", "ppo_n_minibatches", f"{A}.ppo_mini_batch_size"),
     bad("async_training=true", "async_training", "trainer.max_staleness"),
 ]
@@ -279,8 +283,8 @@ BATCHES = [
 ]
 
 ALGORITHMS = [
-    bad(f"{R}.n=1", f"{R}.n = 1", "adv_estimator=grpo", "n=8"),
-    bad([f"{R}.n=1", "algorithm.adv_estimator=rloo"], f"{R}.n", "adv_estimator=rloo"),
+    bad([f"{R}.n=1", "algorithm.adv_estimator=grpo_passk"], f"{R}.n = 1", "adv_estimator=grpo_passk", "n=8"),
+    bad([f"{R}.n=1", "algorithm.adv_estimator=opo"], f"{R}.n", "adv_estimator=opo"),
     bad(
         [f"{R}.n=1", "algorithm.adv_estimator=remax", "algorithm.group_adv_norm=true"],
         f"{R}.n",
@@ -349,6 +353,7 @@ ALGORITHMS = [
         "reward.reward_kwargs.max_resp_len",
         "set 8",
     ),
+    bad("reward_model.model.path=./causal", "reward.reward_model.model_path", "without a score head"),
     bad("reward.reward_model.enable=true", "reward.reward_model.model_path", "folder of the reward model"),
     bad("reward_model.model.path=./rm", "reward.reward_model.enable", "=true"),
     bad(
@@ -538,6 +543,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "graders.py").write_text("def compute_score(**kwargs):\n    return 1.0\n")
     (tmp_path / "folder").mkdir()
     (tmp_path / "model").mkdir()
+    (tmp_path / "causal").mkdir()
+    (tmp_path / "causal" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     (tmp_path / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 16}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("RLSYS_CACHE", str(tmp_path / "cache"))
