@@ -6,6 +6,8 @@ returns (advantages, returns), both (B, R) in the dtype of the rewards and 0 out
 
     @register_adv_est("mine")
     def mine(*, token_level_rewards: Tensor, response_mask: Tensor, group_ids: Tensor) -> AdvantagesAndReturns: ...
+
+One written for verl runs unchanged: `index` are the uids of the rows, `config` is the section `algorithm`.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ INPUTS = frozenset(
         "lam",
         "norm_adv_by_std_in_grpo",
         "whiten",
+        "index",
+        "config",
     }
 )
 

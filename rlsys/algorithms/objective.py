@@ -60,6 +60,8 @@ def actor_loss(
         )
 
     total, count = aggregate(policy.per_token, policy.mask)
+    if policy.mean is not None:
+        total = policy.mean * count
     metrics = {"actor/pg_loss": (total, count), **policy.metrics}
     if entropy is not None:
         entropy_sum, _ = aggregate(entropy, response_mask)

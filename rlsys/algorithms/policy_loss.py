@@ -6,6 +6,8 @@ of the configuration. It returns a loss per token, which `aggregate.agg_loss` re
 
     @register_policy_loss("mine")
     def mine(*, log_prob: Tensor, advantages: Tensor, response_mask: Tensor) -> PolicyLoss: ...
+
+One written for verl, with the argument `loss_agg_mode`, runs unchanged: see `adapt_verl_loss`.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlsys.algorithms.masked import TensorSums, masked_sum
-from rlsys.algorithms.registry import Registry
+from rlsys.algorithms.registry import Registry, SectionView
 from rlsys.config.schema.actor import ActorConfig
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 
@@ -30,13 +33,15 @@ class PolicyLoss:
     """A loss per token (b, R), the tokens it is summed over, and metrics as (sum, count).
 
     `mask` may be smaller than the response mask (rejected tokens); the count stays that of the response mask.
-    Losses that are defined for one aggregation only set `agg_mode`.
+    Losses that are defined for one aggregation only set `agg_mode`; those that aggregate themselves set `mean`, the
+    quotient of sum and count.
     """
 
     per_token: Tensor
     mask: Tensor
     metrics: TensorSums = field(default_factory=dict)
     agg_mode: str | None = None
+    mean: Tensor | None = None
 
 
 PolicyLossFn = Callable[..., PolicyLoss]
@@ -54,7 +59,48 @@ INPUTS = frozenset(
     }
 )
 
-_LOSSES: Registry[PolicyLossFn] = Registry("policy loss", takes=INPUTS)
+
+def adapt_verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss of verl's form as one of ours; other functions unchanged.
+
+    It takes old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config and rollout_is_weights, and
+    returns the loss of these rows and a dict of metrics, or in verl's older form the loss, pg_clipfrac, ppo_kl and
+    pg_clipfrac_lower. Metrics are averaged by tokens. ValueError for `token-sum`, which has no mean.
+    """
+    if "loss_agg_mode" not in inspect.signature(function).parameters:
+        return function
+
+    def verl_loss(
+        *,
+        log_prob: Tensor,
+        old_log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        config: ActorConfig,
+        rollout_is_weights: Tensor | None = None,
+    ) -> PolicyLoss:
+        if config.loss_agg_mode == "token-sum":
+            raise ValueError(f"the policy loss {function.__name__} of verl's form has no loss_agg_mode=token-sum")
+        weights = {} if rollout_is_weights is None else {"rollout_is_weights": rollout_is_weights}
+        mean, *rest = function(
+            old_log_prob=old_log_prob,
+            log_prob=log_prob,
+            advantages=advantages,
+            response_mask=response_mask,
+            loss_agg_mode=config.loss_agg_mode,
+            config=SectionView(config),
+            **weights,
+        )
+        names = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
+        metrics = rest[0] if len(rest) == 1 else dict(zip(names, rest, strict=True))
+        tokens = response_mask.bool().sum().double()
+        pairs = {name: (float(value) * tokens, tokens) for name, value in metrics.items()}
+        return PolicyLoss(torch.zeros_like(log_prob), response_mask, pairs, mean=mean)
+
+    return verl_loss
+
+
+_LOSSES: Registry[PolicyLossFn] = Registry("policy loss", takes=INPUTS, adapt=adapt_verl_loss)
 
 
 def register_policy_loss(*names: str) -> Callable[[PolicyLossFn], PolicyLossFn]:

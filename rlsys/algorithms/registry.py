@@ -7,24 +7,53 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
+from rlsys.config.schema.base import Section
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Registry(Generic[F]):
-    """Functions by name. `takes` are the keyword arguments that callers can supply; others must have a default."""
+class SectionView:
+    """A section of the configuration as functions written for verl read it: by attribute, item and `get`."""
 
-    def __init__(self, what: str, *, takes: frozenset[str]) -> None:
+    global_batch_info: Mapping[str, Any] = {}
+    """Empty: sums are divided by the counts of the whole mini-batch afterwards."""
+
+    def __init__(self, section: Section) -> None:
+        self._section = section
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._section, name)
+        return SectionView(value) if isinstance(value, Section) else value
+
+    __getitem__ = __getattr__
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a key, or `default` where the section has none of that name."""
+        return getattr(self, name, default)
+
+
+class Registry(Generic[F]):
+    """Functions by name. `takes` are the keyword arguments that callers can supply; others must have a default.
+
+    `adapt` turns a function of verl's form into one of ours.
+    """
+
+    def __init__(
+        self, what: str, *, takes: frozenset[str], adapt: Callable[[F], F] = lambda function: function
+    ) -> None:
         self.what = what
         self.takes = takes
+        self._adapt = adapt
         self._functions: dict[str, F] = {}
 
     def register(self, *names: str) -> Callable[[F], F]:
         """Decorator; ValueError if a name is taken or the function requires an argument that is not supplied."""
 
         def add(function: F) -> F:
-            self._check_signature(names[0], function)
+            adapted = self._adapt(function) if self._adapt else function
+            self._check_signature(names[0], adapted)
             for name in names:
-                if self._functions.setdefault(name, function) is not function:
+                if self._functions.setdefault(name, adapted) is not adapted:
                     raise ValueError(f"{self.what} '{name}' is already registered as {self._functions[name]!r}")
             return function
 
@@ -45,8 +74,9 @@ class Registry(Generic[F]):
         """
         function = self.get(name)
         parameters = inspect.signature(function).parameters
-        given = {key: value for key, value in inputs.items() if key in parameters and value is not None}
-        required = [p.name for p in parameters.values() if p.default is inspect.Parameter.empty]
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        given = {k: value for k, value in inputs.items() if (takes_all or k in parameters) and value is not None}
+        required = [p.name for p in parameters.values() if _is_required(p)]
         if missing := [key for key in required if key not in given]:
             raise ValueError(f"{self.what} '{name}' needs {', '.join(missing)}")
         return function(**given)
@@ -56,8 +86,12 @@ class Registry(Generic[F]):
 
     def _check_signature(self, name: str, function: F) -> None:
         for parameter in inspect.signature(function).parameters.values():
-            if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
-                raise ValueError(f"{self.what} '{name}': '{parameter.name}' must be keyword-only (put * before it)")
-            if parameter.name not in self.takes and parameter.default is inspect.Parameter.empty:
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+                raise ValueError(f"{self.what} '{name}': '{parameter.name}' must be a keyword argument")
+            if _is_required(parameter) and parameter.name not in self.takes:
                 known = ", ".join(sorted(self.takes))
                 raise ValueError(f"{self.what} '{name}' requires '{parameter.name}', which is not one of {known}")
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD

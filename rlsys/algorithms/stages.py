@@ -23,6 +23,7 @@ from rlsys.algorithms.groups import group_ids_of
 from rlsys.algorithms.kl import KLController, kl_in_reward
 from rlsys.algorithms.masked import at_last_token
 from rlsys.algorithms.normalize import normalize, shape_rewards
+from rlsys.algorithms.registry import SectionView
 from rlsys.config.schema.actor import ActorConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from rlsys.protocol import DataProto
@@ -141,6 +142,7 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig, *, num_repeat: 
     inputs: dict[str, Any] = {name: tensors.get(name) for name in _COLUMNS}
     inputs |= {"group_ids": ids, "gamma": config.gamma, "lam": config.lam, "whiten": not config.adv_norm.enabled}
     inputs["norm_adv_by_std_in_grpo"] = config.norm_adv_by_std_in_grpo
+    inputs |= {"index": batch.non_tensor_batch.get("uid", ids.numpy()), "config": SectionView(config)}
     if "component_scores" in estimator_takes(config.adv_estimator):
         inputs["component_scores"] = _components(batch, config.gdpo_reward_keys or ())
         inputs["component_weights"] = _weights(config.gdpo_reward_keys or (), config.gdpo_reward_weights)

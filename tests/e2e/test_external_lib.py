@@ -49,6 +49,28 @@ def toy_mean(*, token_level_rewards, response_mask):
     advantages = (totals - totals.mean()) * response_mask
     return advantages, advantages
 """
+WRITTEN_FOR_VERL = """
+import torch
+from rlsys.algorithms.core_algos import agg_loss, register_adv_est, register_policy_loss
+
+
+@register_policy_loss("verl_loss")
+def compute_policy_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None,
+                        rollout_is_weights=None):
+    ratio = torch.exp(log_prob - old_log_prob)
+    clipped = torch.clamp(ratio, 1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
+    losses = torch.maximum(-advantages * ratio, -advantages * clipped)
+    loss = agg_loss(loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info)
+    return loss, {"actor/verl_ratio": ratio.mean().item()}
+
+
+@register_adv_est("verl_mean")
+def compute_advantage(token_level_rewards, response_mask, index=None, config=None, **kwargs):
+    scores = token_level_rewards.sum(dim=-1)
+    means = {uid: scores[[i for i, other in enumerate(index) if other == uid]].mean() for uid in set(index)}
+    advantages = torch.stack([scores[i] - means[uid] for i, uid in enumerate(index)]).unsqueeze(-1) * response_mask
+    return advantages, advantages
+"""
 ENGINE_KEY, LIBRARY_KEY = "actor_rollout_ref.rollout.name", "actor_rollout_ref.model.external_lib"
 
 
@@ -87,6 +109,25 @@ def test_ray_workers_import_a_library_given_as_a_file(toy: Toy, tmp_path: Path) 
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text())["actor/toy_loss_calls"] == 1.0
+
+
+def test_an_estimator_and_a_loss_written_for_verl_train_like_dr_grpo(toy: Toy, tmp_path: Path) -> None:
+    (tmp_path / "written_for_verl.py").write_text(WRITTEN_FOR_VERL)
+    common = ("trainer.backend=local", "trainer.total_training_steps=2")
+    ours = ("algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=false")
+    theirs = (
+        f"{LIBRARY_KEY}={tmp_path}/written_for_verl.py",
+        "algorithm.adv_estimator=verl_mean",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=verl_loss",
+    )
+    lines = []
+    for name, argv in (("ours", ours), ("theirs", theirs)):
+        assert main(toy.overrides(tmp_path / name, *common, *argv)) == 0
+        lines.append([json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()])
+    for expected, line in zip(*lines, strict=True):
+        for key in ("actor/pg_loss", "actor/grad_norm", "critic/advantages/max", "critic/score/mean"):
+            assert line[key] == pytest.approx(expected[key], rel=1e-4, abs=1e-6), key
+        assert line["actor/verl_ratio"] == pytest.approx(1.0, abs=0.1)
 
 
 @pytest.mark.parametrize("name", ["broken.py", "broken"])

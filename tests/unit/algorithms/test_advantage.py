@@ -284,10 +284,10 @@ def test_wrong_names_and_signatures_are_reported() -> None:
         get_adv_estimator_fn("grpp")
     with pytest.raises(ValueError, match="already registered"):
         register_adv_est("gae")(lambda *, values: (values, values))
-    with pytest.raises(ValueError, match="keyword-only"):
-        register_adv_est("test_positional")(lambda values: (values, values))
-    with pytest.raises(ValueError, match="requires 'config'"):
-        register_adv_est("test_config")(lambda *, config: (config, config))
+    with pytest.raises(ValueError, match="must be a keyword argument"):
+        register_adv_est("test_positional")(lambda values, /: (values, values))
+    with pytest.raises(ValueError, match="requires 'prompts'"):
+        register_adv_est("test_prompts")(lambda *, prompts: (prompts, prompts))
     with pytest.raises(ValueError, match="'gae' needs values"):
         call_adv_estimator("gae", {"token_level_rewards": FULL, "response_mask": FULL})
     with pytest.raises(ValueError, match=r"be in \[0, 1\]"):
