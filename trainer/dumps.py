@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,60 +14,107 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlsys.protocol import DataProto, response_lengths
-from rlsys.telemetry.rollouts import dump_rollouts, ragged, token_texts_of_rows
+from rlsys.telemetry.rollouts import dump_rollouts, token_texts_of
 from rlsys.utils.errors import DeadlineError
 
-SHOWN_VALUES = {"log_probs": "old_log_probs", "rollout_log_probs": "rollout_log_probs", "advantages": "advantages"}
+SHOWN_VALUES = {
+    "log_probs": "old_log_probs",
+    "rollout_log_probs": "rollout_log_probs",
+    "advantages": "advantages",
+    "turn_ids": "turn_ids",
+}
 TURN_S = 0.0005
 """How long a dump keeps other threads waiting: the next step hands its requests through several of them."""
 
 
-def dump(batch: DataProto, step: int, folder: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """Write all rows of a batch as `{folder}/{step}.jsonl` and bring `{folder}/index.html` up to date."""
-    rows = batch.tensors
-    lengths = response_lengths(batch)
-    tokens: Any = ragged(rows["responses"], lengths)
-    values = {name: ragged(rows[key], lengths) for name, key in SHOWN_VALUES.items() if key in set(rows.keys())}
-    extras = {name: list(batch.non_tensor_batch[name]) for name in batch.meta_info.get("reward_extra_keys", ())}
+class _Lazy(Sequence[Any]):
+    """Rows that are made when they are asked for: of a big batch only a sample is."""
 
-    def decode(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=False))
+    def __init__(self, length: int, make: Callable[[int], Any]) -> None:
+        self._length, self._make = length, make
 
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, row: Any) -> Any:
+        if row >= self._length:
+            raise IndexError(row)
+        return self._make(row)
+
+
+def dump(
+    batch: DataProto, step: int, folder: Path, tokenizer: PreTrainedTokenizerBase, *, max_mb: float | None = None
+) -> Path:
+    """Write the rows of a batch as `{folder}/{step}.jsonl` and bring `{folder}/index.html` up to date.
+
+    With `max_mb` a sample of a big batch, see `dump_rollouts`.
+    """
+    rows, columns, size = batch.tensors, batch.non_tensor_batch, len(batch)
+    lengths = response_lengths(batch).tolist()
+    width = rows["prompts"].shape[1]
+
+    @cache
+    def text_of(ids: tuple[int, ...], *, skip: bool) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=skip))
+
+    def of_tokens(key: str) -> _Lazy:
+        return _Lazy(size, lambda row: rows[key][row, : lengths[row]].tolist())
+
+    def prompt(row: int) -> str:
+        return text_of(tuple(rows["prompts"][row][rows["attention_mask"][row, :width].bool()].tolist()), skip=True)
+
+    def pieces(row: int) -> list[str]:
+        return token_texts_of(tokens[row], lambda ids: text_of(tuple(ids), skip=False))
+
+    tokens = of_tokens("responses")
+    shown = {name: of_tokens(key) for name, key in SHOWN_VALUES.items() if key in set(rows.keys())}
     return dump_rollouts(
         folder,
         step=step,
-        inputs=prompt_texts(batch, tokenizer),
-        outputs=response_texts(batch, tokenizer),
-        gts=[_ground_truth(model) for model in batch.non_tensor_batch["reward_model"]],
+        inputs=[prompt(row) for row in range(size)],
+        outputs=_Lazy(size, lambda row: str(tokenizer.decode(tokens[row], skip_special_tokens=True))),
+        gts=[_ground_truth(model) for model in columns["reward_model"]],
         scores=rows["token_level_scores"].sum(-1).tolist(),
-        extras=extras,
-        token_texts=token_texts_of_rows(tokens, decode),
-        token_values={"token_ids": tokens, **values},
+        extras={name: list(columns[name]) for name in batch.meta_info.get("reward_extra_keys", ())},
+        about={name: list(columns[name]) for name in ("data_source", "finish_reason") if name in columns},
+        messages=list(columns["raw_prompt"]) if "raw_prompt" in columns else None,
+        token_texts=_Lazy(size, pieces),
+        token_values={"token_ids": tokens, **shown},
+        max_mb=max_mb,
     )
 
 
 class BackgroundDumps:
     """Dumps of training steps, written beside the next step by a thread with a tokenizer of its own.
 
-    One is on its way at most; what went wrong with it is raised by the next call, a DeadlineError if it takes longer
-    than `deadline_s`. The batch must stay as it is.
+    One is on its way at most; what went wrong with it is raised by the next call. One that takes longer than
+    `deadline_s` is a DeadlineError and the last one: nothing more is written. The batch must stay as it is.
     """
 
-    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerBase, *, deadline_s: float = 600.0) -> None:
-        self.folder, self.tokenizer, self.deadline_s = folder, copy.deepcopy(tokenizer), deadline_s
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_mb: float | None = None,
+        deadline_s: float = 600.0,
+    ) -> None:
+        self.folder, self.tokenizer, self.max_mb = folder, copy.deepcopy(tokenizer), max_mb
+        self.deadline_s, self._stuck = deadline_s, False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dumps")
         self._pending: Future[Path] | None = None
 
     def write(self, batch: DataProto, step: int) -> None:
         """Begin to write the rows of a step, once those of the step before are written."""
         self.settle()
-        self._pending = self._thread.submit(self._dump, batch, step)
+        if not self._stuck:
+            self._pending = self._thread.submit(self._dump, batch, step)
 
     def _dump(self, batch: DataProto, step: int) -> Path:
         usual_s = sys.getswitchinterval()
         sys.setswitchinterval(TURN_S)
         try:
-            return dump(batch, step, self.folder, self.tokenizer)
+            return dump(batch, step, self.folder, self.tokenizer, max_mb=self.max_mb)
         finally:
             sys.setswitchinterval(usual_s)
 
@@ -76,6 +125,7 @@ class BackgroundDumps:
             return
         done, _ = wait([pending], self.deadline_s)
         if not done:
+            self._stuck = True
             raise DeadlineError(f"the folder {self.folder}", "dump_rollouts", self.deadline_s)
         pending.result()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,11 @@ class RayPPOTrainer(CheckpointedLoop):
         )
         folder = run.rollout_data_dir
         self.dumps = (
-            BackgroundDumps(Path(folder), tokenizer, deadline_s=run.deadlines.save_s) if folder is not None else None
+            None
+            if folder is None
+            else BackgroundDumps(
+                Path(folder), tokenizer, max_mb=run.rollout_data_max_mb, deadline_s=run.deadlines.save_s
+            )
         )
         self.total_steps = num_steps(config, train_dataset)
         self.weight_version = -1
@@ -158,9 +163,9 @@ class RayPPOTrainer(CheckpointedLoop):
         self.reporter.batch_metrics(batch)
         if isinstance(self.inputs.train_dataset, PromptDataset):
             self.reporter.add(self.inputs.train_dataset.metrics())
-        if self.dumps is not None:
+        if self.dumps is not None and self.due(self.cfg.trainer.rollout_data_freq):
             with self.stage("dump_rollouts"):
-                self.dumps.write(batch, self.global_step)
+                self.reporter.best_effort("rollouts", partial(self.dumps.write, batch, self.global_step))
         return batch
 
     def finish_step(self) -> None:
@@ -219,7 +224,7 @@ class RayPPOTrainer(CheckpointedLoop):
 
     def save_parts(self, folder: Path) -> TrainerState:
         if self.dumps is not None:
-            self.dumps.settle()
+            self.reporter.best_effort("rollouts", self.dumps.settle)
         self.groups.save(folder)
         self.source.save_pending(folder)
         return TrainerState(self.global_step, self.parts.steps.kl_ctrl.state_dict(), self.source.state_dict())
@@ -238,7 +243,7 @@ class RayPPOTrainer(CheckpointedLoop):
         """Write the validation answers where the configuration asks for them."""
         tokenizer, folder = self.inputs.tokenizer, self.cfg.trainer.validation_data_dir
         if folder is not None:
-            dump(batch, step, Path(folder), tokenizer)
+            self.reporter.best_effort("validation answers", partial(dump, batch, step, Path(folder), tokenizer))
         shown = sample_rows(batch, tokenizer, self.cfg.trainer.log_val_generations, seed=self.cfg.data.seed)
         self.reporter.generations(shown, step)
 
@@ -249,7 +254,7 @@ class RayPPOTrainer(CheckpointedLoop):
         with ExitStack() as stack:
             stack.callback(self.reporter.close)
             if self.dumps is not None:
-                stack.callback(self.dumps.close)
+                stack.callback(self.reporter.best_effort, "rollouts", self.dumps.close)
             if groups is not None:
                 stack.callback(lambda: self.reporter.add_stages(groups.drain_stages()))
                 stack.callback(groups.close)

@@ -1,7 +1,7 @@
 """Dumps of generated samples: verl's `{step}.jsonl` and a page that shows them, `index.html`, to be opened from disk.
 
-The page needs no server and no network: it loads `browser/{step}.js` files written beside it. Everything in them came
-from a model or a dataset and is only ever shown as text.
+The page needs no server and no network: it loads `browser/{step}.js`, figures of all samples, and the texts that were
+kept, `browser/{step}.texts.js`. Everything in them came from a model or a dataset and is only ever shown as text.
 """
 
 from __future__ import annotations
@@ -10,92 +10,103 @@ import base64
 import hashlib
 import json
 import math
-import re
+import random
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rlsys.telemetry.jsonl import encode_line, plain_json
+from rlsys.telemetry.jsonl import encode_line
+from rlsys.telemetry.page import ascii_json, page, write_whole
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Ragged = Sequence[Sequence[float]]
-MAX_BROWSABLE_ROWS = 512
-_SIGNIFICANT_DIGITS = 6
+Rows = Sequence[Any]
+_SHARE_WITH_TOKENS = 0.3  # of the room, for rows with a number per token; the others keep only their texts
+_BYTES_FOR_THE_PAGE = 1.8  # what a row takes in all, for each byte of its line in the JSONL file
+_EXTREMES = 8
+_PROMPT_END_CHARS = 160
 
 
 def dump_rollouts(
     directory: str | Path,
     *,
     step: int,
-    inputs: Sequence[str],
-    outputs: Sequence[str],
-    gts: Sequence[Any],
+    inputs: Rows,
+    outputs: Rows,
+    gts: Rows,
     scores: Sequence[float],
-    extras: Mapping[str, Sequence[Any]] | None = None,
-    token_texts: Sequence[Sequence[str]] | None = None,
-    token_values: Mapping[str, Ragged] | None = None,
-    max_browsable_rows: int = MAX_BROWSABLE_ROWS,
+    extras: Mapping[str, Rows] | None = None,
+    about: Mapping[str, Rows] | None = None,
+    messages: Rows | None = None,
+    token_texts: Rows | None = None,
+    token_values: Mapping[str, Rows] | None = None,
+    max_mb: float | None = None,
 ) -> Path:
     """Write the samples of one step, replacing an earlier dump of it, and bring the browser page up to date.
 
-    `{directory}/{step}.jsonl` has one line per sample: input, output, gts, score, step, the `extras` (reward parts)
-    and the `token_values`, lists with one number per response token, e.g. token_ids, log_probs, advantages (see
-    `ragged`). The page keeps the first `max_browsable_rows` samples and colours the pieces in `token_texts` (see
-    `token_texts_of_rows`) by them; a sample beyond the end of `token_texts` is shown without colours. Files appear
+    `{directory}/{step}.jsonl` has one line per sample: input, output, gts, score, step, the `extras` (reward parts),
+    `about` (e.g. data_source, finish_reason) and the `token_values`, lists with one number per response token, e.g.
+    token_ids, log_probs, advantages. The page colours the pieces in `token_texts` by them, and shows a prompt by its
+    `messages` where they are given. With `max_mb` the files of a step take about that much at most: the rows that
+    `sampled_order` puts first are kept, 30 % of the room with values per token; the page still knows the scores of
+    all. Columns may be decoded lazily: only rows that are kept are read from `outputs` and `token_texts`. Files appear
     whole or not at all. Returns the JSONL path; raises ValueError when the columns differ in length.
     """
-    extras, token_values = extras or {}, token_values or {}
-    _check_lengths(len(inputs), {"outputs": outputs, "gts": gts, "scores": scores, **extras, **token_values})
-    token_texts = token_texts or ()
-    directory = Path(directory)
-    (directory / "browser").mkdir(parents=True, exist_ok=True)
-    samples = [dict(zip(("input", "output", "gts", "score"), sample)) for sample in zip(inputs, outputs, gts, scores)]
-    columns = {**extras, **{name: [_short(row) for row in rows] for name, rows in token_values.items()}}
-    lines = [
-        encode_line(sample | {"step": step} | {name: column[i] for name, column in columns.items()})
-        for i, sample in enumerate(samples)
-    ]
-    path = directory / f"{step}.jsonl"
-    _write_whole(path, b"".join(lines))
-    rows = [
-        sample
-        | {
-            "extras": {name: column[i] for name, column in extras.items()},
-            "values": {name: columns[name][i] for name in token_values},
-            "tokens": list(token_texts[i]) if i < len(token_texts) else None,
-        }
-        for i, sample in enumerate(samples[:max_browsable_rows])
-    ]
-    _write_whole(directory / "browser" / f"{step}.js", _script("step", {"step": step, "rows": rows}))
-    _list_step(directory, step, scores)
-    _write_whole(directory / "index.html", browser_page().encode())
+    extras, about, token_values = extras or {}, about or {}, token_values or {}
+    _check_lengths(len(inputs), {"outputs": outputs, "gts": gts, "scores": scores, **extras, **about, **token_values})
+    numbers = {text: number for number, text in enumerate(dict.fromkeys(inputs))}
+    groups = [numbers[text] for text in inputs]
+    room, used = math.inf if max_mb is None else max_mb * 1e6 / _BYTES_FOR_THE_PAGE, 0
+    kept: dict[int, tuple[bytes, dict[str, Any]]] = {}
+    for row in sampled_order(groups, scores, seed=step):
+        sample = {"input": inputs[row], "output": outputs[row], "gts": gts[row], "score": scores[row], "step": step}
+        sample |= {name: column[row] for name, column in {**extras, **about}.items()}
+        values = (
+            {name: column[row] for name, column in token_values.items()} if used <= room * _SHARE_WITH_TOKENS else {}
+        )
+        line = encode_line(sample | {name: _short(column, 6) for name, column in values.items()})
+        if used + len(line) > room:
+            break
+        used += len(line)
+        pieces = token_texts[row] if values and token_texts and row < len(token_texts) else None
+        shown = {"output": sample["output"], "gts": gts[row], "extras": {name: c[row] for name, c in extras.items()}}
+        shown |= {"values": {name: _short(column, 3) for name, column in values.items()}, "tokens": pieces}
+        kept[row] = line, shown
+    browser = Path(directory) / "browser"
+    browser.mkdir(parents=True, exist_ok=True)
+    path = Path(directory) / f"{step}.jsonl"
+    write_whole(path, b"".join(kept[row][0] for row in sorted(kept)))
+    first = {group: row for row, group in reversed(list(enumerate(groups)))}
+    talks = {group: messages[row] for group, row in first.items()} if messages is not None else {}
+    write_whole(browser / f"{step}.texts.js", _texts(step, list(numbers), talks, kept))
+    lengths = token_values.get("token_ids")
+    index = {
+        "step": step,
+        "prompts": [[_digest(text), text[-_PROMPT_END_CHARS:]] for text in numbers],
+        "prompt": groups,
+        "score": scores,
+        "length": [len(lengths[row] if lengths else outputs[row]) for row in range(len(inputs))],
+        "unit": "tokens" if lengths else "characters",
+        "kept": sorted(kept),
+        "parts": {name: column for name, column in extras.items() if all(_is_number(value) for value in column)},
+        "about": {name: [str(value) for value in column] for name, column in about.items()},
+    }
+    write_whole(browser / f"{step}.js", f"rlsysRollouts.step({ascii_json(index)});\n".encode())
+    _list_step(browser / "steps.js", step, scores, len(kept))
+    write_whole(Path(directory) / "index.html", page("rollouts").encode())
     return path
 
 
-def browser_page() -> str:
-    """The page; its only inline script is allowed by hash, so that no other could run even if markup got in."""
-    page = files("rlsys.telemetry").joinpath("rollouts.html").read_text(encoding="utf-8")
-    script = re.search(r"<script>(.*?)</script>", page, re.DOTALL)
-    assert script is not None
-    digest = hashlib.sha256(script[1].encode()).digest()
-    return page.replace("SCRIPT_HASH", base64.b64encode(digest).decode(), 1)
+def sampled_order(groups: Sequence[int], scores: Sequence[float], *, seed: int) -> list[int]:
+    """All rows, those first that say most about a batch; what is random follows from the seed.
 
-
-def ragged(values: Tensor, lengths: Tensor) -> list[list[float]]:
-    """The first `lengths[i]` entries of each row of `values` (B, R), for `token_values`."""
-    return [row[:n] for row, n in zip(values.tolist(), lengths.tolist())]
-
-
-def token_texts_of_rows(
-    rows: Sequence[Sequence[int]], decode: Callable[[list[int]], str], *, max_rows: int = MAX_BROWSABLE_ROWS
-) -> list[list[str]]:
-    """`token_texts_of` for the first `max_rows` rows; token pairs seen before are not decoded again."""
-    decode_once = cache(lambda ids: decode(list(ids)))
-    return [token_texts_of(row, lambda ids: decode_once(tuple(ids))) for row in rows[:max_rows]]
+    The best and worst 8, then one of every group (prompt) at random, the best and the worst of every group, the rest.
+    """
+    rows = range(len(groups))
+    by_score = sorted(rows, key=lambda row: scores[row] if math.isfinite(scores[row]) else -math.inf)
+    shuffled = random.Random(seed).sample(rows, len(rows))
+    one, worst, best = ({groups[row]: row for row in order} for order in (shuffled, by_score[::-1], by_score))
+    firsts = [*by_score[::-1][:_EXTREMES], *by_score[:_EXTREMES], *one.values(), *best.values(), *worst.values()]
+    return list(dict.fromkeys([*firsts, *shuffled]))
 
 
 def token_texts_of(token_ids: Sequence[int], decode: Callable[[list[int]], str]) -> list[str]:
@@ -118,45 +129,42 @@ def token_texts_of(token_ids: Sequence[int], decode: Callable[[list[int]], str])
     return texts
 
 
-def _check_lengths(num: int, columns: Mapping[str, Sequence[Any]]) -> None:
+def _check_lengths(num: int, columns: Mapping[str, Rows]) -> None:
     for name, column in columns.items():
         if len(column) != num:
             raise ValueError(f"'{name}' has {len(column)} values for {num} samples")
 
 
-def _short(row: Sequence[float]) -> list[float]:
-    return [v if isinstance(v, int) else float(f"{v:.{_SIGNIFICANT_DIGITS}g}") for v in row]
+def _texts(step: int, prompts: Sequence[str], talks: Mapping[int, Any], kept: Mapping[int, tuple[bytes, Any]]) -> bytes:
+    """The texts of the kept rows, in the order of their numbers, as deflated JSON."""
+    data = {"prompts": prompts, "messages": talks, "rows": [kept[row][1] for row in sorted(kept)]}
+    packed = base64.b64encode(zlib.compress(ascii_json(data).encode(), 6)).decode()
+    return f'rlsysRollouts.texts({step}, "{packed}");\n'.encode()
 
 
-def _list_step(directory: Path, step: int, scores: Sequence[float]) -> None:
-    path = directory / "browser" / "steps.js"
-    known = [entry for entry in _listed(path) if entry["step"] != step]
+def _short(row: Sequence[float], digits: int) -> list[float]:
+    return [v if isinstance(v, int) else float(f"{v:.{digits}g}") for v in row]
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, int | float) or hasattr(value, "dtype")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:12]
+
+
+def _list_step(path: Path, step: int, scores: Sequence[float], num_kept: int) -> None:
+    text = path.read_text() if path.exists() else "([])"
+    known = [entry for entry in json.loads(text[text.index("(") + 1 : text.rindex(")")]) if entry["step"] != step]
     finite = [float(s) for s in scores if math.isfinite(s)]
     entry: dict[str, Any] = {
         "step": step,
-        "file": f"browser/{step}.js",
         "rows": len(scores),
+        "kept": num_kept,
         "mean": math.fsum(finite) / len(finite) if finite else None,
         "min": min(finite, default=None),
         "max": max(finite, default=None),
     }
-    _write_whole(path, _script("steps", sorted([*known, entry], key=lambda e: e["step"])))
-
-
-def _listed(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    text = path.read_text()
-    return json.loads(text[text.index("(") + 1 : text.rindex(")")])
-
-
-def _script(function: str, data: Any) -> bytes:
-    """A call with data as ASCII JSON, which is also a JavaScript literal."""
-    text = json.dumps(plain_json(data), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return f"rlsysRollouts.{function}({text});\n".encode()
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    beside = path.with_name(path.name + ".tmp")
-    beside.write_bytes(content)
-    beside.replace(path)
+    steps = sorted([*known, entry], key=lambda one: one["step"])
+    write_whole(path, f"rlsysRollouts.steps({ascii_json(steps)});\n".encode())

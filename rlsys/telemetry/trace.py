@@ -167,20 +167,21 @@ def add_arguments(events: Iterable[Event], controller: int, step: int, tokens: M
 
 
 def arrows(events: Iterable[Event], controller: int) -> list[Event]:
-    """Flow events from the controller's stages to the workers' calls inside them, as from "gen" to `generate`."""
+    """Flow events from each of the controller's stages to the first call of a method on every worker inside it."""
     spans = [event for event in events if event["ph"] == "X"]
     stages = [span for span in spans if span["pid"] == controller and span["name"] not in ("step", "source")]
-    flows: list[Event] = []
-    for call in spans:
-        generates = call["name"].startswith("generate")
+    flows: dict[tuple[Any, ...], tuple[Event, Event]] = {}
+    for call in sorted(spans, key=lambda span: span["ts"]):
+        generates = call["name"].startswith(("generate", "exchange"))
         around = [s for s in stages if (s["name"] == "gen") == generates and _covers(s, call)]
         if call["pid"] == controller or not around:
             continue
         stage = min(around, key=lambda span: span["dur"])
         shared = {"name": stage["name"], "cat": "call", "id": f"{call['pid']:x}.{call['tid']:x}.{call['ts']:x}"}
-        flows.append({**shared, "ph": "s", "ts": stage["ts"], "pid": stage["pid"], "tid": stage["tid"]})
-        flows.append({**shared, "ph": "f", "bp": "e", "ts": call["ts"], "pid": call["pid"], "tid": call["tid"]})
-    return flows
+        start = {**shared, "ph": "s", "ts": stage["ts"], "pid": stage["pid"], "tid": stage["tid"]}
+        end = {**shared, "ph": "f", "bp": "e", "ts": call["ts"], "pid": call["pid"], "tid": call["tid"]}
+        flows.setdefault((stage["tid"], stage["ts"], call["pid"], call["name"]), (start, end))
+    return [event for pair in flows.values() for event in pair]
 
 
 def _covers(outer: Event, inner: Event) -> bool:

@@ -50,7 +50,7 @@ def test_a_run_leaves_metrics_checkpoint_timeline_and_rollouts(
     for line in printed[printed.index("rlsys: done in") :].splitlines():
         assert line in log
     assert f"  checkpoint  {out}/global_step_3\n" in printed
-    assert "step 2: reward" in log
+    assert "    step    reward" in log
     lines = metrics_of(out)
     assert [line["step"] for line in lines] == [1, 2, 3]
     assert {"actor/pg_loss", "actor/grad_norm", "critic/score/mean", "response_length/mean"} <= set(lines[0])

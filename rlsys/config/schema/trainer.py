@@ -120,8 +120,13 @@ class TrainerConfig(TrainingConfig):
     """Number of latest actor checkpoints to keep; null keeps all."""
     max_critic_ckpt_to_keep: Annotated[t.Count | None, IF_CRITIC] = None
     """Number of latest critic checkpoints to keep; null keeps all."""
-    rollout_data_dir: t.LocalPath | None = None
-    """Folder for all training answers, {step}.jsonl."""
+    rollout_data_dir: t.LocalPath | None = "${trainer.default_local_dir}/rollouts"
+    """Folder for training answers, {step}.jsonl and a page that shows them; null writes none."""
+    rollout_data_freq: t.Count = 1
+    """Write the answers of every N-th step."""
+    rollout_data_max_mb: t.Positive | None = 8.0
+    """Megabytes a step in rollout_data_dir at most: of a bigger batch a sample is kept, its best, its worst and some of
+    each prompt; null keeps all."""
     validation_data_dir: t.LocalPath | None = None
     """Folder for all validation answers, {step}.jsonl."""
     max_staleness: t.CountOrZero = 0

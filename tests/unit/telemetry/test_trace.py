@@ -202,7 +202,7 @@ def test_arrows_lead_from_the_stage_to_the_calls_of_workers_inside_it() -> None:
     update = _span(1, 1, "update_actor", 50, 90)
     ahead = _span(1, 2, "gen", 40, 95)
     events = [_span(1, 1, "step", 0, 100), update, ahead, _span(7, 3, "update_actor", 55, 85)]
-    events += [_span(8, 4, "generate_sequences", 60, 80), _span(9, 5, "stray", 85, 93)]
+    events += [_span(8, 4, "exchange", 70, 80), _span(8, 4, "exchange", 60, 70), _span(9, 5, "stray", 85, 93)]
     flows = arrows(events, 1)
     starts, ends = [e for e in flows if e["ph"] == "s"], [e for e in flows if e["ph"] == "f"]
     assert [(e["pid"], e["tid"], e["ts"]) for e in starts] == [(1, 1, 50), (1, 2, 40)]

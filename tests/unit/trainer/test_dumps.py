@@ -61,5 +61,7 @@ def test_a_folder_that_does_not_answer_is_named(tmp_path: Path) -> None:
     dumps.write(batch_of(1.0), 1)
     with pytest.raises(DeadlineError, match=f"the folder {tmp_path} did not answer within 0.3 s at stage 'dump_roll"):
         dumps.write(batch_of(2.0), 2)
+    dumps.write(batch_of(2.0), 2)  # not waited for again, nor queued behind the one that hangs
     (tmp_path / "browser" / "steps.js").write_text("steps([]);")
     dumps.close()
+    assert not (tmp_path / "2.jsonl").exists()
