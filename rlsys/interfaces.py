@@ -143,23 +143,26 @@ class WeightTransfer(Protocol):
 
 
 class ExperienceSource(Protocol):
-    """Where training batches come from: synchronous or ahead, under one `max_staleness`; trainer.source has the one."""
+    """Where training batches come from; trainer.source, trainer.async_source and trainer.epochs implement it."""
 
     def next(self) -> DataProto:
         """The graded batch of the next step."""
         ...
 
     def settle(self) -> None:
-        """Wait for batches under way, so that weights can change or the state be saved."""
+        """Wait for whatever must end before weights change."""
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
-    def save_pending(self, folder: Path) -> None:
-        """Keep batches that are made and not yet trained on, beside a checkpoint."""
+    def published(self, version: int) -> None:
+        """Engines serve this version from now on."""
+        ...
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Keep what is not yet trained on in the folder of a checkpoint; returns the rest of the state."""
         ...
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Continue from a state and what was kept with it."""
+        """Continue from what `save` returned and kept."""
         ...
 
     def close(self) -> None: ...

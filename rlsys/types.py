@@ -6,7 +6,7 @@ Token ids are Python ints in the vocabulary of the served model; log-probabiliti
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 from uuid import uuid4
@@ -45,6 +45,10 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    def as_greedy(self) -> SamplingParams:
+        """The same with the most likely token each time."""
+        return replace(self, temperature=0.0, top_p=1.0, top_k=-1)
 
 
 @dataclass(frozen=True)

@@ -12,24 +12,33 @@ from transformers import PreTrainedTokenizerBase
 from rlsys.algorithms import filter_groups, get_kl_controller
 from rlsys.config import PPOConfig
 from rlsys.config.plan import BatchPlan
+from rlsys.config.pools import generates_ahead
 from rlsys.config.schema.algorithm import FilterGroupsConfig
 from rlsys.config.schema.megatron import MegatronConfig
 from rlsys.config.schema.model import FSDPConfig
 from rlsys.data.dataset import PromptDataset
+from rlsys.fleet.fleet import RolloutFleet
 from rlsys.fleet.group import group_fleet
 from rlsys.interfaces import ExperienceSource
+from trainer.async_source import AsyncSource
 from trainer.episodes import episode_rollout
+from trainer.epochs import EpochSource
 from trainer.evaluation import OnValidation, Validation, validation
 from trainer.generation import GradedRollout, answer_printer, fleet_generate, training_sampling
 from trainer.groups import WorkerGroups
 from trainer.parity import LOST, REFUSED, ParityProbe, Scorer, probe_prompts
-from trainer.prompts import training_prompts
+from trainer.prompt_groups import FailureLimits, PromptGroups
+from trainer.prompts import num_steps, training_prompts
 from trainer.reporting import Reporter
 from trainer.residency import Moves, Residency, Resident
 from trainer.rewards import reward_manager, reward_pool
 from trainer.source import GroupFilter, Prompts, RolloutSource
 from trainer.steps import Steps
 from trainer.weight_push import WeightPush, connect_servers, connect_weights, drops_weights_on_sleep
+from trainer.window import PromptWindow
+
+CHUNKS_PER_STEP = 8
+"""Fixed batches that the rows of a step of a reproducible run are cut into: as many replicas can share them."""
 
 
 @dataclass(frozen=True)
@@ -85,30 +94,23 @@ def assemble(
                 rollout,
                 cfg.trainer.deadlines,
                 restore=transfer.restore,
-                num_rows=cfg.data.gen_batch_size * rollout.n,
+                num_rows=_rows_per_call(cfg, plan),
                 restartable=not pools.colocated,
             )
         stack.callback(fleet.close)
         reporter.count("gen", lambda: (fleet.ledger.answered, fleet.ledger.issued))
         graded = GradedRollout(
-            generate=fleet_generate(fleet, answer_printer(rollout, inputs.tokenizer)),
+            generate=fleet_generate(fleet),
             manager=reward_manager(cfg, inputs.tokenizer, pool),
             sampling=training_sampling(cfg),
             num_answers=rollout.n,
             greedy_baseline=cfg.algorithm.adv_estimator == "remax",
             pad_token_id=pad,
             stage=reporter.stage,
+            on_answers=answer_printer(rollout, inputs.tokenizer),
         )
         graded = episode_rollout(cfg, graded, fleet, inputs.tokenizer, pool, stack)
-        source = RolloutSource(
-            prompts=inputs.sampler or training_prompts(cfg.data, inputs.train_dataset, pad_token_id=pad),
-            make=graded.make,
-            prompts_per_step=cfg.data.train_batch_size,
-            num_samples=rollout.n,
-            group_filter=_group_filter(cfg.algorithm.filter_groups),
-            max_staleness=cfg.trainer.max_staleness,
-            deadline_s=cfg.trainer.deadlines.generate_s + cfg.trainer.deadlines.reward_s,
-        )
+        source = training_source(cfg, inputs, graded, fleet)
         stack.callback(source.close)
         moves = residency_moves(cfg, groups, inputs.device, colocated=pools.colocated)
         weights = WeightPush(transfer, fleet, rollout.validate_weight)
@@ -145,6 +147,40 @@ def _validation(
     if inputs.val_dataset is None:
         return None
     return validation(cfg, inputs.val_dataset, graded, on_validation, seed=cfg.data.seed)
+
+
+def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet: RolloutFleet) -> ExperienceSource:
+    """Where training batches come from, as trainer.max_staleness and trainer.reproducible ask."""
+    run, deadlines = cfg.trainer, cfg.trainer.deadlines
+    prompts = inputs.sampler or training_prompts(cfg.data, inputs.train_dataset, pad_token_id=graded.pad_token_id)
+    group_filter = _group_filter(cfg.algorithm.filter_groups)
+    if not generates_ahead(cfg):
+        return RolloutSource(
+            prompts=prompts,
+            make=graded.make,
+            prompts_per_step=cfg.data.train_batch_size,
+            num_samples=graded.num_answers,
+            group_filter=group_filter,
+        )
+    window = PromptWindow(
+        groups_per_step=cfg.data.train_batch_size,
+        max_staleness=run.max_staleness,
+        lookahead=run.lookahead,
+        num_steps=num_steps(cfg, inputs.train_dataset),
+    )
+    failures = FailureLimits(run.max_failed_in_a_row, run.max_failed_share)
+    groups = PromptGroups(window, prompts, graded, group_filter=group_filter, failures=failures)
+    deadline_s = deadlines.generate_s + deadlines.reward_s
+    if run.reproducible:
+        return EpochSource(groups, fleet, max_response_tokens=cfg.data.max_response_length, deadline_s=deadline_s)
+    return AsyncSource(groups, fleet, deadline_s=deadline_s)
+
+
+def _rows_per_call(cfg: PPOConfig, plan: BatchPlan) -> int:
+    """Rows that the fleet gets at once; a reproducible run has chunks of one size for any number of replicas."""
+    rows = cfg.data.gen_batch_size * cfg.actor_rollout_ref.rollout.n
+    replicas = plan.pools.rollout_ranks // cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
+    return replicas * -(-rows // CHUNKS_PER_STEP) if cfg.trainer.reproducible else rows
 
 
 def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, *, colocated: bool) -> dict[Resident, Moves]:

@@ -144,13 +144,14 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
         fleet = group_fleet(group, rollout, run.deadlines, num_rows=num_rows, restartable=True)
         stack.callback(fleet.close)
         graded = GradedRollout(
-            generate=fleet_generate(fleet, answer_printer(rollout, tokenizer)),
+            generate=fleet_generate(fleet),
             manager=reward_manager(config, tokenizer, pool),
             sampling=validation_sampling(config),
             num_answers=1,
             greedy_baseline=False,
             pad_token_id=tokenizer.pad_token_id,
             stage=StageTimer(),
+            on_answers=answer_printer(rollout, tokenizer),
         )
         graded = episode_rollout(config, graded, fleet, tokenizer, pool, stack)
 

@@ -24,7 +24,7 @@ VALIDATION_SEED = 1 << 40
 
 @dataclass(frozen=True)
 class GradedRollout:
-    """Completes each prompt `num_answers` times by `generate` and grades the answers."""
+    """Completes each prompt `num_answers` times by `generate` and grades the answers; `on_answers` sees them all."""
 
     generate: Generate
     manager: RewardManager
@@ -33,17 +33,34 @@ class GradedRollout:
     greedy_baseline: bool
     pad_token_id: int
     stage: StageTimer
+    on_answers: Callable[[DataProto], None] | None
 
     def make(self, prompts: DataProto, *, step: int, call: int = 0) -> tuple[DataProto, dict[str, float]]:
         """Graded answers of a training step, those of a prompt in neighbouring rows, and metrics."""
         rows = prompts.repeat(self.num_answers, interleave=True)
         batch, metrics = self._answer(rows, self.sampling, step=step, call=call)
         if self.greedy_baseline:
-            greedy = replace(self.sampling, temperature=0.0, top_p=1.0, top_k=-1)
-            baseline, _ = self._answer(prompts, greedy, step=step, call=call)
+            baseline, _ = self._answer(prompts, self.sampling.as_greedy(), step=step, call=call)
             scores = baseline.tensors["token_level_scores"].sum(-1)
             batch.tensors["reward_baselines"] = scores.repeat_interleave(self.num_answers)
         return batch, metrics
+
+    def rows(self, prompts: DataProto, *, step: int) -> DataProto:
+        """The rows to complete: each prompt `num_answers` times in a row, and how they are sampled."""
+        rows = prompts.repeat(self.num_answers, interleave=True)
+        rows.meta_info |= sampling_meta(self.sampling, pad_token_id=self.pad_token_id, step=step)
+        return rows
+
+    def grade(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+        """The completed rows with their scores and what else the graders return, and metrics."""
+        if self.on_answers is not None:
+            self.on_answers(batch)
+        with self.stage("reward"):
+            graded = self.manager.grade(batch)
+        batch.tensors["token_level_scores"] = graded.rm_scores
+        batch.non_tensor_batch.update(graded.extra)
+        batch.meta_info["reward_extra_keys"] = sorted(graded.extra)
+        return batch, dict(graded.metrics)
 
     def _answer(
         self, rows: DataProto, sampling: SamplingParams, *, step: int, call: int
@@ -53,16 +70,12 @@ class GradedRollout:
         with self.stage("gen"):
             batch, metrics = self.generate(rows)
         del batch.meta_info["seed"]  # it differs between calls, whose batches are concatenated
-        with self.stage("reward"):
-            graded = self.manager.grade(batch)
-        batch.tensors["token_level_scores"] = graded.rm_scores
-        batch.non_tensor_batch.update(graded.extra)
-        batch.meta_info["reward_extra_keys"] = sorted(graded.extra)
-        return batch, {**metrics, **graded.metrics}
+        batch, graded = self.grade(batch)
+        return batch, {**metrics, **graded}
 
 
-def fleet_generate(fleet: RolloutFleet, on_answers: Callable[[DataProto], None] | None = None) -> Generate:
-    """Generation by a fleet, with its counters of this call as metrics; `on_answers` sees every completed batch."""
+def fleet_generate(fleet: RolloutFleet) -> Generate:
+    """Generation by a fleet, with its counters of this call as metrics."""
 
     def generate(rows: DataProto) -> tuple[DataProto, dict[str, float]]:
         before = {name: 0.0 if name.endswith("_ready") else count for name, count in fleet.metrics().items()}
@@ -70,8 +83,6 @@ def fleet_generate(fleet: RolloutFleet, on_answers: Callable[[DataProto], None] 
         completed = fleet.generate_sequences(prompts)
         columns = {**rows.non_tensor_batch, **completed.non_tensor_batch}
         counts = {name: count - before[name] for name, count in fleet.metrics().items()}
-        if on_answers is not None:
-            on_answers(completed)
         return DataProto(completed.batch, columns, dict(rows.meta_info)), counts
 
     return generate

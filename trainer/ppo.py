@@ -183,6 +183,7 @@ class RayPPOTrainer(CheckpointedLoop):
         with self.parts.residency.hold(Resident.SYNC, "update_weights"):
             report = self.parts.weights.push(self.global_step)
         self.weight_version = report.version
+        self.source.published(report.version)
         self.reporter.add(
             {
                 "weights/bytes": float(report.num_bytes),
@@ -226,8 +227,7 @@ class RayPPOTrainer(CheckpointedLoop):
         if self.dumps is not None:
             self.reporter.best_effort("rollouts", self.dumps.settle)
         self.groups.save(folder)
-        self.source.save_pending(folder)
-        return TrainerState(self.global_step, self.parts.steps.kl_ctrl.state_dict(), self.source.state_dict())
+        return TrainerState(self.global_step, self.parts.steps.kl_ctrl.state_dict(), self.source.save(folder))
 
     def load_parts(self, folder: Path, state: TrainerState) -> None:
         self.groups.load(folder)

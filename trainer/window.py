@@ -21,8 +21,12 @@ class PromptWindow:
     Has neither clock nor threads: the same calls give the same answers. `version` is the one that engines serve.
     """
 
-    def __init__(self, *, groups_per_step: int, max_staleness: int, lookahead: int = 0) -> None:
+    def __init__(
+        self, *, groups_per_step: int, max_staleness: int, lookahead: int = 0, num_steps: int | None = None
+    ) -> None:
+        """No group starts that only a step after `num_steps` would need."""
         self.groups_per_step, self.max_staleness, self.lookahead = groups_per_step, max_staleness, lookahead
+        self.num_steps = num_steps
         self.version = self.issued = self.trained = 0
         self.skipped: Counter[str] = Counter()
         self._order: list[int] = []  # from the oldest open group on, with those that were trained ahead of it
@@ -35,6 +39,11 @@ class PromptWindow:
         return [number for number in self._order if number not in self._trained_ahead]
 
     @property
+    def finished(self) -> frozenset[int]:
+        """Numbers of the groups that wait for their step."""
+        return frozenset(self._finished)
+
+    @property
     def step(self) -> int:
         """The step that the next `take` is for, from 1."""
         return self.trained // self.groups_per_step + 1
@@ -43,6 +52,7 @@ class PromptWindow:
     def room(self) -> int:
         """How many more groups may start under the served version."""
         steps = self.version + 1 + self.max_staleness - self.lookahead
+        steps = steps if self.num_steps is None else min(steps, self.num_steps)
         return max(0, steps * self.groups_per_step - self.trained - len(self.open))
 
     def start(self) -> int:

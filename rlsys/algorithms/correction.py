@@ -93,7 +93,7 @@ def _weight_metrics(
         "rollout_is_std": (square - mean.square()).clamp(min=0).sqrt(),
         "rollout_is_eff_sample_size": mean.square() / square.clamp(min=1e-30),
         "rollout_is_ratio_fraction_high": (exponents > math.log(high)).double().mean(),
-        "rollout_is_ratio_fraction_low": (exponents < math.log(low)).double().mean(),
+        "rollout_is_ratio_fraction_low": (exponents < (math.log(low) if low else -math.inf)).double().mean(),
         "rollout_is_seq_mean": rows.mean(),
         "rollout_is_seq_std": rows.std() if len(rows) > 1 else torch.zeros(()),
         "rollout_is_seq_max": rows.max(),
@@ -109,7 +109,8 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, config: RolloutCorrectionCon
     """The mask (B, R) without the tokens or rows whose divergence is out of bounds; a token must pass every mode.
 
     Statistics are of `-log rho` (k1), `(log rho)^2 / 2` (k2) and `rho - log rho - 1` (k3), per token or as the sum,
-    mean or maximum of a row.
+    mean or maximum of a row. `token_m2` bounds the mean of `(log rho)^2` over the kept tokens of the batch by removing
+    those with the largest (the second moment of M2PO, arXiv:2510.01161).
     """
     safe = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     valid = mask.bool()
@@ -118,6 +119,7 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, config: RolloutCorrectionCon
     rejections = rejection_bounds(config)
     for mode, low, high in rejections:
         statistic = _statistic(mode, safe, valid)
+        high = _cut_for_mean(statistic[valid], high) if mode == "token_m2" else high
         inside = statistic <= high if low is None else (statistic >= low) & (statistic <= high)
         kept = kept & inside
         metrics |= _rejection_metrics(mode, statistic, inside, valid, low, high)
@@ -133,6 +135,7 @@ def _statistic(mode: str, log_ratio: Tensor, valid: Tensor) -> Tensor:
         "k1": lambda: -log_ratio,
         "k2": lambda: 0.5 * log_ratio.square(),
         "k3": lambda: log_ratio.exp() - 1 - log_ratio,
+        "m2": log_ratio.square,
     }[estimator]()
     if level == "token":
         return per_token
@@ -142,6 +145,14 @@ def _statistic(mode: str, log_ratio: Tensor, valid: Tensor) -> Tensor:
         "seq_max": lambda: torch.where(valid, per_token, torch.zeros_like(per_token)).amax(dim=1),
     }[level]()
     return by_row.unsqueeze(1).expand_as(log_ratio)
+
+
+def _cut_for_mean(values: Tensor, limit: float) -> float:
+    """The largest of the values such that the mean of all up to it is at most `limit`; 0 if there is none."""
+    values = values.double().sort().values
+    means = values.cumsum(0) / torch.arange(1, len(values) + 1, device=values.device)
+    within = int((means <= limit).sum())
+    return values[within - 1].item() if within else 0.0
 
 
 def _rejection_metrics(

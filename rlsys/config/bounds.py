@@ -45,7 +45,7 @@ def _rejection(mode: str, limit: str) -> tuple[str, float | None, float]:
             raise ValueError(f"{KEY}.{key}: {mode} takes one upper bound, not {limit}")
         return mode, None, high
     low = 1 / high if low is None else low
-    if low > high:
+    if not 0 < low <= high:
         raise ValueError(f"{KEY}.{key} = {limit}: {mode} takes a ratio of at least 1, or low_high, e.g. 0.5_2.0")
     return mode, math.log(low), math.log(high)
 
@@ -55,6 +55,7 @@ def _bounds(key: str, text: str) -> tuple[float | None, float]:
         numbers = [float(part) for part in text.split("_")]
     except ValueError:
         numbers = []
-    if len(numbers) not in (1, 2) or not all(0 < number < 1e9 for number in numbers) or numbers != sorted(numbers):
+    is_rising = numbers == sorted(numbers) and min(numbers, default=0) >= 0 and 0 < max(numbers, default=0) < 1e9
+    if len(numbers) not in (1, 2) or not is_rising:
         raise ValueError(f"{KEY}.{key} = {text}: must be a number above 0, or low_high, e.g. 0.5_2.0")
     return (None, numbers[0]) if len(numbers) == 1 else (numbers[0], numbers[1])

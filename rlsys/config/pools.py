@@ -47,6 +47,12 @@ def resolve_pools(cfg: PPOConfig) -> Pools:
     )
 
 
+def generates_ahead(cfg: PPOConfig) -> bool:
+    """Whether prompts start before their step; if not, samples are only as old as trainer.sync_freq makes them."""
+    trainer = cfg.trainer
+    return trainer.max_staleness > (trainer.sync_freq - 1 if resolve_pools(cfg).colocated else 0)
+
+
 def is_external(name: object) -> bool:
     """Whether a rollout engine of this name runs on external servers."""
     return isinstance(name, str) and rollout_backend(name).is_external

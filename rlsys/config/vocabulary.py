@@ -23,7 +23,7 @@ KLEstimator = Literal[KLKind, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+"
 """A KL estimator, or with + its straight-through form."""
 REJECTION_MODES = (
     *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
-    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3", "token_m2"),
 )
 REJECTION_ALIASES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 REWARD_MANAGERS = ("naive", "dapo")

@@ -120,7 +120,7 @@ def ppo_runs(toy: Toy, folder: Path) -> list[list[str]]:
                 f"{CORRECTION}rollout_is=token",
                 f"{CORRECTION}rollout_rs=token_k1",
             ),
-            f"{CORRECTION}rollout_rs_threshold=0.5_2.0",
+            *(f"{CORRECTION}rollout_rs_threshold=0.5_2.0", "trainer.max_staleness=1", "trainer.device=cpu"),
             *("algorithm.reward_norm.mean_level=group", "algorithm.reward_norm.std_level=batch", f"{loss}sapo"),
             *("algorithm.adv_norm.mean_level=batch", "algorithm.adv_norm.std_level=batch"),
         ],

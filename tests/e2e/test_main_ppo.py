@@ -132,7 +132,13 @@ def test_a_rollout_tensor_that_differs_ends_the_run_and_is_named(
 
 def test_weights_are_pushed_every_n_steps_and_before_validation(toy: Toy, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    often = ("trainer.sync_freq=3", "trainer.total_training_steps=6", "trainer.test_freq=5", "trainer.save_freq=-1")
+    often = (
+        "trainer.sync_freq=3",
+        "trainer.max_staleness=2",
+        "trainer.total_training_steps=6",
+        "trainer.test_freq=5",
+        "trainer.save_freq=-1",
+    )
     assert main(toy.overrides(out, LOCAL, *often)) == 0
     lines = metrics_of(out)
     assert [line.get("weights/version") for line in lines[1:]] == [None, 3, None, 5, 6]

@@ -78,7 +78,9 @@ def test_by_default_a_wrong_rollout_is_warned_of(
 
 
 def test_it_is_taken_on_demand_and_needs_equal_weights(toy: Toy, tmp_path: Path) -> None:
-    overrides = toy.overrides(tmp_path / "out", LOCAL, "trainer.sync_freq=5", f"{PARITY}.freq=-1")
+    overrides = toy.overrides(
+        tmp_path / "out", LOCAL, "trainer.sync_freq=5", "trainer.max_staleness=4", f"{PARITY}.freq=-1"
+    )
     trainer = build_trainer(load_config(overrides))
     with trainer.session():
         trainer.push_weights()

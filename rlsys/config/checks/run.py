@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from rlsys.config.checks.findings import note, wrong
 from rlsys.config.checks.rollout import check_rollout
 from rlsys.config.engines import rollout_backend
-from rlsys.config.pools import resolve_pools
+from rlsys.config.pools import generates_ahead, resolve_pools
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig
 from rlsys.config.vocabulary import ALWAYS_WRITTEN, TRACKERS
 
-MAX_STALENESS = 1
 ROLLOUT, WORKERS, STALENESS = "actor_rollout_ref.rollout", "trainer.rollout_workers", "trainer.max_staleness"
 ENGINE = f"{ROLLOUT}.checkpoint_engine.backend"
 
@@ -47,6 +46,7 @@ def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:
     trainer, policy, data = cfg.trainer, cfg.actor_rollout_ref, cfg.data
     yield from check_rollout(cfg, resolve_pools(cfg).rollout_ranks)
     yield from _pools(cfg)
+    yield from _staleness(cfg)
     yield from _weights(cfg)
     yield from _servers(cfg)
     yield from check_checkpoint(cfg, "actor_rollout_ref.actor.checkpoint", policy.actor.checkpoint)
@@ -61,19 +61,48 @@ def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:
 
 def _pools(cfg: PPOConfig) -> Iterator[str]:
     trainer, hybrid, pools = cfg.trainer, cfg.actor_rollout_ref.hybrid_engine, resolve_pools(cfg)
-    if trainer.max_staleness > MAX_STALENESS:
-        why = f"only 0 (synchronous) and {MAX_STALENESS} (one step off-policy) are supported"
-        yield wrong(cfg, STALENESS, why, MAX_STALENESS)
-    if trainer.max_staleness > 0 and pools.colocated:
-        yield wrong(cfg, STALENESS, "generating ahead needs separate rollout processes; set trainer.rollout_workers=1")
     if hybrid is not None and hybrid != pools.colocated:
         key = "actor_rollout_ref.hybrid_engine"
         yield wrong(cfg, key, f"conflicts with {WORKERS}={trainer.rollout_workers}; remove {key}")
     if trainer.backend == "local" and trainer.rollout_workers:
         yield wrong(cfg, WORKERS, "with trainer.backend=local everything runs in this one process", 0)
-    if trainer.sync_freq > 1:
-        why = f"samples are up to {trainer.sync_freq - 1} steps older than the weights that they train"
-        yield note(cfg, "trainer.sync_freq", why)
+
+
+def _staleness(cfg: PPOConfig) -> Iterator[str]:
+    """Whether samples can be as old as is asked for, and no older."""
+    trainer, pools, rollout = cfg.trainer, resolve_pools(cfg), cfg.actor_rollout_ref.rollout
+    oldest = trainer.sync_freq - 1
+    if trainer.max_staleness < oldest:
+        why = f"with trainer.sync_freq={trainer.sync_freq} samples are up to {oldest} versions behind"
+        yield wrong(cfg, STALENESS, why, oldest)
+    if not generates_ahead(cfg):
+        return
+    in_process = trainer.backend == "local" and trainer.device == "cpu" and rollout.name == "hf"
+    if pools.colocated and not in_process:
+        yield wrong(cfg, STALENESS, "generating ahead needs separate rollout processes; set trainer.rollout_workers=1")
+    if rollout.has_workflow:
+        yield wrong(cfg, STALENESS, "prompts of later steps are answered by one draw each, not by a workflow", 0)
+    if 0 < trainer.lookahead >= trainer.max_staleness:
+        yield wrong(cfg, "trainer.lookahead", f"must be below {STALENESS}={trainer.max_staleness}", 0)
+    if trainer.reproducible:
+        yield from _reproducible(cfg)
+    correction = cfg.algorithm.rollout_correction
+    if not (correction.rollout_is or correction.rollout_rs):
+        why = "the loss ignores that samples are of older weights; set algorithm.rollout_correction.rollout_is=token"
+        yield note(cfg, STALENESS, f"{why} for decoupled PPO")
+
+
+def _reproducible(cfg: PPOConfig) -> Iterator[str]:
+    """Whether a run with the schedule of trainer.epochs can give the same bits again."""
+    key, rollout = "trainer.reproducible", cfg.actor_rollout_ref.rollout
+    if cfg.trainer.sync_freq > 1:
+        yield wrong(cfg, key, "weights must be pushed after every step; set trainer.sync_freq=1")
+    if resolve_pools(cfg).external:
+        yield wrong(cfg, key, f"external servers batch requests as they arrive; set {key}=false")
+    elif rollout.name != "hf" and not rollout.full_determinism:
+        yield wrong(
+            cfg, key, f"it needs engines whose results do not depend on batching; set {ROLLOUT}.full_determinism=true"
+        )
 
 
 def _weights(cfg: PPOConfig) -> Iterator[str]:

@@ -9,7 +9,7 @@ jobs (`under`), of:
 - `fractions`: values that are here fractions (`is`) of another key (`of`).
 - `groups`: choices of Hydra's config groups that change nothing here.
 - `expansions`: settings that set several keys: for each key a table from the value set to the key's value, `otherwise`
-  for values that are not in it; without `otherwise` such a value is passed on.
+  for values that are not in it, whose `{}` is replaced by the value; without `otherwise` the value is passed on.
 - `refused` and `ignored`: keys that do not exist here, with the reason and what to set instead. A key that would change
   results if it were ignored is refused. Values listed in `unless`, and null, ask for what happens anyway; they are
   accepted silently.
@@ -116,7 +116,8 @@ def _translated(value: Any, values: dict[Any, Any]) -> Any:
     for known, meaning in values.items():
         if known == value and isinstance(known, bool) == isinstance(value, bool):
             return meaning
-    return values.get("otherwise", value)
+    other = values.get("otherwise")
+    return value if "otherwise" not in values else other.format(value) if isinstance(other, str) else other
 
 
 def prefixes(path: str) -> Iterator[str]:

@@ -66,7 +66,8 @@ class RolloutCorrectionConfig(Section):
     rollout_is_batch_normalize: t.Flag = False
     """Normalize the weights to a mean of 1 over the batch."""
     rollout_rs: Annotated[t.Text | None, Requires(".rollout_rs_threshold", why="it needs a bound", to="0.5_2.0")] = None
-    """Drop tokens or sequences by token_k1|k2|k3, seq_sum_*, seq_mean_* or seq_max_k2|k3; commas join several."""
+    """Drop tokens or sequences by token_k1|k2|k3, seq_sum_*, seq_mean_* or seq_max_k2|k3, or by token_m2
+    (M2PO): the largest ratios, until the mean squared log ratio of the others is within the bound; commas join them."""
     rollout_rs_threshold: Annotated[Threshold | None, BOUND_NEEDS_RS] = None
     """Bound for each measure, joined by commas; k1 takes "low_high"."""
     bypass_mode: t.Flag = False

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from rlsys.config.schema import types as t
-from rlsys.config.schema.base import IF_CRITIC, Requires, Section, open_dict, section
+from rlsys.config.schema.base import IF_CRITIC, ActiveIf, Requires, Section, open_dict, section
 
 RESUME_NEEDS_PATH = Requires(
     ".resume_from_path", given=("resume_path",), why="it needs a checkpoint", to="<folder>/global_step_N"
 )
 ONLY_RESUME_PATH = Requires(".resume_mode", ("resume_path",), why="only that mode uses it")
 WARMUP_NEEDS_CRITIC = Requires("use_critic", why="there is no critic", fix="set trainer.critic_warmup=0")
+IF_ASYNC = ActiveIf(".max_staleness", why="the run is synchronous; set trainer.max_staleness")
 NEW_CLUSTER = Requires(
     ".address", (None,), why="a running cluster has its own", fix="remove it or ray_kwargs.ray_init.address"
 )
@@ -129,8 +130,16 @@ class TrainerConfig(TrainingConfig):
     each prompt; null keeps all."""
     validation_data_dir: t.LocalPath | None = None
     """Folder for all validation answers, {step}.jsonl."""
-    max_staleness: t.CountOrZero = 0
-    """Weight versions that a sample may be behind in training: 0 is synchronous, 1 one step off-policy."""
+    max_staleness: t.Versions = 0
+    """Weight versions that a token may be behind in training: 0 is synchronous, 1 one step off-policy."""
+    lookahead: Annotated[t.CountOrZero, IF_ASYNC] = 0
+    """Steps by which a finished prompt may overtake an unfinished one; fewer prompts are then in progress."""
+    reproducible: Annotated[t.Flag, IF_ASYNC] = False
+    """Make an asynchronous run repeatable to the bit: versions of tokens follow from their position, not from time."""
+    max_failed_in_a_row: Annotated[t.CountOrZero, IF_ASYNC] = 8
+    """Prompts in a row whose generation may fail before an asynchronous run stops; failed ones are skipped."""
+    max_failed_share: Annotated[t.Fraction, IF_ASYNC] = 0.05
+    """Share of all prompts whose generation may fail, once it is more than max_failed_in_a_row of them."""
     sync_freq: t.Count = 1
     """Push weights to the rollout every N steps."""
     allocation_mode: t.Text | None = None

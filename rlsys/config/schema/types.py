@@ -47,6 +47,7 @@ LocalPaths = Annotated[tuple[LocalPath, ...], BeforeValidator(_texts)]
 Number = Annotated[float, Strict()]
 Count = Annotated[int, Strict(), Field(ge=1, le=MAX_COUNT)]
 CountOrZero = Annotated[int, Strict(), Field(ge=0, le=MAX_COUNT)]
+Versions = Annotated[int, Strict(), Field(ge=0, le=64)]
 CountOrAll = Literal[-1] | Count
 CountOrOff = Annotated[int, Strict(), Field(ge=-1, le=MAX_COUNT)]
 Seed = Annotated[int, Strict(), Field(ge=0, lt=2**63)]

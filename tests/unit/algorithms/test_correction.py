@@ -37,6 +37,7 @@ def rows(tensor: Tensor | None) -> list[list[float]]:
 def test_truncation_masking_and_products() -> None:
     assert rows(correct(rollout_is="token", rollout_is_threshold=2.0).weights) == [[1, 2, 0.2], [1.5, 1, 0]]
     assert rows(correct(rollout_is="token", rollout_is_threshold="0.5_2").weights) == [[1, 0, 0], [1.5, 1, 0]]
+    assert rows(correct(rollout_is="token", rollout_is_threshold="0_2").weights) == [[1, 0, 0.2], [1.5, 1, 0]]
     assert rows(correct(rollout_is="sequence").weights) == [[0.6] * 3, [1.5, 1.5, 0]]
     assert correct(rollout_is=None).weights is None
 
@@ -65,6 +66,8 @@ def test_batch_normalisation_makes_the_mean_1() -> None:
         ("seq_mean_k3", 0.5, [[0, 0, 0], [1, 1, 0]]),
         ("seq_max_k2", 1.2, [[0, 0, 0], [1, 1, 0]]),
         ("token_k1, seq_sum_k2", "2,3", [[1, 0, 0], [1, 1, 0]]),
+        ("token_m2", 0.04, [[1, 0, 0], [0, 1, 0]]),
+        ("token_m2", 0.35, [[1, 1, 0], [1, 1, 0]]),
     ],
 )
 def test_rejection(mode: str, threshold: Any, kept: list[list[int]]) -> None:

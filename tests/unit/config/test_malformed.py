@@ -30,6 +30,9 @@ class Bad:
     schema: type[Section] = PPOConfig
 
 
+AHEAD = ("trainer.max_staleness=4", "trainer.rollout_workers=1")
+
+
 def bad(argv: str | list[str], *says: str, schema: type[Section] = PPOConfig) -> Bad:
     return Bad((argv,) if isinstance(argv, str) else tuple(argv), says, schema)
 
@@ -213,7 +216,7 @@ FOREIGN = [
     bad(f"{M}.lora.dropout=0.1", f"{M}.lora.dropout", "no dropout"),
     bad(f"{A}.fsdp_config.mixed_precision.reduce_dtype=bf16", "reduce_dtype", "reduced in float32"),
     bad(f"{A}.optim.total_training_steps=100", "optim.total_training_steps", "trainer.total_training_steps"),
-    bad("trainer.v1.trainer_mode=separate_async", "trainer.v1.trainer_mode", "trainer.max_staleness=1"),
+    bad("trainer.v1.trainer_mode=separate_async", "trainer.v1.trainer_mode", "trainer.max_staleness="),
     bad(f"{A}.megatron.use_megatron_fsdp=true", "use_megatron_fsdp", "strategy=fsdp"),
     bad("actor.ppo_n_minibatches=4", "ppo_n_minibatches", f"{A}.ppo_mini_batch_size"),
     bad("async_training=true", "async_training", "trainer.max_staleness"),
@@ -390,7 +393,21 @@ RUNS = [
     ),
     bad(["ray_kwargs.ray_init.address=auto", "ray_kwargs.ray_init.num_cpus=4"], "num_cpus", "running cluster"),
     bad("trainer.max_staleness=1", "trainer.max_staleness", "trainer.rollout_workers=1"),
-    bad(["trainer.max_staleness=5", "trainer.rollout_workers=1"], "trainer.max_staleness", "max_staleness=1"),
+    bad(["trainer.max_staleness=65", "trainer.rollout_workers=1"], "trainer.max_staleness", "at most 64"),
+    bad("trainer.sync_freq=2", "trainer.max_staleness", "set trainer.max_staleness=1"),
+    bad(["trainer.sync_freq=2", "trainer.max_staleness=2"], "trainer.max_staleness", "trainer.rollout_workers=1"),
+    bad([*AHEAD, "trainer.lookahead=4"], "trainer.lookahead", "below trainer.max_staleness=4"),
+    bad([*AHEAD, "trainer.reproducible=true", "trainer.sync_freq=2"], "trainer.reproducible", "trainer.sync_freq=1"),
+    bad(
+        [*AHEAD, "trainer.reproducible=true", "actor_rollout_ref.rollout.name=vllm"],
+        "trainer.reproducible",
+        "full_determinism=true",
+    ),
+    bad("async_training.staleness_threshold=0.3", "async_training.staleness_threshold", "trainer.max_staleness"),
+    bad("async_training.trigger_parameter_sync_step=4", "trigger_parameter_sync_step", "trainer.sync_freq"),
+    bad("rollout.max_concurrent_rollouts=64", "rollout.max_concurrent_rollouts", "trainer.max_staleness"),
+    bad("actor.prox_logp_method=loglinear", "actor.prox_logp_method", "recomputed"),
+    bad(["actor.use_decoupled_loss=true", "actor.behav_imp_weight_cap=-1"], f"{C}.rollout_is_threshold", "above 0"),
     bad("actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.hybrid_engine", "trainer.rollout_workers=0"),
     bad(["trainer.rollout_workers=1", "actor_rollout_ref.hybrid_engine=true"], "actor_rollout_ref.hybrid_engine"),
     bad(["trainer.rollout_workers=1", f"{R}.checkpoint_engine.backend=local"], "checkpoint_engine.backend", "auto"),

@@ -41,7 +41,7 @@ def graded_rollout(seen: list[DataProto], *, greedy_baseline: bool = False) -> G
         return DataProto.from_dict(tensors, non_tensors=rows.non_tensor_batch, meta_info=dict(rows.meta_info)), {}
 
     sampling = SamplingParams(max_new_tokens=1, temperature=0.7, seed=5)
-    return GradedRollout(generate, cast(Any, Grader()), sampling, 2, greedy_baseline, 0, StageTimer())
+    return GradedRollout(generate, cast(Any, Grader()), sampling, 2, greedy_baseline, 0, StageTimer(), None)
 
 
 def prompts_up_to(count: int) -> PromptDataset:

@@ -1,0 +1,150 @@
+"""Free-running asynchronous training over a real fleet: ages, order, failures, filters, checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rlsys.fleet.fleet import RolloutFleet
+from rlsys.protocol import DataProto, response_lengths
+from rlsys.utils.errors import ConfigError, RolloutError
+from tests.timing import scaled_s, wait_until
+from tests.unit.trainer.asynchronous import FEW_FAILURES, LengthReplica, fleet_over, lognormal_lengths, prompt_groups
+from trainer.async_source import AsyncSource
+from trainer.prompt_groups import FailureLimits
+from trainer.source import GroupFilter
+from trainer.window import PromptWindow
+
+LENGTHS = lognormal_lengths(mean=20, longest=400)
+
+
+@dataclass
+class Run:
+    """A source over one replica, and the trainer's side of a step."""
+
+    source: AsyncSource
+    fleet: RolloutFleet
+    replica: LengthReplica
+    version: int = 0
+
+    def publish(self, version: int) -> None:
+        with self.fleet.pushing(version), self.replica.lock:
+            self.replica.version = version
+        self.version = version
+        self.source.published(version)
+
+    def step(self) -> DataProto:
+        batch = self.source.next()
+        self.publish(self.version + 1)
+        return batch
+
+    def steps(self, num_steps: int) -> list[DataProto]:
+        return [self.step() for _ in range(num_steps)]
+
+
+@contextmanager
+def running(
+    window: PromptWindow,
+    length_of: Callable[[int], int] = LENGTHS,
+    *,
+    group_filter: GroupFilter | None = None,
+    failures: FailureLimits = FEW_FAILURES,
+    speed: int = 8,
+) -> Iterator[Run]:
+    replica = LengthReplica("replica", length_of, speed=speed)
+    groups = prompt_groups(window, max_tokens=400, group_filter=group_filter, failures=failures)
+    with fleet_over([replica]) as fleet:
+        source = AsyncSource(groups, fleet, deadline_s=scaled_s(20.0))
+        try:
+            yield Run(source, fleet, replica)
+        finally:
+            source.close()
+
+
+def numbers_of(batch: DataProto) -> list[int]:
+    return [int(uid[1:]) for uid in batch.non_tensor_batch["uid"]]
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2, 4, 8])
+def test_every_prompt_is_trained_on_in_order_and_no_token_is_too_old(max_staleness: int) -> None:
+    ages, numbers, lengths = [], [], []
+    with running(PromptWindow(groups_per_step=2, max_staleness=max_staleness)) as run:
+        run.publish(0)
+        for _ in range(300):
+            batch = run.step()
+            ages.append(batch.meta_info["source_metrics"]["training/staleness_max"])
+            numbers += numbers_of(batch)
+            lengths += response_lengths(batch).tolist()
+            versions = batch.tensors["weight_versions"][batch.tensors["weight_versions"] >= 0]
+            assert int(versions.max()) <= run.version - 1
+    assert numbers == list(range(600))
+    assert lengths == [LENGTHS(number) for number in numbers]
+    assert max(ages) == max_staleness
+
+
+def test_prompts_that_fail_are_skipped_and_counted() -> None:
+    with running(PromptWindow(groups_per_step=2, max_staleness=2), lambda n: 0 if n in (1, 4) else 9) as run:
+        run.publish(0)
+        batches = run.steps(4)
+    assert [number for batch in batches for number in numbers_of(batch)] == [0, 2, 3, 5, 6, 7, 8, 9]
+    assert batches[-1].meta_info["source_metrics"]["rollout/groups_skipped_failed"] == 2
+
+
+@pytest.mark.parametrize("failures", [FailureLimits(2, 1.0), FailureLimits(4, 0.1)])
+def test_too_many_failures_end_the_run(failures: FailureLimits) -> None:
+    fails = (lambda n: 0) if failures.share == 1.0 else (lambda n: 9 * (n % 2))
+    with running(PromptWindow(groups_per_step=2, max_staleness=1), fails, failures=failures) as run:
+        run.publish(0)
+        with pytest.raises(RolloutError, match=r"(?s)in_a_row=\d or trainer.max_failed_share.* engine likes"):
+            run.steps(20)
+
+
+def keep_long(batch: DataProto) -> tuple[DataProto, dict[str, float]]:
+    long = bool((response_lengths(batch) > 10).any())
+    return batch[: len(batch) if long else 0], {"training/filter_groups_kept": float(long)}
+
+
+def test_filtered_prompts_are_replaced_in_order() -> None:
+    kept = [number for number in range(100) if LENGTHS(number) > 10]
+    with running(PromptWindow(groups_per_step=2, max_staleness=2), group_filter=GroupFilter(keep_long, 0)) as run:
+        run.publish(0)
+        batches = run.steps(8)
+    assert [number for batch in batches for number in numbers_of(batch)] == kept[:16]
+    metrics = [batch.meta_info["source_metrics"] for batch in batches]
+    assert metrics[-1]["rollout/groups_skipped_filtered"] > 0
+    assert all(one["training/staleness_max"] <= 2 for one in metrics)
+
+
+def test_a_filter_that_keeps_too_few_ends_the_run() -> None:
+    window = PromptWindow(groups_per_step=2, max_staleness=1)
+    with running(window, lambda n: 5, group_filter=GroupFilter(keep_long, 3)) as run:
+        run.publish(0)
+        with pytest.raises(ConfigError, match="after 3 generated batches only"):
+            run.step()
+
+
+def test_a_checkpoint_keeps_tokens_that_were_drawn_and_prompts_in_order(tmp_path: Path) -> None:
+    window = PromptWindow(groups_per_step=2, max_staleness=3)
+    with running(window, lambda n: 300 if n == 3 else 20, speed=1) as run:
+        run.publish(0)
+        first = numbers_of(run.step())
+        assert wait_until(lambda: max(len(one.tokens) for one in run.fleet.unfinished()) > 30)
+        state = json.loads(json.dumps(run.source.save(tmp_path)))
+    kept = DataProto.load_from_disk(tmp_path / "open_prompts.dp")
+    drawn = int(response_lengths(kept)[kept.non_tensor_batch["group_number"].tolist().index(3)])
+    assert drawn > 30
+    window = PromptWindow(groups_per_step=2, max_staleness=3)
+    with running(window, lambda n: 300 if n == 3 else 20) as run:
+        run.source.load(state, tmp_path)
+        run.publish(1)
+        batches = run.steps(4)
+    assert [*first, *(n for batch in batches for n in numbers_of(batch))] == list(range(10))
+    before = kept.tensors["weight_versions"][kept.non_tensor_batch["group_number"].tolist().index(3), :drawn]
+    versions = batches[0].tensors["weight_versions"][1, :300]
+    assert versions[:drawn].tolist() == before.tolist()
+    assert set(versions[drawn:].tolist()) == {1}

@@ -1,0 +1,285 @@
+"""The groups of an asynchronous run from their start to the step that trains on them, and how checkpoints keep them.
+
+A group is one prompt with its answers. Its sampling seeds depend on the prompt's place in the data alone, so that a run
+draws the same tokens for a prompt at any `max_staleness` while weights are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlsys.protocol import DataProto, WireError, object_array
+from rlsys.rollout.batch import SEEDS, from_responses, to_requests, with_request_seeds
+from rlsys.rollout.partial import PartialResponse
+from rlsys.types import Finish, ModelRequest
+from rlsys.utils.errors import CheckpointError, ConfigError, RolloutError
+from trainer.generation import GradedRollout
+from trainer.source import GroupFilter, Prompts, is_time, too_few_kept
+from trainer.window import PromptWindow
+
+OPEN, WAITING, NUMBER = "open_prompts.dp", "waiting_groups.dp", "group_number"
+
+
+@dataclass(eq=False)
+class PromptGroup:
+    """A prompt's rows and its answers so far; `graded` are the completed rows with their scores."""
+
+    number: int
+    rows: DataProto
+    answers: list[PartialResponse]
+    graded: DataProto | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return all(answer.finish is not None for answer in self.answers)
+
+    def completed(self) -> DataProto:
+        """The rows with the answers so far; an unfinished one has the finish reason `abort`."""
+        completed = from_responses(self.rows, [answer.response() for answer in self.answers])
+        meta = {name: value for name, value in self.rows.meta_info.items() if name not in ("seed", "global_steps")}
+        return DataProto(completed.batch, {**self.rows.non_tensor_batch, **completed.non_tensor_batch}, meta)
+
+
+@dataclass(frozen=True)
+class FailureLimits:
+    """How many groups in a row, and which share of all, may fail before the run stops."""
+
+    in_a_row: int
+    share: float
+
+
+class PromptGroups:
+    """Starts groups as the window allows, and hands out those of a step once they are graded; has no threads."""
+
+    def __init__(
+        self,
+        window: PromptWindow,
+        prompts: Prompts,
+        rollout: GradedRollout,
+        *,
+        group_filter: GroupFilter | None,
+        failures: FailureLimits,
+    ) -> None:
+        self.window, self._prompts, self._rollout = window, prompts, rollout
+        self._filter, self._failures = group_filter, failures
+        self._groups: dict[int, PromptGroup] = {}
+        self._rows: DataProto | None = None  # of the prompts that were drawn last
+        self._num_used = self._num_batches = 0  # prompts of these that have started; calls of prompts.next()
+        self._prompts_before = prompts.state_dict()
+        self._failed_in_a_row = self._filtered = 0
+        self._metrics: dict[str, list[float]] = {}
+
+    @property
+    def open(self) -> list[PromptGroup]:
+        """The groups that are neither trained on nor skipped, in the order of the data."""
+        return [self._groups[number] for number in self.window.open]
+
+    def start(self) -> list[PromptGroup]:
+        """The groups that may start now, without answers yet."""
+        started = []
+        while self.window.room:
+            rows = self._next_rows()
+            number = self.window.start()
+            drafts = [PartialResponse(request) for request in self._requests(number, rows)]
+            self._groups[number] = PromptGroup(number, rows, drafts)
+            started.append(self._groups[number])
+        return started
+
+    def grade(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
+        """Grade complete groups and return metrics for `add`; the only method that may run beside the others."""
+        batch, metrics = self._rollout.grade(DataProto.concat([group.completed() for group in groups]))
+        at = 0
+        for group in groups:
+            end = at + len(group.answers)
+            group.graded = batch[at : at + self._rollout.num_answers]
+            if self._rollout.greedy_baseline:
+                score = batch[end - 1 : end].tensors["token_level_scores"].sum(-1)
+                group.graded.tensors["reward_baselines"] = score.repeat(self._rollout.num_answers)
+            at = end
+        return metrics
+
+    def add(self, metrics: Mapping[str, float]) -> None:
+        """Metrics of the step that is taken next."""
+        for name, value in metrics.items():
+            self._metrics.setdefault(name, []).append(value)
+
+    def finish(self, group: PromptGroup) -> None:
+        """A graded group waits for its step, or is skipped by the filter; ConfigError if that skips too many."""
+        assert group.graded is not None
+        self._failed_in_a_row = 0
+        if self._filter is not None:
+            kept, metrics = self._filter.keep(group.graded)
+            self.add(metrics)
+            if not len(kept):
+                self._skip(group, "filtered")
+                self._filtered += 1
+                per_step, calls = self.window.groups_per_step, self._filter.max_calls
+                if 0 < calls * per_step < self._filtered:
+                    raise ConfigError(too_few_kept(calls, len(self.window.open), per_step))
+                return
+        self.window.finish(group.number)
+
+    def fail(self, group: PromptGroup, error: Exception) -> None:
+        """Skip a group that cannot be completed; RolloutError once too many have failed."""
+        self._skip(group, "failed")
+        self._failed_in_a_row += 1
+        failed, issued, limits = self.window.skipped["failed"], self.window.issued, self._failures
+        if self._failed_in_a_row > limits.in_a_row or failed > max(limits.in_a_row, limits.share * issued):
+            raise RolloutError(
+                f"generation failed for {self._failed_in_a_row} prompts in a row and {failed} of {issued} in all, more "
+                f"than trainer.max_failed_in_a_row={limits.in_a_row} or trainer.max_failed_share={limits.share:g} "
+                f"allows; the last error: {error}"
+            ) from error
+
+    def take(self) -> DataProto | None:
+        """The batch of the next step, or None while it is incomplete."""
+        numbers = self.window.take()
+        if numbers is None:
+            return None
+        batch = _joined([graded for n in numbers if (graded := self._groups.pop(n).graded) is not None])
+        versions = batch.tensors["weight_versions"]
+        oldest = versions[versions >= 0].min() if bool((versions >= 0).any()) else self.window.step - 2
+        age = self.window.check_age(int(oldest))
+        counts = {f"rollout/groups_{name}": float(count) for name, count in self.window.counts().items()}
+        metrics = _reduced(self._metrics)
+        self._metrics.clear()
+        self._filtered = 0
+        batch.meta_info["source_metrics"] = {**metrics, **counts, "training/staleness_max": float(age)}
+        return batch
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Write open groups with their answers so far and groups that wait; returns the rest of the state."""
+        finished = self.window.finished
+        waiting = [group for group in self.open if group.number in finished]
+        unfinished = [group for group in self.open if group.number not in finished]
+        for name, parts in ((WAITING, [_graded(group) for group in waiting]), (OPEN, [_draft(g) for g in unfinished])):
+            if parts:
+                _joined(parts).save_to_disk(str(folder / name))
+        prompts = {"prompts": self._prompts_before, "used": self._num_used, "batches": self._num_batches}
+        metrics = {name: values for name, values in self._metrics.items() if not is_time(name)}
+        return {**prompts, "metrics": metrics, "window": self.window.state_dict()}
+
+    def load(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Take up what `save` wrote, or the state of a synchronous run; CheckpointError if they do not fit."""
+        self._prompts.load_state_dict(state["prompts"])
+        self._prompts_before = self._prompts.state_dict()
+        if "window" not in state:
+            self._num_batches = state["step"]
+            self.window.issued = self.window.trained = state["step"] * self.window.groups_per_step
+            return
+        saved = state["window"]
+        if saved["groups_per_step"] != self.window.groups_per_step:
+            why = "set data.train_batch_size to the value of the run that is resumed"
+            raise CheckpointError(f"{folder} has open prompts of steps of {saved['groups_per_step']} prompts; {why}")
+        if saved["max_staleness"] > self.window.max_staleness:
+            why = f"set trainer.max_staleness={saved['max_staleness']} or more"
+            raise CheckpointError(f"{folder} has prompts that started under older weights; {why}")
+        self.window.load_state_dict(saved)
+        self._num_batches = state["batches"] - bool(state["used"])
+        if state["used"]:
+            self._draw()
+            self._num_used = state["used"]
+        self._metrics = {name: list(values) for name, values in state["metrics"].items()}
+        for group, rows in _parts(folder / WAITING):
+            rows.non_tensor_batch.pop(NUMBER)
+            self._groups[group] = PromptGroup(group, rows, [], rows)
+        for group, rows in _parts(folder / OPEN):
+            rows.non_tensor_batch.pop(NUMBER)
+            self._groups[group] = PromptGroup(group, rows, self._drafts(group, rows))
+        if missing := sorted(set(self.window.open) ^ set(self._groups)):
+            raise CheckpointError(f"{folder}: the open prompts {missing[:5]} are not those of {OPEN} and {WAITING}")
+
+    def _skip(self, group: PromptGroup, reason: str) -> None:
+        del self._groups[group.number]
+        self.window.skip(group.number, reason)
+
+    def _draw(self) -> None:
+        self._prompts_before = self._prompts.state_dict()
+        self._num_batches += 1
+        self.add({"rollout/num_gen_batches": 1.0})
+        self._rows = with_request_seeds(self._rollout.rows(self._prompts.next(), step=self._num_batches))
+        self._num_used = 0
+
+    def _next_rows(self) -> DataProto:
+        """The rows of the next prompt; with a greedy baseline its row is the last one."""
+        size = self._rollout.num_answers
+        if self._rows is None or self._num_used * size == len(self._rows):
+            self._draw()
+        assert self._rows is not None
+        rows = self._rows[self._num_used * size : (self._num_used + 1) * size]
+        self._num_used += 1
+        return DataProto.concat([rows, rows[:1]]) if self._rollout.greedy_baseline else rows
+
+    def _requests(self, number: int, rows: DataProto) -> list[ModelRequest]:
+        requests = [replace(request, rid=f"{number}.{row}") for row, request in enumerate(to_requests(rows))]
+        if self._rollout.greedy_baseline:
+            requests[-1] = replace(requests[-1], gconfig=requests[-1].gconfig.as_greedy())
+        return requests
+
+    def _drafts(self, number: int, rows: DataProto) -> list[PartialResponse]:
+        """The answers that a checkpoint has in the rows."""
+        tensors, lengths = rows.tensors, rows.tensors["response_mask"].sum(1).tolist()
+        names = ("responses", "rollout_log_probs", "rollout_sampled_log_probs", "weight_versions")
+        drafts = []
+        for row, request in enumerate(self._requests(number, rows)):
+            tokens, full, sampled, versions = (tensors[name][row, : lengths[row]].tolist() for name in names)
+            finish = Finish(rows.non_tensor_batch["finish_reason"][row])
+            ended = None if finish is Finish.ABORT else finish
+            drafts.append(PartialResponse(request, tokens, full, sampled, versions, ended))
+        return drafts
+
+
+def _graded(group: PromptGroup) -> DataProto:
+    assert group.graded is not None
+    return _numbered(group.graded, group.number)
+
+
+def _draft(group: PromptGroup) -> DataProto:
+    draft = group.completed()
+    draft.tensors[SEEDS] = group.rows.tensors[SEEDS]
+    return _numbered(draft, group.number)
+
+
+def _numbered(rows: DataProto, number: int) -> DataProto:
+    columns = {**rows.non_tensor_batch, NUMBER: np.full(len(rows), number)}
+    return DataProto(rows.batch, columns, rows.meta_info)
+
+
+def _parts(path: Path) -> list[tuple[int, DataProto]]:
+    """The groups in a file of a checkpoint, which is missing if there were none."""
+    if not path.exists():
+        return []
+    try:
+        rows = DataProto.load_from_disk(path)
+    except (WireError, OSError) as error:
+        raise CheckpointError(f"{path}, prompts of an asynchronous run, cannot be read: {error}") from error
+    numbers = rows.non_tensor_batch[NUMBER]
+    starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(rows)]
+    return [(int(numbers[at]), rows[at:end]) for at, end in pairwise(starts)]
+
+
+def _joined(parts: Sequence[DataProto]) -> DataProto:
+    """The rows of groups that were graded apart: what a grader returned for some is None for the others."""
+    names = sorted({name for part in parts for name in part.meta_info.get("reward_extra_keys", ())})
+    filled = []
+    for part in parts:
+        missing = {name: object_array([None] * len(part)) for name in names if name not in part.non_tensor_batch}
+        meta = part.meta_info | ({"reward_extra_keys": names} if names else {})
+        filled.append(DataProto(part.batch, {**part.non_tensor_batch, **missing}, meta))
+    return DataProto.concat(filled)
+
+
+def _reduced(metrics: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """One number of several calls: the largest maximum, the mean of means, the last state, the sum of counts."""
+    how: dict[str, Callable[[Sequence[float]], float]] = {
+        "max": max,
+        "mean": lambda values: sum(values) / len(values),
+        "replicas_ready": lambda values: values[-1],
+    }
+    return {name: float(how.get(name.rpartition("/")[2], sum)(values)) for name, values in metrics.items()}
