@@ -7,8 +7,10 @@ from typing import Any, TypeVar
 
 from rlsys.config.checks.files import check_files
 from rlsys.config.schema.base import Section
+from rlsys.config.schema.model import ModelConfig
 from rlsys.model_merger.convert import merge
 from rlsys.model_merger.formats import find_checkpoint
+from rlsys.models.hf import read_config
 from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import ConfigError
 from rlsys.utils.hub import download_model, is_hub_id
@@ -17,7 +19,8 @@ from rlsys.utils.run_folders import HUGGINGFACE, config_folder
 log = get_logger(__name__)
 ConfigT = TypeVar("ConfigT", bound=Section)
 SECTIONS = ("actor_rollout_ref.model", "critic.model", "model", "reward.reward_model")
-NAMES = ("path", "model_path", "tokenizer_path", "lora_adapter_path")
+WITH_WEIGHTS = ("path", "model_path")
+NAMES = (*WITH_WEIGHTS, "tokenizer_path", "lora_adapter_path")
 
 
 def with_local_models(config: ConfigT) -> ConfigT:
@@ -28,8 +31,10 @@ def with_local_models(config: ConfigT) -> ConfigT:
         for part in section.split("."):
             settings = settings.get(part, {})
         for name in (name for name in NAMES if settings.get(name)):
-            folder = local_model(settings[name], weights=name in ("path", "model_path"))
+            folder = local_model(settings[name], weights=name in WITH_WEIGHTS)
             is_changed |= folder != settings[name]
+            if name in WITH_WEIGHTS:
+                read_config(ModelConfig(path=folder, trust_remote_code=settings["trust_remote_code"]))
             settings[name] = folder
     if not is_changed:
         return config

@@ -11,6 +11,7 @@ from pickle import UnpicklingError
 from typing import Any, Literal, Protocol
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
@@ -55,8 +56,10 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
         raise CheckpointError(f"no config.json in the model directory {model.path}")
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except (ValueError, OSError, KeyError) as error:
-        raise CheckpointError(f"cannot read {model.path}/config.json: {error}") from error
+    except (ValueError, OSError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+        raise CheckpointError(f"cannot read {model.path}/config.json: {' '.join(str(error).split())}") from error
+    if not isinstance(config.dtype, torch.dtype | None):
+        raise CheckpointError(f"{model.path}/config.json: dtype={config.dtype!r} is not a type; set one as bfloat16")
     if getattr(config, "quantization_config", None):
         raise CheckpointError(f"{model.path} is quantised: training needs unquantised weights")
     for name, value in model.override_config.items():
@@ -77,8 +80,12 @@ def build(config: PretrainedConfig, *, head: Head, packed: bool, trust_remote_co
         raise ConfigError(f"{config.model_type} changes its logits ({', '.join(odd)}), which this engine does not do")
     _check_packable(config, packed)
     options = {"attn_implementation": ATTENTION if packed else "sdpa", "trust_remote_code": trust_remote_code}
-    with torch.device("meta"):
-        model = _construct(config, head, options)
+    try:
+        with torch.device("meta"):
+            model = _construct(config, head, options)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        why = f"config.json: {type(error).__name__}: {' '.join(str(error).split())}"
+        raise CheckpointError(f"transformers cannot build this {config.model_type} model, {why}") from error
     if packed and not getattr(model, "_supports_attention_backend", False):
         raise ConfigError(f"{config.model_type} cannot take packed rows: set use_remove_padding=false")
     if head == "lm" and getattr(model.get_output_embeddings(), "bias", None) is not None:
@@ -177,8 +184,7 @@ class SafetensorsDir:
         self.path, self.extra = path, InMemory({**(extra or {}), **pickled})
         self._files = [open_safetensors(file) for file in files]
         self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
-        index = path / "model.safetensors.index.json"
-        if index.is_file() and (lost := set(json.loads(index.read_text())["weight_map"]) - set(self._where)):
+        if lost := _indexed(path / "model.safetensors.index.json") - self._where.keys():
             raise CheckpointError(f"{path} lacks files: {len(lost)} tensors of its index are missing, as {min(lost)}")
 
     def names(self) -> Collection[str]:
@@ -201,6 +207,14 @@ class SafetensorsDir:
         if not shape:
             return self._where[name].get_tensor(name)
         return self._where[name].get_slice(name)[slices(start, shape)]
+
+
+def _indexed(index: Path) -> set[str]:
+    """The tensors that an index names, if there is one."""
+    try:
+        return set(json.loads(index.read_text())["weight_map"]) if index.is_file() else set()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index} is not an index of safetensors files: it has no weight_map") from error
 
 
 def _read_pickled(path: Path) -> dict[str, Tensor]:

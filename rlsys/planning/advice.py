@@ -41,7 +41,7 @@ def memory_line(cfg: PPOConfig) -> str:
             device_bytes=0,
         )
         parameters = decoder_of(actor).parameters
-    except (ConfigError, KeyError) as error:
+    except (ConfigError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         return f"cannot be planned: {error}"
     stages = {stage.name: stage for stage in plan.train}
     peak = max((s for s in plan.train if s.name not in ("start", "rollout")), key=lambda stage: stage.total)

@@ -6,7 +6,7 @@ import ast
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from rlsys.config.vocabulary import ROW_FILES
 from rlsys.utils.hub import is_hub_id
 from rlsys.utils.run_folders import config_folder
 
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 ANSWERED = "data.max_prompt_length + data.max_response_length"
 
 
@@ -95,9 +96,24 @@ def _model(cfg: Section, key: str, model: ModelFolderConfig, longest: int, lengt
     limit = (facts | getattr(model, "override_config", {})).get("max_position_embeddings")
     if not facts:
         yield wrong(cfg, f"{key}.path", "the folder has no readable config.json, so it is not a Hugging Face model")
+    elif why := _wrong_facts(facts):
+        yield wrong(cfg, f"{key}.path", f"config.json: {why}")
     elif isinstance(limit, int) and limit < longest:
         why = f"the model takes {limit} positions, but {lengths} is {longest}; set shorter lengths"
         yield wrong(cfg, f"{key}.path", why)
+
+
+def _wrong_facts(facts: Mapping[str, Any]) -> str:
+    """What no model can have of sizes and end tokens; empty if nothing is wrong."""
+    for name in (name for name in SIZES if name in facts):
+        size = facts[name]
+        if not isinstance(size, int) or size < 1:
+            return f"{name}={size!r} must be a whole number, at least 1"
+    ends, vocabulary = facts.get("eos_token_id"), facts.get("vocab_size")
+    for end in ends if isinstance(ends, list) else [ends]:
+        if isinstance(end, int) and isinstance(vocabulary, int) and end >= vocabulary:
+            return f"eos_token_id={end} is outside the vocabulary of {vocabulary} tokens"
+    return ""
 
 
 def _no_folder(name: str) -> str:

@@ -21,6 +21,13 @@ C = "algorithm.rollout_correction"
 MEGATRON = f"{A}.megatron"
 
 
+ODD_MODELS = {
+    "layers": {"num_hidden_layers": "four"},
+    "flat": {"hidden_size": 0},
+    "endless": {"vocab_size": 9, "eos_token_id": [3, 9]},
+}
+
+
 @dataclass(frozen=True)
 class Bad:
     """Arguments, and the words that must stand in the message."""
@@ -470,6 +477,9 @@ FILES = [
     bad(f"{M}.path=./rows.jsonl", f"{M}.path", "it is a file, not a folder"),
     bad(["--config-name=quickstart", f"{M}.path=./folder"], f"{M}.path", "config.json"),
     bad(["--config-name=quickstart", f"{M}.path=./model"], f"{M}.path", "takes 16 positions"),
+    bad(f"{M}.path=./layers", f"{M}.path = ./layers", "num_hidden_layers='four' must be a whole number"),
+    bad(f"{M}.path=./flat", f"{M}.path = ./flat", "hidden_size=0 must be a whole number, at least 1"),
+    bad(f"{M}.path=./endless", f"{M}.path = ./endless", "eos_token_id=9 is outside the vocabulary of 9 tokens"),
     bad(f"{M}.tokenizer_path=/nowhere/tok", f"{M}.tokenizer_path", "folder not found"),
     bad([f"{M}.lora_rank=8", f"{M}.lora_adapter_path=./gone"], f"{M}.lora_adapter_path", "folder not found"),
     bad(f"{M}.external_lib=surely_not_a_module", f"{M}.external_lib", "PYTHONPATH"),
@@ -559,6 +569,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "broken.py").write_text("def compute_score(:\n")
     (tmp_path / "graders.py").write_text("def compute_score(**kwargs):\n    return 1.0\n")
     (tmp_path / "folder").mkdir()
+    for name, facts in ODD_MODELS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(facts))
     (tmp_path / "model").mkdir()
     (tmp_path / "causal").mkdir()
     (tmp_path / "causal" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')

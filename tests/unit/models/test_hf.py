@@ -121,6 +121,12 @@ def test_pickled_weights_are_read_as_tensors(directory: Path) -> None:
         assert weights.dtype(name) == "F32"
 
 
+def open_whole(directory: Path) -> None:
+    source = ModelConfig(path=str(directory))
+    build(read_config(source), head="lm", packed=False)
+    open_weights(source, read_config(source), head="lm")
+
+
 def damage_truncate(path: Path) -> None:
     file = min(path.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:100])
@@ -154,6 +160,18 @@ def damage_quantised(path: Path) -> None:
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
 
 
+def damage_setting(name: str, value: Any) -> Any:
+    def damage(path: Path) -> None:
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**config, name: value}))
+
+    return damage
+
+
+def damage_index(path: Path) -> None:
+    (path / "model.safetensors.index.json").write_text("[1]")
+
+
 def damage_gone(path: Path) -> None:
     (path / "config.json").unlink()
 
@@ -169,13 +187,18 @@ def damage_gone(path: Path) -> None:
         (damage_type, "no-such-model"),
         (damage_quantised, "is quantised"),
         (damage_gone, "no config.json"),
+        (damage_index, "is not an index of safetensors files: it has no weight_map"),
+        (damage_setting("dtype", "float7"), "cannot read .*config.json: .*float7"),
+        (damage_setting("dtype", 5), "dtype=5 is not a type"),
+        (damage_setting("rms_norm_eps", "small"), "cannot read .*config.json: .*rms_norm_eps"),
+        (damage_setting("hidden_act", "nosuch"), "transformers cannot build this .* model, config.json: .*nosuch"),
     ],
 )
 def test_a_bad_model_directory_is_reported_by_name(directory: Path, damage: Any, message: str) -> None:
     damage(directory)
-    source = ModelConfig(path=str(directory))
-    with pytest.raises(CheckpointError, match=message):
-        open_weights(source, read_config(source), head="lm")
+    with pytest.raises(CheckpointError, match=message) as raised:
+        open_whole(directory)
+    assert len(str(raised.value).splitlines()) == 1
 
 
 def test_weights_of_another_model_are_reported_by_tensor(tmp_path: Path) -> None:
