@@ -15,8 +15,11 @@ from rlsys.single_controller.base import ClassWithInitArgs, WorkerGroup
 from rlsys.single_controller.calls import Future
 from rlsys.single_controller.colocate import create_colocated_worker_cls
 from rlsys.single_controller.resource_pool import ResourcePoolManager
+from rlsys.telemetry.log import get_logger
 from rlsys.telemetry.recorder import StageReport, merged
 from trainer.backend import WorkerBackend
+
+log = get_logger(__name__)
 
 
 class Role(Enum):
@@ -178,7 +181,8 @@ def start_groups(
                 deadlines=deadlines,
             )
             groups |= group.spawn(list(roles))
-        for group in groups.values():
+        for name, group in groups.items():
+            log.info("loading the model of %s", name)
             group.init_model()
     except BaseException:
         for group in groups.values():
@@ -198,6 +202,7 @@ def start_group(backend: WorkerBackend, run: RunConfig, role: str, worker: type,
     deadlines = stage_deadlines(run.deadlines)
     group: Any = backend.group_cls(manager.resource_pool_dict[role], made, role=role, deadlines=deadlines)
     try:
+        log.info("loading the model of %s", role)
         group.init_model()
     except BaseException:
         group.close()

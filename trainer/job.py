@@ -6,6 +6,7 @@ Imports nothing heavy: the entry points import it together with the configuratio
 from __future__ import annotations
 
 import errno
+import os
 import signal
 import sys
 import threading
@@ -13,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from importlib import import_module
+from types import FrameType
 from typing import TextIO, TypeVar
 
 from rlsys.config import EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config
@@ -32,6 +35,7 @@ from trainer.summary import summary_lines
 
 C = TypeVar("C", PPOConfig, SFTConfig, RMConfig, EvalConfig)
 Begin = Callable[[], None]
+Job = Callable[[object, Begin], str | None]
 EXPECTED_ERRORS = (
     ConfigError,
     DataError,
@@ -43,6 +47,7 @@ EXPECTED_ERRORS = (
     WeightTransferError,
     WorkerError,
 )
+STOP_S = 30.0
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM)
 PROGRAMS = {PPOConfig: "trainer.main_ppo", SFTConfig: "trainer.main_sft", RMConfig: "trainer.main_rm"}
 
@@ -70,25 +75,28 @@ def _memory_line(config: C) -> str:
     return memory_line(config)
 
 
-def run_job(config: C, job: Callable[[C, Begin], str | None], argv: Sequence[str] | None = None) -> int:
-    """Run `job` and print a summary; returns the exit code (see `Outcome`).
+def run_job(config: C, job: str, argv: Sequence[str] | None = None) -> int:
+    """Run the function `job` ("module:name") and print a summary; returns the exit code (see `Outcome`).
 
-    `job` calls its second argument when it knows that there is work to do, so that the run's folder says what it is.
-    What it returns replaces the first line of the summary.
+    It is called with the configuration and a function to call when it knows that there is work to do, so that the run's
+    folder says what it is. What it returns replaces the first line of the summary.
     """
     from rlsys.telemetry.log import FILE_ONLY, get_logger, setup_logging
-    from trainer.run_folder import RunFolder, make_root
 
     setup_logging()
     start = time.perf_counter()
-    with ExitStack() as stack:
+    with exit_on_sigterm(), ExitStack() as stack:
         with report_errors(sys.stderr) as outcome:
+            from trainer.run_folder import RunFolder, make_root
+
             make_root(config.trainer)
             begin: Begin = do_nothing
             if not isinstance(config, EvalConfig):
                 command = ["python", "-m", PROGRAMS[type(config)], *(sys.argv[1:] if argv is None else argv)]
                 begin = stack.enter_context(RunFolder(config, command)).begin
-            outcome.text = job(config, begin) or f"rlsys: done in {time.perf_counter() - start:.0f} s"
+            module, _, name = job.partition(":")
+            run: Job = getattr(import_module(module), name)
+            outcome.text = run(config, begin) or f"rlsys: done in {time.perf_counter() - start:.0f} s"
             print(outcome.text)
         if outcome.exit_code != 2:
             summary = "\n".join(summary_lines(config.trainer, finished=outcome.exit_code == 0))
@@ -136,15 +144,25 @@ def report_errors(out: TextIO) -> Iterator[Outcome]:
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Raise SystemExit(SIGTERM) where the signal arrives, for `report_errors`; enter it once Ray is connected.
+    """Raise SystemExit(SIGTERM) where the signal arrives, for `report_errors`; enter it again once Ray is connected.
 
-    Ray's own handler aborts the process three seconds after the signal, whatever is being cleaned up.
+    What has not ended STOP_S later is left to the guard of the cluster: the process exits with 143 then.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
+    before = signal.signal(signal.SIGTERM, _stop)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _stop(number: int, _: FrameType | None) -> None:
+    signal.alarm(0)  # Ray's handler, where it came first, would abort the process 3 s later
+    signal.signal(number, signal.SIG_IGN)
+    os.write(2, b"SIGTERM: stopping\n")
+    late = threading.Timer(STOP_S, os._exit, [128 + number])
+    late.daemon = True
+    late.start()
+    sys.exit(number)

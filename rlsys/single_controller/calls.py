@@ -7,7 +7,9 @@ broken connections of its peers.
 
 from __future__ import annotations
 
+import logging
 import re
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -28,6 +30,8 @@ from rlsys.utils.errors import (
 )
 
 POLL_S = 1.0
+WAITED_S = 30.0
+"""How often a wait is reported where no progress bar shows the stage."""
 GRACE_S = 0.1
 SECONDARY_GRACE_S = 3.0
 DEFAULT_DEADLINE_S = 600.0
@@ -35,6 +39,7 @@ MAX_REPORTS = 10_000
 SPOKEN_ERRORS = (ConfigError, DataError, CheckpointError, WeightTransferError)
 """Errors that mean the same in any process; the driver raises them unchanged."""
 
+log = logging.getLogger(__name__)
 _SECONDARY = re.compile(
     r"gloo|nccl|DistBackendError|DistNetworkError|DistStoreError|TCPStore|broken ?pipe"
     r"|connection (closed|reset|refused)|process group.*(abort|timeout)",
@@ -227,8 +232,13 @@ def finish(
     missing, others, probes = list(wanted), list(peers), list[Pending]()
     failed: list[tuple[Pending, Failure]] = []
     give_up_s = float("inf")
+    say_s = time.monotonic() + WAITED_S
     while missing:
         now_s = time.monotonic()
+        if now_s >= say_s and not sys.stderr.isatty():
+            say_s += WAITED_S
+            done, waited_s = len(wanted) - len(missing), now_s - end_s + allowed_s
+            log.info("%s '%s': %d of %d ranks after %.0f s", wanted[0].role, stage, done, len(wanted), waited_s)
         if now_s >= min(end_s, give_up_s):
             break
         done = backend.wait_done([*missing, *others, *probes], min(POLL_S, end_s - now_s, give_up_s - now_s))

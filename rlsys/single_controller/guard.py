@@ -2,7 +2,8 @@
 
 When a driver dies by SIGKILL, Ray's servers follow it, some after minutes; children of workers, and workers that are
 stopped, do not. The guard then kills all processes of the cluster: those that started with its mark in their
-environment and those that Ray gave a title (which overwrites the environment) and that have the cluster's logs open.
+environment and those that Ray gave a title (which overwrites the environment) and that have the cluster's logs open,
+or were seen without it while the cluster started.
 """
 
 from __future__ import annotations
@@ -22,15 +23,21 @@ NUM_ROUNDS = 3
 
 
 class Guard:
-    """The driver's side of it."""
+    """The driver's side of it; made before the cluster, whose log directory is added by `watch`."""
 
-    def __init__(self, mark: str, log_dir: str) -> None:
+    def __init__(self, mark: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", __file__, str(os.getpid()), mark, log_dir],
+            [sys.executable, "-I", __file__, str(os.getpid()), mark],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
+
+    def watch(self, log_dir: str) -> None:
+        """Recognise the processes that have files of this directory open."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{log_dir}\n".encode())
+        self._process.stdin.flush()
 
     def close(self) -> None:
         """Make it kill what is left of the cluster, and exit."""
@@ -47,21 +54,36 @@ def _belongs(process: psutil.Process, mark: str, log_dir: str) -> bool:
         if process.environ().get(MARK) == mark:
             return True
         is_titled = "".join(process.cmdline()).startswith("ray::")
-        return is_titled and any(file.path.startswith(log_dir) for file in process.open_files())
+        return is_titled and bool(log_dir) and any(file.path.startswith(log_dir) for file in process.open_files())
     except (psutil.Error, OSError):
         return False
 
 
-def main(driver_pid: int, mark: str, log_dir: str) -> None:
+def _children(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+def main(driver_pid: int, mark: str) -> None:
     """Wait until the driver asks for it or is gone, then kill."""
-    while os.getppid() == driver_pid and not select.select([0], [], [], POLL_S)[0]:
-        pass
+    log_dir, early = "", set[psutil.Process]()
+    line = "/"
+    while line.startswith("/"):
+        if not log_dir:
+            early.update(p for p in _children(driver_pid) if _belongs(p, mark, log_dir))
+        if select.select([0], [], [], POLL_S)[0]:
+            line = sys.stdin.readline().strip()
+            log_dir = line if line.startswith("/") else log_dir
+        elif os.getppid() != driver_pid:
+            break
     for _ in range(NUM_ROUNDS):
-        for process in cluster_processes(mark, log_dir):
+        for process in {*cluster_processes(mark, log_dir), *early}:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         time.sleep(0.05)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(int(sys.argv[1]), sys.argv[2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,9 @@ from rlsys.single_controller.worker_group import ClassWithInitArgs
 from rlsys.utils.errors import FailedWorker, WorkerError
 
 START = "start"
+MAX_LOGGED = 16
+"""Workers of a group whose processes and logs are named at the start."""
+_log = logging.getLogger(__name__)
 
 
 class RayBackend(Backend):
@@ -80,7 +84,10 @@ class RayBackend(Backend):
             self._options = [{**common, "scheduling_strategy": strategy} for strategy in strategies]
             self.names = [f"{name_prefix}{rank}" for rank in range(self.world_size)]
             self._actors = [self._actor(rank) for rank in range(self.world_size)]
+            _log.info("starting workers of %s: %d processes", self._role, self.world_size)
             self._locate(range(self.world_size))
+            for rank, (info, _, _) in sorted(self._places.items())[:MAX_LOGGED]:
+                _log.info("%s %d: pid %d on %s, log %s", self._role, rank, info.pid, info.host, " ".join(info.logs))
             self._environments = self._rank_environments()
             self._build(range(self.world_size))
         except BaseException:
@@ -109,7 +116,7 @@ class RayBackend(Backend):
         try:
             return ray.get(one.references[0])
         except ray_exceptions.RayActorError as error:
-            return Header(Failure(death_of(error), died=True))
+            return Header(Failure(death_of(error, self.host(one.rank)), died=True))
         except ray_exceptions.RayError as error:
             return Header(Failure(str(error)))
 

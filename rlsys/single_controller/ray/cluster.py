@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
+import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +18,8 @@ from uuid import uuid4
 import ray
 from ray import exceptions as ray_exceptions
 from ray._private import ray_constants
+from ray._private import utils as ray_utils
+from ray.runtime_env import RuntimeEnv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlsys.single_controller.diagnosis import ProcessInfo
@@ -24,6 +29,9 @@ from rlsys.single_controller.worker import environment
 from rlsys.utils.errors import ConfigError
 
 NAMESPACE = "rlsys"
+ANSWER_S = 15.0
+ASK = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
+"""A client that exits with an error if the cluster at its argument refuses it, in a process that can be given up."""
 _SOURCE_ROOT = str(Path(__file__).resolve().parents[3])
 _log = logging.getLogger(__name__)
 
@@ -72,15 +80,62 @@ def connect(ray_init: Mapping[str, Any] | None = None, *, timeline_json_file: st
         for name in ("num_cpus", "num_gpus", "resources", "object_store_memory", "include_dashboard"):
             if options.pop(name, None) is not None:
                 _log.warning("ray_init.%s has no meaning on the existing cluster %s and is left out", name, address)
-        ray.init(address=address, runtime_env=env, **options)
+        _check_answers(address)
+        _log.info("connecting to Ray at %s", address)
+        _init(address, env, options)
         return _checked(Cluster(cluster_address(), True, timeline_json_file))
     _set_defaults_for_local_cluster()
     options.setdefault("include_dashboard", False)
+    _log.info("starting Ray")
     mark = uuid4().hex
-    with _loopback(), environment({MARK: mark}):
-        context: Any = ray.init(address="local", runtime_env=env, **options)
-    guard = Guard(mark, context.address_info["session_dir"])
+    guard = Guard(mark)
+    try:
+        with _loopback(), environment({MARK: mark}):
+            context = _init("local", env, options)
+    except BaseException:
+        guard.close()
+        raise
+    guard.watch(context.address_info["session_dir"])
     return Cluster(cluster_address(), True, timeline_json_file, guard)
+
+
+def _init(address: str, env: dict[str, Any], options: Mapping[str, Any]) -> Any:
+    """ray.init that leaves the handler of SIGTERM alone; ConfigError where it refuses its arguments or the cluster."""
+    if unknown := sorted({*env} - {*RuntimeEnv.known_fields}):
+        known = ", ".join(sorted(RuntimeEnv.known_fields))
+        raise ConfigError(f"ray_kwargs.ray_init.runtime_env has no field {unknown[0]}; Ray's are {known}")
+    set_handler = ray_utils.set_sigterm_handler
+    ray_utils.set_sigterm_handler = lambda sigterm_handler: None
+    try:
+        return ray.init(address=address, runtime_env=RuntimeEnv(**env), **options)
+    except (ValueError, TypeError, RuntimeError, ConnectionError, ray_exceptions.RayError) as error:
+        raise ConfigError(f"ray_kwargs.ray_init (address {address}): {str(error).strip().splitlines()[0]}") from error
+    finally:
+        ray_utils.set_sigterm_handler = set_handler
+
+
+def _check_answers(address: str) -> None:
+    """ConfigError, within ANSWER_S, unless a Ray cluster that takes our token answers at host:port."""
+    if "://" in address or address == "auto":
+        return
+    set_another = "; correct RAY_ADDRESS (ray_kwargs.ray_init.address), or unset it to start a cluster here"
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal()):
+        raise ConfigError(f"the Ray address {address!r} is not host:port{set_another}")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"no Ray cluster listens at {address} ({error}){set_another}") from error
+    try:
+        done = subprocess.run([sys.executable, "-c", ASK, address], capture_output=True, text=True, timeout=ANSWER_S)
+    except subprocess.TimeoutExpired as error:
+        problem = f"what listens at {address} did not answer as a Ray cluster within {ANSWER_S:g} s: a wrong port?"
+        raise ConfigError(f"{problem}{set_another}") from error
+    if "AuthenticationError" in done.stderr:
+        raise ConfigError(
+            f"the Ray cluster at {address} refuses our token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or "
+            "RAY_AUTH_TOKEN_PATH) as for its head"
+        )
 
 
 def cluster_address() -> str:

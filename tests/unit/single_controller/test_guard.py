@@ -18,12 +18,13 @@ DRIVER = textwrap.dedent(
     import os, subprocess, sys, time
     from rlsys.single_controller.guard import MARK, Guard
     log = open(sys.argv[1] + "/worker.out", "w")
-    marked = subprocess.Popen(["sleep", "100"], env={MARK: "abc"}, start_new_session=True)
+    marked = subprocess.Popen(["sleep", "100"], env={MARK: sys.argv[1]}, start_new_session=True)
     titled = ["ray::Sleeper", "100"]
     logging = subprocess.Popen(titled, executable="/bin/sleep", env={MARK: "other"}, pass_fds=[log.fileno()])
     null = subprocess.DEVNULL
     other = subprocess.Popen(["sleep", "100"], env={MARK: "other"}, pass_fds=[log.fileno()], stdout=null)
-    guard = Guard("abc", sys.argv[1])
+    guard = Guard(sys.argv[1])
+    guard.watch(sys.argv[1])
     print(marked.pid, logging.pid, other.pid, flush=True)
     sys.stdin.readline()
     guard.close()

@@ -186,6 +186,42 @@ def test_connect_takes_the_cluster_that_is_there(tmp_path: Path) -> None:
     assert again.address.startswith("127.0.0.1:")
 
 
+REFUSED = """
+import socket, sys
+from rlsys.single_controller.ray import cluster
+from rlsys.utils.errors import ConfigError
+cluster.ANSWER_S = float(sys.argv[1])
+silent = socket.create_server(("127.0.0.1", 0))
+closed = socket.create_server(("127.0.0.1", 0))
+ports = [one.getsockname()[1] for one in (closed, silent)]
+closed.close()
+for options in (
+    {"address": f"127.0.0.1:{ports[0]}"},
+    {"address": f"127.0.0.1:{ports[1]}"},
+    {"address": "nowhere"},
+    {"runtime_env": {"workingdir": "."}},
+    {"runtime_env": {"working_dir": "/no/such/folder"}},
+):
+    try:
+        cluster.connect(options)
+    except ConfigError as error:
+        print(str(error).replace(str(ports[0]), "0"))
+"""
+
+
+def test_a_cluster_that_does_not_answer_and_wrong_arguments_are_refused_in_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSED, str(scaled_s(2.0))], capture_output=True, text=True, timeout=scaled_s(60)
+    )
+    unreachable, silent, nonsense, unknown, missing = done.stdout.splitlines()
+    assert unreachable.startswith("no Ray cluster listens at 127.0.0.1:0 (")
+    assert "unset it to start a cluster here" in unreachable
+    assert "did not answer as a Ray cluster within" in silent
+    assert nonsense.startswith("the Ray address 'nowhere' is not host:port")
+    assert unknown.startswith("ray_kwargs.ray_init.runtime_env has no field workingdir; Ray's are ")
+    assert "/no/such/folder is not a valid path" in missing
+
+
 def test_threads_and_variables_are_set_before_the_worker_is_built() -> None:
     group = RayWorkerGroup(
         _pool([1]),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import io
-import os
-import signal
-import time
+import subprocess
+import sys
 
 import pytest
 
 from rlsys.utils.errors import ConfigError, DataError
-from trainer.job import exit_on_sigterm, report_errors
+from tests.timing import scaled_s
+from trainer.job import report_errors
 
 
 @pytest.mark.parametrize(
@@ -31,16 +31,31 @@ def test_expected_errors_are_one_line_and_an_exit_code(error: BaseException, cod
     assert out.getvalue().count("\n") == 1
 
 
-def test_sigterm_ends_a_job_in_order_and_leaves_the_handler_as_it_was() -> None:
-    out, before, ended = io.StringIO(), signal.getsignal(signal.SIGTERM), []
-    with report_errors(out) as outcome, exit_on_sigterm():
-        try:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(5)
-        finally:
-            ended.append("cleaned up")
-    assert (outcome.exit_code, out.getvalue(), ended) == (143, "rlsys: stopped by SIGTERM\n", ["cleaned up"])
-    assert signal.getsignal(signal.SIGTERM) == before
+STOPPED = """
+import os, signal, sys, time
+from trainer import job
+job.STOP_S = 1.0
+before = signal.getsignal(signal.SIGTERM)
+with job.report_errors(sys.stdout) as outcome, job.exit_on_sigterm():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("cleaned up")
+        time.sleep({cleanup_s})
+assert signal.getsignal(signal.SIGTERM) == before
+sys.exit(outcome.exit_code)
+"""
+
+
+@pytest.mark.parametrize(("cleanup_s", "last"), [(0, "rlsys: stopped by SIGTERM"), (60, "cleaned up")])
+def test_sigterm_ends_a_job_in_order_and_in_time(cleanup_s: int, last: str) -> None:
+    code = STOPPED.replace("{cleanup_s}", str(cleanup_s))
+    ended = subprocess.run([sys.executable, "-u", "-c", code], capture_output=True, text=True, timeout=scaled_s(30))
+    assert (ended.returncode, ended.stderr) == (143, "SIGTERM: stopping\n")
+    assert ended.stdout.splitlines()[0] == "cleaned up"
+    assert ended.stdout.splitlines()[-1] == last
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), ZeroDivisionError()])
