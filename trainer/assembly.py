@@ -83,7 +83,6 @@ def assemble(
         pool = stack.enter_context(reward_pool(cfg.reward))
         if pools.external:
             fleet, transfer = connect_servers(cfg, groups.actor)
-            stack.callback(transfer.close)
             scorer: Scorer = fleet
         else:
             assert groups.rollout is not None

@@ -9,7 +9,6 @@ from typing import Protocol
 from rlsys.config import PPOConfig
 from rlsys.config.engines import rollout_backend, worker_class
 from rlsys.fleet.external.engine import RemoteEngine
-from rlsys.fleet.external.replica import ExternalFleet
 from rlsys.fleet.external.settings import settings_of
 from rlsys.fleet.external.transfer import ExternalTransfer
 from rlsys.fleet.fleet import RolloutFleet
@@ -85,12 +84,11 @@ def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) ->
     return manager
 
 
-def connect_servers(cfg: PPOConfig, actor: ActorGroup) -> tuple[ExternalFleet, ExternalTransfer]:
+def connect_servers(cfg: PPOConfig, actor: ActorGroup) -> tuple[RemoteEngine, ExternalTransfer]:
     """A fleet over the configured external servers, connected, and the transfer of the actor's weights to them."""
     rollout, deadlines = cfg.actor_rollout_ref.rollout, cfg.trainer.deadlines
     settings = settings_of(rollout, deadlines, max_staleness=cfg.trainer.max_staleness)
     engine: RemoteEngine = worker_class(rollout.name)(settings)
     engine.connect()
-    fleet = ExternalFleet(engine, generate_s=deadlines.generate_s)
     folder = Path(rollout.servers.weights_dir).absolute()
-    return fleet, ExternalTransfer(actor, engine, folder, rollout.servers.lora_name or "", deadlines.weights_s)
+    return engine, ExternalTransfer(actor, engine, folder, rollout.servers.lora_name or "", deadlines.weights_s)

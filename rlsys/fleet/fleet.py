@@ -40,8 +40,6 @@ from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
 log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 100_000
-MAX_FAILURES = 3
-"""Requests that fail in a row before the replica's health is checked."""
 COUNTS = ("failures", "retries", "restarts", "refused_versions", "continued")
 
 
@@ -51,24 +49,30 @@ class RolloutFleet:
     `on_restart(replica)` must bring the current weights to a replica that was restarted or serves a wrong version; it
     runs before the replica serves again. A request fails after `max_attempts` without a token in between, a replica
     after `max_restarts`. Tokens must have the version that was served when their request was placed, or a newer one;
-    versions are checked once weights were pushed.
+    versions are checked once weights were pushed. Without `chunk_rows` there are no fixed batches. The health of a
+    replica is checked after `max_failures` failed requests in a row; `affinity` keeps equal prompts together.
     """
+
+    recovers_before_push = True
 
     def __init__(
         self,
         replicas: Sequence[Replica],
         *,
-        chunk_rows: int,
+        chunk_rows: int | None,
         deadlines: FleetDeadlines,
         on_restart: Callable[[Replica], None] | None = None,
         max_attempts: int = 3,
         max_restarts: int = 3,
         max_in_flight: int | None = None,
+        max_failures: int = 3,
+        affinity: bool = False,
     ) -> None:
-        if not replicas or chunk_rows < 1 or len({replica.name for replica in replicas}) < len(replicas):
+        if not replicas or chunk_rows == 0 or len({replica.name for replica in replicas}) < len(replicas):
             raise ValueError("a fleet needs replicas with different names and chunks of at least one row")
         self.chunk_rows, self.deadlines, self.on_restart = chunk_rows, deadlines, on_restart
         self.max_attempts, self.max_restarts, self.max_in_flight = max_attempts, max_restarts, max_in_flight
+        self.max_failures, self.affinity = max_failures, affinity
         self.ledger = Ledger()
         self.version: int | None = None
         self._replicas = [ReplicaState(replica) for replica in replicas]
@@ -78,6 +82,7 @@ class RolloutFleet:
         self._counts: Counter[str] = Counter()
         self._ids = itertools.count()
         self._closed = self._is_pushing = False
+        self._down_from_s = 0.0
         self._change = threading.Condition()
         for entry in self._replicas:
             name = f"fleet-{entry.replica.name}"
@@ -100,9 +105,9 @@ class RolloutFleet:
             partials = [PartialResponse(one) if isinstance(one, ModelRequest) else deepcopy(one) for one in work]
             numbers = self.ledger.issue(len(partials))
             requests = [FleetRequest(n, one, len(one.tokens)) for n, one in zip(numbers, partials, strict=True)]
-            size = self.chunk_rows if together else 1
+            size = (together and self.chunk_rows) or 1
             for at in range(0, len(requests), size):
-                self._waiting.append(RequestBatch(requests[at : at + size], together))
+                self._waiting.append(RequestBatch(requests[at : at + size], together and self.chunk_rows is not None))
             self._place()
         for request in requests:
             request.answer.add_done_callback(lambda answer, request=request: self._on_done(request))  # type: ignore[misc]
@@ -155,7 +160,7 @@ class RolloutFleet:
                 continue
             entry.placed += [(request, batch) for request in batch.requests]
             for request in batch.requests:
-                self._remember(request.session, entry)
+                self._remember(self._session(request), entry)
         self._waiting = left
         self._change.notify_all()
 
@@ -169,10 +174,14 @@ class RolloutFleet:
         ready = [entry for entry in self._replicas if entry.state == "ready"]
         others = {entry.replica.name for entry in ready} - batch.failed_on
         candidates = [entry for entry in candidates if entry.replica.name in others or not others]
-        owner = self._sessions.get(batch.requests[0].session)
+        owner = self._sessions.get(self._session(batch.requests[0]))
         if owner in ready and owner.replica.name not in batch.failed_on:
             return owner if owner in candidates else None
         return min(candidates, key=lambda entry: entry.load, default=None)
+
+    def _session(self, request: FleetRequest) -> str:
+        asked = request.partial.request
+        return asked.session or (f"prompt {hash(asked.input_ids)}" if self.affinity else "")
 
     def _remember(self, session: str, entry: ReplicaState) -> None:
         if session:
@@ -247,7 +256,7 @@ class RolloutFleet:
             elif delta.error:
                 entry.failures += 1
                 self._retry(entry, batch, RolloutError(delta.error))
-                if entry.failures >= MAX_FAILURES:
+                if entry.failures >= self.max_failures:
                     return RolloutError(f"{entry.failures} requests failed, the last with {delta.error}")
             elif problem := wrong_version(delta, request.oldest_version, self.version):
                 return problem
@@ -320,7 +329,9 @@ class RolloutFleet:
     def _give_up(self, entry: ReplicaState, problem: Exception) -> None:
         """Take a replica out of service; what it had waits for another one. The caller holds the lock."""
         log.warning("%s failed with %d requests: %s", entry.replica.name, entry.load, problem)
-        entry.state = "recovering"
+        entry.state, entry.failures = "recovering", 0
+        if not any(p.state == "ready" for p in self._replicas):
+            self._down_from_s = time.monotonic()
         for batch in list({id(batch): batch for _, batch in entry.held}.values()):
             self._retry(entry, batch, problem)
 
@@ -337,7 +348,8 @@ class RolloutFleet:
             self._counts["retries"] += 1
             insort(self._waiting, batch, key=lambda waiting: waiting.number)
         else:
-            what = f"{len(batch.requests)} requests from number {batch.number} on failed {len(batch.causes)} times"
+            first, num = batch.requests[0].partial.request.rid, len(batch.requests)
+            what = f"request {first}{f' and {num - 1} more' if num > 1 else ''} failed {len(batch.causes)} times"
             self._fail(batch, what)
 
     def _fail(self, batch: RequestBatch, what: str) -> None:
@@ -381,8 +393,19 @@ class RolloutFleet:
                 return "ready"
             except Exception as error:
                 log.warning("restart %d of %s failed: %s", entry.restarts, entry.replica.name, error)
+            self._fail_if_all_are_down()
         log.error("giving up on replica %s after %d restarts", entry.replica.name, entry.restarts)
         return "gone"
+
+    def _fail_if_all_are_down(self) -> None:
+        """End the waiting requests when no replica has served for `generate_s`."""
+        limit_s = self.deadlines.generate_s
+        with self._change:
+            if all(p.state != "ready" for p in self._replicas) and time.monotonic() - self._down_from_s > limit_s:
+                for batch in self._waiting:
+                    self._fail(batch, f"no replica was ready for {limit_s:g} s")
+                self._waiting = []
+        self._announce()
 
     def _bring_weights(self, entry: ReplicaState) -> None:
         if self.on_restart is not None:
@@ -421,7 +444,7 @@ class RolloutFleet:
         self._is_pushing = True
         try:
             self.settle()
-            if self.max_restarts and self.version is not None:
+            if self.recovers_before_push and self.max_restarts and self.version is not None:
                 self.check_health()
             yield
             self.version = version
@@ -436,7 +459,8 @@ class RolloutFleet:
         """Wait until no replica is being recovered or, during a push, asked for anything."""
 
         def is_settled(entry: ReplicaState) -> bool:
-            return entry.state != "recovering" and not (self._is_pushing and entry.is_exchanging)
+            is_recovering = entry.state == "recovering" and self.recovers_before_push
+            return not is_recovering and not (self._is_pushing and entry.is_exchanging)
 
         limit_s = self.deadlines.exchange_s + self.deadlines.health_s + self.deadlines.restart_s
         with self._change:

@@ -30,10 +30,6 @@ class FleetRequest:
     answer: Future[ModelResponse] = field(default_factory=Future)
     oldest_version: int | None = None
 
-    @property
-    def session(self) -> str:
-        return self.partial.request.session
-
 
 @dataclass(eq=False)
 class RequestBatch:

@@ -268,7 +268,6 @@ class RolloutEngineContract:
         assert bench.engine.health()["version"] == 41
 
     def test_tokens_come_home_while_the_engine_decodes_on(self, bench: Bench) -> None:
-        bench.needs("tokens of unfinished requests")
         requests = requests_of(3, SamplingParams(1500, ignore_eos=True))
         driver = Driver(bench.engine)
         started_s = time.monotonic()
@@ -285,7 +284,6 @@ class RolloutEngineContract:
         assert bench.engine.exchange(wait_s=5.0) == []
 
     def test_a_cancelled_request_ends_and_says_no_more(self, bench: Bench) -> None:
-        bench.needs("tokens of unfinished requests")
         requests = requests_of(3, SamplingParams(3000, ignore_eos=True))
         driver = Driver(bench.engine)
         driver.exchange(requests)
@@ -301,7 +299,6 @@ class RolloutEngineContract:
         assert wait_until(lambda: not bench.engine.exchange(wait_s=0.1) and not bench.engine.health()["running"])
 
     def test_answers_survive_an_update_and_every_token_has_its_version(self, bench: Bench) -> None:
-        bench.needs("tokens of unfinished requests")
         requests = requests_of(3, SamplingParams(800, ignore_eos=True))
         driver = Driver(bench.engine)
         driver.exchange(requests)

@@ -10,10 +10,10 @@ import os
 import signal
 import socket
 import subprocess
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from rlsys.fleet.external import RemoteEngine, RemoteSettings, SGLangRemoteEngin
 from rlsys.rollout.batch import from_responses
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams, WeightUpdateMeta
 from tests.e2e.conftest import Toy
+from tests.timing import wait_until
 from trainer.main_ppo import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -191,52 +192,31 @@ def test_scores_are_the_models(real: Real, models: Models) -> None:
     meta = {"response_length": 12, "pad_token_id": 0}
     rows = {"prompts": prompts, "attention_mask": torch.ones_like(prompts)}
     batch = from_responses(DataProto.from_dict(rows, meta_info=meta), answers)
-    scores = real.engine.compute_log_prob(batch)
+    scores = real.engine.compute_log_prob(batch).batch["rollout_log_probs"]
     torch.testing.assert_close(scores, batch.batch["rollout_log_probs"], atol=2e-3, rtol=0)
 
 
-def run_in_thread(real: Real, requests: list[ModelRequest], patient: bool) -> tuple[threading.Thread, list[Any]]:
-    answers: list[ModelResponse] = []
-    ask = real.engine.complete if patient else real.engine.generate
-    before = real.engine.metrics()["rollout/remote/tokens"]
-    thread = threading.Thread(target=lambda: answers.extend(ask(requests)))
-    thread.start()
-    while real.engine.metrics()["rollout/remote/tokens"] < before + 20:
-        assert thread.is_alive()
-        time.sleep(0.01)
-    return thread, answers
+def submitted(real: Real, requests: list[ModelRequest]) -> list[Future[ModelResponse]]:
+    """The requests, once each of them has some tokens."""
+    answers = real.engine.submit(requests)
+    wait_for_tokens(real, 5)
+    return answers
 
 
-def test_pause_keeps_what_there_is(real: Real, models: Models) -> None:
-    requests = requests_of(8, SamplingParams(3000, ignore_eos=True))
-    thread, partial = run_in_thread(real, requests, patient=False)
-    real.engine.pause()
-    thread.join(60)
-    assert {response.stop_reason for response in partial} == {Finish.ABORT}
-    assert any(response.output_tokens for response in partial)
-    assert [r.output_tokens for r in real.engine.generate(requests)] == [()] * 8
-    real.engine.resume()
-    rest = [
-        replace(r, input_ids=p.input_tokens + p.output_tokens, gconfig=SamplingParams(8, ignore_eos=True))
-        for r, p in zip(requests, partial, strict=True)
-    ]
-    for response in real.engine.generate(rest):
-        assert len(response.output_tokens) == 8
-        assert_as_model(models, response, 1.0)
+def wait_for_tokens(real: Real, num: int) -> None:
+    least = num + min((len(one.tokens) for one in real.engine.unfinished()), default=0)
+    assert wait_until(lambda: all(len(one.tokens) >= least for one in real.engine.unfinished()))
 
 
 def test_weights_change_in_flight_and_nothing_is_lost(real: Real, models: Models) -> None:
     """Each token has the log-probability of the model whose version it bears."""
-    thread, answers = run_in_thread(real, requests_of(6, SamplingParams(2000, ignore_eos=True)), patient=True)
+    answers = submitted(real, requests_of(6, SamplingParams(2000, ignore_eos=True)))
     real.engine.update_weights(WeightUpdateMeta(1, weights_path=str(models.folders[1]))).result(120)
-    seen = real.engine.metrics()["rollout/remote/tokens"]
-    while real.engine.metrics()["rollout/remote/tokens"] < seen + 20:
-        time.sleep(0.01)
+    wait_for_tokens(real, 20)
     real.engine.update_weights(WeightUpdateMeta(2, weights_path=str(models.folders[0]))).result(120)
-    thread.join(240)
-    assert len(answers) == 6
-    assert {0, 1} <= {version for answer in answers for version in answer.output_versions}
-    for answer in answers:
+    responses = [answer.result(240) for answer in answers]
+    assert {0, 1} <= {version for response in responses for version in response.output_versions}
+    for answer in responses:
         assert len(answer.output_tokens) == 2000
         assert_as_model(models, answer, 1.0)
 

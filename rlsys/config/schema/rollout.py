@@ -102,8 +102,8 @@ class GenerationConfig(Section):
     max_num_batched_tokens: t.Count = 8192
     """Largest number of prompt tokens prefilled together."""
     on_update: Literal["keep", "recompute"] = "keep"
-    """What happens to the KV cache of unfinished answers when new weights arrive: vLLM and SGLang can keep it; the hf
-    engine and external servers compute it again."""
+    """What happens to the KV cache of unfinished answers when new weights arrive: vLLM can keep it; other engines and
+    external servers compute it again in any case."""
     max_model_len: t.Count | None = None
     """Longest prompt and response together; null is as many as the model has positions."""
     eos: t.TokenIds | None = None
@@ -138,7 +138,7 @@ class ServersConfig(Section):
     """Name of the served model; null takes the server's."""
     lora_name: Annotated[t.Text | None, SERVED_ADAPTERS] = None
     """Push only LoRA adapters, served under this name and their version; null pushes merged weights."""
-    policy: Literal["least_loaded", "round_robin", "affinity"] = "least_loaded"
+    policy: Literal["least_loaded", "affinity"] = "least_loaded"
     """How a server is chosen; affinity sends equal prompts to one server, for its prefix cache."""
     max_concurrent: t.Count = 256
     """Largest number of concurrent requests."""

@@ -6,20 +6,50 @@ Seen in the sources of SGLang 0.5.23 (`entrypoints/http_server.py`, `managers/to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlsys.fleet.external.capabilities import WeightSource
 from rlsys.fleet.external.http import Call
-from rlsys.fleet.external.partial import BadResponseError, Delta
 from rlsys.types import Finish, ModelRequest, WeightUpdateMeta
 
 PROCESSED, RAW, FULL = "processed", "raw", "full"
 """Which log-probabilities a server gives: after temperature and truncation, before both, or after temperature only."""
 NO_GROUP = "vLLM's servers have no common way to take weights over a process group: write files"
+MAX_TOKEN_ID = 2**31
+ABOVE_ZERO = 1e-3
 _HEALTH = Call("/health", method="GET")
 _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORT}
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What one event of a stream adds. `stamps` are the server's names of its weights, "" if it gives none."""
+
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    stamps: Sequence[str] = ()
+    finish: Finish | None = None
+
+
+class BadResponseError(ValueError):
+    """A server's answer is invalid."""
+
+
+def check(delta: Delta, *, room: int) -> None:
+    """BadResponseError unless there are at most `room` tokens, each an id with a finite log-probability."""
+    if len(delta.tokens) > room:
+        raise BadResponseError(f"{len(delta.tokens)} tokens where at most {room} were requested")
+    if len(delta.logprobs) != len(delta.tokens):
+        raise BadResponseError(f"{len(delta.tokens)} tokens with {len(delta.logprobs)} log-probabilities")
+    for token in delta.tokens:
+        if type(token) is not int or not 0 <= token < MAX_TOKEN_ID:
+            raise BadResponseError(f"'{str(token)[:40]}' is not a token id")
+    for value in delta.logprobs:
+        if type(value) not in (int, float) or not math.isfinite(value) or value > ABOVE_ZERO:
+            raise BadResponseError(f"'{str(value)[:40]}' is not a log-probability")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from rlsys.config.schema.rollout import RolloutConfig
 from rlsys.config.schema.trainer import DeadlinesConfig
 from rlsys.utils.errors import ConfigError
 
-Policy = Literal["least_loaded", "round_robin", "affinity"]
+Policy = Literal["least_loaded", "affinity"]
 ADDRESS_VARIABLES: Mapping[str, tuple[str, ...]] = {
     "sglang": ("AREAL_LLM_SERVER_ADDRS", "SGLANG_API_BASE"),
     "vllm": ("VLLM_API_BASE", "AREAL_LLM_SERVER_ADDRS"),
@@ -24,7 +24,7 @@ TOKEN_VARIABLE = "RLSYS_SERVER_TOKEN"
 class RemoteSettings:
     """How to talk to servers at `urls`.
 
-    `policy`: least_loaded; round_robin; affinity sends equal prompts to one server, whose prefix cache serves them.
+    `policy`: least_loaded; affinity sends equal prompts to one server, whose prefix cache serves them.
     Requests of one session stay on one server under any policy. At most `max_concurrent` requests are out at once. A
     request is tried `max_retries` more times, waiting up to `max_backoff_s` in between. `breaker_failures` failures in
     a row take a server out for `cooldown_s`, doubled each time up to `max_cooldown_s`, until its health check succeeds.

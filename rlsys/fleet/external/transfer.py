@@ -10,7 +10,7 @@ from typing import Protocol
 
 from rlsys.fleet.external.engine import RemoteEngine
 from rlsys.types import TransferReport, WeightUpdateMeta
-from rlsys.utils.errors import DeadlineError, WeightTransferError
+from rlsys.utils.errors import WeightTransferError
 
 ADAPTER_DIR = "lora_adapter"
 
@@ -45,11 +45,7 @@ class ExternalTransfer:
             version, weights_path=str(source), metadata={"lora_name": self.lora_name} if self.lora_name else {}
         )
         try:
-            self.engine.update_weights(meta).result(self.deadline_s)
-        except DeadlineError:
-            raise
-        except TimeoutError as error:
-            raise DeadlineError("the external servers", "update_weights", self.deadline_s) from error
+            self.engine.load_weights(meta, self.deadline_s)
         except WeightTransferError as error:
             error.add_note(f"the servers must be able to read {path}: actor_rollout_ref.rollout.servers.weights_dir")
             raise
@@ -65,10 +61,6 @@ class ExternalTransfer:
 
     def validate(self) -> None:
         raise WeightTransferError("external servers expose no tensors to compare; set rollout.validate_weight=false")
-
-    def close(self) -> None:
-        """Disconnect from the servers, which keep their last weights; those stay on disk too."""
-        self.engine.close()
 
     def _delete_old(self, newest: Path) -> None:
         """Delete all versions but the last two, from which a server that comes back may still load."""

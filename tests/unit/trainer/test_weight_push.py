@@ -84,8 +84,7 @@ def test_external_servers_get_a_connected_engine_and_files(
 
     monkeypatch.setattr(f"rlsys.fleet.external.engine.{engine}", Engine)
     fleet, transfer = connect_servers(external(tmp_path, name), cast(Any, SimpleNamespace()))
-    fleet.close()
-    assert [fleet.engine, transfer.engine] == [connected[0]] * 2
+    assert [fleet, transfer.engine] == [connected[0]] * 2
     assert connected[0].settings.urls == ("http://one:1",)
     assert transfer.folder == tmp_path
 

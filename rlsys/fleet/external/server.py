@@ -1,0 +1,294 @@
+"""An external server as a replica of a fleet: one stream for each request, health, and the weights that it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+from rlsys.fleet.external.backends import (
+    FULL,
+    RAW,
+    BadResponseError,
+    adapter_of,
+    check,
+    device_of,
+    over_group,
+    probed_mode,
+    way_of,
+)
+from rlsys.fleet.external.capabilities import Capabilities, capabilities_of
+from rlsys.fleet.external.http import Call, RefusedError, ServerFault, ask, events
+from rlsys.rollout.base import check_sampling
+from rlsys.types import Finish, ModelRequest, ResponseDelta, WeightUpdateMeta
+from rlsys.utils.errors import ConfigError, WeightTransferError
+
+if TYPE_CHECKING:
+    from rlsys.fleet.external.server_pool import ServerPool
+
+log = logging.getLogger(__name__)
+
+EVENT_BYTES, EVENT_TOKEN_BYTES = 1 << 20, 256
+ABORT_WAIT_S, FIRST_BACKOFF_S = 0.05, 0.2
+GONE_BY = "the current weights came over a process group and cannot be sent again; update from files once"
+TIED_ON_CPU = (
+    "vLLM on CPU keeps the old output head when the weights of a model with tied embeddings are reloaded (seen with "
+    "0.32.0); push adapters, serve it with SGLang, or use a model with tie_word_embeddings=false"
+)
+
+
+class ServerReplica:
+    """A Replica; `identity` is the server's own name of the weights that it was given last."""
+
+    def __init__(self, url: str, pool: ServerPool) -> None:
+        self.url, self.name, self.pool = url, url, pool
+        self.is_admitted, self.cause = False, "not connected yet"
+        self.logprobs = self.device = self.version = self.identity = ""
+        self.capabilities = Capabilities()
+        self.num_failures, self._examined_s = 0, 0.0
+        self._streams: dict[str, asyncio.Task[None]] = {}
+        self._outbox: list[ResponseDelta] = []
+        self._stale: WeightTransferError | None = None
+
+    # ---- called by the fleet's threads -------------------------------------------------------------------------
+
+    def exchange(
+        self, new: Sequence[ModelRequest], *, cancel: Collection[str], wait_s: float, deadline_s: float
+    ) -> list[ResponseDelta]:
+        return self.pool.do(self._exchange(new, set(cancel), wait_s), deadline_s, self.url, "exchange")
+
+    def health(self, deadline_s: float) -> Mapping[str, Any]:
+        self.pool.do(self.examine(), deadline_s, self.url, "health")
+        return self.about()
+
+    def restart(self, deadline_s: float) -> None:
+        """Wait until the server is back; it is restarted from outside."""
+        self.pool.do(self._come_back(), deadline_s, self.url, "start")
+
+    def about(self) -> dict[str, Any]:
+        """What is known of the server, without asking it."""
+        names = ("is_admitted", "identity", "version", "logprobs", "cause")
+        return {**{name: getattr(self, name) for name in names}, "running": len(self._streams)}
+
+    # ---- requests ----------------------------------------------------------------------------------------------
+
+    async def _exchange(self, new: Sequence[ModelRequest], cancel: set[str], wait_s: float) -> list[ResponseDelta]:
+        if not self.is_admitted:
+            raise ServerFault(self.url, "exchange", self.cause, kind="unreachable")
+        if asyncio.get_running_loop().time() - self._examined_s > self.pool.settings.health_s:
+            await self.examine()
+        for rid in cancel & self._streams.keys():
+            self._streams[rid].cancel()
+        for request in new:
+            self._streams[request.rid] = asyncio.create_task(self._answer(request))
+        if self._streams:
+            await asyncio.wait(self._streams.values(), timeout=wait_s)
+        if self._stale is not None:
+            stale, self._stale = self._stale, None
+            raise stale
+        deltas, self._outbox = self._outbox, []
+        return [delta for delta in deltas if delta.rid not in cancel]
+
+    async def _answer(self, request: ModelRequest) -> None:
+        """Put what the server streams into the outbox; a failure waits a while, so that it is not repeated at once."""
+        try:
+            async with aclosing(self._stream(request)) as stream:
+                async for delta in stream:
+                    self._outbox.append(delta)
+            self.num_failures = 0
+        except (RefusedError, ValueError) as error:
+            self._outbox.append(ResponseDelta(request.rid, error=str(error), refused=True))
+        except ServerFault as fault:
+            log.warning("%s", fault)
+            if fault.kind == "stale" or (self.pool.adapter and fault.status == 404):
+                self.is_admitted, self.cause = False, str(fault)
+                self._stale = WeightTransferError(str(fault))
+            wait_s = max(fault.wait_s, FIRST_BACKOFF_S * 2 ** min(self.num_failures, 30))
+            self.num_failures += 1
+            await asyncio.sleep(min(wait_s, self.pool.settings.max_backoff_s))
+            self._outbox.append(ResponseDelta(request.rid, error=str(fault)))
+        finally:
+            self._streams.pop(request.rid, None)
+
+    async def _stream(self, request: ModelRequest) -> AsyncGenerator[ResponseDelta]:
+        """What one generation of the server adds to a request, by event."""
+        self._check(request)
+        pool, settings, backend = self.pool, self.pool.settings, self.pool.backend
+        version, adapter, stamp = pool.version, pool.adapter, self._stamp()
+        call = backend.generate(request, model=settings.model, adapter=adapter, send_seed=settings.send_seeds)
+        timeout = aiohttp.ClientTimeout(sock_connect=settings.connect_s, sock_read=settings.idle_s)
+        num, seen = request.gconfig.max_new_tokens, 0
+        size = EVENT_BYTES + EVENT_TOKEN_BYTES * (len(request.input_ids) + num)
+        stream = events(pool.session, self.url, call, stage="generate", timeout=timeout, max_event_bytes=size)
+        async with aclosing(stream):
+            async for event in stream:
+                try:
+                    delta = backend.read(event, seen)
+                    check(delta, room=num - seen)
+                    if delta.finish is Finish.STOP and not seen + len(delta.tokens):
+                        raise BadResponseError("an answer that stopped without a stop token")
+                except BadResponseError as error:
+                    raise ServerFault(self.url, "generate", str(error), kind="bad_answer") from error
+                if stamp and (wrong := set(delta.stamps) - {stamp, ""}):
+                    what = f"tokens of weights {sorted(wrong)}, wanted '{stamp}' (version {version})"
+                    raise ServerFault(self.url, "generate", what, kind="stale")
+                seen += len(delta.tokens)
+                finish = Finish.LENGTH if seen == num and delta.finish is not Finish.STOP else delta.finish
+                if finish is Finish.ABORT:
+                    await asyncio.sleep(ABORT_WAIT_S)
+                full = tuple(delta.logprobs)
+                sampled = (0.0,) * len(full) if request.gconfig.greedy else full
+                yield ResponseDelta(request.rid, tuple(delta.tokens), full, sampled, (version,) * len(full), finish)
+                if finish is not None:
+                    return
+        raise ServerFault(self.url, "generate", "the answer has no finish reason", kind="bad_answer")
+
+    def _check(self, request: ModelRequest) -> None:
+        if not request.input_ids or min(request.input_ids) < 0:
+            raise ValueError("a prompt is one token id from 0 up, or more")
+        check_sampling(request.gconfig)
+        if self.logprobs == RAW and request.gconfig.temperature not in (0.0, 1.0):
+            raise ValueError(
+                f"{self.url} gives log-probabilities before temperature {request.gconfig.temperature:g}; start it "
+                "with --logprobs-mode processed_logprobs"
+            )
+
+    def _stamp(self) -> str:
+        """How the server marks tokens of the current weights; empty where it does not mark them reliably."""
+        if self.pool.backend.kind == "vllm":
+            return self.pool.adapter
+        return "" if self.pool.adapter else self.identity
+
+    async def interrupt(self) -> None:
+        """End what runs, by the server's pause or else by hanging up; its tokens are kept and it is given back."""
+        settings = self.pool.settings
+        try:
+            await self._ask(self.pool.backend.pause, "pause", settings.health_deadline_s)
+            if self._streams:
+                await asyncio.wait(self._streams.values(), timeout=settings.stop_grace_s)
+        except (ServerFault, RefusedError) as fault:
+            log.info("%s", fault)
+        for rid, stream in list(self._streams.items()):
+            stream.cancel()
+            self._outbox.append(ResponseDelta(rid, finish=Finish.ABORT))
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probabilities at temperature 1 of every token but the first."""
+        pool = self.pool
+        call = pool.backend.score(token_ids, model=pool.settings.model, adapter=pool.adapter)
+        return pool.backend.read_scores(await self._ask(call, "score", pool.settings.request_s))
+
+    # ---- health and weights ------------------------------------------------------------------------------------
+
+    async def examine(self) -> None:
+        """Raise unless the server answers and has the weights that it was given; one that was out is admitted."""
+        if not self.is_admitted:
+            return await self.admit()
+        await self._ask(self.pool.backend.health, "health", self.pool.settings.health_deadline_s)
+        if self.pool.weights is not None and not self.pool.adapter and await self._identify() != self.identity:
+            self.is_admitted, self.cause = False, "its weights are not those that were pushed"
+            raise WeightTransferError(f"{self.url}: {self.cause}")
+        self._examined_s = asyncio.get_running_loop().time()
+
+    async def admit(self) -> None:
+        """Let a server that is up serve, after giving it the current weights."""
+        limit_s, backend, again = self.pool.settings.health_deadline_s, self.pool.backend, bool(self.logprobs)
+        try:
+            await self._ask(backend.health, "health", limit_s)
+            if not again:
+                self.version = await self._first_answer(backend.version, "version")
+                self.capabilities = capabilities_of(backend.kind, self.version)
+                if backend.about:
+                    self.device = device_of(await self._ask(backend.about, "start", limit_s))
+                self.logprobs = probed_mode(await self._ask(backend.probe, "probe", limit_s)) if backend.probe else FULL
+            async with self.pool.updating:
+                if self.pool.weights is not None and over_group(self.pool.weights):
+                    raise WeightTransferError(GONE_BY)
+                if self.pool.weights is not None:
+                    await self.load(self.pool.weights)
+                if again:
+                    await self._ask(backend.resume, "resume", limit_s)
+                self.identity = await self._identify()
+            self.is_admitted, self.cause, self._stale = True, "", None
+            self._examined_s = asyncio.get_running_loop().time()
+        except (ServerFault, RefusedError, ConfigError, WeightTransferError) as error:
+            self.cause = str(error)
+            raise
+
+    async def _come_back(self) -> None:
+        settings, self.is_admitted = self.pool.settings, False
+        rest_s = settings.cooldown_s
+        while True:
+            await asyncio.sleep(rest_s)
+            try:
+                return await self.admit()
+            except (ServerFault, RefusedError, ConfigError, WeightTransferError):
+                rest_s = min(2 * rest_s, settings.max_cooldown_s)
+
+    async def take(self, meta: WeightUpdateMeta) -> None:
+        """Bring a server to new weights; one that fails is out until it has them."""
+        try:
+            await self.load(meta)
+            self.identity = await self._identify()
+            self.is_admitted, self.cause = True, ""
+        except (ServerFault, RefusedError) as error:
+            log.warning("%s", error)
+            self.is_admitted, self.cause = False, str(error)
+
+    async def load(self, meta: WeightUpdateMeta) -> None:
+        stage = f"update_weights to version {meta.version}"
+        if self.device == "cpu" and not adapter_of(meta) and _tied(meta.weights_path):
+            raise ServerFault(self.url, stage, TIED_ON_CPU, kind="status")
+        if why := self.capabilities.lacking(way_of(meta)):
+            raise ServerFault(self.url, stage, f"{self.pool.backend.kind} {self.version}: {why}", kind="status")
+        for call in self.pool.backend.update(meta):
+            answer = await self._ask(call, stage, self.pool.settings.update_s)
+            if isinstance(answer, dict) and answer.get("success") is False:
+                raise ServerFault(self.url, stage, str(answer.get("message"))[:300], kind="status")
+
+    async def call(self, call: Call, stage: str) -> bool:
+        """Send a call; whether it succeeded, and the server is out where it did not."""
+        try:
+            await self._ask(call, stage, self.pool.settings.update_s)
+        except (ServerFault, RefusedError) as error:
+            log.warning("%s", error)
+            self.is_admitted, self.cause = False, str(error)
+        return self.is_admitted
+
+    async def _identify(self) -> str:
+        return await self._first_answer(self.pool.backend.identity, "weight_version")
+
+    async def _first_answer(self, calls: Sequence[Call], key: str) -> str:
+        """The value under this key in the answer of the first of these routes that the server has."""
+        for call in calls:
+            try:
+                answer = await self._ask(call, "health", self.pool.settings.health_deadline_s)
+            except ServerFault as fault:
+                if fault.status != 404:
+                    raise
+            else:
+                return str(answer.get(key, "")) if isinstance(answer, dict) else ""
+        return ""
+
+    async def _ask(self, call: Call, stage: str, deadline_s: float) -> Any:
+        try:
+            return await ask(self.pool.session, self.url, call, stage=stage, deadline_s=deadline_s)
+        except ServerFault as fault:
+            if call.optional and fault.status in (404, 405):
+                return None
+            raise
+
+
+def _tied(folder: str) -> bool:
+    """Whether the model in a folder has tied embeddings, if its config can be read."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(config.get("tie_word_embeddings", False))

@@ -1,0 +1,141 @@
+"""All external servers of a fleet: their event loop, and the weights that they are to hold."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from rlsys.fleet.external.backends import Backend, WeightGroupSpec, adapter_of
+from rlsys.fleet.external.http import Call, ServerFault, open_session
+from rlsys.fleet.external.server import ServerReplica
+from rlsys.fleet.external.settings import RemoteSettings
+from rlsys.types import WeightUpdateMeta
+from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
+
+T = TypeVar("T")
+CLOSE_S = 10.0
+POLL_S = 0.5
+
+
+class ServerPool:
+    """The servers; coroutines run on the pool's own loop, through `do` and `start`."""
+
+    def __init__(self, backend: Backend, settings: RemoteSettings, *, version: int) -> None:
+        self.backend, self.settings, self.version = backend, settings, version
+        self.adapter, self.quarantined = "", False
+        self.weights: WeightUpdateMeta | None = None
+        self._adapters: list[str] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=f"remote-{backend.kind}", daemon=True)
+        self._thread.start()
+        self.servers = [ServerReplica(url, self) for url in settings.urls]
+        self.do(self._open())
+
+    async def _open(self) -> None:
+        self.session, self.updating = open_session(self.settings.token), asyncio.Lock()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the loop."""
+        if self._loop.is_closed():
+            work.close()
+            raise RolloutError("the remote engine is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def do(self, work: Coroutine[Any, Any, T], deadline_s: float | None = None, who: str = "", stage: str = "") -> T:
+        """The coroutine's result; DeadlineError after `deadline_s`."""
+        waiting = self.start(work)
+        try:
+            return waiting.result(deadline_s)
+        except DeadlineError:
+            raise
+        except TimeoutError as error:
+            cause = next((server.cause for server in self.servers if server.url == who), "")
+            raise DeadlineError(who, stage, deadline_s or 0.0, cause) from error
+        finally:
+            waiting.cancel()
+
+    async def connect(self) -> None:
+        """Wait until a server is up; the others are admitted when they come up."""
+        end_s = self._loop.time() + self.settings.start_s
+        while not any(server.is_admitted for server in self.servers):
+            out = [server.admit() for server in self.servers if not server.is_admitted]
+            await asyncio.gather(*out, return_exceptions=True)
+            if self._loop.time() > end_s and not any(server.is_admitted for server in self.servers):
+                states = "; ".join(server.cause for server in self.servers)
+                who = " and ".join(self.settings.urls)
+                raise DeadlineError(who, "start", self.settings.start_s, f"start the servers first. {states}")
+            await asyncio.sleep(0 if any(server.is_admitted for server in self.servers) else POLL_S)
+
+    async def stop(self) -> None:
+        """Interrupt running requests, keeping their tokens."""
+        await asyncio.gather(*(server.interrupt() for server in self.servers if server.is_admitted))
+
+    async def resume(self) -> None:
+        await self.call_all(self.backend.resume, "resume")
+        self.quarantined = False
+
+    async def update(self, meta: WeightUpdateMeta) -> None:
+        """Bring every server to new weights; those that fail are out until they have them."""
+        adapter = adapter_of(meta)
+        stops = not adapter or bool(meta.metadata.get("in_place"))
+        self.backend.update(meta)
+        async with self.updating:
+            if stops:
+                self.quarantined = True
+                await self.stop()
+            await asyncio.gather(*(server.take(meta) for server in self.servers if server.logprobs))
+            if not any(server.is_admitted for server in self.servers):
+                causes = "\n  ".join(server.cause for server in self.servers)
+                raise WeightTransferError(f"no server took version {meta.version}:\n  {causes}")
+            self.weights, self.version, self.adapter = meta, meta.version, adapter
+            if stops:
+                await self.resume()
+            await self._forget_adapters()
+
+    async def _forget_adapters(self) -> None:
+        if self.adapter and self.adapter not in self._adapters:
+            self._adapters.append(self.adapter)
+        while len(self._adapters) > self.settings.keep_adapters:
+            call = self.backend.unload_adapter(self._adapters.pop(0))
+            admitted = [server for server in self.servers if server.is_admitted]
+            limit_s = self.settings.update_s
+            await asyncio.gather(*(s._ask(call, "unload", limit_s) for s in admitted), return_exceptions=True)
+
+    async def call_all(self, call: Call, stage: str) -> None:
+        """Send every admitted server this call; one that fails is out."""
+        await asyncio.gather(*(server.call(call, stage) for server in self.servers if server.is_admitted))
+
+    async def join_group(self, group: WeightGroupSpec) -> None:
+        """Have every server join a process group, in the order of their addresses."""
+        calls = [self.backend.join_group(group, 1 + n * group.ranks_per_server) for n in range(len(self.servers))]
+        pairs = zip(self.servers, calls, strict=True)
+        await asyncio.gather(*(server._ask(call, "join_group", self.settings.update_s) for server, call in pairs))
+
+    async def scores(self, token_ids: list[int]) -> list[float]:
+        """Log-probabilities of every token but the first, by the first server that gives them."""
+        error: Exception = RolloutError("no server is up")
+        for server in sorted(self.servers, key=lambda server: not server.is_admitted):
+            try:
+                return await server.score(token_ids)
+            except ServerFault as fault:
+                error = fault
+        raise error
+
+    def close(self) -> None:
+        """End all streams and the loop; the servers stay as they are."""
+        if self._loop.is_closed():
+            return
+        self.do(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_S)
+        self._loop.close()
+
+    async def _close(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self.session.close()
