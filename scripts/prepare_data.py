@@ -2,7 +2,8 @@
 
 python scripts/prepare_data.py --task mix --train 4096 --val 256 --out data/mix --seed 1
 
-Tasks: arithmetic of our own, and products, gcd and chain_sum of reasoning-gym.
+Tasks: arithmetic of our own, and products, gcd and chain_sum of reasoning-gym; `mix` has equal parts of these. `python`
+asks for products of three-digit numbers, to be computed by a Python tool.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ SUFFIX = {"chain_sum": " Give only the result as your final answer."}
 NUM_ARITHMETIC = 500
 
 TASKS = ("arithmetic", *REASONING_GYM)
+PYTHON_QUESTION = "Use Python to compute. Write code in a ```python block``` that prints the result. What is {} * {}?"
 MAX_HELD_OUT = 0.2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write both files and say what is in them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=[*TASKS, "mix"], default="mix")
+    parser.add_argument("--task", choices=[*TASKS, "python", "mix"], default="mix")
     parser.add_argument("--train", type=int, default=4096, metavar="N", help="rows to train on")
     parser.add_argument("--val", type=int, default=256, metavar="M", help="rows to validate on")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
@@ -86,6 +88,11 @@ def _different_rows(task: str, num_rows: int, *, seed: int) -> Iterator[dict[str
         easy_ones = problems(min(num_rows, NUM_ARITHMETIC), seed=seed)
         yield from (prompt_row(problem, index=0, split="") for problem in easy_ones)
         return
+    if task == "python":
+        random = Random(seed)
+        pairs = {(random.randint(100, 999), random.randint(100, 999)): None for _ in range(num_rows)}
+        yield from (python_row(*pair) for pair in pairs)
+        return
     if task not in REASONING_GYM:
         raise ConfigError(f"--task {task}: must be one of {', '.join((*TASKS, 'mix'))}")
     try:
@@ -103,6 +110,18 @@ def _different_rows(task: str, num_rows: int, *, seed: int) -> Iterator[dict[str
             seen.add(entry["question"])
             num_repeats = 0
             yield reasoning_gym_row(task, entry)
+
+
+def python_row(left: int, right: int) -> dict[str, Any]:
+    """A verl row that asks for a product."""
+    question = PYTHON_QUESTION.format(left, right)
+    return {
+        "data_source": "text/number",
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(left * right)},
+        "extra_info": {"split": "", "index": 0, "question": question, "answer": str(left * right)},
+    }
 
 
 def reasoning_gym_row(task: str, entry: Mapping[str, Any]) -> dict[str, Any]:

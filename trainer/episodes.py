@@ -6,11 +6,9 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
@@ -24,12 +22,11 @@ from rlsys.agent.tool_pool import ToolPool
 from rlsys.agent.tools import Tool, tools_of_file, tools_of_yaml
 from rlsys.config import EvalConfig, PPOConfig
 from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
-from rlsys.data.collate import pad_left
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.protocol import DataProto
 from rlsys.rewards.pool.pool import RewardItem, RewardPool
 from rlsys.rollout.batch import SEEDS, with_request_seeds
-from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams
+from rlsys.types import SamplingParams
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError
 from trainer.generation import GradedRollout, sampling_meta
 
@@ -105,34 +102,6 @@ def check_episodes(results: Sequence[EpisodeResult], max_failed_share: float) ->
         raise RolloutError(f"no episode has an answer: {dict(ends)}. {hints}")
 
 
-def generate_requests(
-    fleet: RolloutFleet, requests: Sequence[ModelRequest], *, pad_token_id: int
-) -> list[ModelResponse]:
-    """Complete requests as rows of batches, one for each way of sampling; longer answers are cut at their limits."""
-    responses: dict[int, ModelResponse] = {}
-    by_sampling: dict[SamplingParams, list[int]] = {}
-    for at, request in enumerate(requests):
-        by_sampling.setdefault(replace(request.gconfig, seed=0, max_new_tokens=1), []).append(at)
-    for sampling, places in by_sampling.items():
-        asked = [requests[at] for at in places]
-        prompts = pad_left([request.input_ids for request in asked], value=pad_token_id)
-        mask = pad_left([[1] * len(request.input_ids) for request in asked], value=0)
-        seeds = torch.tensor([request.gconfig.seed for request in asked])
-        longest = max(request.gconfig.max_new_tokens for request in asked)
-        meta = sampling_meta(replace(sampling, max_new_tokens=longest), pad_token_id=pad_token_id, step=0)
-        batch = DataProto.from_dict({"prompts": prompts, "attention_mask": mask, SEEDS: seeds}, meta_info=meta)
-        drawn = fleet.generate_sequences(batch).tensors
-        lengths = drawn["response_mask"].sum(-1).tolist()
-        for row, (at, request) in enumerate(zip(places, asked, strict=True)):
-            n = min(lengths[row], request.gconfig.max_new_tokens)
-            is_cut = n < lengths[row] or bool(n == longest)
-            columns = ("responses", "rollout_log_probs", "rollout_sampled_log_probs", "weight_versions")
-            ids, full, sampled, versions = (tuple(drawn[name][row, :n].tolist()) for name in columns)
-            finish = Finish.LENGTH if is_cut else Finish.STOP
-            responses[at] = ModelResponse(request.rid, request.input_ids, ids, full, sampled, versions, finish)
-    return [responses[at] for at in range(len(requests))]
-
-
 def episode_rollout(
     cfg: PPOConfig | EvalConfig,
     rollout: GradedRollout,
@@ -153,9 +122,7 @@ def episode_rollout(
         side=turns.tool_response_truncate_side,
     )
     stack.callback(tool_pool.close)
-    rounds = Rounds(
-        partial(generate_requests, fleet, pad_token_id=rollout.pad_token_id), max_concurrent=agent.max_concurrent
-    )
+    rounds = Rounds(fleet.generate, max_concurrent=agent.max_concurrent)
     settings = SessionSettings(
         rounds.sample,
         loaded.template,

@@ -121,3 +121,11 @@ def test_a_workflow_that_cannot_be_loaded_is_a_config_error(
     assert main_ppo.main(arguments(toy, tmp_path / "out", agent, "nothing")) == 2
     output = capsys.readouterr()
     assert "does not define it" in output.out + output.err
+
+
+def test_the_agent_of_the_guide_and_the_python_agent_run(toy: Toy, tmp_path: Path) -> None:
+    common = ["trainer.backend=local", "trainer.total_training_steps=1"]
+    calculator = [f"{ROLLOUT}workflow=scripts/agent_calculator.py:AskCalculator", *common]
+    assert main_ppo.main(toy.overrides(tmp_path / "calculator", *calculator)) == 0
+    python = ["--config-name=agent_python", *toy.overrides(tmp_path / "python", *common), "data.max_response_length=20"]
+    assert main_ppo.main(python) == 0
