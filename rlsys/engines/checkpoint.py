@@ -20,6 +20,7 @@ import torch.distributed as dist
 from rlsys.engines import rng
 from rlsys.engines.mesh import gather_json, together
 from rlsys.engines.tensor_files import METADATA, STORAGE_ERRORS, read_tensor_index
+from rlsys.models.hf import differing_tensors
 from rlsys.utils.atomic import commit_dir, read_checked_json, staging_dir, write_checked_json, write_text_durable
 from rlsys.utils.errors import CheckpointError
 from rlsys.utils.run_folders import HUGGINGFACE
@@ -147,22 +148,10 @@ def load(path: Path, state: Contents, rank: int) -> dict[str, Any]:
 
 def _check_same_model(path: Path, shapes: Mapping[str, Sequence[int]]) -> None:
     kinds = {key.partition(".")[0] for key in shapes}
-    saved = {k: e for k, e in read_tensor_index(path).items() if k.partition(".")[0] in kinds} if shapes else {}
-    notes = [
-        *_some("is not in the checkpoint", sorted(set(shapes) - set(saved))),
-        *_some("is only in the checkpoint", sorted(set(saved) - set(shapes))),
-        *[
-            f"{key} is {tuple(saved[key]['shape'])} there and {tuple(shape)} here"
-            for key, shape in sorted(shapes.items())
-            if key in saved and tuple(saved[key]["shape"]) != tuple(shape)
-        ][:3],
-    ]
-    if notes:
-        raise CheckpointError(f"{path} is of another model: {'; '.join(notes)}")
-
-
-def _some(what: str, names: Sequence[str]) -> list[str]:
-    return [f"{name} {what}" for name in names[:3]] + ([f"and {len(names) - 3} more"] if len(names) > 3 else [])
+    index = read_tensor_index(path) if shapes else {}
+    saved = {key: tuple(entry["shape"]) for key, entry in index.items() if key.partition(".")[0] in kinds}
+    if differences := differing_tensors(shapes, saved, whose="this model's"):
+        raise CheckpointError(f"{path} is of another model: {differences}")
 
 
 def _restore_rng(path: Path, saved_world: int) -> None:

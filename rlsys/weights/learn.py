@@ -68,22 +68,21 @@ def learn_layout(
     bucket_bytes: int = 1 << 30,
     max_boxes: int = 4096,
     keep: bool = False,
-    by_loader: Sequence[str] = (),
 ) -> Learned:
     """Load numbered tensors through the engine's own loader and decode where they went.
 
     `load` must accept any subset of the tensors, as full HF tensors in `dtypes`, and shard them itself. With `keep` the
     parameters are saved on the host and restored; without it the weights are lost (padding and buffers are not), and
-    the engine must not serve until the next push. Tensors that need more than `max_boxes` boxes in one parameter, and
-    those in `by_loader`, stay with the loader. WeightTransferError when the loader refuses.
+    the engine must not serve until the next push. Tensors that need more than `max_boxes` boxes in one parameter stay
+    with the loader. WeightTransferError when the loader refuses.
     """
     local = dict(local_tensors())
     saved = {name: tensor.to("cpu", copy=True) for name, tensor in local.items()} if keep else {}
     device = device_of(local)
     boxes = list[_PlacedBox]()
-    loader_only = dict.fromkeys(by_loader, "left to the loader by the caller")
+    loader_only = dict[str, str]()
     try:
-        num_bytes = {n: prod(s) * element_bytes(dtypes[n]) for n, s in shapes.items() if n not in loader_only}
+        num_bytes = {n: prod(s) * element_bytes(dtypes[n]) for n, s in shapes.items()}
         for bucket in buckets(num_bytes, bucket_bytes):
             probe = _Probe(load, local, {n: (shapes[n], dtype_of(dtypes[n])) for n in bucket}, device, max_boxes)
             boxes += probe.run()

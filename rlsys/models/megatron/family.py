@@ -74,7 +74,7 @@ class Family:
         if lacking:
             raise ConfigError(f"{self.architectures[0]}: config.json lacks {', '.join(lacking)}")
         dims = self.dims(hf_config)
-        problems = [*self._odd_settings(hf_config), *_odd_place(place), *_indivisible(dims, place)]
+        problems = [*self._odd_settings(hf_config), *_indivisible(dims, place)]
         if problems:
             raise ConfigError(f"{self.architectures[0]}: {'; '.join(problems)}")
         self.transformer_config(hf_config)
@@ -300,19 +300,6 @@ def _stage_layers(count: int, sizes: ParallelSizes) -> list[int]:
     return stages
 
 
-def _odd_place(place: RankPlace) -> list[str]:
-    pairs = (
-        ("tp", place.tp_rank, place.sizes.tp),
-        ("pp", place.pp_rank, place.sizes.pp),
-        ("ep", place.ep_rank, place.sizes.ep),
-        ("etp", place.etp_rank, place.sizes.expert_tp),
-    )
-    odd = [f"{name} rank {rank} of {size}" for name, rank, size in pairs if not 0 <= rank < size]
-    if place.sizes.vp > 1 and place.sizes.pp == 1:
-        odd.append("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1")
-    return odd
-
-
 def _indivisible(dims: Dims, place: RankPlace) -> list[str]:
     tp, groups = place.sizes.tp, dims["groups"]
     names: Sequence[tuple[str, str, int, str]] = (
@@ -331,6 +318,8 @@ def _indivisible(dims: Dims, place: RankPlace) -> list[str]:
         odd.append(f"{groups} key-value heads are neither a multiple nor a divisor of tensor_model_parallel_size={tp}")
     if ceil(dims["vocab"] / tp) * (tp - 1) >= dims["vocab"]:
         odd.append(f"a vocabulary of {dims['vocab']} leaves nothing to some of {tp} tensor-parallel ranks")
+    if place.sizes.vp > 1 and place.sizes.pp == 1:
+        odd.append("virtual_pipeline_model_parallel_size needs pipeline_model_parallel_size > 1")
     if not dims.get("experts") and place.sizes.ep > 1:
         odd.append("expert parallelism without experts: set expert_model_parallel_size=1")
     return odd

@@ -186,7 +186,7 @@ def another_model(place: Path) -> str:
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
-    assert "is (24, 16) there and (32, 16) here" in run_ranks(1, another_model, tmp_path / "step")[0]
+    assert "is (24, 16), this model's (32, 16)" in run_ranks(1, another_model, tmp_path / "step")[0]
 
 
 @given(shape=st.one_of(st.tuples(st.integers(1, 40)), st.tuples(st.integers(1, 9), st.integers(1, 9))), data=st.data())

@@ -174,8 +174,8 @@ class Odd(Opaque):
 def test_tensors_that_are_not_boxes_are_left_to_the_loader() -> None:
     engine, shapes = Odd(), hf_shapes(experts=False)
     dtypes = dict.fromkeys(shapes, "bfloat16")
-    learned = learn_layout(engine.load, engine.tensors, shapes, dtypes, max_boxes=20, by_loader=["k_bias"])
-    assert set(learned.layout.loader) == {"embed", "gate", "up", "o", "k_bias"}
+    learned = learn_layout(engine.load, engine.tensors, shapes, dtypes, max_boxes=20)
+    assert set(learned.layout.loader) == {"embed", "gate", "up", "o"}
     assert "more than 20 boxes" in learned.loader_only["embed"]
     assert "float8" in learned.loader_only["o"]
     assert "values" in learned.loader_only["up"]

@@ -237,7 +237,6 @@ def test_scalar_heads_replace_the_output(head: Any, held: set[str]) -> None:
         ("llama", {}, at(pp=4, vp=2), "4 layers cannot be split"),
         ("llama", {}, at(vp=2), "needs pipeline_model_parallel_size > 1"),
         ("llama", {}, at(ep=2), "without experts"),
-        ("llama", {}, RankPlace(ParallelSizes(tp=2), tp_rank=2), "tp rank 2 of 2"),
         ("llama", {"vocab_size": 5}, at(tp=4), "leaves nothing"),
         ("llama", {"attention_bias": True}, RankPlace(), "attention_bias=True"),
         ("llama", {"hidden_act": "gelu"}, RankPlace(), "hidden_act='gelu'"),
