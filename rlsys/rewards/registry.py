@@ -7,7 +7,11 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+from rlsys.rewards.sandbox.run import GUARANTEES, ISOLATION, available_guarantees
+from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import ConfigError
+
+log = get_logger(__name__)
 
 ROUTES: dict[str, str] = {
     "openai/gsm8k": "gsm8k:compute_score",
@@ -69,10 +73,26 @@ def compute_score(
 
 
 def check_sources(data_sources: Iterable[str]) -> None:
-    """ConfigError for a data source without a grader."""
-    for data_source in data_sources:
-        if route(data_source) is None:
-            raise _no_grader(data_source)
+    """ConfigError for a data source without a grader, and for programs that this machine cannot confine.
+
+    A warning where it can confine them, but not hide the outside.
+    """
+    data_sources = tuple(data_sources)
+    targets = [route(data_source) for data_source in data_sources]
+    if None in targets:
+        raise _no_grader(data_sources[targets.index(None)])
+    if any(target and target.startswith("code:") for target in targets):
+        available = available_guarantees()
+        if lacking := [guarantee for guarantee in GUARANTEES if guarantee not in available]:
+            needs = "Landlock and seccomp, that is Linux 5.13 or later and a container that allows them"
+            raise ConfigError(
+                f"programs are not run here: {', '.join(lacking)} cannot be restricted; they need {needs}"
+            )
+        if ISOLATION not in available:
+            log.warning(
+                "no namespaces in this container: graded programs can see that files outside exist, and the size of "
+                "their folder is only checked now and then"
+            )
 
 
 def _no_grader(data_source: str) -> ConfigError:

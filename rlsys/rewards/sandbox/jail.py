@@ -1,10 +1,11 @@
 """Runs inside the process that is about to become an untrusted program: gives up rights, then executes it.
 
 Started as `python -I -S jail.py SPEC`, where SPEC is JSON written by run.py. Rights are given up in the kernel and
-cannot be taken back: resource limits; no capabilities; Landlock (read only the interpreter and the system libraries,
+cannot be taken back: resource limits; a file system in memory with nothing but the readable paths and the working
+folder, and IPC of its own (namespaces); no capabilities; Landlock (read only the interpreter and the system libraries,
 write only the working folder, no signals or abstract sockets to the outside); a seccomp filter (no sockets, no new
-processes, no tracing, no signals to others, no kernel facilities that outlive the process). What the kernel does not
-offer is in the exit message; run.py refuses to run anything without what it requires.
+processes, no tracing, no signals to others, no change of a file's metadata, no kernel facilities that outlive the
+process). What the kernel does not offer is in the exit message; run.py runs nothing without what it requires.
 """
 
 import ctypes
@@ -22,11 +23,14 @@ EPERM, ENOSYS = 1, 38
 CLONE_THREAD = 0x00010000
 SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
 SYS_LANDLOCK = (444, 445, 446)
+NEW_MOUNTS, NEW_IPC, NEW_USER = 0x00020000, 0x08000000, 0x10000000
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 2, 4, 1 << 12, 1 << 14, 1 << 18, 2
+MAX_INODES = 4096
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 # system call: (number on x86_64, number on aarch64); None where the architecture does not have it
 FORBIDDEN = {
-    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
+    "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201),
     "fork": (57, None), "vfork": (58, None),
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
@@ -39,7 +43,14 @@ FORBIDDEN = {
     "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282), "memfd_create": (319, 279),
     "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "io_setup": (206, 0),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
+    "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
+    "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181), "memfd_secret": (447, 447),
+    "fallocate": (285, 47), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
+    "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None),
+    "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5),
+    "lsetxattr": (189, 6), "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16), "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469),
     "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106), "kexec_load": (246, 104),
     "reboot": (169, 142), "swapon": (167, 224), "settimeofday": (164, 170), "clock_settime": (227, 112),
     "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "acct": (163, 89), "quotactl": (179, 60),
@@ -54,12 +65,12 @@ libc = ctypes.CDLL(None, use_errno=True)
 def main() -> None:
     """Give up everything, then become the program named in SPEC."""
     spec = json.loads(sys.argv[1])
+    os.chdir(spec["folder"])
+    missing = [] if own_namespaces(spec["readable"], spec["folder"], spec["folder_bytes"]) else ["isolation"]
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != spec["parent"]:
         sys.exit("the process that asked for this run is gone")
-    os.chdir(spec["folder"])
     limit_resources(spec["limits"])
-    missing = []
     if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 or not drop_capabilities():
         missing.append("privileges")
     if not restrict_files(spec["readable"], spec["folder"]):
@@ -71,6 +82,43 @@ def main() -> None:
         os.write(2, f"{spec['refusal']}{','.join(lacking)}".encode())
         os._exit(spec["refusal_code"])
     os.execve(spec["command"][0], spec["command"], spec["environment"])
+
+
+def own_namespaces(readable: list[str], folder: str, folder_bytes: int) -> bool:
+    """Make a file system of `folder_bytes` in memory the root, with the readable paths and a copy of the folder."""
+    uid, gid = os.getuid(), os.getgid()
+    if libc.unshare(NEW_MOUNTS | NEW_IPC) != 0:
+        if libc.unshare(NEW_USER | NEW_MOUNTS | NEW_IPC) != 0:
+            return False
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    with open("main.py", "rb") as file:
+        program = file.read()
+    try:
+        mount("none", "/", "", MS_REC | MS_PRIVATE)
+        mount("tmpfs", folder, "tmpfs", MS_NOSUID | MS_NODEV, f"size={folder_bytes},nr_inodes={MAX_INODES},mode=755")
+        for path in (*filter(os.path.exists, readable), "/dev/null"):
+            place = folder + path
+            os.makedirs(place if os.path.isdir(path) else os.path.dirname(place), exist_ok=True)
+            if not os.path.exists(place):
+                open(place, "w").close()
+            mount(path, place, "", MS_BIND | MS_REC)
+        os.makedirs(folder + folder)
+        with open(f"{folder}{folder}/main.py", "wb") as file:
+            file.write(program)
+        os.chroot(folder)
+        os.chdir(folder)
+    except OSError:
+        libc.umount2(folder.encode(), MNT_DETACH)
+        return False
+    return True
+
+
+def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> None:
+    """mount(2); OSError where it fails."""
+    if libc.mount(source.encode(), target.encode(), kind.encode(), flags, data.encode()) != 0:
+        raise OSError(ctypes.get_errno(), f"cannot mount {target}")
 
 
 def limit_resources(limits: dict[str, int]) -> None:

@@ -1,15 +1,17 @@
 """Runs an untrusted program in a process with next to no rights and bounds all its resources.
 
 Guaranteed (by the kernel, see jail.py), or the run is refused: no network; no processes beside its own; no files read
-but the interpreter and system libraries; none written but in its own folder, which is removed; no signals to others;
-limits on time, CPU time, memory, file sizes, folder size, threads and output. Linux on x86_64 and aarch64.
+but the interpreter and system libraries; none written but in its own folder, which is removed; no metadata changed; no
+signals to others; limits on time, CPU time, memory, file sizes, threads and output. Linux on x86_64 and aarch64.
+
+Where the kernel offers namespaces ("isolation"), other files, processes and IPC objects cannot even be seen, and the
+folder is a file system in memory of limited size; without them its size is looked at every CHECK_S seconds.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import selectors
 import shutil
 import signal
 import subprocess
@@ -21,10 +23,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from tempfile import TemporaryFile
+from typing import Any, Literal
 
 ExitStatus = Literal["exit", "failed", "timeout", "output", "folder", "threads"]
 GUARANTEES = ("privileges", "files", "network", "processes")
+ISOLATION = "isolation"
 JAIL = Path(__file__).with_name("jail.py")
 REFUSAL, REFUSAL_CODE = "rlsys-sandbox-refuses:", 97
 CHECK_S = 0.05
@@ -64,10 +68,12 @@ def run_python(
 ) -> SandboxRun:
     """Run `source` by this interpreter with `stdin` as its input.
 
-    `require` names the guarantees (GUARANTEES) without which SandboxError is raised instead.
+    `require` names the guarantees (GUARANTEES, ISOLATION) without which SandboxError is raised instead.
     """
-    if unknown := set(require) - set(GUARANTEES):
-        raise ValueError(f"require={sorted(unknown)}: the guarantees are {', '.join(GUARANTEES)}")
+    if unknown := set(require) - {*GUARANTEES, ISOLATION}:
+        raise ValueError(f"require={sorted(unknown)}: the guarantees are {', '.join((*GUARANTEES, ISOLATION))}")
+    if sys.platform != "linux":
+        raise SandboxError("programs are graded on Linux only: no other kernel restricts them as required")
     limits = limits or SandboxLimits()
     folder = Path(tempfile.mkdtemp(prefix="rlsys-run-"))
     try:
@@ -83,7 +89,7 @@ def run_python(
 
 def available_guarantees() -> tuple[str, ...]:
     """What this machine can guarantee, tried out."""
-    return tuple(g for g in GUARANTEES if _holds(g))
+    return tuple(g for g in (*GUARANTEES, ISOLATION) if _holds(g))
 
 
 def _holds(guarantee: str) -> bool:
@@ -112,6 +118,7 @@ def _spec(folder: Path, limits: SandboxLimits, require: Sequence[str]) -> dict[s
     return {
         "parent": os.getpid(),
         "folder": str(folder),
+        "folder_bytes": limits.folder_bytes,
         "readable": [p for p in dict.fromkeys((*prefixes, *SYSTEM_PATHS)) if p != "/"],
         "require": list(require),
         "refusal": REFUSAL,
@@ -132,38 +139,32 @@ def _spec(folder: Path, limits: SandboxLimits, require: Sequence[str]) -> dict[s
 
 def _watched(spec: Mapping[str, Any], stdin: str, folder: Path, limits: SandboxLimits) -> SandboxRun:
     start = time.monotonic()
-    process = subprocess.Popen(
-        [sys.executable, "-I", "-S", str(JAIL), json.dumps(spec)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={},
-        start_new_session=True,
-    )
-    pipes = _Pipes(process, stdin.encode("utf-8", errors="surrogatepass"), limits.output_bytes)
-    status: ExitStatus | None = None
-    while status is None and process.poll() is None:
-        if not pipes.move(CHECK_S):
-            time.sleep(CHECK_S / 10)
-        if time.monotonic() - start > limits.wall_s:
+    with TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:
+        given.write(stdin.encode("utf-8", errors="surrogatepass"))
+        given.seek(0)
+        command = [sys.executable, "-I", "-S", str(JAIL), json.dumps(spec)]
+        process = subprocess.Popen(command, stdin=given, stdout=out, stderr=err, env={}, start_new_session=True)
+        status: ExitStatus | None = None
+        while status is None and process.returncode is None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(CHECK_S)
+            if max(os.fstat(file.fileno()).st_size for file in (out, err)) > limits.output_bytes:
+                status = "output"
+            elif process.returncode is None and time.monotonic() - start > limits.wall_s:
+                status = "timeout"
+            elif _folder_bytes(folder) > limits.folder_bytes:
+                status = "folder"
+            elif _num_threads(process.pid) > limits.num_threads:
+                status = "threads"
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.returncode == -signal.SIGXCPU:
             status = "timeout"
-        elif pipes.num_bytes_over > 0:
-            status = "output"
-        elif _folder_bytes(folder) > limits.folder_bytes:
-            status = "folder"
-        elif _num_threads(process.pid) > limits.num_threads:
-            status = "threads"
-    while status is None and pipes.move(0.0):
-        status = "output" if pipes.num_bytes_over > 0 else None
-    status = status or ("exit" if process.returncode == 0 else "failed")
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    pipes.close()
-    if process.returncode == -signal.SIGXCPU:
-        status = "timeout"
-    out, err = (data.decode("utf-8", errors="replace") for data in (pipes.stdout, pipes.stderr))
-    return SandboxRun(status, out, err, time.monotonic() - start)
+        stdout, stderr = (
+            os.pread(file.fileno(), limits.output_bytes, 0).decode("utf-8", "replace") for file in (out, err)
+        )
+    return SandboxRun(status or ("failed" if process.returncode else "exit"), stdout, stderr, time.monotonic() - start)
 
 
 def _num_threads(pid: int) -> int:
@@ -180,57 +181,3 @@ def _folder_bytes(folder: Path) -> int:
             with suppress(OSError):
                 total += entry.stat(follow_symlinks=False).st_blocks * 512
     return total
-
-
-def _opened(pipe: IO[bytes] | None) -> IO[bytes]:
-    assert pipe is not None
-    return pipe
-
-
-class _Pipes:
-    """Feeds the program's input and collects its output without ever waiting for it."""
-
-    def __init__(self, process: subprocess.Popen[bytes], stdin: bytes, max_bytes: int) -> None:
-        self._stdin, self._out, self._err = (_opened(p) for p in (process.stdin, process.stdout, process.stderr))
-        self._left, self._max_bytes = memoryview(stdin), max_bytes
-        self.stdout, self.stderr = bytearray(), bytearray()
-        self.num_bytes_over = 0
-        self._selector = selectors.DefaultSelector()
-        for pipe, event in ((self._stdin, 2), (self._out, 1), (self._err, 1)):
-            os.set_blocking(pipe.fileno(), False)
-            self._selector.register(pipe, event)
-
-    def move(self, seconds: float) -> bool:
-        """Move what can be moved; False when the program has closed its output."""
-        for key, _ in self._selector.select(seconds):
-            if key.fileobj is self._stdin:
-                self._write()
-            else:
-                self._read(key.fileobj)
-        return any(key.fileobj is not self._stdin for key in self._selector.get_map().values())
-
-    def _write(self) -> None:
-        try:
-            self._left = self._left[os.write(self._stdin.fileno(), self._left[: 1 << 16]) :]
-        except BlockingIOError:
-            return
-        except BrokenPipeError:
-            self._left = self._left[:0]
-        if not self._left:
-            self._selector.unregister(self._stdin)
-            self._stdin.close()
-
-    def _read(self, pipe: Any) -> None:
-        data = os.read(pipe.fileno(), 1 << 16)
-        if not data:
-            self._selector.unregister(pipe)
-            return
-        into = self.stdout if pipe is self._out else self.stderr
-        room = self._max_bytes - len(into)
-        into += data[:room]
-        self.num_bytes_over += max(0, len(data) - room)
-
-    def close(self) -> None:
-        self._selector.close()
-        for pipe in (self._stdin, self._out, self._err):
-            pipe.close()

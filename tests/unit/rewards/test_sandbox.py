@@ -10,17 +10,28 @@ import pytest
 
 from rlsys.rewards import code
 from rlsys.rewards.pool.pool import RewardItem, RewardPool
+from rlsys.rewards.registry import check_sources
 from rlsys.rewards.sandbox import run as sandbox
-from rlsys.rewards.sandbox.run import GUARANTEES, SandboxError, SandboxLimits, available_guarantees, run_python
+from rlsys.rewards.sandbox.run import (
+    GUARANTEES,
+    ISOLATION,
+    SandboxError,
+    SandboxLimits,
+    available_guarantees,
+    run_python,
+)
+from rlsys.utils.errors import ConfigError
 from tests.timing import scaled_s
 
 NEEDS_KERNEL = pytest.mark.skipif(
-    set(available_guarantees()) != set(GUARANTEES), reason="this kernel offers no Landlock or no seccomp"
+    not set(available_guarantees()) >= set(GUARANTEES), reason="this kernel offers no Landlock or no seccomp"
 )
 
 pytestmark = NEEDS_KERNEL
 
 SUCCESS = "ESCAPED"
+CALL = "import ctypes, os; l = ctypes.CDLL(None)\n"
+FILL = "import os\nfor i in range(20):\n  f = os.open(str(i), 66); "
 ESCAPES = {
     "read a file": "open({secret!r}).read()",
     "read a system file": "open('/etc/passwd').read()",
@@ -75,6 +86,21 @@ ESCAPES = {
     "change the root": "import os; os.chroot('.')",
     "shared memory segment": "import ctypes; assert ctypes.CDLL(None).shmget(1234, 1 << 20, 0o1600) >= 0",
     "memfd": "import os; os.memfd_create('x')",
+    "memfd without a mapping": CALL + "assert l.syscall(447, 0) >= 0",
+    "see shared memory": CALL + "assert l.shmctl(0, 14, ctypes.create_string_buffer(256)) >= 0",
+    "attach shared memory": CALL + "l.shmat.restype = ctypes.c_long; assert l.shmat(0, None, 0) > 0",
+    "see semaphores": CALL + "assert l.semctl(0, 0, 19, ctypes.create_string_buffer(256)) >= 0",
+    "open a message queue": CALL + "assert l.msgget(1234, 0o1600) >= 0",
+    "see message queues": CALL + "assert l.msgctl(0, 12, ctypes.create_string_buffer(256)) >= 0",
+    "open a POSIX queue": CALL + "assert l.mq_open(b'/rlsys', 0o102, 0o600, None) >= 0",
+    "datagrams by a socket pair": "import socket; socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",
+    "change the mode of a file": "import os; os.chmod({secret!r}, 0o777)",
+    "change the times of a file": "import os; os.utime({secret!r}, (0, 0))",
+    "set an attribute of a file": "import os; os.setxattr({secret!r}, 'user.x', b'1')",
+    "change the owner of its output": "import os; os.fchown(1, 12345, 12345)",
+    "disk by unlinked files": FILL + "os.write(f, b'x' * (7 << 20)); os.unlink(str(i))",
+    "disk by reserved space": FILL + "os.posix_fallocate(f, 0, 7 << 20)",
+    "disk by many large files": FILL + "os.write(f, b'x' * (7 << 20)); os.close(f)",
     "keyring": "import ctypes; assert ctypes.CDLL(None).syscall(250, 0, -3, 1) >= 0",
     "eval with subclasses": (
         "[c for c in ().__class__.__base__.__subclasses__() if c.__name__ == 'Popen' or c.__name__ == '_wrap_close']"
@@ -109,6 +135,48 @@ ESCAPES = {
     "crash": "import ctypes; ctypes.string_at(0)",
     "deep recursion": "import sys; sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
 }  # fmt: skip
+
+
+UNSEEN = {
+    "metadata of a file": "os.stat({secret!r})",
+    "whether a file exists": "assert os.path.exists({folder!r})",
+    "processes": "assert os.path.exists('/proc/1')",
+    "mounts": "assert os.path.exists('/proc/self/mounts')",
+    "sockets by path": "assert os.path.exists('/run') or os.path.exists('/tmp/.X11-unix')",
+    "empty files": "[open(str(i), 'w').close() for i in range(20000)]",
+}
+
+
+@pytest.mark.skipif(ISOLATION not in available_guarantees(), reason="this container may not make namespaces")
+@pytest.mark.parametrize("name", UNSEEN)
+def test_with_namespaces_the_outside_is_not_even_seen(name: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("x7y8z9")
+    attempt = UNSEEN[name].format(secret=str(secret), folder=str(tmp_path))
+    run = run_python(f"import os\n{attempt}\nprint({SUCCESS!r})", require=[*GUARANTEES, ISOLATION])
+    assert run.status == "failed", run
+    assert SUCCESS not in run.stdout
+    assert any(error in run.stderr for error in ("FileNotFoundError", "AssertionError", "No space left")), run
+
+
+def test_without_namespaces_programs_run_and_the_folder_is_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    jail, original = tmp_path / "jail.py", sandbox.JAIL.read_text()
+    jail.write_text(original.replace("libc.unshare(", "(lambda flags: -1)("))
+    monkeypatch.setattr(sandbox, "JAIL", jail)
+    assert run_python("open('note', 'w').write('x'); print(open('note').read())").stdout == "x\n"
+    source = "import time\nfor i in range(9): open(str(i), 'wb').write(b'x' * (7 << 20))\ntime.sleep(9)"
+    assert run_python(source).status == "folder"
+    with pytest.raises(SandboxError, match="isolation"):
+        run_python("print(1)", require=[ISOLATION])
+    check_sources(["apps", "openai/gsm8k"])
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("no namespaces in this container")
+    jail.write_text(original.replace("(444, 445, 446)", "(9444, 9445, 9446)"))
+    with pytest.raises(ConfigError, match="programs are not run here: files cannot be restricted"):
+        check_sources(["apps"])
+    check_sources(["openai/gsm8k"])
 
 
 @pytest.mark.parametrize("name", ESCAPES)
