@@ -35,6 +35,8 @@ def _alias_rows(file: str, job: str) -> list[str]:
     for block in (block for block in read_blocks(file) if job in block.get("jobs", ())):
         rows += [f"| `{name}` | `{key}` |" for name, key in block.get("aliases", {}).items()]
         rows += [f"| `{name}` | `{key}`, times the ranks |" for name, key in block.get("per_gpu", {}).items()]
+        rows += [f"| `{name}` | `{part['of']} / {part['is']}` |" for name, part in block.get("shares", {}).items()]
+        rows += [f"| `{name}` | `trainer.allocation_mode`, a part of it |" for name in block.get("engines", ())]
         for name, keys in block.get("expansions", {}).items():
             rows.append(f"| `{name}` | {', '.join(f'`{key}`{_values(keys[key])}' for key in keys)} |")
     return rows

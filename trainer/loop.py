@@ -38,6 +38,7 @@ class CheckpointedLoop(ABC):
         self.store = CheckpointStore(Path(run.default_local_dir), keep=keep)
         self.global_step = 0
         self.total_steps = 0
+        self.steps_per_epoch = 0
 
     @abstractmethod
     def save_parts(self, folder: Path) -> TrainerState:
@@ -74,6 +75,11 @@ class CheckpointedLoop(ABC):
     def save_due(self) -> bool:
         return self.is_last or self.due(self.run.save_freq)
 
-    def due(self, every: int) -> bool:
-        """Whether something done every `every` steps is due after this one; never where `every` is not positive."""
+    def due(self, frequency: int | str) -> bool:
+        """Whether something done every `frequency` steps, or after_each_epoch, is due after this one."""
+        every = self.every(frequency)
         return every > 0 and self.global_step % every == 0
+
+    def every(self, frequency: int | str) -> int:
+        """The steps of a setting such as save_freq; not positive for never."""
+        return self.steps_per_epoch if isinstance(frequency, str) else frequency

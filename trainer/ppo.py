@@ -90,6 +90,7 @@ class RayPPOTrainer(CheckpointedLoop):
             )
         )
         self.total_steps = num_steps(config, train_dataset)
+        self.steps_per_epoch = len(train_dataset) // config.data.gen_batch_size
         self.weight_version = -1
         self._groups: WorkerGroups | None = None
         self._parts: TrainerParts | None = None
@@ -273,4 +274,4 @@ class RayPPOTrainer(CheckpointedLoop):
 
     @property
     def test_due(self) -> bool:
-        return self.due(self.cfg.trainer.test_freq) or (self.is_last and self.cfg.trainer.test_freq > 0)
+        return self.due(self.cfg.trainer.test_freq) or (self.is_last and self.every(self.cfg.trainer.test_freq) > 0)

@@ -95,6 +95,7 @@ class SupervisedTrainer(CheckpointedLoop):
             shuffle=data.shuffle,
             dataset=self.rows.train.fingerprint,
         )
+        self.steps_per_epoch = len(self.rows.train) // data.train_batch_size
         self.total_steps = total_steps(
             len(self.rows.train), data.train_batch_size, run.total_epochs, run.total_training_steps
         )

@@ -7,43 +7,68 @@ from dataclasses import replace
 from typing import Any
 
 from rlsys.config.compat.allocation import allocation_settings
+from rlsys.config.compat.reader import Computed
 from rlsys.config.introspect import is_count, shown
 from rlsys.config.merge import Given
 from rlsys.config.pools import is_external
 from rlsys.utils.errors import ConfigError
 
 MODE = "trainer.allocation_mode"
+ESTIMATOR = "algorithm.adv_estimator"
+PER_NODE = "trainer.n_gpus_per_node"
 MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
 
 
-def derived_counts(
-    values: Mapping[str, Any], given: Mapping[str, Given], global_sizes: Mapping[str, Given]
+def derived_settings(
+    values: Mapping[str, Any], given: Mapping[str, Given], computed: Mapping[str, tuple[Given, Computed]]
 ) -> tuple[dict[str, Given], list[str]]:
-    """The counts set by trainer.allocation_mode and by verl's old micro-batch sizes, and problems with them."""
-    counts, problems = _from_allocation(values, given)
+    """The keys set by an allocation and by settings that are computed with other keys, and problems with them."""
+    settings, problems = _from_allocation(values, given, computed)
     mini, prompts = values.get(MINI_BATCH, 1), values.get("data.train_batch_size", 1)
-    if MINI_BATCH not in given and is_count(mini) and is_count(prompts) and prompts % mini:
-        counts[MINI_BATCH] = Given(prompts, "follows data.train_batch_size", MINI_BATCH)
-    nnodes, per_node = values["trainer.nnodes"], values["trainer.n_gpus_per_node"]
-    if "trainer.n_gpus_per_node" in counts:
-        per_node = counts["trainer.n_gpus_per_node"].value
-    if is_count(nnodes) and is_count(per_node):
-        sizes, more = _from_global_sizes(nnodes * per_node, given, global_sizes)
-        return counts | sizes, problems + more
-    return counts, problems
+    is_set = MINI_BATCH in given or any(rule.key == MINI_BATCH for _, rule in computed.values())
+    if not is_set and is_count(mini) and is_count(prompts) and prompts % mini:
+        settings[MINI_BATCH] = Given(prompts, "follows data.train_batch_size", MINI_BATCH)
+    settings |= _areal_estimator(values, given)
+    per_node = settings[PER_NODE].value if PER_NODE in settings else values[PER_NODE]
+    for old, rule in computed.values():
+        of, key = values.get(rule.of, 1), rule.key
+        if rule.kind == "per_gpu":
+            of = per_node * values["trainer.nnodes"] if is_count(per_node) and is_count(values["trainer.nnodes"]) else 1
+        value = _computed(rule.kind, old.value, of)
+        if rule.kind == "engines":
+            continue
+        if value is None:
+            why = f"does not divide evenly with {shown(of)} {rule.of or 'ranks'}; set {key}"
+            problems.append(f"{old.spelling} = {shown(old.value)} ({old.origin}): {why}")
+        elif key in given and given[key].value not in (None, value):
+            why = f"the first means {shown(value)}; set one of them"
+            problems.append(f"{old.spelling} = {shown(old.value)} and {key} = {shown(given[key].value)}: {why}")
+        else:
+            settings[key] = replace(old, value=value)
+    return settings, problems
 
 
-def derived_fractions(values: Mapping[str, Any], fractions: Mapping[str, tuple[Given, str]]) -> dict[str, Given]:
-    """Settings that are fractions of another key's value here, such as the lowest learning rate of lr."""
-    return {
-        key: replace(given, value=given.value / whole if _is_number(given.value) and _is_number(whole) else given.value)
-        for key, (given, other) in fractions.items()
-        if (whole := values[other])
-    }
+def _computed(kind: str, value: Any, of: Any) -> float | None:
+    """A size per rank, a fraction or a share of another key's value; None if they do not divide evenly."""
+    if kind == "fractions":
+        is_number = isinstance(value, int | float) and isinstance(of, int | float) and of
+        return value / of if is_number else None
+    whole, part = (value, of) if kind == "per_gpu" else (of, value)
+    return whole // part if is_count(whole) and is_count(part) and whole % part == 0 else None
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _areal_estimator(values: Mapping[str, Any], given: Mapping[str, Given]) -> dict[str, Given]:
+    """The estimator that computes what AReaL's actor does without a critic: from normalized rewards or advantages."""
+    is_areal = any(setting.spelling.startswith("actor.") for setting in given.values())
+    if not is_areal or any(key == ESTIMATOR or key.startswith("critic.") for key in given):
+        return {}
+    if values["algorithm.adv_norm.mean_level"] == values["algorithm.adv_norm.std_level"] == "batch":
+        return {ESTIMATOR: Given("reinforce_plus_plus", "from actor.adv_norm", ESTIMATOR)}
+    if values["algorithm.reward_norm.mean_level"] != "group":
+        return {}
+    by_std = values["algorithm.reward_norm.std_level"] == "group"
+    sets = {ESTIMATOR: "grpo", "algorithm.norm_adv_by_std_in_grpo": by_std}
+    return {key: Given(value, "from actor.reward_norm", key) for key, value in sets.items()}
 
 
 def fill_auto(values: dict[str, Any]) -> None:
@@ -56,9 +81,12 @@ def fill_auto(values: dict[str, Any]) -> None:
         values[key] = values["trainer.rollout_workers"] == 0 and not external
 
 
-def _from_allocation(values: Mapping[str, Any], given: Mapping[str, Given]) -> tuple[dict[str, Given], list[str]]:
-    """The counts of an allocation; counts that are also set must agree with it."""
-    text, nnodes = values.get(MODE), values["trainer.nnodes"]
+def _from_allocation(
+    values: Mapping[str, Any], given: Mapping[str, Given], computed: Mapping[str, tuple[Given, Computed]]
+) -> tuple[dict[str, Given], list[str]]:
+    """The counts of an allocation, also of one in two parts; counts that are also set must agree with it."""
+    parts = [str(part.value) for part, rule in computed.values() if rule.kind == "engines"]
+    text, nnodes = values.get(MODE) or "+".join(parts) or None, values["trainer.nnodes"]
     if not isinstance(text, str) or not is_count(nnodes):
         return {}, []
     try:
@@ -71,26 +99,3 @@ def _from_allocation(values: Mapping[str, Any], given: Mapping[str, Given]) -> t
         if key in given and values[key] != count
     ]
     return {key: Given(count, f"from {MODE}", key) for key, count in counts.items()}, problems
-
-
-def _from_global_sizes(
-    ranks: int, given: Mapping[str, Given], global_sizes: Mapping[str, Given]
-) -> tuple[dict[str, Given], list[str]]:
-    """Micro-batch sizes over all ranks, divided by them."""
-    sizes: dict[str, Given] = {}
-    problems = []
-    for key, old in global_sizes.items():
-        if not is_count(old.value) or old.value % ranks:
-            problems.append(
-                f"{old.spelling} = {shown(old.value)} ({old.origin}): it is divided by {ranks} ranks, so it must be a "
-                f"multiple of {ranks}; or set {key}"
-            )
-            continue
-        size = old.value // ranks
-        if key in given and given[key].value not in (None, size):
-            problems.append(
-                f"{old.spelling} = {old.value} and {key} = {shown(given[key].value)}: on {ranks} ranks the first is "
-                f"{size} per rank; set one of them"
-            )
-        sizes[key] = Given(size, old.origin, old.spelling)
-    return sizes, problems

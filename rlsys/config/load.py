@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from rlsys.config.arguments import Arguments, parse_arguments
 from rlsys.config.checks.all import check
 from rlsys.config.checks.rules import unknown_names, unused_settings
-from rlsys.config.derive import derived_counts, derived_fractions, fill_auto
+from rlsys.config.derive import derived_settings, fill_auto
 from rlsys.config.introspect import allowed, choices, default_of, leaves, nest, shown
 from rlsys.config.merge import Layers
 from rlsys.config.presets import Preset, default_preset, model_key, read_preset
@@ -75,9 +75,9 @@ def load(arguments: Arguments, schema: type[S]) -> Loaded[S]:
 def _values(layers: Layers) -> tuple[dict[str, Any], list[str]]:
     """The values of all keys, with derived counts, and the problems so far."""
     values = layers.resolve()
-    counts, problems = derived_counts(values, layers.given, layers.global_sizes)
-    if counts or layers.fractions:
-        layers.given |= counts | derived_fractions(values, layers.fractions)
+    settings, problems = derived_settings(values, layers.given, layers.computed)
+    if settings:
+        layers.given |= settings
         values = layers.resolve()
     fill_auto(values)
     return values, layers.problems + problems

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlsys.config.checks.findings import ignored
-from rlsys.config.compat.reader import compat_table, prefixes
+from rlsys.config.compat.reader import Computed, compat_table, prefixes
 from rlsys.config.introspect import default_of, is_open, leaves, nearest, nest, plain, sections, shown
 from rlsys.config.overrides import Override
 from rlsys.config.schema.base import Section
@@ -27,9 +27,8 @@ class Given:
 class Layers:
     """Collects the settings of each layer; `resolve` returns the values of all keys.
 
-    `given` holds the settings by key; `global_sizes` micro-batch sizes over all ranks and `fractions` values that are
-    still to be divided, by ranks or by another key's value, by the key they become; `problems` what cannot be accepted;
-    `unresolved` the keys whose value could not be resolved.
+    `given` holds the settings by key; `computed` those that are still to be computed with other keys; `problems` what
+    cannot be accepted; `unresolved` the keys whose value could not be resolved.
     """
 
     def __init__(self, schema: type[Section]) -> None:
@@ -38,8 +37,7 @@ class Layers:
         self._ignored: dict[str, list[str]] = {}
         self._layer: dict[str, Given] = {}
         self.given: dict[str, Given] = {}
-        self.global_sizes: dict[str, Given] = {}
-        self.fractions: dict[str, tuple[Given, str]] = {}
+        self.computed: dict[str, tuple[Given, Computed]] = {}
         self.problems: list[str] = []
         self.unresolved: set[str] = set()
 
@@ -106,16 +104,18 @@ class Layers:
         path = compat.canonical(spelling)
         if (path != spelling and value is None) or value in compat.groups.get(path, ()):
             return
+        if isinstance(value, str) and compat.canonical_references(value) == f"${{{path}}}":
+            return
         given = Given(value, origin, spelling)
         if path in compat.expansions and not isinstance(value, dict):
             for key, part in compat.expand(path, value).items():
                 self._set(key, Given(part, origin, spelling))
-        elif path in compat.per_gpu:
+        elif path in compat.computed:
             if value is not None:
-                self.global_sizes[compat.per_gpu[path]] = given
-        elif path in compat.fractions:
-            self.fractions[compat.fractions[path]["is"]] = (given, compat.fractions[path]["of"])
-        elif (key := self._key_of(path)) and not self._spelled_below(spelling, value):
+                self.computed[path] = (given, compat.computed[path])
+        elif (key := self._key_of(path)) not in (None, path) and path in compat.foreign:
+            self._refuse_or_ignore(path, given)
+        elif key and not self._spelled_below(spelling, value):
             self._set_leaf(key, path, given)
         elif isinstance(value, dict) and value and not self._is_accepted(path, value):
             for name, below in value.items():
@@ -127,8 +127,10 @@ class Layers:
             self.problems.append(f"{spelling} = {shown(value)}: it is a section of keys; set e.g. {example}=<value>")
 
     def _spelled_below(self, spelling: str, value: Any) -> bool:
-        """Whether keys of this section have spellings of their own."""
-        return isinstance(value, dict) and any(f"{spelling}.{key}" in self._compat.aliases for key in value)
+        """Whether keys of this section have spellings or reasons of their own."""
+        aliases, foreign, path = self._compat.aliases, self._compat.foreign, self._compat.canonical(spelling)
+        names = value if isinstance(value, dict) else ()
+        return any(f"{spelling}.{name}" in aliases or f"{path}.{name}" in foreign for name in names)
 
     def _key_of(self, path: str) -> str | None:
         """The key that `path` is, or an open key that it is in."""

@@ -35,7 +35,7 @@ def run(toy: Toy, job: str, rows: Path, out: Path, num_steps: int) -> list[dict[
         "data.micro_batch_size_per_gpu=2",
         "data.max_length=32",
         "optim.lr=1e-3",
-        "trainer.test_freq=2",
+        "trainer.test_freq=after_each_epoch",
         f"trainer.total_training_steps={num_steps}",
         f"trainer.default_local_dir={out}",
     ]

@@ -54,7 +54,11 @@ def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:
     if cfg.use_critic:
         yield from check_checkpoint(cfg, "critic.checkpoint", cfg.critic.checkpoint)
         yield from _adapters(cfg, "critic.model", cfg.critic.model)
-    if data.val_files is None and data.train_files is not None and (trainer.val_only or trainer.test_freq > 0):
+    if (
+        data.val_files is None
+        and data.train_files is not None
+        and (trainer.val_only or trainer.test_freq not in (-1, 0))
+    ):
         report, key = (wrong, "trainer.val_only") if trainer.val_only else (note, "trainer.test_freq")
         yield report(cfg, key, "there are no validation rows; set data.val_files=<file>")
 

@@ -6,7 +6,8 @@ jobs (`under`), of:
 - `aliases`: another spelling of a key or section. It maps by prefix, the longest first, so that one line moves a whole
   section. Both spellings may be set if the values agree.
 - `per_gpu`: sizes over all ranks, divided by the number of training ranks.
-- `fractions`: values that are here fractions (`is`) of another key (`of`).
+- `fractions` and `shares`: values that become the key `is`: divided by another key's (`of`), or that key's by them.
+- `engines`: the two parts of trainer.allocation_mode.
 - `groups`: choices of Hydra's config groups that change nothing here.
 - `expansions`: settings that set several keys: for each key a table from the value set to the key's value, `otherwise`
   for values that are not in it, whose `{}` is replaced by the value; without `otherwise` the value is passed on.
@@ -29,7 +30,7 @@ from rlsys.config.schema.base import Section
 
 FILES = ("verl.yaml", "areal.yaml", "rlinf.yaml")
 _MAX_ALIASES = 4
-_MISSING = object()
+_REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,20 @@ class ForeignKey:
 
 
 @dataclass(frozen=True)
+class Computed:
+    """How a setting sets `key`: as a size `per_gpu`, as one of `fractions` or `shares` `of` a key, or of `engines`."""
+
+    kind: str
+    key: str = ""
+    of: str = ""
+
+
+@dataclass(frozen=True)
 class CompatTable:
     """The settings of other projects that a job understands, by their names there."""
 
     aliases: dict[str, str] = field(default_factory=dict)
-    per_gpu: dict[str, str] = field(default_factory=dict)
-    fractions: dict[str, dict[str, str]] = field(default_factory=dict)
+    computed: dict[str, Computed] = field(default_factory=dict)
     groups: dict[str, list[str]] = field(default_factory=dict)
     expansions: dict[str, dict[str, dict[Any, Any]]] = field(default_factory=dict)
     foreign: dict[str, ForeignKey] = field(default_factory=dict)
@@ -65,12 +74,17 @@ class CompatTable:
         return path
 
     def canonical_references(self, text: str) -> str:
-        """The text with other spellings inside its ${...} replaced by the keys."""
-        return re.sub(r"\$\{([A-Za-z_][\w.]*)\}", lambda match: "${" + self.canonical(match[1]) + "}", text)
+        """The text with other spellings inside its ${...} replaced by the keys, of several by the first."""
+
+        def key(path: str) -> str:
+            return next(iter(self.expansions.get(path, [path])))
+
+        return _REFERENCE.sub(lambda match: "${" + key(self.canonical(match[1])) + "}", text)
 
     def expand(self, path: str, value: Any) -> dict[str, Any]:
-        """The keys, with their values, that the expansion `path` sets."""
-        return {key: _translated(value, values) for key, values in self.expansions[path].items()}
+        """The keys, with their values, that the expansion `path` sets; null sets those that have a meaning for it."""
+        keys = self.expansions[path].items()
+        return {key: _translated(value, values) for key, values in keys if value is not None or None in values}
 
     def foreign_key(self, path: str) -> ForeignKey | None:
         """The entry of the longest prefix of `path`."""
@@ -87,9 +101,13 @@ def compat_table(schema: type[Section]) -> CompatTable:
             table.expansions.update(block.get("expansions", {}))
             table.groups.update(block.get("groups", {}))
             table.aliases.update({prefix + key: prefix + path for key, path in block.get("aliases", {}).items()})
-            table.per_gpu.update({prefix + key: prefix + path for key, path in block.get("per_gpu", {}).items()})
-            for key, names in block.get("fractions", {}).items():
-                table.fractions[prefix + key] = {role: prefix + name for role, name in names.items()}
+            for name, path in block.get("per_gpu", {}).items():
+                table.computed[prefix + name] = Computed("per_gpu", prefix + path)
+            for name in block.get("engines", ()):
+                table.computed[name] = Computed("engines")
+            for kind in ("fractions", "shares"):
+                for name, rule in block.get(kind, {}).items():
+                    table.computed[prefix + name] = Computed(kind, prefix + rule["is"], prefix + rule["of"])
             for kind in ("ignored", "refused"):
                 for key, entry in block.get(kind, {}).items():
                     table.foreign[prefix + key] = _foreign_key(entry, refused=kind == "refused")
@@ -116,8 +134,8 @@ def _translated(value: Any, values: dict[Any, Any]) -> Any:
     for known, meaning in values.items():
         if known == value and isinstance(known, bool) == isinstance(value, bool):
             return meaning
-    other = values.get("otherwise")
-    return value if "otherwise" not in values else other.format(value) if isinstance(other, str) else other
+    meaning = values.get("otherwise", value)
+    return meaning.replace("{}", str(value)) if isinstance(meaning, str) else meaning
 
 
 def prefixes(path: str) -> Iterator[str]:

@@ -71,11 +71,11 @@ class TrainingConfig(RunConfig):
     """Epochs over the training rows."""
     total_training_steps: t.Count | None = None
     """Total steps; null follows from total_epochs."""
-    save_freq: t.CountOrOff = -1
-    """Save every N steps and after the last step; -1 saves only after the last step."""
-    test_freq: t.CountOrOff = -1
-    """Validate every N steps and after the last step; with -1, PPO does not validate while it trains, and SFT and
-    reward-model runs validate only after the last step."""
+    save_freq: t.Frequency = -1
+    """Save every N steps, or after_each_epoch, and after the last step; -1 saves only after the last step."""
+    test_freq: t.Frequency = -1
+    """Validate every N steps, or after_each_epoch, and after the last step; with -1, PPO does not validate while it
+    trains, and SFT and reward-model runs validate only after the last step."""
     resume_mode: Annotated[Literal["auto", "disable", "resume_path"], RESUME_NEEDS_PATH] = "auto"
     """Resume from the latest checkpoint, never, or from resume_from_path."""
     resume_from_path: Annotated[t.LocalPath | None, ONLY_RESUME_PATH] = None

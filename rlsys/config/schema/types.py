@@ -49,6 +49,7 @@ Count = Annotated[int, Strict(), Field(ge=1, le=MAX_COUNT)]
 CountOrZero = Annotated[int, Strict(), Field(ge=0, le=MAX_COUNT)]
 Versions = Annotated[int, Strict(), Field(ge=0, le=64)]
 CountOrAll = Literal[-1] | Count
+Frequency = Literal["after_each_epoch"] | Annotated[int, Strict(), Field(ge=-1, le=MAX_COUNT)]
 CountOrOff = Annotated[int, Strict(), Field(ge=-1, le=MAX_COUNT)]
 Seed = Annotated[int, Strict(), Field(ge=0, lt=2**63)]
 Fraction = Annotated[float, Strict(), Field(ge=0, le=1)]

@@ -225,7 +225,7 @@ FOREIGN = [
     bad(f"{A}.optim.total_training_steps=100", "optim.total_training_steps", "trainer.total_training_steps"),
     bad("trainer.v1.trainer_mode=separate_async", "trainer.v1.trainer_mode", "trainer.max_staleness="),
     bad(f"{A}.megatron.use_megatron_fsdp=true", "use_megatron_fsdp", "strategy=fsdp"),
-    bad("actor.ppo_n_minibatches=4", "ppo_n_minibatches", f"{A}.ppo_mini_batch_size"),
+    bad("actor.ppo_n_minibatches=5", "ppo_n_minibatches", f"{A}.ppo_mini_batch_size"),
     bad("async_training=true", "async_training", "trainer.max_staleness"),
 ]
 
@@ -412,7 +412,6 @@ RUNS = [
     ),
     bad("async_training.staleness_threshold=0.3", "async_training.staleness_threshold", "trainer.max_staleness"),
     bad("async_training.trigger_parameter_sync_step=4", "trigger_parameter_sync_step", "trainer.sync_freq"),
-    bad("rollout.max_concurrent_rollouts=64", "rollout.max_concurrent_rollouts", "trainer.max_staleness"),
     bad("actor.prox_logp_method=loglinear", "actor.prox_logp_method", "recomputed"),
     bad(["actor.use_decoupled_loss=true", "actor.behav_imp_weight_cap=-1"], f"{C}.rollout_is_threshold", "above 0"),
     bad("actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.hybrid_engine", "trainer.rollout_workers=0"),
