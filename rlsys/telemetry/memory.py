@@ -5,6 +5,8 @@ Sizes are bytes; metrics are GiB named `_gb` as in verl. CUDA numbers are of the
 
 from __future__ import annotations
 
+import re
+import resource
 import sys
 import threading
 from collections.abc import Generator, Iterable
@@ -13,10 +15,13 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 GIB = 1024**3
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK_RSS = "5"
+_PEAK_RSS = re.compile(r"VmHWM:\s+(\d+) kB")
 
 
 @dataclass(frozen=True)
@@ -153,9 +158,9 @@ def memory_table(records: Iterable[MemoryRecord]) -> str:
 
 
 def host_used_bytes() -> int:
-    """Memory of the host in use by all processes (total minus available); 0 where /proc is missing."""
-    sizes = _kilobytes(Path("/proc/meminfo"), ("MemTotal", "MemAvailable"))
-    return sizes.get("MemTotal", 0) - sizes.get("MemAvailable", 0)
+    """Memory of the host in use by all processes: total minus available."""
+    memory = psutil.virtual_memory()
+    return memory.total - memory.available
 
 
 def _merged(old: MemoryRecord | None, new: MemoryRecord) -> MemoryRecord:
@@ -168,23 +173,11 @@ def _merged(old: MemoryRecord | None, new: MemoryRecord) -> MemoryRecord:
 
 def _rss_bytes() -> tuple[int, int]:
     """(now, peak) of this process."""
-    sizes = _kilobytes(_STATUS, ("VmRSS", "VmHWM"))
-    if "VmRSS" in sizes:
-        return sizes["VmRSS"], max(sizes.get("VmHWM", 0), sizes["VmRSS"])
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return peak, peak
-
-
-def _kilobytes(path: Path, names: tuple[str, ...]) -> dict[str, int]:
-    """`Name:  123 kB` lines of a /proc file, in bytes."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return {}
-    pairs = (line.split(":", 1) for line in lines if line.startswith(names))
-    return {name: int(value.split()[0]) * 1024 for name, value in pairs}
+    now = psutil.Process().memory_info().rss
+    if sys.platform == "darwin":
+        return now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = _PEAK_RSS.search(_STATUS.read_text())
+    return now, max(now, int(peak[1]) * 1024) if peak else now
 
 
 def _cuda() -> Any:

@@ -13,8 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import wraps
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlsys.telemetry.log import shared_console
@@ -44,8 +43,7 @@ class _State:
     running: dict[str, tuple[float, tuple[int, int]]]
     step_seconds: deque[float]
     rewards: deque[float]
-    tokens_per_s: float | None = None
-    staleness: float | None = None
+    facts: dict[str, str] = field(default_factory=dict)
 
 
 class Progress:
@@ -69,8 +67,7 @@ class Progress:
     ) -> None:
         self._state = _State(first_step, total_steps, {}, deque(maxlen=_RECENT_STEPS), deque(maxlen=_RECENT_STEPS))
         self._title = title
-        self._console = console or shared_console()
-        self._out = out
+        self._console, self._out = console or shared_console(), out
         self._plain_every_s = plain_every_s
         self._counts = counts or {}
         self._over = threading.Event()
@@ -109,7 +106,6 @@ class Progress:
     def _ending_the_display(self, debug: Callable[..., Any]) -> Callable[..., Any]:
         """A debugger's entry that first ends the display, which would draw over its prompt."""
 
-        @wraps(debug)
         def enter(*args: Any, **kwargs: Any) -> Any:
             self._over.set()
             self._stop_live()
@@ -155,9 +151,11 @@ class Progress:
             self._last_step_at, state.step = now, step
             if reward is not None:
                 state.rewards.append(reward)
-            state.tokens_per_s = state.tokens_per_s if tokens_per_s is None else tokens_per_s
-            if staleness or (staleness is not None and state.staleness is not None):
-                state.staleness = staleness
+                state.facts["reward"] = f"reward {reward:.3f} {sparkline(list(state.rewards))}"
+            if tokens_per_s is not None:
+                state.facts["speed"] = f"{tokens_per_s:,.0f} tok/s"
+            if staleness or (staleness is not None and "staleness" in state.facts):
+                state.facts["staleness"] = f"staleness {staleness:g}"
         if self._live is None and now - self._last_print_at >= self._plain_every_s:
             self._print_plain()
 
@@ -169,11 +167,12 @@ class Progress:
         """The whole state in one line of plain text."""
         with self._lock:
             head = f"{self._title} " if self._title else ""
-            return f"{head}{self._state.step}/{self._state.total}  " + "  ".join(self._facts() + self._running())
+            parts = [self._pace(), *self._state.facts.values(), self._running()]
+            return f"{head}{self._state.step}/{self._state.total}  " + "  ".join(filter(None, parts))
 
     def _render(self, over: bool = False) -> RenderableType:
         from rich.console import Group
-        from rich.padding import Padding
+        from rich.constrain import Constrain
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
@@ -196,9 +195,10 @@ class Progress:
             )
             below = Text(no_wrap=True, overflow="ellipsis")
             if not over:
-                below.append(f"{''.join(self._running()):<{_STAGE_WIDTH}}  ", style="bold cyan")
-            below.append("  ".join(self._facts()))
-        return Padding(Group(grid, below) if below.plain.strip() else grid, (0, _SPARE_COLUMNS, 0, 0))
+                below.append(f"{self._running():<{_STAGE_WIDTH}}  ", style="bold cyan")
+            below.append("  ".join(state.facts.values()))
+        lines = Group(grid, below) if below.plain.strip() else grid
+        return Constrain(lines, self._console.width - _SPARE_COLUMNS)
 
     def _pace(self, *, eta: bool = True) -> str:
         seconds = self._state.step_seconds
@@ -208,18 +208,7 @@ class Progress:
         left = self._state.total - self._state.step
         return f"{duration(mean)}/step" + (f"  eta {duration(mean * left)}" if eta and left > 0 else "")
 
-    def _facts(self) -> list[str]:
-        state = self._state
-        facts = [] if self._live is not None or not state.step_seconds else [self._pace()]
-        if state.rewards:
-            facts.append(f"reward {state.rewards[-1]:.3f} {sparkline(list(state.rewards))}")
-        if state.tokens_per_s is not None:
-            facts.append(f"{state.tokens_per_s:,.0f} tok/s")
-        if state.staleness is not None:
-            facts.append(f"staleness {state.staleness:g}")
-        return facts
-
-    def _running(self) -> list[str]:
+    def _running(self) -> str:
         now, shown = self._clock(), []
         for name, (start, (done_before, begun_before)) in self._state.running.items():
             done, begun = self._counts.get(name, _no_counts)()
@@ -227,7 +216,7 @@ class Progress:
             share = f"{min(done - done_before, total)}/{total} " if total > 0 else ""
             if name != _WHOLE_STEP:
                 shown.append(f"{name} {share}{duration(now - start)}")
-        return [" + ".join(shown)] if shown else []
+        return " + ".join(shown)
 
 
 def _no_counts() -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlsys.telemetry.memory import GIB, MemoryLedger, MemoryRecord, snapshot
 from rlsys.telemetry.metrics import StageTimer
-from rlsys.telemetry.trace import Event, Tracer
+from rlsys.telemetry.trace import JOINED, Event, Tracer
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,9 @@ class StageRecorder:
         return StageReport(self.tracer.drain(), self._ledger.drain())
 
     @contextmanager
-    def _memory_curve(self, _: str) -> Generator[None]:
-        try:
-            yield
-        finally:
+    def _memory_curve(self, stage: str) -> Generator[None]:
+        yield
+        if stage not in JOINED:
             now = snapshot()
             sizes = {"host": now.rss_bytes / GIB} | ({"gpu": gpu / GIB} if (gpu := now.cuda_allocated_bytes) else {})
             self.tracer.counter("memory (GiB)", sizes)

@@ -21,15 +21,8 @@ from rlsys.telemetry.page import ascii_json, page, write_whole
 MAX_POINTS = 1000
 MIN_GAP_S = 15.0
 MAX_SHARE = 0.02
-LINKS = {
-    "rollouts": "rollouts/index.html",
-    "validation": "validation/index.html",
-    "timeline": "timeline.json",
-    "metrics": "metrics.jsonl",
-    "memory": "memory.txt",
-    "config": "config.yaml",
-    "log": "train.log",
-}
+PAGES = ("rollouts/index.html", "validation/index.html")
+FILES = ("timeline.json", "metrics.jsonl", "memory.txt", "config.yaml", "train.log")
 
 
 class RunReport:
@@ -63,7 +56,8 @@ def write_report(
     """
     steps, columns, every = thinned(_records(folder))
     folder = folder.absolute()
-    targets = {name: folder / target for name, target in {**LINKS, **(links or {})}.items()}
+    own = {Path(name).parts[0].partition(".")[0]: name for name in (*PAGES, *FILES)}
+    targets = {name: folder / target for name, target in {**own, **(links or {})}.items()}
     data = {
         "title": title or folder.name,
         "total": total_steps,

@@ -50,7 +50,7 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-class ConsoleTracker:
+class ConsoleTracker(Tracker):
     """A table on stdout: a row per step with the headline metrics, their names above every 25 rows.
 
     KL that was always 0, as with one update a step, has no column. A step without headline metrics prints its others.
@@ -65,6 +65,7 @@ class ConsoleTracker:
         ("entropy", "actor/entropy", ".3f"),
         ("vf_loss", "critic/vf_loss", ".4f"),
         ("grad", "actor/grad_norm", ".3f"),
+        ("grad", "train/grad_norm", ".3f"),
         ("length", "response_length/mean", ".1f"),
         ("tok/s", "perf/throughput", ",.0f"),
         ("s/step", "perf/time_per_step", ".2f"),
@@ -95,12 +96,6 @@ class ConsoleTracker:
     def _print(self, line: str) -> None:
         print(line, flush=True)
         get_logger(FILE_ONLY).info(line)
-
-    def log_generations(self, rows: Sequence[Generation], step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class TensorboardTracker:

@@ -38,7 +38,10 @@ def validation_metrics(
             raise ValueError(f"'{name}' has {len(column)} values for {len(data_sources)} rows")
     core = {source: _core_variable(data_sources, infos, source) for source in dict.fromkeys(data_sources)}
     by_metric: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    for (source, _), rows in _rows_by_prompt(data_sources, uids).items():
+    prompts: dict[tuple[str, Hashable], list[int]] = defaultdict(list)
+    for row, prompt in enumerate(zip(data_sources, uids)):
+        prompts[prompt].append(row)
+    for (source, _), rows in prompts.items():
         for variable, column in infos.items():
             numeric = [i for i in rows if isinstance(column[i], Real | np.bool_)]
             if not numeric:
@@ -64,18 +67,9 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return float(1.0 - np.prod(1.0 - k / np.arange(num_samples - num_correct + 1, num_samples + 1)))
 
 
-def _rows_by_prompt(data_sources: Sequence[str], uids: Sequence[Hashable]) -> dict[tuple[str, Hashable], list[int]]:
-    rows: dict[tuple[str, Hashable], list[int]] = defaultdict(list)
-    for i, key in enumerate(zip(data_sources, uids)):
-        rows[key].append(i)
-    return rows
-
-
 def _core_variable(data_sources: Sequence[str], infos: Mapping[str, Sequence[Any]], source: str) -> str:
-    numeric = (
-        data_sources[i] == source and isinstance(value, Real | np.bool_) for i, value in enumerate(infos.get("acc", ()))
-    )
-    return "acc" if any(numeric) else "reward"
+    graded = zip(data_sources, infos.get("acc", ()))
+    return "acc" if any(at == source and isinstance(acc, Real | np.bool_) for at, acc in graded) else "reward"
 
 
 def _subset_sizes(num: int) -> list[int]:
@@ -138,12 +132,9 @@ def _named(by_metric: Mapping[tuple[str, str, str], list[float]], core: Mapping[
         largest[source, variable] = max(largest[source, variable], _size(metric))
     named = {}
     for (source, variable, metric), values in by_metric.items():
-        is_core = (
-            variable == core[source]
-            and metric.startswith(("mean", "best", "maj", "pass"))
-            and _size(metric) == largest[source, variable]
-        )
-        named[f"{'val-core' if is_core else 'val-aux'}/{source}/{variable}/{metric}"] = float(np.mean(values))
+        headline = variable == core[source] and metric.startswith(("mean", "best", "maj", "pass"))
+        section = "val-core" if headline and _size(metric) == largest[source, variable] else "val-aux"
+        named[f"{section}/{source}/{variable}/{metric}"] = float(np.mean(values))
     return named
 
 

@@ -10,7 +10,7 @@ const SECTIONS = {
     { title: "Prompts whose answers all score the same", match: /zero_std|without_variance|no_variance|same_score|equal_reward/ },
     { title: "Answers that could not be graded", names: { "reward/errors": "errors", "reward/timeouts": "timeouts" } },
   ],
-  Policy: [
+  Optimization: [
     { title: "Entropy", names: { "actor/entropy": "entropy" } },
     { title: "KL", names: { "actor/ppo_kl": "to the old policy", "actor/kl_loss": "to the reference (loss)", "actor/reward_kl_penalty": "to the reference (penalty)", "rollout_corr/kl": "to the rollout" } },
     { title: "Clip fraction", names: { "actor/pg_clipfrac": "clipped", "actor/pg_clipfrac_lower": "clipped below", "critic/vf_clipfrac": "values" } },
@@ -25,6 +25,12 @@ const SECTIONS = {
     { title: "Parity of log-probabilities", names: { "parity/max_abs": "largest", "parity/mean_abs": "mean", "parity/sampled_mean_abs": "mean, sampled" }, log: true, marks: true },
     { title: "Probability difference", names: { "training/rollout_probs_diff_max": "largest", "training/rollout_probs_diff_mean": "mean" }, log: true },
     { title: "Staleness", names: { "training/staleness": "versions behind" } },
+  ],
+  Episodes: [
+    { title: "Turns", names: { "agent/num_turns/mean": "mean" } },
+    { title: "Ends of episodes", match: /^agent\/end\//, short: name => name.slice(10) },
+    { title: "Time of an episode", names: { "agent/episode_seconds/mean": "mean" }, unit: "s" },
+    { title: "Share of time in tools", names: { "agent/tool_time_share": "tools" } },
   ],
   "Time and memory": [
     { title: "Time by stage", stack: true, unit: "s" },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import math
 import os
@@ -9,6 +10,7 @@ import pty
 import re
 import subprocess
 import sys
+import termios
 import threading
 from pathlib import Path
 
@@ -61,7 +63,15 @@ def in_pseudo_terminal(
     """Everything a terminal was sent by a script; each of `answers` is typed once, after the text that is its key."""
     main, side = pty.openpty()
     env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "30"}
-    child = subprocess.Popen([sys.executable, "-c", script, *args], stdin=side, stdout=side, stderr=side, env=env)
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, *args],
+        stdin=side,
+        stdout=side,
+        stderr=side,
+        env=env,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C reaches it
+    )
     os.close(side)
     shown, waiting = b"", dict(answers or {})
     while True:
@@ -113,12 +123,41 @@ def test_a_breakpoint_ends_the_display() -> None:
     assert without_escapes(raw).rstrip().endswith("the end")
 
 
+@pytest.mark.parametrize("columns", [40, 100])
+def test_ctrl_c_leaves_the_last_state_once(columns: int) -> None:
+    """The terminal echoes ^C in the middle of the display; what it shows afterwards is kept here line by line."""
+    raw = in_pseudo_terminal(columns=columns, answers={"2/4": "\x03"})
+    assert "^C" in raw
+    screen = screen_lines(raw, columns)
+    assert sum("2/4" in line for line in screen) == 1
+    assert any("KeyboardInterrupt" in line for line in screen)
+
+
 @pytest.mark.parametrize("columns", [40, 56, 100])
 def test_the_time_left_is_never_cut(columns: int) -> None:
     text = without_escapes(in_pseudo_terminal(columns=columns))
     assert re.search(r"2/4 +50% 0\.\d s/step  eta [\d.]+ s", text)
     lines = [line for piece in text.split("\n") for line in piece.split("\r") if "eta" in line]
     assert max(len(line.rstrip()) for line in lines) <= columns - 3
+
+
+def screen_lines(raw: str, columns: int) -> list[str]:
+    """What is left on a terminal: the few escapes that the display uses, played on a grid."""
+    lines, row, column = [""], 0, 0
+    for escape, char in re.findall(r"\x1b\[([0-9;?]*[A-Za-z])|(.)", raw, re.DOTALL):
+        if escape.endswith("A"):
+            row = max(0, row - int(escape[:-1] or 1))
+        elif escape == "2K":
+            lines[row] = ""
+        elif char == "\r":
+            column = 0
+        elif char == "\n" or (char and column == columns):
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        if char and char not in "\r\n\x1b":
+            lines[row] = lines[row][:column].ljust(column) + char + lines[row][column + 1 :]
+            column += 1
+    return lines
 
 
 class Clock:
