@@ -12,6 +12,8 @@ from typing import Any
 
 from rlsys.utils.errors import ConfigError
 
+NAMESAKES = ("trainer.py", "workers.py")
+
 
 def load_from_file(path: str, name: str, *, key: str) -> Any:
     """The attribute `name` of the local Python file `path`; a ConfigError names the setting `key`.
@@ -37,6 +39,12 @@ def import_libraries(libraries: Iterable[tuple[str, str]]) -> None:
             importlib.import_module(library)
         except (Exception, SystemExit) as error:
             raise ConfigError(f"{key}={library} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def search_last_beside_namesakes() -> None:
+    """Move folders with a trainer.py or workers.py, which are not our packages, to the end of this process's path."""
+    theirs = [path for path in sys.path if any(Path(path or ".", name).is_file() for name in NAMESAKES)]
+    sys.path[:] = [path for path in sys.path if path not in theirs] + theirs
 
 
 def _module_of_file(path: str, key: str) -> ModuleType:

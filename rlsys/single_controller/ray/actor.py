@@ -15,6 +15,7 @@ from rlsys.single_controller.diagnosis import ProcessInfo
 from rlsys.single_controller.host import WorkerHost
 from rlsys.single_controller.worker import free_port
 from rlsys.telemetry.log import setup_logging
+from rlsys.utils.plugins import search_last_beside_namesakes
 
 
 class RayHost(WorkerHost):
@@ -22,6 +23,7 @@ class RayHost(WorkerHost):
 
     def __init__(self) -> None:
         super().__init__(ray.get)
+        search_last_beside_namesakes()
         diagnosis.dump_stacks_on_signal()
 
     def build(self, made: tuple[type, Sequence[Any], Mapping[str, Any]]) -> tuple[Header, None]:

@@ -1,0 +1,54 @@
+"""rlsys COMMAND ...: the jobs and tools of this package under one name."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from rlsys.utils.plugins import search_last_beside_namesakes
+
+MERGER = "rlsys.model_merger"
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = {
+    "train": ("trainer.main_ppo", "PPO, GRPO and related algorithms"),
+    "sft": ("trainer.main_sft", "supervised fine-tuning"),
+    "rm": ("trainer.main_rm", "training a reward model"),
+    "eval": ("trainer.main_eval", "answers to validation prompts, graded"),
+    "merge": (MERGER, "checkpoints to Hugging Face folders: rlsys merge --local_dir CHECKPOINT ..."),
+    "split": (MERGER, "Hugging Face folders to checkpoints"),
+    "verify": (MERGER, "compare a checkpoint with a Hugging Face folder"),
+}
+SCRIPTS = {"plan": "memory of a run before it starts", "doctor": "what this machine has"}
+
+
+def main() -> None:
+    """Run the command of `sys.argv`, which exits with its own code, or with 2 for a command that does not exist."""
+    name, *rest = sys.argv[1:] or ["--help"]
+    program = str(Path(sys.executable).with_name("rlsys"))  # Ray's workers look for modules beside it
+    if name in ("--version", "-V"):
+        print(f"rlsys {version('rlsys')}")
+    elif name in ("--help", "-h", "help"):
+        print(_help())
+    elif name in MODULES:
+        search_last_beside_namesakes()
+        module, _ = MODULES[name]
+        sys.argv = [program, *([name] if module == MERGER else []), *rest]
+        runpy.run_module(module, run_name="__main__")
+    elif name in SCRIPTS and (script := ROOT / "scripts" / f"{name}.py").is_file():
+        sys.argv = [program, *rest]
+        runpy.run_path(str(script), run_name="__main__")
+    else:
+        why = "comes with the repository, not with the package" if name in SCRIPTS else "is not a command"
+        print(f"rlsys: {name} {why}\n{_help()}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def _help() -> str:
+    described = {name: text for name, (_, text) in MODULES.items()} | SCRIPTS
+    return "\n".join(["rlsys COMMAND ... (rlsys COMMAND --help)", *(f"  {n:<8} {t}" for n, t in described.items())])
+
+
+if __name__ == "__main__":
+    main()

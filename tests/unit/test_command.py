@@ -1,0 +1,41 @@
+"""The rlsys command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.timing import scaled_s
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def rlsys(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rlsys", *arguments]
+    environment = {"PYTHONPATH": str(ROOT), "HOME": str(folder), "PATH": "/usr/bin:/bin"}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=scaled_s(60), check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "printed"),
+    [
+        ((), 0, "train    PPO, GRPO"),
+        (("--version",), 0, "rlsys 0."),
+        (("nope",), 2, "rlsys: nope is not a command"),
+        (("train", "--config-name=quickstart", "--dry-run"), 0, "--dry-run: nothing was started"),
+        (("sft", "no.such.key=1"), 2, "no.such.key"),
+        (("merge", "--help"), 0, "--local_dir DIR"),
+    ],
+)
+def test_a_command_runs_also_beside_modules_named_like_ours(
+    tmp_path: Path, arguments: tuple[str, ...], code: int, printed: str
+) -> None:
+    for name in ("trainer", "workers"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not ours')")
+    done = rlsys(*arguments, folder=tmp_path)
+    assert (done.returncode, printed in done.stdout + done.stderr) == (code, True), done.stdout + done.stderr
