@@ -66,7 +66,7 @@ def with_model(toy: Toy, folder: Path, kind: type[PretrainedConfig], **sizes: An
     tokenizer = AutoTokenizer.from_pretrained(toy.model)
     tokenizer.save_pretrained(str(folder))
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    config = kind(vocab_size=len(tokenizer), max_position_embeddings=128, **ids, **sizes)
+    config = kind(vocab_size=len(tokenizer), max_position_embeddings=128, **ids, **sizes)  # pyrefly: ignore
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return replace(toy, model=folder)
 

@@ -134,7 +134,7 @@ def test_experts_on_two_ranks(toy: Toy, tmp_path: Path, ray_cluster: object) -> 
     config = Qwen3MoeConfig(
         vocab_size=262,
         hidden_size=32,
-        head_dim=8,
+        head_dim=8,  # pyrefly: ignore
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

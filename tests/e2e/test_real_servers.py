@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rlsys.data.start_assets import build_tokenizer
-from rlsys.fleet.external import RemoteEngine, RemoteSettings, SGLangRemoteEngine, VLLMRemoteEngine
+from rlsys.fleet.external import RemoteSettings, SGLangRemoteEngine, VLLMRemoteEngine
 from rlsys.rollout.batch import from_responses
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams, WeightUpdateMeta
 from tests.e2e.conftest import Toy
@@ -132,7 +132,7 @@ def _is_healthy(port: int) -> bool:
 class Real:
     kind: str
     url: str
-    engine: RemoteEngine
+    engine: SGLangRemoteEngine | VLLMRemoteEngine
 
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])

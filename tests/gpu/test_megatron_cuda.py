@@ -144,7 +144,7 @@ def whole(engine: Any) -> dict[str, Tensor]:
 def loaded_weights(model: dict[str, Any], case: Case) -> list[str]:
     """Names of tensors that are not, bit by bit, those of the source."""
     source = ModelConfig(override_config=model)
-    expected = open_weights(source, read_config(source), head="lm", seed=SEED, as_saved=True)
+    expected = open_weights(source, read_config(source), head="lm", seed=SEED)
     loaded = whole(megatron(model, case=case))
     return [
         name

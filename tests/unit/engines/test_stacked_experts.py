@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = Qwen3MoeConfig(
         **SIZES,
         num_key_value_heads=1,
-        head_dim=8,
+        head_dim=8,  # pyrefly: ignore
         num_experts=4,
     )
     Qwen3MoeForCausalLM(config).save_pretrained(folder)

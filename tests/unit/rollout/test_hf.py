@@ -122,7 +122,7 @@ def test_equal_prompts_are_run_once() -> None:
     [
         LlamaConfig(**SIZES, tie_word_embeddings=True),
         Qwen3Config(**SIZES, head_dim=16),
-        Qwen3MoeConfig(**SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+        Qwen3MoeConfig(**SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),  # pyrefly: ignore
         MistralConfig(**SIZES, sliding_window=None),
         Gemma2Config(**SIZES, head_dim=16, sliding_window=2048, query_pre_attn_scalar=16),
     ],
