@@ -14,7 +14,7 @@ from threading import Thread
 from typing import Any
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-_API = re.compile(r"/api/(?:models|datasets)/([^/]+/[^/]+)/(revision|tree)/([^/?]+)")
+_API = re.compile(r"/api/(?:models|datasets)/([^/]+/[^/]+)/(revision|tree)/([^/?]+)/?(.*)")
 _FILE = re.compile(r"(?:/datasets)?/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 
@@ -72,7 +72,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif api and api[2] == "revision":
             self.send_json({"id": repo, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]})
         elif api:
-            entries = files.items()
+            entries = [(name, body) for name, body in files.items() if name.startswith(api[4])]
             self.send_json(
                 [{"type": "file", "path": n, "size": len(b), "oid": sha1(b).hexdigest()} for n, b in entries]
             )

@@ -15,7 +15,7 @@ from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer,
 from trainer.episodes import load_agents
 from trainer.groups import Role
 from trainer.job import Begin
-from trainer.local_models import with_local_models
+from trainer.local_files import with_local_files
 from trainer.loop import completed
 from trainer.ppo import RayPPOTrainer
 from trainer.prompts import num_steps, prompt_datasets
@@ -77,7 +77,7 @@ class PreparedRun:
 
 def prepare(config: PPOConfig) -> PreparedRun:
     """Start assets, external libraries, tokenizer, agents and rows; ConfigError for servers without an address."""
-    config = with_local_models(with_start_assets(config))
+    config = with_local_files(with_start_assets(config))
     plan, run, policy = plan_batches(config), config.trainer, config.actor_rollout_ref
     if plan.pools.external:
         settings_of(policy.rollout, run.deadlines, max_staleness=run.max_staleness)

@@ -26,7 +26,7 @@ from trainer.episodes import episode_rollout, load_agents
 from trainer.generation import GradedRollout, answer_printer, fleet_generate, validation_sampling
 from trainer.groups import RolloutGroup, start_group
 from trainer.job import Begin
-from trainer.local_models import with_local_models
+from trainer.local_files import with_local_files
 from trainer.prompts import load_prompts
 from trainer.rewards import check_data_sources, reward_manager, reward_pool
 from workers.build import EngineRun
@@ -110,7 +110,7 @@ def run_evaluation(config: EvalConfig, begin: Begin) -> None:
 
 def evaluate(config: EvalConfig) -> dict[str, float]:
     """The metrics of one evaluation; its workers are closed afterwards."""
-    config = with_local_models(config)
+    config = with_local_files(config)
     model, run, rollout = config.actor_rollout_ref.model, config.trainer, config.actor_rollout_ref.rollout
     external_libs = import_external_libs({"actor_rollout_ref.model": model})
     tokenizer = load_tokenizer(model, rollout.padding)

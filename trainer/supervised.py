@@ -22,7 +22,7 @@ from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer,
 from trainer.checkpoint import TrainerState
 from trainer.groups import SupervisedGroup, start_group
 from trainer.job import Begin
-from trainer.local_models import with_local_models
+from trainer.local_files import with_local_files
 from trainer.loop import CheckpointedLoop, completed
 from trainer.reporting import Reporter
 from workers.build import EngineRun
@@ -79,7 +79,7 @@ class SupervisedTrainer(CheckpointedLoop):
     """The loop of SFT and reward-model training: batch, step, evaluate, save."""
 
     def __init__(self, config: SFTConfig | RMConfig) -> None:
-        config = with_local_models(config)
+        config = with_local_files(config)
         run, data = config.trainer, config.data
         num_ranks = run.nnodes * run.n_gpus_per_node
         reporter = Reporter(run, config.model_dump(mode="json"), num_devices=num_ranks)

@@ -10,6 +10,7 @@ from rlsys.data.files import BadRow, Row, read_rows
 from rlsys.data.rows import MissingColumns, default_source, read_prompt_row
 from rlsys.data.supervised import read_pair, read_text
 from rlsys.utils.errors import ConfigError, DataError
+from rlsys.utils.hub import is_rows_id
 
 NUM_ROWS = 20
 JobConfig = PPOConfig | SFTConfig | RMConfig | EvalConfig
@@ -43,7 +44,7 @@ def check_first_rows(config: JobConfig) -> set[str]:
 
 def _files(config: JobConfig) -> Sequence[str]:
     train = () if isinstance(config, EvalConfig) else config.data.train_files
-    return (*(train or ()), *(config.data.val_files or ()))
+    return [file for file in (*(train or ()), *(config.data.val_files or ())) if not is_rows_id(file)]
 
 
 def _read(config: JobConfig, row: Row | BadRow) -> set[str]:

@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub as folders of its cache.
+"""Models and datasets of the Hugging Face Hub as folders of its caches.
 
 HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and the other variables of huggingface_hub apply.
 """
@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import errno
 import re
+from hashlib import blake2b
 from pathlib import Path
 
+from rlsys.utils.atomic import commit_dir, staging_dir
 from rlsys.utils.errors import ConfigError
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
+_ROWS = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?(?::([\w.-]+))?:([\w.-]+)")
 _SNAPSHOT = re.compile(r"(.+)/models--([^/]+)/snapshots/([0-9a-f]+)")
 _PICKLED = ["*.bin", "*.bin.index.json"]
 _UNUSED = ["*/*", "consolidated*", *(f"*.{end}" for end in ("pt", "pth", "gguf", "h5", "msgpack", "onnx", "ot"))]
@@ -29,6 +32,37 @@ def download_model(name: str) -> str:
     """
     repo, _, revision = name.partition("@")
     return _download(repo, revision or None, None)
+
+
+def is_rows_id(name: str) -> bool:
+    """Whether a name is `org/dataset:split` or `org/dataset@revision:config:split`."""
+    return _ROWS.fullmatch(name) is not None
+
+
+def download_rows(name: str) -> str:
+    """A split of a dataset as a folder that `datasets` saved, in its cache; ConfigError that says why there is none."""
+    try:
+        import datasets
+        from datasets.exceptions import DatasetNotFoundError, DatasetsError
+    except ImportError as error:
+        raise ConfigError(f"{name} is read by datasets, which is missing: pip install -e '.[datasets]'") from error
+    from huggingface_hub.errors import HTTPError
+
+    repo, revision, config, split = _ROWS.fullmatch(name).groups()  # type: ignore[union-attr]
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    try:
+        rows = datasets.load_dataset(repo, config, split=split, revision=revision)
+        origin = blake2b(str(rows.cache_files).encode(), digest_size=8).hexdigest()
+        folder = cache / "rlsys" / f"{repo.replace('/', '___')}-{split}-{origin}"
+        if not folder.is_dir():
+            staging = staging_dir(folder)
+            rows.save_to_disk(staging)
+            commit_dir(staging, folder)
+    except (DatasetNotFoundError, ValueError) as error:
+        raise ConfigError(f"{name}: {' '.join(str(error).split())}") from error
+    except (OSError, HTTPError, DatasetsError) as error:
+        raise ConfigError(f"{name} cannot be downloaded: {_reason(error, repo, str(cache))}") from error
+    return str(folder)
 
 
 def ensure_downloaded(path: str | None) -> None:

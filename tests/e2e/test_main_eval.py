@@ -17,6 +17,13 @@ from trainer.main_eval import main
 
 ROOT = Path(__file__).resolve().parents[2]
 
+README = b"""---
+configs:
+- config_name: default
+  data_files:
+  - {split: test, path: "test.*"}
+---"""
+
 
 def test_an_evaluation_writes_its_metrics(toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
@@ -41,12 +48,12 @@ def test_an_evaluation_writes_its_metrics(toy: Toy, tmp_path: Path, capsys: pyte
     assert main([*argv, "trainer.device=cuda"]) == 2
 
 
-def test_an_evaluation_downloads_its_model(toy: Toy, tmp_path: Path) -> None:
+def test_an_evaluation_downloads_its_model_and_rows(toy: Toy, tmp_path: Path) -> None:
     files = {file.name: file.read_bytes() for file in toy.model.iterdir()}
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
     argv = [
         "actor_rollout_ref.model.path=org/toy@v1",
-        f"data.val_files={toy.val}",
+        "data.val_files=org/rows:test",
         f"reward.custom_reward_function.path={toy.grader}",
         "reward.num_workers=1",
         "data.max_prompt_length=16",
@@ -54,7 +61,8 @@ def test_an_evaluation_downloads_its_model(toy: Toy, tmp_path: Path) -> None:
         "trainer.backend=local",
         f"trainer.default_local_dir={tmp_path / 'out'}",
     ]
-    with Hub({"org/toy": files}).served() as hub:
+    rows = {"README.md": README, f"test{toy.val.suffix}": toy.val.read_bytes()}
+    with Hub({"org/toy": files, "org/rows": rows}).served() as hub:
         environment = {**kept, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
 
         def run(*more: str) -> subprocess.CompletedProcess[str]:

@@ -17,7 +17,7 @@ from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
 from rlsys.config.schema.model import ModelFolderConfig
 from rlsys.config.schema.trainer import TrainingConfig
 from rlsys.config.vocabulary import ROW_FILES
-from rlsys.utils.hub import is_hub_id
+from rlsys.utils.hub import is_hub_id, is_rows_id
 from rlsys.utils.run_folders import config_folder
 
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -47,7 +47,7 @@ def _rows(cfg: Section, key: str, files: tuple[str, ...] | None) -> Iterator[str
     if files == ():
         yield wrong(cfg, key, f"empty list; set {key}=<file>, or null for the start assets")
     for name in files or ():
-        if why := _rows_problem(Path(name)):
+        if not is_rows_id(name) and (why := _rows_problem(Path(name))):
             yield wrong(cfg, key, why, value=name)
     if doubled := [name for name in files or () if (files or ()).count(name) > 1]:
         why = "the file is listed twice, so its rows would count twice; list it once"

@@ -38,7 +38,7 @@ class TrainingRowsConfig(RowsConfig):
     """Training rows, for every job that trains."""
 
     train_files: t.LocalPaths | None = None
-    """Training rows: a file or a list (parquet, json, jsonl, csv); null takes the arithmetic of the start assets."""
+    """Training rows: files (parquet, json, jsonl, csv) or org/name[:config]:split of the hub; null: start assets."""
     train_max_samples: t.CountOrAll = -1
     """Use at most this many training rows; -1 uses all."""
     shuffle: t.Flag = True

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.utils.hub import is_hub_id
+from rlsys.data.files import read_rows
+from rlsys.utils.hub import is_hub_id, is_rows_id
 from tests.hub import COMMIT, Hub
 from tests.timing import scaled_s
 
@@ -27,6 +28,17 @@ MODELS = {
         "model.gguf": b"x",
     },
     "org/pickled": {"config.json": CONFIG, "pytorch_model.bin": WEIGHTS},
+    "org/rows": {
+        "README.md": b"""---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train.jsonl}
+  - {split: test, path: main/test.jsonl}
+---""",
+        "main/train.jsonl": b'{"question": "1 + 1?", "answer": "2"}\n{"question": "2 + 1?", "answer": "3"}\n',
+        "main/test.jsonl": b'{"question": "1 + 2?", "answer": "3"}\n',
+    },
 }
 
 
@@ -46,12 +58,14 @@ def in_a_process(hub: Hub, home: Path, program: str, **more: str) -> str:
     return ended.stdout.strip()
 
 
-def download(hub: Hub, home: Path, name: str, *, max_bytes: int | None = None, **more: str) -> str:
+def download(
+    hub: Hub, home: Path, name: str, *, by: str = "download_model", max_bytes: int | None = None, **more: str
+) -> str:
     """The folder, or the message of the error."""
     limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({max_bytes}, {max_bytes}))\n"
     program = (
         f"{limit if max_bytes else ''}from rlsys.utils.errors import ConfigError\n"
-        f"from rlsys.utils.hub import download_model\ntry: print(download_model({name!r}))\n"
+        f"from rlsys.utils.hub import {by}\ntry: print({by}({name!r}))\n"
         "except ConfigError as error: print('ERROR', error)"
     )
     printed = in_a_process(hub, home, program, **more)
@@ -121,3 +135,31 @@ def test_what_cannot_be_downloaded_is_one_line(
 def test_a_full_disk_names_the_folder(hub: Hub, tmp_path: Path) -> None:
     message = download(hub, tmp_path, "org/model", max_bytes=8192)
     assert f"no space is left in {tmp_path / 'hub'}; set HF_HOME" in message
+
+
+def test_names_of_rows_have_a_split() -> None:
+    assert all(map(is_rows_id, ["openai/gsm8k:main:train", "a/b:test", "a/b@v1.0:c-1:test"]))
+    assert not any(map(is_rows_id, ["a/b", "a/b.parquet", "s3://a/b", "/a/b:c", "./a:b", "C:/a/b"]))
+
+
+def test_a_split_of_a_dataset_is_downloaded_once(hub: Hub, tmp_path: Path) -> None:
+    folder = download(hub, tmp_path, "org/rows@main:main:train", by="download_rows")
+    assert [row.values["question"] for row in read_rows(folder)] == ["1 + 1?", "2 + 1?"]  # type: ignore[union-attr]
+    assert download(hub, tmp_path, "org/rows@main:main:train", by="download_rows") == folder
+    assert hub.downloads["main/train.jsonl"] == 1
+    test = download(hub, tmp_path, "org/rows:main:test", by="download_rows")
+    assert [row.values["answer"] for row in read_rows(test)] == ["3"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("org/none:train", "Dataset 'org/none' doesn't exist on the Hub or cannot be accessed"),
+        ("org/rows:main:dev", "Unknown split"),
+        ("org/rows:other:train", "'other' not found"),
+    ],
+)
+def test_rows_that_cannot_be_downloaded_are_one_line(hub: Hub, tmp_path: Path, name: str, why: str) -> None:
+    message = download(hub, tmp_path, name, by="download_rows")
+    assert message.startswith(f"ERROR {name}")
+    assert why in message

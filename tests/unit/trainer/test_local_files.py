@@ -21,7 +21,7 @@ from rlsys.utils.errors import CheckpointError
 from tests.ranks import run_ranks
 from tests.timing import scaled_s
 from tests.unit.engines.common import MODEL, small_engine
-from trainer.local_models import local_model, with_local_models
+from trainer.local_files import local_model, with_local_files
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -63,9 +63,9 @@ def test_an_evaluation_takes_a_run(run: Path, tmp_path: Path) -> None:
     rows.write_text('{"prompt": "1+1", "data_source": "x", "reward_model": {"ground_truth": "2"}}\n')
     given = [f"actor_rollout_ref.model.path={run}", f"data.val_files={rows}"]
     config = load_config(given, EvalConfig)
-    assert with_local_models(config).actor_rollout_ref.model.path == str(run / "global_step_7/actor/huggingface")
+    assert with_local_files(config).actor_rollout_ref.model.path == str(run / "global_step_7/actor/huggingface")
     named = load_config([f"actor_rollout_ref.model.path={tmp_path / 'source'}", given[1]], EvalConfig)
-    assert with_local_models(named) is named
+    assert with_local_files(named) is named
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

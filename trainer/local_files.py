@@ -1,4 +1,4 @@
-"""Models as folders that workers load: the model in a checkpoint or a run becomes one."""
+"""Models and rows as local folders: those of the hub are downloaded, the model in a checkpoint or a run becomes one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlsys.model_merger.formats import find_checkpoint
 from rlsys.models.hf import read_config
 from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import ConfigError
-from rlsys.utils.hub import download_model, is_hub_id
+from rlsys.utils.hub import download_model, download_rows, is_hub_id, is_rows_id
 from rlsys.utils.run_folders import HUGGINGFACE, config_folder
 
 log = get_logger(__name__)
@@ -23,9 +23,15 @@ WITH_WEIGHTS = ("path", "model_path")
 NAMES = (*WITH_WEIGHTS, "tokenizer_path", "lora_adapter_path")
 
 
-def with_local_models(config: ConfigT) -> ConfigT:
-    """The configuration with a folder of config.json, weights and tokenizer for every model that it names."""
+def with_local_files(config: ConfigT) -> ConfigT:
+    """The configuration with a folder of config.json, weights and tokenizer for every model that it names, and with
+    files or folders for its rows."""
     tree, is_changed = config.model_dump(), False
+    for name in ("train_files", "val_files"):
+        files = tree["data"].get(name) or ()
+        if any(map(is_rows_id, files)):
+            tree["data"][name] = tuple(download_rows(file) if is_rows_id(file) else file for file in files)
+            is_changed = True
     for section in SECTIONS:
         settings: Any = tree
         for part in section.split("."):
