@@ -163,17 +163,6 @@ class PoolRewardManager:
         num_tokens = data.tensors["responses"].shape[1]
         return Graded(place_on_last_token(rewards, lengths, num_tokens), extra, reward_metrics(results))
 
-    def __call__(self, data: DataProto, return_dict: bool = False) -> Tensor | dict[str, Any]:
-        """verl's older form; existing `rm_scores` are returned unchanged."""
-        if data.batch is not None and "rm_scores" in set(data.batch.keys()):
-            graded = Graded(data.tensors["rm_scores"], {})
-        else:
-            graded = self.grade(data)
-        if not return_dict:
-            return graded.rm_scores
-        extra = {key: column.tolist() for key, column in graded.extra.items()}
-        return {"reward_tensor": graded.rm_scores, "reward_extra_info": extra}
-
 
 assert set(_FACTORIES) == set(REWARD_MANAGERS)
 

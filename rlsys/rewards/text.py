@@ -26,11 +26,10 @@ def numeric(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     return graded(last_number(solution_str) if boxed is None else boxed, ground_truth)
 
 
-def exact(solution_str: str, ground_truth: Any, *, ignore_case: bool = False) -> dict[str, Any]:
+def exact(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """1 when the text, apart from white space around and between words, is the ground truth."""
     answer, wanted = (" ".join(str(text).split()) for text in (solution_str, ground_truth))
-    right = answer.casefold() == wanted.casefold() if ignore_case else answer == wanted
-    return {"score": float(right), "acc": float(right), "pred": answer}
+    return {"score": float(answer == wanted), "acc": float(answer == wanted), "pred": answer}
 
 
 def regex(solution_str: str, ground_truth: Any) -> dict[str, Any]:

@@ -172,9 +172,9 @@ def _python(cfg: Section, section: str, file: str, name: str, kind: str) -> Iter
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         yield wrong(cfg, key, f"not valid Python{line}: {getattr(error, 'msg', None) or error}")
         return
-    names = _top_level_names(tree)
-    if name not in names:
-        defined = ", ".join(sorted(item for item in names if not item.startswith("_"))[:5]) or "nothing"
+    if name not in _top_level_names(tree):
+        made = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+        defined = ", ".join([n.name for n in made if not n.name.startswith("_")][:5]) or "nothing"
         yield wrong(cfg, f"{section}.name", f"{file} has no {kind} of that name; it defines {defined}")
 
 

@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 
 from rlsys.rewards.pool.children import END_S, MAX_FAILED_STARTS, Children, remove_abandoned_folders
 from rlsys.rewards.pool.messages import Grader, RewardItem, RewardResult, failed, grade_message, reward_metrics
-from rlsys.rewards.pool.worker import grade_item, load_grader
+from rlsys.rewards.pool.worker import describe, grade_item, load_grader
 from rlsys.utils.errors import ConfigError, DeadlineError
 
 __all__ = ["Grader", "RewardItem", "RewardPool", "RewardResult", "failed", "reward_metrics"]
@@ -114,7 +114,7 @@ class RewardPool:
         try:
             grade = load_grader(grader.path, grader.name, grader.kwargs)
         except (ConfigError, TypeError) as error:
-            raise ConfigError(f"{grader} cannot be loaded: {error}") from error
+            raise ConfigError(f"{grader} cannot be loaded: {describe(error.__cause__ or error)}") from error
         return [grade_item(grade, grade_message(i, item), grader.kwargs).result() for i, item in enumerate(items)]
 
     def __enter__(self) -> Self:

@@ -52,7 +52,7 @@ def _serve(work: socket.socket, grader: LoadGrader) -> None:
     try:
         grade = load_grader(grader.path, grader.name, grader.kwargs)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        work.sendall(pack(GraderUnusable(describe(error))))
+        work.sendall(pack(GraderUnusable(describe(error.__cause__ or error))))
         return
     is_async = inspect.iscoroutinefunction(grade)
     work.sendall(pack(GraderReady(is_async)))
@@ -81,7 +81,7 @@ def load_grader(path: str | None, name: str, kwargs: Mapping[str, Any]) -> Compu
         inspect.signature(grade).bind(data_source="", solution_str="", ground_truth=None, extra_info=None, **kwargs)
     except TypeError as error:
         given = ", ".join(("data_source", "solution_str", "ground_truth", "extra_info", *kwargs))
-        raise TypeError(f"{name}{inspect.signature(grade)} is called with {given}: {error}") from error
+        raise TypeError(f"{name}{inspect.signature(grade)} is called with {given}: {error}") from None
     return grade
 
 

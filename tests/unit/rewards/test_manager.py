@@ -114,18 +114,6 @@ def test_more_failures_than_allowed_end_the_run_with_the_first_cause(pool: Rewar
     assert manager(pool, max_failed=0.7).grade(rows).metrics["reward/errors"] == 2
 
 
-def test_the_older_call_of_verl(pool: RewardPool) -> None:
-    legacy = manager(pool)
-    assert callable(legacy)
-    answer = legacy(ROWS, return_dict=True)
-    assert torch.equal(answer["reward_tensor"], legacy(ROWS))
-    assert answer["reward_extra_info"]["acc"] == [1.0, 0.0, 1.0, 0.0, 0.0]
-    scored = batch([[1]], ["1"])
-    assert scored.batch is not None
-    scored.batch["rm_scores"] = torch.full((1, 6), 0.5)
-    assert torch.equal(legacy(scored), torch.full((1, 6), 0.5))
-
-
 def test_dapo_takes_from_long_responses(pool: RewardPool) -> None:
     overlong = OverlongConfig(enable=True, len=4, penalty_factor=2.0, log=True)
     graded = manager(pool, "dapo", overlong=overlong).grade(ROWS)

@@ -52,6 +52,19 @@ def test_a_manager_from_a_file_is_given_the_reward_kwargs(cfg: PPOConfig, pool: 
     assert reward_manager(cfg, None, pool).grade(rows) == (40, True, 7)
 
 
+def test_a_missing_class_is_reported_with_those_that_the_file_defines(tmp_path: Path) -> None:
+    (tmp_path / "managers.py").write_text(f"from collections import defaultdict\n{LENGTHY}\nsize = 3\n")
+    with pytest.raises(ConfigError, match=r"has no class of that name; it defines Lengthy$"):
+        load_config(
+            [
+                "--config-name=quickstart",
+                "reward.reward_manager.source=importlib",
+                f"reward.reward_manager.module.path={tmp_path / 'managers.py'}",
+                "reward.reward_manager.module.name=Missing",
+            ]
+        )
+
+
 @pytest.mark.parametrize("name", ["processor", "collate_fn"])
 def test_the_trainer_refuses_what_it_would_not_use(cfg: PPOConfig, name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is not supported"):
