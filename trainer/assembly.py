@@ -37,9 +37,6 @@ from trainer.steps import Steps
 from trainer.weight_push import WeightPush, connect_servers, connect_weights, drops_weights_on_sleep
 from trainer.window import PromptWindow
 
-CHUNKS_PER_STEP = 8
-"""Fixed batches that the rows of a step of a reproducible run are cut into: as many replicas can share them."""
-
 
 @dataclass(frozen=True)
 class Inputs:
@@ -176,10 +173,10 @@ def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet
 
 
 def _rows_per_call(cfg: PPOConfig, plan: BatchPlan) -> int:
-    """Rows that the fleet gets at once; a reproducible run has chunks of one size for any number of replicas."""
-    rows = cfg.data.gen_batch_size * cfg.actor_rollout_ref.rollout.n
-    replicas = plan.pools.rollout_ranks // cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
-    return replicas * -(-rows // CHUNKS_PER_STEP) if cfg.trainer.reproducible else rows
+    """Rows that the fleet gets at once; a reproducible run has batches of one size for any number of replicas."""
+    rollout = cfg.actor_rollout_ref.rollout
+    replicas = plan.pools.rollout_ranks // rollout.tensor_model_parallel_size
+    return replicas * rollout.max_num_seqs if cfg.trainer.reproducible else cfg.data.gen_batch_size * rollout.n
 
 
 def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, *, colocated: bool) -> dict[Resident, Moves]:

@@ -56,8 +56,8 @@ class AsyncSource:
                 if left_s <= 0:
                     raise DeadlineError(self._unfinished(), "generate and grade", self._deadline_s)
                 self._change.wait(left_s)
-            batch.meta_info["source_metrics"] |= self._meter.shares()
-            return batch
+        batch.meta_info["source_metrics"] |= self._meter.shares()
+        return batch
 
     def published(self, version: int) -> None:
         """Engines serve this version from now on, so more prompts may start."""

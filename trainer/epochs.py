@@ -105,8 +105,9 @@ class EpochSource:
 
 
 def _up_to(answer: PartialResponse, max_tokens: int) -> PartialResponse:
-    """A copy of the answer whose request ends at `max_tokens`."""
-    params = replace(answer.request.gconfig, max_new_tokens=max_tokens)
+    """A copy of the answer whose request ends at `max_tokens`, or at its own limit."""
+    own = answer.request.gconfig
+    params = replace(own, max_new_tokens=min(own.max_new_tokens, max_tokens))
     return PartialResponse.of(replace(answer.request, gconfig=params), answer.response())
 
 

@@ -97,9 +97,16 @@ def _staleness(cfg: PPOConfig) -> Iterator[str]:
 
 
 def _reproducible(cfg: PPOConfig) -> Iterator[str]:
-    """Whether a run with the schedule of trainer.epochs can give the same bits again."""
-    key, rollout = "trainer.reproducible", cfg.actor_rollout_ref.rollout
-    if cfg.trainer.sync_freq > 1:
+    """Whether a run with the schedule of trainer.epochs can give the same bits again, and keeps its replicas busy."""
+    key, rollout, trainer = "trainer.reproducible", cfg.actor_rollout_ref.rollout, cfg.trainer
+    rows = (trainer.max_staleness - trainer.lookahead) * cfg.data.train_batch_size * rollout.n
+    replicas = resolve_pools(cfg).rollout_ranks // rollout.tensor_model_parallel_size
+    if replicas > 1 and rollout.max_num_seqs * (replicas - 1) >= rows:
+        why = (
+            f"fixed batches of this size leave some of {replicas} replicas without work; set {max(1, rows // replicas)}"
+        )
+        yield note(cfg, f"{ROLLOUT}.max_num_seqs", why)
+    if trainer.sync_freq > 1:
         yield wrong(cfg, key, "weights must be pushed after every step; set trainer.sync_freq=1")
     if resolve_pools(cfg).external:
         yield wrong(cfg, key, f"external servers batch requests as they arrive; set {key}=false")

@@ -1,0 +1,164 @@
+"""Asynchronous training against synchronous training on the same devices, with long-tailed answer lengths.
+
+    python scripts/bench/async.py --out runs/async
+    python scripts/bench/async.py --out runs/async --steps 20 --longest 16384 --median 400 --batch 64 --answers 8 \\
+      --devices 2 -- actor_rollout_ref.model.path=MODEL actor_rollout_ref.rollout.name=vllm
+
+Without a model after `--`, one with random weights trains on the CPU with the hf engine. Lengths are lognormal, fixed
+by each answer's sampling seed, so every schedule completes the same answers to the same prompts. Half of the devices
+(at least one process) generate, the others train. Runs, one after the other: synchronous, `max_staleness` of each of
+--ks, `reproducible` at the largest two, and a schedule that trains on whatever finishes first and admits prompts by
+AReaL's formula, (k + version + 1) batches less those that have started. Printed are tokens per second after the first
+steps, their ratio to synchronous, mean and largest age, and idle shares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+GRADER = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(solution_str.encode()) % 7
+"""
+SKIPPED = 2
+"""First steps, which fill the window and caches."""
+
+
+def make_model(folder: Path, width: int) -> None:
+    """A model with random weights, its tokenizer and prompts."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    from rlsys.data.start_assets import build_tokenizer
+
+    sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = Qwen2Config(vocab_size=262, num_key_value_heads=2, max_position_embeddings=1 << 15, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    build_tokenizer().save_pretrained(str(folder))
+    row = {"data_source": "rlsys/arithmetic", "reward_model": {"ground_truth": "2"}}
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1=", **row}) + "\n" for n in range(512)))
+    (folder / "grader.py").write_text(GRADER)
+
+
+def run_child(args: argparse.Namespace, overrides: list[str]) -> int:
+    """One run of the main job with forced lengths; `first` replaces the window by the first-finished schedule."""
+    import rlsys.fleet.fleet
+    import trainer.assembly
+    import trainer.prompt_groups
+    from rlsys.rollout.batch import to_requests
+    from rlsys.types import ModelRequest
+    from trainer.main_ppo import main
+    from trainer.window import PromptWindow
+
+    class FirstFinished(PromptWindow):
+        def take(self) -> list[int] | None:
+            taken = sorted(self._finished)[: self.groups_per_step]
+            if len(taken) < self.groups_per_step:
+                return None
+            self._finished.difference_update(taken)
+            self._order = [number for number in self._order if number not in taken]
+            self.trained += len(taken)
+            return taken
+
+        def check_age(self, oldest_version: int) -> int:
+            return self.step - 2 - oldest_version
+
+    def with_lengths(batch: Any) -> list[ModelRequest]:
+        requests = []
+        for request in to_requests(batch):
+            length = args.median * random.Random(request.gconfig.seed).lognormvariate(0.0, args.sigma)
+            params = replace(request.gconfig, max_new_tokens=max(1, min(args.longest, int(length))))
+            requests.append(replace(request, gconfig=params))
+        return requests
+
+    rlsys.fleet.fleet.to_requests = with_lengths
+    trainer.prompt_groups.to_requests = with_lengths
+    if args.child == "first":
+        trainer.assembly.PromptWindow = FirstFinished  # type: ignore[misc]
+    return main(overrides)
+
+
+def overrides_of(args: argparse.Namespace, folder: Path, kind: str, k: int, more: list[str]) -> list[str]:
+    """The main job's command line for a run."""
+    own = any(one.startswith("actor_rollout_ref.model.path=") for one in more)
+    rows, prefix = args.out / "model", "actor_rollout_ref"
+    workers = max(1, args.devices // 2)
+    return [
+        *([] if own else [f"{prefix}.model.path={rows}", "trainer.device=cpu"]),
+        *(f"data.train_files={rows}/rows.jsonl", f"reward.custom_reward_function.path={rows}/grader.py"),
+        *(f"data.train_batch_size={args.batch}", f"{prefix}.rollout.n={args.answers}", "data.max_prompt_length=64"),
+        *(f"data.max_response_length={args.longest}", f"{prefix}.rollout.ignore_eos=true", "reward.num_workers=1"),
+        *(f"{prefix}.actor.ppo_mini_batch_size={args.batch}", f"{prefix}.actor.use_dynamic_bsz=true"),
+        f"{prefix}.actor.ppo_max_token_len_per_gpu={2 * args.longest + 128}",
+        *("algorithm.adv_estimator=grpo", "algorithm.rollout_correction.rollout_is=token"),
+        *(f"trainer.n_gpus_per_node={max(1, args.devices - workers)}", f"trainer.rollout_workers={workers}"),
+        *(f"trainer.max_staleness={k}", f"trainer.reproducible={str(kind == 'repeat').lower()}"),
+        *(f"trainer.total_training_steps={args.steps + k}", f"trainer.default_local_dir={folder}"),
+        *("trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.resume_mode=disable"),
+        *(f"{prefix}.rollout.parity.freq=-1", "trainer.logger=[jsonl]"),
+        *more,
+    ]
+
+
+def measure(args: argparse.Namespace, kind: str, k: int, more: list[str]) -> dict[str, float]:
+    """Tokens per second, ages and idle shares of a run, over the steps after the first."""
+    folder = args.out / f"{kind}_{k}"
+    own = [f"--{name}={getattr(args, name)}" for name in ("out", "median", "sigma", "longest")]
+    command = [sys.executable, __file__, f"--child={kind}", *own, "--", *overrides_of(args, folder, kind, k, more)]
+    subprocess.run(command, check=True, timeout=args.deadline_s, stdout=subprocess.DEVNULL)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][SKIPPED : args.steps]
+    seconds = sum(line["perf/time_per_step"] for line in lines)
+    means = ("training/staleness", "perf/trainer_idle", "perf/rollout_idle")
+    return {
+        "tokens_per_s": sum(line["perf/total_num_tokens"] for line in lines) / seconds,
+        "max_age": max(line.get("training/staleness_max", 0.0) for line in lines),
+        **{name.rpartition("/")[2]: sum(line.get(name, 0.0) for line in lines) / len(lines) for name in means},
+    }
+
+
+def main() -> int:
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=lambda path: Path(path).absolute(), required=True)
+    parser.add_argument("--child", choices=("free", "repeat", "first"), help=argparse.SUPPRESS)
+    for name, default in (
+        ("steps", 10),
+        ("longest", 512),
+        ("median", 24),
+        ("batch", 8),
+        ("answers", 4),
+        ("width", 128),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--sigma", type=float, default=1.2)
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--deadline-s", type=float, default=1800.0)
+    parser.add_argument("--ks", type=int, nargs="+", default=[1, 2, 4, 8])
+    args, more = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
+    sys.path[:0] = [str(ROOT)]
+    if args.child:
+        return run_child(args, more)
+    args.out.mkdir(parents=True, exist_ok=True)
+    make_model(args.out / "model", args.width)
+    runs = [("free", 0), *(("free", k) for k in args.ks), *(("repeat", k) for k in args.ks[-2:])]
+    runs += [("first", k) for k in args.ks]
+    results: dict[str, dict[str, float]] = {}
+    print("run          tokens/s   ratio   age mean   max   trainer idle   rollout idle")
+    for kind, k in runs:
+        one = results[f"{kind} {k}"] = measure(args, kind, k, more)
+        one["ratio"] = one["tokens_per_s"] / results["free 0"]["tokens_per_s"]
+        shown = f"{one['tokens_per_s']:8.0f}   {one['ratio']:5.2f}   {one['staleness']:8.2f}   {one['max_age']:3.0f}"
+        print(f"{kind:>6} k={k}   {shown}   {one['trainer_idle']:12.2f}   {one['rollout_idle']:12.2f}", flush=True)
+    (args.out / "async.json").write_text(json.dumps(results, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
