@@ -67,7 +67,7 @@ def _write_bucket(
     staging: Path, number: int, bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype
 ) -> dict[str, list[str]]:
     name = f"part-{number:05d}.safetensors"
-    cast = {n: t.to(dtype) if t.is_floating_point() and not n.endswith(KEPT_FLOATS) else t for n, t in bucket}
+    cast = {n: t.to("cpu", dtype) if t.is_floating_point() and not n.endswith(KEPT_FLOATS) else t for n, t in bucket}
     save_file({n: t.contiguous() for n, t in cast.items()}, staging / name, metadata={"format": "pt"})
     fsync_file(staging / name)
     return {name: [n for n, _ in bucket]}

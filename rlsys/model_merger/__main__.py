@@ -86,7 +86,8 @@ def _merge(options: argparse.Namespace) -> int:
 
 
 def _split(options: argparse.Namespace) -> int:
-    layout = SplitLayout(**{part.name: getattr(options, part.name) for part in fields(SplitLayout)})
+    names = {part.name for part in fields(SplitLayout)}
+    layout = SplitLayout(**{name: value for name, value in vars(options).items() if name in names})
     count = split(options.hf_model_path, options.target_dir, layout, overwrite=options.overwrite)
     print(f"{options.target_dir}: {count} files")
     return 0

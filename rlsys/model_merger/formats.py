@@ -26,16 +26,10 @@ EXPERTS = ".mlp.experts."
 
 
 @dataclass(frozen=True)
-class SplitLayout:
+class SplitLayout(ParallelSizes):
     """How a model is cut into one file a rank: Megatron's parallel sizes and naming."""
 
-    tp: int = 1
-    pp: int = 1
-    vp: int = 1
-    ep: int = 1
     etp: int = 1
-    first_layers: int | None = None
-    last_layers: int | None = None
     grouped_experts: bool = False
     transformer_engine: bool = False
     head: Head = "lm"
@@ -43,20 +37,11 @@ class SplitLayout:
     def files(self, family: Family) -> Iterator[tuple[str, RankPlace]]:
         """Each file with a place that holds what is in it. Experts are cut otherwise than the rest, so they have files
         of their own, and nothing but what tensor-parallel ranks share is stored twice."""
-        sizes = ParallelSizes(
-            tp=self.tp,
-            pp=self.pp,
-            vp=self.vp,
-            ep=self.ep,
-            etp=self.etp,
-            first_layers=self.first_layers,
-            last_layers=self.last_layers,
-        )
         for pp, tp in product(range(self.pp), range(self.tp)):
-            yield f"tp_{tp:03d}_pp_{pp:03d}.safetensors", RankPlace(sizes, pp_rank=pp, tp_rank=tp)
+            yield f"tp_{tp:03d}_pp_{pp:03d}.safetensors", RankPlace(self, pp_rank=pp, tp_rank=tp)
         if family.expert:
             for pp, ep, etp in product(range(self.pp), range(self.ep), range(self.etp)):
-                place = RankPlace(sizes, pp_rank=pp, ep_rank=ep, etp_rank=etp)
+                place = RankPlace(self, pp_rank=pp, ep_rank=ep, etp_rank=etp)
                 yield f"experts_ep_{ep:03d}_etp_{etp:03d}_pp_{pp:03d}.safetensors", place
 
     def content(
@@ -97,12 +82,12 @@ def open_checkpoint(directory: Path, hf_config: Mapping[str, Any], backend: str 
     Every file of a training checkpoint is checked against its manifest first.
     """
     if is_split(directory):
-        backend_found, weights = "megatron", _split_weights
+        written_by, weights = "megatron", _split_weights
     else:
-        backend_found = "fsdp" if (directory / "fsdp_config.json").is_file() else "megatron"
+        written_by = "fsdp" if (directory / "fsdp_config.json").is_file() else "megatron"
         weights = _training_weights
-    if backend not in (None, backend_found):
-        raise CheckpointError(f"{directory} is a checkpoint of {backend_found}, not of {backend}")
+    if backend not in (None, written_by):
+        raise CheckpointError(f"{directory} is a checkpoint of {written_by}, not of {backend}")
     return weights(directory, hf_config)
 
 
