@@ -17,6 +17,7 @@ from rlsys.single_controller.colocate import create_colocated_worker_cls
 from rlsys.single_controller.resource_pool import ResourcePoolManager
 from rlsys.telemetry.log import get_logger
 from rlsys.telemetry.recorder import StageReport, merged
+from rlsys.utils.errors import CheckpointError
 from trainer.backend import WorkerBackend
 
 log = get_logger(__name__)
@@ -129,6 +130,11 @@ class WorkerGroups:
     def load(self, folder: Path) -> None:
         """Read the trained roles' parts of a checkpoint."""
         for name, group in self.trained.items():
+            if not (folder / name).is_dir():
+                raise CheckpointError(
+                    f"{folder} has no {name}: it was saved by a run without one; set the algorithm of that run "
+                    "(algorithm.adv_estimator), or start over with trainer.resume_mode=disable"
+                )
             group.load_checkpoint(str(folder / name))
 
     def drain_stages(self) -> StageReport:

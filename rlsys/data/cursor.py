@@ -90,7 +90,11 @@ class Cursor:
         own = CursorState(self._seed, saved.epoch, saved.position, self._num_rows, self._shuffle, self._dataset)
         for (name, old), new in zip(asdict(saved).items(), asdict(own).values(), strict=True):
             if old != new:
-                raise CheckpointError(f"the data has changed since the checkpoint: {name} was {old}, is {new}")
+                is_setting = name in ("seed", "shuffle")
+                what = f"data.{name} is {new}" if is_setting else f"the training rows are others: {name} is {new}"
+                back = f"set data.{name}={old}" if is_setting else "take those rows again"
+                start_over = "or start over with trainer.resume_mode=disable"
+                raise CheckpointError(f"{what}, but the checkpoint was saved with {old}; {back}, {start_over}")
         if not (0 <= saved.position <= self._num_rows and saved.epoch >= 0):
             raise CheckpointError(f"the checkpoint's data position is out of range: {saved}")
         self._epoch, self._position = saved.epoch, saved.position

@@ -285,12 +285,13 @@ def _first_cause(failed: Sequence[tuple[Pending, Failure]]) -> BaseException:
         return _first_cause(causes)
     backend = pending.backend
     also = [f"rank {other.rank}: {_first_line(f.cause)}" for other, f in ordered[1:] if other.backend is backend][:4]
+    others = f"also failed: {'; '.join(also)}" if also else ""
     where = FailedWorker(
         role=pending.role,
         rank=pending.rank,
         host=backend.host(pending.rank),
         stage=pending.stage,
-        cause="\n".join(filter(None, [failure.cause, failure.trace, "; ".join(["then", *also]) if also else ""])),
+        cause="\n".join(filter(None, [failure.cause, failure.trace, others])),
         log_tail=backend.log_tail(pending.rank),
     )
     if isinstance(failure.exception, SPOKEN_ERRORS):

@@ -135,7 +135,8 @@ def test_a_driver_that_gets_sigterm_shuts_down_cleanly(toy: Toy, tmp_path: Path)
     run = RayRun(toy, tmp_path / "out")
     run.signal_driver(signal.SIGTERM, after_step=1)
     assert run.end(ENDED_S) == 128 + signal.SIGTERM, run.log
-    assert run.log.rstrip().endswith("rlsys: stopped by SIGTERM")
+    assert "rlsys: stopped by SIGTERM" in run.log
+    assert run.log.rstrip().splitlines()[-1].startswith("  next        the same command continues ")
 
 
 def test_a_cluster_that_is_too_small_is_reported(toy: Toy, tmp_path: Path) -> None:

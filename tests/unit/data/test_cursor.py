@@ -75,10 +75,10 @@ def test_a_dataset_smaller_than_a_batch_is_a_config_error_that_names_both() -> N
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_rows": 7}, "num_rows was 7, is 6"),
-        ({"dataset": "other"}, "dataset was other, is d"),
-        ({"seed": 9}, "seed was 9, is 1"),
-        ({"shuffle": False}, "shuffle was False"),
+        ({"num_rows": 7}, "the training rows are others: num_rows is 6, but the checkpoint was saved with 7"),
+        ({"dataset": "other"}, "dataset is d, but the checkpoint was saved with other"),
+        ({"seed": 9}, "data.seed is 1, but the checkpoint was saved with 9; set data.seed=9, or start over"),
+        ({"shuffle": False}, "data.shuffle is True, but the checkpoint was saved with False"),
         ({"position": 99}, "out of range"),
         ({"epoch": -1}, "out of range"),
         ({"extra": 1}, "no data position"),
