@@ -16,6 +16,7 @@ MODULES = {
     "sft": ("trainer.main_sft", "supervised fine-tuning"),
     "rm": ("trainer.main_rm", "training a reward model"),
     "eval": ("trainer.main_eval", "answers to validation prompts, graded"),
+    "report": ("rlsys.telemetry.report", "the report page of a run: rlsys report RUN_FOLDER"),
     "merge": (MERGER, "checkpoints to Hugging Face folders: rlsys merge --local_dir CHECKPOINT ..."),
     "split": (MERGER, "Hugging Face folders to checkpoints"),
     "verify": (MERGER, "compare a checkpoint with a Hugging Face folder"),

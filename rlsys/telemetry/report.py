@@ -1,6 +1,6 @@
 """The report of a run: `index.html` in its folder, curves of everything in metrics.jsonl and links to the other files.
 
-It is made from the files of the run alone, so it can be made again at any time: `python -m rlsys.telemetry.report RUN`.
+It is made from the files of the run alone, so it can be made again at any time: `rlsys report RUN_FOLDER`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_POINTS = 1000
 MIN_GAP_S = 15.0
 MAX_SHARE = 0.02
 PAGES = ("rollouts/index.html", "validation/index.html")
-FILES = ("timeline.json", "metrics.jsonl", "memory.txt", "config.yaml", "train.log")
+FILES = ("timeline.json", "metrics.jsonl", "memory.txt", "config.yaml")
 
 
 class RunReport:
@@ -56,7 +56,7 @@ def write_report(
     """
     steps, columns, every = thinned(_records(folder))
     folder = folder.absolute()
-    own = {Path(name).parts[0].partition(".")[0]: name for name in (*PAGES, *FILES)}
+    own = {Path(name).parts[0].partition(".")[0]: name for name in (*PAGES, *FILES)} | {"log": "train.log"}
     targets = {name: folder / target for name, target in {**own, **(links or {})}.items()}
     data = {
         "title": title or folder.name,
@@ -103,4 +103,6 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
+        raise SystemExit("rlsys report RUN_FOLDER: writes index.html, the report page, from the files of a run")
     print(write_report(Path(sys.argv[1])))

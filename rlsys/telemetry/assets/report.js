@@ -7,7 +7,7 @@ const SECTIONS = {
     { title: "Accuracy", names: { "train/accuracy": "training", "val/accuracy": "validation" } },
     { title: "Response length", names: { "response_length/mean": "mean", "response_length/max": "longest", "response_length/min": "shortest" }, unit: "tokens" },
     { title: "Answers cut off or aborted", names: { "response_length/clip_ratio": "cut off", "response/aborted_ratio": "aborted" } },
-    { title: "Prompts whose answers all score the same", match: /zero_std|without_variance|no_variance|same_score|equal_reward/ },
+    { title: "Answers in groups of equal scores", names: { "critic/score/frac_zero_std": "share" } },
     { title: "Answers that could not be graded", names: { "reward/errors": "errors", "reward/timeouts": "timeouts" } },
   ],
   Optimization: [
@@ -97,12 +97,11 @@ function seriesOf(spec) {
   if (spec.same) names = names.filter((n, i) => i === 0 || runs.some(r => (r.columns[n] || []).some((v, k) => isNumber(v) && v !== 0 && v !== (r.columns[names[0]] || [])[k])));
   const short = shortened(spec.short ? names.map(spec.short) : []);
   const label = n => spec.names?.[n] ?? (spec.stack ? n.slice(6) : spec.short ? short(spec.short(n)) : n);
-  const found = names.slice(0, spec.stack ? 12 : LINES).flatMap((name, hue) => runs.map((r, at) => {
+  if (!spec.always) names = names.filter(n => runs.some(r => r.columns[n]?.some(v => isNumber(v) && v !== 0)));
+  return names.slice(0, spec.stack ? 12 : LINES).flatMap((name, hue) => runs.map((r, at) => {
     const kept = (r.columns[name] || []).map((y, i) => [r.axes[state.axis][i], y]).filter(([, y]) => isNumber(y));
     return { name, label: label(name), run: at, hue: names.length === 1 ? at : hue, points: kept };
   })).filter(s => s.points.length && (!spec.stack || s.run === 0));
-  const moving = found.filter(s => s.points.some(p => p[1] !== 0));
-  return spec.always ? found : moving;
 }
 // What the labels have in common at their start, up to a slash, says nothing.
 function shortened(labels) {

@@ -72,6 +72,7 @@ def test_report_links_the_files_that_exist(tmp_path: Path) -> None:
         path.mkdir()
     (rollouts / "index.html").touch()
     (folder / "memory.txt").touch()
+    (folder / "train.log").touch()
     write_metrics(folder)
     path = write_report(folder, links={"rollouts": str(rollouts / "index.html"), "validation": "nowhere/index.html"})
     data = embedded(path)
@@ -80,6 +81,7 @@ def test_report_links_the_files_that_exist(tmp_path: Path) -> None:
         "rollouts": (rollouts / "index.html").as_uri(),
         "metrics": "metrics.jsonl",
         "memory": "memory.txt",
+        "log": "train.log",
     }
     assert data["columns"]["actor/grad_norm"][3:6] == [1.0, None, 1.0]
 
