@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 import sys
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +15,7 @@ from typing import Any
 
 from rlsys.utils.errors import ConfigError
 
+IMPORT_S = 60.0
 NAMESAKES = ("trainer.py", "workers.py")
 
 
@@ -47,6 +51,25 @@ def search_last_beside_namesakes() -> None:
     sys.path[:] = [path for path in sys.path if path not in theirs] + theirs
 
 
+@contextmanager
+def _import_deadline() -> Iterator[None]:
+    """TimeoutError, in the main thread, where an import hangs; the timer of others is kept."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"its import did not end within {IMPORT_S:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    others_s, _ = signal.setitimer(signal.ITIMER_REAL, IMPORT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, others_s)
+        signal.signal(signal.SIGALRM, before)
+
+
 def _module_of_file(path: str, key: str) -> ModuleType:
     """The module of a Python file, under the same name in every process."""
     file = Path(path).expanduser()
@@ -62,7 +85,8 @@ def _module_of_file(path: str, key: str) -> ModuleType:
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
         try:
-            spec.loader.exec_module(module)
+            with _import_deadline():
+                spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
             del sys.modules[module_name]
             raise ConfigError(f"{key}={path} cannot be loaded: {type(error).__name__}: {error}") from error

@@ -129,8 +129,11 @@ def _no_folder(name: str) -> str:
 
 def model_facts(folder: Path) -> dict[str, Any]:
     """The config.json of a model, also of one in a checkpoint or a run; empty if it cannot be read."""
+    path = config_folder(folder) / "config.json"
+    if not path.is_file():
+        return {}
     try:
-        facts = json.loads((config_folder(folder) / "config.json").read_text(encoding="utf-8"))
+        facts = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}

@@ -1,0 +1,35 @@
+"""User code from files: an import that hangs or fails is an error that names the setting."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from rlsys.config.checks.files import model_facts
+from rlsys.utils import plugins
+from rlsys.utils.errors import ConfigError
+
+KEY = "reward.custom_reward_function"
+
+
+def test_an_import_that_hangs_is_ended_and_the_timer_of_others_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plugins, "IMPORT_S", 0.2)
+    path = tmp_path / "grade.py"
+    path.write_text("import time\ntime.sleep(100)\ndef compute_score(): ...\n")
+    handler, (timer_s, _) = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
+    with pytest.raises(ConfigError, match=rf"{KEY}.path={path} cannot be loaded: .* did not end within 0.2 s"):
+        plugins.load_from_file(str(path), "compute_score", key=KEY)
+    assert signal.getsignal(signal.SIGALRM) == handler
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == pytest.approx(timer_s, abs=60)
+    path.write_text("def compute_score(): return 3\n")
+    assert plugins.load_from_file(str(path), "compute_score", key=KEY)() == 3
+
+
+def test_a_model_configuration_that_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    assert model_facts(tmp_path) == {}
