@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlsys.agent.collate import collate_episodes
 from rlsys.agent.presets import Workflow, load_workflow
+from rlsys.agent.programs import CommandWorkflow, FunctionWorkflow
 from rlsys.agent.rounds import Rounds
 from rlsys.agent.runner import FAILED, EpisodeResult, EpisodeRunner, EpisodeStart, episode_metrics
 from rlsys.agent.session import EpisodeLimits, Score, SessionSettings
@@ -169,6 +170,11 @@ def load_agents(cfg: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase)
     agent = generation.agent
     if not generation.has_workflow:
         return None
+    if isinstance(cfg, PPOConfig) and cfg.trainer.max_staleness > 0:
+        raise ConfigError(
+            f"trainer.max_staleness={cfg.trainer.max_staleness}: episodes are generated in step with training; set it "
+            "to 0, or answer each prompt by one draw"
+        )
     by_name = {name: load_workflow(workflow) for name, workflow in AGENTS.items()}
     if agent.agent_loop_config_path is not None:
         entries: Any = OmegaConf.to_container(OmegaConf.load(agent.agent_loop_config_path), resolve=True)
@@ -176,12 +182,17 @@ def load_agents(cfg: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase)
             kwargs = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
             by_name[entry["name"]] = load_workflow(entry["_target_"], kwargs)
     name = "tool_agent" if generation.multi_turn.enable else agent.default_agent_loop
-    if generation.workflow is None and name not in by_name:
+    if generation.workflow is not None:
+        workflow = load_workflow(generation.workflow, agent.workflow_kwargs)
+    elif agent.command is not None:
+        workflow = load_workflow(CommandWorkflow(agent.command))
+    elif agent.path is not None:
+        workflow = load_workflow(FunctionWorkflow(agent.path))
+    elif name in by_name:
+        workflow = by_name[name]
+    else:
         key = "actor_rollout_ref.rollout.agent.default_agent_loop"
         raise ConfigError(f"{key}={name}: choose from {', '.join(by_name)}, or add it to agent_loop_config_path")
-    named = by_name.get(name)
-    workflow = load_workflow(generation.workflow, agent.workflow_kwargs) if generation.workflow else named
-    assert workflow is not None
     tools = _tools(generation.multi_turn)
     uses_tools = tools or any(one.tools or one.environment for one in (workflow, *by_name.values()))
     kwargs = cfg.data.apply_chat_template_kwargs

@@ -26,11 +26,12 @@ Run = Callable[[Row, Session], Awaitable[Outcome]]
 
 @dataclass(frozen=True)
 class Workflow:
-    """How episodes run, the tools that they bring and the environment class whose methods are tools, if any."""
+    """How episodes run, the tools that they bring, the environment class whose methods are tools, and how to end."""
 
     run: Run
     tools: Sequence[Tool] = ()
     environment: str | None = None
+    close: Callable[[], Awaitable[None]] | None = None
 
 
 class RLVRWorkflow:
@@ -144,4 +145,4 @@ def load_workflow(spec: str | Any, kwargs: Mapping[str, Any] | None = None) -> W
     call = spec.run if hasattr(spec, "run") else spec
     if not inspect.iscoroutinefunction(call):
         raise ConfigError(f"{key}: {spec!r} must be an async function run(row, session)")
-    return Workflow(call, getattr(spec, "tools", ()))
+    return Workflow(call, getattr(spec, "tools", ()), close=getattr(spec, "close", None))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams
 
@@ -22,6 +23,7 @@ class Rounds:
 
     def __init__(self, generate: Generate, *, max_concurrent: int) -> None:
         self._generate, self._max_concurrent = generate, max_concurrent
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rounds")
         self._num_left = 0
         self._waiting: list[tuple[ModelRequest, asyncio.Future[ModelResponse]]] = []
         self._running: asyncio.Task[None] | None = None
@@ -50,7 +52,7 @@ class Rounds:
         round_, self._waiting = sorted(self._waiting, key=lambda draw: draw[0].session), []
         requests = [ModelRequest(r.input_ids, r.gconfig, rid=f"{n}") for n, (r, _) in enumerate(round_)]
         try:
-            responses = await asyncio.to_thread(self._generate, requests)
+            responses = await asyncio.get_running_loop().run_in_executor(self._thread, self._generate, requests)
             for (_, future), response in zip(round_, responses, strict=True):
                 if not future.done():
                     future.set_result(response)

@@ -96,13 +96,19 @@ class EpisodeRunner:
 
     def close(self) -> None:
         """End all episodes and the thread."""
-        self._loop.call_soon_threadsafe(self._cancel)
+        with suppress(Exception):
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(10.0)
+        self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10.0)
 
-    def _cancel(self) -> None:
-        for task in asyncio.all_tasks(self._loop):
+    async def _close(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
             task.cancel()
-        self._loop.call_later(0.1, self._loop.stop)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for workflow in (self.workflow, *self._agents.values()):
+            if workflow.close is not None:
+                await workflow.close()
 
     async def _run(self, start: EpisodeStart, sampling: SamplingParams) -> EpisodeResult:
         row = start.row

@@ -39,6 +39,14 @@ async def fails(row, session):
     raise KeyError("no such column")
 
 
+def program(prompt, base_url, api_key):
+    import json, urllib.request
+    body = json.dumps({"model": "any", "messages": prompt, "max_tokens": 4}).encode()
+    request = urllib.request.Request(base_url + "/chat/completions", body, {"Authorization": "Bearer " + api_key})
+    answer = json.load(urllib.request.urlopen(request))
+    return (answer["usage"]["completion_tokens"] + len(answer["choices"][0]["message"]["content"])) % 3 / 2
+
+
 class Parrot:
     """An environment without tool calls by the model."""
 
@@ -104,6 +112,15 @@ def test_an_environment_class_trains_and_evaluates(toy: Toy, agent: Path, tmp_pa
     assert main_eval.main(evaluation) == 0
     metrics = json.loads((tmp_path / "eval" / "evaluation.json").read_text())
     assert metrics["val-core/rlsys/arithmetic/reward/mean@1"] == 0.5
+
+
+def test_a_program_that_speaks_chat_completions_is_trained(toy: Toy, agent: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    argv = [f"{ROLLOUT}agent.path={agent}:program", "trainer.backend=local", "data.max_response_length=8"]
+    assert main_ppo.main(toy.overrides(out, *argv, "trainer.total_training_steps=2")) == 0
+    steps = [record for record in read_jsonl(out / "metrics.jsonl") if "agent/end/stop" in record]
+    assert [step["agent/end/stop"] for step in steps] == [32.0, 32.0]
+    assert all(step["training/rollout_probs_diff_max"] < 1e-3 for step in steps)
 
 
 def test_episodes_that_all_fail_stop_the_run_with_their_cause(

@@ -17,6 +17,11 @@ class AgentConfig(Section):
 
     workflow_kwargs: t.OpenDict = open_dict()
     """Arguments of the workflow's class."""
+    command: t.Text | None = None
+    """Program that answers a prompt: it gets OPENAI_BASE_URL, OPENAI_API_KEY and RLSYS_ROW (JSON)."""
+    path: t.Text | None = None
+    """Function that answers a prompt (file.py:name or module:name): it gets what it names of row, prompt, base_url and
+    api_key."""
     default_agent_loop: t.Text = "single_turn_agent"
     """Agent of rows without agent_name: single_turn_agent, tool_agent, or one of agent_loop_config_path."""
     agent_loop_config_path: t.LocalPath | None = None

@@ -61,8 +61,8 @@ class EngineKwargsConfig(Section):
 
 IF_WORKFLOW = ActiveIf(
     ".has_workflow",
-    why="each prompt is answered by one draw; set actor_rollout_ref.rollout.workflow or multi_turn.enable=true",
-    besides=("enable", "default_agent_loop", "agent_loop_config_path"),
+    why="each prompt is answered by one draw; set rollout.workflow, rollout.agent.command or multi_turn.enable=true",
+    besides=("enable", "default_agent_loop", "agent_loop_config_path", "command", "path"),
 )
 
 
@@ -123,6 +123,8 @@ class GenerationConfig(Section):
         """Whether prompts are answered by episodes instead of single draws."""
         return bool(
             self.workflow
+            or self.agent.command
+            or self.agent.path
             or self.multi_turn.enable
             or self.agent.agent_loop_config_path
             or self.agent.default_agent_loop != "single_turn_agent"

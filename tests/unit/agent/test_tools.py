@@ -142,7 +142,7 @@ def test_a_tool_that_cannot_be_used_is_a_config_error(make, message):
 def test_python_and_calculator_run_in_the_sandbox():
     assert python("print(123 * 457)") == "56211"
     assert "ZeroDivisionError" in python("1/0")
-    assert "PermissionError" in python("open('/etc/passwd').read()")
+    assert python("open('/etc/passwd').read()").split(":")[0] in ("PermissionError", "FileNotFoundError")
     assert calculator("(2+3)*4") == "20"
     assert "Error" in calculator("2 +")
 

@@ -1,0 +1,204 @@
+"""OpenAI's chat completions over HTTP, so that any program that speaks them is an agent that can be trained.
+
+An episode has its own base URL and a random key. What a conversation repeats of the episode's earlier draws keeps its
+tokens; a rewritten or compacted history becomes a branch. Requests are answered on loopback only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from aiohttp import web
+
+from rlsys.agent.session import Answer, EpisodeEnd, Session
+
+MAX_BODY_BYTES = 64 << 20
+MAX_CHOICES = 16
+
+
+@dataclass(eq=False)
+class OpenEpisode:
+    """An episode that a program talks to: where, with which key, and the reward that it posted, if any."""
+
+    session: Session
+    base_url: str
+    key: str
+    reward: float | None = None
+    last: Answer | None = None
+    answers: dict[str, asyncio.Task[list[Answer]]] = field(default_factory=dict)
+
+
+class Endpoint:
+    """The HTTP server of all open episodes; belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._episodes: dict[str, OpenEpisode] = {}
+        self._runner: web.AppRunner | None = None
+        self._lock = asyncio.Lock()
+        self._port = 0
+
+    async def open(self, session: Session) -> OpenEpisode:
+        """Give an episode its URL; the server starts with the first one."""
+        async with self._lock:
+            if self._runner is None:
+                await self._start()
+        name, key = secrets.token_urlsafe(9), secrets.token_urlsafe(24)
+        episode = OpenEpisode(session, f"http://127.0.0.1:{self._port}/e/{name}/v1", key)
+        self._episodes[name] = episode
+        return episode
+
+    def end(self, episode: OpenEpisode) -> None:
+        """Answer no more requests of an episode."""
+        self._episodes = {name: one for name, one in self._episodes.items() if one is not episode}
+
+    async def close(self) -> None:
+        """Stop the server."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def _start(self) -> None:
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._checked])
+        app.router.add_post("/e/{episode}/v1/chat/completions", self._complete)
+        app.router.add_get("/e/{episode}/v1/models", self._models)
+        app.router.add_post("/e/{episode}/v1/reward", self._reward)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self._port = self._runner.addresses[0][1]
+
+    @web.middleware
+    async def _checked(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """The answer of a handler to a program that may ask; errors in OpenAI's form."""
+        episode = self._episodes.get(request.match_info.get("episode", ""))
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if episode is None:
+            return _error(404, "not_found", "there is no open episode at this URL; it may have ended")
+        if not hmac.compare_digest(given.encode(), episode.key.encode()):
+            return _error(401, "invalid_api_key", "wrong key; use the OPENAI_API_KEY that the program was given")
+        if "Origin" in request.headers:
+            return _error(403, "forbidden", "requests of web pages are not answered")
+        try:
+            return await handler(request)
+        except EpisodeEnd as ended:
+            return _error(400, "episode_end", str(ended))
+        except (ValueError, KeyError, TypeError) as error:
+            episode.session.counts["bad_requests"] += 1
+            return _error(400, "invalid_request_error", f"{type(error).__name__}: {error}")
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "rlsys"}]})
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        self._episodes[request.match_info["episode"]].reward = float((await request.json())["reward"])
+        return web.json_response({})
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        episode = self._episodes[request.match_info["episode"]]
+        body = await request.json()
+        answers = await self._drawn(episode, body, is_retry=request.headers.get("x-stainless-retry-count", "0") != "0")
+        episode.last = answers[0]
+        choices = [_choice(number, answer) for number, answer in enumerate(answers)]
+        parent = answers[0].span.parent
+        num_prompt, num_drawn = parent.num_tokens if parent else 0, sum(len(a.span.ids) for a in answers)
+        completion = {
+            "id": f"chatcmpl-{secrets.token_hex(8)}",
+            "created": int(time.time()),
+            "model": str(body.get("model", "policy")),
+            "usage": {
+                "prompt_tokens": num_prompt,
+                "completion_tokens": num_drawn,
+                "total_tokens": num_prompt + num_drawn,
+            },
+        }
+        if body.get("stream"):
+            return await _streamed(request, completion, choices)
+        return web.json_response({**completion, "object": "chat.completion", "choices": choices})
+
+    async def _drawn(self, episode: OpenEpisode, body: Mapping[str, Any], *, is_retry: bool) -> list[Answer]:
+        """The answers to a request; a client's repetition of one gets the same answers."""
+        key = blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
+        if not (is_retry and key in episode.answers):
+            episode.answers[key] = asyncio.create_task(_draw(episode.session, body))
+        else:
+            episode.session.counts["retries"] += 1
+        return await asyncio.shield(episode.answers[key])
+
+
+async def _draw(session: Session, body: Mapping[str, Any]) -> list[Answer]:
+    """Draw the answers that a request asks for. Temperature and truncation stay the job's."""
+    messages, num_choices = body["messages"], int(body.get("n") or 1)
+    if not isinstance(messages, list) or not messages or not 1 <= num_choices <= MAX_CHOICES:
+        raise ValueError(f"messages must be a list that is not empty, n from 1 to {MAX_CHOICES}")
+    conversation = [_message(message) for message in messages]
+    tools = None if body.get("tool_choice") == "none" else body.get("tools")
+    most = body.get("max_completion_tokens") or body.get("max_tokens")
+    limit = {"max_new_tokens": int(most)} if most else {}
+    return [await session.draw(conversation, tools=tools or [], **limit) for _ in range(num_choices)]
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as chat templates take it: text, and arguments of calls as objects. ValueError for other parts."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    content = plain.get("content", "")
+    if isinstance(content, list):
+        if other := {part.get("type") for part in content} - {"text"}:
+            raise ValueError(f"content of type {', '.join(map(str, other))} is not supported, only text")
+        content = "".join(part["text"] for part in content)
+    plain["content"] = content
+    if plain["role"] == "developer":
+        plain["role"] = "system"
+    if calls := plain.get("tool_calls"):
+        plain["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"] or "{}")}}
+            for call in calls
+        ]
+    return plain
+
+
+def _choice(number: int, answer: Answer) -> dict[str, Any]:
+    message = dict(answer.message)
+    if calls := message.get("tool_calls"):
+        message["content"] = message["content"] or None
+        message["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    reason = "tool_calls" if calls else "length" if answer.is_cut else "stop"
+    return {"index": number, "message": message, "finish_reason": reason, "logprobs": None}
+
+
+async def _streamed(
+    request: web.Request, completion: Mapping[str, Any], choices: list[dict[str, Any]]
+) -> web.StreamResponse:
+    """The whole answer as one chunk of server-sent events, then the end of each choice."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    usage = {key: value for key, value in completion.items() if key != "usage"}
+    for choice in choices:
+        delta = dict(choice["message"])
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [{**call, "index": at} for at, call in enumerate(delta["tool_calls"])]
+        for part, reason in ((delta, None), ({}, choice["finish_reason"])):
+            event = {"index": choice["index"], "delta": part, "finish_reason": reason}
+            await _event(response, {**usage, "object": "chat.completion.chunk", "choices": [event]})
+    await _event(response, {**completion, "object": "chat.completion.chunk", "choices": []})
+    await response.write(b"data: [DONE]\n\n")
+    return response
+
+
+async def _event(response: web.StreamResponse, event: Mapping[str, Any]) -> None:
+    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+
+
+def _error(status: int, code: str, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": code, "code": code}}, status=status)

@@ -1,0 +1,231 @@
+"""Programs that speak OpenAI's chat completions are agents: exact tokens, retries, streams, branches, bad requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from rlsys.agent.endpoint import Endpoint
+from rlsys.agent.presets import load_workflow
+from rlsys.agent.programs import CommandWorkflow, FunctionWorkflow
+from rlsys.agent.runner import EpisodeRunner, EpisodeStart
+from rlsys.agent.session import EpisodeLimits, Score, Session
+from rlsys.agent.template import ChatTemplate
+from rlsys.agent.tool_pool import ToolPool
+from rlsys.types import SamplingParams
+from tests.timing import scaled_s
+from tests.unit.agent.engine import RandomEngine, settings_for
+from tests.unit.agent.templates import HERMES, tokenizer_with
+from tests.unit.agent.test_exact_tokens import check_rows
+
+TEMPLATE = ChatTemplate(tokenizer_with(HERMES), kinds=("user", "tool"))
+ROW = {"prompt": [{"role": "user", "content": "6*7?"}], "reward_model": {"ground_truth": "ok"}}
+TOOL = {"type": "function", "function": {"name": "f", "description": "F.", "parameters": {"type": "object"}}}
+CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
+
+
+async def grade(row, answer, extra_info):
+    return Score(float(answer == row["reward_model"]["ground_truth"]))
+
+
+class Client:
+    """The requests of one episode."""
+
+    def __init__(self, http, episode):
+        self.http, self.url, self.headers = http, episode.base_url, {"Authorization": f"Bearer {episode.key}"}
+
+    async def post(self, body, path="/chat/completions", **headers):
+        async with self.http.post(self.url + path, json=body, headers={**self.headers, **headers}) as answer:
+            return answer.status, json.loads(await answer.text()) if answer.content_type == "application/json" else (
+                await answer.text()
+            )
+
+    async def ask(self, *messages, **more):
+        status, answer = await self.post({"model": "m", "messages": list(messages), **more})
+        assert status == 200, answer
+        return answer["choices"][0]["message"]
+
+
+@pytest.fixture
+async def episode():
+    """(client, engine, session) of an open episode whose model writes `ok`, or tool calls where there are tools."""
+    engine = RandomEngine(TEMPLATE.tokenizer, lambda text: CALL + CALL if "<|im_start|>system\nTools" in text else "ok")
+    session = Session(settings_for(engine, TEMPLATE, limits=EpisodeLimits(2000, 2000)), seed=1)
+    endpoint = Endpoint()
+    opened = await endpoint.open(session)
+    async with aiohttp.ClientSession() as http:
+        yield Client(http, opened), engine, session
+    await endpoint.close()
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+async def test_a_conversation_is_one_row(episode):
+    client, engine, session = episode
+    messages = [{"role": "system", "content": "brief"}, user("a")]
+    for text in ("b", "c"):
+        messages += [await client.ask(*messages), user(text)]
+    await client.ask(*messages)
+    check_rows(engine, session.trace, True)
+
+
+async def test_parallel_calls_and_their_results_are_one_row(episode):
+    client, engine, session = episode
+    first = await client.ask(user("a"), tools=[TOOL])
+    assert first["content"] is None
+    calls = first["tool_calls"]
+    assert [json.loads(call["function"]["arguments"]) for call in calls] == [{"x": 1}] * 2
+    rewritten = [{**c, "function": {"name": "f", "arguments": '{ "x":1 }'}} for c in calls]  # as harnesses write JSON
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "7"} for call in calls]
+    await client.ask(user("a"), {**first, "tool_calls": rewritten}, *results, tools=[TOOL])
+    check_rows(engine, session.trace, True)
+
+
+async def test_rewritten_and_compacted_histories_are_branches(episode):
+    client, engine, session = episode
+    answer = await client.ask(user("a"))
+    await client.ask(user("a"), {**answer, "content": "no"}, user("b"))
+    await client.ask(user("summary"), user("c"))
+    assert len(session.trace.rows()) == 3
+    check_rows(engine, session.trace, False)
+
+
+async def test_a_retry_gets_the_same_draw_and_a_second_request_another(episode):
+    client, engine, session = episode
+    body = {"model": "m", "messages": [user("a")]}
+    await asyncio.gather(client.post(body), client.post(body, **{"x-stainless-retry-count": "1"}))
+    await client.post(body, **{"x-stainless-retry-count": "2"})
+    assert (len(engine.draws), session.counts["retries"]) == (1, 2)
+    await client.post(body)
+    assert len(engine.draws) == 2
+
+
+async def test_a_stream_is_the_same_answer_in_events(episode):
+    client, _, session = episode
+    _, text = await client.post({"messages": [user("a")], "stream": True})
+    events = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    parts = [json.loads(event) for event in events[:-1]]
+    assert events[-1] == "[DONE]"
+    assert parts[0]["choices"][0]["delta"]["content"] == "ok"
+    assert parts[1]["choices"][0]["finish_reason"] == "stop"
+    assert parts[-1]["usage"]["completion_tokens"] == 3 == sum(session.trace.rows()[0].mask)
+
+
+async def test_several_choices_are_branches(episode):
+    client, engine, session = episode
+    _, answer = await client.post({"messages": [user("a")], "n": 4})
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert len(session.trace.rows()) == 4
+    check_rows(engine, session.trace, False)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": []}, "messages must be a list"),
+        ({"model": "m"}, "messages"),
+        ({"messages": [user("a")], "n": 99}, "n from 1 to"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "image_url"),
+        ({"messages": [{"content": "a"}]}, "role"),
+        ({"messages": "a"}, "messages must be a list"),
+    ],
+)
+async def test_a_bad_request_is_answered_and_counted(episode, body, message):
+    client, _, session = episode
+    status, answer = await client.post(body)
+    assert (status, message in answer["error"]["message"]) == (400, True), answer
+    assert session.counts["bad_requests"] == 1
+
+
+async def test_wrong_keys_origins_and_ended_episodes_get_nothing(episode):
+    client, engine, _ = episode
+    body = {"messages": [user("a")]}
+    assert (await client.post(body, Authorization="Bearer x"))[0] == 401
+    assert (await client.post(body, Origin="http://evil.example"))[0] == 403
+    client.url = client.url.replace("/e/", "/e/x")
+    assert (await client.post(body))[0] == 404
+    assert engine.draws == []
+
+
+async def test_a_budget_that_is_used_up_is_an_error_that_is_not_retried(episode):
+    client, _, session = episode
+    status, answer = await client.post({"messages": [user("a" * 3000)]})
+    assert (status, answer["error"]["code"], session.end) == (400, "episode_end", "context")
+
+
+def run_program(workflow, **changes):
+    engine = RandomEngine(TEMPLATE.tokenizer, lambda _: "ok")
+    settings = settings_for(engine, TEMPLATE, grade=grade)
+    runner = EpisodeRunner(settings, load_workflow(workflow), ToolPool(), **changes)
+    try:
+        return runner.submit([EpisodeStart(ROW, 3)], SamplingParams(64))[0].result(scaled_s(30.0))
+    finally:
+        runner.close()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_a_bash_script_is_an_agent():
+    result = run_program(CommandWorkflow(f"bash {Path(__file__).with_name('bash_agent.sh')}"))
+    assert (result.reward, result.end, result.num_turns, result.error) == (0.75, "stop", 2, "")
+
+
+def test_a_program_without_a_reward_is_graded_by_its_last_answer(tmp_path):
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "import json, os, urllib.request as u\n"
+        "row = json.loads(os.environ['RLSYS_ROW'])\n"
+        "r = u.Request(os.environ['OPENAI_BASE_URL'] + '/chat/completions', json.dumps({'messages': row['prompt']})"
+        ".encode(), {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'], 'Content-Type': 'application/json'})\n"
+        "u.urlopen(r).read()\n"
+    )
+    assert run_program(CommandWorkflow(f"{sys.executable} {script}")).reward == 1.0
+
+
+def test_a_program_that_fails_or_hangs_is_an_episode_that_failed():
+    failed = run_program(CommandWorkflow("echo broken >&2; exit 3"))
+    assert (failed.end, "exited with code 3: broken" in failed.error) == ("error", True)
+    hung = run_program(CommandWorkflow("sleep 987654"), deadline_s=0.5)
+    assert hung.end == "deadline"
+    assert "sleep 987654" not in subprocess.run(["ps", "ax"], capture_output=True, text=True, check=True).stdout
+    assert run_program(CommandWorkflow("true")).end == "rejected"
+
+
+def test_a_function_gets_what_it_names(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import json, urllib.request as u\n"
+        "def run(prompt, base_url, api_key):\n"
+        "    r = u.Request(base_url + '/chat/completions', json.dumps({'messages': prompt}).encode(),\n"
+        "                  {'Authorization': 'Bearer ' + api_key})\n"
+        "    return len(json.load(u.urlopen(r))['choices'][0]['message']['content']) / 4\n"
+    )
+    assert run_program(FunctionWorkflow(f"{tmp_path}/mine.py:run")).reward == 0.5
+
+
+OPENAI = """
+import asyncio, os
+from openai import AsyncOpenAI, OpenAI
+client, messages = OpenAI(), [{"role": "user", "content": "a"}]
+answer = client.chat.completions.create(model="any", messages=messages).choices[0].message
+messages += [answer, {"role": "user", "content": "b"}]
+stream = client.chat.completions.create(model="any", messages=messages, stream=True)
+text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "c"}]
+asyncio.run(AsyncOpenAI().chat.completions.create(model="any", messages=messages, temperature=0.2))
+assert client.models.list().data[0].id == "policy"
+"""
+
+
+def test_the_openai_client_runs_unchanged(tmp_path):
+    pytest.importorskip("openai")
+    (tmp_path / "agent.py").write_text(OPENAI)
+    result = run_program(CommandWorkflow(f"{sys.executable} {tmp_path / 'agent.py'}"))
+    assert (result.end, result.num_turns, len(result.rows), result.error) == ("stop", 3, 1, "")
