@@ -57,7 +57,9 @@ def local_model(path: str, *, weights: bool = True) -> str:
     any, ConfigError for a model that cannot be downloaded.
     """
     if is_hub_id(path):
-        return download_model(path)
+        downloaded = download_model(path)
+        log.info("%s is %s", path, downloaded)
+        return downloaded
     folder = config_folder(Path(path))
     if folder == Path(path) and (not weights or (folder / "config.json").is_file()):
         return path

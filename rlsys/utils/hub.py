@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import re
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
@@ -25,6 +26,7 @@ def is_hub_id(name: str) -> bool:
     return _ID.fullmatch(name) is not None and not Path(name).exists()
 
 
+@cache
 def download_model(name: str) -> str:
     """The folder of `org/model` or `org/model@revision` in the hub's cache, which gets what it lacks.
 
