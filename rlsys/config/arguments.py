@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -9,20 +10,12 @@ from difflib import get_close_matches
 from rlsys.config.overrides import Override, parse_override
 from rlsys.utils.errors import ConfigError
 
-_WITH_VALUE = {
-    "--config-name": "config_name",
-    "-cn": "config_name",
-    "--config-path": "config_path",
-    "-cp": "config_path",
-    "--config-dir": "config_path",
-    "-cd": "config_path",
-}
-_FLAGS = {
-    "--help": "help",
-    "-h": "help",
-    "--print-config": "print_config",
-    "--dry-run": "dry_run",
-}
+_PARSER = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+_PARSER.add_argument("--config-name", "-cn")
+_PARSER.add_argument("--config-path", "-cp", "--config-dir", "-cd")
+for _flag in ("--print-config", "--dry-run", "--help"):
+    _PARSER.add_argument(_flag, *(["-h"] if _flag == "--help" else []), action="store_true")
+_OPTIONS = ("--config-name", "--config-path", "--config-dir", "--print-config", "--dry-run", "--help")
 
 
 @dataclass(frozen=True)
@@ -40,35 +33,28 @@ class Arguments:
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
     """Split options from overrides; ConfigError for an unknown option."""
-    options: dict[str, str | bool] = {}
+    try:
+        options, rest = _PARSER.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error.argument_name} needs a value, e.g. --config-name=ppo_trainer") from None
+    if "" in (options.config_name, options.config_path):
+        raise ConfigError("--config-name and --config-path need a value, e.g. --config-name=ppo_trainer")
     overrides: list[Override] = []
     problems: list[str] = []
-    waiting = iter(argv)
-    for text in waiting:
-        name, equals, value = text.partition("=")
-        if name in _WITH_VALUE:
-            value = value if equals else next(waiting, "")
-            if not value:
-                raise ConfigError(f"{name} needs a value, e.g. {name}=ppo_trainer")
-            options[_WITH_VALUE[name]] = value
-        elif text in _FLAGS:
-            options[_FLAGS[text]] = True
-        elif text.startswith("-"):
-            raise ConfigError(_unknown_option(text, name))
-        else:
-            try:
-                overrides.append(parse_override(text))
-            except ConfigError as error:
-                problems.append(str(error))
-    return Arguments(tuple(overrides), tuple(problems), **options)  # type: ignore[arg-type]
+    for text in rest:
+        if text.startswith("-"):
+            raise ConfigError(_unknown_option(text))
+        try:
+            overrides.append(parse_override(text))
+        except ConfigError as error:
+            problems.append(str(error))
+    return Arguments(tuple(overrides), tuple(problems), **vars(options))
 
 
-def _unknown_option(text: str, name: str) -> str:
-    known = [option for option in (*_WITH_VALUE, *_FLAGS) if option.startswith("--")]
-    near = get_close_matches(name, known, n=1)
-    if near:
+def _unknown_option(text: str) -> str:
+    name, bare = text.partition("=")[0], text.lstrip("-")
+    if near := get_close_matches(name, _OPTIONS, n=1):
         return f"unknown option {name}; did you mean {near[0]}?"
-    bare = text.lstrip("-")
     if "." in bare.partition("=")[0]:
         return f"settings have no dashes: {bare if '=' in bare else f'{bare}=<value>'}"
-    return f"unknown option {name}; options are {', '.join(known)}, and settings have the form key=value"
+    return f"unknown option {name}; options are {', '.join(_OPTIONS)}, and settings have the form key=value"

@@ -12,6 +12,7 @@ import re
 import sys
 import textwrap
 from functools import cache
+from itertools import pairwise
 
 from rlsys.config.introspect import allowed, default_of, job_name, leaves, sections, shown
 from rlsys.config.presets import preset_names, presets_folder
@@ -63,27 +64,20 @@ def _key_text(schema: type[Section], section: type[Section], path: str, name: st
 
 def describe(section: type[Section], name: str) -> str:
     """The description of a key, from its section or the nearest parent class that has one."""
-    for cls in section.__mro__:
-        text = _descriptions(cls.__module__).get((cls.__name__, name)) if cls.__module__.startswith("rlsys.") else None
-        if text:
-            return text
-    return ""
+    texts = (_descriptions(cls.__module__).get((cls.__name__, name), "") for cls in section.__mro__)
+    return next(filter(None, texts), "")
 
 
 @cache
 def _descriptions(module: str) -> dict[tuple[str, str], str]:
     """{(class, attribute): the string below it} of a module."""
     descriptions: dict[tuple[str, str], str] = {}
-    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for this, following in zip(node.body, node.body[1:], strict=False):
-            if (
-                isinstance(this, ast.AnnAssign)
-                and isinstance(this.target, ast.Name)
-                and isinstance(following, ast.Expr)
-                and isinstance(following.value, ast.Constant)
-                and isinstance(following.value.value, str)
-            ):
-                descriptions[node.name, this.target.id] = following.value.value
+    classes = (
+        node for node in ast.parse(inspect.getsource(sys.modules[module])).body if isinstance(node, ast.ClassDef)
+    )
+    for node in classes if module.startswith("rlsys.") else ():
+        for this, below in pairwise(node.body):
+            match this, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    descriptions[node.name, name] = text
     return descriptions

@@ -180,13 +180,10 @@ def _range(schema: dict[str, Any], value: Any) -> Iterator[str]:
 
 
 def nearest(path: str, known: tuple[str, ...], count: int = 3) -> list[str]:
-    """The known keys nearest to an unknown one: those with the same last name first, then similar spellings."""
+    """The known keys that an unknown one may mean: those with the same last name first, then similar spellings."""
     last = path.rpartition(".")[2]
     same = [key for key in known if key.rpartition(".")[2] == last]
-    same.sort(key=lambda key: -difflib.SequenceMatcher(None, path, key).ratio())
-    near = difflib.get_close_matches(path, known, n=count, cutoff=0.8)
     names = {key.rpartition(".")[2]: key for key in reversed(known)}
-    alike = [names[name] for name in difflib.get_close_matches(last, names, n=2, cutoff=0.75)]
-    if not (same or near or alike):
-        near = difflib.get_close_matches(path, known, n=1, cutoff=0.5)
-    return list(dict.fromkeys([*same[:2], *near, *alike]))[:count]
+    alike = [names[name] for name in difflib.get_close_matches(last, names, n=2, cutoff=0.8)]
+    likely = difflib.get_close_matches(path, same, n=2, cutoff=0.4)
+    return list(dict.fromkeys([*likely, *difflib.get_close_matches(path, known, n=count, cutoff=0.8), *alike]))[:count]

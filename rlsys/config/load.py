@@ -25,6 +25,7 @@ from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig
 from rlsys.utils.errors import ConfigError
 
+_MAX_LISTED = 15
 S = TypeVar("S", bound=Section)
 
 
@@ -132,7 +133,15 @@ def _listed(problems: Sequence[str]) -> str:
     unique = list(dict.fromkeys(problems))
     if len(unique) == 1:
         return unique[0]
-    return f"{len(unique)} settings are wrong:\n" + "\n".join(f"  - {problem}" for problem in unique)
+    lines = [f"{len(unique)} settings are wrong:", *(f"  - {problem}" for problem in unique[:_MAX_LISTED])]
+    if len(unique) > _MAX_LISTED:
+        num_unknown = sum("no such key" in problem for problem in unique)
+        lines.append(f"  ... and {len(unique) - _MAX_LISTED} more")
+        if num_unknown > len(unique) / 2:
+            lines.append(
+                f"{num_unknown} are no keys of this job: is the file meant for another one, or another trainer?"
+            )
+    return "\n".join(lines)
 
 
 def _headline(preset: Preset, arguments: Arguments) -> str:

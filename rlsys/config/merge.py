@@ -198,7 +198,8 @@ class Layers:
         for parent in prefixes(path):
             if parent in self._leaves:
                 return f"no such key; {parent} is a single value, not a section"
-        near = nearest(spelling, (*self._leaves, *self._compat.aliases))
+        meant = self._compat.meanings.get(spelling) or self._compat.meanings.get(spelling.rpartition(".")[2])
+        near = [meant] if meant else nearest(spelling, (*self._leaves, *self._compat.aliases))
         return f"no such key; did you mean {' or '.join(near)}?" if near else "no such key; --help lists all keys"
 
 

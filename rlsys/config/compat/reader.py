@@ -11,6 +11,7 @@ jobs (`under`), of:
 - `groups`: choices of Hydra's config groups that change nothing here.
 - `expansions`: settings that set several keys: for each key a table from the value set to the key's value, `otherwise`
   for values that are not in it, whose `{}` is replaced by the value; without `otherwise` the value is passed on.
+- `meanings`: words of other trainers, and the keys to suggest for them.
 - `refused` and `ignored`: keys that do not exist here, with the reason and what to set instead. A key that would change
   results if it were ignored is refused. Values listed in `unless`, and null, ask for what happens anyway; they are
   accepted silently.
@@ -28,7 +29,7 @@ from typing import Any
 from rlsys.config.introspect import job_name
 from rlsys.config.schema.base import Section
 
-FILES = ("verl.yaml", "areal.yaml", "rlinf.yaml")
+FILES = ("verl.yaml", "areal.yaml", "rlinf.yaml", "hf.yaml")
 _MAX_ALIASES = 4
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
@@ -61,6 +62,7 @@ class CompatTable:
     aliases: dict[str, str] = field(default_factory=dict)
     computed: dict[str, Computed] = field(default_factory=dict)
     groups: dict[str, list[str]] = field(default_factory=dict)
+    meanings: dict[str, str] = field(default_factory=dict)
     expansions: dict[str, dict[str, dict[Any, Any]]] = field(default_factory=dict)
     foreign: dict[str, ForeignKey] = field(default_factory=dict)
 
@@ -100,6 +102,7 @@ def compat_table(schema: type[Section]) -> CompatTable:
         for prefix in [f"{section}." if section else "" for section in sections]:
             table.expansions.update(block.get("expansions", {}))
             table.groups.update(block.get("groups", {}))
+            table.meanings.update(block.get("meanings", {}))
             table.aliases.update({prefix + key: prefix + path for key, path in block.get("aliases", {}).items()})
             for name, path in block.get("per_gpu", {}).items():
                 table.computed[prefix + name] = Computed("per_gpu", prefix + path)

@@ -87,6 +87,7 @@ def test_every_spelling_leads_to_a_key(schema: type[Section]) -> None:
     for spelling in table.aliases:
         key = table.canonical(spelling)
         assert key in ends or "lora" in spelling or f"{R}.engine_kwargs" in key, spelling
+    assert set(table.meanings.values()) <= set(leaves(schema))
     expanded = {key for keys in table.expansions.values() for key in keys}
     assert {*(rule.key for rule in table.computed.values() if rule.key), *expanded} <= set(leaves(schema))
 

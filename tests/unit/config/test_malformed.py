@@ -82,7 +82,16 @@ UNKNOWN = [
     bad("critic.cliprange=0.5", "critic.cliprange", "critic.cliprange_value"),
     bad("reward.custom_reward_function.file=x", "reward.custom_reward_function.file", "did you mean"),
     bad("custom_reward_function.pth=x", "custom_reward_function.pth", "path"),
-    bad("zzz=1", "zzz", "no such key"),
+    bad("zzz=1", "zzz", "no such key; --help"),
+    bad("enable_rollout_tracing=1", "enable_rollout_tracing", "no such key; --help"),
+    bad("max_steps=5", "max_steps", "trainer.total_training_steps"),
+    bad("trainer.output_dir=x", "trainer.output_dir", "trainer.default_local_dir"),
+    bad("run_name=x", "run_name", "trainer.experiment_name"),
+    bad("learning_rate=1e-6", "learning_rate", f"{A}.optim.lr"),
+    bad("learning_rate=1e-6", "learning_rate", "optim.lr", schema=SFTConfig),
+    bad("temp=1", "temp", f"{R}.temperature"),
+    bad("model.path=x", "model.path", f"{M}.path"),
+    bad("data.seed =3", "'data.seed ' is not a key"),
     bad("data=1", "data = 1", "section", "data."),
     bad("critic=null", "critic = null", "section"),
     bad("data.seed.x=1", "data.seed.x", "data.seed is a single value"),
@@ -383,6 +392,8 @@ ALGORITHMS = [
 
 RUNS = [
     bad("trainer.project_name=a/b", "trainer.project_name", "becomes a folder"),
+    bad("trainer.experiment_name=' '", "trainer.experiment_name", "becomes a folder"),
+    bad(f"{R}.max_model_len=20", f"{R}.max_model_len = 20", "max_model_len=32"),
     bad("trainer.experiment_name=..", "trainer.experiment_name", "becomes a folder"),
     bad(["trainer.backend=local", "trainer.n_gpus_per_node=2"], "trainer.backend", "trainer.backend=ray"),
     bad(["trainer.backend=local", "trainer.rollout_workers=1"], "trainer.rollout_workers", "one process"),
@@ -623,6 +634,12 @@ def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -
     text = message([*argv, f"{R}.name=hff", "algorithm.adv_estimator=grpp"], PPOConfig, capsys)
     keys = ("data.sed", "trainer.nnodes", "data.truncation", f"{R}.dtype", f"{R}.name", "algorithm.adv_estimator")
     check_words(text, ("7 settings are wrong", *keys, "comma"))
+
+
+def test_more_than_15_problems_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    text = message([f"key{number}=1" for number in range(20)], PPOConfig, capsys)
+    check_words(text, ("20 settings are wrong", "key14", "and 5 more", "20 are no keys of this job"))
+    assert "key15" not in text
 
 
 def test_a_wrong_value_is_reported_once_and_not_for_the_keys_that_follow_it(capsys: pytest.CaptureFixture[str]) -> None:
