@@ -15,6 +15,7 @@ from torch import Tensor
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.fleet.external import RemoteEngine, RemoteSettings, SGLangRemoteEngine, VLLMRemoteEngine
 from rlsys.protocol import DataProto
+from rlsys.rollout.base import check_tags
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import ModelRequest, ResponseDelta
 from rlsys.utils.errors import WeightTransferError
@@ -82,10 +83,10 @@ class OneServer:
         self.pool.do(self.pool.resume())
 
     def sleep(self, tags: Sequence[str]) -> None:
-        self.fleet.sleep(tags)
+        check_tags(tags)
 
     def wake(self, tags: Sequence[str]) -> None:
-        self.fleet.wake(tags)
+        check_tags(tags)
 
     def health(self) -> dict[str, Any]:
         return {**self.server.about(), "version": self.pool.version}

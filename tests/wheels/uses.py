@@ -21,7 +21,7 @@ from typing import Any
 
 from packaging.version import Version
 
-from rlsys.fleet.external.backends import SGLangBackend, VLLMBackend, WeightGroupSpec
+from rlsys.fleet.external.backends import SGLangBackend, VLLMBackend
 from rlsys.types import ModelRequest, SamplingParams, WeightUpdateMeta
 from tests.wheels.sources import Sources
 
@@ -174,12 +174,9 @@ def calls_of(package: str) -> dict[str, list[str]]:
     calls += [call for call in (backend.probe, backend.about) if call]
     calls += [backend.generate(request, model="m", adapter="a", send_seed=True)]
     calls += [backend.score([1, 2], model="m", adapter="a"), backend.unload_adapter("a")]
-    calls += [backend.sleep(("weights",)), backend.wake(("weights",))]
-    group = {"group": "g", "names": [], "dtypes": [], "shapes": []} if package == "sglang" else {"lora_name": "a"}
-    for about in ({}, {"lora_name": "a"}, group | ({"in_place": True} if package == "vllm" else {})):
+    in_place = [{"lora_name": "a", "in_place": True}] if package == "vllm" else []
+    for about in ({}, {"lora_name": "a"}, *in_place):
         calls += backend.update(WeightUpdateMeta(version=1, weights_path="/w", metadata=about))
-    if package == "sglang":
-        calls += [backend.join_group(WeightGroupSpec("h", 1, 2, 1), 1)]
     by_path: dict[str, set[str]] = {}
     for call in calls:
         path, _, query = call.path.partition("?")

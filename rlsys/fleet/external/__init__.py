@@ -1,6 +1,5 @@
 """External SGLang and vLLM servers as rollout engines."""
 
-from rlsys.fleet.external.backends import WeightGroupSpec
 from rlsys.fleet.external.engine import RemoteEngine, SGLangRemoteEngine, VLLMRemoteEngine
 from rlsys.fleet.external.settings import RemoteSettings, server_urls
 
@@ -9,6 +8,5 @@ __all__ = [
     "RemoteSettings",
     "SGLangRemoteEngine",
     "VLLMRemoteEngine",
-    "WeightGroupSpec",
     "server_urls",
 ]

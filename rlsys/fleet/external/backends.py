@@ -17,7 +17,6 @@ from rlsys.types import Finish, ModelRequest, WeightUpdateMeta
 
 PROCESSED, RAW, FULL = "processed", "raw", "full"
 """Which log-probabilities a server gives: after temperature and truncation, before both, or after temperature only."""
-NO_GROUP = "vLLM's servers have no common way to take weights over a process group: write files"
 MAX_TOKEN_ID = 2**31
 ABOVE_ZERO = 1e-3
 _HEALTH = Call("/health", method="GET")
@@ -50,18 +49,6 @@ def check(delta: Delta, *, room: int) -> None:
     for value in delta.logprobs:
         if type(value) not in (int, float) or not math.isfinite(value) or value > ABOVE_ZERO:
             raise BadResponseError(f"'{str(value)[:40]}' is not a log-probability")
-
-
-@dataclass(frozen=True)
-class WeightGroupSpec:
-    """A process group of a trainer (rank 0) and all ranks of all servers, over which weights are broadcast."""
-
-    address: str
-    port: int
-    world_size: int
-    ranks_per_server: int
-    backend: str = "nccl"
-    name: str = "weight_update_group"
 
 
 class SGLangBackend:
@@ -110,28 +97,14 @@ class SGLangBackend:
         stamps = _stamps(about, num_seen, total)
         return Delta([pair[1] for pair in new], [pair[0] for pair in new], stamps, finish)
 
-    def join_group(self, group: WeightGroupSpec, rank: int) -> Call:
-        """Let the server's ranks, from `rank` on, join the group; answers when all ranks have."""
-        about = {"master_address": group.address, "master_port": group.port, "group_name": group.name}
-        about |= {"rank_offset": rank, "world_size": group.world_size, "backend": group.backend}
-        return Call("/init_weights_update_group", about)
-
     def update(self, meta: WeightUpdateMeta) -> tuple[Call, ...]:
-        """What brings a server to these weights: from a folder, an adapter, or over a process group."""
-        version, about = str(meta.version), meta.metadata
-        if about.get("in_place"):
+        """What brings a server to these weights: from a folder, or an adapter."""
+        if meta.metadata.get("in_place"):
             raise ValueError("SGLang has no load in place: leave in_place out, adapters are named by their version")
         if adapter := adapter_of(meta):
             return (Call("/load_lora_adapter", {"lora_name": adapter, "lora_path": meta.weights_path}),)
-        if not over_group(meta):
-            return (Call("/update_weights_from_disk", {"model_path": meta.weights_path, "weight_version": version}),)
-        body = {name: list(about[name]) for name in ("names", "dtypes", "shapes")}
-        body |= {"group_name": about["group"], "weight_version": version}
-        return (
-            Call("/begin_weight_update", {}, optional=True),
-            Call("/update_weights_from_distributed", body),
-            Call("/end_weight_update", {}, optional=True),
-        )
+        body = {"model_path": meta.weights_path, "weight_version": str(meta.version)}
+        return (Call("/update_weights_from_disk", body),)
 
     def unload_adapter(self, name: str) -> Call:
         return Call("/unload_lora_adapter", {"lora_name": name})
@@ -146,12 +119,6 @@ class SGLangBackend:
         if not isinstance(pairs, list) or not all(isinstance(pair, list) and pair for pair in pairs):
             raise BadResponseError("the answer lacks input_token_logprobs")
         return [pair[0] for pair in pairs[1:]]
-
-    def sleep(self, tags: Sequence[str]) -> Call:
-        return Call("/release_memory_occupation", {"tags": list(tags)})
-
-    def wake(self, tags: Sequence[str]) -> Call:
-        return Call("/resume_memory_occupation", {"tags": list(tags)})
 
 
 class VLLMBackend:
@@ -215,13 +182,8 @@ class VLLMBackend:
             raise BadResponseError("the answer lacks token_ids or logprobs.token_logprobs")
         return Delta(tokens, logprobs, [str(event.get("model", ""))] * len(tokens), finish)
 
-    def join_group(self, group: WeightGroupSpec, rank: int) -> Call:
-        raise ValueError(NO_GROUP)
-
     def update(self, meta: WeightUpdateMeta) -> tuple[Call, ...]:
         """What brings a server to these weights: from a folder, or an adapter."""
-        if over_group(meta):
-            raise ValueError(NO_GROUP)
         if adapter := adapter_of(meta):
             body: dict[str, Any] = {"lora_name": adapter, "lora_path": meta.weights_path}
             return (
@@ -247,12 +209,6 @@ class VLLMBackend:
             raise BadResponseError("the answer lacks prompt_logprobs")
         return [_section(entry, next(iter(entry))).get("logprob", None) for entry in entries[1:]]
 
-    def sleep(self, tags: Sequence[str]) -> Call:
-        return Call("/sleep?level=1")
-
-    def wake(self, tags: Sequence[str]) -> Call:
-        return Call("/wake_up?" + "&".join(f"tags={tag}" for tag in tags))
-
 
 Backend = SGLangBackend | VLLMBackend
 """One kind of server. Of the `identity` routes the first that exists names the weights, of the `version` routes the
@@ -265,15 +221,8 @@ def adapter_of(meta: WeightUpdateMeta) -> str:
     return f"{name}-v{meta.version}" if name and not meta.metadata.get("in_place") else name
 
 
-def over_group(meta: WeightUpdateMeta) -> bool:
-    """Whether the weights come over a process group instead of from files."""
-    return "group" in meta.metadata
-
-
 def way_of(meta: WeightUpdateMeta) -> WeightSource:
     """What a server must be able to do to take these weights."""
-    if over_group(meta):
-        return "group"
     if not adapter_of(meta):
         return "files"
     return "in_place" if meta.metadata.get("in_place") else "adapters"

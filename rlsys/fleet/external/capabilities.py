@@ -8,25 +8,24 @@ from typing import Literal
 
 from rlsys.rollout.versions import NAMES_ONLY, VersionRow, VersionTable
 
-WeightSource = Literal["files", "adapters", "in_place", "group"]
+WeightSource = Literal["files", "adapters", "in_place"]
 
 
 @dataclass(frozen=True)
 class Capabilities:
     """How a running server can load weights: a whole model from `files`, LoRA `adapters`, adapters `in_place` under the
-    same name, a whole model over a process `group`."""
+    same name."""
 
     files: bool = True
     adapters: bool = True
     in_place: bool = True
-    group: bool = True
 
     def lacking(self, needed: WeightSource) -> str:
         """Why the server cannot load weights from this source; empty if it can."""
         return "" if getattr(self, needed) else f"servers of this version cannot load weights by '{needed}'"
 
 
-_VLLM, _SGLANG = Capabilities(group=False), Capabilities(in_place=False)
+_VLLM, _SGLANG = Capabilities(), Capabilities(in_place=False)
 SERVERS: Mapping[str, VersionTable[Capabilities]] = {
     "vllm": VersionTable(
         "a vLLM server of version",
@@ -51,7 +50,7 @@ SERVERS: Mapping[str, VersionTable[Capabilities]] = {
             VersionRow(">=0.4.9,<0.5.1", _SGLANG, f"{NAMES_ONLY}; tokens are not stamped with their weights"),
             VersionRow(
                 ">=0.4.4,<0.4.9",
-                replace(_SGLANG, adapters=False, group=False),
+                replace(_SGLANG, adapters=False),
                 f"{NAMES_ONLY}; weights from files only; tokens are not stamped with their weights",
             ),
         ),

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from rlsys.fleet.external.backends import Backend, SGLangBackend, VLLMBackend, WeightGroupSpec
+from rlsys.fleet.external.backends import Backend, SGLangBackend, VLLMBackend
 from rlsys.fleet.external.server_pool import ServerPool
 from rlsys.fleet.external.settings import RemoteSettings
-from rlsys.fleet.external.workflow import Workflow, run_workflow
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.fleet.placement import FleetDeadlines
 from rlsys.fleet.replica import Replica
 from rlsys.protocol import DataProto
-from rlsys.rollout.base import SLEEP_TAGS, check_tags
 from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.partial import PartialResponse
 from rlsys.types import ModelRequest, ModelResponse, WeightUpdateMeta
@@ -72,13 +70,6 @@ class RemoteEngine(RolloutFleet):
         """Complete one request across weight updates; each token has the version that made it."""
         return await asyncio.wrap_future(self.submit([req])[0])
 
-    def rollout_batch(self, data: Sequence[Mapping[str, Any]], workflow: Workflow) -> DataProto:
-        """Run the workflow on every row at once; the trajectories of those it did not reject, as one batch.
-
-        To be called outside of an event loop; inside one, await `run_workflow(engine, data, workflow)`.
-        """
-        return asyncio.run(run_workflow(self, data, workflow))
-
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`rollout_log_probs` (B, R) as the servers score the responses, which they do at temperature 1 only."""
         temperature = data.meta_info.get("temperature", 1.0)
@@ -103,9 +94,6 @@ class RemoteEngine(RolloutFleet):
         holds an adapter; it is loaded beside the older ones as `<lora_name>-v<version>` and nothing is interrupted, or
         with `in_place` under the name itself. The future raises WeightTransferError when no server took it; a server
         that failed alone is out until it has taken it.
-
-        With metadata `group`, `names`, `dtypes` and `shapes` (SGLang only) the tensors come over a process group that
-        `init_weights_update_group` made: broadcast them from rank 0 in that order while the future is open.
         """
 
         def update() -> None:
@@ -121,11 +109,6 @@ class RemoteEngine(RolloutFleet):
         self.connect()
         self.pool.do(self.pool.update(meta), deadline_s, "the external servers", "update_weights")
 
-    def init_weights_update_group(self, group: WeightGroupSpec) -> Future[None]:
-        """Let all servers join a process group; the future is done when the trainer has joined as rank 0, too."""
-        self.connect()
-        return self.pool.start(self.pool.join_group(group))
-
     def set_version(self, version: int) -> None:
         """Say that the servers' present weights are this version."""
         self.pool.version = self.version = version
@@ -139,15 +122,6 @@ class RemoteEngine(RolloutFleet):
             self.pool.do(server.admit(), self.settings.update_s, server.url, "update_weights")
 
     # ---- life --------------------------------------------------------------------------------------------------
-
-    def sleep(self, tags: Sequence[str] = SLEEP_TAGS) -> None:
-        """Let the servers give memory back, where they were started for that."""
-        check_tags(tags)
-        self.pool.do(self.pool.call_all(self.pool.backend.sleep(tags), "sleep"))
-
-    def wake(self, tags: Sequence[str] = SLEEP_TAGS) -> None:
-        check_tags(tags)
-        self.pool.do(self.pool.call_all(self.pool.backend.wake(tags), "wake"))
 
     def health(self) -> dict[str, Any]:
         """What is known of the servers, without asking them."""

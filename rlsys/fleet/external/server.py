@@ -19,7 +19,6 @@ from rlsys.fleet.external.backends import (
     adapter_of,
     check,
     device_of,
-    over_group,
     probed_mode,
     way_of,
 )
@@ -36,7 +35,6 @@ log = logging.getLogger(__name__)
 
 EVENT_BYTES, EVENT_TOKEN_BYTES = 1 << 20, 256
 ABORT_WAIT_S, FIRST_BACKOFF_S = 0.05, 0.2
-GONE_BY = "the current weights came over a process group and cannot be sent again; update from files once"
 TIED_ON_CPU = (
     "vLLM on CPU keeps the old output head when the weights of a model with tied embeddings are reloaded (seen with "
     "0.32.0); push adapters, serve it with SGLang, or use a model with tie_word_embeddings=false"
@@ -208,8 +206,6 @@ class ServerReplica:
                     self.device = device_of(await self._ask(backend.about, "start", limit_s))
                 self.logprobs = probed_mode(await self._ask(backend.probe, "probe", limit_s)) if backend.probe else FULL
             async with self.pool.updating:
-                if self.pool.weights is not None and over_group(self.pool.weights):
-                    raise WeightTransferError(GONE_BY)
                 if self.pool.weights is not None:
                     await self.load(self.pool.weights)
                 if again:

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from rlsys.fleet.external.backends import Backend, WeightGroupSpec, adapter_of
+from rlsys.fleet.external.backends import Backend, adapter_of
 from rlsys.fleet.external.http import Call, ServerFault, open_session
 from rlsys.fleet.external.server import ServerReplica
 from rlsys.fleet.external.settings import RemoteSettings
@@ -107,12 +107,6 @@ class ServerPool:
     async def call_all(self, call: Call, stage: str) -> None:
         """Send every admitted server this call; one that fails is out."""
         await asyncio.gather(*(server.call(call, stage) for server in self.servers if server.is_admitted))
-
-    async def join_group(self, group: WeightGroupSpec) -> None:
-        """Have every server join a process group, in the order of their addresses."""
-        calls = [self.backend.join_group(group, 1 + n * group.ranks_per_server) for n in range(len(self.servers))]
-        pairs = zip(self.servers, calls, strict=True)
-        await asyncio.gather(*(server._ask(call, "join_group", self.settings.update_s) for server, call in pairs))
 
     async def scores(self, token_ids: list[int]) -> list[float]:
         """Log-probabilities of every token but the first, by the first server that gives them."""

@@ -21,7 +21,6 @@ from rlsys.fleet.external import (
     RemoteSettings,
     SGLangRemoteEngine,
     VLLMRemoteEngine,
-    WeightGroupSpec,
 )
 from rlsys.fleet.external.capabilities import SERVERS
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams, WeightUpdateMeta
@@ -356,33 +355,6 @@ def test_log_probs_before_the_temperature_are_refused() -> None:
             closing.close()
 
 
-def test_weights_over_a_process_group_are_announced_to_every_server(sglang: Fleet) -> None:
-    servers = sglang.serve(2)
-    engine = sglang.engine(*servers)
-    group = WeightGroupSpec("127.0.0.1", 29500, world_size=5, ranks_per_server=2, backend="gloo", name="g")
-    engine.init_weights_update_group(group).result(10)
-    about = {"group": "g", "names": ["a", "b"], "dtypes": ["float32"] * 2, "shapes": [[2], [3, 4]]}
-    engine.update_weights(WeightUpdateMeta(6, metadata=about)).result(10)
-    for server, first_rank in zip(servers, (1, 3), strict=True):
-        (_, joined), (_, update) = server.calls
-        assert (joined["rank_offset"], joined["world_size"], joined["backend"]) == (first_rank, 5, "gloo")
-        assert update == {
-            **{k: about[k] for k in ("names", "dtypes", "shapes")},
-            "group_name": "g",
-            "weight_version": "6",
-        }
-    assert engine.generate(requests_of(1))[0].version == 6
-    servers[0].stop()
-    engine.generate(requests_of(12))
-    wait_for(lambda: not engine.health()["servers"][servers[0].url]["is_admitted"])
-    servers[0].restart()
-    wait_for(lambda: "update from files" in engine.health()["servers"][servers[0].url]["cause"])
-    vllm = VLLMRemoteEngine(replace(FAST, urls=(servers[1].url,)))
-    with pytest.raises(ValueError, match="write files"):
-        vllm.update_weights(WeightUpdateMeta(7, metadata=about)).result(10)
-    vllm.close()
-
-
 @pytest.mark.parametrize(
     ("kind", "release", "taken", "refused"),
     [
@@ -516,45 +488,6 @@ def test_scores_are_those_of_the_server(fleet: Fleet) -> None:
     torch.testing.assert_close(scores, torch.tensor([[value for _, value in expected] + [0.0]]))
     with pytest.raises(ValueError, match="temperature 1 only"):
         engine.compute_log_prob(DataProto.from_dict(rows, meta_info={"temperature": 0.5}))
-
-
-class Doubling:
-    """An AReaL workflow: two answers a row, one after the other; rows that say so are rejected."""
-
-    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, torch.Tensor] | None:
-        if data.get("reject"):
-            return None
-        if data.get("fail"):
-            raise KeyError("no such answer")
-        params = SamplingParams(data["length"])
-        first = await engine.agenerate(ModelRequest(tuple(data["ids"]), params))
-        second = await engine.agenerate(ModelRequest(first.input_tokens + first.output_tokens, params))
-        ids = second.input_tokens + second.output_tokens
-        versions = (-1,) * len(data["ids"]) + first.output_versions + second.output_versions
-        return {
-            "input_ids": torch.tensor([ids]),
-            "attention_mask": torch.ones(1, len(ids), dtype=torch.int64),
-            "versions": torch.tensor([versions]),
-            "rewards": torch.tensor([float(len(ids))]),
-        }
-
-
-def test_rollout_batch_pads_what_the_workflow_accepts(fleet: Fleet) -> None:
-    engine = fleet.engine(*fleet.serve(2))
-    rows = [{"ids": [5, 6], "length": 3}, {"reject": True}, {"ids": [9], "length": 5}]
-    batch = engine.rollout_batch(rows, Doubling())
-    assert batch.meta_info == {"accepted": 2, "rejected": 1}
-    assert batch.batch["input_ids"].shape == (2, 11)
-    assert batch.batch["rewards"].tolist() == [8.0, 11.0]
-    assert batch.batch["attention_mask"].sum(1).tolist() == [8, 11]
-    assert batch.batch["versions"][0].tolist() == [-1, -1, *[0] * 6, *[-1] * 3]
-    expected = ruled(ModelRequest((9,), SamplingParams(10)))
-    assert batch.batch["input_ids"][1].tolist() == [9, *(token for token, _ in expected)]
-    with pytest.raises(KeyError) as caught:
-        engine.rollout_batch([*rows, {"fail": True}], Doubling())
-    assert caught.value.__notes__ == ["rollout_batch: row 3"]
-    with pytest.raises(ValueError, match="rejected all 1"):
-        engine.rollout_batch([{"reject": True}], Doubling())
 
 
 def test_a_closed_engine_says_so(fleet: Fleet) -> None:

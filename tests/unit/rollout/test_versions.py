@@ -33,10 +33,6 @@ NEEDED = {
     "sglang": {
         "files": {"/update_weights_from_disk": {"model_path"}},
         "adapters": {"/load_lora_adapter": {"lora_name", "lora_path"}, "/unload_lora_adapter": {"lora_name"}},
-        "group": {
-            "/init_weights_update_group": {"master_address", "master_port", "rank_offset", "world_size", "backend"},
-            "/update_weights_from_distributed": {"names", "dtypes", "shapes", "group_name"},
-        },
     },
 }
 MISSED = {
@@ -44,12 +40,7 @@ MISSED = {
     "sglang": {
         "sampling_params.sampling_seed",
         "mode",
-        "tags",
         "weight_version",
-        "names",
-        "dtypes",
-        "shapes",
-        "group_name",
     },
 }
 """Names that old servers do not read, each with a reason in `test_what_old_servers_do_not_read_is_known`."""
@@ -154,7 +145,6 @@ def test_servers_can_what_their_row_says_and_no_more(kind: str) -> None:
                 runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights"
                 has = has and "weights_path=" in RECORD[kind][version]["symbols"].get(runner, ())
             assert getattr(capabilities, ability) == has, f"{kind} {version} {ability}"
-    assert not capabilities_of("vllm", "").group
     assert not capabilities_of("sglang", "").in_place
 
 
@@ -162,8 +152,8 @@ def test_servers_can_what_their_row_says_and_no_more(kind: str) -> None:
 def test_what_old_servers_do_not_read_is_known(kind: str) -> None:
     """A name that a server ignores must be one that we can do without.
 
-    Token ids are then read from `token_id:17`; the device stays unknown; pausing aborts without a mode, too; memory is
-    given back as a whole; seeds are only wishes; weights are then not named. What weights need is in the capabilities.
+    Token ids are then read from `token_id:17`; the device stays unknown; pausing aborts without a mode, too; seeds are
+    only wishes; weights are then not named. What weights need is in the capabilities.
     """
     for version, found in RECORD[kind].items():
         names = {text.partition("(")[2].rstrip(")") for text in lacking_routes(kind, found["routes"]) if "(" in text}
@@ -173,7 +163,7 @@ def test_what_old_servers_do_not_read_is_known(kind: str) -> None:
 
 
 def test_newer_servers_are_taken_as_the_newest_and_older_ones_refused() -> None:
-    assert capabilities_of("vllm", "0.40.1") == capabilities_of("vllm", "0.33.0") == Capabilities(group=False)
+    assert capabilities_of("vllm", "0.40.1") == capabilities_of("vllm", "0.33.0") == Capabilities()
     assert capabilities_of("sglang", "0.6.0") == capabilities_of("sglang", "0.5.23") == Capabilities(in_place=False)
     with pytest.raises(ConfigError, match=r"vLLM server of version 0.8.4: not in the table(?s:.*)>=0.8.5,<0.15.1"):
         capabilities_of("vllm", "0.8.4")
