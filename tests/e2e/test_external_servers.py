@@ -57,7 +57,7 @@ def test_a_run_trains_on_what_external_servers_write(
         assert line["training/rollout_probs_diff_max"] < 1e-4
         assert line["actor/grad_norm"] > 0
         assert line["rollout/lost"] == 0
-        assert line["rollout/remote/servers_ready"] == 2
+        assert line["rollout/replicas_ready"] == 2
         assert line["weights/version"] == line["step"]
     assert all(server.version == "3" for server in servers)
     assert all(len(server.requests) > 20 for server in servers)
