@@ -18,7 +18,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import Any
 
 from rlsys.fleet.ledger import Ledger
@@ -102,7 +101,7 @@ class RolloutFleet:
         with self._change:
             if self._closed or all(entry.state == "gone" for entry in self._replicas):
                 raise RolloutError("the fleet is closed" if self._closed else self._all_gone())
-            partials = [PartialResponse(one) if isinstance(one, ModelRequest) else deepcopy(one) for one in work]
+            partials = [PartialResponse(one) if isinstance(one, ModelRequest) else one.copy() for one in work]
             numbers = self.ledger.issue(len(partials))
             requests = [FleetRequest(n, one, len(one.tokens)) for n, one in zip(numbers, partials, strict=True)]
             size = (together and self.chunk_rows) or 1
@@ -142,7 +141,7 @@ class RolloutFleet:
             placed = [one for entry in self._replicas for one, _ in entry.held]
             waiting = [one for batch in self._waiting for one in batch.requests]
             left = {one.number: one for one in [*placed, *waiting] if one.number in self.ledger.pending}
-            return [deepcopy(left[number].partial) for number in sorted(left)]
+            return [left[number].partial.copy() for number in sorted(left)]
 
     # ---- placing -----------------------------------------------------------------------------------------------
 
@@ -273,6 +272,7 @@ class RolloutFleet:
             entry.heard_s, entry.failures = time.monotonic(), 0
             if not batch.fixed:
                 batch.causes.clear()
+                batch.failed_on.clear()
         if delta.finish is not None:
             del entry.running[delta.rid]
         if request.partial.finish is not None:

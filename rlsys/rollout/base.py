@@ -69,13 +69,6 @@ class QueuedRequest:
         return self.request.rid
 
 
-@dataclass(frozen=True)
-class Cancelled:
-    """The request with this rid is not wanted any more."""
-
-    rid: str
-
-
 def check_tags(tags: Sequence[str]) -> None:
     """ValueError for tags other than those of SLEEP_TAGS."""
     if unknown := sorted(set(tags) - set(SLEEP_TAGS)):
@@ -130,11 +123,13 @@ class BaseRolloutEngine(ABC):
         self._offload_on_sleep = context.offload_on_sleep
         self._asleep: set[str] = set()
         self._sleep_noops = self._num_tokens = self._num_requests = self._num_halts = 0
-        self._busy, self._change = threading.Lock(), threading.Condition()
-        self._inbox: list[QueuedRequest | Cancelled] = []
+        self._change = threading.Condition()
+        self._inbox: list[QueuedRequest | str] = []
+        """Requests that came in, and rids of requests that are not wanted any more."""
         self._running: dict[str, QueuedRequest] = {}
         self._outbox: list[ResponseDelta] = []
-        self._report_at_s, self._parked = 0.0, False
+        self._report_at_s = 0.0
+        self._parked = self._is_serving = False
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout")
 
     @abstractmethod
@@ -170,7 +165,7 @@ class BaseRolloutEngine(ABC):
         self._check_serving()
         with self._change:
             self._outbox = [delta for delta in self._outbox if delta.rid not in cancel]
-            self._inbox += map(Cancelled, cancel)
+            self._inbox += cancel
             for request in new:
                 try:
                     self._inbox.append(self._queued(request))
@@ -192,18 +187,21 @@ class BaseRolloutEngine(ABC):
 
     def _continue(self) -> None:
         """Have the thread decode, if it does not already."""
-        if self._is_open:
-            self._thread.submit(self._serve)
+        with self._change:
+            if self._is_open and not self._is_serving:
+                self._is_serving = True
+                self._thread.submit(self._serve)
 
     def _serve(self) -> None:
-        with self._busy:
-            while self._is_open and not self._parked:
-                try:
-                    self._parked = self._decode()
-                except Exception as error:  # reported with every request that it ended
-                    self._fail(error)
-        with self._change:
-            self._change.notify_all()
+        while True:
+            with self._change:
+                if not self._is_open or self._parked:
+                    self._is_serving = False
+                    return self._change.notify_all()
+            try:
+                self._parked = self._decode()
+            except Exception as error:  # reported with every request that it ended
+                self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         with self._change:
@@ -225,8 +223,8 @@ class BaseRolloutEngine(ABC):
             for event in events:
                 if isinstance(event, QueuedRequest):
                     new[event.rid] = event
-                elif new.pop(event.rid, None) is None and self._running.pop(event.rid, None):
-                    cancelled.add(event.rid)
+                elif new.pop(event, None) is None and self._running.pop(event, None):
+                    cancelled.add(event)
             self._running |= new
             return list(new.values()), cancelled
 
@@ -315,7 +313,7 @@ class BaseRolloutEngine(ABC):
         """Wait until the thread has stopped; the ranks of a replica stop at the same step, so each takes part in it."""
         with self._change:
             self._continue()
-            if not self._change.wait_for(lambda: self._parked or not self._is_open, timeout=STEP_WAIT_S):
+            if not self._change.wait_for(lambda: not self._is_serving, timeout=STEP_WAIT_S):
                 raise WeightTransferError(
                     f"the rollout engine did not stop within {STEP_WAIT_S:g} s; it may hang in a step"
                 )
@@ -363,8 +361,7 @@ class BaseRolloutEngine(ABC):
         """Give up running requests and free the model."""
         self._closed = True
         self._thread.shutdown(wait=True)
-        with self._busy:
-            self._free()
+        self._free()
 
     def check_weights_awake(self) -> None:
         """WeightTransferError while the weights are asleep."""

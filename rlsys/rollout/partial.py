@@ -30,6 +30,11 @@ class PartialResponse:
         full, sampled = list(response.output_logprobs), list(response.sampled_logprobs)
         return cls(request, list(response.output_tokens), full, sampled, list(response.output_versions))
 
+    def copy(self) -> PartialResponse:
+        """One that grows apart from this one."""
+        lists = {name: getattr(self, name)[:] for name in ("tokens", "logprobs", "sampled_logprobs", "versions")}
+        return replace(self, **lists)
+
     @property
     def room(self) -> int:
         """How many tokens the request may still get."""
