@@ -17,6 +17,7 @@ MODULES = {
     "rm": ("trainer.main_rm", "training a reward model"),
     "eval": ("trainer.main_eval", "answers to validation prompts, graded"),
     "report": ("rlsys.telemetry.report", "the report page of a run: rlsys report RUN_FOLDER"),
+    "reward-test": ("trainer.main_reward", "rows scored by a reward function: rlsys reward-test FILE ROWS"),
     "merge": (MERGER, "checkpoints to Hugging Face folders: rlsys merge --local_dir CHECKPOINT ..."),
     "split": (MERGER, "Hugging Face folders to checkpoints"),
     "verify": (MERGER, "compare a checkpoint with a Hugging Face folder"),
@@ -48,7 +49,7 @@ def main() -> None:
 
 def _help() -> str:
     described = {name: text for name, (_, text) in MODULES.items()} | SCRIPTS
-    return "\n".join(["rlsys COMMAND ... (rlsys COMMAND --help)", *(f"  {n:<8} {t}" for n, t in described.items())])
+    return "\n".join(["rlsys COMMAND ... (rlsys COMMAND --help)", *(f"  {n:<12} {t}" for n, t in described.items())])
 
 
 if __name__ == "__main__":

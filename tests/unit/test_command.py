@@ -24,11 +24,12 @@ def rlsys(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "code", "printed"),
     [
-        ((), 0, "train    PPO, GRPO"),
+        ((), 0, "train        PPO, GRPO"),
         (("--version",), 0, "rlsys 0."),
         (("nope",), 2, "rlsys: nope is not a command"),
         (("train", "--config-name=quickstart", "--dry-run"), 0, "--dry-run: nothing was started"),
         (("sft", "no.such.key=1"), 2, "no.such.key"),
+        (("reward-test", "none.py", "none.jsonl"), 2, "none.jsonl"),
         (("merge", "--help"), 0, "--local_dir DIR"),
     ],
 )
