@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Generic, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,7 +15,7 @@ from rlsys.config.plan import total_steps
 from rlsys.data.collate import collate_pairs, collate_texts
 from rlsys.data.cursor import Cursor
 from rlsys.data.dataset import configured_source
-from rlsys.data.supervised import SupervisedDataset, load_pairs, load_texts
+from rlsys.data.supervised import SupervisedDataset, T, TokenizedPair, TokenizedText, load_pairs, load_texts
 from rlsys.protocol import DataProto, pad_dataproto_to_divisor
 from rlsys.roles.lm import RankSums, mean_over_ranks
 from rlsys.utils.run_folders import HUGGINGFACE
@@ -47,32 +48,54 @@ def train(config: SFTConfig | RMConfig, begin: Begin) -> str | None:
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Training and validation rows of a kind, as batches of the usual layout."""
+class Rows(Generic[T]):
+    """Training and validation rows of a kind; `collate` makes batches of the usual layout of them."""
 
     kind: Kind
-    train: SupervisedDataset[Any]
-    val: SupervisedDataset[Any] | None
-    pad_token_id: int
+    train: SupervisedDataset[T]
+    val: SupervisedDataset[T] | None
+    collate: Callable[[list[T]], DataProto]
 
-    def collate(self, rows: list[Any]) -> DataProto:
-        make: Any = collate_texts if self.kind == "lm" else collate_pairs
-        return make(rows, pad_token_id=self.pad_token_id)
+    def train_batch(self, indexes: Iterable[int]) -> DataProto:
+        """The training rows at these positions."""
+        return self.collate([self.train[index] for index in indexes])
+
+    def val_batches(self, size: int) -> Iterator[DataProto]:
+        """All validation rows, `size` at a time."""
+        for start in range(0, len(self.val or ()), size):
+            assert self.val is not None
+            yield self.collate([self.val[index] for index in range(start, min(start + size, len(self.val)))])
 
 
-def load_rows(config: SFTConfig | RMConfig, tokenizer: PreTrainedTokenizerBase) -> Rows:
+def load_rows(
+    config: SFTConfig | RMConfig, tokenizer: PreTrainedTokenizerBase
+) -> Rows[TokenizedText] | Rows[TokenizedPair]:
     """The rows of the configured files or dataset class."""
+    pad = tokenizer.pad_token_id
+    if isinstance(config, SFTConfig):
+        load = partial(load_texts, tokenizer=tokenizer, config=config.data)
+        return _loaded(config, tokenizer, "lm", load, partial(collate_texts, pad_token_id=pad))
+    pairs = partial(load_pairs, tokenizer=tokenizer, config=config.data)
+    return _loaded(config, tokenizer, "rm", pairs, partial(collate_pairs, pad_token_id=pad))
+
+
+def _loaded(
+    config: SFTConfig | RMConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    kind: Kind,
+    load: Callable[..., SupervisedDataset[T]],
+    collate: Callable[[list[T]], DataProto],
+) -> Rows[T]:
     data = config.data
     assert data.train_files is not None
-    load: Any = load_texts if isinstance(config, SFTConfig) else load_pairs
 
-    def rows(files: Sequence[str], max_samples: int, *, shuffle: bool) -> SupervisedDataset[Any]:
+    def rows(files: Sequence[str], max_samples: int, *, shuffle: bool) -> SupervisedDataset[T]:
         source = configured_source(data, files, tokenizer=tokenizer, max_samples=max_samples)
-        return load(source, tokenizer, data, max_samples=max_samples, shuffle=shuffle)
+        return load(source, max_samples=max_samples, shuffle=shuffle)
 
     train = rows(data.train_files, data.train_max_samples, shuffle=data.shuffle)
     val = rows(data.val_files, data.val_max_samples, shuffle=False) if data.val_files else None
-    return Rows("lm" if isinstance(config, SFTConfig) else "rm", train, val, tokenizer.pad_token_id)
+    return Rows(kind, train, val, collate)
 
 
 class SupervisedTrainer(CheckpointedLoop):
@@ -126,7 +149,7 @@ class SupervisedTrainer(CheckpointedLoop):
         while not self.is_last:
             with self.stage("step"):
                 self.global_step += 1
-                batch = self.rows.collate([self.rows.train[index] for index in self.cursor.next().rows])
+                batch = self.rows.train_batch(self.cursor.next().rows)
                 batch.meta_info["global_steps"] = self.global_step
                 with self.stage("update_actor"):
                     updated = self.workers.train_batch(batch)
@@ -143,14 +166,11 @@ class SupervisedTrainer(CheckpointedLoop):
         """Exact means over all validation rows."""
         if self.rows.val is None:
             return {}
-        size = self.cfg.data.train_batch_size
+        multiple = self.dp_size * (2 if self.rows.kind == "rm" else 1)
         sums: list[RankSums] = []
         with self.stage("testing"):
-            for start in range(0, len(self.rows.val), size):
-                stop = min(start + size, len(self.rows.val))
-                rows = self.rows.collate([self.rows.val[index] for index in range(start, stop)])
-                multiple = self.dp_size * (2 if self.rows.kind == "rm" else 1)
-                sums += self.workers.eval_batch(pad_with_empty_rows(rows, multiple))
+            for batch in self.rows.val_batches(self.cfg.data.train_batch_size):
+                sums += self.workers.eval_batch(pad_with_empty_rows(batch, multiple))
         metrics = mean_over_ranks(sums)
         self.reporter.add(metrics)
         return metrics

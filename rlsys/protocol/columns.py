@@ -21,8 +21,7 @@ def described(
     short = reprlib.Repr()
     short.maxlist = short.maxdict = short.maxtuple = 4
     short.maxstring = short.maxother = 60
-    tensors = {} if batch is None else tensors_of(batch)
-    lines = [(name, f"{str(v.dtype)[6:]} {tuple(v.shape)} on {v.device}") for name, v in tensors.items()]
+    lines = [(name, f"{str(v.dtype)[6:]} {tuple(v.shape)} on {v.device}") for name, v in tensors_of(batch).items()]
     lines += [(name, f"{v.dtype} {v.shape} {short.repr(v[:2].tolist())[:60]}") for name, v in arrays.items()]
     lines += [(f"meta_info[{name!r}]", short.repr(value)[:80]) for name, value in meta_info.items()]
     width = max((len(name) for name, _ in lines), default=0)
@@ -63,7 +62,7 @@ def _deep_equal(a: Any, b: Any, path: tuple[int, ...]) -> bool:
         return _arrays_equal(a, b, path)
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(_deep_equal(value, b[key], path) for key, value in a.items())
-    if isinstance(a, list | tuple):
+    if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(_deep_equal(x, y, path) for x, y in zip(a, b, strict=True))
     return bool(a == b)
 

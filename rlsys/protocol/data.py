@@ -191,7 +191,7 @@ class DataProto:
         """A DataProtoItem for an integer, a DataProto for a slice or indices; TypeError otherwise."""
         if isinstance(item, slice):
             return self.slice(item.start, item.stop, item.step)
-        if isinstance(item, list | np.ndarray | Tensor):
+        if isinstance(item, (list, np.ndarray, Tensor)):
             return self.select_idxs(item)
         if isinstance(item, int | np.integer):
             row = None if self.batch is None else self.batch[item]
@@ -250,7 +250,7 @@ class DataProto:
     ) -> DataProto:
         """Take the named columns out, in place, and return them; AssertionError where one is missing."""
         wanted = (batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
-        batch = {} if self.batch is None else self.batch
+        batch: TensorDict | dict[str, Tensor] = {} if self.batch is None else self.batch
         for keys, held in zip(wanted, (batch, self.non_tensor_batch, self.meta_info), strict=True):
             for key in keys:
                 assert key in held.keys(), f"'{key}' is not among {list(held.keys())}"  # noqa: SIM118
@@ -263,7 +263,7 @@ class DataProto:
     def rename(self, old_keys: str | list[str] | None = None, new_keys: str | list[str] | None = None) -> DataProto:
         """Give tensors other names, in place and all at once; ValueError unless both lists are equally long."""
         for keys in (old_keys, new_keys):
-            if not isinstance(keys, str | list):
+            if not isinstance(keys, (str, list)):
                 raise TypeError(f"keys must be a list or a string, but got {type(keys)}")
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys or ())
         new = [new_keys] if isinstance(new_keys, str) else list(new_keys or ())
@@ -330,7 +330,7 @@ class DataProto:
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray | Tensor) -> DataProto:
         """Row i `repeat_times[i]` times, side by side."""
-        assert isinstance(repeat_times, list | tuple | np.ndarray | Tensor), (
+        assert isinstance(repeat_times, (list, tuple, np.ndarray, Tensor)), (
             f"repeat_times type must be in [list, torch.Tensor, np.ndarray, tuple], got {type(repeat_times)}"
         )
         times = torch.as_tensor(repeat_times)

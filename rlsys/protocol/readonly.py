@@ -134,7 +134,7 @@ def _first_readonly(
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         for item in value:
             yield from _leaves(item)
     else:
