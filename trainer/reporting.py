@@ -193,6 +193,7 @@ class Reporter:
                 reward=metrics.get("critic/score/mean"),
                 tokens_per_s=metrics["perf/throughput"],
                 staleness=metrics.get("training/staleness"),
+                staleness_max=metrics.get("training/staleness_max"),
             )
         return metrics
 

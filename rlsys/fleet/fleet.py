@@ -202,10 +202,10 @@ class RolloutFleet:
     def _exchange(self, entry: ReplicaState) -> bool:
         """Wait for work and exchange with the replica once; False when the fleet is closed."""
         with self._change:
-            from_s, was_idle = time.monotonic(), not entry.load
+            entry.idle_from_s = None if entry.load else time.monotonic()
             self._change.wait_for(lambda: self._closed or self._has_work(entry))
-            entry.heard_s = time.monotonic() if was_idle else entry.heard_s
-            entry.idle_s += (time.monotonic() - from_s) * was_idle
+            entry.heard_s = entry.heard_s if entry.idle_from_s is None else time.monotonic()
+            entry.idle_s, entry.idle_from_s = entry.idle_until(time.monotonic()), None
             if self._closed:
                 return False
             new, cancel = self._hand_in(entry), entry.cancelled
@@ -471,9 +471,9 @@ class RolloutFleet:
     # ---- life --------------------------------------------------------------------------------------------------
 
     def idle_s(self) -> float:
-        """Seconds without work, summed over replicas."""
+        """Seconds without work until now, summed over replicas."""
         with self._change:
-            return sum(entry.idle_s for entry in self._replicas)
+            return sum(entry.idle_until(time.monotonic()) for entry in self._replicas)
 
     def metrics(self) -> dict[str, float]:
         """Counts since the start: the ledger's requests, retries, restarts, refused versions; serving replicas."""

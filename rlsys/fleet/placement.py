@@ -59,6 +59,11 @@ class ReplicaState:
     is_exchanging: bool = False
     heard_s: float = 0.0
     idle_s: float = 0.0
+    idle_from_s: float | None = None
+
+    def idle_until(self, now_s: float) -> float:
+        """Seconds without work since the start."""
+        return self.idle_s + (0.0 if self.idle_from_s is None else now_s - self.idle_from_s)
 
     @property
     def held(self) -> list[tuple[FleetRequest, RequestBatch]]:

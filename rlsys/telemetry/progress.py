@@ -142,6 +142,7 @@ class Progress:
         reward: float | None = None,
         tokens_per_s: float | None = None,
         staleness: float | None = None,
+        staleness_max: float | None = None,
     ) -> None:
         """Record that `step` steps are done; None keeps the last value, staleness is shown once it was above 0."""
         now = self._clock()
@@ -155,7 +156,8 @@ class Progress:
             if tokens_per_s is not None:
                 state.facts["speed"] = f"{tokens_per_s:,.0f} tok/s"
             if staleness or (staleness is not None and "staleness" in state.facts):
-                state.facts["staleness"] = f"staleness {staleness:g}"
+                oldest = "" if staleness_max is None else f" (max {staleness_max:g})"
+                state.facts["staleness"] = f"staleness {staleness:.3g}{oldest}"
         if self._live is None and now - self._last_print_at >= self._plain_every_s:
             self._print_plain()
 

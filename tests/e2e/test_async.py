@@ -139,7 +139,7 @@ def test_damaged_open_prompts_are_refused_by_name(runs: Runs, checkpoint: Path, 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_reproducible_run_survives_two_hundred_kills(runs: Runs) -> None:
-    steps = ("trainer.total_training_steps=24", "trainer.max_staleness=3", "data.train_max_samples=32")
+    steps = ("trainer.total_training_steps=110", "trainer.max_staleness=3", "trainer.total_epochs=30")
     points = [Patches(kill) for _ in range(22) for kill in (*STAGES, *STAGES[1:2], SAVED)]
     assert len(points) >= 198
-    assert_same(runs.killed("many", (*AHEAD, *steps), points), runs.uninterrupted("many", (*AHEAD, *steps)), last=24)
+    assert_same(runs.killed("many", (*AHEAD, *steps), points), runs.uninterrupted("many", (*AHEAD, *steps)), last=110)

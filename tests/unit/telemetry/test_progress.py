@@ -39,7 +39,7 @@ with Progress(total_steps=4, title="GRPO") as progress:
             time.sleep(0.4)
             if step == 3 and "raise" in sys.argv:
                 raise RuntimeError("boom")
-        progress.step_done(step, reward=step / 10, tokens_per_s=1234.5, staleness=1)
+        progress.step_done(step, reward=step / 10, tokens_per_s=1234.5, staleness=1, staleness_max=2)
 print("the end")
 """
 
@@ -100,7 +100,7 @@ def test_terminal_shows_stage_and_numbers_and_keeps_log_lines_whole() -> None:
     assert re.search(r"gen 0\.\d s", text)
     assert "update_actor 0." in text
     assert "3/4  75%" in text
-    assert "reward 0.200 ▁█  1,234 tok/s  staleness 1" in text
+    assert "reward 0.200 ▁█  1,234 tok/s  staleness 1 (max 2)" in text
     assert "eta" in text
     assert text.rstrip().endswith("the end")
     assert raw.rindex(SHOW_CURSOR) > raw.rindex(HIDE_CURSOR)

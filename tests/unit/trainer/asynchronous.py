@@ -48,11 +48,19 @@ class CountedPrompts:
 
 
 class LengthManager:
-    """The score of an answer is its length."""
+    """The score of an answer is its length; one that is longer than `longest` is an error."""
+
+    def __init__(self, longest: int = 1 << 30) -> None:
+        self.longest = longest
 
     def grade(self, data: DataProto) -> Graded:
         lengths = response_lengths(data)
+        if int(lengths.max()) > self.longest:
+            raise ValueError(f"an answer of {int(lengths.max())} tokens")
         return Graded(place_on_last_token(lengths.float(), lengths, data.tensors["responses"].shape[1]), {})
+
+
+BY_LENGTH = LengthManager()
 
 
 def prompt_groups(
@@ -63,11 +71,12 @@ def prompt_groups(
     vocabulary: int = 1 << 20,
     group_filter: GroupFilter | None = None,
     failures: FailureLimits = FEW_FAILURES,
+    manager: LengthManager = BY_LENGTH,
 ) -> PromptGroups:
     """Groups over counted prompts, graded by their length."""
     rollout = GradedRollout(
         generate=lambda rows: (rows, {}),
-        manager=LengthManager(),
+        manager=manager,
         sampling=SamplingParams(max_tokens),
         num_answers=num_answers,
         greedy_baseline=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,9 +13,17 @@ import pytest
 
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.protocol import DataProto, response_lengths
-from rlsys.utils.errors import ConfigError, RolloutError
+from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError
 from tests.timing import scaled_s, wait_until
-from tests.unit.trainer.asynchronous import FEW_FAILURES, LengthReplica, fleet_over, lognormal_lengths, prompt_groups
+from tests.unit.trainer.asynchronous import (
+    BY_LENGTH,
+    FEW_FAILURES,
+    LengthManager,
+    LengthReplica,
+    fleet_over,
+    lognormal_lengths,
+    prompt_groups,
+)
 from trainer.async_source import AsyncSource
 from trainer.prompt_groups import FailureLimits
 from trainer.source import GroupFilter
@@ -55,11 +64,13 @@ def running(
     group_filter: GroupFilter | None = None,
     failures: FailureLimits = FEW_FAILURES,
     speed: int = 8,
+    manager: LengthManager = BY_LENGTH,
+    deadline_s: float = 20.0,
 ) -> Iterator[Run]:
     replica = LengthReplica("replica", length_of, speed=speed)
-    groups = prompt_groups(window, max_tokens=400, group_filter=group_filter, failures=failures)
+    groups = prompt_groups(window, max_tokens=400, group_filter=group_filter, failures=failures, manager=manager)
     with fleet_over([replica]) as fleet:
-        source = AsyncSource(groups, fleet, deadline_s=scaled_s(20.0))
+        source = AsyncSource(groups, fleet, deadline_s=scaled_s(deadline_s))
         try:
             yield Run(source, fleet, replica)
         finally:
@@ -102,6 +113,47 @@ def test_too_many_failures_end_the_run(failures: FailureLimits) -> None:
         run.publish(0)
         with pytest.raises(RolloutError, match=r"(?s)in_a_row=\d or trainer.max_failed_share.* engine likes"):
             run.steps(20)
+
+
+def test_a_prompt_that_never_ends_is_named_after_the_deadline() -> None:
+    window = PromptWindow(groups_per_step=2, max_staleness=1)
+    with running(window, speed=0, deadline_s=0.3) as run:
+        run.publish(0)
+        with pytest.raises(DeadlineError, match=r"prompt 0 of 4 unfinished ones; step 1 waits.*'generate and grade'"):
+            run.step()
+
+
+def test_an_error_of_the_grader_ends_the_run() -> None:
+    window = PromptWindow(groups_per_step=2, max_staleness=1)
+    with running(window, lambda n: 9 + n, manager=LengthManager(12)) as run:
+        run.publish(0)
+        with pytest.raises(ValueError, match=r"an answer of 1\d tokens"):
+            run.steps(3)
+
+
+def test_weights_may_be_pushed_less_often_than_every_step() -> None:
+    ages = []
+    with running(PromptWindow(groups_per_step=2, max_staleness=2)) as run:
+        run.publish(0)
+        for step in range(1, 41):
+            batch = run.source.next()
+            ages.append(batch.meta_info["source_metrics"]["training/staleness_max"])
+            if step % 3 == 0:
+                run.publish(step)
+    assert max(ages) == 2
+
+
+@pytest.mark.parametrize(("speed", "trains_s", "waits"), [(400, 0.05, "rollout"), (1, 0.0, "trainer")])
+def test_idle_shares_show_which_side_waits(speed: int, trains_s: float, waits: str) -> None:
+    with running(PromptWindow(groups_per_step=2, max_staleness=1), lambda n: 60, speed=speed) as run:
+        run.publish(0)
+        metrics = []
+        for _ in range(9):
+            metrics.append(run.step().meta_info["source_metrics"])
+            time.sleep(trains_s)
+    idle = {side: sum(one[f"perf/{side}_idle"] for one in metrics[1:]) / 8 for side in ("trainer", "rollout")}
+    assert idle[waits] == max(idle.values()) > 0.3
+    assert all(0 <= one["perf/overlap"] <= 1 for one in metrics)
 
 
 def keep_long(batch: DataProto) -> tuple[DataProto, dict[str, float]]:
