@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from rlsys.config.arguments import Arguments, parse_arguments
+from rlsys.config.introspect import default_of, leaves, nest, shown, value_at
 from rlsys.config.load import Loaded, load
 from rlsys.config.plan import plan_text
 from rlsys.config.schema.base import Section
@@ -44,15 +45,18 @@ def main_config(
         raise SystemExit(EXIT_CONFIG_ERROR) from None
     if arguments.print_config:
         _print_notes(loaded)
-        _print_and_exit(as_yaml(loaded.config))
+        _print_and_exit(as_yaml(loaded))
     return _announce(loaded, arguments, memory(loaded.config) if memory else "")
 
 
-def as_yaml(config: Section) -> str:
-    """The configuration as YAML that loads as the same configuration."""
+def as_yaml(loaded: Loaded[S]) -> str:
+    """The settings as YAML that loads as the same configuration, and in comments the keys that follow others."""
     import yaml
 
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    fields = {key: field for key, field in leaves(type(loaded.config)).items() if key not in loaded.settings}
+    follow = [key for key, field in fields.items() if "${" in str(default_of(field))]
+    lines = [f"# {key}: {shown(value_at(loaded.config, key))}" for key in follow]
+    return "\n".join([yaml.safe_dump(nest(loaded.settings), sort_keys=False, allow_unicode=True), *lines])
 
 
 def _announce(loaded: Loaded[S], arguments: Arguments, memory: str) -> S:

@@ -14,6 +14,8 @@ from rlsys.config.pools import is_external
 from rlsys.utils.errors import ConfigError
 
 MODE = "trainer.allocation_mode"
+DERIVED = ("from ", "follows ")
+"""How the origins of settings begin that follow from others."""
 ESTIMATOR = "algorithm.adv_estimator"
 PER_NODE = "trainer.n_gpus_per_node"
 MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"

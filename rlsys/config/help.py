@@ -23,7 +23,7 @@ _OPTIONS = """\
 Options
   --config-name NAME    preset or YAML file to start from
   --config-path FOLDER  where to look for it first
-  --print-config        print the resolved configuration as YAML and exit
+  --print-config        print the settings as YAML, with derived values as comments
   --dry-run             check everything, print the plan and exit
   --help                this text
 

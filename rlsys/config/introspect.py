@@ -26,7 +26,7 @@ _BOUNDS = {
     "minimum": "at least",
     "exclusiveMinimum": "more than",
     "maximum": "at most",
-    "exclusiveMaximum": "less than",
+    "exclusiveMaximum": "below",
 }
 _SHOWN_CHARS = 80
 

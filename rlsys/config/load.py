@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from rlsys.config.arguments import Arguments, parse_arguments
 from rlsys.config.checks.all import check
 from rlsys.config.checks.rules import unknown_names, unused_settings
-from rlsys.config.derive import derived_settings, fill_auto
+from rlsys.config.derive import DERIVED, derived_settings, fill_auto
 from rlsys.config.introspect import allowed, choices, default_of, leaves, nest, shown
 from rlsys.config.merge import Layers
 from rlsys.config.presets import Preset, default_preset, model_key, read_preset
@@ -31,9 +31,10 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True)
 class Loaded(Generic[S]):
-    """A configuration, the headline that names its preset, and notes for the user."""
+    """A configuration, its settings (by key, with references), the headline that names its preset, and notes."""
 
     config: S
+    settings: dict[str, Any]
     headline: str
     notes: tuple[str, ...]
 
@@ -70,7 +71,8 @@ def load(arguments: Arguments, schema: type[S]) -> Loaded[S]:
     if problems:
         raise ConfigError(_listed(problems))
     notes = [*layers.notes(), *notes, *unused_settings(config, typed.given)]
-    return Loaded(config, _headline(preset, arguments), tuple(notes))
+    settings = {key: given.value for key, given in layers.given.items() if not given.origin.startswith(DERIVED)}
+    return Loaded(config, settings, _headline(preset, arguments), tuple(notes))
 
 
 def _values(layers: Layers) -> tuple[dict[str, Any], list[str]]:

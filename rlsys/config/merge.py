@@ -204,14 +204,9 @@ class Layers:
 
 
 def _reason(error: Exception) -> str:
-    from omegaconf.errors import GrammarParseError
-
     text = str(error).splitlines()[0] if str(error) else ""
-    if isinstance(error, RecursionError) or "Recursive" in text:
-        return "it refers to itself"
-    if isinstance(error, GrammarParseError):
-        return "the ${...} in it cannot be parsed; a reference is ${other.key}"
-    return text
+    is_loop = isinstance(error, RecursionError) or "Recursive" in text
+    return "it refers to itself" if is_loop else f"its reference cannot be resolved: {text}"
 
 
 def _merge(base: dict[str, Any], over: Any) -> Any:

@@ -14,11 +14,8 @@ from rlsys.utils.errors import ConfigError
 
 QUICKSTART_WHY = "no model was set, so the small start model learns arithmetic (to use yours set {key}=<folder>)"
 _MAX_FILE_BYTES = 1 << 20
-_OF_VERL = {
-    "sft_trainer_engine": "sft_trainer",
-    "dapo_trainer": "ppo_trainer",
-    "dapo_megatron_trainer": "ppo_megatron_trainer",
-}
+_DAPO = {"dapo_trainer": "ppo_trainer", "dapo_megatron_trainer": "ppo_megatron_trainer"}
+_OF_VERL = {"sft_trainer_engine": "sft_trainer", **_DAPO}
 """Files of verl's config folders, named with a --config-path that only exists there, and the presets like them."""
 
 
@@ -91,11 +88,10 @@ def _find(preset: Preset) -> Path:
     name = preset.name
     if "/" in name and Path(name).expanduser().is_file():
         return Path(name).expanduser()
-    stem = name.removesuffix(".yaml").removesuffix(".yml")
-    for folder in preset.folders:
-        for suffix in (".yaml", ".yml"):
-            if (folder / f"{stem}{suffix}").is_file():
-                return folder / f"{stem}{suffix}"
+    stem = name.removesuffix(".yaml")
+    for path in [folder / f"{stem}.yaml" for folder in preset.folders]:
+        if path.is_file():
+            return path
     known = sorted({name for folder in preset.folders for name in preset_names(folder)})
     near = get_close_matches(stem, known, n=1)
     hint = f"did you mean {near[0]}? " if near else ""

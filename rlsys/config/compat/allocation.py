@@ -19,11 +19,7 @@ _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _TRAINING = {"fsdp": "dtc", "megatron": "dtpce"}
 _NAMES = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
 _PART = re.compile(r"((?P<engine>[A-Za-z_]\w*)?(\[\w*\])?[:.])?(?P<sizes>\(attn:(\w+)\|ffn:(\w+)\)|\w*)")
-_MEGATRON_SIZES = {
-    "t": "tensor_model_parallel_size",
-    "p": "pipeline_model_parallel_size",
-    "c": "context_parallel_size",
-}
+_SIZES = {"t": "tensor_model_parallel_size", "p": "pipeline_model_parallel_size", "c": "context_parallel_size"}
 
 
 @dataclass(frozen=True)
@@ -118,7 +114,7 @@ def _training_settings(part: Part) -> dict[str, Any]:
         raise ConfigError(f"'{part.text}': e{experts} does not divide the ranks of a pipeline stage")
     return {
         f"{_ACTOR}.strategy": "megatron",
-        **{f"{_ACTOR}.megatron.{name}": sizes.get(letter, 1) for letter, name in _MEGATRON_SIZES.items()},
+        **{f"{_ACTOR}.megatron.{name}": sizes.get(letter, 1) for letter, name in _SIZES.items()},
         f"{_ACTOR}.megatron.expert_model_parallel_size": experts,
         **({f"{_ACTOR}.megatron.expert_tensor_parallel_size": part.ffn.get("t", 1)} if part.ffn else {}),
     }

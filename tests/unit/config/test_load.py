@@ -581,7 +581,19 @@ def test_the_printed_configuration_gives_itself_back(
     text = capsys.readouterr().out
     (folder / "printed.yaml").write_text(text)
     assert load_config(["--config-name=./printed.yaml"], schema) == load_config(argv, schema)
-    assert set(yaml.safe_load(text)) == {name.partition(".")[0] for name in leaves(schema)}
+    settings = yaml.safe_load(text)
+    assert set(settings) < {name.partition(".")[0] for name in leaves(schema)}
+
+
+def test_the_printed_configuration_keeps_links(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main_config([f"{A}.clip_ratio=0.3", "trainer.experiment_name=first", "--print-config"], PPOConfig)
+    text = capsys.readouterr().out
+    assert f"# {A}.clip_ratio_low: 0.3" in text
+    (folder / "printed.yaml").write_text(text)
+    cfg = load_config(["--config-name=./printed.yaml", f"{A}.clip_ratio=0.1", "trainer.experiment_name=second"])
+    assert cfg.actor_rollout_ref.actor.clip_ratio_low == 0.1
+    assert cfg.trainer.default_local_dir == "checkpoints/rlsys/second"
 
 
 def test_a_dry_run_prints_the_plan_and_leaves_with_0(capsys: pytest.CaptureFixture[str]) -> None:
