@@ -21,7 +21,7 @@ from rlsys.fleet.fleet import RolloutFleet
 from rlsys.fleet.group import group_fleet
 from rlsys.interfaces import ExperienceSource
 from trainer.async_source import AsyncSource
-from trainer.episodes import episode_rollout
+from trainer.episodes import EpisodeRollout, EpisodeSource, episode_rollout
 from trainer.epochs import EpochSource
 from trainer.evaluation import OnValidation, Validation, validation
 from trainer.generation import GradedRollout, answer_printer, fleet_generate, training_sampling
@@ -169,6 +169,8 @@ def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet
     deadline_s = deadlines.generate_s + deadlines.reward_s
     if run.reproducible:
         return EpochSource(groups, fleet, max_response_tokens=cfg.data.max_response_length, deadline_s=deadline_s)
+    if isinstance(graded, EpisodeRollout):
+        return EpisodeSource(groups, fleet, graded, deadline_s=graded.deadline_s)
     return AsyncSource(groups, fleet, deadline_s=deadline_s)
 
 

@@ -112,7 +112,7 @@ class AsyncSource:
             self._running[group][row] = future
         for group in new:
             waiting = [future for future in self._running[group] if future is not None]
-            countdown = _Countdown(len(waiting), group, self._ended)
+            countdown = Countdown(len(waiting), group, self._ended)
             for future in waiting:
                 future.add_done_callback(countdown)
             if not waiting:
@@ -166,13 +166,13 @@ class AsyncSource:
         return f"the rollout fleet ({first}; step {self._groups.window.step} waits)"
 
 
-class _Countdown:
+class Countdown:
     """Puts a group into the queue when the last of its answers has ended."""
 
     def __init__(self, num_answers: int, group: PromptGroup, ended: SimpleQueue[PromptGroup | None]) -> None:
         self._left, self._group, self._ended, self._lock = num_answers, group, ended, threading.Lock()
 
-    def __call__(self, future: Future[ModelResponse]) -> None:
+    def __call__(self, future: Future[Any]) -> None:
         with self._lock:
             self._left -= 1
             is_last = self._left == 0

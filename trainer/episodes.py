@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -22,6 +25,7 @@ from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tool_pool import ToolPool
 from rlsys.agent.tools import Tool, tools_of_file, tools_of_yaml
 from rlsys.config import EvalConfig, PPOConfig
+from rlsys.config.pools import generates_ahead
 from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.protocol import DataProto
@@ -29,7 +33,9 @@ from rlsys.rewards.pool.pool import RewardItem, RewardPool
 from rlsys.rollout.batch import SEEDS, with_request_seeds
 from rlsys.types import SamplingParams
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError
+from trainer.async_source import AsyncSource, Countdown, Fleet
 from trainer.generation import GradedRollout, sampling_meta
+from trainer.prompt_groups import PromptGroup, PromptGroups
 
 AGENTS = {"single_turn_agent": "RLVRWorkflow", "tool_agent": "ToolWorkflow"}
 """verl's names of its agents -> ours."""
@@ -56,14 +62,9 @@ class EpisodeRollout(GradedRollout):
     ) -> tuple[DataProto, dict[str, float]]:
         rows.meta_info |= sampling_meta(sampling, pad_token_id=self.pad_token_id, step=step)
         rows.meta_info["seed"] = sampling.seed + (call << 32)
-        seeds = with_request_seeds(rows).tensors[SEEDS].tolist()
-        del rows.meta_info["seed"]  # it differs between calls, whose batches are concatenated
+        rows = with_request_seeds(rows)
         with self.stage("gen"):
-            starts = [
-                EpisodeStart(row, seed, f"{number:09d}")
-                for number, (row, seed) in enumerate(zip(workflow_rows(rows), seeds, strict=True))
-            ]
-            futures = self.runner.submit(starts, sampling)
+            futures = self.start(rows, sampling)
             try:
                 results = [future.result(self.deadline_s) for future in futures]
             except TimeoutError as error:
@@ -72,14 +73,75 @@ class EpisodeRollout(GradedRollout):
                 for future in futures:
                     future.cancel()
         check_episodes(results, self.max_failed_share)
-        batch = collate_episodes(
+        return self.collate(results, rows), episode_metrics(results)
+
+    def start(self, rows: DataProto, sampling: SamplingParams, *, name: str = "") -> list[Future[EpisodeResult]]:
+        """Start an episode for each row, by its `request_seeds`."""
+        seeds = rows.tensors[SEEDS].tolist()
+        starts = [
+            EpisodeStart(row, seed, f"{name}{number:09d}")
+            for number, (row, seed) in enumerate(zip(workflow_rows(rows), seeds, strict=True))
+        ]
+        return self.runner.submit(starts, sampling)
+
+    def collate(self, results: Sequence[EpisodeResult], rows: DataProto) -> DataProto:
+        """The episodes of rows as a graded batch; its meta_info has no seed, which differs between calls."""
+        meta = {name: value for name, value in rows.meta_info.items() if name not in ("seed", "global_steps")}
+        return collate_episodes(
             results,
-            rows,
+            DataProto(rows.batch, rows.non_tensor_batch, meta),
             pad_token_id=self.pad_token_id,
             prompt_length=self.prompt_length,
             response_length=self.response_length,
         )
-        return batch, episode_metrics(results)
+
+
+class EpisodeSource(AsyncSource):
+    """An AsyncSource whose answers are episodes; those that are open at a checkpoint start again after a resume."""
+
+    def __init__(self, groups: PromptGroups, fleet: Fleet, rollout: EpisodeRollout, *, deadline_s: float) -> None:
+        self._rollout = rollout
+        self._episodes: dict[PromptGroup, list[Future[EpisodeResult]]] = {}
+        super().__init__(groups, fleet, deadline_s=deadline_s)
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        """Keep finished groups beside a checkpoint."""
+        with self._change:
+            return self._groups.save(folder)
+
+    def close(self) -> None:
+        super().close()
+        for futures in self._episodes.values():
+            for future in futures:
+                future.cancel()
+
+    def _start(self) -> None:
+        self._groups.start()
+        for group in self._groups.open:
+            if group.graded is None and group not in self._episodes:
+                futures = self._rollout.start(group.rows, self._rollout.sampling, name=f"{group.number:09d}-")
+                self._episodes[group] = futures
+                countdown = Countdown(len(futures), group, self._ended)
+                for future in futures:
+                    future.add_done_callback(countdown)
+
+    def _settle(self, groups: Sequence[PromptGroup]) -> None:
+        with self._change:
+            for group in groups:
+                futures = self._episodes.pop(group, [])
+                if not futures or any(future.cancelled() for future in futures):
+                    continue
+                results = [future.result() for future in futures]
+                if any(result.rows for result in results):
+                    group.graded = self._rollout.collate(results, group.rows)
+                    self._groups.finish(group)
+                else:
+                    causes = {result.error or result.end for result in results}
+                    self._groups.fail(group, RolloutError(f"no episode has an answer: {', '.join(sorted(causes))}"))
+                self._groups.add(episode_metrics(results))
+            self._last_progress_s = time.monotonic()
+            self._start()
+            self._change.notify_all()
 
 
 def workflow_rows(rows: DataProto) -> list[dict[str, Any]]:
@@ -123,9 +185,10 @@ def episode_rollout(
         side=turns.tool_response_truncate_side,
     )
     stack.callback(tool_pool.close)
-    rounds = Rounds(fleet.generate, max_concurrent=agent.max_concurrent)
+    is_free = isinstance(cfg, PPOConfig) and generates_ahead(cfg)
+    rounds = None if is_free else Rounds(fleet.generate, max_concurrent=agent.max_concurrent)
     settings = SessionSettings(
-        rounds.sample,
+        fleet.sample if rounds is None else rounds.sample,
         loaded.template,
         rollout.sampling,
         _limits(cfg, agent, turns),
@@ -170,10 +233,14 @@ def load_agents(cfg: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase)
     agent = generation.agent
     if not generation.has_workflow:
         return None
-    if isinstance(cfg, PPOConfig) and cfg.trainer.max_staleness > 0:
+    if (
+        isinstance(cfg, PPOConfig)
+        and generates_ahead(cfg)
+        and (cfg.trainer.reproducible or cfg.algorithm.adv_estimator == "remax")
+    ):
+        key = "trainer.reproducible=true" if cfg.trainer.reproducible else "algorithm.adv_estimator=remax"
         raise ConfigError(
-            f"trainer.max_staleness={cfg.trainer.max_staleness}: episodes are generated in step with training; set it "
-            "to 0, or answer each prompt by one draw"
+            f"{key}: not with episodes and trainer.max_staleness={cfg.trainer.max_staleness}; set it to 0"
         )
     by_name = {name: load_workflow(workflow) for name, workflow in AGENTS.items()}
     if agent.agent_loop_config_path is not None:

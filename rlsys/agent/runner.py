@@ -182,11 +182,11 @@ def episode_metrics(results: Sequence[EpisodeResult]) -> dict[str, float]:
     ends, counts = Counter(result.end for result in results), Counter[str]()
     for result in results:
         counts.update(result.counts)
-    total, n = sum(result.seconds for result in results), max(1, len(results))
+    n = max(1, len(results))
     return {
         **{f"agent/end/{reason}": float(count) for reason, count in sorted(ends.items())},
         **{f"agent/{name}": float(count) for name, count in sorted(counts.items()) if name != "ids"},
         "agent/num_turns/mean": sum(result.num_turns for result in results) / n,
-        "agent/episode_seconds/mean": total / n,
-        "agent/tool_time_share": sum(result.tool_s for result in results) / total if total else 0.0,
+        "agent/episode_seconds/mean": sum(result.seconds for result in results) / n,
+        "agent/tool_seconds/mean": sum(result.tool_s for result in results) / n,
     }

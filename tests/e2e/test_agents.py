@@ -114,6 +114,19 @@ def test_an_environment_class_trains_and_evaluates(toy: Toy, agent: Path, tmp_pa
     assert metrics["val-core/rlsys/arithmetic/reward/mean@1"] == 0.5
 
 
+def test_episodes_of_an_asynchronous_run_are_young_enough_and_resume(toy: Toy, agent: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    argv = [*arguments(toy, out, agent, "two_turns"), "trainer.max_staleness=2", "trainer.device=cpu"]
+    argv += ["trainer.save_freq=1", "algorithm.rollout_correction.rollout_is=token"]
+    assert main_ppo.main(argv) == 0
+    assert main_ppo.main([*argv, "trainer.total_training_steps=4"]) == 0
+    steps = [record for record in read_jsonl(out / "metrics.jsonl") if "training/staleness_max" in record]
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert sum(step.get("agent/tool_ok", 0.0) for step in steps) >= 4 * 32
+    assert all(step["training/staleness_max"] <= 2 for step in steps)
+    assert max(step["training/staleness_max"] for step in steps) > 0
+
+
 def test_a_program_that_speaks_chat_completions_is_trained(toy: Toy, agent: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     argv = [f"{ROLLOUT}agent.path={agent}:program", "trainer.backend=local", "data.max_response_length=8"]

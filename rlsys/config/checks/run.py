@@ -84,8 +84,9 @@ def _staleness(cfg: PPOConfig) -> Iterator[str]:
     in_process = trainer.backend == "local" and trainer.device == "cpu" and rollout.name == "hf"
     if pools.colocated and not in_process:
         yield wrong(cfg, STALENESS, "generating ahead needs separate rollout processes; set trainer.rollout_workers=1")
-    if rollout.has_workflow:
-        yield wrong(cfg, STALENESS, "prompts of later steps are answered by one draw each, not by a workflow", 0)
+    if rollout.has_workflow and (trainer.reproducible or cfg.algorithm.adv_estimator == "remax"):
+        key = "trainer.reproducible" if trainer.reproducible else "algorithm.adv_estimator=remax"
+        yield wrong(cfg, STALENESS, f"episodes of a workflow are generated ahead without {key}", 0)
     if 0 < trainer.lookahead >= trainer.max_staleness:
         yield wrong(cfg, "trainer.lookahead", f"must be below {STALENESS}={trainer.max_staleness}", 0)
     if trainer.reproducible:
