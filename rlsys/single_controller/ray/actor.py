@@ -47,10 +47,8 @@ def host_class(cls: type) -> Any:
     return ray.remote(type(cls.__name__, (RayHost,), {**methods, "__module__": __name__}))
 
 
-def death_of(error: ray_exceptions.RayActorError, host: str) -> str:
-    """Ray's report of a death without its standing advice; where the node has died, that it has."""
+def death_of(error: ray_exceptions.RayActorError) -> str:
+    """Ray's report of a death without its standing advice."""
     text = str(error)
-    if "node has died" in text or "node is dead" in text or "node was terminated" in text:
-        return f"the node {host} died or left the Ray cluster"
     start = max(text.find("The actor is dead because"), 0)
     return "the worker process died: " + text[start:].split(" Some common causes")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,6 +35,8 @@ from rlsys.single_controller.worker_group import ClassWithInitArgs
 from rlsys.utils.errors import FailedWorker, WorkerError
 
 START = "start"
+NODE_S = 20.0
+"""Ray's time to notice that a node is gone."""
 MAX_LOGGED = 16
 """Workers of a group whose processes and logs are named at the start."""
 _log = logging.getLogger(__name__)
@@ -116,7 +119,8 @@ class RayBackend(Backend):
         try:
             return ray.get(one.references[0])
         except ray_exceptions.RayActorError as error:
-            return Header(Failure(death_of(error, self.host(one.rank)), died=True))
+            lost = self._lost_node(one.rank, NODE_S if isinstance(error, ray_exceptions.ActorUnavailableError) else 0.0)
+            return Header(Failure(lost or death_of(error), died=True))
         except ray_exceptions.RayError as error:
             return Header(Failure(str(error)))
 
@@ -204,6 +208,16 @@ class RayBackend(Backend):
             refs = self._actors[rank].build.options(num_returns=2).remote(arguments)
             built.append(Pending(self, self._role, rank, START, refs))
         finish(built, deadline_s=deadline_s)
+
+    def _lost_node(self, rank: int, wait_s: float) -> str:
+        """What to report if the node of a rank is gone, which Ray may notice seconds after its processes are."""
+        _, node, _ = self._places.get(rank, (None, "", 0))
+        end_s = time.monotonic() + wait_s
+        while node and node in {known["NodeID"] for known in ray.nodes() if known["Alive"]}:
+            if time.monotonic() >= end_s:
+                return ""
+            time.sleep(0.5)
+        return f"the node {self.host(rank)} died or left the Ray cluster (node {node})" if node else ""
 
     def _ask_node(self, rank: int, question: Callable[[ProcessInfo], str]) -> str:
         """Look at a worker from its own node; an empty answer if that fails."""

@@ -186,6 +186,38 @@ def test_connect_takes_the_cluster_that_is_there(tmp_path: Path) -> None:
     assert again.address.startswith("127.0.0.1:")
 
 
+NODE_DIES = """
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+other = cluster.add_node(num_cpus=1)
+import ray
+ray.init(address=cluster.address, log_to_driver=False)
+from rlsys.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from rlsys.utils.errors import WorkerError
+from tests.unit.single_controller.crew import Sleeper
+pool = RayResourcePool([1, 1], use_gpu=False, max_colocate_count=1)
+group = RayWorkerGroup(pool, RayClassWithInitArgs(Sleeper), role="actor", deadlines=100.0)
+calls = group.execute_all_async("sleep", [[100, 100], [100, 100]])
+cluster.remove_node(other, allow_graceful=False)
+try:
+    calls[0].get()
+except WorkerError as error:
+    print("failed:", error.failed.role, error.failed.cause.splitlines()[0], flush=True)
+import os
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+def test_a_node_that_died_is_named() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", NODE_DIES], capture_output=True, text=True, timeout=scaled_s(120), check=False
+    )
+    (failed,) = [line for line in done.stdout.splitlines() if line.startswith("failed: ")]
+    assert failed.startswith("failed: actor the node ")
+    assert "died or left the Ray cluster" in failed
+
+
 REFUSED = """
 import socket, sys
 from rlsys.single_controller.ray import cluster
