@@ -233,15 +233,6 @@ def load_agents(cfg: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase)
     agent = generation.agent
     if not generation.has_workflow:
         return None
-    if (
-        isinstance(cfg, PPOConfig)
-        and generates_ahead(cfg)
-        and (cfg.trainer.reproducible or cfg.algorithm.adv_estimator == "remax")
-    ):
-        key = "trainer.reproducible=true" if cfg.trainer.reproducible else "algorithm.adv_estimator=remax"
-        raise ConfigError(
-            f"{key}: not with episodes and trainer.max_staleness={cfg.trainer.max_staleness}; set it to 0"
-        )
     by_name = {name: load_workflow(workflow) for name, workflow in AGENTS.items()}
     if agent.agent_loop_config_path is not None:
         entries: Any = OmegaConf.to_container(OmegaConf.load(agent.agent_loop_config_path), resolve=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from rlsys.types import Finish, ModelResponse
 
@@ -52,7 +53,7 @@ class Span:
     @property
     def context(self) -> tuple[int, ...]:
         """The token ids from the root to the end of this span: what the engine is given to draw behind it."""
-        return tuple(token for span in self.path for token in span.ids)
+        return tuple(chain.from_iterable(span.ids for span in self.path))
 
 
 @dataclass(frozen=True)
