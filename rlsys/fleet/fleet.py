@@ -215,6 +215,8 @@ class RolloutFleet:
             deltas = entry.replica.exchange(
                 new, cancel=cancel, wait_s=EXCHANGE_WAIT_S, deadline_s=self.deadlines.exchange_s
             )
+            if not deltas:  # an engine that lost its requests answers at once, and is silent until its deadline
+                time.sleep(EXCHANGE_WAIT_S / 2)
         except Exception as error:
             problem = error
         with self._change:
