@@ -52,6 +52,8 @@ READERS = {
     },
     **{f"{ROLLOUT}servers.{name}": PUSH for name in ("lora_name", "weights_dir")},
     f"{ROLLOUT}parity.policy": "trainer/ppo.py:parity_probe",
+    f"{ROLLOUT}on_update": "rlsys/rollout/vllm/engine.py:_stop",
+    "trainer.resume_changed": "trainer/run_folder.py:_compared",
     **{f"reward.reward_model.{name}": "trainer/build.py:place_roles" for name in ("n_gpus_per_node", "nnodes")},
     **{f"ray_kwargs.ray_init.{name}": RAY for name in ("num_cpus", "address", "runtime_env")},
     "ray_kwargs.timeline_json_file": RAY,
@@ -108,10 +110,12 @@ def ppo_runs(toy: Toy, folder: Path) -> list[list[str]]:
         ],
         [
             *(*critic, "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"),
+            f"{ACTOR}use_dynamic_bsz=true",
             *("algorithm.use_pf_ppo=true", f"{loss}clip_cov"),
         ],
         [
             *("reward.reward_model.enable=true", f"reward.reward_model.model_path={toy.judge}", f"{loss}kl_cov"),
+            "reward.reward_model.use_dynamic_bsz=true",
             *("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=seq_reward"),
         ],
         [
