@@ -257,7 +257,7 @@ def test_a_full_disk(runs: Runs, small_disk: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_one_step_off_with_decoupled_ppo(runs: Runs, out: Path) -> None:
-    off = ("trainer.max_staleness=1", "algorithm.rollout_correction.rollout_is=token")
+    off = ("trainer.max_staleness=1", "trainer.reproducible=true", "algorithm.rollout_correction.rollout_is=token")
     for point in ("source", "update_actor", "actor.send_weights", "save_checkpoint", "critic.save_checkpoint"):
         assert runs.run(out, Fault("driver", point), more=off).status == -9
     train = [Fault("actor", point) for point in ("actor.update_actor", "save_checkpoint")]
