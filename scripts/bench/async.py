@@ -8,8 +8,9 @@ Without a model after `--`, one with random weights trains on the CPU with the h
 by each answer's sampling seed, so every schedule completes the same answers to the same prompts. Half of the devices
 (at least one process) generate, the others train. Runs, one after the other: synchronous, `max_staleness` of each of
 --ks, `reproducible` at the largest two, and a schedule that trains on whatever finishes first and admits prompts by
-AReaL's formula, (k + version + 1) batches less those that have started. Printed are tokens per second after the first
-steps, their ratio to synchronous, mean and largest age, and idle shares.
+AReaL's formula, (k + version + 1) batches less those that have started; --kinds chooses among the last three. Printed
+are tokens per second of --steps steps in which the window neither fills nor runs empty, their ratio to synchronous,
+mean and largest age, and idle shares.
 """
 
 from __future__ import annotations
@@ -24,12 +25,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+KINDS = ("free", "repeat", "first")
 GRADER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(solution_str.encode()) % 7
 """
-SKIPPED = 2
-"""First steps, which fill the window and caches."""
 
 
 def make_model(folder: Path, width: int) -> None:
@@ -100,7 +100,7 @@ def overrides_of(args: argparse.Namespace, folder: Path, kind: str, k: int, more
         *("algorithm.adv_estimator=grpo", "algorithm.rollout_correction.rollout_is=token"),
         *(f"trainer.n_gpus_per_node={max(1, args.devices - workers)}", f"trainer.rollout_workers={workers}"),
         *(f"trainer.max_staleness={k}", f"trainer.reproducible={str(kind == 'repeat').lower()}"),
-        *(f"trainer.total_training_steps={args.steps + k}", f"trainer.default_local_dir={folder}"),
+        *(f"trainer.total_training_steps={args.steps + 2 * k + 2}", f"trainer.default_local_dir={folder}"),
         *("trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.resume_mode=disable"),
         *(f"{prefix}.rollout.parity.freq=-1", "trainer.logger=[jsonl]"),
         *more,
@@ -113,7 +113,8 @@ def measure(args: argparse.Namespace, kind: str, k: int, more: list[str]) -> dic
     own = [f"--{name}={getattr(args, name)}" for name in ("out", "median", "sigma", "longest")]
     command = [sys.executable, __file__, f"--child={kind}", *own, "--", *overrides_of(args, folder, kind, k, more)]
     subprocess.run(command, check=True, timeout=args.deadline_s, stdout=subprocess.DEVNULL)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][SKIPPED : args.steps]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = lines[k + 2 :][: args.steps]  # without answers that waited since the first step, nor the end of the prompts
     seconds = sum(line["perf/time_per_step"] for line in lines)
     means = ("training/staleness", "perf/trainer_idle", "perf/rollout_idle")
     return {
@@ -127,7 +128,7 @@ def main() -> int:
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=lambda path: Path(path).absolute(), required=True)
-    parser.add_argument("--child", choices=("free", "repeat", "first"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=KINDS, help=argparse.SUPPRESS)
     for name, default in (
         ("steps", 10),
         ("longest", 512),
@@ -141,14 +142,15 @@ def main() -> int:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--deadline-s", type=float, default=1800.0)
     parser.add_argument("--ks", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--kinds", choices=KINDS, nargs="+", default=KINDS)
     args, more = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
     sys.path[:0] = [str(ROOT)]
     if args.child:
         return run_child(args, more)
     args.out.mkdir(parents=True, exist_ok=True)
     make_model(args.out / "model", args.width)
-    runs = [("free", 0), *(("free", k) for k in args.ks), *(("repeat", k) for k in args.ks[-2:])]
-    runs += [("first", k) for k in args.ks]
+    of_kind = {"free": args.ks, "repeat": args.ks[-2:], "first": args.ks}
+    runs = [("free", 0), *((kind, k) for kind in args.kinds for k in of_kind[kind])]
     results: dict[str, dict[str, float]] = {}
     print("run          tokens/s   ratio   age mean   max   trainer idle   rollout idle")
     for kind, k in runs:
