@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import aiohttp
+import psutil
 import pytest
 
 from rlsys.agent.endpoint import Endpoint
@@ -20,7 +21,7 @@ from rlsys.agent.session import EpisodeLimits, Score, Session
 from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tool_pool import ToolPool
 from rlsys.types import SamplingParams
-from tests.timing import scaled_s
+from tests.timing import scaled_s, wait_until
 from tests.unit.agent.engine import RandomEngine, settings_for
 from tests.unit.agent.templates import HERMES, tokenizer_with
 from tests.unit.agent.test_exact_tokens import check_rows
@@ -193,9 +194,10 @@ def test_a_program_without_a_reward_is_graded_by_its_last_answer(tmp_path):
 def test_a_program_that_fails_or_hangs_is_an_episode_that_failed():
     failed = run_program(CommandWorkflow("echo broken >&2; exit 3"))
     assert (failed.end, "exited with code 3: broken" in failed.error) == ("error", True)
-    hung = run_program(CommandWorkflow("sleep 987654"), deadline_s=0.5)
+    command = f"sleep 98765.{os.getpid()}"
+    hung = run_program(CommandWorkflow(command), deadline_s=0.5)
     assert hung.end == "deadline"
-    assert "sleep 987654" not in subprocess.run(["ps", "ax"], capture_output=True, text=True, check=True).stdout
+    assert wait_until(lambda: command.split() not in [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])])
     assert run_program(CommandWorkflow("true")).end == "rejected"
 
 
