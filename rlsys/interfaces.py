@@ -132,14 +132,12 @@ class RolloutEngine(Protocol):
 
 @runtime_checkable
 class WeightTransfer(Protocol):
-    """Moves weights from a trainer group into a rollout group; one object per pair, held by the controller."""
+    """Brings the actor's weights to the rollout engines; held by the controller. `version` is that of the last push."""
 
-    def connect(self) -> None:
-        """Exchange both layouts once and prepare; raises by a deadline, never hangs."""
-        ...
-
+    @property
+    def version(self) -> int | None: ...
     def push(self, version: int) -> TransferReport: ...
-    def close(self) -> None: ...
+    def validate(self) -> object: ...
 
 
 class ExperienceSource(Protocol):

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from rlsys.algorithms import agg_loss
+from rlsys.algorithms.aggregate import agg_loss
 from rlsys.config.schema.model import ModelConfig, OptimConfig
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.engines.fsdp.engine import FSDPEngine

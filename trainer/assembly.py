@@ -21,17 +21,17 @@ from rlsys.fleet.fleet import RolloutFleet
 from rlsys.fleet.group import group_fleet
 from rlsys.interfaces import ExperienceSource
 from trainer.async_source import AsyncSource
-from trainer.episodes import EpisodeRollout, EpisodeSource, episode_rollout
+from trainer.episodes import EpisodeRollout, EpisodeSource, graded_rollout
 from trainer.epochs import EpochSource
 from trainer.evaluation import OnValidation, Validation, validation
-from trainer.generation import GradedRollout, answer_printer, fleet_generate, training_sampling
+from trainer.generation import GradedRollout
 from trainer.groups import WorkerGroups
 from trainer.parity import LOST, REFUSED, ParityProbe, Scorer, probe_prompts
 from trainer.prompt_groups import FailureLimits, PromptGroups
 from trainer.prompts import num_steps, training_prompts
 from trainer.reporting import Reporter
 from trainer.residency import Moves, Residency, Resident
-from trainer.rewards import reward_manager, reward_pool
+from trainer.rewards import reward_pool
 from trainer.source import GroupFilter, Prompts, RolloutSource
 from trainer.steps import Steps
 from trainer.weight_push import WeightPush, connect_servers, connect_weights, drops_weights_on_sleep
@@ -75,7 +75,7 @@ def assemble(
     on_validation: OnValidation,
 ) -> TrainerParts:
     """Connect weights, rollouts, rewards and data to running groups."""
-    rollout, pools, pad = cfg.actor_rollout_ref.rollout, plan.pools, inputs.tokenizer.pad_token_id
+    rollout, pools = cfg.actor_rollout_ref.rollout, plan.pools
     with ExitStack() as stack:
         pool = stack.enter_context(reward_pool(cfg.reward))
         if pools.external:
@@ -95,17 +95,7 @@ def assemble(
             )
         stack.callback(fleet.close)
         reporter.count("gen", lambda: (fleet.ledger.answered, fleet.ledger.issued))
-        graded = GradedRollout(
-            generate=fleet_generate(fleet),
-            manager=reward_manager(cfg, inputs.tokenizer, pool),
-            sampling=training_sampling(cfg),
-            num_answers=rollout.n,
-            greedy_baseline=cfg.algorithm.adv_estimator == "remax",
-            pad_token_id=pad,
-            stage=reporter.stage,
-            on_answers=answer_printer(rollout, inputs.tokenizer),
-        )
-        graded = episode_rollout(cfg, graded, fleet, inputs.tokenizer, pool, stack)
+        graded = graded_rollout(cfg, fleet, inputs.tokenizer, pool, stack, reporter.stage)
         source = training_source(cfg, inputs, graded, fleet)
         stack.callback(source.close)
         moves = residency_moves(cfg, groups, inputs.device, colocated=pools.colocated)
@@ -119,7 +109,7 @@ def assemble(
                 rollout.parity,
                 graded.sampling,
                 prompt_length=cfg.data.max_prompt_length,
-                pad_token_id=pad,
+                pad_token_id=graded.pad_token_id,
             ),
             generate=graded.generate,
             rollout=scorer,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 from rlsys.protocol import DataProto
 from rlsys.rollout.partial import PartialResponse
@@ -20,17 +20,7 @@ from rlsys.types import ModelRequest, ModelResponse
 from rlsys.utils.errors import DeadlineError
 from trainer.overlap import OverlapMeter
 from trainer.prompt_groups import PromptGroup, PromptGroups
-
-
-class Fleet(Protocol):
-    """What a source needs of the rollout fleet."""
-
-    def submit(
-        self, work: Sequence[ModelRequest | PartialResponse], *, together: bool = False
-    ) -> list[Future[ModelResponse]]: ...
-    def unfinished(self) -> list[PartialResponse]: ...
-    def metrics(self) -> dict[str, float]: ...
-    def idle_s(self) -> float: ...
+from trainer.source import Fleet
 
 
 class AsyncSource:
@@ -38,7 +28,7 @@ class AsyncSource:
 
     def __init__(self, groups: PromptGroups, fleet: Fleet, *, deadline_s: float) -> None:
         self._groups, self._fleet, self._deadline_s = groups, fleet, deadline_s
-        self._running: dict[PromptGroup, list[Future[ModelResponse] | None]] = {}
+        self._running: dict[PromptGroup, list[Future[Any] | None]] = {}
         self._ended: SimpleQueue[PromptGroup | None] = SimpleQueue()
         self._change = threading.Condition()
         self._failure: BaseException | None = None
@@ -104,19 +94,20 @@ class AsyncSource:
         """Submit all open groups that are not with the fleet; the caller holds the lock."""
         self._groups.start()
         new = [group for group in self._groups.open if group.graded is None and group not in self._running]
-        missing = [(group, row) for group in new for row, answer in enumerate(group.answers) if answer.finish is None]
-        for group in new:
-            self._running[group] = [None] * len(group.answers)
-        futures = self._fleet.submit([group.answers[row] for group, row in missing])
-        for (group, row), future in zip(missing, futures, strict=True):
-            self._running[group][row] = future
-        for group in new:
-            waiting = [future for future in self._running[group] if future is not None]
+        for group, futures in zip(new, self._submitted(new), strict=True):
+            self._running[group] = futures
+            waiting = [future for future in futures if future is not None]
             countdown = Countdown(len(waiting), group, self._ended)
             for future in waiting:
                 future.add_done_callback(countdown)
             if not waiting:
                 self._ended.put(group)
+
+    def _submitted(self, groups: Sequence[PromptGroup]) -> list[list[Future[Any] | None]]:
+        """Hand groups to the fleet: a future for each answer, None for one that a checkpoint has."""
+        missing = [answer for group in groups for answer in group.answers if answer.finish is None]
+        futures = iter(self._fleet.submit(missing))
+        return [[next(futures) if answer.finish is None else None for answer in group.answers] for group in groups]
 
     def _grade_ended(self) -> None:
         while (group := self._ended.get()) is not None:
@@ -127,6 +118,10 @@ class AsyncSource:
                 groups.append(another)
             try:
                 self._settle(groups)
+                with self._change:
+                    self._last_progress_s = time.monotonic()
+                    self._start()
+                    self._change.notify_all()
             except BaseException as error:
                 with self._change:
                     self._failure = error
@@ -156,9 +151,6 @@ class AsyncSource:
                 if not isinstance(error, Exception):
                     raise error
                 self._groups.fail(group, error)
-            self._last_progress_s = time.monotonic()
-            self._start()
-            self._change.notify_all()
 
     def _unfinished(self) -> str:
         groups = [group.number for group in self._groups.open if group.graded is None]

@@ -144,21 +144,12 @@ def sample_rows(
         return []
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))[:count]
     chosen = batch.select_idxs(order)
-    scores = chosen.tensors["token_level_scores"].sum(-1).tolist()
-    return list(zip(prompt_texts(chosen, tokenizer), response_texts(chosen, tokenizer), scores))
-
-
-def prompt_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The prompts without padding and special tokens."""
-    width = batch.tensors["prompts"].shape[1]
-    pairs = zip(batch.tensors["prompts"], batch.tensors["attention_mask"][:, :width].bool())
-    return tokenizer.batch_decode([row[kept].tolist() for row, kept in pairs], skip_special_tokens=True)
-
-
-def response_texts(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The responses without padding and special tokens."""
-    pairs = zip(batch.tensors["responses"], response_lengths(batch).tolist())
-    return tokenizer.batch_decode([row[:n].tolist() for row, n in pairs], skip_special_tokens=True)
+    rows, lengths = chosen.tensors, response_lengths(chosen).tolist()
+    kept = rows["attention_mask"][:, : rows["prompts"].shape[1]].bool()
+    prompts = [ids[mask].tolist() for ids, mask in zip(rows["prompts"], kept)]
+    responses = [ids[:length].tolist() for ids, length in zip(rows["responses"], lengths)]
+    texts = (tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (prompts, responses))
+    return list(zip(*texts, rows["token_level_scores"].sum(-1).tolist()))
 
 
 def _ground_truth(model: Any) -> Any:

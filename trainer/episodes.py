@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -31,11 +30,21 @@ from rlsys.fleet.fleet import RolloutFleet
 from rlsys.protocol import DataProto
 from rlsys.rewards.pool.pool import RewardItem, RewardPool
 from rlsys.rollout.batch import SEEDS, with_request_seeds
+from rlsys.telemetry.metrics import StageTimer
 from rlsys.types import SamplingParams
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError
-from trainer.async_source import AsyncSource, Countdown, Fleet
-from trainer.generation import GradedRollout, sampling_meta
+from trainer.async_source import AsyncSource
+from trainer.generation import (
+    GradedRollout,
+    answer_printer,
+    fleet_generate,
+    sampling_meta,
+    training_sampling,
+    validation_sampling,
+)
 from trainer.prompt_groups import PromptGroup, PromptGroups
+from trainer.rewards import reward_manager
+from trainer.source import Fleet
 
 AGENTS = {"single_turn_agent": "RLVRWorkflow", "tool_agent": "ToolWorkflow"}
 """verl's names of its agents -> ours."""
@@ -101,7 +110,6 @@ class EpisodeSource(AsyncSource):
 
     def __init__(self, groups: PromptGroups, fleet: Fleet, rollout: EpisodeRollout, *, deadline_s: float) -> None:
         self._rollout = rollout
-        self._episodes: dict[PromptGroup, list[Future[EpisodeResult]]] = {}
         super().__init__(groups, fleet, deadline_s=deadline_s)
 
     def save(self, folder: Path) -> dict[str, Any]:
@@ -109,29 +117,17 @@ class EpisodeSource(AsyncSource):
         with self._change:
             return self._groups.save(folder)
 
-    def close(self) -> None:
-        super().close()
-        for futures in self._episodes.values():
-            for future in futures:
-                future.cancel()
-
-    def _start(self) -> None:
-        self._groups.start()
-        for group in self._groups.open:
-            if group.graded is None and group not in self._episodes:
-                futures = self._rollout.start(group.rows, self._rollout.sampling, name=f"{group.number:09d}-")
-                self._episodes[group] = futures
-                countdown = Countdown(len(futures), group, self._ended)
-                for future in futures:
-                    future.add_done_callback(countdown)
+    def _submitted(self, groups: Sequence[PromptGroup]) -> list[list[Future[Any] | None]]:
+        sampling = self._rollout.sampling
+        return [[*self._rollout.start(group.rows, sampling, name=f"{group.number:09d}-")] for group in groups]
 
     def _settle(self, groups: Sequence[PromptGroup]) -> None:
         with self._change:
             for group in groups:
-                futures = self._episodes.pop(group, [])
+                futures = [future for future in self._running.pop(group, []) if future is not None]
                 if not futures or any(future.cancelled() for future in futures):
                     continue
-                results = [future.result() for future in futures]
+                results: list[EpisodeResult] = [future.result() for future in futures]
                 if any(result.rows for result in results):
                     group.graded = self._rollout.collate(results, group.rows)
                     self._groups.finish(group)
@@ -139,9 +135,6 @@ class EpisodeSource(AsyncSource):
                     causes = {result.error or result.end for result in results}
                     self._groups.fail(group, RolloutError(f"no episode has an answer: {', '.join(sorted(causes))}"))
                 self._groups.add(episode_metrics(results))
-            self._last_progress_s = time.monotonic()
-            self._start()
-            self._change.notify_all()
 
 
 def workflow_rows(rows: DataProto) -> list[dict[str, Any]]:
@@ -165,15 +158,25 @@ def check_episodes(results: Sequence[EpisodeResult], max_failed_share: float) ->
         raise RolloutError(f"no episode has an answer: {dict(ends)}. {hints}")
 
 
-def episode_rollout(
+def graded_rollout(
     cfg: PPOConfig | EvalConfig,
-    rollout: GradedRollout,
     fleet: RolloutFleet,
     tokenizer: PreTrainedTokenizerBase,
     pool: RewardPool,
     stack: ExitStack,
+    stage: StageTimer,
 ) -> GradedRollout:
-    """The rollout by episodes where a workflow is configured, else `rollout`; `stack` closes what it starts."""
+    """The configured rollout, by episodes where there is a workflow; `stack` closes what it starts."""
+    rollout = GradedRollout(
+        generate=fleet_generate(fleet),
+        manager=reward_manager(cfg, tokenizer, pool),
+        sampling=training_sampling(cfg) if isinstance(cfg, PPOConfig) else validation_sampling(cfg),
+        num_answers=cfg.actor_rollout_ref.rollout.n if isinstance(cfg, PPOConfig) else 1,
+        greedy_baseline=isinstance(cfg, PPOConfig) and cfg.algorithm.adv_estimator == "remax",
+        pad_token_id=tokenizer.pad_token_id,
+        stage=stage,
+        on_answers=answer_printer(cfg.actor_rollout_ref.rollout, tokenizer),
+    )
     loaded = load_agents(cfg, tokenizer)
     if loaded is None:
         return rollout

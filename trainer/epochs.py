@@ -20,9 +20,9 @@ from rlsys.protocol import DataProto
 from rlsys.rollout.partial import PartialResponse
 from rlsys.types import Finish, ModelResponse
 from rlsys.utils.errors import DeadlineError
-from trainer.async_source import Fleet
 from trainer.overlap import OverlapMeter
 from trainer.prompt_groups import PromptGroup, PromptGroups
+from trainer.source import Fleet
 
 
 class EpochSource:

@@ -14,7 +14,6 @@ import numpy as np
 from rlsys.config import EvalConfig, PPOConfig
 from rlsys.data.collate import collate_prompts
 from rlsys.data.dataset import PromptDataset
-from rlsys.data.rows import default_source
 from rlsys.fleet.group import group_fleet
 from rlsys.protocol import DataProto
 from rlsys.telemetry.metrics import StageTimer
@@ -22,13 +21,13 @@ from rlsys.telemetry.report import write_report
 from rlsys.telemetry.validation_metrics import validation_metrics
 from trainer.backend import import_external_libs, load_tokenizer, running_backend
 from trainer.dumps import dump, sample_rows
-from trainer.episodes import episode_rollout, load_agents
-from trainer.generation import GradedRollout, answer_printer, fleet_generate, validation_sampling
+from trainer.episodes import graded_rollout, load_agents
+from trainer.generation import GradedRollout, validation_sampling
 from trainer.groups import RolloutGroup, start_group
 from trainer.job import Begin
 from trainer.local_files import with_local_files
 from trainer.prompts import load_prompts
-from trainer.rewards import check_data_sources, reward_manager, reward_pool
+from trainer.rewards import check_data_sources, reward_pool
 from workers.build import EngineRun
 from workers.rollout import rollout_worker_cls
 
@@ -117,16 +116,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     load_agents(config, tokenizer)
     data = config.data
     assert data.val_files is not None, "checked with the configuration"
-    dataset = load_prompts(
-        data,
-        data.val_files,
-        tokenizer=tokenizer,
-        max_samples=data.val_max_samples,
-        shuffle=False,
-        seed=0,
-        default_source=default_source(config.reward),
-        has_workflow=rollout.has_workflow,
-    )
+    dataset = load_prompts(config, tokenizer, data.val_files, max_samples=data.val_max_samples)
     check_data_sources(config.reward, dataset.data_sources)
     with ExitStack() as stack:
         backend = stack.enter_context(running_backend(run, config.ray_kwargs))
@@ -143,17 +133,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
         num_rows = len(dataset) * rollout.val_kwargs.n
         fleet = group_fleet(group, rollout, run.deadlines, num_rows=num_rows, restartable=True)
         stack.callback(fleet.close)
-        graded = GradedRollout(
-            generate=fleet_generate(fleet),
-            manager=reward_manager(config, tokenizer, pool),
-            sampling=validation_sampling(config),
-            num_answers=1,
-            greedy_baseline=False,
-            pad_token_id=tokenizer.pad_token_id,
-            stage=StageTimer(),
-            on_answers=answer_printer(rollout, tokenizer),
-        )
-        graded = episode_rollout(config, graded, fleet, tokenizer, pool, stack)
+        graded = graded_rollout(config, fleet, tokenizer, pool, stack, StageTimer())
 
         def show(batch: DataProto, step: int) -> None:
             if run.validation_data_dir is not None:

@@ -5,22 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+
+from trainer.source import Fleet
 
 SHARES = ("perf/trainer_idle", "perf/rollout_idle", "perf/overlap")
-
-
-class MeasuredFleet(Protocol):
-    """Counts since the start."""
-
-    def metrics(self) -> dict[str, float]: ...
-    def idle_s(self) -> float: ...
 
 
 class OverlapMeter:
     """Measures from one batch to the next."""
 
-    def __init__(self, fleet: MeasuredFleet) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._counts: Mapping[str, float] = {}
         self._idle_s = 0.0

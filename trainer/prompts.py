@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlsys.config import PPOConfig
+from rlsys.config import EvalConfig, PPOConfig
 from rlsys.config.plan import total_steps
-from rlsys.config.schema.data import DataConfig, PromptsConfig
+from rlsys.config.schema.data import DataConfig
 from rlsys.data.collate import collate_prompts
 from rlsys.data.cursor import Cursor
 from rlsys.data.dataset import PromptDataset, configured_source
@@ -66,42 +66,33 @@ def prompt_datasets(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[PromptDataset, PromptDataset | None]:
     """Training and validation prompts."""
-    data = config.data
+    data, load = config.data, partial(load_prompts, config, tokenizer)
     assert data.train_files is not None
-    load = partial(
-        load_prompts,
-        data,
-        tokenizer=tokenizer,
-        seed=data.seed,
-        default_source=default_source(config.reward),
-        has_workflow=config.actor_rollout_ref.rollout.has_workflow,
-    )
-    train = load(data.train_files, max_samples=data.train_max_samples, shuffle=data.shuffle)
+    train = load(data.train_files, max_samples=data.train_max_samples, seed=data.seed if data.shuffle else None)
     if not data.val_files:
         return train, None
-    return train, load(data.val_files, max_samples=data.val_max_samples, shuffle=data.validation_shuffle)
+    seed = data.seed if data.validation_shuffle else None
+    return train, load(data.val_files, max_samples=data.val_max_samples, seed=seed)
 
 
 def load_prompts(
-    data: PromptsConfig,
+    config: PPOConfig | EvalConfig,
+    tokenizer: PreTrainedTokenizerBase,
     files: Sequence[str],
     *,
-    tokenizer: PreTrainedTokenizerBase,
     max_samples: int,
-    shuffle: bool,
-    seed: int,
-    default_source: str | None,
-    has_workflow: bool = False,
+    seed: int | None = None,
 ) -> PromptDataset:
-    """The rows of `files`, or of the dataset class of data.custom_cls.
+    """The rows of `files`, or of the dataset class of data.custom_cls; `seed` draws those of a sample.
 
     DataError for rows that ask for tools where there is no workflow.
     """
+    data = config.data
     source = configured_source(data, files, tokenizer=tokenizer, max_samples=max_samples)
-    load = partial(PromptDataset.load, source, tokenizer, data, default_source=default_source)
+    load = partial(PromptDataset.load, source, tokenizer, data, default_source=default_source(config.reward))
     own = data.custom_cls.path is not None
-    rows = load() if own else load(max_samples=max_samples, shuffle=shuffle, seed=seed)
-    for row in () if has_workflow else rows:
+    rows = load() if own else load(max_samples=max_samples, seed=seed)
+    for row in () if config.actor_rollout_ref.rollout.has_workflow else rows:
         if name := _agent_column(row):
             fix = "set actor_rollout_ref.rollout.multi_turn.enable=true or remove it"
             raise DataError(f"row {row.index}: {name} asks for tools, but each prompt is answered by one draw; {fix}")

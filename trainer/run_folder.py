@@ -9,7 +9,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,6 +24,7 @@ import yaml
 from rlsys.config import PPOConfig, RMConfig, SFTConfig
 from rlsys.config.schema.trainer import RunConfig
 from rlsys.telemetry.log import FILE_ONLY, get_logger, log_to_file, redact, redact_tree
+from rlsys.telemetry.tracker_adapters import flat_settings
 from rlsys.utils.atomic import write_text_atomic
 from rlsys.utils.errors import ConfigError
 from trainer.checkpoint import CheckpointStore
@@ -90,7 +91,7 @@ class RunFolder:
         resumed = CheckpointStore(self.root, keep={}).to_resume(run.resume_mode, run.resume_from_path)
         if resumed is None or not (resumed.parent / CONFIG).is_file():
             return []
-        before, now = _recorded(resumed.parent), _flat(self._resolved()) | self._code()
+        before, now = _recorded(resumed.parent), flat_settings(self._resolved()) | self._code()
         changes = {
             key: f"  {key} {_short(before.get(key))} -> {_short(now.get(key))}"
             for key in sorted(before.keys() | now.keys())
@@ -127,7 +128,9 @@ class RunFolder:
 
     def _code(self) -> dict[str, str]:
         """Checksums of the Python files that settings name."""
-        named = {key: value for key, value in _flat(self.config.model_dump(mode="json")).items() if _is_code(value)}
+        named = {
+            key: value for key, value in flat_settings(self.config.model_dump(mode="json")).items() if _is_code(value)
+        }
         return {f"code of {key}": sha256(Path(value).read_bytes()).hexdigest()[:12] for key, value in named.items()}
 
 
@@ -174,18 +177,11 @@ def make_root(run: RunConfig) -> None:
 def _recorded(root: Path) -> dict[str, Any]:
     """Settings and checksums of the last start in a folder; what cannot be read is left out."""
     try:
-        settings = _flat(yaml.safe_load((root / CONFIG).read_text()))
+        settings = flat_settings(yaml.safe_load((root / CONFIG).read_text()))
         return settings | json.loads((root / STARTS).read_text().splitlines()[-1])["code"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
         log.warning("%s and %s cannot be compared with this run: %s", root / CONFIG, STARTS, error)
         return {}
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat
 
 
 def _is_code(value: object) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rlsys.config.schema.trainer import RunConfig
 from rlsys.telemetry.jsonl import read_jsonl
+from rlsys.utils.run_folders import step_folder
 
 OUTPUTS = {
     "report": "index.html",
@@ -29,7 +30,7 @@ def summary_lines(run: RunConfig, *, finished: bool) -> list[str]:
     paths = {name: root / path for name, path in OUTPUTS.items()}
     if folder := getattr(run, "rollout_data_dir", None):
         paths["rollouts"] = Path(folder).absolute() / "index.html"
-    checkpoint = _last_checkpoint(root)
+    checkpoint = None if (latest := step_folder(root)) == root else latest
     lines = list(_curves(root / "metrics.jsonl"))
     if checkpoint is not None:
         lines.append(("checkpoint", str(checkpoint)))
@@ -37,22 +38,11 @@ def summary_lines(run: RunConfig, *, finished: bool) -> list[str]:
     if not finished:
         kept = f"from step {checkpoint.name.rpartition('_')[2]}" if checkpoint else "at step 1: nothing was saved yet"
         lines.append(("next", f"the same command continues {kept}"))
-    elif checkpoint is not None and (model := next((p for p in _models(checkpoint) if p.is_dir()), None)):
-        merged = f"--local_dir {model} --target_dir {root / 'merged'}"
-        lines.append(("next", f"python -m rlsys.model_merger merge {merged}"))
+    elif checkpoint is not None:
+        for model in filter(Path.is_dir, (checkpoint / "actor", checkpoint / "model")):
+            merged = f"--local_dir {model} --target_dir {root / 'merged'}"
+            lines.append(("next", f"python -m rlsys.model_merger merge {merged}"))
     return [f"  {name:<11} {text}" for name, text in lines]
-
-
-def _last_checkpoint(root: Path) -> Path | None:
-    try:
-        step = int((root / "latest_checkpointed_iteration.txt").read_text())
-    except (OSError, ValueError):
-        return None
-    return root / f"global_step_{step}"
-
-
-def _models(checkpoint: Path) -> tuple[Path, ...]:
-    return checkpoint / "actor", checkpoint / "model"
 
 
 def _curves(path: Path) -> Iterator[tuple[str, str]]:
@@ -60,16 +50,13 @@ def _curves(path: Path) -> Iterator[tuple[str, str]]:
         records = list(read_jsonl(path))
     except OSError:
         return
-    sources = {name: name[len(VALIDATION) :] for record in records for name in record if _is_validation(name)}
-    named = CURVES | {f"validation of {source}": name for name, source in sources.items()}
+    names = dict.fromkeys(name for record in records for name in record)
+    means = [name for name in names if name.startswith(VALIDATION) and MEAN in name]
+    named = CURVES | {f"validation of {name.removeprefix(VALIDATION)}": name for name in means}
     for title, name in named.items():
         points = [(int(record["step"]), float(record[name])) for record in records if record.get(name) is not None]
         if points:
             yield title, _curve(points, min if "loss" in title else max)
-
-
-def _is_validation(name: str) -> bool:
-    return name.startswith(VALIDATION) and MEAN in name
 
 
 def _curve(points: list[tuple[int, float]], best_of: Callable[..., tuple[int, float]]) -> str:

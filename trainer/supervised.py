@@ -73,10 +73,8 @@ def load_rows(
     """The rows of the configured files or dataset class."""
     pad = tokenizer.pad_token_id
     if isinstance(config, SFTConfig):
-        load = partial(load_texts, tokenizer=tokenizer, config=config.data)
-        return _loaded(config, tokenizer, "lm", load, partial(collate_texts, pad_token_id=pad))
-    pairs = partial(load_pairs, tokenizer=tokenizer, config=config.data)
-    return _loaded(config, tokenizer, "rm", pairs, partial(collate_pairs, pad_token_id=pad))
+        return _loaded(config, tokenizer, "lm", load_texts, partial(collate_texts, pad_token_id=pad))
+    return _loaded(config, tokenizer, "rm", load_pairs, partial(collate_pairs, pad_token_id=pad))
 
 
 def _loaded(
@@ -91,7 +89,7 @@ def _loaded(
 
     def rows(files: Sequence[str], max_samples: int, *, shuffle: bool) -> SupervisedDataset[T]:
         source = configured_source(data, files, tokenizer=tokenizer, max_samples=max_samples)
-        return load(source, max_samples=max_samples, shuffle=shuffle)
+        return load(source, tokenizer, data, max_samples=max_samples, shuffle=shuffle)
 
     train = rows(data.train_files, data.train_max_samples, shuffle=data.shuffle)
     val = rows(data.val_files, data.val_max_samples, shuffle=False) if data.val_files else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from rlsys.config import PPOConfig
 from rlsys.config.engines import rollout_backend, worker_class
@@ -12,26 +11,18 @@ from rlsys.fleet.external.engine import RemoteEngine
 from rlsys.fleet.external.settings import settings_of
 from rlsys.fleet.external.transfer import ExternalTransfer
 from rlsys.fleet.fleet import RolloutFleet
+from rlsys.interfaces import WeightTransfer
 from rlsys.types import TransferReport
 from rlsys.utils.errors import ConfigError
 from rlsys.weights.sharding_manager import ShardingManager
 from trainer.groups import ActorGroup, WorkerGroups
 
 
-class Transfer(Protocol):
-    """Brings the actor's weights to the rollout engines."""
-
-    @property
-    def version(self) -> int | None: ...
-    def push(self, version: int) -> TransferReport: ...
-    def validate(self) -> object: ...
-
-
 @dataclass(frozen=True)
 class WeightPush:
     """Pushes weights into the engines of a fleet; with `validate` every push is compared tensor by tensor."""
 
-    transfer: Transfer
+    transfer: WeightTransfer
     fleet: RolloutFleet
     validate: bool
 

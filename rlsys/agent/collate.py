@@ -6,10 +6,10 @@ B episodes, P prompt columns (padded left), R response columns (padded right).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rlsys.agent.runner import EpisodeResult
 from rlsys.agent.trace import TraceRow
@@ -36,19 +36,20 @@ def collate_episodes(
     rows = [chosen_row(result) or _empty_row(pad_token_id) for result in results]
     prompt_ids = pad_left([row.prompt_ids for row in rows], value=pad_token_id, length=prompt_length)
     prompt_mask = pad_left([[1] * len(row.prompt_ids) for row in rows], value=0, length=prompt_length)
-    responses = pad_right([row.response_ids for row in rows], value=pad_token_id, length=response_length)
-    attention = torch.cat([prompt_mask, _filled([[1] * len(row.mask) for row in rows], response_length, 0)], -1)
+    right = partial(pad_right, length=response_length)
+    responses = right([row.response_ids for row in rows], value=pad_token_id)
+    attention = torch.cat([prompt_mask, right([[1] * len(row.mask) for row in rows], value=0)], -1)
     tensors = {
         "prompts": prompt_ids,
         "responses": responses,
         "input_ids": torch.cat([prompt_ids, responses], -1),
         "attention_mask": attention,
         "position_ids": position_ids(attention),
-        "response_mask": _filled([row.mask for row in rows], response_length, 0),
-        "weight_versions": _filled([row.versions for row in rows], response_length, -1),
-        "turn_ids": _filled([row.turn_ids for row in rows], response_length, -1),
-        "token_level_scores": _filled([row.rewards for row in rows], response_length, 0.0),
-        **{COLUMNS[name]: _filled([getattr(row, name) for row in rows], response_length, 0.0) for name in COLUMNS},
+        "response_mask": right([row.mask for row in rows], value=0),
+        "weight_versions": right([row.versions for row in rows], value=-1),
+        "turn_ids": right([row.turn_ids for row in rows], value=-1),
+        "token_level_scores": right([row.rewards for row in rows], value=0.0),
+        **{COLUMNS[name]: right([getattr(row, name) for row in rows], value=0.0) for name in COLUMNS},
     }
     uids = prompts.non_tensor_batch["uid"]
     columns: dict[str, Any] = {
@@ -74,14 +75,6 @@ def chosen_row(result: EpisodeResult) -> TraceRow | None:
 def _empty_row(pad_token_id: int) -> TraceRow:
     one = (0.0,)
     return TraceRow((pad_token_id,), (pad_token_id,), (0,), one, one, (-1,), (-1,), one, 0.0, Finish.ABORT)
-
-
-def _filled(rows: Sequence[Sequence[float]], length: int, value: float) -> Tensor:
-    dtype = torch.float32 if isinstance(value, float) else torch.int64
-    filled = torch.full((len(rows), length), value, dtype=dtype)
-    for number, row in enumerate(rows):
-        filled[number, : len(row)] = torch.tensor(row, dtype=dtype)
-    return filled
 
 
 def _extra_columns(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -2,22 +2,7 @@
 
 from rlsys.config.cli import main_config
 from rlsys.config.load import load_config
-from rlsys.config.plan import BatchPlan, RolePlan, plan_batches, plan_text, total_steps
-from rlsys.config.pools import Pools, resolve_pools
+from rlsys.config.plan import plan_batches
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig, RMConfig, SFTConfig
 
-__all__ = [
-    "BatchPlan",
-    "EvalConfig",
-    "PPOConfig",
-    "Pools",
-    "RMConfig",
-    "RolePlan",
-    "SFTConfig",
-    "load_config",
-    "main_config",
-    "plan_batches",
-    "plan_text",
-    "resolve_pools",
-    "total_steps",
-]
+__all__ = ["EvalConfig", "PPOConfig", "RMConfig", "SFTConfig", "load_config", "main_config", "plan_batches"]

@@ -23,20 +23,21 @@ def pad_left(rows: Sequence[Sequence[int]], *, value: int, length: int | None = 
     return _padded(rows, value, length, left=True)
 
 
-def pad_right(rows: Sequence[Sequence[int]], *, value: int, length: int | None = None) -> Tensor:
-    """(B, length) int64 with each row at the start; the longest row sets a missing length. Raises ValueError."""
+def pad_right(rows: Sequence[Sequence[float]], *, value: float, length: int | None = None) -> Tensor:
+    """(B, length) with each row at the start, float32 where `value` is a float, else int64; else as `pad_left`."""
     return _padded(rows, value, length, left=False)
 
 
-def _padded(rows: Sequence[Sequence[int]], value: int, length: int | None, *, left: bool) -> Tensor:
+def _padded(rows: Sequence[Sequence[float]], value: float, length: int | None, *, left: bool) -> Tensor:
     longest = max(map(len, rows), default=0)
     length = longest if length is None else length
     if longest > length:
         raise ValueError(f"a row of {longest} tokens does not fit into {length}")
-    padded = torch.full((len(rows), length), value, dtype=torch.int64)
+    dtype = torch.float32 if isinstance(value, float) else torch.int64
+    padded = torch.full((len(rows), length), value, dtype=dtype)
     for number, row in enumerate(rows):
         columns = slice(length - len(row), length) if left else slice(0, len(row))
-        padded[number, columns] = torch.tensor(list(row), dtype=torch.int64)
+        padded[number, columns] = torch.tensor(list(row), dtype=dtype)
     return padded
 
 

@@ -80,21 +80,20 @@ class PromptDataset:
         config: PromptsConfig | None = None,
         *,
         max_samples: int = -1,
-        shuffle: bool = False,
-        seed: int = 1,
+        seed: int | None = None,
         default_source: str | None = None,
     ) -> Self:
         """The rows of all files in order, or of a dataset object, read as `config` says.
 
         `default_source` is the data source of rows without one. `max_samples` keeps at most that many rows, drawn by
-        `seed` if `shuffle`, else the first; -1 keeps all. Raises DataError with file and row, ConfigError for wrong
+        `seed`, or the first for None; -1 keeps all. Raises DataError with file and row, ConfigError for wrong
         settings and missing files.
         """
         config = config or PromptsConfig()
         if max_samples < 1 and max_samples != -1:
             raise ConfigError(f"data.max_samples={max_samples}: must be at least 1, or -1 for all")
         parsed, bad = parse_rows(
-            sample_rows(source_rows(source, config.prompt_key), max_samples, seed=seed if shuffle else None),
+            sample_rows(source_rows(source, config.prompt_key), max_samples, seed=seed),
             lambda row: parse_prompt(row.values, tokenizer, config, default_source),
             bad_rows=config.bad_rows,
             num_threads=config.filter_overlong_prompts_workers,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlsys.config.schema.rollout import GenerationConfig
-from rlsys.config.schema.trainer import DeadlinesConfig
+from rlsys.config.schema.trainer import GradingDeadlinesConfig
 from rlsys.fleet.fleet import FleetDeadlines, RolloutFleet
 from rlsys.fleet.replica import Replica
 from rlsys.types import ModelRequest, ResponseDelta
@@ -49,7 +49,7 @@ class GroupReplica:
 def group_fleet(
     group: Any,
     rollout: GenerationConfig,
-    deadlines: DeadlinesConfig,
+    deadlines: GradingDeadlinesConfig,
     *,
     num_rows: int,
     restartable: bool,

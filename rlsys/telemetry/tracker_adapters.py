@@ -167,7 +167,7 @@ class MlflowTracker:
         mlflow.set_experiment(run.project)
         self._run = mlflow.start_run(run_id=run.remembered_id("mlflow"), run_name=run.experiment)
         if run.remembered_id("mlflow") is None:
-            params = [(_mlflow_name(k), str(v)[: self._MAX_PARAM_CHARS]) for k, v in _flat(run.config).items()]
+            params = [(_mlflow_name(k), str(v)[: self._MAX_PARAM_CHARS]) for k, v in flat_settings(run.config).items()]
             for start in range(0, len(params), self._PARAMS_PER_CALL):
                 mlflow.log_params(dict(params[start : start + self._PARAMS_PER_CALL]))
         run.remember_id("mlflow", self._run.info.run_id)
@@ -227,8 +227,9 @@ def _mlflow_name(name: str) -> str:
     return re.sub(r"[^\w\-. /]", "_", name.replace("@", "_at_"))
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_settings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a nested configuration by their keys with dots."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        flat |= flat_settings(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return flat

@@ -11,7 +11,8 @@ HUGGINGFACE = "huggingface"
 def step_folder(path: Path) -> Path:
     """The latest `global_step_N` of a run's folder; any other path as it is."""
     pointer = path / LATEST
-    return path / f"global_step_{pointer.read_text().strip()}" if pointer.is_file() else path
+    step = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
+    return path / f"global_step_{step}" if step.isdecimal() else path
 
 
 def config_folder(path: Path) -> Path:

@@ -25,8 +25,6 @@ class DeadlinesConfig(Section):
     """Starting workers and loading models."""
     call_s: t.Seconds = 600.0
     """Any other call (log-probs, values)."""
-    generate_s: t.Seconds = 3600.0
-    """One generation call."""
     update_s: t.Seconds = 3600.0
     """One update of actor or critic."""
     weights_s: t.Seconds = 600.0
@@ -36,8 +34,10 @@ class DeadlinesConfig(Section):
 
 
 class GradingDeadlinesConfig(DeadlinesConfig):
-    """Deadlines of jobs that grade answers."""
+    """Deadlines of jobs that generate and grade answers."""
 
+    generate_s: t.Seconds = 3600.0
+    """One generation call."""
     reward_s: t.Seconds = 1800.0
     """Grading one batch."""
 

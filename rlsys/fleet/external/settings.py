@@ -9,7 +9,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from rlsys.config.schema.rollout import RolloutConfig
-from rlsys.config.schema.trainer import DeadlinesConfig
+from rlsys.config.schema.trainer import GradingDeadlinesConfig
 from rlsys.utils.errors import ConfigError
 
 Policy = Literal["least_loaded", "affinity"]
@@ -59,7 +59,7 @@ class RemoteSettings:
             raise ConfigError(f"external servers need different addresses, at least one: {list(self.urls)}")
 
 
-def settings_of(rollout: RolloutConfig, deadlines: DeadlinesConfig, *, max_staleness: int) -> RemoteSettings:
+def settings_of(rollout: RolloutConfig, deadlines: GradingDeadlinesConfig, *, max_staleness: int) -> RemoteSettings:
     """The settings of a run, with addresses and token from the environment; ConfigError if no address is set."""
     servers = rollout.servers
     try:

@@ -90,14 +90,14 @@ class DecodeLoop:
     def _relayout(self, num_rows: int, *, front: int, back: int) -> None:
         """Drop the columns that no running row uses, and leave `front` free columns before and `back` behind."""
         cache, rows = self.cache, self.rows
-        first = rows.first_start(otherwise=cache.column)
+        first = int(rows.tensors["starts"].min()) if rows.count else cache.column
         kept = cache.column - first
         column = max(front, kept)
         cache.relayout(
             rows.count, first=first, column=column, num_rows=num_rows, num_columns=column + max(back, kept // 2)
         )
-        rows.shift_starts(column - kept - first)
         if rows.count:
+            rows.tensors["starts"] += column - kept - first
             rows.set_mask(cache.num_columns, hidden_score(self.dtype), self.dtype)
 
     def _prefill(self, groups: dict[Prompt, list[QueuedRequest]]) -> None:

@@ -63,14 +63,6 @@ class RunningRows:
         columns = torch.arange(num_columns, device=self.device)
         self.mask = torch.where(columns < self.tensors["starts"][:, None], hidden, 0.0).to(dtype)[:, None, None]
 
-    def shift_starts(self, columns: int) -> None:
-        if self.queue:
-            self.tensors["starts"] += columns
-
-    def first_start(self, otherwise: int) -> int:
-        """The first cache column that a running row uses."""
-        return int(self.tensors["starts"].min()) if self.queue else otherwise
-
     def most_left(self) -> int:
         """The largest number of tokens that a row may still sample."""
         return int((self.tensors["max_new"] - self.tensors["num_new"]).max())

@@ -8,8 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.algorithms import adv_estimator_names, advantage, estimator_takes, get_adv_estimator_fn, register_adv_est
-from rlsys.algorithms.advantage import call_adv_estimator, gae, grpo, grpo_passk, opo, reinforce_plus_plus, rloo
+from rlsys.algorithms import advantage, register_adv_est
+from rlsys.algorithms.advantage import (
+    adv_estimator_names,
+    call_adv_estimator,
+    estimator_takes,
+    gae,
+    get_adv_estimator_fn,
+    grpo,
+    grpo_passk,
+    opo,
+    reinforce_plus_plus,
+    rloo,
+)
 from rlsys.algorithms.groups import group_ids_of, rank_in_group, second_largest
 
 

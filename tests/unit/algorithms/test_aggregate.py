@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlsys.algorithms import LOSS_AGG_MODES, agg_loss
+from rlsys.algorithms.aggregate import LOSS_AGG_MODES, agg_loss
 from rlsys.algorithms.masked import at_last_token, masked_mean, masked_whiten
 
 LOSS = torch.tensor([[1.0, 2.0, 100.0], [3.0, 100.0, 100.0], [100.0, 100.0, 100.0]])

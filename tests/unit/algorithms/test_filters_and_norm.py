@@ -6,13 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.algorithms import (
-    informative_groups,
-    normalize,
-    overlong_penalty,
-    pf_ppo_rows,
-    shape_rewards,
-)
+from rlsys.algorithms import informative_groups, normalize
+from rlsys.algorithms.filters import overlong_penalty, pf_ppo_rows
+from rlsys.algorithms.normalize import shape_rewards
 from rlsys.config.schema.algorithm import AlgorithmConfig, NormConfig, PFPPOConfig
 
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from rlsys.algorithms import AdaptiveKLController, compute_value_loss, get_kl_controller, kl_penalty
-from rlsys.algorithms.kl import kl_in_reward
+from rlsys.algorithms import compute_value_loss, get_kl_controller
+from rlsys.algorithms.kl import AdaptiveKLController, kl_in_reward, kl_penalty
 from rlsys.config.schema.algorithm import KLControlConfig
 
 

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from rlsys.algorithms import (
     add_selected_tokens,
-    adv_estimator_names,
     apply_kl_penalty,
     apply_rollout_correction,
     compute_advantage,
     filter_groups,
     get_kl_controller,
-    is_truncated,
     rewards_from_scores,
     shape_batch_rewards,
 )
+from rlsys.algorithms.advantage import adv_estimator_names
+from rlsys.algorithms.stages import is_truncated
 from rlsys.config.schema.actor import ActorConfig, PolicyLossConfig
 from rlsys.config.schema.algorithm import (
     AlgorithmConfig,

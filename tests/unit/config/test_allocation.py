@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.config import load_config, resolve_pools
+from rlsys.config import load_config
 from rlsys.config.compat.allocation import allocation_settings
 from rlsys.config.plan import plan_batches
+from rlsys.config.pools import resolve_pools
 from rlsys.utils.errors import ConfigError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

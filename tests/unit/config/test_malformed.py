@@ -10,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlsys.config import EvalConfig, PPOConfig, RMConfig, SFTConfig, load_config, main_config, plan_text
+from rlsys.config import EvalConfig, PPOConfig, RMConfig, SFTConfig, load_config, main_config
 from rlsys.config.compat.reader import compat_table
 from rlsys.config.introspect import leaves
+from rlsys.config.plan import plan_text
 from rlsys.config.schema.base import Section
 from rlsys.utils.errors import ConfigError
 

@@ -5,16 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlsys.config import (
-    PPOConfig,
-    RolePlan,
-    SFTConfig,
-    load_config,
-    plan_batches,
-    plan_text,
-    resolve_pools,
-    total_steps,
-)
+from rlsys.config import PPOConfig, SFTConfig, load_config, plan_batches
+from rlsys.config.plan import RolePlan, plan_text, total_steps
+from rlsys.config.pools import resolve_pools
 
 SMOLLM2_135M = {
     "model_type": "llama",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import get_args
 
-from rlsys.algorithms import adv_estimator_names, policy_loss_names
+from rlsys.algorithms.advantage import adv_estimator_names
+from rlsys.algorithms.policy_loss import policy_loss_names
 from rlsys.config import vocabulary
 from rlsys.data.files import read_rows
 from rlsys.rewards import manager

@@ -185,10 +185,10 @@ def test_max_samples_takes_the_first_or_draws_by_seed(tmp_path: Path) -> None:
         return [r.extra_info["index"] for r in PromptDataset.load(file, tokenizer(), **settings)]
 
     assert numbers(max_samples=4) == [0, 1, 2, 3]
-    drawn = numbers(max_samples=10, shuffle=True, seed=1)
-    assert drawn == numbers(max_samples=10, shuffle=True, seed=1) == sorted(set(drawn))
+    drawn = numbers(max_samples=10, seed=1)
+    assert drawn == numbers(max_samples=10, seed=1) == sorted(set(drawn))
     assert len(drawn) == 10
-    assert drawn != numbers(max_samples=10, shuffle=True, seed=2)
+    assert drawn != numbers(max_samples=10, seed=2)
     assert numbers(max_samples=99) == numbers(max_samples=-1) == list(range(30))
     with pytest.raises(ConfigError, match="max_samples=0"):
         numbers(max_samples=0)

@@ -10,19 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.algorithms import compute_advantage, policy_loss_names
+from rlsys.algorithms import compute_advantage
+from rlsys.algorithms.policy_loss import policy_loss_names
 from rlsys.config.schema.actor import ActorConfig, CriticConfig, PolicyLossConfig
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 from rlsys.protocol import DataProto
-from rlsys.roles import (
-    LMEngine,
-    PPOActor,
-    PPOCritic,
-    RWEngine,
-    mean_over_ranks,
-    mini_batches,
-)
-from rlsys.roles.update import ppo_mini_batches
+from rlsys.roles.actor import PPOActor
+from rlsys.roles.critic import PPOCritic
+from rlsys.roles.lm import LMEngine, mean_over_ranks
+from rlsys.roles.reward_model import RWEngine
+from rlsys.roles.update import mini_batches, ppo_mini_batches
 from tests import tiny_engine as tiny
 
 

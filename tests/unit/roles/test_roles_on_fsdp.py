@@ -11,7 +11,10 @@ from torch import Tensor
 
 from rlsys.config.schema.actor import ActorConfig, CriticConfig
 from rlsys.protocol import DataProto
-from rlsys.roles import LMEngine, PPOActor, PPOCritic, RWEngine, mean_over_ranks
+from rlsys.roles.actor import PPOActor
+from rlsys.roles.critic import PPOCritic
+from rlsys.roles.lm import LMEngine, mean_over_ranks
+from rlsys.roles.reward_model import RWEngine
 from tests.contracts.train_engine import MODELS, Case, fsdp_engine, make_batch, reference_model
 from tests.ranks import run_ranks
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from rlsys.config import PPOConfig, SFTConfig
-from rlsys.config.schema.data import DataConfig
 from rlsys.data.start_assets import build_tokenizer
 from rlsys.utils.errors import DataError
 from trainer.job import checked_config
@@ -34,17 +33,8 @@ def written(path: Path, *rows: dict[str, Any]) -> str:
 )
 def test_rows_that_ask_for_tools_are_refused(tmp_path: Path, row: dict[str, Any], column: str | None) -> None:
     def load() -> int:
-        return len(
-            load_prompts(
-                DataConfig(),
-                [written(tmp_path / "a.jsonl", {**ROW, **row})],
-                tokenizer=build_tokenizer(),
-                max_samples=-1,
-                shuffle=False,
-                seed=0,
-                default_source=None,
-            )
-        )
+        files = [written(tmp_path / "a.jsonl", {**ROW, **row})]
+        return len(load_prompts(PPOConfig(), build_tokenizer(), files, max_samples=-1))
 
     if column is None:
         assert load() == 1
