@@ -27,7 +27,7 @@ from trainer.evaluation import OnValidation, Validation, validation
 from trainer.generation import GradedRollout
 from trainer.groups import WorkerGroups
 from trainer.parity import LOST, REFUSED, ParityProbe, Scorer, probe_prompts
-from trainer.prompt_groups import FailureLimits, PromptGroups
+from trainer.prompt_groups import PromptGroups
 from trainer.prompts import num_steps, training_prompts
 from trainer.reporting import Reporter
 from trainer.residency import Moves, Residency, Resident
@@ -154,8 +154,7 @@ def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet
         lookahead=run.lookahead,
         num_steps=num_steps(cfg, inputs.train_dataset),
     )
-    failures = FailureLimits(run.max_failed_in_a_row, run.max_failed_share)
-    groups = PromptGroups(window, prompts, graded, group_filter=group_filter, failures=failures)
+    groups = PromptGroups(window, prompts, graded, group_filter=group_filter, failures=run)
     deadline_s = deadlines.generate_s + deadlines.reward_s
     if run.reproducible:
         return EpochSource(groups, fleet, max_response_tokens=cfg.data.max_response_length, deadline_s=deadline_s)

@@ -38,11 +38,7 @@ def train(config: PPOConfig, begin: Begin) -> str | None:
         return message
     begin()
     with running_backend(config.trainer, config.ray_kwargs, num_ranks=start.plan.pools.total_ranks) as backend:
-        trainer = _build(start, backend)
-        try:
-            trainer.fit()
-        finally:
-            trainer.close()
+        _build(start, backend).fit()
     return None
 
 

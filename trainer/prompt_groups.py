@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from rlsys.config.schema.trainer import TrainerConfig
 from rlsys.protocol import DataProto, WireError, object_array
 from rlsys.rollout.batch import SEEDS, from_responses, to_requests, with_request_seeds
 from rlsys.rollout.partial import PartialResponse
@@ -46,14 +47,6 @@ class PromptGroup:
         return DataProto(completed.batch, {**self.rows.non_tensor_batch, **completed.non_tensor_batch}, meta)
 
 
-@dataclass(frozen=True)
-class FailureLimits:
-    """How many groups in a row, and which share of all, may fail before the run stops."""
-
-    in_a_row: int
-    share: float
-
-
 class PromptGroups:
     """Starts groups as the window allows, and hands out those of a step once they are graded; has no threads."""
 
@@ -64,7 +57,7 @@ class PromptGroups:
         rollout: GradedRollout,
         *,
         group_filter: GroupFilter | None,
-        failures: FailureLimits,
+        failures: TrainerConfig,
     ) -> None:
         self.window, self._prompts, self._rollout = window, prompts, rollout
         self._filter, self._failures = group_filter, failures
@@ -130,10 +123,11 @@ class PromptGroups:
         self._skip(group, "failed")
         self._failed_in_a_row += 1
         failed, issued, limits = self.window.skipped["failed"], self.window.issued, self._failures
-        if self._failed_in_a_row > limits.in_a_row or failed > max(limits.in_a_row, limits.share * issued):
+        in_a_row = limits.max_failed_in_a_row
+        if self._failed_in_a_row > in_a_row or failed > max(in_a_row, limits.max_failed_share * issued):
             raise RolloutError(
                 f"generation failed for {self._failed_in_a_row} prompts in a row and {failed} of {issued} in all, more "
-                f"than trainer.max_failed_in_a_row={limits.in_a_row} or trainer.max_failed_share={limits.share:g} "
+                f"than trainer.max_failed_in_a_row={in_a_row} or trainer.max_failed_share={limits.max_failed_share:g} "
                 f"allows; the last error: {error}"
             ) from error
 

@@ -125,11 +125,6 @@ class EpisodeTools:
                 self._objects[tool.name] = made
             return self._objects[tool.name]
 
-    async def rewards(self) -> dict[str, float]:
-        """`calc_reward` of every BaseTool that was used."""
-        values = {name: (await made.call("calc_reward")).extra.get("value") for name, made in self._objects.items()}
-        return {name: value for name, value in values.items() if value is not None}
-
     async def close(self) -> None:
         """Release the objects of this episode."""
         for made in [*self._objects.values(), *([self.environment] if self.environment else [])]:

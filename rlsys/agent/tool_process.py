@@ -40,8 +40,6 @@ def call(
         return _answer(_close(key, _OBJECTS.pop(key)), cut)
     if solution_str == "execute":
         return _answer(_wait(_OBJECTS[key].execute(key, dict(ground_truth))), cut)
-    if solution_str == "calc_reward":
-        return _answer(_wait(_OBJECTS[key].calc_reward(key)), cut)
     return _answer(_method(_OBJECTS[key], solution_str, ground_truth), cut)
 
 

@@ -53,11 +53,6 @@ class Cursor:
         self._seed, self._epoch, self._position = seed, 0, 0
         self._order_of_epoch: tuple[int, np.ndarray] | None = None
 
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next batch belongs to, from 0."""
-        return self._epoch + (self._position + self._batch_size > self._num_rows)
-
     def next(self) -> BatchRows:
         """The next batch."""
         if self._position + self._batch_size > self._num_rows:

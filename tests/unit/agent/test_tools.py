@@ -115,7 +115,6 @@ tools:
     assert (await tools.call("note", {"text": "b"})).text == "a b!"
     result = await tools.call("note", {"text": "c"})
     assert (result.text, result.reward, result.metrics) == ("a b c!", 0.25, {"count": 3})
-    assert await tools.rewards() == {"note": 3.0}
     await tools.close()
     assert released.exists()
 

@@ -37,7 +37,6 @@ def test_a_resumed_cursor_continues_as_if_nothing_happened(
     take(first, done)
     resumed = new()
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert resumed.epoch == whole[done].epoch
     assert take(resumed, 7) == whole[done:]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rlsys.config.schema.trainer import TrainerConfig
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.fleet.placement import FleetDeadlines
 from rlsys.protocol import DataProto, object_array, response_lengths
@@ -19,11 +20,11 @@ from rlsys.telemetry.metrics import StageTimer
 from rlsys.types import Finish, ModelRequest, ResponseDelta, SamplingParams
 from tests.timing import scaled_s
 from trainer.generation import GradedRollout
-from trainer.prompt_groups import FailureLimits, PromptGroups
+from trainer.prompt_groups import PromptGroups
 from trainer.source import GroupFilter
 from trainer.window import PromptWindow
 
-FEW_FAILURES = FailureLimits(8, 0.05)
+FEW_FAILURES = TrainerConfig(max_failed_in_a_row=8, max_failed_share=0.05)
 DEADLINES = FleetDeadlines(generate_s=scaled_s(20.0), health_s=scaled_s(2.0), restart_s=scaled_s(5.0))
 
 
@@ -70,7 +71,7 @@ def prompt_groups(
     num_answers: int = 1,
     vocabulary: int = 1 << 20,
     group_filter: GroupFilter | None = None,
-    failures: FailureLimits = FEW_FAILURES,
+    failures: TrainerConfig = FEW_FAILURES,
     manager: LengthManager = BY_LENGTH,
 ) -> PromptGroups:
     """Groups over counted prompts, graded by their length."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rlsys.config.schema.trainer import TrainerConfig
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.protocol import DataProto, response_lengths
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError
@@ -25,7 +26,6 @@ from tests.unit.trainer.asynchronous import (
     prompt_groups,
 )
 from trainer.async_source import AsyncSource
-from trainer.prompt_groups import FailureLimits
 from trainer.source import GroupFilter
 from trainer.window import PromptWindow
 
@@ -62,7 +62,7 @@ def running(
     length_of: Callable[[int], int] = LENGTHS,
     *,
     group_filter: GroupFilter | None = None,
-    failures: FailureLimits = FEW_FAILURES,
+    failures: TrainerConfig = FEW_FAILURES,
     speed: int = 8,
     manager: LengthManager = BY_LENGTH,
     deadline_s: float = 20.0,
@@ -106,9 +106,10 @@ def test_prompts_that_fail_are_skipped_and_counted() -> None:
     assert batches[-1].meta_info["source_metrics"]["rollout/groups_skipped_failed"] == 2
 
 
-@pytest.mark.parametrize("failures", [FailureLimits(2, 1.0), FailureLimits(4, 0.1)])
-def test_too_many_failures_end_the_run(failures: FailureLimits) -> None:
-    fails = (lambda n: 0) if failures.share == 1.0 else (lambda n: 9 * (n % 2))
+@pytest.mark.parametrize(("in_a_row", "share"), [(2, 1.0), (4, 0.1)])
+def test_too_many_failures_end_the_run(in_a_row: int, share: float) -> None:
+    fails = (lambda n: 0) if share == 1.0 else (lambda n: 9 * (n % 2))
+    failures = TrainerConfig(max_failed_in_a_row=in_a_row, max_failed_share=share)
     with running(PromptWindow(groups_per_step=2, max_staleness=1), fails, failures=failures) as run:
         run.publish(0)
         with pytest.raises(RolloutError, match=r"(?s)in_a_row=\d or trainer.max_failed_share.* engine likes"):
