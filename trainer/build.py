@@ -17,7 +17,7 @@ from trainer.groups import Role
 from trainer.job import Begin
 from trainer.local_files import with_local_files
 from trainer.loop import completed
-from trainer.ppo import RayPPOTrainer
+from trainer.ppo import RayPPOTrainer, num_checkpoints
 from trainer.prompts import num_steps, prompt_datasets
 from trainer.rewards import check_data_sources
 from trainer.start_model import with_start_assets
@@ -34,7 +34,8 @@ from workers.rollout import rollout_worker_cls
 def train(config: PPOConfig, begin: Begin) -> str | None:
     """The job of main_ppo: the remaining steps; returns a message where an earlier run completed them all."""
     start = prepare(config)
-    if not config.trainer.val_only and (message := completed(config.trainer, start.num_steps)):
+    keep = num_checkpoints(config.trainer, has_critic=start.plan.critic is not None)
+    if not config.trainer.val_only and (message := completed(config.trainer, start.num_steps, keep=keep)):
         return message
     begin()
     with running_backend(config.trainer, config.ray_kwargs, num_ranks=start.plan.pools.total_ranks) as backend:

@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlsys.config import PPOConfig, plan_batches
+from rlsys.config.schema.trainer import TrainerConfig
 from rlsys.data.dataset import PromptDataset
 from rlsys.interfaces import ExperienceSource
 from rlsys.protocol import DataProto
@@ -35,6 +36,11 @@ from trainer.residency import Resident
 from trainer.source import Prompts
 
 log = get_logger(__name__)
+
+
+def num_checkpoints(run: TrainerConfig, *, has_critic: bool) -> dict[str, int | None]:
+    """How many of its latest checkpoints each trained role keeps; None: all."""
+    return {"actor": run.max_actor_ckpt_to_keep} | ({"critic": run.max_critic_ckpt_to_keep} if has_critic else {})
 
 
 class RayPPOTrainer(CheckpointedLoop):
@@ -70,8 +76,7 @@ class RayPPOTrainer(CheckpointedLoop):
         super().__init__(
             run,
             Reporter(run, config.model_dump(mode="json"), num_devices=self.plan.pools.total_ranks),
-            keep={"actor": run.max_actor_ckpt_to_keep}
-            | ({"critic": run.max_critic_ckpt_to_keep} if self.plan.critic else {}),
+            keep=num_checkpoints(run, has_critic=self.plan.critic is not None),
         )
         self.cfg = config
         self.inputs = Inputs(tokenizer, train_dataset, val_dataset, train_sampler, device_name or "cpu")

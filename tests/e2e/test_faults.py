@@ -194,7 +194,8 @@ def saved(server: ForkServer, toy: Toy, tmp_path_factory: pytest.TempPathFactory
     ids=["nan", "exits", "gives up", "hangs", "prints forever", "forks and hangs"],
 )
 def test_a_broken_grader_is_counted_and_training_continues(job: Job, body: str, metric: str) -> None:
-    ended = job.run(job.grader(body), f"reward.timeout_s={scaled_s(1):g}", "trainer.total_training_steps=1")
+    limits = (f"reward.timeout_s={scaled_s(1):g}", "reward.max_failed=1")
+    ended = job.run(job.grader(body), *limits, "trainer.total_training_steps=1")
     assert ended.status == 0, ended.log
     (line,) = job.metrics()
     assert line[metric] > 0

@@ -22,7 +22,7 @@ from trainer.checkpoint import load_state
 WALL_CLOCK = ("timing", "perf/", "weights/seconds", "reward/seconds")
 SET_ASIDE = re.compile(r"metrics\.\d+\.jsonl")  # what runs killed before their first checkpoint had written
 
-GENERATE = "workers.rollout:exchange"
+GENERATE = "rlsys.fleet.fleet:RolloutFleet.generate_sequences"
 REWARD = "rlsys.rewards.manager:PoolRewardManager.grade"
 LOG_PROB = "rlsys.roles.actor:PPOActor.compute_logp"
 ADVANTAGES = "trainer.steps:rewards_to_advantages"
