@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from rlsys.agent.collate import collate_episodes
+from rlsys.agent.episode_log import EpisodeLog, read_episodes, write_episodes
 from rlsys.agent.presets import Workflow, load_workflow
 from rlsys.agent.programs import CommandWorkflow, FunctionWorkflow
 from rlsys.agent.rounds import Rounds
@@ -46,6 +47,7 @@ from trainer.prompt_groups import PromptGroup, PromptGroups
 from trainer.rewards import reward_manager
 from trainer.source import Fleet
 
+EPISODES = "open_episodes.jsonl"
 AGENTS = {"single_turn_agent": "RLVRWorkflow", "tool_agent": "ToolWorkflow"}
 """verl's names of its agents -> ours."""
 HINTS = {
@@ -61,6 +63,7 @@ class EpisodeRollout(GradedRollout):
     """A GradedRollout whose answers are episodes; the workflow's rewards take the place of the reward manager's."""
 
     runner: EpisodeRunner
+    keep: Callable[[Sequence[EpisodeStart], SamplingParams, int], None]
     prompt_length: int
     response_length: int
     max_failed_share: float
@@ -73,7 +76,8 @@ class EpisodeRollout(GradedRollout):
         rows.meta_info["seed"] = sampling.seed + (call << 32)
         rows = with_request_seeds(rows)
         with self.stage("gen"):
-            futures = self.start(rows, sampling)
+            starts = episode_starts(rows, {}, name=f"{call:03d}")
+            futures = self.runner.submit(starts, sampling)
             try:
                 results = [future.result(self.deadline_s) for future in futures]
             except TimeoutError as error:
@@ -81,17 +85,9 @@ class EpisodeRollout(GradedRollout):
             finally:
                 for future in futures:
                     future.cancel()
+        self.keep(starts, sampling, step)
         check_episodes(results, self.max_failed_share)
         return self.collate(results, rows), episode_metrics(results)
-
-    def start(self, rows: DataProto, sampling: SamplingParams, *, name: str = "") -> list[Future[EpisodeResult]]:
-        """Start an episode for each row, by its `request_seeds`."""
-        seeds = rows.tensors[SEEDS].tolist()
-        starts = [
-            EpisodeStart(row, seed, f"{name}{number:09d}")
-            for number, (row, seed) in enumerate(zip(workflow_rows(rows), seeds, strict=True))
-        ]
-        return self.runner.submit(starts, sampling)
 
     def collate(self, results: Sequence[EpisodeResult], rows: DataProto) -> DataProto:
         """The episodes of rows as a graded batch; its meta_info has no seed, which differs between calls."""
@@ -106,28 +102,40 @@ class EpisodeRollout(GradedRollout):
 
 
 class EpisodeSource(AsyncSource):
-    """An AsyncSource whose answers are episodes; those that are open at a checkpoint start again after a resume."""
+    """An AsyncSource whose answers are episodes; those that are open at a checkpoint continue from their logs."""
 
     def __init__(self, groups: PromptGroups, fleet: Fleet, rollout: EpisodeRollout, *, deadline_s: float) -> None:
         self._rollout = rollout
+        self._starts: dict[PromptGroup, list[EpisodeStart]] = {}
+        self._saved: dict[str, dict[str, Any]] = {}
         super().__init__(groups, fleet, deadline_s=deadline_s)
 
     def save(self, folder: Path) -> dict[str, Any]:
-        """Keep finished groups beside a checkpoint."""
+        """Keep finished groups and the logs of open episodes beside a checkpoint."""
         with self._change:
+            episodes = [start.to_dict() for starts in self._starts.values() for start in starts]
+            write_episodes(folder / EPISODES, episodes)
             return self._groups.save(folder)
 
+    def load(self, state: Mapping[str, Any], folder: Path) -> None:
+        super().load(state, folder)
+        self._saved = read_episodes(folder / EPISODES)
+
     def _submitted(self, groups: Sequence[PromptGroup]) -> list[list[Future[Any] | None]]:
-        sampling = self._rollout.sampling
-        return [[*self._rollout.start(group.rows, sampling, name=f"{group.number:09d}-")] for group in groups]
+        starts = {group: episode_starts(group.rows, self._saved, name=f"{group.number:09d}") for group in groups}
+        self._starts |= starts
+        return [[*self._rollout.runner.submit(some, self._rollout.sampling)] for some in starts.values()]
 
     def _settle(self, groups: Sequence[PromptGroup]) -> None:
         with self._change:
             for group in groups:
+                starts = self._starts.pop(group, [])
                 futures = [future for future in self._running.pop(group, []) if future is not None]
                 if not futures or any(future.cancelled() for future in futures):
                     continue
                 results: list[EpisodeResult] = [future.result() for future in futures]
+                step = group.number // self._groups.window.groups_per_step + 1
+                self._rollout.keep(starts, self._rollout.sampling, step)
                 if any(result.rows for result in results):
                     group.graded = self._rollout.collate(results, group.rows)
                     self._groups.finish(group)
@@ -135,6 +143,13 @@ class EpisodeSource(AsyncSource):
                     causes = {result.error or result.end for result in results}
                     self._groups.fail(group, RolloutError(f"no episode has an answer: {', '.join(sorted(causes))}"))
                 self._groups.add(episode_metrics(results))
+
+
+def episode_starts(rows: DataProto, saved: Mapping[str, Any], *, name: str) -> list[EpisodeStart]:
+    """An episode for each row, by its `request_seeds`; those that are `saved` continue from their logs."""
+    pairs = zip(workflow_rows(rows), rows.tensors[SEEDS].tolist(), strict=True)
+    named = [(row, seed, f"{name}-{number:09d}") for number, (row, seed) in enumerate(pairs)]
+    return [EpisodeStart(*start, EpisodeLog(saved.get(start[2], {}).get("log", ()))) for start in named]
 
 
 def workflow_rows(rows: DataProto) -> list[dict[str, Any]]:
@@ -213,11 +228,23 @@ def graded_rollout(
     return EpisodeRollout(
         **vars(rollout),
         runner=runner,
+        keep=_keep(cfg, rollout.sampling),
         prompt_length=cfg.data.max_prompt_length,
         response_length=cfg.data.max_response_length,
         max_failed_share=agent.max_failed_share,
         deadline_s=cfg.trainer.deadlines.generate_s + agent.episode_timeout_s,
     )
+
+
+def _keep(cfg: PPOConfig | EvalConfig, training: SamplingParams) -> Any:
+    """Writes the logs of training episodes, not those of validation or a baseline, whose sampling differs."""
+
+    def keep(starts: Sequence[EpisodeStart], sampling: SamplingParams, step: int) -> None:
+        if isinstance(cfg, PPOConfig) and cfg.trainer.rollout_data_dir is not None and sampling == training:
+            path = Path(cfg.trainer.rollout_data_dir) / "episodes" / f"{step}.jsonl"
+            write_episodes(path, (start.to_dict() for start in starts), max_mb=cfg.trainer.rollout_data_max_mb)
+
+    return keep
 
 
 @dataclass(frozen=True)

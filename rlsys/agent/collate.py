@@ -5,7 +5,7 @@ B episodes, P prompt columns (padded left), R response columns (padded right).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -61,7 +61,10 @@ def collate_episodes(
         "episode_end": object_array([result.end for result in results]),
         "__num_turns__": object_array([result.num_turns for result in results]),
     }
-    extra = _extra_columns([result.extra for result in results])
+    names = dict.fromkeys(name for result in results for name in result.extra)
+    values = {name: [result.extra.get(name, 0.0) for result in results] for name in names}
+    numeric = {name: column for name, column in values.items() if all(isinstance(v, int | float) for v in column)}
+    extra = {name: object_array([float(value) for value in column]) for name, column in numeric.items()}
     columns |= extra
     meta = {**prompts.meta_info, "reward_extra_keys": sorted(extra)}
     return DataProto.from_dict(tensors, columns, meta)
@@ -75,14 +78,3 @@ def chosen_row(result: EpisodeResult) -> TraceRow | None:
 def _empty_row(pad_token_id: int) -> TraceRow:
     one = (0.0,)
     return TraceRow((pad_token_id,), (pad_token_id,), (0,), one, one, (-1,), (-1,), one, 0.0, Finish.ABORT)
-
-
-def _extra_columns(extras: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A column for every extra value that all episodes have as a number."""
-    names = dict.fromkeys(name for extra in extras for name in extra)
-    values = {name: [extra.get(name, 0.0) for extra in extras] for name in names}
-    return {
-        name: object_array([float(v) for v in column])
-        for name, column in values.items()
-        if all(isinstance(v, bool | int | float) for v in column)
-    }

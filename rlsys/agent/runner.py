@@ -13,9 +13,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rlsys.agent.episode_log import EpisodeEnd, EpisodeLog
 from rlsys.agent.presets import Outcome, Workflow
 from rlsys.agent.rounds import Rounds
-from rlsys.agent.session import EpisodeEnd, Score, Session, SessionSettings
+from rlsys.agent.session import Score, Session, SessionSettings
 from rlsys.agent.tool_pool import EpisodeTools, ToolPool
 from rlsys.agent.tools import Tool
 from rlsys.agent.trace import TraceRow
@@ -28,11 +29,19 @@ FAILED = ("error", "deadline")
 
 @dataclass(frozen=True)
 class EpisodeStart:
-    """What an episode starts from; names are unique among the episodes that run, their order is that of the rows."""
+    """What an episode starts from; names are unique among the episodes that run, their order is that of the rows.
+
+    `log` has the draws and tool results of an earlier attempt, if there was one, and gets those that are made now.
+    """
 
     row: Mapping[str, Any]
     seed: int
     name: str = ""
+    log: EpisodeLog = field(default_factory=EpisodeLog)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The episode as far as it is, as plain data."""
+        return {"name": self.name, "seed": self.seed, "row": self.row, "log": self.log.rows()}
 
 
 @dataclass(frozen=True)
@@ -71,11 +80,11 @@ class EpisodeRunner:
         agents: Mapping[str, Workflow] | None = None,
         rounds: Rounds | None = None,
         max_concurrent: int = 256,
-        deadline_s: float = 600.0,
+        deadline_s: float | None = 600.0,
     ) -> None:
         self.settings, self.workflow, self.pool = settings, workflow, pool
         self._tools, self._agents, self._rounds = tuple(tools), dict(agents or {}), rounds
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._loop = asyncio.new_event_loop()
         self._slots = asyncio.Semaphore(max_concurrent)
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
@@ -111,6 +120,16 @@ class EpisodeRunner:
                 await workflow.close()
 
     async def _run(self, start: EpisodeStart, sampling: SamplingParams) -> EpisodeResult:
+        async with self._slots:
+            result = await self.attempt(start, sampling)
+            if start.log.differs:
+                start.log.clear()
+                result = await self.attempt(start, sampling)
+                result = replace(result, counts={**result.counts, "log_mismatches": 1})
+            return result
+
+    async def attempt(self, start: EpisodeStart, sampling: SamplingParams) -> EpisodeResult:
+        """Run an episode by its log and beyond; `start.log.differs` says whether it was another episode's log."""
         row = start.row
         agent = row.get("agent_name")
         if agent and agent not in self._agents:
@@ -118,34 +137,35 @@ class EpisodeRunner:
                 f"agent_name={agent}: choose from {', '.join(self._agents)}, or add it to the agents' file"
             )
         workflow = self._agents[agent] if agent else self.workflow
-        async with self._slots:
-            settings = replace(self.settings, sampling=sampling)
-            session = Session(settings, seed=start.seed, row=row, name=start.name)
-            environment = self.pool.new_object(workflow.environment) if workflow.environment else None
-            offered = [*self._tools, *workflow.tools]
-            tools = EpisodeTools(self.pool, offered, environment=environment, tools_kwargs=row.get("tools_kwargs"))
-            session.tools = tools if offered or environment else None
-            start_s = time.monotonic()
-            try:
-                outcome, end, error = await self._outcome(workflow, row, session)
-            finally:
-                with suppress(Exception):
-                    await tools.close()
-            return _result(session, outcome, end, time.monotonic() - start_s, error)
+        settings = replace(self.settings, sampling=sampling)
+        session = Session(settings, seed=start.seed, row=row, name=start.name)
+        session.log = start.log
+        environment = self.pool.new_object(workflow.environment, log=start.log) if workflow.environment else None
+        offered, kwargs = [*self._tools, *workflow.tools], row.get("tools_kwargs")
+        tools = EpisodeTools(self.pool, offered, environment=environment, tools_kwargs=kwargs, log=start.log)
+        session.tools = tools if offered or environment else None
+        start_s = time.monotonic()
+        try:
+            outcome, end, error = await self._outcome(workflow, row, session)
+        finally:
+            with suppress(Exception):
+                await tools.close()
+        return _result(session, outcome, end, time.monotonic() - start_s, error)
 
     async def _outcome(self, workflow: Workflow, row: Mapping[str, Any], session: Session) -> tuple[Outcome, str, str]:
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(self.deadline_s):
                 outcome = await workflow.run(row, session)
         except (RolloutError, WeightTransferError, DeadlineError, ConfigError):
             raise
         except TimeoutError:
-            return None, "deadline", f"no result within {self._deadline_s:g} s"
+            return None, "deadline", f"no result within {self.deadline_s:g} s"
         except EpisodeEnd as ended:
             return Score(0.0), ended.reason, ""
         except Exception as error:
             log.warning("episode %s failed: %s: %s", session.name, type(error).__name__, error)
             return None, "error", f"{type(error).__name__}: {error}"
+        session.log.differs |= session.log.has_unread
         return outcome, session.end or "stop" if outcome is not None else "rejected", ""
 
 
@@ -186,6 +206,7 @@ def episode_metrics(results: Sequence[EpisodeResult]) -> dict[str, float]:
     return {
         **{f"agent/end/{reason}": float(count) for reason, count in sorted(ends.items())},
         **{f"agent/{name}": float(count) for name, count in sorted(counts.items()) if name != "ids"},
+        "agent/untrained_rows": float(sum(max(0, len(result.rows) - 1) for result in results)),
         "agent/num_turns/mean": sum(result.num_turns for result in results) / n,
         "agent/episode_seconds/mean": sum(result.seconds for result in results) / n,
         "agent/tool_seconds/mean": sum(result.tool_s for result in results) / n,

@@ -7,28 +7,22 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from typing import Any, Literal, Protocol
 
+from rlsys.agent.episode_log import EpisodeEnd, EpisodeLog
 from rlsys.agent.template import ChatTemplate, call_id
 from rlsys.agent.tool_calls import ToolCall, parse_tool_calls
 from rlsys.agent.trace import Span, Trace
-from rlsys.types import ModelResponse, SamplingParams
+from rlsys.types import Finish, ModelResponse, SamplingParams
 
 History = Literal["as_drawn", "as_rendered"]
 Sample = Callable[[Sequence[int], SamplingParams, str], Awaitable[ModelResponse]]
 """(token ids, sampling, session) -> response, as `RolloutFleet.sample`."""
 Grade = Callable[[Mapping[str, Any], str, Mapping[str, Any]], Awaitable["Score"]]
 """(row, answer, extra_info) -> score by the job's reward function."""
-
-
-class EpisodeEnd(Exception):
-    """A budget is used up; `reason` is turns, length, context or tool. A workflow may catch it and return a score."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"the episode has ended: {reason}")
-        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -101,13 +95,15 @@ class Answer:
 class Session:
     """An episode under way; `trace` has its tokens, `messages` the conversation, `counts` what happened in it.
 
-    Draws are functions of `seed` and the tokens before them, so the same calls give the same episode.
+    Draws are functions of `seed` and the tokens before them, so the same calls give the same episode. What `log` has
+    of them is not drawn again.
     """
 
     def __init__(
         self, settings: SessionSettings, *, seed: int = 0, row: Mapping[str, Any] | None = None, name: str = ""
     ) -> None:
         self.settings, self.seed, self.row, self.name = settings, seed, row or {}, name
+        self.log = EpisodeLog()
         self.trace = Trace()
         self.messages: list[Mapping[str, Any]] = []
         self.tools: ToolRunner | None = None
@@ -238,7 +234,10 @@ class Session:
         most = min(sampling.max_new_tokens, limits.max_tokens_per_turn, room)
         seed = _seed(self.seed, self._num_draws[id(parent)], ids)
         self._num_draws[id(parent)] += 1
-        return await self.settings.sample(ids, replace(sampling, max_new_tokens=most, seed=seed), self.name)
+        params = replace(sampling, max_new_tokens=most, seed=seed)
+        request = {"num_prompt_tokens": len(ids), **asdict(params)}
+        draw = partial(self.settings.sample, ids, params, self.name)
+        return await self.log.result(request, draw, partial(_response, ids))
 
     def _answer(self, span: Span) -> Answer:
         tokenizer = self.settings.template.tokenizer
@@ -275,6 +274,13 @@ def message_key(message: Mapping[str, Any], before: str) -> str:
         calls.append([call["function"]["name"], json.loads(arguments) if isinstance(arguments, str) else arguments])
     text = json.dumps([before, message["role"], content.strip(), calls], sort_keys=True, ensure_ascii=False)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _response(ids: tuple[int, ...], *, rid: str, stop_reason: str, **tokens: Sequence[Any]) -> ModelResponse:
+    """What an engine drew behind `ids`, of a log's plain data."""
+    full, sampled = (tuple(map(float, tokens[name])) for name in ("output_logprobs", "sampled_logprobs"))
+    drawn, versions = tuple(tokens["output_tokens"]), tuple(tokens["output_versions"])
+    return ModelResponse(rid, ids, drawn, full, sampled, versions, Finish(stop_reason))
 
 
 def _seed(episode: int, number: int, ids: Sequence[int]) -> int:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from rlsys.agent.episode_log import read_episodes
 from rlsys.telemetry.jsonl import read_jsonl
 from tests.e2e.conftest import Toy
-from trainer import main_eval, main_ppo
+from trainer import main_eval, main_ppo, replay
 
 AGENT = '''
+import asyncio
+
 from rlsys.agent.tools import function_tool
 
 
@@ -33,6 +37,15 @@ async def two_turns(row, session):
     session.add({"role": "tool", "name": "add", "tool_call_id": "call00000", "content": length})
     answer = await session.draw(max_new_tokens=6)
     return (sum(answer.text.encode()) % 7) / 6
+
+
+async def slow_turns(row, session):
+    session.add(*row["prompt"])
+    await session.draw(max_new_tokens=6)
+    session.add(await session.call("add", a=1, b=1))
+    await asyncio.sleep(0.01 if int(session.name.split("-")[0]) < 8 else 1.0)
+    await session.draw(max_new_tokens=6)
+    return 0.5 + session.seed % 2
 
 
 async def fails(row, session):
@@ -80,7 +93,9 @@ def arguments(toy: Toy, out: Path, agent: Path, workflow: str) -> list[str]:
     return toy.overrides(out, *more, "trainer.total_training_steps=2", "trainer.val_before_train=true")
 
 
-def test_a_run_trains_on_episodes_with_a_tool_and_repeats_bit_for_bit(toy: Toy, agent: Path, tmp_path: Path) -> None:
+def test_a_run_trains_on_episodes_with_a_tool_and_repeats_bit_for_bit(
+    toy: Toy, agent: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rollouts = []
     for name in ("one", "two"):
         out = tmp_path / name
@@ -93,6 +108,17 @@ def test_a_run_trains_on_episodes_with_a_tool_and_repeats_bit_for_bit(toy: Toy, 
     assert all(step["agent/tool_ok"] == 32.0 for step in steps)
     assert all(step["training/rollout_probs_diff_max"] < 1e-3 for step in steps)
     assert len({json.loads(row)["score"] for row in rollouts[0].splitlines()}) > 2
+    episodes = read_jsonl(out / "rollouts" / "episodes" / "2.jsonl")
+    capsys.readouterr()
+    for episode, row in zip(episodes, rollouts[0].splitlines()[:3]):
+        assert replay.main([f"{out}/rollouts/episodes/2.jsonl", "--name", episode["name"]]) == 0
+        printed = capsys.readouterr().out
+        assert f"reward {json.loads(row)['score']:g}, 2 turns, end stop" in printed
+        assert "--- tool" in printed
+    other = out / "other.jsonl"
+    other.write_text((out / "rollouts" / "episodes" / "2.jsonl").read_text().replace('"b": 1', '"b": 2'))
+    assert replay.main([str(other)]) == 1
+    assert replay.main([str(other), "--name", "none"]) == 2
 
 
 def test_an_environment_class_trains_and_evaluates(toy: Toy, agent: Path, tmp_path: Path) -> None:
@@ -116,10 +142,21 @@ def test_an_environment_class_trains_and_evaluates(toy: Toy, agent: Path, tmp_pa
 
 def test_episodes_of_an_asynchronous_run_are_young_enough_and_resume(toy: Toy, agent: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    argv = [*arguments(toy, out, agent, "two_turns"), "trainer.max_staleness=2", "trainer.device=cpu"]
+    argv = [*arguments(toy, out, agent, "slow_turns"), "trainer.max_staleness=2", "trainer.device=cpu"]
     argv += ["trainer.save_freq=1", "algorithm.rollout_correction.rollout_is=token"]
     assert main_ppo.main(argv) == 0
+    saved = read_episodes(out / "global_step_1" / "open_episodes.jsonl")
+    answered = [entry for episode in saved.values() for entry in episode["log"] if entry["result"]]
+    assert answered
+    shutil.rmtree(out / "rollouts" / "episodes")
+    argv += ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={out}/global_step_1"]
     assert main_ppo.main([*argv, "trainer.total_training_steps=4"]) == 0
+    finished = {}
+    for file in (out / "rollouts" / "episodes").glob("*.jsonl"):
+        finished |= read_episodes(file)
+    for name, episode in saved.items():
+        recorded = [entry for entry in episode["log"] if entry["result"]]
+        assert finished[name]["log"][: len(recorded)] == recorded
     steps = [record for record in read_jsonl(out / "metrics.jsonl") if "training/staleness_max" in record]
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     assert sum(step.get("agent/tool_ok", 0.0) for step in steps) >= 4 * 32

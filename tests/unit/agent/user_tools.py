@@ -20,6 +20,18 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
+def log_call(path: str, line: str) -> str:
+    """Append a line to a file.
+
+    Args:
+        path: The file.
+        line: The line.
+    """
+    with open(path, "a") as out:
+        out.write(f"{line}\n")
+    return line
+
+
 def hang() -> str:
     """Never return."""
     while True:
