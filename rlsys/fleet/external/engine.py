@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from rlsys.fleet.external.backends import Backend, SGLangBackend, VLLMBackend
 from rlsys.fleet.external.server_pool import ServerPool
 from rlsys.fleet.external.settings import RemoteSettings
+from rlsys.fleet.external.workflow import WorkflowLike, run_workflow
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.fleet.placement import FleetDeadlines
 from rlsys.fleet.replica import Replica
@@ -69,6 +70,13 @@ class RemoteEngine(RolloutFleet):
     async def agenerate(self, req: ModelRequest) -> ModelResponse:
         """Complete one request across weight updates; each token has the version that made it."""
         return await asyncio.wrap_future(self.submit([req])[0])
+
+    def rollout_batch(self, data: Sequence[Mapping[str, Any]], workflow: WorkflowLike) -> DataProto:
+        """Run the workflow on every row at once; the trajectories of those it did not reject, as one batch.
+
+        To be called outside of an event loop; inside one, await `run_workflow(engine, data, workflow)`.
+        """
+        return asyncio.run(run_workflow(self, data, workflow))
 
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`rollout_log_probs` (B, R) as the servers score the responses, which they do at temperature 1 only."""

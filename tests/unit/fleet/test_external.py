@@ -490,6 +490,45 @@ def test_scores_are_those_of_the_server(fleet: Fleet) -> None:
         engine.compute_log_prob(DataProto.from_dict(rows, meta_info={"temperature": 0.5}))
 
 
+class Doubling:
+    """An AReaL workflow: two answers a row, one after the other; rows that say so are rejected."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, torch.Tensor] | None:
+        if data.get("reject"):
+            return None
+        if data.get("fail"):
+            raise KeyError("no such answer")
+        params = SamplingParams(data["length"])
+        first = await engine.agenerate(ModelRequest(tuple(data["ids"]), params))
+        second = await engine.agenerate(ModelRequest(first.input_tokens + first.output_tokens, params))
+        ids = second.input_tokens + second.output_tokens
+        versions = (-1,) * len(data["ids"]) + first.output_versions + second.output_versions
+        return {
+            "input_ids": torch.tensor([ids]),
+            "attention_mask": torch.ones(1, len(ids), dtype=torch.int64),
+            "versions": torch.tensor([versions]),
+            "rewards": torch.tensor([float(len(ids))]),
+        }
+
+
+def test_rollout_batch_pads_what_the_workflow_accepts(fleet: Fleet) -> None:
+    engine = fleet.engine(*fleet.serve(2))
+    rows = [{"ids": [5, 6], "length": 3}, {"reject": True}, {"ids": [9], "length": 5}]
+    batch = engine.rollout_batch(rows, Doubling())
+    assert batch.meta_info == {"accepted": 2, "rejected": 1}
+    assert batch.batch["input_ids"].shape == (2, 11)
+    assert batch.batch["rewards"].tolist() == [8.0, 11.0]
+    assert batch.batch["attention_mask"].sum(1).tolist() == [8, 11]
+    assert batch.batch["versions"][0].tolist() == [-1, -1, *[0] * 6, *[-1] * 3]
+    expected = ruled(ModelRequest((9,), SamplingParams(10)))
+    assert batch.batch["input_ids"][1].tolist() == [9, *(token for token, _ in expected)]
+    with pytest.raises(KeyError) as caught:
+        engine.rollout_batch([*rows, {"fail": True}], Doubling())
+    assert caught.value.__notes__ == ["rollout_batch: row 3"]
+    with pytest.raises(ValueError, match="rejected all 1"):
+        engine.rollout_batch([{"reject": True}], Doubling())
+
+
 def test_a_closed_engine_says_so(fleet: Fleet) -> None:
     (server,) = fleet.serve(delay_s=0.01)
     engine = fleet.engine(server)
