@@ -54,11 +54,12 @@ READERS = {
     f"{ROLLOUT}parity.policy": "trainer/ppo.py:parity_probe",
     f"{ROLLOUT}on_update": "rlsys/rollout/vllm/engine.py:_stop",
     "trainer.resume_changed": "trainer/run_folder.py:_compared",
+    **{f"trainer.max_failed_{name}": "trainer/prompt_groups.py:fail" for name in ("in_a_row", "share")},
     **{f"reward.reward_model.{name}": "trainer/build.py:place_roles" for name in ("n_gpus_per_node", "nnodes")},
     **{f"ray_kwargs.ray_init.{name}": RAY for name in ("num_cpus", "address", "runtime_env")},
     "ray_kwargs.timeline_json_file": RAY,
 }
-"""Keys that only other engines, GPUs, servers, Ray or several ranks read -> the file and function that does."""
+"""Keys that other engines, GPUs, servers, Ray, several ranks or failures alone read -> file and function that does."""
 EXTENSIONS = """
 class Rows:
     def __init__(self, data_files, tokenizer, config, processor, max_samples):
