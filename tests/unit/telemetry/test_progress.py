@@ -39,6 +39,8 @@ with Progress(total_steps=4, title="GRPO") as progress:
             time.sleep(0.4)
             if step == 3 and "raise" in sys.argv:
                 raise RuntimeError("boom")
+            if step == 3 and "wait" in sys.argv:
+                time.sleep(600)
         progress.step_done(step, reward=step / 10, tokens_per_s=1234.5, staleness=1, staleness_max=2)
 print("the end")
 """
@@ -125,7 +127,7 @@ def test_a_breakpoint_ends_the_display() -> None:
 
 def test_ctrl_c_leaves_the_last_state_once() -> None:
     """The terminal echoes ^C in the middle of the display; what it shows afterwards is kept here line by line."""
-    raw = in_pseudo_terminal(columns=40, answers={"2/4": "\x03"})
+    raw = in_pseudo_terminal("wait", columns=40, answers={"2/4": "\x03"})
     assert "^C" in raw
     screen = screen_lines(raw, 40)
     assert sum("2/4" in line for line in screen) == 1
