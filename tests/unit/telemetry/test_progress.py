@@ -8,6 +8,7 @@ import math
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 import termios
@@ -59,6 +60,12 @@ print("the end")
 """
 
 
+def _own_terminal() -> None:
+    """Ctrl-C reaches the process, also where a shell started the tests in the background and SIGINT is ignored."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def in_pseudo_terminal(
     *args: str, script: str = SCRIPT, columns: int = 100, answers: dict[str, str] | None = None
 ) -> str:
@@ -72,7 +79,7 @@ def in_pseudo_terminal(
         stderr=side,
         env=env,
         start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C reaches it
+        preexec_fn=_own_terminal,
     )
     os.close(side)
     shown, waiting = b"", dict(answers or {})
