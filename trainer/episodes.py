@@ -39,7 +39,7 @@ from trainer.generation import (
     GradedRollout,
     answer_printer,
     fleet_generate,
-    sampling_meta,
+    meta_of_all_calls,
     training_sampling,
     validation_sampling,
 )
@@ -72,9 +72,7 @@ class EpisodeRollout(GradedRollout):
     def _answer(
         self, rows: DataProto, sampling: SamplingParams, *, step: int, call: int
     ) -> tuple[DataProto, dict[str, float]]:
-        rows.meta_info |= sampling_meta(sampling, pad_token_id=self.pad_token_id, step=step)
-        rows.meta_info["seed"] = sampling.seed + (call << 32)
-        rows = with_request_seeds(rows)
+        rows = with_request_seeds(self._sampled(rows, sampling, step=step, call=call))
         with self.stage("gen"):
             starts = episode_starts(rows, {}, name=f"{call:03d}")
             futures = self.runner.submit(starts, sampling)
@@ -91,10 +89,9 @@ class EpisodeRollout(GradedRollout):
 
     def collate(self, results: Sequence[EpisodeResult], rows: DataProto) -> DataProto:
         """The episodes of rows as a graded batch; its meta_info has no seed, which differs between calls."""
-        meta = {name: value for name, value in rows.meta_info.items() if name not in ("seed", "global_steps")}
         return collate_episodes(
             results,
-            DataProto(rows.batch, rows.non_tensor_batch, meta),
+            DataProto(rows.batch, rows.non_tensor_batch, meta_of_all_calls(rows.meta_info)),
             pad_token_id=self.pad_token_id,
             prompt_length=self.prompt_length,
             response_length=self.response_length,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from rlsys.protocol import DataProto
 from rlsys.rewards.manager import RewardManager
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.types import SamplingParams
+from trainer.source import new_counts
 
 Generate = Callable[[DataProto], tuple[DataProto, dict[str, float]]]
 """Rows of prompts -> the same rows completed, in order, and metrics."""
@@ -47,9 +48,7 @@ class GradedRollout:
 
     def rows(self, prompts: DataProto, *, step: int) -> DataProto:
         """The rows to complete: each prompt `num_answers` times in a row, and how they are sampled."""
-        rows = prompts.repeat(self.num_answers, interleave=True)
-        rows.meta_info |= sampling_meta(self.sampling, pad_token_id=self.pad_token_id, step=step)
-        return rows
+        return self._sampled(prompts.repeat(self.num_answers, interleave=True), self.sampling, step=step)
 
     def grade(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """The completed rows with their scores and what else the graders return, and metrics."""
@@ -62,11 +61,16 @@ class GradedRollout:
         batch.meta_info["reward_extra_keys"] = sorted(graded.extra)
         return batch, dict(graded.metrics)
 
+    def _sampled(self, rows: DataProto, sampling: SamplingParams, *, step: int, call: int = 0) -> DataProto:
+        """The rows, and in their meta_info how they are sampled; each call of a step has seeds of its own."""
+        of_call = replace(sampling, seed=sampling.seed + (call << 32))
+        rows.meta_info |= sampling_meta(of_call, pad_token_id=self.pad_token_id, step=step)
+        return rows
+
     def _answer(
         self, rows: DataProto, sampling: SamplingParams, *, step: int, call: int
     ) -> tuple[DataProto, dict[str, float]]:
-        of_call = replace(sampling, seed=sampling.seed + (call << 32))
-        rows.meta_info |= sampling_meta(of_call, pad_token_id=self.pad_token_id, step=step)
+        rows = self._sampled(rows, sampling, step=step, call=call)
         with self.stage("gen"):
             batch, metrics = self.generate(rows)
         del batch.meta_info["seed"]  # it differs between calls, whose batches are concatenated
@@ -78,12 +82,11 @@ def fleet_generate(fleet: RolloutFleet) -> Generate:
     """Generation by a fleet, with its counters of this call as metrics."""
 
     def generate(rows: DataProto) -> tuple[DataProto, dict[str, float]]:
-        before = {name: 0.0 if name.endswith("_ready") else count for name, count in fleet.metrics().items()}
+        before = fleet.metrics()
         prompts = rows.select(batch_keys=["prompts", "attention_mask"], non_tensor_batch_keys=[])
         completed = fleet.generate_sequences(prompts)
         columns = {**rows.non_tensor_batch, **completed.non_tensor_batch}
-        counts = {name: count - before[name] for name, count in fleet.metrics().items()}
-        return DataProto(completed.batch, columns, dict(rows.meta_info)), counts
+        return DataProto(completed.batch, columns, dict(rows.meta_info)), new_counts(fleet.metrics(), before)
 
     return generate
 
@@ -116,6 +119,11 @@ def sampling_meta(sampling: SamplingParams, *, pad_token_id: int, step: int) -> 
         "seed": sampling.seed,
         "global_steps": step,
     }
+
+
+def meta_of_all_calls(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of `sampling_meta` and what else is there that does not differ between calls and steps."""
+    return {name: value for name, value in meta.items() if name not in ("seed", "global_steps")}
 
 
 def training_sampling(cfg: PPOConfig) -> SamplingParams:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
-from trainer.source import Fleet
+from trainer.source import Fleet, new_counts
 
 SHARES = ("perf/trainer_idle", "perf/rollout_idle", "perf/overlap")
 
@@ -32,7 +32,7 @@ class OverlapMeter:
     def new_counts(self) -> dict[str, float]:
         """What the fleet has counted since the last call, and its replicas that are ready now."""
         before, self._counts = self._counts, self._fleet.metrics()
-        return {n: c if n.endswith("_ready") else c - before.get(n, 0.0) for n, c in self._counts.items()}
+        return new_counts(self._counts, before)
 
     def shares(self) -> dict[str, float]:
         """Shares of the time since the last call in which the trainer, a replica or neither of them waited."""

@@ -20,7 +20,7 @@ from rlsys.rollout.batch import SEEDS, from_responses, to_requests, with_request
 from rlsys.rollout.partial import PartialResponse
 from rlsys.types import Finish, ModelRequest
 from rlsys.utils.errors import CheckpointError, ConfigError, RolloutError
-from trainer.generation import GradedRollout
+from trainer.generation import GradedRollout, meta_of_all_calls
 from trainer.source import GroupFilter, Prompts, is_time, too_few_kept
 from trainer.window import PromptWindow
 
@@ -43,8 +43,8 @@ class PromptGroup:
     def completed(self) -> DataProto:
         """The rows with the answers so far; an unfinished one has the finish reason `abort`."""
         completed = from_responses(self.rows, [answer.response() for answer in self.answers])
-        meta = {name: value for name, value in self.rows.meta_info.items() if name not in ("seed", "global_steps")}
-        return DataProto(completed.batch, {**self.rows.non_tensor_batch, **completed.non_tensor_batch}, meta)
+        columns = {**self.rows.non_tensor_batch, **completed.non_tensor_batch}
+        return DataProto(completed.batch, columns, meta_of_all_calls(self.rows.meta_info))
 
 
 class PromptGroups:
@@ -181,10 +181,8 @@ class PromptGroups:
             self._num_used = state["used"]
         self._metrics = {name: list(values) for name, values in state["metrics"].items()}
         for group, rows in _parts(folder / WAITING):
-            rows.non_tensor_batch.pop(NUMBER)
             self._groups[group] = PromptGroup(group, rows, [], rows)
         for group, rows in _parts(folder / OPEN):
-            rows.non_tensor_batch.pop(NUMBER)
             self._groups[group] = PromptGroup(group, rows, self._drafts(group, rows))
         if missing := sorted(set(self.window.open) ^ set(self._groups)):
             raise CheckpointError(f"{folder}: the open prompts {missing[:5]} are not those of {OPEN} and {WAITING}")
@@ -253,7 +251,7 @@ def _parts(path: Path) -> list[tuple[int, DataProto]]:
         rows = DataProto.load_from_disk(path)
     except (WireError, OSError) as error:
         raise CheckpointError(f"{path}, prompts of an asynchronous run, cannot be read: {error}") from error
-    numbers = rows.non_tensor_batch[NUMBER]
+    numbers = rows.non_tensor_batch.pop(NUMBER)
     starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(rows)]
     return [(int(numbers[at]), rows[at:end]) for at, end in pairwise(starts)]
 

@@ -37,6 +37,11 @@ class Fleet(Protocol):
     def idle_s(self) -> float: ...
 
 
+def new_counts(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    """What a fleet's `metrics` have counted since `before`; the replicas that are ready are those of now."""
+    return {name: n if name.endswith("_ready") else n - before.get(name, 0.0) for name, n in now.items()}
+
+
 Make = Callable[..., tuple[DataProto, dict[str, float]]]
 """(prompts, *, step, call) -> graded answers, those of a prompt neighbouring rows, and metrics."""
 Keep = Callable[[DataProto], tuple[DataProto, dict[str, float]]]
