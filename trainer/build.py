@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -12,6 +13,7 @@ from rlsys.config.plan import BatchPlan
 from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.external.settings import settings_of
 from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer, running_backend, start_backend
+from trainer.checkpoint import CheckpointStore
 from trainer.episodes import load_agents
 from trainer.groups import Role
 from trainer.job import Begin
@@ -34,11 +36,14 @@ from workers.rollout import rollout_worker_cls
 def train(config: PPOConfig, begin: Begin) -> str | None:
     """The job of main_ppo: the remaining steps; returns a message where an earlier run completed them all."""
     start = prepare(config)
-    keep = num_checkpoints(config.trainer, has_critic=start.plan.critic is not None)
-    if not config.trainer.val_only and (message := completed(config.trainer, start.num_steps, keep=keep)):
+    run = config.trainer
+    store = CheckpointStore(
+        Path(run.default_local_dir), keep=num_checkpoints(run, has_critic=start.plan.critic is not None)
+    )
+    if not run.val_only and (message := completed(store, run, start.num_steps)):
         return message
     begin()
-    with running_backend(config.trainer, config.ray_kwargs, num_ranks=start.plan.pools.total_ranks) as backend:
+    with running_backend(run, config.ray_kwargs, num_ranks=start.plan.pools.total_ranks) as backend:
         _build(start, backend).fit()
     return None
 

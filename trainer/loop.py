@@ -14,9 +14,8 @@ from trainer.reporting import Reporter
 log = get_logger(__name__)
 
 
-def completed(run: TrainingConfig, total_steps: int, *, keep: Mapping[str, int | None]) -> str | None:
+def completed(store: CheckpointStore, run: TrainingConfig, total_steps: int) -> str | None:
     """What to print where an earlier run has done all steps, whose folder is cleaned up; None where steps remain."""
-    store = CheckpointStore(Path(run.default_local_dir), keep=keep)
     store.sweep()
     folder = store.to_resume(run.resume_mode, run.resume_from_path)
     if folder is None or load_state(folder).global_step < total_steps:

@@ -35,7 +35,7 @@ Kind = Literal["lm", "rm"]
 def train(config: SFTConfig | RMConfig, begin: Begin) -> str | None:
     """The job of main_sft and main_rm; returns a message where an earlier run completed all steps."""
     trainer = SupervisedTrainer(config)
-    if message := completed(config.trainer, trainer.total_steps, keep={"model": config.trainer.max_ckpt_to_keep}):
+    if message := completed(trainer.store, config.trainer, trainer.total_steps):
         return message
     begin()
     with running_backend(config.trainer, config.ray_kwargs) as backend:
