@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import signal
 import threading
@@ -13,8 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -31,6 +28,7 @@ from rlsys.rollout.partial import PartialResponse
 from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta, SamplingParams
 from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
 from tests.timing import scaled_s, wait_until
+from tests.unit.fleet.engine_process import EngineProcess
 
 PACE = 3
 
@@ -513,80 +511,38 @@ def test_the_ledger_balances(events: list[tuple[str, int]]) -> None:
         ledger.answer([ledger.issue(1)[0]] * 2)
 
 
-class ProcessReplica:
-    """A replica in a process of its own, spoken to through a pipe."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.asked = 0
-        self._start()
-
-    def _start(self) -> None:
-        context = get_context("fork")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def ask(self, message: Any, deadline_s: float) -> Any:
-        """The answer to this message; answers to earlier ones that came too late are passed over."""
-        self.asked += 1
-        self.pipe.send((self.asked, message))
-        end_s = time.monotonic() + deadline_s
-        while self.pipe.poll(max(0.0, end_s - time.monotonic())):
-            number, answer = self.pipe.recv()
-            if number == self.asked:
-                return answer
-        raise DeadlineError(self.name, "exchange", deadline_s)
+class InProcess(Fake):
+    """An engine of 5 ms a step, for a process of its own."""
 
     def exchange(
-        self, new: Sequence[ModelRequest], *, cancel: Collection[str], wait_s: float, deadline_s: float
+        self, new: Sequence[ModelRequest] = (), *, wait_s: float = 0.0, cancel: Collection[str] = ()
     ) -> list[ResponseDelta]:
-        return self.ask((list(new), list(cancel)), deadline_s)
+        time.sleep(0.005)
+        return super().exchange(new, cancel=cancel)
 
-    def health(self, deadline_s: float) -> Mapping[str, Any]:
-        return self.ask("health", deadline_s)
+    def health(self) -> Mapping[str, Any]:
+        return {"version": self.version}
 
-    def restart(self, deadline_s: float) -> None:
-        self.close()
-        self._start()
+    def begin_update(self) -> None: ...
 
-    def close(self) -> None:
-        self.process.kill()
-        self.process.join(5)
-        self.pipe.close()
-
-
-def _serve(pipe: Connection) -> None:
-    engine = Fake()
-    while True:
-        number, message = pipe.recv()
-        if message == "health":
-            pipe.send((number, {"version": engine.version}))
-        elif isinstance(message, int):
-            engine.version = message
-            pipe.send((number, message))
-        else:
-            time.sleep(0.005)
-            pipe.send((number, engine.exchange(message[0], cancel=message[1])))
+    def finish_update(self, version: int) -> None:
+        self.version = version
 
 
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("deed", [signal.SIGKILL, signal.SIGSTOP])
 def test_real_processes_are_killed_and_stopped(deed: signal.Signals, together: bool) -> None:
-    replicas = [ProcessReplica(f"process {i}") for i in range(3)]
+    replicas = [EngineProcess(f"process {i}", InProcess) for i in range(3)]
     victims = random.Random(0)
 
     def harm() -> None:
         for _ in range(4):
             time.sleep(0.12)
-            pid = victims.choice(replicas).process.pid
-            assert pid is not None
-            os.kill(pid, deed)
+            victims.choice(replicas).send(deed)
 
     def push(replica: Replica) -> None:
-        assert isinstance(replica, ProcessReplica)
-        replica.ask(9, scaled_s(2.0))
+        assert isinstance(replica, EngineProcess)
+        replica.update(9, 2.0)
 
     limits = {"exchange_s": scaled_s(0.7), "health_s": scaled_s(0.3), "restart_s": scaled_s(5.0)}
     deadlines = FleetDeadlines(generate_s=scaled_s(5.0), **limits)

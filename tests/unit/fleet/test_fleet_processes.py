@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -18,10 +12,11 @@ from rlsys.fleet.fleet import FleetDeadlines, RolloutFleet
 from rlsys.fleet.replica import Replica
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.rollout.partial import complete
-from rlsys.types import ModelRequest, ModelResponse, ResponseDelta, SamplingParams
-from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
+from rlsys.types import ModelRequest, ModelResponse, SamplingParams
+from rlsys.utils.errors import WeightTransferError
 from tests.contracts.rollout_engine import requests_of, tiny_model
 from tests.timing import scaled_s, wait_until
+from tests.unit.fleet.engine_process import EngineProcess
 
 PARAMS = SamplingParams(250, ignore_eos=True, seed=100)
 """A seed of which no token is at a boundary that the rounding of another batch would cross."""
@@ -29,70 +24,6 @@ PARAMS = SamplingParams(250, ignore_eos=True, seed=100)
 
 def engine_of() -> HFRollout:
     return HFRollout(tiny_model(), GenerationConfig(seed=11))
-
-
-class EngineProcess:
-    """A replica whose engine is in a forked process; calls are (method, arguments, named arguments) through a pipe."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.asked, self.lock = name, 0, threading.Lock()
-        self._start()
-
-    def _start(self) -> None:
-        context = get_context("fork")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()
-
-    def ask(self, deadline_s: float, method: str, *args: Any, **named: Any) -> Any:
-        with self.lock:
-            self.asked += 1
-            self.pipe.send((self.asked, method, args, named))
-            end_s = time.monotonic() + deadline_s
-            while self.pipe.poll(max(0.0, end_s - time.monotonic())):
-                number, answer = self.pipe.recv()
-                if number == self.asked:
-                    if isinstance(answer, Exception):
-                        raise answer
-                    return answer
-        raise DeadlineError(self.name, method, deadline_s)
-
-    def exchange(
-        self, new: Sequence[ModelRequest], *, cancel: Collection[str], wait_s: float, deadline_s: float
-    ) -> list[ResponseDelta]:
-        return self.ask(deadline_s, "exchange", list(new), cancel=set(cancel), wait_s=wait_s)
-
-    def health(self, deadline_s: float) -> Mapping[str, Any]:
-        return self.ask(deadline_s, "health")
-
-    def restart(self, deadline_s: float) -> None:
-        self.close()
-        self._start()
-
-    def update(self, version: int) -> None:
-        self.ask(scaled_s(20), "begin_update")
-        self.ask(scaled_s(20), "finish_update", version)
-
-    def send(self, number: signal.Signals) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, number)
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.join(5)
-        self.pipe.close()
-
-
-def _serve(pipe: Connection) -> None:
-    engine = engine_of()
-    while True:
-        number, method, args, named = pipe.recv()
-        try:
-            answer = getattr(engine, method)(*args, **named)
-        except (RolloutError, WeightTransferError) as error:
-            answer = error
-        pipe.send((number, answer))
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +41,7 @@ def wanted() -> list[ModelRequest]:
 
 @pytest.fixture
 def replicas() -> Iterator[list[EngineProcess]]:
-    made = [EngineProcess(f"process {number}") for number in range(2)]
+    made = [EngineProcess(f"process {number}", engine_of) for number in range(2)]
     yield made
     for replica in made:
         replica.close()
