@@ -353,7 +353,7 @@ def test_two_samples_side_by_side_and_a_prompt_over_steps(page: Browser) -> None
     page.press("j")
     page.press("p")
     page.press("ArrowLeft")
-    page.wait_for("document.querySelectorAll('main.pair .output').length === 2")
+    page.wait_for("document.querySelectorAll('main.pair section')[1]?.innerText.includes('step 2')")
     assert page.run("[...document.querySelectorAll('main.pair .big')].map(e => e.textContent)") == ["0.3", "1"]
     page.press("Escape")
     page.press("h")
