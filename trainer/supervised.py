@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Generic, Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from rlsys.config import RMConfig, SFTConfig
 from rlsys.config.plan import total_steps
-from rlsys.data.collate import collate_pairs, collate_texts
+from rlsys.data.collate import collate_texts
 from rlsys.data.cursor import Cursor
 from rlsys.data.dataset import configured_source
-from rlsys.data.supervised import SupervisedDataset, T, TokenizedPair, TokenizedText, load_pairs, load_texts
+from rlsys.data.supervised import SupervisedDataset, load_texts
 from rlsys.protocol import DataProto, pad_dataproto_to_divisor
 from rlsys.roles.lm import RankSums, mean_over_ranks
 from rlsys.utils.run_folders import HUGGINGFACE
@@ -48,52 +47,39 @@ def train(config: SFTConfig | RMConfig, begin: Begin) -> str | None:
 
 
 @dataclass(frozen=True)
-class Rows(Generic[T]):
-    """Training and validation rows of a kind; `collate` makes batches of the usual layout of them."""
+class Rows:
+    """Training and validation rows of a kind, in batches of the usual layout."""
 
     kind: Kind
-    train: SupervisedDataset[T]
-    val: SupervisedDataset[T] | None
-    collate: Callable[[list[T]], DataProto]
+    train: SupervisedDataset
+    val: SupervisedDataset | None
+    pad_token_id: int
 
     def train_batch(self, indexes: Iterable[int]) -> DataProto:
         """The training rows at these positions."""
-        return self.collate([self.train[index] for index in indexes])
+        return collate_texts([self.train[index] for index in indexes], pad_token_id=self.pad_token_id)
 
     def val_batches(self, size: int) -> Iterator[DataProto]:
         """All validation rows, `size` at a time."""
-        for start in range(0, len(self.val or ()), size):
-            assert self.val is not None
-            yield self.collate([self.val[index] for index in range(start, min(start + size, len(self.val)))])
+        rows = self.val or ()
+        for start in range(0, len(rows), size):
+            part = [rows[index] for index in range(start, min(start + size, len(rows)))]
+            yield collate_texts(part, pad_token_id=self.pad_token_id)
 
 
-def load_rows(
-    config: SFTConfig | RMConfig, tokenizer: PreTrainedTokenizerBase
-) -> Rows[TokenizedText] | Rows[TokenizedPair]:
+def load_rows(config: SFTConfig | RMConfig, tokenizer: PreTrainedTokenizerBase) -> Rows:
     """The rows of the configured files or dataset class."""
-    pad = tokenizer.pad_token_id
-    if isinstance(config, SFTConfig):
-        return _loaded(config, tokenizer, "lm", load_texts, partial(collate_texts, pad_token_id=pad))
-    return _loaded(config, tokenizer, "rm", load_pairs, partial(collate_pairs, pad_token_id=pad))
-
-
-def _loaded(
-    config: SFTConfig | RMConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    kind: Kind,
-    load: Callable[..., SupervisedDataset[T]],
-    collate: Callable[[list[T]], DataProto],
-) -> Rows[T]:
     data = config.data
     assert data.train_files is not None
 
-    def rows(files: Sequence[str], max_samples: int, *, shuffle: bool) -> SupervisedDataset[T]:
+    def rows(files: Sequence[str], max_samples: int, *, shuffle: bool) -> SupervisedDataset:
         source = configured_source(data, files, tokenizer=tokenizer, max_samples=max_samples)
-        return load(source, tokenizer, data, max_samples=max_samples, shuffle=shuffle)
+        return load_texts(source, tokenizer, data, max_samples=max_samples, shuffle=shuffle)
 
     train = rows(data.train_files, data.train_max_samples, shuffle=data.shuffle)
     val = rows(data.val_files, data.val_max_samples, shuffle=False) if data.val_files else None
-    return Rows(kind, train, val, collate)
+    pad: Any = tokenizer.pad_token_id
+    return Rows("lm" if isinstance(config, SFTConfig) else "rm", train, val, pad)
 
 
 class SupervisedTrainer(CheckpointedLoop):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlsys.data.chat import as_messages
 from rlsys.data.rows import PromptRow
-from rlsys.data.supervised import TokenizedPair, TokenizedText
+from rlsys.data.supervised import TokenizedText
 from rlsys.protocol import DataProto, object_array
 
 
@@ -83,11 +83,13 @@ def collate_prompts(
     return DataProto.from_dict(tensors, {name: object_array(values) for name, values in columns.items()})
 
 
-def collate_texts(texts: Sequence[TokenizedText], *, pad_token_id: int) -> DataProto:
-    """Texts to learn from, in the layout of generated rows; P and R are those of the longest rows.
+def collate_texts(rows: Sequence[Sequence[TokenizedText]], *, pad_token_id: int) -> DataProto:
+    """Texts to learn from, in the layout of generated rows; the texts of a row follow each other.
 
-    Columns: prompts, responses, response_mask, input_ids, attention_mask and position_ids.
+    Columns: prompts (B, P), responses and response_mask (B, R), input_ids, attention_mask and position_ids; P and R are
+    those of the longest texts.
     """
+    texts = [text for row in rows for text in row]
     prompts = pad_left([t.prompt_ids for t in texts], value=pad_token_id)
     responses = pad_right([t.response_ids for t in texts], value=pad_token_id)
     attention_mask = torch.cat(
@@ -106,8 +108,3 @@ def collate_texts(texts: Sequence[TokenizedText], *, pad_token_id: int) -> DataP
         "position_ids": position_ids(attention_mask),
     }
     return DataProto.from_dict(tensors)
-
-
-def collate_pairs(pairs: Sequence[TokenizedPair], *, pad_token_id: int) -> DataProto:
-    """Pairs as 2B rows: the chosen response of each at 2i, the rejected one at 2i + 1."""
-    return collate_texts([t for pair in pairs for t in (pair.chosen, pair.rejected)], pad_token_id=pad_token_id)

@@ -8,7 +8,7 @@ from itertools import islice
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig, RMConfig, SFTConfig
 from rlsys.data.files import BadRow, Row, read_rows
 from rlsys.data.rows import MissingColumns, default_source, read_prompt_row
-from rlsys.data.supervised import read_pair, read_text
+from rlsys.data.supervised import read_conversations
 from rlsys.utils.errors import ConfigError, DataError
 from rlsys.utils.hub import is_rows_id
 
@@ -51,10 +51,7 @@ def _read(config: JobConfig, row: Row | BadRow) -> set[str]:
     """Read a row as the job will: its data source, if it has one; ValueError if it cannot be used."""
     if isinstance(row, BadRow):
         raise ValueError(row.reason)
-    if isinstance(config, SFTConfig):
-        read_text(row.values, config.data)
-    elif isinstance(config, RMConfig):
-        read_pair(row.values, config.data)
-    else:
+    if isinstance(config, PPOConfig | EvalConfig):
         return {read_prompt_row(row.values, config.data, source=default_source(config.reward)).data_source}
+    read_conversations(row.values, config.data)
     return set()

@@ -6,13 +6,13 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from rlsys.config.schema.data import RMDataConfig, SFTDataConfig, SupervisedDataConfig
 from rlsys.data.bad_rows import parse_rows
 from rlsys.data.chat import Message, as_messages, encode_conversation, kept_positions
 from rlsys.data.dataset import VerlDataset, sample_rows, source_rows
-from rlsys.data.files import BadRow, Row
+from rlsys.data.files import BadRow
 from rlsys.data.rows import ANSWERS, QUESTIONS, Need, check_columns, plain_values, read_messages, read_prompt
 
 if TYPE_CHECKING:
@@ -28,110 +28,75 @@ class TokenizedText:
     mask: Sequence[int]
 
 
-@dataclass(frozen=True)
-class TokenizedPair:
-    """Two responses to one prompt."""
+class SupervisedDataset:
+    """Rows by position: one text each for SFT; the better and the worse one for a reward model."""
 
-    chosen: TokenizedText
-    rejected: TokenizedText
-
-
-T = TypeVar("T", TokenizedText, TokenizedPair)
-
-
-class SupervisedDataset(Generic[T]):
-    """Texts or pairs by position."""
-
-    def __init__(self, rows: Sequence[T], *, bad_rows: Sequence[BadRow] = ()) -> None:
+    def __init__(self, rows: Sequence[Sequence[TokenizedText]], *, bad_rows: Sequence[BadRow] = ()) -> None:
         self._rows, self.bad_rows = rows, tuple(bad_rows)
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> T:
+    def __getitem__(self, index: int) -> Sequence[TokenizedText]:
         return self._rows[index]
 
     @property
     def fingerprint(self) -> str:
         """Identifies the rows and their order, for the cursor."""
         digest = sha256()
-        for row in self._rows:
-            for text in (row,) if isinstance(row, TokenizedText) else (row.chosen, row.rejected):
-                digest.update(array("q", [*text.prompt_ids, -1, *text.response_ids, -2]).tobytes())
+        for text in (text for row in self._rows for text in row):
+            digest.update(array("q", [*text.prompt_ids, -1, *text.response_ids, -2]).tobytes())
         return digest.hexdigest()[:16]
 
 
 def load_texts(
     source: str | Sequence[str] | VerlDataset,
     tokenizer: PreTrainedTokenizerBase,
-    config: SFTDataConfig | None = None,
+    config: SupervisedDataConfig | None = None,
     *,
     max_samples: int = -1,
     shuffle: bool = False,
-) -> SupervisedDataset[TokenizedText]:
-    """Rows for SFT out of files or a dataset object; `max_samples` and `shuffle` as for prompts.
+) -> SupervisedDataset:
+    """Rows out of files or a dataset object, of the kind that `config` says; `max_samples`, `shuffle` as for prompts.
 
     Raises DataError with file and row, ConfigError for missing files.
     """
     config = config or SFTDataConfig()
     rows = sample_rows(source_rows(source, config.prompt_key), max_samples, seed=config.seed if shuffle else None)
-    good, bad = parse_rows(rows, lambda row: parse_text(row, tokenizer, config), bad_rows=config.bad_rows)
+    good, bad = parse_rows(rows, lambda row: parse_row(row.values, tokenizer, config), bad_rows=config.bad_rows)
     return SupervisedDataset(good, bad_rows=bad)
 
 
-def load_pairs(
-    source: str | Sequence[str] | VerlDataset,
-    tokenizer: PreTrainedTokenizerBase,
-    config: RMDataConfig | None = None,
-    *,
-    max_samples: int = -1,
-    shuffle: bool = False,
-) -> SupervisedDataset[TokenizedPair]:
-    """Rows for a reward model, as `load_texts`."""
-    config = config or RMDataConfig()
-    rows = sample_rows(source_rows(source, config.prompt_key), max_samples, seed=config.seed if shuffle else None)
-    good, bad = parse_rows(rows, lambda row: parse_pair(row, tokenizer, config), bad_rows=config.bad_rows)
-    return SupervisedDataset(good, bad_rows=bad)
-
-
-def parse_text(row: Row, tokenizer: PreTrainedTokenizerBase, config: SFTDataConfig) -> TokenizedText:
-    """One row for SFT. Raises ValueError for a bad one."""
-    return encode(tokenizer, read_text(row.values, config), config)
-
-
-def read_text(values: Mapping[str, Any], config: SFTDataConfig) -> list[Message]:
-    """The conversation of one row, in its column or made of those of prompt and response. Raises ValueError."""
-    values = plain_values(values)
-    if config.messages_key in values:
-        return read_messages(values[config.messages_key], config.messages_key)
-    conversation = f" (a conversation would be in {config.messages_key!r}: data.messages_key)"
-    response = Need(
-        (config.response_key,), "data.response_key", ANSWERS, conversation if config.messages_key is not None else ""
-    )
-    check_columns(values, [Need((config.prompt_key,), "data.prompt_key", QUESTIONS), response])
-    return [*_prompt(values, config.prompt_key), *_answer(values[config.response_key], config.response_key)]
-
-
-def parse_pair(row: Row, tokenizer: PreTrainedTokenizerBase, config: RMDataConfig) -> TokenizedPair:
-    """One row for a reward model; the responses are texts or lists of messages. Raises ValueError for a bad one."""
-    chosen, rejected = (encode(tokenizer, messages, config) for messages in read_pair(row.values, config))
-    if list(chosen.response_ids) == list(rejected.response_ids):
+def parse_row(
+    values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config: SupervisedDataConfig
+) -> list[TokenizedText]:
+    """The text or the two texts of one row. Raises ValueError for a bad one."""
+    texts = [encode(tokenizer, messages, config) for messages in read_conversations(values, config)]
+    if isinstance(config, RMDataConfig) and list(texts[0].response_ids) == list(texts[1].response_ids):
         raise ValueError(f"columns {config.chosen_key!r} and {config.rejected_key!r} are the same")
-    return TokenizedPair(chosen, rejected)
+    return texts
 
 
-def read_pair(values: Mapping[str, Any], config: RMDataConfig) -> tuple[list[Message], list[Message]]:
-    """The conversations with the better and with the worse response. Raises ValueError."""
+def read_conversations(values: Mapping[str, Any], config: SupervisedDataConfig) -> list[list[Message]]:
+    """The conversation of a row for SFT; for a reward model those with the better and with the worse response.
+
+    Without a column of the conversation it is made of those of prompt and response. Raises ValueError.
+    """
     values = plain_values(values)
-    needs = [
-        Need((config.prompt_key,), "data.prompt_key", QUESTIONS),
-        Need((config.chosen_key,), "data.chosen_key", ("better", "preferred", "accepted")),
-        Need((config.rejected_key,), "data.rejected_key", ("worse", "other")),
-    ]
+    prompt_key, otherwise = config.prompt_key, ""
+    needs = [Need((prompt_key,), "data.prompt_key", QUESTIONS)]
+    if isinstance(config, RMDataConfig):
+        needs.append(Need((config.chosen_key,), "data.chosen_key", ("better", "preferred", "accepted")))
+        needs.append(Need((config.rejected_key,), "data.rejected_key", ("worse", "other")))
+    elif isinstance(config, SFTDataConfig):
+        if config.messages_key in values:
+            return [read_messages(values[config.messages_key], config.messages_key)]
+        if config.messages_key is not None:
+            otherwise = f" (a conversation would be in {config.messages_key!r}: data.messages_key)"
+        needs.append(Need((config.response_key,), "data.response_key", ANSWERS, otherwise))
     check_columns(values, needs)
-    prompt = _prompt(values, config.prompt_key)
-    chosen, rejected = ([*prompt, *_answer(values[key], key)] for key in (config.chosen_key, config.rejected_key))
-    return chosen, rejected
+    prompt = as_messages(read_prompt(values[prompt_key], prompt_key))
+    return [[*prompt, *_answer(values[key], key)] for (key,) in (need.columns for need in needs[1:])]
 
 
 def encode(
@@ -151,10 +116,6 @@ def encode(
     if not prompt or not any(mask):
         raise ValueError(f"with max_length={limit} no prompt or nothing to learn is left")
     return TokenizedText(array("i", prompt), array("i", response), array("b", mask))
-
-
-def _prompt(values: Mapping[str, Any], key: str) -> list[Message]:
-    return as_messages(read_prompt(values.get(key), key))
 
 
 def _answer(value: Any, key: str) -> list[Message]:

@@ -100,6 +100,8 @@ class SupervisedDataConfig(TrainingRowsConfig):
     """Longest text, in tokens."""
     truncation: Truncation = "error"
     """How a text that is too long is truncated; error stops."""
+    prompt_key: t.Text = "prompt"
+    """Column of the prompt; for SFT of rows without a conversation."""
 
 
 class SFTDataConfig(SupervisedDataConfig):
@@ -107,8 +109,6 @@ class SFTDataConfig(SupervisedDataConfig):
 
     messages_key: t.Text | None = "messages"
     """Column of the conversation; null, or a file without it, uses prompt_key and response_key."""
-    prompt_key: t.Text = "prompt"
-    """Column of the prompt, where there is no conversation."""
     response_key: t.Text = "response"
     """Column of the response, where there is no conversation."""
 
@@ -116,8 +116,6 @@ class SFTDataConfig(SupervisedDataConfig):
 class RMDataConfig(SupervisedDataConfig):
     """Pairs: a prompt, a chosen and a rejected response."""
 
-    prompt_key: t.Text = "prompt"
-    """Column of the prompt."""
     chosen_key: t.Text = "chosen"
     """Column of the better response."""
     rejected_key: t.Text = "rejected"

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rlsys.config.schema.data import SFTDataConfig
+from rlsys.config.schema.data import RMDataConfig, SFTDataConfig
 from rlsys.data.collate import (
-    collate_pairs,
     collate_prompts,
     collate_texts,
     pad_left,
@@ -24,7 +23,7 @@ from rlsys.data.collate import (
 )
 from rlsys.data.dataset import PromptDataset
 from rlsys.data.start_assets import build_tokenizer
-from rlsys.data.supervised import load_pairs, load_texts
+from rlsys.data.supervised import load_texts
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import DataError
 
@@ -96,14 +95,15 @@ CHAT = [
 ]
 
 
-def shown(text: Any) -> str:
+def shown(row: Any) -> str:
+    (text,) = row
     ids, mask = list(text.response_ids), list(text.mask)
     return "".join(f"[{tokenizer().decode([t])}]" if m else tokenizer().decode([t]) for t, m in zip(ids, mask))
 
 
 def test_all_answers_of_a_conversation_are_learnt_and_nothing_else(tmp_path: Path) -> None:
     text = load_texts(jsonl(tmp_path / "a.jsonl", [{"messages": CHAT}]), tokenizer())[0]
-    assert tokenizer().decode(list(text.prompt_ids)) == "<|system|>s<|end|><|user|>1+1=<|end|><|assistant|>"
+    assert tokenizer().decode(list(text[0].prompt_ids)) == "<|system|>s<|end|><|user|>1+1=<|end|><|assistant|>"
     assert shown(text) == "[2][<|end|>]<|user|>3?<|end|><|assistant|>[4][5][<|end|>]"
 
 
@@ -168,8 +168,8 @@ def test_texts_are_laid_out_like_generated_rows(tmp_path: Path) -> None:
 
 def test_pairs_become_neighbouring_rows(tmp_path: Path) -> None:
     rows = [{"prompt": "1", "chosen": "2", "rejected": [{"role": "assistant", "content": "34"}]}]
-    dataset = load_pairs(jsonl(tmp_path / "a.jsonl", rows), tokenizer())
-    data = collate_pairs([dataset[0]], pad_token_id=PAD)
+    dataset = load_texts(jsonl(tmp_path / "a.jsonl", rows), tokenizer(), RMDataConfig())
+    data = collate_texts([dataset[0]], pad_token_id=PAD)
     assert data.batch is not None
     responses = [tokenizer().decode(r, skip_special_tokens=True) for r in data.batch["responses"].tolist()]
     assert responses == ["2", "34"]
@@ -209,7 +209,7 @@ def test_bad_texts_are_refused_or_skipped(kind: str, tmp_path: Path) -> None:
 )
 def test_bad_pairs_are_refused(bad: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=message):
-        load_pairs(jsonl(tmp_path / "a.jsonl", [bad]), tokenizer())
+        load_texts(jsonl(tmp_path / "a.jsonl", [bad]), tokenizer(), RMDataConfig())
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_texts_are_truncated_as_a_whole(how: Any, prompt: str, response: str, tm
     file = jsonl(tmp_path / "a.jsonl", [{"prompt": "12", "response": "3456"}])
     form = SFTDataConfig(messages_key=None, max_length=6, truncation=how)
     text = load_texts(file, tokenizer(), form)[0]
-    assert (tokenizer().decode(list(text.prompt_ids)), shown(text)) == (prompt, response)
+    assert (tokenizer().decode(list(text[0].prompt_ids)), shown(text)) == (prompt, response)
     with pytest.raises(DataError, match="nothing to learn is left"):
         load_texts(file, tokenizer(), SFTDataConfig(messages_key=None, max_length=4, truncation="right"))
     with pytest.raises(ValidationError, match="truncation"):

@@ -21,7 +21,7 @@ class Doubled:
 def answers(config: SFTConfig) -> list[str]:
     tokenizer = build_tokenizer()
     rows = load_rows(config, tokenizer).train
-    return [tokenizer.decode(rows[i].response_ids, skip_special_tokens=True) for i in range(len(rows))]
+    return [tokenizer.decode(rows[i][0].response_ids, skip_special_tokens=True) for i in range(len(rows))]
 
 
 def sft_config(tmp_path: Path, *overrides: str) -> SFTConfig:
