@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
 from math import prod
 from operator import add, gt
 from pathlib import Path
@@ -75,17 +76,17 @@ def read_tensor_index(directory: Path) -> dict[str, Any]:
 
 def saved_tensors(
     directory: Path, index: Mapping[str, Any], prefix: str = "", *, rename: Callable[[str], str] = str
-) -> StoredWeights:
+) -> dict[str, PiecedTensor]:
     """The tensors of a checkpoint whose keys begin with `prefix`, by what `rename` makes of the rest of their keys."""
     entries = {rename(key.removeprefix(prefix)): entry for key, entry in index.items() if key.startswith(prefix)}
     pieces = {
         name: [
-            StoredBox(tuple(c["offset"]), tuple(c["shape"]), c["file"], c["name"], (0,) * len(c["shape"]))
+            StoredBox(tuple(c["offset"]), tuple(c["shape"]), directory / c["file"], c["name"], (0,) * len(c["shape"]))
             for c in entry["chunks"]
         ]
         for name, entry in entries.items()
     }
-    return StoredWeights(directory, {name: tuple(entry["shape"]) for name, entry in entries.items()}, pieces)
+    return pieced_tensors({name: tuple(entry["shape"]) for name, entry in entries.items()}, pieces)
 
 
 @dataclass(frozen=True)
@@ -94,51 +95,56 @@ class StoredBox:
 
     start: tuple[int, ...]
     shape: tuple[int, ...]
-    file: str
+    file: Path
     key: str
     at: tuple[int, ...]
 
 
-class StoredWeights:
-    """Tensors in pieces, as a TensorSource; files are opened when they are read."""
+def pieced_tensors(
+    shapes: Mapping[str, tuple[int, ...]], pieces: Mapping[str, Sequence[StoredBox]]
+) -> dict[str, PiecedTensor]:
+    """Tensors in pieces by name; files are opened when they are read."""
+    open_file = cache(open_safetensors)
+    return {name: PiecedTensor(name, shape, pieces.get(name, ()), open_file) for name, shape in shapes.items()}
+
+
+class PiecedTensor:
+    """A StoredTensor in pieces; `copies` are pieces of which another file has the same box, each with that one."""
 
     def __init__(
-        self, directory: Path, shapes: Mapping[str, tuple[int, ...]], pieces: Mapping[str, Sequence[StoredBox]]
+        self, name: str, shape: tuple[int, ...], pieces: Sequence[StoredBox], open_file: Callable[[Path], Any]
     ) -> None:
-        self._directory, self._shapes = directory, dict(shapes)
-        self._pieces: dict[str, list[StoredBox]] = {}
-        self._copies: dict[str, list[tuple[StoredBox, StoredBox]]] = {}
-        for name in shapes:
-            first: dict[Any, StoredBox] = {}
-            for piece in pieces.get(name, ()):
-                held = first.setdefault((piece.start, piece.shape), piece)
-                if held is not piece:
-                    self._copies.setdefault(name, []).append((held, piece))
-            self._pieces[name] = list(first.values())
-        self._files: dict[str, Any] = {}
-        self._dtypes: dict[str, str] = {}
+        self.name, self.shape, self._open = name, shape, open_file
+        self._pieces: dict[Any, StoredBox] = {}
+        self.copies: list[tuple[StoredBox, StoredBox]] = []
+        for piece in pieces:
+            if (held := self._pieces.setdefault((piece.start, piece.shape), piece)) is not piece:
+                self.copies.append((held, piece))
 
-    def names(self) -> Collection[str]:
-        return self._shapes.keys()
+    @cached_property
+    def dtype(self) -> str:
+        """CheckpointError unless every piece is inside what its file has under its key, and of one type."""
+        dtypes = {}
+        for piece in self._pieces.values():
+            stored = self._slice(piece)
+            shape, ends = tuple(stored.get_shape()), tuple(map(add, piece.at, piece.shape))
+            if len(shape) != len(ends) or any(map(gt, ends, shape)):
+                whole = f"{self.name} {self.shape}"
+                raise CheckpointError(f"{piece.file}: {piece.key} is {shape}, needs {ends} as a part of {whole}")
+            dtypes[stored.get_dtype()] = piece.file.name
+        if len(dtypes) != 1:
+            there = ", ".join(f"{dtype} in {file}" for dtype, file in dtypes.items()) or "nowhere"
+            raise CheckpointError(f"{self.name} must be of one type in all files, and is {there}")
+        return next(iter(dtypes))
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def dtype(self, name: str) -> str:
-        """safetensors' name of the type, as BF16. CheckpointError unless every piece is inside what its file has under
-        its key, and of one type."""
-        if name not in self._dtypes:
-            self._dtypes[name] = self._checked(name)
-        return self._dtypes[name]
-
-    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """A box of a tensor; CheckpointError for elements no piece has. Only the box's parts are read."""
+    def read(self, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """A box of the tensor; CheckpointError for elements no piece has. Only the box's parts are read."""
         box, held = None, 0
-        for piece in self._pieces[name]:
+        for piece in self._pieces.values():
             if (shared := overlap(start, shape, piece.start, piece.shape)) is None:
                 continue
             low, size = shared
-            part = self._part(piece, low, size)
+            part = self.read_piece(piece, low, size)
             if size == tuple(shape):
                 return part
             if box is None:
@@ -146,51 +152,18 @@ class StoredWeights:
             box[slices(relative(low, start), size)] = part
             held += prod(size)
         if box is None or held != prod(shape):
-            raise CheckpointError(f"{name}: the files hold {held} of {prod(shape)} elements from {tuple(start)}")
+            raise CheckpointError(f"{self.name}: the files hold {held} of {prod(shape)} elements from {tuple(start)}")
         return box
 
-    def differing_copies(self) -> Iterator[str]:
-        """Boxes that several files hold, and not with the same bits."""
-        for name, pairs in self._copies.items():
-            for first, other in pairs:
-                one, two = (self._part(piece, piece.start, piece.shape) for piece in (first, other))
-                if one.dtype != two.dtype or not torch.equal(bytes_of(one), bytes_of(two)):
-                    yield f"{name} in {first.file} and in {other.file}"
-
-    def _part(self, piece: StoredBox, low: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+    def read_piece(self, piece: StoredBox, low: tuple[int, ...], size: tuple[int, ...]) -> Tensor:
+        """The part of a piece of shape `size` from `low` on in the tensor."""
         if not size:
             return self._open(piece.file).get_tensor(piece.key)
         first = tuple(map(add, piece.at, relative(low, piece.start)))
         return self._slice(piece)[slices(first, size)]
 
-    def _checked(self, name: str) -> str:
-        dtypes = {}
-        for piece in self._pieces[name]:
-            stored = self._slice(piece)
-            shape, ends = tuple(stored.get_shape()), tuple(map(add, piece.at, piece.shape))
-            if len(shape) != len(ends) or any(map(gt, ends, shape)):
-                raise CheckpointError(
-                    f"{self._directory / piece.file}: {piece.key} is {shape} and should reach {ends},"
-                    f" as a part of {name} {self._shapes[name]}"
-                )
-            dtypes[stored.get_dtype()] = piece.file
-        if len(dtypes) != 1:
-            there = ", ".join(f"{dtype} in {file}" for dtype, file in dtypes.items()) or "nowhere"
-            raise CheckpointError(f"{name} must be of one type in all files, and is {there}")
-        return next(iter(dtypes))
-
     def _slice(self, piece: StoredBox) -> Any:
         try:
             return self._open(piece.file).get_slice(piece.key)
         except SafetensorError as error:
-            raise CheckpointError(f"{self._directory / piece.file} lacks {piece.key}: {error}") from error
-
-    def _open(self, file: str) -> Any:
-        if file not in self._files:
-            self._files[file] = open_safetensors(self._directory / file)
-        return self._files[file]
-
-
-def bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor's elements, row-major."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+            raise CheckpointError(f"{piece.file} lacks {piece.key}: {error}") from error

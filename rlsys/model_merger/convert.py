@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlsys.config.schema.model import ModelConfig
 from rlsys.engines.export import KEPT_FLOATS, copy_tokenizer
-from rlsys.engines.tensor_files import StoredWeights, bytes_of
+from rlsys.engines.tensor_files import PiecedTensor
 from rlsys.model_merger.formats import SplitLayout, find_checkpoint, is_split, open_checkpoint, split_text
 from rlsys.model_merger.safetensors_writer import (
     DTYPES,
@@ -26,8 +26,7 @@ from rlsys.model_merger.safetensors_writer import (
     write_file,
     write_model_files,
 )
-from rlsys.model_merger.stored_weights import Supplemented, Weights, read_whole
-from rlsys.models.hf import SafetensorsDir, build, check_names, read_config
+from rlsys.models.hf import StoredTensor, TensorSource, build, check_names, open_model_dir, read_config, read_whole
 from rlsys.models.megatron.convert import fill
 from rlsys.models.megatron.family import Head, family_of, find_family, tied
 from rlsys.types import EXPORT_FILE_BYTES, Shard
@@ -67,17 +66,18 @@ def merge(
     if not is_split(checkpoint):
         dtype = dtype or SAFETENSORS_DTYPES.get(str(hf_config.get("dtype") or hf_config.get("torch_dtype")))
     carried = _carried(hf_config)
-    weights: Weights = stored
+    weights: TensorSource = stored
     if carry_from is not None:
         lacking = [name for name in _expected(config_dir, hf_config, stored) if name.endswith(KEPT_FLOATS)]
-        weights = Supplemented(stored, SafetensorsDir(carry_from), [*carried, *lacking])
+        given = open_model_dir(carry_from)
+        weights = {**{name: given[name] for name in (*carried, *lacking) if name in given}, **stored}
     expected = _expected(config_dir, hf_config, weights)
     check_names(expected, weights, aliases=[*_aliases(hf_config), *carried])
-    _check_copies(stored)
-    there = weights.names()
-    shapes = {**expected, **{name: shape for name, shape in carried.items() if name in there}}
-    specs = {name: (_kept(name, weights.dtype(name), dtype), tuple(shape)) for name, shape in shapes.items()}
-    tensors = (read_whole(weights, name).to(torch_dtype(spec[0])) for name, spec in specs.items())
+    if lines := list(differing_copies(stored)):
+        raise CheckpointError(f"ranks disagree on {len(lines)} tensors: {'; '.join(lines[:3])}")
+    shapes = {**expected, **{name: shape for name, shape in carried.items() if name in weights}}
+    specs = {name: (_kept(name, weights[name].dtype, dtype), tuple(shape)) for name, shape in shapes.items()}
+    tensors = (read_whole(weights[name]).to(torch_dtype(spec[0])) for name, spec in specs.items())
 
     def write(staging: Path) -> None:
         write_model_files(staging, specs, tensors, file_bytes=file_bytes)
@@ -92,13 +92,12 @@ def split(model_dir: Path, target_dir: Path, layout: SplitLayout, *, overwrite: 
     files. ConfigError for a layout that cannot be, CheckpointError for files that are not the model's."""
     hf_config = read_config_json(model_dir)
     family = family_of(hf_config)
-    weights = SafetensorsDir(model_dir)
+    weights = open_model_dir(model_dir)
     carried = family.carried(hf_config)
     files = list(layout.files(family))
     for _, place in files:
         family.check(hf_config, place)
     check_names(family.hf_shapes(hf_config, head=layout.head), weights, aliases=[*family.aliases(hf_config), *carried])
-    there = weights.names()
 
     def write(staging: Path) -> None:
         for file, place in files:
@@ -106,11 +105,11 @@ def split(model_dir: Path, target_dir: Path, layout: SplitLayout, *, overwrite: 
             by_local: dict[str, list[Shard]] = {name: [] for name in shapes}
             for shard in shards:
                 by_local[shard.local].append(shard)
-            specs = {name: (weights.dtype(own[0].box.tensor), shapes[name]) for name, own in by_local.items()}
+            specs = {name: (weights[own[0].box.tensor].dtype, shapes[name]) for name, own in by_local.items()}
             write_file(staging / file, specs, (_local(weights, specs[n], own) for n, own in by_local.items()))
-        kept = {name: (weights.dtype(name), shape) for name, shape in carried.items() if name in there}
+        kept = {name: (weights[name].dtype, shape) for name, shape in carried.items() if name in weights}
         if kept:
-            write_file(staging / "carried.safetensors", kept, (read_whole(weights, name) for name in kept))
+            write_file(staging / "carried.safetensors", kept, (read_whole(weights[name]) for name in kept))
         write_text_durable(staging / "split.json", split_text(layout))
         (staging / HUGGINGFACE).mkdir()
         _copy_settings(model_dir, staging / HUGGINGFACE, None)
@@ -123,15 +122,17 @@ def compare(local_dir: Path, model_dir: Path, *, backend: str | None = None) -> 
     """How the bits of a checkpoint (or another model directory) differ from those of a model directory: one line a
     tensor, none when they are equal. Tensors the checkpoint does not hold but carries may be missing there."""
     hf_config = read_config_json(model_dir)
-    theirs = SafetensorsDir(model_dir)
-    plain = any(local_dir.glob("*.safetensors")) and (local_dir / "config.json").is_file()
-    ours = SafetensorsDir(local_dir) if plain else open_checkpoint(find_checkpoint(local_dir), hf_config, backend)
+    theirs, lines = open_model_dir(model_dir), list[str]()
+    if any(local_dir.glob("*.safetensors")) and (local_dir / "config.json").is_file():
+        ours = open_model_dir(local_dir)
+    else:
+        ours = open_checkpoint(find_checkpoint(local_dir), hf_config, backend)
+        lines += differing_copies(ours)
     spare = {*_aliases(hf_config), *_carried(hf_config)}
-    names, other = set(ours.names()), set(theirs.names())
-    lines = [f"{name} is only in {local_dir}" for name in sorted(names - other - spare)]
-    lines += [f"{name} is only in {model_dir}" for name in sorted(other - names - spare)]
-    lines += [line for name in sorted(names & other) if (line := _difference(name, ours, theirs))]
-    return lines + (list(ours.differing_copies()) if isinstance(ours, StoredWeights) else [])
+    lines += [f"{name} is only in {local_dir}" for name in sorted(ours.keys() - theirs.keys() - spare)]
+    lines += [f"{name} is only in {model_dir}" for name in sorted(theirs.keys() - ours.keys() - spare)]
+    both = sorted(ours.keys() & theirs.keys())
+    return lines + [line for name in both if (line := _difference(name, ours[name], theirs[name]))]
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
@@ -157,11 +158,10 @@ def _aliases(hf_config: Mapping[str, Any]) -> list[str]:
     return ["lm_head.weight"] if tied(hf_config) else []
 
 
-def _expected(config_dir: Path, hf_config: Mapping[str, Any], weights: Weights) -> Mapping[str, tuple[int, ...]]:
+def _expected(config_dir: Path, hf_config: Mapping[str, Any], weights: TensorSource) -> Mapping[str, tuple[int, ...]]:
     """The shapes of the model's tensors by its table, or by transformers' own model for families without one."""
-    names = weights.names()
-    scalar = "score.weight" in names
-    head: Head = ("value" if "score.bias" in names else "score") if scalar else "lm"
+    scalar = "score.weight" in weights
+    head: Head = ("value" if "score.bias" in weights else "score") if scalar else "lm"
     family = find_family(hf_config)
     if family is not None:
         return family.hf_shapes(hf_config, head=head)
@@ -174,28 +174,35 @@ def _kept(name: str, stored: str, wanted: str | None) -> str:
     return wanted if wanted is not None and floats and not name.endswith(KEPT_FLOATS) else stored
 
 
-def _local(weights: SafetensorsDir, spec: TensorSpec, shards: Sequence[Shard]) -> Tensor:
+def _local(weights: TensorSource, spec: TensorSpec, shards: Sequence[Shard]) -> Tensor:
     dtype, shape = spec
     for name in dict.fromkeys(shard.box.tensor for shard in shards):
-        if weights.dtype(name) != dtype:
-            first = shards[0].box.tensor
-            raise CheckpointError(f"{name} is {weights.dtype(name)} and {first} {dtype}: one Megatron tensor has both")
+        if weights[name].dtype != dtype:
+            both = f"{name} is {weights[name].dtype} and {shards[0].box.tensor} {dtype}"
+            raise CheckpointError(f"{both}: one Megatron tensor has both")
     tensor = torch.empty(shape, dtype=torch_dtype(dtype))
     fill(tensor, shards, weights)
     return tensor
 
 
-def _check_copies(weights: StoredWeights) -> None:
-    if lines := list(weights.differing_copies()):
-        raise CheckpointError(f"ranks disagree on {len(lines)} tensors: {'; '.join(lines[:3])}")
+def differing_copies(tensors: Mapping[str, PiecedTensor]) -> Iterator[str]:
+    """Boxes that several files hold, and not with the same bits."""
+    for name, tensor in tensors.items():
+        for first, other in tensor.copies:
+            one, two = (tensor.read_piece(piece, piece.start, piece.shape) for piece in (first, other))
+            if one.dtype != two.dtype or not torch.equal(_bytes_of(one), _bytes_of(two)):
+                yield f"{name} in {first.file.name} and in {other.file.name}"
 
 
-def _difference(name: str, ours: Weights, theirs: Weights) -> str:
-    specs = [(weights.dtype(name), weights.shape(name)) for weights in (ours, theirs)]
-    if specs[0] != specs[1]:
-        return f"{name} is {specs[0][0]} {specs[0][1]} and {specs[1][0]} {specs[1][1]}"
-    mine, other = (bytes_of(read_whole(weights, name)) for weights in (ours, theirs))
+def _difference(name: str, ours: StoredTensor, theirs: StoredTensor) -> str:
+    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+        return f"{name} is {ours.dtype} {ours.shape} and {theirs.dtype} {theirs.shape}"
+    mine, other = (_bytes_of(read_whole(tensor)) for tensor in (ours, theirs))
     return "" if torch.equal(mine, other) else f"{name} differs in {int((mine != other).sum())} bytes"
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _copy_settings(source: Path, target: Path, dtype: str | None) -> None:

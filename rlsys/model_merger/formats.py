@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.engines import checkpoint
-from rlsys.engines.tensor_files import METADATA, StoredBox, StoredWeights, read_tensor_index, saved_tensors
+from rlsys.engines.tensor_files import (
+    METADATA,
+    PiecedTensor,
+    StoredBox,
+    pieced_tensors,
+    read_tensor_index,
+    saved_tensors,
+)
 from rlsys.models.hf import differing_tensors, open_safetensors
 from rlsys.models.lora import is_adapter
 from rlsys.models.megatron.family import Family, Head, family_of
@@ -76,7 +83,9 @@ def is_split(checkpoint: Path) -> bool:
     return (checkpoint / SPLIT).is_file()
 
 
-def open_checkpoint(directory: Path, hf_config: Mapping[str, Any], backend: str | None = None) -> StoredWeights:
+def open_checkpoint(
+    directory: Path, hf_config: Mapping[str, Any], backend: str | None = None
+) -> dict[str, PiecedTensor]:
     """The weights of a checkpoint of either backend; CheckpointError if it is not whole or not of this model.
 
     Every file of a training checkpoint is checked against its manifest first.
@@ -107,7 +116,7 @@ def split_text(split: SplitLayout) -> str:
     return json.dumps({"format": FORMAT, **asdict(split)}, indent=1)
 
 
-def _split_weights(directory: Path, hf_config: Mapping[str, Any]) -> StoredWeights:
+def _split_weights(directory: Path, hf_config: Mapping[str, Any]) -> dict[str, PiecedTensor]:
     family, split = family_of(hf_config), read_split(directory)
     pieces: dict[str, list[StoredBox]] = defaultdict(list)
     for file, place in split.files(family):
@@ -115,7 +124,7 @@ def _split_weights(directory: Path, hf_config: Mapping[str, Any]) -> StoredWeigh
         _check_file(directory / file, shapes)
         for shard in shards:
             box = shard.box
-            pieces[box.tensor].append(StoredBox(box.start, box.shape, file, shard.local, shard.local_start))
+            pieces[box.tensor].append(StoredBox(box.start, box.shape, directory / file, shard.local, shard.local_start))
     shapes = family.hf_shapes(hf_config, head=split.head)
     carried = directory / "carried.safetensors"
     if carried.is_file():
@@ -124,10 +133,9 @@ def _split_weights(directory: Path, hf_config: Mapping[str, Any]) -> StoredWeigh
         _check_file(carried, {name: extra[name] for name in there if name in extra})
         for name in there:
             shapes[name] = extra[name]
-            pieces[name] = [
-                StoredBox((0,) * len(extra[name]), extra[name], carried.name, name, (0,) * len(extra[name]))
-            ]
-    return StoredWeights(directory, shapes, pieces)
+            zeros = (0,) * len(extra[name])
+            pieces[name] = [StoredBox(zeros, extra[name], carried, name, zeros)]
+    return pieced_tensors(shapes, pieces)
 
 
 def _check_file(file: Path, expected: Mapping[str, tuple[int, ...]]) -> None:
@@ -140,12 +148,12 @@ def _stored_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     return {key: tuple(stored.get_slice(key).get_shape()) for key in stored.keys()}  # noqa: SIM118
 
 
-def _training_weights(directory: Path, hf_config: Mapping[str, Any]) -> StoredWeights:
+def _training_weights(directory: Path, hf_config: Mapping[str, Any]) -> dict[str, PiecedTensor]:
     checkpoint.verify(directory)
     weights = saved_tensors(directory, read_tensor_index(directory), "model.")
-    if not weights.names():
+    if not weights:
         raise CheckpointError(f"{directory} has no weights of a model: it was saved without them")
-    if any(map(is_adapter, weights.names())):
+    if any(map(is_adapter, weights)):
         raise CheckpointError(
             f"{directory} has adapters, which only training merges: save with checkpoint.save_contents="
             "[model,optimizer,extra,hf_model], which writes the merged model into huggingface/"

@@ -34,12 +34,18 @@ PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 UNUSED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
-class TensorSource(Protocol):
-    """Where the elements of the model's tensors are read from, by HF name."""
+class StoredTensor(Protocol):
+    """A tensor of which boxes are read from where it is stored; `dtype` is safetensors' name of its type, as BF16."""
 
-    def names(self) -> Collection[str]: ...
-    def shape(self, name: str) -> tuple[int, ...]: ...
-    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+    def read(self, start: Sequence[int], shape: Sequence[int]) -> Tensor: ...
+
+
+TensorSource = Mapping[str, StoredTensor]
+"""The tensors of a model by HF name."""
 
 
 def read_config(model: ModelConfig) -> PretrainedConfig:
@@ -131,7 +137,7 @@ def open_weights(
     """The model's tensors by the names they are saved by. A scalar head that a checkpoint lacks is drawn from `seed`
     (normal, bias zero); without a path all parameters are, and with `buffers` what else a checkpoint has."""
     if model.path is not None:
-        return SafetensorsDir(Path(model.path), extra=_new_head(config, seed) if head == "scalar" else {})
+        return {**(_new_head(config, seed) if head == "scalar" else {}), **open_model_dir(Path(model.path))}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         random_model = _construct(config, head, {"trust_remote_code": model.trust_remote_code})
@@ -139,7 +145,7 @@ def open_weights(
     if buffers:
         state = random_model.state_dict()
         tensors |= {name: buffer for name, buffer in random_model.named_buffers() if name in state}
-    return InMemory(saved_names(random_model, tensors))
+    return in_memory(saved_names(random_model, tensors))
 
 
 def saved_names(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -149,64 +155,72 @@ def saved_names(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[s
     return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
 
 
-def _new_head(config: PretrainedConfig, seed: int) -> dict[str, Tensor]:
+def _new_head(config: PretrainedConfig, seed: int) -> TensorSource:
     hidden = config.get_text_config().hidden_size
     draw = torch.Generator().manual_seed(seed)
     weight = torch.randn(1, hidden, generator=draw) * getattr(config, "initializer_range", 0.02)
-    return {"score.weight": weight, "score.bias": torch.zeros(1)}
+    return in_memory({"score.weight": weight, "score.bias": torch.zeros(1)})
 
 
 @dataclass(frozen=True)
-class InMemory:
-    """Tensors held in this process."""
+class TensorInMemory:
+    """A tensor held in this process."""
 
-    tensors: Mapping[str, Tensor]
+    tensor: Tensor
 
-    def names(self) -> Collection[str]:
-        return self.tensors.keys()
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.tensors[name].shape)
+    @property
+    def dtype(self) -> str:
+        return DTYPES[str(self.tensor.dtype).removeprefix("torch.")]
 
-    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        return self.tensors[name][slices(start, shape)]
+    def read(self, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        return self.tensor[slices(start, shape)]
 
 
-class SafetensorsDir:
-    """The safetensors files of a model directory; only boxes asked for are read. `extra` fills what is not there.
+@dataclass(frozen=True)
+class TensorInFile:
+    """A tensor of an open safetensors file."""
+
+    file: Any
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.file.get_slice(self.name).get_shape())
+
+    @property
+    def dtype(self) -> str:
+        return self.file.get_slice(self.name).get_dtype()
+
+    def read(self, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        return self.file.get_slice(self.name)[slices(start, shape)] if shape else self.file.get_tensor(self.name)
+
+
+def in_memory(tensors: Mapping[str, Tensor]) -> TensorSource:
+    """Tensors of this process as a source."""
+    return {name: TensorInMemory(tensor) for name, tensor in tensors.items()}
+
+
+def read_whole(tensor: StoredTensor) -> Tensor:
+    """All of a stored tensor."""
+    return tensor.read((0,) * len(tensor.shape), tensor.shape)
+
+
+def open_model_dir(path: Path) -> TensorSource:
+    """The safetensors files of a model directory; only boxes asked for are read.
 
     Without any, pytorch_model.bin is mapped into memory as tensors, and nothing in it is executed.
     """
-
-    def __init__(self, path: Path, extra: Mapping[str, Tensor] | None = None) -> None:
-        files = sorted(path.glob("*.safetensors"))
-        pickled = {} if files else _read_pickled(path)
-        self.path, self.extra = path, InMemory({**(extra or {}), **pickled})
-        self._files = [open_safetensors(file) for file in files]
-        self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118
-        if lost := _indexed(path / "model.safetensors.index.json") - self._where.keys():
-            raise CheckpointError(f"{path} lacks files: {len(lost)} tensors of its index are missing, as {min(lost)}")
-
-    def names(self) -> Collection[str]:
-        return self._where.keys() | self.extra.names()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        if name not in self._where:
-            return self.extra.shape(name)
-        return tuple(self._where[name].get_slice(name).get_shape())
-
-    def dtype(self, name: str) -> str:
-        """The type a tensor is stored in, as safetensors names it (BF16)."""
-        if name not in self._where:
-            return DTYPES[str(self.extra.tensors[name].dtype).removeprefix("torch.")]
-        return self._where[name].get_slice(name).get_dtype()
-
-    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        if name not in self._where:
-            return self.extra.read(name, start, shape)
-        if not shape:
-            return self._where[name].get_tensor(name)
-        return self._where[name].get_slice(name)[slices(start, shape)]
+    files = [open_safetensors(file) for file in sorted(path.glob("*.safetensors"))]
+    if not files:
+        return in_memory(_read_pickled(path))
+    tensors = {name: TensorInFile(file, name) for file in files for name in file.keys()}  # noqa: SIM118
+    if lost := _indexed(path / "model.safetensors.index.json") - tensors.keys():
+        raise CheckpointError(f"{path} lacks files: {len(lost)} tensors of its index are missing, as {min(lost)}")
+    return tensors
 
 
 def _indexed(index: Path) -> set[str]:
@@ -248,8 +262,8 @@ def check_names(expected: Mapping[str, Sequence[int]], source: TensorSource, *, 
     """
     spare = {"lm_head.weight", "score.weight", "score.bias", *aliases}
     there = {
-        name: tuple(source.shape(name))
-        for name in source.names()
+        name: tensor.shape
+        for name, tensor in source.items()
         if name in expected or not (name in spare or name.endswith(UNUSED))
     }
     if differences := differing_tensors(expected, there):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlsys.config.schema.model import ModelConfig
-from rlsys.models.hf import InMemory, SafetensorsDir, TensorSource, check_names
+from rlsys.models.hf import TensorInMemory, TensorSource, check_names, open_model_dir
 from rlsys.utils.errors import CheckpointError, ConfigError
 
 ADAPTER = "default"
@@ -154,69 +154,30 @@ def adapter_weights(settings: LoraSettings, shapes: Mapping[str, tuple[int, ...]
     CheckpointError unless the adapter at `adapter_path` has exactly these shapes.
     """
     if settings.adapter_path is None:
-        return _FirstValues(shapes, settings.seed)
-    saved = _SavedAdapter(SafetensorsDir(Path(settings.adapter_path)))
+        return {name: _FirstValue(name, shape, settings.seed) for name, shape in shapes.items()}
+    saved = {to_model_name(name): tensor for name, tensor in open_model_dir(Path(settings.adapter_path)).items()}
     check_names(shapes, saved)
     return saved
 
 
-def _first_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    if ".lora_B." in name:
-        return torch.zeros(shape)
-    own_seed = int.from_bytes(blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()) >> 1
-    bound = 1 / math.sqrt(shape[1])
-    return torch.empty(shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(own_seed))
-
-
 @dataclass(frozen=True)
-class _FirstValues:
-    """Drawn as they are read."""
+class _FirstValue:
+    """The first value of a factor, drawn as it is read."""
 
-    shapes: Mapping[str, tuple[int, ...]]
+    name: str
+    shape: tuple[int, ...]
     seed: int
+    dtype: str = "F32"
 
-    def names(self) -> Collection[str]:
-        return self.shapes.keys()
+    def read(self, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        return TensorInMemory(self._draw()).read(start, shape)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.shapes[name]
-
-    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        return InMemory({name: _first_value(name, self.shapes[name], self.seed)}).read(name, start, shape)
-
-
-@dataclass(frozen=True)
-class WithAdapters:
-    """A model's tensors and those of its adapters as one source."""
-
-    base: TensorSource
-    adapters: TensorSource
-
-    def names(self) -> Collection[str]:
-        return {*self.base.names(), *self.adapters.names()}
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return (self.adapters if is_adapter(name) else self.base).shape(name)
-
-    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        return (self.adapters if is_adapter(name) else self.base).read(name, start, shape)
-
-
-class _SavedAdapter:
-    """A peft adapter file under the names its tensors have inside the model."""
-
-    def __init__(self, files: SafetensorsDir) -> None:
-        self._files = files
-        self._saved = {to_model_name(name): name for name in files.names()}
-
-    def names(self) -> set[str]:
-        return set(self._saved)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._files.shape(self._saved[name])
-
-    def read(self, name: str, start: Sequence[int], shape: Sequence[int]) -> Tensor:
-        return self._files.read(self._saved[name], start, shape)
+    def _draw(self) -> Tensor:
+        if ".lora_B." in self.name:
+            return torch.zeros(self.shape)
+        own_seed = int.from_bytes(blake2b(f"{self.seed}:{self.name}".encode(), digest_size=8).digest()) >> 1
+        bound = 1 / math.sqrt(self.shape[1])
+        return torch.empty(self.shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(own_seed))
 
 
 def to_model_name(saved: str) -> str:

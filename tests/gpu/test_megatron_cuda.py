@@ -18,7 +18,7 @@ from torch import Tensor
 from rlsys.config.schema.model import ModelConfig, OptimConfig, ShardConfig
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
-from rlsys.models.hf import open_weights, read_config
+from rlsys.models.hf import open_weights, read_config, read_whole
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.protocol import DataProto
 from tests.contracts.test_adapters import ALL, LATENT, MLP, adapted_reference
@@ -147,9 +147,7 @@ def loaded_weights(model: dict[str, Any], case: Case) -> list[str]:
     expected = open_weights(source, read_config(source), head="lm", seed=SEED)
     loaded = whole(megatron(model, case=case))
     return [
-        name
-        for name, tensor in loaded.items()
-        if not torch.equal(tensor, expected.read(name, (0,) * tensor.ndim, tensor.shape).to(tensor.dtype))
+        name for name, tensor in loaded.items() if not torch.equal(tensor, read_whole(expected[name]).to(tensor.dtype))
     ]
 
 

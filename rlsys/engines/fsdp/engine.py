@@ -92,7 +92,7 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedAdamW]):
         shapes = {saved: s for name, p in base.items() for saved, s in shapes_as_saved(name, p, self._stacks).items()}
         weights = open_weights(self.model_config, self.config, head=self.head, seed=self.shard.seed)
         buffers = {name.removeprefix("model.") for name, _ in self.model.named_buffers()}
-        if untrained := sorted(buffers & set(weights.names())):
+        if untrained := sorted(buffers & weights.keys()):
             kind = self.config.model_type
             raise ConfigError(f"{kind} saves buffers ({untrained[0]}): set strategy=megatron, FSDP cannot train it")
         check_names(shapes, weights, aliases=tied_names(self.model))

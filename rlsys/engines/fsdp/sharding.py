@@ -110,7 +110,7 @@ def fill(parameters: Mapping[str, Tensor], source: TensorSource, ranks: Ranks, s
     for name, parameter in parameters.items():
         local = local_of(parameter)
         for shard in held_shards(name, parameter, ranks, stacks):
-            values = source.read(shard.box.tensor, shard.box.start, shard.box.shape)
+            values = source[shard.box.tensor].read(shard.box.start, shard.box.shape)
             local[slices(shard.local_start, shard.box.shape)].copy_(values)
 
 

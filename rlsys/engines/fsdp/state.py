@@ -69,4 +69,4 @@ class FSDPState:
     def read(self, path: Path) -> None:
         source = saved_tensors(path, read_tensor_index(path) if self.model or self.moments else {})
         for key, box, values in self._boxes():
-            values.copy_(source.read(key, box.start, box.shape))
+            values.copy_(source[key].read(box.start, box.shape))

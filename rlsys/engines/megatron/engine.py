@@ -29,7 +29,7 @@ from rlsys.engines.megatron.state import MegatronState
 from rlsys.engines.megatron.weights import MergedTensors, ModelShards
 from rlsys.engines.micro_batches import MicroBatches, Pack
 from rlsys.interfaces import Part
-from rlsys.models.hf import Head, TensorSource, check_names, open_weights, read_config
+from rlsys.models.hf import Head, TensorSource, check_names, open_weights, read_config, read_whole
 from rlsys.models.megatron.adapters import adapters_off, add_adapters
 from rlsys.models.megatron.build import TokenGPT, build_chunks
 from rlsys.models.megatron.family import family_of
@@ -93,13 +93,13 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
             self.held.mark_trained(optim is not None)
             weights: TensorSource = base
             if (plan := self.held.adapters) is not None:
-                weights = lora.WithAdapters(base, lora.adapter_weights(plan.settings, plan.shapes))
+                weights = {**base, **lora.adapter_weights(plan.settings, plan.shapes)}
             self.held.fill(weights)
             if optim is not None:
                 dtype = self._weight_dtype
                 self.optimizer = MegatronAdamW(chunks, optim, dtype=dtype, grad_clip=grad_clip, total_steps=total_steps)
                 self._state().fill_masters(weights)
-        self._carried = base if model.path is not None else None
+        self._carried = base if model.path is not None else {}
         self._offload = HostOffload()
 
     @property
@@ -162,11 +162,9 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
     def _exported(self) -> Iterator[list[tuple[str, Tensor]]]:
         """The trained tensors, then those that the checkpoint has and that are only carried along."""
         yield from super()._exported()
-        if self._carried is not None:
-            names = self._carried.names()
-            for name, shape in self.held.family.carried(self.held.hf_config).items():
-                if name in names:
-                    yield [(name, self._carried.read(name, (0,) * len(shape), shape))]
+        for name in self.held.family.carried(self.held.hf_config):
+            if name in self._carried:
+                yield [(name, read_whole(self._carried[name]))]
 
     def _state(self, contents: frozenset[str] = frozenset()) -> MegatronState:
         names = {parameter: name for name, parameter in self.held.parameters.items()}

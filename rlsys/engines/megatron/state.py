@@ -99,7 +99,7 @@ class MegatronState:
     def fill_masters(self, source: TensorSource) -> None:
         """Copy the float32 masters from `source`, which may be more precise than the parameters."""
         for box, tensors in self._boxes(given_only=False):
-            tensors["master"].copy_(source.read(box.tensor, box.start, box.shape))
+            tensors["master"].copy_(source[box.tensor].read(box.start, box.shape))
 
     @torch.no_grad()
     def read(self, path: Path) -> None:
@@ -109,7 +109,7 @@ class MegatronState:
         for kind, prefix in self._kinds().items():
             source = saved_tensors(path, index, prefix, rename=hf_name)
             for box, tensors in self._boxes(given_only=False):
-                tensors[kind].copy_(source.read(box.tensor, box.start, box.shape))
+                tensors[kind].copy_(source[box.tensor].read(box.start, box.shape))
 
 
 def flat_boxes(start: int, stop: int, shape: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:

@@ -43,7 +43,7 @@ def fill(target: Tensor, shards: Sequence[Shard], source: TensorSource) -> None:
         target.zero_()
     for shard in shards:
         box = shard.box
-        target[slices(shard.local_start, box.shape)].copy_(source.read(box.tensor, box.start, box.shape))
+        target[slices(shard.local_start, box.shape)].copy_(source[box.tensor].read(box.start, box.shape))
 
 
 def _fits(extent: Sequence[int], shape: Sequence[int]) -> bool:

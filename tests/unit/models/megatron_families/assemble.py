@@ -42,7 +42,7 @@ def _assembled(name: str, shape: tuple[int, ...], boxes: Sequence[tuple[Shard, L
         raise CheckpointError(f"{name}: the ranks hold {held} of its {prod(shape)} elements")
     full: Tensor | None = None
     for shard, local in boxes:
-        part = local.read(shard.local, shard.local_start, shard.box.shape)
+        part = local[shard.local].read(shard.local_start, shard.box.shape)
         if full is None:
             full = torch.empty(shape, dtype=part.dtype, device=part.device)
         if part.dtype != full.dtype:

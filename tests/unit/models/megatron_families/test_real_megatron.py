@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from rlsys.models.hf import InMemory, SafetensorsDir, check_names
+from rlsys.models.hf import check_names, in_memory, open_model_dir
 from rlsys.models.megatron import build
 from rlsys.models.megatron.build import build_chunks
 from rlsys.models.megatron.convert import load_shards
@@ -70,7 +70,7 @@ def test_logits_and_weights_are_those_of_transformers(layout: str, models: dict[
                 torch.testing.assert_close(rank.logits, expected, rtol=0, atol=5e-5, msg=lambda m: f"{name}: {m}")  # noqa: B023
         config = read_config(path)
         family = family_of(config)
-        holders = [(family.shards(config, rank.place), InMemory(rank.tensors)) for rank in made]
+        holders = [(family.shards(config, rank.place), in_memory(rank.tensors)) for rank in made]
         back = dict(full_tensors(family.hf_shapes(config), holders))
         stored = _stored(path)
         assert back.keys() == stored.keys()
@@ -104,7 +104,7 @@ def _make(path: Path, sizes: ParallelSizes) -> Made:
         family, config, megatron_section(sizes), dtype=torch.float32, scalar_head=False, device=device
     )
     local = {f"{n}.{k}": t for n, chunk in enumerate(chunks) for k, t in chunk.state_dict().items() if t is not None}
-    source = SafetensorsDir(path)
+    source = open_model_dir(path)
     check_names(family.hf_shapes(config), source)
     load_shards(source, family.shards(config, place), local)
     with torch.no_grad():

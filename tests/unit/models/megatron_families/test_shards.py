@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlsys.models.hf import InMemory
+from rlsys.models.hf import in_memory
 from rlsys.models.megatron.convert import load_shards
 from rlsys.models.megatron.family import Family, family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
@@ -57,13 +57,13 @@ def round_trip(config: dict[str, Any], ranks: list[RankPlace], **flags: Any) -> 
     for place in ranks:
         shards = family.shards(config, place, **flags)
         local = empty_locals(family, config, place, **flags)
-        load_shards(InMemory(model), shards, local)
+        load_shards(in_memory(model), shards, local)
         assert all(prod(shard.box.shape) for shard in shards)
         assert not any(tensor.isnan().any() for tensor in local.values())
         held = sum(prod(shard.box.shape) for shard in shards)
         spare = sum(tensor.numel() for tensor in local.values()) - held
         assert spare <= 2 * place.sizes.tp * config["hidden_size"]
-        holders.append((shards, InMemory(local)))
+        holders.append((shards, in_memory(local)))
     back = dict(full_tensors(shapes, holders))
     assert list(back) == list(model)
     assert all(torch.equal(back[name], model[name]) for name in model)
@@ -313,7 +313,7 @@ def test_published_sizes_are_met() -> None:
 def _filled(config: dict[str, Any], model: dict[str, Tensor], place: RankPlace, **flags: Any) -> dict[str, Tensor]:
     family = family_of(config)
     local = empty_locals(family, config, place, **flags)
-    load_shards(InMemory(model), family.shards(config, place, **flags), local)
+    load_shards(in_memory(model), family.shards(config, place, **flags), local)
     return local
 
 
