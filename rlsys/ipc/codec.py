@@ -9,8 +9,7 @@ others are extensions (`Tag`). Tensors and number arrays are buffers beside the 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import IntEnum, StrEnum
 from typing import Annotated, Any, TypeVar
@@ -38,12 +37,7 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 M = TypeVar("M", bound=Struct)
-Guard = Callable[[Tensor], Tensor]
 Shape = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 48)], ...], Meta(max_length=32)]
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    torch.frombuffer(b"\0", dtype=torch.uint8)  # warns once per process that read-only memory can be written
 
 
 class Tag(IntEnum):
@@ -214,23 +208,19 @@ def _tensor_memory(value: Tensor) -> tuple[Tag, str, memoryview]:
     if value.layout != torch.strided or value.is_nested or value.dtype not in DTYPE_NAMES:
         raise TypeError(f"a {value.layout} tensor of {value.dtype} cannot travel")
     plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    # By its storage, because a subclass that guards its memory would give a guarded array.
-    start, num_bytes = plain.storage_offset() * plain.itemsize, plain.numel() * plain.itemsize
-    flat = torch.empty(0, dtype=torch.uint8).set_(plain.untyped_storage(), start, (num_bytes,), (1,))
-    return Tag.TENSOR, DTYPE_NAMES[value.dtype], _memory_of(flat.numpy())
+    return Tag.TENSOR, DTYPE_NAMES[value.dtype], _memory_of(plain.view(-1).view(torch.uint8).numpy())
 
 
 def _memory_of(flat: np.ndarray) -> memoryview:
     return memoryview(flat.view(np.uint8)) if flat.nbytes else memoryview(b"")  # pyrefly: ignore
 
 
-def decode(body: Buffer, buffers: Sequence[Buffer], message: type[M], *, guard: Guard | None = None) -> M:
-    """The message over the memory of `buffers`; WireError unless body and buffers fit it exactly.
+def decode(body: Buffer, buffers: Sequence[Buffer], message: type[M]) -> M:
+    """The message over the memory of `buffers`, copied if read-only; WireError unless both fit `message` exactly.
 
-    With a `guard`, memory other than a bytearray is not the receiver's to write: tensors over it are `guard(tensor)`
-    and arrays read-only. `message` may be a union of tagged Structs.
+    `message` may be a union of tagged Structs.
     """
-    reader = _Reader(buffers, guard)
+    reader = _Reader(buffers)
     try:
         value = Decoder(message, ext_hook=reader.read).decode(body)
     except WireError:
@@ -245,10 +235,8 @@ def decode(body: Buffer, buffers: Sequence[Buffer], message: type[M], *, guard: 
 class _Reader:
     """Reads the extensions of one message."""
 
-    def __init__(self, buffers: Sequence[Buffer], guard: Guard | None) -> None:
-        self._views = [_bytes_of(buffer) for buffer in buffers]
-        self._owned = [guard is None or isinstance(buffer, bytearray) for buffer in buffers]
-        self._guard = guard
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self._views = [_writable_bytes(buffer) for buffer in buffers]
         self._restored: dict[tuple[Tag, _Memory], Tensor | np.ndarray] = {}
 
     @property
@@ -294,33 +282,32 @@ class _Reader:
         if (tag, memory) not in self._restored:
             if memory.index >= len(self._views):
                 raise WireError(f"{memory.index} is not the number of a buffer")
-            view, owned = self._views[memory.index], self._owned[memory.index]
-            restore = self._tensor if tag == Tag.TENSOR else _array
-            self._restored[tag, memory] = restore(memory, view, owned=owned)
+            restore = _tensor if tag == Tag.TENSOR else _array
+            self._restored[tag, memory] = restore(memory, self._views[memory.index])
         return self._restored[tag, memory]
 
-    def _tensor(self, memory: _Memory, view: memoryview, *, owned: bool) -> Tensor:
-        if memory.dtype not in DTYPES:
-            raise WireError(f"{memory.dtype[:32]!r} is not the dtype of a tensor")
-        dtype = DTYPES[memory.dtype]
-        _check_size(memory, view, dtype.itemsize)
-        if not view.nbytes:
-            return torch.empty(memory.shape, dtype=dtype)
-        tensor = torch.frombuffer(view, dtype=torch.uint8)
-        if dtype == torch.bool and int(tensor.max()) > 1:
-            raise WireError("a tensor of bool has bytes other than 0 and 1")
-        if tensor.data_ptr() % dtype.itemsize:
-            return tensor.clone().view(dtype).view(memory.shape)
-        tensor = tensor.view(dtype).view(memory.shape)
-        return tensor if owned or self._guard is None else self._guard(tensor)
+
+def _tensor(memory: _Memory, view: memoryview) -> Tensor:
+    if memory.dtype not in DTYPES:
+        raise WireError(f"{memory.dtype[:32]!r} is not the dtype of a tensor")
+    dtype = DTYPES[memory.dtype]
+    _check_size(memory, view, dtype.itemsize)
+    if not view.nbytes:
+        return torch.empty(memory.shape, dtype=dtype)
+    tensor = torch.frombuffer(view, dtype=torch.uint8)
+    if dtype == torch.bool and int(tensor.max()) > 1:
+        raise WireError("a tensor of bool has bytes other than 0 and 1")
+    if tensor.data_ptr() % dtype.itemsize:
+        tensor = tensor.clone()
+    return tensor.view(dtype).view(memory.shape)
 
 
-def _array(memory: _Memory, view: memoryview, *, owned: bool) -> np.ndarray:
+def _array(memory: _Memory, view: memoryview) -> np.ndarray:
     dtype = _read_dtype(memory.dtype)
     _check_size(memory, view, dtype.itemsize)
     if not view.nbytes:
         return np.empty(memory.shape, dtype)
-    array = np.frombuffer(view if owned else view.toreadonly(), dtype)
+    array = np.frombuffer(view, dtype)
     limit = {"b": (np.uint8, 1), "U": (np.dtype(np.uint32).newbyteorder(dtype.byteorder), 0x10FFFF)}.get(dtype.kind)
     if limit and array.view(limit[0]).max() > limit[1]:
         raise WireError(f"an array of {dtype} has bytes that are not of this dtype")
@@ -334,11 +321,12 @@ def _check_size(memory: _Memory, view: memoryview, itemsize: int) -> None:
         raise WireError(f"{view.nbytes} bytes for shape {memory.shape} of {memory.dtype}")
 
 
-def _bytes_of(buffer: Buffer) -> memoryview:
+def _writable_bytes(buffer: Buffer) -> memoryview:
     try:
-        return memoryview(buffer).cast("B")
+        view = memoryview(buffer).cast("B")
     except TypeError as error:
         raise WireError(f"a {type(buffer).__name__} is not a contiguous buffer") from error
+    return memoryview(bytearray(view)) if view.readonly else view
 
 
 def _read_dtype(text: str) -> np.dtype[Any]:

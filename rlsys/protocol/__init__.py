@@ -5,7 +5,6 @@ from rlsys.protocol.columns import object_array, union_numpy_dict, union_tensor_
 from rlsys.protocol.data import DataProto, DataProtoConfig, DataProtoItem
 from rlsys.protocol.future import DataProtoFuture
 from rlsys.protocol.gather import all_gather_data_proto
-from rlsys.protocol.readonly import ReadOnlyError
 from rlsys.protocol.rows import (
     collate_fn,
     fold_batch_dim,
@@ -20,7 +19,6 @@ __all__ = [
     "DataProtoConfig",
     "DataProtoFuture",
     "DataProtoItem",
-    "ReadOnlyError",
     "WireError",
     "all_gather_data_proto",
     "collate_fn",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -87,14 +87,6 @@ def tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 def tensors_of(batch: TensorDict | None) -> dict[str, torch.Tensor]:
     """The tensors by name, none where there is no batch."""
     return {} if batch is None else {str(key): cast(torch.Tensor, value) for key, value in batch.items()}
-
-
-def map_tensors(batch: TensorDict | None, change: Callable[[torch.Tensor], torch.Tensor]) -> TensorDict | None:
-    """A new TensorDict with `change` applied to every tensor; rows and device stay."""
-    if batch is None:
-        return None
-    changed = {key: change(tensor) for key, tensor in tensors_of(batch).items()}
-    return TensorDict(changed, batch_size=batch.batch_size, device=batch.device)
 
 
 def named_entries(batch: TensorDict) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from rlsys.protocol.columns import (
     concat_meta,
     concat_tensors,
     described,
-    map_tensors,
     named_entries,
     object_rows,
     tensors_of,
@@ -38,7 +37,6 @@ from rlsys.protocol.columns import (
 from rlsys.protocol.disk import read_file, write_file
 from rlsys.protocol.memory import take_rows
 from rlsys.protocol.pieces import join_buffers, split_buffers
-from rlsys.protocol.readonly import is_readonly, map_readonly, own, plain, readonly, readonly_array
 from rlsys.protocol.wire import decode, encode
 
 Index = list[int] | list[bool] | np.ndarray | Tensor
@@ -419,19 +417,6 @@ class DataProto:
             self.batch = self.batch.to(device)
         return self
 
-    def writable(self) -> DataProto:
-        """Copy, in place and once, whatever aliases the memory it was received in; then everything may be written."""
-        self.batch = map_tensors(self.batch, lambda tensor: plain(tensor).clone() if is_readonly(tensor) else tensor)
-        copied = {key: map_readonly(array, own) for key, array in self.non_tensor_batch.items()}
-        self.non_tensor_batch, self.meta_info = copied, map_readonly(self.meta_info, own)
-        return self
-
-    def readonly(self) -> DataProto:
-        """The same memory in a DataProto whose tensors refuse to be written (ReadOnlyError)."""
-        batch = map_tensors(self.batch, readonly)
-        columns = {key: readonly_array(array) for key, array in self.non_tensor_batch.items()}
-        return type(self)(batch=batch, non_tensor_batch=columns, meta_info=self.meta_info)
-
     def to_buffers(self) -> tuple[bytes, list[memoryview]]:
         """The wire form: a typed header and the raw memory of every tensor and number array, not copied.
 
@@ -441,7 +426,7 @@ class DataProto:
 
     @classmethod
     def from_buffers(cls, header: Buffer, buffers: Sequence[Buffer]) -> DataProto:
-        """The inverse of `to_buffers` over the same memory, read-only but for bytearrays; WireError if malformed."""
+        """The inverse of `to_buffers`, over the same memory if it can be written; WireError if malformed."""
         parts = decode(header, buffers)
         return cls(batch=parts.tensordict(), non_tensor_batch=parts.non_tensor_batch, meta_info=parts.meta_info)
 
@@ -456,7 +441,7 @@ class DataProto:
         return type(self)(batch=self.batch, non_tensor_batch=self.non_tensor_batch, meta_info=self.meta_info)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
-        batch = map_tensors(self.batch, lambda tensor: plain(tensor).clone())
+        batch = None if self.batch is None else self.batch.clone()
         columns, meta_info = copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo)
         return type(self)(batch=batch, non_tensor_batch=columns, meta_info=meta_info)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from rlsys.protocol.columns import concat_meta
-from rlsys.protocol.data import DataProto, chunk_bounds
+from rlsys.protocol.data import DataProto
+
+TakeFn = Callable[[DataProto], DataProto]
 
 
 @dataclass
@@ -22,7 +23,7 @@ class DataProtoFuture:
 
     collect_fn: Callable[[list[DataProto]], DataProto]
     futures: list[Any]
-    dispatch_fn: Callable[[DataProto], DataProto] | None = None
+    dispatch_fn: TakeFn | None = None
 
     @staticmethod
     def concat(data: list[Any]) -> DataProtoFuture:
@@ -32,44 +33,19 @@ class DataProtoFuture:
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
         """One future for each of `chunks` contiguous parts; nothing is fetched."""
         return [
-            DataProtoFuture(self.collect_fn, self.futures, _ChunkOf(index, chunks, self.dispatch_fn))
+            DataProtoFuture(self.collect_fn, self.futures, partial(_chunk_of, self.dispatch_fn, chunks, index))
             for index in range(chunks)
         ]
 
     def get(self, deadline_s: float | None = None) -> DataProto:
         """Wait for all futures, at most `deadline_s` together, collect and dispatch; TypeError for foreign results."""
         end_s = None if deadline_s is None else time.monotonic() + deadline_s
-        parts = [_resolve(future, end_s) for future in self.futures]
-        if self.collect_fn is DataProto.concat and isinstance(self.dispatch_fn, _ChunkOf) and not self.dispatch_fn.of:
-            return self.dispatch_fn.take(parts)
-        rows = self.collect_fn(parts)
+        rows = self.collect_fn([_resolve(future, end_s) for future in self.futures])
         return rows if self.dispatch_fn is None else self.dispatch_fn(rows)
 
 
-@dataclass(frozen=True)
-class _ChunkOf:
-    """Chunk `index` of `chunks` of what `of` makes of the collected rows."""
-
-    index: int
-    chunks: int
-    of: Callable[[DataProto], DataProto] | None
-
-    def __call__(self, rows: DataProto) -> DataProto:
-        return (self.of(rows) if self.of else rows).chunk(self.chunks)[self.index]
-
-    def take(self, parts: Sequence[DataProto]) -> DataProto:
-        """The same as chunking the concatenated parts, without joining the rows of other chunks."""
-        ends = list(itertools.accumulate(len(part) for part in parts))
-        meta_info = concat_meta([part.meta_info for part in parts])
-        whole = DataProto(meta_info=meta_info)
-        assert whole.is_padding_enabled() or ends[-1] % self.chunks == 0, (
-            f"only support equal chunk. Got size of DataProto {ends[-1]} and chunk {self.chunks}."
-        )
-        start, end = chunk_bounds(ends[-1], self.chunks, even=parts[0].batch is None)[self.index]
-        cuts = [(max(start - e + len(p), 0), min(end - e + len(p), len(p))) for p, e in zip(parts, ends, strict=True)]
-        slices = [part[first:last] for part, (first, last) in zip(parts, cuts, strict=True) if first < last]
-        rows = slices[0] if len(slices) == 1 else DataProto.concat(slices or [parts[0][:0]])
-        return DataProto(rows.batch, rows.non_tensor_batch, meta_info)
+def _chunk_of(dispatch_fn: TakeFn | None, chunks: int, index: int, rows: DataProto) -> DataProto:
+    return (rows if dispatch_fn is None else dispatch_fn(rows)).chunk(chunks)[index]
 
 
 def _resolve(future: Any, end_s: float | None) -> DataProto:

@@ -1,13 +1,11 @@
 """Large buffers in pieces: how raw memory crosses Ray's serializer fastest on a small machine.
 
 Ray copies every out-of-band buffer of a mebibyte or more with six threads that it starts each time, which on a few
-cores costs more than the copy. Smaller buffers are copied by one thread, one after the other, so pieces whose length is
-a multiple of Ray's alignment are contiguous in the object and can be joined on arrival without a copy.
+cores costs more than the copy. Smaller buffers are copied by one thread, one after the other.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +13,7 @@ from typing import Any
 import numpy as np
 
 FEW_CORES = 8
-PIECE_BYTES = (1 << 20) - 64
+PIECE_BYTES = (1 << 20) - 1
 
 
 def split_buffers(buffers: Sequence[memoryview]) -> tuple[list[int], list[memoryview]]:
@@ -26,18 +24,10 @@ def split_buffers(buffers: Sequence[memoryview]) -> tuple[list[int], list[memory
 
 
 def join_buffers(counts: Sequence[int], pieces: Sequence[Any]) -> list[Any]:
-    """The buffers: over the same memory where their pieces are contiguous, else copied into a bytearray."""
+    """The buffers, those of several pieces in new memory."""
     taken = iter(pieces)
     return [_join([next(taken) for _ in range(count)]) for count in counts]
 
 
 def _join(pieces: list[Any]) -> Any:
-    if len(pieces) == 1:
-        return pieces[0]
-    views = [np.frombuffer(piece, np.uint8) for piece in pieces]
-    starts = [view.__array_interface__["data"][0] for view in views]
-    if any(start + view.nbytes != after for start, view, after in zip(starts, views, starts[1:], strict=False)):
-        return bytearray(b"".join(pieces))
-    whole = (ctypes.c_ubyte * sum(view.nbytes for view in views)).from_address(starts[0])
-    whole.pieces = views  # pyrefly: ignore
-    return memoryview(whole).cast("B").toreadonly()
+    return pieces[0] if len(pieces) == 1 else np.concatenate([np.frombuffer(piece, np.uint8) for piece in pieces]).data

@@ -1,7 +1,6 @@
 """The wire form of a DataProto: a typed header and the raw memory of its tensors and number arrays.
 
-`encode` copies nothing that is contiguous on the CPU; `decode` aliases what it is given, as read-only tensors unless
-the memory is a bytearray handed over for good.
+`encode` copies nothing that is contiguous on the CPU; `decode` copies only memory that is read-only.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from rlsys.ipc import codec
 from rlsys.ipc.framing import Buffer, WireError
-from rlsys.protocol.readonly import readonly
 
 
 class DataProtoHeader(Struct, tag="DataProto/2", forbid_unknown_fields=True):
@@ -54,7 +52,7 @@ def encode(
 
 def decode(header: Buffer, buffers: Sequence[Buffer]) -> DataProtoHeader:
     """The parts over the memory of `buffers`; WireError unless header and buffers fit exactly."""
-    parts = codec.decode(header, buffers, DataProtoHeader, guard=readonly)
+    parts = codec.decode(header, buffers, DataProtoHeader)
     if parts.num_rows is None and parts.batch:
         raise WireError("the header does not give the number of rows")
     lengths = {len(value) if value.ndim else -1 for value in (*parts.batch.values(), *parts.non_tensor_batch.values())}

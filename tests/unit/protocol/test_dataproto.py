@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -59,7 +60,6 @@ def test_large_rows_are_taken_and_joined_as_small_ones(dtype: torch.dtype) -> No
     assert torch.equal(data[[-1, 0, -64]].batch["x"], x[[63, 0, 0]])
     assert torch.equal(data.repeat(2).batch["x"], x.repeat_interleave(2, 0))
     assert torch.equal(DataProto.concat(data.chunk(4)).batch["x"], x)
-    assert torch.equal(DataProto.concat(data.readonly().chunk(4)).batch["x"], x)
 
 
 def test_large_rows_keep_their_gradient() -> None:
@@ -97,7 +97,7 @@ def test_object_array_keeps_lists_of_equal_length() -> None:
 
 def test_device_of_the_batch_stays() -> None:
     data = DataProto(TensorDict({"x": torch.zeros(4)}, 4, device="cpu"))
-    for other in (data[:2], data[[0, 1]], data.repeat(2), DataProto.concat([data, data]), data.readonly()):
+    for other in (data[:2], data[[0, 1]], data.repeat(2), DataProto.concat([data, data]), copy.deepcopy(data)):
         assert other.batch is not None
         assert other.batch.device == torch.device("cpu")
     assert DataProto.from_dict({"x": torch.zeros(4)}).batch.device is None

@@ -439,13 +439,6 @@ def test_pickle_round_trip(data: DataProto, protocol: int, out_of_band: bool) ->
 
 
 @properties
-@given(batches())
-def test_readonly_and_writable_keep_values(data: DataProto) -> None:
-    assert same(data.readonly(), data)
-    assert same(DataProto.from_buffers(*data.to_buffers()).writable(), data)
-
-
-@properties
 @given(batches(min_rows=1), st.integers(1, 4))
 def test_operations_agree_on_received_batches(data: DataProto, times: int) -> None:
     received = DataProto.from_buffers(*data.to_buffers())

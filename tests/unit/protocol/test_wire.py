@@ -18,7 +18,7 @@ import torch
 from msgspec.msgpack import Ext
 
 from rlsys.ipc.codec import Tag
-from rlsys.protocol import DataProto, ReadOnlyError, WireError, object_array
+from rlsys.protocol import DataProto, WireError, object_array
 from rlsys.protocol.disk import ALIGN_BYTES
 from rlsys.protocol.pieces import PIECE_BYTES, join_buffers, split_buffers
 from rlsys.types import Finish
@@ -238,15 +238,16 @@ def test_wire_errors_are_value_errors() -> None:
     assert issubclass(WireError, ValueError)
 
 
-def test_pickle_stays_writable_in_band_and_read_only_out_of_band() -> None:
+def test_pickled_batches_are_writable_and_copied_where_their_memory_is_read_only() -> None:
     data = batch_of(x=torch.zeros(3))
     for protocol in (2, 4, 5):
         pickle.loads(pickle.dumps(data, protocol)).batch["x"].add_(1)
     buffers: list[pickle.PickleBuffer] = []
     received = pickle.loads(pickle.dumps(data, 5, buffer_callback=buffers.append), buffers=buffers)
     assert received.batch["x"].data_ptr() == data.batch["x"].data_ptr()
-    with pytest.raises(ReadOnlyError):
-        received.batch["x"].add_(1)
+    out_of_band = [bytes(buffer.raw()) for buffer in buffers]
+    pickle.loads(pickle.dumps(data, 5, buffer_callback=lambda _: False), buffers=out_of_band).batch["x"].add_(1)
+    assert np.frombuffer(out_of_band[0], np.float32).tolist() == [0, 0, 0]
 
 
 def test_pickle_calls_nothing_but_the_decoder() -> None:
@@ -258,27 +259,13 @@ def test_pickle_calls_nothing_but_the_decoder() -> None:
     }
 
 
-def test_pieces_join_over_the_same_memory_or_by_copy() -> None:
-    whole = bytes(range(256)) * (3 * PIECE_BYTES // 256)
+def test_pieces_are_joined_again() -> None:
+    whole = bytes(range(256)) * (3 * PIECE_BYTES // 256 + 1)
     counts, pieces = split_buffers([memoryview(whole), memoryview(b""), memoryview(b"ab")])
-    seamless, empty, short = join_buffers(counts, pieces)
-    apart = join_buffers(counts, [bytes(piece) for piece in pieces])
-    assert bytes(seamless) == bytes(apart[0]) == whole
+    joined, empty, short = join_buffers(counts, [bytes(piece) for piece in pieces])
+    assert bytes(joined) == whole
     assert bytes(empty) == b""
     assert bytes(short) == b"ab"
-    if counts[0] > 1:
-        assert np.frombuffer(seamless, np.uint8).ctypes.data == np.frombuffer(whole, np.uint8).ctypes.data
-        assert memoryview(seamless).readonly
-
-
-def test_joined_pieces_keep_their_memory_alive() -> None:
-    counts, pieces = split_buffers([memoryview(bytearray(b"x" * (2 * PIECE_BYTES)))])
-    (joined,) = join_buffers(counts, pieces)
-    tensor = torch.frombuffer(joined, dtype=torch.uint8)
-    del pieces, joined
-    filler = [bytearray(b"y" * (2 * PIECE_BYTES)) for _ in range(4)]
-    assert int(tensor.min()) == int(tensor.max()) == ord("x")
-    del filler
 
 
 def test_saving_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
