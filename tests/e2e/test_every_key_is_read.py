@@ -34,7 +34,7 @@ SGLANG, VLLM = (
     "rlsys/rollout/sglang/arguments.py:server_arguments",
     "rlsys/rollout/vllm/engine_args.py:engine_arguments",
 )
-SERVERS, PUSH = "rlsys/fleet/external/settings.py:settings_of", "trainer/weight_push.py:connect_servers"
+SERVERS, PUSH = "rlsys/fleet/external", "trainer/weight_push.py:connect_servers"
 RAY = "trainer/backend.py:start_backend"
 READERS = {
     **{
@@ -46,10 +46,12 @@ READERS = {
     },
     f"{ROLLOUT}engine_kwargs.vllm": VLLM,
     f"{ROLLOUT}free_cache_engine": "trainer/assembly.py:residency_moves",
+    **{f"{ROLLOUT}servers.{name}": f"{SERVERS}/settings.py:settings_of" for name in ("urls", "token_env")},
     **{
-        f"{ROLLOUT}servers.{name}": SERVERS
-        for name in ("urls", "model", "policy", "max_concurrent", "timeout_s", "max_retries", "token_env")
+        f"{ROLLOUT}servers.{name}": f"{SERVERS}/engine.py:__init__"
+        for name in ("policy", "max_concurrent", "max_retries")
     },
+    **{f"{ROLLOUT}servers.{name}": f"{SERVERS}/server.py:_stream" for name in ("model", "timeout_s")},
     **{f"{ROLLOUT}servers.{name}": PUSH for name in ("lora_name", "weights_dir")},
     f"{ROLLOUT}parity.policy": "trainer/ppo.py:parity_probe",
     f"{ROLLOUT}on_update": "rlsys/rollout/vllm/engine.py:_stop",

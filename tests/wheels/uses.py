@@ -174,8 +174,7 @@ def calls_of(package: str) -> dict[str, list[str]]:
     calls += [call for call in (backend.probe, backend.about) if call]
     calls += [backend.generate(request, model="m", adapter="a", send_seed=True)]
     calls += [backend.score([1, 2], model="m", adapter="a"), backend.unload_adapter("a")]
-    in_place = [{"lora_name": "a", "in_place": True}] if package == "vllm" else []
-    for about in ({}, {"lora_name": "a"}, *in_place):
+    for about in ({}, {"lora_name": "a"}):
         calls += backend.update(WeightUpdateMeta(version=1, weights_path="/w", metadata=about))
     by_path: dict[str, set[str]] = {}
     for call in calls:

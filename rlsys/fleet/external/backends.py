@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlsys.fleet.external.capabilities import WeightSource
 from rlsys.fleet.external.http import Call
 from rlsys.types import Finish, ModelRequest, WeightUpdateMeta
 
@@ -99,8 +98,6 @@ class SGLangBackend:
 
     def update(self, meta: WeightUpdateMeta) -> tuple[Call, ...]:
         """What brings a server to these weights: from a folder, or an adapter."""
-        if meta.metadata.get("in_place"):
-            raise ValueError("SGLang has no load in place: leave in_place out, adapters are named by their version")
         if adapter := adapter_of(meta):
             return (Call("/load_lora_adapter", {"lora_name": adapter, "lora_path": meta.weights_path}),)
         body = {"model_path": meta.weights_path, "weight_version": str(meta.version)}
@@ -185,10 +182,7 @@ class VLLMBackend:
     def update(self, meta: WeightUpdateMeta) -> tuple[Call, ...]:
         """What brings a server to these weights: from a folder, or an adapter."""
         if adapter := adapter_of(meta):
-            body: dict[str, Any] = {"lora_name": adapter, "lora_path": meta.weights_path}
-            return (
-                Call("/v1/load_lora_adapter", body | ({"load_inplace": True} if meta.metadata.get("in_place") else {})),
-            )
+            return (Call("/v1/load_lora_adapter", {"lora_name": adapter, "lora_path": meta.weights_path}),)
         return (
             Call("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": meta.weights_path}}),
             Call("/reset_prefix_cache", {}, optional=True),
@@ -216,16 +210,9 @@ server's version."""
 
 
 def adapter_of(meta: WeightUpdateMeta) -> str:
-    """The served name of an adapter: its version is part of it unless it is replaced in place."""
-    name = str(meta.metadata.get("lora_name", ""))
-    return f"{name}-v{meta.version}" if name and not meta.metadata.get("in_place") else name
-
-
-def way_of(meta: WeightUpdateMeta) -> WeightSource:
-    """What a server must be able to do to take these weights."""
-    if not adapter_of(meta):
-        return "files"
-    return "in_place" if meta.metadata.get("in_place") else "adapters"
+    """The served name of an adapter, with its version; empty for a full model."""
+    name = meta.metadata.get("lora_name")
+    return f"{name}-v{meta.version}" if name else ""
 
 
 def device_of(about: Any) -> str:

@@ -3,54 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from rlsys.rollout.versions import NAMES_ONLY, VersionRow, VersionTable
 
-WeightSource = Literal["files", "adapters", "in_place"]
+WeightSource = Literal["files", "adapters"]
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """How a running server can load weights: a whole model from `files`, LoRA `adapters`, adapters `in_place` under the
-    same name."""
+    """How a running server can load weights: a whole model from `files`, LoRA `adapters`."""
 
     files: bool = True
     adapters: bool = True
-    in_place: bool = True
 
     def lacking(self, needed: WeightSource) -> str:
         """Why the server cannot load weights from this source; empty if it can."""
         return "" if getattr(self, needed) else f"servers of this version cannot load weights by '{needed}'"
 
 
-_VLLM, _SGLANG = Capabilities(), Capabilities(in_place=False)
+_ALL, _ADAPTERS, _FILES = Capabilities(), Capabilities(files=False), Capabilities(adapters=False)
 SERVERS: Mapping[str, VersionTable[Capabilities]] = {
     "vllm": VersionTable(
         "a vLLM server of version",
         (
-            VersionRow(">=0.34.dev0", _VLLM, "newer than any that was read: treated like the newest of those"),
-            VersionRow(
-                ">=0.16,<0.34", _VLLM, "0.32.0 ran on CPUs; the others: names checked; weights named since 0.29"
-            ),
-            VersionRow(">=0.15.1,<0.16", replace(_VLLM, files=False), f"{NAMES_ONLY}; weights as adapters only"),
-            VersionRow(
-                ">=0.8.5,<0.15.1",
-                replace(_VLLM, files=False, in_place=False),
-                f"{NAMES_ONLY}; weights as adapters under new names only",
-            ),
+            VersionRow(">=0.34.dev0", _ALL, "newer than any that was read: treated like the newest of those"),
+            VersionRow(">=0.16,<0.34", _ALL, "0.32.0 ran on CPUs; the others: names checked; weights named since 0.29"),
+            VersionRow(">=0.8.5,<0.16", _ADAPTERS, f"{NAMES_ONLY}; weights as adapters only"),
         ),
     ),
     "sglang": VersionTable(
         "an SGLang server of version",
         (
-            VersionRow(">=0.5.24.dev0", _SGLANG, "newer than any that was read: treated like the newest of those"),
-            VersionRow(">=0.5.1,<0.5.24", _SGLANG, "0.5.23 ran on CPUs; the others: names checked"),
-            VersionRow(">=0.4.9,<0.5.1", _SGLANG, f"{NAMES_ONLY}; tokens are not stamped with their weights"),
+            VersionRow(">=0.5.24.dev0", _ALL, "newer than any that was read: treated like the newest of those"),
+            VersionRow(">=0.5.1,<0.5.24", _ALL, "0.5.23 ran on CPUs; the others: names checked"),
+            VersionRow(">=0.4.9,<0.5.1", _ALL, f"{NAMES_ONLY}; tokens are not stamped with their weights"),
             VersionRow(
                 ">=0.4.4,<0.4.9",
-                replace(_SGLANG, adapters=False),
+                _FILES,
                 f"{NAMES_ONLY}; weights from files only; tokens are not stamped with their weights",
             ),
         ),

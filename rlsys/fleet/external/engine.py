@@ -35,9 +35,11 @@ class RemoteEngine(RolloutFleet):
     """
 
     recovers_before_push = False
+    backend_cls: type[Backend]
 
-    def __init__(self, backend: Backend, settings: RemoteSettings, *, version: int = 0) -> None:
-        self.settings, self.pool = settings, ServerPool(backend, settings, version=version)
+    def __init__(self, settings: RemoteSettings, *, version: int = 0) -> None:
+        servers = settings.servers
+        self.settings, self.pool = settings, ServerPool(self.backend_cls(), settings, version=version)
         self._connected = False
         self._updates = ThreadPoolExecutor(1, thread_name_prefix="update-weights")
         super().__init__(
@@ -45,11 +47,11 @@ class RemoteEngine(RolloutFleet):
             chunk_rows=None,
             deadlines=FleetDeadlines(generate_s=settings.request_s, restart_s=RESTART_S),
             on_restart=self._bring,
-            max_attempts=settings.max_retries + 1,
+            max_attempts=servers.max_retries + 1,
             max_restarts=MAX_RESTARTS,
-            max_in_flight=-(-settings.max_concurrent // len(settings.urls)),
+            max_in_flight=-(-servers.max_concurrent // len(settings.urls)),
             max_failures=settings.breaker_failures,
-            affinity=settings.policy == "affinity",
+            affinity=servers.policy == "affinity",
         )
         self.version = version
 
@@ -99,16 +101,15 @@ class RemoteEngine(RolloutFleet):
         """Bring all servers to `meta.version` from the folder `meta.weights_path`, which they must be able to read.
 
         A full model interrupts what runs, which continues with the new weights. With metadata `lora_name` the folder
-        holds an adapter; it is loaded beside the older ones as `<lora_name>-v<version>` and nothing is interrupted, or
-        with `in_place` under the name itself. The future raises WeightTransferError when no server took it; a server
-        that failed alone is out until it has taken it.
+        holds an adapter; it is loaded beside the older ones as `<lora_name>-v<version>` and nothing is interrupted.
+        The future raises WeightTransferError when no server took it; a server that failed alone is out until it has
+        taken it.
         """
 
         def update() -> None:
             with self.pushing(meta.version):
                 self.load_weights(meta)
 
-        self.pool.backend.update(meta)  # refuses what servers of this kind cannot take
         self.connect()
         return self._updates.submit(update)
 
@@ -146,12 +147,10 @@ class RemoteEngine(RolloutFleet):
 class SGLangRemoteEngine(RemoteEngine):
     """RemoteEngine over SGLang servers."""
 
-    def __init__(self, settings: RemoteSettings, *, version: int = 0) -> None:
-        super().__init__(SGLangBackend(), settings, version=version)
+    backend_cls = SGLangBackend
 
 
 class VLLMRemoteEngine(RemoteEngine):
     """RemoteEngine over vLLM's OpenAI servers."""
 
-    def __init__(self, settings: RemoteSettings, *, version: int = 0) -> None:
-        super().__init__(VLLMBackend(), settings, version=version)
+    backend_cls = VLLMBackend

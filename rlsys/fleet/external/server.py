@@ -20,7 +20,6 @@ from rlsys.fleet.external.backends import (
     check,
     device_of,
     probed_mode,
-    way_of,
 )
 from rlsys.fleet.external.capabilities import Capabilities, capabilities_of
 from rlsys.fleet.external.http import Call, RefusedError, ServerFault, ask, events
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EVENT_BYTES, EVENT_TOKEN_BYTES = 1 << 20, 256
-ABORT_WAIT_S, FIRST_BACKOFF_S = 0.05, 0.2
+CONNECT_S, ABORT_WAIT_S, FIRST_BACKOFF_S = 10.0, 0.05, 0.2
 TIED_ON_CPU = (
     "vLLM on CPU keeps the old output head when the weights of a model with tied embeddings are reloaded (seen with "
     "0.32.0); push adapters, serve it with SGLang, or use a model with tie_word_embeddings=false"
@@ -119,8 +118,10 @@ class ServerReplica:
         self._check(request)
         pool, settings, backend = self.pool, self.pool.settings, self.pool.backend
         version, adapter, stamp = pool.version, pool.adapter, self._stamp()
-        call = backend.generate(request, model=settings.model, adapter=adapter, send_seed=settings.send_seeds)
-        timeout = aiohttp.ClientTimeout(sock_connect=settings.connect_s, sock_read=settings.idle_s)
+        call = backend.generate(
+            request, model=settings.servers.model or "", adapter=adapter, send_seed=settings.send_seeds
+        )
+        timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_S, sock_read=settings.servers.timeout_s)
         num, seen = request.gconfig.max_new_tokens, 0
         size = EVENT_BYTES + EVENT_TOKEN_BYTES * (len(request.input_ids) + num)
         stream = events(pool.session, self.url, call, stage="generate", timeout=timeout, max_event_bytes=size)
@@ -179,7 +180,7 @@ class ServerReplica:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probabilities at temperature 1 of every token but the first."""
         pool = self.pool
-        call = pool.backend.score(token_ids, model=pool.settings.model, adapter=pool.adapter)
+        call = pool.backend.score(token_ids, model=pool.settings.servers.model or "", adapter=pool.adapter)
         return pool.backend.read_scores(await self._ask(call, "score", pool.settings.request_s))
 
     # ---- health and weights ------------------------------------------------------------------------------------
@@ -241,7 +242,7 @@ class ServerReplica:
         stage = f"update_weights to version {meta.version}"
         if self.device == "cpu" and not adapter_of(meta) and _tied(meta.weights_path):
             raise ServerFault(self.url, stage, TIED_ON_CPU, kind="status")
-        if why := self.capabilities.lacking(way_of(meta)):
+        if why := self.capabilities.lacking("adapters" if adapter_of(meta) else "files"):
             raise ServerFault(self.url, stage, f"{self.pool.backend.kind} {self.version}: {why}", kind="status")
         for call in self.pool.backend.update(meta):
             answer = await self._ask(call, stage, self.pool.settings.update_s)

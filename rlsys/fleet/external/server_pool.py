@@ -80,10 +80,8 @@ class ServerPool:
     async def update(self, meta: WeightUpdateMeta) -> None:
         """Bring every server to new weights; those that fail are out until they have them."""
         adapter = adapter_of(meta)
-        stops = not adapter or bool(meta.metadata.get("in_place"))
-        self.backend.update(meta)
         async with self.updating:
-            if stops:
+            if not adapter:
                 self.quarantined = True
                 await self.stop()
             await asyncio.gather(*(server.take(meta) for server in self.servers if server.logprobs))
@@ -91,7 +89,7 @@ class ServerPool:
                 causes = "\n  ".join(server.cause for server in self.servers)
                 raise WeightTransferError(f"no server took version {meta.version}:\n  {causes}")
             self.weights, self.version, self.adapter = meta, meta.version, adapter
-            if stops:
+            if not adapter:
                 await self.resume()
             await self._forget_adapters()
 

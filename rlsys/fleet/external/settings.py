@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 from urllib.parse import urlsplit
 
-from rlsys.config.schema.rollout import RolloutConfig
+from rlsys.config.schema.rollout import RolloutConfig, ServersConfig
 from rlsys.config.schema.trainer import GradingDeadlinesConfig
 from rlsys.utils.errors import ConfigError
 
-Policy = Literal["least_loaded", "affinity"]
 ADDRESS_VARIABLES: Mapping[str, tuple[str, ...]] = {
     "sglang": ("AREAL_LLM_SERVER_ADDRS", "SGLANG_API_BASE"),
     "vllm": ("VLLM_API_BASE", "AREAL_LLM_SERVER_ADDRS"),
@@ -22,23 +20,17 @@ TOKEN_VARIABLE = "RLSYS_SERVER_TOKEN"
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """How to talk to servers at `urls`.
+    """How to talk to servers at `urls`: the section `rollout.servers`, and what is not a setting.
 
-    `policy`: least_loaded; affinity sends equal prompts to one server, whose prefix cache serves them.
-    Requests of one session stay on one server under any policy. At most `max_concurrent` requests are out at once. A
-    request is tried `max_retries` more times, waiting up to `max_backoff_s` in between. `breaker_failures` failures in
-    a row take a server out for `cooldown_s`, doubled each time up to `max_cooldown_s`, until its health check succeeds.
-    `request_s` bounds a request with all retries, `idle_s` the silence within an answer, `update_s` a weight update.
+    `token` is sent as a bearer token. A request is tried again after up to `max_backoff_s`. `breaker_failures` failures
+    in a row take a server out for `cooldown_s`, doubled each time up to `max_cooldown_s`, until its health check
+    succeeds. `request_s` bounds a request with all retries, `update_s` a weight update.
     `send_seeds` passes on each request's seed, which costs speed and which few servers honour exactly.
-    `model` is the served name to ask for; empty takes the server's own. `token` is sent as a bearer token.
     """
 
     urls: tuple[str, ...]
+    servers: ServersConfig = field(default_factory=ServersConfig)
     token: str = field(default="", repr=False)
-    model: str = ""
-    policy: Policy = "least_loaded"
-    max_concurrent: int = 256
-    max_retries: int = 3
     max_backoff_s: float = 10.0
     breaker_failures: int = 3
     cooldown_s: float = 2.0
@@ -46,8 +38,6 @@ class RemoteSettings:
     health_s: float = 5.0
     health_deadline_s: float = 30.0
     start_s: float = 300.0
-    connect_s: float = 10.0
-    idle_s: float = 120.0
     request_s: float = 3600.0
     update_s: float = 600.0
     stop_grace_s: float = 5.0
@@ -68,12 +58,8 @@ def settings_of(rollout: RolloutConfig, deadlines: GradingDeadlinesConfig, *, ma
         raise ConfigError(f"actor_rollout_ref.rollout.servers.urls: {error}") from error
     return RemoteSettings(
         urls,
+        servers,
         token=os.environ.get(servers.token_env, ""),
-        model=servers.model or "",
-        policy=servers.policy,
-        max_concurrent=servers.max_concurrent,
-        max_retries=servers.max_retries,
-        idle_s=servers.timeout_s,
         start_s=deadlines.start_s,
         request_s=deadlines.generate_s,
         update_s=deadlines.weights_s,

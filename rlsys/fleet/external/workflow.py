@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from rlsys.protocol import DataProto
 
@@ -57,11 +58,8 @@ def padded(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
     names = trajectories[0].keys()
     if any(trajectory.keys() != names for trajectory in trajectories):
         raise ValueError("the workflow's trajectories have different fields")
-    return {name: _stack([trajectory[name] for trajectory in trajectories], PADS.get(name, 0)) for name in names}
-
-
-def _stack(parts: Sequence[Tensor], pad: int) -> Tensor:
-    if parts[0].ndim < 2:
-        return torch.cat(list(parts))
-    width = max(part.shape[1] for part in parts)
-    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1]), value=pad) for part in parts])
+    rows = {name: [row for trajectory in trajectories for row in trajectory[name]] for name in names}
+    return {
+        name: pad_sequence(of, batch_first=True, padding_value=PADS.get(name, 0)) if of[0].ndim else torch.stack(of)
+        for name, of in rows.items()
+    }

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlsys.config.schema.rollout import ServersConfig
 from rlsys.fleet.external import (
     RemoteEngine,
     RemoteSettings,
@@ -31,13 +32,13 @@ from tests.timing import scaled_s, wait_until
 ENGINES = {"sglang": SGLangRemoteEngine, "vllm": VLLMRemoteEngine}
 FAST = RemoteSettings(
     ("http://x",),
+    ServersConfig(timeout_s=2.0),
     health_s=0.1,
     cooldown_s=0.1,
     max_cooldown_s=0.2,
     max_backoff_s=0.05,
     health_deadline_s=2,
     start_s=5,
-    idle_s=2,
     request_s=20,
     stop_grace_s=1,
 )
@@ -58,9 +59,10 @@ class Fleet:
 
     def engine(self, *servers: Server, **changes: Any) -> RemoteEngine:
         urls = tuple(server.url for server in servers)
-        limits = {
-            name: scaled_s(getattr(FAST, name)) for name in ("health_deadline_s", "start_s", "idle_s", "request_s")
-        }
+        times = ("health_deadline_s", "start_s", "request_s")
+        limits: dict[str, Any] = {name: scaled_s(getattr(FAST, name)) for name in times}
+        section = {name: changes.pop(name) for name in [*changes] if name in ServersConfig.model_fields}
+        limits["servers"] = ServersConfig(**{"timeout_s": scaled_s(2.0), **section})
         self.engines.append(ENGINES[self.kind](replace(FAST, **{**limits, "urls": urls, **changes})))
         return self.engines[-1]
 
@@ -123,7 +125,7 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_answer_is_whole_whatever_one_server_does(fleet: Fleet, fault: str) -> None:
     bad, good = fleet.serve(2)
-    engine = fleet.engine(bad, good, idle_s=scaled_s(0.5))
+    engine = fleet.engine(bad, good, timeout_s=scaled_s(0.5))
     engine.connect()
     bad.faults.extend([fault] * 2)
     bad.redirect_url = good.url
@@ -177,7 +179,7 @@ def test_a_request_the_server_refuses_is_not_retried(fleet: Fleet) -> None:
 
 def test_deadlines_name_the_server_and_the_stage(fleet: Fleet) -> None:
     (server,) = fleet.serve()
-    engine = fleet.engine(server, request_s=scaled_s(0.5), idle_s=30, max_retries=0)
+    engine = fleet.engine(server, request_s=scaled_s(0.5), timeout_s=30.0, max_retries=0)
     engine.connect()
     server.faults.append("hang:2")
     with pytest.raises(RolloutError, match=f"(?s)r0 failed 1 times.*{server.url}.*'generate'.*got no token"):
@@ -328,11 +330,6 @@ def test_adapters_change_without_interrupting_anything() -> None:
         server.restart()
         engine.generate(requests_of(2))
         assert server.adapters == {"actor-v3": "/a/3"}
-        in_place = {"lora_name": "hot", "in_place": True}
-        for version in (4, 5):
-            engine.update_weights(WeightUpdateMeta(version, weights_path="/a/h", metadata=in_place)).result(10)
-            assert engine.generate(requests_of(1))[0].version == version
-        assert server.adapters["hot"] == "/a/h"
     finally:
         for closing in (engine, server):
             closing.close()
@@ -359,7 +356,7 @@ def test_log_probs_before_the_temperature_are_refused() -> None:
     ("kind", "release", "taken", "refused"),
     [
         ("vllm", "0.32.0", [{}, {"lora_name": "a"}], []),
-        ("vllm", "0.13.0", [{"lora_name": "a"}], [{}, {"lora_name": "a", "in_place": True}]),
+        ("vllm", "0.13.0", [{"lora_name": "a"}], [{}]),
         ("vllm", "", [{}, {"lora_name": "a"}], []),
         ("sglang", "0.5.23", [{}], []),
         ("sglang", "0.4.6.post5", [{}], [{"lora_name": "a"}]),

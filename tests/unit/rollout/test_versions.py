@@ -28,7 +28,6 @@ NEEDED = {
     "vllm": {
         "files": {"/collective_rpc": {"method", "kwargs"}},
         "adapters": {"/v1/load_lora_adapter": {"lora_name", "lora_path"}, "/v1/unload_lora_adapter": {"lora_name"}},
-        "in_place": {"/v1/load_lora_adapter": {"load_inplace"}},
     },
     "sglang": {
         "files": {"/update_weights_from_disk": {"model_path"}},
@@ -36,7 +35,7 @@ NEEDED = {
     },
 }
 MISSED = {
-    "vllm": {"return_token_ids", "config_format", "mode", "load_inplace"},
+    "vllm": {"return_token_ids", "config_format", "mode"},
     "sglang": {
         "sampling_params.sampling_seed",
         "mode",
@@ -145,7 +144,6 @@ def test_servers_can_what_their_row_says_and_no_more(kind: str) -> None:
                 runner = "vllm.v1.worker.gpu_model_runner:GPUModelRunner.reload_weights"
                 has = has and "weights_path=" in RECORD[kind][version]["symbols"].get(runner, ())
             assert getattr(capabilities, ability) == has, f"{kind} {version} {ability}"
-    assert not capabilities_of("sglang", "").in_place
 
 
 @pytest.mark.parametrize("kind", SERVERS)
@@ -164,8 +162,8 @@ def test_what_old_servers_do_not_read_is_known(kind: str) -> None:
 
 def test_newer_servers_are_taken_as_the_newest_and_older_ones_refused() -> None:
     assert capabilities_of("vllm", "0.40.1") == capabilities_of("vllm", "0.33.0") == Capabilities()
-    assert capabilities_of("sglang", "0.6.0") == capabilities_of("sglang", "0.5.23") == Capabilities(in_place=False)
-    with pytest.raises(ConfigError, match=r"vLLM server of version 0.8.4: not in the table(?s:.*)>=0.8.5,<0.15.1"):
+    assert capabilities_of("sglang", "0.6.0") == capabilities_of("sglang", "0.5.23") == Capabilities()
+    with pytest.raises(ConfigError, match=r"vLLM server of version 0.8.4: not in the table(?s:.*)>=0.8.5,<0.16"):
         capabilities_of("vllm", "0.8.4")
 
 
