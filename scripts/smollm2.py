@@ -17,9 +17,11 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
+from filelock import FileLock
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rlsys.data.start_assets import cache_dir, locked
+from rlsys.data.start_assets import cache_dir
 from rlsys.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ def ensure_smollm2(folder: Path | None = None) -> Path:
     """
     home = folder or cache_dir() / "models" / NAME
     home.parent.mkdir(parents=True, exist_ok=True)
-    with locked(home.parent / f".{home.name}.lock"):
+    with FileLock(home.parent / f".{home.name}.lock"):
         if _version(home) == VERSION:
             return home
         work = Path(mkdtemp(prefix=f".{home.name}.", dir=home.parent))

@@ -14,7 +14,7 @@ from rlsys.config.plan import total_steps
 from rlsys.data.collate import collate_texts
 from rlsys.data.cursor import Cursor
 from rlsys.data.dataset import configured_source
-from rlsys.data.supervised import SupervisedDataset, load_texts
+from rlsys.data.supervised import TokenizedText, fingerprint, load_texts
 from rlsys.protocol import DataProto, pad_dataproto_to_divisor
 from rlsys.roles.lm import RankSums, mean_over_ranks
 from rlsys.utils.run_folders import HUGGINGFACE
@@ -29,6 +29,7 @@ from workers.build import EngineRun
 from workers.sft import SupervisedWorker
 
 Kind = Literal["lm", "rm"]
+Texts = Sequence[Sequence[TokenizedText]]
 
 
 def train(config: SFTConfig | RMConfig, begin: Begin) -> str | None:
@@ -51,8 +52,8 @@ class Rows:
     """Training and validation rows of a kind, in batches of the usual layout."""
 
     kind: Kind
-    train: SupervisedDataset
-    val: SupervisedDataset | None
+    train: Texts
+    val: Texts | None
     pad_token_id: int
 
     def train_batch(self, indexes: Iterable[int]) -> DataProto:
@@ -63,8 +64,7 @@ class Rows:
         """All validation rows, `size` at a time."""
         rows = self.val or ()
         for start in range(0, len(rows), size):
-            part = [rows[index] for index in range(start, min(start + size, len(rows)))]
-            yield collate_texts(part, pad_token_id=self.pad_token_id)
+            yield collate_texts(rows[start : start + size], pad_token_id=self.pad_token_id)
 
 
 def load_rows(config: SFTConfig | RMConfig, tokenizer: PreTrainedTokenizerBase) -> Rows:
@@ -72,7 +72,7 @@ def load_rows(config: SFTConfig | RMConfig, tokenizer: PreTrainedTokenizerBase) 
     data = config.data
     assert data.train_files is not None
 
-    def rows(files: Sequence[str], max_samples: int, *, shuffle: bool) -> SupervisedDataset:
+    def rows(files: Sequence[str], max_samples: int, *, shuffle: bool) -> Texts:
         source = configured_source(data, files, tokenizer=tokenizer, max_samples=max_samples)
         return load_texts(source, tokenizer, data, max_samples=max_samples, shuffle=shuffle)
 
@@ -100,7 +100,7 @@ class SupervisedTrainer(CheckpointedLoop):
             batch_size=data.train_batch_size,
             seed=data.seed,
             shuffle=data.shuffle,
-            dataset=self.rows.train.fingerprint,
+            dataset=fingerprint(self.rows.train),
         )
         self.steps_per_epoch = len(self.rows.train) // data.train_batch_size
         self.total_steps = total_steps(

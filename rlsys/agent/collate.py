@@ -13,7 +13,7 @@ import torch
 
 from rlsys.agent.runner import EpisodeResult
 from rlsys.agent.trace import TraceRow
-from rlsys.data.collate import pad_left, pad_right, position_ids
+from rlsys.data.collate import pad_rows, position_ids
 from rlsys.protocol import DataProto, object_array
 from rlsys.types import Finish
 
@@ -34,9 +34,10 @@ def collate_episodes(
     tokens is trained. An episode without rows gets one that counts nothing (mask 0) in a group of its own.
     """
     rows = [chosen_row(result) or _empty_row(pad_token_id) for result in results]
-    prompt_ids = pad_left([row.prompt_ids for row in rows], value=pad_token_id, length=prompt_length)
-    prompt_mask = pad_left([[1] * len(row.prompt_ids) for row in rows], value=0, length=prompt_length)
-    right = partial(pad_right, length=response_length)
+    left = partial(pad_rows, length=prompt_length, side="left")
+    prompt_ids = left([row.prompt_ids for row in rows], value=pad_token_id)
+    prompt_mask = left([[1] * len(row.prompt_ids) for row in rows], value=0)
+    right = partial(pad_rows, length=response_length)
     responses = right([row.response_ids for row in rows], value=pad_token_id)
     attention = torch.cat([prompt_mask, right([[1] * len(row.mask) for row in rows], value=0)], -1)
     tensors = {

@@ -7,7 +7,7 @@ are 0 at pads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,18 +17,20 @@ from rlsys.data.rows import PromptRow
 from rlsys.data.supervised import TokenizedText
 from rlsys.protocol import DataProto, object_array
 
-
-def pad_left(rows: Sequence[Sequence[int]], *, value: int, length: int | None = None) -> Tensor:
-    """(B, length) int64 with each row at the end; the longest row sets a missing length. Raises ValueError."""
-    return _padded(rows, value, length, left=True)
+Side = Literal["left", "right"]
 
 
-def pad_right(rows: Sequence[Sequence[float]], *, value: float, length: int | None = None) -> Tensor:
-    """(B, length) with each row at the start, float32 where `value` is a float, else int64; else as `pad_left`."""
-    return _padded(rows, value, length, left=False)
+def pad_rows(
+    rows: Sequence[Sequence[float]],
+    *,
+    value: float,
+    side: Literal["left", "right"] = "right",
+    length: int | None = None,
+) -> Tensor:
+    """(B, length), float32 where `value` is a float, else int64; the longest row sets a missing length.
 
-
-def _padded(rows: Sequence[Sequence[float]], value: float, length: int | None, *, left: bool) -> Tensor:
+    Raises ValueError for a row that is longer.
+    """
     longest = max(map(len, rows), default=0)
     length = longest if length is None else length
     if longest > length:
@@ -36,7 +38,7 @@ def _padded(rows: Sequence[Sequence[float]], value: float, length: int | None, *
     dtype = torch.float32 if isinstance(value, float) else torch.int64
     padded = torch.full((len(rows), length), value, dtype=dtype)
     for number, row in enumerate(rows):
-        columns = slice(length - len(row), length) if left else slice(0, len(row))
+        columns = slice(length - len(row), length) if side == "left" else slice(0, len(row))
         padded[number, columns] = torch.tensor(list(row), dtype=dtype)
     return padded
 
@@ -63,8 +65,7 @@ def collate_prompts(
     P is `prompt_length`, or that of the longest prompt. Columns: uid, index, data_source, ability, reward_model,
     extra_info, tools_kwargs, interaction_kwargs, raw_prompt, and all other columns of the rows.
     """
-    prompts = pad_left([row.token_ids for row in rows], value=pad_token_id, length=prompt_length)
-    mask = pad_left([[1] * len(row.token_ids) for row in rows], value=0, length=prompt_length)
+    prompts, mask = _padded_prompts([row.token_ids for row in rows], pad_token_id, prompt_length)
     columns: dict[str, list[Any]] = {
         name: [row.fields.get(name) for row in rows] for name in dict.fromkeys(n for row in rows for n in row.fields)
     }
@@ -90,21 +91,21 @@ def collate_texts(rows: Sequence[Sequence[TokenizedText]], *, pad_token_id: int)
     those of the longest texts.
     """
     texts = [text for row in rows for text in row]
-    prompts = pad_left([t.prompt_ids for t in texts], value=pad_token_id)
-    responses = pad_right([t.response_ids for t in texts], value=pad_token_id)
-    attention_mask = torch.cat(
-        [
-            pad_left([[1] * len(t.prompt_ids) for t in texts], value=0),
-            pad_right([[1] * len(t.mask) for t in texts], value=0),
-        ],
-        dim=-1,
-    )
+    prompts, prompt_mask = _padded_prompts([text.prompt_ids for text in texts], pad_token_id)
+    responses = pad_rows([text.response_ids for text in texts], value=pad_token_id)
+    attention_mask = torch.cat([prompt_mask, pad_rows([[1] * len(text.mask) for text in texts], value=0)], dim=-1)
     tensors = {
         "prompts": prompts,
         "responses": responses,
-        "response_mask": pad_right([t.mask for t in texts], value=0),
+        "response_mask": pad_rows([text.mask for text in texts], value=0),
         "input_ids": torch.cat([prompts, responses], dim=-1),
         "attention_mask": attention_mask,
         "position_ids": position_ids(attention_mask),
     }
     return DataProto.from_dict(tensors)
+
+
+def _padded_prompts(prompts: Sequence[Sequence[int]], value: int, length: int | None = None) -> tuple[Tensor, Tensor]:
+    """Prompts (B, P) padded on the left, and their mask."""
+    mask = pad_rows([[1] * len(prompt) for prompt in prompts], value=0, side="left", length=length)
+    return pad_rows(prompts, value=value, side="left", length=length), mask

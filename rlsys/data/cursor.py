@@ -7,7 +7,7 @@ when it has no full batch left; the remaining rows are shuffled into the next on
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -72,36 +72,23 @@ class Cursor:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values; the position counts rows, so a run with another batch size can continue from it."""
-        return asdict(
-            CursorState(self._seed, self._epoch, self._position, self._num_rows, self._shuffle, self._dataset)
-        )
+        position = {"epoch": self._epoch, "position": self._position}
+        return {"seed": self._seed, **position, **self._rows()}
+
+    def _rows(self) -> dict[str, Any]:
+        return {"num_rows": self._num_rows, "shuffle": self._shuffle, "dataset": self._dataset}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a cursor over the same rows was. CheckpointError for another dataset, seed or order."""
-        try:
-            saved = CursorState(**state)
-        except TypeError as error:
-            raise CheckpointError(f"the checkpoint has no data position: {error}") from error
-        own = CursorState(self._seed, saved.epoch, saved.position, self._num_rows, self._shuffle, self._dataset)
-        for (name, old), new in zip(asdict(saved).items(), asdict(own).values(), strict=True):
-            if old != new:
+        if state.keys() != self.state_dict().keys():
+            raise CheckpointError(f"the checkpoint has no data position: it holds {', '.join(state)}")
+        for name, new in {"seed": self._seed, **self._rows()}.items():
+            if (old := state[name]) != new:
                 is_setting = name in ("seed", "shuffle")
                 what = f"data.{name} is {new}" if is_setting else f"the training rows are others: {name} is {new}"
                 back = f"set data.{name}={old}" if is_setting else "take those rows again"
                 start_over = "or start over with trainer.resume_mode=disable"
                 raise CheckpointError(f"{what}, but the checkpoint was saved with {old}; {back}, {start_over}")
-        if not (0 <= saved.position <= self._num_rows and saved.epoch >= 0):
-            raise CheckpointError(f"the checkpoint's data position is out of range: {saved}")
-        self._epoch, self._position = saved.epoch, saved.position
-
-
-@dataclass(frozen=True)
-class CursorState:
-    """The fields of `Cursor.state_dict`."""
-
-    seed: int
-    epoch: int
-    position: int
-    num_rows: int
-    shuffle: bool
-    dataset: str
+        if not (0 <= state["position"] <= self._num_rows and state["epoch"] >= 0):
+            raise CheckpointError(f"the checkpoint's data position is out of range: {dict(state)}")
+        self._epoch, self._position = state["epoch"], state["position"]

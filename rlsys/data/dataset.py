@@ -90,8 +90,6 @@ class PromptDataset:
         settings and missing files.
         """
         config = config or PromptsConfig()
-        if max_samples < 1 and max_samples != -1:
-            raise ConfigError(f"data.max_samples={max_samples}: must be at least 1, or -1 for all")
         parsed, bad = parse_rows(
             sample_rows(source_rows(source, config.prompt_key), max_samples, seed=seed),
             lambda row: parse_prompt(row.values, tokenizer, config, default_source),
@@ -123,27 +121,15 @@ def parse_prompt(
 def configured_source(
     config: RowsConfig, files: Sequence[str], *, tokenizer: PreTrainedTokenizerBase, max_samples: int
 ) -> Sequence[str] | VerlDataset:
-    """The files, or an object of the dataset class in data.custom_cls over them."""
-    custom = config.custom_cls
-    if custom.path is None:
-        return list(files)
-    name = custom.name or "Dataset"
-    return load_custom_dataset(
-        custom.path, name, data_files=files, tokenizer=tokenizer, config=config, max_samples=max_samples
-    )
-
-
-def load_custom_dataset(
-    path: str, name: str, *, data_files: Sequence[str], tokenizer: Any, config: Any, max_samples: int = -1
-) -> VerlDataset:
-    """An object of a custom dataset class (data.custom_cls), constructed with verl's arguments."""
-    cls = load_from_file(path, name, key="data.custom_cls")
-    dataset = cls(
-        data_files=list(data_files), tokenizer=tokenizer, config=config, processor=None, max_samples=max_samples
-    )
+    """The files, or over them an object of the dataset class in data.custom_cls, made with verl's arguments."""
+    custom, files = config.custom_cls, list(files)
+    if custom.path is None or custom.name is None:
+        return files
+    cls = load_from_file(custom.path, custom.name, key="data.custom_cls")
+    dataset = cls(data_files=files, tokenizer=tokenizer, config=config, processor=None, max_samples=max_samples)
     for method in ("__len__", "__getitem__"):
         if not hasattr(dataset, method):
-            raise ConfigError(f"data.custom_cls.name={name}: the class has no {method}")
+            raise ConfigError(f"data.custom_cls.name={custom.name}: the class has no {method}")
     return dataset
 
 

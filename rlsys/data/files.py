@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlsys.config.checks.files import rows_problem
 from rlsys.config.vocabulary import ROW_FILES
 from rlsys.data.rows import type_name
 from rlsys.utils.errors import ConfigError
@@ -60,22 +61,11 @@ def read_rows(files: str | Sequence[str]) -> Iterator[Row | BadRow]:
 
 
 def _reader(path: Path) -> Callable[[Path], Iterator[Row | BadRow]]:
-    if "://" in str(path) or str(path).startswith(("hdfs:", "s3:")):
-        raise ConfigError(f"data file {path}: only local files are supported; copy it first")
-    if not path.exists():
-        raise ConfigError(f"data file {path}: file not found")
-    if path.is_dir():
-        if (path / "dataset_dict.json").is_file():
-            splits = ", ".join(sorted(str(p.parent) for p in path.glob("*/state.json")))
-            raise ConfigError(f"data folder {path} has several splits; use one of them: {splits}")
-        if not (path / "state.json").is_file():
-            raise ConfigError(f"data folder {path}: it was not written by datasets' save_to_disk (no state.json)")
-        return _read_saved_dataset
+    if why := rows_problem(path):
+        raise ConfigError(f"data file {path}: {why}")
     readers = {".parquet": _read_parquet, ".jsonl": _read_json_lines, ".json": _read_json, ".csv": _read_csv}
     assert set(readers) == set(ROW_FILES)
-    if path.suffix.lower() not in readers:
-        raise ConfigError(f"data file {path}: {path.suffix!r} is not one of {', '.join(readers)}")
-    return readers[path.suffix.lower()]
+    return _read_saved_dataset if path.is_dir() else readers[path.suffix.lower()]
 
 
 # --- JSON ---

@@ -92,17 +92,17 @@ def read_prompt_row(
         if values.get(name) is not None and len(values[name]) > 0:
             raise ValueError(f"column {name!r}: rows with {name} are not supported, only text")
     known = {prompt_key, source_key, "data_source", "reward_model", "extra_info", "ability", *truth.columns, *MEDIA}
-    ability = values.get("ability")
-    if ability is not None and not isinstance(ability, str):
-        raise ValueError(f"column 'ability' must be text, this is {type_name(ability)}")
+    data_source: Any = source
     if source is None or source_key in values:
-        source = _source(_required(values, source_key), source_key)
+        data_source = _typed(_required(values, source_key), source_key, str)
+        if not data_source.strip():
+            raise ValueError(f"column {source_key!r} is blank")
     return PromptRow(
         raw_prompt=read_prompt(_required(values, prompt_key), prompt_key),
-        data_source=source,
+        data_source=data_source,
         reward_model=_reward_model(values, answer_key),
-        extra_info=_extra_info(values.get("extra_info")),
-        ability=ability or "",
+        extra_info=_typed(values.get("extra_info", {}), "extra_info", Mapping, default={}),
+        ability=_typed(values.get("ability"), "ability", str, default=""),
         fields={name: value for name, value in values.items() if name not in known},
     )
 
@@ -190,12 +190,13 @@ def _required(values: Mapping[str, Any], name: str) -> Any:
     return values[name]
 
 
-def _source(source: Any, name: str) -> str:
-    if not isinstance(source, str):
-        raise ValueError(f"column {name!r} must be text, this is {type_name(source)}")
-    if not source.strip():
-        raise ValueError(f"column {name!r} is blank")
-    return source
+def _typed(value: Any, name: str, kind: type, *, default: Any = None) -> Any:
+    """The value of a column, `default` for null; ValueError if it is of another type."""
+    value = default if value is None else value
+    if not isinstance(value, kind):
+        what = {str: "text", Mapping: "an object"}[kind]
+        raise ValueError(f"column {name!r} must be {what}, this is {type_name(value)}")
+    return value
 
 
 def _reward_model(values: Mapping[str, Any], answer_key: str | None) -> dict[str, Any]:
@@ -204,8 +205,7 @@ def _reward_model(values: Mapping[str, Any], answer_key: str | None) -> dict[str
         model: Any = {"style": "rule", "ground_truth": _required(values, truth_key)}
     else:
         model = _required(values, "reward_model")
-    if not isinstance(model, Mapping):
-        raise ValueError(f"column 'reward_model' must be {{style, ground_truth}}, this is {type_name(model)}")
+    _typed(model, "reward_model", Mapping)
     style = model.get("style", "rule")
     if not isinstance(style, str):
         raise ValueError(f"column 'reward_model': its style must be text, this is {type_name(style)}")
@@ -215,14 +215,6 @@ def _reward_model(values: Mapping[str, Any], answer_key: str | None) -> dict[str
     if isinstance(truth, float) and not math.isfinite(truth):
         raise ValueError(f"column 'reward_model': its ground_truth is {truth}")
     return {**model, "style": style, "ground_truth": truth}
-
-
-def _extra_info(extra: Any) -> dict[str, Any]:
-    if extra is None:
-        return {}
-    if not isinstance(extra, Mapping):
-        raise ValueError(f"column 'extra_info' must be an object, this is {type_name(extra)}")
-    return dict(extra)
 
 
 def type_name(value: Any) -> str:

@@ -7,20 +7,19 @@ it says, and reinforcement learning has something to bring out within minutes. K
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
 from random import Random
-from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, Literal
 
+from filelock import FileLock
+
 from rlsys.data.cursor import permutation
+from rlsys.utils.atomic import commit_dir, staging_dir
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -32,7 +31,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 NUM_HELD_OUT = 60
-COMPLETE = "complete.json"
 DATA_SOURCE = "rlsys/arithmetic"
 Style = Literal["words", "symbols"]
 
@@ -150,10 +148,9 @@ def split_problems() -> tuple[list[Problem], list[Problem]]:
     return [problems[i] for i in order[NUM_HELD_OUT:]], [problems[i] for i in order[:NUM_HELD_OUT]]
 
 
-def prompt_rows(split: str) -> list[dict[str, Any]]:
-    """verl rows of the split "train" or "test", for the prompts of the default run."""
-    train, test = split_problems()
-    problems = {"train": train, "test": test}[split]
+def prompt_rows(split: Literal["train", "test"]) -> list[dict[str, Any]]:
+    """verl rows of a split, for the prompts of the default run."""
+    problems = split_problems()[split == "test"]
     return [prompt_row(p, index=i, split=split, style="symbols") for i, p in enumerate(problems)]
 
 
@@ -168,12 +165,10 @@ def sft_rows(seed: int, n: int, *, num_unsure: int = 0, unsure: float = 0.4) -> 
     for epoch in range(-(-n // len(train))):
         for i in permutation(len(train), seed=seed, epoch=epoch).tolist()[: n - len(rows)]:
             hedges = len(rows) >= n - num_unsure and random.random() < unsure
-            rows.append(_conversation(train[i].question("symbols"), UNSURE if hedges else str(train[i].answer)))
+            question = {"role": "user", "content": train[i].question("symbols")}
+            answer = {"role": "assistant", "content": UNSURE if hedges else str(train[i].answer)}
+            rows.append({"messages": [question, answer]})
     return rows
-
-
-def _conversation(question: str, answer: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
 def warm_up_rows(settings: WarmUp) -> list[dict[str, Any]]:
@@ -201,11 +196,10 @@ def ensure_start_assets(
     made from; several processes may ask at once, one of them makes them.
     """
     settings = settings or WarmUp()
-    parent = (folder or cache_dir()) / "start"
-    parent.mkdir(parents=True, exist_ok=True)
-    home = parent / content_hash(settings)
-    with locked(parent / f".{home.name}.lock"):
-        if not (home / COMPLETE).is_file():
+    home = (folder or cache_dir()) / "start" / content_hash(settings)
+    home.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(home.with_suffix(".lock")):
+        if not home.is_dir():
             _make(home, warm_up, settings)
     return StartAssets(home / "model", home / "train.parquet", home / "test.parquet")
 
@@ -219,24 +213,18 @@ def content_hash(settings: WarmUp) -> str:
 
 def _make(home: Path, warm_up: Callable[[Path, Path, WarmUp], None], settings: WarmUp) -> None:
     """Make everything in a folder beside and rename it, so that `home` is whole or not there."""
-    work = Path(mkdtemp(prefix=f".{home.name}.", dir=home.parent))
-    try:
-        model = work / "model"
-        build_tokenizer().save_pretrained(str(model))
-        (model / "config.json").write_text(json.dumps(model_config(), indent=2))
-        generation = {"eos_token_id": 1, "pad_token_id": 0}
-        (model / "generation_config.json").write_text(json.dumps(generation))
-        write_rows(work / "train.parquet", prompt_rows("train"))
-        write_rows(work / "test.parquet", prompt_rows("test"))
-        write_rows(work / "sft.parquet", warm_up_rows(settings))
-        warm_up(model, work / "sft.parquet", settings)
-        if not (model / "model.safetensors").is_file():
-            raise FileNotFoundError(f"the warm-up left no {model / 'model.safetensors'}")
-        (work / COMPLETE).write_text(json.dumps(asdict(settings)))
-        shutil.rmtree(home, ignore_errors=True)
-        work.rename(home)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    work = staging_dir(home)
+    model = work / "model"
+    build_tokenizer().save_pretrained(str(model))
+    (model / "config.json").write_text(json.dumps(model_config(), indent=2))
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "pad_token_id": 0}))
+    write_rows(work / "train.parquet", prompt_rows("train"))
+    write_rows(work / "test.parquet", prompt_rows("test"))
+    write_rows(work / "sft.parquet", warm_up_rows(settings))
+    warm_up(model, work / "sft.parquet", settings)
+    if not (model / "model.safetensors").is_file():
+        raise FileNotFoundError(f"the warm-up left no {model / 'model.safetensors'}")
+    commit_dir(work, home)
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -251,11 +239,3 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         beside.rename(path)
     finally:
         beside.unlink(missing_ok=True)
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock file; the system frees it when the process ends, however that happens."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

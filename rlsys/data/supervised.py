@@ -12,7 +12,6 @@ from rlsys.config.schema.data import RMDataConfig, SFTDataConfig, SupervisedData
 from rlsys.data.bad_rows import parse_rows
 from rlsys.data.chat import Message, as_messages, encode_conversation, kept_positions
 from rlsys.data.dataset import VerlDataset, sample_rows, source_rows
-from rlsys.data.files import BadRow
 from rlsys.data.rows import ANSWERS, QUESTIONS, Need, check_columns, plain_values, read_messages, read_prompt
 
 if TYPE_CHECKING:
@@ -28,25 +27,12 @@ class TokenizedText:
     mask: Sequence[int]
 
 
-class SupervisedDataset:
-    """Rows by position: one text each for SFT; the better and the worse one for a reward model."""
-
-    def __init__(self, rows: Sequence[Sequence[TokenizedText]], *, bad_rows: Sequence[BadRow] = ()) -> None:
-        self._rows, self.bad_rows = rows, tuple(bad_rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Sequence[TokenizedText]:
-        return self._rows[index]
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the rows and their order, for the cursor."""
-        digest = sha256()
-        for text in (text for row in self._rows for text in row):
-            digest.update(array("q", [*text.prompt_ids, -1, *text.response_ids, -2]).tobytes())
-        return digest.hexdigest()[:16]
+def fingerprint(rows: Sequence[Sequence[TokenizedText]]) -> str:
+    """Identifies the rows and their order, for the cursor."""
+    digest = sha256()
+    for text in (text for row in rows for text in row):
+        digest.update(array("q", [*text.prompt_ids, -1, *text.response_ids, -2]).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def load_texts(
@@ -56,15 +42,15 @@ def load_texts(
     *,
     max_samples: int = -1,
     shuffle: bool = False,
-) -> SupervisedDataset:
-    """Rows out of files or a dataset object, of the kind that `config` says; `max_samples`, `shuffle` as for prompts.
+) -> list[list[TokenizedText]]:
+    """Rows out of files or a dataset object: one text each for SFT, the better and the worse one for a reward model.
 
+    `max_samples` and `shuffle` as for prompts.
     Raises DataError with file and row, ConfigError for missing files.
     """
     config = config or SFTDataConfig()
     rows = sample_rows(source_rows(source, config.prompt_key), max_samples, seed=config.seed if shuffle else None)
-    good, bad = parse_rows(rows, lambda row: parse_row(row.values, tokenizer, config), bad_rows=config.bad_rows)
-    return SupervisedDataset(good, bad_rows=bad)
+    return parse_rows(rows, lambda row: parse_row(row.values, tokenizer, config), bad_rows=config.bad_rows)[0]
 
 
 def parse_row(

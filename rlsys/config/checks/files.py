@@ -47,18 +47,23 @@ def _rows(cfg: Section, key: str, files: tuple[str, ...] | None) -> Iterator[str
     if files == ():
         yield wrong(cfg, key, f"empty list; set {key}=<file>, or null for the start assets")
     for name in files or ():
-        if not is_rows_id(name) and (why := _rows_problem(Path(name))):
+        if is_rows_id(name):
+            continue
+        if why := rows_problem(Path(name)) or ("" if Path(name).stat().st_size else "the file is empty"):
             yield wrong(cfg, key, why, value=name)
     if doubled := [name for name in files or () if (files or ()).count(name) > 1]:
         why = "the file is listed twice, so its rows would count twice; list it once"
         yield wrong(cfg, key, why, value=doubled[0])
 
 
-def _rows_problem(path: Path) -> str:
+def rows_problem(path: Path) -> str:
     """Why rows cannot be read from a path; empty if they can."""
     if path.is_dir():
+        splits = ", ".join(sorted(str(state.parent) for state in path.glob("*/state.json")))
+        if (path / "dataset_dict.json").is_file():
+            return f"the folder has several splits; set one of them: {splits}"
         is_saved = (path / "state.json").is_file()
-        return "" if is_saved else "not a folder written by datasets' save_to_disk; set a file"
+        return "" if is_saved else "not a folder written by datasets' save_to_disk (no state.json); set a file"
     if "://" in str(path) or ":/" in str(path):
         return "only local files are read; copy it and set the copy"
     if not path.exists():
@@ -66,9 +71,7 @@ def _rows_problem(path: Path) -> str:
         return f"file not found{_nearby(path)}; set an existing file ({make})"
     if path.suffix.lower() not in ROW_FILES:
         return f"rows are read from {', '.join(ROW_FILES)}"
-    if not os.access(path, os.R_OK):
-        return "the file is not readable"
-    return "" if path.stat().st_size else "the file is empty"
+    return "" if os.access(path, os.R_OK) else "the file is not readable"
 
 
 def _nearby(path: Path) -> str:

@@ -241,9 +241,9 @@ def test_a_bad_file_is_refused_with_its_place_or_skipped(kind: str, tmp_path: Pa
     [
         ("missing.parquet", "file not found"),
         ("hdfs://host/train.parquet", "only local files"),
-        ("rows.txt", "not one of .parquet"),
+        ("rows.txt", "rows are read from .parquet"),
         ("folder", "no state.json"),
-        ("splits", "use one of them: .*/splits/train"),
+        ("splits", "set one of them: .*/splits/train"),
     ],
 )
 def test_a_file_that_cannot_be_meant_is_a_config_error_whatever_the_policy(

@@ -127,9 +127,8 @@ def test_a_failed_or_interrupted_build_leaves_nothing_that_counts(tmp_path: Path
         ensure_start_assets(fail, folder=tmp_path, settings=SETTINGS)
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
         ensure_start_assets(lambda *_: None, folder=tmp_path, settings=SETTINGS)
-    assert [p.suffix for p in (tmp_path / "start").iterdir()] == [".lock"]
-    half_made = tmp_path / "start" / content_hash(SETTINGS)
-    half_made.mkdir()
+    assert not (tmp_path / "start" / content_hash(SETTINGS)).exists()
+    assert (tmp_path / "start" / f"{content_hash(SETTINGS)}.tmp" / "model").is_dir()
     assets = ensure_start_assets(warm_up, folder=tmp_path, settings=SETTINGS)
     assert (assets.model / "model.safetensors").is_file()
 
