@@ -1,4 +1,4 @@
-"""Everything is in pyproject.toml; this only puts the presets of config/ into the wheel as rlsys/presets."""
+"""Everything is in pyproject.toml; this only puts the presets and the scripts of the rlsys command into the wheel."""
 
 from pathlib import Path
 from shutil import copy2
@@ -6,15 +6,24 @@ from shutil import copy2
 from setuptools import setup
 from setuptools.command.build_py import build_py
 
+ROOT = Path(__file__).parent
+NAMES = ("doctor", "plan", "prepare_data", "model_shapes", "weight_layouts")
+COMMANDS = [ROOT / "scripts" / f"{name}.py" for name in NAMES]
+FILES = {  # folder below rlsys/: files
+    "presets": sorted(ROOT.glob("config/*.yaml")),
+    "commands": [ROOT / "pyproject.toml"],
+    "commands/scripts": COMMANDS,
+}
 
-class BuildWithPresets(build_py):
+
+class BuildWithFiles(build_py):
     def run(self) -> None:
         super().run()
-        if not self.editable_mode:
-            target = Path(self.build_lib, "rlsys", "presets")
+        for folder, files in ({} if self.editable_mode else FILES).items():
+            target = Path(self.build_lib, "rlsys", folder)
             target.mkdir(parents=True, exist_ok=True)
-            for preset in sorted(Path(__file__).parent.glob("config/*.yaml")):
-                copy2(preset, target)
+            for file in files:
+                copy2(file, target)
 
 
-setup(cmdclass={"build_py": BuildWithPresets})
+setup(cmdclass={"build_py": BuildWithFiles})

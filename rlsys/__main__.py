@@ -22,7 +22,11 @@ MODULES = {
     "split": (MERGER, "Hugging Face folders to checkpoints"),
     "verify": (MERGER, "compare a checkpoint with a Hugging Face folder"),
 }
-SCRIPTS = {"plan": "memory of a run before it starts", "doctor": "what this machine has"}
+SCRIPTS = {
+    "prepare-data": "rows of gsm8k, math and other tasks: rlsys prepare-data --task gsm8k --out FOLDER",
+    "plan": "memory of a run before it starts",
+    "doctor": "what this machine has",
+}
 
 
 def main() -> None:
@@ -38,12 +42,13 @@ def main() -> None:
         module, _ = MODULES[name]
         sys.argv = [program, *([name] if module == MERGER else []), *rest]
         runpy.run_module(module, run_name="__main__")
-    elif name in SCRIPTS and (script := ROOT / "scripts" / f"{name}.py").is_file():
+    elif name in SCRIPTS:
         sys.argv = [program, *rest]
-        runpy.run_path(str(script), run_name="__main__")
+        in_wheel = Path(__file__).parent / "commands"
+        scripts = (in_wheel if in_wheel.is_dir() else ROOT) / "scripts"
+        runpy.run_path(str(scripts / f"{name.replace('-', '_')}.py"), run_name="__main__")
     else:
-        why = "comes with the repository, not with the package" if name in SCRIPTS else "is not a command"
-        print(f"rlsys: {name} {why}\n{_help()}", file=sys.stderr)
+        print(f"rlsys: {name} is not a command\n{_help()}", file=sys.stderr)
         raise SystemExit(2)
 
 
