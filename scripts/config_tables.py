@@ -30,19 +30,26 @@ def _alias_rows(file: str, job: str) -> list[str]:
     for block in read_blocks(file):
         for prefix in [f"{section}." for section in block.get("under", {}).get(job, ())]:
             rows += [f"| `{prefix}{name}` | `{prefix}{key}` |" for name, key in block.get("aliases", {}).items()]
-            for name, part in block.get("fractions", {}).items():
-                rows.append(f"| `{prefix}{name}` | `{prefix}{part['is']}`, times `{part['of']}` |")
+            rows += _expansion_rows(block, prefix)
     for block in (block for block in read_blocks(file) if job in block.get("jobs", ())):
         rows += [f"| `{name}` | `{key}` |" for name, key in block.get("aliases", {}).items()]
-        rows += [f"| `{name}` | `{key}`, times the ranks |" for name, key in block.get("per_gpu", {}).items()]
-        rows += [f"| `{name}` | `{part['of']} / {part['is']}` |" for name, part in block.get("shares", {}).items()]
         rows += [f"| `{name}` | `trainer.allocation_mode`, a part of it |" for name in block.get("engines", ())]
-        for name, keys in block.get("expansions", {}).items():
-            rows.append(f"| `{name}` | {', '.join(f'`{key}`{_values(keys[key])}' for key in keys)} |")
+        rows += _expansion_rows(block, "")
     return rows
 
 
+def _expansion_rows(block: dict[str, Any], prefix: str) -> list[str]:
+    return [
+        f"| `{prefix}{name}` | {', '.join(f'`{prefix}{key}`{_values(keys[key])}' for key in keys)} |"
+        for name, keys in block.get("expansions", {}).items()
+    ]
+
+
 def _values(meanings: dict[Any, Any]) -> str:
+    """What the values of an expansion become; one that is computed as a person writes it, from `it` and other keys."""
+    computed = re.fullmatch(r"\$\{(?:divide|ratio):(.*)\}", str(meanings.get("otherwise")))
+    if computed:
+        return " = " + " / ".join(re.sub(r"[${}]", "", part) or "it" for part in computed[1].split(","))
     listed = ", ".join(f"{shown(value)}: {shown(meaning)}" for value, meaning in meanings.items())
     return f" ({listed})" if listed else ""
 

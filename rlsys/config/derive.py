@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rlsys.config.compat.allocation import allocation_settings
-from rlsys.config.compat.reader import Computed
 from rlsys.config.introspect import is_count, shown
 from rlsys.config.merge import Given
 from rlsys.config.pools import is_external
@@ -17,46 +15,18 @@ MODE = "trainer.allocation_mode"
 DERIVED = ("from ", "follows ")
 """How the origins of settings begin that follow from others."""
 ESTIMATOR = "algorithm.adv_estimator"
-PER_NODE = "trainer.n_gpus_per_node"
 MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
 
 
 def derived_settings(
-    values: Mapping[str, Any], given: Mapping[str, Given], computed: Mapping[str, tuple[Given, Computed]]
+    values: Mapping[str, Any], given: Mapping[str, Given], engines: Iterable[str]
 ) -> tuple[dict[str, Given], list[str]]:
-    """The keys set by an allocation and by settings that are computed with other keys, and problems with them."""
-    settings, problems = _from_allocation(values, given, computed)
+    """The keys set by an allocation, which may come as two `engines`, and by other keys, and problems with them."""
+    settings, problems = _from_allocation(values, given, engines)
     mini, prompts = values.get(MINI_BATCH, 1), values.get("data.train_batch_size", 1)
-    is_set = MINI_BATCH in given or any(rule.key == MINI_BATCH for _, rule in computed.values())
-    if not is_set and is_count(mini) and is_count(prompts) and prompts % mini:
+    if MINI_BATCH not in given and is_count(mini) and is_count(prompts) and prompts % mini:
         settings[MINI_BATCH] = Given(prompts, "follows data.train_batch_size", MINI_BATCH)
-    settings |= _areal_estimator(values, given)
-    per_node = settings[PER_NODE].value if PER_NODE in settings else values[PER_NODE]
-    for old, rule in computed.values():
-        of, key = values.get(rule.of, 1), rule.key
-        if rule.kind == "per_gpu":
-            of = per_node * values["trainer.nnodes"] if is_count(per_node) and is_count(values["trainer.nnodes"]) else 1
-        value = _computed(rule.kind, old.value, of)
-        if rule.kind == "engines":
-            continue
-        if value is None:
-            why = f"does not divide evenly with {shown(of)} {rule.of or 'ranks'}; set {key}"
-            problems.append(f"{old.spelling} = {shown(old.value)} ({old.origin}): {why}")
-        elif key in given and given[key].value not in (None, value):
-            why = f"the first means {shown(value)}; set one of them"
-            problems.append(f"{old.spelling} = {shown(old.value)} and {key} = {shown(given[key].value)}: {why}")
-        else:
-            settings[key] = replace(old, value=value)
-    return settings, problems
-
-
-def _computed(kind: str, value: Any, of: Any) -> float | None:
-    """A size per rank, a fraction or a share of another key's value; None if they do not divide evenly."""
-    if kind == "fractions":
-        is_number = isinstance(value, int | float) and isinstance(of, int | float) and of
-        return value / of if is_number else None
-    whole, part = (value, of) if kind == "per_gpu" else (of, value)
-    return whole // part if is_count(whole) and is_count(part) and whole % part == 0 else None
+    return settings | _areal_estimator(values, given), problems
 
 
 def _areal_estimator(values: Mapping[str, Any], given: Mapping[str, Given]) -> dict[str, Given]:
@@ -84,11 +54,10 @@ def fill_auto(values: dict[str, Any]) -> None:
 
 
 def _from_allocation(
-    values: Mapping[str, Any], given: Mapping[str, Given], computed: Mapping[str, tuple[Given, Computed]]
+    values: Mapping[str, Any], given: Mapping[str, Given], engines: Iterable[str]
 ) -> tuple[dict[str, Given], list[str]]:
     """The counts of an allocation, also of one in two parts; counts that are also set must agree with it."""
-    parts = [str(part.value) for part, rule in computed.values() if rule.kind == "engines"]
-    text, nnodes = values.get(MODE) or "+".join(parts) or None, values["trainer.nnodes"]
+    text, nnodes = values.get(MODE) or "+".join(engines) or None, values["trainer.nnodes"]
     if not isinstance(text, str) or not is_count(nnodes):
         return {}, []
     try:

@@ -78,7 +78,7 @@ def load(arguments: Arguments, schema: type[S]) -> Loaded[S]:
 def _values(layers: Layers) -> tuple[dict[str, Any], list[str]]:
     """The values of all keys, with derived counts, and the problems so far."""
     values = layers.resolve()
-    settings, problems = derived_settings(values, layers.given, layers.computed)
+    settings, problems = derived_settings(values, layers.given, layers.engines.values())
     if settings:
         layers.given |= settings
         values = layers.resolve()

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
+from warnings import catch_warnings
 
 from rlsys.config.checks.findings import ignored
-from rlsys.config.compat.reader import Computed, compat_table, prefixes
-from rlsys.config.introspect import default_of, is_open, leaves, nearest, nest, plain, sections, shown
+from rlsys.config.compat.reader import compat_table, prefixes
+from rlsys.config.introspect import default_of, is_count, is_open, leaves, nearest, nest, plain, sections, shown
 from rlsys.config.overrides import Override
 from rlsys.config.schema.base import Section
+from rlsys.utils.errors import ConfigError
 
 COMMAND_LINE = "command line"
 
 
 @dataclass(frozen=True)
 class Given:
-    """A setting from a file or the command line: its value, its origin, and how the key was spelled there."""
+    """A setting from a file or the command line: its value and origin, and how key and value were written there."""
 
     value: Any
     origin: str
     spelling: str
+    written: Any = None
+
+    def __str__(self) -> str:
+        return f"{self.spelling} = {shown(self.value if self.written is None else self.written)}"
 
 
 class Layers:
     """Collects the settings of each layer; `resolve` returns the values of all keys.
 
-    `given` holds the settings by key; `computed` those that are still to be computed with other keys; `problems` what
+    `given` holds the settings by key; `engines` the parts of an allocation that were set one by one; `problems` what
     cannot be accepted; `unresolved` the keys whose value could not be resolved.
     """
 
@@ -37,7 +44,7 @@ class Layers:
         self._ignored: dict[str, list[str]] = {}
         self._layer: dict[str, Given] = {}
         self.given: dict[str, Given] = {}
-        self.computed: dict[str, tuple[Given, Computed]] = {}
+        self.engines: dict[str, str] = {}
         self.problems: list[str] = []
         self.unresolved: set[str] = set()
 
@@ -74,6 +81,9 @@ class Layers:
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
+        with catch_warnings(action="ignore"):  # omegaconf 2.4 has another name for it
+            for name, compute in (("divide", _divide), ("ratio", _ratio)):
+                OmegaConf.register_new_resolver(name, compute, replace=True)
         for path in paths:
             values[path] = json.loads(self._compat.canonical_references(json.dumps(values[path])))
             try:
@@ -94,7 +104,7 @@ class Layers:
         self.unresolved.add(path)
         if path in self.given:
             given = self.given[path]
-            self.problems.append(f"{path} = {shown(given.value)} ({given.origin}): {_reason(error)}")
+            self.problems.append(f"{given} ({given.origin}): {_reason(error, path)}")
 
     def _place(self, spelling: str, value: Any, origin: str) -> None:
         """Take one setting, or every setting of a section, under any of its spellings."""
@@ -109,10 +119,9 @@ class Layers:
         given = Given(value, origin, spelling)
         if path in compat.expansions and not isinstance(value, dict):
             for key, part in compat.expand(path, value).items():
-                self._set(key, Given(part, origin, spelling))
-        elif path in compat.computed:
-            if value is not None:
-                self.computed[path] = (given, compat.computed[path])
+                self._set(key, Given(part, origin, spelling, value))
+        elif path in compat.engines:
+            self.engines[path] = str(value)
         elif (key := self._key_of(path)) not in (None, path) and path in compat.foreign:
             self._refuse_or_ignore(path, given)
         elif key and not self._spelled_below(spelling, value):
@@ -124,7 +133,7 @@ class Layers:
             self._refuse_or_ignore(path, given)
         elif value != {}:
             example = next(key for key in self._leaves if key.startswith(f"{path}."))
-            self.problems.append(f"{spelling} = {shown(value)}: it is a section of keys; set e.g. {example}=<value>")
+            self.problems.append(f"{given}: it is a section of keys; set e.g. {example}=<value>")
 
     def _spelled_below(self, spelling: str, value: Any) -> bool:
         """Whether keys of this section have spellings or reasons of their own."""
@@ -147,7 +156,7 @@ class Layers:
             return
         if isinstance(given.value, dict) and not is_open(field):
             why = "it is a single value, not a section"
-            self.problems.append(f"{given.spelling} = {shown(given.value)} ({given.origin}): {why}")
+            self.problems.append(f"{given} ({given.origin}): {why}")
         elif path == key and not isinstance(given.value, dict):
             self._set(path, given)
         else:
@@ -159,10 +168,7 @@ class Layers:
         before = self._layer.get(path)
         if before and before.spelling != given.spelling and before.value != given.value:
             one = "one setting" if path in (before.spelling, given.spelling) else path
-            self.problems.append(
-                f"{before.spelling} = {shown(before.value)} and {given.spelling} = {shown(given.value)} "
-                f"({given.origin}): two names of {one}; set one of them"
-            )
+            self.problems.append(f"{before} and {given} ({given.origin}): two names of {one}; set one of them")
         self._layer[path] = self.given[path] = given
 
     def _remove(self, override: Override) -> None:
@@ -190,7 +196,7 @@ class Layers:
         elif foreign.accepts(given.value):
             return
         elif foreign.refused:
-            self.problems.append(f"{given.spelling} = {shown(given.value)} ({given.origin}): {foreign.why}")
+            self.problems.append(f"{given} ({given.origin}): {foreign.why}")
         else:
             self._ignored.setdefault(foreign.why, []).append(given.spelling)
 
@@ -203,8 +209,24 @@ class Layers:
         return f"no such key; did you mean {' or '.join(near)}?" if near else "no such key; --help lists all keys"
 
 
-def _reason(error: Exception) -> str:
+def _divide(whole: object, *parts: object) -> int:
+    """`whole` divided by all `parts`; ConfigError unless they are counts that divide it evenly."""
+    counts = [part for part in (whole, *parts) if isinstance(part, int) and is_count(part)]
+    if len(counts) <= len(parts) or counts[0] % prod(counts[1:]):
+        raise ConfigError(f"{whole} does not divide evenly by {' x '.join(map(str, parts))}")
+    return counts[0] // prod(counts[1:])
+
+
+def _ratio(part: object, whole: object) -> float:
+    if isinstance(part, int | float) and isinstance(whole, int | float) and whole:
+        return part / whole
+    raise ConfigError(f"{part} is no fraction of {whole}")
+
+
+def _reason(error: Exception, path: str) -> str:
     text = str(error).splitlines()[0] if str(error) else ""
+    if why := text.partition(f"{ConfigError.__name__} raised while resolving interpolation: ")[2]:
+        return f"{why}; set {path}"
     is_loop = isinstance(error, RecursionError) or "Recursive" in text
     return "it refers to itself" if is_loop else f"its reference cannot be resolved: {text}"
 

@@ -5,12 +5,11 @@ jobs (`under`), of:
 
 - `aliases`: another spelling of a key or section. It maps by prefix, the longest first, so that one line moves a whole
   section. Both spellings may be set if the values agree.
-- `per_gpu`: sizes over all ranks, divided by the number of training ranks.
-- `fractions` and `shares`: values that become the key `is`: divided by another key's (`of`), or that key's by them.
 - `engines`: the two parts of trainer.allocation_mode.
 - `groups`: choices of Hydra's config groups that change nothing here.
 - `expansions`: settings that set several keys: for each key a table from the value set to the key's value, `otherwise`
-  for values that are not in it, whose `{}` is replaced by the value; without `otherwise` the value is passed on.
+  for values that are not in it, whose `{}` is replaced by the value; without `otherwise` the value is passed on. A
+  value may refer to keys, `${key}`, and compute: `${divide:a,b,...}` of whole numbers without rest, `${ratio:a,b}`.
 - `meanings`: words of other trainers, and the keys to suggest for them.
 - `refused` and `ignored`: keys that do not exist here, with the reason and what to set instead. A key that would change
   results if it were ignored is refused. Values listed in `unless`, and null, ask for what happens anyway; they are
@@ -47,20 +46,11 @@ class ForeignKey:
 
 
 @dataclass(frozen=True)
-class Computed:
-    """How a setting sets `key`: as a size `per_gpu`, as one of `fractions` or `shares` `of` a key, or of `engines`."""
-
-    kind: str
-    key: str = ""
-    of: str = ""
-
-
-@dataclass(frozen=True)
 class CompatTable:
     """The settings of other projects that a job understands, by their names there."""
 
     aliases: dict[str, str] = field(default_factory=dict)
-    computed: dict[str, Computed] = field(default_factory=dict)
+    engines: list[str] = field(default_factory=list)
     groups: dict[str, list[str]] = field(default_factory=dict)
     meanings: dict[str, str] = field(default_factory=dict)
     expansions: dict[str, dict[str, dict[Any, Any]]] = field(default_factory=dict)
@@ -100,17 +90,12 @@ def compat_table(schema: type[Section]) -> CompatTable:
     for block in (block for name in FILES for block in read_blocks(name)):
         sections = block["under"].get(job, []) if "under" in block else [""] if job in block["jobs"] else []
         for prefix in [f"{section}." if section else "" for section in sections]:
-            table.expansions.update(block.get("expansions", {}))
+            table.engines.extend(block.get("engines", ()))
+            for name, keys in block.get("expansions", {}).items():
+                table.expansions[prefix + name] = {prefix + key: values for key, values in keys.items()}
             table.groups.update(block.get("groups", {}))
             table.meanings.update(block.get("meanings", {}))
             table.aliases.update({prefix + key: prefix + path for key, path in block.get("aliases", {}).items()})
-            for name, path in block.get("per_gpu", {}).items():
-                table.computed[prefix + name] = Computed("per_gpu", prefix + path)
-            for name in block.get("engines", ()):
-                table.computed[name] = Computed("engines")
-            for kind in ("fractions", "shares"):
-                for name, rule in block.get(kind, {}).items():
-                    table.computed[prefix + name] = Computed(kind, prefix + rule["is"], prefix + rule["of"])
             for kind in ("ignored", "refused"):
                 for key, entry in block.get(kind, {}).items():
                     table.foreign[prefix + key] = _foreign_key(entry, refused=kind == "refused")

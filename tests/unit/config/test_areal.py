@@ -126,7 +126,7 @@ def test_what_has_no_meaning_here_is_noted() -> None:
         ("actor.optimizer.beta2=0.95", f"{ACTOR}.optim.betas"),
         ("actor.rejection_sampling.metric=kl", "only the ratio"),
         ("ref.path=other", "before training"),
-        ("actor.ppo_n_minibatches=3", "does not divide evenly with 256"),
+        ("actor.ppo_n_minibatches=3", "256 does not divide evenly by 3"),
         ("gconfig.min_new_tokens=5", "any token"),
     ],
 )

@@ -83,13 +83,13 @@ def test_no_key_is_also_a_key_of_another_project(schema: type[Section]) -> None:
 @pytest.mark.parametrize("schema", JOBS)
 def test_every_spelling_leads_to_a_key(schema: type[Section]) -> None:
     table = compat_table(schema)
-    ends = {*leaves(schema), *sections(schema), *table.expansions, *table.foreign, *table.computed}
+    ends = {*leaves(schema), *sections(schema), *table.expansions, *table.foreign, *table.engines}
     for spelling in table.aliases:
         key = table.canonical(spelling)
         assert key in ends or "lora" in spelling or f"{R}.engine_kwargs" in key, spelling
     assert set(table.meanings.values()) <= set(leaves(schema))
     expanded = {key for keys in table.expansions.values() for key in keys}
-    assert {*(rule.key for rule in table.computed.values() if rule.key), *expanded} <= set(leaves(schema))
+    assert expanded <= set(leaves(schema))
 
 
 def test_no_spelling_or_foreign_key_is_in_two_files() -> None:
@@ -100,7 +100,7 @@ def test_no_spelling_or_foreign_key_is_in_two_files() -> None:
             for file in FILES
             for block in read_blocks(file)
             if job in block.get("jobs", ())
-            for kind in ("aliases", "per_gpu", "fractions", "shares", "expansions", "ignored", "refused")
+            for kind in ("aliases", "expansions", "ignored", "refused")
             for name in block.get(kind, ())
         ]
         assert len(names) == len(set(names))

@@ -247,7 +247,7 @@ SPELLINGS = [
     bad([f"{R}.n=4", f"{R}.group_size=8"], f"{R}.n = 4", "group_size = 8", "set one"),
     bad(["algorithm.kl_ctl=0.1", "algorithm.use_kl_in_reward=false"], "algorithm.kl_ctl", "use_kl_in_reward"),
     bad([f"{A}.eps_clip=-1"], f"{A}.eps_clip", f"{A}.clip_ratio", "at least 0"),
-    bad(["trainer.n_gpus_per_node=2", f"{A}.ppo_micro_batch_size=3"], "ppo_micro_batch_size = 3", "2 ranks"),
+    bad(["trainer.n_gpus_per_node=2", f"{A}.ppo_micro_batch_size=3"], "ppo_micro_batch_size = 3", "evenly by 1 x 2"),
     bad(
         [f"{A}.ppo_micro_batch_size=4", f"{A}.ppo_micro_batch_size_per_gpu=2"],
         "ppo_micro_batch_size = 4",
