@@ -15,6 +15,7 @@ MODULES = {
     "train": ("trainer.main_ppo", "PPO, GRPO and related algorithms"),
     "sft": ("trainer.main_sft", "supervised fine-tuning"),
     "rm": ("trainer.main_rm", "training a reward model"),
+    "dpo": ("trainer.main_dpo", "learning from preferences: DPO, IPO, KTO"),
     "eval": ("trainer.main_eval", "answers to validation prompts, graded"),
     "report": ("rlsys.telemetry.report", "the report page of a run: rlsys report RUN_FOLDER"),
     "reward-test": ("trainer.main_reward", "rows scored by a reward function: rlsys reward-test FILE ROWS"),

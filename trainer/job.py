@@ -18,7 +18,7 @@ from importlib import import_module
 from types import FrameType
 from typing import TextIO, TypeVar
 
-from rlsys.config import EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config
+from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config
 from rlsys.data.first_rows import check_first_rows
 from rlsys.utils.errors import (
     CheckpointError,
@@ -33,7 +33,7 @@ from rlsys.utils.errors import (
 )
 from trainer.summary import summary_lines
 
-C = TypeVar("C", PPOConfig, SFTConfig, RMConfig, EvalConfig)
+C = TypeVar("C", PPOConfig, SFTConfig, RMConfig, DPOConfig, EvalConfig)
 Begin = Callable[[], None]
 Job = Callable[[object, Begin], str | None]
 EXPECTED_ERRORS = (
@@ -49,7 +49,12 @@ EXPECTED_ERRORS = (
 )
 STOP_S = 30.0
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM)
-PROGRAMS = {PPOConfig: "trainer.main_ppo", SFTConfig: "trainer.main_sft", RMConfig: "trainer.main_rm"}
+PROGRAMS = {
+    PPOConfig: "trainer.main_ppo",
+    SFTConfig: "trainer.main_sft",
+    RMConfig: "trainer.main_rm",
+    DPOConfig: "trainer.main_dpo",
+}
 
 
 def checked_config(argv: Sequence[str] | None, schema: type[C]) -> C:

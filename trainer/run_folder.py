@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from rlsys.config import PPOConfig, RMConfig, SFTConfig
+from rlsys.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from rlsys.config.schema.trainer import RunConfig
 from rlsys.telemetry.log import FILE_ONLY, get_logger, log_to_file, redact, redact_tree
 from rlsys.telemetry.tracker_adapters import flat_settings
@@ -36,6 +36,7 @@ MEANING = (
     "actor_rollout_ref.model.lora",
     "critic.model.path",
     "model.path",
+    "dpo.loss_type",
     "algorithm.adv_estimator",
     "actor_rollout_ref.actor.policy_loss.loss_mode",
     "reward.custom_reward_function",
@@ -57,7 +58,7 @@ class RunFolder:
     versions, state of the repository and checksums of the code files it names. `train.log` is the log of all starts.
     """
 
-    config: PPOConfig | SFTConfig | RMConfig
+    config: PPOConfig | SFTConfig | RMConfig | DPOConfig
     command: Sequence[str]
 
     def __post_init__(self) -> None:

@@ -1,15 +1,15 @@
-"""Training on rows with known answers, on the same groups and engine: SFT on texts, reward models on pairs."""
+"""Training on rows with known answers, on the same groups and engine: SFT on texts, reward models and DPO on pairs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from rlsys.config import RMConfig, SFTConfig
+from rlsys.config import DPOConfig, RMConfig, SFTConfig
 from rlsys.config.plan import total_steps
 from rlsys.data.collate import collate_texts
 from rlsys.data.cursor import Cursor
@@ -17,6 +17,7 @@ from rlsys.data.dataset import configured_source
 from rlsys.data.supervised import TokenizedText, fingerprint, load_texts
 from rlsys.protocol import DataProto, pad_dataproto_to_divisor
 from rlsys.roles.lm import RankSums, mean_over_ranks
+from rlsys.utils.errors import ConfigError
 from rlsys.utils.run_folders import HUGGINGFACE
 from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer, running_backend
 from trainer.checkpoint import TrainerState
@@ -28,12 +29,12 @@ from trainer.reporting import Reporter
 from workers.build import EngineRun
 from workers.sft import SupervisedWorker
 
-Kind = Literal["lm", "rm"]
+Config = SFTConfig | RMConfig | DPOConfig
 Texts = Sequence[Sequence[TokenizedText]]
 
 
-def train(config: SFTConfig | RMConfig, begin: Begin) -> str | None:
-    """The job of main_sft and main_rm; returns a message where an earlier run completed all steps."""
+def train(config: Config, begin: Begin) -> str | None:
+    """The job of main_sft, main_rm and main_dpo; returns a message where an earlier run completed all steps."""
     trainer = SupervisedTrainer(config)
     if message := completed(trainer.store, config.trainer, trainer.total_steps):
         return message
@@ -49,9 +50,9 @@ def train(config: SFTConfig | RMConfig, begin: Begin) -> str | None:
 
 @dataclass(frozen=True)
 class Rows:
-    """Training and validation rows of a kind, in batches of the usual layout."""
+    """Training and validation rows, each of `texts_per_row` rows of a batch of the usual layout."""
 
-    kind: Kind
+    texts_per_row: int
     train: Texts
     val: Texts | None
     pad_token_id: int
@@ -67,25 +68,31 @@ class Rows:
             yield collate_texts(rows[start : start + size], pad_token_id=self.pad_token_id)
 
 
-def load_rows(config: SFTConfig | RMConfig, tokenizer: PreTrainedTokenizerBase) -> Rows:
+def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> Rows:
     """The rows of the configured files or dataset class."""
     data = config.data
     assert data.train_files is not None
 
     def rows(files: Sequence[str], max_samples: int, *, shuffle: bool) -> Texts:
         source = configured_source(data, files, tokenizer=tokenizer, max_samples=max_samples)
-        return load_texts(source, tokenizer, data, max_samples=max_samples, shuffle=shuffle)
+        loaded = load_texts(source, tokenizer, data, max_samples=max_samples, shuffle=shuffle)
+        if isinstance(config, DPOConfig):
+            is_kto, columns = config.dpo.loss_type == "kto", "prompt, completion and label"
+            if any((text.is_desirable is not None) != is_kto for text, *_ in loaded):
+                needed = columns if is_kto else "prompt, chosen and rejected"
+                raise ConfigError(f"dpo.loss_type={config.dpo.loss_type} needs rows of {needed}")
+        return loaded
 
     train = rows(data.train_files, data.train_max_samples, shuffle=data.shuffle)
     val = rows(data.val_files, data.val_max_samples, shuffle=False) if data.val_files else None
     pad: Any = tokenizer.pad_token_id
-    return Rows("lm" if isinstance(config, SFTConfig) else "rm", train, val, pad)
+    return Rows(1 if isinstance(config, SFTConfig) else 2, train, val, pad)
 
 
 class SupervisedTrainer(CheckpointedLoop):
-    """The loop of SFT and reward-model training: batch, step, evaluate, save."""
+    """The loop of SFT, reward-model training and DPO: batch, step, evaluate, save."""
 
-    def __init__(self, config: SFTConfig | RMConfig) -> None:
+    def __init__(self, config: Config) -> None:
         config = with_local_files(config)
         run, data = config.trainer, config.data
         num_ranks = run.nnodes * run.n_gpus_per_node
@@ -119,8 +126,7 @@ class SupervisedTrainer(CheckpointedLoop):
             external_libs=self.external_libs,
         )
         with self.stage("start_workers"):
-            args = (self.cfg, engine_run, self.rows.kind)
-            self.group = start_group(backend, self.run, "train", SupervisedWorker, *args)
+            self.group = start_group(backend, self.run, "train", SupervisedWorker, self.cfg, engine_run)
 
     @property
     def workers(self) -> SupervisedGroup:
@@ -150,7 +156,7 @@ class SupervisedTrainer(CheckpointedLoop):
         """Exact means over all validation rows."""
         if self.rows.val is None:
             return {}
-        multiple = self.dp_size * (2 if self.rows.kind == "rm" else 1)
+        multiple = self.dp_size * self.rows.texts_per_row
         sums: list[RankSums] = []
         with self.stage("testing"):
             for batch in self.rows.val_batches(self.cfg.data.train_batch_size):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from rlsys.config import RMConfig, SFTConfig
+from rlsys.config import DPOConfig, RMConfig, SFTConfig
 from rlsys.config.schema.actor import ActorRolloutRefConfig, CriticConfig
 from rlsys.config.schema.algorithm import RewardModelConfig
 from rlsys.config.schema.megatron import MegatronRoleConfig
@@ -179,19 +179,37 @@ def build_reward_engine(cfg: RewardModelConfig, run: EngineRun) -> Engine:
     )
 
 
-def build_supervised_engine(cfg: SFTConfig | RMConfig, run: EngineRun, *, value_head: bool) -> Engine:
-    """The engine of supervised training: a language model, or with `value_head` a reward model."""
+def build_supervised_reference(cfg: DPOConfig, run: EngineRun) -> Engine | None:
+    """The frozen model that training starts from; None with adapters, which are switched off instead."""
+    if cfg.model.lora_rank:
+        return None
     return _engine(
         cfg.model,
         cfg.engine,
         run,
         sp_size=cfg.engine.ulysses_sequence_parallel_size,
-        head="scalar" if value_head else "lm",
+        training=_supervised_micro_batches(cfg, run),
+    )
+
+
+def _supervised_micro_batches(cfg: SFTConfig | RMConfig | DPOConfig, run: EngineRun) -> MicroBatches:
+    data = cfg.data
+    return run.micro_batches(
+        data.micro_batch_size_per_gpu, data.max_token_len_per_gpu if data.use_dynamic_bsz else None
+    )
+
+
+def build_supervised_engine(cfg: SFTConfig | RMConfig | DPOConfig, run: EngineRun) -> Engine:
+    """The engine of supervised training: a language model, or a reward model."""
+    return _engine(
+        cfg.model,
+        cfg.engine,
+        run,
+        sp_size=cfg.engine.ulysses_sequence_parallel_size,
+        head="scalar" if isinstance(cfg, RMConfig) else "lm",
         optim=cfg.optim,
         grad_clip=cfg.optim.clip_grad,
         total_steps=run.actor_steps,
-        training=run.micro_batches(
-            cfg.data.micro_batch_size_per_gpu, cfg.data.max_token_len_per_gpu if cfg.data.use_dynamic_bsz else None
-        ),
+        training=_supervised_micro_batches(cfg, run),
         checkpoint=cfg.checkpoint,
     )

@@ -1,32 +1,35 @@
-"""Supervised roles: a language model on texts, a reward model on pairs."""
+"""Supervised roles: a language model on texts, a reward model or a policy on preferences."""
 
 from __future__ import annotations
 
-from typing import Literal
-
-from rlsys.config import RMConfig, SFTConfig
+from rlsys.config import DPOConfig, RMConfig, SFTConfig
 from rlsys.protocol import DataProto
+from rlsys.roles.dpo import DPOEngine
 from rlsys.roles.lm import LMEngine
 from rlsys.roles.reward_model import RWEngine
 from rlsys.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from workers.base import EngineWorker
-from workers.build import EngineRun, build_supervised_engine
+from workers.build import EngineRun, build_supervised_engine, build_supervised_reference
 
 MESH = "train"
 BY_MESH = make_nd_compute_dataproto_dispatch_fn(MESH)
 
 
 class SupervisedWorker(EngineWorker):
-    """One rank of an SFT ("lm") or reward-model ("rm") run."""
+    """One rank of an SFT, reward-model or DPO run."""
 
-    def __init__(self, config: SFTConfig | RMConfig, run: EngineRun, kind: Literal["lm", "rm"]) -> None:
-        self.cfg, self.run, self.kind = config, run, kind
+    def __init__(self, config: SFTConfig | RMConfig | DPOConfig, run: EngineRun) -> None:
+        self.cfg, self.run = config, run
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the model and its optimizer."""
-        self.use_engine(build_supervised_engine(self.cfg, self.run, value_head=self.kind == "rm"), MESH)
-        self.role = LMEngine(self.engine) if self.kind == "lm" else RWEngine(self.engine)
+        cfg = self.cfg
+        self.use_engine(build_supervised_engine(cfg, self.run), MESH)
+        if isinstance(cfg, DPOConfig):
+            self.role = DPOEngine(self.engine, cfg.dpo, build_supervised_reference(cfg, self.run))
+        else:
+            self.role = RWEngine(self.engine) if isinstance(cfg, RMConfig) else LMEngine(self.engine)
 
     @register(dispatch_mode=BY_MESH)
     def train_batch(self, data: DataProto) -> DataProto:
@@ -36,4 +39,4 @@ class SupervisedWorker(EngineWorker):
     @register(dispatch_mode=BY_MESH)
     def eval_batch(self, data: DataProto) -> dict[str, tuple[float, float]]:
         """`val/*` of this rank's rows as (sum, count), without a step."""
-        return self.role.evaluate_lm(data) if isinstance(self.role, LMEngine) else self.role.evaluate_rw(data)
+        return self.role.evaluate(data)

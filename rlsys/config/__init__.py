@@ -3,6 +3,15 @@
 from rlsys.config.cli import main_config
 from rlsys.config.load import load_config
 from rlsys.config.plan import plan_batches
-from rlsys.config.schema.jobs import EvalConfig, PPOConfig, RMConfig, SFTConfig
+from rlsys.config.schema.jobs import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig
 
-__all__ = ["EvalConfig", "PPOConfig", "RMConfig", "SFTConfig", "load_config", "main_config", "plan_batches"]
+__all__ = [
+    "DPOConfig",
+    "EvalConfig",
+    "PPOConfig",
+    "RMConfig",
+    "SFTConfig",
+    "load_config",
+    "main_config",
+    "plan_batches",
+]

@@ -67,16 +67,18 @@ def encode_conversation(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     *,
+    num_prompt: int = 0,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[list[int], list[int], list[int]]:
     """Token ids up to the first answer, token ids from there on, and a mask of the latter: 1 on the assistant's tokens.
 
+    The first `num_prompt` messages belong to the prompt, also those of the assistant.
     Each turn is tokenised separately, as it is during generation. An answer ends with the end-of-text token; what the
     template adds after it belongs to the next turn. Raises ValueError without an answer, and for a template that
     rewrites earlier turns.
     """
     text_of = partial(render, tokenizer, template_kwargs=template_kwargs, add_generation_prompt=False)
-    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    answers = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= num_prompt]
     if not answers:
         raise ValueError("no assistant message to learn from")
     if answers[0] == 0:

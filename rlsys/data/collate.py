@@ -88,7 +88,7 @@ def collate_texts(rows: Sequence[Sequence[TokenizedText]], *, pad_token_id: int)
     """Texts to learn from, in the layout of generated rows; the texts of a row follow each other.
 
     Columns: prompts (B, P), responses and response_mask (B, R), input_ids, attention_mask and position_ids; P and R are
-    those of the longest texts.
+    those of the longest texts. With labels also is_desirable (B,).
     """
     texts = [text for row in rows for text in row]
     prompts, prompt_mask = _padded_prompts([text.prompt_ids for text in texts], pad_token_id)
@@ -102,6 +102,8 @@ def collate_texts(rows: Sequence[Sequence[TokenizedText]], *, pad_token_id: int)
         "attention_mask": attention_mask,
         "position_ids": position_ids(attention_mask),
     }
+    if any(text.is_desirable is not None for text in texts):
+        tensors["is_desirable"] = torch.tensor([bool(text.is_desirable) for text in texts])
     return DataProto.from_dict(tensors)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 
-from rlsys.config.schema.jobs import EvalConfig, PPOConfig, RMConfig, SFTConfig
+from rlsys.config.schema.jobs import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig
 from rlsys.data.files import BadRow, Row, read_rows
 from rlsys.data.rows import MissingColumns, default_source, read_prompt_row
 from rlsys.data.supervised import read_conversations
@@ -13,7 +13,7 @@ from rlsys.utils.errors import ConfigError, DataError
 from rlsys.utils.hub import is_rows_id
 
 NUM_ROWS = 20
-JobConfig = PPOConfig | SFTConfig | RMConfig | EvalConfig
+JobConfig = PPOConfig | SFTConfig | RMConfig | DPOConfig | EvalConfig
 
 
 def check_first_rows(config: JobConfig) -> set[str]:

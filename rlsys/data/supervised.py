@@ -1,14 +1,16 @@
-"""Texts to learn from: conversations or prompt and response (SFT), and pairs of a better and a worse response (RM)."""
+"""Texts to learn from: conversations or prompt and response (SFT), pairs of a better and a worse response (RM, DPO),
+and single responses with a label (KTO)."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from rlsys.config.schema.data import RMDataConfig, SFTDataConfig, SupervisedDataConfig
+from rlsys.config.schema.data import DPODataConfig, RMDataConfig, SFTDataConfig, SupervisedDataConfig
 from rlsys.data.bad_rows import parse_rows
 from rlsys.data.chat import Message, as_messages, encode_conversation, kept_positions
 from rlsys.data.dataset import VerlDataset, sample_rows, source_rows
@@ -20,18 +22,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """A prompt and its continuation; `mask` is 1 on the tokens of `response_ids` that are learnt."""
+    """A prompt and its continuation; `mask` is 1 on the tokens of `response_ids` that are learnt.
+
+    `is_desirable` is the label of a single response.
+    """
 
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
     mask: Sequence[int]
+    is_desirable: bool | None = None
 
 
 def fingerprint(rows: Sequence[Sequence[TokenizedText]]) -> str:
     """Identifies the rows and their order, for the cursor."""
     digest = sha256()
     for text in (text for row in rows for text in row):
-        digest.update(array("q", [*text.prompt_ids, -1, *text.response_ids, -2]).tobytes())
+        end = -3 if text.is_desirable else -2
+        digest.update(array("q", [*text.prompt_ids, -1, *text.response_ids, end]).tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -43,35 +50,58 @@ def load_texts(
     max_samples: int = -1,
     shuffle: bool = False,
 ) -> list[list[TokenizedText]]:
-    """Rows out of files or a dataset object: one text each for SFT, the better and the worse one for a reward model.
+    """Rows out of files or a dataset object: one text each for SFT, the better and the worse one for RM and DPO.
 
-    `max_samples` and `shuffle` as for prompts.
+    For KTO a labelled one and its prompt with the response of the next row. `max_samples`, `shuffle` as for prompts.
     Raises DataError with file and row, ConfigError for missing files.
     """
     config = config or SFTDataConfig()
     rows = sample_rows(source_rows(source, config.prompt_key), max_samples, seed=config.seed if shuffle else None)
-    return parse_rows(rows, lambda row: parse_row(row.values, tokenizer, config), bad_rows=config.bad_rows)[0]
+    texts, _ = parse_rows(rows, lambda row: parse_row(row.values, tokenizer, config), bad_rows=config.bad_rows)
+    if isinstance(config, DPODataConfig) and all(len(row) == 1 for row in texts):
+        pairs = zip(texts, [*texts[1:], *texts[:1]], strict=True)
+        return [[*row, _cross(row[0], other[0], config.max_length)] for row, other in pairs]
+    return texts
+
+
+def _cross(text: TokenizedText, other: TokenizedText, max_length: int) -> TokenizedText:
+    """The prompt of a text with the response of another, for KTO's reference point."""
+    room = max_length - len(text.prompt_ids)
+    return TokenizedText(text.prompt_ids, other.response_ids[:room], other.mask[:room])
 
 
 def parse_row(
     values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config: SupervisedDataConfig
 ) -> list[TokenizedText]:
     """The text or the two texts of one row. Raises ValueError for a bad one."""
-    texts = [encode(tokenizer, messages, config) for messages in read_conversations(values, config)]
+    conversations = read_conversations(values, config)
+    num_prompt = 0 if isinstance(config, SFTDataConfig) else _num_shared(conversations)
+    texts = [encode(tokenizer, messages, config, num_prompt) for messages in conversations]
+    if isinstance(config, DPODataConfig) and len(texts) == 1:
+        return [replace(texts[0], is_desirable=bool(values[config.label_key]))]
     if isinstance(config, RMDataConfig) and list(texts[0].response_ids) == list(texts[1].response_ids):
         raise ValueError(f"columns {config.chosen_key!r} and {config.rejected_key!r} are the same")
     return texts
 
 
 def read_conversations(values: Mapping[str, Any], config: SupervisedDataConfig) -> list[list[Message]]:
-    """The conversation of a row for SFT; for a reward model those with the better and with the worse response.
+    """The conversation of a row for SFT and KTO; for RM and DPO those with the better and with the worse response.
 
-    Without a column of the conversation it is made of those of prompt and response. Raises ValueError.
+    Without a column of the conversation it is made of those of prompt and response; the columns of a pair may also hold
+    whole conversations. Raises ValueError.
     """
     values = plain_values(values)
     prompt_key, otherwise = config.prompt_key, ""
     needs = [Need((prompt_key,), "data.prompt_key", QUESTIONS)]
-    if isinstance(config, RMDataConfig):
+    if isinstance(config, DPODataConfig) and config.completion_key in values:
+        check_columns(values, [Need((config.label_key,), "data.label_key", ("desirable", "score", "rating"))])
+        if values[config.label_key] not in (True, False):
+            raise ValueError(f"column {config.label_key!r} must be true or false")
+        needs.append(Need((config.completion_key,), "data.completion_key", ANSWERS))
+    elif isinstance(config, RMDataConfig):
+        keys = (config.chosen_key, config.rejected_key)
+        if all(_has_prompt(values.get(key)) for key in keys):
+            return [_answer(values[key], key) for key in keys]
         needs.append(Need((config.chosen_key,), "data.chosen_key", ("better", "preferred", "accepted")))
         needs.append(Need((config.rejected_key,), "data.rejected_key", ("worse", "other")))
     elif isinstance(config, SFTDataConfig):
@@ -86,11 +116,16 @@ def read_conversations(values: Mapping[str, Any], config: SupervisedDataConfig) 
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], config: SupervisedDataConfig
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], config: SupervisedDataConfig, num_prompt: int = 0
 ) -> TokenizedText:
-    """Tokens of a conversation within `max_length`. Raises ValueError when nothing to learn is left."""
+    """Tokens of a conversation within `max_length`, of which the first `num_prompt` messages are not learnt.
+
+    Raises ValueError when nothing to learn is left.
+    """
     template_kwargs, limit = config.apply_chat_template_kwargs, config.max_length
-    prompt, response, mask = encode_conversation(tokenizer, messages, template_kwargs=template_kwargs)
+    prompt, response, mask = encode_conversation(
+        tokenizer, messages, num_prompt=num_prompt, template_kwargs=template_kwargs
+    )
     num_tokens = len(prompt) + len(response)
     if num_tokens > limit:
         if config.truncation == "error":
@@ -102,6 +137,17 @@ def encode(
     if not prompt or not any(mask):
         raise ValueError(f"with max_length={limit} no prompt or nothing to learn is left")
     return TokenizedText(array("i", prompt), array("i", response), array("b", mask))
+
+
+def _num_shared(conversations: Sequence[Sequence[Message]]) -> int:
+    """How many messages before the last one are the same in all conversations."""
+    shared = zip(*(messages[:-1] for messages in conversations), strict=False)
+    return len(list(takewhile(lambda same: all(message == same[0] for message in same), shared)))
+
+
+def _has_prompt(value: Any) -> bool:
+    """Whether a response column holds a whole conversation."""
+    return isinstance(value, list) and bool(value) and dict(value[0]).get("role", "assistant") != "assistant"
 
 
 def _answer(value: Any, key: str) -> list[Message]:

@@ -57,6 +57,8 @@ class LMEngine:
         log_probs = self.engine.forward(batch, ("log_probs",))["log_probs"].cpu()
         return {"val/loss": (-masked_sum(log_probs.double(), mask).item(), float(mask.bool().sum()))}
 
+    evaluate = evaluate_lm
+
 
 def _perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0)) if math.isfinite(loss) else math.nan

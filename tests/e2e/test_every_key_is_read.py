@@ -17,8 +17,9 @@ from rlsys.config.introspect import leaves
 from tests.config_reads import keys_read_by, schema_of
 from tests.e2e.conftest import Toy
 from tests.timing import scaled_s
-from trainer import main_eval, main_ppo, main_rm, main_sft
+from trainer import main_dpo, main_eval, main_ppo, main_rm, main_sft
 
+PAIRED = (main_rm, main_dpo)
 ROOT = Path(__file__).resolve().parents[2]
 ACTOR, ROLLOUT, ALGORITHM = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "algorithm."
 CORRECTION = ALGORITHM + "rollout_correction."
@@ -150,7 +151,7 @@ def ppo_runs(toy: Toy, folder: Path) -> list[list[str]]:
 
 def supervised_runs(toy: Toy, folder: Path, job: ModuleType) -> list[list[str]]:
     chat = {"messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]}
-    row = {"prompt": "1+1=", "chosen": "2", "rejected": "?"} if job is main_rm else chat
+    row = {"prompt": "1+1=", "chosen": "2", "rejected": "?"} if job in PAIRED else chat
     long = {"prompt": "1+1=", "response": "2" * 99, "chosen": "2" * 99, "rejected": "?"}
     for name, value in {"short": row, "long": long}.items():
         (folder / f"{name}.jsonl").write_text(f"{json.dumps(value)}\n" * 8)
@@ -158,7 +159,10 @@ def supervised_runs(toy: Toy, folder: Path, job: ModuleType) -> list[list[str]]:
     common += ["data.train_batch_size=4", "data.micro_batch_size_per_gpu=2", "data.max_length=32"]
     common += ["trainer.test_freq=1", "trainer.save_freq=1", "trainer.total_training_steps=2"]
     custom = [f"data.custom_cls.path={folder}/extensions.py", "data.custom_cls.name=Rows", "model.lora_rank=2"]
-    columns = [] if job is main_rm else ["data.messages_key=null"]
+    labelled = [{"prompt": "1+1=", "completion": text, "label": text == "2"} for text in "2?"]
+    (folder / "labelled.jsonl").write_text("\n".join(map(json.dumps, labelled * 4)))
+    files = [f"data.{part}_files={folder}/labelled.jsonl" for part in ("train", "val")]
+    columns = [] if job in PAIRED else ["data.messages_key=null"]
     runs = [
         [f"data.train_files={folder}/short.jsonl"],
         [f"data.train_files={folder}/short.jsonl", *custom],
@@ -168,6 +172,7 @@ def supervised_runs(toy: Toy, folder: Path, job: ModuleType) -> list[list[str]]:
             "data.truncation=right",
             *columns,
         ],
+        *([["dpo.loss_type=kto", *files]] if job is main_dpo else []),
     ]
     return [
         [*common, *overrides, f"trainer.default_local_dir={folder}/{number}"] for number, overrides in enumerate(runs)
@@ -243,7 +248,7 @@ def is_read_by(key: str, reader: str) -> bool:
     return name in attributes or {section, "model_dump"} <= attributes
 
 
-@pytest.mark.parametrize("job", [main_ppo, main_sft, main_rm, main_eval], ids=lambda job: job.__name__)
+@pytest.mark.parametrize("job", [main_ppo, main_sft, main_rm, main_dpo, main_eval], ids=lambda job: job.__name__)
 def test_every_key_is_read(toy: Toy, tmp_path: Path, job: ModuleType) -> None:
     read: set[str] = set()
     for argv in runs_of(job, toy, tmp_path):

@@ -1,4 +1,4 @@
-"""SFT and reward-model training, whole, in this process: they learn, evaluate, export and can be taken up again."""
+"""SFT, reward models and DPO, whole, in this process: they learn, evaluate, export and can be taken up again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.e2e.conftest import Toy
-from trainer import main_rm, main_sft
+from trainer import main_dpo, main_rm, main_sft
 
 ANSWERS = [(f"{a}+1=", str(a + 1)) for a in range(8)]
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -21,7 +21,13 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ],
     "rm": [{"prompt": q, "chosen": right, "rejected": "?"} for q, right in ANSWERS],
 }
+ROWS["dpo"] = ROWS["dpo on adapters"] = ROWS["rm"]
+ROWS["kto"] = [
+    {"prompt": q, "completion": right if number % 2 else "?", "label": number % 2 == 1}
+    for number, (q, right) in enumerate(ANSWERS)
+]
 MAINS: dict[str, Callable[[list[str]], int]] = {"sft": main_sft.main, "rm": main_rm.main}
+MORE = {"dpo": [], "dpo on adapters": ["model.lora_rank=4"], "kto": ["dpo.loss_type=kto"]}
 
 
 def run(toy: Toy, job: str, rows: Path, out: Path, num_steps: int) -> list[dict[str, Any]]:
@@ -39,12 +45,12 @@ def run(toy: Toy, job: str, rows: Path, out: Path, num_steps: int) -> list[dict[
         f"trainer.total_training_steps={num_steps}",
         f"trainer.default_local_dir={out}",
     ]
-    assert MAINS[job](arguments) == 0
+    assert MAINS.get(job, main_dpo.main)([*arguments, *MORE.get(job, [])]) == 0
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not k.startswith(("timing", "perf/"))} for line in lines]
 
 
-@pytest.mark.parametrize("job", ["sft", "rm"])
+@pytest.mark.parametrize("job", ROWS)
 def test_a_resumed_run_is_the_uninterrupted_one(
     toy: Toy, job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

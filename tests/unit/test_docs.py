@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.config import EvalConfig, PPOConfig, RMConfig, SFTConfig
+from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig
 from rlsys.config.compat.reader import compat_table
 from rlsys.config.introspect import is_open, leaves, sections
 from rlsys.config.presets import preset_names
@@ -21,7 +21,7 @@ from tests.timing import scaled_s
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-JOBS = (PPOConfig, SFTConfig, RMConfig, EvalConfig)
+JOBS = (PPOConfig, SFTConfig, RMConfig, DPOConfig, EvalConfig)
 SECTIONS = "data|actor_rollout_ref|critic|algorithm|reward|trainer|ray_kwargs|optim|model|rollout|engine"
 TOPS = ("rlsys", "workers", "trainer", "scripts", "tests")
 INCLUDE = re.compile(r'--8<-- *"([^"]+)"')

@@ -120,3 +120,12 @@ class RMDataConfig(SupervisedDataConfig):
     """Column of the better response."""
     rejected_key: t.Text = "rejected"
     """Column of the worse response."""
+
+
+class DPODataConfig(RMDataConfig):
+    """Pairs, or for KTO a prompt, a completion and whether it is desirable."""
+
+    completion_key: Annotated[t.Text, ActiveIf("dpo.loss_type", ("kto",))] = "completion"
+    """kto: column of the response."""
+    label_key: Annotated[t.Text, ActiveIf("dpo.loss_type", ("kto",))] = "label"
+    """kto: column that is true for a desirable response."""

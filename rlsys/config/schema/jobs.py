@@ -1,19 +1,29 @@
-"""The four jobs' configurations. Attribute paths are verl's keys: cfg.actor_rollout_ref.actor.ppo_mini_batch_size."""
+"""The five jobs' configurations. Attribute paths are verl's keys: cfg.actor_rollout_ref.actor.ppo_mini_batch_size."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
+
+from pydantic import Field, Strict
 
 from rlsys.config.engines import rollout_backends
 from rlsys.config.schema import types as t
 from rlsys.config.schema.actor import ActorRolloutRefConfig, CriticConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, GradingConfig, RewardConfig
-from rlsys.config.schema.base import IF_CRITIC, Registered, Section, resolve_links_from, section
-from rlsys.config.schema.data import DataConfig, PromptsConfig, RMDataConfig, SFTDataConfig, SupervisedDataConfig
+from rlsys.config.schema.base import IF_CRITIC, ActiveIf, Registered, Section, resolve_links_from, section
+from rlsys.config.schema.data import (
+    DataConfig,
+    DPODataConfig,
+    PromptsConfig,
+    RMDataConfig,
+    SFTDataConfig,
+    SupervisedDataConfig,
+)
 from rlsys.config.schema.model import CheckpointConfig, OptimConfig, PolicyModelConfig, ServedModelConfig, ShardConfig
 from rlsys.config.schema.rollout import GenerationConfig, ValKwargsConfig
 from rlsys.config.schema.trainer import EvalRunConfig, RayKwargsConfig, SupervisedRunConfig, TrainerConfig
 
+LabelNoise = Annotated[float, Strict(), Field(ge=0, lt=0.5)]
 IN_JOB_ENGINES = tuple(backend.name for backend in rollout_backends() if not backend.is_external)
 
 
@@ -61,7 +71,7 @@ class SupervisedOptimConfig(OptimConfig):
 
 
 class SupervisedConfig(Section):
-    """Keys shared by SFT and reward-model training."""
+    """Keys shared by SFT, reward-model training and DPO."""
 
     data: SupervisedDataConfig = section(SupervisedDataConfig)
     model: PolicyModelConfig = section(PolicyModelConfig)
@@ -84,6 +94,28 @@ class RMConfig(SupervisedConfig):
     """trainer.main_rm: a reward model from chosen and rejected responses (Bradley-Terry)."""
 
     data: RMDataConfig = section(RMDataConfig)
+
+
+class DPOLossConfig(Section):
+    """The loss on preferences, by TRL's names."""
+
+    loss_type: Literal["sigmoid", "ipo", "kto"] = "sigmoid"
+    """sigmoid: DPO on pairs; ipo: IPO on pairs; kto: KTO on single responses with a label."""
+    beta: t.Positive = 0.1
+    """How strongly the policy is held to the reference; more is closer."""
+    label_smoothing: Annotated[LabelNoise, ActiveIf(".loss_type", ("sigmoid",))] = 0.0
+    """sigmoid: probability that a label is wrong (cDPO)."""
+    desirable_weight: Annotated[t.Positive, ActiveIf(".loss_type", ("kto",))] = 1.0
+    """kto: weight of desirable responses."""
+    undesirable_weight: Annotated[t.Positive, ActiveIf(".loss_type", ("kto",))] = 1.0
+    """kto: weight of undesirable responses."""
+
+
+class DPOConfig(SupervisedConfig):
+    """trainer.main_dpo: a policy from preferences, held to the model that it starts from."""
+
+    data: DPODataConfig = section(DPODataConfig)
+    dpo: DPOLossConfig = section(DPOLossConfig)
 
 
 class EvalRolloutConfig(GenerationConfig):

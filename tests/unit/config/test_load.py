@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rlsys.config import EvalConfig, PPOConfig, RMConfig, SFTConfig, load_config, main_config
+from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig, load_config, main_config
 from rlsys.config.arguments import parse_arguments
 from rlsys.config.compat.reader import FILES, compat_table, read_blocks
 from rlsys.config.help import describe
@@ -24,7 +24,7 @@ from rlsys.config.presets import preset_names, presets_folder
 from rlsys.config.schema.base import Section
 from tests.timing import scaled_s
 
-JOBS = [PPOConfig, SFTConfig, RMConfig, EvalConfig]
+JOBS = [PPOConfig, SFTConfig, RMConfig, DPOConfig, EvalConfig]
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
 
@@ -546,7 +546,7 @@ def test_self_may_come_first(folder: Path) -> None:
     assert (cfg.data.train_batch_size, cfg.data.seed) == (48, 4)
 
 
-SCHEMA_OF = {"sft_trainer": SFTConfig, "rm_trainer": RMConfig, "eval": EvalConfig}
+SCHEMA_OF = {"sft_trainer": SFTConfig, "rm_trainer": RMConfig, "dpo_trainer": DPOConfig, "eval": EvalConfig}
 
 
 @pytest.mark.parametrize("name", preset_names())

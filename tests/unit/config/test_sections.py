@@ -9,9 +9,9 @@ from rlsys.config.introspect import leaves, nest, sections
 from rlsys.config.merge import Layers
 from rlsys.config.schema.actor import ActorConfig, CriticConfig
 from rlsys.config.schema.base import Section
-from rlsys.config.schema.jobs import EvalConfig, PPOConfig, RMConfig, SFTConfig
+from rlsys.config.schema.jobs import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig
 
-JOBS = (PPOConfig, SFTConfig, RMConfig, EvalConfig)
+JOBS = (PPOConfig, SFTConfig, RMConfig, DPOConfig, EvalConfig)
 
 
 def values_of(section: Section) -> dict[str, object]:

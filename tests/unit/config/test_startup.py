@@ -75,7 +75,7 @@ def test_help_may_be_cut_off_by_its_reader() -> None:
     assert "Error" not in done.stderr
 
 
-@pytest.mark.parametrize("program", ["main_ppo", "main_sft", "main_rm", "main_eval"])
+@pytest.mark.parametrize("program", ["main_ppo", "main_sft", "main_rm", "main_dpo", "main_eval"])
 def test_every_job_reports_a_wrong_setting(program: str) -> None:
     done, seconds = run("-X", "importtime", "-m", f"trainer.{program}", "no.such.key=1")
     assert done.returncode == 2

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rlsys.config.schema.data import RMDataConfig, SFTDataConfig
+from rlsys.config.schema.data import DPODataConfig, RMDataConfig, SFTDataConfig
 from rlsys.data.collate import (
     collate_prompts,
     collate_texts,
@@ -173,6 +173,34 @@ def test_pairs_become_neighbouring_rows(tmp_path: Path) -> None:
     responses = [tokenizer().decode(r, skip_special_tokens=True) for r in data.batch["responses"].tolist()]
     assert responses == ["2", "34"]
     assert torch.equal(data.batch["prompts"][0], data.batch["prompts"][1])
+
+
+def test_whole_conversations_of_a_pair_share_their_prompt(tmp_path: Path) -> None:
+    shared = [{"role": r, "content": c} for r, c in (("user", "1"), ("assistant", "2"), ("user", "3"))]
+    answers = {"chosen": "4", "rejected": "56"}
+    row = {name: [*shared, {"role": "assistant", "content": text}] for name, text in answers.items()}
+    ((chosen, rejected),) = load_texts(jsonl(tmp_path / "a.jsonl", [row]), tokenizer(), DPODataConfig())
+    with_prompt = jsonl(tmp_path / "b.jsonl", [{"prompt": shared, **answers}])
+    ((same, _),) = load_texts(with_prompt, tokenizer(), DPODataConfig())
+    assert list(chosen.prompt_ids) == list(rejected.prompt_ids) == list(same.prompt_ids)
+    texts = [tokenizer().decode(text.response_ids, skip_special_tokens=True) for text in (chosen, rejected, same)]
+    assert texts == ["4", "56", "4"]
+
+
+def test_a_labelled_response_is_followed_by_its_prompt_with_another_rows_response(tmp_path: Path) -> None:
+    rows = [{"prompt": p, "completion": c, "label": c == "22"} for p, c in (("11", "22"), ("3", "4444"), ("5", "6"))]
+    config = DPODataConfig(max_length=9)
+    dataset = load_texts(jsonl(tmp_path / "a.jsonl", rows), tokenizer(), config)
+    data = collate_texts(list(dataset), pad_token_id=PAD)
+    assert data.batch is not None
+    responses = [tokenizer().decode(r, skip_special_tokens=True) for r in data.batch["responses"].tolist()]
+    assert responses == ["22", "4444", "4444", "6", "6", "22"]
+    assert data.batch["response_mask"].sum(1).tolist() == [3, 4, 5, 2, 2, 3]
+    assert data.batch["is_desirable"].tolist() == [True, False, False, False, False, False]
+    for bad, message in (({"label": 2}, "'label' must be true or false"), ({}, "data.label_key=<column>")):
+        file = jsonl(tmp_path / "bad.jsonl", [{"prompt": "1", "completion": "2"} | bad])
+        with pytest.raises(DataError, match=message):
+            load_texts(file, tokenizer(), config)
 
 
 BAD_TEXTS: dict[str, tuple[dict[str, Any], str]] = {

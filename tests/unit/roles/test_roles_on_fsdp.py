@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from rlsys.config.schema.actor import ActorConfig, CriticConfig
+from rlsys.config.schema.jobs import DPOLossConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.actor import PPOActor
 from rlsys.roles.critic import PPOCritic
+from rlsys.roles.dpo import DPOEngine
 from rlsys.roles.lm import LMEngine, mean_over_ranks
 from rlsys.roles.reward_model import RWEngine
 from tests.contracts.train_engine import MODELS, Case, fsdp_engine, make_batch, reference_model
@@ -30,6 +32,7 @@ def batch_of(rank: int, ranks: int) -> DataProto:
     held = {name: values[ROWS] for name, values in make_batch().items()}
     weights = held["weights"] * held["response_mask"]
     held |= {"advantages": weights, "returns": weights, "old_log_probs": weights.abs().neg() - 4, "values": 0 * weights}
+    held["is_desirable"] = torch.tensor([True, True, False, False, True, True])
     bounds = {1: [0, 6], 2: [0, 4, 6]}[ranks]
     return DataProto.from_dict(held, meta_info={"temperature": 0.7})[bounds[rank] : bounds[rank + 1]]
 
@@ -53,7 +56,17 @@ def _roles(head: str) -> dict[str, Any]:
         ).ppo_update(b)
         for mode in MODES
     }
-    return {"lm": lambda e, b: LMEngine(e).train_lm(b), **actors}
+    preferences = {name: lambda e, b, name=name: preferred(e, b, name) for name in ("sigmoid", "ipo", "kto")}
+    return {"lm": lambda e, b: LMEngine(e).train_lm(b), **actors, **preferences}
+
+
+def preferred(engine: Any, batch: DataProto, loss_type: Any) -> dict[str, Any]:
+    """The second update, when policy and reference differ."""
+    reference = fsdp_engine(MODELS[MODEL], "lm", SPLITS[0])
+    role = DPOEngine(engine, DPOLossConfig(loss_type=loss_type, beta=0.5), reference)
+    role.train_batch(batch)
+    measured = role.evaluate(batch)
+    return {**role.train_batch(batch), "measured": measured}
 
 
 def reward(engine: Any, batch: DataProto) -> dict[str, Any]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rlsys.config import SFTConfig, load_config
+import pytest
+
+from rlsys.config import DPOConfig, SFTConfig, load_config
 from rlsys.data.start_assets import build_tokenizer
+from rlsys.utils.errors import ConfigError
 from trainer.supervised import load_rows
 
 OWN = """
@@ -45,3 +48,14 @@ def test_a_part_of_the_rows_is_drawn_by_the_seed_where_rows_are_shuffled(tmp_pat
     drawn = [answers(sft_config(tmp_path, *some, f"data.seed={seed}")) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert answers(sft_config(tmp_path, *some, "data.shuffle=false")) == ["0", "1", "2", "3", "4"]
+
+
+def test_pairs_and_labels_are_asked_for_by_the_loss(tmp_path: Path) -> None:
+    pair, single = {"prompt": "1", "chosen": "2", "rejected": "3"}, {"prompt": "1", "completion": "2", "label": True}
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    for row, loss_type, needed in ((pair, "kto", "completion and label"), (single, "sigmoid", "chosen and rejected")):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+        common = [f"model.path={tmp_path}", f"data.train_files={tmp_path}/rows.jsonl", "data.train_batch_size=1"]
+        config = load_config([*common, f"dpo.loss_type={loss_type}"], DPOConfig)
+        with pytest.raises(ConfigError, match=needed):
+            load_rows(config, build_tokenizer())
