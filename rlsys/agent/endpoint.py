@@ -1,4 +1,4 @@
-"""OpenAI's chat completions over HTTP, so that any program that speaks them is an agent that can be trained.
+"""OpenAI's and Anthropic's APIs over HTTP, so that any program that speaks them is an agent that can be trained.
 
 An episode has its own base URL and a random key. What a conversation repeats of the episode's earlier draws keeps its
 tokens; a rewritten or compacted history becomes a branch. Requests are answered on loopback only.
@@ -11,13 +11,16 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
+from types import ModuleType
 from typing import Any
 
 from aiohttp import web
 
+from rlsys.agent import anthropic_messages, responses_api
 from rlsys.agent.session import Answer, EpisodeEnd, Session
 
 MAX_BODY_BYTES = 64 << 20
@@ -68,6 +71,8 @@ class Endpoint:
     async def _start(self) -> None:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._checked])
         app.router.add_post("/e/{episode}/v1/chat/completions", self._complete)
+        app.router.add_post("/e/{episode}/v1/responses", partial(self._translate, responses_api))
+        app.router.add_post("/e/{episode}/v1/messages", partial(self._translate, anthropic_messages))
         app.router.add_get("/e/{episode}/v1/models", self._models)
         app.router.add_post("/e/{episode}/v1/reward", self._reward)
         self._runner = web.AppRunner(app, access_log=None)
@@ -80,7 +85,7 @@ class Endpoint:
     async def _checked(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """The answer of a handler to a program that may ask; errors in OpenAI's form."""
         episode = self._episodes.get(request.match_info.get("episode", ""))
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         if episode is None:
             return _error(404, "not_found", "there is no open episode at this URL; it may have ended")
         if not hmac.compare_digest(given.encode(), episode.key.encode()):
@@ -103,26 +108,38 @@ class Endpoint:
         return web.json_response({})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        episode = self._episodes[request.match_info["episode"]]
         body = await request.json()
+        completion = await self._completion(request, body)
+        if body.get("stream"):
+            return await _stream(request, _chunks(completion), last=b"data: [DONE]\n\n")
+        return web.json_response(completion)
+
+    async def _translate(self, api: ModuleType, request: web.Request) -> web.StreamResponse:
+        """Answer a request of another API by a chat completion."""
+        body = await request.json()
+        response = api.response(await self._completion(request, api.chat_request(body)), body)
+        if body.get("stream"):
+            return await _stream(request, api.events(response))
+        return web.json_response(response)
+
+    async def _completion(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, Any]:
+        episode = self._episodes[request.match_info["episode"]]
         answers = await self._drawn(episode, body, is_retry=request.headers.get("x-stainless-retry-count", "0") != "0")
         episode.last = answers[0]
-        choices = [_choice(number, answer) for number, answer in enumerate(answers)]
         parent = answers[0].span.parent
         num_prompt, num_drawn = parent.num_tokens if parent else 0, sum(len(a.span.ids) for a in answers)
-        completion = {
+        return {
             "id": f"chatcmpl-{secrets.token_hex(8)}",
+            "object": "chat.completion",
             "created": int(time.time()),
-            "model": str(body.get("model", "policy")),
+            "model": str(body.get("model") or "policy"),
+            "choices": [_choice(number, answer) for number, answer in enumerate(answers)],
             "usage": {
                 "prompt_tokens": num_prompt,
                 "completion_tokens": num_drawn,
                 "total_tokens": num_prompt + num_drawn,
             },
         }
-        if body.get("stream"):
-            return await _streamed(request, completion, choices)
-        return web.json_response({**completion, "object": "chat.completion", "choices": choices})
 
     async def _drawn(self, episode: OpenEpisode, body: Mapping[str, Any], *, is_retry: bool) -> list[Answer]:
         """The answers to a request; a client's repetition of one gets the same answers."""
@@ -177,27 +194,28 @@ def _choice(number: int, answer: Answer) -> dict[str, Any]:
     return {"index": number, "message": message, "finish_reason": reason, "logprobs": None}
 
 
-async def _streamed(
-    request: web.Request, completion: Mapping[str, Any], choices: list[dict[str, Any]]
-) -> web.StreamResponse:
-    """The whole answer as one chunk of server-sent events, then the end of each choice."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
-    usage = {key: value for key, value in completion.items() if key != "usage"}
-    for choice in choices:
+def _chunks(completion: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The events of a streamed completion: each choice as one chunk and its end, then the usage."""
+    head = {**completion, "object": "chat.completion.chunk"}
+    usage = head.pop("usage")
+    for choice in completion["choices"]:
         delta = dict(choice["message"])
         if "tool_calls" in delta:
             delta["tool_calls"] = [{**call, "index": at} for at, call in enumerate(delta["tool_calls"])]
         for part, reason in ((delta, None), ({}, choice["finish_reason"])):
-            event = {"index": choice["index"], "delta": part, "finish_reason": reason}
-            await _event(response, {**usage, "object": "chat.completion.chunk", "choices": [event]})
-    await _event(response, {**completion, "object": "chat.completion.chunk", "choices": []})
-    await response.write(b"data: [DONE]\n\n")
+            yield {**head, "choices": [{"index": choice["index"], "delta": part, "finish_reason": reason}]}
+    yield {**head, "choices": [], "usage": usage}
+
+
+async def _stream(request: web.Request, events: Iterable[Mapping[str, Any]], last: bytes = b"") -> web.StreamResponse:
+    """Server-sent events, with the type of those that have one as their name."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for event in events:
+        name = f"event: {event['type']}\n" if "type" in event else ""
+        await response.write(f"{name}data: {json.dumps(event)}\n\n".encode())
+    await response.write(last)
     return response
-
-
-async def _event(response: web.StreamResponse, event: Mapping[str, Any]) -> None:
-    await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
 
 
 def _error(status: int, code: str, message: str) -> web.Response:

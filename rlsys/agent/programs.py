@@ -51,7 +51,10 @@ class _Program:
 
 
 class CommandWorkflow(_Program):
-    """Runs a command for each episode, with OPENAI_BASE_URL, OPENAI_API_KEY and the row as JSON in RLSYS_ROW."""
+    """Runs a command for each episode, with OPENAI_BASE_URL, OPENAI_API_KEY and the row as JSON in RLSYS_ROW.
+
+    ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY name the same episode.
+    """
 
     def __init__(self, command: str) -> None:
         super().__init__()
@@ -59,6 +62,8 @@ class CommandWorkflow(_Program):
 
     async def _call(self, row: Mapping[str, Any], episode: OpenEpisode) -> None:
         environment = {"OPENAI_BASE_URL": episode.base_url, "OPENAI_API_KEY": episode.key, "NO_PROXY": "127.0.0.1"}
+        environment["ANTHROPIC_BASE_URL"] = episode.base_url.removesuffix("/v1")
+        environment["ANTHROPIC_API_KEY"] = episode.key
         with tempfile.TemporaryFile() as output:
             process = await asyncio.create_subprocess_shell(
                 self.command,

@@ -147,6 +147,27 @@ async def test_a_bad_request_is_answered_and_counted(episode, body, message):
     assert session.counts["bad_requests"] == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/responses", {"input": "a", "previous_response_id": "resp_1"}, "responses are not stored"),
+        (
+            "/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input_image is not supported",
+        ),
+        ("/responses", {"input": "a", "tools": [{"type": "web_search"}]}, "only functions are supported"),
+        ("/responses", {}, "KeyError: 'input'"),
+        ("/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text and tools"),
+    ],
+)
+async def test_what_other_apis_cannot_ask_for_is_answered_and_counted(episode, path, body, message):
+    client, engine, session = episode
+    status, answer = await client.post(body, path)
+    assert (status, message in answer["error"]["message"]) == (400, True), answer
+    assert (session.counts["bad_requests"], engine.draws) == (1, [])
+
+
 async def test_wrong_keys_origins_and_ended_episodes_get_nothing(episode):
     client, engine, _ = episode
     body = {"messages": [user("a")]}
@@ -227,7 +248,6 @@ assert client.models.list().data[0].id == "policy"
 
 
 def test_the_openai_client_runs_unchanged(tmp_path):
-    pytest.importorskip("openai")
     (tmp_path / "agent.py").write_text(OPENAI)
     result = run_program(CommandWorkflow(f"{sys.executable} {tmp_path / 'agent.py'}"))
     assert (result.end, result.num_turns, len(result.rows), result.error) == ("stop", 3, 1, "")

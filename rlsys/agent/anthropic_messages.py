@@ -1,0 +1,86 @@
+"""Anthropic's Messages API in terms of chat completions: requests become chat messages, completions become messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
+
+
+def chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat completion that a message asks for. ValueError for content other than text and tools."""
+    messages = [{"role": "system", "content": _text(body["system"])}] if body.get("system") else []
+    for message in body["messages"]:
+        messages += _chat_messages(message)
+    tools = [
+        {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
+        for tool in body.get("tools") or []
+    ]
+    return {
+        "model": body.get("model"),
+        "messages": messages,
+        "tools": [{"type": "function", "function": tool} for tool in tools],
+        "tool_choice": (body.get("tool_choice") or {}).get("type"),
+        "max_tokens": body.get("max_tokens"),
+    }
+
+
+def response(completion: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat completion as the message that answers `body`."""
+    (choice,) = completion["choices"]
+    message, usage = choice["message"], completion["usage"]
+    content: list[dict[str, Any]] = [{"type": "text", "text": message["content"]}] if message["content"] else []
+    for call in message.get("tool_calls") or []:
+        function = call["function"]
+        called = {"name": function["name"], "input": json.loads(function["arguments"])}
+        content.append({"type": "tool_use", "id": call["id"], **called})
+    return {
+        "id": completion["id"].replace("chatcmpl-", "msg_"),
+        "type": "message",
+        "role": "assistant",
+        "model": completion["model"],
+        "content": content,
+        "stop_reason": STOP_REASONS[choice["finish_reason"]],
+        "stop_sequence": None,
+        "usage": {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]},
+    }
+
+
+def events(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The events of a streamed message: its blocks, each as one piece."""
+    yield {"type": "message_start", "message": {**whole, "content": [], "stop_reason": None}}
+    for index, block in enumerate(whole["content"]):
+        if block["type"] == "text":
+            empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
+        else:
+            empty = {**block, "input": {}}
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+        yield {"type": "content_block_start", "index": index, "content_block": empty}
+        yield {"type": "content_block_delta", "index": index, "delta": delta}
+        yield {"type": "content_block_stop", "index": index}
+    ended = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    yield {"type": "message_delta", "delta": ended, "usage": whole["usage"]}
+    yield {"type": "message_stop"}
+
+
+def _chat_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The chat messages of one message: each tool result is one of its own, before the text beside it."""
+    content = message["content"]
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if other := {block["type"] for block in blocks} - {"text", "tool_use", "tool_result"}:
+        raise ValueError(f"content of type {', '.join(sorted(other))} is not supported, only text and tools")
+    of = {kind: [block for block in blocks if block["type"] == kind] for kind in ("text", "tool_use", "tool_result")}
+    for result in of["tool_result"]:
+        yield {"role": "tool", "tool_call_id": result["tool_use_id"], "content": _text(result.get("content", ""))}
+    calls = [
+        {"id": b["id"], "type": "function", "function": {"name": b["name"], "arguments": json.dumps(b["input"])}}
+        for b in of["tool_use"]
+    ]
+    if of["text"] or calls:
+        yield {"role": message["role"], "content": _text(of["text"])} | ({"tool_calls": calls} if calls else {})
+
+
+def _text(content: str | list[dict[str, Any]]) -> str:
+    return content if isinstance(content, str) else "".join(block["text"] for block in content)
