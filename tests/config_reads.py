@@ -58,9 +58,9 @@ def keys_read_by(job: ModuleType, argv: list[str]) -> set[str]:
     read: set[str] = set()
     run_job = job.run_job
 
-    def recorded(config: Section, work: str, argv: list[str]) -> int:
+    def recorded(config: Section, work: str) -> int:
         with recorded_reads(config) as keys:
-            code = run_job(config, work, argv)
+            code = run_job(config, work)
         read.update(keys)
         return code
 

@@ -23,10 +23,10 @@ from rlsys.interfaces import ExperienceSource
 from trainer.async_source import AsyncSource
 from trainer.episodes import EpisodeRollout, EpisodeSource, graded_rollout
 from trainer.epochs import EpochSource
-from trainer.evaluation import OnValidation, Validation, validation
+from trainer.evaluation import OnValidation, Validation
 from trainer.generation import GradedRollout
 from trainer.groups import WorkerGroups
-from trainer.parity import LOST, REFUSED, ParityProbe, Scorer, probe_prompts
+from trainer.parity import ParityProbe, Scorer, probe_prompts
 from trainer.prompt_groups import PromptGroups
 from trainer.prompts import num_steps, training_prompts
 from trainer.reporting import Reporter
@@ -115,24 +115,17 @@ def assemble(
             rollout=scorer,
             actor=groups.actor,
             residency=residency,
-            refusals=REFUSED if pools.external else () if pools.colocated else LOST,
         )
+        rows = inputs.val_dataset
+        validation = None if rows is None else Validation(cfg, rows, graded, on_validation, cfg.data.seed)
         return TrainerParts(
             source,
             Steps(cfg, plan, groups, residency, reporter, get_kl_controller(cfg.algorithm.kl_ctrl)),
             weights,
-            _validation(cfg, inputs, graded, on_validation),
+            validation,
             parity,
             stack.pop_all().close,
         )
-
-
-def _validation(
-    cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, on_validation: OnValidation
-) -> Validation | None:
-    if inputs.val_dataset is None:
-        return None
-    return validation(cfg, inputs.val_dataset, graded, on_validation, seed=cfg.data.seed)
 
 
 def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet: RolloutFleet) -> ExperienceSource:

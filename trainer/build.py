@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer,
 from trainer.checkpoint import CheckpointStore
 from trainer.episodes import load_agents
 from trainer.groups import Role
-from trainer.job import Begin
 from trainer.local_files import with_local_files
 from trainer.loop import completed
 from trainer.ppo import RayPPOTrainer, num_checkpoints
 from trainer.prompts import num_steps, prompt_datasets
 from trainer.rewards import check_data_sources
+from trainer.run_folder import Begin, run_folder
 from trainer.start_model import with_start_assets
 from trainer.weight_push import drops_weights_on_sleep
 from workers.actor import ActorWorker
@@ -54,11 +55,15 @@ def build_trainer(
     """The trainer of a configuration, of a class of your own if given; its workers start with `init_workers()`.
 
     Without a `backend` one is started: on the running Ray cluster, on a new one, or in this process for
-    trainer.backend=local.
+    trainer.backend=local. Until the trainer is closed it holds the run's folder, as a job does.
     """
-    start, run = prepare(config), config.trainer
-    backend = backend or start_backend(run, config.ray_kwargs, num_ranks=start.plan.pools.total_ranks)
-    return _build(start, backend, trainer_cls)
+    with ExitStack() as stack:
+        stack.enter_context(run_folder(config))()
+        start, run = prepare(config), config.trainer
+        backend = backend or start_backend(run, config.ray_kwargs, num_ranks=start.plan.pools.total_ranks)
+        trainer = _build(start, backend, trainer_cls)
+        trainer.folder = stack.pop_all()
+    return trainer
 
 
 @dataclass(frozen=True)
@@ -71,10 +76,7 @@ class PreparedRun:
     tokenizer: PreTrainedTokenizerBase
     train_rows: PromptDataset
     val_rows: PromptDataset | None
-
-    @property
-    def num_steps(self) -> int:
-        return num_steps(self.config, self.train_rows)
+    num_steps: int
 
 
 def prepare(config: PPOConfig) -> PreparedRun:
@@ -90,7 +92,8 @@ def prepare(config: PPOConfig) -> PreparedRun:
     load_agents(config, tokenizer)
     train_rows, val_rows = prompt_datasets(config, tokenizer)
     check_data_sources(config.reward, train_rows.data_sources + (val_rows.data_sources if val_rows else ()))
-    return PreparedRun(config, plan, libraries, tokenizer, train_rows, val_rows)
+    steps = num_steps(config, train_rows)
+    return PreparedRun(config, plan, libraries, tokenizer, train_rows, val_rows, steps)
 
 
 def _build(
@@ -144,10 +147,10 @@ def place_roles(config: PPOConfig, plan: BatchPlan) -> tuple[dict[Role, str], di
     lora = config.actor_rollout_ref.model
     if plan.use_reference and not (lora.lora_rank or lora.lora_adapter_path):
         mapping[Role.RefPolicy] = "train"
-    if config.reward.reward_model.enable:
+    grader = config.reward.reward_model
+    if grader.enable:
         mapping[Role.RewardModel] = "reward_model" if plan.pools.reward_model_ranks else "train"
         if plan.pools.reward_model_ranks:
-            grader = config.reward.reward_model
             pools["reward_model"] = [grader.n_gpus_per_node] * grader.nnodes
     return mapping, pools
 

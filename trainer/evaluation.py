@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,10 +24,10 @@ from trainer.dumps import dump, sample_rows
 from trainer.episodes import graded_rollout, load_agents
 from trainer.generation import GradedRollout, validation_sampling
 from trainer.groups import RolloutGroup, start_group
-from trainer.job import Begin
 from trainer.local_files import with_local_files
 from trainer.prompts import load_prompts
 from trainer.rewards import check_data_sources, reward_pool
+from trainer.run_folder import Begin
 from workers.build import EngineRun
 from workers.rollout import rollout_worker_cls
 
@@ -37,16 +37,20 @@ OnValidation = Callable[[DataProto, int], None]
 
 @dataclass(frozen=True)
 class Validation:
-    """Answers the prompts of `batches()` by `rollout` and grades them; `on_validation` gets all answers."""
+    """Answers the prompts of `dataset` as val_kwargs say and grades them; `on_validation` gets all answers."""
 
-    batches: Callable[[], list[DataProto]]
+    cfg: PPOConfig | EvalConfig
+    dataset: PromptDataset
     rollout: GradedRollout
     on_validation: OnValidation
     seed: int
 
     def run(self, step: int) -> dict[str, float]:
         """`val-core/*` and `val-aux/*` by verl's names."""
-        graded = [self.rollout.make(prompts, step=step, call=call)[0] for call, prompts in enumerate(self.batches())]
+        num_answers = self.cfg.actor_rollout_ref.rollout.val_kwargs.n
+        sampling = validation_sampling(self.cfg)
+        rollout = replace(self.rollout, sampling=sampling, num_answers=num_answers, greedy_baseline=False)
+        graded = [rollout.make(prompts, step=step, call=call)[0] for call, prompts in enumerate(self.batches())]
         whole = graded[0] if len(graded) == 1 else DataProto.concat(graded)
         self.on_validation(whole, step)
         infos = {"reward": whole.tensors["token_level_scores"].sum(-1).tolist(), **numeric_columns(whole)}
@@ -57,42 +61,19 @@ class Validation:
             seed=self.seed,
         )
 
-
-def validation(
-    cfg: PPOConfig | EvalConfig,
-    dataset: PromptDataset,
-    rollout: GradedRollout,
-    on_validation: OnValidation,
-    *,
-    seed: int,
-) -> Validation:
-    """Validation by a fleet and graders, with the sampling of val_kwargs."""
-    size = cfg.data.val_batch_size or len(dataset)
-
-    def batches() -> list[DataProto]:
-        return [
-            collate_prompts(
-                [dataset[i] for i in range(start, min(start + size, len(dataset)))],
-                prompt_length=cfg.data.max_prompt_length,
-                pad_token_id=rollout.pad_token_id,
-            )
-            for start in range(0, len(dataset), size)
-        ]
-
-    num_answers = cfg.actor_rollout_ref.rollout.val_kwargs.n
-    validating = replace(rollout, sampling=validation_sampling(cfg), num_answers=num_answers, greedy_baseline=False)
-    return Validation(batches, validating, on_validation, seed)
+    def batches(self) -> Iterator[DataProto]:
+        """The prompts, data.val_batch_size at a time."""
+        size, length = self.cfg.data.val_batch_size or len(self.dataset), self.cfg.data.max_prompt_length
+        for start in range(0, len(self.dataset), size):
+            rows = [self.dataset[row] for row in range(start, min(start + size, len(self.dataset)))]
+            yield collate_prompts(rows, prompt_length=length, pad_token_id=self.rollout.pad_token_id)
 
 
 def numeric_columns(batch: DataProto) -> dict[str, list[Any]]:
     """What graders returned beside the score: columns of numbers, and `pred` for majority votes."""
-    names = batch.meta_info.get("reward_extra_keys", ())
-    columns = {name: batch.non_tensor_batch[name] for name in names}
-    return {name: list(values) for name, values in columns.items() if name == "pred" or _is_numeric(values)}
-
-
-def _is_numeric(values: np.ndarray) -> bool:
-    return all(isinstance(value, int | float | bool | np.number) for value in values)
+    columns = {name: list(batch.non_tensor_batch[name]) for name in batch.meta_info.get("reward_extra_keys", ())}
+    numbers = (int, float, np.bool_, np.number)
+    return {n: values for n, values in columns.items() if n == "pred" or all(isinstance(v, numbers) for v in values)}
 
 
 def run_evaluation(config: EvalConfig, begin: Begin) -> None:
@@ -141,4 +122,4 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
             for prompt, answer, score in sample_rows(batch, tokenizer, run.log_val_generations, seed=42):
                 print(f"--- score {score:g}\n{prompt}\n>>> {answer}")
 
-        return validation(config, dataset, graded, show, seed=42).run(0)
+        return Validation(config, dataset, graded, show, seed=42).run(0)

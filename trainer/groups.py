@@ -166,17 +166,20 @@ def stage_deadlines(deadlines: DeadlinesConfig) -> dict[str, float]:
 
 
 def start_groups(
-    mapping: Mapping[Role, ClassWithInitArgs],
+    workers: Mapping[Any, ClassWithInitArgs],
     manager: ResourcePoolManager[Any],
     *,
     group_cls: Callable[..., WorkerGroup],
     deadlines: Mapping[str, float],
-) -> WorkerGroups:
-    """Start one process group per pool, each process playing all roles of its pool, and load the models."""
+) -> dict[str, Any]:
+    """Start one process group per pool, each process playing all roles of its pool, and load the models.
+
+    Returns a group for each role, to which the caller gives the type of the role's protocol.
+    """
     manager.create_resource_pool()
     by_pool: dict[str, dict[str, ClassWithInitArgs]] = {}
-    for role, worker in mapping.items():
-        by_pool.setdefault(manager.mapping[role], {})[role.value] = worker
+    for role, worker in workers.items():
+        by_pool.setdefault(manager.mapping[role], {})[str(role)] = worker
     groups: dict[str, Any] = {}
     try:
         for pool, roles in by_pool.items():
@@ -194,23 +197,11 @@ def start_groups(
         for group in groups.values():
             group.close()
         raise
-    return WorkerGroups(**groups)
+    return groups
 
 
 def start_group(backend: WorkerBackend, run: RunConfig, role: str, worker: type, *args: object) -> Any:
-    """Start the group of a job with one role on all its processes, and load its model.
-
-    `args` build each `worker`. The caller gives the result the type of the role's protocol.
-    """
+    """The group of a job with one role, on all its processes; `args` build each `worker`."""
     manager = backend.make_manager({role: [run.n_gpus_per_node] * run.nnodes}, {role: role})
-    manager.create_resource_pool()
-    made = backend.worker_cls(worker, *args)
-    deadlines = stage_deadlines(run.deadlines)
-    group: Any = backend.group_cls(manager.resource_pool_dict[role], made, role=role, deadlines=deadlines)
-    try:
-        log.info("loading the model of %s", role)
-        group.init_model()
-    except BaseException:
-        group.close()
-        raise
-    return group
+    workers, deadlines = {role: backend.worker_cls(worker, *args)}, stage_deadlines(run.deadlines)
+    return start_groups(workers, manager, group_cls=backend.group_cls, deadlines=deadlines)[role]

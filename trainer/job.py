@@ -20,41 +20,14 @@ from typing import TextIO, TypeVar
 
 from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config
 from rlsys.data.first_rows import check_first_rows
-from rlsys.utils.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    DeadlineError,
-    ParityError,
-    RewardError,
-    RolloutError,
-    WeightTransferError,
-    WorkerError,
-)
+from rlsys.telemetry.log import FILE_ONLY, get_logger, setup_logging
+from rlsys.utils import errors
 from trainer.summary import summary_lines
 
 C = TypeVar("C", PPOConfig, SFTConfig, RMConfig, DPOConfig, EvalConfig)
-Begin = Callable[[], None]
-Job = Callable[[object, Begin], str | None]
-EXPECTED_ERRORS = (
-    ConfigError,
-    DataError,
-    CheckpointError,
-    DeadlineError,
-    ParityError,
-    RewardError,
-    RolloutError,
-    WeightTransferError,
-    WorkerError,
-)
+EXPECTED_ERRORS = tuple(one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, Exception))
 STOP_S = 30.0
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM)
-PROGRAMS = {
-    PPOConfig: "trainer.main_ppo",
-    SFTConfig: "trainer.main_sft",
-    RMConfig: "trainer.main_rm",
-    DPOConfig: "trainer.main_dpo",
-}
 
 
 def checked_config(argv: Sequence[str] | None, schema: type[C]) -> C:
@@ -80,27 +53,21 @@ def _memory_line(config: C) -> str:
     return memory_line(config)
 
 
-def run_job(config: C, job: str, argv: Sequence[str] | None = None) -> int:
+def run_job(config: C, job: str) -> int:
     """Run the function `job` ("module:name") and print a summary; returns the exit code (see `Outcome`).
 
     It is called with the configuration and a function to call when it knows that there is work to do, so that the run's
     folder says what it is. What it returns replaces the first line of the summary.
     """
-    from rlsys.telemetry.log import FILE_ONLY, get_logger, setup_logging
-
     setup_logging()
     start = time.perf_counter()
     with exit_on_sigterm(), ExitStack() as stack:
         with report_errors(sys.stderr) as outcome:
-            from trainer.run_folder import RunFolder, make_root
+            from trainer.run_folder import run_folder
 
-            make_root(config.trainer)
-            begin: Begin = do_nothing
-            if not isinstance(config, EvalConfig):
-                command = ["python", "-m", PROGRAMS[type(config)], *(sys.argv[1:] if argv is None else argv)]
-                begin = stack.enter_context(RunFolder(config, command)).begin
+            begin = stack.enter_context(run_folder(config))
             module, _, name = job.partition(":")
-            run: Job = getattr(import_module(module), name)
+            run: Callable[[C, Callable[[], None]], str | None] = getattr(import_module(module), name)
             outcome.text = run(config, begin) or f"rlsys: done in {time.perf_counter() - start:.0f} s"
             print(outcome.text)
         if outcome.exit_code != 2:
@@ -108,10 +75,6 @@ def run_job(config: C, job: str, argv: Sequence[str] | None = None) -> int:
             get_logger(FILE_ONLY).info("%s\n%s", outcome.text, summary)
             print(summary, flush=True)
     return outcome.exit_code
-
-
-def do_nothing() -> None:
-    """What an evaluation writes into the folder of a run before it starts."""
 
 
 @dataclass
@@ -129,16 +92,18 @@ class Outcome:
 
 @contextmanager
 def report_errors(out: TextIO) -> Iterator[Outcome]:
-    """Print expected errors without a traceback and re-raise the rest."""
+    """Print the error that ends the job, without a traceback if it is an expected one."""
     outcome = Outcome()
     try:
         yield outcome
     except EXPECTED_ERRORS as error:
-        outcome.report(f"{type(error).__name__}: {error}", 2 if isinstance(error, ConfigError) else 1, out)
-    except OSError as error:
-        if error.errno not in DISK_ERRNOS:
-            raise
-        outcome.report(f"a file could not be written or read: {error}", 1, out)
+        outcome.report(f"{type(error).__name__}: {error}", 2 if isinstance(error, errors.ConfigError) else 1, out)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
+            outcome.report(f"a file could not be written or read: {error}", 1, out)
+        else:
+            get_logger(__name__).exception("unexpected error")
+            outcome.report(f"{type(error).__name__}: {error}", 1, out)
     except KeyboardInterrupt:
         outcome.report("interrupted (Ctrl-C)", 130, out)
     except SystemExit as stop:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from rlsys.config.schema.trainer import TrainingConfig
@@ -34,6 +35,7 @@ class CheckpointedLoop(ABC):
         """`keep` maps a role's folder name to how many of its latest checkpoints stay (None: all)."""
         self.run, self.reporter = run, reporter
         self.stage = reporter.stage
+        self.folder = ExitStack()
         self.store = CheckpointStore(Path(run.default_local_dir), keep=keep)
         self.global_step = 0
         self.total_steps = 0

@@ -10,7 +10,7 @@ from trainer.job import checked_config, run_job
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; the exit code is 0, 1 for a failed run or 2 for a wrong configuration."""
-    return run_job(checked_config(argv, RMConfig), "trainer.supervised:train", argv)
+    return run_job(checked_config(argv, RMConfig), "trainer.supervised:train")
 
 
 if __name__ == "__main__":

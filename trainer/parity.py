@@ -28,10 +28,6 @@ from trainer.steps import ROWS
 log = get_logger(__name__)
 
 SEED = 1 << 41
-REFUSED = (RolloutError, ValueError)
-"""Errors of external servers that cannot score."""
-LOST = (WorkerError, DeadlineError)
-"""Errors of a rollout process that the fleet will replace."""
 CAUSES = (
     "Usual causes: weights that did not arrive complete (actor_rollout_ref.rollout.validate_weight=true compares "
     "every tensor), another temperature, another dtype (actor_rollout_ref.rollout.dtype against the actor's), "
@@ -70,8 +66,8 @@ class ParityReport:
 class ParityProbe:
     """`prompts` are completed by `generate` and scored by both `rollout` and `actor`.
 
-    After one of `refusals` from the rollout only the log-probs recorded while sampling are compared: from then on, or
-    this time only for a lost worker, which the fleet will replace.
+    Where the rollout cannot score only the log-probs recorded while sampling are compared: from then on if its servers
+    do not offer it, this time only after a worker was lost, which the fleet will replace.
     """
 
     settings: ParityConfig
@@ -80,7 +76,6 @@ class ParityProbe:
     rollout: Scorer
     actor: ActorGroup
     residency: Residency
-    refusals: tuple[type[Exception], ...] = ()
     cannot_score: bool = False
 
     def run(self, version: int) -> ParityReport:
@@ -108,8 +103,8 @@ class ParityProbe:
             return None
         try:
             return self.rollout.compute_log_prob(rows).tensors["rollout_log_probs"]
-        except self.refusals as error:
-            self.cannot_score = not isinstance(error, WorkerError | DeadlineError)
+        except (RolloutError, ValueError, WorkerError, DeadlineError) as error:
+            self.cannot_score = isinstance(error, RolloutError | ValueError)
             log.warning("parity probe: rollout cannot score given tokens; comparing sampled log-probs only: %s", error)
             return None
 

@@ -7,7 +7,7 @@ fleet retries, telemetry reports, `loop` saves and resumes. A notebook builds th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from trainer.parity import ParityReport
 from trainer.prompts import num_steps
 from trainer.reporting import Reporter
 from trainer.residency import Resident
+from trainer.run_folder import run_folder
 from trainer.source import Prompts
 
 log = get_logger(__name__)
@@ -117,8 +118,9 @@ class RayPPOTrainer(CheckpointedLoop):
 
     def init_workers(self) -> None:
         """Start the worker groups, load their models and connect weights, rollouts, rewards and data."""
+        self.folder.enter_context(run_folder(self.cfg))()
         with self.stage("start_workers"):
-            self._groups = self._start_groups()
+            self._groups = WorkerGroups(**self._start_groups())
         with self.stage("connect"):
             self._parts = assemble(
                 self.cfg,
@@ -257,7 +259,7 @@ class RayPPOTrainer(CheckpointedLoop):
         """Stop everything this trainer started; safe to call twice."""
         parts, self._parts = self._parts, None
         groups, self._groups = self._groups, None
-        with ExitStack() as stack:
+        with self.folder as stack:
             stack.callback(self.reporter.close)
             if self.dumps is not None:
                 stack.callback(self.reporter.best_effort, "rollouts", self.dumps.close)

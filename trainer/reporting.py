@@ -86,7 +86,7 @@ class Reporter:
         self.root.mkdir(parents=True, exist_ok=True)
         self._timeline = self.best_effort("timeline.json", lambda: Timeline(self.root / "timeline.json"))
         if self._timeline is not None:
-            self._stack.enter_context(self._timeline)
+            self._stack.callback(self._timeline.close)
         self._tracking = self._stack.enter_context(
             Tracking(
                 cfg.project_name,
@@ -188,13 +188,7 @@ class Reporter:
         if self._report is not None:
             self.best_effort("index.html", self._report.update)
         if self._progress is not None:
-            self._progress.step_done(
-                step,
-                reward=metrics.get("critic/score/mean"),
-                tokens_per_s=metrics["perf/throughput"],
-                staleness=metrics.get("training/staleness"),
-                staleness_max=metrics.get("training/staleness_max"),
-            )
+            self._progress.step_done(step, metrics)
         return metrics
 
     def generations(self, rows: list[tuple[str, str, float]], step: int) -> None:

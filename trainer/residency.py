@@ -29,13 +29,6 @@ class Resident(StrEnum):
 
 TRAINED = (Resident.ACTOR, Resident.CRITIC, Resident.REFERENCE, Resident.REWARD_MODEL)
 
-LEGAL: Mapping[Resident, tuple[Resident, ...]] = {
-    Resident.NONE: (*TRAINED, Resident.SYNC),
-    Resident.ROLLOUT: (*TRAINED, Resident.SYNC),
-    Resident.SYNC: (*TRAINED, Resident.ROLLOUT),
-    **dict.fromkeys(TRAINED, (*TRAINED, Resident.SYNC, Resident.ROLLOUT)),
-}
-
 
 def _nothing() -> None:
     """The move of a role that stays where it is."""
@@ -73,15 +66,14 @@ class Residency:
             self._moves.get(resident, Moves()).leave()
 
     def enter(self, resident: Resident) -> None:
-        """Make `resident` the one that holds memory; a move that is not in LEGAL is a programming error."""
+        """Make `resident` the one that holds memory; to roll out before any weights were pushed is a mistake."""
         if resident is self.resident:
             return
         if resident is Resident.ROLLOUT and self._lost and self._refill is not None:
             self.enter(Resident.SYNC)
             self._refill()
         left = self.resident
-        if resident not in LEGAL[left]:
-            raise AssertionError(f"illegal move from {left} to {resident}; see LEGAL")
+        assert (left, resident) != (Resident.NONE, Resident.ROLLOUT), "call push_weights() before the rollout is used"
         leave, enter = self._moves.get(left, Moves()).leave, self._moves.get(resident, Moves()).enter
         with self._stage("switch") if (leave, enter) != (_nothing, _nothing) else nullcontext():
             leave()

@@ -1,4 +1,4 @@
-"""The folder of a training run: the lock that keeps a second job out, what was run, and its log."""
+"""The folder of a run: the lock that keeps a second job out, what was run, and its log."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from hashlib import sha256
 from importlib import metadata
@@ -21,8 +20,8 @@ from typing import Any
 
 import yaml
 
-from rlsys.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
-from rlsys.config.schema.trainer import RunConfig
+from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig
+from rlsys.config.schema.trainer import RunConfig, TrainingConfig
 from rlsys.telemetry.log import FILE_ONLY, get_logger, log_to_file, redact, redact_tree
 from rlsys.telemetry.tracker_adapters import flat_settings
 from rlsys.utils.atomic import write_text_atomic
@@ -46,93 +45,102 @@ MEANING = (
 )
 """What a checkpoint must not be continued with unless the user confirms it: keys that start with one of these."""
 MAX_SHOWN = 20
+JobConfig = PPOConfig | SFTConfig | RMConfig | DPOConfig | EvalConfig
+Begin = Callable[[], None]
 
 log = get_logger(__name__)
 
 
-@dataclass
-class RunFolder:
-    """What a training run leaves of itself beside its checkpoints, for the process that holds its lock.
+_recorded: set[Path] = set()
+"""Folders whose start this process has written down: a job and the trainer in it write one."""
 
-    `config.yaml` is the resolved configuration, `starts.jsonl` has a line for each start: time, command, folder, host,
-    versions, state of the repository and checksums of the code files it names. `train.log` is the log of all starts.
+
+@contextmanager
+def run_folder(config: JobConfig) -> Iterator[Begin]:
+    """Hold the folder of a run, and yield what writes down that it starts.
+
+    That leaves `config.yaml`, the resolved configuration; a line in `starts.jsonl`: time, command, folder, host,
+    versions, state of the repository and checksums of the code files it names; and `train.log`, the log of all starts.
+    Inside another `run_folder` of this process for the same folder nothing is written again. ConfigError if nothing can
+    be written there, another job has the folder, or its checkpoint is of another experiment.
     """
+    root = _make_root(config.trainer)
+    if root in _recorded:
+        yield do_nothing
+        return
+    with locked(root / LOCK), ExitStack() as stack:
+        changes = _compared(config, root)
 
-    config: PPOConfig | SFTConfig | RMConfig | DPOConfig
-    command: Sequence[str]
+        def begin() -> None:
+            stack.enter_context(log_to_file(root / LOG))
+            stack.callback(_recorded.discard, root)
+            _recorded.add(root)
+            command = redact(shlex.join(sys.orig_argv))
+            header = f"# {command}\n# The settings of this command with all defaults filled in.\n"
+            settings = yaml.safe_dump(_settings(config), sort_keys=False, allow_unicode=True)
+            write_text_atomic(root / CONFIG, header + settings)
+            with (root / STARTS).open("a") as file:
+                file.write(json.dumps(_start(config, command)) + "\n")
+            get_logger(FILE_ONLY).info("started: %s", command)
+            if changes:
+                log.info("changed since the run that is resumed:\n%s", _listed(changes))
 
-    def __post_init__(self) -> None:
-        self.root = Path(self.config.trainer.default_local_dir).absolute()
-        self._stack = ExitStack()
+        yield begin
 
-    def __enter__(self) -> RunFolder:
-        """Lock the folder; ConfigError if another job has it, or if its checkpoint is of another experiment."""
-        with ExitStack() as stack:
-            stack.enter_context(locked(self.root / LOCK))
-            self._changes = self._compared()
-            self._stack = stack.pop_all()
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+def do_nothing() -> None:
+    """The record of a start that is written already."""
 
-    def begin(self) -> None:
-        """Write down what is about to run; report what differs from the run that is resumed."""
-        self._stack.enter_context(log_to_file(self.root / LOG))
-        write_text_atomic(self.root / CONFIG, self._config_text())
-        with (self.root / STARTS).open("a") as file:
-            file.write(json.dumps(self._start()) + "\n")
-        get_logger(FILE_ONLY).info("started: %s", redact(shlex.join(self.command)))
-        if self._changes:
-            log.info("changed since the run that is resumed:\n%s", _listed(self._changes))
 
-    def _compared(self) -> list[str]:
-        """Settings and code that differ from those of the run to resume; ConfigError if one changes its meaning."""
-        run = self.config.trainer
-        resumed = CheckpointStore(self.root, keep={}).to_resume(run.resume_mode, run.resume_from_path)
-        if resumed is None or not (resumed.parent / CONFIG).is_file():
-            return []
-        before, now = _recorded(resumed.parent), flat_settings(self._resolved()) | self._code()
-        changes = {
-            key: f"  {key} {_short(before.get(key))} -> {_short(now.get(key))}"
-            for key in sorted(before.keys() | now.keys())
-            if before.get(key) != now.get(key) and not key.startswith("trainer.resume")
-        }
-        refused = [line for key, line in changes.items() if key.startswith(MEANING)]
-        if refused and not run.resume_changed:
-            raise ConfigError(
-                f"{resumed} belongs to another experiment:\n{_listed(refused)}\n"
-                "To continue it with these changes: trainer.resume_changed=true\n"
-                "To start over: trainer.resume_mode=disable, or another trainer.default_local_dir"
-            )
-        return list(changes.values())
+def _compared(config: JobConfig, root: Path) -> list[str]:
+    """Settings and code that differ from those of the run to resume; ConfigError if one changes its meaning."""
+    run = config.trainer
+    if not isinstance(run, TrainingConfig):
+        if (root / "metrics.jsonl").exists():
+            raise ConfigError(f"trainer.default_local_dir={root} has a training run: set another one for an evaluation")
+        return []
+    resumed = CheckpointStore(root, keep={}).to_resume(run.resume_mode, run.resume_from_path)
+    if resumed is None or not (resumed.parent / CONFIG).is_file():
+        return []
+    before, now = _before(resumed.parent), flat_settings(_settings(config)) | _code(config)
+    changes = {
+        key: f"  {key} {_short(before.get(key))} -> {_short(now.get(key))}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not key.startswith("trainer.resume")
+    }
+    refused = [line for key, line in changes.items() if key.startswith(MEANING)]
+    if refused and not run.resume_changed:
+        raise ConfigError(
+            f"{resumed} belongs to another experiment:\n{_listed(refused)}\n"
+            "To continue it with these changes: trainer.resume_changed=true\n"
+            "To start over: trainer.resume_mode=disable, or another trainer.default_local_dir"
+        )
+    return list(changes.values())
 
-    def _resolved(self) -> dict[str, Any]:
-        return redact_tree(self.config.model_dump(mode="json"))
 
-    def _config_text(self) -> str:
-        header = f"# {redact(shlex.join(self.command))}\n# The settings of this command with all defaults filled in.\n"
-        return header + yaml.safe_dump(self._resolved(), sort_keys=False, allow_unicode=True)
+def _settings(config: JobConfig) -> dict[str, Any]:
+    return redact_tree(config.model_dump(mode="json"))
 
-    def _start(self) -> dict[str, Any]:
-        return {
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": redact(shlex.join(self.command)),
-            "folder": os.getcwd(),
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "python": sys.version.split()[0],
-            "versions": dict(_versions()),
-            "git": {"rlsys": _git_state(Path(__file__).parent), "folder": _git_state(Path.cwd())},
-            "code": self._code(),
-        }
 
-    def _code(self) -> dict[str, str]:
-        """Checksums of the Python files that settings name."""
-        named = {
-            key: value for key, value in flat_settings(self.config.model_dump(mode="json")).items() if _is_code(value)
-        }
-        return {f"code of {key}": sha256(Path(value).read_bytes()).hexdigest()[:12] for key, value in named.items()}
+def _start(config: JobConfig, command: str) -> dict[str, Any]:
+    return {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "folder": os.getcwd(),
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "python": sys.version.split()[0],
+        "versions": {one.name: one.version for one in metadata.distributions() if one.name in PACKAGES},
+        "git": {"rlsys": _git_state(Path(__file__).parent), "folder": _git_state(Path.cwd())},
+        "code": _code(config),
+    }
+
+
+def _code(config: JobConfig) -> dict[str, str]:
+    """Checksums of the Python files that settings name."""
+    settings = flat_settings(config.model_dump(mode="json"))
+    files = {key: Path(value) for key, value in settings.items() if isinstance(value, str) and value.endswith(".py")}
+    return {f"code of {key}": sha256(f.read_bytes()).hexdigest()[:12] for key, f in files.items() if f.is_file()}
 
 
 @contextmanager
@@ -156,7 +164,7 @@ def locked(path: Path) -> Iterator[None]:
         file.truncate(0)
 
 
-def make_root(run: RunConfig) -> None:
+def _make_root(run: RunConfig) -> Path:
     """Make the run's folder and write in it once, before anything heavy starts; ConfigError if that fails.
 
     ConfigError also for a relative folder in the package of a submitted Ray job, which Ray deletes with the job.
@@ -173,9 +181,10 @@ def make_root(run: RunConfig) -> None:
             probe.write(b" ")
     except OSError as error:
         raise ConfigError(f"trainer.default_local_dir={path}: cannot write there: {error}") from error
+    return path.absolute()
 
 
-def _recorded(root: Path) -> dict[str, Any]:
+def _before(root: Path) -> dict[str, Any]:
     """Settings and checksums of the last start in a folder; what cannot be read is left out."""
     try:
         settings = flat_settings(yaml.safe_load((root / CONFIG).read_text()))
@@ -183,10 +192,6 @@ def _recorded(root: Path) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError) as error:
         log.warning("%s and %s cannot be compared with this run: %s", root / CONFIG, STARTS, error)
         return {}
-
-
-def _is_code(value: object) -> bool:
-    return isinstance(value, str) and value.endswith(".py") and Path(value).is_file()
 
 
 def _short(value: object) -> str:
@@ -199,23 +204,10 @@ def _listed(lines: Sequence[str]) -> str:
     return "\n".join([*lines[:MAX_SHOWN], *more])
 
 
-def _versions() -> Iterator[tuple[str, str]]:
-    for name in PACKAGES:
-        try:
-            yield name, metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-
-
 def _git_state(folder: Path) -> str | None:
-    """Commit and number of changed files of the repository around a folder; None where there is none."""
-
-    def git(*args: str) -> str:
-        command = ["git", "-C", str(folder), *args]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-
+    """Commit of the repository around a folder, and whether files differ from it; None where there is none."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        commit, changed = git("rev-parse", "HEAD"), len(git("status", "--porcelain").splitlines())
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return f"{commit} with {changed} changed files" if changed else commit

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,10 +20,10 @@ from rlsys.utils.run_folders import HUGGINGFACE
 from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer, running_backend
 from trainer.checkpoint import TrainerState
 from trainer.groups import SupervisedGroup, start_group
-from trainer.job import Begin
 from trainer.local_files import with_local_files
 from trainer.loop import CheckpointedLoop, completed
 from trainer.reporting import Reporter
+from trainer.run_folder import Begin, run_folder
 from workers.build import EngineRun
 from workers.sft import SupervisedWorker
 
@@ -48,28 +46,8 @@ def train(config: Config, begin: Begin) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Training and validation rows, each of `texts_per_row` rows of a batch of the usual layout."""
-
-    texts_per_row: int
-    train: Texts
-    val: Texts | None
-    pad_token_id: int
-
-    def train_batch(self, indexes: Iterable[int]) -> DataProto:
-        """The training rows at these positions."""
-        return collate_texts([self.train[index] for index in indexes], pad_token_id=self.pad_token_id)
-
-    def val_batches(self, size: int) -> Iterator[DataProto]:
-        """All validation rows, `size` at a time."""
-        rows = self.val or ()
-        for start in range(0, len(rows), size):
-            yield collate_texts(rows[start : start + size], pad_token_id=self.pad_token_id)
-
-
-def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> Rows:
-    """The rows of the configured files or dataset class."""
+def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Texts, Texts | None]:
+    """Training and validation rows of the configured files or dataset class."""
     data = config.data
     assert data.train_files is not None
 
@@ -84,9 +62,7 @@ def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> Rows:
         return loaded
 
     train = rows(data.train_files, data.train_max_samples, shuffle=data.shuffle)
-    val = rows(data.val_files, data.val_max_samples, shuffle=False) if data.val_files else None
-    pad: Any = tokenizer.pad_token_id
-    return Rows(1 if isinstance(config, SFTConfig) else 2, train, val, pad)
+    return train, rows(data.val_files, data.val_max_samples, shuffle=False) if data.val_files else None
 
 
 class SupervisedTrainer(CheckpointedLoop):
@@ -101,22 +77,19 @@ class SupervisedTrainer(CheckpointedLoop):
         self.cfg = config
         self.group: SupervisedGroup | None = None
         self.external_libs = import_external_libs({"model": config.model})
-        self.rows = load_rows(config, load_tokenizer(config.model))
+        self.tokenizer = load_tokenizer(config.model)
+        self.train_rows, self.val_rows = load_rows(config, self.tokenizer)
+        num_rows, size = len(self.train_rows), data.train_batch_size
         self.cursor = Cursor(
-            len(self.rows.train),
-            batch_size=data.train_batch_size,
-            seed=data.seed,
-            shuffle=data.shuffle,
-            dataset=fingerprint(self.rows.train),
+            num_rows, batch_size=size, seed=data.seed, shuffle=data.shuffle, dataset=fingerprint(self.train_rows)
         )
-        self.steps_per_epoch = len(self.rows.train) // data.train_batch_size
-        self.total_steps = total_steps(
-            len(self.rows.train), data.train_batch_size, run.total_epochs, run.total_training_steps
-        )
+        self.steps_per_epoch = num_rows // size
+        self.total_steps = total_steps(num_rows, size, run.total_epochs, run.total_training_steps)
         self.dp_size = num_ranks // config.engine.ulysses_sequence_parallel_size
 
     def start_workers(self, backend: WorkerBackend) -> None:
         """Start the worker group and load its model."""
+        self.folder.enter_context(run_folder(self.cfg))()
         engine_run = EngineRun(
             device=backend.device,
             nccl_timeout_s=self.cfg.nccl_timeout,
@@ -139,7 +112,7 @@ class SupervisedTrainer(CheckpointedLoop):
         while not self.is_last:
             with self.stage("step"):
                 self.global_step += 1
-                batch = self.rows.train_batch(self.cursor.next().rows)
+                batch = self.collate([self.train_rows[row] for row in self.cursor.next().rows])
                 batch.meta_info["global_steps"] = self.global_step
                 with self.stage("update_actor"):
                     updated = self.workers.train_batch(batch)
@@ -154,16 +127,22 @@ class SupervisedTrainer(CheckpointedLoop):
 
     def evaluate(self) -> dict[str, float]:
         """Exact means over all validation rows."""
-        if self.rows.val is None:
+        rows, size = self.val_rows, self.cfg.data.train_batch_size
+        if rows is None:
             return {}
-        multiple = self.dp_size * self.rows.texts_per_row
+        texts_per_row = 1 if isinstance(self.cfg, SFTConfig) else 2
         sums: list[RankSums] = []
         with self.stage("testing"):
-            for batch in self.rows.val_batches(self.cfg.data.train_batch_size):
-                sums += self.workers.eval_batch(pad_with_empty_rows(batch, multiple))
+            for start in range(0, len(rows), size):
+                batch = self.collate(rows[start : start + size])
+                sums += self.workers.eval_batch(pad_with_empty_rows(batch, self.dp_size * texts_per_row))
         metrics = mean_over_ranks(sums)
         self.reporter.add(metrics)
         return metrics
+
+    def collate(self, rows: Texts) -> DataProto:
+        """A batch of the usual layout."""
+        return collate_texts(rows, pad_token_id=self.tokenizer.pad_token_id)
 
     def save_parts(self, folder: Path) -> TrainerState:
         """The state to resume from, with the model as a Hugging Face folder beside it."""
@@ -177,10 +156,11 @@ class SupervisedTrainer(CheckpointedLoop):
 
     def close(self) -> None:
         """End the workers; safe to call twice."""
-        if self.group is not None:
-            self.group.close()
-            self.reporter.add_stages(self.group.drain_stages())
-        self.reporter.close()
+        with self.folder:
+            if self.group is not None:
+                self.group.close()
+                self.reporter.add_stages(self.group.drain_stages())
+            self.reporter.close()
 
 
 def pad_with_empty_rows(batch: DataProto, multiple: int) -> DataProto:

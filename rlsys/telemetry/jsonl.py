@@ -11,9 +11,12 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from itertools import count
 from math import isfinite
 from pathlib import Path
 from typing import Any
+
+from rlsys.utils.atomic import write_text_atomic
 
 NON_FINITE = "_non_finite"
 
@@ -77,20 +80,13 @@ def _whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def _truncate(path: Path, step: int) -> None:
-    kept = [line for line, record in _whole_lines(path) if record.get("step", 0) <= step]
-    beside = path.with_name(path.name + ".tmp")
-    with beside.open("wb") as out:
-        out.writelines(kept)
-        out.flush()
-        os.fsync(out.fileno())
-    beside.replace(path)
+    kept = [line.decode() for line, record in _whole_lines(path) if record.get("step", 0) <= step]
+    write_text_atomic(path, "".join(kept))
 
 
 def _free_name(path: Path) -> Path:
-    number = 1
-    while (name := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    return name
+    names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+    return next(name for name in names if not name.exists())
 
 
 def _plain(value: Any) -> Any:

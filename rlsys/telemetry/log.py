@@ -57,7 +57,12 @@ def setup_logging(
     `console` receives the lines when it is a terminal (default: `shared_console()`).
     """
     console = console or shared_console()
-    handler = _handler(console)
+    if console.is_terminal:
+        from rich.logging import RichHandler
+
+        handler: logging.Handler = RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S")
+    else:
+        handler = logging.StreamHandler(sys.stderr if console.stderr else console.file)
     handler.setFormatter(_RedactingFormatter(_pattern(role, rank, timestamps=not console.is_terminal)))
     root = logging.getLogger()
     for old in [h for h in root.handlers if h.get_name() == _HANDLER_NAME]:
@@ -133,14 +138,6 @@ def _secret_values() -> list[str]:
     """Values of environment variables with secret-looking names, longest first."""
     values = {v for k, v in os.environ.items() if len(v) >= _SHORTEST_SECRET and _is_secret_name(k)}
     return sorted(values, key=len, reverse=True)
-
-
-def _handler(console: Console) -> logging.Handler:
-    if not console.is_terminal:
-        return logging.StreamHandler(sys.stderr if console.stderr else console.file)
-    from rich.logging import RichHandler
-
-    return RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S", markup=False)
 
 
 def _pattern(role: str, rank: int | None, *, timestamps: bool) -> str:

@@ -6,12 +6,11 @@ Sizes are bytes; metrics are GiB named `_gb` as in verl. CUDA numbers are of the
 from __future__ import annotations
 
 import re
-import resource
 import sys
 import threading
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +34,9 @@ class MemorySnapshot:
     cuda_reserved_peak_bytes: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass
 class MemoryRecord:
-    """One stage on one worker: memory at its start and end, and the highest in between."""
+    """One stage on one worker: memory at its start and end (or now), and the highest in between."""
 
     worker: str
     stage: str
@@ -49,17 +48,12 @@ class MemoryRecord:
     cuda_peak_bytes: int
     cuda_reserved_peak_bytes: int
 
-
-@dataclass
-class _Peaks:
-    rss: int = 0
-    cuda: int = 0
-    cuda_reserved: int = 0
-
-    def raise_to(self, now: MemorySnapshot) -> None:
-        self.rss = max(self.rss, now.rss_peak_bytes)
-        self.cuda = max(self.cuda, now.cuda_allocated_peak_bytes)
-        self.cuda_reserved = max(self.cuda_reserved, now.cuda_reserved_peak_bytes)
+    def continue_to(self, now: MemorySnapshot) -> None:
+        """Take over what is used now and the peaks until now."""
+        self.rss_after_bytes, self.cuda_after_bytes = now.rss_bytes, now.cuda_allocated_bytes
+        self.rss_peak_bytes = max(self.rss_peak_bytes, now.rss_peak_bytes)
+        self.cuda_peak_bytes = max(self.cuda_peak_bytes, now.cuda_allocated_peak_bytes)
+        self.cuda_reserved_peak_bytes = max(self.cuda_reserved_peak_bytes, now.cuda_reserved_peak_bytes)
 
 
 @dataclass
@@ -72,16 +66,17 @@ class MemoryLedger:
     @contextmanager
     def stage(self, name: str) -> Generator[None]:
         """Record one stage, also when it raises; usable as a listener of StageTimer."""
-        peaks = _Peaks()
-        before = _boundary(entering=peaks)
+        with _boundaries:
+            before = _new_peaks()
+            rss, cuda = before.rss_bytes, before.cuda_allocated_bytes
+            record = MemoryRecord(self.worker, name, rss, rss, 0, cuda, cuda, 0, 0)
+            _open.append(record)
         try:
             yield
         finally:
-            after = _boundary(leaving=peaks)
-            rss = (before.rss_bytes, after.rss_bytes, peaks.rss)
-            cuda = (before.cuda_allocated_bytes, after.cuda_allocated_bytes, peaks.cuda, peaks.cuda_reserved)
-            record = MemoryRecord(self.worker, name, *rss, *cuda)
             with _boundaries:
+                _new_peaks()
+                _open[:] = [one for one in _open if one is not record]
                 self._records.append(record)
 
     def drain(self) -> list[MemoryRecord]:
@@ -92,19 +87,17 @@ class MemoryLedger:
 
 
 # Peaks belong to the process: a boundary of one ledger counts for the open stages of all.
-_open: list[_Peaks] = []
+_open: list[MemoryRecord] = []
 _boundaries = threading.Lock()
 
 
-def _boundary(*, entering: _Peaks | None = None, leaving: _Peaks | None = None) -> MemorySnapshot:
-    """Credit the peak since the last boundary to every open stage and start a new peak."""
-    with _boundaries:
-        now = snapshot()
-        for peaks in _open:
-            peaks.raise_to(now)
-        _open[:] = [p for p in _open if p is not leaving] + ([entering] if entering else [])
-        reset_peaks()
-        return now
+def _new_peaks() -> MemorySnapshot:
+    """Credit the peaks since the last boundary to every open stage and start new ones."""
+    now = snapshot()
+    for record in _open:
+        record.continue_to(now)
+    reset_peaks()
+    return now
 
 
 def snapshot() -> MemorySnapshot:
@@ -142,8 +135,10 @@ def memory_metrics(records: Iterable[MemoryRecord]) -> dict[str, float]:
 def by_stage(records: Iterable[MemoryRecord]) -> list[MemoryRecord]:
     """One record per worker and stage in order of appearance: the last before/after, the highest peaks."""
     rows: dict[tuple[str, str], MemoryRecord] = {}
+    peaks = [f.name for f in fields(MemoryRecord) if "peak" in f.name]
     for r in records:
-        rows[r.worker, r.stage] = _merged(rows.get((r.worker, r.stage)), r)
+        before = rows.get((r.worker, r.stage), r)
+        rows[r.worker, r.stage] = replace(r, **{name: max(getattr(before, name), getattr(r, name)) for name in peaks})
     return list(rows.values())
 
 
@@ -163,20 +158,10 @@ def host_used_bytes() -> int:
     return memory.total - memory.available
 
 
-def _merged(old: MemoryRecord | None, new: MemoryRecord) -> MemoryRecord:
-    if old is None:
-        return new
-    values = {f.name: getattr(new, f.name) for f in fields(MemoryRecord)}
-    peaks = {name: max(value, getattr(old, name)) for name, value in values.items() if "peak" in name}
-    return MemoryRecord(**(values | peaks))
-
-
 def _rss_bytes() -> tuple[int, int]:
     """(now, peak) of this process."""
     now = psutil.Process().memory_info().rss
-    if sys.platform == "darwin":
-        return now, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak = _PEAK_RSS.search(_STATUS.read_text())
+    peak = _PEAK_RSS.search(_STATUS.read_text()) if _STATUS.exists() else None
     return now, max(now, int(peak[1]) * 1024) if peak else now
 
 

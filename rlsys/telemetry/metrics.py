@@ -88,8 +88,7 @@ class StageTimer:
         self, *listeners: Callable[[str], AbstractContextManager[Any]], clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.seconds: dict[str, float] = {}
-        self._listeners = listeners
-        self._clock = clock
+        self._listeners, self._clock = listeners, clock
 
     @contextmanager
     def __call__(self, stage: str) -> Generator[None]:

@@ -11,9 +11,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rlsys.telemetry.log import shared_console
@@ -29,21 +29,12 @@ _WHOLE_STEP = "step"
 _STAGE_WIDTH = 24
 _BAR_WIDTH, _SHORTEST_BAR = 32, 6
 _SPARE_COLUMNS = 3  # a key echoed by the terminal, as Ctrl-C is, must not wrap the line and push the display up
+REWARD, STALENESS = "critic/score/mean", "training/staleness"
+SHOWN = {REWARD: "reward {:.3f}", "perf/throughput": "{:,.0f} tok/s", STALENESS: "staleness {:.3g}"}
+"""Metrics that are shown, and how."""
 
 Counts = Callable[[], tuple[int, int]]
 """(done, begun) since the start of the run, e.g. answers received and asked for."""
-
-
-@dataclass
-class _State:
-    """What is shown; `running` maps a stage to the clock and its counts at its start."""
-
-    step: int
-    total: int
-    running: dict[str, tuple[float, tuple[int, int]]]
-    step_seconds: deque[float]
-    rewards: deque[float]
-    facts: dict[str, str] = field(default_factory=dict)
 
 
 class Progress:
@@ -65,14 +56,14 @@ class Progress:
         counts: Mapping[str, Counts] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._state = _State(first_step, total_steps, {}, deque(maxlen=_RECENT_STEPS), deque(maxlen=_RECENT_STEPS))
-        self._title = title
+        self._step, self._total, self._title = first_step, total_steps, title
+        self._running: dict[str, tuple[float, tuple[int, int]]] = {}  # stage: clock and counts at its start
+        self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._rewards: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._facts: dict[str, str] = {}
         self._console, self._out = console or shared_console(), out
-        self._plain_every_s = plain_every_s
-        self._counts = counts or {}
-        self._over = threading.Event()
-        self._clock = clock
-        self._lock = threading.Lock()
+        self._plain_every_s, self._counts, self._clock = plain_every_s, counts or {}, clock
+        self._over, self._lock = threading.Event(), threading.Lock()
         self._live: Live | None = None
         self._last_step_at = self._last_print_at = clock()
         self._printed_step = -1
@@ -100,7 +91,7 @@ class Progress:
         if self._live is not None:
             self._stop_live()
             self._console.print(self._render(over=True))
-        elif self._printed_step != self._state.step:
+        elif self._printed_step != self._step:
             self._print_plain()
 
     def _ending_the_display(self, debug: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,49 +119,37 @@ class Progress:
         """Show that a stage is running; usable from any thread, and as a listener of StageTimer."""
         counts = self._counts.get(name, _no_counts)
         with self._lock:
-            self._state.running[name] = self._clock(), counts()
+            self._running[name] = self._clock(), counts()
         try:
             yield
         finally:
             with self._lock:
-                self._state.running.pop(name, None)
+                self._running.pop(name, None)
 
-    def step_done(
-        self,
-        step: int,
-        *,
-        reward: float | None = None,
-        tokens_per_s: float | None = None,
-        staleness: float | None = None,
-        staleness_max: float | None = None,
-    ) -> None:
-        """Record that `step` steps are done; None keeps the last value, staleness is shown once it was above 0."""
+    def step_done(self, step: int, metrics: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Record that `step` steps are done; of its metrics those of SHOWN are shown, staleness once it was above 0."""
         now = self._clock()
         with self._lock:
-            state = self._state
-            state.step_seconds.append((now - self._last_step_at) / max(step - state.step, 1))
-            self._last_step_at, state.step = now, step
-            if reward is not None:
-                state.rewards.append(reward)
-                state.facts["reward"] = f"reward {reward:.3f} {sparkline(list(state.rewards))}"
-            if tokens_per_s is not None:
-                state.facts["speed"] = f"{tokens_per_s:,.0f} tok/s"
-            if staleness or (staleness is not None and "staleness" in state.facts):
-                oldest = "" if staleness_max is None else f" (max {staleness_max:g})"
-                state.facts["staleness"] = f"staleness {staleness:.3g}{oldest}"
+            self._step_seconds.append((now - self._last_step_at) / max(step - self._step, 1))
+            self._last_step_at, self._step = now, step
+            for name, text in SHOWN.items():
+                if name in metrics and (metrics[name] or name != STALENESS or name in self._facts):
+                    self._facts[name] = text.format(metrics[name])
+            if REWARD in metrics:
+                self._rewards.append(metrics[REWARD])
+                self._facts[REWARD] += f" {sparkline(self._rewards)}"
         if self._live is None and now - self._last_print_at >= self._plain_every_s:
             self._print_plain()
 
     def _print_plain(self) -> None:
-        self._last_print_at, self._printed_step = self._clock(), self._state.step
+        self._last_print_at, self._printed_step = self._clock(), self._step
         print(self.line(), file=self._out or sys.stdout, flush=True)
 
     def line(self) -> str:
         """The whole state in one line of plain text."""
         with self._lock:
-            head = f"{self._title} " if self._title else ""
-            parts = [self._pace(), *self._state.facts.values(), self._running()]
-            return f"{head}{self._state.step}/{self._state.total}  " + "  ".join(filter(None, parts))
+            parts = [self._pace(), *self._facts.values(), self._stages()]
+            return f"{self._title} {self._step}/{self._total}  ".lstrip() + "  ".join(filter(None, parts))
 
     def _render(self, over: bool = False) -> RenderableType:
         from rich.console import Group
@@ -180,14 +159,13 @@ class Progress:
         from rich.text import Text
 
         with self._lock:
-            state = self._state
             grid = Table.grid(padding=(0, 1))
-            done = state.step / state.total if state.total else 0.0
-            title, counts = self._title or "steps", f"{state.step}/{state.total} {done:4.0%}"
+            done = self._step / self._total if self._total else 0.0
+            title, counts = self._title or "steps", f"{self._step}/{self._total} {done:4.0%}"
             pace = self._pace(eta=not over)
             room = self._console.width - _SPARE_COLUMNS - len(counts) - len(pace) - 4
             width = min(_BAR_WIDTH, room - len(title))
-            bar = [ProgressBar(total=max(state.total, 1), completed=state.step, width=width)]
+            bar = [ProgressBar(total=max(self._total, 1), completed=self._step, width=width)]
             title = title if len(title) <= max(room, 8) else title[: max(room, 8) - 1] + "…"
             grid.add_row(
                 Text(title, style="bold"),
@@ -197,22 +175,21 @@ class Progress:
             )
             below = Text(no_wrap=True, overflow="ellipsis")
             if not over:
-                below.append(f"{self._running():<{_STAGE_WIDTH}}  ", style="bold cyan")
-            below.append("  ".join(state.facts.values()))
+                below.append(f"{self._stages():<{_STAGE_WIDTH}}  ", style="bold cyan")
+            below.append("  ".join(self._facts.values()))
         lines = Group(grid, below) if below.plain.strip() else grid
         return Constrain(lines, self._console.width - _SPARE_COLUMNS)
 
     def _pace(self, *, eta: bool = True) -> str:
-        seconds = self._state.step_seconds
-        if not seconds:
+        if not self._step_seconds:
             return ""
-        mean = sum(seconds) / len(seconds)
-        left = self._state.total - self._state.step
+        mean = sum(self._step_seconds) / len(self._step_seconds)
+        left = self._total - self._step
         return f"{duration(mean)}/step" + (f"  eta {duration(mean * left)}" if eta and left > 0 else "")
 
-    def _running(self) -> str:
+    def _stages(self) -> str:
         now, shown = self._clock(), []
-        for name, (start, (done_before, begun_before)) in self._state.running.items():
+        for name, (start, (done_before, begun_before)) in self._running.items():
             done, begun = self._counts.get(name, _no_counts)()
             total = begun - begun_before
             share = f"{min(done - done_before, total)}/{total} " if total > 0 else ""
@@ -225,7 +202,7 @@ def _no_counts() -> tuple[int, int]:
     return 0, 0
 
 
-def sparkline(values: list[float]) -> str:
+def sparkline(values: Collection[float]) -> str:
     """Small bars from the lowest to the highest of the values; a non-finite value is a blank."""
     finite = [v for v in values if abs(v) < float("inf")]
     low, high = min(finite, default=0.0), max(finite, default=0.0)

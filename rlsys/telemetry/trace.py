@@ -27,32 +27,30 @@ JOINED, JOIN_WITHIN_US = ("exchange",), 250_000
 
 
 class Tracer:
-    """Records spans of this process; thread-safe, a few microseconds per span, bounded memory.
+    """Records spans of this process; thread-safe, a few microseconds per span.
 
     `process_name` names the track (e.g. "actor 0"): it is the same for later attempts of a run, and roles that share a
-    process have one each. Beyond `max_events` undrained events new ones are counted and left out.
+    process have one each.
     """
 
-    def __init__(self, process_name: str, *, thread_name: str = "main", max_events: int = 100_000) -> None:
+    def __init__(self, process_name: str) -> None:
         track = f"{process_name} @ {socket.gethostname()}"
         self.pid = zlib.crc32(track.encode()) & _PID_MASK
-        self._epoch_ns = _epoch_offset_ns()
+        self._epoch_ns = time.time_ns() - time.perf_counter_ns()
         self._events: list[Event] = []
-        self._num_dropped = 0
-        self._max_events = max_events
         self._lock = threading.Lock()
         self._named_threads = {threading.get_native_id()}
         self._name("process_name", track, threading.get_native_id())
-        self._name("thread_name", thread_name, threading.get_native_id())
+        self._name("thread_name", "main", threading.get_native_id())
 
     @contextmanager
-    def span(self, name: str, args: Mapping[str, Any] | None = None) -> Generator[None]:
-        """Surround a stage; `args` (numbers and strings) are shown on click. A stage that raises names its error."""
-        event: Event = {"name": name, "ph": "X", "ts": self._now_us(), **({"args": dict(args)} if args else {})}
+    def span(self, name: str) -> Generator[None]:
+        """Surround a stage; one that raises names its error."""
+        event: Event = {"name": name, "ph": "X", "ts": self._now_us()}
         try:
             yield
         except BaseException as error:
-            event.setdefault("args", {})["error"] = type(error).__name__
+            event["args"] = {"error": type(error).__name__}
             raise
         finally:
             event["dur"] = self._now_us() - event["ts"]
@@ -67,10 +65,6 @@ class Tracer:
         """The events since the last call, ready to be sent to the driver."""
         with self._lock:
             events, self._events = self._events, []
-            dropped, self._num_dropped = self._num_dropped, 0
-        if dropped:
-            where = {"pid": self.pid, "tid": threading.get_native_id(), "ts": self._now_us()}
-            events.append({"name": f"{dropped} events dropped", "ph": "i", "s": "p", "args": {}, **where})
         return events
 
     def _now_us(self) -> int:
@@ -83,9 +77,6 @@ class Tracer:
             is_same = event["name"] in JOINED and (event["name"], tid) == (last.get("name"), last.get("tid"))
             if is_same and event["ts"] - last["ts"] - last["dur"] < JOIN_WITHIN_US:
                 last["dur"] = event["ts"] + event["dur"] - last["ts"]
-                return
-            if len(self._events) >= self._max_events:
-                self._num_dropped += 1
                 return
             event["pid"], event["tid"] = self.pid, tid
             if tid not in self._named_threads:
@@ -140,12 +131,6 @@ class Timeline:
             left = left[self._file.write(left) :]
         self._file.truncate()
 
-    def __enter__(self) -> Timeline:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def add_arguments(events: Iterable[Event], controller: int, step: int, tokens: Mapping[str, int]) -> None:
     """Note the step in each span of workers and of the controller's main thread, and in its stages their tokens.
@@ -188,11 +173,6 @@ def _covers(outer: Event, inner: Event) -> bool:
     return outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
 
 
-def read_timeline(path: Path) -> list[Event]:
-    """The events of a timeline, also of one that was cut off anywhere."""
-    return [json.loads(line) for line in _whole_lines(path.read_bytes())]
-
-
 def _whole_lines(content: bytes) -> list[bytes]:
     """The repair rule: drop the brackets, the commas at line ends and a last line that is not valid JSON."""
     lines = [line.rstrip(b",") for line in content.splitlines()]
@@ -202,10 +182,3 @@ def _whole_lines(content: bytes) -> list[bytes]:
     except ValueError:
         del lines[-1]
     return lines
-
-
-def _epoch_offset_ns() -> int:
-    """What to add to the monotonic clock to get wall-clock time; the tightest of a few readings."""
-    readings = [(time.perf_counter_ns(), time.time_ns(), time.perf_counter_ns()) for _ in range(5)]
-    before, wall, after = min(readings, key=lambda reading: reading[2] - reading[0])
-    return wall - (before + after) // 2

@@ -78,20 +78,20 @@ class ConsoleTracker(Tracker):
         self._rows = 0
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        given = {label: (name, form) for label, name, form in self._HEADLINES if _is_number(data.get(name))}
-        if "kl" in given and "kl" not in self._columns and data[given["kl"][0]] == 0:
-            del given["kl"]
-        if not given and not any(name.startswith("val-") for name in data):
-            self._print(f"step {step}: " + "  ".join(f"{k} {v:.4g}" for k, v in data.items() if _is_number(v)))
-        if not given:
+        numbers = _numbers(data)
+        cells = {label: format(numbers[name], form) for label, name, form in self._HEADLINES if name in numbers}
+        if "kl" not in self._columns and not numbers.get("actor/ppo_kl"):
+            cells.pop("kl", None)
+        if not cells and not any(name.startswith("val-") for name in data):
+            self._print(f"step {step}: " + "  ".join(f"{name} {number:.4g}" for name, number in numbers.items()))
+        if not cells:
             return
-        columns = [label for label in dict.fromkeys(h[0] for h in self._HEADLINES) if label in {*given, *self._columns}]
+        columns = [label for label in dict.fromkeys(h[0] for h in self._HEADLINES) if label in {*cells, *self._columns}]
         if columns != self._columns or self._rows % self._ROWS_PER_HEAD == 0:
             self._columns, self._rows = columns, 0
             self._print("    step" + "".join(f"  {label:>{self._WIDTH}}" for label in columns))
         self._rows += 1
-        cells = [format(data[given[label][0]], given[label][1]) if label in given else "" for label in columns]
-        self._print(f"{step:>8}" + "".join(f"  {cell:>{self._WIDTH}}" for cell in cells))
+        self._print(f"{step:>8}" + "".join(f"  {cells.get(label, ''):>{self._WIDTH}}" for label in columns))
 
     def _print(self, line: str) -> None:
         print(line, flush=True)
@@ -105,14 +105,12 @@ class TensorboardTracker:
         from torch.utils.tensorboard import SummaryWriter
 
         directory = os.environ.get("TENSORBOARD_DIR", str(run.directory / "tensorboard"))
-        purge = None if run.resume_step is None else run.resume_step + 1
-        self._writer = SummaryWriter(directory, purge_step=purge)
+        self._writer = SummaryWriter(directory, purge_step=None if run.resume_step is None else run.resume_step + 1)
         self._writer.add_text("config", f"```\n{json.dumps(run.config, indent=2, default=str)}\n```", 0)
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        for name, value in data.items():
-            if _is_number(value):
-                self._writer.add_scalar(name, float(value), step)
+        for name, value in _numbers(data).items():
+            self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def log_generations(self, rows: Sequence[Generation], step: int) -> None:
@@ -140,7 +138,7 @@ class WandbTracker:
         run.remember_id("wandb", self._run.id)
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        self._run.log({k: v for k, v in data.items() if _is_number(v)}, step=step)
+        self._run.log(_numbers(data), step=step)
 
     def log_generations(self, rows: Sequence[Generation], step: int) -> None:
         table = self._wandb.Table(columns=["step", "input", "output", "score"], data=[[step, *row] for row in rows])
@@ -154,7 +152,6 @@ class MlflowTracker:
     """MLflow at `MLFLOW_TRACKING_URI`, else in `{default_local_dir}/mlflow.db` (`mlflow ui` reads it)."""
 
     _MAX_PARAM_CHARS = 500
-    _PARAMS_PER_CALL = 100
 
     def __init__(self, run: TrackedRun) -> None:
         mlflow = import_module("mlflow")
@@ -168,12 +165,12 @@ class MlflowTracker:
         self._run = mlflow.start_run(run_id=run.remembered_id("mlflow"), run_name=run.experiment)
         if run.remembered_id("mlflow") is None:
             params = [(_mlflow_name(k), str(v)[: self._MAX_PARAM_CHARS]) for k, v in flat_settings(run.config).items()]
-            for start in range(0, len(params), self._PARAMS_PER_CALL):
-                mlflow.log_params(dict(params[start : start + self._PARAMS_PER_CALL]))
+            for start in range(0, len(params), 100):
+                mlflow.log_params(dict(params[start : start + 100]))
         run.remember_id("mlflow", self._run.info.run_id)
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        self._mlflow.log_metrics({_mlflow_name(k): float(v) for k, v in data.items() if _is_number(v)}, step=step)
+        self._mlflow.log_metrics({_mlflow_name(k): v for k, v in _numbers(data).items()}, step=step)
 
     def log_generations(self, rows: Sequence[Generation], step: int) -> None:
         named = [dict(zip(("input", "output", "score"), row)) for row in rows]
@@ -197,7 +194,7 @@ class TrackioTracker:
         )
 
     def log(self, data: Mapping[str, Any], step: int) -> None:
-        self._trackio.log({k: float(v) for k, v in data.items() if _is_number(v)}, step=step)
+        self._trackio.log(_numbers(data), step=step)
 
     def log_generations(self, rows: Sequence[Generation], step: int) -> None:
         import pandas as pd
@@ -219,8 +216,10 @@ ADAPTERS: Mapping[str, Callable[[TrackedRun], Tracker]] = {
 assert set(ADAPTERS) == set(TRACKERS)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and not math.isnan(float(value))
+def _numbers(data: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that trackers can draw."""
+    numbers = {k: float(v) for k, v in data.items() if isinstance(v, Real) and not isinstance(v, bool)}
+    return {name: number for name, number in numbers.items() if not math.isnan(number)}
 
 
 def _mlflow_name(name: str) -> str:

@@ -33,25 +33,22 @@ class Tracking:
         project_name: str,
         experiment_name: str,
         *,
-        loggers: str | Sequence[str],
+        loggers: Sequence[str],
         config: Mapping[str, Any],
         default_dir: str | Path,
         resume_step: int | None = None,
         best_effort: BestEffort | None = None,
     ) -> None:
-        wanted = [loggers] if isinstance(loggers, str) else loggers
-        chosen = [name for name in dict.fromkeys(wanted) if name not in ALWAYS_WRITTEN]
         run = TrackedRun(project_name, experiment_name, redact_tree(config), Path(default_dir), resume_step)
         self._best_effort = best_effort or BestEffort()
         self._run = run
-        self._metrics: JsonlWriter | None = None
         self._generations: JsonlWriter | None = None
         self._trackers: dict[str, Tracker] = {}
-        run.directory.mkdir(parents=True, exist_ok=True)
+        self._metrics: JsonlWriter | None = JsonlWriter(run.directory / "metrics.jsonl", resume_step=resume_step)
         try:
-            for name in chosen:
-                self._trackers[name] = _start(name, run)
-            self._metrics = JsonlWriter(run.directory / "metrics.jsonl", resume_step=resume_step)
+            for name in dict.fromkeys(loggers):
+                if name not in ALWAYS_WRITTEN:
+                    self._trackers[name] = _start(name, run)
         except BaseException:
             self.close()
             raise

@@ -103,8 +103,8 @@ def _prompt_metrics(values: Floats, *, seed: int) -> dict[str, float]:
 
 def _majority(values: Floats, preds: Sequence[Any], *, seed: int) -> dict[str, float]:
     """Value of the most frequent prediction of a draw; a tie goes to the prediction drawn first."""
-    code_of: dict[Hashable, int] = {}
-    codes = np.array([code_of.setdefault(_vote(p), len(code_of)) for p in preds])
+    code_of: dict[str, int] = {}
+    codes = np.array([code_of.setdefault(str(p), len(code_of)) for p in preds])
     metrics = {}
     for n in _subset_sizes(len(values)):
         draws = _draws(len(values), n, seed)
@@ -116,14 +116,6 @@ def _majority(values: Floats, preds: Sequence[Any], *, seed: int) -> dict[str, f
         picked = values[draws[rows[:, 0], winner]]
         metrics |= {f"maj@{n}/mean": float(picked.mean()), f"maj@{n}/std": float(picked.std())}
     return metrics
-
-
-def _vote(pred: Any) -> Hashable:
-    try:
-        hash(pred)
-    except TypeError:
-        return repr(pred)
-    return pred
 
 
 def _named(by_metric: Mapping[tuple[str, str, str], list[float]], core: Mapping[str, str]) -> dict[str, float]:

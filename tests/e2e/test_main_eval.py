@@ -45,6 +45,7 @@ def test_an_evaluation_writes_its_metrics(toy: Toy, tmp_path: Path, capsys: pyte
     assert all(f"{name} = {metrics[name]:.4f}" in printed for name in core)
     assert "rlsys: done in" in printed
     assert str(out / "evaluation.json") in printed
+    assert all((out / name).exists() for name in ("config.yaml", "starts.jsonl", "train.log"))
     assert main([*argv, "trainer.device=cuda"]) == 2
 
 

@@ -112,7 +112,7 @@ def test_a_rollout_that_cannot_score_is_asked_once(toy: Toy, tmp_path: Path, cap
     with trainer.session():
         trainer.push_weights()
         servers = Servers()
-        probe = replace(trainer.parts.parity, rollout=servers, refusals=(ValueError,))
+        probe = replace(trainer.parts.parity, rollout=servers)
         before = torch.get_rng_state()
         reports = [probe.run(0), probe.run(0)]
         assert torch.equal(before, torch.get_rng_state())

@@ -19,7 +19,7 @@ import pytest
 from rich.console import Console
 
 from rlsys.telemetry.metrics import StageTimer
-from rlsys.telemetry.progress import Progress, duration, sparkline
+from rlsys.telemetry.progress import SHOWN, Progress, duration, sparkline
 from tests.timing import scaled_s, wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,7 +42,7 @@ with Progress(total_steps=4, title="GRPO") as progress:
                 raise RuntimeError("boom")
             if step == 3 and "wait" in sys.argv:
                 time.sleep(600)
-        progress.step_done(step, reward=step / 10, tokens_per_s=1234.5, staleness=1, staleness_max=2)
+        progress.step_done(step, {{"critic/score/mean": step / 10, "perf/throughput": 1234.5, "training/staleness": 1}})
 print("the end")
 """
 
@@ -109,7 +109,7 @@ def test_terminal_shows_stage_and_numbers_and_keeps_log_lines_whole() -> None:
     assert re.search(r"gen 0\.\d s", text)
     assert "update_actor 0." in text
     assert "3/4  75%" in text
-    assert "reward 0.200 ▁█  1,234 tok/s  staleness 1 (max 2)" in text
+    assert "reward 0.200 ▁█  1,234 tok/s  staleness 1" in text
     assert "eta" in text
     assert text.rstrip().endswith("the end")
     assert raw.rindex(SHOW_CURSOR) > raw.rindex(HIDE_CURSOR)
@@ -193,7 +193,7 @@ def test_plain_lines_come_now_and_then_and_at_the_end() -> None:
     with plain_progress(clock, out) as progress:
         for step in range(1, 6):
             clock.now += 20
-            progress.step_done(step, reward=float(step), tokens_per_s=1000.0, staleness=0)
+            progress.step_done(step, dict(zip(SHOWN, (float(step), 1000.0, 0.0))))
     assert out.getvalue().splitlines() == [
         "PPO 2/10  20 s/step  eta 2:40  reward 2.000 ▁█  1,000 tok/s",
         "PPO 4/10  20 s/step  eta 2:00  reward 4.000 ▁▃▆█  1,000 tok/s",

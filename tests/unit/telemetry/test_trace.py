@@ -10,12 +10,13 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlsys.telemetry.trace import Event, Timeline, Tracer, add_arguments, arrows, read_timeline
+from rlsys.telemetry.trace import Event, Timeline, Tracer, add_arguments, arrows
 from tests.timing import scaled_s
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -29,21 +30,20 @@ def contains(outer: Event, inner: Event) -> bool:
     return outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
 
 
-def test_spans_nest_carry_arguments_and_wall_clock_time() -> None:
+def test_spans_nest_and_carry_wall_clock_time() -> None:
     tracer = Tracer("actor 0")
     before = time.time()
-    with tracer.span("step", {"step": 3}), tracer.span("update_actor"):
+    with tracer.span("step"), tracer.span("update_actor"):
         time.sleep(0.02)
     by_name = spans(tracer.drain())
     assert contains(by_name["step"], by_name["update_actor"])
-    assert by_name["step"]["args"] == {"step": 3}
     assert 0.02e6 <= by_name["update_actor"]["dur"] < scaled_s(0.5) * 1e6
     assert by_name["step"]["ts"] / 1e6 == pytest.approx(before, abs=scaled_s(0.05))
     assert tracer.drain() == []
 
 
 def test_names_of_process_and_threads_are_written_once() -> None:
-    tracer = Tracer("rollout 1", thread_name="driver")
+    tracer = Tracer("rollout 1")
 
     def work() -> None:
         for name in ("a", "b"):
@@ -57,16 +57,16 @@ def test_names_of_process_and_threads_are_written_once() -> None:
     names = [(e["name"], e["args"]["name"]) for e in events if e["ph"] == "M"]
     assert names[0][0] == "process_name"
     assert names[0][1].startswith("rollout 1 @ ")
-    assert names[1:] == [("thread_name", "driver"), ("thread_name", "sampler")]
+    assert names[1:] == [("thread_name", "main"), ("thread_name", "sampler")]
     assert len({e["tid"] for e in events}) == 2
     assert len({e["pid"] for e in events}) == 1
 
 
 def test_a_failing_stage_is_recorded_with_its_error() -> None:
     tracer = Tracer("x")
-    with pytest.raises(KeyError), tracer.span("reward", {"n": 1}):
+    with pytest.raises(KeyError), tracer.span("reward"):
         raise KeyError("k")
-    assert spans(tracer.drain())["reward"]["args"] == {"n": 1, "error": "KeyError"}
+    assert spans(tracer.drain())["reward"]["args"] == {"error": "KeyError"}
 
 
 def test_many_threads_lose_nothing() -> None:
@@ -87,19 +87,6 @@ def test_many_threads_lose_nothing() -> None:
     assert sum(e["ph"] == "X" for e in drained) == 1600
 
 
-def test_memory_is_bounded_and_dropped_events_are_counted() -> None:
-    tracer = Tracer("x", max_events=10)
-    for _ in range(50):
-        with tracer.span("s"):
-            pass
-    events = tracer.drain()
-    assert len(events) == 11
-    assert events[-1]["name"] == "42 events dropped"
-    with tracer.span("again"):
-        pass
-    assert [e["name"] for e in tracer.drain()] == ["again"]
-
-
 def _child(connection: Any) -> None:
     tracer = Tracer("worker 1")
     with tracer.span("inside"):
@@ -115,7 +102,7 @@ def test_events_of_two_processes_line_up(tmp_path: Path) -> None:
         child.start()
         events = here.recv()
         child.join(10)
-    with Timeline(tmp_path / "timeline.json") as timeline:
+    with closing(Timeline(tmp_path / "timeline.json")) as timeline:
         timeline.add(tracer.drain())
         timeline.add(events)
     merged = json.loads((tmp_path / "timeline.json").read_text())
@@ -127,24 +114,25 @@ def test_events_of_two_processes_line_up(tmp_path: Path) -> None:
 def test_file_cut_at_any_byte_is_readable_and_can_be_continued(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     events = [{"name": f"e{i}", "ph": "X", "ts": i, "dur": 1, "pid": 1, "tid": 1} for i in range(4)]
-    with Timeline(path) as timeline:
+    with closing(Timeline(path)) as timeline:
         timeline.add(events[:2])
         timeline.add(events[2:])
     whole = path.read_bytes()
     assert json.loads(whole) == events
     for cut in range(len(whole) + 1):
         path.write_bytes(whole[:cut])
-        kept = read_timeline(path)
+        Timeline(path).close()
+        kept = json.loads(path.read_bytes())
         assert kept == events[: len(kept)]
         assert len(kept) >= whole[:cut].count(b",\n")
-        with Timeline(path) as timeline:
+        with closing(Timeline(path)) as timeline:
             timeline.add([{"name": "later"}])
         assert json.loads(path.read_bytes()) == [*kept, {"name": "later"}]
 
 
 def test_timeline_is_valid_json_from_the_start_and_after_every_call(tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
-    with Timeline(path) as timeline:
+    with closing(Timeline(path)) as timeline:
         assert json.loads(path.read_bytes()) == []
         timeline.add([], provisional=[{"name": "running 1 s"}, {"name": "also"}])
         assert json.loads(path.read_bytes()) == [{"name": "running 1 s"}, {"name": "also"}]
@@ -224,13 +212,11 @@ def test_empty_timeline_is_valid(tmp_path: Path) -> None:
 
 
 def test_odd_arguments_stay_valid_json(tmp_path: Path) -> None:
-    tracer = Tracer("x")
-    with tracer.span("s", {"nan": float("nan"), "path": tmp_path, "ok": 1.5, "nested": {1: None}}):
-        pass
-    with Timeline(tmp_path / "t.json") as timeline:
-        timeline.add(tracer.drain())
-    by_name = spans(json.loads((tmp_path / "t.json").read_text()))
-    assert by_name["s"]["args"] == {"nan": "nan", "path": str(tmp_path), "ok": 1.5, "nested": {"1": None}}
+    odd = {"nan": float("nan"), "path": tmp_path, "ok": 1.5, "nested": {1: None}}
+    with closing(Timeline(tmp_path / "t.json")) as timeline:
+        timeline.add([{"name": "s", "args": odd}])
+    (event,) = json.loads((tmp_path / "t.json").read_text())
+    assert event["args"] == {"nan": "nan", "path": str(tmp_path), "ok": 1.5, "nested": {"1": None}}
 
 
 def test_kill_9_while_writing(tmp_path: Path) -> None:
@@ -241,9 +227,9 @@ from pathlib import Path
 from rlsys.telemetry.trace import Timeline, Tracer
 tracer, timeline = Tracer("victim"), Timeline(Path({str(path)!r}))
 for i in range(10**9):
-    with tracer.span(f"s{{i}}", {{"text": "x" * 3000}}):
+    with tracer.span(f"s{{i}}"):
         pass
-    timeline.add(tracer.drain())
+    timeline.add([*tracer.drain(), {{"name": "x" * 3000, "ph": "i"}}])
     if i == 20: print("go", flush=True)
 """
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
@@ -251,10 +237,12 @@ for i in range(10**9):
     child.stdout.readline()
     os.kill(child.pid, signal.SIGKILL)
     child.wait(timeout=scaled_s(10))
-    names = [e["name"] for e in read_timeline(path) if e["ph"] == "X"]
+    repaired = path.read_bytes().removesuffix(b"\n]\n").rstrip(b",\n")
+    Timeline(path).close()
+    events = json.loads(path.read_bytes())
+    names = [e["name"] for e in events if e["ph"] == "X"]
     assert names == [f"s{i}" for i in range(len(names))]
     assert len(names) > 20
-    repaired = path.read_bytes().removesuffix(b"\n]\n").rstrip(b",\n")
     if not repaired.endswith(b"}"):
         repaired = repaired[: repaired.rindex(b",\n")]
-    assert len(json.loads(repaired + b"]")) == len(read_timeline(path))
+    assert len(json.loads(repaired + b"]")) == len(events)

@@ -59,7 +59,8 @@ def start() -> WorkerGroups:
         {"train": [2], "rollout": [1]}, mapping, lambda nodes, share, _: ResourcePool(nodes, share)
     )
     workers = {role: ClassWithInitArgs(object) for role in mapping}
-    return start_groups(workers, manager, group_cls=Group, deadlines={})  # pyrefly: ignore[bad-argument-type]
+    groups = start_groups(workers, manager, group_cls=Group, deadlines={})  # pyrefly: ignore[bad-argument-type]
+    return WorkerGroups(**groups)
 
 
 def test_roles_of_a_pool_share_its_processes() -> None:

@@ -58,7 +58,14 @@ def test_sigterm_ends_a_job_in_order_and_in_time(cleanup_s: int, last: str) -> N
     assert ended.stdout.splitlines()[-1] == last
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), ZeroDivisionError()])
-def test_unexpected_errors_are_re_raised(error: BaseException) -> None:
-    with pytest.raises(type(error)), report_errors(io.StringIO()):
-        raise error
+def test_an_unexpected_error_is_one_line_after_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    out = io.StringIO()
+    with report_errors(out) as outcome:
+        raise ZeroDivisionError("0 rows")
+    assert (outcome.exit_code, out.getvalue()) == (1, "rlsys: ZeroDivisionError: 0 rows\n")
+    assert "Traceback" in caplog.text
+
+
+def test_an_exit_is_left_alone() -> None:
+    with pytest.raises(SystemExit, match="3"), report_errors(io.StringIO()):
+        raise SystemExit(3)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.config import PPOConfig, load_config
+from rlsys.config import EvalConfig, PPOConfig, load_config
 from rlsys.utils.errors import ConfigError
 from trainer.checkpoint import CheckpointStore, TrainerState, save_state
-from trainer.run_folder import RunFolder, locked, make_root
+from trainer.run_folder import locked, run_folder
 from trainer.summary import summary_lines
 
 HOLD_LOCK = """
@@ -44,11 +44,10 @@ def grader(root: Path, body: str = "return 1.0") -> Path:
     return path
 
 
-def started(config: PPOConfig, *argv: str) -> Path:
-    make_root(config.trainer)
-    with RunFolder(config, ["python", "-m", "trainer.main_ppo", *argv]) as folder:
-        folder.begin()
-    return folder.root
+def started(config: PPOConfig) -> Path:
+    with run_folder(config) as begin:
+        begin()
+    return Path(config.trainer.default_local_dir)
 
 
 def saved(root: Path, step: int) -> None:
@@ -58,8 +57,10 @@ def saved(root: Path, step: int) -> None:
 
 def test_a_run_writes_down_what_was_run_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_TOKEN", "rosebud-1234567")
+    argv = ["actor_rollout_ref.actor.optim.lr=1e-4", "trainer.experiment_name=rosebud-1234567"]
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "trainer.main_ppo", *argv])
     config = config_of(tmp_path, "actor_rollout_ref.actor.optim.lr=1e-4")
-    root = started(config, "actor_rollout_ref.actor.optim.lr=1e-4", "trainer.experiment_name=rosebud-1234567")
+    root = started(config)
     assert load_config([f"--config-name={root / 'config.yaml'}"]) == config
     (start,) = [json.loads(line) for line in (root / "starts.jsonl").read_text().splitlines()]
     assert start["command"].startswith("python -m trainer.main_ppo actor_rollout_ref.actor.optim.lr=1e-4")
@@ -70,6 +71,30 @@ def test_a_run_writes_down_what_was_run_without_secrets(tmp_path: Path, monkeypa
     texts = [(root / name).read_text() for name in ("config.yaml", "starts.jsonl", "train.log")]
     assert not any("rosebud" in text for text in texts)
     assert "started: python -m trainer.main_ppo" in texts[2]
+
+
+def test_a_trainer_in_a_job_writes_no_second_record(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    with run_folder(config) as begin:
+        begin()
+        started(config)
+    root = started(config)
+    assert len((root / "starts.jsonl").read_text().splitlines()) == 2
+
+
+def test_an_evaluation_does_not_write_into_the_folder_of_a_training_run(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n")
+    named = ["actor_rollout_ref.model.path=org/model", f"data.val_files={rows}"]
+    argv = [*named, f"trainer.default_local_dir={tmp_path}/out"]
+    config = load_config(argv, EvalConfig)
+    with run_folder(config) as begin:
+        begin()
+    assert load_config([f"--config-name={tmp_path}/out/config.yaml"], EvalConfig) == config
+    (tmp_path / "out" / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match="has a training run: set another one"), run_folder(config):
+        pass
 
 
 def test_a_resumed_run_reports_what_differs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,19 +145,19 @@ def test_a_relative_folder_in_the_package_of_a_ray_job_is_refused(
 ) -> None:
     package = tmp_path / "runtime_resources" / "working_dir_files" / "_ray_pkg_0"
     package.mkdir(parents=True)
-    run = load_config(["--config-name=quickstart", "trainer.default_local_dir=out"]).trainer
+    config = load_config(["--config-name=quickstart", "trainer.default_local_dir=out"])
     monkeypatch.chdir(package)
     with pytest.raises(ConfigError, match="which Ray deletes after the job; set an absolute path"):
-        make_root(run)
+        started(config)
     monkeypatch.chdir(tmp_path)
-    make_root(run)
+    started(config)
     assert (tmp_path / "out").is_dir()
 
 
 def test_the_summary_has_first_last_and_best_values_and_what_to_do_next(tmp_path: Path) -> None:
     run = config_of(tmp_path).trainer
-    make_root(run)
     root = tmp_path / "out"
+    root.mkdir()
     assert summary_lines(run, finished=False) == [
         "  next        the same command continues at step 1: nothing was saved yet"
     ]

@@ -23,7 +23,7 @@ class Doubled:
 
 def answers(config: SFTConfig) -> list[str]:
     tokenizer = build_tokenizer()
-    rows = load_rows(config, tokenizer).train
+    rows, _ = load_rows(config, tokenizer)
     return [tokenizer.decode(rows[i][0].response_ids, skip_special_tokens=True) for i in range(len(rows))]
 
 

@@ -16,7 +16,7 @@ from rlsys.protocol import DataProto
 from rlsys.rewards.manager import Graded
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.types import SamplingParams
-from trainer.evaluation import numeric_columns, validation
+from trainer.evaluation import Validation, numeric_columns
 from trainer.generation import GradedRollout
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -60,7 +60,7 @@ def test_validation_asks_by_its_own_sampling_and_hands_over_all_answers() -> Non
         ]
     )
     seen, dumped = list[DataProto](), list[tuple[int, int]]()
-    run = validation(
+    run = Validation(
         cfg, prompts_up_to(3), graded_rollout(seen), lambda batch, step: dumped.append((len(batch), step)), seed=1
     )
     metrics = run.run(step=4)
