@@ -75,7 +75,9 @@ def setup_logging(
 
 @contextmanager
 def log_to_file(path: Path) -> Iterator[None]:
-    """Append the log of this process to a file too, and what is logged to `FILE_ONLY`."""
+    """Append the log of this process to a file too, and what is logged to `FILE_ONLY`; it is set up where it was not."""
+    if not logging.getLogger().handlers:
+        setup_logging()
     handler = _QuietFileHandler(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(_RedactingFormatter(_pattern("", None, timestamps=True)))
     targets = [logging.getLogger(), logging.getLogger(FILE_ONLY)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,3 +31,7 @@ def test_the_notebook_steps_a_trainer_on_a_running_head(
     done = NotebookClient(notebook, timeout=int(scaled_s(240)), kernel_name="python3").execute(cwd=str(tmp_path))
     assert "responses" in str(done.cells)
     assert (tmp_path / "out" / "global_step_2" / "trainer.json").exists()
+    (start,) = (tmp_path / "out" / "starts.jsonl").read_text().splitlines()
+    assert "ipykernel" in json.loads(start)["command"]
+    assert "all defaults filled in" in (tmp_path / "out" / "config.yaml").read_text()
+    assert "loading the model" in (tmp_path / "out" / "train.log").read_text()
