@@ -75,7 +75,7 @@ def setup_logging(
 
 @contextmanager
 def log_to_file(path: Path) -> Iterator[None]:
-    """Append the log of this process to a file too, and what is logged to `FILE_ONLY`; it is set up where it was not."""
+    """Append the log of this process, set up if it was not, to a file too, and what is logged to `FILE_ONLY`."""
     if not logging.getLogger().handlers:
         setup_logging()
     handler = _QuietFileHandler(path, encoding="utf-8", errors="backslashreplace")
