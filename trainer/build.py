@@ -169,7 +169,7 @@ def engine_run(
         device=backend.device,
         nccl_timeout_s=config.actor_rollout_ref.nccl_timeout,
         step_rows=plan.samples,
-        rollout_n=plan.answers,
+        rollout_n=config.actor_rollout_ref.rollout.n,
         actor_steps=max(1, (num_steps - warm) * plan.actor.optimizer_steps),
         critic_steps=num_steps * plan.critic.optimizer_steps if plan.critic else -1,
         num_threads=backend.num_threads,

@@ -8,7 +8,6 @@ from typing import Any
 from rlsys.config.compat.allocation import allocation_settings
 from rlsys.config.introspect import is_count, shown
 from rlsys.config.merge import Given
-from rlsys.config.pools import is_external
 from rlsys.utils.errors import ConfigError
 
 MODE = "trainer.allocation_mode"
@@ -41,16 +40,6 @@ def _areal_estimator(values: Mapping[str, Any], given: Mapping[str, Given]) -> d
     by_std = values["algorithm.reward_norm.std_level"] == "group"
     sets = {ESTIMATOR: "grpo", "algorithm.norm_adv_by_std_in_grpo": by_std}
     return {key: Given(value, "from actor.reward_norm", key) for key, value in sets.items()}
-
-
-def fill_auto(values: dict[str, Any]) -> None:
-    """Replace null by the value that follows from other keys."""
-    if values.get("critic.enable", False) is None:
-        values["critic.enable"] = values["algorithm.adv_estimator"] == "gae"
-    key = "actor_rollout_ref.hybrid_engine"
-    if key in values and values[key] is None:
-        external = is_external(values["actor_rollout_ref.rollout.name"])
-        values[key] = values["trainer.rollout_workers"] == 0 and not external
 
 
 def _from_allocation(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, Literal
 
@@ -41,33 +42,16 @@ class RolloutBackend:
         return self.weights_in == "server"
 
 
+_serving = partial(RolloutBackend, dims="dtp", settings=ENGINE_SETTINGS, batch_invariant=True, drops_weights=True)
+_external = partial(RolloutBackend, weights_in="server", settings=())
 _BACKENDS = {
     backend.name: backend
     for backend in (
         RolloutBackend("hf", "workers.rollout:HFRolloutWorker"),
-        RolloutBackend(
-            "sglang",
-            "workers.rollout:SGLangRolloutWorker",
-            weights_in="child",
-            dims="dtp",
-            settings=ENGINE_SETTINGS,
-            cache_share_of="free",
-            batch_invariant=True,
-            drops_weights=True,
-        ),
-        RolloutBackend(
-            "vllm",
-            "workers.rollout:VLLMRolloutWorker",
-            dims="dtp",
-            settings=ENGINE_SETTINGS,
-            cache_share_of="device",
-            batch_invariant=True,
-            drops_weights=True,
-        ),
-        RolloutBackend(
-            "sglang_remote", "rlsys.fleet.external.engine:SGLangRemoteEngine", weights_in="server", settings=()
-        ),
-        RolloutBackend("vllm_remote", "rlsys.fleet.external.engine:VLLMRemoteEngine", weights_in="server", settings=()),
+        _serving("sglang", "workers.rollout:SGLangRolloutWorker", weights_in="child", cache_share_of="free"),
+        _serving("vllm", "workers.rollout:VLLMRolloutWorker", cache_share_of="device"),
+        _external("sglang_remote", "rlsys.fleet.external.engine:SGLangRemoteEngine"),
+        _external("vllm_remote", "rlsys.fleet.external.engine:VLLMRemoteEngine"),
     )
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from copy import copy
 from functools import cache
 from typing import Annotated, Any, get_origin
 
@@ -52,10 +53,15 @@ def leaves(schema: type[Section]) -> dict[str, FieldInfo]:
     """Every key that holds a value by its path, in the order of the schema."""
     keys: dict[str, FieldInfo] = {}
     for name, field in schema.model_fields.items():
-        if _is_section(field):
-            keys |= {f"{name}.{path}": leaf for path, leaf in leaves(field.annotation).items()}  # type: ignore[arg-type]
-        else:
+        if not _is_section(field):
             keys[name] = field
+            continue
+        extra: Any = field.json_schema_extra
+        for path, leaf in leaves(field.annotation).items():  # type: ignore[arg-type]
+            if extra["follows"] and (not extra["only"] or path in extra["only"]):
+                leaf = copy(leaf)
+                leaf.json_schema_extra = {"link": f"{extra['follows']}.{path}"}
+            keys[f"{name}.{path}"] = leaf
     return keys
 
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from rlsys.config.arguments import Arguments, parse_arguments
 from rlsys.config.checks.all import check
 from rlsys.config.checks.rules import unknown_names, unused_settings
-from rlsys.config.derive import DERIVED, derived_settings, fill_auto
+from rlsys.config.derive import DERIVED, derived_settings
 from rlsys.config.introspect import allowed, choices, default_of, leaves, nest, shown
 from rlsys.config.merge import Layers
 from rlsys.config.presets import Preset, default_preset, model_key, read_preset
@@ -82,7 +82,6 @@ def _values(layers: Layers) -> tuple[dict[str, Any], list[str]]:
     if settings:
         layers.given |= settings
         values = layers.resolve()
-    fill_auto(values)
     return values, layers.problems + problems
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlsys.config.pools import Pools, resolve_pools
-from rlsys.config.schema.actor import ActorConfig, CriticConfig
+from rlsys.config.schema.actor import TrainedRoleConfig
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig
 from rlsys.config.schema.trainer import RunConfig
@@ -55,18 +55,14 @@ class RolePlan:
 class BatchPlan:
     """What one step of PPO consists of; `critic` is None where there is none."""
 
-    prompts: int
-    answers: int
     samples: int
-    max_prompt_tokens: int
-    max_response_tokens: int
     actor: RolePlan
     critic: RolePlan | None
     use_reference: bool
     pools: Pools
 
 
-def shared_by(role: ActorConfig | CriticConfig) -> int:
+def shared_by(role: TrainedRoleConfig) -> int:
     """Ranks that work on the same samples: they share sequences, and with Megatron matrices and layers too."""
     if role.strategy != "megatron":
         return role.ulysses_sequence_parallel_size
@@ -79,7 +75,7 @@ def plan_batches(cfg: PPOConfig) -> BatchPlan:
     answers, pools = cfg.actor_rollout_ref.rollout.n, resolve_pools(cfg)
     samples = cfg.data.train_batch_size * answers
 
-    def plan_of(role: ActorConfig | CriticConfig) -> RolePlan:
+    def plan_of(role: TrainedRoleConfig) -> RolePlan:
         return RolePlan(
             samples=samples,
             mini_batch_samples=role.ppo_mini_batch_size * answers,
@@ -89,17 +85,8 @@ def plan_batches(cfg: PPOConfig) -> BatchPlan:
             max_tokens=role.ppo_max_token_len_per_gpu if role.use_dynamic_bsz else None,
         )
 
-    return BatchPlan(
-        prompts=cfg.data.train_batch_size,
-        answers=answers,
-        samples=samples,
-        max_prompt_tokens=cfg.data.max_prompt_length,
-        max_response_tokens=cfg.data.max_response_length,
-        actor=plan_of(cfg.actor_rollout_ref.actor),
-        critic=plan_of(cfg.critic) if cfg.use_critic else None,
-        use_reference=cfg.use_reference,
-        pools=pools,
-    )
+    critic = plan_of(cfg.critic) if cfg.use_critic else None
+    return BatchPlan(samples, plan_of(cfg.actor_rollout_ref.actor), critic, cfg.use_reference, pools)
 
 
 def total_steps(num_rows: int, batch_size: int, total_epochs: int, total_training_steps: int | None) -> int:
@@ -151,9 +138,10 @@ def _supervised_lines(cfg: SupervisedConfig) -> list[tuple[str, str]]:
 
 
 def _step_words(cfg: PPOConfig, plan: BatchPlan) -> str:
-    generated = f", generated {cfg.data.gen_batch_size} prompts at a time" if cfg.algorithm.filter_groups.enable else ""
-    tokens = f"{plan.max_prompt_tokens} + {plan.max_response_tokens} tokens at most"
-    return f"{plan.prompts} prompts x {plan.answers} = {plan.samples} samples of {tokens}{generated}"
+    data, answers = cfg.data, cfg.actor_rollout_ref.rollout.n
+    generated = f", generated {data.gen_batch_size} prompts at a time" if cfg.algorithm.filter_groups.enable else ""
+    tokens = f"{data.max_prompt_length} + {data.max_response_length} tokens at most"
+    return f"{data.train_batch_size} prompts x {answers} = {plan.samples} samples of {tokens}{generated}"
 
 
 def _many(count: int, noun: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rlsys.config.checks.findings import wrong
 from rlsys.config.plan import shared_by
 from rlsys.config.pools import resolve_pools
-from rlsys.config.schema.actor import ActorConfig, CriticConfig
+from rlsys.config.schema.actor import TrainedRoleConfig
 from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig
 from rlsys.config.schema.model import ShardConfig
 
@@ -34,7 +34,7 @@ def check_ppo_batches(cfg: PPOConfig) -> Iterator[str]:
     yield from _enough_rows(cfg)
 
 
-def _role(cfg: PPOConfig, role: str, section: ActorConfig | CriticConfig) -> Iterator[str]:
+def _role(cfg: PPOConfig, role: str, section: TrainedRoleConfig) -> Iterator[str]:
     """Mini-batches of a trained role, and their shares of each rank."""
     prompts, mini, key = cfg.data.train_batch_size, section.ppo_mini_batch_size, f"{role}.ppo_mini_batch_size"
     if mini > prompts:
@@ -87,7 +87,7 @@ def _budgets(cfg: PPOConfig) -> Iterator[str]:
             yield wrong(cfg, key, why, f"{-(-longest // sequence)} or more")
 
 
-def _sequence_ranks(role: ActorConfig | CriticConfig) -> int:
+def _sequence_ranks(role: TrainedRoleConfig) -> int:
     """Ranks that share each sequence."""
     return role.megatron.context_parallel_size if role.strategy == "megatron" else role.ulysses_sequence_parallel_size
 

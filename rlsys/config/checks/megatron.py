@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rlsys.config.checks.findings import note, wrong
 from rlsys.config.pools import resolve_pools
-from rlsys.config.schema.actor import ActorConfig, CriticConfig
+from rlsys.config.schema.actor import TrainedRoleConfig
 from rlsys.config.schema.jobs import PPOConfig
 from rlsys.config.schema.megatron import MegatronRoleConfig
 from rlsys.config.schema.model import ModelConfig
@@ -26,9 +26,7 @@ def check_megatron(cfg: PPOConfig) -> Iterator[str]:
         yield from _role(cfg, CRITIC, cfg.critic, "critic.model", cfg.critic.model)
 
 
-def _role(
-    cfg: PPOConfig, role: str, section: ActorConfig | CriticConfig, model_key: str, model: ModelConfig
-) -> Iterator[str]:
+def _role(cfg: PPOConfig, role: str, section: TrainedRoleConfig, model_key: str, model: ModelConfig) -> Iterator[str]:
     if importlib.util.find_spec("megatron") is None:
         why = f"Megatron-Core is not installed; pip install -e '.[megatron]', or set {role}.strategy=fsdp"
         yield wrong(cfg, f"{role}.strategy", why)

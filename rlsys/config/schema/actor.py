@@ -8,26 +8,28 @@ from pydantic import Field, Strict
 
 from rlsys.config.schema import types as t
 from rlsys.config.schema.base import IF_MEGATRON, IF_REFERENCE, ActiveIf, Registered, Requires, Section, linked, section
-from rlsys.config.schema.megatron import MegatronConfig, RefMegatronConfig
+from rlsys.config.schema.megatron import MegatronConfig, MegatronRoleConfig
 from rlsys.config.schema.model import (
     CheckpointConfig,
-    CriticModelConfig,
     CriticOptimConfig,
     FSDPConfig,
+    LogProbConfig,
+    ModelConfig,
     OptimConfig,
     PolicyModelConfig,
-    RefShardConfig,
+    RoleShardConfig,
 )
 from rlsys.config.schema.rollout import RolloutConfig
 from rlsys.config.vocabulary import POLICY_LOSSES, KLEstimator, LossAggMode
 
+_ACTOR = "actor_rollout_ref.actor"
 Clip = Annotated[float, Strict(), Field(ge=0, le=1e6)]
 
 SPLIT_NEEDS_PACKING = Requires(
     "actor_rollout_ref.model.use_remove_padding", why="sequences are split over ranks only when packed"
 )
 DRO_NEEDS_BETA = Requires(".dro_beta", given=("dro",), why="the loss has no default weight", to="1.0")
-IF_ACTOR_MEGATRON = ActiveIf("actor_rollout_ref.actor.strategy", ("megatron",))
+IF_ACTOR_MEGATRON = ActiveIf(f"{_ACTOR}.strategy", ("megatron",))
 
 
 class PolicyLossConfig(Section):
@@ -49,8 +51,8 @@ class PolicyLossConfig(Section):
     """dro: weight of the squared log-ratio; must be set for it."""
 
 
-class ActorConfig(Section):
-    """The trained policy."""
+class TrainedRoleConfig(Section):
+    """What actor and critic have in common."""
 
     strategy: t.Strategy = "fsdp"
     """Training engine of actor and reference: fsdp and fsdp2 are both FSDP2, megatron is Megatron-Core."""
@@ -69,6 +71,24 @@ class ActorConfig(Section):
     """Reshuffle the samples every epoch."""
     data_loader_seed: t.Seed = 42
     """Seed of that shuffling."""
+    loss_agg_mode: LossAggMode = "token-mean"
+    """How token losses are aggregated."""
+    loss_scale_factor: Annotated[
+        t.Positive | None, Requires(".loss_agg_mode", ("seq-mean-token-sum-norm",), why="only that mode uses it")
+    ] = None
+    """Divisor of seq-mean-token-sum-norm; null is data.max_response_length."""
+    grad_clip: t.Coefficient = 1.0
+    """Largest gradient norm; 0 disables clipping."""
+    ulysses_sequence_parallel_size: Annotated[t.Count, SPLIT_NEEDS_PACKING] = 1
+    """Ranks that one sequence is split over."""
+    optim: OptimConfig = section(OptimConfig)
+    megatron: Annotated[MegatronConfig, IF_MEGATRON] = section(MegatronConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+
+
+class ActorConfig(TrainedRoleConfig):
+    """The trained policy."""
+
     clip_ratio: Clip = 0.2
     """PPO's clip range on both sides."""
     clip_ratio_low: Clip = linked(".clip_ratio")
@@ -82,12 +102,6 @@ class ActorConfig(Section):
     tau_neg: Annotated[t.Positive, ActiveIf(".policy_loss.loss_mode", ("sapo",))] = 1.05
     """sapo: temperature for negative advantages."""
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
-    loss_agg_mode: LossAggMode = "token-mean"
-    """How token losses are aggregated."""
-    loss_scale_factor: Annotated[
-        t.Positive | None, Requires(".loss_agg_mode", ("seq-mean-token-sum-norm",), why="only that mode uses it")
-    ] = None
-    """Divisor of seq-mean-token-sum-norm; null is data.max_response_length."""
     entropy_coeff: Annotated[float, Strict(), Field(ge=-1e3, le=1e3)] = 0.0
     """Weight of the entropy bonus."""
     calculate_entropy: t.Flag = False
@@ -98,29 +112,22 @@ class ActorConfig(Section):
     """Weight of the KL loss."""
     kl_loss_type: Annotated[KLEstimator, ActiveIf(".use_kl_loss")] = "low_var_kl"
     """Estimator of the KL loss; + is its straight-through form."""
-    grad_clip: t.Coefficient = 1.0
-    """Largest gradient norm; 0 disables clipping."""
-    ulysses_sequence_parallel_size: Annotated[t.Count, SPLIT_NEEDS_PACKING] = 1
-    """Ranks that one sequence is split over."""
-    optim: OptimConfig = section(OptimConfig)
     fsdp_config: FSDPConfig = section(FSDPConfig)
-    megatron: Annotated[MegatronConfig, IF_MEGATRON] = section(MegatronConfig)
-    checkpoint: CheckpointConfig = section(CheckpointConfig)
 
 
-class RefConfig(Section):
+class RefConfig(LogProbConfig):
     """The frozen policy of the KL terms."""
 
-    log_prob_micro_batch_size_per_gpu: t.Count | None = linked("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
-    """Samples per forward pass on a rank."""
-    log_prob_use_dynamic_bsz: t.Flag = linked("actor_rollout_ref.actor.use_dynamic_bsz")
-    """Fill forward passes up to a number of tokens instead of samples."""
-    log_prob_max_token_len_per_gpu: t.Count = linked("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
-    """Tokens per forward pass on a rank."""
     ulysses_sequence_parallel_size: t.Count = linked("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
     """Ranks that one sequence is split over."""
-    fsdp_config: RefShardConfig = section(RefShardConfig)
-    megatron: Annotated[RefMegatronConfig, IF_ACTOR_MEGATRON] = section(RefMegatronConfig)
+    fsdp_config: RoleShardConfig = section(
+        RoleShardConfig,
+        follows=f"{_ACTOR}.fsdp_config",
+        only=("fsdp_size", "reshard_after_forward", "forward_prefetch", "model_dtype", "dtype", "full_determinism"),
+    )
+    megatron: Annotated[MegatronRoleConfig, IF_ACTOR_MEGATRON] = section(
+        MegatronRoleConfig, follows=f"{_ACTOR}.megatron"
+    )
 
 
 class ActorRolloutRefConfig(Section):
@@ -136,43 +143,23 @@ class ActorRolloutRefConfig(Section):
     """Longest a collective operation may take, in seconds."""
 
 
-class CriticConfig(Section):
-    """The value function."""
+class CriticConfig(TrainedRoleConfig):
+    """The value function: by default a value head on the actor's model, trained as the actor is."""
 
     enable: t.Flag | None = None
     """Train a critic; null trains one if the estimator is gae."""
-    strategy: t.Strategy = linked("actor_rollout_ref.actor.strategy")
-    """Training engine."""
-    model: CriticModelConfig = section(CriticModelConfig)
+    model: ModelConfig = section(
+        ModelConfig,
+        follows="actor_rollout_ref.model",
+        only=("path", "trust_remote_code", "external_lib", "enable_gradient_checkpointing", "use_remove_padding"),
+    )
     optim: CriticOptimConfig = section(CriticOptimConfig)
     fsdp: FSDPConfig = section(FSDPConfig)
-    megatron: Annotated[MegatronConfig, IF_MEGATRON] = section(MegatronConfig)
-    ppo_mini_batch_size: t.Count = linked("actor_rollout_ref.actor.ppo_mini_batch_size")
-    """Prompts per optimizer step (each with rollout.n samples)."""
-    ppo_micro_batch_size_per_gpu: t.Count | None = linked("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
-    """Samples per forward and backward pass on a rank."""
     forward_micro_batch_size_per_gpu: t.Count | None = linked(".ppo_micro_batch_size_per_gpu")
     """Samples per forward pass when values are computed."""
-    use_dynamic_bsz: t.Flag = linked("actor_rollout_ref.actor.use_dynamic_bsz")
-    """Fill micro-batches up to a number of tokens instead of samples."""
     ppo_max_token_len_per_gpu: t.Count = 32768
     """Tokens per micro-batch on a rank, with use_dynamic_bsz."""
     forward_max_token_len_per_gpu: t.Count = linked(".ppo_max_token_len_per_gpu")
     """Tokens per forward pass when values are computed."""
-    ppo_epochs: t.Count = linked("actor_rollout_ref.actor.ppo_epochs")
-    """PPO epochs per step."""
-    shuffle: t.Flag = linked("actor_rollout_ref.actor.shuffle")
-    """Reshuffle the samples every epoch."""
-    data_loader_seed: t.Seed = 42
-    """Seed of that shuffling."""
     cliprange_value: t.Positive = 0.5
     """Clip range of the value loss."""
-    loss_agg_mode: LossAggMode = linked("actor_rollout_ref.actor.loss_agg_mode")
-    """How token losses are aggregated."""
-    loss_scale_factor: t.Positive | None = linked("actor_rollout_ref.actor.loss_scale_factor")
-    """Divisor of seq-mean-token-sum-norm; null is data.max_response_length."""
-    grad_clip: t.Coefficient = 1.0
-    """Largest gradient norm; 0 disables clipping."""
-    ulysses_sequence_parallel_size: Annotated[t.Count, SPLIT_NEEDS_PACKING] = 1
-    """Ranks that one sequence is split over."""
-    checkpoint: CheckpointConfig = section(CheckpointConfig)

@@ -90,9 +90,9 @@ def _default_at(path: str, values: dict[str, Any]) -> Any:
     return section.model_fields[last].get_default(call_default_factory=True, validated_data=values)
 
 
-def section(cls: type[Section]) -> Any:
-    """A section of keys, each with its default unless it is set."""
-    return Field(default_factory=cls)
+def section(cls: type[Section], *, follows: str = "", only: tuple[str, ...] = ()) -> Any:
+    """A section of keys, by default those of the section that it `follows`: all, or `only` some of them."""
+    return Field(default_factory=cls, json_schema_extra={"follows": follows, "only": list(only)})
 
 
 def open_dict() -> Any:

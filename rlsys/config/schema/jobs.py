@@ -27,12 +27,20 @@ LabelNoise = Annotated[float, Strict(), Field(ge=0, lt=0.5)]
 IN_JOB_ENGINES = tuple(backend.name for backend in rollout_backends() if not backend.is_external)
 
 
+FOLLOWED_BY_CRITIC = (
+    *("strategy", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", "ppo_epochs", "shuffle"),
+    *("loss_agg_mode", "loss_scale_factor"),
+)
+
+
 class PPOConfig(Section):
     """trainer.main_ppo: PPO, GRPO and related algorithms."""
 
     data: DataConfig = section(DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
-    critic: Annotated[CriticConfig, IF_CRITIC] = section(CriticConfig)
+    critic: Annotated[CriticConfig, IF_CRITIC] = section(
+        CriticConfig, follows="actor_rollout_ref.actor", only=FOLLOWED_BY_CRITIC
+    )
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
     reward: RewardConfig = section(RewardConfig)
     trainer: TrainerConfig = section(TrainerConfig)

@@ -8,8 +8,6 @@ from rlsys.config.schema import types as t
 from rlsys.config.schema.base import Section, linked, open_dict
 from rlsys.config.schema.model import AnyDType
 
-_ACTOR = "actor_rollout_ref.actor.megatron"
-
 
 class MegatronRoleConfig(Section):
     """How Megatron shards a model."""
@@ -49,30 +47,3 @@ class MegatronConfig(MegatronRoleConfig):
     """Compute matrix products in this FP8 format of Transformer Engine."""
     seed: t.Seed = 42
     """Seed of newly initialized weights (value heads, LoRA)."""
-
-
-class RefMegatronConfig(MegatronRoleConfig):
-    """How Megatron shards the reference."""
-
-    tensor_model_parallel_size: t.Count = linked(f"{_ACTOR}.tensor_model_parallel_size")
-    """Ranks that each matrix is sharded over."""
-    pipeline_model_parallel_size: t.Count = linked(f"{_ACTOR}.pipeline_model_parallel_size")
-    """Pipeline stages that the layers are split into."""
-    virtual_pipeline_model_parallel_size: t.Count | None = linked(f"{_ACTOR}.virtual_pipeline_model_parallel_size")
-    """Virtual stages per pipeline stage (interleaved schedule)."""
-    context_parallel_size: t.Count = linked(f"{_ACTOR}.context_parallel_size")
-    """Ranks that each sequence is split over."""
-    expert_model_parallel_size: t.Count = linked(f"{_ACTOR}.expert_model_parallel_size")
-    """Ranks that the experts are distributed over."""
-    expert_tensor_parallel_size: t.Count | None = linked(f"{_ACTOR}.expert_tensor_parallel_size")
-    """Ranks that each expert's matrices are sharded over; null is tensor_model_parallel_size."""
-    sequence_parallel: t.Flag = linked(f"{_ACTOR}.sequence_parallel")
-    """Split norms and residuals over the tensor-parallel ranks too."""
-    param_offload: t.Flag = linked(f"{_ACTOR}.param_offload")
-    """Offload parameters to host memory while another role runs."""
-    dtype: AnyDType = linked(f"{_ACTOR}.dtype")
-    """dtype of weights and computation."""
-    full_determinism: t.Flag = linked(f"{_ACTOR}.full_determinism")
-    """Use bitwise reproducible CUDA kernels."""
-    override_transformer_config: t.OpenDict = linked(f"{_ACTOR}.override_transformer_config")
-    """More settings of Megatron's TransformerConfig."""

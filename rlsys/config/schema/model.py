@@ -81,21 +81,6 @@ class PolicyModelConfig(ModelConfig, ServedModelConfig):
     """A language model, and how it is loaded and wrapped for training."""
 
 
-class CriticModelConfig(ModelConfig):
-    """The critic's model: by default the actor's, with a value head."""
-
-    path: t.LocalPath | None = linked("actor_rollout_ref.model.path")
-    """Folder of the critic's base model."""
-    trust_remote_code: t.Flag = linked("actor_rollout_ref.model.trust_remote_code")
-    """Allow Python code in the model folder to run."""
-    external_lib: t.Text | None = linked("actor_rollout_ref.model.external_lib")
-    """Module or .py file that every process imports first."""
-    enable_gradient_checkpointing: t.Flag = linked("actor_rollout_ref.model.enable_gradient_checkpointing")
-    """Recompute activations in the backward pass instead of storing them."""
-    use_remove_padding: t.Flag = linked("actor_rollout_ref.model.use_remove_padding")
-    """Pack sequences without padding."""
-
-
 class OptimConfig(Section):
     """AdamW and its learning-rate schedule."""
 
@@ -159,21 +144,15 @@ class FSDPConfig(RoleShardConfig):
     """Use bitwise reproducible CUDA kernels; this applies to the whole process."""
 
 
-class RefShardConfig(RoleShardConfig):
-    """How FSDP2 shards the reference."""
+class LogProbConfig(Section):
+    """Forward passes for log-probs: as the actor's updates, unless set."""
 
-    fsdp_size: t.CountOrAll = linked("actor_rollout_ref.actor.fsdp_config.fsdp_size")
-    """Ranks that one copy of the model is sharded over; -1 is all of them."""
-    reshard_after_forward: t.Flag = linked("actor_rollout_ref.actor.fsdp_config.reshard_after_forward")
-    """Free gathered parameters after each layer's forward pass."""
-    forward_prefetch: t.Flag = linked("actor_rollout_ref.actor.fsdp_config.forward_prefetch")
-    """Gather the next layer's parameters during the forward pass of a layer."""
-    model_dtype: MasterDType = linked("actor_rollout_ref.actor.fsdp_config.model_dtype")
-    """dtype of the weights."""
-    dtype: AnyDType = linked("actor_rollout_ref.actor.fsdp_config.dtype")
-    """dtype of the computation."""
-    full_determinism: t.Flag = linked("actor_rollout_ref.actor.fsdp_config.full_determinism")
-    """Use bitwise reproducible CUDA kernels."""
+    log_prob_micro_batch_size_per_gpu: t.Count | None = linked("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
+    """Samples per forward pass on a rank when log-probs are recomputed."""
+    log_prob_use_dynamic_bsz: t.Flag = linked("actor_rollout_ref.actor.use_dynamic_bsz")
+    """Fill these passes up to a number of tokens instead of samples."""
+    log_prob_max_token_len_per_gpu: t.Count = linked("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
+    """Tokens per pass on a rank."""
 
 
 class CheckpointConfig(Section):

@@ -9,8 +9,8 @@ from pydantic import BeforeValidator, Field, Strict
 from rlsys.config.engines import rollout_backends
 from rlsys.config.schema import types as t
 from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
-from rlsys.config.schema.base import ActiveIf, Registered, Requires, Section, linked, open_dict, section
-from rlsys.config.schema.model import AnyDType
+from rlsys.config.schema.base import ActiveIf, Registered, Requires, Section, open_dict, section
+from rlsys.config.schema.model import AnyDType, LogProbConfig
 
 Temperature = Annotated[float, Strict(), Field(ge=0, le=100)]
 TopP = Annotated[float, Strict(), Field(gt=0, le=1)]
@@ -176,7 +176,7 @@ class ParityConfig(Section):
         return self.freq >= 0
 
 
-class RolloutConfig(GenerationConfig):
+class RolloutConfig(GenerationConfig, LogProbConfig):
     """Generation for training, and the log-probs of what was generated."""
 
     free_cache_engine: t.Flag = True
@@ -194,12 +194,6 @@ class RolloutConfig(GenerationConfig):
     """Sample; false is greedy."""
     n: t.Count = 1
     """Responses per prompt."""
-    log_prob_micro_batch_size_per_gpu: t.Count | None = linked("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu")
-    """Samples per forward pass when the actor recomputes log-probs."""
-    log_prob_use_dynamic_bsz: t.Flag = linked("actor_rollout_ref.actor.use_dynamic_bsz")
-    """Fill these passes up to a number of tokens instead of samples."""
-    log_prob_max_token_len_per_gpu: t.Count = linked("actor_rollout_ref.actor.ppo_max_token_len_per_gpu")
-    """Tokens per pass on a rank."""
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig)
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig)
     validate_weight: t.Flag = False

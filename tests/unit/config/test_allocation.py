@@ -96,14 +96,12 @@ def test_a_split_allocation_makes_two_pools() -> None:
     pools = resolve_pools(cfg)
     assert (pools.train_ranks, pools.rollout_ranks, pools.colocated, pools.total_ranks) == (2, 3, False, 5)
     assert (cfg.trainer.n_gpus_per_node, cfg.trainer.rollout_workers) == (2, 3)
-    assert cfg.actor_rollout_ref.hybrid_engine is False
 
 
 def test_a_shared_allocation_makes_one_pool() -> None:
     cfg = load_config(["trainer.allocation_mode=hf[r]:d2|fsdp[a]:d2"])
     pools = resolve_pools(cfg)
     assert (pools.train_ranks, pools.rollout_ranks, pools.colocated, pools.total_ranks) == (2, 2, True, 2)
-    assert cfg.actor_rollout_ref.hybrid_engine is True
 
 
 def test_an_allocation_is_spread_over_nodes_and_says_the_sequence_parallelism() -> None:
