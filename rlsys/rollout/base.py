@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.partial import complete
-from rlsys.rollout.sampling.log import SampledSequence
+from rlsys.rollout.sampling.log import SampledSequence, sampled_sequences
 from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta, SamplingParams, WeightLayout
 from rlsys.utils.errors import RolloutError, WeightTransferError
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
 
     from rlsys.protocol import DataProto
@@ -56,13 +58,16 @@ class EngineContext:
 DEFAULT_CONTEXT = EngineContext()
 
 
-@dataclass(frozen=True)
-class QueuedRequest:
-    """A request, the ids that end it and its token limit."""
+@dataclass(eq=False)
+class RunningRequest:
+    """A request that an engine has, under a number of its own: the ids that end it, its token limit, how far it is."""
 
+    number: int
     request: ModelRequest
     stop_ids: tuple[int, ...]
     max_new_tokens: int
+    num_delivered: int = 0
+    is_cancelled: bool = False
 
     @property
     def rid(self) -> str:
@@ -81,36 +86,24 @@ def check_sampling(params: SamplingParams) -> None:
         raise ValueError(f"invalid sampling parameters {params}")
 
 
-def until_end(
-    sampled: SampledSequence, queued: QueuedRequest, num_delivered: int
-) -> tuple[SampledSequence, Finish | None]:
+def until_end(sampled: SampledSequence, running: RunningRequest) -> tuple[SampledSequence, Finish | None]:
     """What follows the delivered tokens up to the one that ends the request, and how it ends, None if it runs on.
 
     An engine that starts steps ahead may have sampled more.
     """
-    shortest, room = queued.request.gconfig.min_new_tokens - num_delivered, queued.max_new_tokens - num_delivered
+    num_delivered = running.num_delivered
+    shortest, room = running.request.gconfig.min_new_tokens - num_delivered, running.max_new_tokens - num_delivered
     for at, token in enumerate(sampled.tokens[:room]):
-        if at >= shortest and token in queued.stop_ids:
+        if at >= shortest and token in running.stop_ids:
             return sampled.part(0, at + 1), Finish.STOP
     return sampled.part(0, room), Finish.LENGTH if len(sampled.tokens) >= room else None
-
-
-@dataclass
-class RunningRequest:
-    """A request inside another engine: its sample number and id there, and how many tokens have been delivered."""
-
-    number: int
-    engine_id: str
-    queued: QueuedRequest
-    num_delivered: int = 0
-    is_cancelled: bool = False
 
 
 class BaseRolloutEngine(ABC):
     """The life cycle of a RolloutEngine, which decodes on a thread of its own while requests are open.
 
-    A subclass decodes (`_decode`), scores, exposes tensors, moves memory and frees itself. Requests are checked against
-    `vocab_size`, `max_model_len` (prompt and completion together) and `eos_token_ids`.
+    A subclass decodes (`_decode`), logs what it samples, scores, exposes tensors, moves memory and frees itself.
+    Requests are checked against `vocab_size`, `max_model_len` (prompt and completion together) and `eos_token_ids`.
     """
 
     def __init__(
@@ -124,9 +117,10 @@ class BaseRolloutEngine(ABC):
         self._asleep: set[str] = set()
         self._sleep_noops = self._num_tokens = self._num_requests = self._num_halts = 0
         self._change = threading.Condition()
-        self._inbox: list[QueuedRequest | str] = []
+        self._numbers = itertools.count()
+        self._inbox: list[RunningRequest | str] = []
         """Requests that came in, and rids of requests that are not wanted any more."""
-        self._running: dict[str, QueuedRequest] = {}
+        self._running: dict[str, RunningRequest] = {}
         self._outbox: list[ResponseDelta] = []
         self._report_at_s = 0.0
         self._parked = self._is_serving = False
@@ -134,10 +128,14 @@ class BaseRolloutEngine(ABC):
 
     @abstractmethod
     def _decode(self) -> bool:
-        """Decode what `_pull` returns and `_deliver` it, until nothing runs or until `_stopped`; returns which.
+        """Decode what `_pull` returns and `_end` it, until nothing runs or until `_stopped`; returns which.
 
         Where `_stopped`, or `_report_due`, all tokens sampled so far are delivered.
         """
+
+    @abstractmethod
+    def _take_samples(self, numbers: list[int], starts: list[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """As `SampleLog.take`, of these requests."""
 
     @abstractmethod
     def _score(self, batch: DataProto, temperature: float) -> Tensor: ...
@@ -166,6 +164,8 @@ class BaseRolloutEngine(ABC):
         with self._change:
             self._outbox = [delta for delta in self._outbox if delta.rid not in cancel]
             self._inbox += cancel
+            for rid in self._running.keys() & cancel:
+                self._running[rid].is_cancelled = True
             for request in new:
                 try:
                     self._inbox.append(self._queued(request))
@@ -205,12 +205,12 @@ class BaseRolloutEngine(ABC):
 
     def _fail(self, error: Exception) -> None:
         with self._change:
-            rids = [*self._running, *(event.rid for event in self._inbox if isinstance(event, QueuedRequest))]
+            rids = [*self._running, *(event.rid for event in self._inbox if isinstance(event, RunningRequest))]
             self._running, self._inbox = {}, []
             self._outbox += [ResponseDelta(rid, error=f"{type(error).__name__}: {error}") for rid in rids]
 
-    def _pull(self, num: int | None = None) -> tuple[list[QueuedRequest], set[str]]:
-        """The requests that came in, which run from now on, and the rids of running ones that were cancelled.
+    def _pull(self, num: int | None = None) -> tuple[list[RunningRequest], list[RunningRequest]]:
+        """The requests that came in, which run from now on, and running ones that were cancelled.
 
         With `num` the first so many entries of the inbox, which is waited for.
         """
@@ -218,17 +218,16 @@ class BaseRolloutEngine(ABC):
             if num and not self._change.wait_for(lambda: len(self._inbox) >= num, timeout=STEP_WAIT_S):
                 raise RolloutError(f"a request did not reach this rank within {STEP_WAIT_S:g} s")
             events, self._inbox = self._inbox[:num], [] if num is None else self._inbox[num:]
-            new: dict[str, QueuedRequest] = {}
-            cancelled: set[str] = set()
+            new, cancelled = dict[str, RunningRequest](), []
             for event in events:
-                if isinstance(event, QueuedRequest):
+                if isinstance(event, RunningRequest):
                     new[event.rid] = event
-                elif new.pop(event, None) is None and self._running.pop(event, None):
-                    cancelled.add(event)
+                elif new.pop(event, None) is None and event in self._running:
+                    cancelled.append(self._running.pop(event))
             self._running |= new
             return list(new.values()), cancelled
 
-    def _put_back(self, waiting: Sequence[QueuedRequest]) -> None:
+    def _put_back(self, waiting: Sequence[RunningRequest]) -> None:
         """Return requests that have no tokens yet, to be pulled again."""
         with self._change:
             self._inbox[:0] = waiting
@@ -240,8 +239,10 @@ class BaseRolloutEngine(ABC):
         return 0 < self._report_at_s <= time.monotonic()
 
     def _deliver(self, deltas: Sequence[ResponseDelta], *, reports: bool = False) -> None:
-        """Have the next exchange return these; `reports`: it need not wait any longer."""
+        """Have the next exchange return these but for cancelled requests; `reports`: it need not wait any longer."""
         with self._change:
+            wanted = {one.rid for one in self._running.values() if not one.is_cancelled}
+            deltas = [delta for delta in deltas if delta.rid in wanted]
             for delta in deltas:
                 self._num_tokens += len(delta.tokens)
                 if delta.finish is not None or delta.error:
@@ -251,31 +252,44 @@ class BaseRolloutEngine(ABC):
                 self._report_at_s = 0.0
                 self._change.notify_all()
 
-    def _delta(self, rid: str, sampled: SampledSequence, finish: Finish | None) -> ResponseDelta:
+    def _report(self) -> None:
+        """Deliver what was sampled since the last report; a request whose end was sampled waits for `_end`."""
+        running, deltas = list(self._running.values()), []
+        samples = self._take_samples([one.number for one in running], [one.num_delivered for one in running])
+        for one, sequence in zip(running, sampled_sequences(*samples), strict=True):
+            sampled, end = until_end(sequence, one)
+            sampled = sampled.part(0, len(sampled.tokens) - (end is not None))
+            one.num_delivered += len(sampled.tokens)
+            if sampled.tokens:
+                deltas.append(self._delta(one, sampled, None))
+        self._deliver(deltas, reports=True)
+
+    def _end(self, ended: Sequence[RunningRequest], tokens: Sequence[Sequence[int]] | None = None) -> None:
+        """Deliver the rest of requests that have ended, or are given back where the engine stops.
+
+        With `tokens` those that the engine returned for them, which must be the ones that were sampled.
+        """
+        samples, deltas = sampled_sequences(*self._take_samples([one.number for one in ended])), []
+        for at, (one, whole) in enumerate(zip(ended, samples, strict=True)):
+            returned = whole.tokens if tokens is None else tuple(tokens[at])
+            sampled, end = until_end(whole.part(one.num_delivered, len(returned)), one)
+            if one.is_cancelled:
+                continue
+            if tokens is not None and sampled.tokens != returned[one.num_delivered :]:
+                raise RolloutError(f"the engine returned other tokens than were sampled for request {one.rid}")
+            if end is None and not self._stopped():
+                raise RolloutError(f"the engine ended request {one.rid} after {len(returned)} tokens, before its end")
+            deltas.append(self._delta(one, sampled, end or Finish.ABORT))
+        self._deliver(deltas)
+
+    def _delta(self, one: RunningRequest, sampled: SampledSequence, finish: Finish | None) -> ResponseDelta:
         """What was sampled, by the weights served now; RolloutError if a token's logits were not finite."""
         if not sampled.finite:
-            raise RolloutError(f"logits are not finite for request {rid}: check the weights that were loaded")
+            raise RolloutError(f"logits are not finite for request {one.rid}: check the weights that were loaded")
         versions = (self.version,) * len(sampled.tokens)
-        return ResponseDelta(rid, sampled.tokens, sampled.full_logprobs, sampled.sampled_logprobs, versions, finish)
+        return ResponseDelta(one.rid, sampled.tokens, sampled.full_logprobs, sampled.sampled_logprobs, versions, finish)
 
-    def _news(
-        self, running: Sequence[RunningRequest], samples: Sequence[SampledSequence], *, give_back: bool = False
-    ) -> list[ResponseDelta]:
-        """What was sampled for running requests since they were delivered last.
-
-        A request whose end was sampled waits for the engine to end it, unless it is to `give_back` all of them.
-        """
-        deltas = []
-        for one, sequence in zip(running, samples, strict=True):
-            sampled, end = until_end(sequence, one.queued, one.num_delivered)
-            if end and not give_back:
-                sampled = sampled.part(0, len(sampled.tokens) - 1)
-            one.num_delivered += len(sampled.tokens)
-            if sampled.tokens or give_back:
-                deltas.append(self._delta(one.queued.rid, sampled, (end or Finish.ABORT) if give_back else None))
-        return deltas
-
-    def _queued(self, request: ModelRequest) -> QueuedRequest:
+    def _queued(self, request: ModelRequest) -> RunningRequest:
         params, ids = request.gconfig, request.input_ids
         room = self.max_model_len - len(ids)
         if not ids or room < 1:
@@ -285,7 +299,8 @@ class BaseRolloutEngine(ABC):
         check_sampling(params)
         self._num_requests += 1
         stops = params.stop_token_ids if params.ignore_eos else params.stop_token_ids + self.eos_token_ids
-        return QueuedRequest(request, tuple(dict.fromkeys(stops)), min(params.max_new_tokens, room))
+        limit = min(params.max_new_tokens, room)
+        return RunningRequest(next(self._numbers), request, tuple(dict.fromkeys(stops)), limit)
 
     def compute_log_prob(self, batch: DataProto, *, temperature: float = 1.0) -> Tensor:
         self._check_serving()

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlsys.interfaces import RolloutEngine
 from rlsys.protocol import DataProto, object_array
 from rlsys.protocol.columns import tensors_of
-from rlsys.rollout.partial import Exchanges, complete
+from rlsys.rollout.partial import complete
 from rlsys.rollout.sampling.sample import combine_seeds
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams
 
@@ -35,7 +36,7 @@ def with_request_seeds(batch: DataProto) -> DataProto:
     return DataProto.from_dict({**tensors_of(batch.batch), SEEDS: seeds}, batch.non_tensor_batch, meta)
 
 
-def generate_sequences(engine: Exchanges, batch: DataProto) -> DataProto:
+def generate_sequences(engine: RolloutEngine, batch: DataProto) -> DataProto:
     """Complete every row's prompt.
 
     Needs `prompts` (B, P) or prompt-only `input_ids`, `attention_mask` whose first P columns are the prompt's, and in

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
+from rlsys.interfaces import RolloutEngine
 from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta
 from rlsys.utils.errors import RolloutError, WeightTransferError
 
@@ -67,26 +67,12 @@ class PartialResponse:
         self.finish = None
 
     def response(self) -> ModelResponse:
-        return ModelResponse(
-            self.request.rid,
-            self.request.input_ids,
-            tuple(self.tokens),
-            tuple(self.logprobs),
-            tuple(self.sampled_logprobs),
-            tuple(self.versions),
-            self.finish or Finish.ABORT,
-        )
+        tokens, versions, end = tuple(self.tokens), tuple(self.versions), self.finish or Finish.ABORT
+        full, sampled = tuple(self.logprobs), tuple(self.sampled_logprobs)
+        return ModelResponse(self.request.rid, self.request.input_ids, tokens, full, sampled, versions, end)
 
 
-class Exchanges(Protocol):
-    """The one verb of a RolloutEngine that completing requests needs."""
-
-    def exchange(
-        self, new: Sequence[ModelRequest] = (), *, wait_s: float, cancel: Collection[str] = ()
-    ) -> list[ResponseDelta]: ...
-
-
-def complete(engine: Exchanges, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
+def complete(engine: RolloutEngine, requests: Sequence[ModelRequest]) -> list[ModelResponse]:
     """Complete the requests on an engine that no other caller uses; responses in their order.
 
     ValueError for a request that cannot be served, RolloutError for one that failed.

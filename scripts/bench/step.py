@@ -136,9 +136,7 @@ def _vllm_alone(work: dict[str, Any]) -> Any:
 def _sglang_alone(work: dict[str, Any]) -> Any:
     from sglang import Engine
 
-    from rlsys.rollout.versions import SGLANG
-
-    graphs = {f"cuda_graph_max_bs{SGLANG.installed_features().decode_suffix}": min(work["max_num_seqs"], 512)}
+    graphs = {"cuda_graph_max_bs_decode": min(work["max_num_seqs"], 512)}
     cpu = {"device": "cpu", "attention_backend": "torch_native", "sampling_backend": "pytorch"}
     engine = Engine(
         model_path=work["model"],

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rlsys.rollout.sampling.hook import RowSampler, SampleSpec
 from rlsys.rollout.sampling.log import SampledSequence, sampled_sequences
+from rlsys.types import SamplingParams
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +21,8 @@ STEPS = 3
 
 
 def rows_of(num: int, kinds: tuple[tuple[float, float, int, int], ...] = KINDS) -> list[SampleSpec]:
-    return [SampleSpec(n, 5 + n, 77 * n, *kinds[n % len(kinds)], (1, 2)) for n in range(num)]
+    params = [SamplingParams(1, *kinds[n % len(kinds)], seed=77 * n) for n in range(num)]
+    return [SampleSpec(n, 5 + n, one, (1, 2)) for n, one in enumerate(params)]
 
 
 def drawn(rows: list[SampleSpec], steps: list[Tensor], device: str) -> list[SampledSequence]:

@@ -129,7 +129,7 @@ SGLANG: Uses = {
         *("chunked_prefill_size", "max_prefill_tokens", "context_length", "disable_radix_cache", "tp_size"),
         *("skip_tokenizer_init", "grammar_backend", "sampling_backend", "sleep_on_idle", "log_level"),
         *("disable_custom_all_reduce", "enable_deterministic_inference", "enable_fp32_lm_head"),
-        *("nccl_port", "cuda_graph_max_bs", "cuda_graph_max_bs_decode", "cuda_graph_bs", "cuda_graph_bs_decode"),
+        *("nccl_port", "cuda_graph_max_bs_decode", "cuda_graph_bs_decode"),
     ),
     f"{_SGLANG_ENGINE}.run_scheduler_process_func": (),
     f"{_SGLANG_ENGINE}._launch_detokenizer_subprocesses": (),

@@ -7,18 +7,16 @@ running row, so that the batch is always dense, and waiting requests take the fr
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rlsys.rollout.base import QueuedRequest
-from rlsys.rollout.hf.kv_cache import ColumnCache, causal_mask, hidden_score
+from rlsys.rollout.base import RunningRequest
+from rlsys.rollout.hf.kv_cache import ColumnCache, hidden_score, prompt_passes
 from rlsys.rollout.hf.running import RunningRows
-from rlsys.rollout.sampling.sample import sample_tokens
-from rlsys.types import Finish
-from rlsys.utils.errors import RolloutError
+from rlsys.rollout.sampling.hook import RowSampler
 
 if TYPE_CHECKING:
     from rlsys.rollout.hf.engine import HFRollout
@@ -34,8 +32,9 @@ class DecodeLoop:
     def __init__(self, engine: HFRollout) -> None:
         self.engine, self.model, self.config = engine, engine.model, engine.config
         self.device, self.dtype = self.model.device, self.model.dtype
-        self.waiting: deque[QueuedRequest] = deque()
-        self.rows = RunningRows(self.config.seed, self.device)
+        self.waiting: deque[RunningRequest] = deque()
+        engine.sampler = RowSampler(self.config.seed, self.device)
+        self.rows = RunningRows(engine.sampler, self.device)
         self.cache = ColumnCache(self.model.config.get_text_config().num_hidden_layers)
 
     @torch.inference_mode()
@@ -46,14 +45,14 @@ class DecodeLoop:
             new, cancelled = engine._pull()
             self.waiting.extend(new)
             if cancelled:
-                self.waiting = deque(queued for queued in self.waiting if queued.rid not in cancelled)
-                self._remove([row for row, queued in enumerate(self.rows.queue) if queued.rid in cancelled])
+                self.waiting = deque(one for one in self.waiting if not one.is_cancelled)
+                self._remove([row for row, one in enumerate(self.rows.requests) if one.is_cancelled])
             if engine._stopped():
                 engine._put_back(self.waiting)
-                self._release(dict.fromkeys(range(self.rows.count), Finish.ABORT))
+                engine._end(self.rows.requests)
                 return True
             if engine._report_due():
-                engine._deliver(self.rows.take({}, engine.version), reports=True)
+                engine._report()
             if self._may_admit():
                 self._admit()
             elif self.rows.count:
@@ -69,7 +68,7 @@ class DecodeLoop:
     def _admit(self) -> None:
         free = self.config.max_num_seqs - self.rows.count
         taken = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
-        groups: dict[Prompt, list[QueuedRequest]] = {}
+        groups: dict[Prompt, list[RunningRequest]] = {}
         for queued in taken:
             groups.setdefault(queued.request.input_ids, []).append(queued)
         prompts = sorted(groups, key=len)
@@ -83,9 +82,9 @@ class DecodeLoop:
         back = min(back, COLUMN_STEP)
         if not self.rows.count:
             cache.column = front
-        if num_rows > cache.num_rows or front > cache.column or cache.column + back > cache.num_columns:
+        if num_rows > cache.window.num_rows or front > cache.column or cache.column + back > cache.window.num_columns:
             wanted = min(self.config.max_num_seqs, num_rows + len(self.waiting))
-            self._relayout(max(wanted, cache.num_rows), front=front, back=back)
+            self._relayout(max(wanted, cache.window.num_rows), front=front, back=back)
 
     def _relayout(self, num_rows: int, *, front: int, back: int) -> None:
         """Drop the columns that no running row uses, and leave `front` free columns before and `back` behind."""
@@ -98,9 +97,9 @@ class DecodeLoop:
         )
         if rows.count:
             rows.tensors["starts"] += column - kept - first
-            rows.set_mask(cache.num_columns, hidden_score(self.dtype), self.dtype)
+            rows.set_mask(cache.window.num_columns, hidden_score(self.dtype), self.dtype)
 
-    def _prefill(self, groups: dict[Prompt, list[QueuedRequest]]) -> None:
+    def _prefill(self, groups: dict[Prompt, list[RunningRequest]]) -> None:
         """Run each distinct prompt once, copy its row for every further request, and sample the first tokens."""
         cache, first_row = self.cache, self.rows.count
         lengths = torch.tensor([len(prompt) for prompt in groups])
@@ -108,7 +107,8 @@ class DecodeLoop:
         ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in groups])
         starts = (cache.column - lengths).to(self.device)
         rows = slice(first_row, first_row + len(groups))
-        logits = self._forward_prompts(ids.to(self.device), starts, rows)
+        limit = self.config.max_num_batched_tokens
+        *_, (_, last) = prompt_passes(self.model, cache, ids.to(self.device), starts, rows, max_tokens=limit, keep=1)
         firsts = [(i, queue[0]) for i, queue in enumerate(groups.values())]
         copies = [(i, queued) for i, queue in enumerate(groups.values()) for queued in queue[1:]]
         source = torch.tensor([i for i, _ in firsts + copies], device=self.device)
@@ -116,63 +116,31 @@ class DecodeLoop:
             targets = slice(rows.stop, rows.stop + len(copies))
             cache.copy_rows(source[len(firsts) :] + first_row, targets, cache.column - width)
         self.rows.add([queued for _, queued in firsts + copies], starts[source])
-        self.rows.set_mask(cache.num_columns, hidden_score(self.dtype), self.dtype)
-        self._sample(logits[source], slice(first_row, self.rows.count))
-
-    def _forward_prompts(self, ids: Tensor, starts: Tensor, rows: slice) -> Tensor:
-        """Logits (N, V) after left-padded prompts (N, P), in passes of at most max_num_batched_tokens."""
-        end = self.cache.column
-        begin = end - ids.shape[1]
-        logits = torch.empty(0)
-        step = max(1, self.config.max_num_batched_tokens // ids.shape[0])
-        for at in range(begin, end, step):
-            write, read = slice(at, min(at + step, end)), slice(begin, min(at + step, end))
-            positions = torch.arange(write.start, write.stop, device=self.device) - starts[:, None]
-            mask = causal_mask(starts, write, read, self.dtype)
-            logits = self._forward(
-                ids[:, at - begin : write.stop - begin], positions.clamp(min=0), mask, rows, read, write
-            )
-        return logits
-
-    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor, rows: slice, read: slice, write: slice) -> Tensor:
-        """Logits (N, V) after the last of the given tokens."""
-        return self.model(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=self.cache.look(rows, read, write),
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
+        self.rows.set_mask(cache.window.num_columns, hidden_score(self.dtype), self.dtype)
+        self._sample(last[source, -1], slice(first_row, self.rows.count))
 
     def _step(self) -> None:
         """One token for every running row."""
         cache, rows = self.cache, self.rows
-        if cache.column == cache.num_columns:
-            self._relayout(cache.num_rows, front=0, back=min(rows.most_left(), COLUMN_STEP))
+        if cache.column == cache.window.num_columns:
+            self._relayout(cache.window.num_rows, front=0, back=min(int(rows.tensors["num_left"].max()), COLUMN_STEP))
         live, read = slice(0, rows.count), slice(0, cache.column + 1)
         ids, positions = rows.tensors["last_tokens"][:, None], rows.tensors["positions"][:, None]
-        mask = rows.mask[live, :, :, read]
-        logits = self._forward(ids, positions, mask, live, read, slice(cache.column, cache.column + 1))
+        logits = self.model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=rows.mask[live, :, :, read],
+            past_key_values=cache.look(live, read, slice(cache.column, cache.column + 1)),
+            use_cache=True,
+        ).logits
         cache.column += 1
-        self._sample(logits, live)
+        self._sample(logits[:, -1], live)
 
     def _sample(self, logits: Tensor, which: slice) -> None:
-        rows = self.rows
-        sampled = sample_tokens(logits, rows.tensors["positions"][which] + 1, rows.sampling(which), rows.banned(which))
-        stopped, full = rows.append(sampled, which)
-        finite, ended = torch.stack([sampled.finite.all(), (stopped | full).any()]).tolist()
-        if not finite:
-            bad = (~sampled.finite).nonzero().flatten().tolist()
-            rids = ", ".join(rows.queue[which.start + i].request.rid for i in bad)
-            raise RolloutError(f"logits are not finite for request {rids}: check the weights that were loaded")
-        if ended:
-            flags = enumerate(zip(stopped.tolist(), full.tolist(), strict=True), start=which.start)
-            self._release({row: Finish.STOP if stop else Finish.LENGTH for row, (stop, over) in flags if stop or over})
-
-    def _release(self, ended: Mapping[int, Finish]) -> None:
-        self.engine._deliver(self.rows.take(ended, self.engine.version))
-        self._remove(list(ended))
+        """Sample a token for these rows, and release those that end with it."""
+        if ended := self.rows.sample(logits, which):
+            self.engine._end([self.rows.requests[row] for row in ended])
+            self._remove(ended)
 
     def _remove(self, gone: Sequence[int]) -> None:
         for source, target in self.rows.remove(gone):

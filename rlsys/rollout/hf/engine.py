@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -22,15 +23,19 @@ from rlsys.rollout.base import (
     EngineContext,
     LoadFormat,
 )
+from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.engine_weights import copy_by_name, whole_layout
 from rlsys.rollout.hf.decode import DecodeLoop
-from rlsys.rollout.hf.kv_cache import ATTENTION
-from rlsys.rollout.hf.logprobs import score_responses
+from rlsys.rollout.hf.kv_cache import ATTENTION, ColumnCache, prompt_passes
+from rlsys.rollout.sampling.hook import RowSampler
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import RolloutError
 
 if TYPE_CHECKING:
     from rlsys.protocol import DataProto
+
+MAX_LOGITS = 1 << 26
+"""Logits of one scoring pass."""
 
 
 def load_causal_lm(path: str | Path, *, load_format: LoadFormat, dtype: str, device: str) -> Any:
@@ -64,6 +69,7 @@ class HFRollout(BaseRolloutEngine):
             eos_token_ids=_eos_ids_of(model),
         )
         self.model, self.config = model.eval().requires_grad_(False), config
+        self.sampler: RowSampler
         if config.full_determinism:
             _unrounded_logits(model)
         _use_grouped_attention(model, self.max_model_len)
@@ -112,12 +118,31 @@ class HFRollout(BaseRolloutEngine):
         self.model = None
 
     def _score(self, batch: DataProto, temperature: float) -> Tensor:
-        return score_responses(
-            self.model, batch, temperature=temperature, max_tokens=self.config.max_num_batched_tokens
-        )
+        return score_sequences(batch, partial(self._log_probs, temperature))
+
+    @torch.inference_mode()
+    def _log_probs(
+        self, temperature: float, sequences: Sequence[Sequence[int]], lengths: Sequence[int]
+    ) -> Iterator[tuple[int, list[float]]]:
+        """Of each sequence's last tokens; one sequence after another, in passes of bounded size."""
+        text, device = self.model.config.get_text_config(), self.model.device
+        step = max(1, min(self.config.max_num_batched_tokens, MAX_LOGITS // text.vocab_size))
+        for row, length in enumerate(lengths):
+            ids, starts = torch.tensor([sequences[row]], device=device), torch.zeros(1, device=device)
+            last, scores = ids.shape[1] - 1, list[float]()
+            cache = ColumnCache(text.num_hidden_layers, num_rows=1, num_columns=last)
+            cache.column = last
+            passes = prompt_passes(self.model, cache, ids[:, :-1], starts, slice(0, 1), max_tokens=step, keep=0)
+            for write, logits in passes:
+                scaled = torch.log_softmax(logits.float() / temperature, dim=-1)
+                scores += scaled.gather(2, ids[:, write.start + 1 : write.stop + 1, None]).flatten().tolist()
+            yield row, scores[last - length :]
 
     def _decode(self) -> bool:
         return DecodeLoop(self).run()
+
+    def _take_samples(self, numbers: list[int], starts: list[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        return self.sampler.log.take(numbers, starts)
 
 
 def _eos_ids_of(model: Any) -> tuple[int, ...]:

@@ -7,16 +7,16 @@ Letters: N rows, V vocabulary, S stop ids.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlsys.rollout.base import QueuedRequest
+from rlsys.rollout.base import RunningRequest
 from rlsys.rollout.sampling.log import SampleLog
 from rlsys.rollout.sampling.sample import NO_TOKEN, BatchFlags, BatchSampling, row_keys, sample_tokens, stop_id_table
+from rlsys.types import SamplingParams
 
 SPEC_KEY = "rlsys_sample"
 """The extra argument of a vLLM request that holds its SampleSpec."""
@@ -30,39 +30,21 @@ class SampleSpec:
 
     number: int
     prompt_length: int
-    seed: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_new_tokens: int
-    stop_ids: tuple[int, ...]
+    params: SamplingParams
+    stop_ids: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, queued: QueuedRequest, number: int) -> SampleSpec:
-        params = queued.request.gconfig
-        return cls(
-            number,
-            len(queued.request.input_ids),
-            params.seed,
-            params.temperature,
-            params.top_p,
-            params.top_k,
-            params.min_new_tokens,
-            queued.stop_ids,
-        )
+    def of(cls, running: RunningRequest) -> SampleSpec:
+        return cls(running.number, len(running.request.input_ids), running.request.gconfig, running.stop_ids)
 
-    @classmethod
-    def greedy(cls, number: int, prompt_length: int) -> SampleSpec:
-        """For a request whose sampled token is not used."""
-        return cls(number, prompt_length, seed=0, temperature=0.0, top_p=1.0, top_k=-1, min_new_tokens=0, stop_ids=())
+    @property
+    def is_truncated(self) -> bool:
+        """Whether sampling it takes more than one softmax."""
+        return self.params.top_p < 1 or self.params.top_k > 0 or self.params.min_new_tokens > 0
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "stop_ids": list(self.stop_ids)}
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> SampleSpec:
-        fields: dict[str, Any] = {**values, "stop_ids": tuple(values["stop_ids"])}
-        return cls(**fields)
+UNUSED = SamplingParams(1, temperature=0.0)
+"""Of a request whose sampled token is not used."""
 
 
 class RowSampler:
@@ -78,14 +60,17 @@ class RowSampler:
 
     def set_rows(self, rows: Sequence[SampleSpec]) -> None:
         self._numbers = [row.number for row in rows]
-        by_torch = [at for at, row in enumerate(rows) if _is_truncated(row) or self.device.type != "cuda"]
+        by_torch = [at for at, row in enumerate(rows) if row.is_truncated or self.device.type != "cuda"]
         self._kernel_rows = KernelRows(self.engine_seed, rows, self.device) if len(by_torch) < len(rows) else None
         chosen = [rows[at] for at in by_torch]
         self._torch_rows = TorchRows(self.engine_seed, chosen, self.device) if by_torch or not rows else None
         self._index = torch.tensor(by_torch).to(self.device) if self._kernel_rows and self._torch_rows else None
 
-    def force(self, logits: Tensor, positions: Tensor) -> None:
-        """Change the logits (N, V) so that greedy decoding takes our samples at the absolute `positions` (N,)."""
+    def force(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Change the logits (N, V) so that greedy decoding takes our samples at the absolute `positions` (N,).
+
+        Returns (N, 5) index in the completion, token, full, sampled, finite in float64.
+        """
         if self._kernel_rows is None:
             assert self._torch_rows is not None, "set_rows comes first"
             samples = self._torch_rows.force(logits, positions)
@@ -98,31 +83,28 @@ class RowSampler:
                 logits[at] = some
         if self._logged:
             self.log.add(self._numbers, samples)
-
-
-def _is_truncated(row: SampleSpec) -> bool:
-    """Whether sampling this row takes more than one softmax."""
-    return row.top_p < 1 or row.top_k > 0 or row.min_new_tokens > 0
+        return samples
 
 
 class TorchRows:
     """Rows sampled by torch, with any parameters."""
 
     def __init__(self, engine_seed: int, rows: Sequence[SampleSpec], device: torch.device) -> None:
+        params = [row.params for row in rows]
         self._params = BatchSampling(
-            keys=row_keys(engine_seed, [row.seed for row in rows]).to(device),
-            temperature=torch.tensor([row.temperature for row in rows], device=device),
-            top_p=torch.tensor([row.top_p for row in rows], dtype=torch.float64, device=device),
-            top_k=torch.tensor([row.top_k for row in rows], device=device),
-            flags=BatchFlags.of(rows),
+            keys=row_keys(engine_seed, [one.seed for one in params]).to(device),
+            temperature=torch.tensor([one.temperature for one in params], device=device),
+            top_p=torch.tensor([one.top_p for one in params], dtype=torch.float64, device=device),
+            top_k=torch.tensor([one.top_k for one in params], device=device),
+            flags=BatchFlags.of(params),
         )
         self._starts = torch.tensor([row.prompt_length for row in rows], device=device)
-        self._min_new = torch.tensor([row.min_new_tokens for row in rows], device=device)
-        stops = [row.stop_ids if row.min_new_tokens > 0 else () for row in rows]
+        self._min_new = torch.tensor([one.min_new_tokens for one in params], device=device)
+        stops = [row.stop_ids if row.params.min_new_tokens > 0 else () for row in rows]
         self._stops = stop_id_table(stops).to(device) if self._params.flags.any_min_new else None
 
     def force(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """Sample the rows and force their tokens; returns (N, 5) index, token, full, sampled, finite in float64."""
+        """As `RowSampler.force`."""
         indices = positions - self._starts
         sampled = sample_tokens(logits, positions, self._params, self._banned(indices))
         logits.scatter_(1, sampled.tokens[:, None], FORCED)
@@ -130,7 +112,7 @@ class TorchRows:
         return torch.stack([column.double() for column in columns], 1)
 
     def _banned(self, indices: Tensor) -> Tensor | None:
-        """Stop ids (N, S) of the rows that may not end yet, -1 in the other places; None when there is no such row."""
+        """Stop ids (N, S) of the rows that may not end yet, -1 in the other places; None if there is no such row."""
         if self._stops is None:
             return None
         return torch.where((indices < self._min_new)[:, None], self._stops, NO_TOKEN)
@@ -140,24 +122,14 @@ class KernelRows:
     """All rows of a batch for a kernel that samples those without truncation and leaves the others alone."""
 
     def __init__(self, engine_seed: int, rows: Sequence[SampleSpec], device: torch.device) -> None:
-        temperature = torch.tensor([row.temperature for row in rows], dtype=torch.float64).view(torch.int64)
+        keys = row_keys(engine_seed, [row.params.seed for row in rows])
+        temperature = torch.tensor([row.params.temperature for row in rows], dtype=torch.float64).view(torch.int64)
         starts = torch.tensor([row.prompt_length for row in rows])
-        plain = torch.tensor([not _is_truncated(row) for row in rows]).long()
-        keys = row_keys(engine_seed, [row.seed for row in rows])
-        table = torch.stack([keys, temperature, starts, plain]).pin_memory().to(device, non_blocking=True)
-        self._keys, self._starts, self._plain = table[0], table[2], table[3]
-        self._temperature = table[1].view(torch.float64)
+        plain = torch.tensor([not row.is_truncated for row in rows]).long()
+        self._table = torch.stack([keys, temperature, starts, plain]).pin_memory().to(device, non_blocking=True)
 
     def force(self, logits: Tensor, positions: Tensor) -> Tensor:
-        """As `TorchRows.force`."""
+        """As `RowSampler.force`."""
         from rlsys.rollout.sampling.kernel import sample_rows
 
-        return sample_rows(
-            logits,
-            positions,
-            plain=self._plain,
-            keys=self._keys,
-            temperature=self._temperature,
-            starts=self._starts,
-            forced=FORCED,
-        )
+        return sample_rows(logits, positions, self._table, forced=FORCED)

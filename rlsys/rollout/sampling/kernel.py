@@ -28,26 +28,16 @@ def _scores(source, at, size, temperature, block: tl.constexpr):
 
 
 @triton.jit
-def _sample_rows(
-    logits,
-    pitch,
-    size,
-    plain,
-    keys,
-    temperatures,
-    starts,
-    positions,
-    samples,
-    forced: tl.constexpr,
-    block: tl.constexpr,
-):
+def _sample_rows(logits, pitch, size, table, rows, positions, samples, forced: tl.constexpr, block: tl.constexpr):
     """A program samples one row: a pass for the largest score and the sum, a second one up to the token."""
     row = tl.program_id(0)
-    if tl.load(plain + row) == 0:
+    if tl.load(table + 3 * rows + row) == 0:
         return
+    key = tl.load(table + row)
+    start = tl.load(table + 2 * rows + row)
     source = logits + row.to(tl.int64) * pitch
     position = tl.load(positions + row).to(tl.int64)
-    temperature = tl.load(temperatures + row).to(tl.float32)
+    temperature = tl.load(table + rows + row).to(tl.float64, bitcast=True).to(tl.float32)
     greedy = temperature == 0
     temperature = tl.where(greedy, 1.0, temperature)
     lanes = tl.arange(0, block)
@@ -68,7 +58,7 @@ def _sample_rows(
 
     picked = most
     if not greedy:
-        target = _uniform(tl.load(keys + row), position) * total
+        target = _uniform(key, position) * total
         below = tl.full((), 0.0, tl.float64)
         at = 0
         while at < size:
@@ -88,7 +78,7 @@ def _sample_rows(
     finite = (total > 0) & (total < float("inf"))
     full = (picked - most).to(tl.float64) - tl.log(total)
     out = samples + row * 5
-    tl.store(out, (position - tl.load(starts + row)).to(tl.float64))
+    tl.store(out, (position - start).to(tl.float64))
     tl.store(out + 1, token.to(tl.float64))
     tl.store(out + 2, full)
     tl.store(out + 3, tl.where(greedy, 0.0, full))
@@ -96,38 +86,19 @@ def _sample_rows(
     tl.store(source + token, forced)
 
 
-def sample_rows(
-    logits: Tensor,
-    positions: Tensor,
-    *,
-    plain: Tensor,
-    keys: Tensor,
-    temperature: Tensor,
-    starts: Tensor,
-    forced: float,
-) -> Tensor:
-    """Sample the `plain` (N,) rows of `logits` (N, V) as `sample_tokens` does, and force the logits of their tokens.
+def sample_rows(logits: Tensor, positions: Tensor, table: Tensor, *, forced: float) -> Tensor:
+    """Sample rows of `logits` (N, V) as `sample_tokens` does, and force the logits of their tokens.
 
-    `positions` and `starts` (N,) are the absolute positions of the new tokens and of each row's first. Returns (N, 5)
-    index, token, full, sampled, finite in float64, unset where not plain. A row is sampled alike in any batch. If
-    rounding puts a uniform beyond the last token, about once in 10 million samples, the most likely token is taken.
+    `positions` (N,) are the absolute positions of the new tokens; `table` (4, N) int64 holds each row's key, the bits
+    of its temperature in float64, its first position, and whether it is sampled here. Returns (N, 5) index, token,
+    full, sampled, finite in float64, unset for the other rows. A row is sampled alike in any batch. If rounding puts a
+    uniform beyond the last token, about once in 10 million samples, the most likely token is taken.
     """
-    samples = torch.empty(len(logits), 5, dtype=torch.float64, device=logits.device)
     rows, size = logits.shape
+    samples = torch.empty(rows, 5, dtype=torch.float64, device=logits.device)
     block = min(BLOCK, triton.next_power_of_2(size))
     with torch.cuda.device_of(logits):
         _sample_rows[(rows,)](
-            logits,
-            logits.stride(0),
-            size,
-            plain,
-            keys,
-            temperature,
-            starts,
-            positions,
-            samples,
-            forced,
-            block,
-            num_warps=NUM_WARPS,
+            logits, logits.stride(0), size, table, rows, positions, samples, forced, block, num_warps=NUM_WARPS
         )
     return samples

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from rlsys.types import SamplingParams
 
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
@@ -58,19 +59,6 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     return _shift_right(mix64(keys + positions * _signed(GOLDEN)), 11).double() * 2.0**-53
 
 
-class SamplingSettings(Protocol):
-    """The sampling parameters of a request, by the names of SamplingParams."""
-
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def min_new_tokens(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class BatchFlags:
     """What any of the rows needs, known on the host, so that passes that no row needs are skipped."""
@@ -82,7 +70,7 @@ class BatchFlags:
     max_top_k: int = -1
 
     @classmethod
-    def of(cls, rows: Sequence[SamplingSettings]) -> BatchFlags:
+    def of(cls, rows: Sequence[SamplingParams]) -> BatchFlags:
         return cls(
             scaled=any(row.temperature not in (0.0, 1.0) for row in rows),
             any_greedy=any(row.temperature == 0 for row in rows),

@@ -11,7 +11,6 @@ from transformers import AutoConfig
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.base import EngineContext
-from rlsys.rollout.versions import SGLangFeatures
 from rlsys.utils.errors import ConfigError
 
 RESERVED = {
@@ -59,7 +58,6 @@ def server_arguments(
     *,
     max_model_len: int,
     replica: ReplicaRank,
-    features: SGLangFeatures,
 ) -> dict[str, Any]:
     """The arguments; `config.engine_kwargs.sglang` overrides the others, ConfigError for reserved ones.
 
@@ -69,13 +67,13 @@ def server_arguments(
     engine_kwargs, on_cpu = config.engine_kwargs.sglang, context.device == "cpu"
     if taken := sorted(RESERVED & set(engine_kwargs)):
         raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.sglang may not set {', '.join(taken)}")
-    dtype, graph = context.dtype_name(config.dtype), f"cuda_graph_{{}}{features.decode_suffix}".format
+    dtype = context.dtype_name(config.dtype)
     gpu_arguments = {
         "mem_fraction_static": config.gpu_memory_utilization,
         "disable_cuda_graph": config.enforce_eager,
-        graph("max_bs"): config.cuda_graph_max_bs or min(config.max_num_seqs, MAX_GRAPH_SEQS),
+        "cuda_graph_max_bs_decode": config.cuda_graph_max_bs or min(config.max_num_seqs, MAX_GRAPH_SEQS),
         "enable_memory_saver": True,
-        **({graph("bs"): sorted(sizes)} if (sizes := config.cudagraph_capture_sizes) else {}),
+        **({"cuda_graph_bs_decode": sorted(sizes)} if (sizes := config.cudagraph_capture_sizes) else {}),
     }
     parallel_arguments = {
         "nnodes": replica.size,

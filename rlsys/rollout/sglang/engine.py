@@ -6,7 +6,6 @@ SGLang schedules, batches and runs the model; we sample the tokens inside its sc
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,17 +32,18 @@ from rlsys.rollout.base import (
 )
 from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.hf_files import eos_ids_of, max_positions_of, vocab_size_of
-from rlsys.rollout.sampling.hook import SampleSpec
-from rlsys.rollout.sampling.log import sampled_sequences
+from rlsys.rollout.sampling.hook import UNUSED, SampleSpec
 from rlsys.rollout.sglang.arguments import SINGLE_RANK, ReplicaRank, server_arguments
 from rlsys.rollout.sglang.launch import EngineThread
 from rlsys.rollout.sglang.sampler import request_id
 from rlsys.rollout.sglang.scheduler_hooks import SchedulerEngine, SchedulerSettings
 from rlsys.rollout.versions import SGLANG
-from rlsys.types import Finish, ModelRequest, ResponseDelta, WeightLayout
+from rlsys.types import ModelRequest, ResponseDelta, WeightLayout
 from rlsys.utils.errors import ConfigError, RolloutError, WeightTransferError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from rlsys.protocol import DataProto
 
 POLL_S = 0.02
@@ -76,16 +76,15 @@ class SGLangRollout(BaseRolloutEngine):
         methods: Callable[[SchedulerEngine], Mapping[str, Method]] = no_methods,
     ) -> None:
         length, dtype = config.max_model_len or max_positions_of(path), context.dtype_name(config.dtype)
-        arguments = server_arguments(
-            path, config, context, max_model_len=length, replica=replica, features=SGLANG.installed_features()
-        )
+        SGLANG.installed_features()
+        arguments = server_arguments(path, config, context, max_model_len=length, replica=replica)
         super().__init__(
             replace(context, offload_on_sleep=arguments["enable_weights_cpu_backup"]),
             vocab_size=vocab_size_of(path),
             max_model_len=length,
             eos_token_ids=eos_ids_of(path),
         )
-        self.config, self.replica, self._numbers = config, replica, itertools.count()
+        self.config, self.replica = config, replica
         self._folder = tempfile.TemporaryDirectory(prefix="rlsys-sglang-")
         socket = Path(self._folder.name) / "scheduler"
         settings = SchedulerSettings(str(socket), str(path), dtype, config.seed, self.is_leader, methods)
@@ -111,7 +110,7 @@ class SGLangRollout(BaseRolloutEngine):
         return super().exchange(new, wait_s=wait_s, cancel=cancel) if self.is_leader else []
 
     def _decode(self) -> bool:
-        running: dict[Pending, RunningRequest] = {}
+        pending: dict[Pending, RunningRequest] = {}
         stop_by_s = 0.0
         try:
             while True:
@@ -119,34 +118,32 @@ class SGLangRollout(BaseRolloutEngine):
                 new, cancelled = self._pull()
                 if stop:
                     self._put_back(new)
-                for queued in () if stop else new:
-                    spec = SampleSpec.of(queued, next(self._numbers))
-                    ids, stop_ids = queued.request.input_ids, queued.stop_ids
-                    future = self._submit(ids, spec, queued.max_new_tokens, stop_ids)
-                    running[future] = RunningRequest(spec.number, request_id(spec), queued)
-                for one in [one for one in running.values() if one.queued.rid in cancelled]:
-                    one.is_cancelled = True
-                    self._abort(one.engine_id)
-                if not running:
+                for one in () if stop else new:
+                    spec, ids = SampleSpec.of(one), one.request.input_ids
+                    pending[self._submit(ids, spec, max_tokens=one.max_new_tokens)] = one
+                for one in cancelled:
+                    self._abort(request_id(SampleSpec.of(one)))
+                if not pending:
                     return stop
                 if stop:
                     stop_by_s = stop_by_s or time.monotonic() + STEP_WAIT_S
                     self._abort_all(stop_by_s)
-                done, _ = wait(running, timeout=POLL_S, return_when=ALL_COMPLETED)
+                done, _ = wait(pending, timeout=POLL_S, return_when=ALL_COMPLETED)
                 self.remote.check_alive()
-                self._finish({future: running.pop(future) for future in done})
+                if done:
+                    self._end(
+                        [pending.pop(future) for future in done], [future.result()["output_ids"] for future in done]
+                    )
                 if self._report_due():
-                    self._deliver(self._sampled(list(running.values())), reports=True)
+                    self._report()
         finally:
-            if running:
+            if pending:
                 self._abort_all(time.monotonic() + STEP_WAIT_S)
 
-    def _submit(
-        self, ids: Sequence[int], spec: SampleSpec, max_tokens: int, stop_ids: Sequence[int], *, score_from: int = -1
-    ) -> Pending:
+    def _submit(self, ids: Sequence[int], spec: SampleSpec, *, max_tokens: int = 1, score_from: int = -1) -> Pending:
         """Submit a request to SGLang, which takes the tokens that we sample; log-probabilities from `score_from` on."""
         params: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": max_tokens}
-        params |= {"stop_token_ids": list(stop_ids)} if stop_ids else {"ignore_eos": True}
+        params |= {"stop_token_ids": list(spec.stop_ids)} if spec.stop_ids else {"ignore_eos": True}
         scored = {"return_logprob": True, "logprob_start_len": score_from} if score_from >= 0 else {}
         return self._engine_thread.submit(
             self._engine_thread.engine.async_generate(
@@ -166,27 +163,8 @@ class SGLangRollout(BaseRolloutEngine):
         abort = partial(manager.abort_request, rid=engine_id, abort_all=not engine_id)
         self._engine_thread.loop.call_soon_threadsafe(abort)
 
-    def _sampled(self, running: Sequence[RunningRequest]) -> list[ResponseDelta]:
-        numbers, starts = [one.number for one in running], [one.num_delivered for one in running]
-        samples = self.remote.call("take_samples", numbers, starts, deadline_s=CALL_WAIT_S)
-        return self._news(running, sampled_sequences(*samples))
-
-    def _finish(self, done: Mapping[Pending, RunningRequest]) -> None:
-        """Deliver the requests that SGLang has ended, their answers paired with the logged samples."""
-        if not done:
-            return
-        numbers = [one.number for one in done.values()]
-        sequences = sampled_sequences(*self.remote.call("take_samples", numbers, deadline_s=CALL_WAIT_S))
-        deltas = []
-        for (future, one), sampled in zip(done.items(), sequences, strict=True):
-            answer = future.result()
-            tokens = tuple(answer["output_ids"])
-            if sampled.tokens[: len(tokens)] != tokens:
-                raise RolloutError(f"SGLang returned other tokens than were sampled for request {one.queued.rid}")
-            rest = sampled.part(one.num_delivered, len(tokens))
-            if not one.is_cancelled:
-                deltas.append(self._delta(one.queued.rid, rest, _finish(answer)))
-        self._deliver(deltas)
+    def _take_samples(self, numbers: list[int], starts: list[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        return self.remote.call("take_samples", numbers, starts, deadline_s=CALL_WAIT_S)
 
     def _score(self, batch: DataProto, temperature: float) -> Tensor:
         if not self.is_leader:
@@ -201,7 +179,7 @@ class SGLangRollout(BaseRolloutEngine):
         self, sequences: Sequence[Sequence[int]], lengths: Sequence[int]
     ) -> Iterator[tuple[int, list[float]]]:
         pending = [
-            self._submit(ids, SampleSpec.greedy(next(self._numbers), len(ids)), 1, (), score_from=len(ids) - length - 1)
+            self._submit(ids, SampleSpec(next(self._numbers), len(ids), UNUSED), score_from=len(ids) - length - 1)
             for ids, length in zip(sequences, lengths, strict=True)
         ]
         for row, (future, length) in enumerate(zip(pending, lengths, strict=True)):
@@ -273,8 +251,3 @@ class SGLangRollout(BaseRolloutEngine):
                 f"SGLang's cache holds {num_tokens} tokens, but the longest request has {self.max_model_len}; raise "
                 "actor_rollout_ref.rollout.gpu_memory_utilization (on CPU kv_cache_gib) or set max_model_len"
             )
-
-
-def _finish(answer: Mapping[str, Any]) -> Finish:
-    reason = answer["meta_info"]["finish_reason"]["type"]
-    return Finish(reason) if reason in ("stop", "length") else Finish.ABORT

@@ -17,27 +17,30 @@ from torch import Tensor
 
 from rlsys.rollout.sampling.hook import RowSampler, SampleSpec
 from rlsys.rollout.sampling.log import SampleLog
+from rlsys.types import SamplingParams
 
 SEPARATOR = "|"
+SENT = ("seed", "temperature", "top_p", "top_k", "min_new_tokens")
 
 
 def request_id(spec: SampleSpec) -> str:
     """An id that starts with the spec's number, at a fixed width because SGLang aborts by prefix."""
-    values = spec.to_dict()
-    number = values.pop("number")
-    if not spec.min_new_tokens:
-        values["stop_ids"] = []
-    return f"{number:012d}{SEPARATOR}{json.dumps(list(values.values()), separators=(',', ':'))}"
+    params = spec.params
+    stop_ids = spec.stop_ids if params.min_new_tokens else ()
+    values = [spec.prompt_length, stop_ids, *(getattr(params, name) for name in SENT)]
+    return f"{spec.number:012d}{SEPARATOR}{json.dumps(values, separators=(',', ':'))}"
 
 
 @lru_cache(maxsize=1 << 16)
 def spec_of(rid: str) -> SampleSpec | None:
-    """The spec in a request id; None for requests that are not ours."""
+    """The spec in a request id, as far as sampling needs it; None for requests that are not ours."""
     number, separator, text = rid.partition(SEPARATOR)
     if not separator or not number.isdigit():
         return None
-    prompt_length, seed, temperature, top_p, top_k, min_new_tokens, stop_ids = json.loads(text)
-    return SampleSpec(int(number), prompt_length, seed, temperature, top_p, top_k, min_new_tokens, tuple(stop_ids))
+    prompt_length, stop_ids, *values = json.loads(text)
+    return SampleSpec(
+        int(number), prompt_length, SamplingParams(1, **dict(zip(SENT, values, strict=True))), tuple(stop_ids)
+    )
 
 
 class SchedulerSampler:

@@ -44,24 +44,13 @@ def _switch_on() -> None:
 
 
 @contextmanager
-def choose_kernels() -> Iterator[None]:
-    """Let vLLM autotune kernels while it compiles, which torch's deterministic mode forbids in the whole process."""
-    enabled, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+def restored_torch() -> Iterator[None]:
+    """Start vLLM inside: it may autotune kernels, and torch.bmm is not replaced by its kernel without gradients."""
+    product, enabled = torch.bmm, torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
-
-
-@contextmanager
-def keep_gradients() -> Iterator[None]:
-    """Restore torch.bmm, which vLLM replaces by a kernel without gradients."""
-    product = torch.bmm
-    try:
-        yield
-    finally:
         torch.bmm = product
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)

@@ -6,7 +6,6 @@ equal requests give equal tokens in any batch and log-probabilities take no sort
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -24,25 +23,23 @@ from rlsys.rollout.base import (
     SLEEP_TAGS,
     BaseRolloutEngine,
     EngineContext,
-    QueuedRequest,
     RunningRequest,
-    until_end,
 )
 from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.engine_weights import EngineWeights, HostWeights
 from rlsys.rollout.hf_files import eos_ids_of, hf_tensors, vocab_size_of
-from rlsys.rollout.sampling.hook import SPEC_KEY, SampleSpec
-from rlsys.rollout.vllm.determinism import choose_kernels, keep_gradients
+from rlsys.rollout.sampling.hook import SPEC_KEY, UNUSED, SampleSpec
+from rlsys.rollout.vllm.determinism import restored_torch
 from rlsys.rollout.vllm.engine_args import engine_arguments
 from rlsys.rollout.vllm.groups import end_groups, own_shared_memory
-from rlsys.types import ResponseDelta, WeightLayout
-from rlsys.utils.errors import RolloutError
+from rlsys.types import WeightLayout
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from rlsys.protocol import DataProto
 
 NUM_DRAIN_STEPS = 2
-numbers = itertools.count()
 
 
 class VLLMRollout(BaseRolloutEngine):
@@ -74,86 +71,65 @@ class VLLMRollout(BaseRolloutEngine):
         )
         self._shares_groups = dist.is_initialized()
         names = own_shared_memory() if is_parallel and on_cpu else nullcontext()
-        with keep_gradients(), choose_kernels(), names:
+        with restored_torch(), names:
             self.engine = _start(arguments, kv_cache_gib=config.kv_cache_gib)
         self._decision = torch.zeros(2, dtype=torch.int64) if is_parallel else None
-        self._requests: dict[str, RunningRequest] = {}
         loads = context.load_format == "auto" and on_cpu
         expected = hf_tensors(path, dtype=context.dtype_name(config.dtype), has_values=loads, has_memory=on_cpu)
         self.weights = HostWeights(*expected, self._reload) if on_cpu else EngineWeights(*expected, self._model)
 
     def _decode(self) -> bool:
-        running = self._requests
         try:
             while True:
                 new, cancelled, stop = self._next()
-                for queued in new:
-                    spec = SampleSpec.of(queued, next(numbers))
-                    vllm_id = self._add(queued.request.input_ids, spec, max_tokens=queued.max_new_tokens)
-                    running[vllm_id] = RunningRequest(spec.number, vllm_id, queued)
-                if gone := [one for one in running.values() if one.queued.rid in cancelled]:
-                    self._abort(gone)
+                for one in new:
+                    self._add(one.request.input_ids, SampleSpec.of(one), max_tokens=one.max_new_tokens)
+                if cancelled:
+                    self._abort(cancelled)
                 if stop:
                     self._stop()
                     return True
-                if not running:
+                if not self._running:
                     self._drain()
                     return False
                 if self._report_due():
-                    self._deliver(self._sampled(list(running.values())), reports=True)
-                outputs = [output for output in self.engine.step() if output.finished]
-                if outputs:
-                    self._finish(outputs)
+                    self._report()
+                self._take(self.engine.step())
         except BaseException:
-            self.engine.abort_request(list(running))
-            running.clear()
+            self._abort(list(self._running.values()))
             raise
 
     def _stop(self) -> None:
         """Deliver all that was sampled; running requests are kept with their cache, or given back."""
         if self.device != "cpu":
             torch.cuda.synchronize()  # a step may have been started ahead
-        running = list(self._requests.values())
         if self.config.on_update == "keep":
-            self._deliver(self._sampled(running))
-        else:
-            self._deliver(self._sampled(running, give_back=True))
-            self._abort(running)
-            self._drain()
+            return self._report()
+        running = list(self._running.values())
+        self._end(running)
+        self._abort(running)
+        self._drain()
 
     def _abort(self, gone: Sequence[RunningRequest]) -> None:
         """Have vLLM forget these requests, and their samples."""
-        self.engine.abort_request([one.engine_id for one in gone])
-        self._rpc("rlsys_take_samples", [one.number for one in gone])
-        for one in gone:
-            del self._requests[one.engine_id]
+        self.engine.abort_request([str(one.number) for one in gone])
+        self._take_samples([one.number for one in gone])
 
-    def _sampled(self, running: Sequence[RunningRequest], *, give_back: bool = False) -> list[ResponseDelta]:
-        starts = [one.num_delivered for one in running]
-        samples = self._rpc("rlsys_take_samples", [one.number for one in running], starts)
-        return self._news(running, samples, give_back=give_back)
-
-    def _finish(self, outputs: Sequence[Any]) -> None:
+    def _take(self, outputs: Sequence[Any]) -> None:
         """Deliver the requests that vLLM has ended."""
-        sequences = self._rpc("rlsys_take_samples", [int(output.request_id) for output in outputs])
-        deltas = []
-        for output, whole in zip(outputs, sequences, strict=True):
-            one = self._requests.pop(output.request_id)
-            start, [completion] = one.num_delivered, output.outputs
-            sampled, end = until_end(whole.part(start, len(whole.tokens)), one.queued, start)
-            if completion.finish_reason not in ("stop", "length") or end is None:
-                raise RolloutError(f"vLLM ended request {one.queued.rid} for reason '{completion.finish_reason}'")
-            if tuple(completion.token_ids)[start:] != sampled.tokens:
-                raise RolloutError(f"vLLM returned other tokens than were sampled for request {one.queued.rid}")
-            deltas.append(self._delta(one.queued.rid, sampled, end))
-        self._deliver(deltas)
+        if ended := {int(output.request_id): output.outputs[0].token_ids for output in outputs if output.finished}:
+            requests = {one.number: one for one in self._running.values() if one.number in ended}
+            self._end(list(requests.values()), [ended[number] for number in requests])
+
+    def _take_samples(self, numbers: list[int], starts: list[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
+        return self._rpc("rlsys_take_samples", numbers, starts)
 
     def _drain(self) -> None:
         """Run the steps that were started ahead; their samples are for requests that have ended."""
         for _ in range(NUM_DRAIN_STEPS):
             self.engine.step()
 
-    def _next(self) -> tuple[list[QueuedRequest], set[str], bool]:
+    def _next(self) -> tuple[list[RunningRequest], list[RunningRequest], bool]:
         """What came in, and whether to stop at this step; ranks that serve together follow the first of them."""
         if self._decision is None:
             return *self._pull(), self._stopped()
@@ -180,7 +156,7 @@ class VLLMRollout(BaseRolloutEngine):
             detokenize=False,
             prompt_logprobs=prompt_logprobs,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args={SPEC_KEY: spec.to_dict()},
+            extra_args={SPEC_KEY: spec},
         )
         prompt = {"prompt_token_ids": list(ids), "cache_salt": str(self.version)}
         self.engine.add_request(str(spec.number), prompt, params)
@@ -194,17 +170,16 @@ class VLLMRollout(BaseRolloutEngine):
         self, sequences: Sequence[Sequence[int]], lengths: Sequence[int]
     ) -> Iterator[tuple[int, list[float]]]:
         rows = {
-            self._add(ids, SampleSpec.greedy(next(numbers), len(ids)), prompt_logprobs=0): row
+            self._add(ids, SampleSpec(next(self._numbers), len(ids), UNUSED), prompt_logprobs=0): row
             for row, ids in enumerate(sequences)
         }
         while rows:
             outputs = [output for output in self.engine.step() if output.finished]
-            if others := [output for output in outputs if output.request_id not in rows]:
-                self._finish(others)
+            self._take(outputs)
             for output in outputs:
                 if output.request_id in rows:
                     row = rows.pop(output.request_id)
-                    self._rpc("rlsys_take_samples", [int(output.request_id)])
+                    self._take_samples([int(output.request_id)])
                     ids = sequences[row]
                     last = range(len(ids) - lengths[row], len(ids))
                     yield row, [output.prompt_logprobs[at][ids[at]].logprob for at in last]
@@ -223,7 +198,7 @@ class VLLMRollout(BaseRolloutEngine):
     def finish_update(self, version: int) -> None:
         """Switch to the new weights; the cache that the old ones computed serves no new request."""
         self.weights.finish()
-        if not self._requests:
+        if not self._running:
             self.engine.reset_prefix_cache()
         super().finish_update(version)
 

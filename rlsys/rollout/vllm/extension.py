@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
-from rlsys.rollout.sampling.log import SampledSequence, sampled_sequences
 from rlsys.rollout.vllm.sampler import SamplingProcessor
 
 
@@ -16,9 +16,13 @@ class RolloutExtension:
 
     model_runner: Any
 
-    def rlsys_take_samples(self, numbers: Sequence[int], starts: Sequence[int] | None = None) -> list[SampledSequence]:
-        """Remove and return the samples of these requests; with `starts` as `SampleLog.take` does."""
-        return sampled_sequences(*self._rlsys_sampler().sampler.log.take(numbers, starts))
+    def rlsys_take_samples(
+        self, numbers: Sequence[int], starts: Sequence[int] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """As `SampleLog.take`."""
+        processors = self.model_runner.input_batch.logitsprocs.all
+        processor = next(one for one in processors if isinstance(one, SamplingProcessor))
+        return processor.sampler.log.take(numbers, starts)
 
     def rlsys_reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load full HF tensors through vLLM's own loader, which packs them for its kernels."""
@@ -34,6 +38,3 @@ class RolloutExtension:
     def rlsys_score_at(self, temperature: float) -> None:
         """Compute prompt log-probabilities at this temperature from now on."""
         self.model_runner.sampler.compute_logprobs = lambda logits: (logits.float() / temperature).log_softmax(-1)
-
-    def _rlsys_sampler(self) -> SamplingProcessor:
-        return next(p for p in self.model_runner.input_batch.logitsprocs.all if isinstance(p, SamplingProcessor))

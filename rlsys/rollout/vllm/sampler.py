@@ -33,7 +33,7 @@ class SamplingProcessor(LogitsProcessor):
         for index in batch_update.removed:
             rows.pop(index, None)
         for index, params, _, output_ids in batch_update.added:
-            rows[index] = (SampleSpec.from_dict(params.extra_args[SPEC_KEY]), output_ids)
+            rows[index] = (params.extra_args[SPEC_KEY], output_ids)
         for source, target, direction in batch_update.moved:
             first, second = rows.pop(source, None), rows.pop(target, None)
             if first is not None:

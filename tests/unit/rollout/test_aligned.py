@@ -15,7 +15,7 @@ from rlsys.engines.rng import repeat_bitwise
 from rlsys.models.logprobs import wide_product
 from rlsys.rollout.hf.engine import HFRollout
 from rlsys.rollout.versions import VersionTable
-from rlsys.rollout.vllm.determinism import SWITCH, aligned_arguments, keep_gradients
+from rlsys.rollout.vllm.determinism import SWITCH, aligned_arguments, restored_torch
 from rlsys.types import ModelRequest, SamplingParams
 from rlsys.utils.errors import ConfigError
 
@@ -64,7 +64,7 @@ def test_what_it_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_torch_keeps_its_product_with_gradients() -> None:
     product = torch.bmm
-    with keep_gradients():
+    with restored_torch():
         torch.bmm = None  # type: ignore[assignment]
     assert torch.bmm is product
 

@@ -17,12 +17,13 @@ from rlsys.rollout.sampling.hook import SampleSpec
 from rlsys.rollout.sampling.sample import BatchFlags, BatchSampling, row_keys, sample_tokens
 from rlsys.rollout.sglang.arguments import SINGLE_RANK, ReplicaRank, server_arguments
 from rlsys.rollout.sglang.sampler import SchedulerSampler, request_id, spec_of
-from rlsys.rollout.versions import SGLANG
+from rlsys.types import SamplingParams
 from rlsys.utils.errors import ConfigError
 
 
 def spec(number: int, *, min_new_tokens: int = 0) -> SampleSpec:
-    return SampleSpec(number, 3 + number, 7, 0.8, 0.9, 20, min_new_tokens, (5, 6) if min_new_tokens else ())
+    params = SamplingParams(1, 0.8, 0.9, 20, min_new_tokens, seed=7)
+    return SampleSpec(number, 3 + number, params, (5, 6) if min_new_tokens else ())
 
 
 def test_ids_encode_the_spec_and_none_is_a_prefix_of_another() -> None:
@@ -68,13 +69,10 @@ def model_folder() -> str:
     return folder
 
 
-def arguments(
-    *, device: str = "cuda", replica: ReplicaRank = SINGLE_RANK, version: str = "0.5.23", **settings: Any
-) -> dict[str, Any]:
+def arguments(*, device: str = "cuda", replica: ReplicaRank = SINGLE_RANK, **settings: Any) -> dict[str, Any]:
     config = GenerationConfig(**{"dtype": "float32", "seed": 5, "max_num_seqs": 17} | settings)
     context = EngineContext(device, load_format="dummy")
-    features = SGLANG.features(version)
-    return server_arguments(model_folder(), config, context, max_model_len=100, replica=replica, features=features)
+    return server_arguments(model_folder(), config, context, max_model_len=100, replica=replica)
 
 
 def test_every_setting_reaches_sglang_under_its_name() -> None:
@@ -113,8 +111,6 @@ def test_batches_up_to_the_largest_are_decoded_by_graphs_unless_configured_other
     assert arguments(max_num_seqs=4096)["cuda_graph_max_bs_decode"] == 512
     chosen = arguments(max_num_seqs=4096, cuda_graph_max_bs=128, cudagraph_capture_sizes=(64, 8))
     assert (chosen["cuda_graph_max_bs_decode"], chosen["cuda_graph_bs_decode"]) == (128, [8, 64])
-    older = arguments(version="0.5.13", cudagraph_capture_sizes=(8,))
-    assert (older["cuda_graph_max_bs"], older["cuda_graph_bs"]) == (17, [8])
     assert not any("graph_max" in name for name in arguments(device="cpu"))
 
 
