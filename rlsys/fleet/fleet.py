@@ -2,8 +2,8 @@
 
 A thread for each replica exchanges with it: it hands in what was placed there and takes the tokens that were sampled
 since. A lost replica costs the tokens of one exchange; its requests continue on another one. A replica that fails has
-its health checked, is restarted if needed and gets the current weights before it serves again. A ledger proves that no
-request is lost or answered twice.
+its health checked, is restarted if needed and gets the current weights before it serves again. A ledger counts every
+request until it is answered or dropped, once.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ import logging
 import threading
 import time
 from bisect import insort
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
-from typing import Any
 
 from rlsys.fleet.ledger import Ledger
 from rlsys.fleet.placement import (
@@ -69,7 +68,7 @@ class RolloutFleet:
     ) -> None:
         if not replicas or chunk_rows == 0 or len({replica.name for replica in replicas}) < len(replicas):
             raise ValueError("a fleet needs replicas with different names and chunks of at least one row")
-        self.chunk_rows, self.deadlines, self.on_restart = chunk_rows, deadlines, on_restart
+        self.chunk_rows, self.deadlines, self.on_restart = chunk_rows, deadlines, on_restart or (lambda replica: None)
         self.max_attempts, self.max_restarts, self.max_in_flight = max_attempts, max_restarts, max_in_flight
         self.max_failures, self.affinity = max_failures, affinity
         self.ledger = Ledger()
@@ -77,15 +76,15 @@ class RolloutFleet:
         self._replicas = [ReplicaState(replica) for replica in replicas]
         self._waiting: list[RequestBatch] = []
         self._ended: list[tuple[Future[ModelResponse], ModelResponse | Exception]] = []
-        self._sessions: OrderedDict[str, ReplicaState] = OrderedDict()
-        self._counts: Counter[str] = Counter()
+        self._sessions: dict[str, ReplicaState] = {}
+        self._counts = Counter(dict.fromkeys(COUNTS, 0))
         self._ids = itertools.count()
         self._closed = self._is_pushing = False
         self._down_from_s = 0.0
         self._change = threading.Condition()
         for entry in self._replicas:
-            name = f"fleet-{entry.replica.name}"
-            threading.Thread(target=self._pump, args=(entry,), name=name, daemon=True).start()
+            thread = threading.Thread(target=self._pump, args=(entry,), name=f"fleet-{entry.replica.name}", daemon=True)
+            thread.start()
 
     # ---- requests ----------------------------------------------------------------------------------------------
 
@@ -122,8 +121,6 @@ class RolloutFleet:
         finally:
             for answer in answers:
                 answer.cancel()
-            with self._change:
-                self.ledger.check()
 
     def generate_sequences(self, batch: DataProto) -> DataProto:
         """Complete every row of a batch of prompts, as `rlsys.rollout.batch.generate_sequences` does."""
@@ -159,7 +156,10 @@ class RolloutFleet:
                 continue
             entry.placed += [(request, batch) for request in batch.requests]
             for request in batch.requests:
-                self._remember(self._session(request), entry)
+                if session := self._session(request):
+                    self._sessions[session] = entry
+        while len(self._sessions) > MAX_SESSIONS:
+            del self._sessions[next(iter(self._sessions))]
         self._waiting = left
         self._change.notify_all()
 
@@ -181,13 +181,6 @@ class RolloutFleet:
     def _session(self, request: FleetRequest) -> str:
         asked = request.partial.request
         return asked.session or (f"prompt {hash(asked.input_ids)}" if self.affinity else "")
-
-    def _remember(self, session: str, entry: ReplicaState) -> None:
-        if session:
-            self._sessions[session] = entry
-            self._sessions.move_to_end(session)
-            if len(self._sessions) > MAX_SESSIONS:
-                self._sessions.popitem(last=False)
 
     # ---- exchanges ---------------------------------------------------------------------------------------------
 
@@ -286,10 +279,7 @@ class RolloutFleet:
     def _end(self, request: FleetRequest, reason: str, error: Exception | None) -> None:
         """Settle a request in the ledger, once; `_announce` resolves its future."""
         if request.number in self.ledger.pending:
-            if error is None:
-                self.ledger.answer([request.number])
-            else:
-                self.ledger.drop([request.number], reason)
+            self.ledger.settle(request.number, reason)
             self._ended.append((request.answer, error or request.partial.response()))
 
     def _announce(self) -> None:
@@ -306,11 +296,9 @@ class RolloutFleet:
 
     def _on_done(self, request: FleetRequest) -> None:
         """Give a request up whose future was cancelled."""
-        if not request.answer.cancelled():
-            return
         with self._change:
-            if request.number in self.ledger.pending:
-                self.ledger.drop([request.number], "cancelled")
+            if request.answer.cancelled() and request.number in self.ledger.pending:
+                self.ledger.settle(request.number, "cancelled")
                 for entry in self._replicas:
                     self._take_back(entry, [request])
                 for batch in self._waiting:
@@ -348,7 +336,7 @@ class RolloutFleet:
                 request.partial.rewind(request.num_given)
         if len(batch.causes) < self.max_attempts:
             self._counts["retries"] += 1
-            insort(self._waiting, batch, key=lambda waiting: waiting.number)
+            insort(self._waiting, batch, key=lambda waiting: waiting.requests[0].number)
         else:
             first, num = batch.requests[0].partial.request.rid, len(batch.requests)
             what = f"request {first}{f' and {num - 1} more' if num > 1 else ''} failed {len(batch.causes)} times"
@@ -365,7 +353,7 @@ class RolloutFleet:
         """
         try:
             if isinstance(problem, WrongVersionError | WeightTransferError):
-                self._bring_weights(entry)
+                self.on_restart(entry.replica)
             elif asked:
                 raise problem
             else:
@@ -391,7 +379,7 @@ class RolloutFleet:
                 entry.cancelled = set()
             try:
                 entry.replica.restart(self.deadlines.restart_s)
-                self._bring_weights(entry)
+                self.on_restart(entry.replica)
                 return "ready"
             except Exception as error:
                 log.warning("restart %d of %s failed: %s", entry.restarts, entry.replica.name, error)
@@ -409,31 +397,21 @@ class RolloutFleet:
                 self._waiting = []
         self._announce()
 
-    def _bring_weights(self, entry: ReplicaState) -> None:
-        if self.on_restart is not None:
-            self.on_restart(entry.replica)
-
     def _all_gone(self) -> str:
         return f"all {len(self._replicas)} replicas failed after {self.max_restarts} restarts each"
 
-    def check_health(self) -> dict[str, Mapping[str, Any]]:
-        """Every replica's health by name; one that fails its check is restarted, its entry has the error."""
-        health: dict[str, Mapping[str, Any]] = {}
+    def check_health(self) -> None:
+        """Check the health of every serving replica; one that fails is restarted."""
         for entry in self._replicas:
-            if entry.state != "ready":
-                health[entry.replica.name] = {"state": entry.state}
-                continue
             try:
-                health[entry.replica.name] = entry.replica.health(self.deadlines.health_s)
+                if entry.state == "ready":
+                    entry.replica.health(self.deadlines.health_s)
             except Exception as error:
-                health[entry.replica.name] = {"error": str(error)}
                 with self._change:
-                    must_recover = entry.state == "ready"
-                    if must_recover:
+                    if must_recover := entry.state == "ready":
                         self._give_up(entry, error)
                 if must_recover:
                     self._recover(entry, error, asked=True)
-        return health
 
     # ---- weights -----------------------------------------------------------------------------------------------
 
@@ -474,20 +452,19 @@ class RolloutFleet:
 
     def idle_s(self) -> float:
         """Seconds without work until now, summed over replicas."""
-        with self._change:
-            return sum(entry.idle_until(time.monotonic()) for entry in self._replicas)
+        return sum(entry.idle_until(time.monotonic()) for entry in self._replicas)
 
     def metrics(self) -> dict[str, float]:
         """Counts since the start: the ledger's requests, retries, restarts, refused versions; serving replicas."""
         with self._change:
-            counts = {name: self._counts[name] for name in COUNTS}
             ready = sum(entry.state == "ready" for entry in self._replicas)
-            return {f"rollout/{k}": v for k, v in {**self.ledger.counts(), **counts, "replicas_ready": ready}.items()}
+            return {
+                f"rollout/{k}": v for k, v in {**self.ledger.counts(), **self._counts, "replicas_ready": ready}.items()
+            }
 
     def close(self) -> None:
         """Give up unfinished requests, wait for a running restart and end the threads; the replicas are not closed."""
-        with self._change:
-            self._closed = True
+        self._closed = True
         self._end_all("closed", RolloutError("the fleet was closed"))
         self.settle()
 

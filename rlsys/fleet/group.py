@@ -10,7 +10,6 @@ from typing import Any
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.config.schema.trainer import GradingDeadlinesConfig
 from rlsys.fleet.fleet import FleetDeadlines, RolloutFleet
-from rlsys.fleet.replica import Replica
 from rlsys.types import ModelRequest, ResponseDelta
 
 MAX_RESTARTS = 3
@@ -32,9 +31,10 @@ class GroupReplica:
         self, new: Sequence[ModelRequest], *, cancel: Collection[str], wait_s: float, deadline_s: float
     ) -> Sequence[ResponseDelta]:
         end_s = time.monotonic() + deadline_s
-        arguments = list(new), wait_s, list(cancel)
-        ranks = range(self.rank, self.rank + self.size)
-        pending = [self.group.execute_rank_async(rank, "exchange", *arguments, stage="exchange") for rank in ranks]
+        pending = [
+            self.group.execute_rank_async(rank, "exchange", list(new), wait_s, list(cancel), stage="exchange")
+            for rank in range(self.rank, self.rank + self.size)
+        ]
         first, *_ = [result.get(max(0.01, end_s - time.monotonic())) for result in pending]
         return first
 
@@ -61,16 +61,11 @@ def group_fleet(
     """
     size = rollout.tensor_model_parallel_size
     replicas = [GroupReplica(group, rank, size) for rank in range(0, group.world_size, size)]
-
-    def on_restart(replica: Replica) -> None:
-        assert restore is not None
-        assert isinstance(replica, GroupReplica)
-        restore(replica.rank)
-
+    ranks = {replica.name: replica.rank for replica in replicas}
     return RolloutFleet(
         replicas,
         chunk_rows=min(-(-num_rows // len(replicas)), rollout.max_num_seqs),
         deadlines=FleetDeadlines(generate_s=deadlines.generate_s, restart_s=deadlines.start_s),
-        on_restart=None if restore is None else on_restart,
+        on_restart=None if restore is None else lambda replica: restore(ranks[replica.name]),
         max_restarts=MAX_RESTARTS if restartable and size == 1 else 0,
     )

@@ -1,13 +1,12 @@
-"""Proof that no prompt is lost or duplicated: each issued row is answered once, dropped for a reason, or pending."""
+"""The ledger of a fleet: each issued row is pending until it is answered or dropped for a reason, once."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 
 
 class LedgerError(AssertionError):
-    """A row was answered twice or is missing: always a bug in this package."""
+    """A row was settled twice: always a bug in this package."""
 
 
 class Ledger:
@@ -25,29 +24,15 @@ class Ledger:
         self.pending.update(rows)
         return rows
 
-    def answer(self, rows: Iterable[int]) -> None:
-        self.answered += self._settle(rows, "answered")
-
-    def drop(self, rows: Iterable[int], reason: str) -> None:
-        """Give up on rows; `reason` is counted."""
-        self.dropped[reason] += self._settle(rows, f"dropped ({reason})")
-
-    def _settle(self, rows: Iterable[int], what: str) -> int:
-        numbers = list(rows)
-        if len(set(numbers)) != len(numbers) or not self.pending.issuperset(numbers):
-            bad = sorted(set(numbers) - self.pending)[:5]
-            raise LedgerError(f"rows {bad} are {what} though they are not pending: settled twice or never issued")
-        self.pending.difference_update(numbers)
-        return len(numbers)
-
-    @property
-    def lost(self) -> int:
-        return self.issued - self.answered - self.dropped.total() - len(self.pending)
-
-    def check(self) -> None:
-        """LedgerError unless issued = answered + dropped + pending."""
-        if self.lost:
-            raise LedgerError(f"{self.lost} rows are lost: {self.counts()}")
+    def settle(self, row: int, reason: str = "") -> None:
+        """Answer a pending row, or give it up for a reason, which is counted."""
+        if row not in self.pending:
+            raise LedgerError(f"row {row} is not pending: it was settled before, or never issued")
+        self.pending.remove(row)
+        if reason:
+            self.dropped[reason] += 1
+        else:
+            self.answered += 1
 
     def counts(self) -> dict[str, int]:
         return {
@@ -55,5 +40,4 @@ class Ledger:
             "answered": self.answered,
             "dropped": self.dropped.total(),
             "pending": len(self.pending),
-            "lost": self.lost,
         }

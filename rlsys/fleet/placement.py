@@ -40,10 +40,6 @@ class RequestBatch:
     causes: list[str] = field(default_factory=list)
     failed_on: set[str] = field(default_factory=set)
 
-    @property
-    def number(self) -> int:
-        return self.requests[0].number
-
 
 @dataclass(eq=False)
 class ReplicaState:
@@ -85,5 +81,4 @@ def wrong_version(delta: ResponseDelta, oldest: int | None, newest: int | None) 
     first, last = min(delta.versions), max(delta.versions)
     if oldest <= first and last <= newest:
         return None
-    span = f"{first} to {last}" if first < last else str(first)
-    return WrongVersionError(f"tokens of weight version {span}, wanted {oldest} to {newest}")
+    return WrongVersionError(f"tokens of weight versions {first} to {last}, wanted {oldest} to {newest}")

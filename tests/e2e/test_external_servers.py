@@ -56,7 +56,7 @@ def test_a_run_trains_on_what_external_servers_write(
     for line in lines:
         assert line["training/rollout_probs_diff_max"] < 1e-4
         assert line["actor/grad_norm"] > 0
-        assert line["rollout/lost"] == 0
+        assert line["rollout/pending"] == 0
         assert line["rollout/replicas_ready"] == 2
         assert line["weights/version"] == line["step"]
     assert all(server.version == "3" for server in servers)

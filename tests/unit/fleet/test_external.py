@@ -132,7 +132,7 @@ def test_an_answer_is_whole_whatever_one_server_does(fleet: Fleet, fault: str) -
     requests = requests_of(6)
     assert_whole(engine.generate(requests), requests)
     counts = engine.metrics()
-    assert (counts["rollout/answered"], counts["rollout/lost"], counts["rollout/dropped"]) == (6, 0, 0)
+    assert (counts["rollout/answered"], counts["rollout/pending"], counts["rollout/dropped"]) == (6, 0, 0)
     assert not bad.faults
     assert counts["rollout/retries"] == (0 if fault.startswith("abort") else 2)
     assert counts["rollout/continued"] == (2 if fault.startswith("abort") else 0)
