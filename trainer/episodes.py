@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from rlsys.agent.collate import collate_episodes
 from rlsys.agent.episode_log import EpisodeLog, read_episodes, write_episodes
 from rlsys.agent.presets import Workflow, load_workflow
-from rlsys.agent.programs import CommandWorkflow, FunctionWorkflow
+from rlsys.agent.programs import command_workflow, function_workflow
 from rlsys.agent.rounds import Rounds
 from rlsys.agent.runner import FAILED, EpisodeResult, EpisodeRunner, EpisodeStart, episode_metrics
 from rlsys.agent.session import EpisodeLimits, Score, SessionSettings
@@ -270,9 +270,9 @@ def load_agents(cfg: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase)
     if generation.workflow is not None:
         workflow = load_workflow(generation.workflow, agent.workflow_kwargs)
     elif agent.command is not None:
-        workflow = load_workflow(CommandWorkflow(agent.command))
+        workflow = command_workflow(agent.command)
     elif agent.path is not None:
-        workflow = load_workflow(FunctionWorkflow(agent.path))
+        workflow = function_workflow(agent.path)
     elif name in by_name:
         workflow = by_name[name]
     else:

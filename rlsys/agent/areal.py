@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from rlsys.agent.session import Session
 from rlsys.agent.trace import TraceRow
 from rlsys.types import ModelRequest, ModelResponse
-
-
-class SessionEngine:
-    """The engine that a workflow is given: token ids are drawn within the episode's session."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Complete a request; its sampling parameters take the place of the job's, but for the seed."""
-        params = req.gconfig
-        changes = {name: getattr(params, name) for name in ("max_new_tokens", "temperature", "top_p", "top_k")}
-        return await self._session.draw_ids(req.input_ids, **changes)
 
 
 async def run_areal_episode(workflow: Any, row: Mapping[str, Any], session: Session) -> list[TraceRow] | None:
@@ -30,8 +18,16 @@ async def run_areal_episode(workflow: Any, row: Mapping[str, Any], session: Sess
     Of the tensors `input_ids` (n, T), `rewards` (n,) and `attention_mask` are used; masks, log-probs and versions are
     those of the draws. ValueError for a row that the engine did not draw like this.
     """
+
+    async def agenerate(req: ModelRequest) -> ModelResponse:
+        """Complete a request; its sampling parameters take the place of the job's, but for the seed."""
+        names = ("max_new_tokens", "temperature", "top_p", "top_k")
+        return await session.draw_ids(req.input_ids, **{name: getattr(req.gconfig, name) for name in names})
+
     truth = (row.get("reward_model") or {}).get("ground_truth")
-    tensors = await workflow.arun_episode(SessionEngine(session), {"messages": row["prompt"], "answer": truth, **row})
+    tensors = await workflow.arun_episode(
+        SimpleNamespace(agenerate=agenerate), {"messages": row["prompt"], "answer": truth, **row}
+    )
     if tensors is None:
         return None
     ids, rewards = tensors["input_ids"], tensors["rewards"].flatten().tolist()

@@ -21,12 +21,7 @@ COLUMNS = {"log_probs": "rollout_log_probs", "sampled_log_probs": "rollout_sampl
 
 
 def collate_episodes(
-    results: Sequence[EpisodeResult],
-    prompts: DataProto,
-    *,
-    pad_token_id: int,
-    prompt_length: int,
-    response_length: int,
+    results: Sequence[EpisodeResult], prompts: DataProto, *, pad_token_id: int, prompt_length: int, response_length: int
 ) -> DataProto:
     """The rows that `generate_sequences` and a reward manager give, and `turn_ids` (B, R), -1 on given tokens.
 
@@ -64,11 +59,9 @@ def collate_episodes(
     }
     names = dict.fromkeys(name for result in results for name in result.extra)
     values = {name: [result.extra.get(name, 0.0) for result in results] for name in names}
-    numeric = {name: column for name, column in values.items() if all(isinstance(v, int | float) for v in column)}
-    extra = {name: object_array([float(value) for value in column]) for name, column in numeric.items()}
-    columns |= extra
-    meta = {**prompts.meta_info, "reward_extra_keys": sorted(extra)}
-    return DataProto.from_dict(tensors, columns, meta)
+    numbers = {name: column for name, column in values.items() if all(isinstance(v, int | float) for v in column)}
+    extra = {name: object_array([*map(float, column)]) for name, column in numbers.items()}
+    return DataProto.from_dict(tensors, columns | extra, {**prompts.meta_info, "reward_extra_keys": sorted(extra)})
 
 
 def chosen_row(result: EpisodeResult) -> TraceRow | None:

@@ -22,6 +22,7 @@ from aiohttp import web
 
 from rlsys.agent import anthropic_messages, responses_api
 from rlsys.agent.session import Answer, EpisodeEnd, Session
+from rlsys.agent.template import with_arguments
 
 MAX_BODY_BYTES = 64 << 20
 MAX_CHOICES = 16
@@ -156,41 +157,17 @@ async def _draw(session: Session, body: Mapping[str, Any]) -> list[Answer]:
     messages, num_choices = body["messages"], int(body.get("n") or 1)
     if not isinstance(messages, list) or not messages or not 1 <= num_choices <= MAX_CHOICES:
         raise ValueError(f"messages must be a list that is not empty, n from 1 to {MAX_CHOICES}")
-    conversation = [_message(message) for message in messages]
     tools = None if body.get("tool_choice") == "none" else body.get("tools")
     most = body.get("max_completion_tokens") or body.get("max_tokens")
     limit = {"max_new_tokens": int(most)} if most else {}
-    return [await session.draw(conversation, tools=tools or [], **limit) for _ in range(num_choices)]
-
-
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates take it: text, and arguments of calls as objects. ValueError for other parts."""
-    plain = {key: value for key, value in message.items() if value is not None}
-    content = plain.get("content", "")
-    if isinstance(content, list):
-        if other := {part.get("type") for part in content} - {"text"}:
-            raise ValueError(f"content of type {', '.join(map(str, other))} is not supported, only text")
-        content = "".join(part["text"] for part in content)
-    plain["content"] = content
-    if plain["role"] == "developer":
-        plain["role"] = "system"
-    if calls := plain.get("tool_calls"):
-        plain["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"] or "{}")}}
-            for call in calls
-        ]
-    return plain
+    return [await session.draw(messages, tools=tools or [], **limit) for _ in range(num_choices)]
 
 
 def _choice(number: int, answer: Answer) -> dict[str, Any]:
-    message = dict(answer.message)
-    if calls := message.get("tool_calls"):
+    message = with_arguments(answer.message, json.dumps)
+    reason = "tool_calls" if "tool_calls" in message else "length" if answer.span.finish == "length" else "stop"
+    if "tool_calls" in message:
         message["content"] = message["content"] or None
-        message["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-            for call in calls
-        ]
-    reason = "tool_calls" if calls else "length" if answer.is_cut else "stop"
     return {"index": number, "message": message, "finish_reason": reason, "logprobs": None}
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rlsys.agent.areal import run_areal_episode
 from rlsys.agent.session import Answer, EpisodeEnd, Score, Session
-from rlsys.agent.tool_pool import EpisodeTools
 from rlsys.agent.tool_process import CREATE
 from rlsys.agent.tools import Tool, load_target, target_of, tool_of, tools_of_class
 from rlsys.agent.trace import TraceRow
@@ -56,15 +56,13 @@ class MultiTurnWorkflow:
     async def run(self, row: Row, session: Session) -> Score:
         session.add(*row["prompt"])
         discount, score = 1.0, Score(0.0)
-        for _ in range(self.max_turns):
-            try:
+        with suppress(EpisodeEnd):
+            for _ in range(self.max_turns):
                 score = await session.grade(await session.draw())
-            except EpisodeEnd:
-                break
-            if score.reward > 0:
-                break
-            discount *= self.turn_discount
-            session.add(self.feedback)
+                if score.reward > 0:
+                    break
+                discount *= self.turn_discount
+                session.add(self.feedback)
         return replace(score, reward=score.reward * discount)
 
 
@@ -94,8 +92,7 @@ class EnvironmentWorkflow:
     """
 
     async def run(self, row: Row, session: Session) -> Outcome:
-        assert isinstance(session.tools, EpisodeTools)
-        environment = session.tools.environment
+        environment = session.tools.environment if session.tools else None
         assert environment is not None
         opened = await environment.call(CREATE, row)
         if opened.status != "ok":
@@ -112,13 +109,11 @@ class EnvironmentWorkflow:
 async def converse(session: Session) -> Answer | None:
     """Draw and call tools until an answer has no calls or a budget is used up; the last answer."""
     answer = None
-    try:
+    with suppress(EpisodeEnd):
         answer = await session.draw()
         while answer.tool_calls:
             await session.call_tools(answer)
             answer = await session.draw()
-    except EpisodeEnd:
-        pass
     return answer
 
 

@@ -140,10 +140,10 @@ class EpisodeRunner:
         settings = replace(self.settings, sampling=sampling)
         session = Session(settings, seed=start.seed, row=row, name=start.name)
         session.log = start.log
-        environment = self.pool.new_object(workflow.environment, log=start.log) if workflow.environment else None
         offered, kwargs = [*self._tools, *workflow.tools], row.get("tools_kwargs")
-        tools = EpisodeTools(self.pool, offered, environment=environment, tools_kwargs=kwargs, log=start.log)
-        session.tools = tools if offered or environment else None
+        tools = session.tools = EpisodeTools(
+            self.pool, offered, environment=workflow.environment, tools_kwargs=kwargs, log=start.log
+        )
         start_s = time.monotonic()
         try:
             outcome, end, error = await self._outcome(workflow, row, session)
@@ -170,28 +170,20 @@ class EpisodeRunner:
 
 
 def _result(session: Session, outcome: Outcome, end: str, seconds: float, error: str) -> EpisodeResult:
-    rows: Sequence[TraceRow] = ()
-    extra: Mapping[str, Any] = {}
-    reward = 0.0
-    if isinstance(outcome, Score):
-        turns, extra = outcome.turn_rewards, outcome.extra
-        reward = outcome.reward if turns is None else sum(turns)
-        rows = session.trace.rows(reward, turns)
-    elif isinstance(outcome, Sequence):
-        rows = outcome
-        reward = sum(sum(row.rewards) for row in rows) / max(1, len(rows))
-    elif outcome is not None:
-        reward = float(outcome)
-        rows = session.trace.rows(reward)
+    if isinstance(outcome, Sequence):
+        rows, score = outcome, Score(sum(sum(row.rewards) for row in outcome) / max(1, len(outcome)))
+    else:
+        score = outcome if isinstance(outcome, Score) else Score(float(outcome or 0.0))
+        rows = () if outcome is None else session.trace.rows(score.reward, score.turn_rewards)
     return EpisodeResult(
         rows,
-        reward,
+        score.reward if score.turn_rewards is None else sum(score.turn_rewards),
         end if rows or end != "stop" else "no_draw",
         session.trace.num_turns,
         session.counts,
         seconds,
         session.tool_s,
-        {**extra, **({"tool_reward": session.tool_reward} if session.tool_reward else {})},
+        {**score.extra, **({"tool_reward": session.tool_reward} if session.tool_reward else {})},
         session.messages,
         error,
     )

@@ -10,12 +10,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from rlsys.agent.episode_log import EpisodeEnd, EpisodeLog
-from rlsys.agent.template import ChatTemplate, call_id
+from rlsys.agent.template import ChatTemplate, call_id, tool_call, with_arguments
 from rlsys.agent.tool_calls import ToolCall, parse_tool_calls
+from rlsys.agent.tool_pool import EpisodeTools, result_text
 from rlsys.agent.trace import Span, Trace
+from rlsys.rewards.pool.pool import failed
 from rlsys.types import Finish, ModelResponse, SamplingParams
 
 History = Literal["as_drawn", "as_rendered"]
@@ -47,25 +49,6 @@ class EpisodeLimits:
 
 
 @dataclass(frozen=True)
-class ToolResult:
-    """The text that a tool returned, and how the call ended; `reward` and `metrics` as verl's tools return them."""
-
-    text: str
-    status: Literal["ok", "error", "timeout"] = "ok"
-    seconds: float = 0.0
-    reward: float = 0.0
-    metrics: Mapping[str, Any] = field(default_factory=dict)
-
-
-class ToolRunner(Protocol):
-    """Calls the tools of one episode. Never raises for what a tool does; `schemas` are what the template is given."""
-
-    @property
-    def schemas(self) -> Sequence[Mapping[str, Any]]: ...
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult: ...
-
-
-@dataclass(frozen=True)
 class SessionSettings:
     """What all episodes of a job share: the engine, the template, sampling, budgets and how answers are read."""
 
@@ -87,10 +70,6 @@ class Answer:
     tool_calls: Sequence[ToolCall]
     span: Span
 
-    @property
-    def is_cut(self) -> bool:
-        return self.span.finish == "length"
-
 
 class Session:
     """An episode under way; `trace` has its tokens, `messages` the conversation, `counts` what happened in it.
@@ -106,7 +85,7 @@ class Session:
         self.log = EpisodeLog()
         self.trace = Trace()
         self.messages: list[Mapping[str, Any]] = []
-        self.tools: ToolRunner | None = None
+        self.tools: EpisodeTools | None = None
         self.counts: Counter[str] = Counter()
         self.tool_s = self.tool_reward = 0.0
         self.end = ""
@@ -115,8 +94,8 @@ class Session:
         self._num_draws: Counter[int] = Counter()
 
     def add(self, *messages: str | Mapping[str, Any]) -> None:
-        """Append messages to the conversation; a text is a user message."""
-        self.messages += [{"role": "user", "content": m} if isinstance(m, str) else m for m in messages]
+        """Append messages to the conversation; a text is a user message. ValueError for parts that are not text."""
+        self.messages += [{"role": "user", "content": m} if isinstance(m, str) else plain_message(m) for m in messages]
 
     async def draw(
         self,
@@ -132,7 +111,7 @@ class Session:
         draw. EpisodeEnd when a budget is used up; ValueError for messages that the template rejects.
         """
         if messages is not None:
-            self.messages = list(messages)
+            self.messages = [plain_message(message) for message in messages]
         conversation = list(self.messages)
         tools = tools if tools is not None else self.tools.schemas if self.tools else None
         parent, key = self._context(conversation, tools)
@@ -149,13 +128,13 @@ class Session:
         if self.tool_s >= self.settings.limits.max_tool_s:
             raise self._ended("tool")
         if self.tools is None or call.error:
-            result = ToolResult(f"Error: {call.error or 'there are no tools'}", "error")
+            result = failed("error", 0.0, call.error or "there are no tools")
         else:
             result = await self.tools.call(call.name, call.arguments)
         self.counts.update({"tool_calls": 1, f"tool_{result.status}": 1})
         self.tool_s += result.seconds
-        self.tool_reward += result.reward
-        return result.text
+        self.tool_reward += result.score
+        return result_text(result)
 
     async def call_tools(self, answer: Answer) -> None:
         """Run an answer's tool calls, at most `max_parallel_calls` together, and add their results in order."""
@@ -250,29 +229,28 @@ class Session:
             first = self.counts["ids"]
             self.counts["ids"] += len(calls)
             message["tool_calls"] = [
-                {
-                    "id": call_id(first + n),
-                    "type": "function",
-                    "function": {"name": call.name or "unknown", "arguments": dict(call.arguments)},
-                }
-                for n, call in enumerate(calls)
+                tool_call(call_id(first + n), call.name or "unknown", call.arguments) for n, call in enumerate(calls)
             ]
         return Answer(text, message, calls, span)
 
 
-def message_key(message: Mapping[str, Any], before: str) -> str:
-    """Identifies a conversation up to this message; `before` is that of the messages before.
+def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as chat templates take it: text, and arguments of calls as objects. ValueError for other parts."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    content = plain.setdefault("content", "")
+    if isinstance(content, list):
+        if other := {part.get("type") for part in content} - {"text"}:
+            raise ValueError(f"content of type {', '.join(map(str, other))} is not supported, only text")
+        plain["content"] = "".join(part["text"] for part in content)
+    if plain["role"] == "developer":
+        plain["role"] = "system"
+    return with_arguments(plain, lambda given: json.loads(given or "{}") if isinstance(given, str) else given)
 
-    Messages are equal by role, text, and the names and arguments of tool calls, however those are written as JSON.
-    """
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        content = "".join(part["text"] for part in content)
-    calls = []
-    for call in message.get("tool_calls") or ():
-        arguments = call["function"]["arguments"]
-        calls.append([call["function"]["name"], json.loads(arguments) if isinstance(arguments, str) else arguments])
-    text = json.dumps([before, message["role"], content.strip(), calls], sort_keys=True, ensure_ascii=False)
+
+def message_key(message: Mapping[str, Any], before: str) -> str:
+    """Identifies a conversation up to this message, by role, text and tool calls; `before` is that of those before."""
+    calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or ()]
+    text = json.dumps([before, message["role"], message["content"].strip(), calls], sort_keys=True, ensure_ascii=False)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 

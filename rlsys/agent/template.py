@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,6 +40,11 @@ def call_id(number: int) -> str:
     return f"call{number % 100_000:05d}"
 
 
+def tool_call(id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool call in a message of the assistant."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
 def _plain(messages: Messages) -> list[dict[str, Any]]:
     return [dict(message) for message in messages]
 
@@ -50,14 +56,15 @@ def _in_parts(messages: Messages) -> list[dict[str, Any]]:
     ]
 
 
-def _arguments_as_text(messages: Messages) -> list[dict[str, Any]]:
-    def as_text(call: Mapping[str, Any]) -> dict[str, Any]:
-        function = call["function"]
-        return {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}
+def with_arguments(message: Mapping[str, Any], write: Callable[[Any], Any]) -> dict[str, Any]:
+    """The message with the arguments of its tool calls written in another way."""
+    functions = [(call, call["function"]) for call in message.get("tool_calls") or ()]
+    written = [{**call, "function": {**f, "arguments": write(f["arguments"])}} for call, f in functions]
+    return {**message, "tool_calls": written} if written else dict(message)
 
-    return [
-        {**m, "tool_calls": [as_text(c) for c in m["tool_calls"]]} if "tool_calls" in m else {**m} for m in messages
-    ]
+
+def _arguments_as_text(messages: Messages) -> list[dict[str, Any]]:
+    return [with_arguments(message, json.dumps) for message in messages]
 
 
 FORMS: tuple[Callable[[Messages], list[dict[str, Any]]], ...] = (_plain, _in_parts, _arguments_as_text)
@@ -81,7 +88,7 @@ class ChatTemplate:
     ) -> None:
         self.tokenizer, self._kwargs, self._num_proofs = tokenizer, dict(template_kwargs or {}), num_proofs
         self._forms: dict[Kind, Callable[[Messages], list[dict[str, Any]]]] = {}
-        self._appended: dict[str, tuple[int, ...]] = {}
+        self._encode_appended = lru_cache(maxsize=4096)(self._encode)
         for kind in kinds:
             self.prove(kind)
 
@@ -97,11 +104,7 @@ class ChatTemplate:
         kind: Kind = "tool" if any(m["role"] in ("tool", "ipython") for m in messages) else "user"
         self.prove(kind)
         text = self._suffix(self._forms[kind], _HISTORY, kind, messages, tools)
-        ids = self._appended.get(text)
-        if ids is None:
-            ids = self._appended[text] = self._encode(text)
-            if len(self._appended) > 4096:
-                self._appended.pop(next(iter(self._appended)))
+        ids = self._encode_appended(text)
         return ids[1:] if ids and last.ids[-1:] == ids[:1] else ids
 
     def _start_text(self, messages: Messages, tools: Tools | None) -> str:
@@ -169,15 +172,9 @@ class ChatTemplate:
         last: dict[str, Any] = {"role": "assistant", "content": SENTINEL}
         if kind == "user":
             return self._behind_sentinel(form([*history, last, *new]), tools)
-        last["tool_calls"] = [
-            {
-                "id": m.get("tool_call_id") or call_id(n),
-                "type": "function",
-                "function": {"name": m.get("name") or "lookup", "arguments": {"word": "w"}},
-            }
-            for n, m in enumerate(new)
-            if m["role"] in ("tool", "ipython")
-        ]
+        results = [m for m in new if m["role"] in ("tool", "ipython")]
+        names = [(m.get("tool_call_id") or call_id(n), m.get("name") or "lookup") for n, m in enumerate(results)]
+        last["tool_calls"] = [tool_call(*name, {"word": "w"}) for name in names]
         for content in (SENTINEL, ""):
             called = [*history, {**last, "content": content}]
             try:

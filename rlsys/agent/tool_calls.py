@@ -71,43 +71,42 @@ def _fenced(pattern: re.Pattern[str], read: Callable[..., ToolCall]) -> Callable
     return parse
 
 
-def _objects(text: str) -> Parsed:
-    """Every JSON object with a name, bare or fenced, at the top level of the text."""
-    decoder, at = json.JSONDecoder(), 0
-    for match in re.finditer(r'(?:<\|python_tag\|>|```(?:json)?)?\s*(?=\{\s*")', text):
-        if match.start() < at:
-            continue
-        try:
-            value, at = decoder.raw_decode(text, match.end())
-        except (ValueError, RecursionError) as error:
-            if '"name"' in text[match.end() :]:
-                yield match.start(), len(text), ToolCall("", error=f"the tool call is not JSON: {error}")
-                return
-            continue
-        fence = re.compile(r"\s*(?:```|;)?").match(text, at)
-        at = fence.end() if fence else at
-        if isinstance(value, Mapping) and "name" in value:
-            yield match.start(), at, _read(value)
+def _decoded(pattern: re.Pattern[str], *, always: bool = False) -> Callable[[str], Parsed]:
+    """JSON behind a pattern: an object, a list of them, or the arguments of the function in the pattern's group.
+
+    Unless it is `always` a call, objects without a name are text.
+    """
+
+    def parse(text: str) -> Parsed:
+        at = 0
+        for match in pattern.finditer(text):
+            if match.start() < at:
+                continue
+            name, rest = match[1], text[match.end() :]
+            try:
+                value, length = json.JSONDecoder().raw_decode(rest)
+            except (ValueError, RecursionError) as error:
+                if always or '"name"' in rest:
+                    yield match.start(), len(text), ToolCall(name or "", error=f"the tool call is not JSON: {error}")
+                    return
+                continue
+            end = re.compile(r"(?:\s*(?:```|;))?").match(rest, length)
+            at = match.end() + (end.end() if end else length)
+            values = [{"name": name, "arguments": value}] if name else value if isinstance(value, list) else [value]
+            for number, one in enumerate(values):
+                if always or (isinstance(one, Mapping) and "name" in one):
+                    yield match.start() if number == 0 else at, at, _read(one)
+
+    return parse
 
 
-def _mistral(text: str) -> Parsed:
-    for match in re.finditer(r"\[TOOL_CALLS\]\s*(?:(\w+)(?:\[ARGS\])?)?", text):
-        at = match.end()
-        try:
-            value, end = json.JSONDecoder().raw_decode(text, at)
-        except (ValueError, RecursionError) as error:
-            yield match.start(), len(text), ToolCall(match[1] or "", error=f"the tool call is not JSON: {error}")
-            return
-        values = [{"name": match[1], "arguments": value}] if match[1] else value if isinstance(value, list) else [value]
-        for number, one in enumerate(values):
-            yield match.start() if number == 0 else end, end, _read(one)
-
-
+_OBJECTS = re.compile(r'(?:<\|python_tag\|>|```(?:json)?)?\s*()(?=\{\s*")')
+_MISTRAL = re.compile(r"\[TOOL_CALLS\]\s*(?:(\w+)(?:\[ARGS\])?)?\s*")
 PARSERS: dict[str, Callable[[str], Parsed]] = {
     "hermes": _fenced(re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL), _loads),
-    "llama3": _objects,
-    "json": _objects,
-    "mistral": _mistral,
+    "llama3": _decoded(_OBJECTS),
+    "json": _decoded(_OBJECTS),
+    "mistral": _decoded(_MISTRAL, always=True),
     "deepseek": _fenced(
         re.compile(
             r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^\n<]+)"

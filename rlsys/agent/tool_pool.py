@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rlsys.agent.episode_log import EpisodeLog
-from rlsys.agent.session import ToolResult
 from rlsys.agent.tool_process import CREATE, LOST
-from rlsys.agent.tools import Tool, check_names
-from rlsys.rewards.pool.pool import Grader, RewardItem, RewardPool, RewardResult
+from rlsys.agent.tools import Tool
+from rlsys.rewards.pool.pool import Grader, RewardItem, RewardPool, RewardResult, failed
+from rlsys.utils.errors import ConfigError
 
 PROCESS = str(Path(__file__).with_name("tool_process.py"))
 
@@ -32,16 +33,12 @@ class ToolPool:
         self._pools: dict[str, RewardPool] = {}
         self._num_objects = 0
 
-    async def call(
-        self, target: str, method: str, arguments: Mapping[str, Any], *, is_async: bool = False, **extra: Any
-    ) -> RewardResult:
-        """The pool's result of one call; `extra` are the object's key, its host and its config."""
-        host = extra.pop("host", "async" if is_async else "functions")
+    async def call(self, item: RewardItem, host: str) -> RewardResult:
+        """The pool's result of one call in the processes of a host: `functions`, `async` or one of the objects'."""
         if host not in self._pools:
-            grader = Grader(PROCESS, "call_async" if is_async else "call", {"cut": self._cut})
+            grader = Grader(PROCESS, "call_async" if host == "async" else "call", {"cut": self._cut})
             workers = self._num_workers if host == "functions" else 1
             self._pools[host] = RewardPool(grader, num_workers=workers, timeout_s=self._timeout_s)
-        item = RewardItem(target, method, dict(arguments), extra)
         return (await asyncio.wrap_future(self._pools[host].submit([item])))[0]
 
     def new_object(
@@ -49,9 +46,9 @@ class ToolPool:
     ) -> ToolObject:
         """A new object of a class; `create` makes it. Its calls are in `log` under `name`."""
         self._num_objects += 1
+        extra = {"object": str(self._num_objects), "config": dict(config or {})}
         host = f"objects-{self._num_objects % self._num_workers}"
-        place = {"host": host, "object": str(self._num_objects), "config": dict(config or {})}
-        return ToolObject(self, target, place, log or EpisodeLog(), name or target)
+        return ToolObject(self, target, host, extra, log or EpisodeLog(), name or target)
 
     def close(self) -> None:
         """End all processes."""
@@ -69,7 +66,8 @@ class ToolObject:
 
     pool: ToolPool
     target: str
-    place: Mapping[str, Any]
+    host: str
+    extra: Mapping[str, Any]
     log: EpisodeLog
     name: str
     _calls: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
@@ -86,24 +84,27 @@ class ToolObject:
 
     async def _call(self, method: str, arguments: Mapping[str, Any]) -> RewardResult:
         self._is_made = True
-        result = await self.pool.call(self.target, method, arguments, **self.place)
+        result = await self._send(method, arguments)
         if result.extra.get("status") == LOST:
             for earlier in self._calls:
-                await self.pool.call(self.target, *earlier, **self.place)
-            result = await self.pool.call(self.target, method, arguments, **self.place)
+                await self._send(*earlier)
+            result = await self._send(method, arguments)
         return result
+
+    async def _send(self, method: str, arguments: Mapping[str, Any]) -> RewardResult:
+        return await self.pool.call(RewardItem(self.target, method, dict(arguments), self.extra), self.host)
 
     async def close(self) -> None:
         """Release the object, if there is one."""
         if self._is_made:
-            await self.pool.call(self.target, "close", {}, **self.place)
+            await self._send("close", {})
 
 
 class EpisodeTools:
     """The tools of one episode: functions, and objects that are made when they are first called.
 
-    `tools_kwargs` are verl's: {tool: {create_kwargs: ...}}; `environment` is the object that methods belong to. A call
-    whose result is in `log` is not made again.
+    `tools_kwargs` are verl's: {tool: {create_kwargs: ...}}; `environment` is the class whose methods are tools of one
+    object. A call whose result is in `log` is not made again.
     """
 
     def __init__(
@@ -111,53 +112,52 @@ class EpisodeTools:
         pool: ToolPool,
         tools: Sequence[Tool],
         *,
-        environment: ToolObject | None = None,
+        environment: str | None = None,
         tools_kwargs: Mapping[str, Any] | None = None,
         log: EpisodeLog | None = None,
     ) -> None:
-        check_names(tools)
-        self._pool, self._tools, self.environment = pool, {tool.name: tool for tool in tools}, environment
+        repeated = [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]
+        if repeated:
+            raise ConfigError(f"tools: {', '.join(repeated)} is defined by more than one tool; rename one")
+        self._pool, self._tools = pool, {tool.name: tool for tool in tools}
         self._kwargs, self._log = tools_kwargs or {}, log or EpisodeLog()
-        self._objects: dict[str, ToolObject] = {}
+        self.environment = pool.new_object(environment, log=self._log) if environment else None
+        self._objects = {self.environment.target: self.environment} if self.environment else {}
         self._lock = asyncio.Lock()
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
         return [tool.schema for tool in self._tools.values()]
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """The result of one call; an error or a timeout is a text that the model can read."""
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> RewardResult:
+        """The result of one call, which `result_text` reads; its score is the reward that verl's tools return."""
         tool = self._tools.get(name)
         if tool is None:
-            names = ", ".join(self._tools) or "none"
-            return ToolResult(f"Error: there is no tool {name!r}; the tools are: {names}", "error")
-        if not tool.method:
-            make = partial(self._pool.call, tool.target, "", arguments, is_async=tool.is_async)
-            result = await self._log.result({"tool": name, "arguments": arguments}, make, RewardResult)
-        elif self.environment is not None and self.environment.target == tool.target:
-            result = await self.environment.call(tool.method, arguments)
-        else:
-            result = await (await self._object(tool)).call(tool.method, arguments)
-        return _tool_result(result)
+            return failed("error", 0.0, f"there is no tool {name!r}; the tools are: {', '.join(self._tools) or 'none'}")
+        if tool.method:
+            return await (await self._object(tool)).call(tool.method, arguments)
+        item = RewardItem(tool.target, "", dict(arguments), {})
+        make = partial(self._pool.call, item, "async" if tool.is_async else "functions")
+        return await self._log.result({"tool": name, "arguments": arguments}, make, RewardResult)
 
     async def _object(self, tool: Tool) -> ToolObject:
+        """The environment, or verl's tool of this name."""
         async with self._lock:
-            if tool.name not in self._objects:
-                config = {"config": dict(tool.config), "tool_schema": dict(tool.schema)}
-                made = self._pool.new_object(tool.target, config, log=self._log, name=tool.name)
-                kwargs = (self._kwargs.get(tool.name) or {}).get("create_kwargs") or {}
-                await made.call(CREATE, kwargs)
-                self._objects[tool.name] = made
-            return self._objects[tool.name]
+            made = self._objects.get(tool.target if tool.config is None else tool.name)
+            if made is None:
+                config = {"config": dict(tool.config or {}), "tool_schema": dict(tool.schema)}
+                made = self._objects[tool.name] = self._pool.new_object(
+                    tool.target, config, log=self._log, name=tool.name
+                )
+                await made.call(CREATE, (self._kwargs.get(tool.name) or {}).get("create_kwargs") or {})
+            return made
 
     async def close(self) -> None:
         """Release the objects of this episode."""
-        for made in [*self._objects.values(), *([self.environment] if self.environment else [])]:
+        for made in self._objects.values():
             await made.close()
 
 
-def _tool_result(result: RewardResult) -> ToolResult:
-    if result.status != "ok":
-        return ToolResult(f"Error: {result.message[:400]}", result.status, result.seconds)
-    extra = result.extra
-    return ToolResult(extra["text"], "ok", result.seconds, result.score, extra["metrics"])
+def result_text(result: RewardResult) -> str:
+    """What the model reads of a call; errors and timeouts are texts too."""
+    return result.extra["text"] if result.status == "ok" else f"Error: {result.message[:400]}"

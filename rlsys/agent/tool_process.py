@@ -37,7 +37,8 @@ def call(
     if key not in _OBJECTS:
         return {"score": 0.0, "status": LOST}
     if solution_str == "close":
-        return _answer(_close(key, _OBJECTS.pop(key)), cut)
+        owner = _OBJECTS.pop(key)
+        return _answer(_wait(owner.release(key)) if hasattr(owner, "release") else _method(owner, "close", {}), cut)
     if solution_str == "execute":
         return _answer(_wait(_OBJECTS[key].execute(key, dict(ground_truth))), cut)
     return _answer(_method(_OBJECTS[key], solution_str, ground_truth), cut)
@@ -65,26 +66,16 @@ def _method(owner: Any, name: str, arguments: Mapping[str, Any]) -> Any:
     return _wait(method(**arguments))
 
 
-def _close(key: str, owner: Any) -> Any:
-    if hasattr(owner, "release"):
-        return _wait(owner.release(key))
-    return _method(owner, "close", {})
-
-
 def _wait(result: Any) -> Any:
     return asyncio.run(result) if inspect.iscoroutine(result) else result
 
 
 def _answer(result: Any, cut: Mapping[str, Any]) -> dict[str, Any]:
-    """The result as text; of verl's (text, reward, metrics) the others too, and a number also as `value`."""
-    reward: Any = 0.0
-    metrics: Any = {}
-    if isinstance(result, tuple) and 1 <= len(result) <= 3:
-        result, reward, metrics = (*result, *(None, 0.0, {})[len(result) :])
+    """The result as text; of verl's (text, reward, metrics) the reward too, and a number also as `value`."""
+    result, reward, *_ = (*result, None, None) if isinstance(result, tuple) else (result, None)
     shown = getattr(result, "text", result)
     return {
         "score": float(reward or 0.0),
         "text": "" if shown is None else as_text(shown, **cut),
-        "metrics": dict(metrics or {}),
         "value": float(result) if isinstance(result, int | float) else None,
     }

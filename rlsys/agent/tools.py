@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class Tool:
     target: str
     method: str = ""
     is_async: bool = False
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] | None = None
 
 
 class BaseTool:
@@ -162,10 +162,3 @@ def as_text(result: Any, max_chars: int, side: str = "middle") -> str:
         return text
     head = {"left": max_chars, "right": 0}.get(side, max_chars // 2)
     return f"{text[:head]}...(truncated)...{text[len(text) - (max_chars - head) :]}"
-
-
-def check_names(tools: Sequence[Tool]) -> None:
-    """ConfigError where two tools have one name."""
-    names = [tool.name for tool in tools]
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"tools: {', '.join(repeated)} is defined by more than one tool; rename one")

@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from rlsys.agent.endpoint import Endpoint
-from rlsys.agent.presets import load_workflow
-from rlsys.agent.programs import CommandWorkflow, FunctionWorkflow
+from rlsys.agent.programs import command_workflow, function_workflow
 from rlsys.agent.runner import EpisodeRunner, EpisodeStart
 from rlsys.agent.session import EpisodeLimits, Score, Session
 from rlsys.agent.template import ChatTemplate
@@ -187,7 +186,7 @@ async def test_a_budget_that_is_used_up_is_an_error_that_is_not_retried(episode)
 def run_program(workflow, **changes):
     engine = RandomEngine(TEMPLATE.tokenizer, lambda _: "ok")
     settings = settings_for(engine, TEMPLATE, grade=grade)
-    runner = EpisodeRunner(settings, load_workflow(workflow), ToolPool(), **changes)
+    runner = EpisodeRunner(settings, workflow, ToolPool(), **changes)
     try:
         return runner.submit([EpisodeStart(ROW, 3)], SamplingParams(64))[0].result(scaled_s(30.0))
     finally:
@@ -196,7 +195,7 @@ def run_program(workflow, **changes):
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_a_bash_script_is_an_agent():
-    result = run_program(CommandWorkflow(f"bash {Path(__file__).with_name('bash_agent.sh')}"))
+    result = run_program(command_workflow(f"bash {Path(__file__).with_name('bash_agent.sh')}"))
     assert (result.reward, result.end, result.num_turns, result.error) == (0.75, "stop", 2, "")
 
 
@@ -209,17 +208,17 @@ def test_a_program_without_a_reward_is_graded_by_its_last_answer(tmp_path):
         ".encode(), {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY'], 'Content-Type': 'application/json'})\n"
         "u.urlopen(r).read()\n"
     )
-    assert run_program(CommandWorkflow(f"{sys.executable} {script}")).reward == 1.0
+    assert run_program(command_workflow(f"{sys.executable} {script}")).reward == 1.0
 
 
 def test_a_program_that_fails_or_hangs_is_an_episode_that_failed():
-    failed = run_program(CommandWorkflow("echo broken >&2; exit 3"))
+    failed = run_program(command_workflow("echo broken >&2; exit 3"))
     assert (failed.end, "exited with code 3: broken" in failed.error) == ("error", True)
     command = f"sleep 98765.{os.getpid()}"
-    hung = run_program(CommandWorkflow(command), deadline_s=0.5)
+    hung = run_program(command_workflow(command), deadline_s=0.5)
     assert hung.end == "deadline"
     assert wait_until(lambda: command.split() not in [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])])
-    assert run_program(CommandWorkflow("true")).end == "rejected"
+    assert run_program(command_workflow("true")).end == "rejected"
 
 
 def test_a_function_gets_what_it_names(tmp_path):
@@ -230,7 +229,7 @@ def test_a_function_gets_what_it_names(tmp_path):
         "                  {'Authorization': 'Bearer ' + api_key})\n"
         "    return len(json.load(u.urlopen(r))['choices'][0]['message']['content']) / 4\n"
     )
-    assert run_program(FunctionWorkflow(f"{tmp_path}/mine.py:run")).reward == 0.5
+    assert run_program(function_workflow(f"{tmp_path}/mine.py:run")).reward == 0.5
 
 
 OPENAI = """
@@ -249,5 +248,5 @@ assert client.models.list().data[0].id == "policy"
 
 def test_the_openai_client_runs_unchanged(tmp_path):
     (tmp_path / "agent.py").write_text(OPENAI)
-    result = run_program(CommandWorkflow(f"{sys.executable} {tmp_path / 'agent.py'}"))
+    result = run_program(command_workflow(f"{sys.executable} {tmp_path / 'agent.py'}"))
     assert (result.end, result.num_turns, len(result.rows), result.error) == ("stop", 3, 1, "")

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsys.agent.presets import load_workflow
-from rlsys.agent.programs import CommandWorkflow
+from rlsys.agent.programs import command_workflow
 from rlsys.agent.runner import EpisodeRunner, EpisodeStart
 from rlsys.agent.session import Score
 from rlsys.agent.template import ChatTemplate
@@ -41,7 +40,7 @@ async def grade(row, answer, extra_info):
 def test_a_program_of_another_library_is_an_agent_with_exact_tokens(program):
     engine = RandomEngine(TEMPLATE.tokenizer, calculator)
     settings = settings_for(engine, TEMPLATE, grade=grade)
-    workflow = load_workflow(CommandWorkflow(f"{sys.executable} {PROGRAMS / program}.py"))
+    workflow = command_workflow(f"{sys.executable} {PROGRAMS / program}.py")
     runner = EpisodeRunner(settings, workflow, ToolPool(), deadline_s=scaled_s(60.0))
     try:
         result = runner.submit([EpisodeStart(ROW, 3)], SamplingParams(512))[0].result(scaled_s(90.0))

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from rlsys.agent.builtin_tools import SearchTool, calculator, python
-from rlsys.agent.tool_pool import EpisodeTools, ToolPool
+from rlsys.agent.tool_pool import EpisodeTools, ToolPool, result_text
 from rlsys.agent.tools import as_text, tool_of, tools_of_class, tools_of_file, tools_of_yaml
 from rlsys.utils.errors import ConfigError
 from tests.timing import scaled_s, wait_until
@@ -32,7 +32,7 @@ def tools_with(pool, *functions) -> EpisodeTools:
 async def test_a_function_is_called_with_its_arguments(pool):
     tools = tools_with(pool, user_tools.add)
     result = await tools.call("add", {"a": 2, "b": 3})
-    assert (result.text, result.status) == ("5", "ok")
+    assert (result_text(result), result.status) == ("5", "ok")
     assert tools.schemas[0]["function"]["parameters"]["required"] == ["a", "b"]
 
 
@@ -42,20 +42,20 @@ async def test_a_function_is_called_with_its_arguments(pool):
 async def test_what_a_tool_does_wrong_is_a_text_for_the_model(pool, function, text):
     result = await tools_with(pool, function).call(function.__name__, {})
     assert result.status == "error"
-    assert text in result.text
+    assert text in result_text(result)
 
 
 async def test_wrong_arguments_and_unknown_tools_are_texts_for_the_model(pool):
     tools = tools_with(pool, user_tools.add)
-    assert "missing" in (await tools.call("add", {"a": 1})).text
-    assert (await tools.call("sub", {})).text == "Error: there is no tool 'sub'; the tools are: add"
+    assert "missing" in result_text(await tools.call("add", {"a": 1}))
+    assert result_text(await tools.call("sub", {})) == "Error: there is no tool 'sub'; the tools are: add"
 
 
 async def test_huge_and_binary_results_are_cut_to_text(pool):
     tools = tools_with(pool, user_tools.huge, user_tools.noisy)
     huge = await tools.call("huge", {})
-    assert huge.text == "x" * 50 + "...(truncated)..." + "x" * 50
-    assert (await tools.call("noisy", {})).text == "\ufffd\ufffd ok"
+    assert result_text(huge) == "x" * 50 + "...(truncated)..." + "x" * 50
+    assert result_text(await tools.call("noisy", {})) == "\ufffd\ufffd ok"
 
 
 async def test_a_hung_tool_costs_its_deadline_and_no_neighbour(tmp_path):
@@ -68,7 +68,7 @@ async def test_a_hung_tool_costs_its_deadline_and_no_neighbour(tmp_path):
         *(tools.call("add", {"a": n, "b": n}) for n in range(20)),
     )
     seconds = time.monotonic() - start_s
-    assert (hung.status, [result.text for result in sums]) == ("timeout", [str(2 * n) for n in range(20)])
+    assert (hung.status, [result_text(result) for result in sums]) == ("timeout", [str(2 * n) for n in range(20)])
     assert 2.0 <= seconds < 2.0 + scaled_s(1.0)
     pool.close()
     assert wait_until(lambda: not psutil.pid_exists(int(pid_file.read_text())))
@@ -80,21 +80,21 @@ async def test_async_tools_wait_together_and_return_verls_triple(pool):
     start_s = time.monotonic()
     results = await asyncio.gather(*(tools.call("slow_echo", {"text": "ab"}) for _ in range(20)))
     assert time.monotonic() - start_s < scaled_s(2.0)
-    assert {(r.text, r.reward, r.metrics["length"]) for r in results} == {("ab", 0.5, 2)}
+    assert {(result_text(r), r.score) for r in results} == {("ab", 0.5)}
 
 
 async def test_an_environment_keeps_its_state_when_its_process_is_replaced(pool):
     tools = tools_of_class(user_tools.Counter)
     assert [tool.name for tool in tools] == ["step"]
-    one, two = (pool.new_object(tools[0].target) for _ in range(2))
-    two.place = {**two.place, "host": one.place["host"]}
+    of_one = EpisodeTools(pool, tools, environment=tools[0].target)
+    one, two = of_one.environment, pool.new_object(tools[0].target)
+    two.host = one.host
     first = await one.call("create", {"goal": 5, "other": 1})
     await two.call("create", {"goal": 1})
     assert first.extra["text"] == " Count to 5."
-    of_one = EpisodeTools(pool, tools, environment=one)
-    assert (await of_one.call("step", {"by": 2})).text == "now 2"
+    assert result_text(await of_one.call("step", {"by": 2})) == "now 2"
     assert (await of_one.call("step", {"by": 13})).status == "timeout"  # its process is killed
-    assert (await of_one.call("step", {"by": 3})).text == "now 5"
+    assert result_text(await of_one.call("step", {"by": 3})) == "now 5"
     assert (await one.call("get_reward")).extra["value"] == 1.0
     assert (await two.call("get_reward")).extra["value"] == 0.0
 
@@ -112,9 +112,9 @@ tools:
 """)
     (tool,) = tools_of_yaml(str(path), key="multi_turn.tool_config_path")
     tools = EpisodeTools(pool, [tool], tools_kwargs={"note": {"create_kwargs": {"first": "a"}}})
-    assert (await tools.call("note", {"text": "b"})).text == "a b!"
+    assert result_text(await tools.call("note", {"text": "b"})) == "a b!"
     result = await tools.call("note", {"text": "c"})
-    assert (result.text, result.reward, result.metrics) == ("a b c!", 0.25, {"count": 3})
+    assert (result_text(result), result.score) == ("a b c!", 0.25)
     await tools.close()
     assert released.exists()
 
