@@ -96,12 +96,10 @@ class AsyncSource:
         new = [group for group in self._groups.open if group.graded is None and group not in self._running]
         for group, futures in zip(new, self._submitted(new), strict=True):
             self._running[group] = futures
-            waiting = [future for future in futures if future is not None]
-            countdown = Countdown(len(waiting), group, self._ended)
-            for future in waiting:
-                future.add_done_callback(countdown)
-            if not waiting:
-                self._ended.put(group)
+            self._ended.put(group)
+            for future in futures:
+                if future is not None:
+                    future.add_done_callback(lambda _, group=group: self._ended.put(group))
 
     def _submitted(self, groups: Sequence[PromptGroup]) -> list[list[Future[Any] | None]]:
         """Hand groups to the fleet: a future for each answer, None for one that a checkpoint has."""
@@ -116,6 +114,10 @@ class AsyncSource:
                 if (another := self._ended.get()) is None:
                     return
                 groups.append(another)
+            with self._change:
+                groups = [group for group in dict.fromkeys(groups) if _all_done(self._running.get(group))]
+            if not groups:
+                continue
             try:
                 self._settle(groups)
                 with self._change:
@@ -158,18 +160,8 @@ class AsyncSource:
         return f"the rollout fleet ({first}; step {self._groups.window.step} waits)"
 
 
-class Countdown:
-    """Puts a group into the queue when the last of its answers has ended."""
-
-    def __init__(self, num_answers: int, group: PromptGroup, ended: SimpleQueue[PromptGroup | None]) -> None:
-        self._left, self._group, self._ended, self._lock = num_answers, group, ended, threading.Lock()
-
-    def __call__(self, future: Future[Any]) -> None:
-        with self._lock:
-            self._left -= 1
-            is_last = self._left == 0
-        if is_last:
-            self._ended.put(self._group)
+def _all_done(futures: Sequence[Future[Any] | None] | None) -> bool:
+    return futures is not None and all(future is None or future.done() for future in futures)
 
 
 def _complete(request: ModelRequest, response: ModelResponse) -> PartialResponse:

@@ -17,7 +17,7 @@ from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.group import group_fleet
 from rlsys.protocol import DataProto
 from rlsys.telemetry.metrics import StageTimer
-from rlsys.telemetry.report import write_report
+from rlsys.telemetry.report import RunReport
 from rlsys.telemetry.validation_metrics import validation_metrics
 from trainer.backend import import_external_libs, load_tokenizer, running_backend
 from trainer.dumps import dump, sample_rows
@@ -82,7 +82,7 @@ def run_evaluation(config: EvalConfig, begin: Begin) -> None:
     metrics = evaluate(config)
     path = Path(config.trainer.default_local_dir) / "evaluation.json"
     path.write_text(json.dumps(metrics, indent=1, sort_keys=True))
-    write_report(path.parent, title=config.trainer.experiment_name)
+    RunReport(path.parent, config.trainer.experiment_name).write()
     for name, value in sorted(metrics.items()):
         if name.startswith("val-core/"):
             print(f"{name} = {value:.4f}")

@@ -46,6 +46,12 @@ class PromptGroup:
         columns = {**self.rows.non_tensor_batch, **completed.non_tensor_batch}
         return DataProto(completed.batch, columns, meta_of_all_calls(self.rows.meta_info))
 
+    def draft(self) -> DataProto:
+        """What a checkpoint keeps of an open group."""
+        draft = self.completed()
+        draft.tensors[SEEDS] = self.rows.tensors[SEEDS]
+        return draft
+
 
 class PromptGroups:
     """Starts groups as the window allows, and hands out those of a step once they are graded; has no threads."""
@@ -87,14 +93,9 @@ class PromptGroups:
     def grade(self, groups: Sequence[PromptGroup]) -> dict[str, float]:
         """Grade complete groups and return metrics for `add`; the only method that may run beside the others."""
         batch, metrics = self._rollout.grade(DataProto.concat([group.completed() for group in groups]))
-        at = 0
-        for group in groups:
-            end = at + len(group.answers)
-            group.graded = batch[at : at + self._rollout.num_answers]
-            if self._rollout.greedy_baseline:
-                score = batch[end - 1 : end].tensors["token_level_scores"].sum(-1)
-                group.graded.tensors["reward_baselines"] = score.repeat(self._rollout.num_answers)
-            at = end
+        size = self._rollout.num_answers
+        for number, group in enumerate(groups):
+            group.graded = batch[number * size : (number + 1) * size]
         return metrics
 
     def add(self, metrics: Mapping[str, float]) -> None:
@@ -152,9 +153,11 @@ class PromptGroups:
         finished = self.window.finished
         waiting = [group for group in self.open if group.number in finished]
         unfinished = [group for group in self.open if group.number not in finished]
-        for name, parts in ((WAITING, [_graded(group) for group in waiting]), (OPEN, [_draft(g) for g in unfinished])):
-            if parts:
-                _joined(parts).save_to_disk(str(folder / name))
+        parts = [(group.number, group.graded) for group in waiting if group.graded is not None]
+        drafts = [(group.number, group.draft()) for group in unfinished]
+        for name, rows in ((WAITING, parts), (OPEN, drafts)):
+            if rows:
+                _joined([_numbered(number, part) for number, part in rows]).save_to_disk(str(folder / name))
         prompts = {"prompts": self._prompts_before, "used": self._num_used, "batches": self._num_batches}
         metrics = {name: values for name, values in self._metrics.items() if not is_time(name)}
         return {**prompts, "metrics": metrics, "window": self.window.state_dict()}
@@ -199,20 +202,17 @@ class PromptGroups:
         self._num_used = 0
 
     def _next_rows(self) -> DataProto:
-        """The rows of the next prompt; with a greedy baseline its row is the last one."""
+        """The rows of the next prompt."""
         size = self._rollout.num_answers
         if self._rows is None or self._num_used * size == len(self._rows):
             self._draw()
         assert self._rows is not None
         rows = self._rows[self._num_used * size : (self._num_used + 1) * size]
         self._num_used += 1
-        return DataProto.concat([rows, rows[:1]]) if self._rollout.greedy_baseline else rows
+        return rows
 
     def _requests(self, number: int, rows: DataProto) -> list[ModelRequest]:
-        requests = [replace(request, rid=f"{number}.{row}") for row, request in enumerate(to_requests(rows))]
-        if self._rollout.greedy_baseline:
-            requests[-1] = replace(requests[-1], gconfig=requests[-1].gconfig.as_greedy())
-        return requests
+        return [replace(request, rid=f"{number}.{row}") for row, request in enumerate(to_requests(rows))]
 
     def _drafts(self, number: int, rows: DataProto) -> list[PartialResponse]:
         """The answers that a checkpoint has in the rows."""
@@ -227,18 +227,7 @@ class PromptGroups:
         return drafts
 
 
-def _graded(group: PromptGroup) -> DataProto:
-    assert group.graded is not None
-    return _numbered(group.graded, group.number)
-
-
-def _draft(group: PromptGroup) -> DataProto:
-    draft = group.completed()
-    draft.tensors[SEEDS] = group.rows.tensors[SEEDS]
-    return _numbered(draft, group.number)
-
-
-def _numbered(rows: DataProto, number: int) -> DataProto:
+def _numbered(number: int, rows: DataProto) -> DataProto:
     columns = {**rows.non_tensor_batch, NUMBER: np.full(len(rows), number)}
     return DataProto(rows.batch, columns, rows.meta_info)
 

@@ -87,17 +87,16 @@ class Reporter:
         self._timeline = self.best_effort("timeline.json", lambda: Timeline(self.root / "timeline.json"))
         if self._timeline is not None:
             self._stack.callback(self._timeline.close)
-        self._tracking = self._stack.enter_context(
-            Tracking(
-                cfg.project_name,
-                cfg.experiment_name,
-                loggers=cfg.logger,
-                config=self._resolved,
-                default_dir=self.root,
-                resume_step=step or None,
-                best_effort=self.best_effort,
-            )
+        self._tracking = Tracking(
+            cfg.project_name,
+            cfg.experiment_name,
+            loggers=cfg.logger,
+            config=self._resolved,
+            default_dir=self.root,
+            resume_step=step or None,
+            best_effort=self.best_effort,
         )
+        self._stack.callback(self._tracking.close)
         folders = {"rollouts": "rollout_data_dir", "validation": "validation_data_dir"}
         given = {name: getattr(cfg, key, None) for name, key in folders.items()}
         links = {name: str(Path(folder).absolute() / "index.html") for name, folder in given.items() if folder}
@@ -211,7 +210,7 @@ class Reporter:
                 self._write_ledger(self._drain_stages())
                 self.best_effort("timeline.json", partial(self._timeline.add, self._events))
         if self._report is not None:
-            self.best_effort("index.html", partial(self._report.update, running=False))
+            self.best_effort("index.html", self._report.write)
         self._progress = self._tracking = self._timeline = self._report = None
 
     def _drain_stages(self) -> list[MemoryRecord]:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from rlsys.config import PPOConfig
 from rlsys.config.schema.model import ModelConfig, OptimConfig, ShardConfig
 from rlsys.data.collate import collate_texts
-from rlsys.data.start_assets import StartAssets, WarmUp, ensure_start_assets
+from rlsys.data.start_assets import WarmUp, ensure_start_assets
 from rlsys.data.supervised import load_texts
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
@@ -32,19 +32,14 @@ def with_start_assets(config: PPOConfig) -> PPOConfig:
         return config
     assets = ensure_start_assets(warm_up)
     log.info("start model: %s", assets.model)
-    return config.model_validate(_filled(config.model_dump(), assets))
-
-
-def _filled(tree: dict[str, Any], assets: StartAssets) -> dict[str, Any]:
-    """The tree of a configuration with every path that is still open."""
-    model = str(assets.model)
-    tree["actor_rollout_ref"]["model"]["path"] = model
+    tree = config.model_dump()
+    tree["actor_rollout_ref"]["model"]["path"] = model = str(assets.model)
     tree["critic"]["model"]["path"] = tree["critic"]["model"]["path"] or model
     data = tree["data"]
     if data["train_files"] is None:
         data["train_files"] = (str(assets.train_file),)
         data["val_files"] = data["val_files"] or (str(assets.val_file),)
-    return tree
+    return config.model_validate(tree)
 
 
 def warm_up(folder: Path, texts: Path, settings: WarmUp) -> None:

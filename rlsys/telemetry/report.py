@@ -11,6 +11,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,52 +26,43 @@ PAGES = ("rollouts/index.html", "validation/index.html")
 FILES = ("timeline.json", "metrics.jsonl", "memory.txt", "config.yaml")
 
 
+@dataclass
 class RunReport:
-    """Rewrites the page as the run continues, at most every 15 s and in at most 2 % of the time, and at the end."""
+    """The page of a folder; `links` are further files, relative to it or absolute, left out where they do not exist."""
 
-    def __init__(self, folder: Path, *, title: str, total_steps: int, links: Mapping[str, str] | None = None) -> None:
-        self.folder, self.title, self.total_steps, self.links = folder, title, total_steps, links or {}
-        self._next_s = 0.0
+    folder: Path
+    title: str = ""
+    total_steps: int = 0
+    links: Mapping[str, str] = field(default_factory=dict)
+    _next_s: float = 0.0
 
-    def update(self, *, running: bool = True) -> None:
-        """Write the page if it is due, or in any case once the run has ended; raises OSError."""
+    def update(self) -> None:
+        """Write the page as the run continues, at most every 15 s and in at most 2 % of the time; raises OSError."""
         start_s = time.monotonic()
-        if running and start_s < self._next_s:
-            return
-        write_report(self.folder, title=self.title, total_steps=self.total_steps, links=self.links, running=running)
-        now_s = time.monotonic()
-        self._next_s = now_s + max(MIN_GAP_S, (now_s - start_s) / MAX_SHARE)
+        if start_s >= self._next_s:
+            self.write(running=True)
+            now_s = time.monotonic()
+            self._next_s = now_s + max(MIN_GAP_S, (now_s - start_s) / MAX_SHARE)
 
-
-def write_report(
-    folder: Path,
-    *,
-    title: str = "",
-    total_steps: int = 0,
-    links: Mapping[str, str] | None = None,
-    running: bool = False,
-) -> Path:
-    """Write `index.html` from metrics.jsonl, or from evaluation.json where there are no metrics; returns its path.
-
-    `links` are further files, relative to the folder or absolute; those that do not exist are left out.
-    """
-    steps, columns, every = thinned(_records(folder))
-    folder = folder.absolute()
-    own = {Path(name).parts[0].partition(".")[0]: name for name in (*PAGES, *FILES)} | {"log": "train.log"}
-    targets = {name: folder / target for name, target in {**own, **(links or {})}.items()}
-    data = {
-        "title": title or folder.name,
-        "total": total_steps,
-        "running": running,
-        "updated": time.time(),
-        "every": every,
-        "links": [[name, _address(path, folder)] for name, path in targets.items() if path.exists()],
-        "steps": steps,
-        "columns": columns,
-    }
-    path = folder / "index.html"
-    write_whole(path, page("report").replace("{{data}}", ascii_json(data), 1).encode())
-    return path
+    def write(self, *, running: bool = False) -> Path:
+        """Write `index.html` from metrics.jsonl, or evaluation.json where there are no metrics; returns its path."""
+        folder = self.folder.absolute()
+        steps, columns, every = thinned(_records(folder))
+        own = {Path(name).parts[0].partition(".")[0]: name for name in (*PAGES, *FILES)} | {"log": "train.log"}
+        targets = {name: folder / target for name, target in {**own, **self.links}.items()}
+        data = {
+            "title": self.title or folder.name,
+            "total": self.total_steps,
+            "running": running,
+            "updated": time.time(),
+            "every": every,
+            "links": [[name, _address(path, folder)] for name, path in targets.items() if path.exists()],
+            "steps": steps,
+            "columns": columns,
+        }
+        path = self.folder / "index.html"
+        write_whole(path, page("report").replace("{{data}}", ascii_json(data), 1).encode())
+        return path
 
 
 def thinned(
@@ -105,4 +97,4 @@ def _records(folder: Path) -> list[dict[str, Any]]:
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
         raise SystemExit("rlsys report RUN_FOLDER: writes index.html, the report page, from the files of a run")
-    print(write_report(Path(sys.argv[1])))
+    print(RunReport(Path(sys.argv[1])).write())

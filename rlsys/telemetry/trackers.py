@@ -19,7 +19,7 @@ from rlsys.utils.errors import ConfigError
 
 
 class Tracking:
-    """All trackers of a run behind one `log`; a context manager.
+    """All trackers of a run behind one `log`.
 
     Always writes `{default_dir}/metrics.jsonl` (line format: rlsys.telemetry.jsonl); `file` and `jsonl` name just that.
     On resume pass `resume_step=N`, the step of the checkpoint, and log step N before its checkpoint is published: the
@@ -91,12 +91,6 @@ class Tracking:
             if writer is not None:
                 writer.close()
         self._metrics = self._generations = None
-
-    def __enter__(self) -> Tracking:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _start(name: str, run: TrackedRun) -> Tracker:

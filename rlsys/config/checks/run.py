@@ -84,9 +84,10 @@ def _staleness(cfg: PPOConfig) -> Iterator[str]:
     in_process = trainer.backend == "local" and trainer.device == "cpu" and rollout.name == "hf"
     if pools.colocated and not in_process:
         yield wrong(cfg, STALENESS, "generating ahead needs separate rollout processes; set trainer.rollout_workers=1")
-    if rollout.has_workflow and (trainer.reproducible or cfg.algorithm.adv_estimator == "remax"):
-        key = "trainer.reproducible" if trainer.reproducible else "algorithm.adv_estimator=remax"
-        yield wrong(cfg, STALENESS, f"episodes of a workflow are generated ahead without {key}", 0)
+    is_remax = cfg.algorithm.adv_estimator == "remax"
+    if is_remax or (rollout.has_workflow and trainer.reproducible):
+        both = "the baselines of adv_estimator=remax" if is_remax else "a workflow's episodes with trainer.reproducible"
+        yield wrong(cfg, STALENESS, f"{both} are not generated ahead", 0)
     if 0 < trainer.lookahead >= trainer.max_staleness:
         yield wrong(cfg, "trainer.lookahead", f"must be below {STALENESS}={trainer.max_staleness}", 0)
     if trainer.reproducible:

@@ -312,6 +312,7 @@ ALGORITHMS = [
         f"{R}.n",
         "adv_norm.mean_level=group",
     ),
+    bad([*AHEAD, "algorithm.adv_estimator=remax"], "trainer.max_staleness", "remax are not generated ahead"),
     bad(["algorithm.adv_estimator=gae", "critic.enable=false"], "critic.enable", "needs values"),
     bad("algorithm.pf_ppo.reweight_method=min", "reweight_method", "max_min"),
     bad([f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold=0.5"], f"{C}.rollout_rs_threshold", "at least 1"),

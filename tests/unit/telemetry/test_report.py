@@ -12,7 +12,7 @@ import pytest
 
 from rlsys.telemetry.jsonl import JsonlWriter
 from rlsys.telemetry.page import page
-from rlsys.telemetry.report import RunReport, thinned, write_report
+from rlsys.telemetry.report import RunReport, thinned
 from tests.unit.telemetry.browser import Browser
 
 EVIL = "</script><script>window.pwned=1</script><img src=x onerror='window.pwned=1'>"
@@ -74,7 +74,9 @@ def test_report_links_the_files_that_exist(tmp_path: Path) -> None:
     (folder / "memory.txt").touch()
     (folder / "train.log").touch()
     write_metrics(folder)
-    path = write_report(folder, links={"rollouts": str(rollouts / "index.html"), "validation": "nowhere/index.html"})
+    path = RunReport(
+        folder, links={"rollouts": str(rollouts / "index.html"), "validation": "nowhere/index.html"}
+    ).write()
     data = embedded(path)
     assert data["title"] == "my run"
     assert dict(data["links"]) == {
@@ -87,9 +89,9 @@ def test_report_links_the_files_that_exist(tmp_path: Path) -> None:
 
 
 def test_report_of_a_run_without_steps_and_of_a_half_written_file(tmp_path: Path) -> None:
-    assert embedded(write_report(tmp_path))["steps"] == []
+    assert embedded(RunReport(tmp_path).write())["steps"] == []
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "a": 2.0}\n{"step": 2, "a')
-    assert embedded(write_report(tmp_path))["columns"] == {"a": [2.0]}
+    assert embedded(RunReport(tmp_path).write())["columns"] == {"a": [2.0]}
 
 
 def test_a_running_report_is_rewritten_now_and_then_and_at_the_end(tmp_path: Path) -> None:
@@ -99,7 +101,7 @@ def test_a_running_report_is_rewritten_now_and_then_and_at_the_end(tmp_path: Pat
     for _ in range(50):
         report.update()
     assert (embedded(tmp_path / "index.html")["steps"], embedded(tmp_path / "index.html")["running"]) == ([], True)
-    report.update(running=False)
+    report.write()
     assert (embedded(tmp_path / "index.html")["steps"], embedded(tmp_path / "index.html")["running"]) == (
         [1, 2, 3],
         False,
@@ -118,7 +120,7 @@ def test_page_is_self_contained_and_never_writes_markup() -> None:
 @pytest.fixture
 def report(browser: Browser, tmp_path: Path) -> Browser:
     write_metrics(tmp_path)
-    path = write_report(tmp_path, title="mine " + EVIL, total_steps=20, running=True)
+    path = RunReport(tmp_path, "mine " + EVIL, 20).write(running=True)
     browser.console.clear()
     browser.open(path.as_uri())
     browser.wait_for("document.querySelectorAll('.card').length")
@@ -177,7 +179,7 @@ def test_keys_choose_axis_smoothing_and_metric(report: Browser) -> None:
 
 def test_an_evaluation_is_a_table(browser: Browser, tmp_path: Path) -> None:
     (tmp_path / "evaluation.json").write_text(json.dumps({"val-core/gsm8k/acc/mean@1": 0.25, "val-aux/x": 3.0}))
-    browser.open(write_report(tmp_path, title="evaluation").as_uri())
+    browser.open(RunReport(tmp_path, "evaluation").write().as_uri())
     browser.wait_for("document.querySelectorAll('table').length")
     assert browser.run("document.querySelector('table').innerText").split() == [
         *("metric", "evaluation", "gsm8k/acc/mean@1", "0.25")

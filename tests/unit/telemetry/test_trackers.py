@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from tests.timing import scaled_s
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def open_tracking(directory: Path, *loggers: str, resume_step: int | None = None, **config: Any) -> Tracking:
-    return Tracking("proj", "exp", loggers=loggers, config=config, default_dir=directory, resume_step=resume_step)
+def open_tracking(directory: Path, *loggers: str, resume_step: int | None = None, **config: Any) -> closing[Tracking]:
+    tracking = Tracking("proj", "exp", loggers=loggers, config=config, default_dir=directory, resume_step=resume_step)
+    return closing(tracking)
 
 
 def test_every_line_is_strict_json_also_with_odd_values(tmp_path: Path) -> None:
