@@ -113,7 +113,7 @@ def transfer_table(
     gb = 1e9
     lines = [
         f"{args.model}: {args.trainer} ({len(sources)} ranks) -> {args.engine} ({len(engines)} ranks), {args.dtype}",
-        f"{plan.num_copies} copies, {plan.num_bytes / gb:.2f} GB; stays on its device {sum(kept.values()) / gb:.2f}, "
+        f"{len(plan.moves)} copies, {plan.num_bytes / gb:.2f} GB; stays on its device {sum(kept.values()) / gb:.2f}, "
         f"crosses links {sum(given.values()) / gb:.2f} GB",
         "rank    gives GB   takes GB   keeps GB",
     ]

@@ -41,7 +41,6 @@ METHODS = (
     "weight_step",
     "receive_weights",
     "weight_checksum",
-    "weight_difference",
     "close_weight_transfer",
 )
 
@@ -87,9 +86,6 @@ class RemoteReceiver(WeightReceiver):
 
     def weight_checksum(self, dtypes: Mapping[str, str] | None = None) -> tuple[BoxChecksum, ...]:
         return self._awake("weight_checksum", dtypes)
-
-    def weight_difference(self) -> dict[str, float]:
-        return self._awake("weight_difference")
 
     def close_weight_transfer(self) -> None:
         self._call("close_weight_transfer")

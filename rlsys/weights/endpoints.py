@@ -98,7 +98,3 @@ class WeightReceiver(WeightEndpoint):
     def receive_weights(self, version: int, *args: Any) -> TransferStats:
         """Write a version into the engine; `args` are what the executor passes on from the senders."""
         return self._opened().receive(version, *args)
-
-    def weight_difference(self) -> dict[str, float]:
-        """The largest absolute difference to what the trainer last sent, by its tensor; empty where it is unknown."""
-        return self._side.differences() if hasattr(self._side, "differences") else {}

@@ -95,20 +95,10 @@ def shard_view(tensors: Mapping[str, Tensor], shard: Shard) -> Tensor:
     return view
 
 
-def check_layouts(layouts: Sequence[WeightLayout], side: str) -> None:
-    """WeightTransferError unless ranks agree, boxes are inside their tensors and some rank holds every element."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for layout in layouts:
-        for name, shape in layout.full_shapes.items():
-            if shapes.setdefault(name, tuple(shape)) != tuple(shape):
-                raise WeightTransferError(f"{side} ranks disagree on '{name}': {shapes[name]} and {tuple(shape)}")
-    for layout in layouts:
-        for shard in layout.shards:
-            full = shapes.get(shard.box.tensor)
-            if full is None or not _inside(shard.box, full):
-                raise WeightTransferError(f"{side} rank {layout.rank} claims {shard.box} of a tensor of shape {full}")
+def check_complete(layouts: Sequence[WeightLayout]) -> None:
+    """WeightTransferError unless the rollout's ranks together hold every element of their tensors."""
     if missing := missing_boxes(layouts):
-        raise WeightTransferError(f"no {side} rank holds {missing[0]}")
+        raise WeightTransferError(f"no rollout rank holds {missing[0]}")
 
 
 def missing_boxes(layouts: Sequence[WeightLayout]) -> list[Box]:
@@ -119,9 +109,3 @@ def missing_boxes(layouts: Sequence[WeightLayout]) -> list[Box]:
             if missing[shard.box.tensor]:
                 missing[shard.box.tensor] = subtract_all(missing[shard.box.tensor], shard.box)
     return [box for boxes in missing.values() for box in boxes if num_elements(box)]
-
-
-def _inside(box: Box, full: tuple[int, ...]) -> bool:
-    return len(box.start) == len(box.shape) == len(full) and all(
-        at >= 0 and n >= 0 and at + n <= size for at, n, size in zip(box.start, box.shape, full, strict=True)
-    )

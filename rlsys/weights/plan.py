@@ -7,7 +7,7 @@ near ones share them by the bytes that each has to give already.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -17,10 +17,8 @@ import numpy as np
 from rlsys.types import Box, WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights import tables
-from rlsys.weights.layout import element_bytes, subtract_all
+from rlsys.weights.layout import element_bytes, missing_boxes
 from rlsys.weights.tables import BoxTable, Ints, NameIds, ShardTable
-
-Distance = Callable[[WeightLayout, WeightLayout], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +70,6 @@ class Plan:
     moves: Ints
     unused: tuple[str, ...]
 
-    @property
-    def num_copies(self) -> int:
-        return len(self.moves)
-
     @cached_property
     def copies(self) -> tuple[Copy, ...]:
         return tuple(self._copies(self.moves))
@@ -90,12 +84,8 @@ class Plan:
     def num_bytes(self) -> int:
         return int(self.copy_bytes.sum())
 
-    def from_rank(self, rank: int) -> tuple[Copy, ...]:
-        """The copies that a source rank gives."""
-        return tuple(self._copies(self.moves[self.moves[:, 3] == rank]))
-
     def select(self, chosen: Ints) -> tuple[Copy, ...]:
-        """The copies at these positions."""
+        """The copies at these positions, or where a mask says so."""
         return tuple(self._copies(self.moves[chosen]))
 
     def bytes_by_link(self) -> dict[tuple[int, int], int]:
@@ -147,25 +137,20 @@ def resolve_names(sources: Sequence[WeightLayout], destinations: Sequence[Weight
 
     Raises WeightTransferError for a tensor that the sources do not have, or have in another shape.
     """
-    held = {name: tuple(shape) for shapes in _shapes(sources) for name, shape in shapes.items()}
-    source_aliases = {alias: name for names in _aliases(sources) for alias, name in names.items()}
+    held, source_aliases = full_shapes(sources), tables.merged(layout.aliases for layout in sources)
     aliases: dict[str, list[str]] = defaultdict(list)
-    for by_alias in _aliases(destinations):
-        for alias, name in by_alias.items():
-            aliases[name].append(alias)
+    for alias, name in sorted(tables.merged(layout.aliases for layout in destinations).items()):
+        aliases[name].append(alias)
     names: dict[str, str] = {}
-    for shapes in _shapes(destinations):
-        for name, shape in shapes.items():
-            if name in names:
-                continue
-            wanted = [name, *sorted(set(aliases[name]))] if name in aliases else [name]
-            source = next((n for w in wanted for n in (w, source_aliases.get(w)) if n in held), None)
-            if source is None:
-                raise WeightTransferError(f"the trainer has no tensor '{name}' (of shape {tuple(shape)})")
-            if held[source] != tuple(shape):
-                both = f"{held[source]} at the trainer, {tuple(shape)} at the rollout engine"
-                raise WeightTransferError(f"tensor '{name}' has two shapes: {both}")
-            names[name] = source
+    for name, shape in full_shapes(destinations).items():
+        wanted = (name, *aliases.get(name, ()))
+        source = next((n for w in wanted for n in (w, source_aliases.get(w)) if n in held), None)
+        if source is None:
+            raise WeightTransferError(f"the trainer has no tensor '{name}' (of shape {tuple(shape)})")
+        if tuple(held[source]) != tuple(shape):
+            both = f"{tuple(held[source])} at the trainer, {tuple(shape)} at the rollout engine"
+            raise WeightTransferError(f"tensor '{name}' has two shapes: {both}")
+        names[name] = source
     return names
 
 
@@ -174,17 +159,12 @@ def source_dtypes(names: Mapping[str, str], destinations: Sequence[WeightLayout]
     return {names[name]: dtype for layout in reversed(destinations) for name, dtype in layout.dtypes.items()}
 
 
-def _shapes(layouts: Sequence[WeightLayout]) -> list[Mapping[str, tuple[int, ...]]]:
-    return tables.unique_mappings([layout.full_shapes for layout in tables.unique_layouts(layouts)])
+def full_shapes(layouts: Sequence[WeightLayout]) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of some ranks."""
+    return tables.merged(layout.full_shapes for layout in layouts)
 
 
-def _aliases(layouts: Sequence[WeightLayout]) -> list[Mapping[str, str]]:
-    return tables.unique_mappings([layout.aliases for layout in tables.unique_layouts(layouts)])
-
-
-def make_plan(
-    sources: Sequence[WeightLayout], destinations: Sequence[WeightLayout], *, distance: Distance = distance_by_host
-) -> Plan:
+def make_plan(sources: Sequence[WeightLayout], destinations: Sequence[WeightLayout]) -> Plan:
     """The copies that fill all boxes of `destinations` from `sources`; ranks must be unique on each side.
 
     Raises WeightTransferError naming a tensor that is missing, misshapen or not held completely.
@@ -203,15 +183,17 @@ def make_plan(
     box, held_box, start, stop = tables.intersections(wanted, held)
     parts = _Parts(wanted, box, held_box, (stop - start).prod(1))
     if len(missing := parts.incomplete_tensors()):
-        _raise_missing({list(ids.tensors)[n] for n in missing.tolist()}, sources, destinations, names)
-    distances = np.array([[distance(source, layout) for source in sources] for layout in destinations])
+        incomplete = {list(ids.tensors)[n] for n in missing.tolist()}
+        box = next(box for box in missing_boxes(sources) if box.tensor in incomplete)
+        raise WeightTransferError(f"no rank of the trainer holds {box}, which the rollout engines want")
+    distances = np.array([[distance_by_host(source, layout) for source in sources] for layout in destinations])
     distances = distances.reshape(len(destinations), -1)
     selector = _SourceSelector(source_shards, source_template, holder_box, holder_shard, distances)
     sizes = np.array([element_bytes(name) for name in ids.dtypes], dtype=np.int64)
     moves = _moves(parts, shards, template, sizes, selector)
     moves[:, 3] = np.array([layout.rank for layout in sources], dtype=np.int64)[moves[:, 3]]
     moves[:, 4] = np.array([layout.rank for layout in destinations], dtype=np.int64)[moves[:, 4]]
-    shapes = {name: shape for by_name in _shapes(sources) for name, shape in by_name.items()}
+    shapes = full_shapes(sources)
     return Plan(
         tensors=tuple(ids.tensors),
         tensor_dims=np.array([len(shapes[name]) for name in ids.tensors], dtype=np.int64),
@@ -351,22 +333,3 @@ class _SourceSelector:
     def shards_of(self, sources: Ints, boxes: Ints) -> Ints:
         """The shard of each source that holds the box."""
         return self.key_shards[np.searchsorted(self.keys, self.template[sources] * self.num_boxes + boxes)]
-
-
-def _raise_missing(
-    incomplete: set[str],
-    sources: Sequence[WeightLayout],
-    destinations: Sequence[WeightLayout],
-    names: Mapping[str, str],
-) -> None:
-    """WeightTransferError naming the first box that no source holds and the rank that wants it."""
-    for layout in destinations:
-        for shard in layout.shards:
-            if names[shard.box.tensor] in incomplete:
-                missing = [Box(names[shard.box.tensor], shard.box.start, shard.box.shape)]
-                for held in (s.box for source in sources for s in source.shards if s.box.tensor == missing[0].tensor):
-                    missing = subtract_all(missing, held)
-                if missing:
-                    wanted_by = f"which rollout rank {layout.rank} wants"
-                    raise WeightTransferError(f"no rank of the trainer holds {missing[0]}, {wanted_by}")
-    raise AssertionError("a box lacks elements that a source holds")

@@ -18,8 +18,7 @@ from rlsys.types import Box, WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.checksum import BoxValues, box_checksums, digest, prepared_checksums
 from rlsys.weights.layout import dtype_of, view_of
-from rlsys.weights.plan import Copy, Plan
-from rlsys.weights.tables import unique_layouts
+from rlsys.weights.plan import Copy, Plan, full_shapes
 from rlsys.weights.verify import merge_box_checksums
 
 Checksums = Callable[[], list[int]]
@@ -87,7 +86,7 @@ def split_plan(plan: Plan, sources: Sequence[WeightLayout]) -> RankPlans:
     """Split a plan by rank; `sources` are ordered by rank."""
     _, first = plan.checksum_ids
     source_ranks = plan.moves[first, 3]
-    shapes = {name: tuple(shape) for layout in unique_layouts(sources) for name, shape in layout.full_shapes.items()}
+    shapes = full_shapes(sources)
     parts, ids = list[SourcePlan](), list[np.ndarray]()
     for layout in sources:
         ids.append(np.flatnonzero(source_ranks == layout.rank))

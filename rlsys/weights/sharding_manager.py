@@ -1,4 +1,4 @@
-"""The controller's side of weight transfer: connect two groups, push versions, validate, restore a lost rank."""
+"""The controller's side of weight transfer: connect two groups, push versions, validate."""
 
 from __future__ import annotations
 
@@ -110,19 +110,8 @@ class ShardingManager:
             executor=self.executor,
         )
 
-    def restore(self, rank: int) -> None:
-        """Bring a restarted rollout rank to the last pushed version, where the executor still has it.
-
-        "shm" and "disk" do without the trainer; "ipc" reads its memory, which must not have changed since the push.
-        """
-        with self._stage(f"restore of rollout rank {rank}") as remaining_s:
-            transport = self._connected()
-            if self.version is None:
-                raise WeightTransferError(f"rollout rank {rank} cannot be restored before the first push")
-            transport.restore(rank, self.version, remaining_s)
-
     def validate(self) -> list[TensorCheck]:
-        """Compare every tensor of every engine with the trainer's by checksum (and by difference to what was sent).
+        """Compare every tensor of every engine with the trainer's by checksum.
 
         Writes `weights_v<version>.json` into `report_dir`; WeightTransferError names the tensors that differ. Call it
         between a push and the trainer's next step.
@@ -150,12 +139,8 @@ class ShardingManager:
         dtypes = source_dtypes(resolve_names(sources, destinations), destinations)
         sent = wait_all(self.source.execute_all_async("weight_checksum", dtypes), remaining_s)
         received = wait_all(self.destination.execute_all_async("weight_checksum"), remaining_s)
-        differences: dict[str, float] = {}
-        for by_tensor in wait_all(self.destination.execute_all_async("weight_difference"), remaining_s):
-            for name, difference in by_tensor.items():
-                differences[name] = max(differences.get(name, 0.0), difference)
         ours, theirs = list(map(LayoutChecksums, sources, sent)), list(map(LayoutChecksums, destinations, received))
-        return compare_checksums(ours, theirs, differences)
+        return compare_checksums(ours, theirs)
 
     def _checks_in_process(self, remaining_s: RemainingTime) -> list[TensorCheck]:
         pairs = wait_all(self.source.execute_all_async("weight_sums"), remaining_s)

@@ -7,16 +7,17 @@ leading ones are the range 0 to 1. Ranks that hold the same shards share one tem
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise, product
+from itertools import chain, groupby, pairwise, product
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rlsys.types import Shard, WeightLayout
 
 Ints = np.ndarray
-MANY_BOXES = 64
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True)
@@ -72,41 +73,19 @@ class NameIds:
     dtypes: Ids = field(default_factory=Ids)
 
 
-def unique_layouts(layouts: Sequence[WeightLayout]) -> list[WeightLayout]:
-    """The layouts without those whose digest has been seen."""
-    seen = {layout.digest: layout for layout in layouts if layout.digest}
-    return [*seen.values(), *(layout for layout in layouts if not layout.digest)]
-
-
-def unique_mappings(mappings: Sequence[Mapping]) -> list[Mapping]:
-    """The mappings without those that are the same object as an earlier one or equal the last one kept."""
-    seen: dict[int, Mapping] = {}
-    for mapping in mappings:
-        if id(mapping) not in seen and not (seen and next(reversed(seen.values())) == mapping):
-            seen[id(mapping)] = mapping
-    return list(seen.values())
+def merged(mappings: Iterable[Mapping[str, ValueT]]) -> dict[str, ValueT]:
+    """The entries of the ranks' mappings, of which neighbours mostly equal each other."""
+    return {name: value for mapping, _ in groupby(mappings) for name, value in mapping.items()}
 
 
 def find_templates(layouts: Sequence[WeightLayout]) -> tuple[list[WeightLayout], Ints]:
-    """One layout for each set of shards, and the template of every layout (L,)."""
-    by_identity: dict[tuple[int, int] | str, int] = {}
-    by_sample: dict[tuple, list[int]] = defaultdict(list)
-    templates: list[WeightLayout] = []
-    numbers = list[int]()
-    for layout in layouts:
-        key = layout.digest or (id(layout.shards), id(layout.dtypes))
-        if key not in by_identity:
-            shards = layout.shards
-            sample = (len(shards), *shards[:1], *shards[len(shards) // 2 : len(shards) // 2 + 1], *shards[-1:])
-            candidates = ((n, templates[n]) for n in by_sample[sample])
-            equal = (n for n, known in candidates if known.shards == shards and known.dtypes == layout.dtypes)
-            number = next(equal, len(templates))
-            if number == len(templates):
-                templates.append(layout)
-                by_sample[sample].append(number)
-            by_identity[key] = number
-        numbers.append(by_identity[key])
-    return templates, np.array(numbers, dtype=np.int64)
+    """One layout for each digest or set of shards, and the template of every layout (L,)."""
+    keys = [layout.digest or (id(layout.shards), id(layout.dtypes)) for layout in layouts]
+    templates: dict[Any, WeightLayout] = {}
+    for key, layout in zip(keys, layouts, strict=True):
+        templates.setdefault(key, layout)
+    number_of = {key: number for number, key in enumerate(templates)}
+    return list(templates.values()), np.array([number_of[key] for key in keys], dtype=np.int64)
 
 
 def num_dims(templates: Sequence[WeightLayout]) -> int:
@@ -196,51 +175,27 @@ def _columns(values: Sequence[Sequence[int]], n: int, dims: int, fill: int) -> I
 
 
 def _unique(tensor: Ints, start: Ints, stop: Ints) -> BoxTable:
-    """The distinct rows, found by their hashes where these do not collide."""
-    table = np.column_stack([tensor.astype(np.int64), start, stop])
-    mix = np.random.default_rng(7).integers(1 << 61, size=table.shape[1]) | 1
-    with np.errstate(over="ignore"):
-        keys = (table * mix).sum(1)
-        keys ^= keys >> 29
-    _, chosen, of_row = np.unique(keys, return_index=True, return_inverse=True)
-    if not (table[chosen][of_row] == table).all():
-        _, chosen, of_row = np.unique(table, axis=0, return_index=True, return_inverse=True)
-    order = np.lexsort((chosen, tensor[chosen]))
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    chosen = chosen[order]
-    return BoxTable(tensor[chosen], start[chosen], stop[chosen], rank[of_row.reshape(-1)])
+    """The distinct rows, sorted by tensor."""
+    table = np.column_stack([tensor, start, stop])
+    order = np.lexsort(table.T[::-1])
+    is_first = np.ones(len(order), bool)
+    is_first[1:] = (table[order[1:]] != table[order[:-1]]).any(1)
+    chosen, of_row = order[is_first], np.empty_like(order)
+    of_row[order] = np.cumsum(is_first) - 1
+    return BoxTable(tensor[chosen], start[chosen], stop[chosen], of_row)
 
 
 def _overlapping(boxes: BoxTable) -> Ints:
-    """The tensors of which two distinct boxes overlap."""
-    tensors, first, count = np.unique(boxes.tensor, return_index=True, return_counts=True)
-    few = np.flatnonzero((count > 1) & (count <= MANY_BOXES))
-    overlapping = set[int]()
-    if len(few):
-        members = join_ranges(first[few], count[few])[1]
-        ends = np.repeat(first[few] + count[few], count[few])
-        left, right = join_ranges(members + 1, ends - members - 1)
-        left = members[left]
-        stop, start = np.minimum(boxes.stop[left], boxes.stop[right]), np.maximum(boxes.start[left], boxes.start[right])
-        overlapping = set(boxes.tensor[left[(stop > start).all(1)]].tolist())
-    for number in np.flatnonzero(count > MANY_BOXES):
-        part = slice(first[number], first[number] + count[number])
-        if _do_overlap(boxes.start[part], boxes.stop[part]):
-            overlapping.add(int(tensors[number]))
-    return np.array(sorted(overlapping), dtype=np.int64)
-
-
-def _do_overlap(start: Ints, stop: Ints) -> bool:
-    """Whether any of many boxes overlap: by sorting where they are cut along one dimension, else by pairs."""
-    cut = np.flatnonzero((start != start[0]).any(0) | (stop != stop[0]).any(0))
-    if len(cut) == 1:
-        order = np.argsort(start[:, cut[0]], kind="stable")
-        return bool((stop[order[:-1], cut[0]] > start[order[1:], cut[0]]).any())
-    return any(
-        (np.minimum(stop[i], stop[i + 1 :]) > np.maximum(start[i], start[i + 1 :])).all(1).any()
-        for i in range(len(start))
-    )
+    """The tensors of which two distinct boxes overlap; pairs are compared only where no dimension separates all."""
+    rest = np.arange(len(boxes.tensor))
+    for dim in range(boxes.start.shape[1]):
+        order = rest[np.lexsort((boxes.start[rest, dim], boxes.tensor[rest]))]
+        before, after = order[:-1], order[1:]
+        meet = (boxes.tensor[before] == boxes.tensor[after]) & (boxes.stop[before, dim] > boxes.start[after, dim])
+        rest = rest[np.isin(boxes.tensor[rest], boxes.tensor[after[meet]])]
+    part = BoxTable(boxes.tensor[rest], boxes.start[rest], boxes.stop[rest], rest)
+    left, right, _, _ = intersections(part, part)
+    return np.unique(part.tensor[left[left != right]])
 
 
 def _cells(tensor: int, members: Ints, shards: ShardTable) -> tuple[Ints, Ints, Ints, Ints]:

@@ -36,14 +36,13 @@ class LayoutChecksums:
 
 @dataclass(frozen=True)
 class TensorCheck:
-    """One rollout tensor beside the trainer's; `max_abs_diff` is None where no process can read both."""
+    """One rollout tensor beside the trainer's."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     source_checksum: int
     checksum: int
-    max_abs_diff: float | None = None
 
     @property
     def equal(self) -> bool:
@@ -94,13 +93,8 @@ def merge_box_checksums(name: str, shape: tuple[int, ...], boxes: Mapping[Box, i
     return add_checksums(merged)
 
 
-def compare_checksums(
-    source: Sequence[LayoutChecksums],
-    destination: Sequence[LayoutChecksums],
-    differences: Mapping[str, float] | None = None,
-) -> list[TensorCheck]:
-    """One check for each rollout tensor, from the checksums of all ranks of both groups; `differences` are the largest
-    ones by trainer tensor, where they are known."""
+def compare_checksums(source: Sequence[LayoutChecksums], destination: Sequence[LayoutChecksums]) -> list[TensorCheck]:
+    """One check for each rollout tensor, from the checksums of all ranks of both groups."""
     layouts = [rank.layout for rank in destination]
     names = resolve_names([rank.layout for rank in source], layouts)
     sent, received = (
@@ -115,7 +109,6 @@ def compare_checksums(
             dtype=dtypes[name],
             source_checksum=sent[names[name]],
             checksum=received[name],
-            max_abs_diff=(differences or {}).get(names[name]),
         )
         for name in sorted(received)
     ]

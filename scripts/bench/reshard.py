@@ -280,7 +280,7 @@ def run_case(ranks: Ranks, case: str, world: int, local: float, peer: float, arg
         "worst_gpu_bytes": worst,
         "held_bytes": max(held),
         "engine_bytes": max(taken),
-        "copies": plan.num_copies,
+        "copies": len(plan.moves),
         "operations": operations,
         "method": method,
         "plan_s": plan_s,

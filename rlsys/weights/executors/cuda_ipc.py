@@ -26,7 +26,7 @@ from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.batched_copy import BatchedCopy, CopyMethod
 from rlsys.weights.engine_update import EngineUpdate
 from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, TransferStats
-from rlsys.weights.layout import check_layouts, device_of, dtype_of, view_of
+from rlsys.weights.layout import check_complete, device_of, dtype_of, view_of
 from rlsys.weights.plan import Copy, make_plan
 from rlsys.weights.rank_plan import (
     Checksums,
@@ -298,17 +298,6 @@ class IpcImporter:
             check_received(self.spec.plan, self._checksums(), checksums)
         self.update.finish(version)
 
-    def differences(self) -> dict[str, float]:
-        """The largest absolute difference to what the trainer exports on the host, by its tensors' names."""
-        largest: dict[str, float] = {}
-        if self.copy is None:
-            return largest
-        for (target, source), copy in zip(self._pairs(self.update.tensors()), self.spec.plan.copies, strict=True):
-            if not source.is_cuda and source.numel():
-                apart = float((target.to("cpu", torch.float64) - source.double()).abs().max())
-                largest[copy.tensor] = max(largest.get(copy.tensor, 0.0), apart)
-        return largest
-
     def close(self) -> None:
         self.copy = self._checksums = None
         self._unmap(list(self._imported))
@@ -359,8 +348,6 @@ class IpcExecutor(Executor):
 
     snapshot = False
     plans: RankPlans
-    pushed: tuple[int, np.ndarray] | None = None
-    """The version that the trainer exports and its checksums, once all engines have it."""
 
     def connect(self, sources: Layouts, destinations: Layouts, remaining_s: RemainingTime) -> None:
         if len(hosts := {layout.host for layout in (*sources, *destinations)}) > 1:
@@ -373,7 +360,6 @@ class IpcExecutor(Executor):
         self.open(self.destination, imports, remaining_s)
 
     def push(self, version: int, remaining_s: RemainingTime) -> list[TransferStats]:
-        self.pushed = None
         exported: list[ExportedVersion] = self.send(version, remaining_s)
         new_handles = {rank: part.handle for rank, part in enumerate(exported) if part.handle is not None}
         self.handles |= new_handles
@@ -381,16 +367,8 @@ class IpcExecutor(Executor):
         stats = self.receive(version, remaining_s, new_handles)
         self.step(self.source, remaining_s, "confirm", version)
         self.step(self.destination, remaining_s, "finish", version, checksums)
-        self.pushed = version, checksums
         checksum = self.plans.digest(checksums)
         return [replace(part, checksum=checksum) for part in stats]
-
-    def restore(self, rank: int, version: int, remaining_s: RemainingTime) -> None:
-        """From the snapshot, or from the trainer's memory as long as it holds the version, which checksums verify."""
-        if self.pushed is None or self.pushed[0] != version:
-            raise WeightTransferError(f"the trainer no longer exports weight version {version}: push again")
-        self.reopen(rank, version, self._import_spec(rank), remaining_s)
-        self.destination.execute_rank_async(rank, "weight_step", "finish", *self.pushed).get(remaining_s())
 
     def _import_spec(self, rank: int) -> IpcImportSpec:
         plan = self.plans.destination(rank)
@@ -413,8 +391,7 @@ class SharedMemoryExecutor(IpcExecutor):
     snapshot = True
 
     def connect(self, sources: Layouts, destinations: Layouts, remaining_s: RemainingTime) -> None:
-        check_layouts(sources, "trainer")
-        check_layouts(destinations, "rollout")
+        check_complete(destinations)
         super().connect(sources, destinations, remaining_s)
 
 

@@ -25,8 +25,8 @@ from rlsys.utils.safetensors_header import DTYPES, header
 from rlsys.weights.checksum import add_checksums, box_checksum, digest
 from rlsys.weights.engine_update import EngineUpdate
 from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, TransferStats
-from rlsys.weights.layout import check_layouts, element_bytes, shard_view, view_of, whole_box
-from rlsys.weights.plan import Copy, make_plan, resolve_names, source_dtypes
+from rlsys.weights.layout import check_complete, element_bytes, shard_view, view_of, whole_box
+from rlsys.weights.plan import Copy, full_shapes, make_plan, resolve_names, source_dtypes
 from rlsys.weights.shared_memory import PackedTensor, SharedMemory, pack_tensors, unpack_tensors
 
 FILE, CHECKSUMS = "model.safetensors", "rlsys_checksums.json"
@@ -69,11 +69,10 @@ def plan_disk(
     The file holds every tensor that an engine wants, whole, in the engines' dtype (the first engine's where they
     differ); the widest dtypes come first, so that elements are aligned without holes.
     """
-    check_layouts(sources, "trainer")
-    check_layouts(destinations, "rollout")
+    check_complete(destinations)
     names = resolve_names(sources, destinations)
     dtypes = source_dtypes(names, destinations)
-    shapes = {name: tuple(shape) for layout in sources for name, shape in layout.full_shapes.items()}
+    shapes = full_shapes(sources)
     order = sorted(dtypes, key=lambda name: (-element_bytes(dtypes[name]), name))
     packed, num_bytes = pack_tensors(((name, shapes[name], dtypes[name]) for name in order), align_bytes=1)
     shards = tuple(Shard(whole_box(t.name, t.shape), t.name, (0,) * len(t.shape)) for t in packed)
@@ -82,7 +81,11 @@ def plan_disk(
     first_bytes = header((t.name, DTYPES[t.dtype], t.shape, t.num_bytes) for t in packed)
     tensors = tuple(replace(entry, offset=entry.offset + len(first_bytes)) for entry in packed)
     reader = DiskSpec(root, first_bytes, num_bytes + len(first_bytes), tensors, names, assets, keep)
-    return [replace(reader, writes=plan.from_rank(source.rank)) for source in sources], reader, plan.unused
+    return (
+        [replace(reader, writes=plan.select(plan.moves[:, 3] == source.rank)) for source in sources],
+        reader,
+        plan.unused,
+    )
 
 
 class DiskWriter:
@@ -187,13 +190,11 @@ class DiskReader:
 class DiskExecutor(Executor):
     """`disk`: a committed directory for each version."""
 
-    reader: DiskSpec
-
     def connect(self, sources: Layouts, destinations: Layouts, remaining_s: RemainingTime) -> None:
         root, assets = str(self.options.disk_root), self.options.disk_assets
-        writers, self.reader, self.unused = plan_disk(sources, destinations, root=root, assets=assets)
+        writers, reader, self.unused = plan_disk(sources, destinations, root=root, assets=assets)
         self.open(self.source, writers, remaining_s)
-        self.open(self.destination, [self.reader] * self.destination.world_size, remaining_s)
+        self.open(self.destination, [reader] * self.destination.world_size, remaining_s)
 
     def push(self, version: int, remaining_s: RemainingTime) -> list[TransferStats]:
         call_first = self.source.execute_rank_async
@@ -203,6 +204,3 @@ class DiskExecutor(Executor):
         checksums = {name: add_checksums([part.get(name, 0) for part in parts]) for name in names}
         call_first(0, "weight_step", "commit", version, checksums).get(remaining_s())
         return self.receive(version, remaining_s)
-
-    def restore(self, rank: int, version: int, remaining_s: RemainingTime) -> None:
-        self.reopen(rank, version, self.reader, remaining_s)
