@@ -18,13 +18,13 @@ from rlsys.single_controller.worker import free_port
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.weights.endpoints import Spec, WeightReceiver
 from rlsys.weights.executors.base import TransferStats
-from rlsys.weights.executors.cuda_ipc import IpcHandle, IpcImportSpec, StorageHandle, TensorHandle
+from rlsys.weights.executors.cuda_ipc import IpcHandle, IpcImportSpec, StorageHandle
 from rlsys.weights.executors.disk import DiskSpec
 from rlsys.weights.executors.gather import Bucket, GatherSpec
 from rlsys.weights.executors.nccl import NcclReceiveSpec, PeerLostError, Rendezvous
 from rlsys.weights.plan import Copy
 from rlsys.weights.rank_plan import DestinationPlan
-from rlsys.weights.shared_memory import PackedTensor
+from rlsys.weights.shared_memory import TensorHandle
 from rlsys.weights.verify import BoxChecksum
 from workers.colocated import learn_engine_layout
 
@@ -32,7 +32,7 @@ WEIGHTS_WAIT_S = 1800.0
 """Longer than any deadline of the controller, whose errors are clearer."""
 
 allow_records(IpcImportSpec, IpcHandle, StorageHandle, TensorHandle, NcclReceiveSpec, Rendezvous, DiskSpec, GatherSpec)
-allow_records(Bucket, PackedTensor, DestinationPlan, Copy, WeightLayout, Shard, Box, BoxChecksum, TransferStats)
+allow_records(Bucket, DestinationPlan, Copy, WeightLayout, Shard, Box, BoxChecksum, TransferStats)
 allow_errors(PeerLostError)
 
 METHODS = (

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import gcd
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from torch import Tensor
 from rlsys.weights.layout import BITS
 
 TensorPair = tuple[Tensor, Tensor]
-CopyMethod = Literal["auto", "kernel", "foreach", "loop"]
 SMALLEST_TILE_BYTES, LARGEST_TILE_BYTES, MANY_TILES = 1 << 15, 1 << 18, 1 << 16
 log = logging.getLogger(__name__)
 
@@ -40,38 +38,22 @@ class StridedBytes:
 class BatchedCopy:
     """Copies from the second tensor of each pair into the first; all destinations are on one device."""
 
-    def __init__(self, pairs: Sequence[TensorPair], *, method: CopyMethod = "auto") -> None:
-        """`method`: "kernel" (GPU), "foreach", "loop"; "auto" takes the kernel where it works. Dtypes may differ."""
+    def __init__(self, pairs: Sequence[TensorPair], *, use_kernel: bool = True) -> None:
+        """`use_kernel`: on a GPU, if it works there. Dtypes may differ."""
         self.pairs = [(target.detach(), source.detach()) for target, source in pairs if target.numel()]
-        on_gpu = bool(self.pairs) and self.pairs[0][0].is_cuda
-        self.method: CopyMethod = ("kernel" if on_gpu else "foreach") if method == "auto" else method
+        self.uses_kernel = use_kernel and bool(self.pairs) and self.pairs[0][0].is_cuda
         self.num_bytes = sum(target.numel() * target.element_size() for target, _ in self.pairs)
         self._tables: list[tuple[Tensor, int, bool]] = []
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []
         self._cast: list[TensorPair] = []
-        if self.method == "kernel":
-            self._compile(fall_back=method == "auto")
-        if self.method == "foreach":
+        if self.uses_kernel:
+            self._compile()
+        if not self.uses_kernel:
             self._group()
-
-    @property
-    def num_operations(self) -> int:
-        """The launches, foreach calls or copies of each run."""
-        grouped = len(self._tables) + len(self._groups) + len(self._cast)
-        return len(self.pairs) if self.method == "loop" else grouped
-
-    @property
-    def table_bytes(self) -> int:
-        """The device memory of the kernel's tables."""
-        return sum(table.nbytes for table, _, _ in self._tables)
 
     @torch.no_grad()
     def run(self) -> None:
         """Issue all copies; on a GPU they are done when the current stream has been waited for."""
-        if self.method == "loop":
-            for target, source in self.pairs:
-                target.copy_(source, non_blocking=True)
-            return
         for table, word_bytes, pitched in self._tables:
             _kernels().copy_tiles(table, word_bytes=word_bytes, pitched=pitched)
         for targets, sources in self._groups:
@@ -90,7 +72,7 @@ class BatchedCopy:
             sources.append(source)
         self._groups = list(groups.values())
 
-    def _compile(self, *, fall_back: bool) -> None:
+    def _compile(self) -> None:
         same = [(t, s) for t, s in self.pairs if t.dtype == s.dtype and s.is_cuda]
         device = self.pairs[0][0].device
         self._cast = [(t, s) for t, s in self.pairs if not (t.dtype == s.dtype and s.is_cuda)]
@@ -109,10 +91,8 @@ class BatchedCopy:
             for table, word_bytes, pitched in self._tables:
                 _kernels().copy_tiles(table[:1], word_bytes=word_bytes, pitched=pitched)
         except Exception as error:  # triton missing, or no compiler for it: foreach serves too
-            if not fall_back:
-                raise
             log.warning("copying weights with foreach, because the copy kernel does not work here: %s", error)
-            self.method, self._tables, self._cast = "foreach", [], []
+            self.uses_kernel, self._tables, self._cast = False, [], []
 
 
 def bits_of(tensor: Tensor) -> Tensor:
@@ -141,16 +121,12 @@ def merge_touching(blocks: Sequence[StridedBytes]) -> list[StridedBytes]:
     """The same bytes, with single rows merged where they touch on both sides."""
     merged: list[StridedBytes] = []
     for block in sorted(blocks, key=lambda block: block.target):
-        last = merged[-1] if merged else None
-        if last and last.rows == block.rows == 1 and _touch(last, block):
+        last = merged[-1] if merged and merged[-1].rows == block.rows == 1 else None
+        if last and (last.target + last.width, last.source + last.width) == (block.target, block.source):
             merged[-1] = StridedBytes(last.source, last.target, 1, (n := last.width + block.width), n, n)
         else:
             merged.append(block)
     return merged
-
-
-def _touch(last: StridedBytes, block: StridedBytes) -> bool:
-    return last.target + last.width == block.target and last.source + last.width == block.source
 
 
 def tiles_of(block: StridedBytes, tile_bytes: int) -> Iterator[tuple[int, bool, tuple[int, ...]]]:

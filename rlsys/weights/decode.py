@@ -15,6 +15,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from rlsys.weights.layout import row_major_strides
+
 Dims = tuple[int, ...]
 
 
@@ -124,7 +126,7 @@ def _boxes_of_region(
     first: int, offset: int, loops: Sequence[_LoopDim], full: Dims
 ) -> Iterator[tuple[Dims, StridedView]]:
     """The boxes of an affine region that starts at element `first` of a tensor of shape `full`."""
-    steps = _logical_strides(full)
+    steps = row_major_strides(full)
     start = [first // step % size for step, size in zip(steps, full, strict=True)]
     extents: list[list[_LoopDim]] = [[] for _ in full]
     loose: list[_LoopDim] = []
@@ -185,11 +187,3 @@ def _joined(chain: Sequence[_LoopDim]) -> tuple[int, int, list[_LoopDim]]:
             return n, stride, list(chain[number:])
         n *= loop.extent
     return n, stride, []
-
-
-def _logical_strides(shape: Dims) -> Dims:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))

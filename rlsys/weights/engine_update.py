@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine
 from rlsys.types import Shard, WeightLayout
-from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.layout import device_of, dtype_of, whole_box
 
 STAGED = "loader:"
@@ -49,10 +48,6 @@ class EngineUpdate:
 
 def with_staging(layout: WeightLayout) -> WeightLayout:
     """The layout with one shard for each tensor in `loader`: whole, in a staging tensor of `EngineUpdate`."""
-    if any(shard.local.startswith(STAGED) for shard in layout.shards):
-        return layout
-    if missing := [name for name in layout.loader if name not in layout.full_shapes]:
-        raise WeightTransferError(f"the engine's layout has no shape for the tensors of its loader: {missing}")
     staged = (
         Shard(whole_box(name, layout.full_shapes[name]), STAGED + name, (0,) * len(layout.full_shapes[name]))
         for name in layout.loader

@@ -30,20 +30,13 @@ def whole_box(tensor: str, shape: Sequence[int]) -> Box:
     return Box(tensor, (0,) * len(shape), tuple(shape))
 
 
-def intersect(a: Box, b: Box) -> Box | None:
-    """The intersection of two boxes of one tensor, None when it is empty."""
-    common = overlap(a.start, a.shape, b.start, b.shape)
-    return None if common is None else Box(a.tensor, *common)
-
-
 def subtract(a: Box, b: Box) -> list[Box]:
     """Disjoint boxes that cover `a` without `b`, at most two for each dimension."""
-    common = intersect(a, b)
-    if common is None:
+    if (common := overlap(a.start, a.shape, b.start, b.shape)) is None:
         return [a]
     rest, start, shape = [], list(a.start), list(a.shape)
     for dim in range(len(shape)):
-        low, high = common.start[dim], common.start[dim] + common.shape[dim]
+        low, high = common[0][dim], common[0][dim] + common[1][dim]
         end = start[dim] + shape[dim]
         for begin, stop in ((start[dim], low), (high, end)):
             if begin < stop:
@@ -70,6 +63,11 @@ def dtype_of(name: str) -> torch.dtype:
 def element_bytes(dtype: str) -> int:
     """Bytes of one element of the dtype of this name; ValueError for anything else."""
     return dtype_of(dtype).itemsize
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(prod(max(1, size) for size in shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def device_of(tensors: Mapping[str, Tensor]) -> torch.device:

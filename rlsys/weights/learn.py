@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -25,6 +26,7 @@ from rlsys.weights.layout import device_of, dtype_of, element_bytes, view_of
 
 Load = Callable[[list[tuple[str, Tensor]]], None]
 RADIX, UNTOUCHED = 510, 256.0
+NONE, INVALID = -1, -2
 CHUNK = 1 << 24
 """Elements of a tensor that are computed at a time."""
 EXACT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -35,14 +37,12 @@ class Learned:
     """What a rank of an engine holds.
 
     `views` are the local tensors of `layout` that are not parameters but strided views of them. `loader_only` gives
-    the reason for each tensor in `layout.loader`; `absent` lists the tensors of which this rank holds nothing.
-    `restored` is False when the previous weights are lost: the engine must not serve until the next push.
+    the reason for each tensor in `layout.loader`. A tensor of which this rank holds nothing is not in the layout.
     """
 
     layout: WeightLayout
     views: Mapping[str, tuple[str, StridedView]]
     loader_only: Mapping[str, str]
-    absent: tuple[str, ...]
 
     def tensors(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The engine's local tensors and the views, under the names that the layout uses."""
@@ -108,12 +108,9 @@ class _Probe:
     ) -> None:
         self.load, self.tensors, self.device, self.max_boxes = load, tensors, device, max_boxes
         self.loader_only: dict[str, str] = {}
-        self.base: dict[str, int] = {}
-        total = 0
-        for name, (shape, _) in tensors.items():
-            self.base[name] = total
-            total += prod(shape)
-        self.num_passes = next(k for k in range(1, 9) if RADIX**k >= total)
+        ends = list(accumulate((prod(shape) for shape, _ in tensors.values()), initial=0))
+        self.base = dict(zip(tensors, ends))
+        self.num_passes = next(k for k in range(1, 9) if RADIX**k >= ends[-1])
         self.local = {name: local[name] for name in self._changed(local, list(tensors))}
 
     @torch.no_grad()
@@ -152,19 +149,20 @@ class _Probe:
         numbers: dict[str, Any] = {
             n: f"its dtype is {t.dtype}" for n, t in self.local.items() if t.dtype not in EXACT_DTYPES
         }
-        states: dict[str, Tensor] = {}
+        absent: dict[str, Tensor] = {}
         for power in range(self.num_passes):
             self._clear()
             self._load(lambda name, power=power: self._digits_of(name, power), list(self.tensors))
             for name in [name for name in self.local if not isinstance(numbers.get(name), str)]:
-                state = _states(self.local[name])
-                if not torch.equal(state, states.setdefault(name, state)) or (state == ElementState.INVALID).any():
+                digits = _decode_digits(self.local[name])
+                is_absent = digits == NONE
+                if not torch.equal(is_absent, absent.setdefault(name, is_absent)) or (digits == INVALID).any():
                     numbers[name] = "its values are not those that were loaded"
                 else:
-                    digits = _decode_digits(self.local[name]).mul_(RADIX**power)
+                    digits.mul_(RADIX**power)
                     numbers[name] = numbers[name].add_(digits) if name in numbers else digits
         return {
-            name: held if isinstance(held, str) else torch.where(states[name] == ElementState.DIGIT, held, -1)
+            name: held if isinstance(held, str) else torch.where(absent[name], NONE, held)
             for name, held in numbers.items()
         }
 
@@ -238,26 +236,12 @@ class _Probe:
                 self.loader_only[name] = f"{local}: {failures[local]}"
 
 
-class ElementState:
-    """The state of an element after digits were loaded."""
-
-    UNTOUCHED, PADDING, DIGIT, INVALID = range(4)
-
-
-def _states(tensor: Tensor) -> Tensor:
-    """The ElementState of every element."""
-    size = tensor.abs()
-    states = torch.full_like(tensor, ElementState.INVALID, dtype=torch.int8)
-    states[(size >= 1) & (size <= RADIX // 2) & (tensor == tensor.round())] = ElementState.DIGIT
-    states[tensor == 0], states[tensor == UNTOUCHED] = ElementState.PADDING, ElementState.UNTOUCHED
-    return states
-
-
 def _decode_digits(tensor: Tensor) -> Tensor:
-    """The digit of every element whose state is DIGIT."""
-    value = tensor.to(torch.int32)
-    negative = value < 0
-    return value.abs_().sub_(1).add_(negative, alpha=RADIX // 2)
+    """The digit of every element (int32), NONE where it was not loaded or is padding, INVALID where it is no digit."""
+    digits = tensor.to(torch.int32).abs_().sub_(1).add_(tensor < 0, alpha=RADIX // 2)
+    digits[(tensor.abs() > RADIX // 2) | (tensor != tensor.round())] = INVALID
+    digits[(tensor == 0) | (tensor == UNTOUCHED)] = NONE
+    return digits
 
 
 def _assemble(
@@ -294,4 +278,4 @@ def _assemble(
         aliases={alias: name for alias, name in aliases.items() if name in present},
         loader=tuple(name for name in shapes if name in loader_only),
     )
-    return Learned(layout, views, loader_only, tuple(name for name in shapes if name not in present))
+    return Learned(layout, views, loader_only)

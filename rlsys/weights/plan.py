@@ -172,14 +172,14 @@ def make_plan(sources: Sequence[WeightLayout], destinations: Sequence[WeightLayo
     for layouts in (sources, destinations):
         if len({layout.rank for layout in layouts}) < len(layouts):
             raise ValueError("the ranks of one side must differ")
-    names = resolve_names(sources, destinations)
+    names, shapes = resolve_names(sources, destinations), full_shapes(sources)
     source_templates, source_template = tables.find_templates(sources)
     templates, template = tables.find_templates(destinations)
     dims, ids = tables.num_dims([*source_templates, *templates]), NameIds()
     shards = tables.shard_table(templates, names, dims, ids)
-    source_shards = tables.shard_table(source_templates, None, dims, ids)
-    wanted = tables.box_table(shards)
-    held, holder_box, holder_shard = tables.disjoint_boxes(tables.box_table(source_shards), source_shards)
+    source_shards = tables.shard_table(source_templates, {name: name for name in shapes}, dims, ids)
+    wanted, given = (tables.distinct_boxes(side.tensor, side.start, side.stop) for side in (shards, source_shards))
+    held, holder_box, holder_shard = tables.disjoint_boxes(given, source_shards)
     box, held_box, start, stop = tables.intersections(wanted, held)
     parts = _Parts(wanted, box, held_box, (stop - start).prod(1))
     if len(missing := parts.incomplete_tensors()):
@@ -193,7 +193,6 @@ def make_plan(sources: Sequence[WeightLayout], destinations: Sequence[WeightLayo
     moves = _moves(parts, shards, template, sizes, selector)
     moves[:, 3] = np.array([layout.rank for layout in sources], dtype=np.int64)[moves[:, 3]]
     moves[:, 4] = np.array([layout.rank for layout in destinations], dtype=np.int64)[moves[:, 4]]
-    shapes = full_shapes(sources)
     return Plan(
         tensors=tuple(ids.tensors),
         tensor_dims=np.array([len(shapes[name]) for name in ids.tensors], dtype=np.int64),
@@ -226,16 +225,8 @@ class _Parts:
 
     def of_shards(self, shards: Ints) -> tuple[Ints, Ints]:
         """Every (position of a shard, part of its box) as two columns."""
-        boxes = self.wanted.of_shard[shards]
-        return tables.join_ranges(self._first[boxes], self._count[boxes])
-
-    @cached_property
-    def _first(self) -> Ints:
-        return np.searchsorted(self.box, np.arange(len(self.wanted.tensor)), "left")
-
-    @cached_property
-    def _count(self) -> Ints:
-        return np.searchsorted(self.box, np.arange(len(self.wanted.tensor)), "right") - self._first
+        first = np.searchsorted(self.box, self.wanted.of_shard[shards], "left")
+        return tables.join_ranges(first, np.searchsorted(self.box, self.wanted.of_shard[shards], "right") - first)
 
 
 def _moves(parts: _Parts, shards: ShardTable, template: Ints, sizes: Ints, selector: _SourceSelector) -> Ints:
@@ -287,8 +278,6 @@ class _SourceSelector:
         self.signature = np.zeros(self.num_boxes, np.int64)
         with np.errstate(over="ignore"):
             np.add.at(self.signature, self.box_of_key, marks[self.template_of_key])
-        self.by_box = np.argsort(self.box_of_key, kind="stable")
-        self.first_of_box = np.searchsorted(self.box_of_key[self.by_box], np.arange(self.num_boxes + 1))
         self._holders: dict[int, Ints] = {}
 
     def group_by_holders(self, boxes: Ints) -> list[tuple[Ints, Ints]]:
@@ -303,8 +292,8 @@ class _SourceSelector:
 
     def _holders_of(self, mark: int, box: int) -> Ints:
         if mark not in self._holders:
-            keys = self.by_box[self.first_of_box[box] : self.first_of_box[box + 1]]
-            self._holders[mark] = np.flatnonzero(np.isin(self.template, self.template_of_key[keys]))
+            holding = self.template_of_key[self.box_of_key == box]
+            self._holders[mark] = np.flatnonzero(np.isin(self.template, holding))
         return self._holders[mark]
 
     def nearest(self, holders: Ints, destination: int) -> Ints:

@@ -1,4 +1,4 @@
-"""The controller's side of weight transfer: connect two groups, push versions, validate."""
+"""The controller's side of weight transfer: connect two groups, push versions, validate, restore a lost rank."""
 
 from __future__ import annotations
 
@@ -110,6 +110,17 @@ class ShardingManager:
             executor=self.executor,
         )
 
+    def restore(self, rank: int) -> None:
+        """Bring a restarted rollout rank to the last pushed version, where the executor still has it.
+
+        "shm" and "disk" do without the trainer; "ipc" reads its memory, which must not have changed since the push.
+        """
+        with self._stage(f"restore of rollout rank {rank}") as remaining_s:
+            transport = self._connected()
+            if self.version is None:
+                raise WeightTransferError(f"rollout rank {rank} cannot be restored before the first push")
+            transport.restore(rank, self.version, remaining_s)
+
     def validate(self) -> list[TensorCheck]:
         """Compare every tensor of every engine with the trainer's by checksum.
 
@@ -117,7 +128,7 @@ class ShardingManager:
         between a push and the trainer's next step.
         """
         with self._stage("validation") as remaining_s:
-            checks = self._checks_in_process(remaining_s) if self.executor == "local" else self._checks(remaining_s)
+            checks = self._checks(remaining_s)
         if self.report_dir is not None:
             write_report(self.report_dir / f"weights_v{self.version}.json", checks, version=self.version or 0)
         if unequal := [check.name for check in checks if not check.equal]:
@@ -135,17 +146,15 @@ class ShardingManager:
 
     def _checks(self, remaining_s: RemainingTime) -> list[TensorCheck]:
         self._connected()
+        if self.executor == "local":
+            pairs = wait_all(self.source.execute_all_async("weight_sums"), remaining_s)
+            return compare_checksums(*zip(*pairs, strict=True))
         sources, destinations = self._layouts
         dtypes = source_dtypes(resolve_names(sources, destinations), destinations)
         sent = wait_all(self.source.execute_all_async("weight_checksum", dtypes), remaining_s)
         received = wait_all(self.destination.execute_all_async("weight_checksum"), remaining_s)
         ours, theirs = list(map(LayoutChecksums, sources, sent)), list(map(LayoutChecksums, destinations, received))
         return compare_checksums(ours, theirs)
-
-    def _checks_in_process(self, remaining_s: RemainingTime) -> list[TensorCheck]:
-        pairs = wait_all(self.source.execute_all_async("weight_sums"), remaining_s)
-        trainer, rollout = zip(*pairs, strict=True)
-        return compare_checksums(trainer, rollout)
 
     def _connected(self) -> Executor:
         if self._transport is None:

@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.layout import dtype_of, element_bytes
+from rlsys.weights.layout import dtype_of, element_bytes, row_major_strides
 
 ALIGN_BYTES = 64
 
@@ -72,33 +72,37 @@ class SharedMemory:
 
 
 @dataclass(frozen=True)
-class PackedTensor:
-    """A whole tensor in a block of memory, `offset` bytes from its start."""
+class TensorHandle:
+    """A tensor inside a storage of a process, by its number there; the offset is in elements."""
 
-    name: str
-    shape: tuple[int, ...]
+    storage: int
     dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
     offset: int
 
     @property
     def num_bytes(self) -> int:
         return prod(self.shape) * element_bytes(self.dtype)
 
+    def of(self, storage: torch.UntypedStorage) -> Tensor:
+        """The tensor in its storage."""
+        empty = torch.empty(0, dtype=dtype_of(self.dtype), device=storage.device)
+        return empty.set_(storage, self.offset, self.shape, self.stride)
+
 
 def pack_tensors(
     tensors: Iterable[tuple[str, tuple[int, ...], str]], *, align_bytes: int = ALIGN_BYTES
-) -> tuple[tuple[PackedTensor, ...], int]:
+) -> tuple[dict[str, TensorHandle], int]:
     """Places for tensors (name, shape, dtype) one after the other, and the bytes of all of them, at least one."""
-    packed, end = list[PackedTensor](), 0
+    packed, end = dict[str, TensorHandle](), 0
     for name, shape, dtype in tensors:
-        packed.append(PackedTensor(name, tuple(shape), dtype, end))
-        end = -(-(end + packed[-1].num_bytes) // align_bytes) * align_bytes
-    return tuple(packed), max(end, 1)
+        handle = TensorHandle(0, dtype, tuple(shape), row_major_strides(shape), end // element_bytes(dtype))
+        packed[name] = handle
+        end = -(-(end + handle.num_bytes) // align_bytes) * align_bytes
+    return packed, max(end, 1)
 
 
-def unpack_tensors(memory: Tensor, packed: Iterable[PackedTensor]) -> dict[str, Tensor]:
+def unpack_tensors(memory: Tensor, packed: Mapping[str, TensorHandle]) -> dict[str, Tensor]:
     """Views of packed tensors in the bytes of their memory, by name."""
-    return {
-        entry.name: memory[entry.offset : entry.offset + entry.num_bytes].view(dtype_of(entry.dtype)).view(entry.shape)
-        for entry in packed
-    }
+    return {name: handle.of(memory.untyped_storage()) for name, handle in packed.items()}

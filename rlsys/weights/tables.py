@@ -93,9 +93,7 @@ def num_dims(templates: Sequence[WeightLayout]) -> int:
     return max([1, *(len(shard.local_start) for layout in templates for shard in layout.shards)])
 
 
-def shard_table(
-    templates: Sequence[WeightLayout], names: Mapping[str, str] | None, dims: int, ids: NameIds
-) -> ShardTable:
+def shard_table(templates: Sequence[WeightLayout], names: Mapping[str, str], dims: int, ids: NameIds) -> ShardTable:
     """The shards of the templates as columns without empty ones; `names` are the source's names of tensors."""
     parts = []
     for number, layout in enumerate(templates):
@@ -108,10 +106,9 @@ def shard_table(
             start = _columns([s.box.start for s in shards], n, dims, 0)
             stop = start + _columns([s.box.shape for s in shards], n, dims, 1)
             tensors = [s.box.tensor for s in shards]
-            id_of = ids.tensors.__getitem__ if names is None else lambda name: ids.tensors[names[name]]
             columns = (
                 np.full(count, number, np.int32),
-                np.fromiter(map(id_of, tensors), np.int32, count),
+                np.fromiter((ids.tensors[names[name]] for name in tensors), np.int32, count),
                 start,
                 stop,
                 np.fromiter((ids.locals[s.local] for s in shards), np.int32, count),
@@ -127,11 +124,6 @@ def shard_table(
     return ShardTable(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-def box_table(shards: ShardTable) -> BoxTable:
-    """The distinct boxes of the shards, sorted by tensor."""
-    return _unique(shards.tensor, shards.start, shards.stop)
-
-
 def disjoint_boxes(boxes: BoxTable, shards: ShardTable) -> tuple[BoxTable, Ints, Ints]:
     """Disjoint boxes that make up all boxes, and every (disjoint box, shard that contains it) as two columns.
 
@@ -145,7 +137,7 @@ def disjoint_boxes(boxes: BoxTable, shards: ShardTable) -> tuple[BoxTable, Ints,
     for tensor in overlapping:
         parts.append(_cells(int(tensor), np.flatnonzero(shards.tensor == tensor), shards))
     tensor, start, stop, holder = (np.concatenate(column) for column in zip(*parts, strict=True))
-    disjoint = _unique(tensor, start, stop)
+    disjoint = distinct_boxes(tensor, start, stop)
     return disjoint, disjoint.of_shard, holder
 
 
@@ -174,8 +166,8 @@ def _columns(values: Sequence[Sequence[int]], n: int, dims: int, fill: int) -> I
     return table
 
 
-def _unique(tensor: Ints, start: Ints, stop: Ints) -> BoxTable:
-    """The distinct rows, sorted by tensor."""
+def distinct_boxes(tensor: Ints, start: Ints, stop: Ints) -> BoxTable:
+    """The distinct boxes of some shards, sorted by tensor."""
     table = np.column_stack([tensor, start, stop])
     order = np.lexsort(table.T[::-1])
     is_first = np.ones(len(order), bool)
@@ -202,14 +194,12 @@ def _cells(tensor: int, members: Ints, shards: ShardTable) -> tuple[Ints, Ints, 
     """The cells of the grid of all cuts of one tensor that are in its shards, once for each shard, and the shard."""
     dims = shards.start.shape[1]
     cuts = [np.unique(np.concatenate([shards.start[members, d], shards.stop[members, d]])) for d in range(dims)]
-    starts, stops, holder = [], [], []
+    starts, stops, holders = [], [], []
     for row in members:
-        ranges = []
-        for d in range(dims):
-            inside = cuts[d][(cuts[d] >= shards.start[row, d]) & (cuts[d] <= shards.stop[row, d])]
-            ranges.append(list(pairwise(inside)))
-        for cell in product(*ranges):
-            starts.append([a for a, _ in cell])
-            stops.append([b for _, b in cell])
-            holder.append(row)
-    return np.full(len(holder), tensor, np.int32), np.array(starts), np.array(stops), np.array(holder)
+        inside = [c[(c >= a) & (c <= b)] for c, a, b in zip(cuts, shards.start[row], shards.stop[row], strict=True)]
+        edges = np.array(list(product(*map(pairwise, inside))))  # (cells, D, 2)
+        starts.append(edges[..., 0])
+        stops.append(edges[..., 1])
+        holders.append(np.full(len(edges), row))
+    holder = np.concatenate(holders)
+    return np.full(len(holder), tensor, np.int32), np.concatenate(starts), np.concatenate(stops), holder

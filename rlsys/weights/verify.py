@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import starmap
 from pathlib import Path
 
 from torch import Tensor
@@ -19,10 +18,9 @@ from rlsys.weights.plan import resolve_names
 
 @dataclass(frozen=True)
 class BoxChecksum:
-    """The checksum of a box that one rank holds, cast to `dtype`."""
+    """The checksum of a box that one rank holds."""
 
     box: Box
-    dtype: str
     checksum: int
 
 
@@ -59,7 +57,7 @@ def layout_checksums(
         (shard_view(tensors, shard).to(dtype_of(dtype)), shard.box.start, layout.full_shapes[shard.box.tensor])
         for shard, dtype in zip(layout.shards, cast, strict=True)
     )
-    return tuple(starmap(BoxChecksum, zip(boxes, cast, box_checksums(values), strict=True)))
+    return tuple(map(BoxChecksum, boxes, box_checksums(values)))
 
 
 def merge_rank_checksums(

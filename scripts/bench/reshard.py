@@ -247,17 +247,14 @@ def run_case(ranks: Ranks, case: str, world: int, local: float, peer: float, arg
     before = ranks.both("memory", reset=True)
     exported = ranks.all("trainer", "export", [(IpcExportSpec(part),) for part in plans.sources])
     handles = dict(enumerate(exported))
-    others = {}
-    for method in [*args.also, args.method]:
-        started_s = time.perf_counter()
-        specs = [IpcImportSpec(plans.destination(rank), handles, method) for rank in range(world)]
-        ranks.all("engine", "import_from", [(spec,) for spec in specs])
-        connect_s = time.perf_counter() - started_s
-        for version in range(2):
-            push_ours(ranks, plans, version, verify=False)
-        ranks.all("engine", "clear")
-        times = [push_ours(ranks, plans, version, verify=False) for version in range(2, 2 + args.repeats)]
-        others[method] = statistics.median(waited for waited, _ in times)
+    started_s = time.perf_counter()
+    specs = [IpcImportSpec(plans.destination(rank), handles) for rank in range(world)]
+    ranks.all("engine", "import_from", [(spec,) for spec in specs])
+    connect_s = time.perf_counter() - started_s
+    for version in range(2):
+        push_ours(ranks, plans, version, verify=False)
+    ranks.all("engine", "clear")
+    times = [push_ours(ranks, plans, version, verify=False) for version in range(2, 2 + args.repeats)]
     after = ranks.both("memory", reset=False)
     check(ranks, world, 1)
     ranks.all("trainer", "write", [(2,)] * world)
@@ -272,7 +269,6 @@ def run_case(ranks: Ranks, case: str, world: int, local: float, peer: float, arg
         for side in zip(before, after, strict=True)
         for (was, _), (peak, _) in zip(*side, strict=True)
     ]
-    method, operations, table_bytes = ranks.all("engine", "copy_info")[0]
     result: dict[str, Any] = {
         "case": case,
         "gpus": world,
@@ -281,18 +277,15 @@ def run_case(ranks: Ranks, case: str, world: int, local: float, peer: float, arg
         "held_bytes": max(held),
         "engine_bytes": max(taken),
         "copies": len(plan.moves),
-        "operations": operations,
-        "method": method,
+        "method": ranks.all("engine", "method")[0],
         "plan_s": plan_s,
         "connect_s": connect_s,
         "t_s": waited_s,
         "t_best_s": min(t for t, _ in times),
         "engine_s": engine_s,
         "limit_s": limit,
-        "by_method_s": others,
         "with_checksums_s": verified_s if verify else None,
         "extra_bytes": max(extra),
-        "table_bytes": table_bytes,
     }
     if not args.no_peers and time.monotonic() < args.end_s:
         names = sorted({s.box.tensor for layout in destinations for s in layout.shards})
@@ -308,13 +301,11 @@ def summary(result: dict[str, Any]) -> str:
     ms, limit = result["t_s"] * 1e3, result["limit_s"] * 1e3
     lines = [
         f"{result['case']}  on {result['gpus']}: {result['bytes'] / 1e9:.2f} GB in {result['copies']} copies "
-        f"({result['method']}, {result['operations']} operations), plan {result['plan_s']:.2f} s, "
+        f"({result['method']}), plan {result['plan_s']:.2f} s, "
         f"connect {result['connect_s']:.2f} s",
         f"   push {ms:8.2f} ms (engines {result['engine_s'] * 1e3:.2f})   limit {limit:.2f} ms   "
         f"t/limit {ms / limit:.2f}   extra {result['extra_bytes'] / 2**20:.1f} MiB a process",
     ]
-    if len(result["by_method_s"]) > 1:
-        lines.append("   by method: " + ", ".join(f"{m} {s * 1e3:.2f} ms" for m, s in result["by_method_s"].items()))
     if result["with_checksums_s"] is not None:
         lines.append(f"   with checksums {result['with_checksums_s'] * 1e3:.1f} ms")
     for name in ("bucketed", "per_tensor"):
@@ -332,8 +323,6 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=0, help="processes of each side; all GPUs, or 2 on a CPU")
     parser.add_argument("--cases", nargs="*", help="SHAPE:TPnxPPnxEPn->TPnxEPnxDPn")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--method", choices=["auto", "kernel", "foreach", "loop"], default="auto")
-    parser.add_argument("--also", nargs="*", default=["loop", "foreach"], help="further methods, timed before it")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument(
         "--peer-bytes", type=int, default=20 << 30, help="a peer moves at most this before it is scaled"

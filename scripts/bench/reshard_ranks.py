@@ -14,6 +14,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from math import prod
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -217,11 +218,10 @@ class Rank:
     def finish(self, version: int, sums: Any) -> None:
         self.importer.finish(version, sums)
 
-    def copy_info(self) -> tuple[str, int, int]:
-        """How the copies are carried out: method, operations, bytes of tables."""
+    def method(self) -> str:
+        """How the copies are carried out."""
         copy = self.importer.copy
-        assert copy is not None
-        return copy.method, copy.num_operations, copy.table_bytes
+        return "kernel" if copy is not None and copy.uses_kernel else "foreach"
 
     # --- ceilings
     def export_block(self, num_bytes: int) -> IpcHandle:
@@ -234,15 +234,16 @@ class Rank:
         source = imported.tensors["block"]
         target = torch.empty_like(source)
         best = 9e9
-        for batched in (BatchedCopy([(target, source)], method="loop"), BatchedCopy([(target, source)])):
+        batched = BatchedCopy([(target, source)])
+        for run in (partial(target.copy_, source, non_blocking=True), batched.run):
             for _ in range(repeats):
                 self.wait()
                 started_s = time.perf_counter()
-                batched.run()
+                run()
                 self.wait()
                 best = min(best, time.perf_counter() - started_s)
         num_bytes = source.numel()
-        del source, batched
+        del source, batched, run
         imported.close()
         return num_bytes / best
 

@@ -134,6 +134,11 @@ class TrainerWorker(WeightSender, Worker):
         self.trainer = ShardedTrainer(rank, world_size)
         super().__init__(self.trainer)  # pyrefly: ignore
 
+    def step_in_place(self) -> None:
+        """Change the weights where they are."""
+        for tensor in self.trainer.tensors.values():
+            tensor.add_(1.0)
+
 
 class ArmedRollout(HFRollout):
     """An engine with a fault in the middle of an update."""
@@ -432,6 +437,8 @@ def test_a_trainer_killed_while_it_sends_leaves_whole_engines_and_no_memory() ->
         bench.trainers.execute_rank_async(1, "arm", "die").get(scaled_s(5))
         with pytest.raises(ConnectionError, match="trainer rank 1 is dead"):
             bench.manager.push(2)
+        with pytest.raises(WeightTransferError, match="no longer exports weight version 1: push again"):
+            bench.manager.restore(0)
         assert_serves(bench, 0, 1)
         bench.trainers.workers[1].start()
         bench.manager.connect()
@@ -442,6 +449,19 @@ def test_a_trainer_killed_while_it_sends_leaves_whole_engines_and_no_memory() ->
         bench.manager.close()
         assert [*bench.trainers.all("maps"), *bench.rollouts.all("maps")] == [0] * 4
     assert not list(Path("/dev/shm").glob("*rlsys*"))
+
+
+def test_a_restarted_engine_is_restored_without_the_trainer() -> None:
+    with bench_of("shm") as bench:
+        with pytest.raises(WeightTransferError, match="before the first push"):
+            bench.manager.restore(0)
+        bench.manager.push(4)
+        bench.trainers.all("train", 1)
+        bench.trainers.all("arm", "raise")
+        bench.rollouts.workers[1].kill()
+        bench.rollouts.workers[1].start()
+        bench.manager.restore(1)
+        assert_serves(bench, 0, 4)
 
 
 def serves_one_whole_version(bench: Bench, rank: int) -> bool:
@@ -520,17 +540,20 @@ def test_a_version_directory_is_a_loadable_model(tmp_path: Path) -> None:
             bench.rollouts.all("complete")
 
 
-def test_a_lost_engine_needs_another_push(executor: str) -> None:
-    with bench_of(executor) as bench:
+def test_a_lost_engine_is_restored_or_needs_another_push() -> None:
+    with bench_of("ipc") as bench:
         bench.manager.push(4)
         bench.rollouts.workers[1].kill()
         bench.rollouts.workers[1].start()
-        bench.trainers.all("train", 1)
-        with pytest.raises(WeightTransferError, match="quarantine"):
-            bench.rollouts.execute_rank_async(1, "complete").get(scaled_s(5))
-        bench.manager.connect()
-        bench.manager.push(5)
-        assert_serves(bench, 1, 5)
+        bench.manager.restore(1)
+        assert_serves(bench, 0, 4)
+        bench.trainers.all("step_in_place")
+        with pytest.raises(WeightTransferError, match="the received values differ"):
+            bench.manager.restore(1)
+    with bench_of("gather") as bench:
+        bench.manager.push(4)
+        with pytest.raises(WeightTransferError, match="push again"):
+            bench.manager.restore(1)
 
 
 def test_the_executor_is_chosen_by_host_and_device() -> None:

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 import pytest
 import torch
 
-from rlsys.weights.batched_copy import BatchedCopy, CopyMethod, TensorPair, bits_of
+from rlsys.weights.batched_copy import BatchedCopy, TensorPair, bits_of
 from rlsys.weights.checksum import box_checksum, box_checksums, prepared_checksums
 from rlsys.weights.executors.cuda_ipc import ImportedTensors, export_tensors
 from rlsys.weights.layout import BITS
@@ -43,11 +43,11 @@ def random_pairs(rng: random.Random, device: str) -> tuple[list[TensorPair], tor
     return pairs, targets
 
 
-@pytest.mark.parametrize("method", ["kernel", "foreach", "loop"])
-def test_every_method_copies_the_same(method: CopyMethod) -> None:
+@pytest.mark.parametrize("use_kernel", [True, False])
+def test_the_kernel_and_foreach_copy_the_same(use_kernel: bool) -> None:
     pairs, _ = random_pairs(random.Random(1), "cuda")
-    replay = BatchedCopy(pairs, method=method)
-    assert replay.method == method
+    replay = BatchedCopy(pairs, use_kernel=use_kernel)
+    assert replay.uses_kernel is use_kernel
     replay.run()
     torch.cuda.synchronize()
     assert all(torch.equal(bits_of(target), bits_of(source.to(target.dtype))) for target, source in pairs)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlsys.types import WeightLayout
+from rlsys.utils.errors import WeightTransferError
 
 RemainingTime = Callable[[], float]
 """The seconds left until the deadline of the running stage."""
@@ -75,6 +76,10 @@ class Executor:
         """Bring all engines to a version; the statistics of their ranks."""
         raise NotImplementedError
 
+    def restore(self, rank: int, version: int, remaining_s: RemainingTime) -> None:
+        """Bring one restarted rollout rank to the version that was pushed last."""
+        raise WeightTransferError(f"this executor cannot restore rollout rank {rank}: push again")
+
     def open(
         self, group: WeightGroup, specs: Sequence[Any], remaining_s: RemainingTime, *, first_rank: int = 0
     ) -> list[Any]:
@@ -94,3 +99,8 @@ class Executor:
 
     def receive(self, version: int, remaining_s: RemainingTime, *args: Any) -> list[TransferStats]:
         return wait_all(self.destination.execute_all_async("receive_weights", version, *args), remaining_s)
+
+    def reopen(self, rank: int, version: int, spec: Any, remaining_s: RemainingTime) -> None:
+        """Let one rollout rank join again and receive a version that is still there."""
+        self.open(self.destination, [spec], remaining_s, first_rank=rank)
+        self.destination.execute_rank_async(rank, "receive_weights", version).get(remaining_s())

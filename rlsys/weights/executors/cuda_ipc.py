@@ -13,7 +13,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Literal
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
@@ -23,10 +22,10 @@ from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.batched_copy import BatchedCopy, CopyMethod
+from rlsys.weights.batched_copy import BatchedCopy
 from rlsys.weights.engine_update import EngineUpdate
 from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, TransferStats
-from rlsys.weights.layout import check_complete, device_of, dtype_of, view_of
+from rlsys.weights.layout import check_complete, device_of, element_bytes, view_of
 from rlsys.weights.plan import Copy, make_plan
 from rlsys.weights.rank_plan import (
     Checksums,
@@ -38,7 +37,7 @@ from rlsys.weights.rank_plan import (
     source_checksums,
     split_plan,
 )
-from rlsys.weights.shared_memory import SharedMemory, pack_tensors, unpack_tensors
+from rlsys.weights.shared_memory import SharedMemory, TensorHandle, pack_tensors, unpack_tensors
 
 # --- memory of another process
 
@@ -50,23 +49,11 @@ class StorageHandle:
     A process cannot open a CUDA handle of its own: `exporter` and `address` find the storage there.
     """
 
-    device: Literal["cpu", "cuda"]
     num_bytes: int
     path: str = ""
     cuda_handle: tuple[int | bytes | bool, ...] = ()
     exporter: str = ""
     address: int = 0
-
-
-@dataclass(frozen=True)
-class TensorHandle:
-    """A tensor inside an exported storage; the offset is in elements."""
-
-    storage: int
-    dtype: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
 
 
 @dataclass(frozen=True)
@@ -89,26 +76,25 @@ def export_tensors(tensors: Mapping[str, Tensor]) -> IpcHandle:
         storage = tensor.untyped_storage()
         if storage._cdata not in storages:
             storages[storage._cdata] = len(storages), _export_storage(storage)
-        handles[name] = _tensor_handle(tensor, storages[storage._cdata][0])
+        handles[name] = TensorHandle(
+            storages[storage._cdata][0],
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+        )
     return IpcHandle(tuple(handle for _, handle in storages.values()), handles)
 
 
 def _export_storage(storage: torch.UntypedStorage) -> StorageHandle:
     if storage.device.type == "cuda":
         _exported_here[storage.data_ptr()] = storage
-        cuda_handle = tuple(storage._share_cuda_())
-        return StorageHandle(
-            "cuda", storage.nbytes(), cuda_handle=cuda_handle, exporter=PROCESS, address=storage.data_ptr()
-        )
+        handle, address = tuple(storage._share_cuda_()), storage.data_ptr()
+        return StorageHandle(storage.nbytes(), cuda_handle=handle, exporter=PROCESS, address=address)
     if storage.device.type != "cpu" or not storage.nbytes():
         raise WeightTransferError(f"cannot export {storage.nbytes()} bytes of memory on {storage.device}")
     fd, num_bytes = storage._share_fd_cpu_()
-    return StorageHandle("cpu", num_bytes, path=f"/proc/{os.getpid()}/fd/{fd}")
-
-
-def _tensor_handle(tensor: Tensor, storage: int) -> TensorHandle:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return TensorHandle(storage, dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+    return StorageHandle(num_bytes, path=f"/proc/{os.getpid()}/fd/{fd}")
 
 
 class ImportedTensors:
@@ -125,14 +111,12 @@ class ImportedTensors:
                 raise WeightTransferError(f"the trainer does not export tensor '{name}'")
             if entry.storage not in storages:
                 storages[entry.storage] = self._open(handle.storages[entry.storage], device)
-            storage = storages[entry.storage]
-            empty = torch.empty(0, dtype=dtype_of(entry.dtype), device=storage.device)
-            if _end_bytes(entry, empty.element_size()) > storage.nbytes():
+            if _end_bytes(entry) > storages[entry.storage].nbytes():
                 raise WeightTransferError(f"the trainer's tensor '{name}' does not fit into its exported memory")
-            self.tensors[name] = empty.set_(storage, entry.offset, entry.shape, entry.stride)
+            self.tensors[name] = entry.of(storages[entry.storage])
 
     def _open(self, handle: StorageHandle, device: torch.device) -> torch.UntypedStorage:
-        if handle.device == "cpu":
+        if handle.path:
             memory = SharedMemory.open(handle.path, handle.num_bytes)
             self._memories.append(memory)
             return memory.bytes.untyped_storage()
@@ -152,12 +136,10 @@ class ImportedTensors:
         self._memories = []
 
 
-def _end_bytes(entry: TensorHandle, itemsize: int) -> int:
+def _end_bytes(entry: TensorHandle) -> int:
     """The end of a tensor in its storage."""
-    if not prod(entry.shape):
-        return 0
     last = entry.offset + sum((n - 1) * step for n, step in zip(entry.shape, entry.stride, strict=True))
-    return itemsize * (last + 1)
+    return element_bytes(entry.dtype) * (last + 1) if prod(entry.shape) else 0
 
 
 # --- the trainer's side
@@ -187,10 +169,7 @@ class Snapshot:
         packed, num_bytes = pack_tensors(boxes)
         self._memory = SharedMemory.create(num_bytes)
         self.tensors = unpack_tensors(self._memory.bytes, packed)
-        self.handle = IpcHandle(
-            (StorageHandle("cpu", num_bytes, path=self._memory.path),),
-            {name: _tensor_handle(tensor, 0) for name, tensor in self.tensors.items()},
-        )
+        self.handle = IpcHandle((StorageHandle(num_bytes, path=self._memory.path),), packed)
         copies = zip(self.tensors, plan.checksummed, strict=True)
         self.plan = replace(plan, checksummed=tuple(_from_snapshot(copy, 0, name) for name, copy in copies))
 
@@ -263,7 +242,6 @@ class IpcImportSpec:
 
     plan: DestinationPlan
     handles: Mapping[int, IpcHandle]
-    method: CopyMethod = "auto"
 
 
 class IpcImporter:
@@ -316,7 +294,7 @@ class IpcImporter:
             if rank not in self._imported:
                 names = {copy.source_local for copy in self.spec.plan.copies if copy.source_rank == rank}
                 self._imported[rank] = ImportedTensors(handle, names, device=device)
-        self.copy, self._addresses = BatchedCopy(self._pairs(tensors), method=self.spec.method), addresses
+        self.copy, self._addresses = BatchedCopy(self._pairs(tensors)), addresses
         return self.copy
 
     def _pairs(self, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -348,6 +326,8 @@ class IpcExecutor(Executor):
 
     snapshot = False
     plans: RankPlans
+    pushed: tuple[int, np.ndarray] | None = None
+    """The version that the trainer exports and its checksums, once all engines have it."""
 
     def connect(self, sources: Layouts, destinations: Layouts, remaining_s: RemainingTime) -> None:
         if len(hosts := {layout.host for layout in (*sources, *destinations)}) > 1:
@@ -360,6 +340,7 @@ class IpcExecutor(Executor):
         self.open(self.destination, imports, remaining_s)
 
     def push(self, version: int, remaining_s: RemainingTime) -> list[TransferStats]:
+        self.pushed = None
         exported: list[ExportedVersion] = self.send(version, remaining_s)
         new_handles = {rank: part.handle for rank, part in enumerate(exported) if part.handle is not None}
         self.handles |= new_handles
@@ -367,8 +348,16 @@ class IpcExecutor(Executor):
         stats = self.receive(version, remaining_s, new_handles)
         self.step(self.source, remaining_s, "confirm", version)
         self.step(self.destination, remaining_s, "finish", version, checksums)
+        self.pushed = version, checksums
         checksum = self.plans.digest(checksums)
         return [replace(part, checksum=checksum) for part in stats]
+
+    def restore(self, rank: int, version: int, remaining_s: RemainingTime) -> None:
+        """From the snapshot, or from the trainer's memory as long as it holds the version, which checksums verify."""
+        if self.pushed is None or self.pushed[0] != version:
+            raise WeightTransferError(f"the trainer no longer exports weight version {version}: push again")
+        self.reopen(rank, version, self._import_spec(rank), remaining_s)
+        self.destination.execute_rank_async(rank, "weight_step", "finish", *self.pushed).get(remaining_s())
 
     def _import_spec(self, rank: int) -> IpcImportSpec:
         plan = self.plans.destination(rank)

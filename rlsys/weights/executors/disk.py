@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,12 +22,12 @@ from rlsys.types import Shard, WeightLayout
 from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_text_durable
 from rlsys.utils.errors import WeightTransferError
 from rlsys.utils.safetensors_header import DTYPES, header
-from rlsys.weights.checksum import add_checksums, box_checksum, digest
+from rlsys.weights.checksum import add_checksums, box_checksum, digest, tensor_checksum
 from rlsys.weights.engine_update import EngineUpdate
 from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, TransferStats
 from rlsys.weights.layout import check_complete, element_bytes, shard_view, view_of, whole_box
 from rlsys.weights.plan import Copy, full_shapes, make_plan, resolve_names, source_dtypes
-from rlsys.weights.shared_memory import PackedTensor, SharedMemory, pack_tensors, unpack_tensors
+from rlsys.weights.shared_memory import SharedMemory, TensorHandle, pack_tensors, unpack_tensors
 
 FILE, CHECKSUMS = "model.safetensors", "rlsys_checksums.json"
 
@@ -42,7 +42,7 @@ class DiskSpec:
     root: str
     header: bytes
     num_bytes: int
-    tensors: tuple[PackedTensor, ...]
+    tensors: Mapping[str, TensorHandle]
     names: Mapping[str, str]
     assets: str = ""
     keep: int = 2
@@ -59,33 +59,6 @@ class DiskSpec:
             yield unpack_tensors(memory.bytes, self.tensors)
         finally:
             memory.close()
-
-
-def plan_disk(
-    sources: Sequence[WeightLayout], destinations: Sequence[WeightLayout], *, root: str, assets: str = "", keep: int = 2
-) -> tuple[list[DiskSpec], DiskSpec, tuple[str, ...]]:
-    """The specs of all writers, the one of every reader, and the trainer's tensors that no engine wants.
-
-    The file holds every tensor that an engine wants, whole, in the engines' dtype (the first engine's where they
-    differ); the widest dtypes come first, so that elements are aligned without holes.
-    """
-    check_complete(destinations)
-    names = resolve_names(sources, destinations)
-    dtypes = source_dtypes(names, destinations)
-    shapes = full_shapes(sources)
-    order = sorted(dtypes, key=lambda name: (-element_bytes(dtypes[name]), name))
-    packed, num_bytes = pack_tensors(((name, shapes[name], dtypes[name]) for name in order), align_bytes=1)
-    shards = tuple(Shard(whole_box(t.name, t.shape), t.name, (0,) * len(t.shape)) for t in packed)
-    file = WeightLayout(0, "", shards, {t.name: t.shape for t in packed}, dtypes)
-    plan = make_plan(sources, [file])
-    first_bytes = header((t.name, DTYPES[t.dtype], t.shape, t.num_bytes) for t in packed)
-    tensors = tuple(replace(entry, offset=entry.offset + len(first_bytes)) for entry in packed)
-    reader = DiskSpec(root, first_bytes, num_bytes + len(first_bytes), tensors, names, assets, keep)
-    return (
-        [replace(reader, writes=plan.select(plan.moves[:, 3] == source.rank)) for source in sources],
-        reader,
-        plan.unused,
-    )
 
 
 class DiskWriter:
@@ -166,20 +139,15 @@ class DiskReader:
 
     @torch.no_grad()
     def _read(self, tensors: Mapping[str, Tensor], local: Mapping[str, Tensor], checksums: Mapping[str, int]) -> int:
-        """Copy this rank's shards and check them; returns their bytes.
-
-        A shard that is a whole tensor of the file's dtype is checked where it arrived, any other in the file.
-        """
+        """Check the tensors of this rank's shards in the file and copy the shards; returns their bytes."""
         checked, num_bytes = set[str](), 0
         for shard in self.update.layout.shards:
             name = self.spec.names[shard.box.tensor]
             whole, target = tensors[name], shard_view(local, shard)
+            if name not in checked and tensor_checksum(whole) != checksums[name]:
+                raise WeightTransferError(f"tensor '{name}': the received values differ from the trainer's")
+            checked.add(name)
             target.copy_(view_of(whole, shard.box.start, shard.box.shape))
-            is_whole = target.shape == whole.shape and target.dtype == whole.dtype
-            if is_whole or name not in checked:
-                if box_checksum(target if is_whole else whole, (0,) * whole.ndim, whole.shape) != checksums[name]:
-                    raise WeightTransferError(f"tensor '{name}': the received values differ from the trainer's")
-                checked.add(name)
             num_bytes += target.nbytes
         return num_bytes
 
@@ -190,11 +158,30 @@ class DiskReader:
 class DiskExecutor(Executor):
     """`disk`: a committed directory for each version."""
 
+    reader: DiskSpec
+
     def connect(self, sources: Layouts, destinations: Layouts, remaining_s: RemainingTime) -> None:
-        root, assets = str(self.options.disk_root), self.options.disk_assets
-        writers, reader, self.unused = plan_disk(sources, destinations, root=root, assets=assets)
+        """The file holds every tensor that an engine wants, whole, in the engines' dtype (the first engine's where they
+        differ); the widest dtypes come first, so that elements are aligned without holes."""
+        check_complete(destinations)
+        names, shapes = resolve_names(sources, destinations), full_shapes(sources)
+        dtypes = source_dtypes(names, destinations)
+        order = sorted(dtypes, key=lambda name: (-element_bytes(dtypes[name]), name))
+        packed, num_bytes = pack_tensors(((name, shapes[name], dtypes[name]) for name in order), align_bytes=1)
+        shards = tuple(Shard(whole_box(name, t.shape), name, (0,) * len(t.shape)) for name, t in packed.items())
+        plan = make_plan(sources, [WeightLayout(0, "", shards, {name: shapes[name] for name in order}, dtypes)])
+        first_bytes = header((name, DTYPES[t.dtype], t.shape, t.num_bytes) for name, t in packed.items())
+        tensors = {
+            name: replace(t, offset=t.offset + len(first_bytes) // element_bytes(t.dtype)) for name, t in packed.items()
+        }
+        self.reader = DiskSpec(str(self.options.disk_root), first_bytes, num_bytes + len(first_bytes), tensors, names)
+        self.unused = plan.unused
+        writers = [
+            replace(self.reader, assets=self.options.disk_assets, writes=plan.select(plan.moves[:, 3] == rank))
+            for rank in range(len(sources))
+        ]
         self.open(self.source, writers, remaining_s)
-        self.open(self.destination, [reader] * self.destination.world_size, remaining_s)
+        self.open(self.destination, [self.reader] * self.destination.world_size, remaining_s)
 
     def push(self, version: int, remaining_s: RemainingTime) -> list[TransferStats]:
         call_first = self.source.execute_rank_async
@@ -204,3 +191,6 @@ class DiskExecutor(Executor):
         checksums = {name: add_checksums([part.get(name, 0) for part in parts]) for name in names}
         call_first(0, "weight_step", "commit", version, checksums).get(remaining_s())
         return self.receive(version, remaining_s)
+
+    def restore(self, rank: int, version: int, remaining_s: RemainingTime) -> None:
+        self.reopen(rank, version, self.reader, remaining_s)

@@ -19,7 +19,7 @@ from rlsys.weights.checksum import digest, tensor_checksum
 from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, TransferStats
 from rlsys.weights.layout import shard_view, view_of
 from rlsys.weights.plan import resolve_names, source_dtypes
-from rlsys.weights.shared_memory import PackedTensor, SharedMemory, pack_tensors, unpack_tensors
+from rlsys.weights.shared_memory import SharedMemory, TensorHandle, pack_tensors, unpack_tensors
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Bucket:
 
     path: str
     num_bytes: int
-    tensors: tuple[PackedTensor, ...]
+    tensors: Mapping[str, TensorHandle]
     checksums: tuple[int, ...]
 
 
@@ -62,21 +62,18 @@ class GatherSender:
             return gathered is not None
         wanted = {name: tensor for name, tensor in gathered if name in self.spec.dtypes}
         packed, num_bytes = pack_tensors((n, tuple(t.shape), self.spec.dtypes[n]) for n, t in wanted.items())
-        memory = self._allocate(num_bytes)
+        self._free()
+        self._memory = memory = SharedMemory.create(num_bytes)
         tensors = unpack_tensors(memory.bytes, packed)
         for name, tensor in wanted.items():
             tensors[name].copy_(tensor)
-        return Bucket(memory.path, len(memory.bytes), packed, tuple(map(tensor_checksum, tensors.values())))
-
-    def _allocate(self, num_bytes: int) -> SharedMemory:
-        if self._memory is None or len(self._memory.bytes) < num_bytes:
-            if self._memory is not None:
-                self._memory.close()
-            self._memory = SharedMemory.create(num_bytes)
-        return self._memory
+        return Bucket(memory.path, num_bytes, packed, tuple(map(tensor_checksum, tensors.values())))
 
     def close(self) -> None:
         self._buckets = iter(())
+        self._free()
+
+    def _free(self) -> None:
         if self._memory is not None:
             self._memory.close()
             self._memory = None
@@ -153,7 +150,7 @@ class GatherExecutor(Executor):
         self.receive(version, remaining_s)
         checksums: dict[str, int] = {}
         while bucket := self.step(self.source, remaining_s, "bucket", version)[0]:
-            checksums |= {entry.name: n for entry, n in zip(bucket.tensors, bucket.checksums, strict=True)}
+            checksums |= dict(zip(bucket.tensors, bucket.checksums, strict=True))
             self.step(self.destination, remaining_s, "bucket", version, bucket)
         checksum = digest(checksums)
         stats = self.step(self.destination, remaining_s, "finish", version)

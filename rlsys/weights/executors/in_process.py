@@ -10,10 +10,8 @@ import time
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
-from rlsys.types import WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.checksum import box_checksums, digest
 from rlsys.weights.engine_update import EngineUpdate
@@ -25,6 +23,7 @@ from rlsys.weights.verify import LayoutChecksums, layout_checksums, merge_rank_c
 BUCKET_BYTES = 256 << 20
 
 
+@torch.no_grad()
 def reshard_local(
     engine: TrainEngine, rollout: RolloutEngine, *, version: int, bucket_bytes: int = BUCKET_BYTES
 ) -> TransferStats:
@@ -40,7 +39,11 @@ def reshard_local(
     dtypes = source_dtypes(names, [layout])
     is_whole = not missing_boxes([source])
     if is_whole:
-        sent = _copy_by_plan(engine, tensors, source, layout, dtypes)
+        given = engine.local_tensors()
+        for copy in make_plan([source], [layout]).copies:
+            values = view_of(given[copy.source_local], copy.source_start, copy.shape)
+            view_of(tensors[copy.local], copy.local_start, copy.shape).copy_(values)
+        sent = merge_rank_checksums([layout_checksums(source, given, dtypes)], source.full_shapes)
         tensors = update.tensors()
     else:
         sent = _load_gathered(engine, rollout, dtypes, bucket_bytes)
@@ -66,22 +69,6 @@ def local_checksums(engine: TrainEngine, rollout: RolloutEngine) -> tuple[Layout
         LayoutChecksums(source, layout_checksums(source, engine.local_tensors(), dtypes)),
         LayoutChecksums(destination, layout_checksums(destination, rollout.local_tensors())),
     )
-
-
-@torch.no_grad()
-def _copy_by_plan(
-    engine: TrainEngine,
-    targets: Mapping[str, Tensor],
-    source: WeightLayout,
-    destination: WeightLayout,
-    dtypes: Mapping[str, str],
-) -> dict[str, int]:
-    """Copy what this rank holds straight into the engine's tensors; returns the checksums of the source, as cast."""
-    sources = engine.local_tensors()
-    for copy in make_plan([source], [destination]).copies:
-        given = view_of(sources[copy.source_local], copy.source_start, copy.shape)
-        view_of(targets[copy.local], copy.local_start, copy.shape).copy_(given)
-    return merge_rank_checksums([layout_checksums(source, sources, dtypes)], source.full_shapes)
 
 
 @torch.no_grad()
