@@ -26,7 +26,7 @@ from trainer.epochs import EpochSource
 from trainer.evaluation import OnValidation, Validation
 from trainer.generation import GradedRollout
 from trainer.groups import WorkerGroups
-from trainer.parity import ParityProbe, Scorer, probe_prompts
+from trainer.parity import ParityProbe, Scorer
 from trainer.prompt_groups import PromptGroups
 from trainer.prompts import num_steps, training_prompts
 from trainer.reporting import Reporter
@@ -104,14 +104,9 @@ def assemble(
         residency = Residency(moves, reporter.stage, refill)
         parity = ParityProbe(
             rollout.parity,
-            prompts=probe_prompts(
-                inputs.train_dataset,
-                rollout.parity,
-                graded.sampling,
-                prompt_length=cfg.data.max_prompt_length,
-                pad_token_id=graded.pad_token_id,
-            ),
-            generate=graded.generate,
+            dataset=inputs.train_dataset,
+            graded=graded,
+            prompt_length=cfg.data.max_prompt_length,
             rollout=scorer,
             actor=groups.actor,
             residency=residency,

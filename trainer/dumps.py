@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from rlsys.config.schema.trainer import TrainerConfig
 from rlsys.protocol import DataProto, response_lengths
 from rlsys.telemetry.rollouts import dump_rollouts, token_texts_of
 from rlsys.utils.errors import DeadlineError
@@ -73,7 +74,7 @@ def dump(
         step=step,
         inputs=[prompt(row) for row in range(size)],
         outputs=_Lazy(size, lambda row: str(tokenizer.decode(tokens[row], skip_special_tokens=True))),
-        gts=[_ground_truth(model) for model in columns["reward_model"]],
+        gts=[model.get("ground_truth") if isinstance(model, dict) else None for model in columns["reward_model"]],
         scores=rows["token_level_scores"].sum(-1).tolist(),
         extras={name: list(columns[name]) for name in batch.meta_info.get("reward_extra_keys", ())},
         about={name: list(columns[name]) for name in ("data_source", "finish_reason") if name in columns},
@@ -88,33 +89,26 @@ class BackgroundDumps:
     """Dumps of training steps, written beside the next step by a thread with a tokenizer of its own.
 
     One is on its way at most; what went wrong with it is raised by the next call. One that takes longer than
-    `deadline_s` is a DeadlineError and the last one: nothing more is written. The batch must stay as it is.
+    deadlines.save_s is a DeadlineError and the last one: nothing more is written. The batch must stay as it is.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        max_mb: float | None = None,
-        deadline_s: float = 600.0,
-    ) -> None:
-        self.folder, self.tokenizer, self.max_mb = folder, copy.deepcopy(tokenizer), max_mb
-        self.deadline_s, self._stuck = deadline_s, False
+    def __init__(self, run: TrainerConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Writes to `run.rollout_data_dir`; nothing where that is null."""
+        self.run, self.tokenizer, self._stuck = run, copy.deepcopy(tokenizer), False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="dumps")
         self._pending: Future[Path] | None = None
 
     def write(self, batch: DataProto, step: int) -> None:
         """Begin to write the rows of a step, once those of the step before are written."""
         self.settle()
-        if not self._stuck:
-            self._pending = self._thread.submit(self._dump, batch, step)
+        if self.run.rollout_data_dir is not None and not self._stuck:
+            self._pending = self._thread.submit(self._dump, batch, step, Path(self.run.rollout_data_dir))
 
-    def _dump(self, batch: DataProto, step: int) -> Path:
+    def _dump(self, batch: DataProto, step: int, folder: Path) -> Path:
         usual_s = sys.getswitchinterval()
         sys.setswitchinterval(TURN_S)
         try:
-            return dump(batch, step, self.folder, self.tokenizer, max_mb=self.max_mb)
+            return dump(batch, step, folder, self.tokenizer, max_mb=self.run.rollout_data_max_mb)
         finally:
             sys.setswitchinterval(usual_s)
 
@@ -123,10 +117,10 @@ class BackgroundDumps:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        done, _ = wait([pending], self.deadline_s)
-        if not done:
+        deadline_s = self.run.deadlines.save_s
+        if not wait([pending], deadline_s).done:
             self._stuck = True
-            raise DeadlineError(f"the folder {self.folder}", "dump_rollouts", self.deadline_s)
+            raise DeadlineError(f"the folder {self.run.rollout_data_dir}", "dump_rollouts", deadline_s)
         pending.result()
 
     def close(self) -> None:
@@ -150,7 +144,3 @@ def sample_rows(
     responses = [ids[:length].tolist() for ids, length in zip(rows["responses"], lengths)]
     texts = (tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (prompts, responses))
     return list(zip(*texts, rows["token_level_scores"].sum(-1).tolist()))
-
-
-def _ground_truth(model: Any) -> Any:
-    return model.get("ground_truth") if isinstance(model, dict) else None

@@ -6,7 +6,6 @@ probe does not change those of the run), then scored by both sides at the sampli
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -18,9 +17,8 @@ from rlsys.data.collate import collate_prompts
 from rlsys.data.dataset import PromptDataset
 from rlsys.protocol import DataProto, DataProtoConfig
 from rlsys.telemetry.log import get_logger
-from rlsys.types import SamplingParams
 from rlsys.utils.errors import DeadlineError, RolloutError, WorkerError
-from trainer.generation import Generate, sampling_meta
+from trainer.generation import GradedRollout, sampling_meta
 from trainer.groups import ActorGroup
 from trainer.residency import Residency, Resident
 from trainer.steps import ROWS
@@ -64,15 +62,16 @@ class ParityReport:
 
 @dataclass
 class ParityProbe:
-    """`prompts` are completed by `generate` and scored by both `rollout` and `actor`.
+    """The first rows of `dataset` are completed by `graded` and scored by both `rollout` and `actor`.
 
     Where the rollout cannot score only the log-probs recorded while sampling are compared: from then on if its servers
     do not offer it, this time only after a worker was lost, which the fleet will replace.
     """
 
     settings: ParityConfig
-    prompts: Callable[[], DataProto]
-    generate: Generate
+    dataset: PromptDataset
+    graded: GradedRollout
+    prompt_length: int
     rollout: Scorer
     actor: ActorGroup
     residency: Residency
@@ -81,7 +80,7 @@ class ParityProbe:
     def run(self, version: int) -> ParityReport:
         """Probe weights of `version`, which actor and rollout must both hold."""
         with self.residency.hold(Resident.ROLLOUT, "parity"):
-            rows, _ = self.generate(self.prompts())
+            rows, _ = self.graded.generate(self._prompts())
             seen = rows.tensors["rollout_log_probs"]
             rows = rows.select(batch_keys=ROWS, non_tensor_batch_keys=[])
             rows.meta_info[DataProtoConfig.auto_padding_key] = True
@@ -97,6 +96,16 @@ class ParityProbe:
             if parity is not None and not self._within_limits(parity)
         ]
         return ParityReport(version, scored, sampled, "\n".join([*problems, CAUSES]) if problems else "")
+
+    def _prompts(self) -> DataProto:
+        sampling, pad = self.graded.sampling, self.graded.pad_token_id
+        length = min(self.settings.max_tokens, sampling.max_new_tokens)
+        probing = replace(sampling, max_new_tokens=length, seed=sampling.seed + SEED)
+        rows = [self.dataset[index] for index in range(min(self.settings.rows, len(self.dataset)))]
+        batch = collate_prompts(rows, prompt_length=self.prompt_length, pad_token_id=pad)
+        meta = sampling_meta(probing, pad_token_id=pad, step=0)
+        batch.meta_info |= meta | {"temperature": sampling.temperature or 1.0}
+        return batch
 
     def _engine_scores(self, rows: DataProto) -> Tensor | None:
         if self.cannot_score:
@@ -118,20 +127,3 @@ class ParityProbe:
             f"{parity.max_abs:.4g} at most (limit {self.settings.max_limit:g}); worst: row {parity.row}, response "
             f"token {parity.column} (id {token}): actor {parity.trainer:.6g}, rollout {parity.engine:.6g}."
         )
-
-
-def probe_prompts(
-    dataset: PromptDataset, settings: ParityConfig, sampling: SamplingParams, *, prompt_length: int, pad_token_id: int
-) -> Callable[[], DataProto]:
-    """The first rows of the training data as prompts to complete; each call makes a new batch."""
-    length = min(settings.max_tokens, sampling.max_new_tokens)
-    probing = replace(sampling, max_new_tokens=length, seed=sampling.seed + SEED)
-    meta = sampling_meta(probing, pad_token_id=pad_token_id, step=0) | {"temperature": sampling.temperature or 1.0}
-
-    def prompts() -> DataProto:
-        rows = [dataset[index] for index in range(min(settings.rows, len(dataset)))]
-        batch = collate_prompts(rows, prompt_length=prompt_length, pad_token_id=pad_token_id)
-        batch.meta_info |= meta
-        return batch
-
-    return prompts

@@ -87,14 +87,7 @@ class RayPPOTrainer(CheckpointedLoop):
             group_cls=ray_worker_group_cls,
             deadlines=stage_deadlines(run.deadlines),
         )
-        folder = run.rollout_data_dir
-        self.dumps = (
-            None
-            if folder is None
-            else BackgroundDumps(
-                Path(folder), tokenizer, max_mb=run.rollout_data_max_mb, deadline_s=run.deadlines.save_s
-            )
-        )
+        self.dumps = BackgroundDumps(run, tokenizer)
         self.total_steps = num_steps(config, train_dataset)
         self.steps_per_epoch = len(train_dataset) // config.data.gen_batch_size
         self.weight_version = -1
@@ -171,7 +164,7 @@ class RayPPOTrainer(CheckpointedLoop):
         self.reporter.batch_metrics(batch)
         if isinstance(self.inputs.train_dataset, PromptDataset):
             self.reporter.add(self.inputs.train_dataset.metrics())
-        if self.dumps is not None and self.due(self.cfg.trainer.rollout_data_freq):
+        if self.due(self.cfg.trainer.rollout_data_freq):
             with self.stage("dump_rollouts"):
                 self.reporter.best_effort("rollouts", partial(self.dumps.write, batch, self.global_step))
         return batch
@@ -232,8 +225,7 @@ class RayPPOTrainer(CheckpointedLoop):
         return metrics
 
     def save_parts(self, folder: Path) -> TrainerState:
-        if self.dumps is not None:
-            self.reporter.best_effort("rollouts", self.dumps.settle)
+        self.reporter.best_effort("rollouts", self.dumps.settle)
         self.groups.save(folder)
         return TrainerState(self.global_step, self.parts.steps.kl_ctrl.state_dict(), self.source.save(folder))
 
@@ -261,8 +253,7 @@ class RayPPOTrainer(CheckpointedLoop):
         groups, self._groups = self._groups, None
         with self.folder as stack:
             stack.callback(self.reporter.close)
-            if self.dumps is not None:
-                stack.callback(self.reporter.best_effort, "rollouts", self.dumps.close)
+            stack.callback(self.reporter.best_effort, "rollouts", self.dumps.close)
             if groups is not None:
                 stack.callback(lambda: self.reporter.add_stages(groups.drain_stages()))
                 stack.callback(groups.close)

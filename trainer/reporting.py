@@ -44,6 +44,7 @@ class Reporter:
     """Collects the metrics of a step and writes them once, when the step is finished.
 
     `best_effort` guards everything that only watches the run: what cannot be written is reported once and counted.
+    `ledger` has the memory of every stage so far; memory.txt shows it.
     """
 
     def __init__(self, trainer: TrainingConfig, resolved: Mapping[str, Any], *, num_devices: int) -> None:
@@ -61,15 +62,10 @@ class Reporter:
         self._report: RunReport | None = None
         self._counts: dict[str, Counts] = {}
         self._memory: list[MemoryRecord] = []
-        self._ledger: list[MemoryRecord] = []
+        self.ledger: list[MemoryRecord] = []
         self._metrics: dict[str, float] = {}
         self._tokens = (0, 0)
         self._flat_steps = 0
-
-    @property
-    def ledger(self) -> list[MemoryRecord]:
-        """Memory of every stage so far; memory.txt shows it."""
-        return list(self._ledger)
 
     @property
     def stage(self) -> StageTimer:
@@ -241,8 +237,8 @@ class Reporter:
 
     def _write_ledger(self, memory: list[MemoryRecord]) -> None:
         if self._timeline is not None:
-            self._ledger = by_stage([*self._ledger, *memory])
-            table = memory_table(self._ledger) + "\n"
+            self.ledger = by_stage([*self.ledger, *memory])
+            table = memory_table(self.ledger) + "\n"
             self.best_effort("memory.txt", partial(write_whole, self.root / "memory.txt", table.encode()))
 
     @contextmanager

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from rlsys.config.schema.trainer import GradingDeadlinesConfig, TrainerConfig
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import DeadlineError
 from trainer.dumps import BackgroundDumps
@@ -36,8 +37,13 @@ def batch_of(score: float) -> DataProto:
     return DataProto.from_dict(rows, non_tensors={"reward_model": models})
 
 
+def background_dumps(folder: Path, save_s: float = 60.0) -> BackgroundDumps:
+    run = TrainerConfig(rollout_data_dir=str(folder), deadlines=GradingDeadlinesConfig(save_s=save_s))
+    return BackgroundDumps(run, Letters())
+
+
 def test_every_step_is_written_by_the_time_it_is_settled(tmp_path: Path) -> None:
-    dumps = BackgroundDumps(tmp_path, Letters())
+    dumps = background_dumps(tmp_path)
     for step in range(1, 4):
         dumps.write(batch_of(float(step)), step)
     dumps.close()
@@ -47,7 +53,7 @@ def test_every_step_is_written_by_the_time_it_is_settled(tmp_path: Path) -> None
 
 def test_a_failure_is_raised_by_the_next_call(tmp_path: Path) -> None:
     (tmp_path / "browser").write_text("in the way")
-    dumps = BackgroundDumps(tmp_path, Letters())
+    dumps = background_dumps(tmp_path)
     dumps.write(batch_of(1.0), 1)
     with pytest.raises(FileExistsError):
         dumps.write(batch_of(2.0), 2)
@@ -57,7 +63,7 @@ def test_a_failure_is_raised_by_the_next_call(tmp_path: Path) -> None:
 def test_a_folder_that_does_not_answer_is_named(tmp_path: Path) -> None:
     (tmp_path / "browser").mkdir()
     os.mkfifo(tmp_path / "browser" / "steps.js")  # reading it waits for a writer
-    dumps = BackgroundDumps(tmp_path, Letters(), deadline_s=0.3)
+    dumps = background_dumps(tmp_path, save_s=0.3)
     dumps.write(batch_of(1.0), 1)
     with pytest.raises(DeadlineError, match=f"the folder {tmp_path} did not answer within 0.3 s at stage 'dump_roll"):
         dumps.write(batch_of(2.0), 2)
