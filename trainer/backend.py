@@ -68,9 +68,10 @@ def start_backend(run: RunConfig, ray_kwargs: RayKwargsConfig, *, num_ranks: int
     )
     device = _device(run.device, any(node.num_gpus > 0 for node in on_ray.cluster_nodes()))
     num_threads = threads if device == "cpu" else None
+    worker_env = {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
 
     def group(pool: Any, worker: Any, **options: Any) -> WorkerGroup:
-        return on_ray.RayWorkerGroup(pool, worker, num_threads=num_threads, **options)
+        return on_ray.RayWorkerGroup(pool, worker, worker_env=worker_env, **options)
 
     def manager(pools: Pools, mapping: Mapping[Any, str]) -> ResourcePoolManager[Any]:
         return on_ray.ResourcePoolManager(pools, mapping, use_gpu=device != "cpu", max_colocate_count=1)

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlsys.config import PPOConfig, plan_batches
+from rlsys.config.engines import worker_class
 from rlsys.config.plan import BatchPlan
 from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.external.settings import settings_of
@@ -31,7 +32,6 @@ from workers.critic import CriticWorker
 from workers.megatron import MegatronPPOWorker
 from workers.reference import ReferenceWorker
 from workers.reward_model import RewardModelWorker
-from workers.rollout import rollout_worker_cls
 
 
 def train(config: PPOConfig, begin: Begin) -> str | None:
@@ -106,7 +106,7 @@ def _build(
     rollout = config.actor_rollout_ref.rollout
     worker_args: dict[Role, tuple[Any, ...]] = {
         Role.Actor: (actor, config.actor_rollout_ref, config.algorithm, for_workers),
-        Role.Rollout: (None if plan.pools.external else rollout_worker_cls(rollout.name), model, rollout, for_workers),
+        Role.Rollout: (None if plan.pools.external else worker_class(rollout.name), model, rollout, for_workers),
         Role.Critic: (CriticWorker, config.critic, for_workers),
         Role.RefPolicy: (ReferenceWorker, config.actor_rollout_ref, for_workers),
         Role.RewardModel: (RewardModelWorker, config.reward.reward_model, for_workers),

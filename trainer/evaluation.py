@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlsys.config import EvalConfig, PPOConfig
+from rlsys.config.engines import worker_class
 from rlsys.data.collate import collate_prompts
 from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.group import group_fleet
@@ -29,7 +30,6 @@ from trainer.prompts import load_prompts
 from trainer.rewards import check_data_sources, reward_pool
 from trainer.run_folder import Begin
 from workers.build import EngineRun
-from workers.rollout import rollout_worker_cls
 
 OnValidation = Callable[[DataProto, int], None]
 """Called with the graded answers and the step."""
@@ -107,7 +107,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
             num_threads=backend.num_threads,
             external_libs=external_libs,
         )
-        worker = rollout_worker_cls(rollout.name)
+        worker = worker_class(rollout.name)
         group: RolloutGroup = start_group(backend, run, "rollout", worker, model, rollout, engine, "auto")
         stack.callback(group.close)
         pool = stack.enter_context(reward_pool(config.reward))

@@ -6,17 +6,14 @@ from rlsys.config.schema.actor import ActorRolloutRefConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.actor import PPOActor
-from rlsys.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from rlsys.single_controller.dispatch import Dispatch, register
 from rlsys.weights.endpoints import WeightSender
 from rlsys.weights.executors.base import TransferStats
 from rlsys.weights.executors.in_process import local_checksums, reshard_local
 from rlsys.weights.verify import LayoutChecksums
-from workers.base import EngineWorker
+from workers.base import BY_MESH, EngineWorker
 from workers.build import EngineRun, build_actor_engine, make_mfu_meter
 from workers.colocated import local_rollout
-
-MESH = "actor"
-BY_MESH = make_nd_compute_dataproto_dispatch_fn(MESH)
 
 
 class ActorWorker(EngineWorker, WeightSender):
@@ -29,7 +26,7 @@ class ActorWorker(EngineWorker, WeightSender):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the model and its optimizer."""
-        self.use_engine(build_actor_engine(self.cfg, self.run), MESH)
+        self.use_engine(build_actor_engine(self.cfg, self.run))
         self.actor = PPOActor(
             self.engine,
             self.cfg.actor,

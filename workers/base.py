@@ -6,8 +6,12 @@ from pathlib import Path
 
 from rlsys.interfaces import Part, TrainEngine
 from rlsys.single_controller.base import Worker
-from rlsys.single_controller.dispatch import Dispatch, register
+from rlsys.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from rlsys.utils.run_folders import HUGGINGFACE
+
+MESH = "engine"
+BY_MESH = make_nd_compute_dataproto_dispatch_fn(MESH)
+"""Each data-parallel rank of the engine gets its rows."""
 
 
 class EngineWorker(Worker):
@@ -17,10 +21,10 @@ class EngineWorker(Worker):
     saves_hf_model = False
     """Whether a Hugging Face folder is written beside each checkpoint."""
 
-    def use_engine(self, engine: TrainEngine, mesh: str) -> None:
+    def use_engine(self, engine: TrainEngine) -> None:
         """Keep the engine and register with the group which rows this rank gets."""
         self.engine = engine
-        self._register_dispatch_collect_info(mesh, engine.dp_rank, engine.is_collect)
+        self._register_dispatch_collect_info(MESH, engine.dp_rank, engine.is_collect)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:

@@ -55,25 +55,27 @@ class EngineRun:
     external_libs: tuple[tuple[str, str], ...] = ()
     """(configuration key, module name or absolute path of a .py file) to import before a model is built."""
 
+    def prepare(self) -> None:
+        """Import external libraries and set the number of threads of this process."""
+        import_libraries(self.external_libs)
+        if self.num_threads:
+            torch.set_num_threads(self.num_threads)
+
     def place(self, *, full_determinism: bool = False) -> str:
-        """Import external libraries, join the process group, seed this rank's generators and return its device.
+        """Prepare the process, join the process group, seed this rank's generators and return its device.
 
         `full_determinism` goes for all that this process computes from then on.
         """
-        import_libraries(self.external_libs)
+        self.prepare()
         if full_determinism:
             rng.repeat_bitwise()
-        if self.num_threads:
-            torch.set_num_threads(self.num_threads)
         ensure_process_group(self.device, timeout_s=self.nccl_timeout_s)
         rng.seed_all(dist.get_rank())
         return self.device
 
-    def micro_batches(self, rows: int | None, max_tokens: int | None) -> MicroBatches:
-        """By tokens where `max_tokens` is given, else by a fixed number of rows, or the whole step at once."""
-        return (
-            MicroBatches(max_tokens=max_tokens) if max_tokens is not None else MicroBatches(rows=rows or self.step_rows)
-        )
+    def micro_batches(self, dynamic: bool, rows: int | None, max_tokens: int | None) -> MicroBatches:
+        """By tokens if `dynamic`, else by a fixed number of rows, or the whole step at once."""
+        return MicroBatches(max_tokens=max_tokens) if dynamic else MicroBatches(rows=rows or self.step_rows)
 
 
 def make_mfu_meter(model: ModelConfig, engine: TrainEngine, run: EngineRun, *, lm_head: bool = True) -> MfuMeter:
@@ -119,11 +121,12 @@ def build_actor_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> Engine:
         grad_clip=actor.grad_clip,
         total_steps=run.actor_steps,
         training=run.micro_batches(
-            actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None
+            actor.use_dynamic_bsz, actor.ppo_micro_batch_size_per_gpu, actor.ppo_max_token_len_per_gpu
         ),
         scoring=run.micro_batches(
+            rollout.log_prob_use_dynamic_bsz,
             rollout.log_prob_micro_batch_size_per_gpu,
-            rollout.log_prob_max_token_len_per_gpu if rollout.log_prob_use_dynamic_bsz else None,
+            rollout.log_prob_max_token_len_per_gpu,
         ),
         checkpoint=actor.checkpoint,
     )
@@ -138,8 +141,7 @@ def build_reference_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> Engine
         run,
         sp_size=ref.ulysses_sequence_parallel_size,
         training=run.micro_batches(
-            ref.log_prob_micro_batch_size_per_gpu,
-            ref.log_prob_max_token_len_per_gpu if ref.log_prob_use_dynamic_bsz else None,
+            ref.log_prob_use_dynamic_bsz, ref.log_prob_micro_batch_size_per_gpu, ref.log_prob_max_token_len_per_gpu
         ),
     )
 
@@ -156,10 +158,10 @@ def build_critic_engine(cfg: CriticConfig, run: EngineRun) -> Engine:
         grad_clip=cfg.grad_clip,
         total_steps=run.critic_steps,
         training=run.micro_batches(
-            cfg.ppo_micro_batch_size_per_gpu, cfg.ppo_max_token_len_per_gpu if cfg.use_dynamic_bsz else None
+            cfg.use_dynamic_bsz, cfg.ppo_micro_batch_size_per_gpu, cfg.ppo_max_token_len_per_gpu
         ),
         scoring=run.micro_batches(
-            cfg.forward_micro_batch_size_per_gpu, cfg.forward_max_token_len_per_gpu if cfg.use_dynamic_bsz else None
+            cfg.use_dynamic_bsz, cfg.forward_micro_batch_size_per_gpu, cfg.forward_max_token_len_per_gpu
         ),
         checkpoint=cfg.checkpoint,
     )
@@ -174,7 +176,7 @@ def build_reward_engine(cfg: RewardModelConfig, run: EngineRun) -> Engine:
         sp_size=1,
         head="scalar",
         training=run.micro_batches(
-            cfg.micro_batch_size_per_gpu, cfg.forward_max_token_len_per_gpu if cfg.use_dynamic_bsz else None
+            cfg.use_dynamic_bsz, cfg.micro_batch_size_per_gpu, cfg.forward_max_token_len_per_gpu
         ),
     )
 
@@ -194,9 +196,7 @@ def build_supervised_reference(cfg: DPOConfig, run: EngineRun) -> Engine | None:
 
 def _supervised_micro_batches(cfg: SFTConfig | RMConfig | DPOConfig, run: EngineRun) -> MicroBatches:
     data = cfg.data
-    return run.micro_batches(
-        data.micro_batch_size_per_gpu, data.max_token_len_per_gpu if data.use_dynamic_bsz else None
-    )
+    return run.micro_batches(data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu)
 
 
 def build_supervised_engine(cfg: SFTConfig | RMConfig | DPOConfig, run: EngineRun) -> Engine:

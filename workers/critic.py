@@ -5,12 +5,9 @@ from __future__ import annotations
 from rlsys.config.schema.actor import CriticConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.critic import PPOCritic
-from rlsys.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from workers.base import EngineWorker
+from rlsys.single_controller.dispatch import Dispatch, register
+from workers.base import BY_MESH, EngineWorker
 from workers.build import EngineRun, build_critic_engine, make_mfu_meter
-
-MESH = "critic"
-BY_MESH = make_nd_compute_dataproto_dispatch_fn(MESH)
 
 
 class CriticWorker(EngineWorker):
@@ -23,7 +20,7 @@ class CriticWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the model and its optimizer."""
-        self.use_engine(build_critic_engine(self.cfg, self.run), MESH)
+        self.use_engine(build_critic_engine(self.cfg, self.run))
         self.critic = PPOCritic(self.engine, self.cfg, rollout_n=self.run.rollout_n)
         self.mfu = make_mfu_meter(self.cfg.model, self.engine, self.run, lm_head=False)
 

@@ -38,16 +38,14 @@ class MfuMeter:
         yield metrics
         seconds = self.clock() - start_s
         try:
-            flops = self._forward_flops(rows) * (1 if epochs is None else 3 * epochs)
+            mask = rows.tensors["attention_mask"]
+            num_predicted = int(mask[:, -rows.tensors["responses"].shape[1] :].sum()) if self.lm_head else 0
+            forward = self._model_flops.forward(mask.sum(1).tolist(), num_head_tokens=num_predicted)
+            flops = forward * (1 if epochs is None else 3 * epochs)
         except (AttributeError, TypeError, ValueError) as error:
             log.debug("no MFU of a %s: %s", type(self.model).__name__, error)
             return
         metrics[f"perf/mfu/{name}"] = flops / (seconds * self.peak)
-
-    def _forward_flops(self, rows: DataProto) -> float:
-        mask = rows.tensors["attention_mask"]
-        num_predicted = int(mask[:, -rows.tensors["responses"].shape[1] :].sum())
-        return self._model_flops.forward(mask.sum(1).tolist(), num_head_tokens=num_predicted if self.lm_head else 0)
 
     @cached_property
     def _model_flops(self) -> ModelFlops:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from rlsys.config.schema.actor import ActorRolloutRefConfig
 from rlsys.protocol import DataProto
-from rlsys.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from workers.base import EngineWorker
+from rlsys.single_controller.dispatch import Dispatch, register
+from workers.base import BY_MESH, EngineWorker
 from workers.build import EngineRun, build_reference_engine
-
-MESH = "ref"
-BY_MESH = make_nd_compute_dataproto_dispatch_fn(MESH)
 
 
 class ReferenceWorker(EngineWorker):
@@ -21,7 +18,7 @@ class ReferenceWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the frozen model."""
-        self.use_engine(build_reference_engine(self.cfg, self.run), MESH)
+        self.use_engine(build_reference_engine(self.cfg, self.run))
 
     @register(dispatch_mode=BY_MESH)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from rlsys.config.schema.algorithm import RewardModelConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.reward_model import RWEngine
-from rlsys.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from workers.base import EngineWorker
+from rlsys.single_controller.dispatch import Dispatch, register
+from workers.base import BY_MESH, EngineWorker
 from workers.build import EngineRun, build_reward_engine
-
-MESH = "rm"
-BY_MESH = make_nd_compute_dataproto_dispatch_fn(MESH)
 
 
 class RewardModelWorker(EngineWorker):
@@ -22,7 +19,7 @@ class RewardModelWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the frozen model."""
-        self.use_engine(build_reward_engine(self.cfg, self.run), MESH)
+        self.use_engine(build_reward_engine(self.cfg, self.run))
         self.model = RWEngine(self.engine)
 
     @register(dispatch_mode=BY_MESH)

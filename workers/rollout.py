@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from rlsys.config.engines import worker_class
 from rlsys.config.schema.model import ModelFolderConfig
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.engines.mesh import ensure_process_group
@@ -17,7 +14,6 @@ from rlsys.single_controller.base import Worker
 from rlsys.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from rlsys.types import ModelRequest, ResponseDelta
 from rlsys.utils.hub import ensure_downloaded
-from rlsys.utils.plugins import import_libraries
 from rlsys.weights.endpoints import WeightReceiver
 from workers.build import EngineRun
 from workers.colocated import learn_engine_layout, set_local_rollout
@@ -47,9 +43,7 @@ class RolloutWorker(Worker, WeightReceiver):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Build the engine."""
-        import_libraries(self.run.external_libs)
-        if self.run.num_threads:
-            torch.set_num_threads(self.run.num_threads)
+        self.run.prepare()
         assert self.model_cfg.path is not None, "the start model is resolved before workers start"
         ensure_downloaded(self.model_cfg.path)
         size = self.cfg.tensor_model_parallel_size
@@ -121,8 +115,3 @@ class SGLangRolloutWorker(RolloutWorker, RemoteReceiver):
         engine = SGLangRollout(path, self.cfg, context, replica=replica, methods=weight_methods)
         engine.remote.call("learn", context.load_format == "auto", deadline_s=WEIGHTS_WAIT_S)
         return engine
-
-
-def rollout_worker_cls(name: str) -> type[RolloutWorker]:
-    """The worker class of the rollout engine `name`; ConfigError if it is not registered."""
-    return worker_class(name)

@@ -7,12 +7,9 @@ from rlsys.protocol import DataProto
 from rlsys.roles.dpo import DPOEngine
 from rlsys.roles.lm import LMEngine
 from rlsys.roles.reward_model import RWEngine
-from rlsys.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from workers.base import EngineWorker
+from rlsys.single_controller.dispatch import Dispatch, register
+from workers.base import BY_MESH, EngineWorker
 from workers.build import EngineRun, build_supervised_engine, build_supervised_reference
-
-MESH = "train"
-BY_MESH = make_nd_compute_dataproto_dispatch_fn(MESH)
 
 
 class SupervisedWorker(EngineWorker):
@@ -25,7 +22,7 @@ class SupervisedWorker(EngineWorker):
     def init_model(self) -> None:
         """Load the model and its optimizer."""
         cfg = self.cfg
-        self.use_engine(build_supervised_engine(cfg, self.run), MESH)
+        self.use_engine(build_supervised_engine(cfg, self.run))
         if isinstance(cfg, DPOConfig):
             self.role = DPOEngine(self.engine, cfg.dpo, build_supervised_reference(cfg, self.run))
         else:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from rlsys.algorithms.groups import (
     rank_in_group,
     second_largest,
 )
-from rlsys.algorithms.masked import map_rows, masked_whiten
+from rlsys.algorithms.masked import masked_whiten
 from rlsys.algorithms.registry import Registry
 from rlsys.algorithms.scan import discounted_returns, pack, packed_columns, reverse_scan, unpack
 
@@ -112,18 +113,13 @@ def gae(
     observations in a multi-turn response are skipped. Returns are `A + V` before whitening.
     """
     _check_discount(gamma * lam)
-
-    def rows(rewards: Tensor, states: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
-        columns = packed_columns(mask)
-        now = pack(states.double(), mask, columns)
-        following = torch.nn.functional.pad(now[:, 1:], (0, 1))
-        errors = pack(rewards.double(), mask, columns) + gamma * following - now
-        advantages = reverse_scan(errors, gamma * lam)
-        returns = unpack(advantages + now, mask, columns)
-        return unpack(advantages, mask, columns), returns.to(rewards.dtype)
-
-    dtype = token_level_rewards.dtype
-    advantages, returns = map_rows(rows, token_level_rewards, values, response_mask)
+    dtype, columns = token_level_rewards.dtype, packed_columns(response_mask)
+    now = pack(values.double(), response_mask, columns)
+    following = torch.nn.functional.pad(now[:, 1:], (0, 1))
+    errors = pack(token_level_rewards.double(), response_mask, columns) + gamma * following - now
+    packed = reverse_scan(errors, gamma * lam)
+    returns = unpack(packed + now, response_mask, columns).to(dtype)
+    advantages = unpack(packed, response_mask, columns)
     return masked_whiten(advantages, response_mask, dtype=dtype) if whiten else advantages.to(dtype), returns
 
 
@@ -302,44 +298,28 @@ def optimal_token_baseline(
     sum_pi_squared: Tensor,
     rollout_is_weights: Tensor | None = None,
     handle_zero_tail: bool = True,
+    by_generated_tokens: bool = False,
 ) -> AdvantagesAndReturns:
     """Optimal token baseline: the return minus `B[t] = sum(G[t] W[t]) / sum(W[t])` over the group at the same column.
 
     `W[t]` is the path variance so far: the sum up to t of `1 - 2 pi + sum(pi^2)`, times the squared importance weight
     where one is given ("The optimal token baseline", arXiv:2602.07078). A group of one has no baseline; with
-    `handle_zero_tail` neither has the part of the longest response beyond the second longest.
+    `handle_zero_tail` neither has the part of the longest response beyond the second longest. For multi-turn rows
+    `by_generated_tokens` aligns tokens by how many the model generated before.
     """
     returns, energy = _returns_and_energy(
         token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights
     )
-    baseline = _token_baseline(returns, energy, response_mask, group_ids, handle_zero_tail)
-    advantages = torch.where(response_mask.bool(), returns - baseline, torch.zeros_like(returns))
-    return advantages.to(token_level_rewards.dtype), returns.to(token_level_rewards.dtype)
-
-
-@register_adv_est("tir_optimal_token_baseline")
-@torch.no_grad()
-def tir_optimal_token_baseline(
-    *,
-    token_level_rewards: Tensor,
-    response_mask: Tensor,
-    group_ids: Tensor,
-    old_log_probs: Tensor,
-    sum_pi_squared: Tensor,
-    rollout_is_weights: Tensor | None = None,
-    handle_zero_tail: bool = True,
-) -> AdvantagesAndReturns:
-    """The optimal token baseline for multi-turn rows: tokens align by how many the model generated before."""
-    returns, energy = _returns_and_energy(
-        token_level_rewards, response_mask, old_log_probs, sum_pi_squared, rollout_is_weights
-    )
-    columns = packed_columns(response_mask)
-    packed_mask = pack(response_mask, response_mask, columns)
-    packed = pack(returns, response_mask, columns)
-    energy = pack(energy, response_mask, columns)
-    baseline = _token_baseline(packed, energy, packed_mask, group_ids, handle_zero_tail)
+    columns = packed_columns(response_mask) if by_generated_tokens else None
+    packed, energy, mask = (pack(table, response_mask, columns) for table in (returns, energy, response_mask))
+    baseline = _token_baseline(packed, energy, mask, group_ids, handle_zero_tail)
     advantages = unpack(packed - baseline, response_mask, columns)
     return advantages.to(token_level_rewards.dtype), returns.to(token_level_rewards.dtype)
+
+
+tir_optimal_token_baseline = register_adv_est("tir_optimal_token_baseline")(
+    partial(optimal_token_baseline, by_generated_tokens=True)
+)
 
 
 def _returns_and_energy(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -44,56 +43,37 @@ def _kl_value(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     raise ValueError(f"unknown KL kind '{kind}', one of {', '.join(KL_KINDS)}, each with or without '+'")
 
 
-class KLController(Protocol):
-    """Holds the coefficient of the KL in the reward; part of a checkpoint."""
-
-    value: float
-
-    def update(self, current_kl: float, n_steps: int) -> None: ...
-    def state_dict(self) -> dict[str, float]: ...
-    def load_state_dict(self, state: Mapping[str, float]) -> None: ...
-
-
 @dataclass
-class FixedKLController:
-    """A constant coefficient."""
+class KLController:
+    """The coefficient of the KL in the reward; part of a checkpoint.
+
+    With a `target_kl` the KL is steered towards it (arXiv:1909.08593) over a `horizon` in rows; else it is constant.
+    """
 
     value: float
+    target_kl: float | None = None
+    horizon: float = 1.0
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """The coefficient stays."""
+        """Adapt the coefficient to the KL of `n_steps` rows."""
+        if self.target_kl is not None:
+            error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
+            self.value *= 1 + error * n_steps / self.horizon
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """The configured coefficient wins: a resumed run may change it."""
-
-
-@dataclass
-class AdaptiveKLController:
-    """Steers the KL towards `target_kl` (arXiv:1909.08593); `horizon` is in rows."""
-
-    value: float
-    target_kl: float
-    horizon: float
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        error = min(max(current_kl / self.target_kl - 1, -0.2), 0.2)
-        self.value *= 1 + error * n_steps / self.horizon
-
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.value = float(state["value"])
+        """A constant coefficient is the configured one: a resumed run may change it."""
+        if self.target_kl is not None:
+            self.value = float(state["value"])
 
 
 def get_kl_controller(config: KLControlConfig) -> KLController:
     """The controller of `config.type`."""
     if config.type == "fixed":
-        return FixedKLController(config.kl_coef)
-    return AdaptiveKLController(config.kl_coef, config.target_kl, config.horizon)
+        return KLController(config.kl_coef)
+    return KLController(config.kl_coef, config.target_kl, config.horizon)
 
 
 @torch.no_grad()

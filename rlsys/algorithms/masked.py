@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -11,7 +11,6 @@ from rlsys.interfaces import LossSum
 
 TensorSums = Mapping[str, tuple[Tensor, Tensor]]
 """Metrics as (sum, count), still on the device."""
-CACHED_ELEMENTS = 1 << 16
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -26,40 +25,17 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return masked_sum(values, mask, dim) / count.clamp(min=1)
 
 
-def map_rows(function: Callable[..., tuple[Tensor, ...]], *tables: Tensor) -> tuple[Tensor, ...]:
-    """Apply a row-wise function of tables (B, R); on the CPU in blocks of rows that fit into the cache.
-
-    The results of the blocks are concatenated along the rows.
-    """
-    rows, columns = tables[0].shape
-    if tables[0].device.type != "cpu" or tables[0].numel() <= CACHED_ELEMENTS:
-        return function(*tables)
-    size = max(1, CACHED_ELEMENTS // columns)
-    parts = [function(*(table[start : start + size] for table in tables)) for start in range(0, rows, size)]
-    return tuple(torch.cat(column) for column in zip(*parts, strict=True))
-
-
 def masked_whiten(values: Tensor, mask: Tensor, *, epsilon: float = 1e-8, dtype: torch.dtype | None = None) -> Tensor:
     """`(values - mean) / sqrt(unbiased variance + epsilon)` over the mask, 0 outside; all 0 for a single element.
 
     The statistics are in float64; the result is in `dtype`, by default that of the values.
     """
-
-    def sums(table: Tensor, counted: Tensor) -> tuple[Tensor, ...]:
-        kept = torch.where(counted.bool(), table, 0.0).double()
-        return counted.count_nonzero().view(1), kept.sum().view(1)
-
-    def squares(table: Tensor, counted: Tensor) -> tuple[Tensor, ...]:
-        return (torch.where(counted.bool(), table - mean, 0.0).square().sum().view(1),)
-
-    def whitened(table: Tensor, counted: Tensor) -> tuple[Tensor, ...]:
-        return (torch.where(counted.bool(), (table - mean) * scale, 0.0).to(dtype or values.dtype),)
-
-    count, total = (part.sum() for part in map_rows(sums, values, mask))
-    mean = total / count.clamp(min=1)
-    variance = map_rows(squares, values, mask)[0].sum() / (count - 1).clamp(min=1)
-    scale = torch.rsqrt(variance + epsilon)
-    return map_rows(whitened, values, mask)[0]
+    counted = mask.bool()
+    count = counted.sum()
+    mean = torch.where(counted, values, 0.0).double().sum() / count.clamp(min=1)
+    centred = torch.where(counted, values - mean, 0.0)
+    variance = centred.square().sum() / (count - 1).clamp(min=1)
+    return (centred * torch.rsqrt(variance + epsilon)).to(dtype or values.dtype)
 
 
 def last_token(mask: Tensor) -> Tensor:

@@ -56,23 +56,13 @@ def probs_diff_metrics(*, old_log_probs: Tensor, rollout_log_probs: Tensor, resp
     """
     valid = response_mask.bool()
     ours, theirs = old_log_probs[valid].double().exp(), rollout_log_probs[valid].double().exp()
-    if not len(ours):
-        values = dict.fromkeys(("max", "mean", "std"), math.nan)
-        return _named(0.0, values, math.nan)
-    difference = (ours - theirs).abs()
-    values = {
-        "max": difference.max().item(),
-        "mean": difference.mean().item(),
-        "std": difference.std().item() if len(ours) > 1 else 0.0,
-    }
-    return _named(1.0, values, _pearson(ours, theirs))
-
-
-def _named(valid: float, values: dict[str, float], correlation: float) -> dict[str, float]:
+    difference, single = (ours - theirs).abs(), 0.0 if len(ours) else math.nan
     return {
-        "training/rollout_probs_diff_valid": valid,
-        **{f"training/rollout_probs_diff_{name}": value for name, value in values.items()},
-        "training/rollout_actor_probs_pearson_corr": correlation,
+        "training/rollout_probs_diff_valid": float(len(ours) > 0),
+        "training/rollout_probs_diff_max": difference.max().item() if len(ours) else math.nan,
+        "training/rollout_probs_diff_mean": difference.mean().item(),
+        "training/rollout_probs_diff_std": difference.std().item() if len(ours) > 1 else single,
+        "training/rollout_actor_probs_pearson_corr": _pearson(ours, theirs),
     }
 
 

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rlsys.algorithms.masked import map_rows
-
 BLOCK = 64
 
 
@@ -55,9 +53,5 @@ def unpack(values: Tensor, mask: Tensor, columns: Tensor | None) -> Tensor:
 
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """`G[t] = r[t] + gamma * G[next counting token]` (B, R) in float64, 0 where `mask` is 0."""
-
-    def rows(given: Tensor, counted: Tensor) -> tuple[Tensor, ...]:
-        columns = packed_columns(counted)
-        return (unpack(reverse_scan(pack(given.double(), counted, columns), gamma), counted, columns),)
-
-    return map_rows(rows, rewards, mask)[0]
+    columns = packed_columns(mask)
+    return unpack(reverse_scan(pack(rewards.double(), mask, columns), gamma), mask, columns)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from rlsys.rewards.sandbox.run import GUARANTEES, SandboxLimits, SandboxRun, run_python
+from rlsys.rewards.sandbox.run import SandboxLimits, SandboxRun, run_python
 
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 CALL = """
@@ -28,7 +28,6 @@ def compute_score(
     timeout_s: float = 4.0,
     memory_limit_mb: int = 1024,
     max_cases: int = 10,
-    require: Sequence[str] = GUARANTEES,
 ) -> dict[str, Any]:
     """Share of the test cases passed by the last fenced block; all or nothing unless `continuous`.
 
@@ -39,7 +38,7 @@ def compute_score(
     cases = read_cases(ground_truth)[:max_cases]
     limits = SandboxLimits(wall_s=timeout_s, cpu_s=timeout_s, memory_bytes=memory_limit_mb << 20)
     source = extract_code(solution_str)
-    verdicts = [_verdict(source, case, limits, require) for case in cases]
+    verdicts = [_verdict(source, case, limits) for case in cases]
     share = verdicts.count("pass") / len(verdicts)
     passed = float(share == 1.0)
     first_bad = next((v for v in verdicts if v != "pass"), "")
@@ -65,15 +64,15 @@ def read_cases(ground_truth: Any) -> list[tuple[str | None, Any, Any]]:
     return [(name, given, wanted) for given, wanted in zip(inputs, outputs)]
 
 
-def _verdict(source: str, case: tuple[str | None, Any, Any], limits: SandboxLimits, require: Sequence[str]) -> str:
+def _verdict(source: str, case: tuple[str | None, Any, Any], limits: SandboxLimits) -> str:
     name, given, wanted = case
     if name is None:
-        run = run_python(source, stdin=_text(given), limits=limits, require=require)
+        run = run_python(source, stdin=_text(given), limits=limits)
         right = same_output(run.stdout, _text(wanted))
     else:
         lines = given if isinstance(given, str) else "\n".join(json.dumps(argument) for argument in given)
         call = f"{source}\n_INPUT, _NAME = {lines!r}, {name!r}\n{CALL}"
-        run = run_python(call, limits=limits, require=require)
+        run = run_python(call, limits=limits)
         right = _same_value(run.stdout.rstrip().rpartition("\n")[2], wanted)
     return _describe(run) if run.status != "exit" else "pass" if right else "wrong answer"
 

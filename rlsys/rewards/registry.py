@@ -33,8 +33,6 @@ ROUTES: dict[str, str] = {
     "reasoning_gym/products": "text:numeric",
     "reasoning_gym/gcd": "text:numeric",
     "reasoning_gym/chain_sum": "text:numeric",
-    "text/exact": "text:exact",
-    "text/regex": "text:regex",
     "text/number": "text:numeric",
 }
 """Data source -> module:function; a trailing * stands for any ending."""
@@ -100,11 +98,6 @@ def _no_grader(data_source: str) -> ConfigError:
         f"no built-in reward function for data_source {data_source!r}: set reward.custom_reward_function.path to a "
         f"file with a compute_score, or use one of {', '.join(ROUTES)}"
     )
-
-
-def warm_up() -> None:
-    """Import what takes long, so that it is not charged to the first item."""
-    compute_score("text/number", "1.0", "1")
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Answers that are plain text: numbers in prose, exact text, a pattern, one of several phrases."""
+"""Answers that are plain text: numbers in prose, one of several phrases."""
 
 from __future__ import annotations
 
@@ -24,19 +24,6 @@ def numeric(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """1 when the last boxed expression, or without one the last number, equals the ground truth."""
     boxed = last_boxed(solution_str)
     return graded(last_number(solution_str) if boxed is None else boxed, ground_truth)
-
-
-def exact(solution_str: str, ground_truth: Any) -> dict[str, Any]:
-    """1 when the text, apart from white space around and between words, is the ground truth."""
-    answer, wanted = (" ".join(str(text).split()) for text in (solution_str, ground_truth))
-    return {"score": float(answer == wanted), "acc": float(answer == wanted), "pred": answer}
-
-
-def regex(solution_str: str, ground_truth: Any) -> dict[str, Any]:
-    """1 when the pattern in the ground truth is found in the text; `pred` is its first group, or all it matched."""
-    match = re.search(str(ground_truth), solution_str)
-    pred = "" if match is None else match.group(1 if match.re.groups else 0) or ""
-    return {"score": float(match is not None), "acc": float(match is not None), "pred": pred}
 
 
 def exact_match(

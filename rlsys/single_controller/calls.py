@@ -1,7 +1,7 @@
 """Calls that are under way: waiting for them by a deadline, and turning what went wrong into one error.
 
-A worker answers every call with a `Header` (small: did it work, how many rows) beside the value, so that the controller
-learns of a failure without fetching data. The wait looks at all ranks at once; the first real cause is raised, not the
+A worker answers every call with a `Header` (small: did it work) beside the value, so that the controller learns of a
+failure without fetching data. The wait looks at all ranks at once; the first real cause is raised, not the
 broken connections of its peers.
 """
 
@@ -14,9 +14,8 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
 
 from rlsys.telemetry.recorder import StageReport, merged
 from rlsys.utils.errors import (
@@ -46,27 +45,26 @@ _SECONDARY = re.compile(
     re.IGNORECASE,
 )
 
-Deadlines = float | Mapping[str, float] | Callable[[str], float]
-"""Seconds for every stage, or by stage name (with "default" for the others), or as a function of the stage."""
+Deadlines = float | Mapping[str, float]
+"""Seconds for every stage, or by stage name (with "default" for the others)."""
 
 
 def deadline_for(deadlines: Deadlines, stage: str) -> float:
     """How long to wait at a stage."""
     if isinstance(deadlines, Mapping):
         return deadlines.get(stage, deadlines.get("default", DEFAULT_DEADLINE_S))
-    return deadlines(stage) if callable(deadlines) else float(deadlines)
+    return float(deadlines)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What went wrong in a worker. `at_s` is its wall clock; `upstream` means that an argument never arrived."""
+    """What went wrong in a worker. `at_s` is its wall clock."""
 
     cause: str
     trace: str = ""
     at_s: float = 0.0
     exception: BaseException | None = None
     died: bool = False
-    upstream: bool = False
 
     @property
     def is_secondary(self) -> bool:
@@ -76,10 +74,9 @@ class Failure:
 
 @dataclass(frozen=True)
 class Header:
-    """The small half of an answer: whether it worked, the rows of a batch, and what the worker noted of its stages."""
+    """The small half of an answer: whether it worked, and what the worker noted of its stages."""
 
     failure: Failure | None = None
-    num_rows: int | None = None
     report: StageReport | None = None
 
 
@@ -100,20 +97,19 @@ class CallSpec:
 
 @dataclass(frozen=True)
 class RankCall:
-    """One method call for one rank. `upstream` are the calls whose results are among its values."""
+    """One method call for one rank."""
 
     rank: int
     spec: CallSpec
     values: tuple[Any, ...]
-    upstream: tuple[Pending, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Pending:
     """An answer on its way. `header` and `value` may be read once a wait has reported it done.
 
-    `references` stand for the header and the value on their way to another worker. `upstream` are the calls it waits
-    for itself; emptied when it has succeeded, so that their results can be freed.
+    `references` are what its backend knows the header and the value by. `is_noted` is set when the report that came
+    with the answer has been kept.
     """
 
     backend: Backend
@@ -121,7 +117,7 @@ class Pending:
     rank: int
     stage: str
     references: tuple[Any, Any]
-    upstream: list[Pending] = field(default_factory=list)
+    is_noted: bool = False
 
     def header(self) -> Header:
         return self.backend.header(self)
@@ -135,17 +131,10 @@ class Backend(ABC):
 
     def __init__(self, world_size: int, deadlines: Deadlines) -> None:
         self.world_size, self.deadlines = world_size, deadlines
-        self._reports: deque[StageReport] = deque(maxlen=MAX_REPORTS)
-        self._noted: WeakSet[Pending] = WeakSet()
-
-    def note(self, one: Pending, report: StageReport) -> None:
-        """Keep what came with an answer; the same answer may be noted more than once."""
-        if one not in self._noted:
-            self._noted.add(one)
-            self._reports.append(report)
+        self.reports: deque[StageReport] = deque(maxlen=MAX_REPORTS)
 
     def drain_stages(self) -> StageReport:
-        return merged([self._reports.popleft() for _ in range(len(self._reports))])
+        return merged([self.reports.popleft() for _ in range(len(self.reports))])
 
     @property
     @abstractmethod
@@ -262,12 +251,10 @@ def _failures(done: Sequence[Pending]) -> list[tuple[Pending, Failure]]:
     failed = []
     for one in done:
         header = one.header()
-        if header.report is not None:
-            one.backend.note(one, header.report)
-        if header.failure is None:
-            _failures(one.upstream)
-            one.upstream.clear()
-        else:
+        if header.report is not None and not one.is_noted:
+            one.backend.reports.append(header.report)
+            one.is_noted = True
+        if header.failure is not None:
             failed.append((one, header.failure))
     return failed
 
@@ -281,10 +268,8 @@ def _first_cause(failed: Sequence[tuple[Pending, Failure]]) -> BaseException:
     """The error of the earliest real failure: a death before an exception before the loss of a peer."""
     ordered = sorted(failed, key=lambda item: (not item[1].died, item[1].is_secondary, item[1].at_s, item[0].rank))
     pending, failure = ordered[0]
-    if failure.upstream and (causes := _failed_upstream(pending)):
-        return _first_cause(causes)
     backend = pending.backend
-    also = [f"rank {other.rank}: {_first_line(f.cause)}" for other, f in ordered[1:] if other.backend is backend][:4]
+    also = [f"rank {other.rank}: {f.cause.partition(chr(10))[0]}" for other, f in ordered[1:5]]
     others = f"also failed: {'; '.join(also)}" if also else ""
     where = FailedWorker(
         role=pending.role,
@@ -302,25 +287,8 @@ def _first_cause(failed: Sequence[tuple[Pending, Failure]]) -> BaseException:
     return error
 
 
-def _failed_upstream(pending: Pending) -> list[tuple[Pending, Failure]]:
-    failed: list[tuple[Pending, Failure]] = []
-    sources, end_s = list(pending.upstream), time.monotonic() + POLL_S
-    while sources and not failed and time.monotonic() < end_s:
-        done = sources[0].backend.wait_done(sources, GRACE_S)
-        failed += _failures(done)
-        sources = _without(sources, done)
-    return failed
-
-
-def _first_line(text: str) -> str:
-    return text.splitlines()[0] if text else ""
-
-
 def _late(missing: Sequence[Pending], deadline_s: float) -> DeadlineError:
-    """The error for ranks that did not answer; when they wait for another group's results, that group is named."""
-    sources = [source for one in missing for source in one.upstream]
-    if sources and (late := _without(sources, sources[0].backend.wait_done(sources, 0.0))):
-        return _late(late, deadline_s)
+    """The error for ranks that did not answer."""
     first = missing[0]
     ranks = ", ".join(str(one.rank) for one in missing)
     who = f"{first.role} rank{'s' if len(missing) > 1 else ''} {ranks} on {first.backend.host(first.rank)}"

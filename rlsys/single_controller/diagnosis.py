@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,11 +64,6 @@ def diagnose(info: ProcessInfo) -> str:
     return f"{text}; its stack is\n{stack}" if stack else text
 
 
-def is_alive(info: ProcessInfo) -> bool:
-    """Whether this very process (not a later one with its id) runs on this host; a zombie is dead."""
-    return _state(info) not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-
-
 def kill_with_children(info: ProcessInfo) -> None:
     """SIGKILL a worker of this host and the processes of its group, which may outlive it; no error if all are gone."""
     process = _find(info)
@@ -84,14 +78,12 @@ def kill_with_children(info: ProcessInfo) -> None:
         return
 
 
-def wait_gone(processes: Sequence[ProcessInfo], timeout_s: float) -> list[ProcessInfo]:
-    """Wait for processes of this host to end; returns those that are still alive."""
+def wait_gone(info: ProcessInfo, timeout_s: float) -> bool:
+    """Wait for a process of this host to end; whether it has. A zombie is dead."""
     end_s = time.monotonic() + timeout_s
-    living = [info for info in processes if is_alive(info)]
-    while living and time.monotonic() < end_s:
+    while (is_alive := _state(info) != psutil.STATUS_ZOMBIE) and time.monotonic() < end_s:
         time.sleep(0.02)
-        living = [info for info in living if is_alive(info)]
-    return living
+    return not is_alive
 
 
 def _find(info: ProcessInfo) -> psutil.Process | None:

@@ -2,18 +2,18 @@
 
 A mode is a pair of functions: `dispatch_fn(group, *args, **kwargs)` gives positional and keyword arguments in which
 every value is a list with one entry per rank; `collect_fn(group, results)` takes one result per rank. Built-in modes
-that return rows also say which ranks hold them, so that the rows of a call that is still running can be passed on.
+that return rows also say which ranks hold them, so that only those are fetched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from typing import Any, ClassVar, Protocol, TypedDict, TypeVar
 
-from rlsys.single_controller.rows import future_rows, is_future, is_rows, split_rows, take_spans
+from rlsys.single_controller.rows import is_future, is_rows, join_rows, split_rows
 
 MAGIC_ATTR = "__rlsys_registered__"
 """The attribute in which `register` leaves a method's `Registration`."""
@@ -72,7 +72,6 @@ class Registration(TypedDict):
     dispatch_mode: Dispatch | Mapping[str, Any]
     execute_mode: Execute
     blocking: bool
-    materialize_futures: bool
 
 
 @dataclass(frozen=True)
@@ -102,15 +101,15 @@ def register(
     """Make a worker's method callable on its whole group.
 
     With `blocking=False` the call returns a future (a `DataProtoFuture` where the mode returns rows). Futures among the
-    arguments are resolved in the worker before the method runs, unless `materialize_futures=False`.
+    arguments are resolved by the controller before the call; ValueError for `materialize_futures=False`.
     """
+    if not materialize_futures:
+        raise ValueError("materialize_futures=False: futures among the arguments are always resolved; leave it True")
     mode = Dispatch.ALL_TO_ALL if dispatch_mode is None else dispatch_mode
     _check_mode(mode)
     if not isinstance(execute_mode, Execute):
         raise ValueError(f"execute_mode is {execute_mode!r}; it must be Execute.ALL or Execute.RANK_ZERO")
-    registration = Registration(
-        dispatch_mode=mode, execute_mode=execute_mode, blocking=blocking, materialize_futures=materialize_futures
-    )
+    registration = Registration(dispatch_mode=mode, execute_mode=execute_mode, blocking=blocking)
 
     def mark(method: F) -> F:
         setattr(method, MAGIC_ATTR, registration)
@@ -214,7 +213,7 @@ def join(results: Sequence[Any]) -> Any:
     """Rows are concatenated (empty parts are left out), anything else stays a list."""
     if not results or not all(is_rows(result) for result in results):
         return list(results)
-    return take_spans(results, [(part, 0, len(rows)) for part, rows in enumerate(results)])
+    return join_rows(results)
 
 
 def _repeat(group: RankGroup, values: Any) -> list[Any]:
@@ -273,9 +272,7 @@ def _split_by_rows(
     lengths: dict[Any, int] = {}
     padding: tuple[int, ...] = ()
     for name, whole in named.items():
-        if (future := future_rows(whole)) is not None:
-            parts = [replace(future, index=index, chunks=chunks, pads=pads) for index in range(chunks)]
-        elif is_rows(value := whole.get() if is_future(whole) else whole):
+        if is_rows(value := whole.get() if is_future(whole) else whole):
             lengths[name] = len(value)
             parts, num_padding = split_rows(value, chunks, pads=pads or _wants_padding(value))
             padding = tuple(num_padding[dp_rank] for dp_rank in dp_ranks)
@@ -284,7 +281,7 @@ def _split_by_rows(
         spread[name] = [parts[dp_rank] for dp_rank in dp_ranks]
     if len(set(lengths.values())) > 1:
         raise ValueError(f"{group.role}: the batches of one call have different numbers of rows: {lengths}")
-    if not any(is_rows(value) or is_future(value) for value in named.values()):
+    if not lengths:
         raise ValueError(f"{group.role}: a method that splits rows was called without a DataProto")
     return SplitArguments(
         tuple(spread[index] for index in range(len(args))), {key: spread[key] for key in kwargs}, padding

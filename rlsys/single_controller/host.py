@@ -15,34 +15,18 @@ from dataclasses import replace
 from typing import Any
 
 from rlsys.single_controller.calls import CallSpec, Failure, Header
-from rlsys.single_controller.dispatch import MAGIC_ATTR
-from rlsys.single_controller.rows import FutureRows, is_rows, row_spans, take_spans
+from rlsys.single_controller.rows import is_rows
 from rlsys.telemetry.recorder import StageRecorder
 
 TRACE_CHARS = 4000
 
 
-class UpstreamError(RuntimeError):
-    """The worker that was to produce an argument of the call failed."""
-
-
-class LazyRows:
-    """What a method registered with materialize_futures=False gets in place of a future: `get` fetches the rows."""
-
-    def __init__(self, rows: FutureRows, fetch: Callable[[Any], Any]) -> None:
-        self._rows, self._fetch = rows, fetch
-
-    def get(self) -> Any:
-        return fetch_rows(self._rows, self._fetch)[0]
-
-
 class WorkerHost:
     """Holds one worker in a process of its own; the controller speaks to it through `call`."""
 
-    def __init__(self, fetch: Callable[[Any], Any]) -> None:
-        self._fetch = fetch
+    def __init__(self) -> None:
         self.worker: Any = None
-        self._recorders = Recorders()
+        self._recorders: dict[str, StageRecorder] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.Lock()
 
@@ -68,18 +52,30 @@ class WorkerHost:
         return answer(build)[0], None
 
     def call(self, spec: CallSpec, *values: Any) -> tuple[Header, Any]:
-        """Run one method of the worker; failures are reported in the header, never raised."""
+        """Run one method of the worker as a stage; failures are reported in the header, never raised."""
+        if spec.method.startswith("_"):
+            return answer(lambda: self._run(spec, values))
         worker = f"{spec.role} {os.environ.get('RANK', 0)}"
-        return self._recorders.answer(worker, spec.method, lambda: self._run(spec, values))
+        recorder = self._recorders.setdefault(worker, StageRecorder(worker))
+
+        def run() -> Any:
+            with recorder.stage(spec.method):
+                return self._run(spec, values)
+
+        header, value = answer(run)
+        return replace(header, report=recorder.drain()), value
 
     def _run(self, spec: CallSpec, values: Sequence[Any]) -> Any:
         if self.worker is None:
             raise RuntimeError("the worker was never built, or its group was closed")
         worker = self.worker if spec.target is None else self.worker.role(spec.target)
-        result, num_padding = run_method(worker, spec, values, self._fetch)
+        if (method := getattr(worker, spec.method, None)) is None:
+            raise AttributeError(f"{type(worker).__name__} has no method '{spec.method}'")
+        num_positional = len(values) - len(spec.names)
+        result = method(*values[:num_positional], **dict(zip(spec.names, values[num_positional:], strict=True)))
         if inspect.iscoroutine(result):
             result = self._finish(result)
-        return without_padding(result, num_padding, spec.method)
+        return without_padding(result, spec.num_padding, spec.method)
 
     def _finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run an async method on the host's event loop, which lives as long as the host."""
@@ -95,26 +91,6 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def run_method(worker: Any, spec: CallSpec, values: Sequence[Any], fetch: Callable[[Any], Any]) -> tuple[Any, int]:
-    """The method's result and how many rows of it are repeated ones."""
-    method = getattr(worker, spec.method, None)
-    if method is None:
-        raise AttributeError(f"{type(worker).__name__} has no method '{spec.method}'")
-    registration = getattr(method, MAGIC_ATTR, None)
-    lazy = registration is not None and not registration["materialize_futures"]
-    num_padding, arguments = spec.num_padding, list[Any]()
-    for value in values:
-        if isinstance(value, FutureRows) and lazy:
-            value = LazyRows(value, fetch)
-        elif isinstance(value, FutureRows):
-            value, padded = fetch_rows(value, fetch)
-            num_padding = max(num_padding, padded)
-        arguments.append(value)
-    num_positional = len(arguments) - len(spec.names)
-    named = dict(zip(spec.names, arguments[num_positional:], strict=True))
-    return method(*arguments[:num_positional], **named), num_padding
-
-
 def without_padding(result: Any, num_padding: int, method: str) -> Any:
     """Cut the repeated rows off; ValueError if the result has none, because then they have counted twice."""
     if num_padding == 0:
@@ -127,57 +103,13 @@ def without_padding(result: Any, num_padding: int, method: str) -> Any:
     return result[: len(result) - num_padding]
 
 
-def fetch_rows(rows: FutureRows, fetch: Callable[[Any], Any]) -> tuple[Any, int]:
-    """Fetch only the results that overlap the share; returns the rows and how many are repeated ones."""
-    try:
-        headers: list[Header] = fetch([header for header, _ in rows.calls])
-        for header in headers:
-            if header.failure is not None:
-                raise UpstreamError(header.failure.cause)
-        counts = [_num_rows(header) for header in headers]
-        spans, num_padding = row_spans(counts, rows.index, rows.chunks, pads=rows.pads)
-        needed = sorted({part for part, _, _ in spans} or {0})
-        parts = dict(zip(needed, fetch([rows.calls[part][1] for part in needed]), strict=True))
-    except (UpstreamError, ValueError):
-        raise
-    except Exception as error:
-        raise UpstreamError(f"{type(error).__name__}: {error}") from error
-    return take_spans([parts.get(part, ()) for part in range(len(counts))], spans or [(0, 0, 0)]), num_padding
-
-
-def _num_rows(header: Header) -> int:
-    if header.num_rows is None:
-        raise ValueError("a future among the arguments gave something without rows")
-    return header.num_rows
-
-
 def answer(run: Callable[[], Any]) -> tuple[Header, Any]:
     """Run a function; its header says whether it succeeded."""
     try:
         value = run()
     except Exception as error:
         return Header(failure_of(error)), None
-    return Header(num_rows=len(value) if is_rows(value) else None), value
-
-
-class Recorders(dict[str, StageRecorder]):
-    """What this process notes about its calls: a recorder for each worker that lives here, made when asked for."""
-
-    def __missing__(self, worker: str) -> StageRecorder:
-        recorder = self[worker] = StageRecorder(worker)
-        return recorder
-
-    def answer(self, worker: str, stage: str, run: Callable[[], Any]) -> tuple[Header, Any]:
-        """Run something as a stage; its span and memory travel with the header, also when it fails."""
-        if stage.startswith("_"):
-            return answer(run)
-
-        def staged() -> Any:
-            with self[worker].stage(stage):
-                return run()
-
-        header, value = answer(staged)
-        return replace(header, report=self[worker].drain()), value
+    return Header(), value
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -187,7 +119,6 @@ def failure_of(error: BaseException) -> Failure:
         trace=_trace(error)[-TRACE_CHARS:],
         at_s=time.time(),
         exception=error if _travels(error) else None,
-        upstream=isinstance(error, UpstreamError),
     )
 
 

@@ -10,7 +10,7 @@ import asyncio
 import copy
 import os
 import socket
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,6 @@ from rlsys.single_controller.worker import (
     NO_PROCESS_GROUP,
     RANK_VARIABLES,
     Worker,
-    checked_worker_env,
     environment,
     free_port,
     rank_environment,
@@ -49,21 +48,17 @@ class LocalWorkerGroup(WorkerGroup):
         *,
         role: str | None = None,
         deadlines: Deadlines = DEFAULT_DEADLINE_S,
-        worker_env: Mapping[str, str] | None = None,
     ) -> None:
         if cls_with_init is None:
             raise ValueError("LocalWorkerGroup needs a ClassWithInitArgs")
         world_size = 1 if resource_pool is None else resource_pool.world_size
         name = role or cls_with_init.cls.__name__
-        backend = LocalBackend(cls_with_init, name, world_size, deadlines, checked_worker_env(worker_env))
+        backend = LocalBackend(cls_with_init, name, world_size, deadlines)
         super().__init__(backend, cls_with_init.cls, role=name)
 
 
 class LocalHost(WorkerHost):
     """A worker in this process. Batches are copied, so that caller and worker never write into each other's tensors."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda references: [_own(reference) for reference in references])
 
     def _run(self, spec: CallSpec, values: Sequence[Any]) -> Any:
         return _own(super()._run(spec, [_own(value) for value in values]))
@@ -75,20 +70,12 @@ class LocalHost(WorkerHost):
 class LocalBackend(Backend):
     """Worker objects of this process, each with the environment of its rank while its code runs."""
 
-    def __init__(
-        self,
-        cls_with_init: ClassWithInitArgs,
-        role: str,
-        world_size: int,
-        deadlines: Deadlines,
-        worker_env: Mapping[str, str],
-    ) -> None:
+    def __init__(self, cls_with_init: ClassWithInitArgs, role: str, world_size: int, deadlines: Deadlines) -> None:
         super().__init__(world_size, deadlines)
         self._cls_with_init, self._role = cls_with_init, role
         master = ("127.0.0.1", free_port()) if world_size == 1 else None
         self._environments = [
             rank_environment(rank=rank, world_size=world_size, local_rank=0, local_world_size=1, master=master)
-            | dict(worker_env)
             for rank in range(world_size)
         ]
         self._hosts = [LocalHost() for _ in range(world_size)]
@@ -136,7 +123,7 @@ class LocalBackend(Backend):
 
     def _submit(self, role: str, stage: str, call: RankCall) -> Pending:
         answered = self._in_rank(call.rank, lambda: self._hosts[call.rank].call(call.spec, *call.values))
-        return Pending(self, role, call.rank, stage, answered, list(call.upstream))
+        return Pending(self, role, call.rank, stage, answered)
 
     def _in_rank(self, rank: int, run: Callable[[], tuple[Header, Any]]) -> tuple[Header, Any]:
         """What `run` answers in the environment of a rank; a rank without a process group gets the reason."""

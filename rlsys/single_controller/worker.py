@@ -103,13 +103,6 @@ def rank_environment(
     return {name: str(value) for name, value in values.items()}
 
 
-def checked_worker_env(worker_env: Mapping[str, str] | None) -> dict[str, str]:
-    """Variables for the ranks of a group; ValueError for those that a rank gets from its group."""
-    if taken := sorted({*RANK_VARIABLES} & {*(worker_env or {})}):
-        raise ValueError(f"worker_env sets {', '.join(taken)}, which every rank gets from its group; remove them")
-    return dict(worker_env or {})
-
-
 @contextmanager
 def environment(values: Mapping[str, str], unset: Sequence[str] = ()) -> Iterator[None]:
     """Set variables of this process, and unset others, for a while."""

@@ -29,7 +29,7 @@ from rlsys.single_controller.dispatch import (
     registered_methods,
     split_call,
 )
-from rlsys.single_controller.rows import future_rows, is_future
+from rlsys.single_controller.rows import is_future
 from rlsys.telemetry.recorder import StageReport
 
 
@@ -99,7 +99,7 @@ class WorkerGroup:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{self.role} has ranks 0..{self.world_size - 1}, not {rank}")
         spec = CallSpec(method, self.role, self._target, tuple(kwargs))
-        call = self._rank_call(rank, spec, (*args, *kwargs.values()))
+        call = RankCall(rank, spec, _resolved((*args, *kwargs.values())))
         return Future(self._backend.submit(self.role, stage or method, [call])[0])
 
     def execute_rank(
@@ -198,24 +198,15 @@ class WorkerGroup:
         for rank in range(self.world_size):
             num_padding = split.num_padding[rank] if split.num_padding else 0
             values = tuple(value[rank] for value in (*split.args, *split.kwargs.values()))
-            calls.append(self._rank_call(rank, CallSpec(method, self.role, self._target, names, num_padding), values))
+            spec = CallSpec(method, self.role, self._target, names, num_padding)
+            calls.append(RankCall(rank, spec, _resolved(values)))
         return self._backend.submit(self.role, method, calls)
-
-    def _rank_call(self, rank: int, spec: CallSpec, values: Sequence[Any]) -> RankCall:
-        """Replace futures by references to their results, if these processes can fetch them."""
-        sent, upstream = list[Any](), list[Pending]()
-        for value in values:
-            rows = future_rows(value)
-            if rows is None:
-                sent.append(value.get() if is_future(value) else value)
-            elif all(type(call.pending.backend) is type(self._backend) for call in rows.calls):
-                sent.append(rows.to_references())
-                upstream += [call.pending for call in rows.calls]
-            else:
-                sent.append(rows.get())
-        return RankCall(rank, spec, tuple(sent), tuple(upstream))
 
     def _results(self, pending: Sequence[Pending], collect: Callable[[Sequence[Pending]], Any] | None = None) -> Any:
         busy = {one.rank for one in pending}
         finish(pending, idle=[rank for rank in range(self.world_size) if rank not in busy])
         return [one.value() for one in pending] if collect is None else collect(pending)
+
+
+def _resolved(values: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(value.get() if is_future(value) else value for value in values)

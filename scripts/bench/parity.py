@@ -129,15 +129,15 @@ class Side:
 
     def __init__(self, work: dict[str, Any]) -> None:
         from rlsys.config import load_config
+        from rlsys.config.engines import worker_class
         from rlsys.rollout.batch import to_requests
         from workers.build import EngineRun, build_actor_engine
-        from workers.rollout import rollout_worker_cls
 
         cfg = load_config(overrides(work))
         run = EngineRun(device=work["device"], nccl_timeout_s=60.0, step_rows=work["rows"])
         policy = cfg.actor_rollout_ref
         self.trainer = build_actor_engine(policy, run)
-        worker = rollout_worker_cls(policy.rollout.name)(policy.model, policy.rollout, run, "auto")
+        worker = worker_class(policy.rollout.name)(policy.model, policy.rollout, run, "auto")
         worker.init_model()
         self.engine, self.work = worker.engine, work
         self.batch = prompt_rows(prompts(Path(work["path"]), work["rows"], work["prompt"]), work)

@@ -61,15 +61,10 @@ def test_every_rank_knows_its_place(group: WorkerGroup) -> None:
     assert group.world_size == NUM_RANKS == len(group.workers)
 
 
-@pytest.mark.parametrize("backend", ["local", "ray"])
-def test_variables_of_a_rank_cannot_be_overridden(backend: str, request: pytest.FixtureRequest) -> None:
-    env, pool = {"WORLD_SIZE": "100", "MASTER_PORT": "1", "MINE": "2"}, None
-    if backend == "ray":
-        request.getfixturevalue("ray_cluster")
-        pool = RayResourcePool([1], use_gpu=False)
-    group_cls, cls = (LocalWorkerGroup, ClassWithInitArgs) if pool is None else (RayWorkerGroup, RayClassWithInitArgs)
+def test_variables_of_a_rank_cannot_be_overridden(ray_cluster: object) -> None:
+    env, pool = {"WORLD_SIZE": "100", "MASTER_PORT": "1", "MINE": "2"}, RayResourcePool([1], use_gpu=False)
     with pytest.raises(ValueError, match="worker_env sets MASTER_PORT, WORLD_SIZE"):
-        group_cls(pool, cls(Calculator, 7), worker_env=env)
+        RayWorkerGroup(pool, RayClassWithInitArgs(Calculator, 7), worker_env=env)
 
 
 def test_a_mode_of_verls_functions_gives_every_rank_the_same(group: WorkerGroup) -> None:

@@ -6,8 +6,6 @@ import asyncio
 import fcntl
 import os
 import shutil
-import signal
-import socket
 import sys
 import tempfile
 import time
@@ -17,9 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlsys.ipc.framing import FrameBuffer, WireError
 from rlsys.rewards.pool.messages import (
-    MAX_FRAME_BYTES,
+    MAX_LINE_BYTES,
+    GradeItem,
     Grader,
     GraderReady,
     GraderUnusable,
@@ -29,7 +27,6 @@ from rlsys.rewards.pool.messages import (
     RewardResult,
     WorkerEnded,
     failed,
-    grade_message,
     pack,
     plain,
     unpack,
@@ -48,10 +45,13 @@ FOLDER_PREFIX, SWEEP_AGE_S = "rlsys-reward-", 60.0
 
 @dataclass(eq=False)
 class PendingItem:
-    """One item to grade; `replied` is set when the child that got it at `sent_s` has answered or ended."""
+    """One item to grade, or None to see that a child is ready.
+
+    `replied` is set when the child that got it at `sent_s` has answered or ended.
+    """
 
     number: int
-    item: RewardItem
+    item: RewardItem | None
     result: asyncio.Future[RewardResult]
     replied: asyncio.Event = field(default_factory=asyncio.Event)
     sent_s: float = 0.0
@@ -63,14 +63,9 @@ class PendingItem:
 
 
 class Child:
-    """A guard process, the socket to it, the socket to its worker, and the items that the worker has."""
+    """A guard process with its worker, and the items that the worker has."""
 
     def __init__(self) -> None:
-        self.work, work_theirs = socket.socketpair()
-        self.control, control_theirs = socket.socketpair()
-        for link in (self.work, self.control):
-            link.setblocking(False)
-        self._theirs = (work_theirs, control_theirs)
         self.folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX)
         self._lock = os.open(self.folder, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -79,28 +74,28 @@ class Child:
         self.cause = ""
         self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
-        self._unsent: asyncio.Queue[bytes] = asyncio.Queue()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._report: WorkerEnded | None = None
         self._process: asyncio.subprocess.Process | None = None
+        self._reading: asyncio.Task[None] | None = None
 
     async def load(self, grader: Grader, *, timeout_s: float, start_timeout_s: float) -> bool:
         """Start the processes and wait for the grader; False, with the `cause`, if it cannot be started now.
 
-        They inherit only their two sockets and the standard error. ConfigError where the grader cannot be loaded.
+        They inherit only their two pipes and the standard error. ConfigError where the grader cannot be loaded.
         """
         search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        fds = [link.fileno() for link in self._theirs]
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "rlsys.rewards.pool.guard", *map(str, fds), self.folder, str(os.getpid())),
-            pass_fds=fds,
-            stdin=asyncio.subprocess.DEVNULL,
+            *(sys.executable, "-m", "rlsys.rewards.pool.guard", self.folder, str(os.getpid())),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=MAX_LINE_BYTES,
             env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": search_path},
             start_new_session=True,
         )
-        self._close_theirs()
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
+        assert self._process.stdout is not None
+        self._reading = asyncio.create_task(self._read(self._process.stdout))
         path = None if grader.path is None else str(Path(grader.path).resolve())
-        self._unsent.put_nowait(pack(LoadGrader(path, grader.name, plain(grader.kwargs), timeout_s)))
+        self._send(pack(LoadGrader(path, grader.name, plain(grader.kwargs), timeout_s)))
         done, _ = await asyncio.wait({self.loaded}, timeout=start_timeout_s)
         if not done:
             self.cause = f"no answer within {start_timeout_s:g} s of its start"
@@ -108,53 +103,57 @@ class Child:
         self.loaded.result()
         return not self.ended.is_set()
 
-    def _close_theirs(self) -> None:
-        for link in self._theirs:
-            link.close()
+    def _send(self, line: bytes) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(line)
 
     async def grade(self, item: PendingItem, *, limit_s: float) -> None:
         """Have the worker grade an item; without an answer in time the child is late and of no use any more."""
+        if item.item is None:
+            item.finish(RewardResult(0.0, {}, "ok", 0.0))
+            return
         try:
-            frame = pack(grade_message(item.number, item.item))
+            line = pack(GradeItem(item.number, item.item.as_json()))
         except (TypeError, ValueError, RecursionError) as error:
             item.finish(failed("error", 0.0, f"the item cannot be sent to a grader: {error}"))
             return
         item.sent_s = time.monotonic()
         item.replied.clear()
         self.items[item.number] = item
-        self._unsent.put_nowait(frame)
+        self._send(line)
         try:
             await asyncio.wait_for(item.replied.wait(), limit_s)
         except TimeoutError:
             self.is_late = True
             self.ended.set()
 
-    async def _write(self) -> None:
-        with suppress(OSError):  # reading will show that the worker has ended
-            while True:
-                await asyncio.get_running_loop().sock_sendall(self.work, await self._unsent.get())
+    async def _read(self, stdout: asyncio.StreamReader) -> None:
+        while not stdout.at_eof():
+            try:
+                if (line := await stdout.readline()).strip():
+                    self._take(unpack(line, GraderReady | GraderUnusable | ItemGraded | WorkerEnded))
+            except ValueError as error:
+                self.cause = f"the grader wrote to the pool's pipe: {error!r}"
+                self._lose()
+        self._lose()
 
-    async def _read(self) -> None:
-        frames = FrameBuffer(max_bytes=MAX_FRAME_BYTES)
-        try:
-            while data := await asyncio.get_running_loop().sock_recv(self.work, 1 << 20):
-                for parts in frames.feed(data):
-                    self._take(unpack(parts, GraderReady | GraderUnusable | ItemGraded))
-        except ConnectionResetError:
-            pass
-        except WireError as error:
-            self.cause = f"the grader wrote to the pool's socket: {error!r}"
+    def _lose(self) -> None:
+        """The worker has ended, or what it writes cannot be trusted."""
         self.ended.set()
         for item in self.items.values():
             item.replied.set()
         if not self.loaded.done():
             self.loaded.set_result(None)
 
-    def _take(self, message: GraderReady | GraderUnusable | ItemGraded) -> None:
+    def _take(self, message: GraderReady | GraderUnusable | ItemGraded | WorkerEnded) -> None:
         match message:
+            case WorkerEnded():
+                self._report = message
+                self._lose()
             case ItemGraded():
                 if item := self.items.pop(message.id, None):
-                    item.finish(message.result())
+                    item.finish(message.result)
                     item.replied.set()
             case GraderReady() if not self.loaded.done():
                 self.is_async = message.is_async
@@ -164,26 +163,18 @@ class Child:
 
     async def end(self) -> str:
         """End both processes and remove their folder; returns how the worker ended, with its last output."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._close_theirs()
-        self.work.close()
-        report = WorkerEnded("was lost with its guard, which did not report in time")
-        with suppress(OSError, WireError, TimeoutError):
-            async with asyncio.timeout(END_S):
-                self.control.shutdown(socket.SHUT_WR)
-                frames = FrameBuffer(max_bytes=MAX_FRAME_BYTES)
-                while data := await asyncio.get_running_loop().sock_recv(self.control, 1 << 16):
-                    for parts in frames.feed(data):
-                        report = unpack(parts, WorkerEnded)
-                if self._process is not None:
-                    await self._process.wait()
-        if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.kill(self._process.pid, signal.SIGKILL)
-            await self._process.wait()
-        self.control.close()
+        if self._process is not None and self._process.stdin is not None:
+            if not self._process.stdin.is_closing():
+                self._process.stdin.transport.abort()
+            try:
+                await asyncio.wait_for(self._process.wait(), END_S)
+            except TimeoutError:
+                with suppress(ProcessLookupError):
+                    self._process.kill()
+                await self._process.wait()
+        if self._reading is not None:
+            await asyncio.wait({self._reading}, timeout=END_S)
+        report = self._report or WorkerEnded("was lost with its guard, which did not report in time")
         shutil.rmtree(self.folder, ignore_errors=True)
         os.close(self._lock)
         lines = report.tail.strip().splitlines()[-8:]
@@ -198,20 +189,15 @@ class Children:
         self._grader, self._num_workers = grader, num_workers
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
         self._queue: asyncio.Queue[PendingItem] = asyncio.Queue()
-        self._waiting: set[asyncio.Future[None]] = set()
         self._slots: list[asyncio.Task[None]] = []
         self._endings: set[asyncio.Task[str]] = set()
-        self._num_items = self._failed_starts = self._num_ready = 0
+        self._num_items = self._failed_starts = 0
 
     async def start(self) -> None:
         """Wait until a child has loaded the grader; ConfigError where none can."""
-        self._fill_slots()
-        if self._num_ready == 0:
-            started = asyncio.get_running_loop().create_future()
-            self._waiting.add(started)
-            await started
+        await self.grade([None])
 
-    async def grade(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+    async def grade(self, items: Sequence[RewardItem | None]) -> list[RewardResult]:
         """Results of `items` in their order."""
         loop, first = asyncio.get_running_loop(), self._num_items
         self._num_items += len(items)
@@ -244,10 +230,6 @@ class Children:
                 item.finish(failed("error", 0.0, "the pool was closed"))
             elif not item.result.done():
                 item.result.set_exception(error)
-        for started in self._waiting:
-            if not started.done():
-                started.set_exception(error or RuntimeError("the reward pool was closed"))
-        self._waiting.clear()
 
     async def _slot(self) -> None:
         """One child after the other, until the grader turns out to be unusable.
@@ -285,11 +267,6 @@ class Children:
 
     async def _serve(self, child: Child, suspects: deque[PendingItem]) -> None:
         """Have the child grade until it ends or an item is late."""
-        for started in self._waiting:
-            if not started.done():
-                started.set_result(None)
-        self._waiting.clear()
-        self._num_ready += 1
         lanes: list[asyncio.Task[None]] = []
         try:
             while suspects and not child.ended.is_set():
@@ -297,7 +274,6 @@ class Children:
             lanes = [asyncio.create_task(self._lane(child)) for _ in range(ASYNC_WINDOW if child.is_async else 1)]
             await child.ended.wait()
         finally:
-            self._num_ready -= 1
             for lane in lanes:
                 lane.cancel()
 

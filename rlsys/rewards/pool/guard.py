@@ -1,9 +1,9 @@
 """One child of the reward pool: a guard that never runs a grader's code, and the worker process it forks.
 
-The pool starts `python -m rlsys.rewards.pool.guard WORK_FD CONTROL_FD TMP_DIR OWNER_PID`. The guard forks the worker,
-collects its output, and ends when the worker ends or the pool closes CONTROL_FD (which also happens when the pool's
-process is killed). Ending means killing all descendants of the worker, also those that left its process group,
-removing TMP_DIR, and reporting to the pool how the worker ended. The worker serves WORK_FD in its main thread.
+The pool starts `python -m rlsys.rewards.pool.guard TMP_DIR OWNER_PID`, whose standard input and output are the pipes
+that the worker serves. The guard forks the worker, collects its output, and ends when the worker ends or the pool
+closes the input (which also happens when the pool's process is killed). Ending means killing all descendants of the
+worker, also those that left its process group, removing TMP_DIR, and writing how the worker ended as the last message.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import select
 import shutil
 import signal
-import socket
 import sys
 import time
 from contextlib import suppress
@@ -31,7 +30,7 @@ PIPE_BYTES = 4096
 FORWARD_BYTES = 1 << 20
 
 
-def main(work_fd: int, control_fd: int, tmp_dir: str, owner_pid: int) -> NoReturn:
+def main(tmp_dir: str, owner_pid: int) -> NoReturn:
     """Guard one worker until it, the pool, or the process that owns the pool ends."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     log_read, log_write = os.pipe()
@@ -41,18 +40,17 @@ def main(work_fd: int, control_fd: int, tmp_dir: str, owner_pid: int) -> NoRetur
     signal.signal(signal.SIGCHLD, lambda *_: None)
     worker = os.fork()
     if worker == 0:
-        for fd in (control_fd, log_read, child_ended, child_ended_write):
+        for fd in (log_read, child_ended, child_ended_write):
             os.close(fd)
+        pipes = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
         _become_worker(log_write, tmp_dir)
-        serve_and_exit(socket.socket(fileno=work_fd))
-    os.close(work_fd)
+        serve_and_exit(*pipes)
     os.close(log_write)
-    control = socket.socket(fileno=control_fd)
-    status, tail = _watch(worker, control, log_read, child_ended, owner_pid)
+    status, tail = _watch(worker, log_read, child_ended, owner_pid)
     status = _kill_descendants(worker, status, KILL_S)
     shutil.rmtree(tmp_dir, ignore_errors=True)
     with suppress(OSError):  # the pool is gone, and the rest of the work does not need it
-        control.sendall(pack(WorkerEnded(_cause(status), tail.decode(errors="replace"))))
+        os.write(1, b"\n" + pack(WorkerEnded(_cause(status), tail.decode(errors="replace"))))
     _kill_descendants(worker, status, LAST_KILL_S)
     os._exit(0)
 
@@ -62,12 +60,11 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def _watch(
-    worker: int, control: socket.socket, log_read: int, child_ended: int, owner_pid: int
-) -> tuple[int | None, bytes]:
+def _watch(worker: int, log_read: int, child_ended: int, owner_pid: int) -> tuple[int | None, bytes]:
     """Collect output until the worker or the pool ends; the worker's wait status if it ended, and the last output."""
     poller = select.poll()
-    for fd in (child_ended, control.fileno(), log_read):
+    poller.register(0, 0)  # reports that the pool has closed it
+    for fd in (child_ended, log_read):
         poller.register(fd, select.POLLIN)
     tail, left = b"", FORWARD_BYTES
     while True:
@@ -78,7 +75,7 @@ def _watch(
                 poller.unregister(log_read)
             tail = (tail + data)[-TAIL_BYTES:]
             left -= _forward(data[:left])
-        if control.fileno() in ready or os.getppid() != owner_pid:
+        if 0 in ready or os.getppid() != owner_pid:
             return None, tail
         if child_ended in ready:
             os.read(child_ended, PIPE_BYTES)
@@ -141,4 +138,4 @@ def _become_worker(log_write: int, tmp_dir: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    main(sys.argv[1], int(sys.argv[2]))

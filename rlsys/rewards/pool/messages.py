@@ -1,21 +1,21 @@
 """What goes into the reward pool and what comes out of it, and the messages between the pool and its children.
 
-A message is a frame with JSON text of one of the Structs: graders are given and return what Python's JSON holds.
+A message is a line of JSON with one of the Structs: graders are given and return what Python's JSON holds.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Struct
 
-from rlsys.ipc.framing import Buffer, WireError, frame
+from rlsys.ipc.framing import WireError
 
-MAX_FRAME_BYTES = 256 << 20
+MAX_LINE_BYTES = 256 << 20
 RewardStatus = Literal["ok", "timeout", "error"]
 T = TypeVar("T")
 
@@ -42,6 +42,10 @@ class RewardItem:
     solution: str
     ground_truth: Any = None
     extra_info: Mapping[str, Any] | None = None
+
+    def as_json(self) -> RewardItem:
+        """The same with what JSON can hold of the ground truth and the extra values."""
+        return replace(self, ground_truth=plain(self.ground_truth), extra_info=plain(self.extra_info))
 
 
 @dataclass(frozen=True)
@@ -85,18 +89,10 @@ class LoadGrader(Struct, tag="load"):
 
 
 class GradeItem(Struct, tag="grade"):
-    """Call the grader with these arguments."""
+    """Grade an item."""
 
     id: int
-    data_source: str
-    solution_str: str
-    ground_truth: Any
-    extra_info: Any
-
-
-def grade_message(number: int, item: RewardItem) -> GradeItem:
-    """The message for an item: what JSON can hold of it."""
-    return GradeItem(number, item.data_source, item.solution, plain(item.ground_truth), plain(item.extra_info))
+    item: RewardItem
 
 
 # ---- from a worker to the pool -----------------------------------------------------------------------------------
@@ -118,17 +114,7 @@ class ItemGraded(Struct, tag="graded"):
     """The result of item `id`."""
 
     id: int
-    status: RewardStatus
-    seconds: float = 0.0
-    score: float = 0.0
-    extra: dict[str, Any] = {}
-    message: str = ""
-
-    def result(self) -> RewardResult:
-        """As the pool's caller gets it."""
-        if self.status != "ok":
-            return failed(self.status, self.seconds, self.message)
-        return RewardResult(self.score, self.extra, "ok", self.seconds)
+    result: RewardResult
 
 
 # ---- from a guard to the pool ------------------------------------------------------------------------------------
@@ -142,16 +128,19 @@ class WorkerEnded(Struct, tag="ended"):
 
 
 def pack(message: Struct) -> bytes:
-    """A frame with the message; NaN and infinities pass as Python's JSON writes them."""
-    return frame([json.dumps(msgspec.to_builtins(message)).encode()], max_bytes=MAX_FRAME_BYTES)
+    """The line of a message; NaN and infinities pass as Python's JSON writes them. ValueError for one too long."""
+    line = json.dumps(msgspec.to_builtins(message)).encode() + b"\n"
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(f"a message of {len(line)} bytes is over the limit of {MAX_LINE_BYTES}")
+    return line
 
 
-def unpack(parts: Sequence[Buffer], kind: type[T]) -> T:
-    """The message in a frame; WireError if it is not one of `kind`."""
+def unpack(line: bytes, kind: type[T]) -> T:
+    """The message of a line; WireError if it is not one of `kind`."""
     try:
-        return msgspec.convert(json.loads(bytes(parts[0])), kind)
+        return msgspec.convert(json.loads(line), kind)
     except (ValueError, RecursionError) as error:
-        raise WireError(f"a frame does not hold a message: {error}") from error
+        raise WireError(f"a line does not hold a message: {error}") from error
 
 
 def plain(value: Any) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from rlsys.rewards.pool.children import END_S, MAX_FAILED_STARTS, Children, remove_abandoned_folders
-from rlsys.rewards.pool.messages import Grader, RewardItem, RewardResult, failed, grade_message, reward_metrics
+from rlsys.rewards.pool.messages import Grader, RewardItem, RewardResult, failed, reward_metrics
 from rlsys.rewards.pool.worker import describe, grade_item, load_grader
 from rlsys.utils.errors import ConfigError, DeadlineError
 
@@ -115,7 +115,7 @@ class RewardPool:
             grade = load_grader(grader.path, grader.name, grader.kwargs)
         except (ConfigError, TypeError) as error:
             raise ConfigError(f"{grader} cannot be loaded: {describe(error.__cause__ or error)}") from error
-        return [grade_item(grade, grade_message(i, item), grader.kwargs).result() for i, item in enumerate(items)]
+        return [grade_item(grade, item.as_json(), grader.kwargs) for item in items]
 
     def __enter__(self) -> Self:
         return self

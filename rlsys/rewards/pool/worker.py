@@ -6,24 +6,26 @@ import inspect
 import json
 import math
 import os
-import socket
 import time
 import traceback
 from bdb import BdbQuit
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import msgspec
 
-from rlsys.ipc.framing import FrameBuffer, receive
 from rlsys.rewards.pool.messages import (
-    MAX_FRAME_BYTES,
+    MAX_LINE_BYTES,
     GradeItem,
     GraderReady,
     GraderUnusable,
     ItemGraded,
     LoadGrader,
+    RewardItem,
+    RewardResult,
+    failed,
     pack,
     plain,
     unpack,
@@ -35,33 +37,42 @@ MAX_EXTRA_BYTES = 1 << 20
 ComputeScore = Callable[..., Any]
 
 
-def serve_and_exit(work: socket.socket) -> NoReturn:
-    """Load the grader that the first message names, grade items until the pool closes, and end the process."""
+def serve_and_exit(requests: BinaryIO, answers: BinaryIO) -> NoReturn:
+    """Load the grader that the first message names, grade items until the pool closes, and end the process.
+
+    `requests` and `answers` are pipes; the second message comes when the first is answered.
+    """
     code = 1
     try:
-        _serve(work, unpack(receive(work, max_bytes=MAX_FRAME_BYTES), LoadGrader))
+        if line := requests.readline():
+            _serve(requests, answers, unpack(line, LoadGrader))
         code = 0
-    except (BrokenPipeError, ConnectionResetError, EOFError):
+    except BrokenPipeError:
         code = 0
     except (Exception, SystemExit, KeyboardInterrupt):
         traceback.print_exc()
     os._exit(code)
 
 
-def _serve(work: socket.socket, grader: LoadGrader) -> None:
+def _serve(requests: BinaryIO, answers: BinaryIO, grader: LoadGrader) -> None:
     try:
         grade = load_grader(grader.path, grader.name, grader.kwargs)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        work.sendall(pack(GraderUnusable(describe(error.__cause__ or error))))
+        _send(answers, GraderUnusable(describe(error.__cause__ or error)))
         return
     is_async = inspect.iscoroutinefunction(grade)
-    work.sendall(pack(GraderReady(is_async)))
+    _send(answers, GraderReady(is_async))
     if is_async:
         import asyncio
 
-        asyncio.run(_serve_async(work, grade, grader))
+        asyncio.run(_serve_async(requests, answers, grade, grader))
     else:
-        _serve_in_turn(work, grade, grader.kwargs)
+        _serve_in_turn(requests, answers, grade, grader.kwargs)
+
+
+def _send(answers: BinaryIO, message: msgspec.Struct) -> None:
+    answers.write(pack(message))
+    answers.flush()
 
 
 def load_grader(path: str | None, name: str, kwargs: Mapping[str, Any]) -> ComputeScore:
@@ -70,9 +81,9 @@ def load_grader(path: str | None, name: str, kwargs: Mapping[str, Any]) -> Compu
     TypeError for what is not a function or cannot be called with verl's arguments and `kwargs`.
     """
     if path is None:
-        from rlsys.rewards.registry import compute_score, warm_up
+        from rlsys.rewards.registry import compute_score
 
-        warm_up()
+        compute_score("text/number", "1.0", "1")  # imports what takes long, so that no item is charged for it
         return compute_score
     grade = load_from_file(path, name, key="custom_reward_function")
     if not callable(grade) or inspect.isclass(grade):
@@ -85,79 +96,71 @@ def load_grader(path: str | None, name: str, kwargs: Mapping[str, Any]) -> Compu
     return grade
 
 
-def _arguments(item: GradeItem, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = msgspec.structs.asdict(item)
-    del arguments["id"]
-    return {**arguments, **kwargs}
+def _call(grade: ComputeScore, item: RewardItem, kwargs: Mapping[str, Any]) -> Any:
+    arguments = {"data_source": item.data_source, "solution_str": item.solution, "ground_truth": item.ground_truth}
+    return grade(**arguments, extra_info=item.extra_info, **kwargs)
 
 
-def grade_item(grade: ComputeScore, item: GradeItem, kwargs: Mapping[str, Any]) -> ItemGraded:
+def grade_item(grade: ComputeScore, item: RewardItem, kwargs: Mapping[str, Any]) -> RewardResult:
     """Grade one item now; what the grader raises is an error, or a timeout if it is a TimeoutError."""
     start_s = time.perf_counter()
     try:
-        value = grade(**_arguments(item, kwargs))
+        value = _call(grade, item, kwargs)
         if inspect.iscoroutine(value):
             import asyncio
 
             value = asyncio.run(value)
-        graded = _scored(item.id, value)
+        result = _scored(value)
     except BdbQuit:
         raise
     except (Exception, SystemExit) as error:
-        graded = _unscored(item.id, error)
-    graded.seconds = time.perf_counter() - start_s
-    return graded
+        result = _unscored(error)
+    return replace(result, seconds=time.perf_counter() - start_s)
 
 
-def _serve_in_turn(work: socket.socket, grade: ComputeScore, kwargs: Mapping[str, Any]) -> None:
-    while True:
-        item = unpack(receive(work, max_bytes=MAX_FRAME_BYTES), GradeItem)
+def _serve_in_turn(requests: BinaryIO, answers: BinaryIO, grade: ComputeScore, kwargs: Mapping[str, Any]) -> None:
+    for line in requests:
+        request = unpack(line, GradeItem)
         try:
-            graded = grade_item(grade, item, kwargs)
+            result = grade_item(grade, request.item, kwargs)
         except BdbQuit:
-            graded = _unscored(item.id, RuntimeError("breakpoint() needs reward.num_workers=0 trainer.backend=local"))
+            result = _unscored(RuntimeError("breakpoint() needs reward.num_workers=0 trainer.backend=local"))
         except KeyboardInterrupt as error:
-            graded = _unscored(item.id, error)
-        work.sendall(pack(graded))
+            result = _unscored(error)
+        _send(answers, ItemGraded(request.id, result))
 
 
-async def _serve_async(work: socket.socket, grade: ComputeScore, grader: LoadGrader) -> None:
+async def _serve_async(requests: BinaryIO, answers: BinaryIO, grade: ComputeScore, grader: LoadGrader) -> None:
     """Grade every item that arrives in its own task, each for at most `timeout_s` seconds."""
     import asyncio
 
-    work.setblocking(False)
-    loop = asyncio.get_running_loop()
+    lines = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), requests)
     tasks: set[asyncio.Task[None]] = set()
 
-    async def answer(item: GradeItem) -> None:
-        graded = await _grade_async(item, grade, grader)
-        work.setblocking(True)  # so that frames do not interleave
-        work.sendall(pack(graded))
-        work.setblocking(False)
+    async def answer(request: GradeItem) -> None:
+        _send(answers, ItemGraded(request.id, await _grade_async(request.item, grade, grader)))
 
-    buffer = FrameBuffer(max_bytes=MAX_FRAME_BYTES)
-    while data := await loop.sock_recv(work, 1 << 20):
-        for parts in buffer.feed(data):
-            task = asyncio.ensure_future(answer(unpack(parts, GradeItem)))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+    while line := await lines.readline():
+        task = asyncio.ensure_future(answer(unpack(line, GradeItem)))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
 
 
-async def _grade_async(item: GradeItem, grade: ComputeScore, grader: LoadGrader) -> ItemGraded:
+async def _grade_async(item: RewardItem, grade: ComputeScore, grader: LoadGrader) -> RewardResult:
     import asyncio
 
     start_s = time.perf_counter()
-    graded = ItemGraded(item.id, "timeout", message=f"no score within {grader.timeout_s:g} s")
+    result = failed("timeout", 0.0, f"no score within {grader.timeout_s:g} s")
     try:
-        task = asyncio.ensure_future(_without_exit(grade(**_arguments(item, grader.kwargs))))
+        task = asyncio.ensure_future(_without_exit(_call(grade, item, grader.kwargs)))
         done, _ = await asyncio.wait({task}, timeout=grader.timeout_s)
         task.cancel()
         if done:
-            graded = _scored(item.id, task.result())
+            result = _scored(task.result())
     except Exception as error:
-        graded = _unscored(item.id, error)
-    graded.seconds = time.perf_counter() - start_s
-    return graded
+        result = _unscored(error)
+    return replace(result, seconds=time.perf_counter() - start_s)
 
 
 async def _without_exit(score: Awaitable[Any]) -> Any:
@@ -174,19 +177,18 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:1000]}{where}"
 
 
-def _unscored(number: int, error: BaseException) -> ItemGraded:
+def _unscored(error: BaseException) -> RewardResult:
     """A grader that stops in time with a TimeoutError is late, not broken."""
-    return ItemGraded(number, "timeout" if isinstance(error, TimeoutError) else "error", message=describe(error))
+    return failed("timeout" if isinstance(error, TimeoutError) else "error", 0.0, describe(error))
 
 
-def _scored(number: int, value: Any) -> ItemGraded:
+def _scored(value: Any) -> RewardResult:
     score, extra = read_score(value)
     if not math.isfinite(score):
-        return ItemGraded(number, "error", message=f"the grader returned {score}")
+        return failed("error", 0.0, f"the grader returned {score}")
     if len(json.dumps(extra)) > MAX_EXTRA_BYTES:
-        message = f"the grader returned more than {MAX_EXTRA_BYTES} bytes of extra values"
-        return ItemGraded(number, "error", message=message)
-    return ItemGraded(number, "ok", score=score, extra=extra)
+        return failed("error", 0.0, f"the grader returned more than {MAX_EXTRA_BYTES} bytes of extra values")
+    return RewardResult(score, extra, "ok", 0.0)
 
 
 def read_score(value: Any) -> tuple[float, dict[str, Any]]:

@@ -60,7 +60,6 @@ class SandboxRun:
     status: ExitStatus
     stdout: str
     stderr: str
-    seconds: float
 
 
 def run_python(
@@ -164,7 +163,7 @@ def _watched(spec: Mapping[str, Any], stdin: str, folder: Path, limits: SandboxL
         stdout, stderr = (
             os.pread(file.fileno(), limits.output_bytes, 0).decode("utf-8", "replace") for file in (out, err)
         )
-    return SandboxRun(status or ("failed" if process.returncode else "exit"), stdout, stderr, time.monotonic() - start)
+    return SandboxRun(status or ("failed" if process.returncode else "exit"), stdout, stderr)
 
 
 def _num_threads(pid: int) -> int:

@@ -22,7 +22,7 @@ class RayHost(WorkerHost):
     """The actor around a worker."""
 
     def __init__(self) -> None:
-        super().__init__(ray.get)
+        super().__init__()
         search_last_beside_namesakes()
         diagnosis.dump_stacks_on_signal()
 

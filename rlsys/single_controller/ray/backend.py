@@ -29,8 +29,7 @@ from rlsys.single_controller.diagnosis import ProcessInfo
 from rlsys.single_controller.ray.actor import death_of, host_class
 from rlsys.single_controller.ray.cluster import NAMESPACE, import_options, on_node
 from rlsys.single_controller.ray.pool import RayResourcePool
-from rlsys.single_controller.rows import FutureRows
-from rlsys.single_controller.worker import checked_worker_env, rank_environment
+from rlsys.single_controller.worker import RANK_VARIABLES, rank_environment
 from rlsys.single_controller.worker_group import ClassWithInitArgs
 from rlsys.utils.errors import FailedWorker, WorkerError
 
@@ -50,14 +49,14 @@ class RayBackend(Backend):
         cls_with_init: ClassWithInitArgs,
         role: str,
         deadlines: Deadlines,
-        worker_env: Mapping[str, str] | None,
-        num_threads: int | None,
+        worker_env: Mapping[str, str],
     ) -> None:
         super().__init__(0, deadlines)
-        self._cls_with_init, self._role, self._worker_env = cls_with_init, role, checked_worker_env(worker_env)
-        threads = num_threads or os.environ.get("OMP_NUM_THREADS")
-        if threads:
-            self._worker_env.setdefault("OMP_NUM_THREADS", str(threads))
+        if taken := sorted({*RANK_VARIABLES} & {*worker_env}):
+            raise ValueError(f"worker_env sets {', '.join(taken)}, which every rank gets from its group; remove them")
+        self._cls_with_init, self._role = cls_with_init, role
+        threads = {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
+        self._worker_env = {**threads, **worker_env}
         self.names: list[str] = []
         self._actors: list[Any] = []
         self._places: dict[int, tuple[ProcessInfo, str, int]] = {}
@@ -103,17 +102,11 @@ class RayBackend(Backend):
         self._locate(range(self.world_size))
 
     def submit(self, role: str, stage: str, calls: Sequence[RankCall]) -> list[Pending]:
-        return [
-            Pending(
-                self,
-                role,
-                call.rank,
-                stage,
-                self._actors[call.rank].call.options(num_returns=2).remote(call.spec, *values),
-                list(call.upstream),
-            )
-            for call, values in zip(calls, _values_once([call.values for call in calls]))
-        ]
+        pending = []
+        for call, values in zip(calls, _values_once([call.values for call in calls])):
+            refs = self._actors[call.rank].call.options(num_returns=2).remote(call.spec, *values)
+            pending.append(Pending(self, role, call.rank, stage, refs))
+        return pending
 
     def header(self, one: Pending) -> Header:
         try:
@@ -237,14 +230,14 @@ class RayBackend(Backend):
 
 
 def _make_sure_gone(info: ProcessInfo) -> None:
-    diagnosis.wait_gone([info], 0.2)
+    diagnosis.wait_gone(info, 0.2)
     diagnosis.kill_with_children(info)
-    diagnosis.wait_gone([info], 5.0)
+    diagnosis.wait_gone(info, 5.0)
 
 
 def _values_once(values: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Values that several ranks get are put into the object store once and sent as references."""
-    small = (str, bytes, int, float, bool, type(None), FutureRows)
+    small = (str, bytes, int, float, bool, type(None))
     times = Counter(id(value) for of_rank in values for value in of_rank if not isinstance(value, small))
     stored: dict[int, Any] = {}
     for of_rank in values:

@@ -41,12 +41,11 @@ class RayWorkerGroup(WorkerGroup):
         role: str | None = None,
         deadlines: Deadlines = DEFAULT_DEADLINE_S,
         worker_env: Mapping[str, str] | None = None,
-        num_threads: int | None = None,
     ) -> None:
         if ray_cls_with_init is None:
             raise ValueError("RayWorkerGroup needs a RayClassWithInitArgs")
         role = role or name_prefix or ray_cls_with_init.cls.__name__
-        backend = RayBackend(ray_cls_with_init, role, deadlines, worker_env, num_threads)
+        backend = RayBackend(ray_cls_with_init, role, deadlines, worker_env or {})
         if worker_handles is None and worker_names is not None:
             worker_handles = [ray.get_actor(name, namespace=NAMESPACE) for name in worker_names]
         if worker_handles is not None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rlsys.algorithms import compute_value_loss, get_kl_controller
-from rlsys.algorithms.kl import AdaptiveKLController, kl_in_reward, kl_penalty
+from rlsys.algorithms.kl import KLController, kl_in_reward, kl_penalty
 from rlsys.config.schema.algorithm import KLControlConfig
 
 
@@ -91,7 +91,7 @@ def test_adaptive_controller_by_hand_and_through_a_checkpoint() -> None:
     controller.update(current_kl=600.0, n_steps=10)
     value = 0.2 * 1.01 * (1 + 0.2 * 0.1)
     assert controller.value == pytest.approx(value)
-    resumed = AdaptiveKLController(0.2, 6.0, 100)
+    resumed = KLController(0.2, 6.0, 100)
     resumed.load_state_dict(controller.state_dict())
     assert resumed.value == controller.value
 

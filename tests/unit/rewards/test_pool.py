@@ -484,7 +484,7 @@ def test_folders_of_dead_owners_are_removed_and_locked_ones_stay(
     lock = os.open(alive, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     with RewardPool(num_workers=1) as pool:
-        assert pool.score([RewardItem("text/exact", "1", "1")])[0].score == 1.0
+        assert pool.score([RewardItem("text/number", "1", "1")])[0].score == 1.0
         assert not dead.exists()
     os.close(lock)
     assert sorted(path.name for path in tmp_path.iterdir()) == [alive.name, young.name]

@@ -33,10 +33,6 @@ class DataWorker(Worker):
     def break_later(self, data: DataProto) -> DataProto:
         raise OSError("spilled")
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO, materialize_futures=False)
-    def lazily(self, data: Any) -> list[Any]:
-        return [type(data).__name__, len(data.get())]
-
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def nap_later(self, data: DataProto, seconds: float) -> DataProto:
         time.sleep(seconds)

@@ -37,13 +37,14 @@ def test_a_wrong_mode_is_refused_at_the_decorator(mode: object) -> None:
 def test_a_wrong_execute_mode_is_refused_at_the_decorator() -> None:
     with pytest.raises(ValueError, match="execute_mode"):
         register(execute_mode="all")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="materialize_futures=False"):
+        register(materialize_futures=False)
 
 
 def test_deadlines_by_stage() -> None:
     assert deadline_for(5, "x") == 5.0
     assert deadline_for({"x": 3.0, "default": 9.0}, "x") == 3.0
     assert deadline_for({"x": 3.0, "default": 9.0}, "y") == 9.0
-    assert deadline_for(lambda stage: float(len(stage)), "four") == 4.0
 
 
 @pytest.mark.parametrize(
