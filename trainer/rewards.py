@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
 def reward_pool(reward: GradingConfig, *, num_workers: int | None = None) -> RewardPool:
     """The pool of the configured grader; its processes start with the first items."""
-    custom = reward.custom_reward_function
-    kwargs: dict[str, Any] = {"memory_limit_mb": reward.sandbox_fusion.memory_limit_mb}
+    custom, fusion = reward.custom_reward_function, reward.sandbox_fusion
+    num_workers = reward.num_workers if num_workers is None else num_workers
+    share = max(1, fusion.max_concurrent // max(1, num_workers))
+    sandbox = {"memory_limit_mb": fusion.memory_limit_mb, "sandbox_url": fusion.url, "max_concurrent": share}
+    kwargs: dict[str, Any] = {"sandbox": sandbox}
     if _has_reward_model(reward):
         kwargs["unknown_score"] = 0.0
     grader = Grader(custom.path, custom.name, kwargs if custom.path is None else custom.reward_kwargs)
-    num_workers = reward.num_workers if num_workers is None else num_workers
     return RewardPool(grader, num_workers=num_workers, timeout_s=reward.timeout_s)
 
 
@@ -52,7 +54,7 @@ def check_data_sources(reward: GradingConfig, sources: Iterable[str]) -> None:
     """ConfigError for rows that nothing would grade: no reward function, and no built-in one for their data source."""
     custom_manager = reward.reward_manager.source != "register" or reward.reward_manager.name not in REWARD_MANAGERS
     if reward.custom_reward_function.path is None and not custom_manager and not _has_reward_model(reward):
-        check_sources(sources)
+        check_sources(sources, runs_here=reward.sandbox_fusion.url is None)
 
 
 def _has_reward_model(reward: GradingConfig) -> bool:

@@ -1,4 +1,4 @@
-"""verl's module of this name, for plug-ins written for it: the decorators, and the aggregation to a scalar."""
+"""verl's module of this name, for plug-ins written for it: the decorators, KL and the aggregation to a scalar."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rlsys.algorithms.advantage import get_adv_estimator_fn, register_adv_est
 from rlsys.algorithms.aggregate import agg_loss as agg_loss_sum
+from rlsys.algorithms.kl import kl_penalty as kl_penalty
 from rlsys.algorithms.policy_loss import get_policy_loss_fn, register_policy_loss
 
 __all__ = ["agg_loss", "get_adv_estimator_fn", "get_policy_loss_fn", "register_adv_est", "register_policy_loss"]

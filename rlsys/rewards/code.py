@@ -28,17 +28,27 @@ def compute_score(
     timeout_s: float = 4.0,
     memory_limit_mb: int = 1024,
     max_cases: int = 10,
+    sandbox_url: str | None = None,
+    max_concurrent: int = 64,
 ) -> dict[str, Any]:
     """Share of the test cases passed by the last fenced block; all or nothing unless `continuous`.
 
     `ground_truth` is {"inputs": [...], "outputs": [...]} or that as JSON, with "fn_name" for functions instead of
     programs (an input then is a list of arguments or one JSON text a line). The first `max_cases` are run, `timeout_s`
-    each. Raises ValueError for a ground truth of another form.
+    each; with a `sandbox_url` by that SandboxFusion server, `max_concurrent` at a time. Raises ValueError for a ground
+    truth of another form.
     """
     cases = read_cases(ground_truth)[:max_cases]
     limits = SandboxLimits(wall_s=timeout_s, cpu_s=timeout_s, memory_bytes=memory_limit_mb << 20)
     source = extract_code(solution_str)
-    verdicts = [_verdict(source, case, limits) for case in cases]
+    programs = [_program(source, case) for case in cases]
+    if sandbox_url is None:
+        runs = [run_python(code, stdin=stdin, limits=limits) for code, stdin in programs]
+    else:
+        from rlsys.rewards.sandbox.remote import run_remotely
+
+        runs = run_remotely(sandbox_url, programs, limits, max_concurrent=max_concurrent)
+    verdicts = [_verdict(run, case) for run, case in zip(runs, cases)]
     share = verdicts.count("pass") / len(verdicts)
     passed = float(share == 1.0)
     first_bad = next((v for v in verdicts if v != "pass"), "")
@@ -64,17 +74,24 @@ def read_cases(ground_truth: Any) -> list[tuple[str | None, Any, Any]]:
     return [(name, given, wanted) for given, wanted in zip(inputs, outputs)]
 
 
-def _verdict(source: str, case: tuple[str | None, Any, Any], limits: SandboxLimits) -> str:
-    name, given, wanted = case
+def _program(source: str, case: tuple[str | None, Any, Any]) -> tuple[str, str]:
+    """The code to run and its standard input."""
+    name, given, _ = case
     if name is None:
-        run = run_python(source, stdin=_text(given), limits=limits)
+        return source, _text(given)
+    lines = given if isinstance(given, str) else "\n".join(json.dumps(argument) for argument in given)
+    return f"{source}\n_INPUT, _NAME = {lines!r}, {name!r}\n{CALL}", ""
+
+
+def _verdict(run: SandboxRun, case: tuple[str | None, Any, Any]) -> str:
+    name, _, wanted = case
+    if run.status != "exit":
+        return _describe(run)
+    if name is None:
         right = same_output(run.stdout, _text(wanted))
     else:
-        lines = given if isinstance(given, str) else "\n".join(json.dumps(argument) for argument in given)
-        call = f"{source}\n_INPUT, _NAME = {lines!r}, {name!r}\n{CALL}"
-        run = run_python(call, limits=limits)
         right = _same_value(run.stdout.rstrip().rpartition("\n")[2], wanted)
-    return _describe(run) if run.status != "exit" else "pass" if right else "wrong answer"
+    return "pass" if right else "wrong answer"
 
 
 def _describe(run: SandboxRun) -> str:
@@ -87,7 +104,7 @@ def _describe(run: SandboxRun) -> str:
 
 
 def _text(lines: Any) -> str:
-    return "\n".join(map(str, lines)) if isinstance(lines, list | tuple) else str(lines)
+    return "\n".join(map(str, lines)) if isinstance(lines, (list, tuple)) else str(lines)
 
 
 def same_output(actual: str, wanted: str) -> bool:

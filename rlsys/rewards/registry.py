@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -33,6 +33,8 @@ ROUTES: dict[str, str] = {
     "reasoning_gym/products": "text:numeric",
     "reasoning_gym/gcd": "text:numeric",
     "reasoning_gym/chain_sum": "text:numeric",
+    "text/exact": "text:exact",
+    "text/regex": "text:regex",
     "text/number": "text:numeric",
 }
 """Data source -> module:function; a trailing * stands for any ending."""
@@ -52,11 +54,11 @@ def compute_score(
     ground_truth: Any,
     extra_info: Any = None,
     *,
-    memory_limit_mb: int | None = None,
+    sandbox: Mapping[str, Any] | None = None,
     unknown_score: float | None = None,
     **reward_kwargs: Any,
 ) -> Any:
-    """Grade by data source; `reward_kwargs` go to the grader, `memory_limit_mb` to those that run programs.
+    """Grade by data source; `reward_kwargs` go to the grader, those in `sandbox` to one that runs programs.
 
     A data source without a grader gets `unknown_score`; without one it is a ConfigError.
     """
@@ -65,21 +67,21 @@ def compute_score(
         if unknown_score is None:
             raise _no_grader(data_source)
         return unknown_score
-    if memory_limit_mb is not None and target.startswith("code:"):
-        reward_kwargs["memory_limit_mb"] = memory_limit_mb
+    if target.startswith("code:"):
+        reward_kwargs |= sandbox or {}
     return _load(target)(solution_str, ground_truth, **reward_kwargs)
 
 
-def check_sources(data_sources: Iterable[str]) -> None:
-    """ConfigError for a data source without a grader, and for programs that this machine cannot confine.
+def check_sources(data_sources: Iterable[str], *, runs_here: bool = True) -> None:
+    """ConfigError for a data source without a grader, and for programs that run here but cannot be confined.
 
-    A warning where it can confine them, but not hide the outside.
+    A warning where this machine can confine them, but not hide the outside.
     """
     data_sources = tuple(data_sources)
     targets = [route(data_source) for data_source in data_sources]
     if None in targets:
         raise _no_grader(data_sources[targets.index(None)])
-    if any(target and target.startswith("code:") for target in targets):
+    if runs_here and any(target and target.startswith("code:") for target in targets):
         available = available_guarantees()
         if lacking := [guarantee for guarantee in GUARANTEES if guarantee not in available]:
             needs = "Landlock and seccomp, that is Linux 5.13 or later and a container that allows them"

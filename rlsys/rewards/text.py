@@ -1,4 +1,4 @@
-"""Answers that are plain text: numbers in prose, one of several phrases."""
+"""Answers that are plain text: numbers in prose, exact text, a pattern, one of several phrases."""
 
 from __future__ import annotations
 
@@ -26,6 +26,19 @@ def numeric(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     return graded(last_number(solution_str) if boxed is None else boxed, ground_truth)
 
 
+def exact(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+    """1 when the text, apart from white space around and between words, is the ground truth."""
+    answer, wanted = (" ".join(str(text).split()) for text in (solution_str, ground_truth))
+    return {"score": float(answer == wanted), "acc": float(answer == wanted), "pred": answer}
+
+
+def regex(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+    """1 when the pattern in the ground truth is found in the text; `pred` is its first group, or all it matched."""
+    match = re.search(str(ground_truth), solution_str)
+    pred = "" if match is None else match.group(1 if match.re.groups else 0) or ""
+    return {"score": float(match is not None), "acc": float(match is not None), "pred": pred}
+
+
 def exact_match(
     solution_str: str, ground_truth: Any, *, format_score: float = 0.0, score: float = 1.0
 ) -> dict[str, Any]:
@@ -34,7 +47,7 @@ def exact_match(
     The ground truth is a text, a list of texts, or {"target": either}. An answer that is wrong gets `format_score`.
     """
     targets = ground_truth["target"] if isinstance(ground_truth, Mapping) else ground_truth
-    accepted = {_bare(str(t)) for t in (targets if isinstance(targets, list | tuple) else [targets])}
+    accepted = {_bare(str(t)) for t in (targets if isinstance(targets, (list, tuple)) else [targets])}
     answers = TAGGED.findall(solution_str)
     right = bool(answers) and _bare(answers[-1]) in accepted
     value = 0.0 if not answers else score if right else format_score

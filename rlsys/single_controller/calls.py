@@ -101,7 +101,7 @@ class RankCall:
 
     rank: int
     spec: CallSpec
-    values: tuple[Any, ...]
+    values: tuple[object, ...]
 
 
 @dataclass(eq=False)

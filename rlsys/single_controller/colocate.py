@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rlsys.single_controller.worker import Worker
 from rlsys.single_controller.worker_group import ClassWithInitArgs
+
+InitArguments = Mapping[str, tuple[tuple[object, ...], Mapping[str, object]]]
 
 
 class ColocatedWorker(Worker):
@@ -14,7 +16,7 @@ class ColocatedWorker(Worker):
 
     roles: ClassVar[Mapping[str, type]] = {}
 
-    def __init__(self, arguments: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]]) -> None:
+    def __init__(self, arguments: InitArguments) -> None:
         self._workers = {name: self.roles[name](*args, **kwargs) for name, (args, kwargs) in arguments.items()}
 
     def close(self) -> None:
@@ -22,12 +24,14 @@ class ColocatedWorker(Worker):
             if isinstance(worker, Worker):
                 worker.close()
 
-    def role(self, name: str) -> Any:
+    def role(self, name: str) -> object:
         """The worker that plays a role."""
         return self._workers[name]
 
 
-def colocated_class(class_dict: Mapping[str, ClassWithInitArgs]) -> tuple[type, dict[str, Any]]:
+def colocated_class(
+    class_dict: Mapping[str, ClassWithInitArgs],
+) -> tuple[type, InitArguments]:
     """A class that plays all roles, and what it is built with."""
     if not class_dict:
         raise ValueError("create_colocated_worker_cls needs at least one role")

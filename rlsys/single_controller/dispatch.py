@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any, ClassVar, Protocol, TypedDict, TypeVar
+from typing import Any, ClassVar, NoReturn, Protocol, TypedDict, TypeVar
 
 from rlsys.single_controller.rows import is_future, is_rows, join_rows, split_rows
 
@@ -69,7 +69,7 @@ class Execute(Enum):
 class Registration(TypedDict):
     """What `register` says about a method; `dispatch_mode` is a name or a dict of dispatch_fn and collect_fn."""
 
-    dispatch_mode: Dispatch | Mapping[str, Any]
+    dispatch_mode: Dispatch | Mapping[str, Callable[..., Any]]
     execute_mode: Execute
     blocking: bool
 
@@ -78,8 +78,8 @@ class Registration(TypedDict):
 class SplitArguments:
     """Arguments for every rank. The last `num_padding[rank]` rows of a rank are repeated ones, cut off again later."""
 
-    args: tuple[list[Any], ...] = ()
-    kwargs: dict[str, list[Any]] = field(default_factory=dict)
+    args: tuple[list[object], ...] = ()
+    kwargs: dict[str, list[object]] = field(default_factory=dict)
     num_padding: tuple[int, ...] = ()
 
 
@@ -93,7 +93,7 @@ class Mode:
 
 
 def register(
-    dispatch_mode: Dispatch | Mapping[str, Any] | None = None,
+    dispatch_mode: Dispatch | Mapping[str, Callable[..., Any]] | None = None,
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
     materialize_futures: bool = True,
@@ -152,7 +152,7 @@ def update_dispatch_mode(dispatch_mode: Dispatch, dispatch_fn: DispatchFn, colle
     _MODES[dispatch_mode.name] = Mode(dispatch_fn, collect_fn)
 
 
-def mode_of(dispatch_mode: Dispatch | Mapping[str, Any]) -> Mode:
+def mode_of(dispatch_mode: Dispatch | Mapping[str, Callable[..., Any]]) -> Mode:
     """The functions behind a mode; ValueError for a name that is not registered in this process."""
     if isinstance(dispatch_mode, Mapping):
         return Mode(dispatch_mode["dispatch_fn"], dispatch_mode["collect_fn"], dispatch_mode.get("parts_fn"))
@@ -163,7 +163,7 @@ def mode_of(dispatch_mode: Dispatch | Mapping[str, Any]) -> Mode:
     return _MODES[dispatch_mode.name]
 
 
-def split_call(mode: Mode, group: RankGroup, args: Sequence[Any], kwargs: Mapping[str, Any]) -> SplitArguments:
+def split_call(mode: Mode, group: RankGroup, args: Sequence[object], kwargs: Mapping[str, object]) -> SplitArguments:
     """Run a mode's dispatch function and check that it gave one value per rank."""
     answer = mode.dispatch_fn(group, *args, **kwargs)
     split = answer if isinstance(answer, SplitArguments) else SplitArguments(tuple(answer[0]), dict(answer[1]))
@@ -173,7 +173,7 @@ def split_call(mode: Mode, group: RankGroup, args: Sequence[Any], kwargs: Mappin
     return split
 
 
-def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, auto_padding: bool = False) -> dict[str, Any]:
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, auto_padding: bool = False) -> dict[str, Callable[..., Any]]:
     """A mode for ranks on a device mesh: rows are split by data-parallel rank and copied to its other ranks.
 
     The workers are asked once for what they registered with `_register_dispatch_collect_info(mesh_name, ...)`. Results
@@ -187,7 +187,9 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str, auto_padding: bool = F
     }
 
 
-def _dispatch_nd(mesh_name: str, auto_padding: bool, group: RankGroup, /, *args: Any, **kwargs: Any) -> SplitArguments:
+def _dispatch_nd(
+    mesh_name: str, auto_padding: bool, group: RankGroup, /, *args: object, **kwargs: object
+) -> SplitArguments:
     ranks = group.dispatch_info(mesh_name)
     return _split_by_rows(group, [rank.dp_rank for rank in ranks], auto_padding, args, kwargs)
 
@@ -205,29 +207,28 @@ def _nd_parts(mesh_name: str, group: RankGroup, /) -> list[int]:
     return [by_dp_rank[dp_rank] for dp_rank in range(dp_size)]
 
 
-def _collect_nd(mesh_name: str, group: RankGroup, results: list[Any], /) -> Any:
+def _collect_nd(mesh_name: str, group: RankGroup, results: list[object], /) -> object:
     return join([results[rank] for rank in _nd_parts(mesh_name, group)])
 
 
-def join(results: Sequence[Any]) -> Any:
+def join(results: Sequence[object]) -> object:
     """Rows are concatenated (empty parts are left out), anything else stays a list."""
-    if not results or not all(is_rows(result) for result in results):
-        return list(results)
-    return join_rows(results)
+    parts = [result for result in results if is_rows(result)]
+    return join_rows(parts) if parts and len(parts) == len(results) else list(results)
 
 
-def _repeat(group: RankGroup, values: Any) -> list[Any]:
+def _repeat(group: RankGroup, values: object) -> list[object]:
     return [values] * group.world_size
 
 
 def dispatch_one_to_all(
-    worker_group: RankGroup, /, *args: Any, **kwargs: Any
-) -> tuple[tuple[list[Any], ...], dict[str, list[Any]]]:
+    worker_group: RankGroup, /, *args: object, **kwargs: object
+) -> tuple[tuple[list[object], ...], dict[str, list[object]]]:
     """The same arguments for every rank."""
     return tuple(_repeat(worker_group, arg) for arg in args), {k: _repeat(worker_group, v) for k, v in kwargs.items()}
 
 
-def per_rank_or_same(group: RankGroup, /, *args: Any, **kwargs: Any) -> SplitArguments:
+def per_rank_or_same(group: RankGroup, /, *args: object, **kwargs: object) -> SplitArguments:
     """Lists with an entry per rank are handed out, plain values go to all; ValueError for a mixture of the two."""
     values = [*args, *kwargs.values()]
     lists = [value for value in values if isinstance(value, list)]
@@ -238,22 +239,24 @@ def per_rank_or_same(group: RankGroup, /, *args: Any, **kwargs: Any) -> SplitArg
             f"arguments must be all lists of {group.world_size} (one entry per rank) or none a list; "
             "register the method with Dispatch.ONE_TO_ALL to send a list to every rank"
         )
-    return SplitArguments(args, dict(kwargs))
+    return SplitArguments(tuple(lists[: len(args)]), dict(zip(kwargs, lists[len(args) :])))
 
 
-def dispatch_dp_compute(group: RankGroup, /, *args: Any, **kwargs: Any) -> SplitArguments:
+def dispatch_dp_compute(group: RankGroup, /, *args: object, **kwargs: object) -> SplitArguments:
     """Arguments that are lists with one entry per rank; ValueError for others."""
+    lists: list[list[object]] = []
     for value in (*args, *kwargs.values()):
-        if not isinstance(value, list | tuple) or len(value) != group.world_size:
+        if not isinstance(value, (list, tuple)) or len(value) != group.world_size:
             raise ValueError(f"DP_COMPUTE needs every argument as a list of {group.world_size}, one entry per rank")
-    return SplitArguments(tuple(list(arg) for arg in args), {key: list(arg) for key, arg in kwargs.items()})
+        lists.append(list(value))
+    return SplitArguments(tuple(lists[: len(args)]), dict(zip(kwargs, lists[len(args) :])))
 
 
-def _dp_compute_proto(pads: bool, group: RankGroup, /, *args: Any, **kwargs: Any) -> SplitArguments:
+def _dp_compute_proto(pads: bool, group: RankGroup, /, *args: object, **kwargs: object) -> SplitArguments:
     return _split_by_rows(group, range(group.world_size), pads, args, kwargs)
 
 
-def _proto_with_func(group: RankGroup, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> SplitArguments:
+def _proto_with_func(group: RankGroup, func: Callable[..., Any], /, *args: object, **kwargs: object) -> SplitArguments:
     if not callable(func):
         raise ValueError(
             f"DP_COMPUTE_PROTO_WITH_FUNC needs a function as its first argument, got {type(func).__name__}"
@@ -263,13 +266,13 @@ def _proto_with_func(group: RankGroup, func: Callable[..., Any], /, *args: Any, 
 
 
 def _split_by_rows(
-    group: RankGroup, dp_ranks: Sequence[int], pads: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
+    group: RankGroup, dp_ranks: Sequence[int], pads: bool, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> SplitArguments:
     """Give rank r the rows of dp_ranks[r]; values without rows go to all."""
     named = {**dict(enumerate(args)), **kwargs}
     chunks = max(dp_ranks) + 1
-    spread: dict[Any, list[Any]] = {}
-    lengths: dict[Any, int] = {}
+    spread: dict[int | str, list[object]] = {}
+    lengths: dict[int | str, int] = {}
     padding: tuple[int, ...] = ()
     for name, whole in named.items():
         if is_rows(value := whole.get() if is_future(whole) else whole):
@@ -288,26 +291,26 @@ def _split_by_rows(
     )
 
 
-def _wants_padding(rows: Any) -> bool:
+def _wants_padding(rows: object) -> bool:
     return bool(rows.is_padding_enabled()) if hasattr(rows, "is_padding_enabled") else False
 
 
-def _forbidden(*_: Any, **__: Any) -> Any:
+def _forbidden(*_: object, **__: object) -> NoReturn:
     raise NotImplementedError(
         "a DIRECT_ROLLOUT_METHOD is called by the rollout engine in its worker, not through the group"
     )
 
 
-def _first(_: RankGroup, results: list[Any]) -> Any:
+def _first(_: RankGroup, results: list[object]) -> object:
     return results[0]
 
 
-def collect_all_to_all(worker_group: RankGroup, output: list[Any]) -> list[Any]:
+def collect_all_to_all(worker_group: RankGroup, output: list[object]) -> list[object]:
     """The results of all ranks."""
     return list(output)
 
 
-def collect_dp_compute_data_proto(worker_group: RankGroup, output: list[Any]) -> Any:
+def collect_dp_compute_data_proto(worker_group: RankGroup, output: list[object]) -> object:
     """The rows of all ranks as one batch; results that are not rows stay a list."""
     return join(output)
 

@@ -42,7 +42,7 @@ class WorkerHost:
         if len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
             os.environ["LOCAL_RANK"] = "0"
 
-    def build(self, made: tuple[type, Sequence[Any], Mapping[str, Any]]) -> tuple[Header, None]:
+    def build(self, made: tuple[type, Sequence[object], Mapping[str, object]]) -> tuple[Header, None]:
         """Build the worker from its class and arguments."""
         cls, args, kwargs = made
 
@@ -51,21 +51,21 @@ class WorkerHost:
 
         return answer(build)[0], None
 
-    def call(self, spec: CallSpec, *values: Any) -> tuple[Header, Any]:
+    def call(self, spec: CallSpec, *values: object) -> tuple[Header, object]:
         """Run one method of the worker as a stage; failures are reported in the header, never raised."""
         if spec.method.startswith("_"):
             return answer(lambda: self._run(spec, values))
         worker = f"{spec.role} {os.environ.get('RANK', 0)}"
         recorder = self._recorders.setdefault(worker, StageRecorder(worker))
 
-        def run() -> Any:
+        def run() -> object:
             with recorder.stage(spec.method):
                 return self._run(spec, values)
 
         header, value = answer(run)
         return replace(header, report=recorder.drain()), value
 
-    def _run(self, spec: CallSpec, values: Sequence[Any]) -> Any:
+    def _run(self, spec: CallSpec, values: Sequence[object]) -> object:
         if self.worker is None:
             raise RuntimeError("the worker was never built, or its group was closed")
         worker = self.worker if spec.target is None else self.worker.role(spec.target)
@@ -77,7 +77,7 @@ class WorkerHost:
             result = self._finish(result)
         return without_padding(result, spec.num_padding, spec.method)
 
-    def _finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def _finish(self, coroutine: Coroutine[object, None, object]) -> object:
         """Run an async method on the host's event loop, which lives as long as the host."""
         with self._loop_lock:
             if self._loop is None:
@@ -91,7 +91,7 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def without_padding(result: Any, num_padding: int, method: str) -> Any:
+def without_padding(result: object, num_padding: int, method: str) -> object:
     """Cut the repeated rows off; ValueError if the result has none, because then they have counted twice."""
     if num_padding == 0:
         return result
@@ -103,7 +103,7 @@ def without_padding(result: Any, num_padding: int, method: str) -> Any:
     return result[: len(result) - num_padding]
 
 
-def answer(run: Callable[[], Any]) -> tuple[Header, Any]:
+def answer(run: Callable[[], object]) -> tuple[Header, object]:
     """Run a function; its header says whether it succeeded."""
     try:
         value = run()

@@ -60,10 +60,10 @@ class LocalWorkerGroup(WorkerGroup):
 class LocalHost(WorkerHost):
     """A worker in this process. Batches are copied, so that caller and worker never write into each other's tensors."""
 
-    def _run(self, spec: CallSpec, values: Sequence[Any]) -> Any:
+    def _run(self, spec: CallSpec, values: Sequence[object]) -> object:
         return _own(super()._run(spec, [_own(value) for value in values]))
 
-    def _finish(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    def _finish(self, coroutine: Coroutine[object, None, object]) -> object:
         return asyncio.run(coroutine)
 
 
@@ -125,7 +125,7 @@ class LocalBackend(Backend):
         answered = self._in_rank(call.rank, lambda: self._hosts[call.rank].call(call.spec, *call.values))
         return Pending(self, role, call.rank, stage, answered)
 
-    def _in_rank(self, rank: int, run: Callable[[], tuple[Header, Any]]) -> tuple[Header, Any]:
+    def _in_rank(self, rank: int, run: Callable[[], tuple[Header, object]]) -> tuple[Header, object]:
         """What `run` answers in the environment of a rank; a rank without a process group gets the reason."""
         with environment(self._environments[rank], unset=RANK_VARIABLES):
             header, value = run()
@@ -135,5 +135,5 @@ class LocalBackend(Backend):
         return header, value
 
 
-def _own(value: Any) -> Any:
+def _own(value: object) -> object:
     return copy.deepcopy(value) if is_rows(value) else value

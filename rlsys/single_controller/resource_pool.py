@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Self, TypeVar
+from typing import Generic, Self, TypeVar
 
 from rlsys.utils.errors import ConfigError
 
@@ -45,6 +45,16 @@ class ResourcePool:
     def world_size(self) -> int:
         return len(self.slots)
 
+    @property
+    def local_world_size_list(self) -> list[int]:
+        """The number of slots on the node of each slot."""
+        return [count for count in self.store for _ in range(count)]
+
+    @property
+    def local_rank_list(self) -> list[int]:
+        """The place of each slot on its node."""
+        return [rank for count in self.store for rank in range(count)]
+
     def with_slots(self, slots: Sequence[Slot]) -> Self:
         """A pool of the same kind over given slots; the reservation stays with the pool that made them."""
         part = copy.copy(self)
@@ -78,7 +88,7 @@ def merge_resource_pool(first: P, second: P) -> P:
     return first.with_slots((*first.slots, *second.slots))
 
 
-def _kind(pool: ResourcePool) -> tuple[Any, ...]:
+def _kind(pool: ResourcePool) -> tuple[object, ...]:
     names = ("max_colocate_count", "use_gpu", "accelerator_type", "num_cpus", "detached")
     return tuple(getattr(pool, name, None) for name in names)
 
@@ -139,7 +149,7 @@ class ResourcePoolManager(Generic[P]):
     """
 
     resource_pool_spec: Mapping[str, Sequence[int]]
-    mapping: Mapping[Any, str]
+    mapping: Mapping[Hashable, str]
     make_pool: Callable[[Sequence[int], int, str], P]
     max_colocate_count: int | None = None
     resource_pool_dict: dict[str, P] = field(default_factory=dict)
@@ -159,7 +169,7 @@ class ResourcePoolManager(Generic[P]):
                 process_on_nodes, self.max_colocate_count or max(1, num_roles), name
             )
 
-    def get_resource_pool(self, role: Any) -> P:
+    def get_resource_pool(self, role: Hashable) -> P:
         """The pool of a role; KeyError names the roles there are."""
         if role not in self.mapping:
             raise KeyError(f"role {role} has no pool; mapped are {[str(known) for known in self.mapping]}")

@@ -76,25 +76,27 @@ class WorkerGroup:
     def deadlines(self) -> Deadlines:
         return self._backend.deadlines
 
-    def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> list[Future]:
+    def execute_all_async(self, method: str, *args: object, **kwargs: object) -> list[Future]:
         """Start a method on every rank; lists with one entry per rank are handed out, other values go to all."""
         pending = self._start(method, per_rank_or_same(self, *args, **kwargs))
         return [Future(one, pending) for one in pending]
 
-    def execute_all_sync(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def execute_all_sync(self, method: str, *args: object, **kwargs: object) -> list[Any]:
         return self._results([future.pending for future in self.execute_all_async(method, *args, **kwargs)])
 
     execute_all = execute_all_async
 
-    def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> Future:
+    def execute_rank_zero_async(self, method: str, *args: object, **kwargs: Any) -> Future:
         return self.execute_rank_async(0, method, *args, **kwargs)
 
-    def execute_rank_zero_sync(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def execute_rank_zero_sync(self, method: str, *args: object, **kwargs: Any) -> Any:
         return self.execute_rank(0, method, *args, **kwargs)
 
     execute_rank_zero = execute_rank_zero_async
 
-    def execute_rank_async(self, rank: int, method: str, *args: Any, stage: str | None = None, **kwargs: Any) -> Future:
+    def execute_rank_async(
+        self, rank: int, method: str, *args: object, stage: str | None = None, **kwargs: Any
+    ) -> Future:
         """Start a method on one rank, registered or not; other ranks do not matter to it."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{self.role} has ranks 0..{self.world_size - 1}, not {rank}")
@@ -106,7 +108,7 @@ class WorkerGroup:
         self,
         rank: int,
         method: str,
-        *args: Any,
+        *args: object,
         deadline_s: float | None = None,
         stage: str | None = None,
         **kwargs: Any,
@@ -168,7 +170,7 @@ class WorkerGroup:
         view._close = close
         return view
 
-    def _call(self, name: str, registration: Registration, /, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, name: str, registration: Registration, /, *args: object, **kwargs: Any) -> Any:
         mode = mode_of(registration["dispatch_mode"])
         if registration["execute_mode"] is Execute.RANK_ZERO or registration["dispatch_mode"] == Dispatch.RANK_ZERO:
             future = self.execute_rank_async(0, name, *args, **kwargs)
@@ -178,7 +180,7 @@ class WorkerGroup:
             return self._future(mode, pending)
         return self._results(pending, partial(self._collected, mode))
 
-    def _future(self, mode: Mode, pending: Sequence[Pending]) -> Any:
+    def _future(self, mode: Mode, pending: Sequence[Pending]) -> object:
         """A `DataProtoFuture` over the ranks that hold the rows, or a plain future for other results."""
         if mode.parts_fn is None:
             return GroupFuture(pending, partial(self._collected, mode))
@@ -186,7 +188,7 @@ class WorkerGroup:
 
         return DataProtoFuture(DataProto.concat, [Future(pending[rank], pending) for rank in mode.parts_fn(self)])
 
-    def _collected(self, mode: Mode, pending: Sequence[Pending]) -> Any:
+    def _collected(self, mode: Mode, pending: Sequence[Pending]) -> object:
         """The call's result; of ranks that only repeat another's rows, nothing is fetched."""
         if mode.parts_fn is None:
             return mode.collect_fn(self, [one.value() for one in pending])
@@ -202,11 +204,11 @@ class WorkerGroup:
             calls.append(RankCall(rank, spec, _resolved(values)))
         return self._backend.submit(self.role, method, calls)
 
-    def _results(self, pending: Sequence[Pending], collect: Callable[[Sequence[Pending]], Any] | None = None) -> Any:
+    def _results(self, pending: Sequence[Pending], collect: Callable[[Sequence[Pending]], object] | None = None) -> Any:
         busy = {one.rank for one in pending}
         finish(pending, idle=[rank for rank in range(self.world_size) if rank not in busy])
         return [one.value() for one in pending] if collect is None else collect(pending)
 
 
-def _resolved(values: Sequence[Any]) -> tuple[Any, ...]:
+def _resolved(values: Sequence[object]) -> tuple[object, ...]:
     return tuple(value.get() if is_future(value) else value for value in values)

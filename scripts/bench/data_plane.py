@@ -126,8 +126,6 @@ class Holder:
         """Keep the rows in memory of this process, as a worker's own results are."""
         if isinstance(self.rows, dict):
             self.rows = {key: array.copy() for key, array in self.rows.items()}
-        elif hasattr(self.rows, "writable"):
-            self.rows.writable()
 
     def nothing(self) -> None:
         """An empty call."""

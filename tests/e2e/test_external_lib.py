@@ -31,24 +31,6 @@ class ToyRolloutWorker(RolloutWorker):
 
 register_rollout_backend(RolloutBackend("toy", "toy_engine:ToyRolloutWorker"))
 """
-LOSS_AND_ESTIMATOR = """
-from rlsys.algorithms import register_adv_est
-from rlsys.algorithms.policy_loss import PolicyLoss, register_policy_loss
-import toy_engine
-
-
-@register_policy_loss("toy_loss")
-def toy_loss(*, log_prob, advantages, response_mask):
-    one = log_prob.new_ones(())
-    return PolicyLoss(-advantages * log_prob, response_mask, {"actor/toy_loss_calls": (one, one)})
-
-
-@register_adv_est("toy_mean")
-def toy_mean(*, token_level_rewards, response_mask):
-    totals = token_level_rewards.sum(-1, keepdim=True)
-    advantages = (totals - totals.mean()) * response_mask
-    return advantages, advantages
-"""
 WRITTEN_FOR_VERL = """
 import torch
 from rlsys.algorithms.core_algos import agg_loss, register_adv_est, register_policy_loss
@@ -71,6 +53,80 @@ def compute_advantage(token_level_rewards, response_mask, index=None, config=Non
     advantages = torch.stack([scores[i] - means[uid] for i, uid in enumerate(index)]).unsqueeze(-1) * response_mask
     return advantages, advantages
 """
+OWN = """
+import json
+
+import torch
+from torch.utils.data import Dataset
+
+
+class Rows(Dataset):
+    def __init__(self, data_files, tokenizer, config, processor=None, max_samples=-1):
+        self.rows = [json.loads(line) for file in data_files for line in open(file)]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, item):
+        row = dict(self.rows[item])
+        return {"raw_prompt": [{"role": "user", "content": row.pop("prompt")}], **row}
+
+
+class LengthManager:
+    def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source", **reward_kwargs):
+        self.tokenizer = tokenizer
+
+    def __call__(self, data, return_dict=False):
+        reward_tensor = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
+        for i in range(len(data)):
+            item = data[i]
+            prompt_length = item.batch["prompts"].shape[-1]
+            length = int(item.batch["attention_mask"][prompt_length:].sum())
+            reward_tensor[i, length - 1] = length
+        return {"reward_tensor": reward_tensor, "reward_extra_info": {}} if return_dict else reward_tensor
+"""
+SCRIPT = """
+import sys
+
+from rlsys.config import load_config
+from rlsys.data.collate import collate_prompts
+from trainer.build import build_trainer
+from trainer.ppo import RayPPOTrainer
+
+
+class InOrder:
+    def __init__(self, dataset, size):
+        self.dataset, self.size, self.position = dataset, size, 0
+
+    def next(self):
+        rows = [self.dataset[self.position + i] for i in range(self.size)]
+        self.position += self.size
+        return collate_prompts(rows, prompt_length=16, pad_token_id=0, epoch=0)
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+class Mine(RayPPOTrainer):
+    def __init__(self, *args, train_dataset, **kwargs):
+        super().__init__(*args, train_dataset=train_dataset, train_sampler=InOrder(train_dataset, 8), **kwargs)
+
+    def step(self, batch):
+        trained = super().step(batch)
+        places = sorted({info["index"] for info in trained.non_tensor_batch["extra_info"]})
+        print(f"trained on prompts {places[0]} to {places[-1]}", flush=True)
+        return trained
+
+
+if __name__ == "__main__":
+    trainer = build_trainer(load_config(sys.argv[1:]), trainer_cls=Mine)
+    trainer.init_workers()
+    trainer.fit()
+    trainer.close()
+"""
 ENGINE_KEY, LIBRARY_KEY = "actor_rollout_ref.rollout.name", "actor_rollout_ref.model.external_lib"
 
 
@@ -85,21 +141,26 @@ def test_a_registered_engine_trains_a_step(toy: Toy, tmp_path: Path, monkeypatch
     assert line["training/rollout_probs_diff_max"] < 1e-5
 
 
-def test_ray_workers_import_a_library_given_as_a_file(toy: Toy, tmp_path: Path) -> None:
-    (tmp_path / "toy_engine.py").write_text(ENGINE)
-    (tmp_path / "library.py").write_text(LOSS_AND_ESTIMATOR)
+def test_everything_written_for_verl_and_an_engine_train_a_step_on_ray(toy: Toy, tmp_path: Path) -> None:
+    """Loss, estimator, reward manager, dataset, sampler and trainer class; workers import the library from its file."""
+    for name, text in (("toy_engine", ENGINE), ("library", f"import toy_engine\n{WRITTEN_FOR_VERL}"), ("own", OWN)):
+        (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "train.py").write_text(SCRIPT)
     argv = toy.overrides(
         tmp_path / "out",
         "trainer.total_training_steps=1",
         "ray_kwargs.ray_init.num_cpus=2",
         f"{ENGINE_KEY}=toy",
         f"{LIBRARY_KEY}={tmp_path}/library.py",
-        "algorithm.adv_estimator=toy_mean",
-        "actor_rollout_ref.actor.policy_loss.loss_mode=toy_loss",
+        "algorithm.adv_estimator=verl_mean",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=verl_loss",
+        *("reward.reward_manager.source=importlib", f"reward.reward_manager.module.path={tmp_path}/own.py"),
+        *("reward.reward_manager.module.name=LengthManager", f"data.custom_cls.path={tmp_path}/own.py"),
+        "data.custom_cls.name=Rows",
     )
     root = Path(__file__).resolve().parents[2]
     ended = subprocess.run(
-        [sys.executable, "-m", "trainer.main_ppo", *argv],
+        [sys.executable, str(tmp_path / "train.py"), *argv],
         capture_output=True,
         text=True,
         cwd=root,
@@ -108,7 +169,10 @@ def test_ray_workers_import_a_library_given_as_a_file(toy: Toy, tmp_path: Path) 
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert json.loads((tmp_path / "out" / "metrics.jsonl").read_text())["actor/toy_loss_calls"] == 1.0
+    assert "trained on prompts 0 to 7" in ended.stdout
+    line = json.loads((tmp_path / "out" / "metrics.jsonl").read_text())
+    assert line["actor/verl_ratio"] == pytest.approx(1.0, abs=0.1)
+    assert line["critic/score/mean"] == pytest.approx(line["response_length/mean"])
 
 
 def test_an_estimator_and_a_loss_written_for_verl_train_like_dr_grpo(toy: Toy, tmp_path: Path) -> None:

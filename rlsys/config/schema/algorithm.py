@@ -225,8 +225,12 @@ class RewardModelConfig(Section):
 
 
 class SandboxConfig(Section):
-    """Limits of processes that run generated code."""
+    """Processes that run generated code."""
 
+    url: Annotated[str, Field(pattern=r"^https?://\S+$")] | None = None
+    """Address of a SandboxFusion server that runs it instead (http://HOST:PORT/run_code)."""
+    max_concurrent: t.Count = 64
+    """Programs that run on that server at a time, over all grading processes, at least one each."""
     memory_limit_mb: Annotated[int, Strict(), Field(ge=16, le=1_048_576)] = 1024
     """Memory limit of a process, in MB."""
 

@@ -149,7 +149,7 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]
     if hasattr(value, "tolist"):
         return plain(value.tolist())

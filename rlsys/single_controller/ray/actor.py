@@ -26,7 +26,7 @@ class RayHost(WorkerHost):
         search_last_beside_namesakes()
         diagnosis.dump_stacks_on_signal()
 
-    def build(self, made: tuple[type, Sequence[Any], Mapping[str, Any]]) -> tuple[Header, None]:
+    def build(self, made: tuple[type, Sequence[object], Mapping[str, object]]) -> tuple[Header, None]:
         setup_logging(role=made[0].__name__, rank=int(os.environ.get("RANK", 0)))
         return super().build(made)
 
@@ -40,7 +40,10 @@ def host_class(cls: type) -> Any:
     """An actor class named after the worker's, whose handles also have the worker's public methods."""
 
     def forward(name: str) -> Callable[..., Any]:
-        return lambda host, *args, **kwargs: getattr(host.worker, name)(*args, **kwargs)
+        def call(host: RayHost, *args: object, **kwargs: object) -> Any:
+            return getattr(host.worker, name)(*args, **kwargs)
+
+        return call
 
     public = [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name))]
     methods = {name: forward(name) for name in public if not hasattr(RayHost, name)}

@@ -235,11 +235,11 @@ def _make_sure_gone(info: ProcessInfo) -> None:
     diagnosis.wait_gone(info, 5.0)
 
 
-def _values_once(values: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+def _values_once(values: Sequence[tuple[object, ...]]) -> list[tuple[object, ...]]:
     """Values that several ranks get are put into the object store once and sent as references."""
     small = (str, bytes, int, float, bool, type(None))
     times = Counter(id(value) for of_rank in values for value in of_rank if not isinstance(value, small))
-    stored: dict[int, Any] = {}
+    stored: dict[int, object] = {}
     for of_rank in values:
         for value in of_rank:
             if times[id(value)] > 1 and id(value) not in stored:

@@ -74,7 +74,7 @@ def connect(ray_init: Mapping[str, Any] | None = None, *, timeline_json_file: st
     if ray.is_initialized():
         return _checked(Cluster(cluster_address(), False, timeline_json_file))
     env = runtime_env(options.pop("runtime_env", None) or {})
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": NAMESPACE}
+    quiet: dict[str, object] = {"log_to_driver": False, "logging_level": logging.WARNING, "namespace": NAMESPACE}
     options = quiet | options
     if address not in (None, "local"):
         for name in ("num_cpus", "num_gpus", "resources", "object_store_memory", "include_dashboard"):

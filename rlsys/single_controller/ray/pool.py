@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
 from uuid import uuid4
 
 import ray
@@ -141,7 +140,7 @@ class RayResourcePoolManager(ResourcePoolManager[RayResourcePool]):
     def __init__(
         self,
         resource_pool_spec: Mapping[str, Sequence[int]],
-        mapping: Mapping[Any, str],
+        mapping: Mapping[Hashable, str],
         *,
         use_gpu: bool = True,
         num_cpus: float = 1.0,

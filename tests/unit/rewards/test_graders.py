@@ -144,6 +144,10 @@ def test_the_last_number_of_a_text(answer: str, number: str | None) -> None:
         ("rlsys/arithmetic", r"4, so \boxed{7} as 8 is too much", "7", 1.0),
         ("rlsys/arithmetic", "8", "7", 0.0),
         ("rlsys/arithmetic/two_digit", "seven", "7", 0.0),
+        ("text/exact", " the  answer\n", "the answer", 1.0),
+        ("text/exact", "The answer", "the answer", 0.0),
+        ("text/regex", "code: AB12", r"code: ([A-Z]+\d+)", 1.0),
+        ("text/regex", "nothing", r"code", 0.0),
         ("searchR1_nq", "<answer>The Paris.</answer>", {"target": ["London", "paris"]}, 1.0),
         ("searchR1_nq", "<answer>Rome</answer>", {"target": "paris"}, 0.0),
         ("searchR1_nq", "Paris", ["paris"], 0.0),
@@ -176,7 +180,7 @@ def test_an_unknown_data_source_says_what_to_do() -> None:
 def test_built_in_graders_in_the_pool_take_their_arguments() -> None:
     from rlsys.rewards.pool.pool import Grader
 
-    with RewardPool(Grader(kwargs={"format_score": 0.25, "memory_limit_mb": 256}), num_workers=1) as pool:
+    with RewardPool(Grader(kwargs={"format_score": 0.25, "sandbox": {"memory_limit_mb": 256}}), num_workers=1) as pool:
         results = pool.score([RewardItem("openai/gsm8k", "#### 5", "6")])
     assert results[0].score == 0.25
     assert results[0].extra == {"acc": 0.0, "pred": "5"}
