@@ -22,8 +22,9 @@ from rlsys.agent.rounds import Rounds
 from rlsys.agent.runner import FAILED, EpisodeResult, EpisodeRunner, EpisodeStart, episode_metrics
 from rlsys.agent.session import EpisodeLimits, Score, SessionSettings
 from rlsys.agent.template import ChatTemplate
+from rlsys.agent.tool_config import tools_of_yaml
 from rlsys.agent.tool_pool import ToolPool
-from rlsys.agent.tools import Tool, tools_of_file, tools_of_yaml
+from rlsys.agent.tools import Tool, tools_of_file
 from rlsys.config import EvalConfig, PPOConfig
 from rlsys.config.pools import generates_ahead
 from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig

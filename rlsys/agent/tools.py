@@ -95,25 +95,6 @@ def tools_of_file(path: str, *, key: str) -> list[Tool]:
     return tools
 
 
-def tools_of_yaml(path: str, *, key: str) -> list[Tool]:
-    """The tools of verl's tool configuration: `tools`, a list of {class_name, config, tool_schema}."""
-    from omegaconf import OmegaConf
-
-    if not Path(path).is_file():
-        raise ConfigError(f"{key}={path}: local file not found")
-    entries: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    tools = []
-    for number, entry in enumerate((entries or {}).get("tools") or ()):
-        schema, name = entry.get("tool_schema"), str(entry.get("class_name", ""))
-        if not schema or "." not in name:
-            raise ConfigError(f"{key}={path}: tool {number} needs class_name (module.Class) and tool_schema")
-        module, _, cls = name.rpartition(".")
-        target = f"{module}:{cls}"
-        load_target(target, key=key)
-        tools.append(Tool(schema["function"]["name"], schema, target, "execute", config=entry.get("config") or {}))
-    return tools
-
-
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The OpenAI schema of a function by its type hints and Google docstring."""
     from transformers.utils import get_json_schema

@@ -100,7 +100,7 @@ def known_keys() -> frozenset[str]:
     for schema in JOBS:
         keys |= {*leaves(schema), *sections(schema)}
         table = compat_table(schema)
-        keys |= {*table.aliases, *table.foreign, *table.computed, *table.expansions}
+        keys |= {*table.aliases, *table.foreign, *table.engines, *table.expansions}
     parts = [key.split(".") for key in keys]
     return frozenset(".".join(words[start:]) for words in parts for start in range(len(words)))
 

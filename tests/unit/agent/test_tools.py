@@ -9,8 +9,9 @@ import psutil
 import pytest
 
 from rlsys.agent.builtin_tools import SearchTool, calculator, python
+from rlsys.agent.tool_config import tools_of_yaml
 from rlsys.agent.tool_pool import EpisodeTools, ToolPool, result_text
-from rlsys.agent.tools import as_text, tool_of, tools_of_class, tools_of_file, tools_of_yaml
+from rlsys.agent.tools import as_text, tool_of, tools_of_class, tools_of_file
 from rlsys.utils.errors import ConfigError
 from tests.timing import scaled_s, wait_until
 from tests.unit.agent import user_tools

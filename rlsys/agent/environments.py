@@ -1,0 +1,79 @@
+"""Environments of other libraries as environment classes: the model acts by calling the tool `step`.
+
+The rows' columns say which environment an episode has. The reward is the sum of the rewards of its steps.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+OVER = "The episode is over."
+
+
+class GymnasiumEnvironment:
+    """An environment of Gymnasium; columns `env_id`, and if given `env_kwargs` and `seed`."""
+
+    def reset(self, env_id: str, env_kwargs: Mapping[str, Any] | None = None, seed: int | None = None) -> str:
+        import gymnasium
+
+        self.environment = gymnasium.make(env_id, **(env_kwargs or {}))
+        self.reward, self.is_over = 0.0, False
+        observation, _ = self.environment.reset(seed=seed)
+        return f"\n{observation}"
+
+    def step(self, action: str) -> str:
+        """Act once and see what follows.
+
+        Args:
+            action: The action as JSON: a number for discrete actions, a list for boxes, a string for texts.
+        """
+        if self.is_over:
+            return OVER
+        given = json.loads(action)
+        if not self.environment.action_space.contains(given):
+            raise ValueError(f"the action must be one of {self.environment.action_space}")
+        observation, reward, terminated, truncated, _ = self.environment.step(given)
+        self.reward += float(reward)
+        self.is_over = bool(terminated or truncated)
+        return f"{observation}\n{OVER}" if self.is_over else str(observation)
+
+    def get_reward(self) -> float:
+        return self.reward
+
+    def close(self) -> None:
+        self.environment.close()
+
+
+class OpenEnvEnvironment:
+    """An environment served by OpenEnv; column `base_url`, and if given `reset_kwargs`."""
+
+    def reset(self, base_url: str, reset_kwargs: Mapping[str, Any] | None = None) -> str:
+        from openenv import GenericEnvClient
+
+        self.client = GenericEnvClient(base_url=base_url).sync()
+        self.client.connect()
+        result = self.client.reset(**(reset_kwargs or {}))
+        self.reward, self.is_over = float(result.reward or 0.0), result.done
+        return f"\n{json.dumps(result.observation)}"
+
+    def step(self, action: dict) -> str:
+        """Act once and see what follows.
+
+        Args:
+            action: The fields of the environment's action.
+        """
+        if self.is_over:
+            return OVER
+        result = self.client.step(action)
+        self.reward += float(result.reward or 0.0)
+        self.is_over = result.done
+        shown = json.dumps(result.observation)
+        return f"{shown}\n{OVER}" if self.is_over else shown
+
+    def get_reward(self) -> float:
+        return self.reward
+
+    def close(self) -> None:
+        self.client.close()

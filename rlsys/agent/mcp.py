@@ -1,0 +1,64 @@
+"""Tools of MCP servers: every call opens a session, which calls the tool and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlsys.agent.tools import BaseTool, Tool
+from rlsys.utils.errors import ConfigError
+
+TARGET = f"{__name__}:MCPTool"
+START_S = 60.0
+
+
+class MCPTool(BaseTool):
+    """A tool of a server; config: `server`, an entry of the file's `mcpServers`, and `tool`, its name there."""
+
+    async def execute(self, instance_id: str, parameters: Mapping[str, Any], **kwargs: Any) -> str:
+        async with _client(self.config["server"]) as client:
+            result = await client.call_tool(self.config["tool"], dict(parameters))
+        text = "\n".join(part.text if part.type == "text" else f"({part.type})" for part in result.content)
+        if result.is_error:
+            raise RuntimeError(text)
+        return text
+
+
+def tools_of_servers(path: str, selected: Collection[str] = (), *, key: str) -> list[Tool]:
+    """The tools that the servers of a file with `mcpServers` offer; of those only `selected`, if any. ConfigError."""
+    try:
+        servers = json.loads(Path(path).read_text())["mcpServers"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{key}: {path} is not a JSON file with mcpServers: {error!r}") from error
+    tools = []
+    for name, server in servers.items():
+        try:
+            offered = asyncio.run(asyncio.wait_for(_offered(server), START_S))
+        except ImportError as error:
+            raise ConfigError(f"{key}: MCP servers need pip install 'rlsys[mcp]'") from error
+        except Exception as error:  # whatever a server or its transport may raise
+            raise ConfigError(f"{key}: MCP server {name} of {path} does not list its tools: {error!r}") from error
+        for tool in offered:
+            schema = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+            config = {"server": server, "tool": tool.name}
+            tools.append(Tool(tool.name, {"type": "function", "function": schema}, TARGET, "execute", config=config))
+    if missing := sorted(set(selected) - {tool.name for tool in tools}):
+        raise ConfigError(f"{key}: no server of {path} has {', '.join(missing)}")
+    return [tool for tool in tools if not selected or tool.name in selected]
+
+
+async def _offered(server: Mapping[str, Any]) -> list[Any]:
+    async with _client(server) as client:
+        return list((await client.list_tools()).tools)
+
+
+def _client(server: Mapping[str, Any]) -> Any:
+    """A client of a server that `command` starts, or that listens at `url`."""
+    from mcp import Client, StdioServerParameters
+
+    if "url" in server:
+        return Client(server["url"])
+    return Client(StdioServerParameters(command=server["command"], args=server.get("args", []), env=server.get("env")))

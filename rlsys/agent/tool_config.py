@@ -1,0 +1,36 @@
+"""verl's tool configuration: a YAML file whose `tools` are classes of ours and tools of MCP servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rlsys.agent.mcp import tools_of_servers
+from rlsys.agent.tools import Tool, load_target
+from rlsys.utils.errors import ConfigError
+
+
+def tools_of_yaml(path: str, *, key: str) -> list[Tool]:
+    """The tools of verl's tool configuration: `tools`, a list of {class_name, config, tool_schema}.
+
+    An entry with `mcp` stands for the tools that the servers of its `mcp_servers_config_path` offer.
+    """
+    if not Path(path).is_file():
+        raise ConfigError(f"{key}={path}: local file not found")
+    entries: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    tools = []
+    for number, entry in enumerate((entries or {}).get("tools") or ()):
+        if servers := entry.get("mcp"):
+            selected = servers.get("tool_selected_list") or ()
+            tools += tools_of_servers(servers["mcp_servers_config_path"], selected, key=key)
+            continue
+        schema, name = entry.get("tool_schema"), str(entry.get("class_name", ""))
+        if not schema or "." not in name:
+            raise ConfigError(f"{key}={path}: tool {number} needs class_name (module.Class) and tool_schema")
+        module, _, cls = name.rpartition(".")
+        target = f"{module}:{cls}"
+        load_target(target, key=key)
+        tools.append(Tool(schema["function"]["name"], schema, target, "execute", config=entry.get("config") or {}))
+    return tools
