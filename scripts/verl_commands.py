@@ -1,9 +1,10 @@
 """How many commands of verl's example scripts run here as they stand: `verl_commands.py CHECKOUT [--verbose]`.
 
-Each shell script of the checkout runs in bash with nothing on its PATH, so that every command only records its
-arguments. Of the commands that start verl's trainers, model, data and trackers are replaced by files that exist, and
-the configuration is resolved in this process, as `--dry-run` does. Prints the share that is accepted and, for the rest,
-how many commands meet each reason. Several nodes, other hardware and what is not text in one turn is counted apart.
+Each shell script of the checkout, its end-to-end tests included, runs in bash with nothing on its PATH, so that every
+command only records its arguments; variables that a script wants set get a value. Of the commands that start verl's
+jobs, model, data and trackers are replaced by files that exist, and the configuration is resolved in this process, as
+`--dry-run` does. Prints the share that is accepted by kind of job and, for the rest, how many commands meet each
+reason. Only images, other hardware, other engines and trainers that verl's recipes write themselves are left out.
 """
 
 from __future__ import annotations
@@ -15,28 +16,41 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
-from rlsys.config import PPOConfig, SFTConfig
+from rlsys.config import EvalConfig, PPOConfig, SFTConfig
 from rlsys.config.arguments import parse_arguments
 from rlsys.config.load import load
 from rlsys.config.schema.base import Section
 from rlsys.utils.errors import ConfigError
 
 MODULES: dict[str, type[Section]] = {
-    "verl.trainer.main_ppo": PPOConfig,
-    "verl.trainer.sft_trainer": SFTConfig,
-    "verl.trainer.fsdp_sft_trainer": SFTConfig,
+    "main_ppo": PPOConfig,
+    "main_ppo_sync": PPOConfig,
+    "main_dapo": PPOConfig,
+    "fully_async_main": PPOConfig,
+    "sft_trainer": SFTConfig,
+    "fsdp_sft_trainer": SFTConfig,
+    "main_generation": EvalConfig,
+    "main_generation_server": EvalConfig,
 }
+PRESETS = {
+    "fully_async": "fully_async_ppo_trainer",
+    "one_step_off": "one_step_off_ppo_trainer",
+    "main_generation": "generation",
+}
+"""The configurations that verl's other trainers start from."""
 APART = {
     "other hardware": r"npu|ascend|rocm|amd",
-    "other training engines": r"veomni|automodel|torchtitan|mindspeed|mlite|megatron_lite|trtllm",
-    "images, audio or video": r"data\.(image|video|audio)_key|_vl_|-VL-|vlm|Vision|omni|limit_images",
+    "other engines": r"veomni|automodel|torchtitan|mindspeed|mlite|megatron_lite|trtllm",
+    "images, audio or video": r"data\.(image|video|audio)_key|[-_](vl|VL)[-_]|vlm|Vision|omni|limit_images|geo3k",
+}
+KINDS = {
     "several turns": r"multi_turn\.enable=True|tool_config_path|default_agent_loop|agent_loop_config|multiturn",
-    "multi-token prediction": r"mtp\.enable=True",
-    "several nodes": r"nnodes=([2-9]|1\d)",
+    "asynchronous": r"async_training\.|fully_async|one_step_off|trainer_mode=",
     "distillation": r"distillation\.enabled=True",
+    "LoRA": r"lora",
+    "Megatron": r"megatron",
 }
 PRELUDE = r"""
 record() { printf '%s\0' "$@" >> "$RECORD"; printf '\n\0' >> "$RECORD"; }
@@ -47,46 +61,59 @@ command_not_found_handle() {
 }
 cd() { builtin cd "$@" 2>/dev/null || :; }
 dirname() { echo "${1%/*}"; }
+basename() { echo "${1##*/}"; }
+ulimit() { :; }
 """
+UNSET = re.compile(r"line \d+: (\w+): (?:unbound variable|(?:must )?set|parameter null)", re.IGNORECASE)
+MAX_UNSET = 8
 ARGUMENTS = ("8", "checkpoints/out")
 """For scripts that take the number of processes and an output folder."""
 ENVIRONMENT = ("is not installed",)
 
 
-def commands(script: Path, folder: Path) -> Iterator[list[str]]:
+def commands(script: Path, folder: Path) -> list[list[str]]:
     """The commands `... -m MODULE ...` that a script would start."""
+    record, prelude = folder / "record", folder / "prelude.sh"
+    prelude.write_text(PRELUDE)
     for arguments in ((), ARGUMENTS):
-        record, prelude = folder / "record", folder / "prelude.sh"
-        record.write_text("")
-        prelude.write_text(PRELUDE)
         environment = {"PATH": "/nonexistent", "HOME": str(folder), "BASH_ENV": str(prelude), "RECORD": str(record)}
-        try:
-            subprocess.run(
-                ["/bin/bash", str(script.absolute()), *arguments],
-                cwd=folder,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=10,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            continue
-        lines = record.read_bytes().decode(errors="replace").split("\n\0")
-        recorded = [line.rstrip("\0").split("\0") for line in lines if line]
-        if recorded:
-            yield from recorded
-            return
+        for _ in range(MAX_UNSET):
+            record.write_text("")
+            try:
+                done = subprocess.run(
+                    ["/bin/bash", str(script.absolute()), *arguments],
+                    cwd=folder,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    timeout=10,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                break
+            lines = record.read_bytes().decode(errors="replace").split("\n\0")
+            if recorded := [line.rstrip("\0").split("\0") for line in lines if line]:
+                return recorded
+            unset = UNSET.search(done.stderr.decode(errors="replace"))
+            if unset is None or unset[1] in environment or unset[1].isdigit():
+                break
+            environment[unset[1]] = "8" if re.search("NUM|SIZE|N_|NNODES", unset[1]) else str(folder / "model")
+    return []
 
 
-def replaced(argv: list[str], folder: Path, schema: type[Section]) -> list[str]:
+def replaced(argv: list[str], folder: Path, module: str, schema: type[Section]) -> list[str]:
     """The overrides with our model, data and tracker instead of theirs."""
     model, data = folder / "model", folder / "rows.parquet"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 1 << 20}))
+    (model / "adapter_config.json").write_text("{}")
     data.write_bytes(b"PAR1")
     folders = re.compile(r"^(\+*\S*(model[._]path|_pretrain|adapter_path|tokenizer_path))=.+")
     argv = [folders.sub(rf"\1={model}", word) for word in argv if word not in ARGUMENTS]
+    if not any(word.startswith(("--config-name", "--config-path")) for word in argv):
+        argv += [f"--config-name={preset}" for words, preset in PRESETS.items() if words in module]
+    if schema is EvalConfig:
+        return [re.sub(r"^data\.(path|train_files)=.*", rf"data.\1={data}", word) for word in argv]
     name = "actor_rollout_ref.model.path" if schema is PPOConfig else "model.path"
     own = [] if any("pretrain=" in word or word.startswith(f"{name}=") for word in argv) else [f"{name}={model}"]
     return [*argv, *own, f"data.train_files={data}", f"data.val_files={data}", "trainer.logger=console"]
@@ -103,39 +130,53 @@ def problems_of(argv: list[str], schema: type[Section]) -> list[str]:
     return []
 
 
+def kind_of(text: str, schema: type[Section]) -> str:
+    """The kind of job that a command is counted under."""
+    if schema in (SFTConfig, EvalConfig):
+        return "SFT" if schema is SFTConfig else "generation"
+    return next((kind for kind, words in KINDS.items() if re.search(words, text)), "FSDP")
+
+
 def main() -> None:
-    """Print the share and the reasons."""
+    """Print the shares and the reasons."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--verbose", action="store_true", help="print the problems of each command")
     args = parser.parse_args()
-    apart, reasons, accepted, total = Counter[str](), Counter[str](), 0, 0
+    apart, reasons, accepted, total = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
     with tempfile.TemporaryDirectory() as name:
         folder, root = Path(name), args.checkout.absolute()
-        os.chdir(root)
-        for script in sorted(path for path in root.rglob("*.sh") if "tests" not in path.relative_to(root).parts):
+        for path in root.iterdir():
+            (folder / path.name).symlink_to(path)
+        os.chdir(folder)
+        for script in sorted(root.rglob("*.sh")):
             for command in commands(script, folder):
-                at = next((at for at, word in enumerate(command) if word in MODULES and command[at - 1] == "-m"), None)
-                if at is None:
+                at = next((at for at, word in enumerate(command) if command[at - 1] == "-m" and "verl" in word), 0)
+                at = at or next((at for at, word in enumerate(command) if re.match(r"recipe\..*main", word)), 0)
+                module, argv = command[at].rpartition(".")[2], command[at + 1 :]
+                if not at or module not in MODULES:
+                    apart["other programs"] += "main" in module
                     continue
-                module, argv = command[at], command[at + 1 :]
                 ranks = [word.partition("=")[2] for word in command[:at] if re.match("--nproc.per.node=", word)]
                 argv += [f"trainer.n_gpus_per_node={number}" for number in ranks]
-                text = f"{script.name} {' '.join(argv)}".replace(str(folder), "~")
+                text = f"{command[at]} {script.relative_to(root)} {' '.join(argv)}".replace(str(folder), "~")
                 reason = next((reason for reason, words in APART.items() if re.search(words, text)), "")
                 if reason:
                     apart[reason] += 1
                     continue
                 schema = MODULES[module]
-                problems = problems_of(replaced(argv, folder, schema), schema)
-                total, accepted = total + 1, accepted + (not problems)
+                kind, problems = kind_of(text, schema), problems_of(replaced(argv, folder, command[at], schema), schema)
+                total[kind] += 1
+                accepted[kind] += not problems
                 reasons.update({re.sub(r" = .*?(?=[:(] |$)|=\S+", "", problem) for problem in problems})
                 if args.verbose:
                     print(f"{'accepted' if not problems else 'refused'}: {script.relative_to(root)}")
                     print("".join(f"    {problem}\n" for problem in problems), end="")
-    print(f"{accepted} of {total} commands are accepted ({accepted / max(total, 1):.0%})")
+    share = accepted.total() / max(total.total(), 1)
+    print(f"{accepted.total()} of {total.total()} commands are accepted ({share:.0%})")
+    print("by kind: " + ", ".join(f"{kind} {accepted[kind]} of {count}" for kind, count in total.most_common()))
     print("".join(f"  {count:3d} {reason}\n" for reason, count in reasons.most_common()), end="")
-    print("not counted: " + ", ".join(f"{count} {reason}" for reason, count in apart.most_common()))
+    print("not counted: " + ", ".join(f"{count} {reason}" for reason, count in apart.most_common() if count))
 
 
 if __name__ == "__main__":

@@ -144,8 +144,7 @@ def place_roles(config: PPOConfig, plan: BatchPlan) -> tuple[dict[Role, str], di
         mapping[Role.Rollout], pools["rollout"] = "rollout", [plan.pools.rollout_ranks]
     if plan.critic is not None:
         mapping[Role.Critic] = "train"
-    lora = config.actor_rollout_ref.model
-    if plan.use_reference and not (lora.lora_rank or lora.lora_adapter_path):
+    if plan.use_reference and not config.actor_rollout_ref.model.has_adapters:
         mapping[Role.RefPolicy] = "train"
     grader = config.reward.reward_model
     if grader.enable:

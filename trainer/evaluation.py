@@ -17,6 +17,7 @@ from rlsys.data.collate import collate_prompts
 from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.group import group_fleet
 from rlsys.protocol import DataProto
+from rlsys.rewards.manager import reward_items
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.telemetry.report import RunReport
 from rlsys.telemetry.validation_metrics import validation_metrics
@@ -76,6 +77,22 @@ def numeric_columns(batch: DataProto) -> dict[str, list[Any]]:
     return {n: values for n, values in columns.items() if n == "pred" or all(isinstance(v, numbers) for v in values)}
 
 
+def write_answers(batch: DataProto, path: Path, tokenizer: Any) -> None:
+    """The prompts as rows of a parquet file with their `responses` and `scores`, as verl's main_generation does."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows: dict[str, dict[str, Any]] = {}
+    columns, scores = batch.non_tensor_batch, batch.tensors["token_level_scores"].sum(-1).tolist()
+    for at, answer in enumerate(reward_items(batch, tokenizer)):
+        row = {name: columns[name][at] for name in ("data_source", "reward_model", "extra_info") if columns[name][at]}
+        row = rows.setdefault(columns["uid"][at], {"prompt": columns["raw_prompt"][at], **row})
+        row.setdefault("responses", []).append(answer.solution)
+        row.setdefault("scores", []).append(scores[at])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(list(rows.values())), path)
+
+
 def run_evaluation(config: EvalConfig, begin: Begin) -> None:
     """The job of main_eval: print `val-core/*` and write all metrics to evaluation.json."""
     begin()
@@ -119,6 +136,8 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
         def show(batch: DataProto, step: int) -> None:
             if run.validation_data_dir is not None:
                 dump(batch, step, Path(run.validation_data_dir), tokenizer)
+            if run.output_path is not None:
+                write_answers(batch, Path(run.output_path), tokenizer)
             for prompt, answer, score in sample_rows(batch, tokenizer, run.log_val_generations, seed=42):
                 print(f"--- score {score:g}\n{prompt}\n>>> {answer}")
 

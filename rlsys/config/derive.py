@@ -15,6 +15,7 @@ DERIVED = ("from ", "follows ")
 """How the origins of settings begin that follow from others."""
 ESTIMATOR = "algorithm.adv_estimator"
 MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
+BUDGET = "data.max_token_len_per_gpu"
 
 
 def derived_settings(
@@ -25,6 +26,9 @@ def derived_settings(
     mini, prompts = values.get(MINI_BATCH, 1), values.get("data.train_batch_size", 1)
     if MINI_BATCH not in given and is_count(mini) and is_count(prompts) and prompts % mini:
         settings[MINI_BATCH] = Given(prompts, "follows data.train_batch_size", MINI_BATCH)
+    longest, budget = values.get("data.max_length", 0), values.get(BUDGET, 0)
+    if BUDGET not in given and is_count(longest) and longest > budget:
+        settings[BUDGET] = Given(longest, "follows data.max_length", BUDGET)
     return settings | _areal_estimator(values, given), problems
 
 

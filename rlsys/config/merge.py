@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import prod
+from functools import partial
+from math import ceil, prod
 from typing import Any
 from warnings import catch_warnings
 
@@ -82,7 +85,7 @@ class Layers:
         from omegaconf.errors import OmegaConfBaseException
 
         with catch_warnings(action="ignore"):  # omegaconf 2.4 has another name for it
-            for name, compute in (("divide", _divide), ("ratio", _ratio)):
+            for name, compute in _COMPUTED.items():
                 OmegaConf.register_new_resolver(name, compute, replace=True)
         for path in paths:
             values[path] = json.loads(self._compat.canonical_references(json.dumps(values[path])))
@@ -165,8 +168,12 @@ class Layers:
             self.given[key] = Given(_merge({key: before}, value)[key], given.origin, key)
 
     def _set(self, path: str, given: Given) -> None:
-        before = self._layer.get(path)
-        if before and before.spelling != given.spelling and before.value != given.value:
+        before, earlier = self._layer.get(path), self.given.get(path)
+        counted = "async_training.require_batches"  # beside it verl wants data.train_batch_size=0
+        if given.value == 0 and earlier and earlier.spelling == counted:
+            return
+        is_zero = before is not None and before.value == 0 and given.spelling == counted
+        if before and before.spelling != given.spelling and before.value != given.value and not is_zero:
             one = "one setting" if path in (before.spelling, given.spelling) else path
             self.problems.append(f"{before} and {given} ({given.origin}): two names of {one}; set one of them")
         self._layer[path] = self.given[path] = given
@@ -217,10 +224,20 @@ def _divide(whole: object, *parts: object) -> int:
     return counts[0] // prod(counts[1:])
 
 
-def _ratio(part: object, whole: object) -> float:
-    if isinstance(part, int | float) and isinstance(whole, int | float) and whole:
-        return part / whole
-    raise ConfigError(f"{part} is no fraction of {whole}")
+def _of_numbers(formula: Callable[[float, float], float], value: object, of: object) -> float:
+    if isinstance(value, int | float) and isinstance(of, int | float) and of:
+        return formula(value, of)
+    raise ConfigError(f"{value} with {of}: both must be numbers, the second not 0")
+
+
+_COMPUTED: dict[str, Callable[..., float]] = {
+    "divide": _divide,
+    "ratio": partial(_of_numbers, operator.truediv),
+    "product": partial(_of_numbers, operator.mul),
+    "quotient": partial(_of_numbers, operator.floordiv),
+    "staleness": partial(_of_numbers, lambda share, steps: ceil(steps * (1 + share)) - 1),
+}
+"""`staleness`: the age of the oldest samples if a push serves its `steps` steps and a share of samples beyond them."""
 
 
 def _reason(error: Exception, path: str) -> str:

@@ -90,8 +90,12 @@ def read_conversations(values: Mapping[str, Any], config: SupervisedDataConfig) 
     Without a column of the conversation it is made of those of prompt and response; the columns of a pair may also hold
     whole conversations. Raises ValueError.
     """
-    values = plain_values(values)
+    values = dict(plain_values(values))
+    parts = {column: value for column, value in values.items() if isinstance(value, dict)}
+    values |= {f"{column}.{name}": item for column, part in parts.items() for name, item in part.items()}
     prompt_key, otherwise = config.prompt_key, ""
+    if isinstance(config, SFTDataConfig):
+        prompt_key = ".".join((prompt_key, *(config.prompt_dict_keys or ())))
     needs = [Need((prompt_key,), "data.prompt_key", QUESTIONS)]
     if isinstance(config, DPODataConfig) and config.completion_key in values:
         check_columns(values, [Need((config.label_key,), "data.label_key", ("desirable", "score", "rating"))])
@@ -109,7 +113,8 @@ def read_conversations(values: Mapping[str, Any], config: SupervisedDataConfig) 
             return [read_messages(values[config.messages_key], config.messages_key)]
         if config.messages_key is not None:
             otherwise = f" (a conversation would be in {config.messages_key!r}: data.messages_key)"
-        needs.append(Need((config.response_key,), "data.response_key", ANSWERS, otherwise))
+        response_key = ".".join((config.response_key, *(config.response_dict_keys or ())))
+        needs.append(Need((response_key,), "data.response_key", ANSWERS, otherwise))
     check_columns(values, needs)
     prompt = as_messages(read_prompt(values[prompt_key], prompt_key))
     return [[*prompt, *_answer(values[key], key)] for (key,) in (need.columns for need in needs[1:])]

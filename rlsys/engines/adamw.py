@@ -26,11 +26,12 @@ def lr_at(step: int, optim: OptimConfig, total_steps: int) -> float:
     """Learning rate of the step after `step` steps: a linear warm-up from zero, then constant, cosine or linear to
     `min_lr_ratio`; the same numbers as transformers' and verl's schedules."""
     warmup, floor = num_warmup_steps(optim, total_steps), optim.min_lr_ratio
+    last_step = optim.lr_decay_steps or total_steps
     if step < warmup:
         return optim.lr * step / warmup
     if optim.lr_scheduler_type == "constant":
         return optim.lr
-    progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    progress = min(1.0, (step - warmup) / max(1, last_step - warmup))
     cosine = optim.lr_scheduler_type == "cosine"
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if cosine else 1 - progress
     return optim.lr * (floor + (1 - floor) * shape)

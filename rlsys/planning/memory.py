@@ -251,7 +251,7 @@ def _actor(job: PlanInputs, facts: Facts) -> DeviceRole:
     stages = [("update_actor", True, _training(job, job.plan.actor, sharing))]
     if not job.cfg.algorithm.rollout_correction.bypass_mode:
         stages.append(("old_log_prob", False, scored))
-    if job.plan.use_reference and model.lora_rank:
+    if job.plan.use_reference and model.has_adapters:
         stages.append(("ref", False, scored))
     settings = actor.megatron if actor.strategy == "megatron" else actor.fsdp_config
     role = _role(
@@ -267,7 +267,7 @@ def _actor(job: PlanInputs, facts: Facts) -> DeviceRole:
 
 def _reference(job: PlanInputs, facts: Facts) -> Iterator[DeviceRole]:
     policy, ref = job.cfg.actor_rollout_ref, job.cfg.actor_rollout_ref.ref
-    if not job.plan.use_reference or policy.model.lora_rank:
+    if not job.plan.use_reference or policy.model.has_adapters:
         return
     megatron = policy.actor.strategy == "megatron"
     settings = ref.megatron if megatron else ref.fsdp_config
@@ -376,7 +376,7 @@ def _leaving(settings: FSDPConfig | MegatronConfig) -> frozenset[str]:
 
 def _lora(model: ModelConfig) -> LoraSettings | None:
     """The adapters of a trained role; only with some does planning import torch."""
-    if not model.lora_rank and model.lora_adapter_path is None:
+    if not model.has_adapters:
         return None
     from rlsys.models.lora import lora_settings
 

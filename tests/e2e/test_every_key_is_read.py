@@ -26,6 +26,7 @@ CORRECTION = ALGORITHM + "rollout_correction."
 READ_WHILE_LOADING = {
     "actor_rollout_ref.actor.clip_ratio": "the default of clip_ratio_low and clip_ratio_high",
     "actor_rollout_ref.hybrid_engine": "follows from the pools, and a contradiction is refused",
+    "actor_rollout_ref.rollout.n_gpus_per_node": "with verl's rollout.nnodes becomes trainer.rollout_workers",
     "trainer.project_name": "the middle of trainer.default_local_dir",
     "trainer.experiment_name": "the end of trainer.default_local_dir",
     "trainer.allocation_mode": "becomes trainer.n_gpus_per_node, trainer.rollout_workers and the parallel sizes",

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pyarrow.parquet import read_table
 
 from tests.e2e.conftest import Toy
 from tests.hub import Hub
@@ -36,8 +37,18 @@ def test_an_evaluation_writes_its_metrics(toy: Toy, tmp_path: Path, capsys: pyte
         "data.max_response_length=4",
         "trainer.backend=local",
         f"trainer.default_local_dir={out}",
+        f"data.output_path={tmp_path / 'answers.parquet'}",
+        "data.n_samples=2",
+        "rollout.temperature=1.0",
     ]
     assert main(argv) == 0
+    answers, prompts = (
+        read_table(tmp_path / "answers.parquet").to_pylist(),
+        [json.loads(line) for line in toy.val.read_text().splitlines()],
+    )
+    assert [row["prompt"][-1]["content"] for row in answers] == [row["prompt"] for row in prompts]
+    assert {(len(row["responses"]), len(row["scores"])) for row in answers} == {(2, 2)}
+    assert answers[0]["reward_model"]["ground_truth"] == prompts[0]["reward_model"]["ground_truth"]
     metrics = json.loads((out / "evaluation.json").read_text())
     printed = capsys.readouterr().out
     core = [name for name in metrics if name.startswith("val-core/")]

@@ -72,7 +72,7 @@ def check_sampling(cfg: PPOConfig) -> Iterator[str]:
         yield wrong(cfg, f"{KEY}.do_sample", f"all {rollout.n} answers to a prompt would be the same", True)
     if val.n > 1 and (not val.do_sample or val.temperature == 0):
         why = f"{val.n} equal answers; set {KEY}.val_kwargs.do_sample=true and a temperature above 0"
-        yield wrong(cfg, f"{KEY}.val_kwargs.n", why)
+        yield note(cfg, f"{KEY}.val_kwargs.n", why)
     if val.do_sample and val.temperature == 0:
         yield note(cfg, f"{KEY}.val_kwargs.do_sample", "temperature=0 is greedy, so do_sample has no effect")
     sync_freq, freq = cfg.trainer.sync_freq, rollout.parity.freq

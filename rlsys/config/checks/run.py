@@ -167,5 +167,5 @@ def check_checkpoint(cfg: PPOConfig | SupervisedConfig, key: str, checkpoint: Ch
 
 
 def _adapters(cfg: PPOConfig, key: str, model: ModelConfig) -> Iterator[str]:
-    if model.lora_rank and importlib.util.find_spec("peft") is None:
+    if model.has_adapters and importlib.util.find_spec("peft") is None:
         yield wrong(cfg, f"{key}.lora_rank", "peft is not installed; pip install -e '.[lora]'")

@@ -9,7 +9,8 @@ jobs (`under`), of:
 - `groups`: choices of Hydra's config groups that change nothing here.
 - `expansions`: settings that set several keys: for each key a table from the value set to the key's value, `otherwise`
   for values that are not in it, whose `{}` is replaced by the value; without `otherwise` the value is passed on. A
-  value may refer to keys, `${key}`, and compute: `${divide:a,b,...}` of whole numbers without rest, `${ratio:a,b}`.
+  value may refer to keys, `${key}`, and compute: `${divide:a,b,...}` of whole numbers without rest, `${ratio:a,b}`,
+  `${product:a,b}`, `${quotient:a,b}` without the rest, `${staleness:share,steps}`.
 - `meanings`: words of other trainers, and the keys to suggest for them.
 - `refused` and `ignored`: keys that do not exist here, with the reason and what to set instead. A key that would change
   results if it were ignored is refused. Values listed in `unless`, and null, ask for what happens anyway; they are

@@ -111,6 +111,10 @@ class SFTDataConfig(SupervisedDataConfig):
     """Column of the conversation; null, or a file without it, uses prompt_key and response_key."""
     response_key: t.Text = "response"
     """Column of the response, where there is no conversation."""
+    prompt_dict_keys: t.Texts | None = None
+    """Name of the prompt in a column of objects."""
+    response_dict_keys: t.Texts | None = None
+    """Name of the response in a column of objects."""
 
 
 class RMDataConfig(SupervisedDataConfig):

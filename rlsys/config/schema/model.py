@@ -28,7 +28,6 @@ def _dtype(value: object) -> object:
 AnyDType = Annotated[t.DType, BeforeValidator(_dtype)]
 MasterDType = Annotated[Literal["float32", "bfloat16"], BeforeValidator(_dtype)]
 Scheduler = Literal["constant", "cosine", "linear"]
-NEEDS_ADAPTERS = Requires(".lora_rank", why="there is no adapter", to="16")
 NOT_WITH_POLICY = Requires(
     ".offload_policy", (False,), why="offload_policy already offloads parameters", fix="set param_offload=false"
 )
@@ -73,8 +72,13 @@ class ModelConfig(ModelFolderConfig):
     """LoRA scale; adapter outputs are multiplied by lora_alpha / lora_rank."""
     target_modules: Annotated[t.Texts, ActiveIf(".lora_rank")] = ("all-linear",)
     """Modules that get adapters: names, or all-linear (on Megatron including experts)."""
-    lora_adapter_path: Annotated[t.LocalPath | None, NEEDS_ADAPTERS] = None
-    """Folder of a trained adapter to start from."""
+    lora_adapter_path: t.LocalPath | None = None
+    """Folder of a trained adapter to start from; its rank, scale and modules are taken."""
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether low-rank adapters are trained instead of the weights."""
+        return bool(self.lora_rank) or self.lora_adapter_path is not None
 
 
 class PolicyModelConfig(ModelConfig, ServedModelConfig):
@@ -98,6 +102,8 @@ class OptimConfig(Section):
     """Shape after the warm-up."""
     min_lr_ratio: t.Fraction = 0.0
     """Final learning rate of cosine and linear, as a fraction of lr."""
+    lr_decay_steps: t.Count | None = None
+    """Optimizer steps after which cosine and linear are at their end; null is the length of the run."""
 
 
 class CriticOptimConfig(OptimConfig):

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, Strict
 from rlsys.config.engines import rollout_backends
 from rlsys.config.schema import types as t
 from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
-from rlsys.config.schema.base import ActiveIf, Registered, Requires, Section, open_dict, section
+from rlsys.config.schema.base import ActiveIf, Registered, Requires, Section, linked, open_dict, section
 from rlsys.config.schema.model import AnyDType, LogProbConfig
 
 Temperature = Annotated[float, Strict(), Field(ge=0, le=100)]
@@ -184,6 +184,8 @@ class RolloutConfig(GenerationConfig, LogProbConfig):
     them, false saves the time of the moves."""
     name: Annotated[Engine, Registered(tuple(backend.name for backend in rollout_backends()))] = "hf"
     """Engine: hf (transformers), sglang, vllm, external servers (sglang_remote, vllm_remote), or one you registered."""
+    n_gpus_per_node: t.Count = linked("trainer.n_gpus_per_node")
+    """With verl's rollout.nnodes, processes on each of these nodes; together they are trainer.rollout_workers."""
     temperature: Annotated[float, Strict(), Field(gt=0, le=100)] = 1.0
     """Sampling temperature; log-probs are taken at it too."""
     top_k: TopK = -1

@@ -103,6 +103,8 @@ class EvalRunConfig(RunConfig):
     """Folder for all answers, as JSON lines."""
     log_val_generations: t.CountOrZero = 0
     """Number of answers shown in trackers."""
+    output_path: t.LocalPath | None = None
+    """Parquet file for the prompts with their answers, as column responses, and scores; null writes none."""
 
 
 class TrainerConfig(TrainingConfig):

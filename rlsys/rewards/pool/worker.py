@@ -88,12 +88,24 @@ def load_grader(path: str | None, name: str, kwargs: Mapping[str, Any]) -> Compu
     grade = load_from_file(path, name, key="custom_reward_function")
     if not callable(grade) or inspect.isclass(grade):
         raise TypeError(f"{name} is not a function")
+    if "data_sources" in inspect.signature(grade).parameters:
+        return _of_one_row(grade)
     try:
         inspect.signature(grade).bind(data_source="", solution_str="", ground_truth=None, extra_info=None, **kwargs)
     except TypeError as error:
         given = ", ".join(("data_source", "solution_str", "ground_truth", "extra_info", *kwargs))
         raise TypeError(f"{name}{inspect.signature(grade)} is called with {given}: {error}") from None
     return grade
+
+
+def _of_one_row(grade: Callable[..., Sequence[Any]]) -> ComputeScore:
+    """A function written for verl's `batch` manager, which takes lists, for one row at a time."""
+
+    def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, **kwargs: Any) -> Any:
+        rows = {"data_sources": data_source, "solution_strs": solution_str, "ground_truths": ground_truth}
+        return grade(**{key: [value] for key, value in rows.items()}, extra_infos=[extra_info], **kwargs)[0]
+
+    return compute_score
 
 
 def _call(grade: ComputeScore, item: RewardItem, kwargs: Mapping[str, Any]) -> Any:

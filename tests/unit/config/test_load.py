@@ -86,7 +86,7 @@ def test_every_spelling_leads_to_a_key(schema: type[Section]) -> None:
     ends = {*leaves(schema), *sections(schema), *table.expansions, *table.foreign, *table.engines}
     for spelling in table.aliases:
         key = table.canonical(spelling)
-        assert key in ends or "lora" in spelling or f"{R}.engine_kwargs" in key, spelling
+        assert key in ends or "lora" in spelling or f"{R}.engine_kwargs" in key or "runtime_env" in key, spelling
     assert set(table.meanings.values()) <= set(leaves(schema))
     expanded = {key for keys in table.expansions.values() for key in keys}
     assert expanded <= set(leaves(schema))
@@ -546,7 +546,13 @@ def test_self_may_come_first(folder: Path) -> None:
     assert (cfg.data.train_batch_size, cfg.data.seed) == (48, 4)
 
 
-SCHEMA_OF = {"sft_trainer": SFTConfig, "rm_trainer": RMConfig, "dpo_trainer": DPOConfig, "eval": EvalConfig}
+SCHEMA_OF = {
+    "sft_trainer": SFTConfig,
+    "rm_trainer": RMConfig,
+    "dpo_trainer": DPOConfig,
+    "eval": EvalConfig,
+    "generation": EvalConfig,
+}
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -560,7 +566,7 @@ def test_every_preset_loads(name: str, folder: Path, monkeypatch: pytest.MonkeyP
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_text('{"max_position_embeddings": 8192}')
         monkeypatch.setenv("RLSYS_CACHE", str(folder))
-    elif name in ("ppo_trainer", "ppo_megatron_trainer", "dapo"):
+    elif name.endswith(("ppo_trainer", "ppo_megatron_trainer", "dapo")):
         argv += [f"{M}.path=some/model", "data.train_files=train.parquet", "data.val_files=test.parquet"]
     loaded = load(parse_arguments(argv), schema)
     assert not [note for note in loaded.notes if "ignored" in note]

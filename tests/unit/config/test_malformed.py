@@ -210,7 +210,7 @@ CHOICES = [
     bad("algorithm.adv_estimator=grp", "algorithm.adv_estimator", "set algorithm.adv_estimator=grpo"),
     bad(f"{A}.policy_loss.loss_mode=gmpo", "loss_mode", "geo_mean"),
     bad(f"{A}.policy_loss.loss_mode=clip-cv", "loss_mode", "clip_cov"),
-    bad("reward.reward_manager.name=batch", "reward.reward_manager.name", "naive, dapo"),
+    bad("reward.reward_manager.name=collabllm", "reward.reward_manager.name", "naive, dapo"),
 ]
 
 FOREIGN = [
@@ -232,7 +232,6 @@ FOREIGN = [
     bad("reward.sandbox_fusion.url=sandbox:8080", "reward.sandbox_fusion.url", "http"),
     bad("ray_kwargs.ray_init.num_gpus=8", "num_gpus", "CUDA_VISIBLE_DEVICES"),
     bad(f"{M}.lora.dropout=0.1", f"{M}.lora.dropout", "no dropout"),
-    bad(f"{A}.fsdp_config.mixed_precision.reduce_dtype=bf16", "reduce_dtype", "reduced in float32"),
     bad(f"{A}.optim.total_training_steps=100", "optim.total_training_steps", "trainer.total_training_steps"),
     bad("trainer.v1.trainer_mode=separate_async", "trainer.v1.trainer_mode", "trainer.max_staleness="),
     bad(f"{A}.megatron.use_megatron_fsdp=true", "use_megatron_fsdp", "strategy=fsdp"),
@@ -390,7 +389,6 @@ ALGORITHMS = [
     bad(f"{R}.temperature=0", f"{R}.temperature", "more than 0"),
     bad(f"{R}.do_sample=false", f"{R}.do_sample", "would be the same"),
     bad(f"{R}.top_k=-2", f"{R}.top_k", "-1 or a whole number"),
-    bad(f"{R}.val_kwargs.do_sample=false", f"{R}.val_kwargs.n", "do_sample=true"),
 ]
 
 RUNS = [
@@ -424,8 +422,8 @@ RUNS = [
         "trainer.reproducible",
         "full_determinism=true",
     ),
-    bad("async_training.staleness_threshold=0.3", "async_training.staleness_threshold", "trainer.max_staleness"),
-    bad("async_training.trigger_parameter_sync_step=4", "trigger_parameter_sync_step", "trainer.sync_freq"),
+    bad("async_training.staleness_threshold=many", "async_training.staleness_threshold", "trainer.max_staleness"),
+    bad("async_training.trigger_parameter_sync_step=4", "trainer.max_staleness", "trainer.sync_freq=4"),
     bad("actor.prox_logp_method=loglinear", "actor.prox_logp_method", "recomputed"),
     bad(["actor.use_decoupled_loss=true", "actor.behav_imp_weight_cap=-1"], f"{C}.rollout_is_threshold", "above 0"),
     bad("actor_rollout_ref.hybrid_engine=false", "actor_rollout_ref.hybrid_engine", "trainer.rollout_workers=0"),
@@ -515,7 +513,12 @@ FILES = [
 OTHER_JOBS = [
     bad("data.train_batch_size=0", "data.train_batch_size", "at least 1", schema=SFTConfig),
     bad("data.max_lenght=9", "data.max_lenght", "data.max_length", schema=SFTConfig),
-    bad("data.max_length=99999", "data.max_token_len_per_gpu", "99999", schema=SFTConfig),
+    bad(
+        "data.max_token_len_per_gpu=9",
+        "data.max_token_len_per_gpu",
+        "set data.max_token_len_per_gpu=1024",
+        schema=SFTConfig,
+    ),
     bad("trainer.n_gpus_per_node=3", "data.train_batch_size = 256", "multiple of 3", schema=SFTConfig),
     bad(
         ["data.use_dynamic_bsz=false", "data.micro_batch_size_per_gpu=999"],

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from rlsys.config import EvalConfig, SFTConfig, load_config
+from rlsys.utils.errors import ConfigError
 from tests.timing import scaled_s
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,7 +37,81 @@ def test_the_share_of_accepted_commands_is_printed_with_the_reasons(tmp_path: Pa
     (tmp_path / "sft.sh").write_text(SFT)
     command = [sys.executable, ROOT / "scripts/verl_commands.py", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=scaled_s(60), check=True)
-    share, reason, apart = done.stdout.splitlines()
+    share, kinds, reason, apart = done.stdout.splitlines()
     assert share == "2 of 3 commands are accepted (67%)"
+    assert kinds == "by kind: FSDP 1 of 2, SFT 1 of 1"
     assert reason.startswith("    1 trainer.total_epoch (command line): no such key")
     assert apart == "not counted: 1 images, audio or video"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 100000}')
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    return tmp_path
+
+
+PPO = ["actor_rollout_ref.model.path=model", "data.train_files=rows.parquet", "data.val_files=rows.parquet"]
+ASYNC = """
+--config-path=config --config-name=fully_async_ppo_megatron_trainer.yaml data.train_batch_size=0
+data.gen_batch_size=1 actor_rollout_ref.actor.ppo_mini_batch_size=32 rollout.total_rollout_steps=51200
+async_training.require_batches=4 async_training.staleness_threshold=0.5 rollout.nnodes=2 rollout.n_gpus_per_node=4
+rollout.test_freq=2 actor_rollout_ref.rollout.n=4 actor_rollout_ref.hybrid_engine=False
+actor_rollout_ref.actor.optim.lr_decay_steps=51200 trainer.nnodes=2 trainer.n_gpus_per_node=8
+"""
+
+
+def test_asynchronous_settings_of_verl_become_steps_and_versions(folder: Path) -> None:
+    cfg = load_config([*PPO, *ASYNC.split()])
+    trainer = cfg.trainer
+    assert (cfg.data.train_batch_size, cfg.data.gen_batch_size, trainer.total_training_steps) == (128, 128, 400)
+    assert (trainer.sync_freq, trainer.test_freq, trainer.rollout_workers) == (4, 8, 8)
+    assert trainer.max_staleness == 5  # 6 steps' samples from one push: its own 4, and half as many more
+    assert cfg.algorithm.rollout_correction.bypass_mode
+    assert cfg.actor_rollout_ref.actor.strategy == "megatron"
+    again = load_config([*PPO, *ASYNC.split(), "async_training.staleness_threshold=0", "rollout.test_freq=-1"])
+    assert (again.trainer.max_staleness, again.trainer.test_freq) == (3, -1)
+    with pytest.raises(ConfigError, match="two names of one setting"):
+        load_config([*PPO, *ASYNC.split(), "trainer.rollout_workers=3"])
+
+
+def test_one_step_off_policy_is_a_preset(folder: Path) -> None:
+    argv = ["--config-name=one_step_off_ppo_trainer", *PPO, "rollout.nnodes=1", "rollout.n_gpus_per_node=2"]
+    cfg = load_config([*argv, "algorithm.rollout_correction.rollout_is_threshold=null"])
+    assert (cfg.trainer.max_staleness, cfg.trainer.rollout_workers, cfg.trainer.sync_freq) == (1, 2, 1)
+    assert cfg.algorithm.rollout_correction.rollout_is_threshold == "2.0"
+    assert load_config([*PPO, "actor_rollout_ref.rollout.nnodes=0"]).trainer.rollout_workers == 0
+
+
+def test_an_adapter_to_start_from_needs_no_rank(folder: Path) -> None:
+    argv = [*PPO, "actor_rollout_ref.model.lora_adapter_path=model"]
+    (folder / "model" / "adapter_config.json").write_text("{}")
+    assert load_config(argv).actor_rollout_ref.model.has_adapters
+
+
+def test_columns_and_conversations_of_older_sft_commands_are_read(folder: Path) -> None:
+    argv = ["engine=fsdp", "engine.strategy=fsdp2", "model.partial_pretrain=model", "data.train_files=rows.parquet"]
+    dicts = ["data.prompt_key=extra_info", "data.prompt_dict_keys=['question']", "+data.response_dict_keys=['answer']"]
+    data = load_config([*argv, *dicts, "data.response_key=extra_info"], SFTConfig).data
+    assert (data.prompt_key, data.prompt_dict_keys, data.response_dict_keys) == (
+        "extra_info",
+        ("question",),
+        ("answer",),
+    )
+    turns = ["data.multiturn.enable=true", "data.multiturn.messages_key=chat", "data.max_length=16384"]
+    data = load_config([*argv, *turns], SFTConfig).data
+    assert (data.messages_key, data.max_token_len_per_gpu) == ("chat", 16384)
+
+
+def test_generation_of_verl_is_an_evaluation_that_keeps_the_answers(folder: Path) -> None:
+    argv = "data.path=rows.parquet data.n_samples=8 data.batch_size=64 data.output_path=out.parquet model.path=model"
+    more = "rollout.temperature=0.6 rollout.top_p=0.95 rollout.prompt_length=1024 rollout.response_length=2048"
+    cfg = load_config([*argv.split(), *more.split(), "+model.trust_remote_code=True"], EvalConfig)
+    val, data = cfg.actor_rollout_ref.rollout.val_kwargs, cfg.data
+    assert (val.n, val.temperature, val.top_p, val.do_sample) == (8, 0.6, 0.95, True)
+    assert (data.val_batch_size, data.max_prompt_length, data.max_response_length) == (64, 1024, 2048)
+    assert (data.val_files, cfg.trainer.output_path) == (("rows.parquet",), "out.parquet")
+    greedy = load_config([*argv.split(), "rollout.temperature=0"], EvalConfig).actor_rollout_ref.rollout.val_kwargs
+    assert not greedy.do_sample

@@ -130,6 +130,10 @@ def test_columns_of_prompt_and_response_are_taken_where_there_is_no_conversation
     rows = [{"prompt": "1+1=", "completion": "2"}]
     file = jsonl(tmp_path / "a.jsonl", rows)
     assert shown(load_texts(file, tokenizer(), SFTDataConfig(response_key="completion"))[0]) == "[2][<|end|>]"
+    nested = jsonl(tmp_path / "nested.jsonl", [{"extra_info": {"question": "1+1", "answer": "2"}}])
+    names = {"prompt_dict_keys": ("question",), "response_dict_keys": ("answer",)}
+    form = SFTDataConfig(prompt_key="extra_info", response_key="extra_info", **names)
+    assert shown(load_texts(nested, tokenizer(), form)[0]) == "[2][<|end|>]"
     with pytest.raises(DataError, match=r"column 'response' is missing: set data\.response_key=completion"):
         load_texts(file, tokenizer(), SFTDataConfig())
 

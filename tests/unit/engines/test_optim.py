@@ -43,6 +43,8 @@ def test_schedules_are_those_of_transformers(schedule: Any, warmup: int) -> None
 def test_min_lr_ratio_is_where_the_decay_ends_and_stays() -> None:
     optim = OptimConfig(lr=1.0, lr_scheduler_type="linear", lr_warmup_steps=0, min_lr_ratio=0.25)
     assert [lr_at(step, optim, 10) for step in (0, 5, 10, 99)] == [1.0, 0.625, 0.25, 0.25]
+    shorter = optim.model_copy(update={"lr_decay_steps": 4})
+    assert [lr_at(step, shorter, 10) for step in (0, 2, 4, 99)] == [1.0, 0.625, 0.25, 0.25]
 
 
 def test_warmup_by_ratio_counts_of_the_total() -> None:

@@ -240,6 +240,19 @@ def test_every_kind_of_score_is_read(grader_file: Callable[[str], str]) -> None:
     assert results[9].extra == {"args": ["src", {"a": [1]}, {"num_turns": 2}]}
 
 
+BATCH = """
+def compute_score(data_sources, solution_strs, ground_truths, extra_infos, factor):
+    rows = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
+    return [factor * (len(solution) + truth + info["a"]) for source, solution, truth, info in rows]
+"""
+
+
+def test_a_function_of_lists_grades_one_row_at_a_time(grader_file: Callable[[str], str]) -> None:
+    with RewardPool(Grader(path=grader_file(BATCH), kwargs={"factor": 2}), num_workers=1) as pool:
+        results = pool.score([RewardItem("src", "x" * length, 1, {"a": 10}) for length in (1, 3)])
+    assert [r.score for r in results] == [24.0, 28.0]
+
+
 ASYNC = """
 import asyncio, os, sys, time
 async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
