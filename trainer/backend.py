@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,10 @@ def start_backend(run: RunConfig, ray_kwargs: RayKwargsConfig, *, num_ranks: int
     num_threads = threads if device == "cpu" else None
     worker_env = {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
 
-    def group(pool: Any, worker: Any, **options: Any) -> WorkerGroup:
-        return on_ray.RayWorkerGroup(pool, worker, worker_env=worker_env, **options)
-
     def manager(pools: Pools, mapping: Mapping[Any, str]) -> ResourcePoolManager[Any]:
         return on_ray.ResourcePoolManager(pools, mapping, use_gpu=device != "cpu", max_colocate_count=1)
 
+    group = partial(on_ray.RayWorkerGroup, worker_env=worker_env)
     return WorkerBackend(device, group, on_ray.RayClassWithInitArgs, manager, num_threads, cluster.close)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -24,20 +24,21 @@ SHOWN_VALUES = {
     "advantages": "advantages",
     "turn_ids": "turn_ids",
 }
+T = TypeVar("T")
 TURN_S = 0.0005
 """How long a dump keeps other threads waiting: the next step hands its requests through several of them."""
 
 
-class _Lazy(Sequence[Any]):
+class _Lazy(Sequence[T]):
     """Rows that are made when they are asked for: of a big batch only a sample is."""
 
-    def __init__(self, length: int, make: Callable[[int], Any]) -> None:
+    def __init__(self, length: int, make: Callable[[int], T]) -> None:
         self._length, self._make = length, make
 
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, row: Any) -> Any:
+    def __getitem__(self, row: int) -> T:  # pyrefly: ignore[bad-override]  # slices are not asked for
         if row >= self._length:
             raise IndexError(row)
         return self._make(row)
@@ -58,7 +59,7 @@ def dump(
     def text_of(ids: tuple[int, ...], *, skip: bool) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=skip))
 
-    def of_tokens(key: str) -> _Lazy:
+    def of_tokens(key: str) -> _Lazy[list[Any]]:
         return _Lazy(size, lambda row: rows[key][row, : lengths[row]].tolist())
 
     def prompt(row: int) -> str:

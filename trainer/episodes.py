@@ -20,7 +20,7 @@ from rlsys.agent.presets import Workflow, load_workflow
 from rlsys.agent.programs import command_workflow, function_workflow
 from rlsys.agent.rounds import Rounds
 from rlsys.agent.runner import FAILED, EpisodeResult, EpisodeRunner, EpisodeStart, episode_metrics
-from rlsys.agent.session import EpisodeLimits, Score, SessionSettings
+from rlsys.agent.session import EpisodeLimits, Grade, Score, SessionSettings
 from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tool_config import tools_of_yaml
 from rlsys.agent.tool_pool import ToolPool
@@ -48,6 +48,7 @@ from trainer.prompt_groups import PromptGroup, PromptGroups
 from trainer.rewards import reward_manager
 from trainer.source import Fleet
 
+Keep = Callable[[Sequence[EpisodeStart], SamplingParams, int], None]
 EPISODES = "open_episodes.jsonl"
 AGENTS = {"single_turn_agent": "RLVRWorkflow", "tool_agent": "ToolWorkflow"}
 """verl's names of its agents -> ours."""
@@ -64,7 +65,7 @@ class EpisodeRollout(GradedRollout):
     """A GradedRollout whose answers are episodes; the workflow's rewards take the place of the reward manager's."""
 
     runner: EpisodeRunner
-    keep: Callable[[Sequence[EpisodeStart], SamplingParams, int], None]
+    keep: Keep
     prompt_length: int
     response_length: int
     max_failed_share: float
@@ -234,7 +235,7 @@ def graded_rollout(
     )
 
 
-def _keep(cfg: PPOConfig | EvalConfig, training: SamplingParams) -> Any:
+def _keep(cfg: PPOConfig | EvalConfig, training: SamplingParams) -> Keep:
     """Writes the logs of training episodes, not those of validation or a baseline, whose sampling differs."""
 
     def keep(starts: Sequence[EpisodeStart], sampling: SamplingParams, step: int) -> None:
@@ -309,7 +310,7 @@ def _limits(cfg: PPOConfig | EvalConfig, agent: AgentConfig, turns: MultiTurnCon
     )
 
 
-def _grade(pool: RewardPool, reward_fn_key: str) -> Any:
+def _grade(pool: RewardPool, reward_fn_key: str) -> Grade:
     async def grade(row: Mapping[str, Any], answer: str, extra_info: Mapping[str, Any]) -> Score:
         truth = (row.get("reward_model") or {}).get("ground_truth")
         item = RewardItem(str(row[reward_fn_key]), answer, truth, {**(row.get("extra_info") or {}), **extra_info})

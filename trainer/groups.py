@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from rlsys.config.schema.trainer import DeadlinesConfig, RunConfig
 from rlsys.protocol import DataProto
@@ -21,6 +21,7 @@ from rlsys.utils.errors import CheckpointError
 from trainer.backend import WorkerBackend
 
 log = get_logger(__name__)
+R = TypeVar("R")
 
 
 class Role(Enum):
@@ -41,9 +42,9 @@ class Group(Protocol):
 
     @property
     def world_size(self) -> int: ...
-    def execute_all_async(self, method: str, *args: Any) -> list[Future]: ...
-    def execute_rank_async(self, rank: int, method: str, *args: Any, stage: str | None = None) -> Future: ...
-    def execute_rank(self, rank: int, method: str, *args: Any, deadline_s: float | None = None) -> Any: ...
+    def execute_all_async(self, method: str, *args: object) -> list[Future]: ...
+    def execute_rank_async(self, rank: int, method: str, *args: object, stage: str | None = None) -> Future: ...
+    def execute_rank(self, rank: int, method: str, *args: object, deadline_s: float | None = None) -> Any: ...
     def restart_rank(self, rank: int, deadline_s: float | None = None) -> None: ...
     def init_model(self) -> None: ...
     def drain_stages(self) -> StageReport: ...
@@ -166,7 +167,7 @@ def stage_deadlines(deadlines: DeadlinesConfig) -> dict[str, float]:
 
 
 def start_groups(
-    workers: Mapping[Any, ClassWithInitArgs],
+    workers: Mapping[R, ClassWithInitArgs],
     manager: ResourcePoolManager[Any],
     *,
     group_cls: Callable[..., WorkerGroup],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if lost else 0
 
 
-def _values(file: str) -> Any:
+def _values(file: str) -> Iterator[Mapping[str, Any]]:
     for row in read_rows(file):
         if isinstance(row, BadRow):
             raise DataError(str(row))
