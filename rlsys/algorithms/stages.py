@@ -24,6 +24,7 @@ from rlsys.algorithms.kl import KLController, kl_in_reward
 from rlsys.algorithms.masked import at_last_token
 from rlsys.algorithms.normalize import normalize, shape_rewards
 from rlsys.algorithms.registry import SectionView
+from rlsys.algorithms.turns import spread_turns, turn_inputs
 from rlsys.config.schema.actor import ActorConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from rlsys.protocol import DataProto
@@ -146,7 +147,13 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig, *, num_repeat: 
     if "component_scores" in estimator_takes(config.adv_estimator):
         inputs["component_scores"] = _components(batch, config.gdpo_reward_keys or ())
         inputs["component_weights"] = _weights(config.gdpo_reward_keys or (), config.gdpo_reward_weights)
-    advantages, returns = call_adv_estimator(config.adv_estimator, inputs)
+    turn_ids = tensors.get("turn_ids")
+    by_turn = config.adv_estimator == "gae" and config.gae_unit == "turn" and turn_ids is not None
+    estimated = call_adv_estimator(config.adv_estimator, turn_inputs(inputs, turn_ids) if by_turn else inputs)
+    if by_turn:
+        mask, dtype = inputs["response_mask"], inputs["token_level_rewards"].dtype
+        estimated = tuple(spread_turns(values, mask, turn_ids, dtype) for values in estimated)
+    advantages, returns = estimated
     if config.adv_norm.enabled:
         advantages = normalize(advantages, config.adv_norm, group_ids=ids, mask=column(batch, "response_mask"))
     batch = with_columns(batch, advantages=advantages, returns=returns)

@@ -114,6 +114,8 @@ class AlgorithmConfig(Section):
     """Discount."""
     lam: Annotated[t.Fraction, ActiveIf(".adv_estimator", ("gae",))] = 1.0
     """GAE's lambda."""
+    gae_unit: Annotated[Literal["token", "turn"], ActiveIf(".adv_estimator", ("gae",))] = "token"
+    """What GAE discounts by: tokens, or the turns of a response, of which all tokens share the advantage."""
     norm_adv_by_std_in_grpo: Annotated[t.Flag, IF_GRPO] = True
     """Divide GRPO advantages by the group's standard deviation; false is Dr. GRPO."""
     use_kl_in_reward: t.Flag = False

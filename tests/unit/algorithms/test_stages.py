@@ -203,3 +203,23 @@ def test_selected_tokens_are_added_for_the_covariance_losses_only() -> None:
     )
     assert values(chosen, "selected_tokens").sum() == int(0.3 * 11)
     assert add_selected_tokens(batch, ActorConfig(), seed=0) is batch
+
+
+def test_gae_over_turns_discounts_by_turns_and_gives_all_tokens_of_one_the_same():
+    batch = DataProto.from_dict(
+        {
+            "token_level_rewards": torch.tensor([[0.0, 1.0, 0.0, 0.0, 2.0, 0.0], [0.5, 0.0, 0.0, 0.0, 0.0, 0.0]]),
+            "values": torch.tensor([[0.1, 0.2, 9.0, 0.3, 0.4, 9.0], [0.25, 9.0, 9.0, 9.0, 9.0, 9.0]]),
+            "response_mask": torch.tensor([[1, 1, 0, 1, 1, 0], [1, 0, 0, 0, 0, 0]]),
+            "turn_ids": torch.tensor([[0, 0, -1, 1, 1, -1], [0, -1, -1, -1, -1, -1]]),
+        }
+    )
+    config = AlgorithmConfig(gamma=0.9, lam=0.8, gae_unit="turn")
+    out = compute_advantage(batch, config).batch
+    second = 2.0 - 0.3
+    first = 1.0 + 0.9 * 0.3 - 0.1 + 0.9 * 0.8 * second
+    whole = torch.tensor([[first, first, 0, second, second, 0], [0.25, 0, 0, 0, 0, 0]])
+    values = torch.tensor([[0.1, 0.1, 0, 0.3, 0.3, 0], [0.25, 0, 0, 0, 0, 0]])
+    torch.testing.assert_close(out["returns"], whole + values)
+    centred = (whole - torch.tensor([first, second, 0.25]).mean()) * batch.batch["response_mask"]
+    torch.testing.assert_close(out["advantages"] / out["advantages"][0, 0], centred / centred[0, 0])
