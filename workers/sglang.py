@@ -35,15 +35,6 @@ allow_records(IpcImportSpec, IpcHandle, StorageHandle, TensorHandle, NcclReceive
 allow_records(Bucket, DestinationPlan, Copy, WeightLayout, Shard, Box, BoxChecksum, TransferStats)
 allow_errors(PeerLostError)
 
-METHODS = (
-    "weight_layout",
-    "open_weight_transfer",
-    "weight_step",
-    "receive_weights",
-    "weight_checksum",
-    "close_weight_transfer",
-)
-
 
 def replica_of(rank: int, size: int, *, ranks_per_host: int) -> ReplicaRank:
     """This rank of a replica of `size` consecutive ranks of the process group.
@@ -60,11 +51,15 @@ def replica_of(rank: int, size: int, *, ranks_per_host: int) -> ReplicaRank:
 
 
 def weight_methods(engine: SchedulerEngine) -> Mapping[str, Method]:
-    """The methods of a WeightReceiver over a scheduler process's engine, and `learn`."""
+    """What a RemoteReceiver calls in its scheduler process, over the engine there, and `learn`."""
     receiver = WeightReceiver(engine)  # pyrefly: ignore[bad-argument-type]
-    return {name: getattr(receiver, name) for name in METHODS} | {
-        "learn": lambda keep: learn_engine_layout(engine.weights, keep=keep)
-    }
+    names = [name for name, value in vars(RemoteReceiver).items() if callable(value) and not name.startswith("_")]
+    methods: dict[str, Method] = {name: getattr(receiver, name) for name in names}
+
+    def learn(keep: bool) -> None:
+        learn_engine_layout(engine.weights, keep=keep)
+
+    return {**methods, "learn": learn}
 
 
 class RemoteReceiver(WeightReceiver):

@@ -26,15 +26,9 @@ from rlsys.ipc.framing import Buffer, WireError
 PLAIN = {str, int, float, bool, bytes, type(None)}
 NUMBER_KINDS = "biufcSUmM"
 """numpy's kinds of dtype whose arrays are plain memory: numbers, fixed-width strings and times."""
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-        *(torch.uint16, torch.uint32, torch.uint64),
-        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
-        *(torch.float8_e4m3fn, torch.float8_e5m2),
-    )
-}
+INTEGERS = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64"
+FLOATS = "float16 bfloat16 float32 float64 complex64 complex128 float8_e4m3fn float8_e5m2"
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in f"{INTEGERS} {FLOATS}".split()}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 M = TypeVar("M", bound=Struct)
 Shape = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 48)], ...], Meta(max_length=32)]

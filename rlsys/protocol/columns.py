@@ -15,7 +15,7 @@ from rlsys.protocol.memory import join_rows
 
 
 def described(
-    num_rows: int, batch: TensorDict | None, arrays: Mapping[str, np.ndarray], meta_info: Mapping[str, Any]
+    num_rows: int, batch: TensorDict | None, arrays: Mapping[str, np.ndarray], meta_info: Mapping[str, object]
 ) -> str:
     """A line for each column and entry, however many rows there are."""
     short = reprlib.Repr()
@@ -28,7 +28,7 @@ def described(
     return "\n".join([f"DataProto of {num_rows} rows", *(f"  {name:{width}}  {text}" for name, text in lines)])
 
 
-def object_array(values: Iterable[Any]) -> np.ndarray:
+def object_array(values: Iterable[object]) -> np.ndarray:
     """One entry per value whatever the values are: lists of equal length stay lists, shape (len(values),)."""
     items = list(values)
     column = np.empty(len(items), dtype=object)
@@ -184,7 +184,7 @@ def concat_arrays(columns: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.n
     return {key: np.concatenate(parts, axis=0) for key, parts in dict_of_lists(columns).items()}
 
 
-def type_info(value: Any) -> str:
+def type_info(value: object) -> str:
     """A short description of a value's type, looking into containers."""
     if isinstance(value, list):
         kinds = sorted({type_info(item) for item in value[:3]})

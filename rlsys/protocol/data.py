@@ -290,7 +290,7 @@ class DataProto:
 
     def _with_rows(
         self, tensors: Callable[[Tensor], Tensor], arrays: Callable[[np.ndarray], np.ndarray], num: int
-    ) -> Any:
+    ) -> DataProto:
         batch = None
         if self.batch is not None:
             columns = {key: tensors(tensor) for key, tensor in tensors_of(self.batch).items()}

@@ -7,9 +7,9 @@ import struct
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from rlsys.ipc.framing import WireError
+from rlsys.ipc.framing import Buffer, WireError
 from rlsys.utils.atomic import fsync_dir
 
 MAGIC = b"RLSYSDP2"
@@ -23,7 +23,7 @@ _ENTRY = struct.Struct("<QI")
 _SUM = struct.Struct("<I")
 
 
-def write_file(path: str | os.PathLike[str], header: bytes, buffers: Sequence[Any]) -> None:
+def write_file(path: str | os.PathLike[str], header: bytes, buffers: Sequence[Buffer]) -> None:
     """Write beside `path`, flush to disk and rename, so that `path` is never half a file."""
     target = Path(path)
     beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -44,7 +44,7 @@ def read_file(path: str | os.PathLike[str]) -> tuple[bytes, list[bytearray]]:
         return read_stream(file, os.fstat(file.fileno()).st_size)
 
 
-def write_stream(file: BinaryIO, header: bytes, buffers: Sequence[Any]) -> None:
+def write_stream(file: BinaryIO, header: bytes, buffers: Sequence[Buffer]) -> None:
     """Write a wire form from the start of `file`."""
     views = [memoryview(buffer).cast("B") for buffer in buffers]
     table = b"".join(_ENTRY.pack(view.nbytes, zlib.crc32(view)) for view in views)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+
+from rlsys.ipc.framing import Buffer
 
 FEW_CORES = 8
 PIECE_BYTES = (1 << 20) - 1
@@ -23,11 +24,11 @@ def split_buffers(buffers: Sequence[memoryview]) -> tuple[list[int], list[memory
     return [len(part) for part in pieces], [piece for part in pieces for piece in part]
 
 
-def join_buffers(counts: Sequence[int], pieces: Sequence[Any]) -> list[Any]:
+def join_buffers(counts: Sequence[int], pieces: Sequence[Buffer]) -> list[Buffer]:
     """The buffers, those of several pieces in new memory."""
     taken = iter(pieces)
     return [_join([next(taken) for _ in range(count)]) for count in counts]
 
 
-def _join(pieces: list[Any]) -> Any:
+def _join(pieces: list[Buffer]) -> Buffer:
     return pieces[0] if len(pieces) == 1 else np.concatenate([np.frombuffer(piece, np.uint8) for piece in pieces]).data

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 def compute_score(
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: object,
     *,
     continuous: bool = True,
     timeout_s: float = 4.0,
@@ -61,7 +61,7 @@ def extract_code(solution_str: str) -> str:
     return blocks[-1] if blocks else solution_str
 
 
-def read_cases(ground_truth: Any) -> list[tuple[str | None, Any, Any]]:
+def read_cases(ground_truth: object) -> list[tuple[str | None, object, object]]:
     """(function name or None, input, output) of each test case."""
     truth = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if not isinstance(truth, Mapping) or not truth.get("inputs") or "outputs" not in truth:
@@ -74,7 +74,7 @@ def read_cases(ground_truth: Any) -> list[tuple[str | None, Any, Any]]:
     return [(name, given, wanted) for given, wanted in zip(inputs, outputs)]
 
 
-def _program(source: str, case: tuple[str | None, Any, Any]) -> tuple[str, str]:
+def _program(source: str, case: tuple[str | None, Any, object]) -> tuple[str, str]:
     """The code to run and its standard input."""
     name, given, _ = case
     if name is None:
@@ -83,7 +83,7 @@ def _program(source: str, case: tuple[str | None, Any, Any]) -> tuple[str, str]:
     return f"{source}\n_INPUT, _NAME = {lines!r}, {name!r}\n{CALL}", ""
 
 
-def _verdict(run: SandboxRun, case: tuple[str | None, Any, Any]) -> str:
+def _verdict(run: SandboxRun, case: tuple[str | None, object, object]) -> str:
     name, _, wanted = case
     if run.status != "exit":
         return _describe(run)
@@ -103,7 +103,7 @@ def _describe(run: SandboxRun) -> str:
     ]
 
 
-def _text(lines: Any) -> str:
+def _text(lines: object) -> str:
     return "\n".join(map(str, lines)) if isinstance(lines, (list, tuple)) else str(lines)
 
 
@@ -124,7 +124,7 @@ def _same_word(actual: str, wanted: str) -> bool:
     return near and any(c in wanted for c in ".eE")
 
 
-def _same_value(actual: str, wanted: Any) -> bool:
+def _same_value(actual: str, wanted: object) -> bool:
     """Functions: equal as JSON; a list of one, as APPS wraps results, counts as its element too."""
     try:
         value = json.loads(actual)

@@ -23,7 +23,7 @@ def extract_solution(solution_str: str, *, method: Literal["strict", "flexible"]
 
 def compute_score(
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: object,
     *,
     method: Literal["strict", "flexible"] = "strict",
     format_score: float = 0.0,

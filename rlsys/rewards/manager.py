@@ -76,7 +76,7 @@ def build_reward_manager(
     reward_fn_key: str = "data_source",
     max_response_length: int,
     deadline_s: float | None = None,
-    config: Any = None,
+    config: object = None,
 ) -> RewardManager:
     """The configured manager. `deadline_s` bounds the grading of one batch (DeadlineError).
 
@@ -84,7 +84,7 @@ def build_reward_manager(
     from a file gets those that its __init__ names.
     """
     chosen, module = reward.reward_manager, reward.reward_manager.module
-    arguments: dict[str, Any] = {
+    arguments: dict[str, object] = {
         "tokenizer": tokenizer,
         "pool": pool,
         "reward": reward,

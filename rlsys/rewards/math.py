@@ -24,17 +24,17 @@ TAIL_CHARS, BOX_TAIL_CHARS = 300, 100
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that it has no time limit of its own
 
 
-def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+def compute_score(solution_str: str, ground_truth: object) -> dict[str, Any]:
     """1 when the last boxed expression equals the ground truth, 0 otherwise and without a box."""
     return graded(last_boxed(solution_str), ground_truth)
 
 
-def compute_score_anywhere(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+def compute_score_anywhere(solution_str: str, ground_truth: object) -> dict[str, Any]:
     """As `compute_score`, but without a box the last expression of the text counts."""
     return graded(last_boxed(solution_str) or last_expression(solution_str[-TAIL_CHARS:]), ground_truth)
 
 
-def compute_score_dapo(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+def compute_score_dapo(solution_str: str, ground_truth: object) -> dict[str, Any]:
     """DAPO's rule (arXiv 2503.14476): 1 when the last "Answer:" near the end is right, -1 otherwise.
 
     Without such a line a box in the last 100 characters counts.
@@ -48,14 +48,14 @@ def compute_score_dapo(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     return {**verdict, "score": 1.0 if verdict["acc"] else -1.0}
 
 
-def compute_score_geometry(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+def compute_score_geometry(solution_str: str, ground_truth: object) -> dict[str, Any]:
     """0.9 for the boxed answer and 0.1 for the form "<think>...</think> ... \\boxed{...}", right or wrong."""
     verdict = graded(last_boxed(solution_str), ground_truth)
     form = 0.1 if THOUGHT_THEN_BOX.fullmatch(solution_str.strip()) else 0.0
     return {**verdict, "score": 0.9 * verdict["acc"] + form}
 
 
-def graded(answer: str | None, ground_truth: Any) -> dict[str, Any]:
+def graded(answer: str | None, ground_truth: object) -> dict[str, Any]:
     """Score, accuracy and the answer found, in the form of verl's extra values."""
     right = answer is not None and equal(answer, str(ground_truth))
     return {"score": float(right), "acc": float(right), "pred": answer or ""}

@@ -51,13 +51,13 @@ def route(data_source: str) -> str | None:
 def compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: Any,
-    extra_info: Any = None,
+    ground_truth: object,
+    extra_info: object = None,
     *,
-    sandbox: Mapping[str, Any] | None = None,
+    sandbox: Mapping[str, object] | None = None,
     unknown_score: float | None = None,
-    **reward_kwargs: Any,
-) -> Any:
+    **reward_kwargs: object,
+) -> object:
     """Grade by data source; `reward_kwargs` go to the grader, those in `sandbox` to one that runs programs.
 
     A data source without a grader gets `unknown_score`; without one it is a ConfigError.

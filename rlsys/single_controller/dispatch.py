@@ -106,7 +106,10 @@ def register(
     if not materialize_futures:
         raise ValueError("materialize_futures=False: futures among the arguments are always resolved; leave it True")
     mode = Dispatch.ALL_TO_ALL if dispatch_mode is None else dispatch_mode
-    _check_mode(mode)
+    if isinstance(mode, Mapping) and (missing := {"dispatch_fn", "collect_fn"} - set(mode)):
+        raise ValueError(f"a dispatch mode given as a dict needs dispatch_fn and collect_fn; missing {sorted(missing)}")
+    if not isinstance(mode, (Dispatch, Mapping)):
+        raise ValueError(f"dispatch_mode is {mode!r}; it must be a member of Dispatch or a dict of two functions")
     if not isinstance(execute_mode, Execute):
         raise ValueError(f"execute_mode is {execute_mode!r}; it must be Execute.ALL or Execute.RANK_ZERO")
     registration = Registration(dispatch_mode=mode, execute_mode=execute_mode, blocking=blocking)
@@ -116,17 +119,6 @@ def register(
         return method
 
     return mark
-
-
-def _check_mode(mode: object) -> None:
-    if isinstance(mode, Mapping):
-        missing = {"dispatch_fn", "collect_fn"} - set(mode)
-        if missing:
-            raise ValueError(
-                f"a dispatch mode given as a dict needs dispatch_fn and collect_fn; missing {sorted(missing)}"
-            )
-    elif not isinstance(mode, Dispatch):
-        raise ValueError(f"dispatch_mode is {mode!r}; it must be a member of Dispatch or a dict of two functions")
 
 
 def registered_methods(cls: type) -> dict[str, Registration]:
@@ -228,7 +220,7 @@ def dispatch_one_to_all(
     return tuple(_repeat(worker_group, arg) for arg in args), {k: _repeat(worker_group, v) for k, v in kwargs.items()}
 
 
-def per_rank_or_same(group: RankGroup, /, *args: object, **kwargs: object) -> SplitArguments:
+def dispatch_all_to_all(group: RankGroup, /, *args: object, **kwargs: object) -> SplitArguments:
     """Lists with an entry per rank are handed out, plain values go to all; ValueError for a mixture of the two."""
     values = [*args, *kwargs.values()]
     lists = [value for value in values if isinstance(value, list)]
@@ -256,12 +248,17 @@ def _dp_compute_proto(pads: bool, group: RankGroup, /, *args: object, **kwargs: 
     return _split_by_rows(group, range(group.world_size), pads, args, kwargs)
 
 
+def dispatch_dp_compute_data_proto(group: RankGroup, /, *args: object, **kwargs: object) -> SplitArguments:
+    """The rows in equal shares, the first ones repeated where they do not divide; other values go to all."""
+    return _dp_compute_proto(True, group, *args, **kwargs)
+
+
 def _proto_with_func(group: RankGroup, func: Callable[..., Any], /, *args: object, **kwargs: object) -> SplitArguments:
     if not callable(func):
         raise ValueError(
             f"DP_COMPUTE_PROTO_WITH_FUNC needs a function as its first argument, got {type(func).__name__}"
         )
-    split = _dp_compute_proto(True, group, *args, **kwargs)
+    split = dispatch_dp_compute_data_proto(group, *args, **kwargs)
     return SplitArguments((_repeat(group, func), *split.args), split.kwargs, split.num_padding)
 
 
@@ -310,6 +307,9 @@ def collect_all_to_all(worker_group: RankGroup, output: list[object]) -> list[ob
     return list(output)
 
 
+collect_dp_compute = collect_all_to_all
+
+
 def collect_dp_compute_data_proto(worker_group: RankGroup, output: list[object]) -> object:
     """The rows of all ranks as one batch; results that are not rows stay a list."""
     return join(output)
@@ -322,9 +322,9 @@ def _all_ranks(group: RankGroup) -> Sequence[int]:
 _MODES: dict[str, Mode] = {
     "RANK_ZERO": Mode(dispatch_one_to_all, _first),
     "ONE_TO_ALL": Mode(dispatch_one_to_all, collect_all_to_all),
-    "ALL_TO_ALL": Mode(per_rank_or_same, collect_all_to_all),
+    "ALL_TO_ALL": Mode(dispatch_all_to_all, collect_all_to_all),
     "DP_COMPUTE": Mode(dispatch_dp_compute, collect_all_to_all),
-    "DP_COMPUTE_PROTO": Mode(partial(_dp_compute_proto, True), collect_dp_compute_data_proto, _all_ranks),
+    "DP_COMPUTE_PROTO": Mode(dispatch_dp_compute_data_proto, collect_dp_compute_data_proto, _all_ranks),
     "DP_COMPUTE_PROTO_WITH_FUNC": Mode(_proto_with_func, collect_dp_compute_data_proto, _all_ranks),
     "DP_COMPUTE_METRIC": Mode(partial(_dp_compute_proto, False), collect_all_to_all),
     "DIRECT_ROLLOUT_METHOD": Mode(_forbidden, _forbidden),

@@ -23,9 +23,9 @@ from rlsys.single_controller.dispatch import (
     Mode,
     Registration,
     SplitArguments,
+    dispatch_all_to_all,
     join,
     mode_of,
-    per_rank_or_same,
     registered_methods,
     split_call,
 )
@@ -78,7 +78,7 @@ class WorkerGroup:
 
     def execute_all_async(self, method: str, *args: object, **kwargs: object) -> list[Future]:
         """Start a method on every rank; lists with one entry per rank are handed out, other values go to all."""
-        pending = self._start(method, per_rank_or_same(self, *args, **kwargs))
+        pending = self._start(method, dispatch_all_to_all(self, *args, **kwargs))
         return [Future(one, pending) for one in pending]
 
     def execute_all_sync(self, method: str, *args: object, **kwargs: object) -> list[Any]:

@@ -229,7 +229,7 @@ class RewardModelConfig(Section):
 class SandboxConfig(Section):
     """Processes that run generated code."""
 
-    url: Annotated[str, Field(pattern=r"^https?://\S+$")] | None = None
+    url: t.Text | None = None
     """Address of a SandboxFusion server that runs it instead (http://HOST:PORT/run_code)."""
     max_concurrent: t.Count = 64
     """Programs that run on that server at a time, over all grading processes, at least one each."""

@@ -37,6 +37,8 @@ ROOT = Path(__file__).resolve().parents[3]
 ASYNC_WINDOW = 64
 STALLED_S = 1.0
 """An async worker reports its timeouts itself; one that is this much later has a stalled event loop."""
+START_S = 60.0
+"""How long a child may take to load the grader."""
 END_S = 5.0
 """How long a guard may take to end its worker; a new child is started at once."""
 MAX_FAILED_STARTS = 3
@@ -78,7 +80,7 @@ class Child:
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
 
-    async def load(self, grader: Grader, *, timeout_s: float, start_timeout_s: float) -> bool:
+    async def load(self, grader: Grader, *, timeout_s: float) -> bool:
         """Start the processes and wait for the grader; False, with the `cause`, if it cannot be started now.
 
         They inherit only their two pipes and the standard error. ConfigError where the grader cannot be loaded.
@@ -96,9 +98,9 @@ class Child:
         self._reading = asyncio.create_task(self._read(self._process.stdout))
         path = None if grader.path is None else str(Path(grader.path).resolve())
         self._send(pack(LoadGrader(path, grader.name, plain(grader.kwargs), timeout_s)))
-        done, _ = await asyncio.wait({self.loaded}, timeout=start_timeout_s)
+        done, _ = await asyncio.wait({self.loaded}, timeout=START_S)
         if not done:
-            self.cause = f"no answer within {start_timeout_s:g} s of its start"
+            self.cause = f"no answer within {START_S:g} s of its start"
             return False
         self.loaded.result()
         return not self.ended.is_set()
@@ -185,9 +187,8 @@ class Child:
 class Children:
     """Keeps `num_workers` children running and grades items by them; every method runs in one event loop."""
 
-    def __init__(self, grader: Grader, *, num_workers: int, timeout_s: float, start_timeout_s: float) -> None:
-        self._grader, self._num_workers = grader, num_workers
-        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
+    def __init__(self, grader: Grader, *, num_workers: int, timeout_s: float) -> None:
+        self._grader, self._num_workers, self._timeout_s = grader, num_workers, timeout_s
         self._queue: asyncio.Queue[PendingItem] = asyncio.Queue()
         self._slots: list[asyncio.Task[None]] = []
         self._endings: set[asyncio.Task[str]] = set()
@@ -241,8 +242,7 @@ class Children:
             while True:
                 child, loaded = Child(), False
                 try:
-                    limits = {"timeout_s": self._timeout_s, "start_timeout_s": self._start_timeout_s}
-                    loaded = await child.load(self._grader, **limits)
+                    loaded = await child.load(self._grader, timeout_s=self._timeout_s)
                     if loaded:
                         await self._serve(child, suspects)
                 finally:

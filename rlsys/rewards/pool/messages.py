@@ -26,7 +26,7 @@ class Grader:
 
     path: str | None = None
     name: str = "compute_score"
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, object] = field(default_factory=dict)
 
     def __str__(self) -> str:
         if self.path is None:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from rlsys.rewards.pool.children import END_S, MAX_FAILED_STARTS, Children, remove_abandoned_folders
+from rlsys.rewards.pool.children import END_S, MAX_FAILED_STARTS, START_S, Children, remove_abandoned_folders
 from rlsys.rewards.pool.messages import Grader, RewardItem, RewardResult, failed, reward_metrics
 from rlsys.rewards.pool.worker import describe, grade_item, load_grader
 from rlsys.utils.errors import ConfigError, DeadlineError
@@ -38,7 +38,6 @@ class RewardPool:
         *,
         num_workers: int = 2,
         timeout_s: float = 10.0,
-        start_timeout_s: float = 60.0,
     ) -> None:
         self._grader = grader or Grader()
         if num_workers < 0:
@@ -47,7 +46,7 @@ class RewardPool:
             raise ConfigError(f"reward.timeout_s={timeout_s}: must be a positive number of seconds")
         if self._grader.path is not None and not Path(self._grader.path).is_file():
             raise ConfigError(f"custom_reward_function.path={self._grader.path}: local file not found")
-        self._num_workers, self._timeout_s, self._start_timeout_s = num_workers, timeout_s, start_timeout_s
+        self._num_workers, self._timeout_s = num_workers, timeout_s
         self._lock = threading.Lock()
         self._running: tuple[asyncio.AbstractEventLoop, Children, threading.Thread] | None = None
 
@@ -56,7 +55,7 @@ class RewardPool:
         if self._num_workers == 0:
             self._grade_here(())
             return
-        deadline_s = MAX_FAILED_STARTS * (self._start_timeout_s + END_S)
+        deadline_s = MAX_FAILED_STARTS * (START_S + END_S)
         try:
             self._run(Children.start).result(timeout=deadline_s)
         except TimeoutError as error:
@@ -82,26 +81,20 @@ class RewardPool:
 
     def close(self) -> None:
         """End all children; items still waiting become errors. Using the pool again restarts it."""
-        if (thread := self._stop()) is not None:
-            thread.join(timeout=5 * END_S)
-
-    def _stop(self) -> threading.Thread | None:
         with self._lock:
             running, self._running = self._running, None
-        if running is None:
-            return None
-        loop, children, thread = running
-        ended = asyncio.run_coroutine_threadsafe(children.close(), loop)
-        ended.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
-        return thread
+        if running is not None:
+            loop, children, thread = running
+            ended = asyncio.run_coroutine_threadsafe(children.close(), loop)
+            ended.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
+            thread.join(timeout=5 * END_S)
 
     def _run(self, work: Callable[[Children], Coroutine[Any, Any, T]]) -> Future[T]:
         """Start a coroutine of the children, and first the thread of their event loop if it does not run."""
         with self._lock:
             if self._running is None:
                 remove_abandoned_folders()
-                limits = {"timeout_s": self._timeout_s, "start_timeout_s": self._start_timeout_s}
-                children = Children(self._grader, num_workers=self._num_workers, **limits)
+                children = Children(self._grader, num_workers=self._num_workers, timeout_s=self._timeout_s)
                 loop = asyncio.new_event_loop()
                 thread = threading.Thread(target=_run_forever, args=(loop,), name="reward-pool", daemon=True)
                 thread.start()
@@ -122,10 +115,6 @@ class RewardPool:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_running"):
-            self._stop()
 
 
 def _run_forever(loop: asyncio.AbstractEventLoop) -> None:

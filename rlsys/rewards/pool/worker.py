@@ -75,7 +75,7 @@ def _send(answers: BinaryIO, message: msgspec.Struct) -> None:
     answers.flush()
 
 
-def load_grader(path: str | None, name: str, kwargs: Mapping[str, Any]) -> ComputeScore:
+def load_grader(path: str | None, name: str, kwargs: Mapping[str, object]) -> ComputeScore:
     """The function `name` of the local file `path`, or the built-in router when there is no path.
 
     TypeError for what is not a function or cannot be called with verl's arguments and `kwargs`.
@@ -108,12 +108,12 @@ def _of_one_row(grade: Callable[..., Sequence[Any]]) -> ComputeScore:
     return compute_score
 
 
-def _call(grade: ComputeScore, item: RewardItem, kwargs: Mapping[str, Any]) -> Any:
+def _call(grade: ComputeScore, item: RewardItem, kwargs: Mapping[str, object]) -> Any:
     arguments = {"data_source": item.data_source, "solution_str": item.solution, "ground_truth": item.ground_truth}
     return grade(**arguments, extra_info=item.extra_info, **kwargs)
 
 
-def grade_item(grade: ComputeScore, item: RewardItem, kwargs: Mapping[str, Any]) -> RewardResult:
+def grade_item(grade: ComputeScore, item: RewardItem, kwargs: Mapping[str, object]) -> RewardResult:
     """Grade one item now; what the grader raises is an error, or a timeout if it is a TimeoutError."""
     start_s = time.perf_counter()
     try:
@@ -130,7 +130,7 @@ def grade_item(grade: ComputeScore, item: RewardItem, kwargs: Mapping[str, Any])
     return replace(result, seconds=time.perf_counter() - start_s)
 
 
-def _serve_in_turn(requests: BinaryIO, answers: BinaryIO, grade: ComputeScore, kwargs: Mapping[str, Any]) -> None:
+def _serve_in_turn(requests: BinaryIO, answers: BinaryIO, grade: ComputeScore, kwargs: Mapping[str, object]) -> None:
     for line in requests:
         request = unpack(line, GradeItem)
         try:
@@ -175,7 +175,7 @@ async def _grade_async(item: RewardItem, grade: ComputeScore, grader: LoadGrader
     return replace(result, seconds=time.perf_counter() - start_s)
 
 
-async def _without_exit(score: Awaitable[Any]) -> Any:
+async def _without_exit(score: Awaitable[object]) -> object:
     try:
         return await score
     except (SystemExit, KeyboardInterrupt) as error:  # these would end the event loop and all its other tasks

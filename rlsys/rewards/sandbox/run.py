@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, Literal
+from typing import Literal
 
 ExitStatus = Literal["exit", "failed", "timeout", "output", "folder", "threads"]
 GUARANTEES = ("privileges", "files", "network", "processes")
@@ -98,7 +98,7 @@ def _holds(guarantee: str) -> bool:
         return False
 
 
-def _spec(folder: Path, limits: SandboxLimits, require: Sequence[str]) -> dict[str, Any]:
+def _spec(folder: Path, limits: SandboxLimits, require: Sequence[str]) -> dict[str, object]:
     libraries = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
     prefixes = (sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(sys.executable).resolve().parent))
     environment = {
@@ -136,7 +136,7 @@ def _spec(folder: Path, limits: SandboxLimits, require: Sequence[str]) -> dict[s
     }
 
 
-def _watched(spec: Mapping[str, Any], stdin: str, folder: Path, limits: SandboxLimits) -> SandboxRun:
+def _watched(spec: Mapping[str, object], stdin: str, folder: Path, limits: SandboxLimits) -> SandboxRun:
     start = time.monotonic()
     with TemporaryFile() as given, TemporaryFile() as out, TemporaryFile() as err:
         given.write(stdin.encode("utf-8", errors="surrogatepass"))

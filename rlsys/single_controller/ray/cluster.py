@@ -143,10 +143,6 @@ def cluster_address() -> str:
     return ray.get_runtime_context().gcs_address
 
 
-def _in_job() -> bool:
-    return "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-
-
 def _checked(cluster: Cluster) -> Cluster:
     """Warn about a cluster that others reach and that asks for no token."""
     host = cluster.address.rpartition(":")[0].strip("[]")
@@ -194,7 +190,8 @@ def runtime_env(given: Mapping[str, Any]) -> dict[str, Any]:
     """Let workers import rlsys (and workers/, trainer/) from a checkout that is not installed."""
     env_vars = dict(given.get("env_vars") or {})
     installed = _SOURCE_ROOT in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-    if not (installed or _in_job() or "PYTHONPATH" in env_vars):
+    in_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+    if not (installed or in_job or "PYTHONPATH" in env_vars):
         env_vars["PYTHONPATH"] = os.pathsep.join(filter(None, [_SOURCE_ROOT, os.environ.get("PYTHONPATH", "")]))
     return {**given, **({"env_vars": env_vars} if env_vars else {})}
 

@@ -83,7 +83,8 @@ class RayResourcePool(ResourcePool):
                     who, PLACE, deadline_s, f"pool '{self.name_prefix}' needs {self.need()}; free are {free}"
                 )
             if len(set(self.store)) == 1:
-                self._placed.sort(key=lambda one: _node_addresses()[_nodes_of(one)[0]])
+                addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+                self._placed.sort(key=lambda one: addresses[placement_group_table(one)["bundles_to_node_id"][0]])
         return self._placed
 
     def acquire(self, bin_pack: bool, deadline_s: float) -> list[tuple[PlacementGroup, int]]:
@@ -123,15 +124,6 @@ def _origin(slot: Slot) -> RayResourcePool:
     """The pool that reserved a slot."""
     assert isinstance(slot.origin, RayResourcePool)
     return slot.origin
-
-
-def _nodes_of(placed: PlacementGroup) -> dict[int, str]:
-    """Bundle index -> node id."""
-    return placement_group_table(placed)["bundles_to_node_id"]
-
-
-def _node_addresses() -> dict[str, str]:
-    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
 
 
 class RayResourcePoolManager(ResourcePoolManager[RayResourcePool]):

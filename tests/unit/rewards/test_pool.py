@@ -320,10 +320,13 @@ def test_a_grader_that_cannot_be_loaded_is_a_config_error(
             pool.score([item("1")])
 
 
-def test_a_grader_that_hangs_while_loading_is_a_config_error(grader_file: Callable[[str], str]) -> None:
+def test_a_grader_that_hangs_while_loading_is_a_config_error(
+    grader_file: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlsys.rewards.pool.children.START_S", 0.3)
     path = grader_file("import time; time.sleep(100)")
     with (
-        RewardPool(Grader(path=path), num_workers=1, start_timeout_s=0.3) as pool,
+        RewardPool(Grader(path=path), num_workers=1) as pool,
         pytest.raises(ConfigError, match=r"no answer within 0\.3 s"),
     ):
         pool.start()
