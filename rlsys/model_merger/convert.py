@@ -19,6 +19,7 @@ from rlsys.config.schema.model import ModelConfig
 from rlsys.engines.export import KEPT_FLOATS, copy_tokenizer
 from rlsys.engines.tensor_files import PiecedTensor
 from rlsys.model_merger.formats import SplitLayout, find_checkpoint, is_split, open_checkpoint, split_text
+from rlsys.model_merger.model_card import write_model_card
 from rlsys.model_merger.safetensors_writer import (
     DTYPES,
     TensorSpec,
@@ -82,6 +83,7 @@ def merge(
     def write(staging: Path) -> None:
         write_model_files(staging, specs, tensors, file_bytes=file_bytes)
         _copy_settings(config_dir, staging, most_common(specs))
+        write_model_card(checkpoint, staging, title=target_dir.name)
 
     _write_directory(target_dir, write, overwrite=overwrite)
     return len(specs)

@@ -1,0 +1,47 @@
+"""The README.md of a merged model: its start model, data and method, and the figures of its run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SHOWN = ("critic/score/mean", "val-core/", "val-aux/", "train/loss", "val/", "actor/entropy", "response_length/mean")
+
+
+def write_model_card(checkpoint: Path, target: Path, *, title: str) -> None:
+    """Write README.md with the metadata that the Hugging Face Hub reads, if the checkpoint is in a run's folder."""
+    step = next(
+        (folder for folder in (checkpoint, *checkpoint.parents) if folder.name.startswith("global_step_")), None
+    )
+    if step is None or not (step.parent / "config.yaml").is_file():
+        return
+    from huggingface_hub import ModelCardData
+    from omegaconf import OmegaConf
+
+    number, settings = int(step.name.removeprefix("global_step_")), OmegaConf.load(step.parent / "config.yaml")
+    model = OmegaConf.select(settings, "actor_rollout_ref.model.path") or OmegaConf.select(settings, "model.path")
+    estimator = OmegaConf.select(settings, "algorithm.adv_estimator")
+    files = OmegaConf.select(settings, "data.train_files")
+    is_name = model is not None and not Path(model).expanduser().exists() and not model.startswith(("/", ".", "~"))
+    head = ModelCardData(
+        base_model=model.partition("@")[0] if is_name else None,
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        tags=["rlsys", *([estimator] if estimator else [])],
+    )
+    facts = {"start": model or "the start model", "method": estimator, "data": files, "step": number}
+    rows = {key: value for key, value in facts.items() if value is not None} | _figures(step.parent, number)
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    text = f"---\n{head.to_yaml()}\n---\n\n# {title}\n\nTrained with rlsys.\n\n| | |\n| --- | --- |\n{table}\n"
+    (target / "README.md").write_text(text)
+
+
+def _figures(run: Path, step: int) -> dict[str, Any]:
+    """The last value of each metric that a reader of the card looks for, up to a step."""
+    figures: dict[str, Any] = {}
+    lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").is_file() else []
+    for metrics in map(json.loads, lines):
+        if metrics.get("step", 0) <= step:
+            figures |= {k: f"{v:.4g}" for k, v in metrics.items() if k.startswith(SHOWN) and isinstance(v, float)}
+    return figures
