@@ -69,7 +69,8 @@ def start_backend(run: RunConfig, ray_kwargs: RayKwargsConfig, *, num_ranks: int
     )
     device = _device(run.device, any(node.num_gpus > 0 for node in on_ray.cluster_nodes()))
     num_threads = threads if device == "cpu" else None
-    worker_env = {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
+    worker_env = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    worker_env |= {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
 
     def manager(pools: Pools, mapping: Mapping[Any, str]) -> ResourcePoolManager[Any]:
         return on_ray.ResourcePoolManager(pools, mapping, use_gpu=device != "cpu", max_colocate_count=1)

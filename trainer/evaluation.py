@@ -18,7 +18,9 @@ from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.group import group_fleet
 from rlsys.protocol import DataProto
 from rlsys.rewards.manager import reward_items
+from rlsys.telemetry.log import get_logger
 from rlsys.telemetry.metrics import StageTimer
+from rlsys.telemetry.progress import Progress
 from rlsys.telemetry.report import RunReport
 from rlsys.telemetry.validation_metrics import validation_metrics
 from trainer.backend import import_external_libs, load_tokenizer, running_backend
@@ -32,6 +34,7 @@ from trainer.rewards import check_data_sources, reward_pool
 from trainer.run_folder import Begin
 from workers.build import EngineRun
 
+log = get_logger(__name__)
 OnValidation = Callable[[DataProto, int], None]
 """Called with the graded answers and the step."""
 
@@ -116,6 +119,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     assert data.val_files is not None, "checked with the configuration"
     dataset = load_prompts(config, tokenizer, data.val_files, max_samples=data.val_max_samples)
     check_data_sources(config.reward, dataset.data_sources)
+    log.info("evaluating %s: %d prompts, %d answers each", model.path, len(dataset), rollout.val_kwargs.n)
     with ExitStack() as stack:
         backend = stack.enter_context(running_backend(run, config.ray_kwargs))
         engine = EngineRun(
@@ -131,7 +135,9 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
         num_rows = len(dataset) * rollout.val_kwargs.n
         fleet = group_fleet(group, rollout, run.deadlines, num_rows=num_rows, restartable=True)
         stack.callback(fleet.close)
-        graded = graded_rollout(config, fleet, tokenizer, pool, stack, StageTimer())
+        counts = {"gen": lambda: (fleet.ledger.answered, fleet.ledger.issued)}
+        progress = stack.enter_context(Progress(total_steps=1, title=run.experiment_name, counts=counts))
+        graded = graded_rollout(config, fleet, tokenizer, pool, stack, StageTimer(progress.stage))
 
         def show(batch: DataProto, step: int) -> None:
             if run.validation_data_dir is not None:
@@ -141,4 +147,6 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
             for prompt, answer, score in sample_rows(batch, tokenizer, run.log_val_generations, seed=42):
                 print(f"--- score {score:g}\n{prompt}\n>>> {answer}")
 
-        return Validation(config, dataset, graded, show, seed=42).run(0)
+        metrics = Validation(config, dataset, graded, show, seed=42).run(0)
+        progress.step_done(1)
+        return metrics

@@ -20,6 +20,7 @@ OUTPUTS = {
     "settings": "config.yaml",
 }
 """Files of a run by the names that the summary gives them."""
+VIEWERS = {"tensorboard": "tensorboard --logdir ", "mlflow.db": "mlflow ui --backend-store-uri sqlite:///"}
 CURVES = {"reward": "critic/score/mean", "train loss": "train/loss", "val loss": "val/loss"}
 VALIDATION, MEAN = "val-core/", "/mean@"
 
@@ -35,6 +36,7 @@ def summary_lines(run: RunConfig, *, finished: bool) -> list[str]:
     if checkpoint is not None:
         lines.append(("checkpoint", str(checkpoint)))
     lines += [(name, str(path)) for name, path in paths.items() if path.exists()]
+    lines += [("next", f"{command}{root / name}") for name, command in VIEWERS.items() if (root / name).exists()]
     if not finished:
         kept = f"from step {checkpoint.name.rpartition('_')[2]}" if checkpoint else "at step 1: nothing was saved yet"
         lines.append(("next", f"the same command continues {kept}"))

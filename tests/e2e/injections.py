@@ -41,6 +41,19 @@ def nan_gradient_in_step_2() -> None:
     wrap("trainer.steps:rewards_to_advantages", make)
 
 
+def unexpected_error_in_step_2() -> None:
+    """The controller divides by zero in the second step."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            batch.meta_info["share"] = 1 / (2 - batch.meta_info["global_steps"])
+            return original(batch, *args, **kwargs)
+
+        return call
+
+    wrap("trainer.steps:rewards_to_advantages", make)
+
+
 def disk_full_at_second_checkpoint() -> None:
     """The file system refuses new folders for checkpoint 2: no space left."""
     _refuse_mkdir(errno.ENOSPC)

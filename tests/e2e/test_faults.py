@@ -109,6 +109,15 @@ def test_metrics_that_cannot_be_written_are_reported_and_training_continues(job:
     assert (job.out / POINTER).read_text() == "3"
 
 
+def test_an_unexpected_error_ends_with_its_traceback_and_the_summary(job: Job) -> None:
+    ended = job.run(patches=Patches(inject=("unexpected_error_in_step_2",)))
+    assert ended.status == 1
+    assert ended.log.index("Traceback") < ended.log.index("\nrlsys: ZeroDivisionError: division by zero\n")
+    assert "\n  reward      " in ended.log
+    assert ended.log.rstrip().endswith("  next        the same command continues from step 1")
+    assert "ZeroDivisionError" in (job.out / "train.log").read_text()
+
+
 def test_an_output_folder_that_cannot_be_created_is_reported_with_its_key(job: Job) -> None:
     ended = job.run("trainer.default_local_dir=/proc/rlsys")
     assert_one_error(ended, 2, "trainer.default_local_dir", "/proc/rlsys")

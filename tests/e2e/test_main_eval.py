@@ -87,6 +87,8 @@ def test_an_evaluation_downloads_its_model_and_rows(toy: Toy, tmp_path: Path) ->
         ended = run()
         assert ended.returncode == 0, ended.stderr
         assert "val-core/" in ended.stdout
+        assert "\neval 1/1" in ended.stdout
+        assert "%|" not in ended.stdout + ended.stderr
         assert hub.downloads["model.safetensors"] == 1
         refused = run("actor_rollout_ref.model.path=org/none")
     assert refused.returncode == 2

@@ -110,6 +110,8 @@ def test_a_lost_actor_ends_the_run_and_the_command_continues_even_after_a_lost_r
     assert killed.end(ENDED_S) == 1
     assert "WorkerError: actor rank 0 on" in killed.error()
     assert "failed at stage '" in killed.error()
+    assert "\n  reward      " in killed.log
+    assert "\n  next        the same command continues from step 1" in killed.log
 
     stopped = RayRun(toy, out)
     stopped.signal_worker("Colocated_actor", signal.SIGSTOP, after_step=3)

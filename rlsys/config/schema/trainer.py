@@ -96,8 +96,6 @@ class SupervisedRunConfig(TrainingConfig):
 class EvalRunConfig(RunConfig):
     """An evaluation."""
 
-    default_local_dir: t.LocalPath = "checkpoints/${trainer.project_name}/${trainer.experiment_name}/evaluation"
-    """Folder for metrics and reports."""
     deadlines: GradingDeadlinesConfig = section(GradingDeadlinesConfig)
     validation_data_dir: t.LocalPath | None = None
     """Folder for all answers, as JSON lines."""

@@ -161,6 +161,7 @@ def _set_defaults_for_local_cluster() -> None:
     logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
     defaults = {
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RUNTIME_ENV_RETRY_TIMES": "1",
         "RAY_process_group_cleanup_enabled": "1",
         "RAY_kill_worker_timeout_milliseconds": "1000",
     }

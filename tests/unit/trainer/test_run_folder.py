@@ -172,5 +172,8 @@ def test_the_summary_has_first_last_and_best_values_and_what_to_do_next(tmp_path
     assert "  validation of sums/reward/mean@1 0.125 -> 0.375 in steps 1 to 3" in lines
     assert f"  checkpoint  {root}/global_step_2" in lines
     assert lines[-1] == "  next        the same command continues from step 2"
+    (root / "mlflow.db").touch()
+    mlflow = f"  next        mlflow ui --backend-store-uri sqlite:///{root}/mlflow.db"
+    assert mlflow in summary_lines(run, finished=True)
     (root / "global_step_2" / "actor").mkdir()
     assert f"merge --local_dir {root}/global_step_2/actor" in summary_lines(run, finished=True)[-1]
