@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from rlsys.engines.mesh import gather_json, make_ranks, max_over_ranks, together
 from rlsys.engines.micro_batches import MicroBatches, split_rows
 from rlsys.utils.errors import CheckpointError, ConfigError
 from tests.ranks import run_ranks
+from tests.timing import scaled_s
 
 
 @given(
@@ -106,3 +109,21 @@ def test_ranks_exchange_values_and_fail_together() -> None:
         assert values == [{"rank": rank, "text": "é" * rank} for rank in range(3)]
         assert largest == 20
         assert message == "rank 1: the disk is full"
+
+
+STORE = """
+import os, psutil, torch.distributed as dist
+from rlsys.engines.mesh import ensure_process_group
+from rlsys.single_controller.worker import free_port
+port = free_port()
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+ensure_process_group("cpu")
+dist.barrier()
+listening = [one.laddr for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+print(*(address.ip for address in listening if address.port == port))
+"""
+
+
+def test_the_store_of_ranks_on_one_node_listens_on_loopback_only() -> None:
+    done = subprocess.run([sys.executable, "-c", STORE], capture_output=True, text=True, timeout=scaled_s(60))
+    assert done.stdout == "127.0.0.1\n", done.stderr
