@@ -176,7 +176,7 @@ class Reporter:
             "training/global_step": float(step),
         }
         self._metrics = {}
-        self._finish_timeline(step, metrics["perf/throughput"])
+        self._finish_timeline(step, metrics.get("perf/throughput", 0.0))
         self._write_ledger(memory)
         if self._tracking is not None:
             self._tracking.log(metrics, step)

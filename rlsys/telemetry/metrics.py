@@ -67,9 +67,14 @@ def timing_metrics(
 
 
 def throughput_metrics(*, num_tokens: int, step_s: float, num_devices: int) -> dict[str, float]:
-    """`perf/{total_num_tokens,time_per_step,throughput}`; throughput is tokens per second per device."""
-    rate = num_tokens / (step_s * max(num_devices, 1)) if step_s > 0 else math.nan
-    return {"perf/total_num_tokens": float(num_tokens), "perf/time_per_step": step_s, "perf/throughput": rate}
+    """`perf/{total_num_tokens,time_per_step,throughput}`; throughput is tokens per second per device.
+
+    Without the time of a step, as in a notebook, it is left out.
+    """
+    total = {"perf/total_num_tokens": float(num_tokens)}
+    if not step_s:
+        return total
+    return total | {"perf/time_per_step": step_s, "perf/throughput": num_tokens / (step_s * max(num_devices, 1))}
 
 
 def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:

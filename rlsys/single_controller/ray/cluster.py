@@ -19,6 +19,7 @@ import ray
 from ray import exceptions as ray_exceptions
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
+from ray._private import worker as ray_worker
 from ray.runtime_env import RuntimeEnv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -106,12 +107,20 @@ def _init(address: str, env: dict[str, Any], options: Mapping[str, Any]) -> Any:
         raise ConfigError(f"ray_kwargs.ray_init.runtime_env has no field {unknown[0]}; Ray's are {known}")
     set_handler = ray_utils.set_sigterm_handler
     ray_utils.set_sigterm_handler = lambda sigterm_handler: None
+    if not options["log_to_driver"]:
+        ray_worker.print_to_stdstream = _log_first_lines
     try:
         return ray.init(address=address, runtime_env=RuntimeEnv(**env), **options)
     except (ValueError, TypeError, RuntimeError, ConnectionError, ray_exceptions.RayError) as error:
         raise ConfigError(f"ray_kwargs.ray_init (address {address}): {str(error).strip().splitlines()[0]}") from error
     finally:
         ray_utils.set_sigterm_handler = set_handler
+
+
+def _log_first_lines(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+    """Report the errors of Ray's own processes without the pages of state that follow them."""
+    for text in data["lines"]:
+        _log.warning("Ray: %s", text.partition("\n")[0])
 
 
 def _check_answers(address: str) -> None:

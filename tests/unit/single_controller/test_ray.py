@@ -183,9 +183,8 @@ NODE_DIES = """
 from ray.cluster_utils import Cluster
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
 other = cluster.add_node(num_cpus=1)
-import ray
-ray.init(address=cluster.address, log_to_driver=False)
-from rlsys.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from rlsys.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, connect
+connect({"address": cluster.address})
 from rlsys.utils.errors import WorkerError
 from tests.unit.single_controller.crew import Sleeper
 pool = RayResourcePool([1, 1], use_gpu=False, max_colocate_count=1)
@@ -209,6 +208,8 @@ def test_a_node_that_died_is_named() -> None:
     (failed,) = [line for line in done.stdout.splitlines() if line.startswith("failed: ")]
     assert failed.startswith("failed: actor the node ")
     assert "died or left the Ray cluster" in failed
+    assert "Ray: Raylet is terminated" in done.stderr
+    assert "state-dump" not in done.stdout + done.stderr
 
 
 REFUSED = """

@@ -96,6 +96,7 @@ def test_timing_divides_generation_by_response_tokens_and_training_by_all() -> N
 def test_throughput_is_per_device() -> None:
     metrics = throughput_metrics(num_tokens=1000, step_s=2.0, num_devices=4)
     assert metrics == {"perf/total_num_tokens": 1000.0, "perf/time_per_step": 2.0, "perf/throughput": 125.0}
+    assert throughput_metrics(num_tokens=8, step_s=0.0, num_devices=4) == {"perf/total_num_tokens": 8.0}
 
 
 def test_reduce_takes_mean_max_or_min_by_the_last_part_of_the_name() -> None:
