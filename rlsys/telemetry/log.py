@@ -62,7 +62,8 @@ def setup_logging(
 
         handler: logging.Handler = RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S")
     else:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # of transformers too; read when it is imported
+        for library in ("HUB", "DATASETS"):  # and transformers; they read it when they are imported
+            os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
         handler = logging.StreamHandler(sys.stderr if console.stderr else console.file)
     handler.setFormatter(_RedactingFormatter(_pattern(role, rank, timestamps=not console.is_terminal)))
     root = logging.getLogger()
