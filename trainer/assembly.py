@@ -16,11 +16,13 @@ from rlsys.config.pools import generates_ahead
 from rlsys.config.schema.algorithm import FilterGroupsConfig
 from rlsys.config.schema.megatron import MegatronConfig
 from rlsys.config.schema.model import FSDPConfig
+from rlsys.data.collate import collate_answers
 from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.fleet.group import group_fleet
 from rlsys.interfaces import ExperienceSource
 from trainer.async_source import AsyncSource
+from trainer.backend import load_tokenizer
 from trainer.episodes import EpisodeRollout, EpisodeSource, graded_rollout
 from trainer.epochs import EpochSource
 from trainer.evaluation import OnValidation, Validation
@@ -113,9 +115,12 @@ def assemble(
         )
         rows = inputs.val_dataset
         validation = None if rows is None else Validation(cfg, rows, graded, on_validation, cfg.data.seed)
+        grader, kl_ctrl, reward_rows = cfg.reward.reward_model, get_kl_controller(cfg.algorithm.kl_ctrl), None
+        if grader.input_tokenizer is not None:
+            reward_rows = partial(collate_answers, tokenizer=inputs.tokenizer, own=load_tokenizer(grader.model))
         return TrainerParts(
             source,
-            Steps(cfg, plan, groups, residency, reporter, get_kl_controller(cfg.algorithm.kl_ctrl)),
+            Steps(cfg, plan, groups, residency, reporter, kl_ctrl, reward_rows),
             weights,
             validation,
             parity,

@@ -12,8 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.engines import worker_class
 from rlsys.config.plan import BatchPlan
+from rlsys.config.schema.model import ServedModelConfig
 from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.external.settings import settings_of
+from rlsys.utils.errors import ConfigError
 from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer, running_backend, start_backend
 from trainer.checkpoint import CheckpointStore
 from trainer.episodes import load_agents
@@ -89,6 +91,7 @@ def prepare(config: PPOConfig) -> PreparedRun:
     libraries = import_external_libs({"actor_rollout_ref.model": policy.model, **critic_model})
     check_megatron_models(config, plan)
     tokenizer = load_tokenizer(policy.model, policy.rollout.padding)
+    check_vocabularies(config, tokenizer)
     load_agents(config, tokenizer)
     train_rows, val_rows = prompt_datasets(config, tokenizer)
     check_data_sources(config.reward, train_rows.data_sources + (val_rows.data_sources if val_rows else ()))
@@ -123,13 +126,35 @@ def _build(
     )
 
 
+def check_vocabularies(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """ConfigError for a reference or a reward model that reads the policy's token ids as other tokens."""
+    policy, grader = config.actor_rollout_ref, config.reward.reward_model
+    if config.use_reference and policy.reference_model is not policy.model:
+        _check_vocabulary(
+            "actor_rollout_ref.ref.model.path", policy.reference_model, tokenizer, "set one that shares it"
+        )
+    if grader.enable and grader.input_tokenizer is None:
+        fix = f"set reward.reward_model.input_tokenizer={policy.model.tokenizer_path or policy.model.path}"
+        _check_vocabulary("reward.reward_model.model_path", grader.model, tokenizer, fix)
+
+
+def _check_vocabulary(key: str, model: ServedModelConfig, tokenizer: PreTrainedTokenizerBase, fix: str) -> None:
+    if not (Path(model.path or "") / "tokenizer_config.json").is_file():
+        return
+    theirs = load_tokenizer(model).get_vocab()
+    for token, number in tokenizer.get_vocab().items():
+        if theirs.get(token) != number:
+            why = f"its tokenizer differs from the policy's: {token!r} is {theirs.get(token)}, not {number}"
+            raise ConfigError(f"{key}={model.path}: {why}; {fix}")
+
+
 def check_megatron_models(config: PPOConfig, plan: BatchPlan) -> None:
     """ConfigError, before any worker starts, for a model that Megatron does not know or cannot split as configured."""
     policy, critic = config.actor_rollout_ref, config.critic
     if policy.actor.strategy == "megatron":
         check_megatron_model("actor_rollout_ref.actor.megatron", policy.model, policy.actor.megatron)
         if plan.use_reference:
-            check_megatron_model("actor_rollout_ref.ref.megatron", policy.model, policy.ref.megatron)
+            check_megatron_model("actor_rollout_ref.ref.megatron", policy.reference_model, policy.ref.megatron)
     if plan.critic is not None and critic.strategy == "megatron":
         check_megatron_model("critic.megatron", critic.model, critic.megatron)
 
@@ -144,7 +169,7 @@ def place_roles(config: PPOConfig, plan: BatchPlan) -> tuple[dict[Role, str], di
         mapping[Role.Rollout], pools["rollout"] = "rollout", [plan.pools.rollout_ranks]
     if plan.critic is not None:
         mapping[Role.Critic] = "train"
-    if plan.use_reference and not config.actor_rollout_ref.model.has_adapters:
+    if plan.use_reference and config.actor_rollout_ref.has_reference_weights:
         mapping[Role.RefPolicy] = "train"
     grader = config.reward.reward_model
     if grader.enable:

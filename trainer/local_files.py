@@ -18,7 +18,7 @@ from rlsys.utils.run_folders import HUGGINGFACE, config_folder
 
 log = get_logger(__name__)
 ConfigT = TypeVar("ConfigT", bound=Section)
-SECTIONS = ("actor_rollout_ref.model", "critic.model", "model", "reward.reward_model")
+SECTIONS = ("actor_rollout_ref.model", "actor_rollout_ref.ref.model", "critic.model", "model", "reward.reward_model")
 WITH_WEIGHTS = ("path", "model_path")
 NAMES = (*WITH_WEIGHTS, "tokenizer_path", "lora_adapter_path")
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from rlsys.algorithms import KLController
+from rlsys.algorithms.masked import at_last_token
 from rlsys.batching import balance_rows, seqlen_metrics
 from rlsys.config import PPOConfig
 from rlsys.config.plan import BatchPlan
@@ -34,6 +35,8 @@ class Steps:
     residency: Residency
     reporter: Reporter
     kl_ctrl: KLController
+    reward_rows: Callable[[DataProto], DataProto] | None = None
+    """What the reward model reads of a batch, where its tokens are not the policy's."""
 
     def balance(self, batch: DataProto, step: int) -> DataProto:
         """Order rows so that ranks get about as many tokens and mini-batches do not depend on the number of ranks."""
@@ -75,8 +78,11 @@ class Steps:
         """Add the reward model's score to the graders', where there is one."""
         if self.groups.rm is not None:
             with self.residency.hold(Resident.REWARD_MODEL, "reward_model"):
-                scored = self.groups.rm.compute_rm_score(_only(batch, ROWS))
-            batch.tensors["token_level_scores"] = batch.tensors["token_level_scores"] + scored.tensors["rm_scores"]
+                rows = _only(batch, ROWS) if self.reward_rows is None else self.reward_rows(batch)
+                scores = self.groups.rm.compute_rm_score(rows).tensors["rm_scores"].sum(dim=1)
+            held = batch.tensors
+            answered = held["attention_mask"][:, -held["responses"].shape[1] :]
+            held["token_level_scores"] = held["token_level_scores"] + at_last_token(scores, answered)
         return batch
 
     def values(self, batch: DataProto) -> DataProto:

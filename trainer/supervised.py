@@ -54,11 +54,10 @@ def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Texts
     def rows(files: Sequence[str], max_samples: int, *, shuffle: bool) -> Texts:
         source = configured_source(data, files, tokenizer=tokenizer, max_samples=max_samples)
         loaded = load_texts(source, tokenizer, data, max_samples=max_samples, shuffle=shuffle)
-        if isinstance(config, DPOConfig):
-            is_kto, columns = config.dpo.loss_type == "kto", "prompt, completion and label"
-            if any((text.is_desirable is not None) != is_kto for text, *_ in loaded):
-                needed = columns if is_kto else "prompt, chosen and rejected"
-                raise ConfigError(f"dpo.loss_type={config.dpo.loss_type} needs rows of {needed}")
+        kind = config.dpo.loss_type if isinstance(config, DPOConfig) else None
+        if kind and any((text.is_desirable is None) == (kind == "kto") for text, *_ in loaded):
+            needed = "prompt, completion and label" if kind == "kto" else "prompt, chosen and rejected"
+            raise ConfigError(f"dpo.loss_type={kind} needs rows of {needed}")
         return loaded
 
     train = rows(data.train_files, data.train_max_samples, shuffle=data.shuffle)

@@ -136,7 +136,7 @@ def build_reference_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> Engine
     """The reference's engine, which only computes."""
     ref = cfg.ref
     return _engine(
-        cfg.model,
+        cfg.reference_model,
         ref.megatron if cfg.actor.strategy == "megatron" else ref.fsdp_config,
         run,
         sp_size=ref.ulysses_sequence_parallel_size,
@@ -181,35 +181,17 @@ def build_reward_engine(cfg: RewardModelConfig, run: EngineRun) -> Engine:
     )
 
 
-def build_supervised_reference(cfg: DPOConfig, run: EngineRun) -> Engine | None:
-    """The frozen model that training starts from; None with adapters, which are switched off instead."""
-    if cfg.model.lora_rank:
-        return None
-    return _engine(
-        cfg.model,
-        cfg.engine,
-        run,
-        sp_size=cfg.engine.ulysses_sequence_parallel_size,
-        training=_supervised_micro_batches(cfg, run),
-    )
-
-
-def _supervised_micro_batches(cfg: SFTConfig | RMConfig | DPOConfig, run: EngineRun) -> MicroBatches:
+def build_supervised_engine(cfg: SFTConfig | RMConfig | DPOConfig, run: EngineRun, *, frozen: bool = False) -> Engine:
+    """The engine of supervised training: a language model, or a reward model; `frozen` it only computes."""
     data = cfg.data
-    return run.micro_batches(data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu)
-
-
-def build_supervised_engine(cfg: SFTConfig | RMConfig | DPOConfig, run: EngineRun) -> Engine:
-    """The engine of supervised training: a language model, or a reward model."""
+    trained = {"optim": cfg.optim, "grad_clip": cfg.optim.clip_grad, "total_steps": run.actor_steps}
     return _engine(
         cfg.model,
         cfg.engine,
         run,
         sp_size=cfg.engine.ulysses_sequence_parallel_size,
         head="scalar" if isinstance(cfg, RMConfig) else "lm",
-        optim=cfg.optim,
-        grad_clip=cfg.optim.clip_grad,
-        total_steps=run.actor_steps,
-        training=_supervised_micro_batches(cfg, run),
+        training=run.micro_batches(data.use_dynamic_bsz, data.micro_batch_size_per_gpu, data.max_token_len_per_gpu),
         checkpoint=cfg.checkpoint,
+        **({} if frozen else trained),
     )

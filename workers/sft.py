@@ -9,7 +9,7 @@ from rlsys.roles.lm import LMEngine
 from rlsys.roles.reward_model import RWEngine
 from rlsys.single_controller.dispatch import Dispatch, register
 from workers.base import BY_MESH, EngineWorker
-from workers.build import EngineRun, build_supervised_engine, build_supervised_reference
+from workers.build import EngineRun, build_supervised_engine
 
 
 class SupervisedWorker(EngineWorker):
@@ -24,7 +24,8 @@ class SupervisedWorker(EngineWorker):
         cfg = self.cfg
         self.use_engine(build_supervised_engine(cfg, self.run))
         if isinstance(cfg, DPOConfig):
-            self.role = DPOEngine(self.engine, cfg.dpo, build_supervised_reference(cfg, self.run))
+            reference = None if cfg.model.has_adapters else build_supervised_engine(cfg, self.run, frozen=True)
+            self.role = DPOEngine(self.engine, cfg.dpo, reference)
         else:
             self.role = RWEngine(self.engine) if isinstance(cfg, RMConfig) else LMEngine(self.engine)
 

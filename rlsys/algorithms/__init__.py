@@ -11,6 +11,7 @@ from rlsys.algorithms.objective import actor_loss
 from rlsys.algorithms.policy_loss import register_policy_loss
 from rlsys.algorithms.stages import (
     add_selected_tokens,
+    apply_distillation,
     apply_kl_penalty,
     apply_rollout_correction,
     compute_advantage,
@@ -24,6 +25,7 @@ __all__ = [
     "KLController",
     "actor_loss",
     "add_selected_tokens",
+    "apply_distillation",
     "apply_kl_penalty",
     "apply_rollout_correction",
     "bypass_mode",

@@ -29,7 +29,14 @@ def derived_settings(
     longest, budget = values.get("data.max_length", 0), values.get(BUDGET, 0)
     if BUDGET not in given and is_count(longest) and longest > budget:
         settings[BUDGET] = Given(longest, "follows data.max_length", BUDGET)
-    return settings | _areal_estimator(values, given), problems
+    made = settings | _kl_loss(values)
+    problems += [
+        f"{key} = {shown(values[key])}: conflicts with {rule.origin.removeprefix('from ')}; "
+        f"set {key}={shown(rule.value)} or remove it"
+        for key, rule in made.items()
+        if key in given and values[key] != rule.value
+    ]
+    return made | _areal_estimator(values, given), problems
 
 
 def _areal_estimator(values: Mapping[str, Any], given: Mapping[str, Given]) -> dict[str, Given]:
@@ -46,6 +53,16 @@ def _areal_estimator(values: Mapping[str, Any], given: Mapping[str, Given]) -> d
     return {key: Given(value, "from actor.reward_norm", key) for key, value in sets.items()}
 
 
+def _kl_loss(values: Mapping[str, Any]) -> dict[str, Given]:
+    """The KL loss of a distillation that does not go into the advantages."""
+    loss, actor = "distillation.distillation_loss.", "actor_rollout_ref.actor."
+    if values.get("distillation.enabled") is not True or values[f"{loss}use_policy_gradient"]:
+        return {}
+    weight = values[f"{loss}distillation_loss_coef"] if values[f"{loss}use_task_rewards"] else 1.0
+    sets = {"use_kl_loss": True, "kl_loss_type": values[f"{loss}loss_mode"], "kl_loss_coef": weight}
+    return {f"{actor}{key}": Given(value, "from distillation.enabled", f"{actor}{key}") for key, value in sets.items()}
+
+
 def _from_allocation(
     values: Mapping[str, Any], given: Mapping[str, Given], engines: Iterable[str]
 ) -> tuple[dict[str, Given], list[str]]:
@@ -57,9 +74,4 @@ def _from_allocation(
         counts = allocation_settings(text, nnodes)
     except ConfigError as error:
         return {}, [f"{MODE}: {error}"]
-    problems = [
-        f"{key} = {shown(values[key])}: conflicts with {MODE}={text}; set {key}={count} or remove it"
-        for key, count in counts.items()
-        if key in given and values[key] != count
-    ]
-    return {key: Given(count, f"from {MODE}", key) for key, count in counts.items()}, problems
+    return {key: Given(count, f"from {MODE}={text}", key) for key, count in counts.items()}, []

@@ -7,15 +7,18 @@ are 0 at pads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from rlsys.data.chat import as_messages
+from rlsys.data.chat import as_messages, encode_conversation
 from rlsys.data.rows import PromptRow
 from rlsys.data.supervised import TokenizedText
 from rlsys.protocol import DataProto, object_array
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Side = Literal["left", "right"]
 
@@ -82,6 +85,18 @@ def collate_prompts(
     }
     tensors = {"prompts": prompts, "attention_mask": mask, "position_ids": position_ids(mask)}
     return DataProto.from_dict(tensors, {name: object_array(values) for name, values in columns.items()})
+
+
+def collate_answers(batch: DataProto, *, tokenizer: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase) -> DataProto:
+    """The answers of a batch, whose ids are `tokenizer`'s, as conversations in `own` tokens and chat template."""
+    held, rows = batch.tensors, []
+    valid = held["attention_mask"][:, -held["responses"].shape[1] :].bool()
+    for messages, ids, kept in zip(batch.non_tensor_batch["raw_prompt"], held["responses"], valid, strict=True):
+        answer = {"role": "assistant", "content": tokenizer.decode(ids[kept].tolist(), skip_special_tokens=True)}
+        prompt, response, mask = encode_conversation(own, [*messages, answer], num_prompt=len(messages))
+        rows.append([TokenizedText(prompt, response, mask)])
+    pad: Any = own.pad_token_id
+    return collate_texts(rows, pad_token_id=pad)
 
 
 def collate_texts(rows: Sequence[Sequence[TokenizedText]], *, pad_token_id: int) -> DataProto:

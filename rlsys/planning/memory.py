@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlsys.config import PPOConfig, plan_batches
+from rlsys.config.checks.files import model_facts
 from rlsys.config.engines import rollout_backend
 from rlsys.config.plan import BatchPlan, RolePlan
 from rlsys.config.schema.actor import ActorConfig, CriticConfig
@@ -251,7 +253,7 @@ def _actor(job: PlanInputs, facts: Facts) -> DeviceRole:
     stages = [("update_actor", True, _training(job, job.plan.actor, sharing))]
     if not job.cfg.algorithm.rollout_correction.bypass_mode:
         stages.append(("old_log_prob", False, scored))
-    if job.plan.use_reference and model.has_adapters:
+    if job.plan.use_reference and not policy.has_reference_weights:
         stages.append(("ref", False, scored))
     settings = actor.megatron if actor.strategy == "megatron" else actor.fsdp_config
     role = _role(
@@ -267,8 +269,10 @@ def _actor(job: PlanInputs, facts: Facts) -> DeviceRole:
 
 def _reference(job: PlanInputs, facts: Facts) -> Iterator[DeviceRole]:
     policy, ref = job.cfg.actor_rollout_ref, job.cfg.actor_rollout_ref.ref
-    if not job.plan.use_reference or policy.model.has_adapters:
+    if not job.plan.use_reference or not policy.has_reference_weights:
         return
+    if policy.reference_model is not policy.model:
+        facts = model_facts(Path(policy.reference_model.path or "")) or facts
     megatron = policy.actor.strategy == "megatron"
     settings = ref.megatron if megatron else ref.fsdp_config
     scored = _pass(

@@ -9,6 +9,7 @@ from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
+from shutil import copytree
 from types import ModuleType
 
 import pytest
@@ -99,6 +100,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def ppo_runs(toy: Toy, folder: Path) -> list[list[str]]:
     """Overrides of one run each."""
     critic = ["algorithm.adv_estimator=gae", f"critic.model.path={toy.model}"]
+    teacher = copytree(toy.model, folder / "teacher")
     loss, extensions = f"{ACTOR}policy_loss.loss_mode=", folder / "extensions.py"
     return [
         [
@@ -120,7 +122,7 @@ def ppo_runs(toy: Toy, folder: Path) -> list[list[str]]:
         ],
         [
             *("reward.reward_model.enable=true", f"reward.reward_model.model_path={toy.judge}", f"{loss}kl_cov"),
-            "reward.reward_model.use_dynamic_bsz=true",
+            *("reward.reward_model.use_dynamic_bsz=true", f"reward.reward_model.input_tokenizer={toy.model}"),
             *("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=seq_reward"),
         ],
         [
@@ -145,6 +147,10 @@ def ppo_runs(toy: Toy, folder: Path) -> list[list[str]]:
         [
             *("reward.reward_manager.name=dapo", "reward.reward_kwargs.overlong_buffer_cfg.enable=true"),
             *("reward.reward_kwargs.overlong_buffer_cfg.len=3", f"{CORRECTION}bypass_mode=true"),
+        ],
+        [
+            *("distillation.enabled=true", f"distillation.teacher_models.teacher_model.model_path={teacher}"),
+            "distillation.distillation_loss.use_policy_gradient=true",
         ],
         ["--config-name=ppo_megatron_trainer", "trainer.device=cpu", *critic, f"{ACTOR}use_kl_loss=true"],
     ]

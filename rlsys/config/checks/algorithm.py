@@ -24,6 +24,7 @@ def check_algorithm(cfg: PPOConfig) -> Iterator[str]:
     yield from _policy_loss(cfg)
     yield from _correction(cfg)
     yield from _overlong(cfg)
+    yield from _input_tokenizer(cfg)
 
 
 def _groups(cfg: PPOConfig) -> Iterator[str]:
@@ -63,7 +64,7 @@ def _kl(cfg: PPOConfig) -> Iterator[str]:
         yield note(cfg, "algorithm.use_kl_in_reward", why)
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         yield note(cfg, f"{ACTOR}.use_kl_loss", "kl_loss_coef is 0, so the reference only serves the metric")
-    if cfg.use_reference and model.lora_adapter_path:
+    if cfg.use_reference and model.lora_adapter_path and not cfg.actor_rollout_ref.has_reference_weights:
         why = "the reference is the model without adapters, not the adapter that training starts from"
         yield note(cfg, "actor_rollout_ref.model.lora_adapter_path", why)
 
@@ -93,6 +94,15 @@ def _correction(cfg: PPOConfig) -> Iterator[str]:
     if correction.bypass_mode and correction.loss_type == "reinforce" and correction.rollout_is_batch_normalize:
         why = "in bypass mode with loss_type=reinforce the weights change with every update"
         yield wrong(cfg, f"{CORRECTION}.rollout_is_batch_normalize", why, False)
+
+
+def _input_tokenizer(cfg: PPOConfig) -> Iterator[str]:
+    policy, given = cfg.actor_rollout_ref.model, cfg.reward.reward_model.input_tokenizer
+    key = "reward.reward_model.input_tokenizer"
+    if given is not None and given not in (policy.path, policy.tokenizer_path):
+        yield wrong(cfg, key, "answers are decoded by the policy's tokenizer", policy.tokenizer_path or policy.path)
+    if given is not None and cfg.actor_rollout_ref.rollout.has_workflow:
+        yield wrong(cfg, key, "the turns of an episode cannot be rendered by another template", "null")
 
 
 def _overlong(cfg: PPOConfig) -> Iterator[str]:

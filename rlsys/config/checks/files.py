@@ -39,6 +39,9 @@ def check_files(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]
         yield from _model(cfg, "actor_rollout_ref.model", policy, longest, ANSWERED)
         if isinstance(cfg, PPOConfig) and cfg.use_critic and cfg.critic.model.path != policy.path:
             yield from _model(cfg, "critic.model", cfg.critic.model, longest, ANSWERED)
+        frozen = cfg.actor_rollout_ref.reference_model if isinstance(cfg, PPOConfig) and cfg.use_reference else policy
+        if frozen.path != policy.path:
+            yield from _model(cfg, "actor_rollout_ref.ref.model", frozen, longest, ANSWERED)
         yield from _reward(cfg)
     yield from _output(cfg)
 

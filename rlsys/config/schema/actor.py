@@ -115,9 +115,19 @@ class ActorConfig(TrainedRoleConfig):
     fsdp_config: FSDPConfig = section(FSDPConfig)
 
 
+class RefModelConfig(Section):
+    """The reference's model, with the actor's vocabulary."""
+
+    path: t.LocalPath | None = None
+    """Hugging Face model: a folder, a hub id, or a run or checkpoint; null is the model that the actor starts from."""
+    trust_remote_code: t.Flag = linked("actor_rollout_ref.model.trust_remote_code")
+    """Allow Python code in the model folder to run."""
+
+
 class RefConfig(LogProbConfig):
     """The frozen policy of the KL terms."""
 
+    model: RefModelConfig = section(RefModelConfig)
     ulysses_sequence_parallel_size: t.Count = linked("actor_rollout_ref.actor.ulysses_sequence_parallel_size")
     """Ranks that one sequence is split over."""
     fsdp_config: RoleShardConfig = section(
@@ -141,6 +151,20 @@ class ActorRolloutRefConfig(Section):
     """Whether the actor's processes also generate; null follows from trainer.rollout_workers and the engine."""
     nccl_timeout: t.Seconds = 600.0
     """Longest a collective operation may take, in seconds."""
+
+    @property
+    def reference_model(self) -> PolicyModelConfig:
+        """The reference's model: the actor's own section unless ref.model.path names another one."""
+        ref = self.ref.model
+        if ref.path in (None, self.model.path):
+            return self.model
+        packed = self.model.use_remove_padding
+        return PolicyModelConfig(path=ref.path, trust_remote_code=ref.trust_remote_code, use_remove_padding=packed)
+
+    @property
+    def has_reference_weights(self) -> bool:
+        """Whether a reference has weights of its own; else it is the actor without its adapters."""
+        return self.reference_model is not self.model or not self.model.has_adapters
 
 
 class CriticConfig(TrainedRoleConfig):

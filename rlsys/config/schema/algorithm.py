@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, Strict
 
 from rlsys.config.schema import types as t
 from rlsys.config.schema.base import ActiveIf, Registered, Requires, Section, open_dict, section
+from rlsys.config.schema.model import ServedModelConfig
 from rlsys.config.vocabulary import ADV_ESTIMATORS, REWARD_MANAGERS, KLEstimator
 
 Level = Literal["batch", "group"]
@@ -29,6 +30,11 @@ ONLY_CUSTOM = Requires(".path", why="there is no custom function", to="<file>")
 GRADER_NEEDS_MODEL = Requires(".model_path", why="it needs a model", to="<folder of the reward model>")
 POOL_NEEDS_NODES = Requires(".nnodes", why="its own pool needs nodes", to="1")
 ZERO_NEEDS_LOCAL = Requires("trainer.backend", ("local",), given=(0,), why="it grades in this process", to="local")
+NEEDS_TEACHER = Requires("actor_rollout_ref.ref.model.path", why="there is no teacher", to="<model>")
+TEACHER_ALONE = Requires("algorithm.use_kl_in_reward", (False,), why="the teacher takes the place of the reference")
+NO_KL_LOSS = Requires("actor_rollout_ref.actor.use_kl_loss", (False,), why="the teacher is in the advantages")
+ONLY_GRADIENT = Requires(".use_policy_gradient", given=("kl", "k1"), why="its gradient ignores the teacher")
+CLAMP_NEEDS_GRADIENT = Requires(".use_policy_gradient", why="the KL loss is not clamped; k3 is at most 10")
 IMPORT_NEEDS_PATH = Requires(".module.path", given=("importlib",), why="it loads a file", to="<file>")
 
 
@@ -103,6 +109,34 @@ class PFPPOConfig(Section):
     """pow: by |score| to a power; max_min: the best and the worst; max_random: more of the best."""
     weight_pow: t.Coefficient = 2.0
     """pow: the power."""
+
+
+class DistillationLossConfig(Section):
+    """How the divergence from the teacher is trained, from the log-probs of the sampled tokens."""
+
+    loss_mode: Annotated[KLEstimator, ONLY_GRADIENT] = "k3"
+    """Estimator of the reverse KL; k1 is only for use_policy_gradient, k3 is the usual one without."""
+    use_policy_gradient: Annotated[t.Flag, NO_KL_LOSS] = False
+    """Subtract it from the advantage of each token, instead of adding it to the loss."""
+    use_task_rewards: t.Flag = True
+    """Train on the rewards too; else on the teacher alone."""
+    distillation_loss_coef: Annotated[t.Coefficient, ActiveIf(".use_task_rewards")] = 1.0
+    """Weight of the divergence beside the rewards."""
+    loss_max_clamp: Annotated[t.Positive | None, CLAMP_NEEDS_GRADIENT] = None
+    """Largest magnitude of a token's divergence."""
+
+    @property
+    def weight(self) -> float:
+        """What the divergence is multiplied by."""
+        return self.distillation_loss_coef if self.use_task_rewards else 1.0
+
+
+class DistillationConfig(Section):
+    """On-policy distillation: a teacher scores what the policy samples."""
+
+    enabled: Annotated[t.Flag, NEEDS_TEACHER, TEACHER_ALONE] = False
+    """Distil the model of actor_rollout_ref.ref.model.path."""
+    distillation_loss: DistillationLossConfig = section(DistillationLossConfig)
 
 
 class AlgorithmConfig(Section):
@@ -210,6 +244,9 @@ class RewardModelConfig(Section):
     """Folder of the model, e.g. one exported by trainer.main_rm."""
     trust_remote_code: t.Flag = False
     """Allow Python code in the model folder to run."""
+    input_tokenizer: Annotated[t.LocalPath | None, Requires(".enable", why="the reward model is off")] = None
+    """The policy's model, if the reward model has another tokenizer or chat template: answers are decoded, and rendered
+    by the reward model's template; null passes token ids on."""
     enable_resource_pool: Annotated[t.Flag, POOL_NEEDS_NODES] = False
     """Run it in separate processes."""
     n_gpus_per_node: t.Count = 1
@@ -224,6 +261,11 @@ class RewardModelConfig(Section):
     """Tokens per forward pass on a rank, with use_dynamic_bsz."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of the computation."""
+
+    @property
+    def model(self) -> ServedModelConfig:
+        """The model with its own tokenizer."""
+        return ServedModelConfig(path=self.model_path, trust_remote_code=self.trust_remote_code)
 
 
 class SandboxConfig(Section):

@@ -9,7 +9,7 @@ from pydantic import Field, Strict
 from rlsys.config.engines import rollout_backends
 from rlsys.config.schema import types as t
 from rlsys.config.schema.actor import ActorRolloutRefConfig, CriticConfig
-from rlsys.config.schema.algorithm import AlgorithmConfig, GradingConfig, RewardConfig
+from rlsys.config.schema.algorithm import AlgorithmConfig, DistillationConfig, GradingConfig, RewardConfig
 from rlsys.config.schema.base import IF_CRITIC, ActiveIf, Registered, Section, resolve_links_from, section
 from rlsys.config.schema.data import (
     DataConfig,
@@ -23,6 +23,7 @@ from rlsys.config.schema.model import CheckpointConfig, OptimConfig, PolicyModel
 from rlsys.config.schema.rollout import GenerationConfig, ValKwargsConfig
 from rlsys.config.schema.trainer import EvalRunConfig, RayKwargsConfig, SupervisedRunConfig, TrainerConfig
 
+IF_DISTILLED = ActiveIf("distillation.enabled", besides=("enabled",))
 LabelNoise = Annotated[float, Strict(), Field(ge=0, lt=0.5)]
 IN_JOB_ENGINES = tuple(backend.name for backend in rollout_backends() if not backend.is_external)
 
@@ -42,6 +43,7 @@ class PPOConfig(Section):
         CriticConfig, follows="actor_rollout_ref.actor", only=FOLLOWED_BY_CRITIC
     )
     algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    distillation: Annotated[DistillationConfig, IF_DISTILLED] = section(DistillationConfig)
     reward: RewardConfig = section(RewardConfig)
     trainer: TrainerConfig = section(TrainerConfig)
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
@@ -53,8 +55,9 @@ class PPOConfig(Section):
 
     @property
     def use_reference(self) -> bool:
-        """Whether a frozen reference is needed, for a KL loss or a KL penalty in the reward."""
-        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+        """Whether a frozen reference is needed, for a KL loss, a KL penalty in the reward or as a teacher."""
+        uses = (self.actor_rollout_ref.actor.use_kl_loss, self.algorithm.use_kl_in_reward, self.distillation.enabled)
+        return any(uses)
 
 
 resolve_links_from(PPOConfig)

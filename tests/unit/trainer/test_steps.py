@@ -46,7 +46,7 @@ def rows(scores: tuple[float, ...] = (1.0, 0.0, 0.0, 0.0)) -> DataProto:
 
 
 class Scorer:
-    """Groups of all roles: it returns -2 for every log-prob, 3 for rewards, and keeps the columns it was sent."""
+    """Groups of all roles: -2 for every log-prob, 1.5 for each of two rewards; it keeps the columns it was sent."""
 
     def __init__(self) -> None:
         self.columns: dict[str, set[str]] = {}
@@ -64,7 +64,7 @@ class Scorer:
         return self.answer(data, "ref", ref_log_prob=-3.0)
 
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        return self.answer(data, "rm", rm_scores=3.0)
+        return self.answer(data, "rm", rm_scores=1.5)
 
     def update_actor(self, data: DataProto) -> DataProto:
         self.columns["update"] = set(data.tensors.keys())
@@ -119,7 +119,7 @@ def test_without_a_reference_group_the_actor_scores_for_it() -> None:
 
 def test_a_reward_model_adds_to_the_graders_scores() -> None:
     steps, _, _ = steps_of(config(), rm=True)
-    assert steps.reward_model_scores(rows()).tensors["token_level_scores"][0].tolist() == [3.0, 4.0]
+    assert steps.reward_model_scores(rows()).tensors["token_level_scores"][0].tolist() == [0.0, 4.0]
     plain, _, _ = steps_of(config())
     assert plain.reward_model_scores(rows()).tensors["token_level_scores"][0].tolist() == [0.0, 1.0]
 

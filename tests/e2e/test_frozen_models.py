@@ -1,0 +1,77 @@
+"""Frozen models other than the actor's: another reference, a teacher, a reward model with a tokenizer of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from tests.e2e.conftest import Toy
+from trainer import main_ppo
+
+TEACHER = "distillation.teacher_models.teacher_model.model_path="
+LOSS = "distillation.distillation_loss."
+
+
+def run(toy: Toy, out: Path, *overrides: str) -> list[dict[str, Any]]:
+    common = ("trainer.backend=local", f"reward.custom_reward_function.path={toy.grader}")
+    assert main_ppo.main(toy.overrides(out, *common, *overrides)) == 0
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def teacher(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The toy's model, surer of itself: its logits are 30 times as large."""
+    folder = tmp_path_factory.mktemp("teacher")
+    model: Any = AutoModelForCausalLM.from_pretrained(toy.model)
+    model.model.norm.weight.data *= 30
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(toy.model).save_pretrained(str(folder))
+    return folder
+
+
+def test_a_reference_of_its_own_is_scored_also_beside_adapters(toy: Toy, teacher: Path, tmp_path: Path) -> None:
+    overrides = ("actor_rollout_ref.actor.use_kl_loss=true", "trainer.total_training_steps=1")
+    itself = run(toy, tmp_path / "itself", *overrides, "actor_rollout_ref.actor.ppo_mini_batch_size=8")
+    own = (f"actor_rollout_ref.ref.model.path={teacher}", "actor_rollout_ref.model.lora_rank=2")
+    other = run(toy, tmp_path / "other", *overrides, *own)
+    assert itself[-1]["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
+    assert other[-1]["actor/kl_loss"] > 0.1
+
+
+@pytest.mark.parametrize("how", [("loss_mode=k1", "use_policy_gradient=true"), ("loss_mode=k3",)])
+def test_a_student_comes_closer_to_its_teacher(toy: Toy, teacher: Path, tmp_path: Path, how: tuple[str, ...]) -> None:
+    settings = (f"{LOSS}{setting}" for setting in (*how, "use_task_rewards=false"))
+    long = ("trainer.total_training_steps=30", "actor_rollout_ref.actor.optim.lr=1e-2")
+    lines = run(toy, tmp_path, "distillation.enabled=true", f"{TEACHER}{teacher}", *settings, *long)
+    divergence = [line["distillation/loss"] for line in lines]
+    assert sum(divergence[-5:]) < 0.9 * sum(divergence[:5])
+
+
+def words(folder: Path) -> Path:
+    """A tokenizer of whole characters in another order, with a chat template of its own."""
+    vocabulary = {token: number for number, token in enumerate(["<pad>", "</s>", "?", *"0987654321+-*= "])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    template = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "?"}
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=template, **special)
+    made.save_pretrained(str(folder))
+    return folder
+
+
+def test_a_reward_model_with_another_tokenizer_is_named_and_reads_text(
+    toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = words(Path(copytree(toy.judge, tmp_path / "judge")))
+    model = ("reward.reward_model.enable=true", f"reward.reward_model.model_path={judge}")
+    more = ("trainer.backend=local", "trainer.total_training_steps=1")
+    assert main_ppo.main(toy.overrides(tmp_path / "wrong", *more, *model)) == 2
+    assert f"set reward.reward_model.input_tokenizer={toy.model}" in capsys.readouterr().err
+    run(toy, tmp_path / "right", *more, *model, f"reward.reward_model.input_tokenizer={toy.model}")
