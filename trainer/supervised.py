@@ -68,6 +68,9 @@ class SupervisedTrainer(CheckpointedLoop):
     """The loop of SFT, reward-model training and DPO: batch, step, evaluate, save."""
 
     def __init__(self, config: Config) -> None:
+        for key, value in {"model.path": config.model.path, "data.train_files": config.data.train_files}.items():
+            if value is None:
+                raise ConfigError(f"{key} is not set, and this job has no default: name one")
         config = with_local_files(config)
         run, data = config.trainer, config.data
         num_ranks = run.nnodes * run.n_gpus_per_node
