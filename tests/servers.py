@@ -10,6 +10,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,6 +18,12 @@ from aiohttp import web
 
 from rlsys.types import Finish, ModelRequest, ResponseDelta, SamplingParams
 from rlsys.utils.errors import WeightTransferError
+
+GROUP_ROUTES = (
+    *("/init_weights_update_group", "/begin_weight_update", "/update_weights_from_distributed", "/end_weight_update"),
+    *("/destroy_weights_update_group", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights"),
+    *("/finish_weight_update", "/shutdown_weight_transfer_engine", "/update_weight_version"),
+)
 
 
 @dataclass(frozen=True)
@@ -173,7 +180,9 @@ class Server:
         self.adapters: dict[str, str] = {}
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.version, self.port, self.mode, self.device = "default", 0, "processed", "cuda"
-        self.release = ""
+        self.release, self.group_fault = "", ""
+        self.group: Any = None
+        self.is_updating, self.weights = False, dict[str, Any]()
         self.update_status, self.health_status, self.redirect_url = 200, 200, "http://127.0.0.1:9"
         self.open = self.most_open = 0
         self._loop = asyncio.new_event_loop()
@@ -194,7 +203,7 @@ class Server:
 
     def restart(self) -> None:
         """Come back as freshly started: first weights, no adapters."""
-        self.version = "default"
+        self.version, self.is_updating = "default", False
         self.brain.reload("")
         self.adapters.clear()
         self.start()
@@ -240,10 +249,10 @@ class Server:
                 pairs = [[value, token, None] for value, token in zip([None, *scores], body["input_ids"], strict=True)]
                 return web.json_response({"meta_info": {"input_token_logprobs": pairs}})
             return await self._generate(request, body, body["input_ids"], _sglang_params(body["sampling_params"]))
-        if path in ("/init_weights_update_group", "/update_weights_from_distributed"):
-            self.calls.append((path, body))
-            self.version = body.get("weight_version", self.version)
-            return web.json_response({"success": True, "message": ""})
+        if path == "/server_info":
+            return web.json_response({"tp_size": 1, "version": self.release})
+        if path in GROUP_ROUTES:
+            return await self._receive(path, body)
         if path == "/model_info":
             return web.json_response({"weight_version": self.version})
         if path == "/update_weights_from_disk":
@@ -256,7 +265,7 @@ class Server:
 
     async def _vllm(self, request: web.Request, path: str, body: Any) -> web.StreamResponse:
         if path == "/v1/completions":
-            model = body.get("model", "base")
+            model = body.get("model") or "base"
             if model != "base" and model not in self.adapters:
                 return web.json_response({"error": {"message": f"no model {model}"}}, status=404)
             if not body.get("stream"):
@@ -272,14 +281,42 @@ class Server:
             return web.json_response({"vllm_config": {"device_config": {"device": self.device}}})
         if path == "/weight_info" and self.dev:
             return web.json_response({"weight_version": self.version})
+        if path == "/get_world_size" and self.dev:
+            return web.json_response({"world_size": 1})
+        if path in GROUP_ROUTES and self.dev:
+            return await self._receive(path, body)
         if path == "/collective_rpc" and self.dev:
             assert body["method"] == "reload_weights"
             self.brain.reload(body["kwargs"]["weights_path"])
             return web.json_response({"results": [None]}, status=self.update_status)
-        if path == "/update_weight_version" and self.dev:
-            self.version = body["new_version"]
-            return web.json_response({"success": True})
         return self._common(path, body, pause="/pause", resume="/resume")
+
+    async def _receive(self, path: str, body: Any) -> web.Response:
+        """Weights over a real process group. `group_fault` names a route that is answered by 500 or, after "die:", by
+        the death of the server."""
+        self.calls.append((path, body))
+        fault = self.group_fault
+        if fault in (path, f"die:{path}"):
+            if fault != path:
+                self._loop.create_task(self._stop())
+                self.group = None
+            return web.Response(status=500, text="fault requested by the test")
+        if fault == f"hang:{path}":
+            await asyncio.sleep(60)
+        loop = asyncio.get_running_loop()
+        body = body.get("init_info") or body.get("update_info") or body
+        if path in ("/init_weights_update_group", "/init_weight_transfer_engine"):
+            self.group = await loop.run_in_executor(None, _joined, body)
+        elif path in ("/begin_weight_update", "/start_weight_update"):
+            if self.is_updating:
+                return web.Response(status=500, text="an update is under way")
+            self.is_updating = True
+        elif path in ("/update_weights_from_distributed", "/update_weights"):
+            self.weights |= await loop.run_in_executor(None, _received, self.group, body)
+        elif path in ("/end_weight_update", "/finish_weight_update"):
+            self.is_updating = False
+        self.version = body.get("new_version") or body.get("weight_version") or self.version
+        return web.json_response({"success": True})
 
     def _whole_completion(self, body: Any) -> web.Response:
         if "prompt_logprobs" in body:
@@ -359,7 +396,7 @@ class Server:
     def _event_writer(self, body: dict[str, Any], fault: str) -> Any:
         tokens: list[int] = []
         values: list[Any] = []
-        version, model = self.version, body.get("model", "base")
+        version, model = self.version, body.get("model") or "base"
 
         def write(token: Token | None, finish: str | None) -> dict[str, Any]:
             if token is not None:
@@ -379,6 +416,32 @@ class Server:
             return {"model": model, "choices": [choice]}
 
         return write
+
+
+def _joined(body: dict[str, Any]) -> Any:
+    """Join as SGLang does, by torch's own subgroup, or as our part of a vLLM server."""
+    import torch.distributed as dist
+
+    address = body.get("address") or f"{body['master_address']}:{body['master_port']}"
+    host, _, port = address.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=30))
+    name, gloo = body.get("group_name") or body["name"], dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices, options._timeout = [gloo.create_device(hostname="127.0.0.1")], timedelta(seconds=30)
+    assert (body["backend"], body["world_size"]) == ("gloo", 2)
+    nested = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
+    return gloo(nested, 1, 2, options)
+
+
+def _received(group: Any, body: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    dtypes = [getattr(torch, name) for name in body.get("dtypes") or body["dtype_names"]]
+    tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in zip(body["shapes"], dtypes, strict=True)]
+    for work in [group.broadcast([tensor], dist.BroadcastOptions()) for tensor in tensors]:
+        work.wait()
+    return dict(zip(body["names"], tensors, strict=True))
 
 
 def _data(value: Any) -> bytes:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from rlsys.config.schema.trainer import DeadlinesConfig, RunConfig
 from rlsys.protocol import DataProto
@@ -57,7 +57,7 @@ class EngineGroup(Group, Protocol):
     def move(self, parts: Sequence[str], device: str) -> None: ...
     def save_checkpoint(self, path: str) -> None: ...
     def load_checkpoint(self, path: str) -> None: ...
-    def export(self, path: str) -> None: ...
+    def export(self, path: str, what: Literal["export", "adapter"] = "export") -> None: ...
 
 
 class ReferenceGroup(EngineGroup, Protocol):

@@ -9,7 +9,7 @@ from rlsys.config import PPOConfig
 from rlsys.config.engines import rollout_backend, worker_class
 from rlsys.fleet.external.engine import RemoteEngine
 from rlsys.fleet.external.settings import settings_of
-from rlsys.fleet.external.transfer import ExternalTransfer
+from rlsys.fleet.external.transfer import BroadcastTransfer, ExternalTransfer
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.interfaces import WeightTransfer
 from rlsys.types import TransferReport
@@ -75,11 +75,14 @@ def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) ->
     return manager
 
 
-def connect_servers(cfg: PPOConfig, actor: ActorGroup) -> tuple[RemoteEngine, ExternalTransfer]:
+def connect_servers(cfg: PPOConfig, actor: ActorGroup) -> tuple[RemoteEngine, ExternalTransfer | BroadcastTransfer]:
     """A fleet over the configured external servers, connected, and the transfer of the actor's weights to them."""
     rollout, deadlines = cfg.actor_rollout_ref.rollout, cfg.trainer.deadlines
     settings = settings_of(rollout, deadlines, max_staleness=cfg.trainer.max_staleness)
     engine: RemoteEngine = worker_class(rollout.name)(settings)
     engine.connect()
+    if rollout.checkpoint_engine.backend == "nccl":
+        bucket_bytes = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+        return engine, BroadcastTransfer(actor, engine, bucket_bytes=bucket_bytes, deadline_s=deadlines.weights_s)
     folder = Path(rollout.servers.weights_dir).absolute()
     return engine, ExternalTransfer(actor, engine, folder, rollout.servers.lora_name or "", deadlines.weights_s)

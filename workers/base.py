@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from rlsys.interfaces import Part, TrainEngine
 from rlsys.single_controller.base import Worker
@@ -39,9 +40,9 @@ class EngineWorker(Worker):
         self.engine.load(Path(path))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def export(self, path: str) -> None:
-        """Write the model as a Hugging Face folder."""
-        self.engine.save(Path(path), "export")
+    def export(self, path: str, what: Literal["export", "adapter"] = "export") -> None:
+        """Write the model as a Hugging Face folder, or its LoRA adapter alone."""
+        self.engine.save(Path(path), what)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def move(self, parts: tuple[Part, ...], device: str) -> None:

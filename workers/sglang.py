@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rlsys.ipc.codec import allow_records
+from rlsys.ipc.process_group import PeerLostError, Rendezvous
 from rlsys.ipc.rpc import Method, allow_errors
 from rlsys.rollout.sglang.arguments import ReplicaRank
 from rlsys.rollout.sglang.engine import SGLangRollout
@@ -21,7 +22,7 @@ from rlsys.weights.executors.base import TransferStats
 from rlsys.weights.executors.cuda_ipc import IpcHandle, IpcImportSpec, StorageHandle
 from rlsys.weights.executors.disk import DiskSpec
 from rlsys.weights.executors.gather import Bucket, GatherSpec
-from rlsys.weights.executors.nccl import NcclReceiveSpec, PeerLostError, Rendezvous
+from rlsys.weights.executors.nccl import NcclReceiveSpec
 from rlsys.weights.plan import Copy
 from rlsys.weights.rank_plan import DestinationPlan
 from rlsys.weights.shared_memory import TensorHandle

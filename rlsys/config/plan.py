@@ -104,6 +104,10 @@ def plan_text(cfg: Section, *, memory: str = "") -> str:
 
 def _ppo_lines(cfg: PPOConfig, memory: str) -> list[tuple[str, str]]:
     plan, trainer = plan_batches(cfg), cfg.trainer
+    by = ""
+    if plan.pools.external:
+        is_broadcast = cfg.actor_rollout_ref.rollout.checkpoint_engine.backend == "nccl"
+        by = "; over a process group" if is_broadcast else "; in files, which the servers must see"
     return [
         ("step", _step_words(cfg, plan)),
         ("actor", _role_words(plan.actor, "actor_rollout_ref.actor")),
@@ -113,7 +117,7 @@ def _ppo_lines(cfg: PPOConfig, memory: str) -> list[tuple[str, str]]:
         ("length", _length_words(trainer.total_training_steps, trainer.total_epochs, cfg.data.train_batch_size)),
         ("workers", _worker_words(plan.pools, trainer)),
         ("memory", memory),
-        ("weights", _weights_words(trainer.max_staleness, trainer.sync_freq)),
+        ("weights", _weights_words(trainer.max_staleness, trainer.sync_freq) + by),
         ("output", trainer.default_local_dir),
     ]
 

@@ -143,7 +143,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         self._count = 0.0
         return report
 
-    def save(self, path: Path, what: Literal["resume", "export"]) -> None:
+    def save(self, path: Path, what: Literal["resume", "export", "adapter"]) -> None:
         """Write a checkpoint atomically; a CheckpointError leaves the one that was there unchanged."""
         path, rank = Path(path), self.ranks.rank
         if what == "resume":
@@ -151,8 +151,8 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
             with self._on_device():
                 checkpoint.save(path, self._state(self.save_contents), rank, header, settings=self._write_settings)
             return
-        dtype = self._saved_dtype or self._weight_dtype
-        export.write(path, self._exported(), rank, dtype, self._write_settings, adapter=self._exported_adapter())
+        weights = iter(()) if what == "adapter" else self._exported()
+        export.write(path, weights, rank, self._write_settings, adapter=self._exported_adapter())
 
     def _write_settings(self, folder: Path) -> None:
         """Write config.json, generation_config.json and the tokenizer's files, as they go with the weights."""
@@ -187,9 +187,15 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
     def _share(self, values: Tensor) -> None:
         """Give every rank the outputs that only some have computed, in place."""
 
+    def exported(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """The trained tensors in the types of an export, gathered bucket by bucket."""
+        dtype = self._saved_dtype or self._weight_dtype
+        for bucket in self.weights(bucket_bytes):
+            yield [(name, tensor.to(dtype) if export.is_cast(name, tensor) else tensor) for name, tensor in bucket]
+
     def _exported(self) -> Iterator[list[tuple[str, Tensor]]]:
         """Every tensor of an export, bucket by bucket."""
-        return self.weights(EXPORT_FILE_BYTES)
+        return self.exported(EXPORT_FILE_BYTES)
 
     @property
     @abstractmethod

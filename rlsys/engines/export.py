@@ -39,21 +39,19 @@ def write(
     path: Path,
     weights: Iterator[list[tuple[str, Tensor]]],
     rank: int,
-    dtype: torch.dtype,
     settings: Callable[[Path], None],
     *,
     adapter: Adapter | None = None,
 ) -> None:
-    """Write a model directory from gathered weights; rank 0 writes, all ranks gather. Floats are converted to `dtype`;
-    `settings` writes the rest, `adapter` (tensors, adapter_config) goes to `lora_adapter/`. CheckpointError leaves an
-    old one as it was."""
+    """Write a model directory from gathered weights; rank 0 writes, all ranks gather. `settings` writes the rest,
+    `adapter` (tensors, adapter_config) goes to `lora_adapter/`. CheckpointError leaves an old one as it was."""
     first = rank == 0
     staging = path.with_name(path.name + ".tmp")
     files: dict[str, list[str]] = {}
     try:
         together(lambda: staging_dir(path) if first else None, STORAGE_ERRORS, CheckpointError)
         for number, bucket in enumerate(weights):
-            work = lambda: files.update(_write_bucket(staging, number, bucket, dtype)) if first else None  # noqa: B023, E731
+            work = lambda: files.update(_write_bucket(staging, number, bucket)) if first else None  # noqa: B023, E731
             together(work, STORAGE_ERRORS, CheckpointError)
         finish = lambda: _finish(staging, path, files, settings, adapter) if first else None  # noqa: E731
         together(finish, STORAGE_ERRORS, CheckpointError)
@@ -63,12 +61,9 @@ def write(
         raise CheckpointError(f"cannot export {path}: {error}") from error
 
 
-def _write_bucket(
-    staging: Path, number: int, bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype
-) -> dict[str, list[str]]:
+def _write_bucket(staging: Path, number: int, bucket: Sequence[tuple[str, Tensor]]) -> dict[str, list[str]]:
     name = f"part-{number:05d}.safetensors"
-    cast = {n: t.to("cpu", dtype) if t.is_floating_point() and not n.endswith(KEPT_FLOATS) else t for n, t in bucket}
-    save_file({n: t.contiguous() for n, t in cast.items()}, staging / name, metadata={"format": "pt"})
+    save_file({n: t.to("cpu").contiguous() for n, t in bucket}, staging / name, metadata={"format": "pt"})
     fsync_file(staging / name)
     return {name: [n for n, _ in bucket]}
 
@@ -91,6 +86,11 @@ def _finish(
         if file.is_file():
             fsync_file(file)
     commit_dir(staging, path)
+
+
+def is_cast(name: str, tensor: Tensor) -> bool:
+    """Whether a tensor is converted to the type in which a model is saved."""
+    return tensor.is_floating_point() and not name.endswith(KEPT_FLOATS)
 
 
 def write_settings(folder: Path, config: PretrainedConfig, sources: Sequence[Path]) -> None:
@@ -118,6 +118,8 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 def name_parts(staging: Path, files: Mapping[str, Sequence[str]]) -> None:
     """Give safetensors files (names of their tensors by file) the names that transformers reads: model.safetensors, or
     numbered parts in the order of their present names, with an index."""
+    if not files:
+        return
     if len(files) == 1:
         (staging / next(iter(files))).rename(staging / "model.safetensors")
         return

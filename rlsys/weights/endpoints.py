@@ -14,17 +14,19 @@ from rlsys.weights.engine_update import with_staging
 from rlsys.weights.executors.base import TransferStats
 from rlsys.weights.executors.cuda_ipc import IpcExporter, IpcExportSpec, IpcImporter, IpcImportSpec
 from rlsys.weights.executors.disk import DiskReader, DiskSpec, DiskWriter
+from rlsys.weights.executors.external import Broadcaster, BroadcastSpec
 from rlsys.weights.executors.gather import GatherLoader, GatherSender, GatherSpec
 from rlsys.weights.executors.nccl import NcclReceiver, NcclReceiveSpec, NcclSender, NcclSendSpec
 from rlsys.weights.layout import device_of
 from rlsys.weights.verify import BoxChecksum, layout_checksums
 
-Spec = IpcExportSpec | IpcImportSpec | NcclSendSpec | NcclReceiveSpec | DiskSpec | GatherSpec
+Spec = IpcExportSpec | IpcImportSpec | NcclSendSpec | NcclReceiveSpec | DiskSpec | GatherSpec | BroadcastSpec
 SENDERS: dict[type, Callable[[Any, TrainEngine], Any]] = {
     IpcExportSpec: IpcExporter,
     NcclSendSpec: NcclSender,
     DiskSpec: DiskWriter,
     GatherSpec: GatherSender,
+    BroadcastSpec: Broadcaster,
 }
 RECEIVERS: dict[type, Callable[[Any, RolloutEngine], Any]] = {
     IpcImportSpec: IpcImporter,

@@ -13,7 +13,8 @@ import pytest
 from torch import Tensor
 
 from rlsys.config.schema.rollout import GenerationConfig
-from rlsys.fleet.external import RemoteEngine, RemoteSettings, SGLangRemoteEngine, VLLMRemoteEngine
+from rlsys.fleet.external.engine import RemoteEngine, SGLangRemoteEngine, VLLMRemoteEngine
+from rlsys.fleet.external.settings import RemoteSettings
 from rlsys.protocol import DataProto
 from rlsys.rollout.base import check_tags
 from rlsys.rollout.hf.engine import HFRollout

@@ -24,7 +24,8 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rlsys.data.start_assets import build_tokenizer
-from rlsys.fleet.external import RemoteSettings, SGLangRemoteEngine, VLLMRemoteEngine
+from rlsys.fleet.external.engine import SGLangRemoteEngine, VLLMRemoteEngine
+from rlsys.fleet.external.settings import RemoteSettings
 from rlsys.rollout.batch import from_responses
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams, WeightUpdateMeta
 from tests.e2e.conftest import Toy
@@ -96,7 +97,7 @@ def served(kind: str, script: str, model: Path, log: Path, **environment: str) -
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     own = {"PYTHON": python, "PORT": str(port), "DEVICE": "cpu", "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    own |= {"RLSYS_SERVER_TOKEN": SECRET, **environment}
+    own |= {"RLSYS_SERVER_TOKEN": SECRET, "PROCESS_GROUP": "1", **environment}
     with log.open("w") as out:
         process = subprocess.Popen(
             [SCRIPTS / script, model, *OPTIONS[kind]],
@@ -251,12 +252,18 @@ def check_run(out: Path) -> None:
         assert line["actor/grad_norm"] > 0
 
 
+@pytest.mark.parametrize("transfer", ["disk", "nccl"])
 def test_training_follows_the_server(
-    real: Real, models: Models, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    real: Real, models: Models, toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transfer: str
 ) -> None:
     monkeypatch.setenv("RLSYS_SERVER_TOKEN", SECRET)
-    arguments = overrides(toy, models.folders[0], tmp_path / "out", real.url, f"inference.backend={real.kind}")
-    assert main(arguments) == 0
+    more = (
+        f"inference.backend={real.kind}",
+        f"actor_rollout_ref.rollout.checkpoint_engine.backend={transfer}",
+        f"actor_rollout_ref.rollout.servers.weights_dir={tmp_path}/served",
+    )
+    assert main(overrides(toy, models.folders[0], tmp_path / "out", real.url, *more)) == 0
+    assert (tmp_path / "served").exists() is (transfer == "disk")
     check_run(tmp_path / "out")
 
 

@@ -122,8 +122,11 @@ def _weights(cfg: PPOConfig) -> Iterator[str]:
     """Whether weights can be pushed this way; SGLang's are in a separate process."""
     pools, rollout = resolve_pools(cfg), cfg.actor_rollout_ref.rollout
     executor, in_child = rollout.checkpoint_engine.backend, rollout_backend(rollout.name).weights_in == "child"
-    if pools.external and executor != "auto":
-        yield wrong(cfg, ENGINE, "external servers load weights from files", "auto")
+    if pools.external and executor not in ("auto", "disk", "nccl"):
+        why = "external servers take weights from files (auto, disk) or over a process group (nccl)"
+        yield wrong(cfg, ENGINE, why, "auto")
+    elif pools.external and executor == "nccl" and rollout.servers.lora_name:
+        yield wrong(cfg, ENGINE, "servers load adapters from files", "auto")
     elif executor == "local" and (not pools.colocated or in_child):
         yield wrong(cfg, ENGINE, "the rollout's weights are in a separate process", "auto")
     elif executor == "nccl" and pools.colocated:

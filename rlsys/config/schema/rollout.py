@@ -45,7 +45,7 @@ class CheckpointEngineConfig(Section):
 
     backend: Executor = "auto"
     """auto (or naive) chooses: local within a process, ipc between GPUs of a host, else shm on one host, nccl across
-    hosts. disk writes files; gather is slow but always works."""
+    hosts, disk for external servers, which also take nccl. disk writes files; gather is slow but always works."""
     update_weights_bucket_megabytes: t.Count = 2048
     """Largest bucket of gather."""
 
@@ -151,7 +151,7 @@ class ServersConfig(Section):
     token_env: t.Text = "RLSYS_SERVER_TOKEN"
     """Environment variable with the servers' bearer token; if it is not set none is sent."""
     weights_dir: t.LocalPath = "${trainer.default_local_dir}/served_weights"
-    """Folder through which weights are pushed; servers must see it under the same path."""
+    """Folder through which weights are pushed, unless by nccl; servers must see it under the same path."""
 
 
 class ParityConfig(Section):

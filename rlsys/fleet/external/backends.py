@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rlsys.fleet.external.http import Call
 from rlsys.types import Finish, ModelRequest, WeightUpdateMeta
+from rlsys.weights.executors.external import SentBucket, ServerGroup
 
 PROCESSED, RAW, FULL = "processed", "raw", "full"
 """Which log-probabilities a server gives: after temperature and truncation, before both, or after temperature only."""
@@ -60,6 +61,8 @@ class SGLangBackend:
     probe = about = None
     pause = Call("/pause_generation", {"mode": "abort"})
     resume = Call("/continue_generation", {}, optional=True)
+    num_ranks = Call("/server_info", method="GET"), "tp_size"
+    begin_update = Call("/begin_weight_update", {}, optional=True)
 
     def generate(self, request: ModelRequest, *, model: str, adapter: str, send_seed: bool) -> Call:
         params = request.gconfig
@@ -77,7 +80,7 @@ class SGLangBackend:
             sampling["sampling_seed"] = params.seed
         body: dict[str, Any] = {"input_ids": list(request.input_ids), "sampling_params": sampling}
         body |= {"return_logprob": True, "stream": True}
-        return Call("/generate", body | _named("lora_path", adapter))
+        return Call("/generate", body | {"lora_path": adapter or None})
 
     def read(self, event: Mapping[str, Any], num_seen: int) -> Delta:
         """Events repeat everything so far, or with --incremental-streaming-output hold what is new."""
@@ -103,13 +106,30 @@ class SGLangBackend:
         body = {"model_path": meta.weights_path, "weight_version": str(meta.version)}
         return (Call("/update_weights_from_disk", body),)
 
+    def join_group(self, group: ServerGroup) -> Call:
+        """Let the server's ranks join a process group after the trainer; answers when all have."""
+        address, _, port = group.address.rpartition(":")
+        body = {"master_address": address, "master_port": int(port), "rank_offset": 1, "world_size": group.world_size}
+        return Call("/init_weights_update_group", body | {"group_name": group.name, "backend": group.backend})
+
+    def receive(self, bucket: SentBucket, group: ServerGroup) -> Call:
+        body = {"names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "group_name": group.name}
+        return Call("/update_weights_from_distributed", body)
+
+    def end_update(self, version: str) -> tuple[Call, ...]:
+        name = Call("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+        return (Call("/end_weight_update", {}, optional=True), name)
+
+    def leave_group(self, group: ServerGroup) -> Call:
+        return Call("/destroy_weights_update_group", {"group_name": group.name}, optional=True)
+
     def unload_adapter(self, name: str) -> Call:
         return Call("/unload_lora_adapter", {"lora_name": name})
 
     def score(self, token_ids: Sequence[int], *, model: str, adapter: str) -> Call:
         body: dict[str, Any] = {"input_ids": list(token_ids), "return_logprob": True, "logprob_start_len": 0}
         body["sampling_params"] = {"max_new_tokens": 0, "temperature": 0.0}
-        return Call("/generate", body | _named("lora_path", adapter))
+        return Call("/generate", body | {"lora_path": adapter or None})
 
     def read_scores(self, answer: Any) -> list[float]:
         pairs = _section(answer, "meta_info").get("input_token_logprobs")
@@ -131,6 +151,8 @@ class VLLMBackend:
     version = (Call("/version", method="GET"),)
     pause = Call("/pause?mode=abort", {})
     resume = Call("/resume", {}, optional=True)
+    num_ranks = Call("/get_world_size", method="GET"), "world_size"
+    begin_update = Call("/start_weight_update", {})
     about = Call("/server_info?config_format=json", method="GET", optional=True)
     probe = Call(
         "/v1/completions",
@@ -158,7 +180,7 @@ class VLLMBackend:
         }
         if send_seed:
             body["seed"] = (params.seed + len(request.input_ids)) % 2**63
-        return Call("/v1/completions", body | _named("model", adapter or model))
+        return Call("/v1/completions", body | {"model": adapter or model or None})
 
     def read(self, event: Mapping[str, Any], num_seen: int) -> Delta:
         """Events hold what is new. Servers without return_token_ids write the ids as `token_id:17`."""
@@ -189,12 +211,27 @@ class VLLMBackend:
             Call("/update_weight_version", {"new_version": str(meta.version)}, optional=True),
         )
 
+    def join_group(self, group: ServerGroup) -> Call:
+        """Let the server's ranks join a process group after the trainer; answers when all have."""
+        return Call("/init_weight_transfer_engine", {"init_info": asdict(group)})
+
+    def receive(self, bucket: SentBucket, group: ServerGroup) -> Call:
+        body = {"names": bucket.names, "dtype_names": bucket.dtypes, "shapes": bucket.shapes}
+        return Call("/update_weights", {"update_info": body})
+
+    def end_update(self, version: str) -> tuple[Call, ...]:
+        finish = Call("/finish_weight_update", {"weight_version": version})
+        return (finish, Call("/reset_prefix_cache", {}, optional=True))
+
+    def leave_group(self, group: ServerGroup) -> Call:
+        return Call("/shutdown_weight_transfer_engine", optional=True)
+
     def unload_adapter(self, name: str) -> Call:
         return Call("/v1/unload_lora_adapter", {"lora_name": name})
 
     def score(self, token_ids: Sequence[int], *, model: str, adapter: str) -> Call:
         body = {"prompt": list(token_ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        return Call("/v1/completions", body | _named("model", adapter or model))
+        return Call("/v1/completions", body | {"model": adapter or model or None})
 
     def read_scores(self, answer: Any) -> list[float]:
         choices = answer.get("choices") if isinstance(answer, dict) else None
@@ -228,11 +265,6 @@ def probed_mode(answer: Any) -> str:
     choices = answer.get("choices") if isinstance(answer, dict) else None
     values = choices[0]["logprobs"]["token_logprobs"] if choices else [None]
     return PROCESSED if values[0] is not None and values[0] > -1e-6 else RAW
-
-
-def _named(key: str, name: str) -> dict[str, str]:
-    """An entry for a name, none for an empty one."""
-    return {key: name} if name else {}
 
 
 def _section(of: Any, key: str) -> Mapping[str, Any]:

@@ -1,55 +1,33 @@
-"""What each server version can do besides answering requests."""
+"""From where a running server of each version can load weights."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
 
 from rlsys.rollout.versions import NAMES_ONLY, VersionRow, VersionTable
 
-WeightSource = Literal["files", "adapters"]
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """How a running server can load weights: a whole model from `files`, LoRA `adapters`."""
-
-    files: bool = True
-    adapters: bool = True
-
-    def lacking(self, needed: WeightSource) -> str:
-        """Why the server cannot load weights from this source; empty if it can."""
-        return "" if getattr(self, needed) else f"servers of this version cannot load weights by '{needed}'"
-
-
-_ALL, _ADAPTERS, _FILES = Capabilities(), Capabilities(files=False), Capabilities(adapters=False)
+Capabilities = tuple[str, ...]
+"""`files` for a whole model, `adapters` for LoRA adapters."""
+ALL: Capabilities = ("files", "adapters")
 SERVERS: Mapping[str, VersionTable[Capabilities]] = {
     "vllm": VersionTable(
         "a vLLM server of version",
         (
-            VersionRow(">=0.34.dev0", _ALL, "newer than any that was read: treated like the newest of those"),
-            VersionRow(">=0.16,<0.34", _ALL, "0.32.0 ran on CPUs; the others: names checked; weights named since 0.29"),
-            VersionRow(">=0.8.5,<0.16", _ADAPTERS, f"{NAMES_ONLY}; weights as adapters only"),
+            VersionRow(">=0.16", ALL, "0.32.0 ran on CPUs; names checked up to 0.33; weights named since 0.29"),
+            VersionRow(">=0.8.5,<0.16", ("adapters",), f"{NAMES_ONLY}; weights as adapters only"),
         ),
     ),
     "sglang": VersionTable(
         "an SGLang server of version",
         (
-            VersionRow(">=0.5.24.dev0", _ALL, "newer than any that was read: treated like the newest of those"),
-            VersionRow(">=0.5.1,<0.5.24", _ALL, "0.5.23 ran on CPUs; the others: names checked"),
-            VersionRow(">=0.4.9,<0.5.1", _ALL, f"{NAMES_ONLY}; tokens are not stamped with their weights"),
-            VersionRow(
-                ">=0.4.4,<0.4.9",
-                _FILES,
-                f"{NAMES_ONLY}; weights from files only; tokens are not stamped with their weights",
-            ),
+            VersionRow(">=0.5.1", ALL, "0.5.23 ran on CPUs; names checked up to it"),
+            VersionRow(">=0.4.9,<0.5.1", ALL, f"{NAMES_ONLY}; tokens are not stamped with their weights"),
+            VersionRow(">=0.4.4,<0.4.9", ("files",), f"{NAMES_ONLY}; weights from files only; tokens are not stamped"),
         ),
     ),
 }
 
 
 def capabilities_of(kind: str, version: str) -> Capabilities:
-    """What a server can do; one that does not report its version is treated as the newest. ConfigError if too old."""
-    table = SERVERS[kind]
-    return table.features(version) if version else table.rows[0].features or Capabilities()
+    """What a server can load; one that does not report its version is treated as the newest. ConfigError if too old."""
+    return SERVERS[kind].features(version) if version else ALL

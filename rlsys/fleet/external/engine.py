@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from rlsys.fleet.external.backends import Backend, SGLangBackend, VLLMBackend
-from rlsys.fleet.external.server_pool import ServerPool
+from rlsys.fleet.external.server_pool import SendWeights, ServerPool
 from rlsys.fleet.external.settings import RemoteSettings
-from rlsys.fleet.external.workflow import WorkflowLike, run_workflow
+from rlsys.fleet.external.workflow import run_workflow
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.fleet.placement import FleetDeadlines
 from rlsys.fleet.replica import Replica
@@ -73,7 +73,7 @@ class RemoteEngine(RolloutFleet):
         """Complete one request across weight updates; each token has the version that made it."""
         return await asyncio.wrap_future(self.submit([req])[0])
 
-    def rollout_batch(self, data: Sequence[Mapping[str, Any]], workflow: WorkflowLike) -> DataProto:
+    def rollout_batch(self, data: Sequence[Mapping[str, Any]], workflow: Any) -> DataProto:
         """Run the workflow on every row at once; the trajectories of those it did not reject, as one batch.
 
         To be called outside of an event loop; inside one, await `run_workflow(engine, data, workflow)`.
@@ -113,10 +113,12 @@ class RemoteEngine(RolloutFleet):
         self.connect()
         return self._updates.submit(update)
 
-    def load_weights(self, meta: WeightUpdateMeta, deadline_s: float | None = None) -> None:
-        """As `update_weights`, for a caller that holds the fleet in `pushing`."""
+    def load_weights(
+        self, meta: WeightUpdateMeta, deadline_s: float | None = None, send: SendWeights | None = None
+    ) -> None:
+        """As `update_weights`, for a caller that holds the fleet in `pushing`; with `send` without a folder."""
         self.connect()
-        self.pool.do(self.pool.update(meta), deadline_s, "the external servers", "update_weights")
+        self.pool.do(self.pool.update(meta, send), deadline_s, "the external servers", "update_weights")
 
     def set_version(self, version: int) -> None:
         """Say that the servers' present weights are this version."""

@@ -5,23 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
-from rlsys.fleet.external.backends import (
-    FULL,
-    RAW,
-    BadResponseError,
-    adapter_of,
-    check,
-    device_of,
-    probed_mode,
-)
-from rlsys.fleet.external.capabilities import Capabilities, capabilities_of
+from rlsys.fleet.external.backends import FULL, RAW, BadResponseError, adapter_of, check, device_of, probed_mode
+from rlsys.fleet.external.capabilities import ALL, capabilities_of
 from rlsys.fleet.external.http import Call, RefusedError, ServerFault, ask, events
 from rlsys.rollout.base import check_sampling
 from rlsys.types import Finish, ModelRequest, ResponseDelta, WeightUpdateMeta
@@ -35,8 +27,7 @@ log = logging.getLogger(__name__)
 EVENT_BYTES, EVENT_TOKEN_BYTES = 1 << 20, 256
 CONNECT_S, ABORT_WAIT_S, FIRST_BACKOFF_S = 10.0, 0.05, 0.2
 TIED_ON_CPU = (
-    "vLLM on CPU keeps the old output head when the weights of a model with tied embeddings are reloaded (seen with "
-    "0.32.0); push adapters, serve it with SGLang, or use a model with tie_word_embeddings=false"
+    "vLLM on CPU keeps the old head of a model with tied embeddings; set rollout.checkpoint_engine.backend=nccl"
 )
 
 
@@ -47,7 +38,7 @@ class ServerReplica:
         self.url, self.name, self.pool = url, url, pool
         self.is_admitted, self.cause = False, "not connected yet"
         self.logprobs = self.device = self.version = self.identity = ""
-        self.capabilities = Capabilities()
+        self.capabilities = ALL
         self.num_failures, self._examined_s = 0, 0.0
         self._streams: dict[str, asyncio.Task[None]] = {}
         self._outbox: list[ResponseDelta] = []
@@ -228,35 +219,53 @@ class ServerReplica:
             except (ServerFault, RefusedError, ConfigError, WeightTransferError):
                 rest_s = min(2 * rest_s, settings.max_cooldown_s)
 
-    async def take(self, meta: WeightUpdateMeta) -> None:
-        """Bring a server to new weights; one that fails is out until it has them."""
+    async def attempt(self, act: Awaitable[None]) -> bool:
+        """Whether this succeeds; where it fails the server is out until a health check or an update succeeds."""
         try:
-            await self.load(meta)
-            self.identity = await self._identify()
-            self.is_admitted, self.cause = True, ""
+            await act
         except (ServerFault, RefusedError) as error:
-            log.warning("%s", error)
-            self.is_admitted, self.cause = False, str(error)
+            self.give_up(str(error))
+            return False
+        return True
+
+    def give_up(self, cause: str) -> None:
+        log.warning("%s", cause)
+        self.is_admitted, self.cause = False, cause
+
+    async def take(self, meta: WeightUpdateMeta) -> None:
+        """Bring the server to new weights."""
+        await self.load(meta)
+        self.identity = await self._identify()
+        self.is_admitted, self.cause = True, ""
 
     async def load(self, meta: WeightUpdateMeta) -> None:
         stage = f"update_weights to version {meta.version}"
+        if not meta.weights_path:
+            if await self._identify() != str(meta.version):
+                raise ServerFault(self.url, stage, "it gets its weights with the next push", kind="stale")
+            return
         if self.device == "cpu" and not adapter_of(meta) and _tied(meta.weights_path):
             raise ServerFault(self.url, stage, TIED_ON_CPU, kind="status")
-        if why := self.capabilities.lacking("adapters" if adapter_of(meta) else "files"):
-            raise ServerFault(self.url, stage, f"{self.pool.backend.kind} {self.version}: {why}", kind="status")
-        for call in self.pool.backend.update(meta):
+        source = "adapters" if adapter_of(meta) else "files"
+        if source not in self.capabilities:
+            why = f"{self.pool.backend.kind} {self.version}: servers of this version cannot load weights by '{source}'"
+            raise ServerFault(self.url, stage, why, kind="status")
+        await self.send(stage, *self.pool.backend.update(meta))
+
+    async def send(self, stage: str, *calls: Call) -> None:
+        """Send calls in their order; ServerFault or RefusedError where one fails."""
+        for call in calls:
             answer = await self._ask(call, stage, self.pool.settings.update_s)
             if isinstance(answer, dict) and answer.get("success") is False:
                 raise ServerFault(self.url, stage, str(answer.get("message"))[:300], kind="status")
 
-    async def call(self, call: Call, stage: str) -> bool:
-        """Send a call; whether it succeeded, and the server is out where it did not."""
-        try:
-            await self._ask(call, stage, self.pool.settings.update_s)
-        except (ServerFault, RefusedError) as error:
-            log.warning("%s", error)
-            self.is_admitted, self.cause = False, str(error)
-        return self.is_admitted
+    async def num_ranks(self) -> int:
+        """The ranks that receive weights over a process group."""
+        call, key = self.pool.backend.num_ranks
+        num = await self._first_answer((call,), key)
+        if not num.isdecimal():
+            raise ServerFault(self.url, "join", f"{call.path} says no {key}", kind="bad_answer")
+        return int(num)
 
     async def _identify(self) -> str:
         return await self._first_answer(self.pool.backend.identity, "weight_version")

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from rlsys.fleet.external.backends import Backend, adapter_of
-from rlsys.fleet.external.http import Call, ServerFault, open_session
+from rlsys.fleet.external.http import ServerFault, open_session
 from rlsys.fleet.external.server import ServerReplica
-from rlsys.fleet.external.settings import RemoteSettings
+from rlsys.fleet.external.settings import KEY, RemoteSettings
 from rlsys.types import WeightUpdateMeta
 from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
 
 T = TypeVar("T")
+SendWeights = Callable[[Sequence[ServerReplica], int], Awaitable[Sequence[ServerReplica]]]
+"""Sends a version to servers; returns those that have received it."""
 CLOSE_S = 10.0
 POLL_S = 0.5
 
@@ -74,20 +76,24 @@ class ServerPool:
         await asyncio.gather(*(server.interrupt() for server in self.servers if server.is_admitted))
 
     async def resume(self) -> None:
-        await self.call_all(self.backend.resume, "resume")
+        await asyncio.gather(*(s.attempt(s.send("resume", self.backend.resume)) for s in self.servers if s.is_admitted))
         self.quarantined = False
 
-    async def update(self, meta: WeightUpdateMeta) -> None:
-        """Bring every server to new weights; those that fail are out until they have them."""
+    async def update(self, meta: WeightUpdateMeta, send: SendWeights | None = None) -> None:
+        """Bring every server to new weights, which it loads or `send` sends; those that fail are out until they have
+        them."""
         adapter = adapter_of(meta)
         async with self.updating:
             if not adapter:
                 self.quarantined = True
                 await self.stop()
-            await asyncio.gather(*(server.take(meta) for server in self.servers if server.logprobs))
+            servers = [server for server in self.servers if server.logprobs]
+            reached = await send(servers, meta.version) if send else servers
+            await asyncio.gather(*(server.attempt(server.take(meta)) for server in reached))
             if not any(server.is_admitted for server in self.servers):
                 causes = "\n  ".join(server.cause for server in self.servers)
-                raise WeightTransferError(f"no server took version {meta.version}:\n  {causes}")
+                hint = f"\n(they must see {meta.weights_path}: {KEY}.weights_dir)" if meta.weights_path else ""
+                raise WeightTransferError(f"no server took version {meta.version}:\n  {causes}{hint}")
             self.weights, self.version, self.adapter = meta, meta.version, adapter
             if not adapter:
                 await self.resume()
@@ -101,10 +107,6 @@ class ServerPool:
             admitted = [server for server in self.servers if server.is_admitted]
             limit_s = self.settings.update_s
             await asyncio.gather(*(s._ask(call, "unload", limit_s) for s in admitted), return_exceptions=True)
-
-    async def call_all(self, call: Call, stage: str) -> None:
-        """Send every admitted server this call; one that fails is out."""
-        await asyncio.gather(*(server.call(call, stage) for server in self.servers if server.is_admitted))
 
     async def scores(self, token_ids: list[int]) -> list[float]:
         """Log-probabilities of every token but the first, by the first server that gives them."""

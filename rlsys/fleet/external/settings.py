@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
+
+from yarl import URL
 
 from rlsys.config.schema.rollout import RolloutConfig, ServersConfig
 from rlsys.config.schema.trainer import GradingDeadlinesConfig
@@ -15,7 +16,7 @@ ADDRESS_VARIABLES: Mapping[str, tuple[str, ...]] = {
     "sglang": ("AREAL_LLM_SERVER_ADDRS", "SGLANG_API_BASE"),
     "vllm": ("VLLM_API_BASE", "AREAL_LLM_SERVER_ADDRS"),
 }
-TOKEN_VARIABLE = "RLSYS_SERVER_TOKEN"
+KEY, TOKEN_VARIABLE = "actor_rollout_ref.rollout.servers", "RLSYS_SERVER_TOKEN"
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,11 @@ class RemoteSettings:
     send_seeds: bool = False
     keep_adapters: int = 2
 
-    def __post_init__(self) -> None:
-        if len(set(self.urls)) < len(self.urls) or not self.urls:
-            raise ConfigError(f"external servers need different addresses, at least one: {list(self.urls)}")
-
 
 def settings_of(rollout: RolloutConfig, deadlines: GradingDeadlinesConfig, *, max_staleness: int) -> RemoteSettings:
     """The settings of a run, with addresses and token from the environment; ConfigError if no address is set."""
     servers = rollout.servers
-    try:
-        urls = server_urls(rollout.name.removesuffix("_remote"), servers.urls or ())
-    except ConfigError as error:
-        raise ConfigError(f"actor_rollout_ref.rollout.servers.urls: {error}") from error
+    urls = server_urls(rollout.name.removesuffix("_remote"), servers.urls or ())
     return RemoteSettings(
         urls,
         servers,
@@ -78,22 +72,20 @@ def server_urls(kind: str, given: Sequence[str] = (), environment: Mapping[str, 
     texts = list(given) or next(([environment[name]] for name in names if environment.get(name)), [])
     parts = [part.strip() for text in texts for part in text.split(",") if part.strip()]
     if not parts:
-        raise ConfigError(f"no address of a {kind} server; set {' or '.join(('the URLs', *names))}")
+        raise ConfigError(f"{KEY}.urls: no address of a {kind} server; set {' or '.join(('the URLs', *names))}")
     return tuple(dict.fromkeys(_url(part) for part in parts))
 
 
 def _url(text: str) -> str:
-    url = urlsplit(text if "://" in text else f"http://{text}")
     shown = text.rpartition("@")[2]
     try:
-        port = url.port
+        url = URL(text if "://" in text else f"http://{text}")
     except ValueError as error:
-        raise ConfigError(f"server address '{shown}': {error}") from error
-    if url.scheme not in ("http", "https") or not url.hostname:
-        raise ConfigError(f"server address '{shown}' is written http://host:port")
+        raise ConfigError(f"{KEY}.urls: server address '{shown}': {error}") from error
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ConfigError(f"{KEY}.urls: server address '{shown}' is written http://host:port")
     if "@" in text:
-        raise ConfigError(f"server address '...@{shown}' holds a password; set {TOKEN_VARIABLE} instead")
-    if url.path.rstrip("/") not in ("", "/v1") or url.query or url.fragment:
-        raise ConfigError(f"server address '{shown}': only the path /v1 is understood")
-    host = f"[{url.hostname}]" if ":" in url.hostname else url.hostname
-    return f"{url.scheme}://{host}" + (f":{port}" if port else "")
+        raise ConfigError(f"{KEY}.urls: server address '...@{shown}' holds a password; set {TOKEN_VARIABLE} instead")
+    if url.path.rstrip("/") not in ("", "/v1") or url.query_string or url.fragment:
+        raise ConfigError(f"{KEY}.urls: server address '{shown}': only the path /v1 is understood")
+    return str(url.origin())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,20 +16,12 @@ Trajectory = Mapping[str, Tensor]
 PADS = {"versions": -1, "turn_ids": -1}
 
 
-class RolloutWorkflow(Protocol):
-    """A workflow as AReaL has it."""
+async def run_workflow(engine: object, data: Sequence[Mapping[str, Any]], workflow: Any) -> DataProto:
+    """Run AReaL's `arun_episode(engine, row)`, or a function like it, on every row at once.
 
-    async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> Trajectory | None: ...
-
-
-WorkflowLike = RolloutWorkflow | Callable[[Any, Mapping[str, Any]], Awaitable[Trajectory | None]]
-"""(engine, row) -> tensors (n, T) or (n,) by name, or None to reject the row."""
-
-
-async def run_workflow(engine: object, data: Sequence[Mapping[str, Any]], workflow: WorkflowLike) -> DataProto:
-    """The trajectories of all rows that were not rejected, in their order; meta_info counts `accepted` and `rejected`.
-
-    The first error of a row ends the others and is raised with the row's number; ValueError where all are rejected.
+    It gives tensors (n, T) or (n,) by name, or None to reject the row. Returns the trajectories of the other rows in
+    their order; meta_info counts `accepted` and `rejected`. The first error of a row ends the others and is raised with
+    the row's number; ValueError where all are rejected.
     """
     run = workflow if callable(workflow) else workflow.arun_episode
 

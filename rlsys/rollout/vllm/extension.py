@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from rlsys.rollout.vllm.packed_weights import pack_again
 from rlsys.rollout.vllm.sampler import SamplingProcessor
 
 
@@ -27,13 +28,7 @@ class RolloutExtension:
     def rlsys_reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load full HF tensors through vLLM's own loader, which packs them for its kernels."""
         self.model_runner.reload_weights(weights_iterator=iter(tensors))
-        head: Any = getattr(self.model_runner.get_model(), "lm_head", None)
-        if hasattr(head, "cpu_linear"):  # a tied head loads nothing, so its packed copy would stay stale
-            head.quant_method.process_weights_after_loading(head)
-        for layer in self.model_runner.get_model().modules():  # vLLM repacks experts only if they are loaded first
-            experts: Any = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
-            if experts is not None:
-                experts.fused_experts.process_weights_after_loading(layer)
+        pack_again(self.model_runner.get_model())
 
     def rlsys_score_at(self, temperature: float) -> None:
         """Compute prompt log-probabilities at this temperature from now on."""

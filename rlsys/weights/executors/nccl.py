@@ -7,23 +7,20 @@ a round is one message for every pair of ranks, so that no rank stages more than
 from __future__ import annotations
 
 import secrets
-import socket
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from itertools import chain
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
+from rlsys.ipc.process_group import LOOPBACK, PeerLostError, ProcessGroup, Rendezvous
 from rlsys.utils.boxes import buckets
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.engine_update import EngineUpdate
@@ -42,25 +39,10 @@ from rlsys.weights.rank_plan import (
 
 STAGING_BYTES = 32 << 20
 ALIGN_BYTES = 16
-TAG = 7
-LOOPBACK = "127.0.0.1"
 Link = tuple[int, int]
 """A trainer rank and a rollout rank."""
 Message = tuple[int, tuple[Copy, ...]]
 """A peer's rank on its own side, and the copies to send to it or to receive from it."""
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where all ranks meet: at rank 0 of the trainer; engines are numbered after the trainer's ranks."""
-
-    address: str
-    token: str
-    rank: int
-    world_size: int
-    num_sources: int
-    timeout_s: float
-    one_host: bool
 
 
 @dataclass(frozen=True)
@@ -129,92 +111,12 @@ def _padded_bytes(copy: Copy) -> int:
     return -(-copy.num_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-class PeerLostError(WeightTransferError):
-    """Another rank failed or did not join; the cause is in its own error."""
-
-
-class _ProcessGroup:
-    """One rank of the process group of both sides."""
-
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        self.rendezvous, self._waiting = rendezvous, False
-        self.group: Any = None
-        self.store: dist.TCPStore | None = None
-        self.address = rendezvous.address or self._open()
-
-    def _open(self) -> str:
-        """Rank 0 listens, on the loopback interface only if all ranks are on one host."""
-        host = LOOPBACK if self.rendezvous.one_host else socket.gethostname()
-        listener = socket.create_server((host, 0))
-        port, wait = listener.getsockname()[1], timedelta(seconds=self.rendezvous.timeout_s)
-        self.store = dist.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, timeout=wait, master_listen_fd=listener.detach()
-        )
-        return f"{host}:{port}"
-
-    def join(self, device: torch.device) -> None:
-        """Form the process group; every rank must call it."""
-        rendezvous, wait = self.rendezvous, timedelta(seconds=self.rendezvous.timeout_s)
-        with self.guarded("join"):
-            self._waiting = True
-            if self.store is None:
-                host, _, port = self.address.rpartition(":")
-                self.store = dist.TCPStore(host, int(port), is_master=False, timeout=wait)
-            store = dist.PrefixStore(rendezvous.token, self.store)
-            if device.type == "cuda":
-                options = dist.ProcessGroupNCCL.Options()
-                options._timeout = wait
-                self.group = dist.ProcessGroupNCCL(store, rendezvous.rank, rendezvous.world_size, options)
-            else:
-                gloo: Any = dist.ProcessGroupGloo
-                options, name = gloo._Options(), LOOPBACK if rendezvous.one_host else socket.gethostname()
-                options._devices, options._timeout = [gloo.create_device(hostname=name)], wait
-                self.group = gloo(store, rendezvous.rank, rendezvous.world_size, options)
-            self._waiting = False
-
-    @contextmanager
-    def guarded(self, stage: str) -> Iterator[None]:
-        """Abort the group after any error, so that peers fail too; an error of the group becomes a PeerLostError."""
-        try:
-            yield
-        except dist.DistError as error:
-            self.close()
-            raise PeerLostError(f"weight transfer lost a peer ({stage}): {error}") from error
-        except BaseException as error:
-            lost = self._waiting and isinstance(error, RuntimeError | ValueError)
-            self.close()
-            if lost:
-                raise PeerLostError(f"weight transfer lost a peer ({stage}): {error}") from error
-            raise
-
-    def exchange(self, messages: Sequence[tuple[int, Tensor]], *, send: bool, device: torch.device) -> None:
-        """Send to or receive from several ranks at once, and wait for all of them."""
-        if self.group is None:
-            raise WeightTransferError("this rank has not joined the process group: connect again")
-        group: Any = self.group
-        batched = device.type == "cuda" and len(messages) > 0
-        if batched:
-            group._start_coalescing(device)
-        self._waiting = True
-        works = [(group.send if send else group.recv)([tensor], rank, TAG) for rank, tensor in messages]
-        if batched:
-            works = [group._end_coalescing(device)]
-        for work in works:
-            work.wait()
-        self._waiting = False
-
-    def close(self) -> None:
-        group, self.group, self.store = self.group, None, None
-        if group is not None and hasattr(group, "abort"):
-            group.abort()
-
-
 class NcclSender:
     """A trainer rank."""
 
     def __init__(self, spec: NcclSendSpec, engine: TrainEngine) -> None:
         self.spec, self.engine = spec, engine
-        self.group = _ProcessGroup(spec.rendezvous)
+        self.group = ProcessGroup(spec.rendezvous)
         self.address = self.group.address
 
     def join(self) -> None:
@@ -254,7 +156,7 @@ class NcclReceiver:
 
     def __init__(self, spec: NcclReceiveSpec, engine: RolloutEngine) -> None:
         self.spec, self.update = spec, EngineUpdate(engine)
-        self.group = _ProcessGroup(spec.rendezvous)
+        self.group = ProcessGroup(spec.rendezvous)
         self.received: int | None = None
 
     def join(self) -> None:
@@ -316,7 +218,8 @@ class NcclExecutor(Executor):
         plan = make_plan(sources, destinations)
         self.plans, self.unused = split_plan(plan, sources), plan.unused
         self.rounds = plan_rounds(plan)
-        self.one_host = len({layout.host for layout in (*sources, *destinations)}) == 1
+        hosts = {layout.host for layout in (*sources, *destinations)}
+        self.listen_at = LOOPBACK if len(hosts) == 1 else ""
         self._join(remaining_s)
 
     def push(self, version: int, remaining_s: RemainingTime) -> list[TransferStats]:
@@ -338,7 +241,7 @@ class NcclExecutor(Executor):
         num_sources = self.source.world_size
         world_size = num_sources + self.destination.world_size
         created = Rendezvous(
-            "", secrets.token_hex(8), 0, world_size, num_sources, self.options.timeout_s, self.one_host
+            "", secrets.token_hex(8), 0, world_size, num_sources, self.options.timeout_s, self.listen_at
         )
         there = replace(created, address=self.open(self.source, [self._spec(created)], remaining_s)[0])
         specs = [self._spec(replace(there, rank=rank)) for rank in range(world_size)]

@@ -53,6 +53,7 @@ def train_adapters(place: Path) -> dict[str, Any]:
         name for name in merged if "_proj" in name
     }
     engine.save(place / "export", "export")
+    engine.save(place / "adapter", "adapter")
     engine.save(place / "resume", "resume")
     served = small_engine(ModelConfig(path=str(place / "export")))
     torch.testing.assert_close(log_probs(served), log_probs(engine), rtol=1e-5, atol=1e-5)
@@ -75,6 +76,10 @@ def test_adapters_are_trained_served_resumed_and_exported(tmp_path: Path, world:
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     saved = dict(base.named_parameters())
     assert all(torch.equal(saved[name], tensor) for name, tensor in result["merged"].items())
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        alone = (tmp_path / "adapter/lora_adapter" / name).read_bytes()
+        assert alone == (tmp_path / "export/lora_adapter" / name).read_bytes()
+    assert not [*(tmp_path / "adapter").glob("*.safetensors*")]
     config = json.loads((tmp_path / "export/lora_adapter/adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (3, 6.0)
 

@@ -11,6 +11,8 @@ from typing import Any, cast
 import pytest
 
 from rlsys.config import PPOConfig, load_config
+from rlsys.fleet.external.engine import SGLangRemoteEngine
+from rlsys.fleet.external.transfer import BroadcastTransfer, ExternalTransfer
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.types import TransferReport
 from rlsys.utils.errors import ConfigError
@@ -18,6 +20,7 @@ from trainer.groups import WorkerGroups
 from trainer.weight_push import WeightPush, connect_servers, connect_weights
 
 ROLLOUT = "actor_rollout_ref.rollout"
+ENGINE = f"{ROLLOUT}.checkpoint_engine"
 
 
 class Recorder:
@@ -62,9 +65,9 @@ def test_weights_are_pushed_again_only_if_there_were_any() -> None:
     assert recorder.calls.count("push 3") == 2
 
 
-def external(tmp_path: Path, name: str) -> PPOConfig:
+def external(tmp_path: Path, name: str, *more: str) -> PPOConfig:
     servers = [f"{ROLLOUT}.servers.urls=[http://one:1]", f"{ROLLOUT}.servers.weights_dir={tmp_path}"]
-    return load_config(["--config-name=quickstart", f"{ROLLOUT}.name={name}", *servers])
+    return load_config(["--config-name=quickstart", f"{ROLLOUT}.name={name}", *servers, *more])
 
 
 @pytest.mark.parametrize(
@@ -86,7 +89,31 @@ def test_external_servers_get_a_connected_engine_and_files(
     fleet, transfer = connect_servers(external(tmp_path, name), cast(Any, SimpleNamespace()))
     assert [fleet, transfer.engine] == [connected[0]] * 2
     assert connected[0].settings.urls == ("http://one:1",)
+    assert isinstance(transfer, ExternalTransfer)
     assert transfer.folder == tmp_path
+
+
+def test_the_process_group_of_external_servers_is_chosen_by_the_checkpoint_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SGLangRemoteEngine, "connect", lambda engine: None)
+    cfg = external(tmp_path, "sglang_remote", f"{ENGINE}.backend=nccl", f"{ENGINE}.update_weights_bucket_megabytes=2")
+    fleet, transfer = connect_servers(cfg, cast(Any, SimpleNamespace()))
+    fleet.close()
+    assert isinstance(transfer, BroadcastTransfer)
+    assert (transfer.engine, transfer.bucket_bytes) == (fleet, 2 << 20)
+
+
+@pytest.mark.parametrize(
+    ("setting", "why"),
+    [
+        (f"{ENGINE}.backend=shm", "over a process group"),
+        (f"{ENGINE}.backend=nccl {ROLLOUT}.servers.lora_name=a actor_rollout_ref.model.lora_rank=2", "from files"),
+    ],
+)
+def test_what_servers_cannot_take_is_refused(tmp_path: Path, setting: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        external(tmp_path, "vllm_remote", *setting.split())
 
 
 def test_the_local_executor_needs_a_shared_process() -> None:

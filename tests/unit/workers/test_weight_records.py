@@ -10,12 +10,13 @@ import torch
 from msgspec import Struct
 
 from rlsys.ipc.codec import decode, encode
+from rlsys.ipc.process_group import Rendezvous
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.weights.executors.base import TransferStats
 from rlsys.weights.executors.cuda_ipc import IpcHandle, IpcImportSpec, StorageHandle
 from rlsys.weights.executors.disk import DiskSpec
 from rlsys.weights.executors.gather import Bucket, GatherSpec
-from rlsys.weights.executors.nccl import NcclReceiveSpec, Rendezvous
+from rlsys.weights.executors.nccl import NcclReceiveSpec
 from rlsys.weights.plan import make_plan
 from rlsys.weights.rank_plan import split_plan
 from rlsys.weights.shared_memory import TensorHandle
@@ -28,7 +29,7 @@ PLAN = split_plan(make_plan([LAYOUT], [LAYOUT]), [LAYOUT]).destination(0)
 CUDA = StorageHandle(512, cuda_handle=(0, b"\0h", 512, 0, b"r", 0, b"e", True), exporter="x", address=7)
 HANDLE = IpcHandle((CUDA, StorageHandle(48, path="/proc/1/fd/2")), {"w": TensorHandle(1, "int8", (4,), (1,), 0)})
 PACKED = {"w": TensorHandle(0, "float32", (4, 3), (3, 1), 16)}
-RENDEZVOUS = Rendezvous("127.0.0.1:1", "token", 1, 2, 1, 5.0, True)
+RENDEZVOUS = Rendezvous("127.0.0.1:1", "token", 1, 2, 1, 5.0, "")
 RECORDS = [
     LAYOUT,
     IpcImportSpec(PLAN, {0: HANDLE}),
