@@ -22,6 +22,7 @@ from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig, 
 from rlsys.data.first_rows import check_first_rows
 from rlsys.telemetry.log import FILE_ONLY, get_logger, setup_logging
 from rlsys.utils import errors
+from trainer.machine import check_machine
 from trainer.summary import summary_lines
 
 C = TypeVar("C", PPOConfig, SFTConfig, RMConfig, DPOConfig, EvalConfig)
@@ -35,14 +36,15 @@ def checked_config(argv: Sequence[str] | None, schema: type[C]) -> C:
     return main_config(sys.argv[1:] if argv is None else argv, schema, memory=_memory_line, check=_check)
 
 
-def _check(config: C) -> None:
-    """Read the first rows, load the reward function, and see that something grades these rows."""
+def _check(config: C, dry_run: bool) -> list[str]:
+    """Read the first rows, load the reward function, see that something grades these rows, and look at the machine."""
     data_sources = check_first_rows(config)
     if isinstance(config, PPOConfig | EvalConfig):
         from trainer.rewards import check_data_sources, check_reward_function
 
         check_reward_function(config.reward)
         check_data_sources(config.reward, data_sources)
+    return check_machine(config, dry_run=dry_run)
 
 
 def _memory_line(config: C) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from rlsys.config.arguments import Arguments, parse_arguments
@@ -24,12 +25,13 @@ def main_config(
     schema: type[S],
     *,
     memory: Callable[[S], str] | None = None,
-    check: Callable[[S], None] | None = None,
+    check: Callable[[S, bool], Iterable[str]] | None = None,
 ) -> S:
     """The configuration of a job, after printing its headline, notes and plan.
 
-    `check` raises ConfigError or DataError for what settings name. Exits with 2 and a message on stderr if a setting is
-    wrong, and with 0 after --help, --print-config and --dry-run.
+    `check`, called with the configuration and whether it is a dry run, returns notes on what settings name, and raises
+    ConfigError or DataError. Exits with 2 and a message on stderr if a setting is wrong, and with 0 after --help,
+    --print-config and --dry-run.
     """
     try:
         arguments = parse_arguments(argv)
@@ -39,7 +41,7 @@ def main_config(
             _print_and_exit(help_text(schema))
         loaded = load(arguments, schema)
         if check is not None and not arguments.print_config:
-            check(loaded.config)
+            loaded = replace(loaded, notes=(*loaded.notes, *check(loaded.config, arguments.dry_run)))
     except (ConfigError, DataError) as error:
         print(f"rlsys: {error}", file=sys.stderr)
         raise SystemExit(EXIT_CONFIG_ERROR) from None

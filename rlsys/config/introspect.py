@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator
 from copy import copy
 from functools import cache
@@ -109,9 +110,7 @@ def default_of(field: FieldInfo) -> Any:
 
 def plain(value: Any) -> Any:
     """A copy of the value with lists instead of tuples."""
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return {key: plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+    return json.loads(json.dumps(value))
 
 
 def is_count(value: object) -> bool:

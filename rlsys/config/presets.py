@@ -13,7 +13,6 @@ from rlsys.config.schema.base import Section
 from rlsys.utils.errors import ConfigError
 
 QUICKSTART_WHY = "no model was set, so the small start model learns arithmetic (to use yours set {key}=<folder>)"
-_MAX_FILE_BYTES = 1 << 20
 _DAPO = {"dapo_trainer": "ppo_trainer", "dapo_megatron_trainer": "ppo_megatron_trainer"}
 _OF_VERL = {"sft_trainer_engine": "sft_trainer", **_DAPO}
 """Files of verl's config folders, named with a --config-path that only exists there, and the presets like them."""
@@ -70,18 +69,15 @@ def read_preset(preset: Preset, _seen: tuple[str, ...] = ()) -> list[tuple[str, 
     parents = tree.pop("defaults", [])
     if not isinstance(parents, list):
         raise ConfigError(f"{path}: 'defaults' must be a list of presets to build on, e.g. [ppo_trainer, _self_]")
-    below: list[tuple[str, dict[str, Any]]] = []
-    itself = (str(path), tree)
-    placed = False
-    for parent in parents:
+    layers: list[tuple[str, dict[str, Any]]] = []
+    for parent in parents if "_self_" in parents else [*parents, "_self_"]:
         if parent == "_self_":
-            below.append(itself)
-            placed = True
+            layers.append((str(path), tree))
         elif isinstance(parent, str):
-            below += read_preset(Preset(parent, (path.parent, *preset.folders)), (*_seen, path.stem))
+            layers += read_preset(Preset(parent, (path.parent, *preset.folders)), (*_seen, path.stem))
         else:
             raise ConfigError(f"{path}: 'defaults' lists presets only, not {parent}; config groups are not supported")
-    return below if placed else [*below, itself]
+    return layers
 
 
 def _find(preset: Preset) -> Path:
@@ -106,16 +102,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise ConfigError(f"{path}: the file is larger than {_MAX_FILE_BYTES} bytes")
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text at byte {error.start}") from None
-    except (OmegaConfBaseException, OSError, RecursionError) as error:
-        key = getattr(error, "full_key", None)
-        raise ConfigError(f"{path}: {f'{key}: ' if key else ''}{str(error).splitlines()[0]}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, OmegaConfBaseException, OSError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: holds a {type(tree).__name__}; it must hold keys and values")
     return {str(key): value for key, value in tree.items()}

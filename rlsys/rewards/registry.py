@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from rlsys.rewards.sandbox.run import GUARANTEES, ISOLATION, available_guarantees
@@ -73,7 +74,7 @@ def compute_score(
 
 
 def check_sources(data_sources: Iterable[str], *, runs_here: bool = True) -> None:
-    """ConfigError for a data source without a grader, and for programs that run here but cannot be confined.
+    """ConfigError for a data source without a grader or its package, and for programs that cannot be confined here.
 
     A warning where this machine can confine them, but not hide the outside.
     """
@@ -81,6 +82,8 @@ def check_sources(data_sources: Iterable[str], *, runs_here: bool = True) -> Non
     targets = [route(data_source) for data_source in data_sources]
     if None in targets:
         raise _no_grader(data_sources[targets.index(None)])
+    if any(target and target.startswith("math:") for target in targets) and find_spec("math_verify") is None:
+        raise ConfigError("math_verify, which grades these rows, is not installed: pip install 'math-verify>=0.9'")
     if runs_here and any(target and target.startswith("code:") for target in targets):
         available = available_guarantees()
         if lacking := [guarantee for guarantee in GUARANTEES if guarantee not in available]:

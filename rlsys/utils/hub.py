@@ -14,6 +14,7 @@ from pathlib import Path
 from rlsys.utils.atomic import commit_dir, staging_dir
 from rlsys.utils.errors import ConfigError
 
+ANSWER_S = 5.0
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 _ROWS = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@([\w./-]+))?(?::([\w.-]+))?:([\w.-]+)")
 _SNAPSHOT = re.compile(r"(.+)/models--([^/]+)/snapshots/([0-9a-f]+)")
@@ -24,6 +25,27 @@ _UNUSED = ["*/*", "consolidated*", *(f"*.{end}" for end in ("pt", "pth", "gguf",
 def is_hub_id(name: str) -> bool:
     """Whether a name is `org/model` or `org/model@revision` and not a path that is there."""
     return _ID.fullmatch(name) is not None and not Path(name).exists()
+
+
+def model_problem(name: str) -> str:
+    """Why `org/model` or `org/model@revision` is neither in the hub's cache nor to be had from the hub; empty if it is.
+
+    Asks the hub once, with a time limit.
+    """
+    from huggingface_hub import constants, model_info
+    from huggingface_hub.errors import HTTPError
+
+    repo, _, revision = name.partition("@")
+    if (Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}").is_dir():
+        return ""
+    not_here = f"there is no folder {Path(name).absolute()}, and the hub does not give a model of that name"
+    if constants.HF_HUB_OFFLINE:
+        return f"{not_here}: HF_HUB_OFFLINE is set and {constants.HF_HUB_CACHE} lacks it; set a folder, or download it"
+    try:
+        model_info(repo, revision=revision or "main", timeout=ANSWER_S)
+    except (OSError, ValueError, HTTPError) as error:
+        return f"{not_here}: {_reason(error, repo, constants.HF_HUB_CACHE)}"
+    return ""
 
 
 @cache

@@ -136,10 +136,8 @@ def _no_folder(name: str) -> str:
 def model_facts(folder: Path) -> dict[str, Any]:
     """The config.json of a model, also of one in a checkpoint or a run; empty if it cannot be read."""
     path = config_folder(folder) / "config.json"
-    if not path.is_file():
-        return {}
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        facts = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}
@@ -181,22 +179,11 @@ def _python(cfg: Section, section: str, file: str, name: str, kind: str) -> Iter
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         yield wrong(cfg, key, f"not valid Python{line}: {getattr(error, 'msg', None) or error}")
         return
-    if name not in _top_level_names(tree):
+    names = {getattr(node, field, None) for node in ast.walk(tree) for field in ("name", "asname", "id")}
+    if name not in names:
         made = [n for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
         defined = ", ".join([n.name for n in made if not n.name.startswith("_")][:5]) or "nothing"
         yield wrong(cfg, f"{section}.name", f"{file} has no {kind} of that name; it defines {defined}")
-
-
-def _top_level_names(tree: ast.Module) -> set[str]:
-    names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    return names
 
 
 def _output(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:

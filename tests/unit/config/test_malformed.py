@@ -544,8 +544,8 @@ OTHER_JOBS = [
 ]
 
 YAML = {
-    "tab": ("data:\n\tseed: 1\n", "line 2", "not YAML"),
-    "colon": ("data: seed: 1\n", "line 1", "not YAML"),
+    "tab": ("data:\n\tseed: 1\n", "line 2", "as YAML"),
+    "colon": ("data: seed: 1\n", "line 1", "as YAML"),
     "list": ("- data\n", "list", "keys and values"),
     "text": ("hello\n", "hello", "no such key"),
     "twice": ("data:\n  seed: 1\n  seed: 2\n", "seed", "line 3"),
@@ -638,7 +638,7 @@ def test_malformed_files_are_reported(name: str, folder: Path, capsys: pytest.Ca
 
 def test_bytes_that_are_not_text_are_reported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "x.yaml").write_bytes(b"data:\n  seed: \xff\xfe\n")
-    check_words(message(["--config-name=./x.yaml"], PPOConfig, capsys), ("x.yaml", "not UTF-8"))
+    check_words(message(["--config-name=./x.yaml"], PPOConfig, capsys), ("x.yaml", "'utf-8' codec"))
 
 
 def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,119 @@
+"""What a job would lack on this machine is said before anything starts, in a dry run too."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlsys.config import SFTConfig, load_config
+from rlsys.rewards.registry import check_sources
+from rlsys.rollout.versions import VLLM
+from rlsys.utils.errors import ConfigError
+from tests.hub import Hub
+from tests.timing import scaled_s
+from trainer import machine
+from trainer.machine import check_machine, visible_gpus
+
+ROOT = Path(__file__).resolve().parents[3]
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.fixture(autouse=True)
+def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def notes(*argv: str, dry_run: bool = True) -> list[str]:
+    return check_machine(load_config(argv), dry_run=dry_run)
+
+
+def test_a_missing_engine_is_refused_unless_workers_have_packages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(machine.TABLES, "vllm", replace(VLLM, distributions=("no-such-package",)))
+    argv = [f"{ROLLOUT}.name=vllm", "ray_kwargs.ray_init.num_cpus=8"]
+    for dry_run in (True, False):
+        with pytest.raises(ConfigError, match=r"rollout.name = vllm: .* is not installed: pip install"):
+            notes(*argv, dry_run=dry_run)
+    assert notes(*argv, "ray_kwargs.ray_init.runtime_env={pip: [vllm]}") == []
+
+
+def test_a_gpu_that_is_asked_for_must_be_visible() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.device = cuda: no GPU is visible"):
+        notes("trainer.device=cuda")
+    joined = ["ray_kwargs.ray_init.address=10.0.0.1:6379", "trainer.nnodes=4", "trainer.n_gpus_per_node=8"]
+    assert notes("trainer.device=cuda", *joined) == []
+
+
+def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.glob, "glob", lambda pattern: [f"/dev/nvidia{i}" for i in range(4)])
+    for visible, expected in (("0,1", 2), ("", 0), ("-1", 0), ("0,1,2,3,4,5", 4)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert visible_gpus() == expected
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible_gpus() == 4
+    (note,) = notes("trainer.n_gpus_per_node=3", "trainer.rollout_workers=2", "trainer.max_staleness=1")
+    assert note.startswith("the run needs 5 processes, and this machine has 4 GPUs")
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["trainer.nnodes=2"], "trainer.nnodes = 2: a job without a Ray cluster to join has this machine only"),
+        (["trainer.n_gpus_per_node=4", "ray_kwargs.ray_init.num_cpus=2"], "the run needs 4 processes"),
+    ],
+)
+def test_nodes_and_processes_that_this_machine_lacks_are_noted(argv: list[str], says: str) -> None:
+    (note,) = notes(*argv)
+    assert says in note
+    assert notes("ray_kwargs.ray_init.num_cpus=1") == []
+    assert check_machine(load_config(["trainer.nnodes=1"], SFTConfig), dry_run=True) == []
+
+
+def test_servers_must_listen_in_a_dry_run() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        argv = [f"{ROLLOUT}.name=vllm_remote", f"{ROLLOUT}.servers.urls={url}"]
+        assert notes(*argv) == []
+    assert notes(*argv, dry_run=False) == []
+    with pytest.raises(ConfigError, match=rf"servers\.urls: {url}: nothing listens there"):
+        notes(*argv)
+
+
+def test_a_grader_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_sources(["openai/gsm8k", "math"])
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    check_sources(["openai/gsm8k"])
+    with pytest.raises(ConfigError, match=r"math_verify, .* is not installed: pip install 'math-verify"):
+        check_sources(["openai/gsm8k", "math"])
+
+
+def dry_run(hub: Hub, home: Path, name: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """A dry run with a model by name, in a process of its own, since the hub's address is read at import."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+    environment = {**kept, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": hub.url, "HF_HOME": str(home), **more}
+    command = [sys.executable, "-m", "trainer.main_ppo", "data.train_files=null", "--dry-run"]
+    command.append(f"actor_rollout_ref.model.path={name}")
+    return subprocess.run(
+        command, cwd=home, env=environment, capture_output=True, text=True, timeout=scaled_s(60), check=False
+    )
+
+
+def test_a_model_by_name_must_be_in_the_cache_or_on_the_hub(tmp_path: Path) -> None:
+    with Hub({"org/model": {"config.json": b"{}"}}).served() as hub:
+        found = dry_run(hub, tmp_path, "org/model")
+        assert (found.returncode, found.stderr.count("no folder")) == (0, 0), found.stderr
+        mistyped = dry_run(hub, tmp_path, "models/qwen")
+        assert mistyped.returncode == 2
+        assert f"there is no folder {tmp_path}/models/qwen" in mistyped.stderr
+        assert f"{hub.url} has no such model" in mistyped.stderr
+        offline = dry_run(hub, tmp_path, "models/qwen", HF_HUB_OFFLINE="1")
+        assert offline.returncode == 2
+        assert "HF_HUB_OFFLINE is set" in offline.stderr
+        (tmp_path / "hub" / "models--org--cached").mkdir(parents=True)
+        assert dry_run(hub, tmp_path, "org/cached", HF_HUB_OFFLINE="1").returncode == 0

@@ -1,0 +1,110 @@
+"""Whether this machine can run a job: packages, GPUs, processes, models by name, servers. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+import glob
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from rlsys.config import EvalConfig, PPOConfig
+from rlsys.config.pools import is_external, resolve_pools
+from rlsys.config.schema.base import Section
+from rlsys.fleet.external.settings import settings_of
+from rlsys.rollout.versions import SGLANG, VLLM
+from rlsys.utils.errors import ConfigError
+from rlsys.utils.hub import is_hub_id, model_problem
+
+TABLES = {"vllm": VLLM, "sglang": SGLANG}
+OWN_ENVIRONMENT = ("pip", "uv", "conda", "py_executable", "container", "image_uri")
+"""Fields of Ray's runtime_env that give workers other packages than this process has."""
+MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "model.path", "reward.reward_model.model_path")
+ANSWER_S = 2.0
+
+
+def check_machine(config: Any, *, dry_run: bool) -> list[str]:
+    """Notes on what a run here would lack; ConfigError for an engine, a device, a model or a server that is not there.
+
+    Models by name and servers are only looked for in a dry run; a run waits for servers and downloads models itself.
+    """
+    notes: list[str] = []
+    if isinstance(config, PPOConfig | EvalConfig):
+        _check_engine(config)
+    if not _joins_a_cluster(config):
+        notes += _capacity(config)
+    if dry_run:
+        for key, name in _models(config):
+            if why := model_problem(name):
+                raise ConfigError(f"{key} = {name}: {why}")
+        if isinstance(config, PPOConfig) and is_external(config.actor_rollout_ref.rollout.name):
+            _check_servers(config)
+    return notes
+
+
+def _check_engine(config: PPOConfig | EvalConfig) -> None:
+    name = config.actor_rollout_ref.rollout.name
+    if name in TABLES and not set(OWN_ENVIRONMENT) & set(config.ray_kwargs.ray_init.runtime_env):
+        try:
+            TABLES[name].installed_features()
+        except ConfigError as error:
+            raise ConfigError(f"actor_rollout_ref.rollout.name = {name}: {error}") from error
+
+
+def _joins_a_cluster(config: Any) -> bool:
+    ray = sys.modules.get("ray")
+    address = config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")
+    return address not in (None, "", "local") or (ray is not None and ray.is_initialized())
+
+
+def _capacity(config: Any) -> Iterator[str]:
+    """What a cluster that consists of this machine lacks; ConfigError if it is the device that was asked for."""
+    run, num_gpus = config.trainer, visible_gpus()
+    if run.device == "cuda" and not num_gpus:
+        why = "no GPU is visible on this machine (nvidia-smi, CUDA_VISIBLE_DEVICES)"
+        raise ConfigError(f"trainer.device = cuda: {why}; set trainer.device=cpu, or start the job where GPUs are")
+    if run.nnodes > 1:
+        why = "start Ray on all nodes and set ray_kwargs.ray_init.address=auto"
+        yield f"trainer.nnodes = {run.nnodes}: a job without a Ray cluster to join has this machine only; {why}"
+        return
+    num_processes = resolve_pools(config).total_ranks if isinstance(config, PPOConfig) else run.n_gpus_per_node
+    on_gpus = bool(num_gpus) and run.device != "cpu"
+    room = num_gpus if on_gpus else config.ray_kwargs.ray_init.num_cpus or os.cpu_count() or 1
+    if num_processes > room:
+        kind = f"{room} GPUs" if on_gpus else f"no GPUs, and {room} CPUs for one process each"
+        why = "lower trainer.n_gpus_per_node or trainer.rollout_workers, or join a larger Ray cluster"
+        yield f"the run needs {num_processes} processes, and this machine has {kind}: {why}"
+
+
+def visible_gpus() -> int:
+    """NVIDIA GPUs that a process here can use, as /dev and CUDA_VISIBLE_DEVICES say."""
+    num_gpus = len(glob.glob("/dev/nvidia[0-9]*")) or len(glob.glob("/dev/dxg"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return num_gpus
+    return min(num_gpus, sum(name.strip() not in ("", "-1", "NoDevFiles") for name in visible.split(",")))
+
+
+def _models(config: Section) -> Iterator[tuple[str, str]]:
+    """The settings that name a model of the hub, each model once."""
+    tree, seen = config.model_dump(), set()
+    for key in MODELS:
+        value: Any = tree
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(value, str) and is_hub_id(value) and value not in seen:
+            seen.add(value)
+            yield key, value
+
+
+def _check_servers(config: PPOConfig) -> None:
+    for url in settings_of(config.actor_rollout_ref.rollout, config.trainer.deadlines, max_staleness=0).urls:
+        address = urlsplit(url)
+        port = address.port or (443 if address.scheme == "https" else 80)
+        try:
+            socket.create_connection((address.hostname or "", port), timeout=ANSWER_S).close()
+        except OSError as error:
+            why = f"nothing listens there ({error}); start the server, or correct the address"
+            raise ConfigError(f"actor_rollout_ref.rollout.servers.urls: {url}: {why}") from error
