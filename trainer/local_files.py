@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from rlsys.config.checks.files import check_files
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.model import ModelConfig
+from rlsys.data.remote import is_remote, local_copy
 from rlsys.model_merger.convert import merge
 from rlsys.model_merger.formats import find_checkpoint
 from rlsys.models.hf import read_config
@@ -27,11 +28,10 @@ def with_local_files(config: ConfigT) -> ConfigT:
     """The configuration with a folder of config.json, weights and tokenizer for every model that it names, and with
     files or folders for its rows."""
     tree, is_changed = config.model_dump(), False
-    for name in ("train_files", "val_files"):
-        files = tree["data"].get(name) or ()
-        if any(map(is_rows_id, files)):
-            tree["data"][name] = tuple(download_rows(file) if is_rows_id(file) else file for file in files)
-            is_changed = True
+    for name in (name for name in ("train_files", "val_files") if tree["data"].get(name)):
+        local = tuple(map(_local_rows, tree["data"][name]))
+        is_changed |= local != tree["data"][name]
+        tree["data"][name] = local
     for section in SECTIONS:
         settings: Any = tree
         for part in section.split("."):
@@ -48,6 +48,12 @@ def with_local_files(config: ConfigT) -> ConfigT:
     if problems := list(check_files(resolved)):
         raise ConfigError("\n".join(problems))
     return resolved
+
+
+def _local_rows(name: str) -> str:
+    if is_rows_id(name):
+        return download_rows(name)
+    return local_copy(name) if is_remote(name) else name
 
 
 def local_model(path: str, *, weights: bool = True) -> str:

@@ -13,20 +13,22 @@ from rlsys.utils.errors import ConfigError
 _PARSER = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
 _PARSER.add_argument("--config-name", "-cn")
 _PARSER.add_argument("--config-path", "-cp", "--config-dir", "-cd")
-for _flag in ("--print-config", "--dry-run", "--help"):
-    _PARSER.add_argument(_flag, *(["-h"] if _flag == "--help" else []), action="store_true")
-_OPTIONS = ("--config-name", "--config-path", "--config-dir", "--print-config", "--dry-run", "--help")
+_PARSER.add_argument("--help", "-h", nargs="*")
+for _flag in ("--print-config", "--dry-run", "--version"):
+    _PARSER.add_argument(_flag, action="store_true")
+_OPTIONS = ("--config-name", "--config-path", "--config-dir", "--print-config", "--dry-run", "--help", "--version")
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """A parsed command line; `problems` are overrides that cannot be parsed."""
+    """A parsed command line; `problems` are overrides that cannot be parsed, `help` the words after --help."""
 
     overrides: tuple[Override, ...] = ()
     problems: tuple[str, ...] = ()
     config_name: str | None = None
     config_path: str | None = None
-    help: bool = False
+    help: tuple[str, ...] | None = None
+    version: bool = False
     print_config: bool = False
     dry_run: bool = False
 

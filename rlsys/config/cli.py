@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from typing import TypeVar
 
 from rlsys.config.arguments import Arguments, parse_arguments
@@ -31,14 +32,16 @@ def main_config(
 
     `check`, called with the configuration and whether it is a dry run, returns notes on what settings name, and raises
     ConfigError or DataError. Exits with 2 and a message on stderr if a setting is wrong, and with 0 after --help,
-    --print-config and --dry-run.
+    --version, --print-config and --dry-run.
     """
     try:
         arguments = parse_arguments(argv)
-        if arguments.help:
+        if arguments.version:
+            _print_and_exit(f"rlsys {version('rlsys')}")
+        if arguments.help is not None:
             from rlsys.config.help import help_text
 
-            _print_and_exit(help_text(schema))
+            _print_and_exit(help_text(schema, *arguments.help))
         loaded = load(arguments, schema)
         if check is not None and not arguments.print_config:
             loaded = replace(loaded, notes=(*loaded.notes, *check(loaded.config, arguments.dry_run)))

@@ -1,4 +1,4 @@
-"""The text of --help: every key with its default, allowed values and description, from the schema's source.
+"""The text of --help: keys with their default, allowed values and description, from the schema's source.
 
 Descriptions are the strings below the attributes. They are parsed here, on demand, because pydantic's
 use_attribute_docstrings parses the source of every class at import.
@@ -14,9 +14,11 @@ import textwrap
 from functools import cache
 from itertools import pairwise
 
-from rlsys.config.introspect import allowed, default_of, job_name, leaves, sections, shown
+from rlsys.config.compat.reader import compat_table
+from rlsys.config.introspect import allowed, default_of, job_name, leaves, nearest, sections, shown
 from rlsys.config.presets import preset_names, presets_folder
 from rlsys.config.schema.base import Section
+from rlsys.utils.errors import ConfigError
 
 _WIDTH = 110
 _OPTIONS = """\
@@ -26,40 +28,86 @@ Options
   --print-config        print the settings as YAML, with derived values as comments
   --dry-run             check everything, print the plan and exit
   --help                this text
+  --help WORD ...       the keys of a section, one key with its type and other names, or the keys that hold a word
+  --help all            every key
+  --version             the version of rlsys
 
 Settings, any number; the last one of a key wins
   key=value             set a key: text, numbers, true, null, [a,b], {a: 1}, ${other.key}
   +key=value            the same, as Hydra writes new keys of override_config, reward_kwargs, ...
   ~key                  reset to the default, or remove an added key
 """
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_USUAL = {
+    "Model and data": (
+        *("actor_rollout_ref.model.path", "model.path", "data.train_files", "data.val_files", "data.prompt_key"),
+        *("data.answer_key", "data.messages_key", "data.response_key", "data.train_batch_size"),
+        *("data.max_prompt_length", "data.max_response_length", "data.max_length"),
+        *("reward.custom_reward_function.path", "actor_rollout_ref.model.lora_rank", "model.lora_rank"),
+    ),
+    "Learning": (
+        *("algorithm.adv_estimator", f"{_ACTOR}.ppo_mini_batch_size", f"{_ACTOR}.ppo_max_token_len_per_gpu"),
+        *(f"{_ACTOR}.optim.lr", "optim.lr", f"{_ACTOR}.clip_ratio", f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.strategy"),
+    ),
+    "Generation": (
+        *(f"{_ROLLOUT}.name", f"{_ROLLOUT}.n", f"{_ROLLOUT}.temperature", f"{_ROLLOUT}.val_kwargs.n"),
+        *(f"{_ROLLOUT}.tensor_model_parallel_size", f"{_ROLLOUT}.gpu_memory_utilization"),
+    ),
+    "Run": (
+        *("trainer.nnodes", "trainer.n_gpus_per_node", "trainer.device", "trainer.total_epochs"),
+        *("trainer.total_training_steps", "trainer.save_freq", "trainer.test_freq", "trainer.logger"),
+        *("trainer.experiment_name", "trainer.default_local_dir"),
+    ),
+}
+_UNITS = {"_s": "seconds", "_gib": "GiB", "_mb": "MB", "_megabytes": "MB", "_length": "tokens", "_len": "tokens"}
 
 
-def help_text(schema: type[Section]) -> str:
-    """The help of a job."""
+def help_text(schema: type[Section], *words: str) -> str:
+    """The keys of a job that most runs set, or those that `words` name; ConfigError for a word that no key holds."""
+    if words:
+        return "\n".join(dict.fromkeys(text for word in words for text in _topic(schema, word)))
     parts = [
         f"{inspect.getdoc(schema)}\n\npython -m trainer.main_{job_name(schema)} [options] [key=value ...]\n",
-        _OPTIONS,
+        f"{_OPTIONS}\nPresets in {presets_folder()}\n  {', '.join(preset_names())}\n",
     ]
-    parts.append(f"Presets in {presets_folder()}\n  {', '.join(preset_names())}\n")
-    for path, section in sections(schema).items():
-        own = [name for name in section.model_fields if (f"{path}.{name}" if path else name) in leaves(schema)]
-        if own:
-            title = f"{path}: {inspect.getdoc(section)}" if path else "Keys outside of sections"
-            parts.append("\n".join([title, *(_key_text(schema, section, path, name) for name in own), ""]))
-    return "\n".join(parts)
+    for title, keys in _USUAL.items():
+        parts += [title, *(_short(schema, key, with_type=False) for key in keys if key in leaves(schema)), ""]
+    outer = ", ".join(path for path in sections(schema) if path and path.count(".") < 2)
+    more = f"There are {len(leaves(schema))} keys; --help WORD shows those of a section: {outer}"
+    return "\n".join([*parts, textwrap.fill(more, _WIDTH, break_on_hyphens=False)])
 
 
-def _key_text(schema: type[Section], section: type[Section], path: str, name: str) -> str:
-    key = f"{path}.{name}" if path else name
-    field = leaves(schema)[key]
-    words = f"{describe(section, name)} [{allowed(field)}]"
+def _topic(schema: type[Section], word: str) -> list[str]:
+    """The keys that a word names: a section, a key by any of its names, or a part of names."""
+    keys, key = leaves(schema), compat_table(schema).canonical(word)
+    if key in keys:
+        return [_whole(schema, key)]
+    paths = [path for path in keys if word == "all" or path.startswith(f"{key}.")]
+    paths = paths or [path for path in keys if word.lower() in path]
+    if not paths:
+        near = nearest(key, tuple(keys))
+        hint = f"did you mean {' or '.join(near)}?" if near else "--help all lists all keys"
+        raise ConfigError(f"--help {word}: no key or section has this in its name; {hint}")
+    return [_whole(schema, path) if len(paths) == 1 else _short(schema, path) for path in paths]
+
+
+def _short(schema: type[Section], key: str, *, with_type: bool = True) -> str:
+    field, (section, _, name) = leaves(schema)[key], key.rpartition(".")
     default = default_of(field)
     follows = re.fullmatch(r"\$\{(\.?)([\w.]+)\}", default) if isinstance(default, str) else None
+    head = f"{key}={shown(default)}"
     if follows:
-        head = f"{key}   (follows {f'{path}.' if follows[1] and path else ''}{follows[2]})"
-    else:
-        head = f"{key}={shown(default)}"
+        head = f"{key}   (follows {f'{section}.' if follows[1] and section else ''}{follows[2]})"
+    words = describe(sections(schema)[section], name) + (f" [{allowed(field)}]" if with_type else "")
     return f"  {head}\n{textwrap.indent(textwrap.fill(words, _WIDTH), ' ' * 6)}"
+
+
+def _whole(schema: type[Section], key: str) -> str:
+    """The help of one key: also its unit, and the other names by which it may be set."""
+    unit = next((unit for end, unit in _UNITS.items() if key.endswith(end)), "")
+    names = ", ".join(compat_table(schema).names_of(key))
+    more = [text for text in (unit and f"unit: {unit}", names and f"other names: {names}") if text]
+    return "\n".join([_short(schema, key), *(f"      {text}" for text in more)])
 
 
 def describe(section: type[Section], name: str) -> str:

@@ -184,11 +184,13 @@ def _range(schema: dict[str, Any], value: Any) -> Iterator[str]:
             yield f"{words} {bound:g}" if bound < _HUGE else f"{words} {bound}"
 
 
-def nearest(path: str, known: tuple[str, ...], count: int = 3) -> list[str]:
-    """The known keys that an unknown one may mean: those with the same last name first, then similar spellings."""
-    last = path.rpartition(".")[2]
-    same = [key for key in known if key.rpartition(".")[2] == last]
+def nearest(path: str, known: tuple[str, ...]) -> list[str]:
+    """The known keys that an unknown one may mean: with its last name, similar ones beside it or in other sections."""
+    section, _, last = path.rpartition(".")
     names = {key.rpartition(".")[2]: key for key in reversed(known)}
-    alike = [names[name] for name in difflib.get_close_matches(last, names, n=2, cutoff=0.8)]
-    likely = difflib.get_close_matches(path, same, n=2, cutoff=0.4)
-    return list(dict.fromkeys([*likely, *difflib.get_close_matches(path, known, n=count, cutoff=0.8), *alike]))[:count]
+    beside = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    same = [key for key in known if key.rpartition(".")[2] == last]
+    likely = [key for key in same if key.endswith(f".{path}")] + difflib.get_close_matches(path, same, n=2, cutoff=0.4)
+    likely += [beside[name] for name in difflib.get_close_matches(last, beside, n=2, cutoff=0.6)]
+    likely += [names[name] for name in difflib.get_close_matches(last, names, n=2, cutoff=0.8)]
+    return list(dict.fromkeys(likely))[:3]

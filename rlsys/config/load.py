@@ -8,6 +8,7 @@ problems of a stage are reported together.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -26,6 +27,12 @@ from rlsys.config.schema.jobs import PPOConfig
 from rlsys.utils.errors import ConfigError
 
 _MAX_LISTED = 15
+_KEYS_OF = {
+    "TRL": {"output_dir", "per_device_train_batch_size", "num_train_epochs", "bf16", "report_to", "num_generations"},
+    "OpenRLHF": {"pretrain", "actor_num_gpus_per_node", "micro_train_batch_size", "zero_stage", "rollout_batch_size"},
+    "AReaL": {"scheduler", "saver", "recover", "train_dataset", "gconfig", "allocation_mode", "stats_logger"},
+}
+"""First parts of keys by which a file of another trainer is recognized."""
 S = TypeVar("S", bound=Section)
 
 
@@ -136,12 +143,12 @@ def _listed(problems: Sequence[str]) -> str:
         return unique[0]
     lines = [f"{len(unique)} settings are wrong:", *(f"  - {problem}" for problem in unique[:_MAX_LISTED])]
     if len(unique) > _MAX_LISTED:
-        num_unknown = sum("no such key" in problem for problem in unique)
+        unknown = {re.split(r"[ .]", problem)[0] for problem in unique if "no such key" in problem}
         lines.append(f"  ... and {len(unique) - _MAX_LISTED} more")
-        if num_unknown > len(unique) / 2:
-            lines.append(
-                f"{num_unknown} are no keys of this job: is the file meant for another one, or another trainer?"
-            )
+        if len(unknown) > len(unique) / 4:
+            likely = max(_KEYS_OF, key=lambda trainer: len(unknown & _KEYS_OF[trainer]))
+            another = likely if len(unknown & _KEYS_OF[likely]) > 2 else "another job or trainer"
+            lines.append(f"{len(unknown)} of the names are no keys of this job: it looks like a file of {another}")
     return "\n".join(lines)
 
 

@@ -212,8 +212,10 @@ class Layers:
             if parent in self._leaves:
                 return f"no such key; {parent} is a single value, not a section"
         meant = self._compat.meanings.get(spelling) or self._compat.meanings.get(spelling.rpartition(".")[2])
-        near = [meant] if meant else nearest(spelling, (*self._leaves, *self._compat.aliases))
-        return f"no such key; did you mean {' or '.join(near)}?" if near else "no such key; --help lists all keys"
+        near = [meant] if meant else nearest(path, (*self._leaves, *self._compat.aliases))
+        section = path.rpartition(".")[0] or "all"
+        listed = f"--help {section if section in self._sections else 'all'} lists keys"
+        return f"no such key; did you mean {' or '.join(near)}?" if near else f"no such key; {listed}"
 
 
 def _divide(whole: object, *parts: object) -> int:

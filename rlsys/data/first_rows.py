@@ -7,6 +7,7 @@ from itertools import islice
 
 from rlsys.config.schema.jobs import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig
 from rlsys.data.files import BadRow, Row, read_rows
+from rlsys.data.remote import is_remote
 from rlsys.data.rows import MissingColumns, default_source, read_prompt_row
 from rlsys.data.supervised import read_conversations
 from rlsys.utils.errors import ConfigError, DataError
@@ -44,7 +45,9 @@ def check_first_rows(config: JobConfig) -> set[str]:
 
 def _files(config: JobConfig) -> Sequence[str]:
     train = () if isinstance(config, EvalConfig) else config.data.train_files
-    return [file for file in (*(train or ()), *(config.data.val_files or ())) if not is_rows_id(file)]
+    return [
+        file for file in (*(train or ()), *(config.data.val_files or ())) if not (is_rows_id(file) or is_remote(file))
+    ]
 
 
 def _read(config: JobConfig, row: Row | BadRow) -> set[str]:

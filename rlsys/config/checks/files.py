@@ -52,8 +52,10 @@ def _rows(cfg: Section, key: str, files: tuple[str, ...] | None) -> Iterator[str
     for name in files or ():
         if is_rows_id(name):
             continue
-        if why := rows_problem(Path(name)) or ("" if Path(name).stat().st_size else "the file is empty"):
-            yield wrong(cfg, key, why, value=name)
+        local = "://" not in name
+        why = rows_problem(Path(name)) if local else _address_problem(name)
+        if why or (local and not Path(name).stat().st_size):
+            yield wrong(cfg, key, why or "the file is empty", value=name)
     if doubled := [name for name in files or () if (files or ()).count(name) > 1]:
         why = "the file is listed twice, so its rows would count twice; list it once"
         yield wrong(cfg, key, why, value=doubled[0])
@@ -67,14 +69,27 @@ def rows_problem(path: Path) -> str:
             return f"the folder has several splits; set one of them: {splits}"
         is_saved = (path / "state.json").is_file()
         return "" if is_saved else "not a folder written by datasets' save_to_disk (no state.json); set a file"
-    if "://" in str(path) or ":/" in str(path):
-        return "only local files are read; copy it and set the copy"
+    if ":/" in str(path):
+        return "only local files are read here; copy it and set the copy"
     if not path.exists():
         make = f"to create example data run python scripts/prepare_data.py --out {path.parent}"
         return f"file not found{_nearby(path)}; set an existing file ({make})"
     if path.suffix.lower() not in ROW_FILES:
         return f"rows are read from {', '.join(ROW_FILES)}"
     return "" if os.access(path, os.R_OK) else "the file is not readable"
+
+
+def _address_problem(url: str) -> str:
+    """Why rows cannot be at an address: an unknown kind of file, or of file system, or one whose package is missing."""
+    import fsspec
+
+    if not url.endswith(ROW_FILES):
+        return f"rows are read from {', '.join(ROW_FILES)}"
+    try:
+        fsspec.get_filesystem_class(url.partition("://")[0])
+    except (ImportError, ValueError) as error:
+        return f"fsspec cannot read there: {error}; or copy the file and set the copy"
+    return ""
 
 
 def _nearby(path: Path) -> str:

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -620,16 +621,50 @@ def test_a_run_prints_its_plan_and_continues(capsys: pytest.CaptureFixture[str])
     assert "rlsys: note: ignored: transfer_queue.enable" in printed.err
 
 
-@pytest.mark.parametrize("schema", JOBS)
-def test_help_lists_every_key_with_its_default(schema: type[Section], capsys: pytest.CaptureFixture[str]) -> None:
+def printed_by(argv: list[str], schema: type[Section], capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as left:
-        main_config(["--help"], schema)
-    printed = capsys.readouterr().out
+        main_config(argv, schema)
     assert left.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("schema", JOBS)
+def test_help_all_lists_every_key_with_its_default(schema: type[Section], capsys: pytest.CaptureFixture[str]) -> None:
+    printed = printed_by(["--help", "all"], schema, capsys)
     for key, field in leaves(schema).items():
         assert f"  {key}=" in printed or f"  {key}   (follows " in printed, key
         if default_of(field) is True:
             assert f"  {key}=true" in printed
+
+
+@pytest.mark.parametrize("schema", JOBS)
+def test_help_is_short_and_says_how_to_see_the_rest(schema: type[Section], capsys: pytest.CaptureFixture[str]) -> None:
+    printed = printed_by(["--help"], schema, capsys)
+    listed = [key for key in leaves(schema) if f"\n  {key}=" in printed or f"\n  {key}   (" in printed]
+    assert 8 <= len(listed) <= 40
+    assert len(printed.splitlines()) < 110
+    assert "--help WORD" in printed
+
+
+def test_help_of_a_word_is_its_section_its_key_or_the_keys_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    section = printed_by(["--help", f"{R}.val_kwargs"], PPOConfig, capsys)
+    listed = [line.split("=")[0].strip() for line in section.splitlines() if not line.startswith("   ")]
+    assert listed == [f"{R}.val_kwargs.{name}" for name in ("temperature", "top_k", "top_p", "n", "do_sample")]
+    key = printed_by(["--help", f"{A}.eps_clip"], PPOConfig, capsys)
+    assert f"  {A}.clip_ratio=0.2" in key
+    assert "[a number, at least 0]" in key
+    assert f"other names: {A}.eps_clip" in key
+    assert "unit: seconds" in printed_by(["--help", "episode_timeout_s"], PPOConfig, capsys)
+    several = printed_by(["--help", "clip_ratio"], PPOConfig, capsys)
+    assert all(f"{A}.clip_ratio{end}" in several for end in ("=", "_low   (follows", "_high", "_c="))
+    with pytest.raises(SystemExit) as left:
+        main_config(["--help", "clip_ration"], PPOConfig)
+    assert left.value.code == 2
+    assert "did you mean actor_rollout_ref.actor.clip_ratio" in capsys.readouterr().err
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed_by(["--version"], PPOConfig, capsys) == f"rlsys {version('rlsys')}\n"
 
 
 @pytest.mark.slow

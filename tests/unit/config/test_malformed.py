@@ -81,7 +81,8 @@ UNKNOWN = [
     bad("algorithm.adv_estimater=grpo", "adv_estimater", "algorithm.adv_estimator"),
     bad("algorithm.kl_ctrl.coef=1", "algorithm.kl_ctrl.coef", "algorithm.kl_ctrl.kl_coef"),
     bad("critic.cliprange=0.5", "critic.cliprange", "critic.cliprange_value"),
-    bad("reward.custom_reward_function.file=x", "reward.custom_reward_function.file", "did you mean"),
+    bad("reward.custom_reward_function.file=x", "no such key; --help reward.custom_reward_function lists"),
+    bad(f"{A}.load_wait=true", f"no such key; --help {A} lists"),
     bad("custom_reward_function.pth=x", "custom_reward_function.pth", "path"),
     bad("zzz=1", "zzz", "no such key; --help"),
     bad("enable_rollout_tracing=1", "enable_rollout_tracing", "no such key; --help"),
@@ -488,7 +489,8 @@ FILES = [
     bad(["data.train_files=./rows.jsonl", "data.val_files=./gone.csv"], "data.val_files", "file not found"),
     bad(f"{M}.path=./nowhere", f"{M}.path", "folder not found"),
     bad(f"{M}.path=Qwen3-8B", f"{M}.path", "or a model of the hub as org/name"),
-    bad("data.train_files=s3://bucket/x.parquet", "data.train_files", "only local files"),
+    bad("data.train_files=nosuch://bucket/x.parquet", "data.train_files", "Protocol not known: nosuch"),
+    bad("data.train_files=memory://bucket/x.txt", "data.train_files", "rows are read from .parquet"),
     bad("data.train_files=./folder", "data.train_files", "save_to_disk"),
     bad("--config-name=smollm2", "data/mix/train.parquet", "scripts/prepare_data.py --out data/mix", "smollm2.py"),
     bad(f"{M}.path=./rows.jsonl", f"{M}.path", "it is a file, not a folder"),
@@ -641,6 +643,39 @@ def test_bytes_that_are_not_text_are_reported(folder: Path, capsys: pytest.Captu
     check_words(message(["--config-name=./x.yaml"], PPOConfig, capsys), ("x.yaml", "'utf-8' codec"))
 
 
+@pytest.mark.parametrize(
+    ("trainer", "keys"),
+    [
+        ("TRL", ("output_dir", "per_device_train_batch_size", "num_train_epochs", "bf16")),
+        ("OpenRLHF", ("pretrain", "actor_num_gpus_per_node", "micro_train_batch_size", "zero_stage")),
+    ],
+)
+def test_a_file_of_another_trainer_is_cut_after_15_problems_and_recognized(
+    trainer: str, keys: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("theirs.yaml").write_text("".join(f"{key}: 1\n" for key in (*keys, *(f"key{i}" for i in range(20)))))
+    text = message(["--config-name=./theirs.yaml"], PPOConfig, capsys)
+    check_words(text, ("24 settings are wrong", "and 9 more", f"it looks like a file of {trainer}"))
+    assert text.count("  - ") == 15
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        (f"{A}.load_wait", ()),
+        (f"{R}.layer_map.qkv_layer_name", ()),
+        ("trainer.total_step", ("trainer.total_training_steps", "trainer.total_epochs")),
+        (f"{A}.clip_ratio_hi", (f"{A}.clip_ratio_high", f"{A}.clip_ratio")),
+    ],
+)
+def test_only_likely_keys_are_suggested(
+    written: str, meant: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = message([f"{written}=1"], PPOConfig, capsys)
+    assert ("did you mean" in text) == bool(meant), text
+    check_words(text, meant)
+
+
 def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["data.sed=1", "trainer.nnodes=0", "data.truncation=no", f"{R}.dtype=int8", "data.train_files=a,b"]
     text = message([*argv, f"{R}.name=hff", "algorithm.adv_estimator=grpp"], PPOConfig, capsys)
@@ -650,7 +685,9 @@ def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -
 
 def test_more_than_15_problems_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
     text = message([f"key{number}=1" for number in range(20)], PPOConfig, capsys)
-    check_words(text, ("20 settings are wrong", "key14", "and 5 more", "20 are no keys of this job"))
+    check_words(
+        text, ("20 settings are wrong", "key14", "and 5 more", "20 of the names are no keys", "another job or trainer")
+    )
     assert "key15" not in text
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,7 +18,7 @@ from rlsys.config import EvalConfig, load_config
 from rlsys.config.checks.files import model_facts
 from rlsys.config.schema.model import ModelConfig
 from rlsys.model_merger.__main__ import main
-from rlsys.utils.errors import CheckpointError
+from rlsys.utils.errors import CheckpointError, ConfigError
 from tests.ranks import run_ranks
 from tests.timing import scaled_s
 from tests.unit.engines.common import MODEL, small_engine
@@ -66,6 +67,25 @@ def test_an_evaluation_takes_a_run(run: Path, tmp_path: Path) -> None:
     assert with_local_files(config).actor_rollout_ref.model.path == str(run / "global_step_7/actor/huggingface")
     named = load_config([f"actor_rollout_ref.model.path={tmp_path / 'source'}", given[1]], EvalConfig)
     assert with_local_files(named) is named
+
+
+def test_rows_at_an_address_are_copied_to_the_cache_and_again_where_they_change(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLSYS_CACHE", str(tmp_path / "cache"))
+    files, url = fsspec.filesystem("memory"), "memory://bucket/rows.jsonl"
+    config = load_config([f"actor_rollout_ref.model.path={run}", f"data.val_files={url}"], EvalConfig)
+    with pytest.raises(ConfigError, match=r"memory://bucket/rows\.jsonl: file not found"):
+        with_local_files(config)
+    copies = []
+    for text in ("first", "first", "second"):
+        if not files.exists(url) or files.cat(url) != text.encode():
+            files.pipe(url, text.encode())
+        (copy,) = with_local_files(config).data.val_files or ()
+        assert Path(copy).read_text() == text
+        copies.append(copy)
+    assert copies[0] == copies[1] != copies[2]
+    assert len(list((tmp_path / "cache").rglob("*.jsonl"))) == 2
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a job would lack on this machine is said before anything starts, in a dry run too."""
+"""What a job would lack on this machine is reported before anything starts, in a dry run too."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ def dry_run(hub: Hub, home: Path, name: str, **more: str) -> subprocess.Complete
 
 def test_a_model_by_name_must_be_in_the_cache_or_on_the_hub(tmp_path: Path) -> None:
     with Hub({"org/model": {"config.json": b"{}"}}).served() as hub:
-        found = dry_run(hub, tmp_path, "org/model")
-        assert (found.returncode, found.stderr.count("no folder")) == (0, 0), found.stderr
+        known = dry_run(hub, tmp_path, "org/model")
+        assert (known.returncode, known.stderr.count("no folder")) == (0, 0), known.stderr
         mistyped = dry_run(hub, tmp_path, "models/qwen")
         assert mistyped.returncode == 2
         assert f"there is no folder {tmp_path}/models/qwen" in mistyped.stderr

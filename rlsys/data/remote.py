@@ -1,0 +1,35 @@
+"""Files of object stores and other file systems that fsspec knows, as local copies."""
+
+from __future__ import annotations
+
+import os
+from hashlib import blake2b
+from pathlib import PurePosixPath
+
+from rlsys.data.start_assets import cache_dir
+from rlsys.utils.errors import ConfigError
+
+
+def is_remote(name: str) -> bool:
+    """Whether a name is an address such as s3://bucket/rows.parquet."""
+    return "://" in name
+
+
+def local_copy(url: str) -> str:
+    """A copy of the file in the cache, made again where the file has changed; ConfigError that says why not."""
+    import fsspec
+
+    try:
+        files, path = fsspec.url_to_fs(url)
+        version = blake2b(f"{url} {files.ukey(path)}".encode(), digest_size=8).hexdigest()
+        copy = cache_dir() / "files" / version / PurePosixPath(path).name
+        if not copy.is_file():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            beside = copy.with_name(f".{os.getpid()}.{copy.name}")
+            files.get_file(path, str(beside))
+            beside.replace(copy)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{url}: file not found; set an existing file") from error
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"{url} cannot be read: {error}; check the address and its credentials") from error
+    return str(copy)
