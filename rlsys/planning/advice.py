@@ -8,10 +8,9 @@ from pathlib import Path
 
 from rlsys.config import PPOConfig
 from rlsys.config.checks.files import model_facts
-from rlsys.config.engines import rollout_backend
 from rlsys.planning.footprint import decoder_of
 from rlsys.planning.memory import CACHE, Device, Facts, MemoryPlan, Stage, plan_memory
-from rlsys.planning.roles import Bytes, together
+from rlsys.planning.roles import together
 from rlsys.utils.errors import ConfigError
 
 GIB = 1 << 30
@@ -76,28 +75,15 @@ def _gib(stage: Stage) -> str:
 
 def table(stages: Sequence[Stage], *, room_bytes: int) -> str:
     """A line for each stage, a column for each owner that has anything, in GiB; `left` of `room_bytes` at the end."""
-    whole: Bytes = together([stage.bytes for stage in stages])
-    owners = [owner for owner, size in whole.items() if size]
+    owners = [owner for owner, size in together([stage.bytes for stage in stages]).items() if size]
     lines = [["stage", *owners, "total", "left"]]
     for stage in stages:
-        cells = [stage.bytes.get(owner, 0) for owner in owners]
-        lines.append(
-            [
-                stage.name,
-                *(f"{size / GIB:.2f}" if size else "" for size in (*cells, stage.total)),
-                _left(stage, room_bytes),
-            ]
-        )
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))).rstrip()
-        for line in lines
-    )
-
-
-def _left(stage: Stage, room_bytes: int) -> str:
-    left = room_bytes - stage.total
-    return f"{left / GIB:.2f}" if left >= 0 else f"{left / GIB:.2f} !"
+        sizes, left = [*(stage.bytes.get(owner, 0) for owner in owners), stage.total], room_bytes - stage.total
+        cells = [f"{size / GIB:.2f}" if size else "" for size in sizes]
+        lines.append([stage.name, *cells, f"{left / GIB:.2f}{' !' if left < 0 else ''}"])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = (zip(line, widths, strict=True) for line in lines)
+    return "\n".join("  ".join([n.ljust(w), *(cell.rjust(w) for cell, w in row)]).rstrip() for (n, w), *row in rows)
 
 
 def too_large(plan: MemoryPlan, *, room_bytes: int) -> list[Stage]:
@@ -117,57 +103,39 @@ def remedies(cfg: PPOConfig, replan: Callable[[Sequence[str]], MemoryPlan], *, r
             plan = replan(change)
         except ConfigError:
             continue
-        after = _named(plan, before.name)
+        after = _highest(plan, before.name)
         if after.total <= WORTH * before.total:
-            fits = (
-                "everything fits" if not too_large(plan, room_bytes=room_bytes) else f"now {_highest(plan).name} most"
-            )
+            fits = f"now {_highest(plan).name} most" if too_large(plan, room_bytes=room_bytes) else "everything fits"
             yield f"{' '.join(change)}: {before.name} {before.total / GIB:.1f} -> {after.total / GIB:.1f} GiB, {fits}"
 
 
-def _highest(plan: MemoryPlan) -> Stage:
-    return max((*plan.train, *plan.rollout), key=lambda stage: stage.total)
+def _highest(plan: MemoryPlan, name: str = "") -> Stage:
+    """The stage, of this name if there is one, that needs most."""
+    stages = (stage for stage in (*plan.train, *plan.rollout) if name in ("", stage.name))
+    return max(stages, key=lambda stage: stage.total)
 
 
-def _named(plan: MemoryPlan, name: str) -> Stage:
-    return max((s for s in (*plan.train, *plan.rollout) if s.name == name), key=lambda stage: stage.total)
-
-
-def _changes(cfg: PPOConfig) -> Iterator[tuple[str, ...]]:
-    """Those first that leave the result alone and cost little speed."""
+def _changes(cfg: PPOConfig) -> list[tuple[str, ...]]:
+    """Those first that leave the result alone and cost little speed; what a run has already changes nothing."""
     policy, longest = cfg.actor_rollout_ref, cfg.data.max_prompt_length + cfg.data.max_response_length
     actor, rollout = policy.actor, policy.rollout
-    if not policy.model.enable_gradient_checkpointing:
-        yield (f"{_MODEL}.enable_gradient_checkpointing=true",)
-    for key, role in ((_ACTOR, actor), ("critic", cfg.critic)):
-        yield from _smaller(key, longest, role.ppo_max_token_len_per_gpu if role.use_dynamic_bsz else None)
-    if rollout_backend(rollout.name).cache_share_of is None:
-        yield (f"{_ROLLOUT}.max_num_seqs={max(1, rollout.max_num_seqs // 2)}",)
-    else:
-        yield (f"{_ROLLOUT}.gpu_memory_utilization={max(0.1, round(rollout.gpu_memory_utilization / 2, 2))}",)
     megatron = actor.strategy == "megatron"
     shard, critic = ("megatron", "critic.megatron") if megatron else ("fsdp_config", "critic.fsdp")
-    yield (f"{_ACTOR}.{shard}.optimizer_offload=true", f"{critic}.optimizer_offload=true")
+    trained = (f"{_ACTOR}.{shard}", critic)
     parts = ("optimizer_offload", "param_offload", *["grad_offload"] * megatron)
-    yield tuple(f"{key}.{part}=true" for key in (f"{_ACTOR}.{shard}", critic) for part in parts)
-    yield (f"actor_rollout_ref.ref.{shard}.param_offload=true",)
+    sharing = f"{_ACTOR}.ulysses_sequence_parallel_size={2 * actor.ulysses_sequence_parallel_size}"
     if megatron:
-        for size in ("tensor_model_parallel_size", "context_parallel_size"):
-            yield (f"{_ACTOR}.megatron.{size}={2 * getattr(actor.megatron, size)}",)
-    yield (f"trainer.n_gpus_per_node={2 * cfg.trainer.n_gpus_per_node}",)
-    if not megatron:
-        yield (f"{_ACTOR}.ulysses_sequence_parallel_size={2 * actor.ulysses_sequence_parallel_size}",)
-    if not policy.model.lora_rank:
-        yield (f"{_MODEL}.lora_rank=16",)
-
-
-def _smaller(key: str, longest: int, tokens: int | None) -> Iterator[tuple[str, ...]]:
-    """A budget of half as many tokens, and the least one."""
-    budget = f"{key}.ppo_max_token_len_per_gpu"
-    if tokens is None:
-        yield (f"{key}.use_dynamic_bsz=true", f"{budget}={longest}")
-        return
-    if tokens // 2 > longest:
-        yield (f"{budget}={tokens // 2}",)
-    if tokens > longest:
-        yield (f"{budget}={longest}",)
+        sharing = f"{_ACTOR}.megatron.context_parallel_size={2 * actor.megatron.context_parallel_size}"
+    return [
+        (f"{_MODEL}.enable_gradient_checkpointing=true",),
+        *((f"{key}.use_dynamic_bsz=true", f"{key}.ppo_max_token_len_per_gpu={longest}") for key in (_ACTOR, "critic")),
+        (f"{_ROLLOUT}.max_num_seqs={max(1, rollout.max_num_seqs // 2)}",),
+        (f"{_ROLLOUT}.gpu_memory_utilization={max(0.1, round(rollout.gpu_memory_utilization / 2, 2))}",),
+        tuple(f"{key}.optimizer_offload=true" for key in trained),
+        tuple(f"{key}.{part}=true" for key in trained for part in parts),
+        (f"actor_rollout_ref.ref.{shard}.param_offload=true",),
+        (f"{_ACTOR}.megatron.tensor_model_parallel_size={2 * actor.megatron.tensor_model_parallel_size}",),
+        (sharing,),
+        (f"trainer.n_gpus_per_node={2 * cfg.trainer.n_gpus_per_node}",),
+        (f"{_MODEL}.lora_rank=16",),
+    ]

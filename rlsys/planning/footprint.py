@@ -6,10 +6,9 @@ queries and of keys (values alike), c bytes of the computing type. Norms are com
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 WIDE = 4
 """Bytes of float32."""
 LAYER = "model.layers."
-EXPERT_MARKS = (".experts.",)
+EXPERTS = ".experts."
 
 
 @dataclass(frozen=True)
@@ -98,19 +97,13 @@ class Held:
         return self.dense + self.experts
 
 
-@cache
-def _held(key: str, place: RankPlace, head: Head) -> Held:
-    hf_config = json.loads(key)
-    family = family_of(hf_config)
-    shapes = family.local_shapes(hf_config, place, head=head, grouped_experts=True)
-    experts = sum(prod(shape) for name, shape in shapes.items() if any(mark in name for mark in EXPERT_MARKS))
-    layers = sum(len(chunk) for chunk in family.layers_of(hf_config, place))
-    return Held(sum(prod(shape) for shape in shapes.values()) - experts, experts, layers)
-
-
 def held_at(hf_config: Mapping[str, Any], place: RankPlace, *, head: Head = "lm") -> Held:
     """What Megatron's rank at `place` holds."""
-    return _held(json.dumps(hf_config, sort_keys=True), place, head)
+    family = family_of(hf_config)
+    shapes = family.local_shapes(hf_config, place, head=head, grouped_experts=True)
+    experts = sum(prod(shape) for name, shape in shapes.items() if EXPERTS in name)
+    layers = sum(len(chunk) for chunk in family.layers_of(hf_config, place))
+    return Held(sum(prod(shape) for shape in shapes.values()) - experts, experts, layers)
 
 
 @dataclass(frozen=True)
@@ -124,14 +117,8 @@ def adapters_at(
     hf_config: Mapping[str, Any], place: RankPlace, lora: LoraSettings, *, head: Head = "lm", grouped: bool
 ) -> Adapters:
     """What Megatron's rank at `place` holds of adapters; `grouped`: the experts of a layer compute as one."""
-    return _adapters(json.dumps(hf_config, sort_keys=True), place, lora, head, grouped)
-
-
-@cache
-def _adapters(key: str, place: RankPlace, lora: LoraSettings, head: Head, grouped: bool) -> Adapters:
     from rlsys.models.megatron.adapter_factors import factors_of, plan_adapters
 
-    hf_config = json.loads(key)
     family = family_of(hf_config)
     shards_at = partial(family.shards, hf_config, head=head, grouped_experts=grouped)
     held = shards_at(place)
@@ -139,7 +126,7 @@ def _adapters(key: str, place: RankPlace, lora: LoraSettings, head: Head, groupe
     plan = plan_adapters(lora, shards_at(RankPlace()), family.hf_shapes(hf_config, head=head))
     factors = factors_of(plan, held, whole)
     shards = [shard for of_weight in factors.values() for one in of_weight for shard in one.shards]
-    experts = sum(prod(shard.box.shape) for shard in shards if EXPERT_MARKS[0] in shard.local)
+    experts = sum(prod(shard.box.shape) for shard in shards if EXPERTS in shard.local)
     merged: dict[str, int] = {}
     for local, shape in extents(held).items():
         if local in factors:

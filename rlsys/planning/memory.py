@@ -31,8 +31,7 @@ from rlsys.planning.roles import (
     MegatronRole,
     Pass,
     Role,
-    filled_pass,
-    fixed_pass,
+    largest_pass,
     megatron_role,
     together,
 )
@@ -324,9 +323,7 @@ def _sharing(role: ActorConfig | CriticConfig) -> int:
 
 def _pass(job: PlanInputs, num_rows: int, *, rows: int | None, max_tokens: int | None, sharing: int) -> Pass:
     prompt, response = job.lengths.mean_prompt, job.lengths.mean_response
-    if max_tokens is not None:
-        return filled_pass(num_rows, max_tokens, prompt=prompt, response=response, sharing=sharing)
-    return fixed_pass(num_rows, rows or num_rows, prompt=prompt, response=response, sharing=sharing)
+    return largest_pass(num_rows, rows=rows, max_tokens=max_tokens, prompt=prompt, response=response, sharing=sharing)
 
 
 def _training(job: PlanInputs, plan: RolePlan, sharing: int) -> Pass:

@@ -32,17 +32,16 @@ class Pass:
     count: int
 
 
-def fixed_pass(rows: int, micro_rows: int, *, prompt: int, response: int, sharing: int) -> Pass:
-    """Micro-batches of so many rows of full length, each shared by `sharing` ranks."""
-    micro = max(1, min(rows, micro_rows))
-    return Pass(micro * (prompt + response) // sharing, micro * response // sharing, -(-rows // micro))
-
-
-def filled_pass(rows: int, max_tokens: int, *, prompt: int, response: int, sharing: int) -> Pass:
-    """Micro-batches filled up to `max_tokens` a rank, balanced."""
-    fit = max(1, max_tokens * sharing // (prompt + response))
-    count = -(-rows // fit)
-    return fixed_pass(rows, -(-rows // count), prompt=prompt, response=response, sharing=sharing)
+def largest_pass(
+    num_rows: int, *, rows: int | None, max_tokens: int | None, prompt: int, response: int, sharing: int = 1
+) -> Pass:
+    """Micro-batches of `rows` rows of full length (None: all), or filled up to `max_tokens` a rank and balanced; each
+    is shared by `sharing` ranks."""
+    if max_tokens is not None:
+        fit = max(1, max_tokens * sharing // (prompt + response))
+        rows = -(-num_rows // -(-num_rows // fit))
+    micro = max(1, min(num_rows, rows or num_rows))
+    return Pass(micro * (prompt + response) // sharing, micro * response // sharing, -(-num_rows // micro))
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class FsdpRole:
         head = fp.head_hidden_bytes(d, size.tokens, size.responses, c=c, backward=False)
         return _higher(
             {GATHERED: c * (d.outer + d.layer * self._prefetched), ACTIVATIONS: inside},
-            {GATHERED: c * d.outer, ACTIVATIONS: head, LOGITS: self._logits(size, backward=False)},
+            {GATHERED: c * d.outer, ACTIVATIONS: head, LOGITS: _logits(self, size, backward=False)},
         )
 
     def training(self, size: Pass) -> Bytes:
@@ -111,7 +110,7 @@ class FsdpRole:
                 GRADIENTS: grads if size.count > 1 else 0,
                 GATHERED: c * d.outer,
                 ACTIVATIONS: kept + head,
-                LOGITS: self._logits(size, backward=True),
+                LOGITS: _logits(self, size, backward=True),
             },
             {
                 GRADIENTS: (grads if size.count > 1 else 0) + head_grad,
@@ -124,9 +123,6 @@ class FsdpRole:
     @property
     def _prefetched(self) -> int:
         return 2 if self.ranks > 1 else 1
-
-    def _logits(self, size: Pass, *, backward: bool) -> int:
-        return _logits(self, size, backward=backward, trained=not self.lora_rank)
 
 
 @dataclass(frozen=True)
@@ -168,7 +164,7 @@ class MegatronRole:
         if not self._last:
             return {ACTIVATIONS: inside}
         head = fp.head_hidden_bytes(self.model, size.tokens, size.responses, c=self.how.c, backward=False)
-        return _higher({ACTIVATIONS: inside}, {ACTIVATIONS: head, LOGITS: self._logits(size, backward=False)})
+        return _higher({ACTIVATIONS: inside}, {ACTIVATIONS: head, LOGITS: _logits(self, size, backward=False)})
 
     def training(self, size: Pass) -> Bytes:
         d, c, sizes = self.model, self.how.c, self.sizes
@@ -184,7 +180,7 @@ class MegatronRole:
             return {ACTIVATIONS: kept + extra}
         head = fp.head_hidden_bytes(d, size.tokens, size.responses, c=c, backward=True)
         return _higher(
-            {ACTIVATIONS: kept + extra}, {ACTIVATIONS: kept + head, LOGITS: self._logits(size, backward=True)}
+            {ACTIVATIONS: kept + extra}, {ACTIVATIONS: kept + head, LOGITS: _logits(self, size, backward=True)}
         )
 
     def _merged(self, times: int) -> int:
@@ -203,18 +199,18 @@ class MegatronRole:
         chunks = min(count * s.vp, 2 * (s.pp - self.pp_rank - 1) + (s.vp - 1) * s.pp + 1)
         return layers * chunks // s.vp
 
-    def _logits(self, size: Pass, *, backward: bool) -> int:
-        return _logits(self, size, backward=backward, trained=self.adapters is None, tp=self.sizes.tp)
-
 
 Role = FsdpRole | MegatronRole
 
 
-def _logits(role: Role, size: Pass, *, backward: bool, trained: bool, tp: int = 1) -> int:
+def _logits(role: Role, size: Pass, *, backward: bool) -> int:
     """Bytes of logits at their highest; a value head has none."""
-    how = role.how
-    options = {"c": how.c, "device": how.device, "backward": backward, "entropy": how.entropy}
-    return fp.logits_bytes(role.model, size.responses, trained=trained, tp=tp, **options) if role.lm else 0
+    if not role.lm:
+        return 0
+    fsdp, how = isinstance(role, FsdpRole), role.how
+    trained, tp = (not role.lora_rank, 1) if fsdp else (role.adapters is None, role.sizes.tp)
+    sizes = {"c": how.c, "device": how.device, "backward": backward, "entropy": how.entropy}
+    return fp.logits_bytes(role.model, size.responses, trained=trained, tp=tp, **sizes)
 
 
 def megatron_role(

@@ -14,7 +14,7 @@ from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.planning import footprint as fp
 from rlsys.planning.advice import remedies, table, too_large
 from rlsys.planning.memory import Lengths, MemoryPlan, Stage, plan_memory
-from rlsys.planning.roles import Computing, FsdpRole, Pass, filled_pass, fixed_pass, megatron_role
+from rlsys.planning.roles import Computing, FsdpRole, Pass, largest_pass, megatron_role
 from scripts.model_shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,11 +48,14 @@ def stages(plan: MemoryPlan) -> dict[str, Stage]:
 
 
 def test_packs_are_filled_and_balanced() -> None:
-    sizes = {"prompt": 60, "response": 40, "sharing": 1}
-    assert filled_pass(10, 450, **sizes) == Pass(400, 160, 3)
-    assert filled_pass(10, 50, **sizes) == Pass(100, 40, 10)
-    assert fixed_pass(10, 4, **sizes) == Pass(400, 160, 3)
-    assert filled_pass(10, 450, prompt=60, response=40, sharing=2) == Pass(250, 100, 2)
+    def of(rows: int | None, max_tokens: int | None, sharing: int = 1) -> Pass:
+        return largest_pass(10, rows=rows, max_tokens=max_tokens, prompt=60, response=40, sharing=sharing)
+
+    assert of(None, 450) == Pass(400, 160, 3)
+    assert of(None, 50) == Pass(100, 40, 10)
+    assert of(4, None) == Pass(400, 160, 3)
+    assert of(None, 450, sharing=2) == Pass(250, 100, 2)
+    assert of(None, None) == Pass(1000, 400, 1)
 
 
 def test_what_fsdp_holds_on_one_and_on_two_ranks_by_hand() -> None:
