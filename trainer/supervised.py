@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from rlsys.config import DPOConfig, RMConfig, SFTConfig
-from rlsys.config.plan import total_steps
+from rlsys.config.plan import shared_by, total_steps
 from rlsys.data.collate import collate_texts
 from rlsys.data.cursor import Cursor
 from rlsys.data.dataset import configured_source
@@ -24,7 +24,7 @@ from trainer.local_files import with_local_files
 from trainer.loop import CheckpointedLoop, completed
 from trainer.reporting import Reporter
 from trainer.run_folder import Begin, run_folder
-from workers.build import EngineRun
+from workers.build import EngineRun, check_megatron_model
 from workers.sft import SupervisedWorker
 
 Config = SFTConfig | RMConfig | DPOConfig
@@ -79,6 +79,8 @@ class SupervisedTrainer(CheckpointedLoop):
         self.cfg = config
         self.group: SupervisedGroup | None = None
         self.external_libs = import_external_libs({"model": config.model})
+        if config.engine.strategy == "megatron":
+            check_megatron_model("engine.megatron", config.model, config.engine.megatron)
         self.tokenizer = load_tokenizer(config.model)
         self.train_rows, self.val_rows = load_rows(config, self.tokenizer)
         num_rows, size = len(self.train_rows), data.train_batch_size
@@ -87,7 +89,7 @@ class SupervisedTrainer(CheckpointedLoop):
         )
         self.steps_per_epoch = num_rows // size
         self.total_steps = total_steps(num_rows, size, run.total_epochs, run.total_training_steps)
-        self.dp_size = num_ranks // config.engine.ulysses_sequence_parallel_size
+        self.dp_size = num_ranks // shared_by(config.engine)
 
     def start_workers(self, backend: WorkerBackend) -> None:
         """Start the worker group and load its model."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rlsys.config import DPOConfig, RMConfig, SFTConfig
 from rlsys.config.schema.actor import ActorRolloutRefConfig, CriticConfig
 from rlsys.config.schema.algorithm import RewardModelConfig
-from rlsys.config.schema.megatron import MegatronRoleConfig
+from rlsys.config.schema.megatron import MegatronShardConfig
 from rlsys.config.schema.model import ModelConfig, ShardConfig
 from rlsys.engines import rng
 from rlsys.engines.fsdp.engine import FSDPEngine
@@ -86,20 +86,20 @@ def make_mfu_meter(model: ModelConfig, engine: TrainEngine, run: EngineRun, *, l
 
 
 def _engine(
-    model: ModelConfig, section: ShardConfig | MegatronRoleConfig, run: EngineRun, *, sp_size: int, **options: Any
+    model: ModelConfig, section: ShardConfig | MegatronShardConfig, run: EngineRun, *, sp_size: int, **options: Any
 ) -> Engine:
     """The engine that `section` belongs to; `options` are what both engines take."""
     device = run.place(full_determinism=section.full_determinism)
     for path in (model.path, model.lora_adapter_path):
         ensure_downloaded(path)
-    if isinstance(section, MegatronRoleConfig):
+    if isinstance(section, MegatronShardConfig):
         from rlsys.engines.megatron.engine import MegatronEngine
 
         return MegatronEngine(model, device=device, megatron=section, **options)
     return FSDPEngine(model, device=device, shard=section, sp_size=sp_size, **options)
 
 
-def check_megatron_model(key: str, model: ModelConfig, megatron: MegatronRoleConfig) -> None:
+def check_megatron_model(key: str, model: ModelConfig, megatron: MegatronShardConfig) -> None:
     """ConfigError that names `key` unless Megatron knows the model and can cut it so; reads config.json only."""
     assert model.path is not None, "the start model is resolved before workers start"
     hf_config = json.loads((Path(model.path) / "config.json").read_text()) | model.override_config
@@ -187,7 +187,7 @@ def build_supervised_engine(cfg: SFTConfig | RMConfig | DPOConfig, run: EngineRu
     trained = {"optim": cfg.optim, "grad_clip": cfg.optim.clip_grad, "total_steps": run.actor_steps}
     return _engine(
         cfg.model,
-        cfg.engine,
+        cfg.engine.megatron if cfg.engine.strategy == "megatron" else cfg.engine,
         run,
         sp_size=cfg.engine.ulysses_sequence_parallel_size,
         head="scalar" if isinstance(cfg, RMConfig) else "lm",

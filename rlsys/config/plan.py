@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rlsys.config.pools import Pools, resolve_pools
 from rlsys.config.schema.actor import TrainedRoleConfig
 from rlsys.config.schema.base import Section
-from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig
+from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, SupervisedEngineConfig
 from rlsys.config.schema.trainer import RunConfig
 
 
@@ -62,7 +62,7 @@ class BatchPlan:
     pools: Pools
 
 
-def shared_by(role: TrainedRoleConfig) -> int:
+def shared_by(role: TrainedRoleConfig | SupervisedEngineConfig) -> int:
     """Ranks that work on the same samples: they share sequences, and with Megatron matrices and layers too."""
     if role.strategy != "megatron":
         return role.ulysses_sequence_parallel_size
@@ -127,7 +127,7 @@ def _supervised_lines(cfg: SupervisedConfig) -> list[tuple[str, str]]:
     role = RolePlan(
         samples=data.train_batch_size,
         mini_batch_samples=data.train_batch_size,
-        dp_size=trainer.nnodes * trainer.n_gpus_per_node // cfg.engine.ulysses_sequence_parallel_size,
+        dp_size=trainer.nnodes * trainer.n_gpus_per_node // shared_by(cfg.engine),
         epochs=1,
         micro_batch_size=data.micro_batch_size_per_gpu,
         max_tokens=data.max_token_len_per_gpu if data.use_dynamic_bsz else None,

@@ -140,4 +140,6 @@ def exported_config(config: PretrainedConfig, head: Head, dtype: torch.dtype) ->
     own = type(config).from_dict(config.to_dict())
     mapping = (AutoModelForCausalLM if head == "lm" else AutoModelForTokenClassification)._model_mapping
     own.architectures, own.dtype = [mapping[type(config)].__name__], dtype
+    if head == "scalar":
+        own.num_labels, own.classifier_dropout = 1, 0.0
     return own

@@ -207,8 +207,8 @@ def _logits(role: Role, size: Pass, *, backward: bool) -> int:
     """Bytes of logits at their highest; a value head has none."""
     if not role.lm:
         return 0
-    fsdp, how = isinstance(role, FsdpRole), role.how
-    trained, tp = (not role.lora_rank, 1) if fsdp else (role.adapters is None, role.sizes.tp)
+    how = role.how
+    trained, tp = (not role.lora_rank, 1) if isinstance(role, FsdpRole) else (role.adapters is None, role.sizes.tp)
     sizes = {"c": how.c, "device": how.device, "backward": backward, "entropy": how.entropy}
     return fp.logits_bytes(role.model, size.responses, trained=trained, tp=tp, **sizes)
 

@@ -31,7 +31,6 @@ READ_WHILE_LOADING = {
     "trainer.project_name": "the middle of trainer.default_local_dir",
     "trainer.experiment_name": "the end of trainer.default_local_dir",
     "trainer.allocation_mode": "becomes trainer.n_gpus_per_node, trainer.rollout_workers and the parallel sizes",
-    "engine.strategy": "fsdp and fsdp2 both mean FSDP2, and anything else is refused",
 }
 SGLANG, VLLM = (
     "rlsys/rollout/sglang/arguments.py:server_arguments",
@@ -39,6 +38,7 @@ SGLANG, VLLM = (
 )
 SERVERS, PUSH = "rlsys/fleet/external", "trainer/weight_push.py:connect_servers"
 RAY = "trainer/backend.py:start_backend"
+SIZES = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "context", "expert_model", "expert_tensor")
 READERS = {
     **{
         f"{ROLLOUT}{name}": SGLANG
@@ -48,6 +48,13 @@ READERS = {
         )
     },
     f"{ROLLOUT}engine_kwargs.vllm": VLLM,
+    **{
+        f"engine.megatron.{name}": "rlsys/models/megatron/parallel.py:from_config"
+        for name in (*(f"{size}_parallel_size" for size in SIZES), "sequence_parallel", "override_transformer_config")
+    },
+    "engine.megatron.dtype": "rlsys/engines/megatron/engine.py:__init__",
+    "engine.megatron.seed": "rlsys/engines/megatron/engine.py:__init__",
+    "engine.megatron.full_determinism": "workers/build.py:_engine",
     f"{ROLLOUT}free_cache_engine": "trainer/assembly.py:residency_moves",
     **{f"{ROLLOUT}servers.{name}": f"{SERVERS}/settings.py:settings_of" for name in ("urls", "token_env")},
     **{

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests.e2e.conftest import Toy
 from trainer import main_dpo, main_rm, main_sft
@@ -30,7 +31,7 @@ MAINS: dict[str, Callable[[list[str]], int]] = {"sft": main_sft.main, "rm": main
 MORE = {"dpo": [], "dpo on adapters": ["model.lora_rank=4"], "kto": ["dpo.loss_type=kto"]}
 
 
-def run(toy: Toy, job: str, rows: Path, out: Path, num_steps: int) -> list[dict[str, Any]]:
+def run(toy: Toy, job: str, rows: Path, out: Path, num_steps: int, *more: str) -> list[dict[str, Any]]:
     """The metric lines of a run, without what depends on the clock."""
     arguments = [
         "trainer.backend=local",
@@ -45,7 +46,7 @@ def run(toy: Toy, job: str, rows: Path, out: Path, num_steps: int) -> list[dict[
         f"trainer.total_training_steps={num_steps}",
         f"trainer.default_local_dir={out}",
     ]
-    assert MAINS.get(job, main_dpo.main)([*arguments, *MORE.get(job, [])]) == 0
+    assert MAINS.get(job, main_dpo.main)([*arguments, *MORE.get(job, []), *more]) == 0
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in line.items() if not k.startswith(("timing", "perf/"))} for line in lines]
 
@@ -66,6 +67,55 @@ def test_a_resumed_run_is_the_uninterrupted_one(
     assert "This run is already complete (step 4 of 4)." in printed
     assert "  train loss  " in printed
     ends = [tmp_path / name / "global_step_4" / "huggingface" / "model.safetensors" for name in ("whole", "cut")]
+    first, second = (load_file(end) for end in ends)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+TP2 = (
+    "trainer.backend=ray",
+    "trainer.device=cpu",
+    "trainer.n_gpus_per_node=2",
+    "engine=megatron",
+    "optim=megatron",
+    "engine.tensor_model_parallel_size=2",
+    "engine.sequence_parallel=true",
+)
+
+
+@pytest.mark.parametrize("job", ["sft", pytest.param("rm", marks=pytest.mark.slow)])
+def test_two_tensor_parallel_ranks_of_megatron_train_as_one_of_fsdp(
+    toy: Toy, job: str, tmp_path: Path, ray_cluster: object
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(map(json.dumps, ROWS[job])))
+    wanted = run(toy, job, rows, tmp_path / "fsdp", 4)
+    lines = run(toy, job, rows, tmp_path / "megatron", 4, *TP2)
+    for ours, theirs in zip(lines, wanted, strict=True):
+        names = [name for name in theirs if name.startswith(("train/", "val/"))]
+        assert {name: ours[name] for name in names} == pytest.approx({n: theirs[n] for n in names}, rel=1e-4, abs=1e-6)
+    assert all(line["train/grad_norm"] > 0 for line in lines)
+    model, reference = (tmp_path / name / "global_step_4/huggingface" for name in ("megatron", "fsdp"))
+    saved, expected = (load_file(folder / "model.safetensors") for folder in (model, reference))
+    assert all(torch.allclose(tensor, expected[name], rtol=1e-3, atol=1e-5) for name, tensor in saved.items())
+    kind: Any = AutoModelForCausalLM if job == "sft" else AutoModelForTokenClassification
+    loaded = kind.from_pretrained(model).state_dict()
+    assert saved.keys() <= loaded.keys()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in saved.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["sft", "rm", "dpo"])
+def test_two_tensor_parallel_ranks_of_megatron_resume_bitwise(
+    toy: Toy, job: str, tmp_path: Path, ray_cluster: object
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(map(json.dumps, ROWS[job])))
+    lines = run(toy, job, rows, tmp_path / "whole", 4, *TP2, "trainer.save_freq=2")
+    resume = f"trainer.resume_from_path={tmp_path}/whole/global_step_2"
+    resumed = run(toy, job, rows, tmp_path / "rest", 4, *TP2, "trainer.resume_mode=resume_path", resume)
+    assert resumed == lines[2:]
+    ends = [tmp_path / name / "global_step_4/huggingface/model.safetensors" for name in ("whole", "rest")]
     first, second = (load_file(end) for end in ends)
     assert first.keys() == second.keys()
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())

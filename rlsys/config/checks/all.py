@@ -28,8 +28,9 @@ def _findings(cfg: Section) -> Iterator[str]:
     if not isinstance(cfg, PPOConfig | SupervisedConfig | EvalConfig):
         return
     yield from check_run(cfg)
-    if isinstance(cfg, PPOConfig):
+    if isinstance(cfg, PPOConfig | SupervisedConfig):
         yield from check_megatron(cfg)
+    if isinstance(cfg, PPOConfig):
         yield from check_ppo_batches(cfg)
         yield from check_algorithm(cfg)
         yield from check_sampling(cfg)

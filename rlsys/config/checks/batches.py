@@ -8,7 +8,7 @@ from rlsys.config.checks.findings import wrong
 from rlsys.config.plan import shared_by
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema.actor import TrainedRoleConfig
-from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig
+from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, SupervisedEngineConfig
 from rlsys.config.schema.model import ShardConfig
 
 ACTOR, CRITIC, REF = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref"
@@ -87,7 +87,7 @@ def _budgets(cfg: PPOConfig) -> Iterator[str]:
             yield wrong(cfg, key, why, f"{-(-longest // sequence)} or more")
 
 
-def _sequence_ranks(role: TrainedRoleConfig) -> int:
+def _sequence_ranks(role: TrainedRoleConfig | SupervisedEngineConfig) -> int:
     """Ranks that share each sequence."""
     return role.megatron.context_parallel_size if role.strategy == "megatron" else role.ulysses_sequence_parallel_size
 
@@ -102,9 +102,8 @@ def _enough_rows(cfg: PPOConfig | SupervisedConfig) -> Iterator[str]:
 def check_supervised_batches(cfg: SupervisedConfig) -> Iterator[str]:
     """Rows over ranks, and texts into budgets."""
     data, ranks = cfg.data, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
-    sequence = cfg.engine.ulysses_sequence_parallel_size
-    yield from _divides(cfg, "engine", "", sequence, cfg.engine, ranks)
-    groups = max(ranks // sequence, 1)
+    sequence, groups = _sequence_ranks(cfg.engine), max(ranks // shared_by(cfg.engine), 1)
+    yield from _divides(cfg, "engine", "", cfg.engine.ulysses_sequence_parallel_size, cfg.engine, ranks)
     share = data.train_batch_size // groups
     if data.train_batch_size % groups:
         why = f"{groups} data-parallel ranks cannot share it evenly; set a multiple of {groups}"

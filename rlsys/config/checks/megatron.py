@@ -8,30 +8,43 @@ from collections.abc import Iterator
 from rlsys.config.checks.findings import note, wrong
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema.actor import TrainedRoleConfig
-from rlsys.config.schema.jobs import PPOConfig
-from rlsys.config.schema.megatron import MegatronRoleConfig
+from rlsys.config.schema.base import Section
+from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, SupervisedEngineConfig
+from rlsys.config.schema.megatron import MegatronConfig, MegatronShardConfig
 from rlsys.config.schema.model import ModelConfig
 
 ACTOR, CRITIC, REF = "actor_rollout_ref.actor", "critic", "actor_rollout_ref.ref"
 
 
-def check_megatron(cfg: PPOConfig) -> Iterator[str]:
+def check_megatron(cfg: PPOConfig | SupervisedConfig) -> Iterator[str]:
     """The roles that run on Megatron."""
-    policy = cfg.actor_rollout_ref
+    if isinstance(cfg, SupervisedConfig):
+        if cfg.engine.strategy == "megatron":
+            ranks = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+            yield from _role(cfg, "engine", cfg.engine, "model", cfg.model, ranks)
+        return
+    policy, ranks = cfg.actor_rollout_ref, resolve_pools(cfg).train_ranks
     if policy.actor.strategy == "megatron":
-        yield from _role(cfg, ACTOR, policy.actor, "actor_rollout_ref.model", policy.model)
+        yield from _role(cfg, ACTOR, policy.actor, "actor_rollout_ref.model", policy.model, ranks)
         if cfg.use_reference:
-            yield from _sizes(cfg, f"{REF}.megatron", policy.ref.megatron)
+            yield from _sizes(cfg, f"{REF}.megatron", policy.ref.megatron, ranks)
     if cfg.use_critic and cfg.critic.strategy == "megatron":
-        yield from _role(cfg, CRITIC, cfg.critic, "critic.model", cfg.critic.model)
+        yield from _role(cfg, CRITIC, cfg.critic, "critic.model", cfg.critic.model, ranks)
 
 
-def _role(cfg: PPOConfig, role: str, section: TrainedRoleConfig, model_key: str, model: ModelConfig) -> Iterator[str]:
+def _role(
+    cfg: Section,
+    role: str,
+    section: TrainedRoleConfig | SupervisedEngineConfig,
+    model_key: str,
+    model: ModelConfig,
+    ranks: int,
+) -> Iterator[str]:
     if importlib.util.find_spec("megatron") is None:
         why = f"Megatron-Core is not installed; pip install -e '.[megatron]', or set {role}.strategy=fsdp"
         yield wrong(cfg, f"{role}.strategy", why)
-    yield from _sizes(cfg, f"{role}.megatron", section.megatron)
-    if model.lora_rank and section.megatron.fp8 is not None:
+    yield from _sizes(cfg, f"{role}.megatron", section.megatron, ranks)
+    if model.lora_rank and isinstance(section.megatron, MegatronConfig) and section.megatron.fp8 is not None:
         why = f"adapters are merged into weights, which fp8 would round; set {role}.megatron.fp8=null"
         yield wrong(cfg, f"{model_key}.lora_rank", why)
     if section.ulysses_sequence_parallel_size > 1:
@@ -41,8 +54,7 @@ def _role(cfg: PPOConfig, role: str, section: TrainedRoleConfig, model_key: str,
         yield note(cfg, f"{model_key}.use_remove_padding", "Megatron always packs sequences")
 
 
-def _sizes(cfg: PPOConfig, key: str, section: MegatronRoleConfig) -> Iterator[str]:
-    ranks = resolve_pools(cfg).train_ranks
+def _sizes(cfg: Section, key: str, section: MegatronShardConfig, ranks: int) -> Iterator[str]:
     tensor, stages = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
     context, experts = section.context_parallel_size, section.expert_model_parallel_size
     why = f"x {{}}pipeline {stages} does not divide the {ranks} training processes"

@@ -68,9 +68,9 @@ class Section(BaseModel):
 _link_roots: list[type[Section]] = []
 
 
-def resolve_links_from(root: type[Section]) -> None:
-    """Name the schema that absolute links point into."""
-    _link_roots[:] = [root]
+def resolve_links_from(*roots: type[Section]) -> None:
+    """Name the schemas that absolute links point into."""
+    _link_roots[:] = roots
 
 
 def linked(path: str) -> Any:
@@ -84,7 +84,7 @@ def linked(path: str) -> Any:
 
 def _default_at(path: str, values: dict[str, Any]) -> Any:
     *parents, last = path.split(".")
-    section: Any = _link_roots[0]
+    section: Any = next(root for root in _link_roots if parents[0] in root.model_fields)
     for parent in parents:
         section = section.model_fields[parent].annotation
     return section.model_fields[last].get_default(call_default_factory=True, validated_data=values)

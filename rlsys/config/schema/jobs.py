@@ -10,7 +10,16 @@ from rlsys.config.engines import rollout_backends
 from rlsys.config.schema import types as t
 from rlsys.config.schema.actor import ActorRolloutRefConfig, CriticConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, DistillationConfig, GradingConfig, RewardConfig
-from rlsys.config.schema.base import IF_CRITIC, ActiveIf, Registered, Section, resolve_links_from, section
+from rlsys.config.schema.base import (
+    IF_CRITIC,
+    IF_MEGATRON,
+    ActiveIf,
+    Registered,
+    Section,
+    linked,
+    resolve_links_from,
+    section,
+)
 from rlsys.config.schema.data import (
     DataConfig,
     DPODataConfig,
@@ -19,7 +28,15 @@ from rlsys.config.schema.data import (
     SFTDataConfig,
     SupervisedDataConfig,
 )
-from rlsys.config.schema.model import CheckpointConfig, OptimConfig, PolicyModelConfig, ServedModelConfig, ShardConfig
+from rlsys.config.schema.megatron import MegatronShardConfig
+from rlsys.config.schema.model import (
+    AnyDType,
+    CheckpointConfig,
+    OptimConfig,
+    PolicyModelConfig,
+    ServedModelConfig,
+    ShardConfig,
+)
 from rlsys.config.schema.rollout import GenerationConfig, ValKwargsConfig
 from rlsys.config.schema.trainer import EvalRunConfig, RayKwargsConfig, SupervisedRunConfig, TrainerConfig
 
@@ -60,14 +77,23 @@ class PPOConfig(Section):
         return any(uses)
 
 
-resolve_links_from(PPOConfig)
+class SupervisedMegatronConfig(MegatronShardConfig):
+    """Megatron-Core for SFT, reward models and DPO."""
+
+    dtype: AnyDType = linked("engine.dtype")
+    """dtype of weights and computation; auto is bfloat16 (with float32 master weights) on CUDA, float32 on CPU."""
+    full_determinism: t.Flag = linked("engine.full_determinism")
+    """Use bitwise reproducible CUDA kernels; this applies to the whole process."""
+    seed: t.Seed = linked("engine.seed")
+    """Seed of newly initialized weights (value heads, LoRA)."""
 
 
 class SupervisedEngineConfig(ShardConfig):
-    """FSDP2 for SFT and reward models."""
+    """The training engine of SFT, reward models and DPO."""
 
-    strategy: t.SupervisedStrategy = "fsdp2"
-    """Training engine; fsdp and fsdp2 are both FSDP2."""
+    strategy: t.Strategy = "fsdp2"
+    """Training engine: fsdp and fsdp2 are both FSDP2, megatron is Megatron-Core."""
+    megatron: Annotated[SupervisedMegatronConfig, IF_MEGATRON] = section(SupervisedMegatronConfig)
     ulysses_sequence_parallel_size: t.Count = 1
     """Ranks that one sequence is split over."""
 
@@ -93,6 +119,9 @@ class SupervisedConfig(Section):
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
     nccl_timeout: t.Seconds = 600.0
     """Longest a collective operation may take, in seconds."""
+
+
+resolve_links_from(PPOConfig, SupervisedConfig)
 
 
 class SFTConfig(SupervisedConfig):

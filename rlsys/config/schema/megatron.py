@@ -9,7 +9,7 @@ from rlsys.config.schema.base import Section, linked, open_dict
 from rlsys.config.schema.model import AnyDType
 
 
-class MegatronRoleConfig(Section):
+class MegatronShardConfig(Section):
     """How Megatron shards a model."""
 
     tensor_model_parallel_size: t.Count = 1
@@ -26,18 +26,27 @@ class MegatronRoleConfig(Section):
     """Ranks that each expert's matrices are sharded over; null is tensor_model_parallel_size."""
     sequence_parallel: t.Flag = True
     """Split norms and residuals over the tensor-parallel ranks too."""
-    param_offload: t.Flag = False
-    """Offload parameters to host memory while another role runs."""
     dtype: AnyDType = "auto"
     """dtype of weights and computation; auto is bfloat16 (with float32 master weights) on CUDA, float32 on CPU."""
-    full_determinism: t.Flag = linked("actor_rollout_ref.rollout.full_determinism")
+    seed: t.Seed = 42
+    """Seed of newly initialized weights (value heads, LoRA)."""
+    full_determinism: t.Flag = False
     """Use bitwise reproducible CUDA kernels; this applies to the whole process."""
     override_transformer_config: t.OpenDict = open_dict()
     """More settings of Megatron's TransformerConfig, e.g. {recompute_granularity: selective}."""
 
 
+class MegatronRoleConfig(MegatronShardConfig):
+    """How Megatron shards a model that shares its ranks with other roles."""
+
+    param_offload: t.Flag = False
+    """Offload parameters to host memory while another role runs."""
+    full_determinism: t.Flag = linked("actor_rollout_ref.rollout.full_determinism")
+    """Use bitwise reproducible CUDA kernels; this applies to the whole process."""
+
+
 class MegatronConfig(MegatronRoleConfig):
-    """How Megatron shards and trains a model."""
+    """How Megatron shards and trains a model that shares its ranks with other roles."""
 
     grad_offload: t.Flag = False
     """Offload gradients to host memory while another role runs."""
@@ -45,5 +54,3 @@ class MegatronConfig(MegatronRoleConfig):
     """Offload optimizer state to host memory while another role runs."""
     fp8: Literal["e4m3", "hybrid"] | None = None
     """Compute matrix products in this FP8 format of Transformer Engine."""
-    seed: t.Seed = 42
-    """Seed of newly initialized weights (value heads, LoRA)."""

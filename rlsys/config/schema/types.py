@@ -64,4 +64,3 @@ OpenDict = dict[str, Any]
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Strategy = Annotated[Literal["fsdp", "fsdp2", "megatron"], BeforeValidator(lambda v: "fsdp" if v == "dp" else v)]
-SupervisedStrategy = Literal["fsdp", "fsdp2"]

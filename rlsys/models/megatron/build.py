@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rlsys.config.schema.megatron import MegatronConfig, MegatronRoleConfig
+from rlsys.config.schema.megatron import MegatronConfig, MegatronShardConfig
 from rlsys.models.context import own_among, own_tokens
 from rlsys.models.logprobs import VocabularyPart, token_stats
 from rlsys.models.megatron import shim
@@ -35,7 +35,7 @@ from rlsys.utils.errors import ConfigError
 
 
 def transformer_config(
-    family: Family, hf_config: Mapping[str, Any], megatron: MegatronRoleConfig, *, dtype: torch.dtype, recompute: bool
+    family: Family, hf_config: Mapping[str, Any], megatron: MegatronShardConfig, *, dtype: torch.dtype, recompute: bool
 ) -> TransformerConfig:
     """Megatron's configuration of the model split as `megatron` says; ConfigError for settings it refuses."""
     sizes = ParallelSizes.from_config(megatron)
@@ -111,7 +111,7 @@ def _kernels(*, moe: bool, mla: bool) -> dict[str, Any]:
 def build_chunks(
     family: Family,
     hf_config: Mapping[str, Any],
-    megatron: MegatronRoleConfig,
+    megatron: MegatronShardConfig,
     *,
     dtype: torch.dtype,
     recompute: bool = False,

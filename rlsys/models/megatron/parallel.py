@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
-from rlsys.config.schema.megatron import MegatronRoleConfig
+from rlsys.config.schema.megatron import MegatronShardConfig
 from rlsys.utils.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ class ParallelSizes:
     last_layers: int | None = None
 
     @classmethod
-    def from_config(cls, megatron: MegatronRoleConfig) -> Self:
+    def from_config(cls, megatron: MegatronShardConfig) -> Self:
         """The sizes of a role's `megatron` section."""
         overrides = megatron.override_transformer_config
         return cls(

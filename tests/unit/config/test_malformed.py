@@ -187,7 +187,7 @@ CHOICES = [
     bad("data.truncation=rigt", "data.truncation = rigt", "error, left, right, middle", "set data.truncation=right"),
     bad("data.bad_rows=ignore", "data.bad_rows", "refuse, skip"),
     bad(f"{A}.strategy=deepspeed", f"{A}.strategy", "fsdp, fsdp2, megatron"),
-    bad("engine.strategy=megatron", "engine.strategy", "set fsdp", schema=SFTConfig),
+    bad("engine.strategy=deepspeed", "engine.strategy", "fsdp, fsdp2, megatron", schema=SFTConfig),
     bad(f"{A}.megatron.fp8=e5m2", f"{A}.megatron.fp8", "e4m3, hybrid"),
     bad(f"{R}.name=trtllm", f"{R}.name = trtllm", "hf"),
     bad(f"{R}.name=hff", f"{R}.name", f"set {R}.name=hf"),
@@ -452,6 +452,17 @@ RUNS = [
         "divisor of 3",
     ),
     bad("trainer.allocation_mode=hf:d2+archon:d2", "trainer.allocation_mode", "unknown engine 'archon'", "fsdp"),
+    *(
+        bad(["engine=megatron", "trainer.n_gpus_per_node=2", *argv], *says, schema=SFTConfig)
+        for argv, says in [
+            (["engine.tensor_model_parallel_size=3"], ("engine.megatron.tensor_model_parallel_size = 3", "2 training")),
+            (["engine.ulysses_sequence_parallel_size=2"], ("ulysses_sequence_parallel_size", "context_parallel_size")),
+            (
+                ["engine.context_parallel_size=2", "data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=500"],
+                ("data.max_token_len_per_gpu = 500", "=512"),
+            ),
+        ]
+    ),
     *(
         bad(["model_engine=megatron", "trainer.n_gpus_per_node=2", *argv], *says)
         for argv, says in [
