@@ -28,7 +28,7 @@ from rlsys.config.schema.data import (
     SFTDataConfig,
     SupervisedDataConfig,
 )
-from rlsys.config.schema.megatron import MegatronShardConfig
+from rlsys.config.schema.megatron import MegatronTrainConfig
 from rlsys.config.schema.model import (
     AnyDType,
     CheckpointConfig,
@@ -77,7 +77,7 @@ class PPOConfig(Section):
         return any(uses)
 
 
-class SupervisedMegatronConfig(MegatronShardConfig):
+class SupervisedMegatronConfig(MegatronTrainConfig):
     """Megatron-Core for SFT, reward models and DPO."""
 
     dtype: AnyDType = linked("engine.dtype")

@@ -28,12 +28,17 @@ class MegatronShardConfig(Section):
     """Split norms and residuals over the tensor-parallel ranks too."""
     dtype: AnyDType = "auto"
     """dtype of weights and computation; auto is bfloat16 (with float32 master weights) on CUDA, float32 on CPU."""
-    seed: t.Seed = 42
-    """Seed of newly initialized weights (value heads, LoRA)."""
     full_determinism: t.Flag = False
     """Use bitwise reproducible CUDA kernels; this applies to the whole process."""
     override_transformer_config: t.OpenDict = open_dict()
     """More settings of Megatron's TransformerConfig, e.g. {recompute_granularity: selective}."""
+
+
+class MegatronTrainConfig(MegatronShardConfig):
+    """How Megatron shards and trains a model."""
+
+    seed: t.Seed = 42
+    """Seed of newly initialized weights (value heads, LoRA)."""
 
 
 class MegatronRoleConfig(MegatronShardConfig):
@@ -45,7 +50,7 @@ class MegatronRoleConfig(MegatronShardConfig):
     """Use bitwise reproducible CUDA kernels; this applies to the whole process."""
 
 
-class MegatronConfig(MegatronRoleConfig):
+class MegatronConfig(MegatronTrainConfig, MegatronRoleConfig):
     """How Megatron shards and trains a model that shares its ranks with other roles."""
 
     grad_offload: t.Flag = False

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlsys.config.schema.megatron import MegatronConfig, MegatronShardConfig
+from rlsys.config.schema.megatron import MegatronConfig, MegatronShardConfig, MegatronTrainConfig
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig
 from rlsys.models import lora
 from rlsys.models.megatron import shim  # noqa: F401
@@ -69,7 +69,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         )
         family.check(hf_config, ranks.place)
         self.fp8 = megatron.fp8 if isinstance(megatron, MegatronConfig) else None
-        seed = megatron.seed
+        seed = megatron.seed if isinstance(megatron, MegatronTrainConfig) else 0
         settings = lora.lora_settings(model, seed=seed) if optim is not None else None
         if settings is not None and self.fp8 is not None:
             raise ConfigError("adapters are merged into weights that fp8 would round: remove fp8, or set lora_rank=0")
