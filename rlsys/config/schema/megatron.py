@@ -50,7 +50,7 @@ class MegatronRoleConfig(MegatronShardConfig):
     """Use bitwise reproducible CUDA kernels; this applies to the whole process."""
 
 
-class MegatronConfig(MegatronTrainConfig, MegatronRoleConfig):
+class MegatronConfig(MegatronRoleConfig, MegatronTrainConfig):
     """How Megatron shards and trains a model that shares its ranks with other roles."""
 
     grad_offload: t.Flag = False
