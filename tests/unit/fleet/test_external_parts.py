@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlsys.config import load_config
 from rlsys.fleet.external.backends import BadResponseError, SGLangBackend, VLLMBackend, check
 from rlsys.fleet.external.settings import server_urls
 from rlsys.utils.errors import ConfigError
 
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
 ADDRESSES = {
     "http://h:8000/v1": ("http://h:8000",),
     "h:1, https://g:2/": ("http://h:1", "https://g:2"),
@@ -100,3 +108,43 @@ def test_any_json_is_a_delta_or_a_bad_answer(event: object, seen: int) -> None:
             except BadResponseError:
                 continue
             assert all(type(token) is int for token in delta.tokens)
+
+
+def test_the_compose_file_starts_our_script_and_a_job_that_finds_the_server(tmp_path: Path) -> None:
+    values = {"MODEL": str(tmp_path), "TRAIN": str(tmp_path / "train.jsonl")}
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "train.jsonl").write_text('{"prompt": "1"}')
+    text = (SCRIPTS / "compose.external.yaml").read_text()
+    filled = re.sub(r"\$\{(\w+):[?-]([^}]*)\}", lambda match: values.get(match[1], match[2]), text)
+    server, trainer = (yaml.safe_load(filled)["services"][name] for name in ("vllm", "trainer"))
+    shell, script, model = server["entrypoint"]
+    assert (shell, script, model) == ("bash", "/scripts/run_vllm_base.sh", values["MODEL"])
+    assert ".:/scripts:ro" in server["volumes"]
+    subprocess.run([shell, "-n", SCRIPTS / Path(script).name], check=True)
+    python, dash_m, module, *overrides = trainer["command"]
+    assert (python, dash_m, module) == ("python", "-m", "trainer.main_ppo")
+    rollout = load_config(overrides).actor_rollout_ref.rollout
+    assert rollout.name == "vllm_remote"
+    assert server_urls("vllm", (), trainer["environment"]) == ("http://127.0.0.1:8000",)
+    assert server["healthcheck"]["test"][-1] == "http://127.0.0.1:8000/health"
+    assert {v.partition(":")[2] for v in server["volumes"]} >= {rollout.servers.weights_dir}
+
+
+def test_run_scripts_are_open_to_others_only_with_a_token(tmp_path: Path) -> None:
+    shown = tmp_path / "python"
+    shown.write_text('#!/bin/sh\necho "$VLLM_SERVER_DEV_MODE $*"\n')
+    shown.chmod(0o755)
+
+    def run(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        env = {"PATH": os.environ["PATH"], "PYTHON": str(shown), **environment}
+        return subprocess.run([SCRIPTS / script, "m"], env=env, capture_output=True, text=True)
+
+    everywhere, token = {"HOST": "0.0.0.0"}, {"RLSYS_SERVER_TOKEN": "secret"}
+    for script in ("run_sglang.sh", "run_vllm_base.sh", "run_vllm_training.sh"):
+        assert "set RLSYS_SERVER_TOKEN" in run(script, **everywhere).stderr
+        assert "secret" not in run(script, **everywhere, **token).stdout
+    assert run("run_vllm_base.sh").stdout.startswith("1 ")
+    assert not run("run_vllm_base.sh", **everywhere, **token).stdout.startswith("1")
+    guarded = run("run_vllm_base.sh", **everywhere, **token, PROCESS_GROUP="1").stdout
+    assert guarded.startswith("1 ")
+    assert "--middleware rlsys.rollout.vllm.server.RequireToken" in guarded
