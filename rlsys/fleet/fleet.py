@@ -38,6 +38,8 @@ from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
 log = logging.getLogger(__name__)
 
 MAX_SESSIONS = 100_000
+EXCHANGED_S = 1.0
+"""A replica that answered an exchange in these seconds is healthy."""
 COUNTS = ("failures", "retries", "restarts", "refused_versions", "continued")
 
 
@@ -193,7 +195,11 @@ class RolloutFleet:
             self._end_all("failed", RolloutError(f"the fleet's thread of {entry.replica.name} failed: {error!r}"))
 
     def _exchange(self, entry: ReplicaState) -> bool:
-        """Wait for work and exchange with the replica once; False when the fleet is closed."""
+        """Wait for work and exchange with the replica once; False when the fleet is closed.
+
+        The pause between two exchanges is made here, where a push does not wait for it, and not in the engine; but a
+        fixed batch is waited for by the caller, whom the engine tells at once that it has ended.
+        """
         with self._change:
             entry.idle_from_s = None if entry.load else time.monotonic()
             self._change.wait_for(lambda: self._closed or self._has_work(entry))
@@ -203,13 +209,12 @@ class RolloutFleet:
                 return False
             new, cancel = self._hand_in(entry), entry.cancelled
             entry.cancelled, entry.is_exchanging = set(), True
+            ends_soon = any(batch.fixed for _, batch in entry.running.values())
         problem, deltas = None, []
         try:
-            deltas = entry.replica.exchange(
-                new, cancel=cancel, wait_s=EXCHANGE_WAIT_S, deadline_s=self.deadlines.exchange_s
-            )
-            if not deltas:  # an engine that lost its requests answers at once, and is silent until its deadline
-                time.sleep(EXCHANGE_WAIT_S / 2)
+            wait_s = EXCHANGE_WAIT_S if ends_soon else 0.0
+            deltas = entry.replica.exchange(new, cancel=cancel, wait_s=wait_s, deadline_s=self.deadlines.exchange_s)
+            entry.exchanged_s = time.monotonic()
         except Exception as error:
             problem = error
         with self._change:
@@ -222,6 +227,9 @@ class RolloutFleet:
         self._announce()
         if problem is not None:
             self._recover(entry, problem)
+        elif not (ends_soon and deltas):
+            with self._change:
+                self._change.wait_for(lambda: self._closed or entry.placed or entry.cancelled, EXCHANGE_WAIT_S / 2)
         return True
 
     def _has_work(self, entry: ReplicaState) -> bool:
@@ -401,10 +409,10 @@ class RolloutFleet:
         return f"all {len(self._replicas)} replicas failed after {self.max_restarts} restarts each"
 
     def check_health(self) -> None:
-        """Check the health of every serving replica; one that fails is restarted."""
+        """Check the health of serving replicas that have not answered just now; one that fails is restarted."""
         for entry in self._replicas:
             try:
-                if entry.state == "ready":
+                if entry.state == "ready" and time.monotonic() - entry.exchanged_s > EXCHANGED_S:
                     entry.replica.health(self.deadlines.health_s)
             except Exception as error:
                 with self._change:

@@ -54,6 +54,7 @@ class ReplicaState:
     cancelled: set[str] = field(default_factory=set)
     is_exchanging: bool = False
     heard_s: float = 0.0
+    exchanged_s: float = float("-inf")
     idle_s: float = 0.0
     idle_from_s: float | None = None
 

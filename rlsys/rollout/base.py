@@ -252,17 +252,23 @@ class BaseRolloutEngine(ABC):
                 self._report_at_s = 0.0
                 self._change.notify_all()
 
-    def _report(self) -> None:
-        """Deliver what was sampled since the last report; a request whose end was sampled waits for `_end`."""
+    def _report(self, *, stops: bool = False) -> None:
+        """Deliver what was sampled since the last report.
+
+        A request whose end was sampled waits for `_end`, but for where the engine `stops` for new weights.
+        """
         running, deltas = list(self._running.values()), []
         samples = self._take_samples([one.number for one in running], [one.num_delivered for one in running])
         for one, sequence in zip(running, sampled_sequences(*samples), strict=True):
             sampled, end = until_end(sequence, one)
-            sampled = sampled.part(0, len(sampled.tokens) - (end is not None))
+            if end is not None and not stops:
+                sampled, end = sampled.part(0, len(sampled.tokens) - 1), None
             one.num_delivered += len(sampled.tokens)
             if sampled.tokens:
-                deltas.append(self._delta(one, sampled, None))
+                deltas.append(self._delta(one, sampled, end))
         self._deliver(deltas, reports=True)
+        for one in running:
+            one.is_cancelled |= one.rid not in self._running
 
     def _end(self, ended: Sequence[RunningRequest], tokens: Sequence[Sequence[int]] | None = None) -> None:
         """Deliver the rest of requests that have ended, or are given back where the engine stops.

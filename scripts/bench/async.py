@@ -10,7 +10,7 @@ by each answer's sampling seed, so every schedule completes the same answers to 
 --ks, `reproducible` at the largest two, and a schedule that trains on whatever finishes first and admits prompts by
 AReaL's formula, (k + version + 1) batches less those that have started; --kinds chooses among the last three. Printed
 are tokens per second of --steps steps in which the window neither fills nor runs empty, their ratio to synchronous,
-mean and largest age, and idle shares.
+mean and largest age, idle shares, and the seconds of a push with their share of a step.
 """
 
 from __future__ import annotations
@@ -116,8 +116,9 @@ def measure(args: argparse.Namespace, kind: str, k: int, more: list[str]) -> dic
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines = lines[k + 2 :][: args.steps]  # without answers that waited since the first step, nor the end of the prompts
     seconds = sum(line["perf/time_per_step"] for line in lines)
-    means = ("training/staleness", "perf/trainer_idle", "perf/rollout_idle")
+    means = ("training/staleness", "perf/trainer_idle", "perf/rollout_idle", "timing_s/update_weights")
     return {
+        "push_share": sum(line["timing_s/update_weights"] for line in lines) / seconds,
         "tokens_per_s": sum(line["perf/total_num_tokens"] for line in lines) / seconds,
         "max_age": max(line.get("training/staleness_max", 0.0) for line in lines),
         **{name.rpartition("/")[2]: sum(line.get(name, 0.0) for line in lines) / len(lines) for name in means},
@@ -152,12 +153,16 @@ def main() -> int:
     of_kind = {"free": args.ks, "repeat": args.ks[-2:], "first": args.ks}
     runs = [("free", 0), *((kind, k) for kind in args.kinds for k in of_kind[kind])]
     results: dict[str, dict[str, float]] = {}
-    print("run          tokens/s   ratio   age mean   max   trainer idle   rollout idle")
+    print("run          tokens/s   ratio   age mean   max   trainer idle   rollout idle   push in s   share")
     for kind, k in runs:
         one = results[f"{kind} {k}"] = measure(args, kind, k, more)
         one["ratio"] = one["tokens_per_s"] / results["free 0"]["tokens_per_s"]
         shown = f"{one['tokens_per_s']:8.0f}   {one['ratio']:5.2f}   {one['staleness']:8.2f}   {one['max_age']:3.0f}"
-        print(f"{kind:>6} k={k}   {shown}   {one['trainer_idle']:12.2f}   {one['rollout_idle']:12.2f}", flush=True)
+        push = f"{one['update_weights']:9.4f}   {one['push_share']:5.3f}"
+        print(
+            f"{kind:>6} k={k}   {shown}   {one['trainer_idle']:12.2f}   {one['rollout_idle']:12.2f}   {push}",
+            flush=True,
+        )
     (args.out / "async.json").write_text(json.dumps(results, indent=1))
     return 0
 

@@ -55,7 +55,7 @@ def sglang_bench() -> Bench:
     folder = Path(tempfile.mkdtemp(prefix="rlsys-sglang-"))
     reference.save_pretrained(folder)
     engine = SGLangRollout(folder, GenerationConfig(seed=11, max_num_seqs=32))
-    return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach(), frozenset({"tensors", "on_update=keep"}))
+    return Bench(engine, lambda ids: reference(ids[None]).logits[0].detach(), frozenset({"tensors"}))
 
 
 class OneServer:

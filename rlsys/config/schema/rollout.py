@@ -102,7 +102,7 @@ class GenerationConfig(Section):
     max_num_batched_tokens: t.Count = 8192
     """Largest number of prompt tokens prefilled together."""
     on_update: Literal["keep", "recompute"] = "keep"
-    """What happens to the KV cache of unfinished answers when new weights arrive: vLLM can keep it; other engines and
+    """What happens to the KV cache of unfinished answers when new weights arrive: vLLM and SGLang can keep it; hf and
     external servers compute it again in any case."""
     max_model_len: t.Count | None = None
     """Longest prompt and response together; null is as many as the model has positions."""

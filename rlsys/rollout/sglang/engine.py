@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, Future, wait
 from dataclasses import replace
 from functools import partial
@@ -92,6 +92,7 @@ class SGLangRollout(BaseRolloutEngine):
         callbacks = {"begin_update": self.begin_update, "finish_update": super().finish_update}
         peer = f"SGLang's scheduler of rollout rank {context.rank}"
         self.remote = RpcClient(socket, peer, callbacks, error=RolloutError)
+        self._pending: dict[Pending, RunningRequest] = {}
         self._check_cache_size()
 
     @property
@@ -110,7 +111,9 @@ class SGLangRollout(BaseRolloutEngine):
         return super().exchange(new, wait_s=wait_s, cancel=cancel) if self.is_leader else []
 
     def _decode(self) -> bool:
-        pending: dict[Pending, RunningRequest] = {}
+        pending, manager = self._pending, self._engine_thread.engine.tokenizer_manager
+        if pending:
+            self._control(manager.continue_generation, "ContinueGenerationReqInput", torch_empty_cache=False)
         stop_by_s = 0.0
         try:
             while True:
@@ -125,31 +128,42 @@ class SGLangRollout(BaseRolloutEngine):
                     self._abort(request_id(SampleSpec.of(one)))
                 if not pending:
                     return stop
+                if stop and self.config.on_update == "keep" and not self._num_halts:
+                    self._control(manager.pause_generation, "PauseGenerationReqInput", mode="in_place")
+                    return True
                 if stop:
                     stop_by_s = stop_by_s or time.monotonic() + STEP_WAIT_S
                     self._abort_all(stop_by_s)
                 done, _ = wait(pending, timeout=POLL_S, return_when=ALL_COMPLETED)
                 self.remote.check_alive()
                 if done:
-                    self._end(
-                        [pending.pop(future) for future in done], [future.result()["output_ids"] for future in done]
-                    )
+                    tokens = [future.result()["output_ids"] for future in done]
+                    self._end([pending.pop(future) for future in done], tokens)
                 if self._report_due():
                     self._report()
-        finally:
-            if pending:
-                self._abort_all(time.monotonic() + STEP_WAIT_S)
+        except BaseException:
+            self._abort_all(time.monotonic() + STEP_WAIT_S)
+            pending.clear()
+            raise
 
     def _submit(self, ids: Sequence[int], spec: SampleSpec, *, max_tokens: int = 1, score_from: int = -1) -> Pending:
-        """Submit a request to SGLang, which takes the tokens that we sample; log-probabilities from `score_from` on."""
+        """Submit a request to SGLang, which takes the tokens that we sample; log-probabilities from `score_from` on.
+
+        Only requests of one weight version share the cache of their prompts.
+        """
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
         params: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": max_tokens}
         params |= {"stop_token_ids": list(spec.stop_ids)} if spec.stop_ids else {"ignore_eos": True}
-        scored = {"return_logprob": True, "logprob_start_len": score_from} if score_from >= 0 else {}
-        return self._engine_thread.submit(
-            self._engine_thread.engine.async_generate(
-                input_ids=list(ids), sampling_params=params, rid=request_id(spec), **scored
-            )
+        scored: dict[str, Any] = {"return_logprob": True, "logprob_start_len": score_from} if score_from >= 0 else {}
+        request = GenerateReqInput(
+            input_ids=list(ids), sampling_params=params, rid=request_id(spec), extra_key=str(self.version), **scored
         )
+
+        async def answer() -> Mapping[str, Any]:
+            return await anext(self._engine_thread.engine.tokenizer_manager.generate_request(request, None))
+
+        return self._engine_thread.submit(answer())
 
     def _abort_all(self, stop_by_s: float) -> None:
         """Repeated at every poll, since a request may still be on its way to the scheduler."""
@@ -195,24 +209,38 @@ class SGLangRollout(BaseRolloutEngine):
             self.remote.check_alive()
 
     def begin_update(self) -> None:
-        """Abort running requests, clear the cache of the old weights, and wait until no rank computes."""
+        """Stop SGLang and wait until no rank computes.
+
+        Running requests are kept in place with their cache, or aborted and the cache of the old weights cleared.
+        """
         self.check_weights_awake()
         super().begin_update()
-        if self.is_leader:
+        if self.is_leader and not self._pending:
             end_s = time.monotonic() + STEP_WAIT_S
             while not self._flush():
                 if time.monotonic() > end_s:
                     raise WeightTransferError(f"SGLang did not become idle within {STEP_WAIT_S:g} s")
                 time.sleep(POLL_S)
         self.remote.call("wait_idle", deadline_s=CALL_WAIT_S)
+        self._report(stops=True)
 
     def _flush(self) -> bool:
         manager = self._engine_thread.engine.tokenizer_manager
         return self._engine_thread.wait(manager.flush_cache(), "flush_cache", STEP_WAIT_S).success
 
+    def _unpark(self) -> None:
+        """The next exchange continues, when the other ranks of the replica have been updated too."""
+        self._parked = self._stopped()
+
     def finish_update(self, version: int) -> None:
         self.remote.call("finish", deadline_s=CALL_WAIT_S)
         super().finish_update(version)
+
+    def _control(self, method: Callable[[Any], Coroutine[Any, Any, Any]], request: str, **fields: Any) -> None:
+        """Send a request of SGLang's own to its scheduler."""
+        from sglang.srt.managers import io_struct
+
+        self._engine_thread.wait(method(getattr(io_struct, request)(**fields)), request, CALL_WAIT_S)
 
     def weight_layout(self) -> WeightLayout:
         raise WeightTransferError("SGLang's parameters are in its scheduler process; call weight_layout there")
@@ -228,14 +256,11 @@ class SGLangRollout(BaseRolloutEngine):
         due = [tag for tag in SLEEP_TAGS if tag in tags and (tag in self._asleep) != asleep]
         if not self.is_leader or not due:
             return
-        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput, ResumeMemoryOccupationReqInput
-
         manager = self._engine_thread.engine.tokenizer_manager
         if asleep:
-            move = manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=due))
+            self._control(manager.release_memory_occupation, "ReleaseMemoryOccupationReqInput", tags=due)
         else:
-            move = manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=due))
-        self._engine_thread.wait(move, "sleep" if asleep else "wake", CALL_WAIT_S)
+            self._control(manager.resume_memory_occupation, "ResumeMemoryOccupationReqInput", tags=due)
 
     def _free(self) -> None:
         self.remote.close()

@@ -56,7 +56,7 @@ class SchedulerEngine:
         self.weights = EngineWeights(*hf_tensors(settings.path, dtype=settings.dtype), lambda: self.model)
         self.sampler = SchedulerSampler(settings.seed, self.device, logged=settings.is_leader)
         self.temperature = 1.0
-        self.num_flushes = self._num_seen_flushes = 0
+        self.num_stops = self._num_seen_stops = 0
         methods = {
             "take_samples": self.sampler.take,
             "score_at": self._score_at,
@@ -87,18 +87,23 @@ class SchedulerEngine:
         self.server.call_back("finish_update", version)
 
     def wait_idle(self) -> None:
-        """Wait until no batch runs and none will follow, which the first rank signals by clearing the cache."""
+        """Wait until no batch runs and none will follow, as the first rank pauses SGLang or has cleared the cache."""
         end_s = time.monotonic() + IDLE_WAIT_S
-        while self.num_flushes == self._num_seen_flushes or not self._scheduler.is_fully_idle():
+        while self.num_stops == self._num_seen_stops or not (self._is_paused or self._scheduler.is_fully_idle()):
             if time.monotonic() > end_s:
                 raise WeightTransferError(
                     f"the first rank of this replica did not stop SGLang within {IDLE_WAIT_S:g} s"
                 )
             time.sleep(0.005)
-        self._num_seen_flushes = self.num_flushes
-        self.sampler.clear()
+        self._num_seen_stops = self.num_stops
+        if not self._is_paused:
+            self.sampler.clear()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    @property
+    def _is_paused(self) -> bool:
+        return self._scheduler._engine_paused
 
     def _finish(self) -> None:
         """Have the model recompute what it derives from its parameters."""
@@ -138,7 +143,7 @@ def _exit_with(parent: int) -> None:
 
 def _hook_scheduler(scheduler_cls: Any, engines: list[SchedulerEngine], settings: SchedulerSettings) -> None:
     """Start the RpcServer before the event loop; on an error exit without SGLang's signal to the worker."""
-    begin, run, flush = scheduler_cls.__init__, scheduler_cls.run_event_loop, scheduler_cls.flush_cache
+    begin, run = scheduler_cls.__init__, scheduler_cls.run_event_loop
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         _or_exit(lambda: begin(self, *args, **kwargs))
@@ -151,17 +156,18 @@ def _hook_scheduler(scheduler_cls: Any, engines: list[SchedulerEngine], settings
 
         _or_exit(loop)
 
-    def flush_cache(self: Any, *args: Any, **kwargs: Any) -> Any:
-        done = flush(self, *args, **kwargs)
-        if engines:
-            engines[0].num_flushes += bool(done)
-        return done
+    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def stop(self: Any, *args: Any, **kwargs: Any) -> Any:
+            done = method(self, *args, **kwargs)
+            if engines:
+                engines[0].num_stops += done is not False
+            return done
 
-    scheduler_cls.__init__, scheduler_cls.run_event_loop, scheduler_cls.flush_cache = (
-        __init__,
-        run_event_loop,
-        flush_cache,
-    )
+        return stop
+
+    scheduler_cls.__init__, scheduler_cls.run_event_loop = __init__, run_event_loop
+    scheduler_cls.flush_cache = counted(scheduler_cls.flush_cache)
+    scheduler_cls.pause_generation = counted(scheduler_cls.pause_generation)
 
 
 def _or_exit(action: Callable[[], None]) -> None:

@@ -104,7 +104,7 @@ class VLLMRollout(BaseRolloutEngine):
         if self.device != "cpu":
             torch.cuda.synchronize()  # a step may have been started ahead
         if self.config.on_update == "keep":
-            return self._report()
+            return self._report(stops=True)
         running = list(self._running.values())
         self._end(running)
         self._abort(running)
@@ -120,6 +120,7 @@ class VLLMRollout(BaseRolloutEngine):
         if ended := {int(output.request_id): output.outputs[0].token_ids for output in outputs if output.finished}:
             requests = {one.number: one for one in self._running.values() if one.number in ended}
             self._end(list(requests.values()), [ended[number] for number in requests])
+            self._take_samples([number for number in ended if number not in requests])  # delivered before a stop
 
     def _take_samples(self, numbers: list[int], starts: list[int] | None = None) -> tuple[np.ndarray, np.ndarray]:
         return self._rpc("rlsys_take_samples", numbers, starts)
@@ -179,7 +180,6 @@ class VLLMRollout(BaseRolloutEngine):
             for output in outputs:
                 if output.request_id in rows:
                     row = rows.pop(output.request_id)
-                    self._take_samples([int(output.request_id)])
                     ids = sequences[row]
                     last = range(len(ids) - lengths[row], len(ids))
                     yield row, [output.prompt_logprobs[at][ids[at]].logprob for at in last]
