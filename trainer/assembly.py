@@ -35,6 +35,7 @@ from trainer.reporting import Reporter
 from trainer.residency import Moves, Residency, Resident
 from trainer.rewards import reward_pool
 from trainer.source import GroupFilter, Prompts, RolloutSource
+from trainer.staleness import StalenessAdvisor
 from trainer.steps import Steps
 from trainer.weight_push import WeightPush, connect_servers, connect_weights, drops_weights_on_sleep
 from trainer.window import PromptWindow
@@ -60,6 +61,7 @@ class TrainerParts:
     weights: WeightPush
     validation: Validation | None
     parity: ParityProbe
+    advisor: StalenessAdvisor | None
     close: Callable[[], None]
 
     @property
@@ -124,6 +126,7 @@ def assemble(
             weights,
             validation,
             parity,
+            None if pools.colocated else StalenessAdvisor(cfg, fleet),
             stack.pop_all().close,
         )
 

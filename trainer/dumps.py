@@ -22,6 +22,7 @@ SHOWN_VALUES = {
     "log_probs": "old_log_probs",
     "rollout_log_probs": "rollout_log_probs",
     "advantages": "advantages",
+    "weight_versions": "weight_versions",
     "turn_ids": "turn_ids",
 }
 T = TypeVar("T")
@@ -70,6 +71,8 @@ def dump(
 
     tokens = of_tokens("responses")
     shown = {name: of_tokens(key) for name, key in SHOWN_VALUES.items() if key in set(rows.keys())}
+    if "weight_versions" in shown and len(rows["weight_versions"].unique()) < 3:  # one version, and -1 where none is
+        del shown["weight_versions"]
     return dump_rollouts(
         folder,
         step=step,

@@ -6,6 +6,7 @@ fleet retries, telemetry reports, `loop` saves and resumes. A notebook builds th
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +32,7 @@ from trainer.groups import Role, WorkerGroups, stage_deadlines, start_groups
 from trainer.loop import CheckpointedLoop
 from trainer.parity import ParityReport
 from trainer.prompts import num_steps
+from trainer.repeatable import check_repeatable
 from trainer.reporting import Reporter
 from trainer.residency import Resident
 from trainer.run_folder import run_folder
@@ -130,6 +132,8 @@ class RayPPOTrainer(CheckpointedLoop):
         with self.session():
             self.resume()
             self.push_weights()
+            if run.reproducible:
+                check_repeatable(self.parts.weights.fleet, len(self.inputs.tokenizer))
             if self.cfg.actor_rollout_ref.rollout.parity.freq >= 0:
                 self.parity_probe(record=self.global_step == 0)
             if (run.val_before_train and self.global_step == 0) or run.val_only:
@@ -147,7 +151,7 @@ class RayPPOTrainer(CheckpointedLoop):
     def step(self, batch: DataProto) -> DataProto:
         """Train on one batch and push the new weights; returns the batch with everything computed on it."""
         self.global_step += 1
-        steps = self.parts.steps
+        start_s, steps = time.monotonic(), self.parts.steps
         batch = steps.balance(batch, self.global_step)
         batch = steps.old_log_probs(batch)
         batch = steps.reference_log_probs(batch)
@@ -162,6 +166,9 @@ class RayPPOTrainer(CheckpointedLoop):
         if self.due(self.cfg.actor_rollout_ref.rollout.parity.freq) and self.weight_version == self.global_step:
             self.parity_probe()
         self.reporter.batch_metrics(batch)
+        if self.parts.advisor is not None:
+            advise = partial(self.parts.advisor.add, batch, time.monotonic() - start_s)
+            self.reporter.best_effort("staleness.txt", advise)
         if isinstance(self.inputs.train_dataset, PromptDataset):
             self.reporter.add(self.inputs.train_dataset.metrics())
         if self.due(self.cfg.trainer.rollout_data_freq):

@@ -81,6 +81,7 @@ class RolloutFleet:
         self._sessions: dict[str, ReplicaState] = {}
         self._counts = Counter(dict.fromkeys(COUNTS, 0))
         self._ids = itertools.count()
+        self.pace: dict[int, tuple[float, ...]] = {}
         self._closed = self._is_pushing = False
         self._down_from_s = 0.0
         self._change = threading.Condition()
@@ -198,7 +199,7 @@ class RolloutFleet:
         """Wait for work and exchange with the replica once; False when the fleet is closed.
 
         The pause between two exchanges is made here, where a push does not wait for it, and not in the engine; but a
-        fixed batch is waited for by the caller, whom the engine tells at once that it has ended.
+        fixed batch is waited for by the caller, so there the engine answers as soon as it has ended.
         """
         with self._change:
             entry.idle_from_s = None if entry.load else time.monotonic()
@@ -207,6 +208,7 @@ class RolloutFleet:
             entry.idle_s, entry.idle_from_s = entry.idle_until(time.monotonic()), None
             if self._closed:
                 return False
+            since_s = entry.exchanged_s if entry.running else None
             new, cancel = self._hand_in(entry), entry.cancelled
             entry.cancelled, entry.is_exchanging = set(), True
             ends_soon = any(batch.fixed for _, batch in entry.running.values())
@@ -220,6 +222,8 @@ class RolloutFleet:
         with self._change:
             entry.is_exchanging = False
             problem = problem or self._take(entry, deltas)
+            if since_s is not None:
+                self._measure(deltas, entry.exchanged_s - since_s)
             if problem is not None:
                 entry.cancelled |= cancel
                 self._give_up(entry, problem)
@@ -227,10 +231,17 @@ class RolloutFleet:
         self._announce()
         if problem is not None:
             self._recover(entry, problem)
-        elif not (ends_soon and deltas):
+        elif entry.load and not (ends_soon and deltas):
             with self._change:
                 self._change.wait_for(lambda: self._closed or entry.placed or entry.cancelled, EXCHANGE_WAIT_S / 2)
         return True
+
+    def _measure(self, deltas: Sequence[ResponseDelta], seconds: float) -> None:
+        """Add seconds, decode steps and tokens to those of loads of this size."""
+        if drawn := [len(delta.tokens) for delta in deltas if delta.tokens]:
+            load = self.pace.get(len(drawn).bit_length(), (0.0, 0, 0))
+            new = zip(load, (seconds, max(drawn), sum(drawn)), strict=True)
+            self.pace[len(drawn).bit_length()] = tuple(before + more for before, more in new)
 
     def _has_work(self, entry: ReplicaState) -> bool:
         return entry.state == "ready" and not self._is_pushing and bool(entry.load or entry.cancelled)

@@ -23,7 +23,7 @@ MAX_POINTS = 1000
 MIN_GAP_S = 15.0
 MAX_SHARE = 0.02
 PAGES = ("rollouts/index.html", "validation/index.html")
-FILES = ("timeline.json", "metrics.jsonl", "memory.txt", "config.yaml")
+FILES = ("timeline.json", "metrics.jsonl", "memory.txt", "staleness.txt", "config.yaml")
 
 
 @dataclass

@@ -202,7 +202,7 @@ function teaser(text, length = 36) { const plain = text.trim().replace(/\s+/g, "
 // How a per-token column is coloured: surprise for log-probabilities, both sides of zero, or low to high.
 function scale(data, name) {
   if (name.includes("log_prob")) return { left: "certain", right: "p < 0.7 %", ramp: "warm", colour: v => tint("warm", clamp(-v / 5)) };
-  const values = (texts.get(data.step)?.rows || []).flatMap(row => row.values[name] || []).filter(isNumber).sort((a, b) => a - b);
+  const values = (texts.get(data.step)?.rows || []).flatMap(row => row.values[name] || []).filter(v => isNumber(v) && (v >= 0 || name !== "weight_versions")).sort((a, b) => a - b);
   if (values[0] < 0) {
     const sizes = values.map(Math.abs).sort((a, b) => a - b), top = sizes[Math.floor(.98 * (sizes.length - 1))] || 1;
     return { left: show(-top), right: show(top), ramp: "both", colour: v => tint(v < 0 ? "bad" : "good", clamp(Math.abs(v) / top)) };

@@ -264,6 +264,19 @@ def test_tokens_are_coloured_by_log_prob_or_advantage(page: Browser) -> None:
     )
 
 
+def test_tokens_show_the_weight_version_that_drew_them(browser: Browser, tmp_path: Path) -> None:
+    """Tokens that were not drawn have version -1 and no colour; 3 is the oldest version, 5 the newest."""
+    versions = [[3, 4, 5, -1, 5], [3, 3, 3], [4], []]
+    dump(tmp_path, 1, token_values={"token_ids": [[7] * len(row) for row in versions], "weight_versions": versions})
+    browser.open((tmp_path / "index.html").as_uri())
+    browser.wait_for("typeof texts !== 'undefined' && texts.size && document.querySelectorAll('#output span').length")
+    shades = browser.run("[...document.querySelectorAll('#output span')].map(e => e.style.background)")
+    assert [shades[0], shades[3]] == ["", ""]
+    assert [float(shade.rpartition(",")[2].strip(" )")) for shade in (shades[1], shades[2])] == [0.375, 0.75]
+    browser.run("document.querySelectorAll('#output span')[1].dispatchEvent(new MouseEvent('mouseenter'))")
+    assert browser.run("document.getElementById('token').textContent").endswith("weight versions 4")
+
+
 def test_keys_and_filters_choose_samples(page: Browser) -> None:
     page.press("ArrowLeft")
     page.wait_for("document.getElementById('step').value === '2' && location.hash.includes('step=2')")

@@ -1,0 +1,53 @@
+"""The advice on `trainer.max_staleness` after the first steps of a run whose rollout has processes of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlsys.config import PPOConfig
+from rlsys.fleet.fleet import RolloutFleet
+from rlsys.planning.staleness import MeasuredRun, fitted_pace, staleness_advice
+from rlsys.protocol import DataProto
+from rlsys.telemetry.log import get_logger
+from rlsys.telemetry.page import write_whole
+
+log = get_logger(__name__)
+
+NUM_STEPS = 4
+"""Steps that are measured, but for the first, which builds caches and fills the window."""
+
+
+class StalenessAdvisor:
+    """Measures the first steps, then prints once what each `max_staleness` would give and writes staleness.txt."""
+
+    def __init__(self, cfg: PPOConfig, fleet: RolloutFleet) -> None:
+        self._cfg, self._fleet = cfg, fleet
+        self._groups: list[list[int]] = []
+        self._num_steps, self._train_s = 0, 0.0
+
+    def add(self, batch: DataProto, train_s: float) -> None:
+        """Add a batch that was trained in `train_s`, the push included."""
+        self._num_steps += 1
+        if not 1 < self._num_steps <= NUM_STEPS:
+            return
+        by_group: dict[str, list[int]] = {}
+        lengths = batch.tensors["response_mask"].sum(1).tolist()
+        for uid, length in zip(batch.non_tensor_batch["uid"], lengths, strict=True):
+            by_group.setdefault(uid, []).append(length)
+        self._groups += by_group.values()
+        self._train_s += train_s
+        if self._num_steps == NUM_STEPS and self._fleet.pace:
+            self._advise()
+
+    def _advise(self) -> None:
+        run = MeasuredRun(
+            self._groups,
+            self._cfg.data.train_batch_size,
+            max(1, int(self._fleet.metrics()["rollout/replicas_ready"])),
+            self._cfg.actor_rollout_ref.rollout.max_num_seqs,
+            *fitted_pace(list(self._fleet.pace.values())),
+            self._train_s / max(1, sum(map(sum, self._groups))),
+        )
+        text = staleness_advice(run, self._cfg.trainer.max_staleness)
+        log.info("what max_staleness would give, simulated from the first %d steps:\n%s", NUM_STEPS, text)
+        write_whole(Path(self._cfg.trainer.default_local_dir) / "staleness.txt", f"{text}\n".encode())
