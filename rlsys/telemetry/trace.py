@@ -73,11 +73,6 @@ class Tracer:
     def _add(self, event: Event) -> None:
         tid = threading.get_native_id()
         with self._lock:
-            last = self._events[-1] if self._events else {}
-            is_same = event["name"] in JOINED and (event["name"], tid) == (last.get("name"), last.get("tid"))
-            if is_same and event["ts"] - last["ts"] - last["dur"] < JOIN_WITHIN_US:
-                last["dur"] = event["ts"] + event["dur"] - last["ts"]
-                return
             event["pid"], event["tid"] = self.pid, tid
             if tid not in self._named_threads:
                 self._named_threads.add(tid)
@@ -121,7 +116,7 @@ class Timeline:
         self._file.close()
 
     def _joined(self, events: Iterable[Event], at: int) -> bytes:
-        lines = [json.dumps(plain_json(event), allow_nan=False).encode() for event in events]
+        lines = [json.dumps(plain_json(event), allow_nan=False).encode() for event in joined(events)]
         return (b",\n" if lines and at > len(_OPEN) else b"") + b",\n".join(lines)
 
     def _put(self, content: bytes) -> None:
@@ -130,6 +125,22 @@ class Timeline:
         while left:
             left = left[self._file.write(left) :]
         self._file.truncate()
+
+
+def joined(events: Iterable[Event]) -> list[Event]:
+    """The events, calls of JOINED on one track that follow each other closely as one span."""
+    kept: list[Event] = []
+    last: dict[tuple[Any, ...], Event] = {}
+    for event in events:
+        key = event["name"], event["pid"], event.get("tid")
+        before = last.get(key)
+        if before is not None and event["ts"] - before["ts"] - before["dur"] < JOIN_WITHIN_US:
+            before["dur"] = event["ts"] + event["dur"] - before["ts"]
+            continue
+        if event["ph"] == "X" and event["name"] in JOINED:
+            event = last[key] = dict(event)
+        kept.append(event)
+    return kept
 
 
 def add_arguments(events: Iterable[Event], controller: int, step: int, tokens: Mapping[str, int]) -> None:

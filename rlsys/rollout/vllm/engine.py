@@ -128,7 +128,7 @@ class VLLMRollout(BaseRolloutEngine):
     def _drain(self) -> None:
         """Run the steps that were started ahead; their samples are for requests that have ended."""
         for _ in range(NUM_DRAIN_STEPS):
-            self.engine.step()
+            self._take(self.engine.step())
 
     def _next(self) -> tuple[list[RunningRequest], list[RunningRequest], bool]:
         """What came in, and whether to stop at this step; ranks that serve together follow the first of them."""

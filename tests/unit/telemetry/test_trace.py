@@ -175,6 +175,24 @@ def _span(pid: int, tid: int, name: str, start: int, end: int) -> Event:
     return {"name": name, "ph": "X", "pid": pid, "tid": tid, "ts": start, "dur": end - start}
 
 
+def test_exchanges_that_follow_each_other_closely_are_one_span_on_the_track_of_their_replica(tmp_path: Path) -> None:
+    first = [_span(1, 1, "exchange", at * 25_000, at * 25_000 + 1000) for at in range(10)]
+    push, other = _span(1, 1, "receive_weights", 230_000, 240_000), _span(2, 2, "exchange", 0, 1000)
+    late = _span(1, 1, "exchange", 900_000, 901_000)
+    events = [*first[:9], other, push, first[9], late]
+    with closing(Timeline(tmp_path / "t.json")) as timeline:
+        timeline.add(events[:3], events[3:])
+        timeline.add(events[3:])
+    spans = [(e["pid"], e["name"], e["ts"], e["dur"]) for e in json.loads((tmp_path / "t.json").read_text())]
+    assert [span for span in spans if span[0] == 1] == [
+        (1, "exchange", 0, 51_000),
+        (1, "exchange", 75_000, 151_000),
+        (1, "receive_weights", 230_000, 10_000),
+        (1, "exchange", 900_000, 1000),
+    ]
+    assert spans.count((2, "exchange", 0, 1000)) == 1
+
+
 def test_spans_carry_step_and_tokens_of_their_own_batch() -> None:
     step, gen, update = _span(1, 1, "step", 0, 100), _span(1, 1, "gen", 5, 40), _span(1, 1, "update_actor", 50, 90)
     testing, checked = _span(1, 1, "testing", 110, 150), _span(1, 1, "gen", 115, 140)
