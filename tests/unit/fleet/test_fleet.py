@@ -380,7 +380,7 @@ def test_a_cancelled_request_is_dropped_everywhere() -> None:
 
 def test_unfinished_requests_are_continued_by_another_fleet() -> None:
     """What a checkpoint keeps."""
-    requests = requests_of(5, num_tokens=600)
+    requests = requests_of(5, num_tokens=2000)
     with fleet_of([Scripted("a"), Scripted("b")]) as fleet:
         fleet.submit(requests)
         assert wait_until(lambda: all(len(one.tokens) > 10 for one in fleet.unfinished()))
@@ -388,10 +388,10 @@ def test_unfinished_requests_are_continued_by_another_fleet() -> None:
     fresh = Scripted("c")
     with fleet_of([fresh]) as fleet:
         assert_answered(requests, results(fleet.submit(kept)))
-    assert fresh.num_drawn == sum(one.room for one in kept) < 5 * 600
+    assert fresh.num_drawn == sum(one.room for one in kept) < 5 * 2000
     response = ModelResponse("r0", (7, 0), (1, 2), (-1.0, -1.0), (-1.0, -1.0), (3, 3), Finish.LENGTH)
     again = PartialResponse.of(requests[0], response)
-    assert (again.tokens, again.versions, again.room, again.finish) == ([1, 2], [3, 3], 598, None)
+    assert (again.tokens, again.versions, again.room, again.finish) == ([1, 2], [3, 3], 1998, None)
 
 
 def test_what_waits_for_an_answer_may_call_the_fleet() -> None:
