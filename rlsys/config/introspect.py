@@ -24,12 +24,7 @@ _NAMES = {
     "null": "null",
     "object": "keys and values, e.g. {a: 1}",
 }
-_BOUNDS = {
-    "minimum": "at least",
-    "exclusiveMinimum": "more than",
-    "maximum": "at most",
-    "exclusiveMaximum": "below",
-}
+_BOUNDS = {"minimum": "at least", "exclusiveMinimum": "more than", "maximum": "at most", "exclusiveMaximum": "below"}
 _SHOWN_CHARS = 80
 
 

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from rlsys.config.arguments import Arguments, parse_arguments
 from rlsys.config.checks.all import check
 from rlsys.config.checks.rules import unknown_names, unused_settings
+from rlsys.config.compat.reader import prefixes
 from rlsys.config.derive import DERIVED, derived_settings
 from rlsys.config.introspect import allowed, choices, default_of, leaves, nest, shown
 from rlsys.config.merge import Layers
@@ -129,12 +130,9 @@ def _hint(path: str, value: Any, names: tuple[str, ...]) -> str:
 
 
 def _leaf(location: tuple[int | str, ...], known: dict[str, Any]) -> str:
-    path = ""
-    for part in location:
-        path = f"{path}.{part}" if path else str(part)
-        if path in known:
-            return path
-    return path
+    """The key that a place in the tree belongs to."""
+    place = ".".join(map(str, location))
+    return next((path for path in prefixes(place) if path in known), place)
 
 
 def _listed(problems: Sequence[str]) -> str:

@@ -129,7 +129,9 @@ class Layers:
             self._refuse_or_ignore(path, given)
         elif key and not self._spelled_below(spelling, value):
             self._set_leaf(key, path, given)
-        elif isinstance(value, dict) and value and not self._is_accepted(path, value):
+        elif (
+            isinstance(value, dict) and value and not ((foreign := compat.foreign_key(path)) and foreign.accepts(value))
+        ):
             for name, below in value.items():
                 self._place(f"{spelling}.{name}", below, origin)
         elif path not in self._sections:
@@ -191,11 +193,6 @@ class Layers:
         else:
             self.problems.append(f"{override.text}: {override.key} does not exist")
 
-    def _is_accepted(self, path: str, value: Any) -> bool:
-        """Whether a key of another project may have this value silently."""
-        foreign = self._compat.foreign_key(path)
-        return foreign is not None and foreign.accepts(value)
-
     def _refuse_or_ignore(self, path: str, given: Given) -> None:
         foreign = self._compat.foreign_key(path)
         if foreign is None:
@@ -226,7 +223,7 @@ def _divide(whole: object, *parts: object) -> int:
     return counts[0] // prod(counts[1:])
 
 
-def _of_numbers(formula: Callable[[float, float], float], value: object, of: object) -> float:
+def _of_numbers(formula: Callable[[float, float], float], value: object, of: object) -> Any:
     if isinstance(value, int | float) and isinstance(of, int | float) and of:
         return formula(value, of)
     raise ConfigError(f"{value} with {of}: both must be numbers, the second not 0")

@@ -176,10 +176,9 @@ def _length_words(steps: int | None, epochs: int, batch: int) -> str:
 
 def _worker_words(pools: Pools, trainer: RunConfig) -> str:
     where = {"auto": "GPU where there is one, else CPU", "cpu": "CPU", "cuda": "GPU"}[trainer.device]
-    generate = (
-        " and generate" if pools.colocated else f", {pools.rollout_ranks} generate" if pools.rollout_ranks else ""
-    )
-    generate = ", external servers generate" if pools.external else generate
+    generate = f", {pools.rollout_ranks} generate" if pools.rollout_ranks else ""
+    if pools.colocated or pools.external:
+        generate = " and generate" if pools.colocated else ", external servers generate"
     grade = f", {pools.reward_model_ranks} run the reward model" if pools.reward_model_ranks else ""
     backend = "Ray actors" if trainer.backend == "ray" else "in this process"
     return f"{pools.nodes} x {pools.train_per_node} train{generate}{grade} ({where}; {backend})"

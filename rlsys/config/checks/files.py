@@ -109,7 +109,7 @@ def _model(cfg: Section, key: str, model: ModelFolderConfig, longest: int, lengt
     library = model.external_lib or ""
     if library.endswith(".py") and not Path(library).expanduser().is_file():
         yield wrong(cfg, f"{key}.external_lib", f"file not found{_nearby(Path(library))}; set a module or file")
-    elif library and not library.endswith(".py") and not _importable(library):
+    elif library and not library.endswith(".py") and importlib.util.find_spec(library.split(".")[0] or "?") is None:
         yield wrong(cfg, f"{key}.external_lib", "the module cannot be imported; put it on PYTHONPATH")
     if model.path is None or not Path(model.path).is_dir():
         return
@@ -156,13 +156,6 @@ def model_facts(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return facts if isinstance(facts, dict) else {}
-
-
-def _importable(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module.split(".")[0]) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def _reward(cfg: PPOConfig | EvalConfig) -> Iterator[str]:

@@ -15,10 +15,8 @@ KEY = "actor_rollout_ref.rollout"
 def check_rollout(cfg: PPOConfig | EvalConfig, ranks: int) -> Iterator[str]:
     """Whether the engine on `ranks` processes supports its settings, and notes on settings that it ignores."""
     name = cfg.actor_rollout_ref.rollout.name
-    longest, limit = (
-        cfg.data.max_prompt_length + cfg.data.max_response_length,
-        cfg.actor_rollout_ref.rollout.max_model_len,
-    )
+    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    limit = cfg.actor_rollout_ref.rollout.max_model_len
     if limit is not None and limit < longest:
         why = f"data.max_prompt_length + data.max_response_length is {longest}"
         yield wrong(cfg, f"{KEY}.max_model_len", why, longest)

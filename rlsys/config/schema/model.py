@@ -9,20 +9,12 @@ from pydantic import BeforeValidator, Field, Strict
 from rlsys.config.schema import types as t
 from rlsys.config.schema.base import ActiveIf, Requires, Section, linked, open_dict
 
-_DTYPE_NAMES = {
-    "fp32": "float32",
-    "float": "float32",
-    "torch.float32": "float32",
-    "bf16": "bfloat16",
-    "torch.bfloat16": "bfloat16",
-    "fp16": "float16",
-    "half": "float16",
-    "torch.float16": "float16",
-}
+_SHORT_DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 
 def _dtype(value: object) -> object:
-    return _DTYPE_NAMES.get(value, value) if isinstance(value, str) else value
+    name = value.removeprefix("torch.") if isinstance(value, str) else value
+    return _SHORT_DTYPES.get(name, name) if isinstance(name, str) else name
 
 
 AnyDType = Annotated[t.DType, BeforeValidator(_dtype)]

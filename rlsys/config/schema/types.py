@@ -36,13 +36,7 @@ def _expand(path: str) -> str:
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, BeforeValidator(_text), Field(min_length=1)]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_texts)]
-LocalPath = Annotated[
-    str,
-    BeforeValidator(_text),
-    Field(min_length=1),
-    AfterValidator(_expand),
-    WithJsonSchema({"type": "string", "format": "path"}),
-]
+LocalPath = Annotated[Text, AfterValidator(_expand), WithJsonSchema({"type": "string", "format": "path"})]
 LocalPaths = Annotated[tuple[LocalPath, ...], BeforeValidator(_texts)]
 Number = Annotated[float, Strict()]
 Count = Annotated[int, Strict(), Field(ge=1, le=MAX_COUNT)]

@@ -556,6 +556,7 @@ SCHEMA_OF = {
 }
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", preset_names())
 def test_every_preset_loads(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     schema = SCHEMA_OF.get(name, PPOConfig)
