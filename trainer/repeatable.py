@@ -8,13 +8,13 @@ from rlsys.fleet.fleet import RolloutFleet
 from rlsys.types import ModelRequest, SamplingParams
 from rlsys.utils.errors import ConfigError
 
-NUM_TOKENS = 8
+NUM_ROWS, NUM_TOKENS = 16, 8
 MAX_PROMPT_TOKENS = 16
 
 
 def check_repeatable(fleet: RolloutFleet, vocab_size: int) -> None:
     """Complete one fixed batch twice on every replica; ConfigError unless tokens and log-probs are the same bits."""
-    random, num_rows = Random(0), fleet.chunk_rows or 1
+    random, num_rows = Random(0), min(NUM_ROWS, fleet.chunk_rows or 1)
     rows = [
         ModelRequest(
             tuple(random.randrange(vocab_size) for _ in range(random.randint(1, MAX_PROMPT_TOKENS))),
@@ -22,12 +22,13 @@ def check_repeatable(fleet: RolloutFleet, vocab_size: int) -> None:
         )
         for row in range(num_rows)
     ]
-    copies = 2 * int(fleet.metrics()["rollout/replicas_ready"])
-    bits = [(one.output_tokens, one.output_logprobs) for one in fleet.generate(rows * copies)]
-    different = sum(one != bits[at % num_rows] for at, one in enumerate(bits))
-    if different:
+    num_copies = 2 * int(fleet.metrics()["rollout/replicas_ready"])
+    copies = [fleet.submit(rows, together=True) for _ in range(num_copies)]
+    answers = [[row.result() for row in copy] for copy in copies]
+    bits = [[(one.output_tokens, one.output_logprobs) for one in copy] for copy in answers]
+    if different := sum(copy != bits[0] for copy in bits):
         raise ConfigError(
-            f"trainer.reproducible=true: {different} of {len(bits)} answers have other bits when the same {num_rows} "
-            "requests are repeated or completed by another replica; set trainer.reproducible=false, or "
+            f"trainer.reproducible=true: {different} of {num_copies} answers to the same batch have other bits, as it "
+            "is repeated and completed by several replicas; set trainer.reproducible=false, or "
             "actor_rollout_ref.rollout.full_determinism=true on replicas of one kind of device"
         )

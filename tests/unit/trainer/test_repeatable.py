@@ -46,7 +46,9 @@ def test_a_replica_with_other_bits_is_refused(error: float, from_call: int, is_r
     fleet = RolloutFleet(replicas, chunk_rows=3, deadlines=DEADLINES)
     try:
         if is_refused:
-            with pytest.raises(ConfigError, match=r"answers have other bits.*set trainer.reproducible=false"):
+            with pytest.raises(
+                ConfigError, match=r"answers to the same batch have other bits.*set trainer.reproducible=false"
+            ):
                 check_repeatable(fleet, VOCABULARY)
         else:
             check_repeatable(fleet, VOCABULARY)
