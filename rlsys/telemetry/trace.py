@@ -132,12 +132,12 @@ def joined(events: Iterable[Event]) -> list[Event]:
     kept: list[Event] = []
     last: dict[tuple[Any, ...], Event] = {}
     for event in events:
-        key = event["name"], event["pid"], event.get("tid")
+        key = event["name"], event.get("pid"), event.get("tid")
         before = last.get(key)
         if before is not None and event["ts"] - before["ts"] - before["dur"] < JOIN_WITHIN_US:
             before["dur"] = event["ts"] + event["dur"] - before["ts"]
             continue
-        if event["ph"] == "X" and event["name"] in JOINED:
+        if event["name"] in JOINED and event.get("ph") == "X":
             event = last[key] = dict(event)
         kept.append(event)
     return kept
