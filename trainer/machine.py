@@ -11,12 +11,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rlsys.config import EvalConfig, PPOConfig
+from rlsys.config.checks.files import no_score_head
 from rlsys.config.pools import is_external, resolve_pools
 from rlsys.config.schema.base import Section
 from rlsys.fleet.external.settings import settings_of
 from rlsys.rollout.versions import SGLANG, VLLM
 from rlsys.utils.errors import ConfigError
-from rlsys.utils.hub import is_hub_id, model_problem
+from rlsys.utils.hub import download_config, is_hub_id, model_problem
 
 TABLES = {"vllm": VLLM, "sglang": SGLANG}
 OWN_ENVIRONMENT = ("pip", "uv", "conda", "py_executable", "container", "image_uri")
@@ -28,7 +29,8 @@ ANSWER_S = 2.0
 def check_machine(config: Any, *, dry_run: bool) -> list[str]:
     """Notes on what a run here would lack; ConfigError for an engine, a device, a model or a server that is not there.
 
-    Models by name and servers are only looked for in a dry run; a run waits for servers and downloads models itself.
+    Models by name and servers are only looked for in a dry run; a run waits for servers and downloads models itself,
+    but for a reward model, whose config.json is read first.
     """
     notes: list[str] = []
     if isinstance(config, PPOConfig | EvalConfig):
@@ -39,8 +41,11 @@ def check_machine(config: Any, *, dry_run: bool) -> list[str]:
         for key, name in _models(config):
             if why := model_problem(name):
                 raise ConfigError(f"{key} = {name}: {why}")
-        if isinstance(config, PPOConfig) and is_external(config.actor_rollout_ref.rollout.name):
-            _check_servers(config)
+    grader = config.reward.reward_model.model_path if isinstance(config, PPOConfig) else None
+    if grader and is_hub_id(grader) and (folder := download_config(grader)) and (why := no_score_head(folder)):
+        raise ConfigError(f"reward.reward_model.model_path = {grader}: {why}")
+    if dry_run and isinstance(config, PPOConfig) and is_external(config.actor_rollout_ref.rollout.name):
+        _check_servers(config)
     return notes
 
 

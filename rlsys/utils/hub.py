@@ -48,6 +48,18 @@ def model_problem(name: str) -> str:
     return ""
 
 
+def download_config(name: str) -> Path | None:
+    """The folder of the hub's cache with the config.json of a model, without its weights; None if there is none."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HTTPError
+
+    repo, _, revision = name.partition("@")
+    try:
+        return Path(hf_hub_download(repo, "config.json", revision=revision or None)).parent
+    except (OSError, ValueError, HTTPError):
+        return None
+
+
 @cache
 def download_model(name: str) -> str:
     """The folder of `org/model` or `org/model@revision` in the hub's cache, which gets what it lacks.

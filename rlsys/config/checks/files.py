@@ -167,12 +167,17 @@ def _reward(cfg: PPOConfig | EvalConfig) -> Iterator[str]:
     grader = cfg.reward.reward_model if isinstance(cfg, PPOConfig) else None
     if grader is None or not grader.model_path:
         return
-    kinds = model_facts(Path(grader.model_path)).get("architectures")
-    if why := _no_folder(grader.model_path):
+    if why := _no_folder(grader.model_path) or no_score_head(Path(grader.model_path)):
         yield wrong(cfg, "reward.reward_model.model_path", why)
-    elif isinstance(kinds, list) and any(str(kind).endswith("ForCausalLM") for kind in kinds):
-        why = "a language model without a score head; train one with trainer.main_rm, or call a generative judge"
-        yield wrong(cfg, "reward.reward_model.model_path", f"{why} from reward.custom_reward_function")
+
+
+def no_score_head(folder: Path) -> str:
+    """Why a model cannot be a reward model, by its config.json; empty if it can, or if that does not say."""
+    kinds = model_facts(folder).get("architectures")
+    if not isinstance(kinds, list) or not any(str(kind).endswith("ForCausalLM") for kind in kinds):
+        return ""
+    why = "a language model without a score head; train one with trainer.main_rm, or call a generative judge"
+    return f"{why} from reward.custom_reward_function"
 
 
 def _python(cfg: Section, section: str, file: str, name: str, kind: str) -> Iterator[str]:

@@ -264,7 +264,7 @@ class ServerReplica:
         call, key = self.pool.backend.num_ranks
         num = await self._first_answer((call,), key)
         if not num.isdecimal():
-            raise ServerFault(self.url, "join", f"{call.path} says no {key}", kind="bad_answer")
+            raise ServerFault(self.url, "join", f"no {key}: see docs/external_servers.md", kind="bad_answer")
         return int(num)
 
     async def _identify(self) -> str:

@@ -93,14 +93,20 @@ def test_a_grader_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch
         check_sources(["openai/gsm8k", "math"])
 
 
-def dry_run(hub: Hub, home: Path, name: str, **more: str) -> subprocess.CompletedProcess[str]:
+def dry_run(hub: Hub, home: Path, name: str, *overrides: str, **more: str) -> subprocess.CompletedProcess[str]:
     """A dry run with a model by name, in a process of its own, since the hub's address is read at import."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     environment = {**kept, "PYTHONPATH": str(ROOT), "HF_ENDPOINT": hub.url, "HF_HOME": str(home), **more}
     command = [sys.executable, "-m", "trainer.main_ppo", "data.train_files=null", "--dry-run"]
     command.append(f"actor_rollout_ref.model.path={name}")
     return subprocess.run(
-        command, cwd=home, env=environment, capture_output=True, text=True, timeout=scaled_s(60), check=False
+        [*command, *overrides],
+        cwd=home,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=scaled_s(60),
+        check=False,
     )
 
 
@@ -115,5 +121,14 @@ def test_a_model_by_name_must_be_in_the_cache_or_on_the_hub(tmp_path: Path) -> N
         offline = dry_run(hub, tmp_path, "models/qwen", HF_HUB_OFFLINE="1")
         assert offline.returncode == 2
         assert "HF_HUB_OFFLINE is set" in offline.stderr
+        judge = ("reward.reward_model.enable=true", "reward.reward_model.model_path=org/judge")
+        hub.repositories["org/judge"] = {
+            "config.json": b'{"architectures": ["Qwen2ForCausalLM"]}',
+            "big.safetensors": b"",
+        }
+        generative = dry_run(hub, tmp_path, "org/model", *judge)
+        assert generative.returncode == 2
+        assert "reward.reward_model.model_path = org/judge: a language model without a score head" in generative.stderr
+        assert hub.downloads["big.safetensors"] == 0
         (tmp_path / "hub" / "models--org--cached").mkdir(parents=True)
         assert dry_run(hub, tmp_path, "org/cached", HF_HUB_OFFLINE="1").returncode == 0
