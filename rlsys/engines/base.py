@@ -145,14 +145,14 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
 
     def save(self, path: Path, what: Literal["resume", "export", "adapter"]) -> None:
         """Write a checkpoint atomically; a CheckpointError leaves the one that was there unchanged."""
-        path, rank = Path(path), self.ranks.rank
+        path = Path(path)
         if what == "resume":
             header = {"num_updates": self.optimizer.num_steps if self.optimizer is not None else 0}
             with self._on_device():
-                checkpoint.save(path, self._state(self.save_contents), rank, header, settings=self._write_settings)
+                checkpoint.save(path, self._state(self.save_contents), header, settings=self._write_settings)
             return
         weights = iter(()) if what == "adapter" else self._exported()
-        export.write(path, weights, rank, self._write_settings, adapter=self._exported_adapter())
+        export.write(path, weights, self._write_settings, adapter=self._exported_adapter())
 
     def _write_settings(self, folder: Path) -> None:
         """Write config.json, generation_config.json and the tokenizer's files, as they go with the weights."""
@@ -164,7 +164,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
     def load(self, path: Path) -> None:
         """Restore what `save(path, "resume")` wrote, on any number of ranks and any layout."""
         with self._on_device():
-            header = checkpoint.load(Path(path), self._state(self.load_contents), self.ranks.rank)
+            header = checkpoint.load(Path(path), self._state(self.load_contents))
         if self.optimizer is not None and "optimizer" in self.load_contents:
             self.optimizer.set_num_updates(int(header["num_updates"]))
 

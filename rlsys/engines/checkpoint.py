@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from rlsys.engines import rng
 from rlsys.engines.mesh import gather_json, together
-from rlsys.engines.tensor_files import METADATA, STORAGE_ERRORS, read_tensor_index
+from rlsys.engines.tensor_files import METADATA, read_tensor_index
 from rlsys.models.hf import differing_tensors
 from rlsys.utils.atomic import commit_dir, read_checked_json, staging_dir, write_checked_json, write_text_durable
 from rlsys.utils.errors import CheckpointError
@@ -50,27 +50,21 @@ class Contents(Protocol):
     def read(self, path: Path) -> None: ...
 
 
-def save(
-    path: Path, state: Contents, rank: int, header: Mapping[str, Any], *, settings: Callable[[Path], None]
-) -> None:
+def save(path: Path, state: Contents, header: Mapping[str, Any], *, settings: Callable[[Path], None]) -> None:
     """Write `path`; on any failure CheckpointError on all ranks, and what was at `path` before is untouched.
 
     `settings` writes the model's configuration and tokenizer into `huggingface/`.
     """
-    errors = (*STORAGE_ERRORS, CheckpointError)
-    first = rank == 0
     try:
-        together(lambda: staging_dir(path) if first else None, errors, CheckpointError)
+        together(lambda: staging_dir(path), only_first=True)
         staging = path.with_name(path.name + ".tmp")
         names = state.write(staging)
-        files = together(lambda: _fingerprints(staging, names, extra=state.extra), errors, CheckpointError)
+        files = together(lambda: _fingerprints(staging, names, extra=state.extra))
         everyone = {name: entry for part in gather_json(files) for name, entry in part.items()}
-        together(lambda: settings(staging / HUGGINGFACE) if first else None, errors, CheckpointError)
-        together(
-            lambda: _commit(staging, path, everyone, state.layout, header) if first else None, errors, CheckpointError
-        )
+        together(lambda: settings(staging / HUGGINGFACE), only_first=True)
+        together(lambda: _commit(staging, path, everyone, state.layout, header), only_first=True)
     except CheckpointError as error:
-        if first:
+        if dist.get_rank() == 0:
             shutil.rmtree(path.with_name(path.name + ".tmp"), ignore_errors=True)
         raise CheckpointError(f"cannot save {path}: {error}") from error
 
@@ -134,15 +128,14 @@ def verify(path: Path, *, part: int = 0, parts: int = 1) -> dict[str, Any]:
     return manifest
 
 
-def load(path: Path, state: Contents, rank: int) -> dict[str, Any]:
+def load(path: Path, state: Contents) -> dict[str, Any]:
     """Restore `state` in place; returns the header that was saved. CheckpointError, before anything is changed, if a
     file is damaged or the checkpoint is another model's."""
-    errors = (*STORAGE_ERRORS, CheckpointError, KeyError)
-    manifest = together(lambda: verify(path, part=rank, parts=dist.get_world_size()), errors, CheckpointError)
-    together(lambda: _check_same_model(path, state.shapes()), errors, CheckpointError)
-    together(lambda: state.read(path), errors, CheckpointError)
+    manifest = together(lambda: verify(path, part=dist.get_rank(), parts=dist.get_world_size()))
+    together(lambda: _check_same_model(path, state.shapes()))
+    together(lambda: state.read(path))
     if state.extra:
-        together(lambda: _restore_rng(path, manifest["world_size"]), errors, CheckpointError)
+        together(lambda: _restore_rng(path, manifest["world_size"]))
     return manifest
 
 

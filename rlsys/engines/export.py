@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
 
 from rlsys.engines.mesh import together
-from rlsys.engines.tensor_files import STORAGE_ERRORS
 from rlsys.models.hf import Head
 from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_text_durable
 from rlsys.utils.errors import CheckpointError
@@ -38,25 +38,36 @@ TOKENIZER_FILES = (
 def write(
     path: Path,
     weights: Iterator[list[tuple[str, Tensor]]],
-    rank: int,
     settings: Callable[[Path], None],
     *,
     adapter: Adapter | None = None,
 ) -> None:
     """Write a model directory from gathered weights; rank 0 writes, all ranks gather. `settings` writes the rest,
     `adapter` (tensors, adapter_config) goes to `lora_adapter/`. CheckpointError leaves an old one as it was."""
-    first = rank == 0
     staging = path.with_name(path.name + ".tmp")
     files: dict[str, list[str]] = {}
+
+    def finish() -> None:
+        name_parts(staging, files)
+        settings(staging)
+        if adapter is not None:
+            tensors, adapter_config = adapter
+            folder = staging / "lora_adapter"
+            folder.mkdir()
+            save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "adapter_model.safetensors")
+            write_text_durable(folder / "adapter_config.json", json.dumps(adapter_config, indent=1))
+        for file in staging.rglob("*"):
+            if file.is_file():
+                fsync_file(file)
+        commit_dir(staging, path)
+
     try:
-        together(lambda: staging_dir(path) if first else None, STORAGE_ERRORS, CheckpointError)
+        together(lambda: staging_dir(path), only_first=True)
         for number, bucket in enumerate(weights):
-            work = lambda: files.update(_write_bucket(staging, number, bucket)) if first else None  # noqa: B023, E731
-            together(work, STORAGE_ERRORS, CheckpointError)
-        finish = lambda: _finish(staging, path, files, settings, adapter) if first else None  # noqa: E731
-        together(finish, STORAGE_ERRORS, CheckpointError)
+            together(lambda: files.update(_write_bucket(staging, number, bucket)), only_first=True)  # noqa: B023
+        together(finish, only_first=True)
     except CheckpointError as error:
-        if first:
+        if dist.get_rank() == 0:
             shutil.rmtree(staging, ignore_errors=True)
         raise CheckpointError(f"cannot export {path}: {error}") from error
 
@@ -66,26 +77,6 @@ def _write_bucket(staging: Path, number: int, bucket: Sequence[tuple[str, Tensor
     save_file({n: t.to("cpu").contiguous() for n, t in bucket}, staging / name, metadata={"format": "pt"})
     fsync_file(staging / name)
     return {name: [n for n, _ in bucket]}
-
-
-def _finish(
-    staging: Path,
-    path: Path,
-    files: Mapping[str, Sequence[str]],
-    settings: Callable[[Path], None],
-    adapter: Adapter | None,
-) -> None:
-    name_parts(staging, files)
-    settings(staging)
-    if adapter is not None:
-        tensors, adapter_config = adapter
-        (staging / "lora_adapter").mkdir()
-        save_file({n: t.contiguous() for n, t in tensors.items()}, staging / "lora_adapter/adapter_model.safetensors")
-        write_text_durable(staging / "lora_adapter/adapter_config.json", json.dumps(adapter_config, indent=1))
-    for file in staging.rglob("*"):
-        if file.is_file():
-            fsync_file(file)
-    commit_dir(staging, path)
 
 
 def is_cast(name: str, tensor: Tensor) -> bool:

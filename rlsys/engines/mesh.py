@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlsys.protocol.gather import exchange_device, gather_bytes
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import CheckpointError, ConfigError
 
 
 @dataclass(frozen=True)
@@ -163,15 +164,17 @@ def max_over_ranks(value: int, group: dist.ProcessGroup | None = None) -> int:
     return int(number)
 
 
-def together(work: Callable[[], Any], errors: tuple[type[BaseException], ...], raised: type[Exception]) -> Any:
-    """Do `work` on every rank; if it fails with one of `errors` anywhere, all ranks raise `raised` naming the first."""
+def together(work: Callable[[], Any], *, only_first: bool = False) -> Any:
+    """Do `work` on files on every rank, or on rank 0 alone; if it fails anywhere, CheckpointError on all ranks, which
+    names the first that failed."""
     result, message = None, None
     try:
-        result = work()
-    except errors as error:
+        if not only_first or dist.get_rank() == 0:
+            result = work()
+    except (OSError, SafetensorError, CheckpointError, KeyError) as error:
         message = f"{error}" or type(error).__name__
     failed = [(rank, text) for rank, text in enumerate(gather_json(message)) if text is not None]
     if failed:
         where = f"rank {failed[0][0]}: " if dist.get_world_size() > 1 else ""
-        raise raised(where + failed[0][1])
+        raise CheckpointError(where + failed[0][1])
     return result

@@ -29,7 +29,6 @@ from rlsys.utils.boxes import overlap, relative, slices
 from rlsys.utils.errors import CheckpointError
 
 METADATA = "tensors.json"
-STORAGE_ERRORS = (OSError, SafetensorError)
 StoredBoxes = Iterable[tuple[str, Sequence[int], Tensor]]
 """(key, offset in the whole tensor, values)."""
 
@@ -39,14 +38,13 @@ def write_tensors(directory: Path, boxes: StoredBoxes, shapes: Mapping[str, Sequ
 
     `shapes` are the whole tensors'; no element may be written twice. CheckpointError on every rank if one fails.
     """
-    errors = (*STORAGE_ERRORS, CheckpointError)
-    files, entries = together(lambda: _write_files(directory, boxes), errors, CheckpointError)
+    files, entries = together(lambda: _write_files(directory, boxes))
     tensors: dict[str, dict[str, Any]] = {}
     for key, dtype, chunk in (entry for part in gather_json(entries) for entry in part):
         tensor = tensors.setdefault(key, {"dtype": dtype, "shape": list(shapes[key]), "chunks": []})
         tensor["chunks"].append(chunk)
-    index, writes = json.dumps(dict(sorted(tensors.items())), indent=1), dist.get_rank() == 0 and tensors
-    together(lambda: write_text_durable(directory / METADATA, index) if writes else None, errors, CheckpointError)
+    index = json.dumps(dict(sorted(tensors.items())), indent=1)
+    together(lambda: write_text_durable(directory / METADATA, index) if tensors else None, only_first=True)
     return files
 
 

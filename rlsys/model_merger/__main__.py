@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from rlsys.model_merger.convert import compare, lines_of, merge, split
+from rlsys.model_merger.convert import compare, merge, split
 from rlsys.model_merger.formats import SplitLayout
 from rlsys.utils.errors import CheckpointError, ConfigError
 
@@ -95,7 +95,7 @@ def _split(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     differences = compare(options.local_dir, options.hf_model_path, backend=options.backend)
-    for line in lines_of(differences):
+    for line in differences[:20]:
         print(line)
     print(f"{len(differences)} differences" if differences else "equal, bit by bit")
     return 1 if differences else 0

@@ -73,7 +73,7 @@ def merge(
         given = open_model_dir(carry_from)
         weights = {**{name: given[name] for name in (*carried, *lacking) if name in given}, **stored}
     expected = _expected(config_dir, hf_config, weights)
-    check_names(expected, weights, aliases=[*_aliases(hf_config), *carried])
+    check_names(expected, weights, aliases=carried)
     if lines := list(differing_copies(stored)):
         raise CheckpointError(f"ranks disagree on {len(lines)} tensors: {'; '.join(lines[:3])}")
     shapes = {**expected, **{name: shape for name, shape in carried.items() if name in weights}}
@@ -130,7 +130,8 @@ def compare(local_dir: Path, model_dir: Path, *, backend: str | None = None) -> 
     else:
         ours = open_checkpoint(find_checkpoint(local_dir), hf_config, backend)
         lines += differing_copies(ours)
-    spare = {*_aliases(hf_config), *_carried(hf_config)}
+    spare = {"lm_head.weight"} if tied(hf_config) else set[str]()
+    spare |= _carried(hf_config).keys()
     lines += [f"{name} is only in {local_dir}" for name in sorted(ours.keys() - theirs.keys() - spare)]
     lines += [f"{name} is only in {model_dir}" for name in sorted(theirs.keys() - ours.keys() - spare)]
     both = sorted(ours.keys() & theirs.keys())
@@ -154,10 +155,6 @@ def most_common(specs: Mapping[str, TensorSpec]) -> str:
 def _carried(hf_config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     family = find_family(hf_config)
     return family.carried(hf_config) if family else {}
-
-
-def _aliases(hf_config: Mapping[str, Any]) -> list[str]:
-    return ["lm_head.weight"] if tied(hf_config) else []
 
 
 def _expected(config_dir: Path, hf_config: Mapping[str, Any], weights: TensorSource) -> Mapping[str, tuple[int, ...]]:
@@ -225,10 +222,3 @@ def _write_directory(target: Path, write: Callable[[Path], None], *, overwrite: 
     except (OSError, CheckpointError) as error:
         shutil.rmtree(staging, ignore_errors=True)
         raise CheckpointError(f"cannot write {target}: {error}") from error
-
-
-def lines_of(differences: Sequence[str], most: int = 20) -> Iterator[str]:
-    """The first differences and how many more there are."""
-    yield from differences[:most]
-    if len(differences) > most:
-        yield f"and {len(differences) - most} more"

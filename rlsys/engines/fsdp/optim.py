@@ -47,7 +47,13 @@ class ShardedAdamW(BaseAdamW):
 
     def _gradient_norm(self, count: float) -> float:
         self._grads = self._take_gradients()
-        return self._global_norm(self._grads) / count if count > 0 else 0.0
+        norms = torch.stack(torch._foreach_norm(self._grads)) if self._grads else torch.zeros(1)
+        squares = norms.double().square().sum()
+        if dist.get_world_size(self._group) > 1:
+            squares = squares.to(exchange_device(self._group))
+            dist.all_reduce(squares, group=self._group)
+        norm = math.sqrt(value) if (value := float(squares)) >= 0 else math.nan
+        return norm / count if count > 0 else 0.0
 
     def _update(self, count: float, clip: float, lr: float) -> None:
         if self._grads:
@@ -71,14 +77,6 @@ class ShardedAdamW(BaseAdamW):
                 local.grad = local_of(parameter.grad).to(local.dtype)
                 grads.append(local.grad)
         return grads
-
-    def _global_norm(self, grads: list[Tensor]) -> float:
-        norms = torch.stack(torch._foreach_norm(grads)) if grads else torch.zeros(1)
-        squares = norms.double().square().sum()
-        if dist.get_world_size(self._group) > 1:
-            squares = squares.to(exchange_device(self._group))
-            dist.all_reduce(squares, group=self._group)
-        return math.sqrt(value) if (value := float(squares)) >= 0 else math.nan
 
     def moments(self) -> dict[str, Tensor]:
         """The optimizer's local tensors as `<moment>.<parameter>`, live."""

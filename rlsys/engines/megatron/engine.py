@@ -89,8 +89,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
             unused = [*family.carried(hf_config), *family.aliases(hf_config)]
             check_names(self.held.base_shapes, base, aliases=unused)
             self.held.gather_dtypes()
-            self.held.mark_parts()
-            self.held.mark_trained(optim is not None)
+            self.held.mark_parameters(trained=optim is not None)
             weights: TensorSource = base
             if (plan := self.held.adapters) is not None:
                 weights = {**base, **lora.adapter_weights(plan.settings, plan.shapes)}

@@ -74,13 +74,9 @@ class MegatronAdamW(BaseAdamW):
         for part in self._parts:
             for group in part.optimizer.param_groups:
                 for parameter in group["params"]:
-                    part.optimizer.state[parameter] = self._fresh_state(part.optimizer, parameter)
-
-    @staticmethod
-    def _fresh_state(adam: Any, parameter: Tensor) -> dict[str, Tensor]:
-        moments = {name: torch.zeros_like(parameter, dtype=torch.float32) for name in MOMENTS}
-        has_own_step = isinstance(adam, torch.optim.AdamW)
-        return {"step": torch.zeros(()), **moments} if has_own_step else moments
+                    moments = {name: torch.zeros_like(parameter, dtype=torch.float32) for name in MOMENTS}
+                    has_own_step = isinstance(part.optimizer, torch.optim.AdamW)
+                    part.optimizer.state[parameter] = {"step": torch.zeros(()), **moments} if has_own_step else moments
 
     def _gradient_norm(self, count: float) -> float:
         self._finalize()

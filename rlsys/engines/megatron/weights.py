@@ -115,16 +115,13 @@ class ModelShards:
         boxes |= {s.box for place in others for s in self._shards_at(place) if EXPERTS in s.local}
         return frozenset(shard for shard in self.shards if shard.box in boxes)
 
-    def mark_parts(self) -> None:
-        """Mark for Megatron which parameters are parts: they count in a norm on this tensor-parallel rank too."""
+    def mark_parameters(self, *, trained: bool) -> None:
+        """Mark for Megatron which parameters are parts, which count in a norm on this tensor-parallel rank too, and ask
+        for gradients of what is trained, if anything is."""
         parts = {shard.local for shard in self.shards if shard not in self.copies}
-        for name, parameter in self.parameters.items():
-            parameter.tensor_model_parallel = name in parts  # type: ignore[attr-defined]
-
-    def mark_trained(self, trained: bool) -> None:
-        """Ask for gradients of what is trained, if anything is."""
         wanted = {shard.local for shard in self.shards if self.is_trained(shard.box.tensor)}
         for name, parameter in self.parameters.items():
+            parameter.tensor_model_parallel = name in parts  # type: ignore[attr-defined]
             parameter.requires_grad_(trained and (self.lora is None or name in wanted))
 
     def gives(self, shard: Shard) -> bool:
