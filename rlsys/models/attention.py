@@ -93,18 +93,16 @@ def _sequence_by_sequence(
     gqa = query.shape[1] != key.shape[1]
     outs = []
     for q, k, v in zip(*(x.split(packing.lengths, dim=2) for x in (query, key, value)), strict=True):
-        mask = None if window is None or window >= q.shape[2] else _window_mask(q.shape[2], window, q.device)
+        mask = None
+        if window is not None and window < q.shape[2]:
+            behind = torch.arange(q.shape[2], device=q.device).unsqueeze(1) - torch.arange(q.shape[2], device=q.device)
+            mask = (behind >= 0) & (behind < window)
         outs.append(
             F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
             )
         )
     return torch.cat(outs, dim=2)
-
-
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    behind = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)[None, :]
-    return (behind >= 0) & (behind < window)
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

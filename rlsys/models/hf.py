@@ -84,7 +84,10 @@ def build(config: PretrainedConfig, *, head: Head, packed: bool, trust_remote_co
     """
     if head == "lm" and (odd := [name for name in LOGIT_CHANGERS if getattr(config, name, None) not in (None, 1, 1.0)]):
         raise ConfigError(f"{config.model_type} changes its logits ({', '.join(odd)}), which this engine does not do")
-    _check_packable(config, packed)
+    if packed and (odd := set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYERS):
+        raise ConfigError(f"packed rows do not go with {', '.join(sorted(odd))} layers: set use_remove_padding=false")
+    if packed and getattr(config, "attention_dropout", 0.0):
+        raise ConfigError("packed rows do not go with attention_dropout: set use_remove_padding=false or dropout 0")
     options = {"attn_implementation": ATTENTION if packed else "sdpa", "trust_remote_code": trust_remote_code}
     try:
         with torch.device("meta"):
@@ -105,15 +108,6 @@ def _construct(config: PretrainedConfig, head: Head, options: Mapping[str, Any])
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
     config.num_labels, config.classifier_dropout = 1, 0.0
     return AutoModelForTokenClassification.from_config(config, dtype=torch.float32, **options)
-
-
-def _check_packable(config: PretrainedConfig, packed: bool) -> None:
-    if not packed:
-        return
-    if odd := set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYERS:
-        raise ConfigError(f"packed rows do not go with {', '.join(sorted(odd))} layers: set use_remove_padding=false")
-    if getattr(config, "attention_dropout", 0.0):
-        raise ConfigError("packed rows do not go with attention_dropout: set use_remove_padding=false or dropout 0")
 
 
 def _fill_buffers(model: PreTrainedModel) -> None:

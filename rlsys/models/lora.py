@@ -100,12 +100,8 @@ def targeted(layers: Collection[str], settings: LoraSettings) -> list[str]:
     return chosen
 
 
-def adapted_by(layer: str, settings: LoraSettings) -> AdaptedWeight:
+def adapter_of(layer: str, scale: float) -> AdaptedWeight:
     """The adapter of a linear layer."""
-    return _adapted_weight(layer, settings.alpha / settings.rank)
-
-
-def _adapted_weight(layer: str, scale: float) -> AdaptedWeight:
     return AdaptedWeight(f"{layer}.lora_A.{ADAPTER}.weight", f"{layer}.lora_B.{ADAPTER}.weight", scale)
 
 
@@ -126,7 +122,7 @@ def adapted_weights(model: nn.Module) -> dict[str, AdaptedWeight]:
     adapted = {}
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
-            adapted[f"{name}.weight"] = _adapted_weight(name, module.scaling[ADAPTER])
+            adapted[f"{name}.weight"] = adapter_of(name, module.scaling[ADAPTER])
     return adapted
 
 

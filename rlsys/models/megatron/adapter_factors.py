@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rlsys.models.lora import AdaptedWeight, LoraSettings, adapted_by, targeted
+from rlsys.models.lora import AdaptedWeight, LoraSettings, adapter_of, targeted
 from rlsys.models.megatron.rules import extents
 from rlsys.types import Box, Shard
 
@@ -40,7 +40,7 @@ def plan_adapters(settings: LoraSettings, model: Sequence[Shard], shapes: Mappin
     """
     linear = {shard.box.tensor for shard in model if ".linear_" in shard.local and len(shard.box.shape) == 2}
     layers = targeted([name.removesuffix(".weight") for name in shapes if name in linear], settings)
-    adapted = {f"{layer}.weight": adapted_by(layer, settings) for layer in layers}
+    adapted = {f"{layer}.weight": adapter_of(layer, settings.alpha / settings.rank) for layer in layers}
     factors = {}
     for name, adapter in adapted.items():
         rows, columns = shapes[name]

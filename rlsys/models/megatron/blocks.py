@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlsys.models.megatron.rules import Rule, columns, grouped, stacked, whole
+from rlsys.models.megatron.rules import Rule, columns, grouped, stacked, whole, within
 from rlsys.utils.errors import ConfigError
 
 HFConfig = Mapping[str, Any]
+QKV = (("q", "q"), ("k", "kv"), ("v", "kv"))
 
 ATTENTION = (
     Rule(
@@ -17,25 +18,21 @@ ATTENTION = (
         ("input_layernorm.weight [hidden]",),
         te="self_attention.linear_qkv.layer_norm_weight",
     ),
-    Rule(
-        "self_attention.linear_qkv.weight",
-        grouped,
-        (
-            "self_attn.q_proj.weight [q, hidden]",
-            "self_attn.k_proj.weight [kv, hidden]",
-            "self_attn.v_proj.weight [kv, hidden]",
-        ),
+    *within(
+        "self_attention",
+        "self_attn",
+        Rule("linear_qkv.weight", grouped, tuple(f"{x}_proj.weight [{n}, hidden]" for x, n in QKV)),
+        Rule("linear_proj.weight", columns, ("o_proj.weight [hidden, q]",)),
     ),
-    Rule("self_attention.linear_proj.weight", columns, ("self_attn.o_proj.weight [hidden, q]",)),
 )
-QKV_BIAS = Rule(
-    "self_attention.linear_qkv.bias",
-    grouped,
-    ("self_attn.q_proj.bias [q]", "self_attn.k_proj.bias [kv]", "self_attn.v_proj.bias [kv]"),
+(QKV_BIAS,) = within(
+    "self_attention", "self_attn", Rule("linear_qkv.bias", grouped, tuple(f"{x}_proj.bias [{n}]" for x, n in QKV))
 )
-QK_NORM = (
-    Rule("self_attention.q_layernorm.weight", whole, ("self_attn.q_norm.weight [head_dim]",)),
-    Rule("self_attention.k_layernorm.weight", whole, ("self_attn.k_norm.weight [head_dim]",)),
+QK_NORM = within(
+    "self_attention",
+    "self_attn",
+    Rule("q_layernorm.weight", whole, ("q_norm.weight [head_dim]",)),
+    Rule("k_layernorm.weight", whole, ("k_norm.weight [head_dim]",)),
 )
 GATED_MLP = (
     Rule(

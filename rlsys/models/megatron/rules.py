@@ -7,7 +7,7 @@ yields the boxes that part `index.number` of `index.of` equal parts holds, each 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
@@ -57,6 +57,19 @@ class Rule:
     def parts(self, dims: Dims) -> list[tuple[str, tuple[int, ...]]]:
         """Each HF tensor's name and full shape."""
         return [(name, tuple(1 if d == "1" else dims[d] for d in named)) for name, named in self.named]
+
+
+def within(local: str, hf: str, *rules: Rule) -> tuple[Rule, ...]:
+    """Rules of a submodule, which is called `local` in Megatron and `hf` in Hugging Face models."""
+    return tuple(
+        replace(
+            rule,
+            local=f"{local}.{rule.local}",
+            hf=tuple(f"{hf}.{name}" for name in rule.hf),
+            te=rule.te and f"{local}.{rule.te}",
+        )
+        for rule in rules
+    )
 
 
 def whole(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:

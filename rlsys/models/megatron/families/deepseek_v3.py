@@ -15,59 +15,36 @@ from rlsys.models.megatron.blocks import (
     rope_of,
 )
 from rlsys.models.megatron.family import NEEDS, Family
-from rlsys.models.megatron.rules import Rule, columns, rows, stacked, whole
+from rlsys.models.megatron.rules import Rule, columns, rows, stacked, whole, within
 from rlsys.utils.errors import ConfigError
 
+LORA_NORM, SHARED = "linear_{}_up_proj.layer_norm_weight", "shared_ffn"
 MLA = (
     Rule("input_layernorm.weight", whole, ("input_layernorm.weight [hidden]",)),
-    Rule("self_attention.linear_q_proj.weight", rows, ("self_attn.q_proj.weight [q, hidden]",), when="full_q"),
-    Rule(
-        "self_attention.linear_q_down_proj.weight",
-        rows,
-        ("self_attn.q_a_proj.weight [q_lora, hidden]",),
-        te_shard_fn=whole,
-        when="q_lora",
+    *within(
+        "self_attention",
+        "self_attn",
+        Rule("linear_q_proj.weight", rows, ("q_proj.weight [q, hidden]",), when="full_q"),
+        Rule("linear_q_down_proj.weight", rows, ("q_a_proj.weight [q_lora, hidden]",), "", whole, when="q_lora"),
+        Rule("q_layernorm.weight", whole, ("q_a_layernorm.weight [q_lora]",), LORA_NORM.format("q"), when="q_lora"),
+        Rule("linear_q_up_proj.weight", rows, ("q_b_proj.weight [q, q_lora]",), when="q_lora"),
+        Rule("linear_kv_down_proj.weight", rows, ("kv_a_proj_with_mqa.weight [kv_lora_rope, hidden]",), "", whole),
+        Rule("kv_layernorm.weight", whole, ("kv_a_layernorm.weight [kv_lora]",), LORA_NORM.format("kv")),
+        Rule("linear_kv_up_proj.weight", rows, ("kv_b_proj.weight [kv, kv_lora]",)),
+        Rule("linear_proj.weight", columns, ("o_proj.weight [hidden, v]",)),
     ),
-    Rule(
-        "self_attention.q_layernorm.weight",
-        whole,
-        ("self_attn.q_a_layernorm.weight [q_lora]",),
-        te="self_attention.linear_q_up_proj.layer_norm_weight",
-        when="q_lora",
-    ),
-    Rule("self_attention.linear_q_up_proj.weight", rows, ("self_attn.q_b_proj.weight [q, q_lora]",), when="q_lora"),
-    Rule(
-        "self_attention.linear_kv_down_proj.weight",
-        rows,
-        ("self_attn.kv_a_proj_with_mqa.weight [kv_lora_rope, hidden]",),
-        te_shard_fn=whole,
-    ),
-    Rule(
-        "self_attention.kv_layernorm.weight",
-        whole,
-        ("self_attn.kv_a_layernorm.weight [kv_lora]",),
-        te="self_attention.linear_kv_up_proj.layer_norm_weight",
-    ),
-    Rule("self_attention.linear_kv_up_proj.weight", rows, ("self_attn.kv_b_proj.weight [kv, kv_lora]",)),
-    Rule("self_attention.linear_proj.weight", columns, ("self_attn.o_proj.weight [hidden, v]",)),
 )
 BIASED_ROUTER = (ROUTER, Rule("mlp.router.expert_bias", whole, ("mlp.gate.e_score_correction_bias [experts]",)))
-SHARED_EXPERTS = (
+SHARED_EXPERTS = within(
+    "mlp.shared_experts",
+    "mlp.shared_experts",
     Rule(
-        "mlp.shared_experts.linear_fc1.weight",
+        "linear_fc1.weight",
         stacked,
-        (
-            "mlp.shared_experts.gate_proj.weight [shared_ffn, hidden]",
-            "mlp.shared_experts.up_proj.weight [shared_ffn, hidden]",
-        ),
-        when="shared_ffn",
+        tuple(f"{x}_proj.weight [shared_ffn, hidden]" for x in ("gate", "up")),
+        when=SHARED,
     ),
-    Rule(
-        "mlp.shared_experts.linear_fc2.weight",
-        columns,
-        ("mlp.shared_experts.down_proj.weight [hidden, shared_ffn]",),
-        when="shared_ffn",
-    ),
+    Rule("linear_fc2.weight", columns, ("down_proj.weight [hidden, shared_ffn]",), when=SHARED),
 )
 MTP = (
     Rule("embedding", whole, ("embed_tokens.weight [vocab, hidden]",)),
