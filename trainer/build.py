@@ -25,7 +25,7 @@ from trainer.loop import completed
 from trainer.ppo import RayPPOTrainer, num_checkpoints
 from trainer.prompts import num_steps, prompt_datasets
 from trainer.rewards import check_data_sources
-from trainer.run_folder import Begin, run_folder
+from trainer.run_folder import Begin, recorded_run
 from trainer.start_model import with_start_assets
 from trainer.weight_push import drops_weights_on_sleep
 from workers.actor import ActorWorker
@@ -60,7 +60,7 @@ def build_trainer(
     trainer.backend=local. Until the trainer is closed it holds the run's folder, as a job does.
     """
     with ExitStack() as stack:
-        stack.enter_context(run_folder(config))()
+        stack.enter_context(recorded_run(config))
         start, run = prepare(config), config.trainer
         backend = backend or start_backend(run, config.ray_kwargs, num_ranks=start.plan.pools.total_ranks)
         trainer = _build(start, backend, trainer_cls)

@@ -88,6 +88,14 @@ def run_folder(config: JobConfig) -> Iterator[Begin]:
         yield begin
 
 
+@contextmanager
+def recorded_run(config: JobConfig) -> Iterator[None]:
+    """Hold the folder of a run that starts now; a job has done so, and is not recorded twice."""
+    with run_folder(config) as begin:
+        begin()
+        yield
+
+
 def do_nothing() -> None:
     """The record of a start that is written already."""
 

@@ -23,7 +23,7 @@ from trainer.groups import SupervisedGroup, start_group
 from trainer.local_files import with_local_files
 from trainer.loop import CheckpointedLoop, completed
 from trainer.reporting import Reporter
-from trainer.run_folder import Begin, run_folder
+from trainer.run_folder import Begin, recorded_run
 from workers.build import EngineRun, check_megatron_model
 from workers.sft import SupervisedWorker
 
@@ -93,7 +93,7 @@ class SupervisedTrainer(CheckpointedLoop):
 
     def start_workers(self, backend: WorkerBackend) -> None:
         """Start the worker group and load its model."""
-        self.folder.enter_context(run_folder(self.cfg))()
+        self.folder.enter_context(recorded_run(self.cfg))
         engine_run = EngineRun(
             device=backend.device,
             nccl_timeout_s=self.cfg.nccl_timeout,

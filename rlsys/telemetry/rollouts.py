@@ -52,7 +52,9 @@ def dump_rollouts(
     whole or not at all. Returns the JSONL path; raises ValueError when the columns differ in length.
     """
     extras, about, token_values = extras or {}, about or {}, token_values or {}
-    _check_lengths(len(inputs), {"outputs": outputs, "gts": gts, "scores": scores, **extras, **about, **token_values})
+    for name, column in {"outputs": outputs, "gts": gts, "scores": scores, **extras, **about, **token_values}.items():
+        if len(column) != len(inputs):
+            raise ValueError(f"'{name}' has {len(column)} values for {len(inputs)} samples")
     numbers = {text: number for number, text in enumerate(dict.fromkeys(inputs))}
     groups = [numbers[text] for text in inputs]
     room, used = math.inf if max_mb is None else max_mb * 1e6 / _BYTES_FOR_THE_PAGE, 0
@@ -127,12 +129,6 @@ def token_texts_of(token_ids: Sequence[int], decode: Callable[[list[int]], str])
         texts.append(now[len(before) :])
         prefix, read = read, end
     return texts
-
-
-def _check_lengths(num: int, columns: Mapping[str, Rows]) -> None:
-    for name, column in columns.items():
-        if len(column) != num:
-            raise ValueError(f"'{name}' has {len(column)} values for {num} samples")
 
 
 def _texts(step: int, prompts: Sequence[str], talks: Mapping[int, Any], kept: Mapping[int, tuple[bytes, Any]]) -> bytes:

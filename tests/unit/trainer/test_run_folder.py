@@ -13,7 +13,7 @@ import pytest
 from rlsys.config import EvalConfig, PPOConfig, load_config
 from rlsys.utils.errors import ConfigError
 from trainer.checkpoint import CheckpointStore, TrainerState, save_state
-from trainer.run_folder import locked, run_folder
+from trainer.run_folder import locked, recorded_run, run_folder
 from trainer.summary import summary_lines
 
 HOLD_LOCK = """
@@ -45,9 +45,8 @@ def grader(root: Path, body: str = "return 1.0") -> Path:
 
 
 def started(config: PPOConfig) -> Path:
-    with run_folder(config) as begin:
-        begin()
-    return Path(config.trainer.default_local_dir)
+    with recorded_run(config):
+        return Path(config.trainer.default_local_dir)
 
 
 def saved(root: Path, step: int) -> None:
