@@ -31,6 +31,7 @@ from trainer.groups import WorkerGroups
 from trainer.parity import ParityProbe, Scorer
 from trainer.prompt_groups import PromptGroups
 from trainer.prompts import num_steps, training_prompts
+from trainer.repeatable import check_repeatable
 from trainer.reporting import Reporter
 from trainer.residency import Moves, Residency, Resident
 from trainer.rewards import reward_pool
@@ -153,7 +154,13 @@ def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet
     groups = PromptGroups(window, prompts, graded, group_filter=group_filter, failures=run)
     deadline_s = deadlines.generate_s + deadlines.reward_s
     if run.reproducible:
-        return EpochSource(groups, fleet, max_response_tokens=cfg.data.max_response_length, deadline_s=deadline_s)
+        return EpochSource(
+            groups,
+            fleet,
+            max_response_tokens=cfg.data.max_response_length,
+            deadline_s=deadline_s,
+            probe=partial(check_repeatable, fleet, len(inputs.tokenizer)),
+        )
     if isinstance(graded, EpisodeRollout):
         return EpisodeSource(groups, fleet, graded, deadline_s=graded.deadline_s)
     return AsyncSource(groups, fleet, deadline_s=deadline_s)

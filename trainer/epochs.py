@@ -10,7 +10,7 @@ no result depends on speed, on the number of replicas or on one that is lost.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +28,16 @@ from trainer.source import Fleet
 class EpochSource:
     """Continues all open answers by a fixed number of tokens between two pushes."""
 
-    def __init__(self, groups: PromptGroups, fleet: Fleet, *, max_response_tokens: int, deadline_s: float) -> None:
+    def __init__(
+        self,
+        groups: PromptGroups,
+        fleet: Fleet,
+        *,
+        max_response_tokens: int,
+        deadline_s: float,
+        probe: Callable[[], None] | None = None,
+    ) -> None:
+        """`probe` is called once, after the first push; what it asks of the fleet is not counted."""
         self._groups, self._fleet, self._deadline_s = groups, fleet, deadline_s
         window = groups.window
         self._num_epochs = window.max_staleness - window.lookahead
@@ -36,6 +45,7 @@ class EpochSource:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="epoch")
         self._running: Future[None] | None = None
         self._meter = OverlapMeter(fleet)
+        self._probe = probe
 
     def next(self) -> DataProto:
         """The graded batch of the next step; the epoch beside its training starts."""
@@ -55,6 +65,10 @@ class EpochSource:
 
     def published(self, version: int) -> None:
         """Engines serve this version from now on."""
+        if self._probe is not None:
+            self._probe()
+            self._meter.new_counts()
+            self._probe = None
         self._groups.window.version = version
 
     def settle(self) -> None:

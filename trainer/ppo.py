@@ -32,7 +32,6 @@ from trainer.groups import Role, WorkerGroups, stage_deadlines, start_groups
 from trainer.loop import CheckpointedLoop
 from trainer.parity import ParityReport
 from trainer.prompts import num_steps
-from trainer.repeatable import check_repeatable
 from trainer.reporting import Reporter
 from trainer.residency import Resident
 from trainer.run_folder import recorded_run
@@ -132,8 +131,6 @@ class RayPPOTrainer(CheckpointedLoop):
         with self.session():
             self.resume()
             self.push_weights()
-            if run.reproducible:
-                check_repeatable(self.parts.weights.fleet, len(self.inputs.tokenizer))
             if self.cfg.actor_rollout_ref.rollout.parity.freq >= 0:
                 self.parity_probe(record=self.global_step == 0)
             if (run.val_before_train and self.global_step == 0) or run.val_only:

@@ -71,7 +71,7 @@ STAGES = [
     Kill(f"{EPOCH}._advance"),
     Kill(f"{EPOCH}._advance", 2),
     Kill(f"{EPOCH}._advance", 2, "after"),
-    Kill("rlsys.rollout.hf.decode:DecodeLoop._step", 4),
+    Kill("rlsys.rollout.hf.decode:DecodeLoop._step", 18),  # the probe takes 14
     Kill(LOG_PROB, when="after"),
     Kill(f"{EPOCH}.save"),
     Kill(COMMIT, when="after"),

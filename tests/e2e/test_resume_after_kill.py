@@ -20,7 +20,8 @@ from tests.e2e.fork_server import ForkServer, Kill, Patches
 from trainer.checkpoint import load_state
 
 WALL_CLOCK = ("timing", "perf/", "weights/seconds", "reward/seconds")
-SET_ASIDE = re.compile(r"metrics\.\d+\.jsonl")  # what runs killed before their first checkpoint had written
+SET_ASIDE = re.compile(r"metrics\.\d+\.jsonl|staleness\.txt")
+"""What runs that were killed before their first checkpoint had written, and what a run of enough steps measured."""
 
 GENERATE = "rlsys.fleet.fleet:RolloutFleet.generate_sequences"
 REWARD = "rlsys.rewards.manager:PoolRewardManager.grade"
