@@ -5,8 +5,8 @@ Token ids are Python ints in the vocabulary of the served model; log-probabiliti
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 from uuid import uuid4
@@ -52,13 +52,38 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
-class ModelRequest:
-    """A prompt to complete: token ids in. `session` keeps the turns of one episode on one server."""
+class GenerationHyperparameters(SamplingParams):
+    """AReaL's form of SamplingParams: `greedy` is temperature 0, and `n_samples` is for workflows to read."""
 
-    input_ids: tuple[int, ...]
+    max_new_tokens: int = 16384
+    greedy: bool = False  # pyrefly: ignore
+    n_samples: int = 1
+
+    def __post_init__(self) -> None:
+        if self.greedy:
+            object.__setattr__(self, "temperature", 0.0)
+
+    def new(self, **changes: Any) -> GenerationHyperparameters:
+        """A copy with other values."""
+        return replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """A prompt to complete: token ids in. `session` keeps the turns of one episode on one server.
+
+    `tokenizer` and `metadata` are arguments of AReaL's and not kept: tokens are neither decoded nor encoded.
+    """
+
+    input_ids: Sequence[int]
     gconfig: SamplingParams
     rid: str = field(default_factory=lambda: uuid4().hex)
     session: str = ""
+    tokenizer: InitVar[Any] = None
+    metadata: InitVar[Any] = None
+
+    def __post_init__(self, tokenizer: Any, metadata: Any) -> None:
+        object.__setattr__(self, "input_ids", tuple(self.input_ids))
 
 
 @dataclass(frozen=True)
@@ -86,6 +111,26 @@ class ModelResponse:
     @property
     def logprobs(self) -> tuple[float, ...]:
         return self.output_logprobs
+
+
+@dataclass(frozen=True)
+class LLMRequest:
+    """A prompt as text, for engines of external servers with a tokenizer; `generation_config` as SamplingParams."""
+
+    text: str
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
+    request_id: str = field(default_factory=lambda: uuid4().hex)
+    stream: bool = False
+
+
+@dataclass(frozen=True)
+class LLMResponse:
+    """A completion as text, one log-probability per token; `usage` counts prompt_tokens and completion_tokens."""
+
+    text: str
+    logprobs: Sequence[float]
+    finish_reason: str
+    usage: Mapping[str, int]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from rlsys.config.schema.base import Section
 from rlsys.utils.errors import ConfigError
 
 COMMAND_LINE = "command line"
+_YIELDING = (("data.train_batch_size", 0), ("async_training", True))
+"""What verl's and AReaL's asynchronous trainers want beside the setting that counts."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,11 @@ class Given:
     origin: str
     spelling: str
     written: Any = None
+
+    @property
+    def yields(self) -> bool:
+        """Whether it leaves the value to another setting of the same key."""
+        return (self.spelling, self.value if self.written is None else self.written) in _YIELDING
 
     def __str__(self) -> str:
         return f"{self.spelling} = {shown(self.value if self.written is None else self.written)}"
@@ -171,11 +178,9 @@ class Layers:
 
     def _set(self, path: str, given: Given) -> None:
         before, earlier = self._layer.get(path), self.given.get(path)
-        counted = "async_training.require_batches"  # beside it verl wants data.train_batch_size=0
-        if given.value == 0 and earlier and earlier.spelling == counted:
+        if earlier and earlier.spelling != given.spelling and given.yields:
             return
-        is_zero = before is not None and before.value == 0 and given.spelling == counted
-        if before and before.spelling != given.spelling and before.value != given.value and not is_zero:
+        if before and before.spelling != given.spelling and before.value != given.value and not before.yields:
             one = "one setting" if path in (before.spelling, given.spelling) else path
             self.problems.append(f"{before} and {given} ({given.origin}): two names of {one}; set one of them")
         self._layer[path] = self.given[path] = given

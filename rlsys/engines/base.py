@@ -25,7 +25,7 @@ from rlsys.engines.micro_batches import MicroBatches, Pack
 from rlsys.interfaces import LossFn, Output, TrainEngine
 from rlsys.models.hf import Head, read_config
 from rlsys.models.lora import LoraSettings, adapter_config, to_saved_name
-from rlsys.types import EXPORT_FILE_BYTES, StepReport
+from rlsys.types import EXPORT_FILE_BYTES, StepReport, WeightUpdateMeta
 
 if TYPE_CHECKING:
     from rlsys.protocol import DataProto
@@ -153,6 +153,10 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
             return
         weights = iter(()) if what == "adapter" else self._exported()
         export.write(path, weights, self._write_settings, adapter=self._exported_adapter())
+
+    def upload_weights(self, meta: WeightUpdateMeta) -> None:
+        """Write the weights in Hugging Face format to `meta.weights_path`, where servers read them."""
+        self.save(Path(meta.weights_path), "export")
 
     def _write_settings(self, folder: Path) -> None:
         """Write config.json, generation_config.json and the tokenizer's files, as they go with the weights."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from tensordict import TensorDict
 from torch import Tensor
@@ -13,6 +14,7 @@ from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 from rlsys.interfaces import LossFn, LossSum, Output, TrainEngine
 from rlsys.protocol import DataProto
 from rlsys.roles.update import MiniBatch, global_step, mini_batches, ppo_mini_batches, run_updates
+from rlsys.types import WeightUpdateMeta
 
 
 class PPOActor:
@@ -37,6 +39,7 @@ class PPOActor:
         self.config = config
         self.rollout_n = rollout_n
         self.rollout_correction = rollout_correction
+        self.version = 0
 
     def compute_logp(
         self, batch: DataProto, *, name: str = "old_log_probs", entropy: bool = False, sum_pi_squared: bool = False
@@ -60,6 +63,15 @@ class PPOActor:
         return self._update(batch, parts)
 
     grpo_update = ppo_update
+
+    def upload_weights(self, meta: WeightUpdateMeta) -> None:
+        """Write the weights in Hugging Face format to `meta.weights_path`, for `RemoteEngine.update_weights(meta)`."""
+        self.engine.save(Path(meta.weights_path), "export")
+        self.set_version(meta.version)
+
+    def set_version(self, version: int) -> None:
+        """Say which version of the weights this is."""
+        self.version = version
 
     def train_batch(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step on all rows."""

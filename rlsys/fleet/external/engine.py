@@ -19,7 +19,14 @@ from rlsys.fleet.replica import Replica
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.partial import PartialResponse
-from rlsys.types import ModelRequest, ModelResponse, WeightUpdateMeta
+from rlsys.types import (
+    GenerationHyperparameters,
+    LLMRequest,
+    LLMResponse,
+    ModelRequest,
+    ModelResponse,
+    WeightUpdateMeta,
+)
 from rlsys.utils.errors import WeightTransferError
 
 MAX_RESTARTS = 1_000_000
@@ -36,6 +43,7 @@ class RemoteEngine(RolloutFleet):
 
     recovers_before_push = False
     backend_cls: type[Backend]
+    tokenizer: Any = None
 
     def __init__(self, settings: RemoteSettings, *, version: int = 0) -> None:
         servers = settings.servers
@@ -69,9 +77,21 @@ class RemoteEngine(RolloutFleet):
             raise WeightTransferError("the servers are quarantined: their weights are not whole until the next update")
         return super().submit(work, together=together)
 
-    async def agenerate(self, req: ModelRequest) -> ModelResponse:
-        """Complete one request across weight updates; each token has the version that made it."""
-        return await asyncio.wrap_future(self.submit([req])[0])
+    async def agenerate(self, req: ModelRequest | LLMRequest) -> ModelResponse | LLMResponse:
+        """Complete one request across weight updates; each token has the version that made it.
+
+        A request in text needs `tokenizer` to be set; ValueError without it, or if the answer should be streamed.
+        """
+        if isinstance(req, ModelRequest):
+            return await asyncio.wrap_future(self.submit([req])[0])
+        if self.tokenizer is None or req.stream:
+            raise ValueError("requests in text need engine.tokenizer and stream=False: an answer is given as a whole")
+        params = GenerationHyperparameters(**req.generation_config)
+        (answer,) = self.submit([ModelRequest(self.tokenizer.encode(req.text), params, rid=req.request_id)])
+        response = await asyncio.wrap_future(answer)
+        text = self.tokenizer.decode(list(response.output_tokens), skip_special_tokens=True)
+        usage = {"prompt_tokens": len(response.input_tokens), "completion_tokens": len(response.output_tokens)}
+        return LLMResponse(text, response.logprobs, response.stop_reason.value, usage)
 
     def rollout_batch(self, data: Sequence[Mapping[str, Any]], workflow: Any) -> DataProto:
         """Run the workflow on every row at once; the trajectories of those it did not reject, as one batch.

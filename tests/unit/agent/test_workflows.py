@@ -21,7 +21,7 @@ from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tool_pool import ToolPool
 from rlsys.agent.tools import tool_of
 from rlsys.protocol import DataProto, object_array
-from rlsys.types import ModelRequest, SamplingParams
+from rlsys.types import GenerationHyperparameters, ModelRequest, SamplingParams
 from rlsys.utils.errors import ConfigError, RolloutError
 from tests.timing import scaled_s
 from tests.unit.agent import user_tools
@@ -109,7 +109,8 @@ class ArealRetry:
     async def arun_episode(self, engine, data):
         ids = list(TOKENIZER(data["messages"][0]["content"], add_special_tokens=False)["input_ids"])
         for _ in range(2):
-            request = ModelRequest(input_ids=tuple(ids), gconfig=SamplingParams(max_new_tokens=16))
+            gconfig = GenerationHyperparameters(n_samples=2, max_new_tokens=16).new(n_samples=1)
+            request = ModelRequest(rid=str(len(ids)), input_ids=ids, gconfig=gconfig, tokenizer=TOKENIZER)
             response = await engine.agenerate(request)
             ids += list(response.output_tokens)
         tensors = {"input_ids": [ids], "attention_mask": [[1] * len(ids)], "rewards": [2.0]}

@@ -8,6 +8,7 @@ import pytest
 
 from rlsys.config import PPOConfig, load_config
 from rlsys.config.arguments import parse_arguments
+from rlsys.config.introspect import value_at
 from rlsys.config.load import load
 from rlsys.utils.errors import ConfigError
 
@@ -124,6 +125,8 @@ def test_what_has_no_meaning_here_is_noted() -> None:
     ("argument", "says"),
     [
         ("actor.optimizer.beta2=0.95", f"{ACTOR}.optim.betas"),
+        ("actor_rollout_ref.rollout.agent.turn_discount=0.5", "discount it in the workflow"),
+        ("critic.optimizer.beta2=0.95", "critic.optim.betas"),
         ("actor.rejection_sampling.metric=kl", "only the ratio"),
         ("ref.path=other", "before training"),
         ("actor.ppo_n_minibatches=3", "256 does not divide evenly by 3"),
@@ -139,3 +142,48 @@ def test_group_normalized_rewards_alone_are_grpo() -> None:
     argv = ["--config-name=./grpo.yaml", "algorithm.adv_norm={mean_level: null, std_level: null}"]
     algorithm = load_config([*argv, "algorithm.reward_norm.std_level=null"]).algorithm
     assert (algorithm.adv_estimator, algorithm.norm_adv_by_std_in_grpo) == ("grpo", False)
+
+
+# The settings of GRPOConfig, PPOActorConfig, RolloutConfig, SGLangConfig and DatasetConfig, one by one.
+NAMES = {
+    "actor.lr=2e-6": ("actor_rollout_ref.actor.optim.lr", 2e-6),
+    "actor.weight_decay=0.1": ("actor_rollout_ref.actor.optim.weight_decay", 0.1),
+    "actor.max_grad_norm=0.5": ("actor_rollout_ref.actor.grad_clip", 0.5),
+    "actor.m2_threshold=0.04": ("algorithm.rollout_correction.rollout_rs", "token_m2"),
+    "rollout.n_generations=8": ("actor_rollout_ref.rollout.n", 8),
+    "rollout.temperature=0.5": ("actor_rollout_ref.rollout.temperature", 0.5),
+    "rollout.max_tokens=64": ("data.max_response_length", 64),
+    "rollout.batch_size=32": ("data.train_batch_size", 32),
+    "rollout.max_head_offpolicyness=3": ("trainer.max_staleness", 3),
+    "sglang.tp_size=2": ("actor_rollout_ref.rollout.tensor_model_parallel_size", 2),
+    "sglang.attention_backend=triton": (
+        "actor_rollout_ref.rollout.engine_kwargs.sglang",
+        {"attention_backend": "triton"},
+    ),
+    "sglang.trust_remote_code=true": ("actor_rollout_ref.model.trust_remote_code", True),
+    "sglang.max_total_tokens=9": ("actor_rollout_ref.rollout.engine_kwargs.sglang", {"max_total_tokens": 9}),
+    "train_dataset.path=rows.jsonl": ("data.train_files", ("rows.jsonl",)),
+    "train_dataset.batch_size=32": ("data.train_batch_size", 32),
+    "train_dataset.shuffle=false": ("data.shuffle", False),
+    "eval_dataset.path=rows.jsonl": ("data.val_files", ("rows.jsonl",)),
+    "eval_dataset.batch_size=3": ("data.val_batch_size", 3),
+    "gconfig.stop_token_ids=[7]": ("actor_rollout_ref.rollout.eos", (7,)),
+    "gconfig.ignore_eos=true": ("actor_rollout_ref.rollout.ignore_eos", True),
+}
+
+
+@pytest.mark.parametrize("argument", NAMES)
+def test_each_name_of_areal_sets_its_key(argument: str) -> None:
+    job = ["actor.path=model", "data.train_files=rows.jsonl", "trainer.rollout_workers=2", "trainer.n_gpus_per_node=2"]
+    engine = "actor_rollout_ref.rollout.name=sglang"
+    more = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=32", engine]
+    path, value = NAMES[argument]
+    group = [] if path.endswith("rollout.n") else ["actor_rollout_ref.rollout.n=8"]
+    assert value_at(load_config([*job, *more, *group, argument]), path) == value
+
+
+@pytest.mark.parametrize(("arguments", "versions"), [([], 1), (["rollout.max_head_offpolicyness=4"], 4)])
+def test_asynchronous_training_is_one_step_off_or_as_many_as_are_set(arguments: list[str], versions: int) -> None:
+    for argv in (["async_training=true", *arguments], [*arguments, "async_training=true"]):
+        cfg = load_config(["actor.path=model", "data.train_files=rows.jsonl", "trainer.rollout_workers=1", *argv])
+        assert cfg.trainer.max_staleness == versions

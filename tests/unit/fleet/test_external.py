@@ -20,7 +20,7 @@ from rlsys.config.schema.rollout import ServersConfig
 from rlsys.fleet.external.capabilities import SERVERS
 from rlsys.fleet.external.engine import RemoteEngine, SGLangRemoteEngine, VLLMRemoteEngine
 from rlsys.fleet.external.settings import RemoteSettings
-from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams, WeightUpdateMeta
+from rlsys.types import Finish, LLMRequest, LLMResponse, ModelRequest, ModelResponse, SamplingParams, WeightUpdateMeta
 from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
 from tests.servers import RuleBrain, Server
 from tests.timing import scaled_s, wait_until
@@ -502,6 +502,30 @@ class Doubling:
             "versions": torch.tensor([versions]),
             "rewards": torch.tensor([float(len(ids))]),
         }
+
+
+class Letters:
+    """A tokenizer: the letters of the alphabet, from 1 on."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - 96 for letter in text]
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(chr(96 + token) for token in ids)
+
+
+def test_requests_in_text_are_answered_in_text(fleet: Fleet) -> None:
+    engine = fleet.engine(*fleet.serve(1))
+    request = LLMRequest(text="ab", generation_config={"max_new_tokens": 3, "temperature": 1.0}, request_id="7")
+    with pytest.raises(ValueError, match=r"engine\.tokenizer"):
+        asyncio.run(engine.agenerate(request))
+    engine.tokenizer = Letters()
+    answer = asyncio.run(engine.agenerate(request))
+    expected = ruled(ModelRequest((1, 2), SamplingParams(3)))
+    assert isinstance(answer, LLMResponse)
+    assert answer.text == Letters().decode([token for token, _ in expected], skip_special_tokens=True)
+    assert answer.logprobs == pytest.approx([value for _, value in expected])
+    assert (answer.finish_reason, answer.usage) == ("length", {"prompt_tokens": 2, "completion_tokens": 3})
 
 
 def test_rollout_batch_pads_what_the_workflow_accepts(fleet: Fleet) -> None:

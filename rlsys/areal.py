@@ -1,0 +1,71 @@
+"""AReaL's names for what rlsys has: `from rlsys.areal import FSDPPPOActor, ParallelStrategy, ...`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlsys.config.schema.megatron import MegatronConfig
+from rlsys.fleet.external.engine import SGLangRemoteEngine, VLLMRemoteEngine
+from rlsys.interfaces import RolloutEngine, TrainEngine
+from rlsys.roles.actor import PPOActor
+from rlsys.roles.lm import LMEngine
+from rlsys.types import (
+    GenerationHyperparameters,
+    LLMRequest,
+    LLMResponse,
+    ModelRequest,
+    ModelResponse,
+    WeightUpdateMeta,
+)
+
+FSDPPPOActor, FSDPLMEngine, InferenceEngine = PPOActor, LMEngine, RolloutEngine
+RemoteSGLangEngine, RemotevLLMEngine = SGLangRemoteEngine, VLLMRemoteEngine
+__all__ = [
+    "FSDPLMEngine",
+    "FSDPPPOActor",
+    "GenerationHyperparameters",
+    "InferenceEngine",
+    "LLMRequest",
+    "LLMResponse",
+    "ModelRequest",
+    "ModelResponse",
+    "ParallelStrategy",
+    "RemoteSGLangEngine",
+    "RemotevLLMEngine",
+    "TrainEngine",
+    "WeightUpdateMeta",
+]
+
+
+@dataclass(frozen=True)
+class ParallelStrategy:
+    """Parallel sizes; `fsdp()` and `megatron()` are the arguments of the engines that they stand for."""
+
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_parallel_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        model = self.tensor_parallel_size * self.pipeline_parallel_size
+        return model * self.context_parallel_size * self.data_parallel_size
+
+    def fsdp(self) -> dict[str, Any]:
+        """Arguments of FSDPEngine. ValueError for sizes that FSDP does not have."""
+        if max(self.tensor_parallel_size, self.pipeline_parallel_size, self.expert_parallel_size) > 1:
+            raise ValueError("FSDP has data and context parallelism only; for the other sizes take MegatronEngine")
+        return {"sp_size": self.context_parallel_size}
+
+    def megatron(self) -> dict[str, Any]:
+        """Arguments of MegatronEngine."""
+        config = MegatronConfig(
+            tensor_model_parallel_size=self.tensor_parallel_size,
+            pipeline_model_parallel_size=self.pipeline_parallel_size,
+            context_parallel_size=self.context_parallel_size,
+            expert_model_parallel_size=self.expert_parallel_size,
+        )
+        return {"megatron": config}
