@@ -568,7 +568,7 @@ def test_every_preset_loads(name: str, folder: Path, monkeypatch: pytest.MonkeyP
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_text('{"max_position_embeddings": 8192}')
         monkeypatch.setenv("RLSYS_CACHE", str(folder))
-    elif name.endswith(("ppo_trainer", "ppo_megatron_trainer", "dapo", "gsm8k_grpo", "lora", "one_step_off")):
+    elif name.endswith(("ppo_trainer", "ppo_megatron_trainer", "dapo", "_grpo", "lora", "one_step_off")):
         argv += [f"{M}.path=some/model", "data.train_files=train.parquet", "data.val_files=test.parquet"]
     loaded = load(parse_arguments(argv), schema)
     assert not [note for note in loaded.notes if "ignored" in note]
