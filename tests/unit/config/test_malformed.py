@@ -243,7 +243,7 @@ FOREIGN = [
     bad("trainer.v1.trainer_mode=separate_async", "trainer.v1.trainer_mode", "trainer.max_staleness="),
     bad(f"{A}.megatron.use_megatron_fsdp=true", "use_megatron_fsdp", "strategy=fsdp"),
     bad("actor.ppo_n_minibatches=5", "ppo_n_minibatches", f"{A}.ppo_mini_batch_size"),
-    bad("async_training=true", "async_training", "trainer.max_staleness"),
+    bad("async_training=true", "trainer.max_staleness", "trainer.rollout_workers=1"),
 ]
 
 SPELLINGS = [
