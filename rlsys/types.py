@@ -75,7 +75,7 @@ class ModelRequest:
     `tokenizer` and `metadata` are arguments of AReaL's and not kept: tokens are neither decoded nor encoded.
     """
 
-    input_ids: Sequence[int]
+    input_ids: tuple[int, ...]
     gconfig: SamplingParams
     rid: str = field(default_factory=lambda: uuid4().hex)
     session: str = ""

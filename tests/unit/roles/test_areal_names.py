@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,5 +45,6 @@ def test_generation_parameters_are_copied_with_changes() -> None:
     params = areal.GenerationHyperparameters(max_new_tokens=8, n_samples=4, temperature=0.7)
     assert (params.new(n_samples=1).n_samples, params.new(n_samples=1).temperature, params.greedy) == (1, 0.7, False)
     assert areal.GenerationHyperparameters(greedy=True).temperature == 0.0
-    request = areal.ModelRequest(input_ids=[1, 2], gconfig=params, tokenizer=object(), metadata={"a": 1})
+    ids: Any = [1, 2]
+    request = areal.ModelRequest(input_ids=ids, gconfig=params, tokenizer=object(), metadata={"a": 1})
     assert request.input_ids == (1, 2)
