@@ -36,10 +36,10 @@ from trainer.reporting import Reporter
 from trainer.residency import Moves, Residency, Resident
 from trainer.rewards import reward_pool
 from trainer.source import GroupFilter, Prompts, RolloutSource
-from trainer.staleness import StalenessAdvisor
+from trainer.staleness_advice import StalenessAdvisor
+from trainer.staleness_window import StalenessWindow
 from trainer.steps import Steps
 from trainer.weight_push import WeightPush, connect_servers, connect_weights, drops_weights_on_sleep
-from trainer.window import PromptWindow
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet
             num_samples=graded.num_answers,
             group_filter=group_filter,
         )
-    window = PromptWindow(
+    window = StalenessWindow(
         groups_per_step=cfg.data.train_batch_size,
         max_staleness=run.max_staleness,
         lookahead=run.lookahead,

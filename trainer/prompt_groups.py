@@ -22,7 +22,7 @@ from rlsys.types import Finish, ModelRequest
 from rlsys.utils.errors import CheckpointError, ConfigError, RolloutError
 from trainer.generation import GradedRollout, meta_of_all_calls
 from trainer.source import GroupFilter, Prompts, is_time, too_few_kept
-from trainer.window import PromptWindow
+from trainer.staleness_window import StalenessWindow
 
 OPEN, WAITING, NUMBER = "open_prompts.dp", "waiting_groups.dp", "group_number"
 
@@ -58,7 +58,7 @@ class PromptGroups:
 
     def __init__(
         self,
-        window: PromptWindow,
+        window: StalenessWindow,
         prompts: Prompts,
         rollout: GradedRollout,
         *,

@@ -43,7 +43,7 @@ MEANING = (
     "reward.reward_model.model_path",
     "code of ",
 )
-"""What a checkpoint must not be continued with unless the user confirms it: keys that start with one of these."""
+"""Prefixes of keys whose change blocks a resume unless the user confirms it."""
 MAX_SHOWN = 20
 JobConfig = PPOConfig | SFTConfig | RMConfig | DPOConfig | EvalConfig
 Begin = Callable[[], None]
@@ -57,7 +57,7 @@ _recorded: set[Path] = set()
 
 @contextmanager
 def run_folder(config: JobConfig) -> Iterator[Begin]:
-    """Hold the folder of a run, and yield what writes down that it starts.
+    """Lock the folder of a run; yields the function that records a start.
 
     That leaves `config.yaml`, the resolved configuration; a line in `starts.jsonl`: time, command, folder, host,
     versions, state of the repository and checksums of the code files it names; and `train.log`, the log of all starts.

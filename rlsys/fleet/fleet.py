@@ -20,7 +20,8 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import contextmanager
 
 from rlsys.fleet.ledger import Ledger
-from rlsys.fleet.placement import (
+from rlsys.fleet.replica import Replica
+from rlsys.fleet.requests import (
     FleetDeadlines,
     FleetRequest,
     ReplicaState,
@@ -28,7 +29,6 @@ from rlsys.fleet.placement import (
     WrongVersionError,
     wrong_version,
 )
-from rlsys.fleet.replica import Replica
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import from_responses, to_requests, with_request_seeds
 from rlsys.rollout.partial import EXCHANGE_WAIT_S, PartialResponse
@@ -336,7 +336,7 @@ class RolloutFleet:
     # ---- failures ----------------------------------------------------------------------------------------------
 
     def _give_up(self, entry: ReplicaState, problem: Exception) -> None:
-        """Take a replica out of service; what it had waits for another one. The caller holds the lock."""
+        """Take a replica out of service; its requests are queued for another one. The caller holds the lock."""
         log.warning("%s failed with %d requests: %s", entry.replica.name, entry.load, problem)
         entry.state, entry.failures = "recovering", 0
         if not any(p.state == "ready" for p in self._replicas):
@@ -345,7 +345,7 @@ class RolloutFleet:
             self._retry(entry, batch, problem)
 
     def _retry(self, entry: ReplicaState, batch: RequestBatch, problem: Exception) -> None:
-        """Have a batch that failed wait for another replica, or fail after too many attempts."""
+        """Queue a failed batch for another replica, or fail it after too many attempts."""
         self._counts["refused_versions" if isinstance(problem, WrongVersionError) else "failures"] += 1
         self._take_back(entry, batch.requests)
         batch.causes.append(f"{entry.replica.name}: {type(problem).__name__}: {problem}")

@@ -12,8 +12,8 @@ from rlsys.config.schema.jobs import DPOLossConfig
 from rlsys.engines.mesh import gather_json, sum_over_ranks
 from rlsys.interfaces import TrainEngine
 from rlsys.protocol import DataProto
-from rlsys.roles.coupled import RowLoss, at_first, train_coupled
 from rlsys.roles.lm import RankSums
+from rlsys.roles.pairwise import RowLoss, at_first, train_pairwise
 
 
 class DPOEngine:
@@ -33,7 +33,7 @@ class DPOEngine:
         Metrics: train/loss, TRL's rewards and logps as train/*, train/grad_norm, train/lr, train/skipped_steps.
         """
         rows, kl = self._with_reference(batch)
-        return train_coupled(self.engine, rows, "log_probs", lambda log_probs: self._loss(rows, log_probs, kl))
+        return train_pairwise(self.engine, rows, "log_probs", lambda log_probs: self._loss(rows, log_probs, kl))
 
     def evaluate(self, batch: DataProto) -> RankSums:
         """val/loss and the other metrics of this rank's rows as (sum, count); without gradient."""

@@ -10,8 +10,8 @@ from torch.nn.functional import logsigmoid
 from rlsys.algorithms.masked import at_last_token
 from rlsys.interfaces import TrainEngine
 from rlsys.protocol import DataProto
-from rlsys.roles.coupled import RowLoss, at_first, train_coupled
 from rlsys.roles.lm import RankSums
+from rlsys.roles.pairwise import RowLoss, at_first, train_pairwise
 
 
 class RWEngine:
@@ -33,7 +33,7 @@ class RWEngine:
 
         Metrics: train/loss, train/accuracy, train/margin, train/grad_norm, train/lr, train/skipped_steps.
         """
-        return train_coupled(self.engine, batch, "scores", partial(_pair_loss, batch))
+        return train_pairwise(self.engine, batch, "scores", partial(_pair_loss, batch))
 
     train_batch = train_rw
 

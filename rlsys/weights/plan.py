@@ -1,4 +1,4 @@
-"""From who holds what to who sends what: the smallest set of copies that fills every destination box once.
+"""A copy plan from source and destination layouts: the smallest set of copies that fills every destination once.
 
 Pure arithmetic on layouts. Where several source ranks hold the same elements, the nearest ones give them, and equally
 near ones share them by the bytes that each has to give already.

@@ -55,9 +55,9 @@ def run_child(args: argparse.Namespace, overrides: list[str]) -> int:
     from rlsys.rollout.batch import to_requests
     from rlsys.types import ModelRequest
     from trainer.main_ppo import main
-    from trainer.window import PromptWindow
+    from trainer.staleness_window import StalenessWindow
 
-    class FirstFinished(PromptWindow):
+    class FirstFinished(StalenessWindow):
         def take(self) -> list[int] | None:
             taken = sorted(self._finished)[: self.groups_per_step]
             if len(taken) < self.groups_per_step:
@@ -81,7 +81,7 @@ def run_child(args: argparse.Namespace, overrides: list[str]) -> int:
     rlsys.fleet.fleet.to_requests = with_lengths
     trainer.prompt_groups.to_requests = with_lengths
     if args.child == "first":
-        trainer.assembly.PromptWindow = FirstFinished  # type: ignore[misc]
+        trainer.assembly.StalenessWindow = FirstFinished  # type: ignore[misc]
     return main(overrides)
 
 

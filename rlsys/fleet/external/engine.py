@@ -14,8 +14,8 @@ from rlsys.fleet.external.server_pool import SendWeights, ServerPool
 from rlsys.fleet.external.settings import RemoteSettings
 from rlsys.fleet.external.workflow import run_workflow
 from rlsys.fleet.fleet import RolloutFleet
-from rlsys.fleet.placement import FleetDeadlines
 from rlsys.fleet.replica import Replica
+from rlsys.fleet.requests import FleetDeadlines
 from rlsys.protocol import DataProto
 from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.partial import PartialResponse

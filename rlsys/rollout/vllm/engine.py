@@ -1,7 +1,7 @@
 """VLLMRollout: vLLM in this process behind the RolloutEngine protocol.
 
 vLLM schedules, batches and runs the model; we sample the tokens inside its sampler (`rollout.sampling.hook`), so that
-equal requests give equal tokens in any batch and log-probabilities take no sort of the vocabulary.
+equal requests give equal tokens in any batch and log-probabilities need no sort of the vocabulary.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def host_class(cls: type) -> Any:
 
 
 def death_of(error: ray_exceptions.RayActorError) -> str:
-    """Ray's report of a death without its standing advice."""
+    """Ray's message of an actor's death without the advice that it always appends."""
     text = str(error)
     start = max(text.find("The actor is dead because"), 0)
     return "the worker process died: " + text[start:].split(" Some common causes")[0]

@@ -13,7 +13,7 @@ import torch
 
 from rlsys.config.schema.trainer import TrainerConfig
 from rlsys.fleet.fleet import RolloutFleet
-from rlsys.fleet.placement import FleetDeadlines
+from rlsys.fleet.requests import FleetDeadlines
 from rlsys.protocol import DataProto, object_array, response_lengths
 from rlsys.rewards.manager import Graded, place_on_last_token
 from rlsys.telemetry.metrics import StageTimer
@@ -22,7 +22,7 @@ from tests.timing import scaled_s
 from trainer.generation import GradedRollout
 from trainer.prompt_groups import PromptGroups
 from trainer.source import GroupFilter
-from trainer.window import PromptWindow
+from trainer.staleness_window import StalenessWindow
 
 FEW_FAILURES = TrainerConfig(max_failed_in_a_row=8, max_failed_share=0.05)
 DEADLINES = FleetDeadlines(generate_s=scaled_s(20.0), health_s=scaled_s(2.0), restart_s=scaled_s(5.0))
@@ -65,7 +65,7 @@ BY_LENGTH = LengthManager()
 
 
 def prompt_groups(
-    window: PromptWindow,
+    window: StalenessWindow,
     *,
     max_tokens: int,
     num_answers: int = 1,

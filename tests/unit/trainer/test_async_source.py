@@ -27,7 +27,7 @@ from tests.unit.trainer.asynchronous import (
 )
 from trainer.async_source import AsyncSource
 from trainer.source import GroupFilter
-from trainer.window import PromptWindow
+from trainer.staleness_window import StalenessWindow
 
 LENGTHS = lognormal_lengths(mean=20, longest=400)
 
@@ -58,7 +58,7 @@ class Run:
 
 @contextmanager
 def running(
-    window: PromptWindow,
+    window: StalenessWindow,
     length_of: Callable[[int], int] = LENGTHS,
     *,
     group_filter: GroupFilter | None = None,
@@ -84,7 +84,7 @@ def numbers_of(batch: DataProto) -> list[int]:
 @pytest.mark.parametrize("max_staleness", [1, 2, 4, 8])
 def test_every_prompt_is_trained_on_in_order_and_no_token_is_too_old(max_staleness: int) -> None:
     ages, numbers, lengths = [], [], []
-    with running(PromptWindow(groups_per_step=2, max_staleness=max_staleness)) as run:
+    with running(StalenessWindow(groups_per_step=2, max_staleness=max_staleness)) as run:
         run.publish(0)
         for _ in range(300):
             batch = run.step()
@@ -99,7 +99,7 @@ def test_every_prompt_is_trained_on_in_order_and_no_token_is_too_old(max_stalene
 
 
 def test_prompts_that_fail_are_skipped_and_counted() -> None:
-    with running(PromptWindow(groups_per_step=2, max_staleness=2), lambda n: 0 if n in (1, 4) else 9) as run:
+    with running(StalenessWindow(groups_per_step=2, max_staleness=2), lambda n: 0 if n in (1, 4) else 9) as run:
         run.publish(0)
         batches = run.steps(4)
     assert [number for batch in batches for number in numbers_of(batch)] == [0, 2, 3, 5, 6, 7, 8, 9]
@@ -110,14 +110,14 @@ def test_prompts_that_fail_are_skipped_and_counted() -> None:
 def test_too_many_failures_end_the_run(in_a_row: int, share: float) -> None:
     fails = (lambda n: 0) if share == 1.0 else (lambda n: 9 * (n % 2))
     failures = TrainerConfig(max_failed_in_a_row=in_a_row, max_failed_share=share)
-    with running(PromptWindow(groups_per_step=2, max_staleness=1), fails, failures=failures) as run:
+    with running(StalenessWindow(groups_per_step=2, max_staleness=1), fails, failures=failures) as run:
         run.publish(0)
         with pytest.raises(RolloutError, match=r"(?s)in_a_row=\d or trainer.max_failed_share.* engine likes"):
             run.steps(20)
 
 
 def test_a_prompt_that_never_ends_is_named_after_the_deadline() -> None:
-    window = PromptWindow(groups_per_step=2, max_staleness=1)
+    window = StalenessWindow(groups_per_step=2, max_staleness=1)
     with running(window, speed=0, deadline_s=0.3) as run:
         run.publish(0)
         with pytest.raises(DeadlineError, match=r"prompt 0 of 4 unfinished ones; step 1 waits.*'generate and grade'"):
@@ -125,7 +125,7 @@ def test_a_prompt_that_never_ends_is_named_after_the_deadline() -> None:
 
 
 def test_an_error_of_the_grader_ends_the_run() -> None:
-    window = PromptWindow(groups_per_step=2, max_staleness=1)
+    window = StalenessWindow(groups_per_step=2, max_staleness=1)
     with running(window, lambda n: 9 + n, manager=LengthManager(12)) as run:
         run.publish(0)
         with pytest.raises(ValueError, match=r"an answer of 1\d tokens"):
@@ -134,7 +134,7 @@ def test_an_error_of_the_grader_ends_the_run() -> None:
 
 def test_weights_may_be_pushed_less_often_than_every_step() -> None:
     ages = []
-    with running(PromptWindow(groups_per_step=2, max_staleness=2)) as run:
+    with running(StalenessWindow(groups_per_step=2, max_staleness=2)) as run:
         run.publish(0)
         for step in range(1, 41):
             batch = run.source.next()
@@ -146,7 +146,7 @@ def test_weights_may_be_pushed_less_often_than_every_step() -> None:
 
 @pytest.mark.parametrize(("speed", "trains_s", "waits"), [(400, 0.05, "rollout"), (1, 0.0, "trainer")])
 def test_idle_shares_show_which_side_waits(speed: int, trains_s: float, waits: str) -> None:
-    with running(PromptWindow(groups_per_step=2, max_staleness=1), lambda n: 60, speed=speed) as run:
+    with running(StalenessWindow(groups_per_step=2, max_staleness=1), lambda n: 60, speed=speed) as run:
         run.publish(0)
         metrics = []
         for _ in range(9):
@@ -164,7 +164,7 @@ def keep_long(batch: DataProto) -> tuple[DataProto, dict[str, float]]:
 
 def test_filtered_prompts_are_replaced_in_order() -> None:
     kept = [number for number in range(100) if LENGTHS(number) > 10]
-    with running(PromptWindow(groups_per_step=2, max_staleness=2), group_filter=GroupFilter(keep_long, 0)) as run:
+    with running(StalenessWindow(groups_per_step=2, max_staleness=2), group_filter=GroupFilter(keep_long, 0)) as run:
         run.publish(0)
         batches = run.steps(8)
     assert [number for batch in batches for number in numbers_of(batch)] == kept[:16]
@@ -174,7 +174,7 @@ def test_filtered_prompts_are_replaced_in_order() -> None:
 
 
 def test_a_filter_that_keeps_too_few_ends_the_run() -> None:
-    window = PromptWindow(groups_per_step=2, max_staleness=1)
+    window = StalenessWindow(groups_per_step=2, max_staleness=1)
     with running(window, lambda n: 5, group_filter=GroupFilter(keep_long, 3)) as run:
         run.publish(0)
         with pytest.raises(ConfigError, match="after 3 generated batches only"):
@@ -182,7 +182,7 @@ def test_a_filter_that_keeps_too_few_ends_the_run() -> None:
 
 
 def test_a_checkpoint_keeps_tokens_that_were_drawn_and_prompts_in_order(tmp_path: Path) -> None:
-    window = PromptWindow(groups_per_step=2, max_staleness=3)
+    window = StalenessWindow(groups_per_step=2, max_staleness=3)
     with running(window, lambda n: 300 if n == 3 else 20, speed=1) as run:
         run.publish(0)
         first = numbers_of(run.step())
@@ -191,7 +191,7 @@ def test_a_checkpoint_keeps_tokens_that_were_drawn_and_prompts_in_order(tmp_path
     kept = DataProto.load_from_disk(tmp_path / "open_prompts.dp")
     drawn = int(response_lengths(kept)[kept.non_tensor_batch["group_number"].tolist().index(3)])
     assert drawn > 30
-    window = PromptWindow(groups_per_step=2, max_staleness=3)
+    window = StalenessWindow(groups_per_step=2, max_staleness=3)
     with running(window, lambda n: 300 if n == 3 else 20) as run:
         run.source.load(state, tmp_path)
         run.publish(1)

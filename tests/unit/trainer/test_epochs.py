@@ -25,7 +25,7 @@ from tests.unit.trainer.asynchronous import fleet_over, prompt_groups
 from trainer.async_source import AsyncSource
 from trainer.epochs import EpochSource
 from trainer.source import GroupFilter
-from trainer.window import PromptWindow
+from trainer.staleness_window import StalenessWindow
 
 VOCABULARY, MAX_TOKENS, PER_STEP = 40, 24, 4
 
@@ -126,7 +126,7 @@ def batches_of(
 
     def source_over(fleet: Any) -> EpochSource | AsyncSource:
         groups = prompt_groups(
-            PromptWindow(**window),
+            StalenessWindow(**window),
             max_tokens=MAX_TOKENS,
             num_answers=2,
             vocabulary=VOCABULARY,

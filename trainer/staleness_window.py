@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class PromptWindow:
+class StalenessWindow:
     """The groups between their start and their training, by number in the order of the data.
 
     Has neither clock nor threads: the same calls give the same answers. `version` is the one that engines serve.

@@ -6,7 +6,7 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from rlsys.planning.staleness import MeasuredRun, fitted_pace, forecast, proposed, staleness_advice
+from rlsys.planning.staleness_forecast import MeasuredRun, fitted_pace, forecast, proposed, staleness_advice
 
 ONE = MeasuredRun([[10]], groups_per_step=1, num_replicas=1, max_num_seqs=64, decode_s=1.0, answer_s=0.0, train_s=1.0)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.window import PromptWindow
+from trainer.staleness_window import StalenessWindow
 
 NUM_GROUPS = 6
 
@@ -26,9 +26,9 @@ class Run:
     trained: tuple[int, ...] = ()
 
 
-def window_of(run: Run, groups_per_step: int, max_staleness: int, lookahead: int) -> PromptWindow:
+def window_of(run: Run, groups_per_step: int, max_staleness: int, lookahead: int) -> StalenessWindow:
     """The window of a run, as after a restart: nothing but the saved state and the version is known."""
-    window = PromptWindow(groups_per_step=groups_per_step, max_staleness=max_staleness, lookahead=lookahead)
+    window = StalenessWindow(groups_per_step=groups_per_step, max_staleness=max_staleness, lookahead=lookahead)
     if run.state:
         window.load_state_dict(json.loads(run.state))
     window.version = run.version
@@ -39,7 +39,7 @@ def successors(run: Run, groups_per_step: int, max_staleness: int, lookahead: in
     """Every run that one event leads to; each event is preceded by a save and a restart."""
     settings = (groups_per_step, max_staleness, lookahead)
 
-    def saved(window: PromptWindow) -> str:
+    def saved(window: StalenessWindow) -> str:
         counts = window.counts()
         skipped = sum(count for name, count in counts.items() if name.startswith("skipped_"))
         assert counts["issued"] == counts["trained"] + counts["open"] + skipped
@@ -69,7 +69,7 @@ def successors(run: Run, groups_per_step: int, max_staleness: int, lookahead: in
         yield replace(run, state=saved(window), version=step, trained=(*run.trained, *numbers))
 
 
-def has_progress(window: PromptWindow) -> bool:
+def has_progress(window: StalenessWindow) -> bool:
     """Whether a window whose groups all finish reaches the next step."""
     for number in window.open:
         window.finish(number)
@@ -103,7 +103,7 @@ def test_every_schedule_keeps_the_age_loses_nothing_and_gets_on(
 @given(st.data())
 def test_long_runs_with_lookahead_keep_the_age(data: st.DataObject) -> None:
     groups_per_step, lookahead = data.draw(st.integers(1, 4)), data.draw(st.integers(0, 3))
-    window = PromptWindow(
+    window = StalenessWindow(
         groups_per_step=groups_per_step, max_staleness=lookahead + data.draw(st.integers(0, 3)), lookahead=lookahead
     )
     versions: dict[int, int] = {}
@@ -126,7 +126,7 @@ def test_long_runs_with_lookahead_keep_the_age(data: st.DataObject) -> None:
 
 
 def test_a_token_that_is_too_old_is_refused() -> None:
-    window = PromptWindow(groups_per_step=1, max_staleness=1)
+    window = StalenessWindow(groups_per_step=1, max_staleness=1)
     for _ in range(2):
         window.finish(window.start())
     window.take()
@@ -137,7 +137,7 @@ def test_a_token_that_is_too_old_is_refused() -> None:
 
 
 def test_lookahead_takes_finished_groups_past_a_slow_one() -> None:
-    window = PromptWindow(groups_per_step=2, max_staleness=2, lookahead=1)
+    window = StalenessWindow(groups_per_step=2, max_staleness=2, lookahead=1)
     numbers = [window.start() for _ in range(window.room)]
     assert numbers == [0, 1, 2, 3]
     for number in (1, 2):

@@ -40,7 +40,7 @@ def at_first(values: Tensor) -> Tensor:
     return torch.stack([values, torch.zeros_like(values)], dim=1).flatten()
 
 
-def train_coupled(
+def train_pairwise(
     engine: TrainEngine, batch: DataProto, output: Output, row_loss: Callable[[Tensor], RowLoss]
 ) -> dict[str, float]:
     """One optimizer step on all rows by `row_loss`, a function of the engine's `output` (B, R) on the CPU.

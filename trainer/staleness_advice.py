@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rlsys.config import PPOConfig
 from rlsys.fleet.fleet import RolloutFleet
-from rlsys.planning.staleness import MeasuredRun, fitted_pace, staleness_advice
+from rlsys.planning.staleness_forecast import MeasuredRun, fitted_pace, staleness_advice
 from rlsys.protocol import DataProto
 from rlsys.telemetry.log import get_logger
 from rlsys.telemetry.page import write_whole
@@ -14,7 +14,7 @@ from rlsys.telemetry.page import write_whole
 log = get_logger(__name__)
 
 NUM_STEPS = 4
-"""Steps that are measured, but for the first, which builds caches and fills the window."""
+"""Number of steps measured, excluding the first, which builds caches and fills the window."""
 
 
 class StalenessAdvisor:
