@@ -58,11 +58,9 @@ class TrainEngine(Protocol):
     @property
     def is_collect(self) -> bool:
         """Whether this rank's results are the ones to collect (one rank per data-parallel group)."""
-        ...
 
     def forward(self, batch: DataProto, outputs: Sequence[Output], *, temperature: float = 1.0) -> dict[str, Tensor]:
         """Per-token outputs (B, R) of this rank's rows in their order, float32, zero at padding."""
-        ...
 
     def forward_backward(
         self,
@@ -73,31 +71,25 @@ class TrainEngine(Protocol):
         temperature: float = 1.0,
     ) -> dict[str, float]:
         """Accumulate gradients of the loss sum; returns the metrics as global means plus `loss`."""
-        ...
 
     def optim_step(self) -> StepReport:
         """Divide by the global count since the last step, clip, refuse a non-finite norm, step, zero, schedule."""
-        ...
 
     def weight_layout(self) -> WeightLayout: ...
     def local_tensors(self) -> Mapping[str, Tensor]:
         """The local tensors that `weight_layout` speaks of, by name; read-only views of the live parameters."""
-        ...
 
     def weights(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """Full HF tensors gathered bucket by bucket: the slow path, the oracle and the fallback."""
-        ...
 
     def exported(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """The same as an export has them, in the types of the checkpoint that the model came from."""
-        ...
 
     def save(self, path: Path, what: Literal["resume", "export", "adapter"]) -> None: ...
     def load(self, path: Path) -> None: ...
     def move(self, parts: Sequence[Part], device: str) -> None: ...
     def adapters_disabled(self) -> AbstractContextManager[None]:
         """The model without its LoRA adapters, as the reference of its own training."""
-        ...
 
 
 @runtime_checkable
@@ -111,11 +103,9 @@ class RolloutEngine(Protocol):
 
         Returns within about `wait_s`, at once when nothing runs any more; the engine decodes on in between.
         """
-        ...
 
     def compute_log_prob(self, batch: DataProto, *, temperature: float = 1.0) -> Tensor:
         """Log-probabilities (B, R) of the given responses under the served weights."""
-        ...
 
     def weight_layout(self) -> WeightLayout: ...
     def local_tensors(self) -> Mapping[str, Tensor]: ...
@@ -124,7 +114,6 @@ class RolloutEngine(Protocol):
 
         The latter comes with Finish.ABORT in the next exchange.
         """
-        ...
 
     def load(self, bucket: Sequence[tuple[str, Tensor]]) -> None: ...
     def finish_update(self, version: int) -> None: ...
@@ -149,22 +138,17 @@ class ExperienceSource(Protocol):
 
     def next(self) -> DataProto:
         """The graded batch of the next step."""
-        ...
 
     def settle(self) -> None:
         """Wait for whatever must end before weights change."""
-        ...
 
     def published(self, version: int) -> None:
         """Engines serve this version from now on."""
-        ...
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Keep what is not yet trained on in the folder of a checkpoint; returns the rest of the state."""
-        ...
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
         """Continue from what `save` returned and kept."""
-        ...
 
     def close(self) -> None: ...

@@ -6,12 +6,14 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rlsys.agent.template import tool_call
+
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 
 
 def chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
     """The chat completion that a message asks for. ValueError for content other than text and tools."""
-    messages = [{"role": "system", "content": _text(body["system"])}] if body.get("system") else []
+    messages = [{"role": "system", "content": body["system"]}] if body.get("system") else []
     for message in body["messages"]:
         messages += _chat_messages(message)
     tools = [
@@ -69,18 +71,10 @@ def _chat_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The chat messages of one message: each tool result is one of its own, before the text beside it."""
     content = message["content"]
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if other := {block["type"] for block in blocks} - {"text", "tool_use", "tool_result"}:
-        raise ValueError(f"content of type {', '.join(sorted(other))} is not supported, only text and tools")
-    of = {kind: [block for block in blocks if block["type"] == kind] for kind in ("text", "tool_use", "tool_result")}
-    for result in of["tool_result"]:
-        yield {"role": "tool", "tool_call_id": result["tool_use_id"], "content": _text(result.get("content", ""))}
-    calls = [
-        {"id": b["id"], "type": "function", "function": {"name": b["name"], "arguments": json.dumps(b["input"])}}
-        for b in of["tool_use"]
-    ]
-    if of["text"] or calls:
-        yield {"role": message["role"], "content": _text(of["text"])} | ({"tool_calls": calls} if calls else {})
-
-
-def _text(content: str | list[dict[str, Any]]) -> str:
-    return content if isinstance(content, str) else "".join(block["text"] for block in content)
+    for block in blocks:
+        if block["type"] == "tool_result":
+            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": block.get("content", "")}
+    calls = [tool_call(b["id"], b["name"], b["input"]) for b in blocks if b["type"] == "tool_use"]
+    texts = [block for block in blocks if block["type"] not in ("tool_use", "tool_result")]
+    if texts or calls:
+        yield {"role": message["role"], "content": texts} | ({"tool_calls": calls} if calls else {})

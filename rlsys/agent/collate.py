@@ -17,8 +17,6 @@ from rlsys.data.collate import pad_rows, position_ids
 from rlsys.protocol import DataProto, object_array
 from rlsys.types import Finish
 
-COLUMNS = {"log_probs": "rollout_log_probs", "sampled_log_probs": "rollout_sampled_log_probs"}
-
 
 def collate_episodes(
     results: Sequence[EpisodeResult], prompts: DataProto, *, pad_token_id: int, prompt_length: int, response_length: int
@@ -26,9 +24,10 @@ def collate_episodes(
     """The rows that `generate_sequences` and a reward manager give, and `turn_ids` (B, R), -1 on given tokens.
 
     Row i belongs to row i of `prompts`, whose columns it keeps. Of an episode with branches the row with most drawn
-    tokens is trained. An episode without rows gets one that counts nothing (mask 0) in a group of its own.
+    tokens, the first of several, is trained. An episode without rows gets one that counts nothing (mask 0) in a group
+    of its own.
     """
-    rows = [chosen_row(result) or _empty_row(pad_token_id) for result in results]
+    rows = [max(result.rows, key=lambda row: sum(row.mask), default=_empty_row(pad_token_id)) for result in results]
     left = partial(pad_rows, length=prompt_length, side="left")
     prompt_ids = left([row.prompt_ids for row in rows], value=pad_token_id)
     prompt_mask = left([[1] * len(row.prompt_ids) for row in rows], value=0)
@@ -45,7 +44,8 @@ def collate_episodes(
         "weight_versions": right([row.versions for row in rows], value=-1),
         "turn_ids": right([row.turn_ids for row in rows], value=-1),
         "token_level_scores": right([row.rewards for row in rows], value=0.0),
-        **{COLUMNS[name]: right([getattr(row, name) for row in rows], value=0.0) for name in COLUMNS},
+        "rollout_log_probs": right([row.log_probs for row in rows], value=0.0),
+        "rollout_sampled_log_probs": right([row.sampled_log_probs for row in rows], value=0.0),
     }
     uids = prompts.non_tensor_batch["uid"]
     columns: dict[str, Any] = {
@@ -62,11 +62,6 @@ def collate_episodes(
     numbers = {name: column for name, column in values.items() if all(isinstance(v, int | float) for v in column)}
     extra = {name: object_array([*map(float, column)]) for name, column in numbers.items()}
     return DataProto.from_dict(tensors, columns | extra, {**prompts.meta_info, "reward_extra_keys": sorted(extra)})
-
-
-def chosen_row(result: EpisodeResult) -> TraceRow | None:
-    """The row with most drawn tokens, the first of several; None for an episode without rows."""
-    return max(result.rows, key=lambda row: sum(row.mask), default=None)
 
 
 def _empty_row(pad_token_id: int) -> TraceRow:

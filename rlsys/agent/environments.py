@@ -12,14 +12,26 @@ from typing import Any
 OVER = "The episode is over."
 
 
-class GymnasiumEnvironment:
+class _StepEnvironment:
+    reward, is_over = 0.0, False
+
+    def get_reward(self) -> float:
+        return self.reward
+
+    def _acted(self, observation: str, reward: float | None, is_over: bool) -> str:
+        """What the model sees after a step."""
+        self.reward += float(reward or 0.0)
+        self.is_over = bool(is_over)
+        return f"{observation}\n{OVER}" if self.is_over else observation
+
+
+class GymnasiumEnvironment(_StepEnvironment):
     """An environment of Gymnasium; columns `env_id`, and if given `env_kwargs` and `seed`."""
 
     def reset(self, env_id: str, env_kwargs: Mapping[str, Any] | None = None, seed: int | None = None) -> str:
         import gymnasium
 
         self.environment = gymnasium.make(env_id, **(env_kwargs or {}))
-        self.reward, self.is_over = 0.0, False
         observation, _ = self.environment.reset(seed=seed)
         return f"\n{observation}"
 
@@ -35,18 +47,13 @@ class GymnasiumEnvironment:
         if not self.environment.action_space.contains(given):
             raise ValueError(f"the action must be one of {self.environment.action_space}")
         observation, reward, terminated, truncated, _ = self.environment.step(given)
-        self.reward += float(reward)
-        self.is_over = bool(terminated or truncated)
-        return f"{observation}\n{OVER}" if self.is_over else str(observation)
-
-    def get_reward(self) -> float:
-        return self.reward
+        return self._acted(str(observation), float(reward), terminated or truncated)
 
     def close(self) -> None:
         self.environment.close()
 
 
-class OpenEnvEnvironment:
+class OpenEnvEnvironment(_StepEnvironment):
     """An environment served by OpenEnv; column `base_url`, and if given `reset_kwargs`."""
 
     def reset(self, base_url: str, reset_kwargs: Mapping[str, Any] | None = None) -> str:
@@ -67,13 +74,7 @@ class OpenEnvEnvironment:
         if self.is_over:
             return OVER
         result = self.client.step(action)
-        self.reward += float(result.reward or 0.0)
-        self.is_over = result.done
-        shown = json.dumps(result.observation)
-        return f"{shown}\n{OVER}" if self.is_over else shown
-
-    def get_reward(self) -> float:
-        return self.reward
+        return self._acted(json.dumps(result.observation), result.reward, result.done)
 
     def close(self) -> None:
         self.client.close()

@@ -34,9 +34,10 @@ class EpisodeLog:
 
     def __init__(self, rows: Sequence[Mapping[str, Any]] = (), *, is_closed: bool = False) -> None:
         self._is_closed = is_closed
-        self._begin(rows)
+        self.restart(rows)
 
-    def _begin(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def restart(self, rows: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Begin again, with other rows."""
         self.differs = self.has_ended = self._is_live = False
         self._rows = [dict(row) for row in rows]
         self._unread: dict[str, deque[dict[str, Any]]] = {}
@@ -65,10 +66,6 @@ class EpisodeLog:
         result = await make()
         row["result"] = {name: value for name, value in vars(result).items() if name != "input_tokens"}
         return result
-
-    def clear(self) -> None:
-        """Drop everything."""
-        self._begin(())
 
     def rows(self) -> list[dict[str, Any]]:
         """Requests and results as plain data; may be called from any thread."""

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from rlsys.agent.areal import run_areal_episode
@@ -85,25 +86,23 @@ class MathRLVRWorkflow(ToolWorkflow):
         super().__init__(["rlsys.agent.builtin_tools:python"] if use_tool else [])
 
 
-class EnvironmentWorkflow:
+async def run_environment(row: Row, session: Session) -> Outcome:
     """Episodes of an environment: `reset(**row)` may add to the prompt, methods are tools, `get_reward()` scores.
 
     Without `get_reward` the last answer is graded by the job's reward function.
     """
-
-    async def run(self, row: Row, session: Session) -> Outcome:
-        environment = session.tools.environment if session.tools else None
-        assert environment is not None
-        opened = await environment.call(CREATE, row)
-        if opened.status != "ok":
-            raise RuntimeError(f"reset failed: {opened.message}")
-        *before, last = row["prompt"]
-        session.add(*before, {**last, "content": last["content"] + opened.extra["text"]})
-        answer = await converse(session)
-        reward = (await environment.call("get_reward")).extra.get("value")
-        if reward is not None:
-            return float(reward)
-        return Score(0.0) if answer is None else await session.grade(answer)
+    environment = session.tools.environment if session.tools else None
+    assert environment is not None
+    opened = await environment.call(CREATE, row)
+    if opened.status != "ok":
+        raise RuntimeError(f"reset failed: {opened.message}")
+    *before, last = row["prompt"]
+    session.add(*before, {**last, "content": last["content"] + opened.extra["text"]})
+    answer = await converse(session)
+    reward = (await environment.call("get_reward")).extra.get("value")
+    if reward is not None:
+        return float(reward)
+    return Score(0.0) if answer is None else await session.grade(answer)
 
 
 async def converse(session: Session) -> Answer | None:
@@ -125,18 +124,14 @@ def load_workflow(spec: str | Any, kwargs: Mapping[str, Any] | None = None) -> W
     if inspect.isclass(spec) and not hasattr(spec, "run") and not hasattr(spec, "arun_episode"):
         if not hasattr(spec, "reset"):
             raise ConfigError(f"{key}: {spec.__name__} has none of run, arun_episode and reset")
-        return Workflow(EnvironmentWorkflow().run, tools_of_class(spec), target_of(spec))
+        return Workflow(run_environment, tools_of_class(spec), target_of(spec))
     if inspect.isclass(spec):
         try:
             spec = spec(**(kwargs or {}))
         except TypeError as error:
             raise ConfigError(f"{key}: {error}; set actor_rollout_ref.rollout.agent.workflow_kwargs") from error
     if hasattr(spec, "arun_episode"):
-
-        async def run(row: Row, session: Session) -> Outcome:
-            return await run_areal_episode(spec, row, session)
-
-        return Workflow(run)
+        return Workflow(partial(run_areal_episode, spec))
     call = spec.run if hasattr(spec, "run") else spec
     if not inspect.iscoroutinefunction(call):
         raise ConfigError(f"{key}: {spec!r} must be an async function run(row, session)")

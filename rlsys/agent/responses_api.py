@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from rlsys.agent.template import tool_call
+
 
 def chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
     """The chat completion that a response asks for. ValueError for what needs state or tools of OpenAI's servers."""
@@ -85,18 +87,12 @@ def _append(messages: list[dict[str, Any]], item: Mapping[str, Any]) -> None:
     """Append an item of the input; calls that follow an answer, or each other, belong to one assistant message."""
     kind = item.get("type", "message")
     if kind == "message":
-        content = item["content"]
-        if not isinstance(content, str):
-            if other := {part["type"] for part in content} - {"input_text", "output_text", "text"}:
-                raise ValueError(f"content of type {', '.join(sorted(other))} is not supported, only text")
-            content = "".join(part["text"] for part in content)
-        messages.append({"role": item["role"], "content": content})
+        messages.append({"role": item["role"], "content": item["content"]})
     elif kind == "function_call":
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
-        call = {"id": item["call_id"], "type": "function"}
-        function = {"name": item["name"], "arguments": item["arguments"]}
-        messages[-1].setdefault("tool_calls", []).append({**call, "function": function})
+        calls = messages[-1].setdefault("tool_calls", [])
+        calls.append(tool_call(item["call_id"], item["name"], item["arguments"]))
     elif kind == "function_call_output":
         messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": item["output"]})
     else:

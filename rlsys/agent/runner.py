@@ -123,7 +123,7 @@ class EpisodeRunner:
         async with self._slots:
             result = await self.attempt(start, sampling)
             if start.log.differs:
-                start.log.clear()
+                start.log.restart()
                 result = await self.attempt(start, sampling)
                 result = replace(result, counts={**result.counts, "log_mismatches": 1})
             return result

@@ -239,7 +239,7 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.setdefault("content", "")
     if isinstance(content, list):
-        if other := {part.get("type") for part in content} - {"text"}:
+        if other := {part.get("type") for part in content} - {"text", "input_text", "output_text"}:
             raise ValueError(f"content of type {', '.join(map(str, other))} is not supported, only text")
         plain["content"] = "".join(part["text"] for part in content)
     if plain["role"] == "developer":

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 Kind = Literal["user", "tool"]
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
+Form = Callable[[Messages], list[Mapping[str, Any]]]
 
 SENTINEL = "\u2603SENTINEL\u2603"
 NUM_PROOFS = 200
@@ -40,20 +41,13 @@ def call_id(number: int) -> str:
     return f"call{number % 100_000:05d}"
 
 
-def tool_call(id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool call in a message of the assistant."""
-    return {"id": id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+def tool_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
+    """A tool call in a message of the assistant; `arguments` are an object or its JSON text."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _plain(messages: Messages) -> list[dict[str, Any]]:
-    return [dict(message) for message in messages]
-
-
-def _in_parts(messages: Messages) -> list[dict[str, Any]]:
-    return [
-        {**m, "content": [{"type": "text", "text": m["content"]}]} if isinstance(m.get("content"), str) else dict(m)
-        for m in messages
-    ]
+def _in_parts(messages: Messages) -> list[Mapping[str, Any]]:
+    return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
 
 
 def with_arguments(message: Mapping[str, Any], write: Callable[[Any], Any]) -> dict[str, Any]:
@@ -63,11 +57,11 @@ def with_arguments(message: Mapping[str, Any], write: Callable[[Any], Any]) -> d
     return {**message, "tool_calls": written} if written else dict(message)
 
 
-def _arguments_as_text(messages: Messages) -> list[dict[str, Any]]:
+def _arguments_as_text(messages: Messages) -> list[Mapping[str, Any]]:
     return [with_arguments(message, json.dumps) for message in messages]
 
 
-FORMS: tuple[Callable[[Messages], list[dict[str, Any]]], ...] = (_plain, _in_parts, _arguments_as_text)
+FORMS: tuple[Form, ...] = (list, _in_parts, _arguments_as_text)
 """How messages are given to a template: as they are, contents as lists of parts, arguments of calls as JSON text."""
 
 
@@ -87,7 +81,7 @@ class ChatTemplate:
         num_proofs: int = NUM_PROOFS,
     ) -> None:
         self.tokenizer, self._kwargs, self._num_proofs = tokenizer, dict(template_kwargs or {}), num_proofs
-        self._forms: dict[Kind, Callable[[Messages], list[dict[str, Any]]]] = {}
+        self._forms: dict[Kind, Form] = {}
         self._encode_appended = lru_cache(maxsize=4096)(self._encode)
         for kind in kinds:
             self.prove(kind)
@@ -136,7 +130,7 @@ class ChatTemplate:
             "actor_rollout_ref.model.custom_chat_template to one that can, or use a workflow without such messages"
         )
 
-    def _check(self, form: Callable[[Messages], list[dict[str, Any]]], kind: Kind) -> None:
+    def _check(self, form: Form, kind: Kind) -> None:
         for seed in range(self._num_proofs):
             random = Random(seed)
             history, answer = self._accepted(form, _random_history(random)), _word(random)
@@ -152,7 +146,7 @@ class ChatTemplate:
             if self._encode(answer + learned) != self._encode(answer) + self._encode(learned):
                 raise ValueError("the text behind an assistant turn does not begin with a token of its own")
 
-    def _accepted(self, form: Callable[[Messages], list[dict[str, Any]]], history: Messages) -> Messages:
+    def _accepted(self, form: Form, history: Messages) -> Messages:
         """The history, without its system message if the template has none."""
         try:
             self._render(form(history), None, prompt=True)
@@ -160,14 +154,7 @@ class ChatTemplate:
             return [message for message in history if message["role"] != "system"]
         return history
 
-    def _suffix(
-        self,
-        form: Callable[[Messages], list[dict[str, Any]]],
-        history: Messages,
-        kind: Kind,
-        new: Messages,
-        tools: Tools | None,
-    ) -> str:
+    def _suffix(self, form: Form, history: Messages, kind: Kind, new: Messages, tools: Tools | None) -> str:
         """What is written behind the content of an assistant turn after `history`, up to the next one's."""
         last: dict[str, Any] = {"role": "assistant", "content": SENTINEL}
         if kind == "user":
@@ -188,9 +175,7 @@ class ChatTemplate:
         del last["tool_calls"]
         return self._behind_sentinel(form([*history, last, *new]), tools)
 
-    def _close(
-        self, text: str, form: Callable[[Messages], list[dict[str, Any]]], history: Messages, tools: Tools | None
-    ) -> str:
+    def _close(self, text: str, form: Form, history: Messages, tools: Tools | None) -> str:
         """What ends an assistant turn with tool calls: as other turns end, else from the last special token on."""
         last = {"role": "assistant", "content": SENTINEL}
         close = self._behind_sentinel(form([*history, last]), tools, prompt=False)

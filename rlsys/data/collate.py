@@ -20,8 +20,6 @@ from rlsys.protocol import DataProto, object_array
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Side = Literal["left", "right"]
-
 
 def pad_rows(
     rows: Sequence[Sequence[float]],

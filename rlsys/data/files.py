@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlsys.config.checks.files import rows_problem
-from rlsys.config.vocabulary import ROW_FILES
 from rlsys.data.rows import type_name
 from rlsys.utils.errors import ConfigError
 
@@ -51,21 +50,16 @@ def read_rows(files: str | Sequence[str]) -> Iterator[Row | BadRow]:
     """All rows of all files in order. Raises ConfigError for a file that is missing or of an unknown format."""
     for file in [files] if isinstance(files, str) else files:
         path = Path(file).expanduser()
-        reader = _reader(path)
+        if why := rows_problem(path):
+            raise ConfigError(f"data file {path}: {why}")
+        readers = {".parquet": _read_parquet, ".jsonl": _read_json_lines, ".json": _read_json, ".csv": _read_csv}
+        reader = _read_saved_dataset if path.is_dir() else readers[path.suffix.lower()]
         is_empty = True
         for row in reader(path):
             is_empty = False
             yield row
         if is_empty:
             yield BadRow(str(path), "whole file", "it has no rows")
-
-
-def _reader(path: Path) -> Callable[[Path], Iterator[Row | BadRow]]:
-    if why := rows_problem(path):
-        raise ConfigError(f"data file {path}: {why}")
-    readers = {".parquet": _read_parquet, ".jsonl": _read_json_lines, ".json": _read_json, ".csv": _read_csv}
-    assert set(readers) == set(ROW_FILES)
-    return _read_saved_dataset if path.is_dir() else readers[path.suffix.lower()]
 
 
 # --- JSON ---

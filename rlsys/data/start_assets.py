@@ -37,7 +37,7 @@ Style = Literal["words", "symbols"]
 
 @dataclass(frozen=True)
 class WarmUp:
-    """How the model is warmed up: SFT on `sft_rows`, one pass; the learning rate rises and then falls to 0 linearly.
+    """How the model is warmed up: one pass over `warm_up_rows`; the learning rate rises, then falls to 0 linearly.
 
     In the last `num_unsure_steps` a share `unsure` of the texts answers "?".
     """
@@ -135,15 +135,13 @@ def prompt_row(problem: Problem, *, index: int, split: str, style: Style = "word
     }
 
 
-def all_problems() -> list[Problem]:
-    """Sums and differences of numbers up to 12, products of digits: 438 problems."""
-    sums = [Problem(a, o, b) for o in ("+", "-") for a in range(13) for b in range(13)]
-    return sums + [Problem(a, "*", b) for a in range(10) for b in range(10)]
-
-
 def split_problems() -> tuple[list[Problem], list[Problem]]:
-    """Problems to train on, and NUM_HELD_OUT that neither the warm-up nor the training sees."""
-    problems = all_problems()
+    """Problems to train on, and NUM_HELD_OUT that neither the warm-up nor the training sees.
+
+    Sums and differences of numbers up to 12, products of digits: 438 problems in all.
+    """
+    problems = [Problem(a, o, b) for o in ("+", "-") for a in range(13) for b in range(13)]
+    problems += [Problem(a, "*", b) for a in range(10) for b in range(10)]
     order = permutation(len(problems), seed=7, epoch=0).tolist()
     return [problems[i] for i in order[NUM_HELD_OUT:]], [problems[i] for i in order[:NUM_HELD_OUT]]
 
@@ -154,27 +152,22 @@ def prompt_rows(split: Literal["train", "test"]) -> list[dict[str, Any]]:
     return [prompt_row(p, index=i, split=split, style="symbols") for i, p in enumerate(problems)]
 
 
-def sft_rows(seed: int, n: int, *, num_unsure: int = 0, unsure: float = 0.4) -> list[dict[str, Any]]:
-    """`n` conversations out of the training problems, in passes of changing order.
+def warm_up_rows(settings: WarmUp) -> list[dict[str, Any]]:
+    """The texts of one warm-up: conversations out of the training problems, in passes of changing order.
 
-    Of the last `num_unsure` a share `unsure`, drawn by `seed`, answers UNSURE instead.
+    Of those of the last `num_unsure_steps` a share `unsure`, drawn by `seed`, answers UNSURE instead.
     """
     train, _ = split_problems()
-    random = Random(seed)
+    random = Random(settings.seed)
+    num_rows, num_unsure = (steps * settings.batch_size for steps in (settings.num_steps, settings.num_unsure_steps))
     rows: list[dict[str, Any]] = []
-    for epoch in range(-(-n // len(train))):
-        for i in permutation(len(train), seed=seed, epoch=epoch).tolist()[: n - len(rows)]:
-            hedges = len(rows) >= n - num_unsure and random.random() < unsure
+    for epoch in range(-(-num_rows // len(train))):
+        for i in permutation(len(train), seed=settings.seed, epoch=epoch).tolist()[: num_rows - len(rows)]:
+            hedges = len(rows) >= num_rows - num_unsure and random.random() < settings.unsure
             question = {"role": "user", "content": train[i].question("symbols")}
             answer = {"role": "assistant", "content": UNSURE if hedges else str(train[i].answer)}
             rows.append({"messages": [question, answer]})
     return rows
-
-
-def warm_up_rows(settings: WarmUp) -> list[dict[str, Any]]:
-    """The texts of one warm-up, in their order."""
-    num_rows, num_unsure = (steps * settings.batch_size for steps in (settings.num_steps, settings.num_unsure_steps))
-    return sft_rows(settings.seed, num_rows, num_unsure=num_unsure, unsure=settings.unsure)
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,7 @@ class LMEngine:
 
     def evaluate_lm(self, batch: DataProto) -> RankSums:
         """val/loss of this rank's rows as (sum, count), in tokens; without gradient."""
-        assert batch.batch is not None, "a language model reads tensors"
-        mask = batch.batch["response_mask"].cpu()
+        mask = batch.tensors["response_mask"].cpu()
         log_probs = self.engine.forward(batch, ("log_probs",))["log_probs"].cpu()
         return {"val/loss": (-masked_sum(log_probs.double(), mask).item(), float(mask.bool().sum()))}
 

@@ -66,5 +66,4 @@ def _at_end(outputs: Tensor, mask: Tensor) -> Tensor:
 
 def _response_mask(batch: DataProto) -> Tensor:
     """Which response positions hold a token (B, R) bool, on the CPU."""
-    assert batch.batch is not None, "a reward model reads tensors"
-    return batch.batch["attention_mask"][:, -batch.batch["responses"].shape[1] :].bool().cpu()
+    return batch.tensors["attention_mask"][:, -batch.tensors["responses"].shape[1] :].bool().cpu()

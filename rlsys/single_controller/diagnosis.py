@@ -14,7 +14,7 @@ import psutil
 
 TAIL_LINES = 20
 TAIL_BYTES = 8192
-STACK_SIGNAL = getattr(signal, "SIGUSR2", None)
+STACK_SIGNAL = signal.SIGUSR2
 SAME_START_S = 2.0
 """Start times of one process differ by this much at most, where the clock was set in the meantime."""
 STATES = {
@@ -47,8 +47,7 @@ def here(address: str) -> ProcessInfo:
 
 def dump_stacks_on_signal() -> None:
     """Let STACK_SIGNAL write the Python stacks of all threads to stderr."""
-    if STACK_SIGNAL is not None:
-        faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, file=2, all_threads=True)
 
 
 def log_tail(info: ProcessInfo, num_lines: int = TAIL_LINES) -> str:
@@ -124,7 +123,7 @@ def _last_lines(path: Path, num_lines: int) -> list[str]:
 
 def _stack(info: ProcessInfo, timeout_s: float = 1.0, max_lines: int = 12) -> str:
     """The main thread's stack, requested by a signal and read from its log; empty if it does not write one."""
-    if not info.logs or STACK_SIGNAL is None:
+    if not info.logs:
         return ""
     log = Path(info.logs[-1])
     try:

@@ -234,14 +234,12 @@ def dispatch_all_to_all(group: RankGroup, /, *args: object, **kwargs: object) ->
     return SplitArguments(tuple(lists[: len(args)]), dict(zip(kwargs, lists[len(args) :])))
 
 
-def dispatch_dp_compute(group: RankGroup, /, *args: object, **kwargs: object) -> SplitArguments:
+def dispatch_dp_compute(group: RankGroup, /, *args: Any, **kwargs: Any) -> SplitArguments:
     """Arguments that are lists with one entry per rank; ValueError for others."""
-    lists: list[list[object]] = []
-    for value in (*args, *kwargs.values()):
-        if not isinstance(value, (list, tuple)) or len(value) != group.world_size:
-            raise ValueError(f"DP_COMPUTE needs every argument as a list of {group.world_size}, one entry per rank")
-        lists.append(list(value))
-    return SplitArguments(tuple(lists[: len(args)]), dict(zip(kwargs, lists[len(args) :])))
+    values = (*args, *kwargs.values())
+    if not all(isinstance(value, (list, tuple)) and len(value) == group.world_size for value in values):
+        raise ValueError(f"DP_COMPUTE needs every argument as a list of {group.world_size}, one entry per rank")
+    return dispatch_all_to_all(group, *map(list, args), **{name: list(value) for name, value in kwargs.items()})
 
 
 def _dp_compute_proto(pads: bool, group: RankGroup, /, *args: object, **kwargs: object) -> SplitArguments:
@@ -274,7 +272,8 @@ def _split_by_rows(
     for name, whole in named.items():
         if is_rows(value := whole.get() if is_future(whole) else whole):
             lengths[name] = len(value)
-            parts, num_padding = split_rows(value, chunks, pads=pads or _wants_padding(value))
+            wants_padding = hasattr(value, "is_padding_enabled") and value.is_padding_enabled()
+            parts, num_padding = split_rows(value, chunks, pads=pads or wants_padding)
             padding = tuple(num_padding[dp_rank] for dp_rank in dp_ranks)
         else:
             parts = [value] * chunks
@@ -286,10 +285,6 @@ def _split_by_rows(
     return SplitArguments(
         tuple(spread[index] for index in range(len(args))), {key: spread[key] for key in kwargs}, padding
     )
-
-
-def _wants_padding(rows: object) -> bool:
-    return bool(rows.is_padding_enabled()) if hasattr(rows, "is_padding_enabled") else False
 
 
 def _forbidden(*_: object, **__: object) -> NoReturn:

@@ -59,20 +59,15 @@ def _belongs(process: psutil.Process, mark: str, log_dir: str) -> bool:
         return False
 
 
-def _children(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.Error:
-        return []
-
-
 def main(driver_pid: int, mark: str) -> None:
     """Wait until the driver asks for it or is gone, then kill."""
     log_dir, early = "", set[psutil.Process]()
     line = "/"
     while line.startswith("/"):
         if not log_dir:
-            early.update(p for p in _children(driver_pid) if _belongs(p, mark, log_dir))
+            with contextlib.suppress(psutil.Error):
+                children = psutil.Process(driver_pid).children(recursive=True)
+                early.update(p for p in children if _belongs(p, mark, log_dir))
         if select.select([0], [], [], POLL_S)[0]:
             line = sys.stdin.readline().strip()
             log_dir = line if line.startswith("/") else log_dir

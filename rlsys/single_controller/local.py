@@ -12,6 +12,7 @@ import os
 import socket
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rlsys.single_controller.calls import (
@@ -87,7 +88,11 @@ class LocalBackend(Backend):
         return [host.worker for host in self._hosts]
 
     def submit(self, role: str, stage: str, calls: Sequence[RankCall]) -> list[Pending]:
-        return [self._submit(role, stage, call) for call in calls]
+        pending = []
+        for call in calls:
+            answered = self._in_rank(call.rank, partial(self._hosts[call.rank].call, call.spec, *call.values))
+            pending.append(Pending(self, role, call.rank, stage, answered))
+        return pending
 
     def header(self, one: Pending) -> Header:
         return one.references[0]
@@ -120,10 +125,6 @@ class LocalBackend(Backend):
             if isinstance(host.worker, Worker):
                 host.worker.close()
             host.worker = None
-
-    def _submit(self, role: str, stage: str, call: RankCall) -> Pending:
-        answered = self._in_rank(call.rank, lambda: self._hosts[call.rank].call(call.spec, *call.values))
-        return Pending(self, role, call.rank, stage, answered)
 
     def _in_rank(self, rank: int, run: Callable[[], tuple[Header, object]]) -> tuple[Header, object]:
         """What `run` answers in the environment of a rank; a rank without a process group gets the reason."""

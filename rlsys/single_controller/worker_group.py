@@ -9,7 +9,6 @@ from typing import Any, Self
 from rlsys.single_controller.calls import (
     Backend,
     CallSpec,
-    Deadlines,
     Future,
     GroupFuture,
     Pending,
@@ -71,10 +70,6 @@ class WorkerGroup:
     def workers(self) -> list[Any]:
         """One handle per rank: Ray actors, or the worker objects themselves on the local backend."""
         return self._backend.workers
-
-    @property
-    def deadlines(self) -> Deadlines:
-        return self._backend.deadlines
 
     def execute_all_async(self, method: str, *args: object, **kwargs: object) -> list[Future]:
         """Start a method on every rank; lists with one entry per rank are handed out, other values go to all."""

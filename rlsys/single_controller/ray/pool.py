@@ -36,12 +36,8 @@ class RayResourcePool(ResourcePool):
         num_cpus: float = 1.0,
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count)
-        self.use_gpu, self.detached, self.accelerator_type, self.num_cpus = (
-            use_gpu,
-            detached,
-            accelerator_type,
-            num_cpus,
-        )
+        self.use_gpu, self.detached = use_gpu, detached
+        self.accelerator_type, self.num_cpus = accelerator_type, num_cpus
         self.name_prefix = name_prefix or f"pool_{uuid4().hex[:6]}"
         self._placed: list[PlacementGroup] = []
         self._users: Counter[Slot] = Counter()

@@ -157,7 +157,11 @@ async def test_a_bad_request_is_answered_and_counted(episode, body, message):
         ),
         ("/responses", {"input": "a", "tools": [{"type": "web_search"}]}, "only functions are supported"),
         ("/responses", {}, "KeyError: 'input'"),
-        ("/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text and tools"),
+        (
+            "/messages",
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "type image is not",
+        ),
     ],
 )
 async def test_what_other_apis_cannot_ask_for_is_answered_and_counted(episode, path, body, message):

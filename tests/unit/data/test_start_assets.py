@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,11 @@ from rlsys.data.start_assets import (
     UNSURE,
     Problem,
     WarmUp,
-    all_problems,
     build_tokenizer,
     content_hash,
     ensure_start_assets,
     model_config,
     prompt_rows,
-    sft_rows,
     split_problems,
     warm_up_rows,
 )
@@ -76,14 +75,15 @@ def test_problems_and_their_answers() -> None:
 
 def test_nothing_of_the_held_out_problems_is_trained_on() -> None:
     train, test = split_problems()
-    assert sorted(map(str, train + test)) == sorted(map(str, all_problems()))
+    assert len({*map(str, train + test)}) == len(train + test) == 438
     questions = {row["prompt"][0]["content"] for row in prompt_rows("test")}
     assert len(questions) == len(test)
-    warm = sft_rows(0, 2000)
+    warm = warm_up_rows(WarmUp(num_steps=2000, num_unsure_steps=0, batch_size=1))
     assert len(warm) == 2000
     assert not questions & {row["messages"][0]["content"] for row in warm}
     assert not questions & {row["prompt"][0]["content"] for row in prompt_rows("train")}
-    assert sft_rows(0, 10) == warm[:10] != sft_rows(1, 10)
+    few = WarmUp(num_steps=10, num_unsure_steps=0, batch_size=1)
+    assert warm_up_rows(few) == warm[:10] != warm_up_rows(replace(few, seed=1))
 
 
 def test_only_the_last_texts_hedge() -> None:
