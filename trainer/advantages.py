@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from rlsys.algorithms import (
-    KLController,
+from rlsys.algorithms.kl import KLController
+from rlsys.algorithms.mismatch import probs_diff_metrics
+from rlsys.algorithms.stages import (
     add_selected_tokens,
     apply_distillation,
     apply_kl_penalty,
     apply_rollout_correction,
     compute_advantage,
-    probs_diff_metrics,
     rewards_from_scores,
     shape_batch_rewards,
 )

@@ -9,7 +9,8 @@ from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
-from rlsys.algorithms import filter_groups, get_kl_controller
+from rlsys.algorithms.kl import get_kl_controller
+from rlsys.algorithms.stages import filter_groups
 from rlsys.config import PPOConfig
 from rlsys.config.plan import BatchPlan
 from rlsys.config.pools import generates_ahead

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from rlsys.algorithms import group_ids_of, informative_groups
+from rlsys.algorithms.filters import informative_groups
+from rlsys.algorithms.groups import group_ids_of
 from rlsys.config.schema.trainer import TrainingConfig
 from rlsys.protocol import DataProto
 from rlsys.telemetry.best_effort import BestEffort

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rlsys.algorithms import KLController
+from rlsys.algorithms.kl import KLController
 from rlsys.algorithms.masked import at_last_token
 from rlsys.batching import balance_rows, seqlen_metrics
 from rlsys.config import PPOConfig

@@ -13,9 +13,8 @@ One written for verl runs unchanged: `index` are the uids of the rows, `config` 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,24 +59,14 @@ INPUTS = frozenset(
 _ESTIMATORS: Registry[Estimator] = Registry("advantage estimator", takes=INPUTS)
 
 
-def register_adv_est(*names: str) -> Callable[[Estimator], Estimator]:
-    """Decorator that makes an estimator available as `algorithm.adv_estimator=NAME`."""
-    return _ESTIMATORS.register(*names)
-
-
-def get_adv_estimator_fn(name: str) -> Estimator:
-    """The estimator of that name; ValueError with the nearest known name otherwise."""
-    return _ESTIMATORS.get(name)
-
-
-def adv_estimator_names() -> list[str]:
-    """Every registered name, sorted."""
-    return _ESTIMATORS.names()
-
-
-def call_adv_estimator(name: str, inputs: Mapping[str, Any]) -> AdvantagesAndReturns:
-    """Call an estimator by name with those of the inputs that it takes; ValueError naming what is missing."""
-    return _ESTIMATORS.call(name, inputs)
+register_adv_est = _ESTIMATORS.register
+"""Decorator that makes an estimator available as `algorithm.adv_estimator=NAME`."""
+get_adv_estimator_fn = _ESTIMATORS.get
+"""The estimator of a name; ValueError with the nearest known name otherwise."""
+adv_estimator_names = _ESTIMATORS.names
+"""Every registered name, sorted."""
+call_adv_estimator = _ESTIMATORS.call
+"""Call an estimator by name with those of the inputs that it takes; ValueError naming what is missing."""
 
 
 def estimator_takes(name: str) -> frozenset[str]:

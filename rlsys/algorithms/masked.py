@@ -38,17 +38,13 @@ def masked_whiten(values: Tensor, mask: Tensor, *, epsilon: float = 1e-8, dtype:
     return (centred * torch.rsqrt(variance + epsilon)).to(dtype or values.dtype)
 
 
-def last_token(mask: Tensor) -> Tensor:
-    """Column of the last non-zero entry of each row (B,), 0 for an empty row."""
-    columns = torch.arange(mask.shape[1], device=mask.device)
-    return torch.where(mask.bool(), columns, torch.zeros_like(columns)).amax(dim=1)
-
-
 def at_last_token(scores: Tensor, mask: Tensor) -> Tensor:
     """Row scores (B,) placed at the last non-zero column of `mask` (B, R); empty rows stay 0."""
-    placed = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device)
-    kept = torch.where(mask.bool().any(dim=1), scores, torch.zeros_like(scores))
-    return placed.scatter(1, last_token(mask).unsqueeze(1), kept.unsqueeze(1))
+    counted = mask.bool()
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(counted, columns, 0).amax(dim=1, keepdim=True)
+    kept = torch.where(counted.any(dim=1, keepdim=True), scores.unsqueeze(1), 0)
+    return scores.new_zeros(mask.shape).scatter(1, last, kept)
 
 
 def to_loss_sum(total: Tensor, count: Tensor, metrics: TensorSums) -> LossSum:

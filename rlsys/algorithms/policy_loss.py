@@ -23,7 +23,6 @@ from torch import Tensor
 from rlsys.algorithms.masked import TensorSums, masked_sum
 from rlsys.algorithms.registry import Registry, SectionView
 from rlsys.config.schema.actor import ActorConfig
-from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 
 MAX_LOG_RATIO = 20.0
 
@@ -103,49 +102,21 @@ def adapt_verl_loss(function: Callable[..., Any]) -> Callable[..., Any]:
 _LOSSES: Registry[PolicyLossFn] = Registry("policy loss", takes=INPUTS, adapt=adapt_verl_loss)
 
 
-def register_policy_loss(*names: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Decorator that makes a loss available as `actor.policy_loss.loss_mode=NAME`."""
-    return _LOSSES.register(*names)
+register_policy_loss = _LOSSES.register
+"""Decorator that makes a loss available as `actor.policy_loss.loss_mode=NAME`."""
+get_policy_loss_fn = _LOSSES.get
+"""The loss of a name; ValueError with the nearest known name otherwise."""
+policy_loss_names = _LOSSES.names
+"""Every registered name, sorted."""
 
 
-def get_policy_loss_fn(name: str) -> PolicyLossFn:
-    """The loss of that name; ValueError with the nearest known name otherwise."""
-    return _LOSSES.get(name)
-
-
-def policy_loss_names() -> list[str]:
-    """Every registered name, sorted."""
-    return _LOSSES.names()
-
-
-def call_policy_loss(
-    name: str,
-    *,
-    log_prob: Tensor,
-    old_log_prob: Tensor,
-    advantages: Tensor,
-    response_mask: Tensor,
-    config: ActorConfig,
-    rollout_is_weights: Tensor | None = None,
-    rollout_correction: RolloutCorrectionConfig | None = None,
-    selected: Tensor | None = None,
-) -> PolicyLoss:
-    """Call a loss by name with those of the arguments that it takes.
+def call_policy_loss(name: str, *, rollout_is_weights: Tensor | None = None, **inputs: Any) -> PolicyLoss:
+    """Call a loss by name with those of the `INPUTS` that it takes.
 
     `rollout_is_weights` (b, R) multiply the loss per token, unless the loss takes them itself. With weights proximal /
     behaviour that is decoupled PPO (arXiv:2110.00641, arXiv:2505.24298).
     """
-    inputs = {
-        "log_prob": log_prob,
-        "old_log_prob": old_log_prob,
-        "advantages": advantages,
-        "response_mask": response_mask,
-        "config": config,
-        "rollout_is_weights": rollout_is_weights,
-        "rollout_correction": rollout_correction,
-        "selected": selected,
-    }
-    loss: PolicyLoss = _LOSSES.call(name, inputs)
+    loss: PolicyLoss = _LOSSES.call(name, {"rollout_is_weights": rollout_is_weights, **inputs})
     if rollout_is_weights is None or "rollout_is_weights" in inspect.signature(get_policy_loss_fn(name)).parameters:
         return loss
     return replace(loss, per_token=loss.per_token * rollout_is_weights)

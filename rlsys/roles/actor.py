@@ -8,7 +8,8 @@ from pathlib import Path
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlsys.algorithms import actor_loss, add_selected_tokens, compute_advantage
+from rlsys.algorithms.objective import actor_loss
+from rlsys.algorithms.stages import add_selected_tokens, compute_advantage
 from rlsys.config.schema.actor import ActorConfig
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 from rlsys.interfaces import LossFn, LossSum, Output, TrainEngine

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlsys.algorithms import compute_value_loss
+from rlsys.algorithms.value_loss import compute_value_loss
 from rlsys.config.schema.actor import CriticConfig
 from rlsys.interfaces import LossFn, LossSum, TrainEngine
 from rlsys.protocol import DataProto

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.algorithms import probs_diff_metrics
 from rlsys.algorithms.bypass_loss import bypass_mode
 from rlsys.algorithms.correction import Corrected, rollout_correction
-from rlsys.algorithms.mismatch import mismatch_metrics
+from rlsys.algorithms.mismatch import mismatch_metrics, probs_diff_metrics
 from rlsys.config.schema.actor import ActorConfig
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 from rlsys.config.vocabulary import REJECTION_MODES

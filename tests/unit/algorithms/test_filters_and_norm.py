@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.algorithms import informative_groups, normalize
-from rlsys.algorithms.filters import overlong_penalty, pf_ppo_rows
-from rlsys.algorithms.normalize import shape_rewards
+from rlsys.algorithms.filters import informative_groups, overlong_penalty, pf_ppo_rows
+from rlsys.algorithms.normalize import normalize, shape_rewards
 from rlsys.config.schema.algorithm import AlgorithmConfig, NormConfig, PFPPOConfig
 
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from rlsys.algorithms import compute_value_loss, get_kl_controller
-from rlsys.algorithms.kl import KLController, kl_in_reward, kl_penalty
+from rlsys.algorithms.kl import KLController, get_kl_controller, kl_in_reward, kl_penalty
+from rlsys.algorithms.value_loss import compute_value_loss
 from rlsys.config.schema.algorithm import KLControlConfig
 
 

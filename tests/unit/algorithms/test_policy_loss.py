@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlsys.algorithms import actor_loss, policy_loss, register_policy_loss
+from rlsys.algorithms import policy_loss, register_policy_loss
 from rlsys.algorithms.correction import rollout_correction
 from rlsys.algorithms.covariance_loss import select_tokens
+from rlsys.algorithms.objective import actor_loss
 from rlsys.algorithms.policy_loss import PolicyLoss, call_policy_loss, get_policy_loss_fn, policy_loss_names, vanilla
 from rlsys.config import load_config
 from rlsys.config.schema.actor import ActorConfig, PolicyLossConfig

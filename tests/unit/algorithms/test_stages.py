@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.algorithms import (
+from rlsys.algorithms.advantage import adv_estimator_names
+from rlsys.algorithms.kl import get_kl_controller
+from rlsys.algorithms.stages import (
     add_selected_tokens,
     apply_distillation,
     apply_kl_penalty,
     apply_rollout_correction,
     compute_advantage,
     filter_groups,
-    get_kl_controller,
+    is_truncated,
     rewards_from_scores,
     shape_batch_rewards,
 )
-from rlsys.algorithms.advantage import adv_estimator_names
-from rlsys.algorithms.stages import is_truncated
 from rlsys.config.schema.actor import ActorConfig, PolicyLossConfig
 from rlsys.config.schema.algorithm import (
     AlgorithmConfig,

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.algorithms import actor_loss, compute_value_loss
 from rlsys.algorithms.advantage import call_adv_estimator, get_adv_estimator_fn
 from rlsys.algorithms.correction import rollout_correction
 from rlsys.algorithms.kl import kl_penalty
+from rlsys.algorithms.objective import actor_loss
+from rlsys.algorithms.value_loss import compute_value_loss
 from rlsys.config.schema.actor import ActorConfig, PolicyLossConfig
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.algorithms import actor_loss, advantage, compute_advantage, policy_loss
+from rlsys.algorithms import advantage, policy_loss
 from rlsys.algorithms.core_algos import agg_loss, register_adv_est, register_policy_loss
+from rlsys.algorithms.objective import actor_loss
+from rlsys.algorithms.stages import compute_advantage
 from rlsys.config.schema.actor import ActorConfig, PolicyLossConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig
 from rlsys.protocol import DataProto

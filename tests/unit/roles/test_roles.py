@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlsys.algorithms import compute_advantage
 from rlsys.algorithms.policy_loss import policy_loss_names
+from rlsys.algorithms.stages import compute_advantage
 from rlsys.config.schema.actor import ActorConfig, CriticConfig, PolicyLossConfig
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 from rlsys.protocol import DataProto
