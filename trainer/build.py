@@ -164,7 +164,7 @@ def place_roles(config: PPOConfig, plan: BatchPlan) -> tuple[dict[Role, str], di
 
     Each copy of a rollout engine may be on another node.
     """
-    pools = {"train": [plan.pools.train_per_node] * plan.pools.nodes}
+    pools = {"train": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
     mapping = {Role.Actor: "train"}
     if plan.pools.colocated:
         mapping[Role.Rollout] = "train"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import TypeVar
 
-from rlsys.config.arguments import Arguments, parse_arguments
+from rlsys.config.arguments import parse_arguments
 from rlsys.config.introspect import default_of, leaves, nest, shown, value_at
 from rlsys.config.load import Loaded, load
 from rlsys.config.plan import plan_text
@@ -48,10 +48,16 @@ def main_config(
     except (ConfigError, DataError) as error:
         print(f"rlsys: {error}", file=sys.stderr)
         raise SystemExit(EXIT_CONFIG_ERROR) from None
+    for note in loaded.notes:
+        print(f"rlsys: note: {note}", file=sys.stderr, flush=True)
     if arguments.print_config:
-        _print_notes(loaded)
         _print_and_exit(as_yaml(loaded))
-    return _announce(loaded, arguments, memory(loaded.config) if memory else "")
+    plan = plan_text(loaded.config, memory=memory(loaded.config) if memory else "")
+    text = "\n".join(filter(None, (f"rlsys: {loaded.headline}", plan)))
+    if arguments.dry_run:
+        _print_and_exit(f"{text}\nrlsys: --dry-run: nothing was started")
+    print(text, flush=True)
+    return loaded.config
 
 
 def as_yaml(loaded: Loaded[S]) -> str:
@@ -62,21 +68,6 @@ def as_yaml(loaded: Loaded[S]) -> str:
     follow = [key for key, field in fields.items() if "${" in str(default_of(field))]
     lines = [f"# {key}: {shown(value_at(loaded.config, key))}" for key in follow]
     return "\n".join([yaml.safe_dump(nest(loaded.settings), sort_keys=False, allow_unicode=True), *lines])
-
-
-def _announce(loaded: Loaded[S], arguments: Arguments, memory: str) -> S:
-    text = "\n".join(filter(None, (f"rlsys: {loaded.headline}", plan_text(loaded.config, memory=memory))))
-    if arguments.dry_run:
-        _print_notes(loaded)
-        _print_and_exit(f"{text}\nrlsys: --dry-run: nothing was started")
-    print(text, flush=True)
-    _print_notes(loaded)
-    return loaded.config
-
-
-def _print_notes(loaded: Loaded[S]) -> None:
-    for note in loaded.notes:
-        print(f"rlsys: note: {note}", file=sys.stderr, flush=True)
 
 
 def _print_and_exit(text: str) -> None:

@@ -112,19 +112,13 @@ def _value_problem(path: str, values: dict[str, Any], layers: Layers, schema: ty
     return f"{spelled} = {shown(value)} ({where}): must be {allowed(field, value)}{hint}"
 
 
-_VALUE_HINTS = {
-    "megatron": "supervised training runs on FSDP2; set fsdp",
-    "npu": "Ascend is not supported",
-}
-
-
 def _hint(path: str, value: Any, names: tuple[str, ...]) -> str:
     from difflib import get_close_matches
 
     if not isinstance(value, str):
         return ""
-    if names and value in _VALUE_HINTS:
-        return f"; {_VALUE_HINTS[value]}"
+    if value == "npu":
+        return "; Ascend is not supported"
     near = get_close_matches(value, names, n=1)
     return f"; set {path}={near[0]}" if near else ""
 

@@ -172,9 +172,9 @@ class Layers:
         elif path == key and not isinstance(given.value, dict):
             self._set(path, given)
         else:
-            value = {key: nest({path[len(key) + 1 :]: given.value}) if path != key else given.value}
+            value = nest({path[len(key) + 1 :]: given.value}) if path != key else given.value
             before = self.given[key].value if key in self.given else default_of(field)
-            self.given[key] = Given(_merge({key: before}, value)[key], given.origin, key)
+            self.given[key] = Given(_merge(before, value), given.origin, key)
 
     def _set(self, path: str, given: Given) -> None:
         before, earlier = self._layer.get(path), self.given.get(path)
@@ -252,14 +252,11 @@ def _reason(error: Exception, path: str) -> str:
     return "it refers to itself" if is_loop else f"its reference cannot be resolved: {text}"
 
 
-def _merge(base: dict[str, Any], over: Any) -> Any:
-    if not isinstance(over, dict):
+def _merge(base: Any, over: Any) -> Any:
+    """`over` where it has a value, of dicts in each of their keys; else `base`."""
+    if not isinstance(base, dict) or not isinstance(over, dict):
         return over
-    merged = dict(base)
-    for key, value in over.items():
-        below = merged.get(key)
-        merged[key] = _merge(below, value) if isinstance(below, dict) else value
-    return merged
+    return base | {key: _merge(base.get(key), value) for key, value in over.items()}
 
 
 def _without(tree: Any, path: list[str]) -> Any:

@@ -8,6 +8,7 @@ cannot hold ${a}. Unlike in Hydra 1_000 is text, because 0.5_2 is two bounds in 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -153,10 +154,8 @@ def _primitive(text: str) -> Any:
 
 def format_value(value: Any) -> str:
     """The text that `parse_value` parses as `value` (null, bool, int, float, str, list, dict with str keys)."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, list | tuple):

@@ -115,7 +115,7 @@ def _ppo_lines(cfg: PPOConfig, memory: str) -> list[tuple[str, str]]:
         ("reference", "yes, for the KL term" if plan.use_reference else "none"),
         ("advantages", f"{cfg.algorithm.adv_estimator}; loss {cfg.actor_rollout_ref.actor.policy_loss.loss_mode}"),
         ("length", _length_words(trainer.total_training_steps, trainer.total_epochs, cfg.data.train_batch_size)),
-        ("workers", _worker_words(plan.pools, trainer)),
+        ("workers", _worker_words(trainer, plan.pools)),
         ("memory", memory),
         ("weights", _weights_words(trainer.max_staleness, trainer.sync_freq) + by),
         ("output", trainer.default_local_dir),
@@ -132,11 +132,10 @@ def _supervised_lines(cfg: SupervisedConfig) -> list[tuple[str, str]]:
         micro_batch_size=data.micro_batch_size_per_gpu,
         max_tokens=data.max_token_len_per_gpu if data.use_dynamic_bsz else None,
     )
-    pools = Pools(trainer.nnodes, trainer.n_gpus_per_node, trainer.nnodes * trainer.n_gpus_per_node, 0, False, 0)
     return [
         ("step", f"{data.train_batch_size} rows of {data.max_length} tokens at most; {_rank_words(role)}"),
         ("length", _length_words(trainer.total_training_steps, trainer.total_epochs, data.train_batch_size)),
-        ("workers", _worker_words(pools, trainer)),
+        ("workers", _worker_words(trainer)),
         ("output", trainer.default_local_dir),
     ]
 
@@ -174,14 +173,15 @@ def _length_words(steps: int | None, epochs: int, batch: int) -> str:
     return _many(steps, "step") if steps is not None else f"{_many(epochs, 'epoch')} of (rows / {batch}) steps"
 
 
-def _worker_words(pools: Pools, trainer: RunConfig) -> str:
+def _worker_words(trainer: RunConfig, pools: Pools | None = None) -> str:
     where = {"auto": "GPU where there is one, else CPU", "cpu": "CPU", "cuda": "GPU"}[trainer.device]
-    generate = f", {pools.rollout_ranks} generate" if pools.rollout_ranks else ""
-    if pools.colocated or pools.external:
-        generate = " and generate" if pools.colocated else ", external servers generate"
-    grade = f", {pools.reward_model_ranks} run the reward model" if pools.reward_model_ranks else ""
+    more = ""
+    if pools:
+        servers = "external servers" if pools.external else pools.rollout_ranks
+        more = " and generate" if pools.colocated else f", {servers} generate"
+        more += f", {pools.reward_model_ranks} run the reward model" if pools.reward_model_ranks else ""
     backend = "Ray actors" if trainer.backend == "ray" else "in this process"
-    return f"{pools.nodes} x {pools.train_per_node} train{generate}{grade} ({where}; {backend})"
+    return f"{trainer.nnodes} x {trainer.n_gpus_per_node} train{more} ({where}; {backend})"
 
 
 def _weights_words(max_staleness: int, sync_freq: int) -> str:

@@ -17,8 +17,6 @@ class Pools:
     the reward model shares the training processes.
     """
 
-    nodes: int
-    train_per_node: int
     train_ranks: int
     rollout_ranks: int
     colocated: bool
@@ -37,8 +35,6 @@ def resolve_pools(cfg: PPOConfig) -> Pools:
     external = is_external(cfg.actor_rollout_ref.rollout.name)
     own_pool = grader.enable and grader.enable_resource_pool
     return Pools(
-        nodes=trainer.nnodes,
-        train_per_node=trainer.n_gpus_per_node,
         train_ranks=train_ranks,
         rollout_ranks=0 if external else trainer.rollout_workers or train_ranks,
         colocated=trainer.rollout_workers == 0 and not external,

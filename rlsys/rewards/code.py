@@ -85,22 +85,16 @@ def _program(source: str, case: tuple[str | None, Any, object]) -> tuple[str, st
 
 def _verdict(run: SandboxRun, case: tuple[str | None, object, object]) -> str:
     name, _, wanted = case
+    if run.status == "failed":
+        lines = run.stderr.strip().splitlines()
+        return f"failed: {lines[-1][:200]}" if lines else "failed"
     if run.status != "exit":
-        return _describe(run)
+        return run.status
     if name is None:
         right = same_output(run.stdout, _text(wanted))
     else:
         right = _same_value(run.stdout.rstrip().rpartition("\n")[2], wanted)
     return "pass" if right else "wrong answer"
-
-
-def _describe(run: SandboxRun) -> str:
-    if run.status == "failed":
-        lines = run.stderr.strip().splitlines()
-        return f"failed: {lines[-1][:200]}" if lines else "failed"
-    return {"timeout": "time limit", "output": "output limit", "folder": "disk limit", "threads": "thread limit"}[
-        run.status
-    ]
 
 
 def _text(lines: object) -> str:

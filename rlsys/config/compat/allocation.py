@@ -24,17 +24,13 @@ _SIZES = {"t": "tensor_model_parallel_size", "p": "pipeline_model_parallel_size"
 
 @dataclass(frozen=True)
 class Part:
-    """One engine and its sizes; `ffn` holds those of expert layers if they differ."""
+    """One engine, its processes and sizes; `expert_tensor` is set where expert layers have sizes of their own."""
 
     text: str
     engine: str
+    world: int
     sizes: dict[str, int]
-    ffn: dict[str, int] | None = None
-
-    @property
-    def world(self) -> int:
-        """The number of processes."""
-        return math.prod(size for letter, size in self.sizes.items() if letter != "e")
+    expert_tensor: int | None = None
 
 
 def allocation_settings(text: str, nnodes: int) -> dict[str, Any]:
@@ -54,12 +50,14 @@ def allocation_settings(text: str, nnodes: int) -> dict[str, Any]:
         raise ConfigError(f"'{text}': engines joined by | share processes, so they need equal numbers, but {each}")
     if trains.world % nnodes:
         raise ConfigError(f"'{trains.text}': {trains.world} processes do not divide evenly over {nnodes} nodes")
-    return {
+    settings: dict[str, Any] = {
         "trainer.n_gpus_per_node": trains.world // nnodes,
         "trainer.rollout_workers": 0 if is_shared else generates.world,
-        **_rollout_settings(generates),
-        **_training_settings(trains),
     }
+    if generates.engine != "hf":
+        settings[f"{_ROLLOUT}.name"] = generates.engine
+        settings[f"{_ROLLOUT}.tensor_model_parallel_size"] = generates.sizes.get("t", 1)
+    return settings | _training_settings(trains)
 
 
 def _part(text: str) -> Part:
@@ -72,14 +70,15 @@ def _part(text: str) -> Part:
     if engine not in letters:
         raise ConfigError(f"'{text}': unknown engine '{engine}'; choose from {', '.join(letters)}")
     if attn is None:
-        return Part(text, engine, _sizes(text, engine, both, letters[engine]))
+        sizes = _sizes(text, engine, both, letters[engine])
+        return Part(text, engine, math.prod((sizes | {"e": 1}).values()), sizes)
     if engine != "megatron":
         raise ConfigError(f"'{text}': only megatron has separate sizes, e.g. megatron:(attn:d4t2|ffn:d2t2e2)")
-    part = Part(text, engine, _sizes(text, engine, attn, "dtpc"), _sizes(text, engine, ffn, "dtpe"))
-    experts = {"p": part.sizes.get("p", 1), "d": 1, **(part.ffn or {})}
-    if experts["p"] != part.sizes.get("p", 1) or part.world % math.prod(experts.values()):
-        raise ConfigError(f"'{text}': attn has {part.world} processes, which the sizes of ffn do not divide")
-    return part
+    sizes, experts = _sizes(text, engine, attn, "dtpc"), _sizes(text, engine, ffn, "dtpe")
+    world, stages = math.prod(sizes.values()), sizes.get("p", 1)
+    if experts.setdefault("p", stages) != stages or world % math.prod(experts.values()):
+        raise ConfigError(f"'{text}': attn has {world} processes, which the sizes of ffn do not divide")
+    return Part(text, engine, world, sizes | {"e": experts.get("e", 1)}, experts.get("t", 1))
 
 
 def _sizes(text: str, engine: str, sizes: str, letters: str) -> dict[str, int]:
@@ -95,26 +94,18 @@ def _sizes(text: str, engine: str, sizes: str, letters: str) -> dict[str, int]:
     return {letter: int(size) for letter, size in pairs}
 
 
-def _rollout_settings(part: Part) -> dict[str, Any]:
-    if part.engine == "hf":
-        return {}
-    if part.sizes.get("p", 1) > 1:
-        raise ConfigError(f"'{part.text}': pipeline parallelism is not supported in {part.engine}; use only d and t")
-    return {f"{_ROLLOUT}.name": part.engine, f"{_ROLLOUT}.tensor_model_parallel_size": part.sizes.get("t", 1)}
-
-
 def _training_settings(part: Part) -> dict[str, Any]:
     sizes = part.sizes
     if part.engine == "fsdp":
         if sizes.get("t", 1) > 1:
             raise ConfigError(f"'{part.text}': tensor parallelism is not supported in fsdp; set fsdp:d{part.world}")
         return {f"{_ACTOR}.ulysses_sequence_parallel_size": sizes.get("c", 1)}
-    experts = (part.ffn or sizes).get("e", 1)
+    experts = sizes.get("e", 1)
     if part.world // sizes.get("p", 1) % experts:
         raise ConfigError(f"'{part.text}': e{experts} does not divide the ranks of a pipeline stage")
     return {
         f"{_ACTOR}.strategy": "megatron",
         **{f"{_ACTOR}.megatron.{name}": sizes.get(letter, 1) for letter, name in _SIZES.items()},
         f"{_ACTOR}.megatron.expert_model_parallel_size": experts,
-        **({f"{_ACTOR}.megatron.expert_tensor_parallel_size": part.ffn.get("t", 1)} if part.ffn else {}),
+        **({f"{_ACTOR}.megatron.expert_tensor_parallel_size": part.expert_tensor} if part.expert_tensor else {}),
     }

@@ -20,7 +20,7 @@ jobs (`under`), of:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -40,7 +40,7 @@ class ForeignKey:
 
     why: str
     refused: bool
-    unless: tuple[Any, ...] = ()
+    unless: Sequence[Any] = ()
 
     def accepts(self, value: Any) -> bool:
         return value is None or any(type(value) is type(known) and value == known for known in self.unless)
@@ -106,7 +106,8 @@ def compat_table(schema: type[Section]) -> CompatTable:
             table.aliases.update({prefix + key: prefix + path for key, path in block.get("aliases", {}).items()})
             for kind in ("ignored", "refused"):
                 for key, entry in block.get(kind, {}).items():
-                    table.foreign[prefix + key] = _foreign_key(entry, refused=kind == "refused")
+                    reason = {"why": entry} if isinstance(entry, str) else entry
+                    table.foreign[prefix + key] = ForeignKey(refused=kind == "refused", **reason)
     return table
 
 
@@ -118,12 +119,6 @@ def read_blocks(name: str) -> list[dict[str, Any]]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     text = (Path(__file__).parent / name).read_text(encoding="utf-8")
     return yaml.load(text, Loader=loader)["blocks"]
-
-
-def _foreign_key(entry: str | dict[str, Any], *, refused: bool) -> ForeignKey:
-    if isinstance(entry, str):
-        return ForeignKey(entry, refused)
-    return ForeignKey(entry["why"], refused, tuple(entry["unless"]))
 
 
 def _translated(value: Any, values: dict[Any, Any]) -> Any:

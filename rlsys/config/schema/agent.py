@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
-from pydantic import Field, Strict
+from typing import Literal
 
 from rlsys.config.schema import types as t
 from rlsys.config.schema.base import Section, open_dict
@@ -41,7 +39,7 @@ class AgentConfig(Section):
     """Seconds after which a tool call is killed."""
     episode_timeout_s: t.Seconds = 600.0
     """Seconds after which an episode is given up."""
-    max_failed_share: Annotated[float, Strict(), Field(ge=0, le=1)] = 0.5
+    max_failed_share: t.Fraction = 0.5
     """Share of a batch's episodes that may fail with an error or their timeout before the run stops."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import Field, Strict
 
 from rlsys.config.schema import types as t
 from rlsys.config.schema.base import ActiveIf, Registered, Requires, Section, open_dict, section
@@ -14,12 +14,6 @@ from rlsys.config.vocabulary import ADV_ESTIMATORS, REWARD_MANAGERS, KLEstimator
 Level = Literal["batch", "group"]
 
 
-def _threshold(value: object) -> object:
-    """A number or "low_high" becomes the text the corrections parse; anything else is left to be refused."""
-    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
-Threshold = Annotated[str, BeforeValidator(_threshold)]
 ADAPTIVE_NEEDS_PENALTY = Requires("algorithm.use_kl_in_reward", given=("adaptive",), why="its penalty is off")
 BOUND_NEEDS_RS = Requires(".rollout_rs", why="there is nothing to bound", to="token_k1")
 REINFORCE_NEEDS_BYPASS = Requires(".bypass_mode", given=("reinforce",), why="it is a loss of bypass mode")
@@ -67,14 +61,14 @@ class RolloutCorrectionConfig(Section):
 
     rollout_is: Literal["token", "sequence"] | None = None
     """Weight the loss by importance ratios of tokens or sequences."""
-    rollout_is_threshold: Threshold = "2.0"
+    rollout_is_threshold: t.Text = "2.0"
     """Upper bound that weights are truncated to, or "low_high", outside of which they are 0."""
     rollout_is_batch_normalize: t.Flag = False
     """Normalize the weights to a mean of 1 over the batch."""
     rollout_rs: Annotated[t.Text | None, Requires(".rollout_rs_threshold", why="it needs a bound", to="0.5_2.0")] = None
     """Drop tokens or sequences by token_k1|k2|k3, seq_sum_*, seq_mean_* or seq_max_k2|k3, or by token_m2
     (M2PO): the largest ratios, until the mean squared log ratio of the others is within the bound; commas join them."""
-    rollout_rs_threshold: Annotated[Threshold | None, BOUND_NEEDS_RS] = None
+    rollout_rs_threshold: Annotated[t.Text | None, BOUND_NEEDS_RS] = None
     """Bound for each measure, joined by commas; k1 takes "low_high"."""
     bypass_mode: t.Flag = False
     """Use the rollout's log-probs as old log-probs (saves a forward pass)."""

@@ -24,9 +24,7 @@ NOT_WITH_POLICY = Requires(
     ".offload_policy", (False,), why="offload_policy already offloads parameters", fix="set param_offload=false"
 )
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
-CheckpointParts = Annotated[
-    tuple[CheckpointPart, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)
-]
+CheckpointParts = Annotated[tuple[CheckpointPart, ...], BeforeValidator(t.as_tuple)]
 
 
 class ModelFolderConfig(Section):

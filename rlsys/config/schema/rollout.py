@@ -121,14 +121,9 @@ class GenerationConfig(Section):
     @property
     def has_workflow(self) -> bool:
         """Whether prompts are answered by episodes instead of single draws."""
-        return bool(
-            self.workflow
-            or self.agent.command
-            or self.agent.path
-            or self.multi_turn.enable
-            or self.agent.agent_loop_config_path
-            or self.agent.default_agent_loop != "single_turn_agent"
-        )
+        agent = self.agent
+        chosen = (self.workflow, agent.command, agent.path, agent.agent_loop_config_path, self.multi_turn.enable)
+        return any(chosen) or agent.default_agent_loop != "single_turn_agent"
 
 
 class ServersConfig(Section):

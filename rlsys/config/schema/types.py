@@ -21,12 +21,13 @@ def _texts(value: object) -> object:
     return tuple(_text(item) for item in value) if isinstance(value, Sequence) else value
 
 
-def _tuple(value: object) -> object:
+def as_tuple(value: object) -> object:
+    """A list of a file as a tuple; anything else is left to be refused."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def _ids(value: object) -> object:
-    return (value,) if isinstance(value, int) else _tuple(value)
+    return (value,) if isinstance(value, int) else as_tuple(value)
 
 
 def _expand(path: str) -> str:
@@ -50,10 +51,10 @@ Fraction = Annotated[float, Strict(), Field(ge=0, le=1)]
 Coefficient = Annotated[float, Strict(), Field(ge=0, le=1e6)]
 Positive = Annotated[float, Strict(), Field(gt=0, le=1e9)]
 Seconds = Annotated[float, Strict(), Field(gt=0, le=30 * 86400)]
-Betas = Annotated[tuple[Fraction, Fraction], BeforeValidator(_tuple)]
-Counts = Annotated[tuple[Count, ...], BeforeValidator(_tuple)]
+Betas = Annotated[tuple[Fraction, Fraction], BeforeValidator(as_tuple)]
+Counts = Annotated[tuple[Count, ...], BeforeValidator(as_tuple)]
 TokenIds = Annotated[tuple[CountOrZero, ...], BeforeValidator(_ids), Field(min_length=1)]
-Numbers = Annotated[tuple[Number, ...], BeforeValidator(_tuple)]
+Numbers = Annotated[tuple[Number, ...], BeforeValidator(as_tuple)]
 OpenDict = dict[str, Any]
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]

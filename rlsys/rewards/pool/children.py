@@ -12,15 +12,14 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rlsys.rewards.pool.messages import (
     MAX_LINE_BYTES,
     GradeItem,
     Grader,
-    GraderReady,
-    GraderUnusable,
+    GraderLoaded,
     ItemGraded,
     LoadGrader,
     RewardItem,
@@ -74,7 +73,7 @@ class Child:
         self.items: dict[int, PendingItem] = {}
         self.is_async = self.is_late = False
         self.cause = ""
-        self.loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.loaded: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
         self._report: WorkerEnded | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -96,19 +95,20 @@ class Child:
         )
         assert self._process.stdout is not None
         self._reading = asyncio.create_task(self._read(self._process.stdout))
-        path = None if grader.path is None else str(Path(grader.path).resolve())
-        self._send(pack(LoadGrader(path, grader.name, plain(grader.kwargs), timeout_s)))
+        path = grader.path and str(Path(grader.path).resolve())
+        self._send(LoadGrader(replace(grader, path=path, kwargs=plain(grader.kwargs)), timeout_s))
         done, _ = await asyncio.wait({self.loaded}, timeout=START_S)
         if not done:
             self.cause = f"no answer within {START_S:g} s of its start"
             return False
-        self.loaded.result()
+        if problem := self.loaded.result():
+            raise ConfigError(f"cannot be loaded: {problem}")
         return not self.ended.is_set()
 
-    def _send(self, line: bytes) -> None:
+    def _send(self, message: LoadGrader | GradeItem) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        self._process.stdin.write(line)
+        self._process.stdin.write(pack(message))
 
     async def grade(self, item: PendingItem, *, limit_s: float) -> None:
         """Have the worker grade an item; without an answer in time the child is late and of no use any more."""
@@ -116,14 +116,13 @@ class Child:
             item.finish(RewardResult(0.0, {}, "ok", 0.0))
             return
         try:
-            line = pack(GradeItem(item.number, item.item.as_json()))
+            self._send(GradeItem(item.number, item.item.as_json()))
         except (TypeError, ValueError, RecursionError) as error:
             item.finish(failed("error", 0.0, f"the item cannot be sent to a grader: {error}"))
             return
         item.sent_s = time.monotonic()
         item.replied.clear()
         self.items[item.number] = item
-        self._send(line)
         try:
             await asyncio.wait_for(item.replied.wait(), limit_s)
         except TimeoutError:
@@ -134,7 +133,7 @@ class Child:
         while not stdout.at_eof():
             try:
                 if (line := await stdout.readline()).strip():
-                    self._take(unpack(line, GraderReady | GraderUnusable | ItemGraded | WorkerEnded))
+                    self._take(unpack(line, GraderLoaded | ItemGraded | WorkerEnded))
             except ValueError as error:
                 self.cause = f"the grader wrote to the pool's pipe: {error!r}"
                 self._lose()
@@ -146,9 +145,9 @@ class Child:
         for item in self.items.values():
             item.replied.set()
         if not self.loaded.done():
-            self.loaded.set_result(None)
+            self.loaded.set_result("")
 
-    def _take(self, message: GraderReady | GraderUnusable | ItemGraded | WorkerEnded) -> None:
+    def _take(self, message: GraderLoaded | ItemGraded | WorkerEnded) -> None:
         match message:
             case WorkerEnded():
                 self._report = message
@@ -157,11 +156,9 @@ class Child:
                 if item := self.items.pop(message.id, None):
                     item.finish(message.result)
                     item.replied.set()
-            case GraderReady() if not self.loaded.done():
+            case GraderLoaded() if not self.loaded.done():
                 self.is_async = message.is_async
-                self.loaded.set_result(None)
-            case GraderUnusable() if not self.loaded.done():
-                self.loaded.set_exception(ConfigError(f"cannot be loaded: {message.message}"))
+                self.loaded.set_result(message.problem)
 
     async def end(self) -> str:
         """End both processes and remove their folder; returns how the worker ended, with its last output."""

@@ -82,9 +82,7 @@ def reward_metrics(results: Sequence[RewardResult]) -> dict[str, float]:
 class LoadGrader(Struct, tag="load"):
     """The first message: the grader to load, and the seconds that an async one has for each item."""
 
-    path: str | None
-    name: str
-    kwargs: dict[str, Any]
+    grader: Grader
     timeout_s: float
 
 
@@ -98,16 +96,11 @@ class GradeItem(Struct, tag="grade"):
 # ---- from a worker to the pool -----------------------------------------------------------------------------------
 
 
-class GraderReady(Struct, tag="ready"):
-    """The grader is loaded; an async one takes many items at once."""
+class GraderLoaded(Struct, tag="loaded"):
+    """The grader is loaded, or what prevents it; an async one takes many items at once."""
 
-    is_async: bool
-
-
-class GraderUnusable(Struct, tag="unusable"):
-    """The grader cannot be loaded."""
-
-    message: str
+    is_async: bool = False
+    problem: str = ""
 
 
 class ItemGraded(Struct, tag="graded"):

@@ -105,10 +105,10 @@ class RewardPool:
     def _grade_here(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         grader = self._grader
         try:
-            grade = load_grader(grader.path, grader.name, grader.kwargs)
+            grade = load_grader(grader)
         except (ConfigError, TypeError) as error:
             raise ConfigError(f"{grader} cannot be loaded: {describe(error.__cause__ or error)}") from error
-        return [grade_item(grade, item.as_json(), grader.kwargs) for item in items]
+        return [grade_item(grade, item.as_json()) for item in items]
 
     def __enter__(self) -> Self:
         return self

@@ -11,6 +11,7 @@ import traceback
 from bdb import BdbQuit
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -19,8 +20,8 @@ import msgspec
 from rlsys.rewards.pool.messages import (
     MAX_LINE_BYTES,
     GradeItem,
-    GraderReady,
-    GraderUnusable,
+    Grader,
+    GraderLoaded,
     ItemGraded,
     LoadGrader,
     RewardItem,
@@ -54,20 +55,20 @@ def serve_and_exit(requests: BinaryIO, answers: BinaryIO) -> NoReturn:
     os._exit(code)
 
 
-def _serve(requests: BinaryIO, answers: BinaryIO, grader: LoadGrader) -> None:
+def _serve(requests: BinaryIO, answers: BinaryIO, load: LoadGrader) -> None:
     try:
-        grade = load_grader(grader.path, grader.name, grader.kwargs)
+        grade = load_grader(load.grader)
     except (Exception, SystemExit, KeyboardInterrupt) as error:
-        _send(answers, GraderUnusable(describe(error.__cause__ or error)))
+        _send(answers, GraderLoaded(problem=describe(error.__cause__ or error)))
         return
     is_async = inspect.iscoroutinefunction(grade)
-    _send(answers, GraderReady(is_async))
+    _send(answers, GraderLoaded(is_async))
     if is_async:
         import asyncio
 
-        asyncio.run(_serve_async(requests, answers, grade, grader))
+        asyncio.run(_serve_async(requests, answers, grade, load.timeout_s))
     else:
-        _serve_in_turn(requests, answers, grade, grader.kwargs)
+        _serve_in_turn(requests, answers, grade)
 
 
 def _send(answers: BinaryIO, message: msgspec.Struct) -> None:
@@ -75,49 +76,48 @@ def _send(answers: BinaryIO, message: msgspec.Struct) -> None:
     answers.flush()
 
 
-def load_grader(path: str | None, name: str, kwargs: Mapping[str, object]) -> ComputeScore:
-    """The function `name` of the local file `path`, or the built-in router when there is no path.
+def load_grader(grader: Grader) -> ComputeScore:
+    """The function that a grader names, or the built-in router when it has no path, with its `kwargs`.
 
     TypeError for what is not a function or cannot be called with verl's arguments and `kwargs`.
     """
-    if path is None:
+    name, kwargs = grader.name, grader.kwargs
+    if grader.path is None:
         from rlsys.rewards.registry import compute_score
 
         compute_score("text/number", "1.0", "1")  # imports what takes long, so that no item is charged for it
-        return compute_score
-    grade = load_from_file(path, name, key="custom_reward_function")
+        return partial(compute_score, **kwargs)
+    grade = load_from_file(grader.path, name, key="custom_reward_function")
     if not callable(grade) or inspect.isclass(grade):
         raise TypeError(f"{name} is not a function")
     if "data_sources" in inspect.signature(grade).parameters:
-        return _of_one_row(grade)
+        return partial(_one_row, grade, **kwargs)
     try:
         inspect.signature(grade).bind(data_source="", solution_str="", ground_truth=None, extra_info=None, **kwargs)
     except TypeError as error:
         given = ", ".join(("data_source", "solution_str", "ground_truth", "extra_info", *kwargs))
         raise TypeError(f"{name}{inspect.signature(grade)} is called with {given}: {error}") from None
-    return grade
+    return partial(grade, **kwargs)
 
 
-def _of_one_row(grade: Callable[..., Sequence[Any]]) -> ComputeScore:
-    """A function written for verl's `batch` manager, which takes lists, for one row at a time."""
-
-    def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, **kwargs: Any) -> Any:
-        rows = {"data_sources": data_source, "solution_strs": solution_str, "ground_truths": ground_truth}
-        return grade(**{key: [value] for key, value in rows.items()}, extra_infos=[extra_info], **kwargs)[0]
-
-    return compute_score
+def _one_row(
+    grade: ComputeScore, *, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, **kwargs: Any
+) -> Any:
+    """Call a function written for verl's `batch` manager, which takes lists, for one row."""
+    rows = {"data_sources": data_source, "solution_strs": solution_str, "ground_truths": ground_truth}
+    return grade(**{key: [value] for key, value in rows.items()}, extra_infos=[extra_info], **kwargs)[0]
 
 
-def _call(grade: ComputeScore, item: RewardItem, kwargs: Mapping[str, object]) -> Any:
+def _call(grade: ComputeScore, item: RewardItem) -> Any:
     arguments = {"data_source": item.data_source, "solution_str": item.solution, "ground_truth": item.ground_truth}
-    return grade(**arguments, extra_info=item.extra_info, **kwargs)
+    return grade(**arguments, extra_info=item.extra_info)
 
 
-def grade_item(grade: ComputeScore, item: RewardItem, kwargs: Mapping[str, object]) -> RewardResult:
+def grade_item(grade: ComputeScore, item: RewardItem) -> RewardResult:
     """Grade one item now; what the grader raises is an error, or a timeout if it is a TimeoutError."""
     start_s = time.perf_counter()
     try:
-        value = _call(grade, item, kwargs)
+        value = _call(grade, item)
         if inspect.iscoroutine(value):
             import asyncio
 
@@ -130,11 +130,11 @@ def grade_item(grade: ComputeScore, item: RewardItem, kwargs: Mapping[str, objec
     return replace(result, seconds=time.perf_counter() - start_s)
 
 
-def _serve_in_turn(requests: BinaryIO, answers: BinaryIO, grade: ComputeScore, kwargs: Mapping[str, object]) -> None:
+def _serve_in_turn(requests: BinaryIO, answers: BinaryIO, grade: ComputeScore) -> None:
     for line in requests:
         request = unpack(line, GradeItem)
         try:
-            result = grade_item(grade, request.item, kwargs)
+            result = grade_item(grade, request.item)
         except BdbQuit:
             result = _unscored(RuntimeError("breakpoint() needs reward.num_workers=0 trainer.backend=local"))
         except KeyboardInterrupt as error:
@@ -142,7 +142,7 @@ def _serve_in_turn(requests: BinaryIO, answers: BinaryIO, grade: ComputeScore, k
         _send(answers, ItemGraded(request.id, result))
 
 
-async def _serve_async(requests: BinaryIO, answers: BinaryIO, grade: ComputeScore, grader: LoadGrader) -> None:
+async def _serve_async(requests: BinaryIO, answers: BinaryIO, grade: ComputeScore, timeout_s: float) -> None:
     """Grade every item that arrives in its own task, each for at most `timeout_s` seconds."""
     import asyncio
 
@@ -151,7 +151,7 @@ async def _serve_async(requests: BinaryIO, answers: BinaryIO, grade: ComputeScor
     tasks: set[asyncio.Task[None]] = set()
 
     async def answer(request: GradeItem) -> None:
-        _send(answers, ItemGraded(request.id, await _grade_async(request.item, grade, grader)))
+        _send(answers, ItemGraded(request.id, await _grade_async(request.item, grade, timeout_s)))
 
     while line := await lines.readline():
         task = asyncio.ensure_future(answer(unpack(line, GradeItem)))
@@ -159,14 +159,14 @@ async def _serve_async(requests: BinaryIO, answers: BinaryIO, grade: ComputeScor
         task.add_done_callback(tasks.discard)
 
 
-async def _grade_async(item: RewardItem, grade: ComputeScore, grader: LoadGrader) -> RewardResult:
+async def _grade_async(item: RewardItem, grade: ComputeScore, timeout_s: float) -> RewardResult:
     import asyncio
 
     start_s = time.perf_counter()
-    result = failed("timeout", 0.0, f"no score within {grader.timeout_s:g} s")
+    result = failed("timeout", 0.0, f"no score within {timeout_s:g} s")
     try:
-        task = asyncio.ensure_future(_without_exit(_call(grade, item, grader.kwargs)))
-        done, _ = await asyncio.wait({task}, timeout=grader.timeout_s)
+        task = asyncio.ensure_future(_without_exit(_call(grade, item)))
+        done, _ = await asyncio.wait({task}, timeout=timeout_s)
         task.cancel()
         if done:
             result = _scored(task.result())

@@ -74,5 +74,5 @@ async def _run(session: aiohttp.ClientSession, url: str, code: str, stdin: str, 
         raise SandboxError(f"the sandbox at {url} could not run the program: {answer.message[:200]}")
     stdout, stderr = result.stdout or "", result.stderr or ""
     if result.status == "TimeLimitExceeded":
-        return SandboxRun("timeout", stdout, stderr)
+        return SandboxRun("time limit", stdout, stderr)
     return SandboxRun("exit" if answer.status == "Success" else "failed", stdout, stderr)

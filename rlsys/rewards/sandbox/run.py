@@ -26,7 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Literal
 
-ExitStatus = Literal["exit", "failed", "timeout", "output", "folder", "threads"]
+ExitStatus = Literal["exit", "failed", "time limit", "output limit", "disk limit", "thread limit"]
 GUARANTEES = ("privileges", "files", "network", "processes")
 ISOLATION = "isolation"
 JAIL = Path(__file__).with_name("jail.py")
@@ -148,18 +148,18 @@ def _watched(spec: Mapping[str, object], stdin: str, folder: Path, limits: Sandb
             with suppress(subprocess.TimeoutExpired):
                 process.wait(CHECK_S)
             if max(os.fstat(file.fileno()).st_size for file in (out, err)) > limits.output_bytes:
-                status = "output"
+                status = "output limit"
             elif process.returncode is None and time.monotonic() - start > limits.wall_s:
-                status = "timeout"
+                status = "time limit"
             elif _folder_bytes(folder) > limits.folder_bytes:
-                status = "folder"
+                status = "disk limit"
             elif _num_threads(process.pid) > limits.num_threads:
-                status = "threads"
+                status = "thread limit"
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         if process.returncode == -signal.SIGXCPU:
-            status = "timeout"
+            status = "time limit"
         stdout, stderr = (
             os.pread(file.fileno(), limits.output_bytes, 0).decode("utf-8", "replace") for file in (out, err)
         )

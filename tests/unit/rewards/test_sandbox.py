@@ -167,7 +167,7 @@ def test_without_namespaces_programs_run_and_the_folder_is_watched(
     monkeypatch.setattr(sandbox, "JAIL", jail)
     assert run_python("open('note', 'w').write('x'); print(open('note').read())").stdout == "x\n"
     source = "import time\nfor i in range(9): open(str(i), 'wb').write(b'x' * (7 << 20))\ntime.sleep(9)"
-    assert run_python(source).status == "folder"
+    assert run_python(source).status == "disk limit"
     with pytest.raises(SandboxError, match="isolation"):
         run_python("print(1)", require=[ISOLATION])
     check_sources(["apps", "openai/gsm8k"])

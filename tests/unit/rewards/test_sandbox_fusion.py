@@ -52,7 +52,7 @@ class SandboxFusion(ThreadingHTTPServer):
     def run(request: dict[str, Any]) -> dict[str, Any]:
         limits = SandboxLimits(wall_s=request["run_timeout"], cpu_s=request["run_timeout"])
         run = run_python(request["code"], stdin=request["stdin"], limits=limits)
-        status = "TimeLimitExceeded" if run.status == "timeout" else "Finished"
+        status = "TimeLimitExceeded" if run.status == "time limit" else "Finished"
         result = {"status": status, "execution_time": 0.1, "return_code": 0, "stdout": run.stdout, "stderr": run.stderr}
         whole = "Success" if run.status == "exit" else "Failed"
         return {"status": whole, "message": "", "compile_result": None, "run_result": result, "files": {}}
@@ -123,7 +123,7 @@ def test_a_busy_server_is_asked_again_and_others_are_not(server: SandboxFusion) 
     server.faults = [500, 500]
     with pytest.raises(SandboxError, match=r"127\.0\.0\.1.*500"):
         grade(server, SUM)
-    assert len(server.requests) == 6
+    assert len(server.requests) in (5, 6)  # the second may be given up before it is sent, and none is sent again
 
 
 FULL = '{"status": "SandboxError", "message": "full", "run_result": {"status": "Finished", "stdout": "3"}}'
