@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -48,7 +48,6 @@ from trainer.prompt_groups import PromptGroup, PromptGroups
 from trainer.rewards import reward_manager
 from trainer.source import Fleet
 
-Keep = Callable[[Sequence[EpisodeStart], SamplingParams, int], None]
 EPISODES = "open_episodes.jsonl"
 AGENTS = {"single_turn_agent": "RLVRWorkflow", "tool_agent": "ToolWorkflow"}
 """verl's names of its agents -> ours."""
@@ -65,11 +64,12 @@ class EpisodeRollout(GradedRollout):
     """A GradedRollout whose answers are episodes; the workflow's rewards take the place of the reward manager's."""
 
     runner: EpisodeRunner
-    keep: Keep
-    prompt_length: int
-    response_length: int
-    max_failed_share: float
-    deadline_s: float
+    cfg: PPOConfig | EvalConfig
+
+    @property
+    def deadline_s(self) -> float:
+        """Seconds for the episodes of a call."""
+        return self.cfg.trainer.deadlines.generate_s + self.cfg.actor_rollout_ref.rollout.agent.episode_timeout_s
 
     def _answer(
         self, rows: DataProto, sampling: SamplingParams, *, step: int, call: int
@@ -86,7 +86,7 @@ class EpisodeRollout(GradedRollout):
                 for future in futures:
                     future.cancel()
         self.keep(starts, sampling, step)
-        check_episodes(results, self.max_failed_share)
+        check_episodes(results, self.cfg.actor_rollout_ref.rollout.agent.max_failed_share)
         return self.collate(results, rows), episode_metrics(results)
 
     def collate(self, results: Sequence[EpisodeResult], rows: DataProto) -> DataProto:
@@ -95,9 +95,18 @@ class EpisodeRollout(GradedRollout):
             results,
             DataProto(rows.batch, rows.non_tensor_batch, meta_of_all_calls(rows.meta_info)),
             pad_token_id=self.pad_token_id,
-            prompt_length=self.prompt_length,
-            response_length=self.response_length,
+            prompt_length=self.cfg.data.max_prompt_length,
+            response_length=self.cfg.data.max_response_length,
         )
+
+    def keep(self, starts: Sequence[EpisodeStart], sampling: SamplingParams, step: int) -> None:
+        """Write the logs of training episodes, not those of validation or a baseline, whose sampling differs."""
+        cfg = self.cfg
+        if not isinstance(cfg, PPOConfig) or sampling != training_sampling(cfg):
+            return
+        if cfg.trainer.rollout_data_dir is not None:
+            path = Path(cfg.trainer.rollout_data_dir) / "episodes" / f"{step}.jsonl"
+            write_episodes(path, (start.to_dict() for start in starts), max_mb=cfg.trainer.rollout_data_max_mb)
 
 
 class EpisodeSource(AsyncSource):
@@ -224,26 +233,7 @@ def graded_rollout(
         deadline_s=agent.episode_timeout_s,
     )
     stack.callback(runner.close)
-    return EpisodeRollout(
-        **vars(rollout),
-        runner=runner,
-        keep=_keep(cfg, rollout.sampling),
-        prompt_length=cfg.data.max_prompt_length,
-        response_length=cfg.data.max_response_length,
-        max_failed_share=agent.max_failed_share,
-        deadline_s=cfg.trainer.deadlines.generate_s + agent.episode_timeout_s,
-    )
-
-
-def _keep(cfg: PPOConfig | EvalConfig, training: SamplingParams) -> Keep:
-    """Writes the logs of training episodes, not those of validation or a baseline, whose sampling differs."""
-
-    def keep(starts: Sequence[EpisodeStart], sampling: SamplingParams, step: int) -> None:
-        if isinstance(cfg, PPOConfig) and cfg.trainer.rollout_data_dir is not None and sampling == training:
-            path = Path(cfg.trainer.rollout_data_dir) / "episodes" / f"{step}.jsonl"
-            write_episodes(path, (start.to_dict() for start in starts), max_mb=cfg.trainer.rollout_data_max_mb)
-
-    return keep
+    return EpisodeRollout(**vars(rollout), runner=runner, cfg=cfg)
 
 
 @dataclass(frozen=True)

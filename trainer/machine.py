@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 from rlsys.config import EvalConfig, PPOConfig
 from rlsys.config.checks.files import no_score_head
 from rlsys.config.pools import is_external, resolve_pools
-from rlsys.config.schema.base import Section
 from rlsys.fleet.external.settings import settings_of
 from rlsys.rollout.versions import SGLANG, VLLM
+from rlsys.telemetry.tracker_adapters import flat_settings
 from rlsys.utils.errors import ConfigError
 from rlsys.utils.hub import download_config, is_hub_id, model_problem
 
@@ -38,8 +38,9 @@ def check_machine(config: Any, *, dry_run: bool) -> list[str]:
     if not _joins_a_cluster(config):
         notes += _capacity(config)
     if dry_run:
-        for key, name in _models(config):
-            if why := model_problem(name):
+        settings = flat_settings(config.model_dump())
+        for name, key in {settings.get(key): key for key in reversed(MODELS)}.items():
+            if name and is_hub_id(name) and (why := model_problem(name)):
                 raise ConfigError(f"{key} = {name}: {why}")
     grader = config.reward.reward_model.model_path if isinstance(config, PPOConfig) else None
     if grader and is_hub_id(grader) and (folder := download_config(grader)) and (why := no_score_head(folder)):
@@ -90,18 +91,6 @@ def visible_gpus() -> int:
     if visible is None:
         return num_gpus
     return min(num_gpus, sum(name.strip() not in ("", "-1", "NoDevFiles") for name in visible.split(",")))
-
-
-def _models(config: Section) -> Iterator[tuple[str, str]]:
-    """The settings that name a model of the hub, each model once."""
-    tree, seen = config.model_dump(), set()
-    for key in MODELS:
-        value: Any = tree
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if isinstance(value, str) and is_hub_id(value) and value not in seen:
-            seen.add(value)
-            yield key, value
 
 
 def _check_servers(config: PPOConfig) -> None:

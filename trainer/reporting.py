@@ -120,17 +120,7 @@ class Reporter:
         """Add the metrics of the trained batch."""
         rows = batch.tensors
         self.token_counts(batch)
-        self.add(
-            data_metrics(
-                attention_mask=rows["attention_mask"],
-                response_mask=rows["response_mask"],
-                token_level_scores=rows["token_level_scores"],
-                token_level_rewards=rows["token_level_rewards"],
-                advantages=rows["advantages"],
-                returns=rows["returns"],
-                values=rows.get("values"),
-            )
-        )
+        self.add(data_metrics(rows))
         self._learning_signal(batch)
         versions = rows["weight_versions"][rows["weight_versions"] >= 0]
         if versions.numel():

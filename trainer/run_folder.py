@@ -66,7 +66,7 @@ def run_folder(config: JobConfig) -> Iterator[Begin]:
     """
     root = _make_root(config.trainer)
     if root in _recorded:
-        yield do_nothing
+        yield lambda: None
         return
     with locked(root / LOCK), ExitStack() as stack:
         changes = _compared(config, root)
@@ -94,10 +94,6 @@ def recorded_run(config: JobConfig) -> Iterator[None]:
     with run_folder(config) as begin:
         begin()
         yield
-
-
-def do_nothing() -> None:
-    """The record of a start that is written already."""
 
 
 def _compared(config: JobConfig, root: Path) -> list[str]:

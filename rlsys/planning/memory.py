@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rlsys.config import PPOConfig, plan_batches
+from rlsys.config.checks.batches import sequence_ranks
 from rlsys.config.checks.files import model_facts
 from rlsys.config.engines import rollout_backend
 from rlsys.config.plan import BatchPlan, RolePlan
-from rlsys.config.schema.actor import ActorConfig, CriticConfig
 from rlsys.config.schema.megatron import MegatronConfig, MegatronRoleConfig
 from rlsys.config.schema.model import FSDPConfig, ModelConfig, ShardConfig
 from rlsys.models.megatron.parallel import ParallelSizes
@@ -241,7 +241,7 @@ def width_of(dtype: str, device: Device) -> int:
 def _actor(job: PlanInputs, facts: Facts) -> DeviceRole:
     policy, rollout = job.cfg.actor_rollout_ref, job.cfg.actor_rollout_ref.rollout
     actor, model = policy.actor, policy.model
-    sharing = _sharing(actor)
+    sharing = sequence_ranks(actor)
     scored = _pass(
         job,
         job.plan.samples // job.plan.actor.dp_size,
@@ -293,11 +293,11 @@ def _critic(job: PlanInputs, plan: RolePlan, facts: Facts) -> DeviceRole:
         job.plan.samples // plan.dp_size,
         rows=critic.forward_micro_batch_size_per_gpu,
         max_tokens=critic.forward_max_token_len_per_gpu if critic.use_dynamic_bsz else None,
-        sharing=_sharing(critic),
+        sharing=sequence_ranks(critic),
     )
     recompute = critic.model.enable_gradient_checkpointing
     role = _role(job, facts, settings, lm=False, recompute=recompute, lora=_lora(critic.model))
-    trained = _training(job, plan, _sharing(critic))
+    trained = _training(job, plan, sequence_ranks(critic))
     return DeviceRole(role, _leaving(settings), (("values", False, scored), ("update_critic", True, trained)))
 
 
@@ -313,12 +313,6 @@ def _reward_model(job: PlanInputs, facts: Facts) -> DeviceRole:
     how = Computing(width_of(grader.dtype, job.device), job.device, recompute=False)
     role = FsdpRole(fp.decoder_of(facts, head="value"), how, ranks, master=fp.WIDE, trained=False, lm=False)
     return DeviceRole(role, frozenset(), (("reward_model", False, scored),))
-
-
-def _sharing(role: ActorConfig | CriticConfig) -> int:
-    """Ranks that share the tokens of a pack."""
-    megatron = role.strategy == "megatron"
-    return role.megatron.context_parallel_size if megatron else role.ulysses_sequence_parallel_size
 
 
 def _pass(job: PlanInputs, num_rows: int, *, rows: int | None, max_tokens: int | None, sharing: int) -> Pass:

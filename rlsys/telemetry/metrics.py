@@ -13,37 +13,31 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict
     from torch import Tensor
 
 _EXPLAINED_VARIANCE_EPS = 1e-5
 ALL_TOKEN_STAGES = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 
 
-def data_metrics(
-    *,
-    attention_mask: Tensor,
-    response_mask: Tensor,
-    token_level_scores: Tensor,
-    token_level_rewards: Tensor,
-    advantages: Tensor,
-    returns: Tensor,
-    values: Tensor | None = None,
-) -> dict[str, float]:
-    """Statistics of a batch: scores, rewards, advantages, returns, values and lengths.
+def data_metrics(rows: Mapping[str, Tensor] | TensorDict) -> dict[str, float]:
+    """Statistics of the columns of a batch: scores, rewards, advantages, returns, values if there are any, and lengths.
 
     `attention_mask` is (B, P+R), all other tensors (B, R). Scores and rewards are summed per row and leave out aborted
     rows (empty responses), as in verl. `critic/vf_explained_var` is 1 - var(returns - values) / (var(returns) + 1e-5).
     """
-    width = response_mask.shape[-1]
+    attention_mask, values = rows["attention_mask"], rows.get("values")
+    width = rows["response_mask"].shape[-1]
     prompt_lengths = attention_mask[:, :-width].sum(-1).double()
     response_lengths = attention_mask[:, -width:].sum(-1).double()
     alive = response_lengths > 0
-    valid = response_mask.bool()
+    valid = rows["response_mask"].bool()
+    returns = rows["returns"][valid].double()
     metrics = {
-        **_spread("critic/score", token_level_scores.double().sum(-1)[alive]),
-        **_spread("critic/rewards", token_level_rewards.double().sum(-1)[alive]),
-        **_spread("critic/advantages", advantages[valid].double()),
-        **_spread("critic/returns", returns[valid].double()),
+        **_spread("critic/score", rows["token_level_scores"].double().sum(-1)[alive]),
+        **_spread("critic/rewards", rows["token_level_rewards"].double().sum(-1)[alive]),
+        **_spread("critic/advantages", rows["advantages"][valid].double()),
+        **_spread("critic/returns", returns),
         **_length_metrics("response_length", response_lengths, width),
         **_length_metrics("response_length_non_aborted", response_lengths[alive], width),
         "response/aborted_ratio": _mean(~alive),
@@ -51,7 +45,7 @@ def data_metrics(
     }
     if values is not None:
         metrics |= _spread("critic/values", values[valid].double())
-        metrics["critic/vf_explained_var"] = _explained_variance(values[valid].double(), returns[valid].double())
+        metrics["critic/vf_explained_var"] = _explained_variance(values[valid].double(), returns)
     return {name: float(value) for name, value in metrics.items()}
 
 

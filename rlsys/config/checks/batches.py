@@ -65,7 +65,7 @@ def _divides(
 def _budgets(cfg: PPOConfig) -> Iterator[str]:
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     actor, ref, rollout = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.ref, cfg.actor_rollout_ref.rollout
-    shared = _sequence_ranks(actor)
+    shared = sequence_ranks(actor)
     budgets = [
         (f"{ACTOR}.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu, actor.use_dynamic_bsz, shared),
         (f"{ROLLOUT}.{LOG_PROB}", rollout.log_prob_max_token_len_per_gpu, rollout.log_prob_use_dynamic_bsz, shared),
@@ -75,7 +75,7 @@ def _budgets(cfg: PPOConfig) -> Iterator[str]:
         dynamic, sequence = ref.log_prob_use_dynamic_bsz, cp if actor.strategy == "megatron" else ulysses
         budgets.append((f"{REF}.{LOG_PROB}", ref.log_prob_max_token_len_per_gpu, dynamic, sequence))
     if cfg.use_critic:
-        dynamic, sequence = cfg.critic.use_dynamic_bsz, _sequence_ranks(cfg.critic)
+        dynamic, sequence = cfg.critic.use_dynamic_bsz, sequence_ranks(cfg.critic)
         for name in ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu"):
             budgets.append((f"{CRITIC}.{name}", getattr(cfg.critic, name), dynamic, sequence))
     if cfg.reward.reward_model.enable:
@@ -87,7 +87,7 @@ def _budgets(cfg: PPOConfig) -> Iterator[str]:
             yield wrong(cfg, key, why, f"{-(-longest // sequence)} or more")
 
 
-def _sequence_ranks(role: TrainedRoleConfig | SupervisedEngineConfig) -> int:
+def sequence_ranks(role: TrainedRoleConfig | SupervisedEngineConfig) -> int:
     """Ranks that share each sequence."""
     return role.megatron.context_parallel_size if role.strategy == "megatron" else role.ulysses_sequence_parallel_size
 
@@ -102,7 +102,7 @@ def _enough_rows(cfg: PPOConfig | SupervisedConfig) -> Iterator[str]:
 def check_supervised_batches(cfg: SupervisedConfig) -> Iterator[str]:
     """Rows over ranks, and texts into budgets."""
     data, ranks = cfg.data, cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
-    sequence, groups = _sequence_ranks(cfg.engine), max(ranks // shared_by(cfg.engine), 1)
+    sequence, groups = sequence_ranks(cfg.engine), max(ranks // shared_by(cfg.engine), 1)
     yield from _divides(cfg, "engine", "", cfg.engine.ulysses_sequence_parallel_size, cfg.engine, ranks)
     share = data.train_batch_size // groups
     if data.train_batch_size % groups:

@@ -113,6 +113,7 @@ def test_a_dry_run_plans_without_torch(tmp_path: Path) -> None:
         "--config-name=quickstart",
         f"actor_rollout_ref.model.path={tmp_path}",
         "trainer.device=cuda",
+        "ray_kwargs.ray_init.address=127.0.0.1:6379",
         "data.train_files=null",
     ]
     done = subprocess.run(

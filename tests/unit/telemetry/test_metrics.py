@@ -26,7 +26,7 @@ def small_batch() -> dict[str, torch.Tensor]:
 
 
 def test_data_metrics_by_hand() -> None:
-    metrics = data_metrics(**small_batch())
+    metrics = data_metrics(small_batch())
     assert metrics == pytest.approx(
         {
             "critic/score/mean": 0.75,
@@ -66,13 +66,13 @@ def test_data_metrics_by_hand() -> None:
 def test_without_critic_there_are_no_value_metrics() -> None:
     batch = small_batch()
     del batch["values"]
-    names = data_metrics(**batch)
+    names = data_metrics(batch)
     assert not [name for name in names if "values" in name or "vf_" in name]
 
 
 def test_a_batch_of_aborted_rows_gives_nan_not_an_exception() -> None:
     batch = {name: t[2:] for name, t in small_batch().items()}
-    metrics = data_metrics(**batch)
+    metrics = data_metrics(batch)
     assert metrics["response/aborted_ratio"] == 1.0
     assert math.isnan(metrics["critic/score/mean"])
     assert math.isnan(metrics["critic/vf_explained_var"])
