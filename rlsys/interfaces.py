@@ -17,13 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rlsys.protocol import DataProto
-    from rlsys.types import (
-        ModelRequest,
-        ResponseDelta,
-        StepReport,
-        TransferReport,
-        WeightLayout,
-    )
+    from rlsys.types import ModelRequest, ResponseDelta, StepReport, TransferReport, WeightLayout
 
 Output = Literal["log_probs", "entropy", "values", "scores", "sum_pi_squared"]
 """Of each response token; `values` is the scalar head on the state before the token, `scores` on the token itself."""

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from rlsys.config.schema.model import ModelFolderConfig, ServedModelConfig
 from rlsys.config.schema.trainer import RayKwargsConfig, RunConfig
-from rlsys.single_controller.base import ClassWithInitArgs, ResourcePool, WorkerGroup
+from rlsys.single_controller.base import ClassWithInitArgs, WorkerGroup
 from rlsys.single_controller.local import LocalWorkerGroup
 from rlsys.single_controller.resource_pool import ResourcePoolManager
 from rlsys.utils.errors import ConfigError
@@ -36,7 +36,7 @@ class WorkerBackend:
     device: str
     group_cls: Callable[..., WorkerGroup]
     worker_cls: Callable[..., ClassWithInitArgs]
-    make_manager: Callable[[Pools, Mapping[Any, str]], ResourcePoolManager[Any]]
+    make_manager: Callable[[Pools, Mapping[Any, str]], ResourcePoolManager]
     num_threads: int | None
     close: Callable[[], None]
 
@@ -72,19 +72,14 @@ def start_backend(run: RunConfig, ray_kwargs: RayKwargsConfig, *, num_ranks: int
     worker_env = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     worker_env |= {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
 
-    def manager(pools: Pools, mapping: Mapping[Any, str]) -> ResourcePoolManager[Any]:
-        return on_ray.ResourcePoolManager(pools, mapping, use_gpu=device != "cpu", max_colocate_count=1)
-
+    manager = partial(on_ray.ResourcePoolManager, use_gpu=device != "cpu", max_colocate_count=1)
     group = partial(on_ray.RayWorkerGroup, worker_env=worker_env)
     return WorkerBackend(device, group, on_ray.RayClassWithInitArgs, manager, num_threads, cluster.close)
 
 
 def _local_backend(device: str, threads: int) -> WorkerBackend:
-    def manager(pools: Pools, mapping: Mapping[Any, str]) -> ResourcePoolManager[Any]:
-        return ResourcePoolManager(pools, mapping, lambda nodes, share, _: ResourcePool(nodes, share))
-
     num_threads = threads if device == "cpu" else None
-    return WorkerBackend(device, LocalWorkerGroup, ClassWithInitArgs, manager, num_threads, lambda: None)
+    return WorkerBackend(device, LocalWorkerGroup, ClassWithInitArgs, ResourcePoolManager, num_threads, lambda: None)
 
 
 def _device(wanted: str, has_gpus: bool) -> str:

@@ -168,7 +168,7 @@ def stage_deadlines(deadlines: DeadlinesConfig) -> dict[str, float]:
 
 def start_groups(
     workers: Mapping[R, ClassWithInitArgs],
-    manager: ResourcePoolManager[Any],
+    manager: ResourcePoolManager,
     *,
     group_cls: Callable[..., WorkerGroup],
     deadlines: Mapping[str, float],

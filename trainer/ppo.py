@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -53,7 +52,7 @@ class RayPPOTrainer(CheckpointedLoop):
         config: PPOConfig,
         tokenizer: PreTrainedTokenizerBase,
         role_worker_mapping: Mapping[Role, ClassWithInitArgs],
-        resource_pool_manager: ResourcePoolManager[Any],
+        resource_pool_manager: ResourcePoolManager,
         ray_worker_group_cls: Callable[..., WorkerGroup],
         processor: object = None,
         train_dataset: PromptDataset | None = None,

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from rlsys.utils.errors import ConfigError
 
@@ -141,18 +141,16 @@ def _no_room(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> str:
 
 
 @dataclass
-class ResourcePoolManager(Generic[P]):
+class ResourcePoolManager:
     """Makes the pools of a plan by name and assigns one to each role.
 
-    `resource_pool_spec` maps a pool's name to its processes on nodes, `mapping` a role to a pool's name. `make_pool` is
-    called as make_pool(process_on_nodes, max_colocate_count, name).
+    `resource_pool_spec` maps a pool's name to its processes on nodes, `mapping` a role to a pool's name.
     """
 
     resource_pool_spec: Mapping[str, Sequence[int]]
     mapping: Mapping[Hashable, str]
-    make_pool: Callable[[Sequence[int], int, str], P]
     max_colocate_count: int | None = None
-    resource_pool_dict: dict[str, P] = field(default_factory=dict)
+    resource_pool_dict: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for role, pool in self.mapping.items():
@@ -160,6 +158,10 @@ class ResourcePoolManager(Generic[P]):
                 raise ConfigError(
                     f"role {role} is mapped to pool '{pool}'; the plan has {sorted(self.resource_pool_spec)}"
                 )
+
+    def make_pool(self, process_on_nodes: Sequence[int], max_colocate_count: int, name: str) -> ResourcePool:
+        """A pool of the kind that this manager makes."""
+        return ResourcePool(process_on_nodes, max_colocate_count)
 
     def create_resource_pool(self) -> None:
         """Make the pools; a pool has room for as many groups as roles are mapped to it, unless a number is given."""
@@ -169,7 +171,7 @@ class ResourcePoolManager(Generic[P]):
                 process_on_nodes, self.max_colocate_count or max(1, num_roles), name
             )
 
-    def get_resource_pool(self, role: Hashable) -> P:
+    def get_resource_pool(self, role: Hashable) -> Any:
         """The pool of a role; KeyError names the roles there are."""
         if role not in self.mapping:
             raise KeyError(f"role {role} has no pool; mapped are {[str(known) for known in self.mapping]}")

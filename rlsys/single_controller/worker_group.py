@@ -6,15 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
-from rlsys.single_controller.calls import (
-    Backend,
-    CallSpec,
-    Future,
-    GroupFuture,
-    Pending,
-    RankCall,
-    finish,
-)
+from rlsys.single_controller.calls import Backend, CallSpec, Future, GroupFuture, Pending, RankCall, finish
 from rlsys.single_controller.dispatch import (
     Dispatch,
     Execute,

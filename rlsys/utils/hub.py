@@ -32,8 +32,7 @@ def model_problem(name: str) -> str:
 
     Asks the hub once, with a time limit.
     """
-    from huggingface_hub import constants, model_info
-    from huggingface_hub.errors import HTTPError
+    from huggingface_hub import constants, errors, model_info
 
     repo, _, revision = name.partition("@")
     if (Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}").is_dir():
@@ -43,20 +42,19 @@ def model_problem(name: str) -> str:
         return f"{not_here}: HF_HUB_OFFLINE is set and {constants.HF_HUB_CACHE} lacks it; set a folder, or download it"
     try:
         model_info(repo, revision=revision or "main", timeout=ANSWER_S)
-    except (OSError, ValueError, HTTPError) as error:
+    except (OSError, ValueError, errors.HTTPError) as error:
         return f"{not_here}: {_reason(error, repo, constants.HF_HUB_CACHE)}"
     return ""
 
 
 def download_config(name: str) -> Path | None:
     """The folder of the hub's cache with the config.json of a model, without its weights; None if there is none."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HTTPError
+    from huggingface_hub import errors, hf_hub_download
 
     repo, _, revision = name.partition("@")
     try:
         return Path(hf_hub_download(repo, "config.json", revision=revision or None)).parent
-    except (OSError, ValueError, HTTPError):
+    except (OSError, ValueError, errors.HTTPError):
         return None
 
 
@@ -82,7 +80,7 @@ def download_rows(name: str) -> str:
         from datasets.exceptions import DatasetNotFoundError, DatasetsError
     except ImportError as error:
         raise ConfigError(f"{name} is read by datasets, which is missing: pip install -e '.[datasets]'") from error
-    from huggingface_hub.errors import HTTPError
+    from huggingface_hub import errors
 
     repo, revision, config, split = _ROWS.fullmatch(name).groups()  # type: ignore[union-attr]
     cache = Path(datasets.config.HF_DATASETS_CACHE)
@@ -96,7 +94,7 @@ def download_rows(name: str) -> str:
             commit_dir(staging, folder)
     except (DatasetNotFoundError, ValueError) as error:
         raise ConfigError(f"{name}: {' '.join(str(error).split())}") from error
-    except (OSError, HTTPError, DatasetsError) as error:
+    except (OSError, errors.HTTPError, DatasetsError) as error:
         raise ConfigError(f"{name} cannot be downloaded: {_reason(error, repo, str(cache))}") from error
     return str(folder)
 
@@ -109,37 +107,30 @@ def ensure_downloaded(path: str | None) -> None:
 
 
 def _download(repo: str, revision: str | None, cache: str | None) -> str:
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HTTPError
+    from huggingface_hub import constants, errors, snapshot_download
 
     name = f"{repo}@{revision}" if revision else repo
     try:
         folder = snapshot_download(repo, revision=revision, cache_dir=cache, ignore_patterns=[*_UNUSED, *_PICKLED])
         if not any(Path(folder).glob("*.safetensors")):
             folder = snapshot_download(repo, revision=revision, cache_dir=cache, ignore_patterns=_UNUSED)
-    except (OSError, ValueError, HTTPError) as error:
+    except (OSError, ValueError, errors.HTTPError) as error:
         why = _reason(error, repo, cache or constants.HF_HUB_CACHE)
         raise ConfigError(f"{name} is not a folder here, and cannot be downloaded: {why}") from error
     return folder
 
 
 def _reason(error: Exception, repo: str, cache: str) -> str:
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import constants, errors
 
     hub = constants.ENDPOINT
-    if isinstance(error, GatedRepoError):
+    if isinstance(error, errors.GatedRepoError):
         return f"it is gated; accept its terms at {hub}/{repo} and set HF_TOKEN to a token of that account"
-    if isinstance(error, RepositoryNotFoundError):
+    if isinstance(error, errors.RepositoryNotFoundError):
         return f"{hub} has no such model, or it is private; correct the name, or set HF_TOKEN"
-    if isinstance(error, RevisionNotFoundError):
+    if isinstance(error, errors.RevisionNotFoundError):
         return f"{hub} has the model but not this revision; set a branch, tag or commit of it"
-    if isinstance(error, LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
+    if isinstance(error, errors.LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
         return f"HF_HUB_OFFLINE is set and {cache} lacks it or a part of it; download it first, or unset HF_HUB_OFFLINE"
     if getattr(getattr(error, "response", None), "status_code", None) == 401:
         return f"{hub} refused the token (401); set HF_TOKEN to a valid one, or unset it"

@@ -15,16 +15,7 @@ from ray import exceptions as ray_exceptions
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlsys.single_controller import diagnosis
-from rlsys.single_controller.calls import (
-    Backend,
-    Deadlines,
-    Failure,
-    Header,
-    Pending,
-    RankCall,
-    deadline_for,
-    finish,
-)
+from rlsys.single_controller.calls import Backend, Deadlines, Failure, Header, Pending, RankCall, deadline_for, finish
 from rlsys.single_controller.diagnosis import ProcessInfo
 from rlsys.single_controller.ray.actor import death_of, host_class
 from rlsys.single_controller.ray.cluster import NAMESPACE, import_options, on_node

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from uuid import uuid4
 
 import ray
@@ -122,22 +123,15 @@ def _origin(slot: Slot) -> RayResourcePool:
     return slot.origin
 
 
-class RayResourcePoolManager(ResourcePoolManager[RayResourcePool]):
+@dataclass
+class RayResourcePoolManager(ResourcePoolManager):
     """Makes the Ray pools of a plan, after checking that the cluster has room for all of them together."""
 
-    def __init__(
-        self,
-        resource_pool_spec: Mapping[str, Sequence[int]],
-        mapping: Mapping[Hashable, str],
-        *,
-        use_gpu: bool = True,
-        num_cpus: float = 1.0,
-        max_colocate_count: int | None = None,
-    ) -> None:
-        def make(process_on_nodes: Sequence[int], colocate: int, name: str) -> RayResourcePool:
-            return RayResourcePool(process_on_nodes, use_gpu, name, colocate, num_cpus=num_cpus)
+    use_gpu: bool = field(default=True, kw_only=True)
+    num_cpus: float = field(default=1.0, kw_only=True)
 
-        super().__init__(resource_pool_spec, mapping, make, max_colocate_count)
+    def make_pool(self, process_on_nodes: Sequence[int], max_colocate_count: int, name: str) -> RayResourcePool:
+        return RayResourcePool(process_on_nodes, self.use_gpu, name, max_colocate_count, num_cpus=self.num_cpus)
 
     def create_resource_pool(self) -> None:
         super().create_resource_pool()

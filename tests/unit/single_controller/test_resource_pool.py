@@ -83,18 +83,16 @@ def test_capacity_counts_whole_nodes() -> None:
 
 
 def test_the_manager_gives_roles_their_pools() -> None:
-    made = []
-
-    def make(process_on_nodes: object, max_colocate_count: int, name: str) -> ResourcePool:
-        made.append((name, max_colocate_count))
-        return ResourcePool(process_on_nodes, max_colocate_count)  # type: ignore[arg-type]
-
     mapping = {"actor": "train", "critic": "train", "rollout": "serve"}
-    manager = ResourcePoolManager({"train": [4], "serve": [2, 2]}, mapping, make)
+    manager = ResourcePoolManager({"train": [4], "serve": [2, 2]}, mapping)
     manager.create_resource_pool()
-    assert made == [("train", 2), ("serve", 1)]
+    pools = manager.resource_pool_dict
+    assert {name: (pool.store, pool.max_colocate_count) for name, pool in pools.items()} == {
+        "train": ([4], 2),
+        "serve": ([2, 2], 1),
+    }
     assert manager.get_resource_pool("actor") is manager.get_resource_pool("critic")
     with pytest.raises(KeyError, match="judge"):
         manager.get_resource_pool("judge")
     with pytest.raises(ConfigError, match=r"pool 'missing'.*\['train'\]"):
-        ResourcePoolManager({"train": [4]}, {"actor": "missing"}, make)
+        ResourcePoolManager({"train": [4]}, {"actor": "missing"})

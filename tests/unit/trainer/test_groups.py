@@ -9,7 +9,7 @@ import pytest
 
 from rlsys.config.schema.trainer import DeadlinesConfig
 from rlsys.single_controller.base import ClassWithInitArgs
-from rlsys.single_controller.resource_pool import ResourcePool, ResourcePoolManager
+from rlsys.single_controller.resource_pool import ResourcePoolManager
 from rlsys.telemetry.recorder import StageReport
 from trainer.groups import Role, WorkerGroups, stage_deadlines, start_groups
 
@@ -55,9 +55,7 @@ def empty_log() -> None:
 
 def start() -> WorkerGroups:
     mapping = {Role.Actor: "train", Role.Critic: "train", Role.Rollout: "rollout"}
-    manager = ResourcePoolManager(
-        {"train": [2], "rollout": [1]}, mapping, lambda nodes, share, _: ResourcePool(nodes, share)
-    )
+    manager = ResourcePoolManager({"train": [2], "rollout": [1]}, mapping)
     workers = {role: ClassWithInitArgs(object) for role in mapping}
     groups = start_groups(workers, manager, group_cls=Group, deadlines={})  # pyrefly: ignore[bad-argument-type]
     return WorkerGroups(**groups)
