@@ -104,7 +104,18 @@ def _build(
 ) -> RayPPOTrainer:
     config, plan, model = start.config, start.plan, start.config.actor_rollout_ref.model
     mapping, pools = place_roles(config, plan)
-    for_workers = engine_run(config, plan, backend, num_steps=start.num_steps, external_libs=start.external_libs)
+    actor_steps, critic = start.num_steps - config.trainer.critic_warmup, plan.critic
+    for_workers = EngineRun(
+        device=backend.device,
+        nccl_timeout_s=config.actor_rollout_ref.nccl_timeout,
+        step_rows=plan.samples,
+        rollout_n=config.actor_rollout_ref.rollout.n,
+        actor_steps=max(1, actor_steps * plan.actor.optimizer_steps),
+        critic_steps=start.num_steps * critic.optimizer_steps if critic else -1,
+        num_threads=backend.num_threads,
+        offload_on_sleep=not drops_weights_on_sleep(config),
+        external_libs=start.external_libs,
+    )
     actor = MegatronPPOWorker if config.actor_rollout_ref.actor.strategy == "megatron" else ActorWorker
     rollout = config.actor_rollout_ref.rollout
     worker_args: dict[Role, tuple[Any, ...]] = {
@@ -181,26 +192,3 @@ def place_roles(config: PPOConfig, plan: BatchPlan) -> tuple[dict[Role, str], di
         if plan.pools.reward_model_ranks:
             pools["reward_model"] = [grader.n_gpus_per_node] * grader.nnodes
     return mapping, pools
-
-
-def engine_run(
-    config: PPOConfig,
-    plan: BatchPlan,
-    backend: WorkerBackend,
-    *,
-    num_steps: int,
-    external_libs: tuple[tuple[str, str], ...] = (),
-) -> EngineRun:
-    """What the workers need to know of the run."""
-    warm = config.trainer.critic_warmup
-    return EngineRun(
-        device=backend.device,
-        nccl_timeout_s=config.actor_rollout_ref.nccl_timeout,
-        step_rows=plan.samples,
-        rollout_n=config.actor_rollout_ref.rollout.n,
-        actor_steps=max(1, (num_steps - warm) * plan.actor.optimizer_steps),
-        critic_steps=num_steps * plan.critic.optimizer_steps if plan.critic else -1,
-        num_threads=backend.num_threads,
-        offload_on_sleep=not drops_weights_on_sleep(config),
-        external_libs=external_libs,
-    )

@@ -154,19 +154,16 @@ class EpisodeSource(AsyncSource):
 
 
 def episode_starts(rows: DataProto, saved: Mapping[str, Any], *, name: str) -> list[EpisodeStart]:
-    """An episode for each row, by its `request_seeds`; those that are `saved` continue from their logs."""
-    pairs = zip(workflow_rows(rows), rows.tensors[SEEDS].tolist(), strict=True)
-    named = [(row, seed, f"{name}-{number:09d}") for number, (row, seed) in enumerate(pairs)]
-    return [EpisodeStart(*start, EpisodeLog(saved.get(start[2], {}).get("log", ()))) for start in named]
+    """An episode for each row, by its `request_seeds`; those that are `saved` continue from their logs.
 
-
-def workflow_rows(rows: DataProto) -> list[dict[str, Any]]:
-    """What a workflow gets of each row: its columns, and `prompt` as messages."""
-    columns = rows.non_tensor_batch
-    return [
-        {**{name: column[at] for name, column in columns.items()}, "prompt": columns["raw_prompt"][at]}
-        for at in range(len(rows))
-    ]
+    A workflow gets the columns of its row, and `prompt` as messages.
+    """
+    columns = {**rows.non_tensor_batch, "prompt": rows.non_tensor_batch["raw_prompt"]}
+    starts = []
+    for number, seed in enumerate(rows.tensors[SEEDS].tolist()):
+        row, episode = {key: column[number] for key, column in columns.items()}, f"{name}-{number:09d}"
+        starts.append(EpisodeStart(row, seed, episode, EpisodeLog(saved.get(episode, {}).get("log", ()))))
+    return starts
 
 
 def check_episodes(results: Sequence[EpisodeResult], max_failed_share: float) -> None:
@@ -270,21 +267,16 @@ def load_agents(cfg: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase)
     else:
         key = "actor_rollout_ref.rollout.agent.default_agent_loop"
         raise ConfigError(f"{key}={name}: choose from {', '.join(by_name)}, or add it to agent_loop_config_path")
-    tools = _tools(generation.multi_turn)
-    uses_tools = tools or any(one.tools or one.environment for one in (workflow, *by_name.values()))
-    kwargs = cfg.data.apply_chat_template_kwargs
-    template = ChatTemplate(tokenizer, template_kwargs=kwargs, kinds=("tool",) if uses_tools else ())
-    return LoadedAgents(workflow, by_name, tools, template)
-
-
-def _tools(turns: MultiTurnConfig) -> list[Tool]:
+    turns, tools = generation.multi_turn, list[Tool]()
     key = "actor_rollout_ref.rollout.multi_turn"
-    tools: list[Tool] = []
     if turns.tool_config_path is not None:
         tools += tools_of_yaml(turns.tool_config_path, key=f"{key}.tool_config_path")
     if turns.function_tool_path is not None:
         tools += tools_of_file(turns.function_tool_path, key=f"{key}.function_tool_path")
-    return tools
+    uses_tools = tools or any(one.tools or one.environment for one in (workflow, *by_name.values()))
+    kwargs = cfg.data.apply_chat_template_kwargs
+    template = ChatTemplate(tokenizer, template_kwargs=kwargs, kinds=("tool",) if uses_tools else ())
+    return LoadedAgents(workflow, by_name, tools, template)
 
 
 def _limits(cfg: PPOConfig | EvalConfig, agent: AgentConfig, turns: MultiTurnConfig) -> EpisodeLimits:

@@ -32,6 +32,7 @@ from rlsys.telemetry.progress import Counts, Progress
 from rlsys.telemetry.recorder import StageRecorder, StageReport
 from rlsys.telemetry.report import RunReport
 from rlsys.telemetry.trace import Event, Timeline, add_arguments, arrows
+from rlsys.telemetry.tracker_adapters import TrackedRun
 from rlsys.telemetry.trackers import Tracking
 
 log = get_logger(__name__)
@@ -84,15 +85,8 @@ class Reporter:
         self._timeline = self.best_effort("timeline.json", lambda: Timeline(self.root / "timeline.json"))
         if self._timeline is not None:
             self._stack.callback(self._timeline.close)
-        self._tracking = Tracking(
-            cfg.project_name,
-            cfg.experiment_name,
-            loggers=cfg.logger,
-            config=self._resolved,
-            default_dir=self.root,
-            resume_step=step or None,
-            best_effort=self.best_effort,
-        )
+        run = TrackedRun(cfg.project_name, cfg.experiment_name, self._resolved, self.root, step or None)
+        self._tracking = Tracking(run, loggers=cfg.logger, best_effort=self.best_effort)
         self._stack.callback(self._tracking.close)
         folders = {"rollouts": "rollout_data_dir", "validation": "validation_data_dir"}
         given = {name: getattr(cfg, key, None) for name, key in folders.items()}

@@ -22,7 +22,7 @@ Generation = tuple[str, str, float]
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run that a tracker records; `config` is already free of secrets."""
+    """The run that a tracker records; `Tracking` frees its `config` of secrets."""
 
     project: str
     experiment: str

@@ -6,8 +6,8 @@ The configuration has checked the names and that their libraries are installed (
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from rlsys.config.vocabulary import ALWAYS_WRITTEN
@@ -21,30 +21,20 @@ from rlsys.utils.errors import ConfigError
 class Tracking:
     """All trackers of a run behind one `log`.
 
-    Always writes `{default_dir}/metrics.jsonl` (line format: rlsys.telemetry.jsonl); `file` and `jsonl` name just that.
-    On resume pass `resume_step=N`, the step of the checkpoint, and log step N before its checkpoint is published: the
+    Always writes `metrics.jsonl` in the run's directory (line format: rlsys.telemetry.jsonl); `file` and `jsonl` name
+    just that.
+    On resume `run.resume_step` is N, the step of the checkpoint, and log step N before its checkpoint is published: the
     file then equals that of an uninterrupted run. `None` starts a new file. A tracker that does not start is a
     ConfigError; one that fails later is logged once, counted in `training/tracker_errors`, and never stops training,
     as is what else uses `best_effort`.
     """
 
-    def __init__(
-        self,
-        project_name: str,
-        experiment_name: str,
-        *,
-        loggers: Sequence[str],
-        config: Mapping[str, Any],
-        default_dir: str | Path,
-        resume_step: int | None = None,
-        best_effort: BestEffort | None = None,
-    ) -> None:
-        run = TrackedRun(project_name, experiment_name, redact_tree(config), Path(default_dir), resume_step)
-        self._best_effort = best_effort or BestEffort()
-        self._run = run
+    def __init__(self, run: TrackedRun, *, loggers: Sequence[str], best_effort: BestEffort) -> None:
+        self._best_effort = best_effort
+        self._run = run = replace(run, config=redact_tree(run.config))
         self._generations: JsonlWriter | None = None
         self._trackers: dict[str, Tracker] = {}
-        self._metrics: JsonlWriter | None = JsonlWriter(run.directory / "metrics.jsonl", resume_step=resume_step)
+        self._metrics: JsonlWriter | None = JsonlWriter(run.directory / "metrics.jsonl", resume_step=run.resume_step)
         try:
             for name in dict.fromkeys(loggers):
                 if name not in ALWAYS_WRITTEN:

@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 import torch
 
+from rlsys.telemetry.best_effort import BestEffort
 from rlsys.telemetry.jsonl import JsonlWriter, read_jsonl
+from rlsys.telemetry.tracker_adapters import TrackedRun
 from rlsys.telemetry.trackers import Tracking
 from rlsys.utils.errors import ConfigError
 from tests.timing import scaled_s
@@ -25,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def open_tracking(directory: Path, *loggers: str, resume_step: int | None = None, **config: Any) -> closing[Tracking]:
-    tracking = Tracking("proj", "exp", loggers=loggers, config=config, default_dir=directory, resume_step=resume_step)
-    return closing(tracking)
+    run = TrackedRun("proj", "exp", config, directory, resume_step)
+    return closing(Tracking(run, loggers=loggers, best_effort=BestEffort()))
 
 
 def test_every_line_is_strict_json_also_with_odd_values(tmp_path: Path) -> None:
@@ -87,6 +89,7 @@ def test_kill_9_leaves_whole_lines(tmp_path: Path) -> None:
     code = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
+from rlsys.telemetry.best_effort import BestEffort
 from rlsys.telemetry.jsonl import JsonlWriter
 writer = JsonlWriter(Path({str(tmp_path / "m.jsonl")!r}))
 step = 0
@@ -112,6 +115,7 @@ def test_full_disk_is_an_error_and_the_torn_line_is_removed(tmp_path: Path) -> N
 import sys; sys.path.insert(0, {str(ROOT)!r})
 import resource, signal
 from pathlib import Path
+from rlsys.telemetry.best_effort import BestEffort
 from rlsys.telemetry.jsonl import JsonlWriter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 writer = JsonlWriter(Path({str(tmp_path / "m.jsonl")!r}))
@@ -158,7 +162,7 @@ def test_console_repeats_the_names_of_its_columns(tmp_path: Path, capsys: pytest
 
 def test_an_unknown_tracker_cannot_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.logger='tensorbord' did not start"):
-        Tracking("p", "e", loggers=["file", "tensorbord"], config={}, default_dir=tmp_path)
+        open_tracking(tmp_path, "file", "tensorbord")
 
 
 def test_tensorboard_receives_scalars_and_a_resume_purges_the_lost_steps(
