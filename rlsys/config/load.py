@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
@@ -108,19 +109,9 @@ def _value_problem(path: str, values: dict[str, Any], layers: Layers, schema: ty
     given = layers.given.get(path)
     where = given.origin if given else f"it follows {default_of(field)}"
     spelled = f"{given.spelling} ({path})" if given and given.spelling != path else path
-    hint = _hint(path, value, choices(field))
+    near = get_close_matches(value, choices(field), n=1) if isinstance(value, str) else []
+    hint = "; Ascend is not supported" if value == "npu" else f"; set {path}={near[0]}" if near else ""
     return f"{spelled} = {shown(value)} ({where}): must be {allowed(field, value)}{hint}"
-
-
-def _hint(path: str, value: Any, names: tuple[str, ...]) -> str:
-    from difflib import get_close_matches
-
-    if not isinstance(value, str):
-        return ""
-    if value == "npu":
-        return "; Ascend is not supported"
-    near = get_close_matches(value, names, n=1)
-    return f"; set {path}={near[0]}" if near else ""
 
 
 def _leaf(location: tuple[int | str, ...], known: dict[str, Any]) -> str:

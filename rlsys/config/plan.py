@@ -103,18 +103,20 @@ def plan_text(cfg: Section, *, memory: str = "") -> str:
 
 
 def _ppo_lines(cfg: PPOConfig, memory: str) -> list[tuple[str, str]]:
-    plan, trainer = plan_batches(cfg), cfg.trainer
+    plan, data, trainer, answers = plan_batches(cfg), cfg.data, cfg.trainer, cfg.actor_rollout_ref.rollout.n
+    tokens = f"{data.max_prompt_length} + {data.max_response_length} tokens at most"
+    generated = f", generated {data.gen_batch_size} prompts at a time" if cfg.algorithm.filter_groups.enable else ""
     by = ""
     if plan.pools.external:
         is_broadcast = cfg.actor_rollout_ref.rollout.checkpoint_engine.backend == "nccl"
         by = "; over a process group" if is_broadcast else "; in files, which the servers must see"
     return [
-        ("step", _step_words(cfg, plan)),
+        ("step", f"{data.train_batch_size} prompts x {answers} = {plan.samples} samples of {tokens}{generated}"),
         ("actor", _role_words(plan.actor, "actor_rollout_ref.actor")),
         ("critic", _role_words(plan.critic, "critic") if plan.critic else "none"),
         ("reference", "yes, for the KL term" if plan.use_reference else "none"),
         ("advantages", f"{cfg.algorithm.adv_estimator}; loss {cfg.actor_rollout_ref.actor.policy_loss.loss_mode}"),
-        ("length", _length_words(trainer.total_training_steps, trainer.total_epochs, cfg.data.train_batch_size)),
+        ("length", _length_words(trainer.total_training_steps, trainer.total_epochs, data.train_batch_size)),
         ("workers", _worker_words(trainer, plan.pools)),
         ("memory", memory),
         ("weights", _weights_words(trainer.max_staleness, trainer.sync_freq) + by),
@@ -138,13 +140,6 @@ def _supervised_lines(cfg: SupervisedConfig) -> list[tuple[str, str]]:
         ("workers", _worker_words(trainer)),
         ("output", trainer.default_local_dir),
     ]
-
-
-def _step_words(cfg: PPOConfig, plan: BatchPlan) -> str:
-    data, answers = cfg.data, cfg.actor_rollout_ref.rollout.n
-    generated = f", generated {data.gen_batch_size} prompts at a time" if cfg.algorithm.filter_groups.enable else ""
-    tokens = f"{data.max_prompt_length} + {data.max_response_length} tokens at most"
-    return f"{data.train_batch_size} prompts x {answers} = {plan.samples} samples of {tokens}{generated}"
 
 
 def _many(count: int, noun: str) -> str:

@@ -10,13 +10,14 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rlsys.algorithms.filters import overlong_penalty
+from rlsys.algorithms.registry import Registry
 from rlsys.config.schema.algorithm import GradingConfig
 from rlsys.config.vocabulary import REWARD_MANAGERS
 from rlsys.protocol import DataProto, object_array, response_lengths
@@ -53,19 +54,10 @@ class RewardManager(Protocol):
     def grade(self, data: DataProto) -> Graded: ...
 
 
-M = TypeVar("M", bound=RewardManager)
-_FACTORIES: dict[str, type[RewardManager]] = {}
-
-
-def register(name: str) -> Callable[[type[M]], type[M]]:
-    """Make a class available as `reward.reward_manager.name`; it is constructed as `PoolRewardManager` is."""
-
-    def add(factory: type[M]) -> type[M]:
-        if _FACTORIES.setdefault(name, factory) is not factory:
-            raise ValueError(f"a reward manager named {name!r} already exists")
-        return factory
-
-    return add
+ARGUMENTS = ("tokenizer", "pool", "reward", "reward_fn_key", "max_response_length", "deadline_s")
+_MANAGERS: Registry[Callable[..., RewardManager]] = Registry("reward manager", takes=frozenset(ARGUMENTS))
+register = _MANAGERS.register
+"""Makes a class available as `reward.reward_manager.name`; its __init__ names those of ARGUMENTS that it takes."""
 
 
 def build_reward_manager(
@@ -84,19 +76,13 @@ def build_reward_manager(
     from a file gets those that its __init__ names.
     """
     chosen, module = reward.reward_manager, reward.reward_manager.module
-    arguments: dict[str, object] = {
-        "tokenizer": tokenizer,
-        "pool": pool,
-        "reward": reward,
-        "reward_fn_key": reward_fn_key,
-        "max_response_length": max_response_length,
-        "deadline_s": deadline_s,
-    }
+    values = (tokenizer, pool, reward, reward_fn_key, max_response_length, deadline_s)
+    arguments: dict[str, object] = dict(zip(ARGUMENTS, values, strict=True))
     if chosen.source == "register":
-        if chosen.name not in _FACTORIES:
-            known = ", ".join(sorted(_FACTORIES))
+        if chosen.name not in _MANAGERS.names():
+            known = ", ".join(_MANAGERS.names())
             raise ConfigError(f"reward.reward_manager.name={chosen.name}: must be one of {known}")
-        return _FACTORIES[chosen.name](**arguments)
+        return _MANAGERS.call(chosen.name, arguments)
     assert module.path is not None, "checked with the configuration"
     cls = load_from_file(module.path, module.name, key="reward.reward_manager.module")
     results: list[RewardResult] = []
@@ -118,8 +104,7 @@ def build_reward_manager(
     raise ConfigError(f"reward.reward_manager.module.name={module.name}: it has none of grade, run_single and __call__")
 
 
-@register("dapo")
-@register("naive")
+@register("naive", "dapo")
 class PoolRewardManager:
     """Grades every row in the pool; with an overlong buffer (dapo) long responses lose some of their reward.
 
@@ -164,7 +149,7 @@ class PoolRewardManager:
         return Graded(place_on_last_token(rewards, lengths, num_tokens), extra, reward_metrics(results))
 
 
-assert set(_FACTORIES) == set(REWARD_MANAGERS)
+assert set(_MANAGERS.names()) == set(REWARD_MANAGERS)
 
 
 def check_failures(results: Sequence[RewardResult], max_failed: float) -> None:

@@ -15,7 +15,6 @@ from rlsys.config.checks.findings import wrong
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
 from rlsys.config.schema.model import ModelFolderConfig
-from rlsys.config.schema.trainer import TrainingConfig
 from rlsys.config.vocabulary import ROW_FILES
 from rlsys.utils.hub import is_hub_id, is_rows_id
 from rlsys.utils.run_folders import config_folder
@@ -164,10 +163,8 @@ def _reward(cfg: PPOConfig | EvalConfig) -> Iterator[str]:
         yield from _python(cfg, "reward.custom_reward_function", custom.path, custom.name, "function")
     if manager.source == "importlib" and manager.module.path is not None:
         yield from _python(cfg, "reward.reward_manager.module", manager.module.path, manager.module.name, "class")
-    grader = cfg.reward.reward_model if isinstance(cfg, PPOConfig) else None
-    if grader is None or not grader.model_path:
-        return
-    if why := _no_folder(grader.model_path) or no_score_head(Path(grader.model_path)):
+    model = cfg.reward.reward_model.model_path if isinstance(cfg, PPOConfig) else None
+    if model and (why := _no_folder(model) or no_score_head(Path(model))):
         yield wrong(cfg, "reward.reward_model.model_path", why)
 
 
@@ -210,6 +207,6 @@ def _output(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
                 yield wrong(cfg, f"trainer.{key}", f"{standing} is a file, not a folder", "<folder>")
             elif not os.access(standing, os.W_OK):
                 yield wrong(cfg, f"trainer.{key}", f"{standing} is not writable", "<folder>")
-    resumed = trainer.resume_from_path if isinstance(trainer, TrainingConfig) else None
-    if resumed is not None and not Path(resumed).is_dir():
+    resumed = getattr(trainer, "resume_from_path", None)
+    if resumed and not Path(resumed).is_dir():
         yield wrong(cfg, "trainer.resume_from_path", "folder not found")

@@ -23,7 +23,6 @@ from rlsys.config.schema.rollout import RolloutConfig
 from rlsys.config.vocabulary import POLICY_LOSSES, KLEstimator, LossAggMode
 
 _ACTOR = "actor_rollout_ref.actor"
-Clip = Annotated[float, Strict(), Field(ge=0, le=1e6)]
 
 SPLIT_NEEDS_PACKING = Requires(
     "actor_rollout_ref.model.use_remove_padding", why="sequences are split over ranks only when packed"
@@ -89,11 +88,11 @@ class TrainedRoleConfig(Section):
 class ActorConfig(TrainedRoleConfig):
     """The trained policy."""
 
-    clip_ratio: Clip = 0.2
+    clip_ratio: t.Coefficient = 0.2
     """PPO's clip range on both sides."""
-    clip_ratio_low: Clip = linked(".clip_ratio")
+    clip_ratio_low: t.Coefficient = linked(".clip_ratio")
     """Clip range below 1; the divergence bound of dppo_tv and dppo_kl."""
-    clip_ratio_high: Clip = linked(".clip_ratio")
+    clip_ratio_high: t.Coefficient = linked(".clip_ratio")
     """Clip range above 1 (DAPO's clip-higher); the divergence bound of dppo_tv and dppo_kl."""
     clip_ratio_c: Annotated[float, Strict(), Field(gt=1, le=1e6)] = 3.0
     """Dual clip: bound of the loss for negative advantages."""

@@ -14,7 +14,6 @@ from rlsys.config.schema.model import AnyDType, LogProbConfig
 
 Temperature = Annotated[float, Strict(), Field(ge=0, le=100)]
 TopP = Annotated[float, Strict(), Field(gt=0, le=1)]
-Share = TopP
 TopK = Annotated[t.CountOrAll, BeforeValidator(lambda v: -1 if v == 0 else v)]
 Engine = Annotated[t.Text, BeforeValidator(lambda v: "sglang" if v == "sglang_async" else v)]
 Executor = Annotated[
@@ -71,7 +70,7 @@ class GenerationConfig(Section):
 
     tensor_model_parallel_size: t.Count = 1
     """Processes that share one copy of the model."""
-    gpu_memory_utilization: Share = 0.5
+    gpu_memory_utilization: TopP = 0.5
     """Fraction of GPU memory for the weights and KV cache of vLLM or SGLang."""
     kv_cache_gib: t.Count = 1
     """Size of vLLM's or SGLang's KV cache on CPU, in GiB."""

@@ -34,6 +34,7 @@ def main(tmp_dir: str, owner_pid: int) -> NoReturn:
     """Guard one worker until it, the pool, or the process that owns the pool ends."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     log_read, log_write = os.pipe()
+    os.set_blocking(log_read, False)
     child_ended, child_ended_write = os.pipe()
     os.set_blocking(child_ended_write, False)
     signal.set_wakeup_fd(child_ended_write)
@@ -81,15 +82,9 @@ def _watch(worker: int, log_read: int, child_ended: int, owner_pid: int) -> tupl
             os.read(child_ended, PIPE_BYTES)
             pid, status = os.waitpid(worker, os.WNOHANG)
             if pid:
-                return status, (tail + _last_output(log_read))[-TAIL_BYTES:]
-
-
-def _last_output(log_read: int) -> bytes:
-    os.set_blocking(log_read, False)
-    try:
-        return os.read(log_read, 1 << 20)
-    except BlockingIOError:
-        return b""
+                with suppress(BlockingIOError):
+                    tail += os.read(log_read, 1 << 20)
+                return status, tail[-TAIL_BYTES:]
 
 
 def _forward(data: bytes) -> int:

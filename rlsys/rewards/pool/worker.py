@@ -10,6 +10,7 @@ import time
 import traceback
 from bdb import BdbQuit
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,16 +44,14 @@ def serve_and_exit(requests: BinaryIO, answers: BinaryIO) -> NoReturn:
 
     `requests` and `answers` are pipes; the second message comes when the first is answered.
     """
-    code = 1
     try:
-        if line := requests.readline():
-            _serve(requests, answers, unpack(line, LoadGrader))
-        code = 0
-    except BrokenPipeError:
-        code = 0
+        with suppress(BrokenPipeError):
+            if line := requests.readline():
+                _serve(requests, answers, unpack(line, LoadGrader))
+        os._exit(0)
     except (Exception, SystemExit, KeyboardInterrupt):
         traceback.print_exc()
-    os._exit(code)
+        os._exit(1)
 
 
 def _serve(requests: BinaryIO, answers: BinaryIO, load: LoadGrader) -> None:

@@ -80,7 +80,7 @@ def main() -> None:
     lacking = [m for m in missing if m in spec["require"]]
     if lacking:
         os.write(2, f"{spec['refusal']}{','.join(lacking)}".encode())
-        os._exit(spec["refusal_code"])
+        os._exit(1)
     os.execve(spec["command"][0], spec["command"], spec["environment"])
 
 

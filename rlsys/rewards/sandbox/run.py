@@ -30,7 +30,7 @@ ExitStatus = Literal["exit", "failed", "time limit", "output limit", "disk limit
 GUARANTEES = ("privileges", "files", "network", "processes")
 ISOLATION = "isolation"
 JAIL = Path(__file__).with_name("jail.py")
-REFUSAL, REFUSAL_CODE = "rlsys-sandbox-refuses:", 97
+REFUSAL = "rlsys-sandbox-refuses:"
 CHECK_S = 0.05
 SYSTEM_PATHS = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/zero")
 
@@ -111,7 +111,6 @@ def _spec(folder: Path, limits: SandboxLimits, require: Sequence[str]) -> dict[s
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONIOENCODING": "utf-8:surrogateescape",
         "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
     }
     cpu_s = max(1, int(-(-limits.cpu_s // 1)))
     return {
@@ -121,7 +120,6 @@ def _spec(folder: Path, limits: SandboxLimits, require: Sequence[str]) -> dict[s
         "readable": [p for p in dict.fromkeys((*prefixes, *SYSTEM_PATHS)) if p != "/"],
         "require": list(require),
         "refusal": REFUSAL,
-        "refusal_code": REFUSAL_CODE,
         "command": [sys.executable, "-S", "-s", "-P", str(folder / "main.py")],
         "environment": environment,
         "limits": {
