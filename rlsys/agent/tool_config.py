@@ -29,8 +29,6 @@ def tools_of_yaml(path: str, *, key: str) -> list[Tool]:
         schema, name = entry.get("tool_schema"), str(entry.get("class_name", ""))
         if not schema or "." not in name:
             raise ConfigError(f"{key}={path}: tool {number} needs class_name (module.Class) and tool_schema")
-        module, _, cls = name.rpartition(".")
-        target = f"{module}:{cls}"
-        load_target(target, key=key)
-        tools.append(Tool(schema["function"]["name"], schema, target, "execute", config=entry.get("config") or {}))
+        load_target(name, key=key)
+        tools.append(Tool(schema["function"]["name"], schema, name, "execute", config=entry.get("config") or {}))
     return tools

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
 
-async def rollout(row: Mapping[str, Any]) -> float:
-    """The reward of one rollout of a row's environment."""
+async def run_episode(row: Mapping[str, Any]) -> None:
+    """One rollout of a row's environment, whose reward is posted."""
     import verifiers
     from openai import AsyncOpenAI
 
@@ -31,18 +30,8 @@ async def rollout(row: Mapping[str, Any]) -> float:
     async with AsyncOpenAI() as client:
         state = await environment.rollout(given, client, "policy")
         await environment.rubric.score_rollout(state)
-    return float(state["reward"])
-
-
-def main() -> None:
-    """One episode of the program, with its row in RLSYS_ROW."""
-    reward = asyncio.run(rollout(json.loads(os.environ["RLSYS_ROW"])))
-    key = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
-    url = f"{os.environ['OPENAI_BASE_URL']}/reward"
-    urllib.request.urlopen(
-        urllib.request.Request(url, json.dumps({"reward": reward}).encode(), key), timeout=60
-    ).close()
+        await client.post("/reward", cast_to=object, body={"reward": float(state["reward"])})
 
 
 if __name__ == "__main__":
-    main()
+    asyncio.run(run_episode(json.loads(os.environ["RLSYS_ROW"])))
