@@ -33,7 +33,7 @@ WEIGHTS_WAIT_S = 1800.0
 """Longer than any deadline of the controller, whose errors are clearer."""
 
 allow_records(IpcImportSpec, IpcHandle, StorageHandle, TensorHandle, NcclReceiveSpec, Rendezvous, DiskSpec, GatherSpec)
-allow_records(Bucket, DestinationPlan, Copy, WeightLayout, Shard, Box, BoxChecksum, TransferStats)
+allow_records(Bucket, DestinationPlan, Copy, WeightLayout, Shard, Box, TransferStats)
 allow_errors(PeerLostError)
 
 

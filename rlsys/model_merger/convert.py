@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from rlsys.config.schema.model import ModelConfig
 from rlsys.engines.export import KEPT_FLOATS, copy_tokenizer
 from rlsys.engines.tensor_files import PiecedTensor
-from rlsys.model_merger.formats import SplitLayout, find_checkpoint, is_split, open_checkpoint, split_text
+from rlsys.model_merger.formats import SPLIT, SplitLayout, find_checkpoint, is_split, open_checkpoint
 from rlsys.model_merger.model_card import write_model_card
 from rlsys.model_merger.safetensors_writer import (
     DTYPES,
@@ -30,6 +31,7 @@ from rlsys.model_merger.safetensors_writer import (
 from rlsys.models.hf import StoredTensor, TensorSource, build, check_names, open_model_dir, read_config, read_whole
 from rlsys.models.megatron.convert import fill
 from rlsys.models.megatron.family import Head, family_of, find_family, tied
+from rlsys.models.megatron.rules import by_local
 from rlsys.types import EXPORT_FILE_BYTES, Shard
 from rlsys.utils.atomic import commit_dir, staging_dir, write_text_durable
 from rlsys.utils.errors import CheckpointError
@@ -104,15 +106,13 @@ def split(model_dir: Path, target_dir: Path, layout: SplitLayout, *, overwrite: 
     def write(staging: Path) -> None:
         for file, place in files:
             shapes, shards = layout.content(family, hf_config, file, place)
-            by_local: dict[str, list[Shard]] = {name: [] for name in shapes}
-            for shard in shards:
-                by_local[shard.local].append(shard)
-            specs = {name: (weights[own[0].box.tensor].dtype, shapes[name]) for name, own in by_local.items()}
-            write_file(staging / file, specs, (_local(weights, specs[n], own) for n, own in by_local.items()))
+            grouped = by_local(shards)
+            specs = {name: (weights[own[0].box.tensor].dtype, shapes[name]) for name, own in grouped.items()}
+            write_file(staging / file, specs, (_local(weights, specs[n], own) for n, own in grouped.items()))
         kept = {name: (weights[name].dtype, shape) for name, shape in carried.items() if name in weights}
         if kept:
             write_file(staging / "carried.safetensors", kept, (read_whole(weights[name]) for name in kept))
-        write_text_durable(staging / "split.json", split_text(layout))
+        write_text_durable(staging / SPLIT, msgspec.json.encode(layout).decode())
         (staging / HUGGINGFACE).mkdir()
         _copy_settings(model_dir, staging / HUGGINGFACE, None)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from rlsys.engines import checkpoint
 from rlsys.engines.tensor_files import (
@@ -28,7 +29,6 @@ from rlsys.utils.errors import CheckpointError
 from rlsys.utils.run_folders import step_folder
 
 SPLIT = "split.json"
-FORMAT = 1
 EXPERTS = ".mlp.experts."
 
 
@@ -55,10 +55,10 @@ class SplitLayout(ParallelSizes):
         self, family: Family, hf_config: Mapping[str, Any], file: str, place: RankPlace
     ) -> tuple[dict[str, tuple[int, ...]], list[Shard]]:
         """The local tensors of a file with their shapes, and the shards in them."""
-        flags = {"grouped_experts": self.grouped_experts, "fused_norms": self.transformer_engine}
+        naming = {"grouped_experts": self.grouped_experts, "fused_norms": self.transformer_engine}
         experts = file.startswith("experts")
-        shapes = family.local_shapes(hf_config, place, head=self.head, **flags)
-        shards = family.shards(hf_config, place, head=self.head, **flags)
+        shards = family.shards(hf_config, place, head=self.head, **naming)
+        shapes = family.local_shapes(hf_config, place, shards)
         return (
             {name: shape for name, shape in shapes.items() if (EXPERTS in name) == experts},
             [shard for shard in shards if (EXPERTS in shard.local) == experts],
@@ -103,17 +103,9 @@ def open_checkpoint(
 def read_split(directory: Path) -> SplitLayout:
     """What split.json says; CheckpointError if it cannot be read."""
     try:
-        settings = json.loads((directory / SPLIT).read_text())
-        if settings.pop("format") != FORMAT:
-            raise ValueError(f"its format is not {FORMAT}")
-        return SplitLayout(**settings)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return msgspec.json.decode((directory / SPLIT).read_bytes(), type=SplitLayout)
+    except (OSError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"{directory / SPLIT} cannot be read: {error}") from error
-
-
-def split_text(split: SplitLayout) -> str:
-    """The content of split.json."""
-    return json.dumps({"format": FORMAT, **asdict(split)}, indent=1)
 
 
 def _split_weights(directory: Path, hf_config: Mapping[str, Any]) -> dict[str, PiecedTensor]:

@@ -100,7 +100,8 @@ class Held:
 def held_at(hf_config: Mapping[str, Any], place: RankPlace, *, head: Head = "lm") -> Held:
     """What Megatron's rank at `place` holds."""
     family = family_of(hf_config)
-    shapes = family.local_shapes(hf_config, place, head=head, grouped_experts=True)
+    shards = family.shards(hf_config, place, head=head, grouped_experts=True)
+    shapes = family.local_shapes(hf_config, place, shards)
     experts = sum(prod(shape) for name, shape in shapes.items() if EXPERTS in name)
     layers = sum(len(chunk) for chunk in family.layers_of(hf_config, place))
     return Held(sum(prod(shape) for shape in shapes.values()) - experts, experts, layers)

@@ -26,7 +26,7 @@ from rlsys.weights.executors.gather import GatherExecutor
 from rlsys.weights.executors.in_process import LocalExecutor
 from rlsys.weights.executors.nccl import NcclExecutor
 from rlsys.weights.plan import resolve_names, source_dtypes
-from rlsys.weights.verify import LayoutChecksums, TensorCheck, compare_checksums, write_report
+from rlsys.weights.verify import TensorCheck, compare_checksums, write_report
 
 log = logging.getLogger(__name__)
 
@@ -153,8 +153,7 @@ class ShardingManager:
         dtypes = source_dtypes(resolve_names(sources, destinations), destinations)
         sent = wait_all(self.source.execute_all_async("weight_checksum", dtypes), remaining_s)
         received = wait_all(self.destination.execute_all_async("weight_checksum"), remaining_s)
-        ours, theirs = list(map(LayoutChecksums, sources, sent)), list(map(LayoutChecksums, destinations, received))
-        return compare_checksums(ours, theirs)
+        return compare_checksums([*zip(sources, sent, strict=True)], [*zip(destinations, received, strict=True)])
 
     def _connected(self) -> Executor:
         if self._transport is None:

@@ -15,21 +15,10 @@ from rlsys.weights.checksum import add_checksums, box_checksums, digest
 from rlsys.weights.layout import dtype_of, num_elements, shard_view, subtract_all, whole_box
 from rlsys.weights.plan import resolve_names
 
-
-@dataclass(frozen=True)
-class BoxChecksum:
-    """The checksum of a box that one rank holds."""
-
-    box: Box
-    checksum: int
-
-
-@dataclass(frozen=True)
-class LayoutChecksums:
-    """One rank's layout and the checksums of its boxes."""
-
-    layout: WeightLayout
-    checksums: tuple[BoxChecksum, ...]
+BoxChecksum = tuple[Box, int]
+"""A box that one rank holds, and its checksum."""
+LayoutChecksums = tuple[WeightLayout, Sequence[BoxChecksum]]
+"""One rank's layout and the checksums of its boxes."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +46,7 @@ def layout_checksums(
         (shard_view(tensors, shard).to(dtype_of(dtype)), shard.box.start, layout.full_shapes[shard.box.tensor])
         for shard, dtype in zip(layout.shards, cast, strict=True)
     )
-    return tuple(map(BoxChecksum, boxes, box_checksums(values)))
+    return tuple(zip(boxes, box_checksums(values), strict=True))
 
 
 def merge_rank_checksums(
@@ -69,9 +58,9 @@ def merge_rank_checksums(
     """
     boxes: dict[str, dict[Box, int]] = {}
     for checksums in ranks:
-        for part in checksums:
-            if boxes.setdefault(part.box.tensor, {}).setdefault(part.box, part.checksum) != part.checksum:
-                raise WeightTransferError(f"two ranks hold different values of {part.box}")
+        for box, checksum in checksums:
+            if boxes.setdefault(box.tensor, {}).setdefault(box, checksum) != checksum:
+                raise WeightTransferError(f"two ranks hold different values of {box}")
     return {name: merge_box_checksums(name, tuple(shape), boxes.get(name, {})) for name, shape in full_shapes.items()}
 
 
@@ -93,10 +82,11 @@ def merge_box_checksums(name: str, shape: tuple[int, ...], boxes: Mapping[Box, i
 
 def compare_checksums(source: Sequence[LayoutChecksums], destination: Sequence[LayoutChecksums]) -> list[TensorCheck]:
     """One check for each rollout tensor, from the checksums of all ranks of both groups."""
-    layouts = [rank.layout for rank in destination]
-    names = resolve_names([rank.layout for rank in source], layouts)
+    layouts = [layout for layout, _ in destination]
+    names = resolve_names([layout for layout, _ in source], layouts)
     sent, received = (
-        merge_rank_checksums([rank.checksums for rank in ranks], _full_shapes(ranks)) for ranks in (source, destination)
+        merge_rank_checksums([checksums for _, checksums in ranks], _full_shapes(ranks))
+        for ranks in (source, destination)
     )
     shapes = _full_shapes(destination)
     dtypes = {name: dtype for layout in layouts for name, dtype in layout.dtypes.items()}
@@ -114,8 +104,7 @@ def compare_checksums(source: Sequence[LayoutChecksums], destination: Sequence[L
 
 def _full_shapes(ranks: Sequence[LayoutChecksums]) -> dict[str, tuple[int, ...]]:
     """Of all tensors but those that only an engine's loader can place."""
-    layouts = [rank.layout for rank in ranks]
-    return {n: tuple(s) for layout in layouts for n, s in layout.full_shapes.items() if n not in layout.loader}
+    return {n: tuple(s) for layout, _ in ranks for n, s in layout.full_shapes.items() if n not in layout.loader}
 
 
 def write_report(path: Path, checks: Sequence[TensorCheck], *, version: int) -> None:

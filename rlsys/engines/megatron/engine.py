@@ -123,8 +123,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         def visit_hidden(pack: Pack, hidden: Tensor) -> Tensor | None:
             return visit(pack, partial(self.chunks[-1].token_outputs, hidden, pack.tokens))
 
-        packs = self._packs(rows, size)
-        run(chunks, packs, visit_hidden, hidden_size=self.config.hidden_size, backward=backward)
+        run(chunks, self._packs(rows, size), visit_hidden, backward=backward)
 
     def _packs(self, rows: TensorDict, size: MicroBatches) -> list[Pack]:
         config, sizes = self.chunks[0].config, self.ranks.sizes

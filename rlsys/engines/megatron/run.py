@@ -59,7 +59,6 @@ def run(
     packs: Sequence[Pack],
     on_hidden: Callable[[Pack, Tensor], Tensor | None],
     *,
-    hidden_size: int,
     backward: bool,
 ) -> None:
     """Run every pack through all chunks. On the last stage `on_hidden` gets each pack's hidden states; with `backward`

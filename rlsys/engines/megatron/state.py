@@ -6,7 +6,6 @@ Each data-parallel rank writes the elements whose optimizer state it holds, and 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +21,8 @@ from rlsys.engines.megatron.weights import ModelShards, region
 from rlsys.engines.tensor_files import read_tensor_index, saved_tensors, write_tensors
 from rlsys.models.hf import TensorSource
 from rlsys.models.lora import hf_name
-from rlsys.types import Box, Shard
+from rlsys.models.megatron.rules import by_local
+from rlsys.types import Box
 from rlsys.utils.boxes import overlap, relative, slices
 
 
@@ -78,14 +78,12 @@ class MegatronState:
 
     def _boxes(self, *, given_only: bool) -> Iterator[tuple[Box, dict[str, Tensor]]]:
         """Boxes of HF tensors of which this rank holds masters and moments, and views of these."""
-        by_local: dict[str, list[Shard]] = defaultdict(list)
-        for shard in self.held.shards:
-            if not (given_only and shard in self.held.copies):
-                by_local[shard.local].append(shard)
+        left_out = self.held.copies if given_only else ()
+        shards = by_local(shard for shard in self.held.shards if shard not in left_out)
         for part in self.ranges:
             shape = self.held.parameters[part.local].shape
             for start, size, at in flat_boxes(part.start, part.stop, shape):
-                for shard in by_local[part.local]:
+                for shard in shards.get(part.local, ()):
                     if (cut := overlap(start, size, shard.local_start, shard.box.shape)) is None:
                         continue
                     first, extent = cut

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlsys.models.lora import AdaptedWeight, LoraSettings, adapter_of, targeted
-from rlsys.models.megatron.rules import extents
+from rlsys.models.megatron.rules import by_local, extents
 from rlsys.types import Box, Shard
 
 EXPERTS = ".mlp.experts."
@@ -68,10 +68,7 @@ class Factors:
 
 def factors_of(plan: AdapterPlan, held: Sequence[Shard], whole: Sequence[Shard]) -> dict[str, list[Factors]]:
     """The adapters of each local weight of a rank that holds `held`; `whole` is what it would hold uncut."""
-    here: dict[str, list[Shard]] = defaultdict(list)
-    for shard in held:
-        here[shard.local].append(shard)
-    sizes, uncut = extents(held), extents(whole)
+    here, sizes, uncut = by_local(held), extents(held), extents(whole)
     factors: dict[str, list[Factors]] = defaultdict(list)
     for local, name in dict.fromkeys((s.local, s.box.tensor) for s in whole if s.box.tensor in plan.adapted):
         if len(uncut[local]) == 2:

@@ -61,8 +61,6 @@ def transformer_config(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
         "calculate_per_token_loss": True,
         "perform_initialization": False,
         "use_cpu_initialization": shim.ON_CPU,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlsys.models.hf import TensorSource, differing_tensors
-from rlsys.models.megatron.rules import extents
+from rlsys.models.megatron.rules import by_local, extents
 from rlsys.types import Shard
 from rlsys.utils.boxes import slices
 from rlsys.utils.errors import CheckpointError
@@ -29,11 +28,8 @@ def load_shards(source: TensorSource, shards: Sequence[Shard], local_tensors: Ma
     }
     if differences := differing_tensors(needed, there, whose="the table's"):
         raise CheckpointError(f"Megatron's model is not that of the family's table: {differences}")
-    by_local = defaultdict(list)
-    for shard in shards:
-        by_local[shard.local].append(shard)
     with torch.no_grad():
-        for name, own in by_local.items():
+        for name, own in by_local(shards).items():
             fill(local_tensors[name].detach(), own, source)
 
 

@@ -163,16 +163,9 @@ class Family:
         return tuple(self._shards(hf_config, place, head, grouped_experts, fused_norms))
 
     def local_shapes(
-        self,
-        hf_config: HFConfig,
-        place: RankPlace,
-        *,
-        head: Head = "lm",
-        grouped_experts: bool = False,
-        fused_norms: bool = False,
+        self, hf_config: HFConfig, place: RankPlace, shards: Sequence[Shard]
     ) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor Megatron holds at `place`, padding of the vocabulary included."""
-        shards = self.shards(hf_config, place, head=head, grouped_experts=grouped_experts, fused_norms=fused_norms)
+        """The shape of each tensor that `shards` of `place` are in, padding of the vocabulary included."""
         rows = ceil(self.dims(hf_config)["vocab"] / place.sizes.tp)
         padded = {shard.local for shard in shards if shard.box.tensor in VOCABULARY}
         return {name: (rows, *shape[1:]) if name in padded else shape for name, shape in extents(shards).items()}

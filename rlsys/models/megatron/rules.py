@@ -129,6 +129,14 @@ def grouped(parts: NamedShapes, index: ShardIndex) -> Iterator[PlacedBox]:
             at += length
 
 
+def by_local(shards: Iterable[Shard]) -> dict[str, list[Shard]]:
+    """The shards of each local tensor."""
+    groups: dict[str, list[Shard]] = {}
+    for shard in shards:
+        groups.setdefault(shard.local, []).append(shard)
+    return groups
+
+
 def extents(shards: Iterable[Shard]) -> dict[str, tuple[int, ...]]:
     """How far the shards reach in each local tensor."""
     reach: dict[str, tuple[int, ...]] = {}

@@ -66,8 +66,8 @@ def local_checksums(engine: TrainEngine, rollout: RolloutEngine) -> tuple[Layout
     source, destination = engine.weight_layout(), rollout.weight_layout()
     dtypes = source_dtypes(resolve_names([source], [destination]), [destination])
     return (
-        LayoutChecksums(source, layout_checksums(source, engine.local_tensors(), dtypes)),
-        LayoutChecksums(destination, layout_checksums(destination, rollout.local_tensors())),
+        (source, layout_checksums(source, engine.local_tensors(), dtypes)),
+        (destination, layout_checksums(destination, rollout.local_tensors())),
     )
 
 

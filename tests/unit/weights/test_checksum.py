@@ -15,7 +15,7 @@ from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.checksum import add_checksums, box_checksum, digest, row_blocks
 from rlsys.weights.checksum_cpu import ROW_STREAM, WORD_STREAM
 from rlsys.weights.layout import view_of
-from rlsys.weights.verify import BoxChecksum, merge_rank_checksums
+from rlsys.weights.verify import merge_rank_checksums
 
 MASK = (1 << 64) - 1
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8, torch.float16]
@@ -65,7 +65,7 @@ def test_the_whole_is_the_definition_and_the_sum_of_any_parts(dtype: torch.dtype
         parts += [(start, tuple(low)), (tuple(at), tuple(high))]
     sums = [box_checksum(view_of(tensor, start, size), start, shape) for start, size in parts]
     assert add_checksums(sums) == whole
-    boxes = [(BoxChecksum(Box("t", start, size), s),) for (start, size), s in zip(parts, sums, strict=True)]
+    boxes = [((Box("t", start, size), s),) for (start, size), s in zip(parts, sums, strict=True)]
     assert merge_rank_checksums([*boxes, boxes[0]], {"t": shape}) == {"t": whole}
 
 
@@ -116,12 +116,12 @@ def memory_at(address: int, num_bytes: int) -> bytes:
 def test_merging_requires_equal_replicas_and_no_gaps() -> None:
     low, high = Box("t", (0,), (3,)), Box("t", (3,), (2,))
     with pytest.raises(WeightTransferError, match="different values"):
-        merge_rank_checksums([(BoxChecksum(low, 1),), (BoxChecksum(low, 2),)], {"t": (5,)})
+        merge_rank_checksums([((low, 1),), ((low, 2),)], {"t": (5,)})
     with pytest.raises(WeightTransferError, match=r"no rank holds .*start=\(3,\)"):
-        merge_rank_checksums([(BoxChecksum(low, 1),)], {"t": (5,)})
+        merge_rank_checksums([((low, 1),)], {"t": (5,)})
     with pytest.raises(WeightTransferError, match="overlaps"):
-        merge_rank_checksums([(BoxChecksum(low, 1), BoxChecksum(Box("t", (2,), (3,)), 1))], {"t": (5,)})
-    assert merge_rank_checksums([(BoxChecksum(high, MASK),), (BoxChecksum(low, 2),)], {"t": (5,)}) == {"t": 1}
+        merge_rank_checksums([((low, 1), (Box("t", (2,), (3,)), 1))], {"t": (5,)})
+    assert merge_rank_checksums([((high, MASK),), ((low, 2),)], {"t": (5,)}) == {"t": 1}
 
 
 def test_digest_depends_on_names_and_sums_only() -> None:

@@ -46,7 +46,7 @@ def at(**sizes: int) -> RankPlace:
 
 def empty_locals(family: Family, config: dict[str, Any], place: RankPlace, **flags: Any) -> dict[str, Tensor]:
     """Local tensors full of what must not stay."""
-    shapes = family.local_shapes(config, place, **flags)
+    shapes = family.local_shapes(config, place, family.shards(config, place, **flags))
     return {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
 
 
@@ -180,8 +180,10 @@ def test_latent_down_projections_are_whole_in_transformer_engine_only() -> None:
     config = config_of("deepseek-v3")
     family, place = family_of(config), RankPlace(ParallelSizes(tp=2), tp_rank=1)
     name = "0.decoder.layers.0.self_attention.linear_kv_down_proj.weight"
-    assert family.local_shapes(config, place)[name] == (10, 32)
-    assert family.local_shapes(config, place, fused_norms=True)[name] == (20, 32)
+    shapes = [
+        family.local_shapes(config, place, family.shards(config, place, fused_norms=fused)) for fused in (False, True)
+    ]
+    assert [shape[name] for shape in shapes] == [(10, 32), (20, 32)]
 
 
 def test_interleaved_and_uneven_pipelines() -> None:
