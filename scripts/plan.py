@@ -61,9 +61,7 @@ def trainer_of(config: Mapping[str, Any], text: str, ranks_per_host: int, dtype:
     keys, dp = {"first": "first_layers", "last": "last_layers"}, sizes.pop("dp", 1)
     own: dict[str, Any] = {"etp": 1} | {keys.get(name, name): size for name, size in sizes.items()}
     megatron = ParallelSizes(**own)
-    return megatron_layouts(
-        config, megatron, dp_size=dp, dtype=dtype, ranks_per_host=ranks_per_host, grouped_experts=True
-    )
+    return megatron_layouts(config, megatron, dp_size=dp, dtype=dtype, ranks_per_host=ranks_per_host, te=True)
 
 
 def engine_of(config: Mapping[str, Any], text: str, ranks_per_host: int, dtype: str) -> list[WeightLayout]:

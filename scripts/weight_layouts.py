@@ -42,8 +42,7 @@ def megatron_layouts(
     dp_size: int = 1,
     dtype: str = "bfloat16",
     ranks_per_host: int = 8,
-    grouped_experts: bool = False,
-    fused_norms: bool = False,
+    te: bool = False,
 ) -> list[WeightLayout]:
     """The layouts of all ranks of a Megatron trainer of the model of `hf_config`; equal ranks share their shards.
 
@@ -58,7 +57,7 @@ def megatron_layouts(
     for rank in range(world_size):
         place = sizes.place(rank, world_size)
         if place not in made:
-            made[place] = family.shards(hf_config, place, grouped_experts=grouped_experts, fused_norms=fused_norms)
+            made[place] = family.shards(hf_config, place, te=te)
         layouts.append(WeightLayout(rank, f"host {rank // ranks_per_host}", made[place], shapes, dtypes, aliases))
     return layouts
 

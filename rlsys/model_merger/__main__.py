@@ -59,7 +59,6 @@ def _parser() -> argparse.ArgumentParser:
     splitting.add_argument("--first_layers", type=int, metavar="N", help="num_layers_in_first_pipeline_stage")
     splitting.add_argument("--last_layers", type=int, metavar="N", help="num_layers_in_last_pipeline_stage")
     splitting.add_argument("--head", choices=("lm", "value", "score"), default="lm")
-    splitting.add_argument("--grouped_experts", action="store_true", help="names of TEGroupedMLP")
     splitting.add_argument("--transformer_engine", action="store_true", help="names of the Transformer Engine spec")
     splitting.add_argument("--overwrite", action="store_true")
 

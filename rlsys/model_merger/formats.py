@@ -37,7 +37,6 @@ class SplitLayout(ParallelSizes):
     """How a model is cut into one file a rank: Megatron's parallel sizes and naming."""
 
     etp: int = 1
-    grouped_experts: bool = False
     transformer_engine: bool = False
     head: Head = "lm"
 
@@ -55,9 +54,8 @@ class SplitLayout(ParallelSizes):
         self, family: Family, hf_config: Mapping[str, Any], file: str, place: RankPlace
     ) -> tuple[dict[str, tuple[int, ...]], list[Shard]]:
         """The local tensors of a file with their shapes, and the shards in them."""
-        naming = {"grouped_experts": self.grouped_experts, "fused_norms": self.transformer_engine}
         experts = file.startswith("experts")
-        shards = family.shards(hf_config, place, head=self.head, **naming)
+        shards = family.shards(hf_config, place, head=self.head, te=self.transformer_engine)
         shapes = family.local_shapes(hf_config, place, shards)
         return (
             {name: shape for name, shape in shapes.items() if (EXPERTS in name) == experts},

@@ -100,7 +100,7 @@ class Held:
 def held_at(hf_config: Mapping[str, Any], place: RankPlace, *, head: Head = "lm") -> Held:
     """What Megatron's rank at `place` holds."""
     family = family_of(hf_config)
-    shards = family.shards(hf_config, place, head=head, grouped_experts=True)
+    shards = family.shards(hf_config, place, head=head)
     shapes = family.local_shapes(hf_config, place, shards)
     experts = sum(prod(shape) for name, shape in shapes.items() if EXPERTS in name)
     layers = sum(len(chunk) for chunk in family.layers_of(hf_config, place))
@@ -115,13 +115,13 @@ class Adapters(Held):
 
 
 def adapters_at(
-    hf_config: Mapping[str, Any], place: RankPlace, lora: LoraSettings, *, head: Head = "lm", grouped: bool
+    hf_config: Mapping[str, Any], place: RankPlace, lora: LoraSettings, *, head: Head = "lm", te: bool
 ) -> Adapters:
-    """What Megatron's rank at `place` holds of adapters; `grouped`: the experts of a layer compute as one."""
+    """What Megatron's rank at `place` holds of adapters; `te`: with Transformer Engine's modules."""
     from rlsys.models.megatron.adapter_factors import factors_of, plan_adapters
 
     family = family_of(hf_config)
-    shards_at = partial(family.shards, hf_config, head=head, grouped_experts=grouped)
+    shards_at = partial(family.shards, hf_config, head=head, te=te)
     held = shards_at(place)
     whole = shards_at(place.without_tensor_parallelism())
     plan = plan_adapters(lora, shards_at(RankPlace()), family.hf_shapes(hf_config, head=head))

@@ -238,7 +238,7 @@ def megatron_role(
         trained=trained,
         lm=head == "lm",
         fused=fused,
-        adapters=fp.adapters_at(hf_config, place, lora, head=head, grouped=fused) if lora is not None else None,
+        adapters=fp.adapters_at(hf_config, place, lora, head=head, te=fused) if lora is not None else None,
     )
 
 

@@ -130,7 +130,7 @@ def layouts_of(case: str, world: int) -> tuple[list[WeightLayout], list[WeightLa
     config = SHAPES[shape]
     tp, pp, ep = (trainer.get(key, 1) for key in ("tp", "pp", "ep"))
     megatron, dp_size = ParallelSizes(tp=tp, pp=pp, ep=ep, etp=1), world // tp // pp
-    sources = megatron_layouts(config, megatron, dp_size=dp_size, grouped_experts=True, fused_norms=True)
+    sources = megatron_layouts(config, megatron, dp_size=dp_size, te=True)
     tp, ep = engine.get("tp", 1), engine.get("ep", 1)
     target = EngineSizes(tp_size=tp, ep_size=ep, dp_size=world // tp)
     family = family_of(config)

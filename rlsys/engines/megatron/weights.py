@@ -21,7 +21,7 @@ from rlsys.models.megatron.adapter_factors import EXPERTS, AdapterPlan, Factors,
 from rlsys.models.megatron.adapters import merged_weight
 from rlsys.models.megatron.build import TokenGPT
 from rlsys.models.megatron.convert import load_shards
-from rlsys.models.megatron.family import Family
+from rlsys.models.megatron.family import Family, Head
 from rlsys.models.megatron.parallel import RankPlace
 from rlsys.models.megatron.spec import HAS_TRANSFORMER_ENGINE
 from rlsys.types import Shard, WeightLayout
@@ -63,13 +63,8 @@ class ModelShards:
         return (*self._base_at(place), *(shard for one in factors for shard in one.shards))
 
     def _base_at(self, place: RankPlace) -> tuple[Shard, ...]:
-        return self.family.shards(
-            self.hf_config,
-            place,
-            head="value" if self.scalar_head else "lm",
-            grouped_experts=HAS_TRANSFORMER_ENGINE,
-            fused_norms=HAS_TRANSFORMER_ENGINE,
-        )
+        head: Head = "value" if self.scalar_head else "lm"
+        return self.family.shards(self.hf_config, place, head=head, te=HAS_TRANSFORMER_ENGINE)
 
     @cached_property
     def base_shapes(self) -> dict[str, tuple[int, ...]]:

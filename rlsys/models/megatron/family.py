@@ -146,21 +146,15 @@ class Family:
         return [list(range(start, start + each[place.pp_rank])) for start in starts]
 
     def shards(
-        self,
-        hf_config: HFConfig,
-        place: RankPlace,
-        *,
-        head: Head = "lm",
-        grouped_experts: bool = False,
-        fused_norms: bool = False,
+        self, hf_config: HFConfig, place: RankPlace, *, head: Head = "lm", te: bool = False
     ) -> tuple[Shard, ...]:
         """What the rank at `place` holds, by Megatron's parameter names after the number of the chunk.
 
-        `grouped_experts`: experts are TEGroupedMLP rather than SequentialMLP. `fused_norms`: the Transformer Engine
-        spec, which keeps norms inside the linear layers that follow them. ConfigError as of `check`.
+        `te`: by the Transformer Engine spec, which keeps norms inside the linear layers that follow them and whose
+        experts are TEGroupedMLP rather than SequentialMLP. ConfigError as of `check`.
         """
         self.check(hf_config, place)
-        return tuple(self._shards(hf_config, place, head, grouped_experts, fused_norms))
+        return tuple(self._shards(hf_config, place, head, te))
 
     def local_shapes(
         self, hf_config: HFConfig, place: RankPlace, shards: Sequence[Shard]
@@ -170,9 +164,7 @@ class Family:
         padded = {shard.local for shard in shards if shard.box.tensor in VOCABULARY}
         return {name: (rows, *shape[1:]) if name in padded else shape for name, shape in extents(shards).items()}
 
-    def _shards(
-        self, hf_config: HFConfig, place: RankPlace, head: Head, grouped_experts: bool, te: bool
-    ) -> Iterator[Shard]:
+    def _shards(self, hf_config: HFConfig, place: RankPlace, head: Head, te: bool) -> Iterator[Shard]:
         dims = self.dims(hf_config)
         tensor = ShardIndex(place.tp_rank, place.sizes.tp, dims)
         expert = ShardIndex(place.etp_rank, place.sizes.expert_tp, dims)
@@ -186,7 +178,7 @@ class Family:
                 for rule in self._layer_rules(sparse, dims):
                     yield from _rule_shards(rule, local, hf, tensor, te)
                 if sparse:
-                    yield from self._experts(local, hf, place, expert, grouped_experts)
+                    yield from self._experts(local, hf, place, expert, te)
         if place.is_last_stage:
             last = f"{len(chunks) - 1}."
             yield from _rule_shards(FINAL_NORM, last, "", tensor, te)
@@ -197,15 +189,13 @@ class Family:
         rules = (*self.layer, *(self.sparse if sparse else self.dense))
         return [rule for rule in rules if not rule.when or dims[rule.when]]
 
-    def _experts(
-        self, local: str, hf: str, place: RankPlace, index: ShardIndex, grouped_experts: bool
-    ) -> Iterator[Shard]:
+    def _experts(self, local: str, hf: str, place: RankPlace, index: ShardIndex, te: bool) -> Iterator[Shard]:
         count = index.dims["experts"] // place.sizes.ep
         pieces = [(rule.local, list(rule.shard_fn(rule.parts(index.dims), index))) for rule in self.expert]
         for number in range(count):
             e = place.ep_rank * count + number
             for name, boxes in pieces:
-                own = f"{name}{number}" if grouped_experts else f"local_experts.{number}.{name}"
+                own = f"{name}{number}" if te else f"local_experts.{number}.{name}"
                 for box, at in boxes:
                     whose = Box(hf + box.tensor.format(e=e), box.start, box.shape)
                     yield Shard(whose, f"{local}mlp.experts.{own}", at)

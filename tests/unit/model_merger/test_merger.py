@@ -28,7 +28,7 @@ LAYOUTS = {
     "TP2 PP2 in two chunks": SplitLayout(tp=2, pp=2, vp=2),
     "TP4 EP4 ETP2": SplitLayout(tp=4, ep=4, etp=2),
     "PP3 uneven EP2, Transformer Engine": SplitLayout(
-        pp=3, first_layers=1, last_layers=2, ep=2, grouped_experts=True, transformer_engine=True
+        pp=3, first_layers=1, last_layers=2, ep=2, transformer_engine=True
     ),
 }
 

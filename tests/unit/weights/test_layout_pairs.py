@@ -84,8 +84,7 @@ def trainers(family: str) -> Iterator[list[WeightLayout]]:
                         sizes = ParallelSizes(tp=tp, pp=pp, ep=ep, etp=etp)
                         if tp * pp * dp <= MAX_RANKS and tp * dp % (ep * etp) == 0:
                             try:
-                                flags = {"grouped_experts": dp % 2 == 0, "fused_norms": tp > 1}
-                                yield megatron_layouts(config, sizes, dp_size=dp, **flags)
+                                yield megatron_layouts(config, sizes, dp_size=dp, te=(dp + tp) % 2 == 0)
                             except ConfigError:
                                 continue
 

@@ -75,8 +75,8 @@ def test_every_layout_gives_the_same_bits_back(name: str) -> None:
     expert_sizes = list(product((1, 2, 4), (1, 2))) if "num_experts_per_tok" in config else [(1, 1), (1, 2)]
     tried = 0
     for tp, (pp, vp), (ep, etp) in product((1, 2, 4), ((1, 1), (2, 1), (2, 2), (4, 1)), expert_sizes):
-        flags = {"grouped_experts": tried % 2 == 1, "fused_norms": tried % 3 == 1}
-        round_trip(config, list(places(tp, pp, vp, ep, etp)), **flags)
+        for te in (False, True):
+            round_trip(config, list(places(tp, pp, vp, ep, etp)), te=te)
         tried += 1
     assert tried == 12 * len(expert_sizes)
 
@@ -136,7 +136,7 @@ def test_experts_are_numbered_from_the_first_of_the_rank() -> None:
     place = RankPlace(ParallelSizes(ep=4, etp=2), ep_rank=1, etp_rank=1)
     w1, w3 = (model[f"model.layers.0.block_sparse_moe.experts.3.w{n}.weight"].chunk(2)[1] for n in (1, 3))
     one_by_one = _filled(config, model, place)["0.decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight"]
-    grouped = _filled(config, model, place, grouped_experts=True)["0.decoder.layers.0.mlp.experts.linear_fc1.weight1"]
+    grouped = _filled(config, model, place, te=True)["0.decoder.layers.0.mlp.experts.linear_fc1.weight1"]
     assert torch.equal(one_by_one, torch.cat([w1, w3]))
     assert torch.equal(grouped, one_by_one)
 
@@ -144,7 +144,7 @@ def test_experts_are_numbered_from_the_first_of_the_rank() -> None:
 def test_transformer_engine_names() -> None:
     def names(model: str) -> set[str]:
         config = config_of(model)
-        shards = family_of(config).shards(config, RankPlace(), fused_norms=True, grouped_experts=True)
+        shards = family_of(config).shards(config, RankPlace(), te=True)
         return {shard.local.removeprefix("0.decoder.layers.") for shard in shards}
 
     dense = {name for name in names("qwen3") if name.startswith(("0.self", "0.mlp", "0.input", "0.pre"))}
@@ -180,9 +180,7 @@ def test_latent_down_projections_are_whole_in_transformer_engine_only() -> None:
     config = config_of("deepseek-v3")
     family, place = family_of(config), RankPlace(ParallelSizes(tp=2), tp_rank=1)
     name = "0.decoder.layers.0.self_attention.linear_kv_down_proj.weight"
-    shapes = [
-        family.local_shapes(config, place, family.shards(config, place, fused_norms=fused)) for fused in (False, True)
-    ]
+    shapes = [family.local_shapes(config, place, family.shards(config, place, te=te)) for te in (False, True)]
     assert [shape[name] for shape in shapes] == [(10, 32), (20, 32)]
 
 
