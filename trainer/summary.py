@@ -42,7 +42,7 @@ def summary_lines(run: RunConfig, *, finished: bool) -> list[str]:
         lines.append(("next", f"the same command continues {kept}"))
     elif checkpoint is not None:
         for model in filter(Path.is_dir, (checkpoint / "actor", checkpoint / "model")):
-            merged = f"--local_dir {model} --target_dir {root / 'merged'}"
+            merged = f"--local_dir {model} --target_dir {root / f'merged_{checkpoint.name}'}"
             lines.append(("next", f"python -m rlsys.model_merger merge {merged}"))
     return [f"  {name:<11} {text}" for name, text in lines]
 

@@ -38,7 +38,7 @@ def check_first_rows(config: JobConfig) -> set[str]:
                 if config.data.bad_rows == "refuse":
                     bad = BadRow(row.file, row.place, str(error))
                     raise DataError(f"{bad}{bad.fix}") from error
-        if rows and len(missing) == len(rows):
+        if missing and (config.data.bad_rows == "refuse" or len(missing) == len(rows)):
             raise ConfigError(missing[0])
     return data_sources
 

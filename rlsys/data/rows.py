@@ -212,6 +212,8 @@ def _reward_model(values: Mapping[str, Any], answer_key: str | None) -> dict[str
     truth = model.get("ground_truth")
     if truth is None and style != "model":
         raise ValueError("column 'reward_model' has no 'ground_truth'")
+    if answer_key and isinstance(truth, str) and not truth.strip():
+        raise ValueError(f"column {answer_key!r} is blank")
     if isinstance(truth, float) and not math.isfinite(truth):
         raise ValueError(f"column 'reward_model': its ground_truth is {truth}")
     return {**model, "style": style, "ground_truth": truth}

@@ -64,6 +64,15 @@ def test_a_dry_run_reads_the_first_rows(tmp_path: Path, capsys: pytest.CaptureFi
     assert "own.jsonl: column 'prompt' is missing: set data.prompt_key=question; column 'reward_model'" in error
     assert "data_source" not in error
     assert exits(capsys, PPOConfig, *own, "data.prompt_key=question", "data.answer_key=answer")[0] == 0
+    qa = (*ppo, "data.prompt_key=question", "data.answer_key=answer", own[-1])
+    for name, row, problem in (
+        ("blank", {"question": "2+2=", "answer": " "}, "blank.jsonl, line 2: column 'answer' is blank"),
+        ("none", {"question": "2+2="}, "column 'answer' is missing"),
+    ):
+        some = written(tmp_path / f"{name}.jsonl", {"question": "1+1=", "answer": "2"}, row)
+        code, error = exits(capsys, PPOConfig, *qa, f"data.train_files={some}")
+        assert (code, problem in error) == (2, True), error
+        assert exits(capsys, PPOConfig, *qa, f"data.train_files={some}", "data.bad_rows=skip")[0] == 0
     bad = written(tmp_path / "bad.jsonl", ROW, {**ROW, "prompt": " "})
     code, error = exits(capsys, PPOConfig, *ppo, f"data.train_files={bad}")
     assert (code, "bad.jsonl, line 2: column 'prompt' is blank; correct it" in error) == (2, True)
