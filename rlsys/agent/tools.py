@@ -49,6 +49,9 @@ class BaseTool:
         """(text, reward, metrics) of one call."""
         raise NotImplementedError
 
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        return 0.0
+
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         return None
 
