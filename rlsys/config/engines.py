@@ -9,11 +9,10 @@ from typing import Any, Literal
 
 from rlsys.utils.errors import ConfigError
 
-SERVING_SETTINGS = (
+ENGINE_SETTINGS = (
     *("gpu_memory_utilization", "kv_cache_gib", "enforce_eager", "enable_chunked_prefill", "enable_prefix_caching"),
-    *("cuda_graph_max_bs", "cudagraph_capture_sizes", "disable_log_stats"),
+    *("cuda_graph_max_bs", "cudagraph_capture_sizes", "disable_log_stats", "free_cache_engine"),
 )
-ENGINE_SETTINGS = (*SERVING_SETTINGS, "free_cache_engine")
 """Keys of the rollout section that only some engines read."""
 
 

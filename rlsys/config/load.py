@@ -99,7 +99,9 @@ def _validated(values: dict[str, Any], layers: Layers, schema: type[S]) -> tuple
     try:
         return schema.model_validate(nest(values)), []
     except ValidationError as error:
-        wrong = {_leaf(item["loc"], leaves(schema)): None for item in error.errors(include_url=False)}
+        places = [".".join(map(str, item["loc"])) for item in error.errors(include_url=False)]
+    keys = leaves(schema)
+    wrong = dict.fromkeys(next((path for path in prefixes(place) if path in keys), place) for place in places)
     wrong = {path: None for path in wrong if path in layers.given} or wrong
     return None, [_value_problem(path, values, layers, schema) for path in wrong if path not in layers.unresolved]
 
@@ -112,12 +114,6 @@ def _value_problem(path: str, values: dict[str, Any], layers: Layers, schema: ty
     near = get_close_matches(value, choices(field), n=1) if isinstance(value, str) else []
     hint = "; Ascend is not supported" if value == "npu" else f"; set {path}={near[0]}" if near else ""
     return f"{spelled} = {shown(value)} ({where}): must be {allowed(field, value)}{hint}"
-
-
-def _leaf(location: tuple[int | str, ...], known: dict[str, Any]) -> str:
-    """The key that a place in the tree belongs to."""
-    place = ".".join(map(str, location))
-    return next((path for path in prefixes(place) if path in known), place)
 
 
 def _listed(problems: Sequence[str]) -> str:

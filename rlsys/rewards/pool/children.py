@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -202,7 +202,9 @@ class Children:
         pending = [PendingItem(first + i, item, loop.create_future()) for i, item in enumerate(items)]
         for item in pending:
             self._queue.put_nowait(item)
-        self._fill_slots()
+        self._slots = [slot for slot in self._slots if not slot.done()]
+        while len(self._slots) < self._num_workers:
+            self._slots.append(asyncio.create_task(self._slot()))
         return await asyncio.gather(*(item.result for item in pending))
 
     async def close(self) -> None:
@@ -213,11 +215,6 @@ class Children:
         while self._endings:
             await asyncio.gather(*self._endings)
         self._give_up(None)
-
-    def _fill_slots(self) -> None:
-        self._slots = [slot for slot in self._slots if not slot.done()]
-        while len(self._slots) < self._num_workers:
-            self._slots.append(asyncio.create_task(self._slot()))
 
     def _give_up(self, error: ConfigError | None) -> None:
         """Nothing grades what waits: an error of the grader's file, or the pool is closed. The next items try again."""
@@ -252,15 +249,11 @@ class Children:
                 self._failed_starts = 0 if loaded else self._failed_starts + 1
                 if self._failed_starts >= MAX_FAILED_STARTS:
                     raise ConfigError(f"cannot be started ({MAX_FAILED_STARTS} times): {await ending}")
-        except ConfigError as error:
-            self._return(suspects)
-            self._give_up(ConfigError(f"{self._grader} {error}"))
-        except asyncio.CancelledError:
-            self._return(suspects)
-
-    def _return(self, items: Iterable[PendingItem]) -> None:
-        for item in items:
-            self._queue.put_nowait(item)
+        except (ConfigError, asyncio.CancelledError) as error:
+            for item in suspects:
+                self._queue.put_nowait(item)
+            if isinstance(error, ConfigError):
+                self._give_up(ConfigError(f"{self._grader} {error}"))
 
     async def _serve(self, child: Child, suspects: deque[PendingItem]) -> None:
         """Have the child grade until it ends or an item is late."""
