@@ -91,14 +91,8 @@ def compare_checksums(source: Sequence[LayoutChecksums], destination: Sequence[L
     shapes = _full_shapes(destination)
     dtypes = {name: dtype for layout in layouts for name, dtype in layout.dtypes.items()}
     return [
-        TensorCheck(
-            name=name,
-            shape=shapes[name],
-            dtype=dtypes[name],
-            source_checksum=sent[names[name]],
-            checksum=received[name],
-        )
-        for name in sorted(received)
+        TensorCheck(name, shapes[name], dtypes[name], sent[names[name]], checksum)
+        for name, checksum in sorted(received.items())
     ]
 
 

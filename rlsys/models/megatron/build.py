@@ -47,6 +47,7 @@ def transformer_config(
     if (moe or family.mla) and sizes.tp > 1 and not sizes.sequence_parallel:
         what = "latent attention" if family.mla else "experts"
         raise ConfigError(f"{what} on tensor-parallel ranks: set sequence_parallel=true")
+    fused = HAS_TRANSFORMER_ENGINE  # without it fused kernels would be compiled, which takes minutes
     settings: dict[str, Any] = {
         **own,
         "tensor_model_parallel_size": sizes.tp,
@@ -66,7 +67,15 @@ def transformer_config(
         "use_cpu_initialization": shim.ON_CPU,
         "overlap_p2p_comm": sizes.vp > 1,
         "batch_p2p_comm": sizes.vp == 1,
-        **_kernels(moe=moe, mla=family.mla),
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": fused,
+        "apply_rope_fusion": fused and not family.mla,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "moe_grouped_gemm": fused and moe,
+        "moe_permute_fusion": fused and moe,
+        "attention_softmax_in_fp32": True,
     }
     if recompute:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -88,22 +97,6 @@ def _weigh_router_losses(config: TransformerConfig, sharing: int) -> None:
     aux, z = config.moe_aux_loss_coeff, config.moe_z_loss_coeff
     config.moe_aux_loss_coeff = [x * sharing for x in aux] if isinstance(aux, list) else aux * sharing
     config.moe_z_loss_coeff = None if z is None else z * sharing
-
-
-def _kernels(*, moe: bool, mla: bool) -> dict[str, Any]:
-    """Fused kernels, which come with Transformer Engine; without it they would be compiled, which takes minutes."""
-    fused = HAS_TRANSFORMER_ENGINE
-    return {
-        "bias_activation_fusion": fused,
-        "bias_dropout_fusion": fused,
-        "apply_rope_fusion": fused and not mla,
-        "masked_softmax_fusion": False,
-        "persist_layer_norm": False,
-        "gradient_accumulation_fusion": False,
-        "moe_grouped_gemm": fused and moe,
-        "moe_permute_fusion": fused and moe,
-        "attention_softmax_in_fp32": True,
-    }
 
 
 def build_chunks(

@@ -294,18 +294,15 @@ class IpcImporter:
             if rank not in self._imported:
                 names = {copy.source_local for copy in self.spec.plan.copies if copy.source_rank == rank}
                 self._imported[rank] = ImportedTensors(handle, names, device=device)
-        self.copy, self._addresses = BatchedCopy(self._pairs(tensors)), addresses
-        return self.copy
-
-    def _pairs(self, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """(target, source) of every copy."""
-        return [
+        pairs = [
             (
                 view_of(tensors[copy.local], copy.local_start, copy.shape),
                 view_of(self._imported[copy.source_rank].tensors[copy.source_local], copy.source_start, copy.shape),
             )
             for copy in self.spec.plan.copies
         ]
+        self.copy, self._addresses = BatchedCopy(pairs), addresses
+        return self.copy
 
     def _unmap(self, ranks: Sequence[int]) -> None:
         for rank in ranks:
