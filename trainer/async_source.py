@@ -28,7 +28,7 @@ class AsyncSource:
 
     def __init__(self, groups: PromptGroups, fleet: Fleet, *, deadline_s: float) -> None:
         self._groups, self._fleet, self._deadline_s = groups, fleet, deadline_s
-        self._running: dict[PromptGroup, list[Future[Any] | None]] = {}
+        self._running: dict[PromptGroup, dict[int, Future[Any]]] = {}  # by row, but for answers that are complete
         self._ended: SimpleQueue[PromptGroup | None] = SimpleQueue()
         self._change = threading.Condition()
         self._failure: BaseException | None = None
@@ -63,9 +63,9 @@ class AsyncSource:
         drafts = {draft.request.rid: draft for draft in self._fleet.unfinished()}
         with self._change:
             for group, futures in self._running.items():
-                for row, future in enumerate(futures):
+                for row, future in futures.items():
                     draft = drafts.get(group.answers[row].request.rid)
-                    if future is None or group.answers[row].finish is not None:
+                    if group.answers[row].finish is not None:
                         continue
                     if future.done() and future.exception() is None:
                         group.answers[row] = _complete(group.answers[row].request, future.result())
@@ -80,7 +80,7 @@ class AsyncSource:
     def close(self) -> None:
         self._ended.put(None)
         with self._change:
-            futures = [future for some in self._running.values() for future in some if future is not None]
+            futures = [future for some in self._running.values() for future in some.values()]
             self._running.clear()
         for future in futures:
             future.cancel()
@@ -97,15 +97,15 @@ class AsyncSource:
         for group, futures in zip(new, self._submitted(new), strict=True):
             self._running[group] = futures
             self._ended.put(group)
-            for future in futures:
-                if future is not None:
-                    future.add_done_callback(lambda _, group=group: self._ended.put(group))
+            for future in futures.values():
+                future.add_done_callback(lambda _, group=group: self._ended.put(group))
 
-    def _submitted(self, groups: Sequence[PromptGroup]) -> list[list[Future[Any] | None]]:
-        """Hand groups to the fleet: a future for each answer, None for one that a checkpoint has."""
+    def _submitted(self, groups: Sequence[PromptGroup]) -> list[dict[int, Future[Any]]]:
+        """Hand groups to the fleet: a future for each answer by its row, none for one that a checkpoint has."""
         missing = [answer for group in groups for answer in group.answers if answer.finish is None]
         futures = iter(self._fleet.submit(missing))
-        return [[next(futures) if answer.finish is None else None for answer in group.answers] for group in groups]
+        unfinished = ([row for row, answer in enumerate(group.answers) if answer.finish is None] for group in groups)
+        return [{row: next(futures) for row in rows} for rows in unfinished]
 
     def _grade_ended(self) -> None:
         while (group := self._ended.get()) is not None:
@@ -134,8 +134,8 @@ class AsyncSource:
         errors: dict[PromptGroup, BaseException] = {}
         with self._change:
             for group in groups:
-                for row, future in enumerate(self._running.get(group, ())):
-                    if future is None or future.cancelled():
+                for row, future in self._running.get(group, {}).items():
+                    if future.cancelled():
                         continue
                     if (error := future.exception()) is not None:
                         errors[group] = error
@@ -160,8 +160,8 @@ class AsyncSource:
         return f"the rollout fleet ({first}; step {self._groups.window.step} waits)"
 
 
-def _all_done(futures: Sequence[Future[Any] | None] | None) -> bool:
-    return futures is not None and all(future is None or future.done() for future in futures)
+def _all_done(futures: Mapping[int, Future[Any]] | None) -> bool:
+    return futures is not None and all(future.done() for future in futures.values())
 
 
 def _complete(request: ModelRequest, response: ModelResponse) -> PartialResponse:

@@ -129,16 +129,16 @@ class EpisodeSource(AsyncSource):
         super().load(state, folder)
         self._saved = read_episodes(folder / EPISODES)
 
-    def _submitted(self, groups: Sequence[PromptGroup]) -> list[list[Future[Any] | None]]:
+    def _submitted(self, groups: Sequence[PromptGroup]) -> list[dict[int, Future[Any]]]:
         starts = {group: episode_starts(group.rows, self._saved, name=f"{group.number:09d}") for group in groups}
         self._starts |= starts
-        return [[*self._rollout.runner.submit(some, self._rollout.sampling)] for some in starts.values()]
+        return [dict(enumerate(self._rollout.runner.submit(some, self._rollout.sampling))) for some in starts.values()]
 
     def _settle(self, groups: Sequence[PromptGroup]) -> None:
         with self._change:
             for group in groups:
                 starts = self._starts.pop(group, [])
-                futures = [future for future in self._running.pop(group, []) if future is not None]
+                futures = list(self._running.pop(group, {}).values())
                 if not futures or any(future.cancelled() for future in futures):
                     continue
                 results: list[EpisodeResult] = [future.result() for future in futures]

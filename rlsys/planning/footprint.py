@@ -86,11 +86,15 @@ def _attention_widths(hf_config: Mapping[str, Any], sizes: Mapping[str, int]) ->
 
 @dataclass(frozen=True)
 class Held:
-    """Elements that a Megatron rank holds of the dense part and of experts, and how many layers."""
+    """Elements that a Megatron rank holds of the dense part and of experts, and how many layers.
+
+    `merged`, of adapters only: the weights of the largest layer that has some.
+    """
 
     dense: int
     experts: int
     num_layers: int
+    merged: int = 0
 
     @property
     def parameters(self) -> int:
@@ -107,16 +111,9 @@ def held_at(hf_config: Mapping[str, Any], place: RankPlace, *, head: Head = "lm"
     return Held(sum(prod(shape) for shape in shapes.values()) - experts, experts, layers)
 
 
-@dataclass(frozen=True)
-class Adapters(Held):
-    """Elements of adapters that a Megatron rank holds; `merged`: the weights of the largest layer that has some."""
-
-    merged: int
-
-
 def adapters_at(
     hf_config: Mapping[str, Any], place: RankPlace, lora: LoraSettings, *, head: Head = "lm", te: bool
-) -> Adapters:
+) -> Held:
     """What Megatron's rank at `place` holds of adapters; `te`: with Transformer Engine's modules."""
     from rlsys.models.megatron.adapter_factors import factors_of, plan_adapters
 
@@ -135,7 +132,7 @@ def adapters_at(
             merged[layer] = merged.get(layer, 0) + prod(shape)
     layers = sum(len(chunk) for chunk in family.layers_of(hf_config, place))
     dense = sum(prod(shard.box.shape) for shard in shards) - experts
-    return Adapters(dense, experts, layers, merged=max(merged.values(), default=0))
+    return Held(dense, experts, layers, merged=max(merged.values(), default=0))
 
 
 def layer_saved_bytes(d: Decoder, tokens: int, *, c: int, fused: bool, tp: int = 1, shared_norms: bool = False) -> int:

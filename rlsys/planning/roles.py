@@ -142,7 +142,7 @@ class MegatronRole:
     trained: bool
     lm: bool
     fused: bool
-    adapters: fp.Adapters | None = None
+    adapters: fp.Held | None = None
 
     def held(self) -> Bytes:
         """Between calls: gradients stay, in float32."""
