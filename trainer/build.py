@@ -141,9 +141,8 @@ def check_vocabularies(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) ->
     """ConfigError for a reference or a reward model that reads the policy's token ids as other tokens."""
     policy, grader = config.actor_rollout_ref, config.reward.reward_model
     if config.use_reference and policy.reference_model is not policy.model:
-        _check_vocabulary(
-            "actor_rollout_ref.ref.model.path", policy.reference_model, tokenizer, "set one that shares it"
-        )
+        key = "actor_rollout_ref.ref.model.path"
+        _check_vocabulary(key, policy.reference_model, tokenizer, "set one that shares it")
     if grader.enable and grader.input_tokenizer is None:
         fix = f"set reward.reward_model.input_tokenizer={policy.model.tokenizer_path or policy.model.path}"
         _check_vocabulary("reward.reward_model.model_path", grader.model, tokenizer, fix)

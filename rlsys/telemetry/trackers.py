@@ -30,7 +30,7 @@ class Tracking:
     """
 
     def __init__(self, run: TrackedRun, *, loggers: Sequence[str], best_effort: BestEffort) -> None:
-        self._best_effort = best_effort
+        self.best_effort = best_effort
         self._run = run = replace(run, config=redact_tree(run.config))
         self._generations: JsonlWriter | None = None
         self._trackers: dict[str, Tracker] = {}
@@ -43,27 +43,22 @@ class Tracking:
             self.close()
             raise
 
-    @property
-    def num_errors(self) -> int:
-        """How often something could not be recorded."""
-        return self._best_effort.num_errors
-
     def log(self, data: Mapping[str, Any], step: int) -> None:
         """Record the metrics of a step; calling twice for a step gives two lines."""
         if self._metrics is None:
             raise ValueError("the trackers are closed")
         record = {"step": step, **data}
-        if self.num_errors:
-            record["training/tracker_errors"] = self.num_errors
-        self._best_effort("metrics.jsonl", partial(self._metrics.write, record))
+        if self.best_effort.num_errors:
+            record["training/tracker_errors"] = self.best_effort.num_errors
+        self.best_effort("metrics.jsonl", partial(self._metrics.write, record))
         for name, tracker in self._trackers.items():
-            self._best_effort(f"tracker {name}", partial(tracker.log, data, step))
+            self.best_effort(f"tracker {name}", partial(tracker.log, data, step))
 
     def log_generations(self, rows: Sequence[Generation], step: int) -> None:
         """Record sample rows (input, output, score) in `val_generations.jsonl` and in the trackers that have tables."""
-        self._best_effort("val_generations.jsonl", partial(self._write_generations, rows, step))
+        self.best_effort("val_generations.jsonl", partial(self._write_generations, rows, step))
         for name, tracker in self._trackers.items():
-            self._best_effort(f"tracker {name}", partial(tracker.log_generations, rows, step))
+            self.best_effort(f"tracker {name}", partial(tracker.log_generations, rows, step))
 
     def _write_generations(self, rows: Sequence[Generation], step: int) -> None:
         if self._generations is None:
@@ -75,7 +70,7 @@ class Tracking:
     def close(self) -> None:
         """Flush and close everything; safe to call twice."""
         for name, tracker in self._trackers.items():
-            self._best_effort(f"tracker {name}", tracker.close)
+            self.best_effort(f"tracker {name}", tracker.close)
         self._trackers = {}
         for writer in (self._metrics, self._generations):
             if writer is not None:

@@ -187,7 +187,7 @@ def test_wandb_resumes_the_same_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with open_tracking(tmp_path, "wandb") as tracking:
         tracking.log({"x": 1.0}, 1)
         tracking.log_generations([("q", "a", 1.0)], 1)
-        assert tracking.num_errors == 0
+        assert tracking.best_effort.num_errors == 0
     first = (tmp_path / ".wandb_run_id").read_text()
     with open_tracking(tmp_path, "wandb", resume_step=1) as tracking:
         tracking.log({"x": 2.0}, 2)
@@ -201,7 +201,7 @@ def test_mlflow_resumes_the_same_run_and_hides_secrets(tmp_path: Path, monkeypat
         tracking.log({"val-core/gsm8k/acc/mean@1": 1.0}, 1)
     with open_tracking(tmp_path, "mlflow", resume_step=1) as tracking:
         tracking.log({"x": 2.0}, 2)
-        assert tracking.num_errors == 0
+        assert tracking.best_effort.num_errors == 0
     (run,) = mlflow.search_runs(experiment_names=["proj"], output_format="list")
     assert run.data.metrics == {"val-core/gsm8k/acc/mean_at_1": 1.0, "x": 2.0}
     assert run.data.params == {"actor.lr": "0.5", "api_key": "[redacted]"}
@@ -213,7 +213,7 @@ def test_trackio_takes_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with open_tracking(tmp_path, "trackio") as tracking:
         tracking.log({"x": 1.0}, 1)
         tracking.log_generations([("q", "a", 1.0)], 1)
-        assert tracking.num_errors == 0
+        assert tracking.best_effort.num_errors == 0
 
 
 class _Failing:
@@ -237,7 +237,7 @@ def test_a_failing_tracker_is_logged_once_and_counted(
     with open_tracking(tmp_path, "console") as tracking:
         tracking.log({"x": 1.0}, 1)
         tracking.log({"x": 2.0}, 2)
-    assert tracking.num_errors == 3
+    assert tracking.best_effort.num_errors == 3
     assert [r.message for r in caplog.records] == [
         "tracker console failed, its record is incomplete: ConnectionError('gone')"
     ]
