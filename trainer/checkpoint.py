@@ -20,7 +20,7 @@ import torch
 
 from rlsys.utils.atomic import commit_dir, fsync_file, read_checked_json, write_checked_json, write_text_atomic
 from rlsys.utils.errors import CheckpointError, ConfigError, DeadlineError
-from rlsys.utils.run_folders import LATEST
+from rlsys.utils.run_folders import LATEST, MAX_DIGITS
 
 STATE = "trainer.json"
 DATA = "data.pt"
@@ -119,9 +119,9 @@ class CheckpointStore:
         pointer = self.root / LATEST
         if not pointer.exists():
             return None
-        text = pointer.read_text(errors="replace").strip()
-        if not text.isdecimal():
-            raise CheckpointError(f"{pointer} should hold a step number but holds {text!r}; correct or delete it")
+        text = pointer.read_text(errors="replace").strip() if pointer.is_file() else "other files"
+        if not (text.isdecimal() and len(text) <= MAX_DIGITS):
+            raise CheckpointError(f"{pointer} should hold a step number but holds {text[:40]!r}; correct or delete it")
         return int(text)
 
     @staticmethod

@@ -29,6 +29,7 @@ C = TypeVar("C", PPOConfig, SFTConfig, RMConfig, DPOConfig, EvalConfig)
 EXPECTED_ERRORS = tuple(one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, Exception))
 STOP_S = 30.0
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM)
+PATH_ERRNOS = (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 
 
 def checked_config(argv: Sequence[str] | None, schema: type[C]) -> C:
@@ -38,6 +39,8 @@ def checked_config(argv: Sequence[str] | None, schema: type[C]) -> C:
 
 def _check(config: C, dry_run: bool) -> list[str]:
     """Read the first rows, load the reward function, see that something grades these rows, and look at the machine."""
+    if sys.flags.optimize > 1:
+        raise errors.ConfigError("PYTHONOPTIMIZE=2 removes docstrings that transformers needs; unset it")
     data_sources = check_first_rows(config)
     if isinstance(config, PPOConfig | EvalConfig):
         from trainer.rewards import check_data_sources, check_reward_function
@@ -101,7 +104,7 @@ def report_errors(out: TextIO) -> Iterator[Outcome]:
     except EXPECTED_ERRORS as error:
         outcome.report(f"{type(error).__name__}: {error}", 2 if isinstance(error, errors.ConfigError) else 1, out)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in DISK_ERRNOS:
+        if isinstance(error, OSError) and error.errno in (*DISK_ERRNOS, *PATH_ERRNOS):
             outcome.report(f"a file could not be written or read: {error}", 1, out)
         else:
             get_logger(__name__).exception("unexpected error")

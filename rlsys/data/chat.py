@@ -42,8 +42,10 @@ def render(
             add_generation_prompt=add_generation_prompt,
             **(template_kwargs or {}),
         )
-    except (TemplateError, TypeError, KeyError) as error:
+    except TemplateError as error:
         raise ValueError(f"the chat template rejects the messages: {error}") from error
+    except Exception as error:  # a template is a program of the model's author
+        raise ValueError(f"the chat template fails: {type(error).__name__}: {error}") from error
     return str(text)
 
 

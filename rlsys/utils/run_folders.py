@@ -6,13 +6,15 @@ from pathlib import Path
 
 LATEST = "latest_checkpointed_iteration.txt"
 HUGGINGFACE = "huggingface"
+MAX_DIGITS = 18
+"""Of a step number."""
 
 
 def step_folder(path: Path) -> Path:
     """The latest `global_step_N` of a run's folder; any other path as it is."""
     pointer = path / LATEST
     step = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
-    return path / f"global_step_{step}" if step.isdecimal() else path
+    return path / f"global_step_{step}" if step.isdecimal() and len(step) <= MAX_DIGITS else path
 
 
 def config_folder(path: Path) -> Path:

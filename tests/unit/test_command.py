@@ -21,6 +21,19 @@ def rlsys(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_python_without_docstrings_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-OO", "-m", "rlsys", "train", "--config-name=quickstart", "--dry-run"]
+    done = subprocess.run(
+        command,
+        env={"HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=scaled_s(60),
+    )
+    assert (done.returncode, "PYTHONOPTIMIZE=2 removes docstrings" in done.stderr) == (2, True), done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "printed"),
     [

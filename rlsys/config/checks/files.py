@@ -22,6 +22,9 @@ from rlsys.utils.run_folders import config_folder
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 ANSWERED = "data.max_prompt_length + data.max_response_length"
 
+MAX_NAME_BYTES = 255
+"""Of a file or folder on Linux."""
+
 
 def check_files(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
     """Data, models, rewards and output folders of a job."""
@@ -202,8 +205,10 @@ def _output(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
     for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
         if name := getattr(trainer, key, None):
             path = Path(name).absolute()
-            standing = next((parent for parent in (path, *path.parents) if parent.exists()), Path("/"))
-            if not standing.is_dir():
+            standing = next((parent for parent in (path, *path.parents) if os.path.exists(parent)), Path("/"))
+            if any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in path.parts):
+                yield wrong(cfg, f"trainer.{key}", f"a name of more than {MAX_NAME_BYTES} bytes", "<folder>")
+            elif not standing.is_dir():
                 yield wrong(cfg, f"trainer.{key}", f"{standing} is a file, not a folder", "<folder>")
             elif not os.access(standing, os.W_OK):
                 yield wrong(cfg, f"trainer.{key}", f"{standing} is not writable", "<folder>")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Strict, WithJsonSchema
@@ -31,7 +31,10 @@ def _ids(value: object) -> object:
 
 
 def _expand(path: str) -> str:
-    return str(Path(path).expanduser()) if path.startswith("~") else path
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise ValueError("no home folder of that user")
+    return expanded
 
 
 Flag = Annotated[bool, Strict()]

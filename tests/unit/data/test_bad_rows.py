@@ -270,6 +270,23 @@ def test_a_chat_template_that_refuses_a_row_makes_it_a_bad_row(tmp_path: Path) -
     assert len(PromptDataset.load(str(path), strict, SKIP)) == 1
 
 
+@pytest.mark.parametrize(
+    ("template", "problem"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{% for i in range(100000000) %}x{% endfor %}", "OverflowError"),
+    ],
+)
+def test_a_chat_template_that_fails_makes_bad_rows(template: str, problem: str, tmp_path: Path) -> None:
+    broken = build_tokenizer()
+    broken.chat_template = template
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(as_line(GOOD) + b"\n")
+    with pytest.raises(DataError, match=rf"line 1: the chat template fails: {problem}"):
+        PromptDataset.load(str(path), broken, CONFIG)
+
+
 def test_harmless_oddities_are_read(tmp_path: Path) -> None:
     path = tmp_path / "odd.jsonl"
     line = as_line({**GOOD, "prompt": "é\u2028\U0001f600", "extra_info": None, "unknown": {"a": [1, None]}})

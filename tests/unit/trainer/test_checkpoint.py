@@ -108,6 +108,12 @@ def test_which_checkpoint_is_resumed(tmp_path: Path) -> None:
             store.to_resume("resume_path", path)
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         store.to_resume("resume_path", str(tmp_path / "global_step_5"))
-    (tmp_path / LATEST).write_text("two")
+    for text in ("two", "9" * 5000):
+        (tmp_path / LATEST).write_text(text)
+        with pytest.raises(CheckpointError, match="should hold a step number") as caught:
+            store.to_resume("auto", None)
+        assert len(str(caught.value)) < len(str(tmp_path)) + 200
+    (tmp_path / LATEST).unlink()
+    (tmp_path / LATEST).mkdir()
     with pytest.raises(CheckpointError, match="should hold a step number"):
         store.latest()

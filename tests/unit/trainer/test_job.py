@@ -19,6 +19,7 @@ from trainer.job import report_errors
         (ConfigError("write x=1"), 2, "ConfigError: write x=1"),
         (DataError("row 3"), 1, "DataError: row 3"),
         (OSError(28, "No space left on device", "/out/file"), 1, "No space left on device: '/out/file'"),
+        (NotADirectoryError(20, "Not a directory", "/cache/start"), 1, "Not a directory: '/cache/start'"),
         (KeyboardInterrupt(), 130, "interrupted (Ctrl-C)"),
     ],
 )
