@@ -29,7 +29,7 @@ def test_rejection_aliases_name_modes() -> None:
 
 def test_trackers_and_reward_managers_are_registered() -> None:
     assert set(vocabulary.TRACKERS) == set(ADAPTERS)
-    assert set(vocabulary.REWARD_MANAGERS) == set(manager._FACTORIES)
+    assert set(vocabulary.REWARD_MANAGERS) == set(manager._MANAGERS.names())
 
 
 def test_every_kind_of_row_file_is_read(tmp_path: Path) -> None:
