@@ -57,7 +57,8 @@ def test_an_evaluation_writes_its_metrics(toy: Toy, tmp_path: Path, capsys: pyte
     assert "rlsys: done in" in printed
     assert str(out / "evaluation.json") in printed
     assert all((out / name).exists() for name in ("config.yaml", "starts.jsonl", "train.log"))
-    assert main([*argv, "trainer.device=cuda"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main([*argv, "trainer.device=cuda"])
 
 
 def test_an_evaluation_downloads_its_model_and_rows(toy: Toy, tmp_path: Path) -> None:
