@@ -20,7 +20,7 @@ import torch
 
 from rlsys.utils.atomic import commit_dir, fsync_file, read_checked_json, write_checked_json, write_text_atomic
 from rlsys.utils.errors import CheckpointError, ConfigError, DeadlineError
-from rlsys.utils.run_folders import LATEST, MAX_DIGITS
+from rlsys.utils.run_folders import LATEST, latest_step, pointer_text
 
 STATE = "trainer.json"
 DATA = "data.pt"
@@ -116,13 +116,11 @@ class CheckpointStore:
                 shutil.rmtree(self.path(step), ignore_errors=True)
 
     def _pointed_at(self) -> int | None:
-        pointer = self.root / LATEST
-        if not pointer.exists():
-            return None
-        text = pointer.read_text(errors="replace").strip() if pointer.is_file() else "other files"
-        if not (text.isdecimal() and len(text) <= MAX_DIGITS):
-            raise CheckpointError(f"{pointer} should hold a step number but holds {text[:40]!r}; correct or delete it")
-        return int(text)
+        step, pointer = latest_step(self.root), self.root / LATEST
+        if step is None and pointer.exists():
+            held = pointer_text(self.root)[:40]
+            raise CheckpointError(f"{pointer} should hold a step number but holds {held!r}; correct or delete it")
+        return step
 
     @staticmethod
     def _existing(path: Path) -> Path:

@@ -29,7 +29,7 @@ C = TypeVar("C", PPOConfig, SFTConfig, RMConfig, DPOConfig, EvalConfig)
 EXPECTED_ERRORS = tuple(one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, Exception))
 STOP_S = 30.0
 DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, errno.EACCES, errno.EPERM)
-PATH_ERRNOS = (errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
+FILE_ERRNOS = (*DISK_ERRNOS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 
 
 def checked_config(argv: Sequence[str] | None, schema: type[C]) -> C:
@@ -104,7 +104,7 @@ def report_errors(out: TextIO) -> Iterator[Outcome]:
     except EXPECTED_ERRORS as error:
         outcome.report(f"{type(error).__name__}: {error}", 2 if isinstance(error, errors.ConfigError) else 1, out)
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in (*DISK_ERRNOS, *PATH_ERRNOS):
+        if isinstance(error, OSError) and error.errno in FILE_ERRNOS:
             outcome.report(f"a file could not be written or read: {error}", 1, out)
         else:
             get_logger(__name__).exception("unexpected error")

@@ -16,8 +16,8 @@ def turn_inputs(inputs: Mapping[str, Any], turn_ids: Tensor) -> dict[str, Any]:
     """Inputs of `gae` over turns: rewards are summed, a turn's value is that of its first token, all (B, T)."""
     rewards, values, mask = (inputs[name] for name in ("token_level_rewards", "values", "response_mask"))
     drawn = mask.bool() & (turn_ids >= 0)
-    place, num_turns = turn_ids.clamp(min=0), int(turn_ids.max()) + 1
-    zeros = rewards.new_zeros(len(rewards), num_turns, dtype=torch.float64)
+    place = turn_ids.clamp(min=0)
+    zeros = rewards.new_zeros(len(rewards), int(place.max()) + 1, dtype=torch.float64)
     sums = zeros.scatter_add(1, place, torch.where(drawn, rewards.double(), 0.0))
     counts = zeros.scatter_add(1, place, drawn.double())
     is_first = drawn & (torch.nn.functional.pad(turn_ids[:, :-1], (1, 0), value=-1) != turn_ids)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from rlsys.telemetry.jsonl import read_jsonl
+from rlsys.utils.hub import is_hub_id
 
 SHOWN = ("critic/score/mean", "val-core/", "val-aux/", "train/loss", "val/", "actor/entropy", "response_length/mean")
 
@@ -23,9 +25,8 @@ def write_model_card(checkpoint: Path, target: Path, *, title: str) -> None:
     model = OmegaConf.select(settings, "actor_rollout_ref.model.path") or OmegaConf.select(settings, "model.path")
     estimator = OmegaConf.select(settings, "algorithm.adv_estimator")
     files = OmegaConf.select(settings, "data.train_files")
-    is_name = model is not None and not Path(model).expanduser().exists() and not model.startswith(("/", ".", "~"))
     head = ModelCardData(
-        base_model=model.partition("@")[0] if is_name else None,
+        base_model=model.partition("@")[0] if model and is_hub_id(model) else None,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=["rlsys", *([estimator] if estimator else [])],
@@ -40,8 +41,8 @@ def write_model_card(checkpoint: Path, target: Path, *, title: str) -> None:
 def _figures(run: Path, step: int) -> dict[str, Any]:
     """The last value of each metric that a reader of the card looks for, up to a step."""
     figures: dict[str, Any] = {}
-    lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").is_file() else []
-    for metrics in map(json.loads, lines):
+    path = run / "metrics.jsonl"
+    for metrics in read_jsonl(path) if path.is_file() else ():
         if metrics.get("step", 0) <= step:
             figures |= {k: f"{v:.4g}" for k, v in metrics.items() if k.startswith(SHOWN) and isinstance(v, float)}
     return figures

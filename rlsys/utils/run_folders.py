@@ -10,11 +10,22 @@ MAX_DIGITS = 18
 """Of a step number."""
 
 
+def pointer_text(root: Path) -> str:
+    """The text of the pointer to the latest checkpoint of a run's folder; empty where it is not a file."""
+    pointer = root / LATEST
+    return pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
+
+
+def latest_step(root: Path) -> int | None:
+    """The step of the latest checkpoint of a run's folder, if its pointer holds one."""
+    text = pointer_text(root)
+    return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else None
+
+
 def step_folder(path: Path) -> Path:
     """The latest `global_step_N` of a run's folder; any other path as it is."""
-    pointer = path / LATEST
-    step = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
-    return path / f"global_step_{step}" if step.isdecimal() and len(step) <= MAX_DIGITS else path
+    step = latest_step(path)
+    return path if step is None else path / f"global_step_{step}"
 
 
 def config_folder(path: Path) -> Path:

@@ -23,7 +23,8 @@ def test_the_card_of_a_run(tmp_path: Path, path: str, base: str | None) -> None:
         {"step": 2, "critic/score/mean": 0.25, "val-core/gsm8k/acc/mean@1": 0.5, "timing_s/step": 9.0},
         {"step": 3, "critic/score/mean": 0.75},
     ]
-    (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    whole = "".join(json.dumps(line) + "\n" for line in metrics)
+    (tmp_path / "run" / "metrics.jsonl").write_text(whole + '{"step": 2, "critic/sc')
     write_model_card(checkpoint, tmp_path, title="mine")
     card = ModelCard.load(tmp_path / "README.md")
     assert (card.data.base_model, card.data.tags) == (base, ["rlsys", "grpo"])
