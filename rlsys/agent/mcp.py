@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ def tools_of_servers(path: str, selected: Collection[str] = (), *, key: str) -> 
     tools = []
     for name, server in servers.items():
         try:
-            offered = asyncio.run(asyncio.wait_for(_offered(server), START_S))
+            offered = _offered(json.dumps(server))
         except ImportError as error:
             raise ConfigError(f"{key}: MCP servers need pip install 'rlsys[mcp]'") from error
         except Exception as error:  # whatever a server or its transport may raise
@@ -50,9 +52,16 @@ def tools_of_servers(path: str, selected: Collection[str] = (), *, key: str) -> 
     return [tool for tool in tools if not selected or tool.name in selected]
 
 
-async def _offered(server: Mapping[str, Any]) -> list[Any]:
-    async with _client(server) as client:
-        return list((await client.list_tools()).tools)
+@cache
+def _offered(server: str) -> list[Any]:
+    """The tools of a server (JSON), asked once, and in a thread of its own since a notebook runs an event loop."""
+
+    async def ask() -> list[Any]:
+        async with asyncio.timeout(START_S), _client(json.loads(server)) as client:
+            return list((await client.list_tools()).tools)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, ask()).result()
 
 
 def _client(server: Mapping[str, Any]) -> Any:

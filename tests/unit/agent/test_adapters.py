@@ -6,7 +6,6 @@ The last two are large: `pip install -e '.[openenv,verifiers]'`, then
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import socket
@@ -75,7 +74,7 @@ def http() -> Iterator[dict]:
 @pytest.mark.parametrize("transport", ["stdio", "http"])
 async def test_the_tools_of_an_mcp_server_are_tools(pool, tmp_path, transport, request):
     server = stdio() if transport == "stdio" else request.getfixturevalue("http")
-    tools = EpisodeTools(pool, await asyncio.to_thread(tools_of_yaml, yaml_for(tmp_path, server), key="k"))
+    tools = EpisodeTools(pool, tools_of_yaml(yaml_for(tmp_path, server), key="k"))
     assert [schema["function"]["name"] for schema in tools.schemas] == ["multiply", "fail"]
     assert set(tools.schemas[0]["function"]["parameters"]["required"]) == {"a", "b"}
     product = await tools.call("multiply", {"a": 6, "b": 7})
