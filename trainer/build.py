@@ -25,7 +25,7 @@ from trainer.loop import completed
 from trainer.ppo import RayPPOTrainer, num_checkpoints
 from trainer.prompts import num_steps, prompt_datasets
 from trainer.rewards import check_data_sources
-from trainer.run_folder import Begin, recorded_run
+from trainer.run_folder import run_folder
 from trainer.start_model import with_start_assets
 from trainer.weight_push import drops_weights_on_sleep
 from workers.actor import ActorWorker
@@ -36,7 +36,7 @@ from workers.reference import ReferenceWorker
 from workers.reward_model import RewardModelWorker
 
 
-def train(config: PPOConfig, begin: Begin) -> str | None:
+def train(config: PPOConfig) -> str | None:
     """The job of main_ppo: the remaining steps; returns a message where an earlier run completed them all."""
     start = prepare(config)
     run = config.trainer
@@ -45,7 +45,6 @@ def train(config: PPOConfig, begin: Begin) -> str | None:
     )
     if not run.val_only and (message := completed(store, run, start.num_steps)):
         return message
-    begin()
     with running_backend(run, config.ray_kwargs, num_ranks=start.plan.pools.total_ranks) as backend:
         _build(start, backend).fit()
     return None
@@ -60,7 +59,7 @@ def build_trainer(
     trainer.backend=local. Until the trainer is closed it holds the run's folder, as a job does.
     """
     with ExitStack() as stack:
-        stack.enter_context(recorded_run(config))
+        stack.enter_context(run_folder(config))
         start, run = prepare(config), config.trainer
         backend = backend or start_backend(run, config.ray_kwargs, num_ranks=start.plan.pools.total_ranks)
         trainer = _build(start, backend, trainer_cls)

@@ -31,7 +31,7 @@ from trainer.groups import RolloutGroup, start_group
 from trainer.local_files import with_local_files
 from trainer.prompts import load_prompts
 from trainer.rewards import check_data_sources, reward_pool
-from trainer.run_folder import Begin
+from trainer.run_folder import run_folder
 from workers.build import EngineRun
 
 log = get_logger(__name__)
@@ -96,10 +96,11 @@ def write_answers(batch: DataProto, path: Path, tokenizer: Any) -> None:
     pq.write_table(pa.Table.from_pylist(list(rows.values())), path)
 
 
-def run_evaluation(config: EvalConfig, begin: Begin) -> None:
+def run_evaluation(config: EvalConfig) -> None:
     """The job of main_eval: print `val-core/*` and write all metrics to evaluation.json."""
-    begin()
-    metrics = evaluate(config)
+    with run_folder(config) as begin:
+        metrics = evaluate(config)
+        begin()
     path = Path(config.trainer.default_local_dir) / "evaluation.json"
     path.write_text(json.dumps(metrics, indent=1, sort_keys=True))
     RunReport(path.parent, config.trainer.experiment_name).write()

@@ -34,35 +34,34 @@ FILE_ERRNOS = (*DISK_ERRNOS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 
 def checked_config(argv: Sequence[str] | None, schema: type[C]) -> C:
     """The configuration of the command line, printed with its plan; exits with 2 and a message if it is wrong."""
-    return main_config(sys.argv[1:] if argv is None else argv, schema, memory=_memory_line, check=_check)
+    return main_config(sys.argv[1:] if argv is None else argv, schema, check=_check)
 
 
-def _check(config: C, dry_run: bool) -> list[str]:
-    """Read the first rows, load the reward function, see that something grades these rows, and look at the machine."""
+def _check(config: C, dry_run: bool) -> tuple[list[str], dict[str, str]]:
+    """Read the first rows, load the reward function, see that something grades these rows, and look at the machine.
+
+    Returns notes, and facts for the plan.
+    """
     if sys.flags.optimize > 1:
         raise errors.ConfigError("PYTHONOPTIMIZE=2 removes docstrings that transformers needs; unset it")
-    data_sources = check_first_rows(config)
+    first = check_first_rows(config)
     if isinstance(config, PPOConfig | EvalConfig):
         from trainer.rewards import check_data_sources, check_reward_function
 
         check_reward_function(config.reward)
-        check_data_sources(config.reward, data_sources)
-    return check_machine(config, dry_run=dry_run)
-
-
-def _memory_line(config: C) -> str:
+        check_data_sources(config.reward, first.data_sources)
+    notes = check_machine(config, dry_run=dry_run)
     if not isinstance(config, PPOConfig):
-        return ""
+        return notes, first.plan
     from rlsys.planning.advice import memory_line
 
-    return memory_line(config)
+    return notes, first.plan | {"memory": memory_line(config)}
 
 
 def run_job(config: C, job: str) -> int:
     """Run the function `job` ("module:name") and print a summary; returns the exit code (see `Outcome`).
 
-    It is called with the configuration and a function to call when it knows that there is work to do, so that the run's
-    folder says what it is. What it returns replaces the first line of the summary.
+    It is called with the configuration; what it returns replaces the first line of the summary.
     """
     setup_logging()
     start = time.perf_counter()
@@ -70,10 +69,10 @@ def run_job(config: C, job: str) -> int:
         with report_errors(sys.stderr) as outcome:
             from trainer.run_folder import run_folder
 
-            begin = stack.enter_context(run_folder(config))
+            stack.enter_context(run_folder(config))
             module, _, name = job.partition(":")
-            run: Callable[[C, Callable[[], None]], str | None] = getattr(import_module(module), name)
-            outcome.text = run(config, begin) or f"rlsys: done in {time.perf_counter() - start:.0f} s"
+            run: Callable[[C], str | None] = getattr(import_module(module), name)
+            outcome.text = run(config) or f"rlsys: done in {time.perf_counter() - start:.0f} s"
             print(outcome.text)
         if outcome.exit_code != 2:
             summary = "\n".join(summary_lines(config.trainer, finished=outcome.exit_code == 0))

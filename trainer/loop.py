@@ -11,6 +11,7 @@ from rlsys.config.schema.trainer import TrainingConfig
 from rlsys.telemetry.log import get_logger
 from trainer.checkpoint import CheckpointStore, TrainerState, load_state, save_state
 from trainer.reporting import Reporter
+from trainer.run_folder import Begin
 
 log = get_logger(__name__)
 
@@ -29,13 +30,17 @@ def completed(store: CheckpointStore, run: TrainingConfig, total_steps: int) -> 
 
 
 class CheckpointedLoop(ABC):
-    """A loop of `total_steps` steps that saves its state and resumes from it; `global_step` counts those done."""
+    """A loop of `total_steps` steps that saves its state and resumes from it; `global_step` counts those done.
+
+    `begin` writes down what is run: called when the state to resume is loaded, or at the first save.
+    """
 
     def __init__(self, run: TrainingConfig, reporter: Reporter, *, keep: Mapping[str, int | None]) -> None:
         """`keep` maps a role's folder name to how many of its latest checkpoints stay (None: all)."""
         self.run, self.reporter = run, reporter
         self.stage = reporter.stage
         self.folder = ExitStack()
+        self.begin: Begin = lambda: None
         self.store = CheckpointStore(Path(run.default_local_dir), keep=keep)
         self.global_step = 0
         self.total_steps = 0
@@ -51,6 +56,7 @@ class CheckpointedLoop(ABC):
 
     def save(self) -> Path:
         """Write checkpoint `global_step`; the pointer names it only when it is complete."""
+        self.begin()
         with self.stage("save_checkpoint"), self.store.writing(self.global_step) as folder:
             save_state(folder, self.save_parts(folder))
         return self.store.path(self.global_step)
@@ -65,6 +71,7 @@ class CheckpointedLoop(ABC):
                 self.load_parts(folder, state)
                 self.global_step = state.global_step
             log.info("resumed from %s", folder)
+        self.begin()
         self.reporter.start(self.global_step, self.total_steps)
 
     @property

@@ -33,7 +33,7 @@ from trainer.parity import ParityReport
 from trainer.prompts import num_steps
 from trainer.reporting import Reporter
 from trainer.residency import Resident
-from trainer.run_folder import recorded_run
+from trainer.run_folder import run_folder
 from trainer.source import Prompts
 
 log = get_logger(__name__)
@@ -111,7 +111,7 @@ class RayPPOTrainer(CheckpointedLoop):
 
     def init_workers(self) -> None:
         """Start the worker groups, load their models and connect weights, rollouts, rewards and data."""
-        self.folder.enter_context(recorded_run(self.cfg))
+        self.begin = self.folder.enter_context(run_folder(self.cfg))
         with self.stage("start_workers"):
             self._groups = WorkerGroups(**self._start_groups())
         with self.stage("connect"):

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from rlsys.config import EvalConfig, PPOConfig
-from rlsys.config.plan import total_steps
+from rlsys.config.plan import check_enough_rows, total_steps
 from rlsys.config.schema.data import DataConfig
 from rlsys.data.collate import collate_prompts
 from rlsys.data.cursor import Cursor
@@ -51,14 +51,14 @@ def training_prompts(data: DataConfig, dataset: PromptDataset, *, pad_token_id: 
         seed=data.seed,
         shuffle=data.shuffle,
         dataset=dataset.fingerprint,
-        batch_size_key="data.gen_batch_size",
     )
     return CollatedPrompts(cursor, dataset, data.max_prompt_length, pad_token_id)
 
 
 def num_steps(cfg: PPOConfig, dataset: PromptDataset) -> int:
-    """Steps of the whole run."""
+    """Steps of the whole run; ConfigError if there are fewer rows than in a batch."""
     run = cfg.trainer
+    check_enough_rows(len(dataset), cfg.data.gen_batch_size)
     return total_steps(len(dataset), cfg.data.gen_batch_size, run.total_epochs, run.total_training_steps)
 
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
+from functools import cache
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -51,49 +52,42 @@ Begin = Callable[[], None]
 log = get_logger(__name__)
 
 
-_recorded: set[Path] = set()
-"""Folders whose start this process has written down: a job and the trainer in it write one."""
+_held: dict[Path, Begin] = {}
+"""Folders that this process has locked, with the function that records its start: a job and its trainer share it."""
 
 
 @contextmanager
 def run_folder(config: JobConfig) -> Iterator[Begin]:
-    """Lock the folder of a run; yields the function that records a start.
+    """Lock the folder of a run and log to its `train.log`; yields the function that records the start, once.
 
-    That leaves `config.yaml`, the resolved configuration; a line in `starts.jsonl`: time, command, folder, host,
-    versions, state of the repository and checksums of the code files it names; and `train.log`, the log of all starts.
-    Inside another `run_folder` of this process for the same folder nothing is written again. ConfigError if nothing can
-    be written there, another job has the folder, or its checkpoint is of another experiment.
+    It is called when workers and checkpoint are loaded, so that a start that fails leaves the record of the run before
+    it: `config.yaml`, the resolved configuration, and in `starts.jsonl` a line with time, command, folder, host,
+    versions, state of the repository and checksums of the code files it names. Inside another `run_folder` of this
+    process for the same folder it is that one's. ConfigError if nothing can be written there, another job has the
+    folder, or its checkpoint is of another experiment.
     """
     root = _make_root(config.trainer)
-    if root in _recorded:
-        yield lambda: None
+    if root in _held:
+        yield _held[root]
         return
     with locked(root / LOCK), ExitStack() as stack:
-        changes = _compared(config, root)
+        changes, command = _compared(config, root), redact(shlex.join(sys.orig_argv))
+        stack.enter_context(log_to_file(root / LOG))
+        get_logger(FILE_ONLY).info("started: %s", command)
+        if changes:
+            log.info("changed since the run that is resumed:\n%s", _listed(changes))
 
+        @cache
         def begin() -> None:
-            stack.enter_context(log_to_file(root / LOG))
-            stack.callback(_recorded.discard, root)
-            _recorded.add(root)
-            command = redact(shlex.join(sys.orig_argv))
             header = f"# {command}\n# The settings of this command with all defaults filled in.\n"
             settings = yaml.safe_dump(_settings(config), sort_keys=False, allow_unicode=True)
             write_text_atomic(root / CONFIG, header + settings)
             with (root / STARTS).open("a") as file:
                 file.write(json.dumps(_start(config, command)) + "\n")
-            get_logger(FILE_ONLY).info("started: %s", command)
-            if changes:
-                log.info("changed since the run that is resumed:\n%s", _listed(changes))
 
+        stack.callback(_held.pop, root)
+        _held[root] = begin
         yield begin
-
-
-@contextmanager
-def recorded_run(config: JobConfig) -> Iterator[None]:
-    """Hold the folder of a run that starts now; a job has done so, and is not recorded twice."""
-    with run_folder(config) as begin:
-        begin()
-        yield
 
 
 def _compared(config: JobConfig, root: Path) -> list[str]:

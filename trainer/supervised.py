@@ -23,7 +23,7 @@ from trainer.groups import SupervisedGroup, start_group
 from trainer.local_files import with_local_files
 from trainer.loop import CheckpointedLoop, completed
 from trainer.reporting import Reporter
-from trainer.run_folder import Begin, recorded_run
+from trainer.run_folder import run_folder
 from workers.build import EngineRun, check_megatron_model
 from workers.sft import SupervisedWorker
 
@@ -31,12 +31,11 @@ Config = SFTConfig | RMConfig | DPOConfig
 Texts = Sequence[Sequence[TokenizedText]]
 
 
-def train(config: Config, begin: Begin) -> str | None:
+def train(config: Config) -> str | None:
     """The job of main_sft, main_rm and main_dpo; returns a message where an earlier run completed all steps."""
     trainer = SupervisedTrainer(config)
     if message := completed(trainer.store, config.trainer, trainer.total_steps):
         return message
-    begin()
     with running_backend(config.trainer, config.ray_kwargs) as backend:
         try:
             trainer.start_workers(backend)
@@ -93,7 +92,7 @@ class SupervisedTrainer(CheckpointedLoop):
 
     def start_workers(self, backend: WorkerBackend) -> None:
         """Start the worker group and load its model."""
-        self.folder.enter_context(recorded_run(self.cfg))
+        self.begin = self.folder.enter_context(run_folder(self.cfg))
         engine_run = EngineRun(
             device=backend.device,
             nccl_timeout_s=self.cfg.nccl_timeout,

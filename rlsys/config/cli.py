@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import TypeVar
 
@@ -25,14 +24,13 @@ def main_config(
     argv: Sequence[str],
     schema: type[S],
     *,
-    memory: Callable[[S], str] | None = None,
-    check: Callable[[S, bool], Iterable[str]] | None = None,
+    check: Callable[[S, bool], tuple[Sequence[str], Mapping[str, str]]] | None = None,
 ) -> S:
     """The configuration of a job, after printing its headline, notes and plan.
 
-    `check`, called with the configuration and whether it is a dry run, returns notes on what settings name, and raises
-    ConfigError or DataError. Exits with 2 and a message on stderr if a setting is wrong, and with 0 after --help,
-    --version, --print-config and --dry-run.
+    `check`, called with the configuration and whether it is a dry run, returns notes on what settings name and facts
+    for `plan_text`, and raises ConfigError or DataError. Exits with 2 and a message on stderr if a setting is wrong,
+    and with 0 after --help, --version, --print-config and --dry-run.
     """
     try:
         arguments = parse_arguments(argv)
@@ -43,17 +41,15 @@ def main_config(
 
             _print_and_exit(help_text(schema, *arguments.help))
         loaded = load(arguments, schema)
-        if check is not None and not arguments.print_config:
-            loaded = replace(loaded, notes=(*loaded.notes, *check(loaded.config, arguments.dry_run)))
+        notes, facts = check(loaded.config, arguments.dry_run) if check and not arguments.print_config else ((), {})
     except (ConfigError, DataError) as error:
         print(f"rlsys: {error}", file=sys.stderr)
         raise SystemExit(EXIT_CONFIG_ERROR) from None
-    for note in loaded.notes:
+    for note in (*loaded.notes, *notes):
         print(f"rlsys: note: {note}", file=sys.stderr, flush=True)
     if arguments.print_config:
         _print_and_exit(as_yaml(loaded))
-    plan = plan_text(loaded.config, memory=memory(loaded.config) if memory else "")
-    text = "\n".join(filter(None, (f"rlsys: {loaded.headline}", plan)))
+    text = "\n".join(filter(None, (f"rlsys: {loaded.headline}", plan_text(loaded.config, facts))))
     if arguments.dry_run:
         _print_and_exit(f"{text}\nrlsys: --dry-run: nothing was started")
     print(text, flush=True)

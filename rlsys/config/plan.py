@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from rlsys.config.pools import Pools, resolve_pools
 from rlsys.config.schema.actor import TrainedRoleConfig
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig, SupervisedConfig, SupervisedEngineConfig
 from rlsys.config.schema.trainer import RunConfig
+from rlsys.utils.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,16 +92,28 @@ def plan_batches(cfg: PPOConfig) -> BatchPlan:
     return BatchPlan(samples, plan_of(cfg.actor_rollout_ref.actor), critic, cfg.use_reference, pools)
 
 
+def check_enough_rows(num_rows: int, batch_size: int) -> None:
+    """ConfigError if the training files have fewer usable rows than a batch."""
+    if num_rows < batch_size:
+        fix = "set data.train_batch_size (and data.gen_batch_size, if you set it) lower, or add rows"
+        raise ConfigError(f"data.train_files have {num_rows} usable rows, fewer than a batch of {batch_size}: {fix}")
+
+
 def total_steps(num_rows: int, batch_size: int, total_epochs: int, total_training_steps: int | None) -> int:
     """Steps of a run over `num_rows` rows: the whole batches of each epoch (the rest is left out), or what is asked."""
     return total_training_steps if total_training_steps is not None else num_rows // batch_size * total_epochs
 
 
-def plan_text(cfg: Section, *, memory: str = "") -> str:
-    """The plan of any job as people read it, a line for each subject; `memory` is that line of a PPO job."""
-    lines = _ppo_lines(cfg, memory) if isinstance(cfg, PPOConfig) else []
+def plan_text(cfg: Section, facts: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The plan of any job as people read it, a line for each subject.
+
+    `facts` are what no setting says: "data" and "validation", and the "memory" of a PPO job.
+    """
+    lines = [(name, facts.get(name, "")) for name in ("data", "validation")]
+    if isinstance(cfg, PPOConfig):
+        lines += _ppo_lines(cfg, facts.get("memory", ""))
     if isinstance(cfg, SupervisedConfig):
-        lines = _supervised_lines(cfg)
+        lines += _supervised_lines(cfg)
     return "\n".join(f"  {name:<11}{words}" for name, words in lines if words)
 
 
@@ -152,8 +167,8 @@ def _role_words(role: RolePlan, section: str) -> str:
     steps = f"{_many(role.mini_batches, 'mini-batch')} of {role.mini_batch_samples} samples{epochs}"
     key = f"{section}.ppo_micro_batch_size_per_gpu"
     is_split = role.micro_batch_size is not None or role.max_tokens is not None
-    warning = "" if is_split else f" (warning: its whole share at once; set {key}=1 to use less memory)"
-    return f"{steps} = {_many(role.optimizer_steps, 'optimizer step')}; {_rank_words(role)}{warning}"
+    less = "" if is_split else f" ({key}=1 uses the least memory)"
+    return f"{steps} = {_many(role.optimizer_steps, 'optimizer step')}; {_rank_words(role)}{less}"
 
 
 def _rank_words(role: RolePlan) -> str:

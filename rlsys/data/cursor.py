@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rlsys.config.plan import check_enough_rows
 from rlsys.utils.errors import CheckpointError, ConfigError
 
 
@@ -43,12 +44,10 @@ class Cursor:
         seed: int = 1,
         shuffle: bool = True,
         dataset: str = "",
-        batch_size_key: str = "data.train_batch_size",
     ) -> None:
         if batch_size < 1:
-            raise ConfigError(f"{batch_size_key}={batch_size}: must be at least 1")
-        if num_rows < batch_size:
-            raise ConfigError(f"data.train_files have {num_rows} usable rows, fewer than {batch_size_key}={batch_size}")
+            raise ConfigError(f"data.train_batch_size={batch_size}: must be at least 1")
+        check_enough_rows(num_rows, batch_size)
         self._num_rows, self._batch_size, self._shuffle, self._dataset = num_rows, batch_size, shuffle, dataset
         self._seed, self._epoch, self._position = seed, 0, 0
         self._order_of_epoch: tuple[int, np.ndarray] | None = None

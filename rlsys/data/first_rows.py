@@ -1,60 +1,126 @@
-"""A look at the first rows of every file before anything heavy is imported."""
+"""A look at the first rows of every file, and at their number, before anything heavy is imported."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from rlsys.config.plan import check_enough_rows
 from rlsys.config.schema.jobs import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig
-from rlsys.data.files import BadRow, Row, read_rows
+from rlsys.data.chat import Message, as_messages
+from rlsys.data.files import BadRow, Row, count_rows, read_rows
 from rlsys.data.remote import is_remote
 from rlsys.data.rows import MissingColumns, default_source, read_prompt_row
 from rlsys.data.supervised import read_conversations
 from rlsys.utils.errors import ConfigError, DataError
 from rlsys.utils.hub import is_rows_id
+from rlsys.utils.run_folders import config_folder
 
 NUM_ROWS = 20
+SHOWN_CHARS = 100
 JobConfig = PPOConfig | SFTConfig | RMConfig | DPOConfig | EvalConfig
 
 
-def check_first_rows(config: JobConfig) -> set[str]:
-    """The data sources of the prompts at the start of the files.
+@dataclass(frozen=True)
+class FirstRows:
+    """The data sources of the first prompts, and lines of the plan by name: "data" and "validation"."""
 
-    ConfigError for files without the columns that the settings name, DataError for other bad rows at their start. Rows
-    of a dataset class of your own, and what only the tokenizer shows, are checked later.
+    data_sources: set[str] = field(default_factory=set)
+    plan: dict[str, str] = field(default_factory=dict)
+
+
+def check_first_rows(config: JobConfig) -> FirstRows:
+    """What the files start with, and how many rows they have.
+
+    ConfigError for files without the columns that the settings name or with fewer rows than a batch, DataError for
+    other bad rows at their start. Rows of a dataset class of your own, and what only the tokenizer shows, are checked
+    later.
     """
+    first = FirstRows()
     if config.data.custom_cls.path is not None:
-        return set()
-    data_sources: set[str] = set()
-    for file in _files(config):
+        return first
+    if not isinstance(config, EvalConfig):
+        batch = config.data.gen_batch_size if isinstance(config, PPOConfig) else config.data.train_batch_size
+        num_rows = _check_files(config, "data", config.data.train_files, config.data.train_max_samples, first)
+        check_enough_rows(batch if num_rows is None else num_rows, batch)
+    _check_files(config, "validation", config.data.val_files, config.data.val_max_samples, first)
+    return first
+
+
+def _check_files(
+    config: JobConfig, name: str, files: Sequence[str] | None, max_samples: int, first: FirstRows
+) -> int | None:
+    """Read the start of each file into `first`; returns how many rows are used at most, None if that is not known."""
+    local = [file for file in files or () if not (is_rows_id(file) or is_remote(file))]
+    shown = ""
+    for file in local:
         missing: list[str] = []
         rows = list(islice(read_rows(file), NUM_ROWS))
         for row in rows:
             try:
-                data_sources |= _read(config, row)
+                source, messages, answer = _read(config, row)
             except MissingColumns as error:
                 missing.append(f"{row.file}: {error}")
             except ValueError as error:
                 if config.data.bad_rows == "refuse":
                     bad = BadRow(row.file, row.place, str(error))
                     raise DataError(f"{bad}{bad.fix}") from error
+            else:
+                first.data_sources.update(source)
+                shown = shown or f"{_short(_rendered(config, messages))} -> {_short(str(answer))}"
         if missing and (config.data.bad_rows == "refuse" or len(missing) == len(rows)):
             raise ConfigError(missing[0])
-    return data_sources
+    if not local or len(local) < len(files or ()):
+        return None
+    num_rows = sum(map(count_rows, local))
+    used = num_rows if max_samples < 0 else min(num_rows, max_samples)
+    of = f" of {num_rows}" if used < num_rows else ""
+    first.plan[name] = f"{used}{of} rows of {', '.join(local)}" + (f"; the first: {shown}" if shown else "")
+    return used
 
 
-def _files(config: JobConfig) -> Sequence[str]:
-    train = () if isinstance(config, EvalConfig) else config.data.train_files
-    return [
-        file for file in (*(train or ()), *(config.data.val_files or ())) if not (is_rows_id(file) or is_remote(file))
-    ]
+def _read(config: JobConfig, row: Row | BadRow) -> tuple[set[str], Sequence[Message], Any]:
+    """Read a row as the job will: its data source, if it has one, its prompt and its answer.
 
-
-def _read(config: JobConfig, row: Row | BadRow) -> set[str]:
-    """Read a row as the job will: its data source, if it has one; ValueError if it cannot be used."""
+    ValueError if it cannot be used.
+    """
     if isinstance(row, BadRow):
         raise ValueError(row.reason)
     if isinstance(config, PPOConfig | EvalConfig):
-        return {read_prompt_row(row.values, config.data, source=default_source(config.reward)).data_source}
-    read_conversations(row.values, config.data)
-    return set()
+        prompt = read_prompt_row(row.values, config.data, source=default_source(config.reward))
+        return {prompt.data_source}, as_messages(prompt.raw_prompt), prompt.reward_model["ground_truth"]
+    *messages, answer = read_conversations(row.values, config.data)[0]
+    return set(), messages, answer["content"]
+
+
+def _rendered(config: JobConfig, messages: Sequence[Message]) -> str:
+    """The prompt by the chat template of a model's folder, without transformers; else the contents alone."""
+    model = config.actor_rollout_ref.model if isinstance(config, PPOConfig | EvalConfig) else config.model
+    folder = config_folder(Path(model.tokenizer_path or model.path or ""))
+    template_file, tokenizer_file = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    try:
+        known = json.loads(tokenizer_file.read_text())
+        template = model.custom_chat_template or known.get("chat_template")
+        if template_file.is_file() and not model.custom_chat_template:
+            template = template_file.read_text()
+        special = {name: text for name, text in known.items() if name.endswith("_token") and isinstance(text, str)}
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        compiled = environment.from_string(template)
+        arguments = special | config.data.apply_chat_template_kwargs
+        return compiled.render(messages=messages, add_generation_prompt=True, **arguments)
+    except Exception:  # a template is a program of the model's author; the tokenizer reports what is wrong with it
+        return "\n".join(message["content"] for message in messages)
+
+
+def _short(text: str) -> str:
+    """A text in one line, its middle left out where it is long."""
+    half = SHOWN_CHARS // 2
+    return repr(text if len(text) <= SHOWN_CHARS else f"{text[:half]} ... {text[-half:]}")

@@ -229,4 +229,4 @@ def test_fewer_rows_than_a_batch_is_a_configuration_error(job: Job) -> None:
     few = job.folder / "few.jsonl"
     few.write_text("".join(job.toy.train.read_text().splitlines(keepends=True)[:5]))
     ended = job.run(f"data.train_files={few}")
-    assert_one_error(ended, 2, "data.gen_batch_size=8", "5 usable rows")
+    assert_one_error(ended, 2, "5 usable rows, fewer than a batch of 8")

@@ -35,6 +35,10 @@ def spans_by_track(out: Path) -> dict[str, dict[str, list[tuple[int, int]]]]:
     return spans
 
 
+def files_of(out: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in out.rglob("*") if path.is_file() and path.name != "train.log"}
+
+
 def weights_of(out: Path, step: int) -> dict[str, Any]:
     return load_file(str(out / f"global_step_{step}" / "actor" / "model_world_size_1_rank_0.safetensors"))
 
@@ -145,14 +149,14 @@ def test_weights_are_pushed_every_n_steps_and_before_validation(toy: Toy, tmp_pa
     assert [line["training/staleness"] for line in lines] == [0, 1, 2, 0, 1, 0]
 
 
-def test_a_run_that_is_done_says_so_and_changes_nothing(
+def test_a_run_that_is_done_says_so_and_changes_only_its_log(
     toy: Toy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
     argv = toy.overrides(out, LOCAL, "trainer.total_training_steps=1")
     assert main(argv) == 0
     assert "rlsys: done in" in capsys.readouterr().out
-    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    before = files_of(out)
     assert main(argv) == 0
     printed = capsys.readouterr().out
     assert "This run is already complete (step 1 of 1)." in printed
@@ -160,7 +164,11 @@ def test_a_run_that_is_done_says_so_and_changes_nothing(
     assert "To start over: trainer.resume_mode=disable" in printed
     assert f"{out}/metrics.jsonl" in printed
     assert "done in" not in printed
-    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    assert files_of(out) == before
+    assert "This run is already complete" in (out / "train.log").read_text()
+    failing = [*argv, "trainer.total_training_steps=2", "data.seed=7"]
+    assert main(failing) == 1
+    assert files_of(out) == before, "a start that fails leaves config.yaml, starts.jsonl and all else of the run"
     assert main([*argv, "trainer.total_training_steps=2"]) == 0
     assert [line["step"] for line in metrics_of(out)] == [1, 2]
 

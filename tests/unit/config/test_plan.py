@@ -113,11 +113,13 @@ def test_a_critic_is_there_for_gae_only_unless_asked() -> None:
         assert cfg.use_critic is expected
 
 
-def test_an_unsplit_share_is_reported_with_the_key_to_set() -> None:
+def test_a_share_that_is_not_split_is_no_warning_and_names_the_key_that_splits_it() -> None:
     fixed, null = (
         "actor_rollout_ref.actor.use_dynamic_bsz=false",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
     )
-    assert f"set {null}=1 to use less memory" in plan_text(load_config([fixed, f"{null}=null"]))
-    assert "warning" not in plan_text(load_config([fixed, f"{null}=4"]))
-    assert "warning" not in plan_text(load_config([]))
+    text = plan_text(load_config([fixed, f"{null}=null"]))
+    assert f"({null}=1 uses the least memory)" in text
+    assert "warning" not in text
+    assert "least memory" not in plan_text(load_config([fixed, f"{null}=4"]))
+    assert "least memory" not in plan_text(load_config([]))

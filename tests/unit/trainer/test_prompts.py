@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from pyarrow.csv import write_csv
 
 from rlsys.config import PPOConfig, SFTConfig
 from rlsys.data.start_assets import build_tokenizer
@@ -15,6 +18,7 @@ from trainer.job import checked_config
 from trainer.prompts import load_prompts
 
 ROW: dict[str, Any] = {"prompt": "1+1=", "data_source": "rlsys/arithmetic", "ground_truth": "2"}
+GOOD = {"question": "1+1=", "answer": "2"}
 
 
 def written(path: Path, *rows: dict[str, Any]) -> str:
@@ -43,10 +47,16 @@ def test_rows_that_ask_for_tools_are_refused(tmp_path: Path, row: dict[str, Any]
             load()
 
 
-def exits(capsys: pytest.CaptureFixture[str], schema: type, *argv: str) -> tuple[int, str]:
+def printed(capsys: pytest.CaptureFixture[str], schema: type, *argv: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as stopped:
         checked_config(["--dry-run", *argv], schema)
-    return int(str(stopped.value.code)), capsys.readouterr().err
+    output = capsys.readouterr()
+    return int(str(stopped.value.code)), output.out, output.err
+
+
+def exits(capsys: pytest.CaptureFixture[str], schema: type, *argv: str) -> tuple[int, str]:
+    code, _, error = printed(capsys, schema, *argv)
+    return code, error
 
 
 def test_a_dry_run_reads_the_first_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +66,7 @@ def test_a_dry_run_reads_the_first_rows(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "grade.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None): ..."
     )
-    rows = written(tmp_path / "own.jsonl", *[{"question": "1+1=", "answer": "2"}] * 30)
+    rows = written(tmp_path / "own.jsonl", *[GOOD] * 30)
     ppo = (f"actor_rollout_ref.model.path={model}", "actor_rollout_ref.rollout.n=2", "data.train_batch_size=8")
     own = (*ppo, f"data.train_files={rows}", f"reward.custom_reward_function.path={tmp_path}/grade.py")
     code, error = exits(capsys, PPOConfig, *own, "data.bad_rows=skip")
@@ -69,15 +79,53 @@ def test_a_dry_run_reads_the_first_rows(tmp_path: Path, capsys: pytest.CaptureFi
         ("blank", {"question": "2+2=", "answer": " "}, "blank.jsonl, line 2: column 'answer' is blank"),
         ("none", {"question": "2+2="}, "column 'answer' is missing"),
     ):
-        some = written(tmp_path / f"{name}.jsonl", {"question": "1+1=", "answer": "2"}, row)
+        some = written(tmp_path / f"{name}.jsonl", GOOD, row, *[GOOD] * 7)
         code, error = exits(capsys, PPOConfig, *qa, f"data.train_files={some}")
         assert (code, problem in error) == (2, True), error
         assert exits(capsys, PPOConfig, *qa, f"data.train_files={some}", "data.bad_rows=skip")[0] == 0
-    bad = written(tmp_path / "bad.jsonl", ROW, {**ROW, "prompt": " "})
+    bad = written(tmp_path / "bad.jsonl", ROW, {**ROW, "prompt": " "}, *[ROW] * 7)
     code, error = exits(capsys, PPOConfig, *ppo, f"data.train_files={bad}")
     assert (code, "bad.jsonl, line 2: column 'prompt' is blank; correct it" in error) == (2, True)
     assert exits(capsys, PPOConfig, *ppo, f"data.train_files={bad}", "data.bad_rows=skip")[0] == 0
-    sft = (f"model.path={model}", f"data.train_files={rows}", "data.prompt_key=question")
+    sft = (f"model.path={model}", f"data.train_files={rows}", "data.prompt_key=question", "data.train_batch_size=8")
     code, error = exits(capsys, SFTConfig, *sft)
     assert (code, "column 'response' is missing: set data.response_key=answer" in error) == (2, True)
     assert exits(capsys, SFTConfig, *sft, "data.response_key=answer")[0] == 0
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+def test_the_plan_shows_the_number_of_rows_and_the_first_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{{ eos_token }}"
+    tokenizer.save_pretrained(str(tmp_path / "model"))
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    (tmp_path / "grade.py").write_text("def compute_score(data_source, solution_str, **_): ...")
+    values = [{"question": f"what is {i} plus {i}?\n{'x' * 200}", "answer": str(2 * i)} for i in range(12)]
+    path = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(values), path)
+    elif kind == "csv":
+        write_csv(pa.Table.from_pylist(values), path)
+    elif kind == "json":
+        path.write_text(json.dumps(values))
+    else:
+        written(path, *values)
+    argv = [
+        f"actor_rollout_ref.model.path={tmp_path}/model",
+        "actor_rollout_ref.rollout.n=2",
+        f"data.train_files={path}",
+        "data.prompt_key=question",
+        "data.answer_key=answer",
+        f"reward.custom_reward_function.path={tmp_path}/grade.py",
+    ]
+    validation = (f"data.val_files={path}", "data.val_max_samples=3")
+    code, plan, error = printed(capsys, PPOConfig, *argv, *validation, "data.train_batch_size=12")
+    assert code == 0, error
+    data, val = (line.strip() for line in plan.splitlines()[1:3])
+    assert data.startswith(f"data       12 rows of {path}; the first: '[user] what is 0 plus 0?\\nxxx")
+    assert data.endswith(f"xxx\\n{tokenizer.eos_token}' -> '0'")
+    assert val.startswith(f"validation 3 of 12 rows of {path}; ")
+    code, error = exits(capsys, PPOConfig, *argv, "data.train_batch_size=13")
+    assert (code, "12 usable rows, fewer than a batch of 13: set data.train_batch_size" in error) == (2, True), error

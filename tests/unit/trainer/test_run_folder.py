@@ -13,7 +13,7 @@ import pytest
 from rlsys.config import EvalConfig, PPOConfig, load_config
 from rlsys.utils.errors import ConfigError
 from trainer.checkpoint import CheckpointStore, TrainerState, save_state
-from trainer.run_folder import locked, recorded_run, run_folder
+from trainer.run_folder import locked, run_folder
 from trainer.summary import summary_lines
 
 HOLD_LOCK = """
@@ -45,7 +45,8 @@ def grader(root: Path, body: str = "return 1.0") -> Path:
 
 
 def started(config: PPOConfig) -> Path:
-    with recorded_run(config):
+    with run_folder(config) as begin:
+        begin()
         return Path(config.trainer.default_local_dir)
 
 
@@ -75,10 +76,19 @@ def test_a_run_writes_down_what_was_run_without_secrets(tmp_path: Path, monkeypa
 def test_a_trainer_in_a_job_writes_no_second_record(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     with run_folder(config) as begin:
-        begin()
         started(config)
+        begin()
     root = started(config)
     assert len((root / "starts.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_start_that_fails_leaves_the_record_of_the_run_before_it(tmp_path: Path) -> None:
+    root = started(config_of(tmp_path))
+    before = [(root / name).read_bytes() for name in ("config.yaml", "starts.jsonl")]
+    with pytest.raises(ZeroDivisionError), run_folder(config_of(tmp_path, "actor_rollout_ref.actor.optim.lr=0.5")):
+        raise ZeroDivisionError
+    assert [(root / name).read_bytes() for name in ("config.yaml", "starts.jsonl")] == before
+    assert (root / "train.log").read_text().count("started: ") == 2
 
 
 def test_an_evaluation_does_not_write_into_the_folder_of_a_training_run(tmp_path: Path) -> None:
