@@ -63,7 +63,7 @@ def test_a_gpu_draws_what_a_cpu_draws(size: int, dtype: torch.dtype) -> None:
 def test_log_probabilities_are_those_of_the_full_distribution() -> None:
     torch.manual_seed(0)
     logits, rows = torch.randn(60, 151936) * 4, rows_of(60, PLAIN)
-    heat = torch.tensor([row.temperature or 1.0 for row in rows], dtype=torch.float64)
+    heat = torch.tensor([row.params.temperature or 1.0 for row in rows], dtype=torch.float64)
     expected = (logits.double() / heat[:, None]).log_softmax(-1)
     for at, answer in enumerate(drawn(rows, [logits], "cuda")):
         assert answer.full_logprobs[0] == pytest.approx(float(expected[at, answer.tokens[0]]), abs=2e-6)
