@@ -100,6 +100,7 @@ def overrides_of(args: argparse.Namespace, folder: Path, kind: str, k: int, more
         *("algorithm.adv_estimator=grpo", "algorithm.rollout_correction.rollout_is=token"),
         *(f"trainer.n_gpus_per_node={max(1, args.devices - workers)}", f"trainer.rollout_workers={workers}"),
         *(f"trainer.max_staleness={k}", f"trainer.reproducible={str(kind == 'repeat').lower()}"),
+        f"{prefix}.rollout.full_determinism={str(kind == 'repeat').lower()}",
         *(f"trainer.total_training_steps={args.steps + 2 * k + 2}", f"trainer.default_local_dir={folder}"),
         *("trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.resume_mode=disable"),
         *(f"{prefix}.rollout.parity.freq=-1", "trainer.logger=[jsonl]"),
