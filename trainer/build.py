@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.engines import worker_class
 from rlsys.config.plan import BatchPlan
+from rlsys.config.pools import process_pools
 from rlsys.config.schema.model import ServedModelConfig
 from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.external.settings import settings_of
@@ -169,24 +170,16 @@ def check_megatron_models(config: PPOConfig, plan: BatchPlan) -> None:
 
 
 def place_roles(config: PPOConfig, plan: BatchPlan) -> tuple[dict[Role, str], dict[str, list[int]]]:
-    """Each role's pool, and each pool's processes by node; roles the algorithm does not need are left out.
-
-    Each copy of a rollout engine may be on another node.
-    """
-    pools = {"train": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
+    """Each role's pool, and each pool's processes by node; roles the algorithm does not need are left out."""
     mapping = {Role.Actor: "train"}
     if plan.pools.colocated:
         mapping[Role.Rollout] = "train"
     elif not plan.pools.external:
-        per_copy = config.actor_rollout_ref.rollout.tensor_model_parallel_size
-        mapping[Role.Rollout], pools["rollout"] = "rollout", [per_copy] * (plan.pools.rollout_ranks // per_copy)
+        mapping[Role.Rollout] = "rollout"
     if plan.critic is not None:
         mapping[Role.Critic] = "train"
     if plan.use_reference and config.actor_rollout_ref.has_reference_weights:
         mapping[Role.RefPolicy] = "train"
-    grader = config.reward.reward_model
-    if grader.enable:
+    if config.reward.reward_model.enable:
         mapping[Role.RewardModel] = "reward_model" if plan.pools.reward_model_ranks else "train"
-        if plan.pools.reward_model_ranks:
-            pools["reward_model"] = [grader.n_gpus_per_node] * grader.nnodes
-    return mapping, pools
+    return mapping, process_pools(config)

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from rlsys.config import EvalConfig, PPOConfig
 from rlsys.config.checks.files import no_score_head
-from rlsys.config.pools import is_external, resolve_pools
+from rlsys.config.pools import is_external, process_pools, resolve_pools
 from rlsys.fleet.external.settings import settings_of
 from rlsys.rollout.versions import SGLANG, VLLM
 from rlsys.telemetry.tracker_adapters import flat_settings
@@ -29,14 +29,16 @@ ANSWER_S = 2.0
 def check_machine(config: Any, *, dry_run: bool) -> list[str]:
     """Notes on what a run here would lack; ConfigError for an engine, a device, a model or a server that is not there.
 
-    Models by name and servers are only looked for in a dry run; a run waits for servers and downloads models itself,
-    but for a reward model, whose config.json is read first.
+    Models by name, servers and the Ray cluster to join are only looked for in a dry run; a run waits for servers and
+    downloads models itself, but for a reward model, whose config.json is read first.
     """
     notes: list[str] = []
     if isinstance(config, PPOConfig | EvalConfig):
         _check_engine(config)
     if not _joins_a_cluster(config):
         notes += _capacity(config)
+    elif dry_run:
+        _check_cluster(config)
     if dry_run:
         settings = flat_settings(config.model_dump())
         for name, key in {settings.get(key): key for key in reversed(MODELS)}.items():
@@ -62,7 +64,20 @@ def _check_engine(config: PPOConfig | EvalConfig) -> None:
 def _joins_a_cluster(config: Any) -> bool:
     ray = sys.modules.get("ray")
     address = config.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS")
-    return address not in (None, "", "local") or (ray is not None and ray.is_initialized())
+    is_joining = address not in (None, "", "local") or (ray is not None and ray.is_initialized())
+    return is_joining and config.trainer.backend == "ray"
+
+
+def _check_cluster(config: Any) -> None:
+    """ConfigError unless the Ray cluster of the configured address answers and has room for the processes."""
+    from rlsys.single_controller import ray as on_ray
+
+    run = config.trainer
+    pools = process_pools(config) if isinstance(config, PPOConfig) else {"train": [run.n_gpus_per_node] * run.nnodes}
+    with on_ray.connect({"address": config.ray_kwargs.ray_init.address}):
+        has_gpus = any(node.num_gpus for node in on_ray.cluster_nodes())
+        use_gpu = run.device == "cuda" or (run.device == "auto" and has_gpus)
+        on_ray.ResourcePoolManager(pools, {}, use_gpu=use_gpu).create_resource_pool()
 
 
 def _capacity(config: Any) -> Iterator[str]:

@@ -43,6 +43,18 @@ def resolve_pools(cfg: PPOConfig) -> Pools:
     )
 
 
+def process_pools(cfg: PPOConfig) -> dict[str, list[int]]:
+    """The processes of each pool by node. Each copy of a rollout engine may be on another node."""
+    pools, trainer, grader = resolve_pools(cfg), cfg.trainer, cfg.reward.reward_model
+    by_node = {"train": [trainer.n_gpus_per_node] * trainer.nnodes}
+    if not pools.colocated and not pools.external:
+        per_copy = cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
+        by_node["rollout"] = [per_copy] * (pools.rollout_ranks // per_copy)
+    if pools.reward_model_ranks:
+        by_node["reward_model"] = [grader.n_gpus_per_node] * grader.nnodes
+    return by_node
+
+
 def generates_ahead(cfg: PPOConfig) -> bool:
     """Whether prompts start before their step; if not, samples are only as old as trainer.sync_freq makes them."""
     trainer = cfg.trainer

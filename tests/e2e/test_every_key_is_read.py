@@ -67,7 +67,7 @@ READERS = {
     f"{ROLLOUT}on_update": "rlsys/rollout/vllm/engine.py:_stop",
     "trainer.resume_changed": "trainer/run_folder.py:_compared",
     **{f"trainer.max_failed_{name}": "trainer/prompt_groups.py:fail" for name in ("in_a_row", "share")},
-    **{f"reward.reward_model.{name}": "trainer/build.py:place_roles" for name in ("n_gpus_per_node", "nnodes")},
+    **{f"reward.reward_model.{name}": "rlsys/config/pools.py:process_pools" for name in ("n_gpus_per_node", "nnodes")},
     **{f"ray_kwargs.ray_init.{name}": RAY for name in ("num_cpus", "address", "runtime_env")},
     "ray_kwargs.timeline_json_file": RAY,
 }

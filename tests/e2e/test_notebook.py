@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,3 +37,23 @@ def test_the_notebook_steps_a_trainer_on_a_running_head(
     assert "ipykernel" in json.loads(start)["command"]
     assert "all defaults filled in" in (tmp_path / "out" / "config.yaml").read_text()
     assert "loading the model" in (tmp_path / "out" / "train.log").read_text()
+
+
+DRY_RUNS = """
+from rlsys.config import load_config
+from rlsys.utils.errors import ConfigError
+from trainer.machine import check_machine
+for num_nodes in (1, 2):
+    try:
+        print(check_machine(load_config(["trainer.n_gpus_per_node=4", f"trainer.nnodes={num_nodes}"]), dry_run=True))
+    except ConfigError as error:
+        print(error)
+"""
+
+
+def test_a_dry_run_asks_the_cluster_that_it_would_join(head: Head) -> None:
+    command, env = [sys.executable, "-c", DRY_RUNS], head.env | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=scaled_s(60), check=True)
+    fits, too_large = ended.stdout.splitlines()
+    assert fits == "[]"
+    assert too_large.startswith("the cluster has 4 CPUs and 0 GPUs on 1 node(s), the plan needs 8 CPUs")

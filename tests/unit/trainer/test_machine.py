@@ -47,7 +47,7 @@ def test_a_gpu_that_is_asked_for_must_be_visible() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.device = cuda: no GPU is visible"):
         notes("trainer.device=cuda")
     joined = ["ray_kwargs.ray_init.address=10.0.0.1:6379", "trainer.nnodes=4", "trainer.n_gpus_per_node=8"]
-    assert notes("trainer.device=cuda", *joined) == []
+    assert notes("trainer.device=cuda", *joined, dry_run=False) == []
 
 
 def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
