@@ -18,13 +18,20 @@ NamedTensors = Mapping[str, Tensor]
 class EngineWeights:
     """An engine's own parameters, written in place by a learned layout or filled through the engine's own loader.
 
-    `expected` are the HF tensors by shape and type. Weights cannot be pushed by plan before `adopt`.
+    `expected` are the HF tensors by shape and type; `derive_fn` has the engine derive again what it keeps beside its
+    parameters. Weights cannot be pushed by plan before `adopt`.
     """
 
-    def __init__(self, expected: NamedTensors, aliases: Mapping[str, str], model_fn: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        expected: NamedTensors,
+        aliases: Mapping[str, str],
+        model_fn: Callable[[], Any],
+        derive_fn: Callable[[], None],
+    ) -> None:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
         self.dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in expected.items()}
-        self.aliases, self._model_fn = aliases, model_fn
+        self.aliases, self._model_fn, self._derive_fn = aliases, model_fn, derive_fn
         self._layout: WeightLayout | None = None
         self._views: Callable[[NamedTensors], NamedTensors] = dict
 
@@ -51,7 +58,8 @@ class EngineWeights:
         self._model_fn().load_weights((name, tensor) for name, tensor in bucket if name not in self.aliases)
 
     def finish(self) -> None:
-        """No-op: the tensors are in place."""
+        """Have the engine derive again what it keeps beside the tensors, which are in place."""
+        self._derive_fn()
 
 
 class HostWeights:

@@ -26,6 +26,11 @@ def max_positions_of(path: str | Path) -> int:
     return int(_text_config(path).max_position_embeddings)  # type: ignore[attr-defined]
 
 
+def has_latent_attention(path: str | Path) -> bool:
+    """Whether keys and values are made from a latent vector (as in DeepSeek-V3)."""
+    return bool(getattr(_text_config(path), "kv_lora_rank", None))
+
+
 def eos_ids_of(path: str | Path) -> tuple[int, ...]:
     """The ids that end a completion, from generation_config.json or else config.json."""
     eos = getattr(_text_config(path), "eos_token_id", None)

@@ -53,7 +53,7 @@ class SchedulerEngine:
         runner = scheduler.tp_worker.model_runner
         self.model, self._scheduler = runner.model, scheduler
         self.device = next(self.model.parameters()).device
-        self.weights = EngineWeights(*hf_tensors(settings.path, dtype=settings.dtype), lambda: self.model)
+        self.weights = EngineWeights(*hf_tensors(settings.path, dtype=settings.dtype), lambda: self.model, self._derive)
         self.sampler = SchedulerSampler(settings.seed, self.device, logged=settings.is_leader)
         self.temperature = 1.0
         self.num_stops = self._num_seen_stops = 0
@@ -62,7 +62,7 @@ class SchedulerEngine:
             "score_at": self._score_at,
             "load": self.load,
             "wait_idle": self.wait_idle,
-            "finish": self._finish,
+            "finish": self.weights.finish,
         }
         self.server = RpcServer(
             Path(settings.socket), methods | dict(settings.methods(self)), on_thread_start=self._use_device
@@ -83,7 +83,7 @@ class SchedulerEngine:
 
     def finish_update(self, version: int) -> None:
         """Switch to the new weights; the worker lifts the quarantine."""
-        self._finish()
+        self.weights.finish()
         self.server.call_back("finish_update", version)
 
     def wait_idle(self) -> None:
@@ -105,7 +105,7 @@ class SchedulerEngine:
     def _is_paused(self) -> bool:
         return self._scheduler._engine_paused
 
-    def _finish(self) -> None:
+    def _derive(self) -> None:
         """Have the model recompute what it derives from its parameters."""
         post_load = getattr(self.model, "post_load_weights", None)
         if post_load is not None:

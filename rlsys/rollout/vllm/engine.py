@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,8 @@ class VLLMRollout(BaseRolloutEngine):
         self._decision = torch.zeros(2, dtype=torch.int64) if is_parallel else None
         loads = context.load_format == "auto" and on_cpu
         expected = hf_tensors(path, dtype=context.dtype_name(config.dtype), has_values=loads, has_memory=on_cpu)
-        self.weights = HostWeights(*expected, self._reload) if on_cpu else EngineWeights(*expected, self._model)
+        derive = partial(self._rpc, "rlsys_derive")
+        self.weights = HostWeights(*expected, self._reload) if on_cpu else EngineWeights(*expected, self._model, derive)
 
     def _decode(self) -> bool:
         try:

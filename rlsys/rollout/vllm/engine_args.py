@@ -7,9 +7,14 @@ from typing import Any
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.base import EngineContext
-from rlsys.rollout.hf_files import max_positions_of
+from rlsys.rollout.hf_files import has_latent_attention, max_positions_of
 from rlsys.rollout.versions import VLLM
 from rlsys.rollout.vllm.determinism import aligned_arguments
+
+CPU_LATENT_ATTENTION = {
+    "attention_config": {"backend": "CPU_MLA"},  # the one for AMX has no float32
+    "compilation_config": {"custom_ops": ["-rotary_embedding"]},  # its kernel rotates the wrong part of latent queries
+}
 
 
 def engine_arguments(path: str | Path, config: GenerationConfig, context: EngineContext) -> dict[str, Any]:
@@ -39,6 +44,7 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
         **({} if on_cpu else {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": True}),
         "max_cudagraph_capture_size": config.cuda_graph_max_bs,
         "cudagraph_capture_sizes": config.cudagraph_capture_sizes and sorted(config.cudagraph_capture_sizes),
+        **(CPU_LATENT_ATTENTION if on_cpu and has_latent_attention(path) else {}),
         **config.engine_kwargs.vllm,
     }
     return arguments | aligned_arguments(arguments, device=context.device) if config.full_determinism else arguments

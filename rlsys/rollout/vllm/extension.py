@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from rlsys.rollout.vllm.packed_weights import pack_again
+from rlsys.rollout.vllm.packed_weights import derive_again, pack_again
 from rlsys.rollout.vllm.sampler import SamplingProcessor
 
 
@@ -29,6 +29,10 @@ class RolloutExtension:
         """Load full HF tensors through vLLM's own loader, which packs them for its kernels."""
         self.model_runner.reload_weights(weights_iterator=iter(tensors))
         pack_again(self.model_runner.get_model())
+
+    def rlsys_derive(self) -> None:
+        """Derive again what attention layers keep beside weights that were written in place."""
+        derive_again(self.model_runner.get_model(), self.model_runner.model_config.dtype)
 
     def rlsys_score_at(self, temperature: float) -> None:
         """Compute prompt log-probabilities at this temperature from now on."""

@@ -1,8 +1,11 @@
-"""What vLLM's loader leaves as it was when weights are loaded again."""
+"""What vLLM makes of weights when it loads them, made again: its loader leaves some as it was, and a push all of it."""
 
 from __future__ import annotations
 
 from typing import Any
+
+import torch
+from torch import Tensor
 
 
 def pack_again(model: Any) -> None:
@@ -14,3 +17,25 @@ def pack_again(model: Any) -> None:
         experts: Any = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
         if experts is not None:
             experts.fused_experts.process_weights_after_loading(layer)
+
+
+@torch.no_grad()
+def derive_again(model: Any, dtype: torch.dtype) -> None:
+    """Have attention layers derive again what they keep beside their weights, in the memory that CUDA graphs read.
+
+    These are the matrices that latent attention absorbs, copies where `kv_b_proj` is quantized, and sinks in float32.
+    """
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    for layer in model.modules():
+        if isinstance(layer, AttentionLayerBase) and hasattr(layer, "process_weights_after_loading"):
+            before = [(owner, name, tensor) for owner in (layer, layer.impl) for name, tensor in _tensors_of(owner)]
+            layer.process_weights_after_loading(dtype)
+            for owner, name, tensor in before:
+                tensor.copy_(getattr(owner, name))
+                setattr(owner, name, tensor)
+
+
+def _tensors_of(owner: Any) -> list[tuple[str, Tensor]]:
+    held = {**vars(owner), **getattr(owner, "_parameters", {}), **getattr(owner, "_buffers", {})}
+    return [(name, value) for name, value in held.items() if isinstance(value, Tensor)]
