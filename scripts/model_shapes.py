@@ -93,7 +93,13 @@ DEEPSEEK_V3: dict[str, Any] = {
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": _qwen2(4, 64, 96, 4, 2, 250, tied=True),
     "tiny-moe": _qwen3_moe(4, 64, 48, 8, 8, 250),
+    "135M": {
+        **_qwen2(30, 576, 1536, 9, 3, 49152, tied=True),
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+    },
     "0.5B": _qwen2(24, 896, 4864, 14, 2, 151936, tied=True),
+    "1.5B": _qwen2(28, 1536, 8960, 12, 2, 151936, tied=True),
     "7B": _qwen2(28, 3584, 18944, 28, 4, 152064, tied=False),
     "32B": _qwen2(64, 5120, 27648, 40, 8, 152064, tied=False),
     "30B-A3B": _qwen3_moe(48, 2048, 768, 128, 32, 151936),

@@ -75,11 +75,8 @@ def _varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
-    if query.shape[1] != key.shape[1]:
-        if "enable_gqa" in signature(varlen_attn).parameters:
-            options["enable_gqa"] = True
-        else:
-            key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    if "enable_gqa" in signature(varlen_attn).parameters:  # releases without it take grouped heads unasked
+        options["enable_gqa"] = True
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     ends, longest = packing.cu_seq_lens, packing.max_length
     out = varlen_attn(q, k, v, ends, ends, longest, longest, **options)

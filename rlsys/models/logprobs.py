@@ -6,13 +6,16 @@ where they are recomputed; the results are float32 (float64 in a float64 model) 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import shutil
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._triton import has_triton
 
 from rlsys.types import LOGITS_CHUNK_ELEMENTS
 
@@ -50,6 +53,34 @@ def token_stats(
     stats = _TokenStats.apply(hidden, weight, targets, 1.0 / temperature, rows, *wanted, part)
     named = zip(("log_probs", "entropy", "sum_pi_squared"), stats, strict=True)
     return {name: value for name, value in named if value is not None}
+
+
+FUSED_FROM = 4096
+"""Vocabularies on CUDA for which kernels are compiled."""
+
+
+@cache
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` compiled to kernels that read each logit once or twice; itself where nothing can compile them."""
+    return torch.compile(function) if has_triton() and shutil.which("cc") else function
+
+
+def moments_of(scores: Tensor, moments: bool) -> tuple[Tensor, ...]:
+    """log sum_v exp(s_v) of each row of scores (m, V) and, with `moments`, sum_v p_v s_v and sum_v p_v^2."""
+    log_norm = torch.logsumexp(scores, dim=-1)
+    if not moments:
+        return (log_norm,)
+    probs = torch.exp(scores - log_norm[:, None])
+    return log_norm, torch.linalg.vecdot(probs, scores), torch.linalg.vecdot(probs, probs)
+
+
+def log_prob_slope(
+    scores: Tensor, log_norm: Tensor, column: Tensor, d_rows: Tensor, d_target: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """d loss / d scores (m, V) of log-probs alone: `d_target` at `column` of each row, less `d_rows` p_v."""
+    is_target = torch.arange(scores.shape[1], device=scores.device) == column[:, None]
+    slope = torch.where(is_target, d_target[:, None], 0.0) - d_rows[:, None] * torch.exp(scores - log_norm[:, None])
+    return slope.to(dtype)
 
 
 class _Scores:
@@ -95,20 +126,19 @@ class _TokenStats(torch.autograd.Function):
         vocabulary: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         scores_of = _Scores(hidden, weight, scale, rows)
+        reduced = _fused(moments_of) if hidden.is_cuda and len(weight) >= FUSED_FROM else moments_of
         target_of = _Targets(targets, vocabulary, len(weight))
         log_norm, log_probs, mean, square_sum = (
             torch.zeros(len(hidden), dtype=scores_of.dtype, device=hidden.device) for _ in range(4)
         )
         for part in scores_of.parts():
             scores = scores_of.of(part)
-            log_norm[part] = torch.logsumexp(scores, dim=-1)
+            log_norm[part], *moments = reduced(scores, entropy or squares)
             log_probs[part] = target_of.scores(scores, part)
             if vocabulary is None:
                 log_probs[part] -= log_norm[part]
-            if entropy or squares:
-                probs = torch.exp(scores - log_norm[part, None])
-                mean[part] = torch.linalg.vecdot(probs, scores)
-                square_sum[part] = torch.linalg.vecdot(probs, probs)
+            if moments:
+                mean[part], square_sum[part] = moments
         if vocabulary is not None:
             _combine(vocabulary.group, log_norm, log_probs, mean, square_sum, moments=entropy or squares)
         ctx.save_for_backward(hidden, weight, log_norm, mean, square_sum)
@@ -123,18 +153,18 @@ class _TokenStats(torch.autograd.Function):
         hidden, weight, log_norm, mean, square_sum = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         scores_of = _Scores(hidden, weight, ctx.scale, ctx.rows)
+        is_fused = hidden.is_cuda and len(weight) >= FUSED_FROM and d_entropy is None and d_squares is None
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros_like(weight, dtype=scores_of.dtype) if need_weight else None
         for part in scores_of.parts():
             scores = scores_of.of(part)
-            slope = (scores - log_norm[part, None]).exp_()
-            if d_entropy is None and d_squares is None and d_log_probs is not None:
-                slope.mul_(-d_log_probs[part, None])
+            if d_log_probs is not None and is_fused:
+                slope = ctx.target_of.slope(scores, log_norm, part, ctx.scale * d_log_probs, hidden.dtype)
             else:
-                slope = _slope(slope, scores, mean, square_sum, (d_log_probs, d_entropy, d_squares), part)
-            if d_log_probs is not None:
-                ctx.target_of.add(slope, part, d_log_probs)
-            slope = (slope if ctx.scale == 1.0 else slope.mul_(ctx.scale)).to(hidden.dtype)
+                slope = _slope(scores, log_norm, mean, square_sum, (d_log_probs, d_entropy, d_squares), part)
+                if d_log_probs is not None:
+                    ctx.target_of.add(slope, part, d_log_probs)
+                slope = (slope if ctx.scale == 1.0 else slope.mul_(ctx.scale)).to(hidden.dtype)
             if d_hidden is not None:
                 torch.mm(slope, weight, out=d_hidden[part])
             if d_weight is not None:
@@ -162,8 +192,15 @@ class _Targets:
     def add(self, slope: Tensor, part: slice, values: Tensor) -> None:
         """Add `values` (M,) of the rows of `part` to the targets' columns of `slope`."""
         if self.size:
-            own = values[part] if self.here is None else values[part] * self.here[part]
-            slope.scatter_add_(1, self.column[part, None], own[:, None])
+            slope.scatter_add_(1, self.column[part, None], self._own(values, part)[:, None])
+
+    def slope(self, scores: Tensor, log_norm: Tensor, part: slice, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """`log_prob_slope` of the rows of `part`, of which `values` (M,) are the gradients."""
+        own = self._own(values, part)
+        return _fused(log_prob_slope)(scores, log_norm[part], self.column[part], values[part], own, dtype)
+
+    def _own(self, values: Tensor, part: slice) -> Tensor:
+        return values[part] if self.here is None else values[part] * self.here[part]
 
 
 def _combine(
@@ -188,13 +225,16 @@ def _combine(
 
 
 def _slope(
-    probs: Tensor, scores: Tensor, mean: Tensor, square_sum: Tensor, grads: tuple[Tensor | None, ...], part: slice
+    scores: Tensor, log_norm: Tensor, mean: Tensor, square_sum: Tensor, grads: tuple[Tensor | None, ...], part: slice
 ) -> Tensor:
     """d loss / d scores without the target's own term; overwrites `scores`.
 
     d entropy / d s_i = -p_i (s_i - mean) and d squares / d s_i = 2 p_i (p_i - squares), where mean = sum_v p_v s_v.
     """
     d_log_probs, d_entropy, d_squares = grads
+    probs = (scores - log_norm[part, None]).exp_()
+    if d_entropy is None and d_squares is None and d_log_probs is not None:
+        return probs.mul_(-d_log_probs[part, None])
     factor = torch.zeros_like(probs)
     if d_entropy is not None:
         factor.sub_(scores.sub_(mean[part, None]).mul_(d_entropy[part, None]))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rlsys.models.logprobs import VocabularyPart, token_stats
+from rlsys.models.logprobs import VocabularyPart, log_prob_slope, moments_of, token_stats
 from tests.ranks import run_ranks
 
 OUTPUTS = ("log_probs", "entropy", "sum_pi_squared")
@@ -84,6 +84,23 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     hidden, weight, targets = case(3, 4, 7, seed=3)
     token_stats(hidden, weight.detach(), targets)["log_probs"].sum().backward()
     assert hidden.grad is not None
+
+
+def test_what_is_compiled_on_a_gpu_has_the_moments_and_the_slope_of_autograd() -> None:
+    scores, _, column = case(5, 11, 11, seed=6)
+    d_rows = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    log_norm, mean, squares = moments_of(scores, True)
+    probs = torch.softmax(scores, dim=-1)
+    torch.testing.assert_close(mean, (probs * scores).sum(-1))
+    torch.testing.assert_close(squares, probs.square().sum(-1))
+    (alone,) = moments_of(scores, False)
+    assert torch.equal(alone, log_norm)
+    picked = torch.log_softmax(scores, dim=-1).gather(1, column[:, None])[:, 0]
+    (expected,) = torch.autograd.grad((d_rows * picked).sum(), scores)
+    slope = log_prob_slope(scores.detach(), log_norm.detach(), column, d_rows, d_rows, torch.float32)
+    torch.testing.assert_close(slope, expected.float())
+    others = log_prob_slope(scores.detach(), log_norm.detach(), column, d_rows, 0 * d_rows, torch.float64)
+    torch.testing.assert_close(others, -d_rows[:, None] * probs.detach())
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
