@@ -69,6 +69,7 @@ MAX_UNSET = 8
 ARGUMENTS = ("8", "checkpoints/out")
 """For scripts that take the number of processes and an output folder."""
 ENVIRONMENT = ("is not installed",)
+LACKING = ("file not found", "folder not found", "no such preset")
 
 
 def commands(script: Path, folder: Path) -> list[list[str]]:
@@ -108,8 +109,9 @@ def replaced(argv: list[str], folder: Path, module: str, schema: type[Section]) 
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 1 << 20}))
     (model / "adapter_config.json").write_text("{}")
     data.write_bytes(b"PAR1")
-    folders = re.compile(r"^(\+*\S*(model[._]path|_pretrain|adapter_path|tokenizer_path))=.+")
+    folders = re.compile(r"^(\+*\S*(model[._]path|_pretrain|adapter_path|tokenizer_path))=.*")
     argv = [folders.sub(rf"\1={model}", word) for word in argv if word not in ARGUMENTS]
+    argv = [f"{word}{folder}" if word == "trainer.default_local_dir=" else word for word in argv]
     if not any(word.startswith(("--config-name", "--config-path")) for word in argv):
         argv += [f"--config-name={preset}" for words, preset in PRESETS.items() if words in module]
     if schema is EvalConfig:
@@ -166,6 +168,9 @@ def main() -> None:
                     continue
                 schema = MODULES[module]
                 kind, problems = kind_of(text, schema), problems_of(replaced(argv, folder, command[at], schema), schema)
+                if problems and all(any(words in problem for words in LACKING) for problem in problems):
+                    apart["commands with files that the checkout lacks"] += 1
+                    continue
                 total[kind] += 1
                 accepted[kind] += not problems
                 reasons.update({re.sub(r" = .*?(?=[:(] |$)|=\S+", "", problem) for problem in problems})

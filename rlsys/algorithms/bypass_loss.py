@@ -27,17 +27,11 @@ def bypass_mode(
     `loss_type=ppo_clip`: PPO's clip on policy / rollout. `reinforce`: `-sg(w) A log pi` with the importance weights w
     of `rollout_correction` (1 without `rollout_is`). Rejection removes tokens from the sum, not from the count.
     `rollout_is_weights` are not used: the weights are those of the current policy. Metrics are those of
-    `rollout_correction` over these rows, weighted by their tokens.
-
-    ValueError for rollout_is_batch_normalize with `reinforce`: the mean of weights that change with every update is not
-    known when a micro-batch is computed.
+    `rollout_correction` over these rows, weighted by their tokens. `rollout_is_batch_normalize` makes the mean
+    of the weights over these rows 1.
     """
     correction = rollout_correction or RolloutCorrectionConfig()
     reinforce = correction.loss_type == "reinforce"
-    if reinforce and correction.rollout_is_batch_normalize:
-        raise ValueError(
-            "rollout_is_batch_normalize does not work with bypass_mode and loss_type=reinforce; disable it"
-        )
     num_tokens = response_mask.bool().sum().double()
     corrected = correct(
         old_log_probs=log_prob.detach(),

@@ -110,7 +110,8 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, config: RolloutCorrectionCon
 
     Statistics are of `-log rho` (k1), `(log rho)^2 / 2` (k2) and `rho - log rho - 1` (k3), per token or as the sum,
     mean or maximum of a row. `token_m2` bounds the mean of `(log rho)^2` over the kept tokens of the batch by removing
-    those with the largest (the second moment of M2PO, arXiv:2510.01161).
+    those with the largest (the second moment of M2PO, arXiv:2510.01161). A token with rho below the veto threshold
+    removes its row.
     """
     safe = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     valid = mask.bool()
@@ -123,6 +124,10 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, config: RolloutCorrectionCon
         inside = statistic <= high if low is None else (statistic >= low) & (statistic <= high)
         kept = kept & inside
         metrics |= _rejection_metrics(mode, statistic, inside, valid, low, high)
+    if config.rollout_token_veto_threshold is not None:
+        vetoed = ((log_ratio < math.log(config.rollout_token_veto_threshold)) & valid).any(dim=1, keepdim=True)
+        kept = kept & ~vetoed
+        metrics["rollout_is_veto_fraction"] = vetoed.double().mean().item()
     if rejections:
         metrics["rollout_rs_masked_fraction"] = masked_mean((~kept).double(), valid).item()
         metrics["rollout_rs_seq_masked_fraction"] = (~kept & valid).any(dim=1).double().mean().item()

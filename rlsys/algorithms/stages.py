@@ -118,7 +118,7 @@ def apply_rollout_correction(batch: DataProto, config: RolloutCorrectionConfig) 
     """
     if config.bypass_mode:
         return with_columns(batch, old_log_probs=column(batch, "rollout_log_probs")), {}
-    if config.rollout_is is None and config.rollout_rs is None:
+    if not config.corrects:
         return batch, {}
     corrected = rollout_correction(
         old_log_probs=column(batch, "old_log_probs"),

@@ -43,7 +43,7 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         raise ConfigError("--config-name and --config-path need a value, e.g. --config-name=ppo_trainer")
     overrides: list[Override] = []
     problems: list[str] = []
-    for text in rest:
+    for text in (text for text in rest if not text.isspace()):
         if text.startswith("-"):
             raise ConfigError(_unknown_option(text))
         try:

@@ -22,7 +22,7 @@ def rejection_bounds(config: RolloutCorrectionConfig) -> tuple[tuple[str, float 
     ValueError for an unknown mode or a threshold that does not fit.
     """
     modes = [REJECTION_ALIASES.get(mode, mode) for mode in _parts(config.rollout_rs)]
-    limits = _parts(config.rollout_rs_threshold)
+    limits, lowest = _parts(config.rollout_rs_threshold), config.rollout_rs_threshold_lower
     if unknown := [mode for mode in modes if mode not in REJECTION_MODES]:
         known = ", ".join((*REJECTION_ALIASES, *REJECTION_MODES))
         raise ValueError(f"{KEY}.rollout_rs = {config.rollout_rs}: '{unknown[0]}' is not one of {known}")
@@ -30,20 +30,22 @@ def rejection_bounds(config: RolloutCorrectionConfig) -> tuple[tuple[str, float 
         why = f"set one bound, or one for each of the {len(modes)} measures of rollout_rs"
         raise ValueError(f"{KEY}.rollout_rs_threshold = {config.rollout_rs_threshold}: {why}")
     pairs = zip(modes, limits * len(modes) if len(limits) == 1 else limits, strict=False)
-    return tuple(_rejection(mode, limit) for mode, limit in dict(pairs).items())
+    return tuple(_rejection(mode, limit, lowest) for mode, limit in dict(pairs).items())
 
 
 def _parts(text: str | None) -> list[str]:
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
-def _rejection(mode: str, limit: str) -> tuple[str, float | None, float]:
+def _rejection(mode: str, limit: str, lowest: float | None) -> tuple[str, float | None, float]:
     key = "rollout_rs_threshold"
     low, high = _bounds(key, limit)
     if not mode.endswith("k1"):
         if low is not None:
             raise ValueError(f"{KEY}.{key}: {mode} takes one upper bound, not {limit}")
         return mode, None, high
+    if lowest is not None:  # both bound the inverse ratio
+        low, high = 1 / high, 1 / lowest
     low = 1 / high if low is None else low
     if not 0 < low <= high:
         raise ValueError(f"{KEY}.{key} = {limit}: {mode} takes a ratio of at least 1, or low_high, e.g. 0.5_2.0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any
 
 from rlsys.config.compat.allocation import allocation_settings
@@ -29,6 +30,7 @@ def derived_settings(
     longest, budget = values.get("data.max_length", 0), values.get(BUDGET, 0)
     if BUDGET not in given and is_count(longest) and longest > budget:
         settings[BUDGET] = Given(longest, "follows data.max_length", BUDGET)
+    settings |= _expert_tensor(values)
     made = settings | _kl_loss(values)
     problems += [
         f"{key} = {shown(values[key])}: conflicts with {rule.origin.removeprefix('from ')}; "
@@ -37,6 +39,18 @@ def derived_settings(
         if key in given and values[key] != rule.value
     ]
     return made | _areal_estimator(values, given), problems
+
+
+def _expert_tensor(values: Mapping[str, Any]) -> dict[str, Given]:
+    """Whole experts on each rank where matrices of tensor_model_parallel_size parts do not divide the ranks."""
+    ranks = [values["trainer.nnodes"], values["trainer.n_gpus_per_node"]]
+    made = {}
+    for key in (key for key in values if key.endswith("megatron.expert_tensor_parallel_size")):
+        names = ("tensor_model_parallel_size", "expert_model_parallel_size", "pipeline_model_parallel_size")
+        sizes = [values[f"{key.rpartition('.')[0]}.{name}"] for name in names]
+        if values[key] is None and all(map(is_count, [*ranks, *sizes])) and prod(ranks) % prod(sizes) and sizes[1] > 1:
+            made[key] = Given(1, "follows trainer.n_gpus_per_node", key)
+    return made
 
 
 def _areal_estimator(values: Mapping[str, Any], given: Mapping[str, Given]) -> dict[str, Given]:

@@ -19,7 +19,7 @@ from rlsys.config.schema.base import Section
 from rlsys.utils.errors import ConfigError
 
 COMMAND_LINE = "command line"
-_YIELDING = (("data.train_batch_size", 0), ("async_training", True))
+_YIELDING = (("data.train_batch_size", 0), ("async_training", True), ("actor.use_lora", True))
 """What verl's and AReaL's asynchronous trainers want beside the setting that counts."""
 
 
@@ -127,7 +127,8 @@ class Layers:
         if isinstance(value, str) and compat.canonical_references(value) == f"${{{path}}}":
             return
         given = Given(value, origin, spelling)
-        if path in compat.expansions and not isinstance(value, dict):
+        reason = compat.foreign.get(path)
+        if path in compat.expansions and not isinstance(value, dict) and (reason is None or reason.accepts(value)):
             for key, part in compat.expand(path, value).items():
                 self._set(key, Given(part, origin, spelling, value))
         elif path in compat.engines:

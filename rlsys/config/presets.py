@@ -14,6 +14,7 @@ from rlsys.utils.errors import ConfigError
 
 QUICKSTART_WHY = "no model was set, so the small start model learns arithmetic (to use yours set {key}=<folder>)"
 _DAPO = {"dapo_trainer": "ppo_trainer", "dapo_megatron_trainer": "ppo_megatron_trainer"}
+_DAPO |= {"fully_async_dapo_trainer": "fully_async_ppo_trainer"}
 _OF_VERL = {"sft_trainer_engine": "sft_trainer", **_DAPO}
 """Files of verl's config folders, named with a --config-path that only exists there, and the presets like them."""
 
@@ -46,7 +47,8 @@ def model_key(schema: type[Section]) -> str:
 def default_preset(arguments: Arguments, schema: type[Section], *, has_model: bool) -> Preset:
     """The preset of a command line. A PPO run without a preset and without a model is the quickstart."""
     folders = (presets_folder(),)
-    name = _OF_VERL.get(arguments.config_name or "", arguments.config_name or "")
+    asked = (arguments.config_name or "").removesuffix(".yaml")
+    name = _OF_VERL.get(asked, arguments.config_name or "")
     if arguments.config_path is not None:
         folder = Path(arguments.config_path).expanduser()
         if folder.is_dir():

@@ -91,11 +91,11 @@ def _loopback_store(rank: int, world_size: int, timeout: timedelta) -> dist.TCPS
 def make_ranks(device: str, *, fsdp_size: int = -1, sp_size: int = 1) -> Ranks:
     """The groups of an engine over all ranks of the default process group; ConfigError if the sizes do not divide.
 
-    `fsdp_size` ranks share one copy of the parameters (-1: all of them), `sp_size` ranks share each sequence.
+    `fsdp_size` ranks share one copy of the parameters (-1, or more than there are: all), `sp_size` ranks each sequence.
     """
     ensure_process_group(device)
     rank, world, sp = dist.get_rank(), dist.get_world_size(), sp_size
-    shard = world if fsdp_size in (-1, 0) else fsdp_size
+    shard = world if fsdp_size in (-1, 0) else min(fsdp_size, world)
     if sp < 1 or world % sp:
         raise ConfigError(f"ulysses_sequence_parallel_size={sp} does not divide the {world} ranks")
     if shard < 1 or world % shard:

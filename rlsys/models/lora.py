@@ -34,6 +34,8 @@ class LoraSettings:
     rank: int
     alpha: float = 16.0
     target_modules: str | tuple[str, ...] = "all-linear"
+    exclude_modules: str | tuple[str, ...] = ()
+    init: str = "kaiming"
     adapter_path: str | None = None
     seed: int = 0
 
@@ -43,14 +45,17 @@ def lora_settings(model: ModelConfig, *, seed: int) -> LoraSettings | None:
     precedence. CheckpointError if its adapter_config.json cannot be read."""
     targets = model.target_modules
     if model.lora_adapter_path is None:
+        if not model.lora_rank:
+            return None
         names = "all-linear" if targets == ("all-linear",) else targets
-        return LoraSettings(model.lora_rank, model.lora_alpha, names, None, seed) if model.lora_rank else None
+        excluded, init = model.exclude_modules, model.lora_A_init_method
+        return LoraSettings(model.lora_rank, model.lora_alpha, names, excluded, init, seed=seed)
     file = Path(model.lora_adapter_path) / "adapter_config.json"
     try:
         saved = json.loads(file.read_text())
         targets = saved["target_modules"]
         targets = targets if isinstance(targets, str) else tuple(sorted(targets))
-        return LoraSettings(saved["r"], saved["lora_alpha"], targets, model.lora_adapter_path, seed)
+        return LoraSettings(saved["r"], saved["lora_alpha"], targets, adapter_path=model.lora_adapter_path, seed=seed)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"cannot read the adapter's {file}: {error}") from error
 
@@ -68,12 +73,13 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
     """Put adapters into `model` in place and freeze the rest but a scalar head; ConfigError for unknown targets."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets = settings.target_modules
+    targets, excluded = settings.target_modules, settings.exclude_modules
+    heads = ("lm_head", "score")
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,  # pyrefly: ignore
         target_modules=targets if isinstance(targets, str) else list(targets),
-        exclude_modules=["lm_head", "score"],
+        exclude_modules="|".join((excluded, *heads)) if isinstance(excluded, str) else [*heads, *excluded],
         lora_dropout=0.0,
         bias="none",
     )
@@ -88,16 +94,19 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> None:
 def targeted(layers: Collection[str], settings: LoraSettings) -> list[str]:
     """Those of the linear layers' names that get an adapter, by peft's rules; ConfigError if none does."""
     targets = settings.target_modules
-    if targets == "all-linear":
-        chosen = list(layers)
-    elif isinstance(targets, str):
-        chosen = [layer for layer in layers if re.fullmatch(targets, layer)]
-    else:
-        chosen = [layer for layer in layers if layer in targets or layer.endswith(tuple(f".{t}" for t in targets))]
+    chosen = layers if targets == "all-linear" else [layer for layer in layers if _matches(layer, targets)]
+    chosen = [layer for layer in chosen if not _matches(layer, settings.exclude_modules)]
     if not chosen:
         known = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
         raise ConfigError(f"target_modules={targets}: the model has no linear layer of that name; it has {known}")
     return chosen
+
+
+def _matches(layer: str, names: str | tuple[str, ...]) -> bool:
+    """Whether a regular expression matches a layer's whole name, or one of several names its last parts."""
+    if isinstance(names, str):
+        return re.fullmatch(names, layer) is not None
+    return layer in names or layer.endswith(tuple(f".{name}" for name in names))
 
 
 def adapter_of(layer: str, scale: float) -> AdaptedWeight:
@@ -150,7 +159,7 @@ def adapter_weights(settings: LoraSettings, shapes: Mapping[str, tuple[int, ...]
     CheckpointError unless the adapter at `adapter_path` has exactly these shapes.
     """
     if settings.adapter_path is None:
-        return {name: _FirstValue(name, shape, settings.seed) for name, shape in shapes.items()}
+        return {name: _FirstValue(name, shape, settings.seed, settings.init) for name, shape in shapes.items()}
     saved = {to_model_name(name): tensor for name, tensor in open_model_dir(Path(settings.adapter_path)).items()}
     check_names(shapes, saved)
     return saved
@@ -158,11 +167,12 @@ def adapter_weights(settings: LoraSettings, shapes: Mapping[str, tuple[int, ...]
 
 @dataclass(frozen=True)
 class _FirstValue:
-    """The first value of a factor, drawn as it is read."""
+    """The first value of a factor, drawn as it is read: B zero; A by `init` as Megatron-Bridge's adapters."""
 
     name: str
     shape: tuple[int, ...]
     seed: int
+    init: str
     dtype: str = "F32"
 
     def read(self, start: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -172,8 +182,12 @@ class _FirstValue:
         if ".lora_B." in self.name:
             return torch.zeros(self.shape)
         own_seed = int.from_bytes(blake2b(f"{self.seed}:{self.name}".encode(), digest_size=8).digest()) >> 1
-        bound = 1 / math.sqrt(self.shape[1])
-        return torch.empty(self.shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(own_seed))
+        values, generator = torch.empty(self.shape), torch.Generator().manual_seed(own_seed)
+        if self.init == "kaiming":
+            return nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
+        if self.init == "xavier":
+            return nn.init.xavier_normal_(values, generator=generator)
+        return values.normal_(std=0.2, generator=generator)
 
 
 def to_model_name(saved: str) -> str:

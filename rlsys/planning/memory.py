@@ -353,7 +353,7 @@ def _role(
     return FsdpRole(
         fp.decoder_of(facts, head=head),
         how,
-        ranks=settings.fsdp_size if settings.fsdp_size > 0 else ranks,
+        ranks=min(settings.fsdp_size, ranks) if settings.fsdp_size > 0 else ranks,
         master=width_of(settings.model_dtype, job.device),
         trained=trained,
         lm=lm,

@@ -92,8 +92,8 @@ def _correction(cfg: PPOConfig) -> Iterator[str]:
     except ValueError as error:
         yield str(error)
     if correction.bypass_mode and correction.loss_type == "reinforce" and correction.rollout_is_batch_normalize:
-        why = "in bypass mode with loss_type=reinforce the weights change with every update"
-        yield wrong(cfg, f"{CORRECTION}.rollout_is_batch_normalize", why, False)
+        why = "in bypass mode the weights change with every update, so their mean is that of a micro-batch"
+        yield note(cfg, f"{CORRECTION}.rollout_is_batch_normalize", why)
 
 
 def _input_tokenizer(cfg: PPOConfig) -> Iterator[str]:

@@ -58,7 +58,7 @@ def _divides(
     why = f"does not divide the {ranks} training processes"
     if ranks % sequence:
         yield wrong(cfg, f"{role}.ulysses_sequence_parallel_size", why, 1)
-    if shard.fsdp_size > 0 and ranks % shard.fsdp_size:
+    if 0 < shard.fsdp_size < ranks and ranks % shard.fsdp_size:
         yield wrong(cfg, f"{role}.{sharding}.fsdp_size".replace("..", "."), why, -1)
 
 

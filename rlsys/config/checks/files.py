@@ -166,7 +166,9 @@ def _reward(cfg: PPOConfig | EvalConfig) -> Iterator[str]:
         yield from _python(cfg, "reward.custom_reward_function", custom.path, custom.name, "function")
     if manager.source == "importlib" and manager.module.path is not None:
         yield from _python(cfg, "reward.reward_manager.module", manager.module.path, manager.module.name, "class")
-    model = cfg.reward.reward_model.model_path if isinstance(cfg, PPOConfig) else None
+    model = (
+        cfg.reward.reward_model.model_path if isinstance(cfg, PPOConfig) and cfg.reward.reward_model.enable else None
+    )
     if model and (why := _no_folder(model) or no_score_head(Path(model))):
         yield wrong(cfg, "reward.reward_model.model_path", why)
 

@@ -93,7 +93,7 @@ def _staleness(cfg: PPOConfig) -> Iterator[str]:
     if trainer.reproducible:
         yield from _reproducible(cfg)
     correction = cfg.algorithm.rollout_correction
-    if not (correction.rollout_is or correction.rollout_rs):
+    if not correction.corrects:
         why = "the loss ignores that samples are of older weights; set algorithm.rollout_correction.rollout_is=token"
         yield note(cfg, STALENESS, f"{why} for decoupled PPO")
 

@@ -70,10 +70,19 @@ class RolloutCorrectionConfig(Section):
     (M2PO): the largest ratios, until the mean squared log ratio of the others is within the bound; commas join them."""
     rollout_rs_threshold: Annotated[t.Text | None, BOUND_NEEDS_RS] = None
     """Bound for each measure, joined by commas; k1 takes "low_high"."""
+    rollout_rs_threshold_lower: Annotated[t.Positive | None, BOUND_NEEDS_RS] = None
+    """Lower bound of the ratio trainer / rollout for k1, where rollout_rs_threshold is its upper bound alone."""
+    rollout_token_veto_threshold: t.Positive | None = None
+    """Drop sequences with a token whose ratio trainer / rollout is below it."""
     bypass_mode: t.Flag = False
     """Use the rollout's log-probs as old log-probs (saves a forward pass)."""
     loss_type: Annotated[Literal["ppo_clip", "reinforce"], REINFORCE_NEEDS_BYPASS] = "ppo_clip"
     """Loss in bypass mode."""
+
+    @property
+    def corrects(self) -> bool:
+        """Whether samples are weighted or dropped."""
+        return any((self.rollout_is, self.rollout_rs, self.rollout_token_veto_threshold))
 
 
 class NormConfig(Section):
@@ -234,7 +243,9 @@ class RewardModelConfig(Section):
 
     enable: Annotated[t.Flag, GRADER_NEEDS_MODEL] = False
     """Grade with a reward model."""
-    model_path: Annotated[t.LocalPath | None, Requires(".enable", why="the reward model is off")] = None
+    model_path: Annotated[
+        t.LocalPath | None, ActiveIf(".enable", why="the reward model is off; set reward.reward_model.enable=true")
+    ] = None
     """Folder of the model, e.g. one exported by trainer.main_rm."""
     trust_remote_code: t.Flag = False
     """Allow Python code in the model folder to run."""

@@ -23,7 +23,8 @@ class MegatronShardConfig(Section):
     expert_model_parallel_size: t.Count = 1
     """Ranks that the experts are distributed over."""
     expert_tensor_parallel_size: t.Count | None = None
-    """Ranks that each expert's matrices are sharded over; null is tensor_model_parallel_size."""
+    """Ranks that each expert's matrices are sharded over; null is tensor_model_parallel_size, or 1 where that does not
+    divide the processes."""
     sequence_parallel: t.Flag = True
     """Split norms and residuals over the tensor-parallel ranks too."""
     dtype: AnyDType = "auto"

@@ -23,6 +23,9 @@ Scheduler = Literal["constant", "cosine", "linear"]
 NOT_WITH_POLICY = Requires(
     ".offload_policy", (False,), why="offload_policy already offloads parameters", fix="set param_offload=false"
 )
+NO_ZERO_SCALE = Requires(
+    ".lora_rank", (0,), given=(0,), why="it multiplies the adapters by 0", fix="set a number above 0"
+)
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
 CheckpointParts = Annotated[tuple[CheckpointPart, ...], BeforeValidator(t.as_tuple)]
 
@@ -58,10 +61,14 @@ class ModelConfig(ModelFolderConfig):
     """Pack sequences without padding in training and in log-prob passes."""
     lora_rank: t.CountOrZero = 0
     """Rank of LoRA adapters; 0 trains all weights."""
-    lora_alpha: Annotated[t.Count, ActiveIf(".lora_rank")] = 16
+    lora_alpha: Annotated[t.CountOrZero, ActiveIf(".lora_rank"), NO_ZERO_SCALE] = 16
     """LoRA scale; adapter outputs are multiplied by lora_alpha / lora_rank."""
     target_modules: Annotated[t.Texts, ActiveIf(".lora_rank")] = ("all-linear",)
     """Modules that get adapters: names, or all-linear (on Megatron including experts)."""
+    exclude_modules: Annotated[t.Text | tuple[t.Text, ...], ActiveIf(".lora_rank")] = ()
+    """Modules of those without adapters: a list of names, or a regular expression of whole names."""
+    lora_A_init_method: Annotated[Literal["kaiming", "xavier", "normal"], ActiveIf(".lora_rank")] = "kaiming"
+    """How the adapters' first factor starts: Kaiming-uniform, Xavier-normal or normal with deviation 0.2."""
     lora_adapter_path: t.LocalPath | None = None
     """Folder of a trained adapter to start from; its rank, scale and modules are taken."""
 
@@ -107,7 +114,7 @@ class ShardConfig(Section):
     """How FSDP2 shards a model."""
 
     fsdp_size: t.CountOrAll = -1
-    """Ranks that one copy of the model is sharded over; -1 is all of them, fewer means replicas (HSDP)."""
+    """Ranks that one copy of the model is sharded over; -1, or more than there are, is all; fewer is HSDP."""
     offload_policy: t.Flag = False
     """Let FSDP2 always keep parameters and optimizer in host memory (slower, least device memory)."""
     reshard_after_forward: t.Flag = True

@@ -139,11 +139,22 @@ def test_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
         correct(**settings)
 
 
-def test_bypass_mode_refuses_a_normalisation_over_micro_batches() -> None:
-    correction = RolloutCorrectionConfig(bypass_mode=True, loss_type="reinforce", rollout_is_batch_normalize=True)
-    inputs = {"log_prob": RATIO, "old_log_prob": RATIO, "advantages": RATIO, "response_mask": MASK}
-    with pytest.raises(ValueError, match="rollout_is_batch_normalize"):
-        bypass_mode(**inputs, config=ActorConfig(), rollout_correction=correction)
+def test_bypass_mode_normalises_the_weights_over_its_rows() -> None:
+    correction = RolloutCorrectionConfig(
+        bypass_mode=True, loss_type="reinforce", rollout_is="token", rollout_is_batch_normalize=True
+    )
+    inputs = {"log_prob": RATIO.log() - 1, "old_log_prob": torch.full_like(RATIO, -1.0), "response_mask": MASK}
+    loss = bypass_mode(**inputs, advantages=torch.ones_like(RATIO), config=ActorConfig(), rollout_correction=correction)
+    weights = loss.per_token / -inputs["log_prob"]
+    assert rows(weights * MASK) == rows(torch.tensor([[1.0, 2.0, 0.2], [1.5, 1.0, 0.0]]) / (5.7 / 5))
+
+
+def test_verls_older_bounds_and_veto() -> None:
+    lower = correct(rollout_rs="token", rollout_rs_threshold=2.0, rollout_rs_threshold_lower=0.1)
+    assert lower.response_mask.tolist() == [[1, 0, 1], [1, 1, 0]]
+    vetoed = correct(rollout_token_veto_threshold=0.25)
+    assert vetoed.response_mask.tolist() == [[0, 0, 0], [1, 1, 0]]
+    assert vetoed.metrics["rollout_corr/rollout_is_veto_fraction"] == 0.5
 
 
 def test_mismatch_by_hand() -> None:

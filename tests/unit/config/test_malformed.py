@@ -217,14 +217,13 @@ CHOICES = [
 FOREIGN = [
     bad(f"{A}.megatron.mixed_precision={{param_dtype: bf16}}", "mixed_precision", "set dtype"),
     bad(f"{A}.megatron.dist_checkpointing_path=x", "dist_checkpointing_path", "model.path"),
-    bad(f"{R}.data_parallel_size=2", "data_parallel_size", "trainer.rollout_workers"),
+    bad(f"{R}.pipeline_parallel_size=2", "pipeline_parallel_size", "trainer.rollout_workers"),
     bad(f"{R}.multi_turn.interaction_config_path=x.yaml", "interaction_config_path", "set rollout.workflow"),
     bad(f"{R}.engine_kwargs.vllm.quantization=fp8", "engine_kwargs.vllm.quantization", "not supported"),
     bad(f"{R}.engine_kwargs.sglang.dp_size=2", "engine_kwargs.sglang.dp_size", "trainer.rollout_workers"),
     bad(f"{R}.quantization=fp8", "quantization", "not supported"),
     bad("data.image_key=pictures", "data.image_key", "trains on text"),
     bad(f"{A}.optim.num_cycles=1", "num_cycles", "falls once"),
-    bad(f"{M}.exclude_modules=[lm_head]", f"{M}.exclude_modules", "target_modules"),
     bad("distillation.enabled=true", "there is no teacher", "actor_rollout_ref.ref.model.path=<model>"),
     bad("distillation.distillation_loss.loss_mode=k1", "gradient ignores the teacher", "use_policy_gradient=true"),
     bad(
@@ -240,7 +239,7 @@ FOREIGN = [
     bad("ray_kwargs.ray_init.num_gpus=8", "num_gpus", "CUDA_VISIBLE_DEVICES"),
     bad(f"{M}.lora.dropout=0.1", f"{M}.lora.dropout", "no dropout"),
     bad(f"{A}.optim.total_training_steps=100", "optim.total_training_steps", "trainer.total_training_steps"),
-    bad("trainer.v1.trainer_mode=separate_async", "trainer.v1.trainer_mode", "trainer.max_staleness="),
+    bad("trainer.v1.trainer_mode=colocate_async", "trainer.v1.trainer_mode", "trainer_mode=separate_async"),
     bad(f"{A}.megatron.use_megatron_fsdp=true", "use_megatron_fsdp", "strategy=fsdp"),
     bad("actor.ppo_n_minibatches=5", "ppo_n_minibatches", f"{A}.ppo_mini_batch_size"),
     bad("async_training=true", "trainer.max_staleness", "trainer.rollout_workers=1"),
@@ -292,7 +291,7 @@ BATCHES = [
     bad(["algorithm.adv_estimator=gae", "critic.ppo_max_token_len_per_gpu=8"], "critic.ppo_max_token_len_per_gpu"),
     bad(["algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=36"], "critic.ppo_mini_batch_size", "=24"),
     bad(f"{A}.ulysses_sequence_parallel_size=2", f"{A}.ulysses_sequence_parallel_size", "1 training processes"),
-    bad(f"{A}.fsdp_config.fsdp_size=2", f"{A}.fsdp_config.fsdp_size", "fsdp_size=-1"),
+    bad([f"{A}.fsdp_config.fsdp_size=2", "trainer.n_gpus_per_node=3"], f"{A}.fsdp_config.fsdp_size", "fsdp_size=-1"),
     bad(f"{A}.fsdp_config.fsdp_size=0", f"{A}.fsdp_config.fsdp_size", "-1 or a whole number"),
     bad(
         [f"{A}.fsdp_config.offload_policy=true", f"{A}.fsdp_config.param_offload=true"],
@@ -322,11 +321,6 @@ ALGORITHMS = [
     bad("algorithm.pf_ppo.reweight_method=min", "reweight_method", "max_min"),
     bad([f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold=0.5"], f"{C}.rollout_rs_threshold", "at least 1"),
     bad([f"{C}.rollout_rs=seq_max_k2", f"{C}.rollout_rs_threshold=0.5_2"], f"{C}.rollout_rs_threshold", "one upper"),
-    bad(
-        [f"{C}.bypass_mode=true", f"{C}.loss_type=reinforce", f"{C}.rollout_is_batch_normalize=true"],
-        f"{C}.rollout_is_batch_normalize",
-        "=false",
-    ),
     bad("trainer.critic_warmup=2", "trainer.critic_warmup", "there is no critic"),
     bad(
         "algorithm.kl_ctrl.type=adaptive",
@@ -381,9 +375,12 @@ ALGORITHMS = [
         "reward.reward_kwargs.max_resp_len",
         "set 8",
     ),
-    bad("reward_model.model.path=./causal", "reward.reward_model.model_path", "without a score head"),
+    bad(
+        ["reward_model.enable=true", "reward_model.model.path=./causal"],
+        "reward.reward_model.model_path",
+        "without a score head",
+    ),
     bad("reward.reward_model.enable=true", "reward.reward_model.model_path", "folder of the reward model"),
-    bad("reward_model.model.path=./rm", "reward.reward_model.enable", "=true"),
     bad(
         [
             "reward_model.enable=true",
@@ -548,7 +545,7 @@ OTHER_JOBS = [
         schema=SFTConfig,
     ),
     bad("model.partial_pretrain=./nowhere", "model.path", "folder not found", schema=SFTConfig),
-    bad("engine.fsdp_size=5", "engine.fsdp_size", "-1", schema=SFTConfig),
+    bad(["engine.fsdp_size=2", "trainer.n_gpus_per_node=3"], "engine.fsdp_size", "-1", schema=SFTConfig),
     bad("engine.ulysses_sequence_parallel_size=2", "engine.ulysses_sequence_parallel_size", "=1", schema=SFTConfig),
     bad("optim.clip_grad=-1", "optim.clip_grad", "at least 0", schema=SFTConfig),
     bad("data.chosen_kei=x", "data.chosen_kei", "data.chosen_key", schema=RMConfig),

@@ -91,6 +91,42 @@ def test_an_adapter_to_start_from_needs_no_rank(folder: Path) -> None:
     assert load_config(argv).actor_rollout_ref.model.has_adapters
 
 
+def test_separate_async_of_verls_v1_trainer_generates_one_step_ahead(folder: Path) -> None:
+    argv = [*PPO, "trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=4"]
+    pools = ["actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=2"]
+    trainer = load_config([*argv, *pools, "trainer.v1.separate_async.num_warmup_batches=1"]).trainer
+    assert (trainer.max_staleness, trainer.rollout_workers, trainer.sync_freq) == (1, 2, 1)
+    assert load_config([*PPO, "trainer.v1.trainer_mode=sync"]).trainer.max_staleness == 0
+    with pytest.raises(ConfigError, match=r"num_warmup_batches = 2 .*set trainer\.max_staleness"):
+        load_config([*argv, *pools, "trainer.v1.separate_async.num_warmup_batches=2"])
+    with pytest.raises(ConfigError, match="training processes do not generate ahead"):
+        load_config([*PPO, "trainer.v1.trainer_mode=colocate_async"])
+
+
+def test_sizes_that_verl_and_megatron_leave_open_fit_the_processes(folder: Path) -> None:
+    actor = "actor_rollout_ref.actor"
+    sizes = ["trainer.n_gpus_per_node=8", f"{actor}.fsdp_config.fsdp_size=32", f"{actor}.ppo_mini_batch_size=16"]
+    assert load_config([*PPO, *sizes, " "]).actor_rollout_ref.actor.fsdp_config.fsdp_size == 32
+    megatron = {"tensor": 4, "pipeline": 2, "expert": 2}
+    parallel = [f"{actor}.megatron.{name}_model_parallel_size={size}" for name, size in megatron.items()]
+    cfg = load_config([*PPO, *sizes[::2], "model_engine=megatron", *parallel])
+    assert cfg.actor_rollout_ref.actor.megatron.expert_tensor_parallel_size == 1
+    few = load_config([*PPO, "trainer.n_gpus_per_node=16", sizes[2], "model_engine=megatron", *parallel])
+    assert few.actor_rollout_ref.actor.megatron.expert_tensor_parallel_size is None
+
+
+def test_adapters_are_scaled_by_more_than_0_and_use_lora_of_areal_switches_them(folder: Path) -> None:
+    none = load_config([*PPO, "actor_rollout_ref.model.lora_rank=0", "actor_rollout_ref.model.lora_alpha=0"])
+    assert not none.actor_rollout_ref.model.has_adapters
+    with pytest.raises(ConfigError, match="lora_alpha = 0: it multiplies the adapters by 0"):
+        load_config([*PPO, "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora_alpha=0"])
+    ranks = {"true": 32, "false": 0}
+    for flag, rank in ranks.items():
+        assert load_config([*PPO, f"actor.use_lora={flag}"]).actor_rollout_ref.model.lora_rank == rank
+    both = load_config([*PPO, "actor.use_lora=true", "actor.lora_rank=8"])
+    assert both.actor_rollout_ref.model.lora_rank == 8
+
+
 def test_columns_and_conversations_of_older_sft_commands_are_read(folder: Path) -> None:
     argv = ["engine=fsdp", "engine.strategy=fsdp2", "model.partial_pretrain=model", "data.train_files=rows.parquet"]
     dicts = ["data.prompt_key=extra_info", "data.prompt_dict_keys=['question']", "+data.response_dict_keys=['answer']"]

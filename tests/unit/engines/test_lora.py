@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from rlsys.config.schema.model import ModelConfig, ShardConfig
 from rlsys.engines.fsdp.engine import FSDPEngine
+from rlsys.models.lora import LoraSettings, adapter_weights, lora_settings, targeted
 from rlsys.utils.errors import CheckpointError, ConfigError
 from tests.ranks import run_ranks
 from tests.unit.engines.common import random_model, same, small_engine, small_rows, train, whole
@@ -23,7 +24,7 @@ SEED = ShardConfig(seed=4)
 
 def lora_engine(lora_rank: int = 3, **options: Any) -> FSDPEngine:
     """An engine with adapters, of the weights that `plain_engine` has."""
-    names = ("lora_alpha", "target_modules", "lora_adapter_path")
+    names = ("lora_alpha", "target_modules", "exclude_modules", "lora_adapter_path")
     model = {name: options.pop(name) for name in names if name in options}
     return small_engine(random_model(lora_rank=lora_rank, **{"lora_alpha": 6, **model}), shard=SEED, **options)
 
@@ -122,14 +123,31 @@ def test_a_scalar_head_is_trained_whole_beside_the_adapters() -> None:
     assert all("_proj" in name for name in changed - {"score.weight", "score.bias"})
 
 
-def targets(names: Any) -> set[str]:
-    engine = lora_engine(2, target_modules=names)
+def targets(names: Any, without: Any = ()) -> set[str]:
+    engine = lora_engine(2, target_modules=names, exclude_modules=without)
     return {name.rsplit(".", 2)[1] for name in engine._held()._adapted}
 
 
 def test_target_modules_pick_the_layers() -> None:
     assert run_ranks(1, targets, ("q_proj", "v_proj")) == [{"q_proj", "v_proj"}]
     assert len(run_ranks(1, targets, "all-linear")[0]) == 7
+    assert run_ranks(1, targets, ("q_proj", "v_proj"), ["v_proj"]) == [{"q_proj"}]
+    assert run_ranks(1, targets, "all-linear", ".*(mlp|k_proj|v_proj).*") == [{"q_proj", "o_proj"}]
+    layers, settings = ["a.q_proj", "b.q_proj"], LoraSettings(2, exclude_modules=".*b.q_proj")
+    assert targeted(layers, settings) == ["a.q_proj"]
+
+
+def test_the_first_factor_starts_as_asked() -> None:
+    name, shape = "x.lora_A.default.weight", (64, 256)
+    drawn = {}
+    for init in ("kaiming", "xavier", "normal"):
+        settings = lora_settings(ModelConfig(lora_rank=64, lora_A_init_method=init), seed=1)
+        assert settings is not None
+        drawn[init] = adapter_weights(settings, {name: shape})[name].read((0, 0), shape)
+    assert drawn["kaiming"].abs().max() <= 1 / 16
+    assert drawn["kaiming"].std().item() == pytest.approx(1 / 16 / 3**0.5, rel=0.03)
+    assert drawn["xavier"].std().item() == pytest.approx((2 / (64 + 256)) ** 0.5, rel=0.03)
+    assert drawn["normal"].std().item() == pytest.approx(0.2, rel=0.03)
 
 
 def wrong_settings(place: Path) -> None:
