@@ -9,6 +9,7 @@ others are extensions (`Tag`). Tensors and number arrays are buffers beside the 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import IntEnum, StrEnum
@@ -32,6 +33,10 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in f"{INTE
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 M = TypeVar("M", bound=Struct)
 Shape = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 48)], ...], Meta(max_length=32)]
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)  # warns once per process that read-only memory can be written
 
 
 class Tag(IntEnum):
@@ -209,14 +214,19 @@ def _memory_of(flat: np.ndarray) -> memoryview:
     return memoryview(flat.view(np.uint8)) if flat.nbytes else memoryview(b"")  # pyrefly: ignore
 
 
-def decode(body: Buffer, buffers: Sequence[Buffer], message: type[M]) -> M:
+def decode(body: Buffer, buffers: Sequence[Buffer], message: type[M], *, aliased: str = "") -> M:
     """The message over the memory of `buffers`, copied if read-only; WireError unless both fit `message` exactly.
 
-    `message` may be a union of tagged Structs.
+    `message` may be a union of tagged Structs. Its field `aliased`, a dict of Ext, becomes one of tensors over the
+    memory as it is: who writes to them must have made sure that it can be written.
     """
     reader = _Reader(buffers)
     try:
         value = Decoder(message, ext_hook=reader.read).decode(body)
+        if aliased:
+            reader.copies = False
+            tensors = {key: reader.read(ext.code, ext.data) for key, ext in getattr(value, aliased).items()}
+            setattr(value, aliased, msgspec.convert(tensors, dict[str, Tensor]))
     except WireError:
         raise
     except (msgspec.MsgspecError, RecursionError, KeyError, TypeError, ValueError, OverflowError) as error:
@@ -230,14 +240,15 @@ class _Reader:
     """Reads the extensions of one message."""
 
     def __init__(self, buffers: Sequence[Buffer]) -> None:
-        self._views = [_writable_bytes(buffer) for buffer in buffers]
-        self._restored: dict[tuple[Tag, _Memory], Tensor | np.ndarray] = {}
+        self.copies = True
+        self._views = [_bytes_of(buffer) for buffer in buffers]
+        self._restored: dict[tuple[Tag, _Memory, bool], Tensor | np.ndarray] = {}
 
     @property
     def num_unused(self) -> int:
-        return len(self._views) - len({memory.index for _, memory in self._restored})
+        return len(self._views) - len({memory.index for _, memory, _ in self._restored})
 
-    def read(self, code: int, data: memoryview) -> Any:
+    def read(self, code: int, data: Buffer) -> Any:
         try:
             return self._read(Tag(code), data)
         except (msgspec.MsgspecError, KeyError, TypeError, ValueError, OverflowError, MemoryError) as error:
@@ -246,7 +257,7 @@ class _Reader:
             name = Tag(code).name if code in list(Tag) else f"extension {code}"
             raise WireError(f"a malformed {name}: {error}") from error
 
-    def _read(self, tag: Tag, data: memoryview) -> Any:
+    def _read(self, tag: Tag, data: Buffer) -> Any:
         match tag:
             case Tag.TUPLE:
                 return tuple(self._decode(data, list[Any]))
@@ -269,16 +280,19 @@ class _Reader:
             case Tag.ARRAY | Tag.TENSOR:
                 return self._read_memory(tag, self._decode(data, _Memory))
 
-    def _decode(self, data: memoryview, kind: Any) -> Any:
+    def _decode(self, data: Buffer, kind: Any) -> Any:
         return Decoder(kind, ext_hook=self.read).decode(data)
 
     def _read_memory(self, tag: Tag, memory: _Memory) -> Tensor | np.ndarray:
-        if (tag, memory) not in self._restored:
+        key = tag, memory, self.copies
+        if key not in self._restored:
             if memory.index >= len(self._views):
                 raise WireError(f"{memory.index} is not the number of a buffer")
-            restore = _tensor if tag == Tag.TENSOR else _array
-            self._restored[tag, memory] = restore(memory, self._views[memory.index])
-        return self._restored[tag, memory]
+            view = self._views[memory.index]
+            if self.copies and view.readonly:
+                view = memoryview(bytearray(view))
+            self._restored[key] = (_tensor if tag == Tag.TENSOR else _array)(memory, view)
+        return self._restored[key]
 
 
 def _tensor(memory: _Memory, view: memoryview) -> Tensor:
@@ -315,12 +329,11 @@ def _check_size(memory: _Memory, view: memoryview, itemsize: int) -> None:
         raise WireError(f"{view.nbytes} bytes for shape {memory.shape} of {memory.dtype}")
 
 
-def _writable_bytes(buffer: Buffer) -> memoryview:
+def _bytes_of(buffer: Buffer) -> memoryview:
     try:
-        view = memoryview(buffer).cast("B")
+        return memoryview(buffer).cast("B")
     except TypeError as error:
         raise WireError(f"a {type(buffer).__name__} is not a contiguous buffer") from error
-    return memoryview(bytearray(view)) if view.readonly else view
 
 
 def _read_dtype(text: str) -> np.dtype[Any]:

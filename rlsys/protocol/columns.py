@@ -94,15 +94,16 @@ def named_entries(batch: TensorDict) -> dict[str, Any]:
     return {str(key): batch.get(key) for key in batch.keys()}  # noqa: SIM118
 
 
-def concat_tensors(batches: Sequence[TensorDict | None]) -> TensorDict | None:
-    """Join tensors row by row; all batches must have the same keys, or all be None."""
+def concat_tensors(batches: Sequence[TensorDict | None], cuts: Sequence[slice]) -> TensorDict | None:
+    """Join the rows `cuts` of each batch; all batches must have the same keys, or all be None."""
     if batches[0] is None:
         return None
     parts = [tensors_of(batch) for batch in batches]
     if any(part.keys() != parts[0].keys() for part in parts):
         raise KeyError(f"batches to concat have different tensors: {[sorted(part) for part in parts]}")
-    joined = {key: join_rows([part[key] for part in parts]) for key in parts[0]}
-    return TensorDict(joined, batch_size=(sum(map(len, batches)),), device=batches[0].device)  # pyrefly: ignore
+    joined = {key: join_rows([part[key][cut] for part, cut in zip(parts, cuts, strict=True)]) for key in parts[0]}
+    num_rows = sum(len(range(len(batch))[cut]) for batch, cut in zip(batches, cuts, strict=True))  # pyrefly: ignore
+    return TensorDict(joined, batch_size=(num_rows,), device=batches[0].device)
 
 
 def stack_tensors(items: Sequence[TensorDict | None]) -> TensorDict | None:

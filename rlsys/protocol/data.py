@@ -37,6 +37,7 @@ from rlsys.protocol.columns import (
 from rlsys.protocol.disk import read_file, write_file
 from rlsys.protocol.memory import take_rows
 from rlsys.protocol.pieces import join_buffers, split_buffers
+from rlsys.protocol.received import OwnBatch, ReceivedBatch
 from rlsys.protocol.wire import decode, encode
 
 Index = list[int] | list[bool] | np.ndarray | Tensor
@@ -77,17 +78,26 @@ class DataProto:
     As in verl, `select`, `slice`, `chunk` and `repeat` share `meta_info` (and tensors where no copy is needed) with
     their source. `union`, `reorder`, `rename`, `pop`, `padding` and `to` change the DataProto itself by replacing its
     references; none of them writes into a tensor's memory.
+
+    A received DataProto belongs to its receiver, who may write to it. Its tensors stay in the memory that they came in
+    until `batch` is first used, which copies them; `len`, `concat`, `select_idxs` and sending it on read them there.
     """
 
-    batch: TensorDict | None = None
+    batch: OwnBatch = OwnBatch()  # noqa: RUF009 a descriptor
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.check_consistency()
 
+    @property
+    def _readable(self) -> TensorDict | None:
+        """The batch for those who neither write to its memory nor pass it on."""
+        batch = vars(self)["batch"]
+        return batch.tensors if isinstance(batch, ReceivedBatch) else batch
+
     def __repr__(self) -> str:
-        return described(len(self), self.batch, self.non_tensor_batch, self.meta_info)
+        return described(len(self), self._readable, self.non_tensor_batch, self.meta_info)
 
     def check_consistency(self) -> None:
         """AssertionError unless there is one batch dimension and every array has as many rows as the tensors."""
@@ -181,8 +191,8 @@ class DataProto:
         return self.batch
 
     def __len__(self) -> int:
-        if self.batch is not None:
-            return self.batch.batch_size[0]
+        if (batch := self._readable) is not None:
+            return batch.batch_size[0]
         return next((len(array) for array in (self.non_tensor_batch or {}).values()), 0)
 
     def __getitem__(self, item: int | slice | Index) -> Any:
@@ -199,7 +209,7 @@ class DataProto:
 
     def print_size(self, prefix: str = "") -> None:
         """Print how many GiB the tensors and the arrays hold."""
-        tensors = tensors_of(self.batch).values()
+        tensors = tensors_of(self._readable).values()
         tensor_gib = sum(tensor.element_size() * tensor.numel() for tensor in tensors) / 1024**3
         array_gib = sum(array.nbytes for array in self.non_tensor_batch.values()) / 1024**3
         text = f"Size of tensordict: {tensor_gib} GB, size of non_tensor_batch: {array_gib} GB"
@@ -207,7 +217,7 @@ class DataProto:
 
     def get_data_info(self) -> str:
         """One line per tensor, array and meta entry with its shape or type."""
-        tensors = tensors_of(self.batch)
+        tensors = tensors_of(self._readable)
         return "\n".join(
             [
                 "batch",
@@ -288,14 +298,11 @@ class DataProto:
 
     # ---- rows --------------------------------------------------------------------------------------------------
 
-    def _with_rows(
-        self, tensors: Callable[[Tensor], Tensor], arrays: Callable[[np.ndarray], np.ndarray], num: int
-    ) -> DataProto:
-        batch = None
-        if self.batch is not None:
-            columns = {key: tensors(tensor) for key, tensor in tensors_of(self.batch).items()}
-            batch = TensorDict(columns, batch_size=(num,), device=self.batch.device)
-        held = {key: arrays(array) for key, array in self.non_tensor_batch.items()}
+    def _with_rows(self, batch: TensorDict | None, change: Callable[[str, Any], Any], num_rows: int) -> DataProto:
+        if batch is not None:
+            columns = {key: change(key, tensor) for key, tensor in tensors_of(batch).items()}
+            batch = TensorDict(columns, batch_size=(num_rows,), device=batch.device)
+        held = {key: change(key, array) for key, array in self.non_tensor_batch.items()}
         return type(self)(batch=batch, non_tensor_batch=held, meta_info=self.meta_info)
 
     def select_idxs(self, idxs: Index) -> DataProto:
@@ -305,8 +312,7 @@ class DataProto:
             if len(rows) != len(self):
                 raise IndexError(f"a mask of {len(rows)} for {len(self)} rows")
             rows = rows.nonzero().squeeze(-1)
-        places = rows.cpu().numpy()
-        return self._with_rows(lambda tensor: take_rows(tensor, rows), lambda array: array[places], len(rows))
+        return self._with_rows(self._readable, lambda _, values: take_rows(values, rows), len(rows))
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
         """The rows from `start` to before `end`, without copying."""
@@ -344,22 +350,26 @@ class DataProto:
 
         def unfold(key: str, values: Any) -> Any:
             if key not in keys:
-                return take_rows(values, rows) if isinstance(values, Tensor) else values[rows.numpy()]
+                return take_rows(values, rows)
             return values.reshape(values.shape[0] * n_split, values.shape[1] // n_split, *values.shape[2:])
 
-        batch = None
-        if self.batch is not None:
-            columns = {key: unfold(key, tensor) for key, tensor in tensors_of(self.batch).items()}
-            batch = TensorDict(columns, batch_size=(len(rows),), device=self.batch.device)
-        held = {key: unfold(key, array) for key, array in self.non_tensor_batch.items()}
-        return type(self)(batch=batch, non_tensor_batch=held, meta_info=self.meta_info)
+        return self._with_rows(self.batch, unfold, len(rows))
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """Split into `chunks` contiguous parts without copying; AssertionError if uneven unless padding is enabled."""
-        assert self.is_padding_enabled() or len(self) % chunks == 0, (
-            f"only support equal chunk. Got size of DataProto {len(self)} and chunk {chunks}."
+        return [self.slice(start, end) for start, end in self._chunk_bounds(len(self), chunks, even=self.batch is None)]
+
+    def _chunk_bounds(self, num_rows: int, chunks: int, *, even: bool = False) -> list[tuple[int, int]]:
+        """First and last + 1 row of each chunk: cut as torch.chunk does (the last ones short or empty) or evenly."""
+        assert self.is_padding_enabled() or num_rows % chunks == 0, (
+            f"only support equal chunk. Got size of DataProto {num_rows} and chunk {chunks}."
         )
-        return [self.slice(start, end) for start, end in chunk_bounds(len(self), chunks, even=self.batch is None)]
+        size, longer = divmod(num_rows, chunks)
+        if even:
+            starts = [i * size + min(i, longer) for i in range(chunks + 1)]
+        else:
+            starts = [min(i * (size + bool(longer)), num_rows) for i in range(chunks + 1)]
+        return list(itertools.pairwise(starts))
 
     def split(self, split_size: int) -> list[DataProto]:
         """Split into parts of `split_size` rows, the last one shorter, without copying."""
@@ -368,12 +378,7 @@ class DataProto:
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
         """Join rows; meta_info must agree (AssertionError) but for `metrics`, which become a dict of lists."""
-        if not data:
-            raise IndexError("cannot concat an empty list of DataProto")
-        batch = None if data[0].batch is None else concat_tensors([part.batch for part in data])
-        columns = concat_arrays([part.non_tensor_batch for part in data])
-        meta_info = concat_meta([part.meta_info for part in data])
-        return type(data[0])(batch=batch, non_tensor_batch=columns, meta_info=meta_info)
+        return concat_chunk(1, 0, data)
 
     def make_iterator(
         self,
@@ -422,13 +427,21 @@ class DataProto:
 
         TypeError naming the key of an object that has no wire form. CUDA tensors are copied to the CPU first.
         """
-        return encode(self.batch, self.non_tensor_batch, self.meta_info)
+        header, buffers = encode(self._readable, self.non_tensor_batch, self.meta_info)
+        is_received = isinstance(vars(self)["batch"], ReceivedBatch)
+        return header, [buffer.toreadonly() for buffer in buffers] if is_received else buffers
 
     @classmethod
     def from_buffers(cls, header: Buffer, buffers: Sequence[Buffer]) -> DataProto:
-        """The inverse of `to_buffers`, over the same memory if it can be written; WireError if malformed."""
+        """The inverse of `to_buffers`, over the same memory; WireError, at once and not at use, if malformed.
+
+        Memory that is read-only must not change; it is copied: that of arrays at once, that of tensors at first use.
+        """
         parts = decode(header, buffers)
-        return cls(batch=parts.tensordict(), non_tensor_batch=parts.non_tensor_batch, meta_info=parts.meta_info)
+        rows = cls(batch=parts.tensordict(), non_tensor_batch=parts.non_tensor_batch, meta_info=parts.meta_info)
+        if parts.batch and any(memoryview(buffer).readonly for buffer in buffers):
+            rows.batch = ReceivedBatch(rows.tensors)
+        return rows
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         header, buffers = self.to_buffers()
@@ -441,7 +454,7 @@ class DataProto:
         return type(self)(batch=self.batch, non_tensor_batch=self.non_tensor_batch, meta_info=self.meta_info)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
-        batch = None if self.batch is None else self.batch.clone()
+        batch = None if (batch := self._readable) is None else batch.clone()
         columns, meta_info = copy.deepcopy(self.non_tensor_batch, memo), copy.deepcopy(self.meta_info, memo)
         return type(self)(batch=batch, non_tensor_batch=columns, meta_info=meta_info)
 
@@ -462,19 +475,22 @@ def _from_wire(cls: type[DataProto], header: bytes, counts: list[int], *pieces: 
     return cls.from_buffers(header, join_buffers(counts, pieces))
 
 
+def concat_chunk(chunks: int, index: int, data: Sequence[DataProto]) -> DataProto:
+    """`DataProto.concat(data).chunk(chunks)[index]`, without copying the rows of other chunks."""
+    if not data:
+        raise IndexError("cannot concat an empty list of DataProto")
+    firsts = list(itertools.accumulate(map(len, data), initial=0))
+    whole = DataProto(meta_info=concat_meta([part.meta_info for part in data]))
+    start, end = whole._chunk_bounds(firsts[-1], chunks, even=data[0]._readable is None)[index]
+    cuts = [slice(max(start - first, 0), max(end - first, 0)) for first in firsts[:-1]]
+    batch = concat_tensors([part._readable for part in data], cuts)
+    pairs = zip(data, cuts, strict=True)
+    columns = concat_arrays([{k: array[cut] for k, array in part.non_tensor_batch.items()} for part, cut in pairs])
+    return type(data[0])(batch=batch, non_tensor_batch=columns, meta_info=whole.meta_info)
+
+
 def _row_index(idxs: Index) -> Tensor:
     rows = torch.as_tensor(idxs).detach()
     if rows.ndim != 1:
         raise IndexError(f"row indices must have one dimension, got shape {tuple(rows.shape)}")
     return rows if rows.dtype == torch.bool else rows.long()
-
-
-def chunk_bounds(num_rows: int, chunks: int, *, even: bool = False) -> list[tuple[int, int]]:
-    """First and last + 1 row of each chunk: cut as torch.chunk does (the last ones short or empty) or evenly."""
-    if even:
-        size, longer = divmod(num_rows, chunks)
-        starts = [i * size + min(i, longer) for i in range(chunks + 1)]
-    else:
-        size = -(-num_rows // chunks)
-        starts = [min(i * size, num_rows) for i in range(chunks + 1)]
-    return list(itertools.pairwise(starts))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rlsys.protocol.data import DataProto
+from rlsys.protocol.data import DataProto, concat_chunk
 
 TakeFn = Callable[[DataProto], DataProto]
 
@@ -32,6 +32,8 @@ class DataProtoFuture:
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
         """One future for each of `chunks` contiguous parts; nothing is fetched."""
+        if self.collect_fn is DataProto.concat and self.dispatch_fn is None:
+            return [DataProtoFuture(partial(concat_chunk, chunks, index), self.futures) for index in range(chunks)]
         return [
             DataProtoFuture(self.collect_fn, self.futures, partial(_chunk_of, self.dispatch_fn, chunks, index))
             for index in range(chunks)

@@ -12,8 +12,10 @@ from torch import Tensor
 HUGE_BYTES = 1 << 22
 
 
-def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
+def take_rows(tensor: Tensor | np.ndarray, rows: Tensor) -> Tensor | np.ndarray:
     """Copies of the rows at integer indices, negative ones counted from the end; IndexError outside."""
+    if isinstance(tensor, np.ndarray):
+        return tensor[rows.cpu().numpy()]
     num_rows = len(tensor)
     rows = rows.to(tensor.device, torch.int64)
     rows = torch.where(rows < 0, rows + num_rows, rows)
@@ -21,6 +23,11 @@ def take_rows(tensor: Tensor, rows: Tensor) -> Tensor:
     if _is_small(shape, tensor):
         return tensor.index_select(0, rows)
     return torch.index_select(tensor, 0, rows, out=_new(shape, tensor.dtype))
+
+
+def copy_rows(tensor: Tensor) -> Tensor:
+    """A contiguous copy."""
+    return tensor.clone() if _is_small(tensor.shape, tensor) else _new(tensor.shape, tensor.dtype).copy_(tensor)
 
 
 def join_rows(parts: Sequence[Tensor]) -> Tensor:

@@ -1,15 +1,16 @@
 """The wire form of a DataProto: a typed header and the raw memory of its tensors and number arrays.
 
-`encode` copies nothing that is contiguous on the CPU; `decode` copies only memory that is read-only.
+`encode` copies nothing that is contiguous on the CPU; `decode` copies read-only memory, but for that of the batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 from msgspec import Meta, Struct
+from msgspec.msgpack import Ext
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -18,17 +19,25 @@ from rlsys.ipc.framing import Buffer, WireError
 
 
 class DataProtoHeader(Struct, tag="DataProto/2", forbid_unknown_fields=True):
-    """The three parts of a DataProto; `num_rows` and `device` are those of its TensorDict, None without one."""
+    """The three parts of a DataProto; `num_rows` and `device` are those of its TensorDict, None without one.
+
+    The tensors of a decoded header may have read-only memory, its other values never.
+    """
 
     num_rows: Annotated[int, Meta(ge=0, lt=1 << 48)] | None
     device: Literal["cpu"] | None
-    batch: dict[str, Tensor]
+    batch: dict[str, Ext]
     non_tensor_batch: dict[str, np.ndarray]
     meta_info: dict[str, Any]
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The batch once decoded."""
+        return cast(dict[str, Tensor], self.batch)
+
     def tensordict(self) -> TensorDict | None:
         """The batch."""
-        return None if self.num_rows is None else TensorDict(self.batch, (self.num_rows,), device=self.device)
+        return None if self.num_rows is None else TensorDict(self.tensors, (self.num_rows,), device=self.device)
 
 
 def encode(
@@ -52,10 +61,12 @@ def encode(
 
 def decode(header: Buffer, buffers: Sequence[Buffer]) -> DataProtoHeader:
     """The parts over the memory of `buffers`; WireError unless header and buffers fit exactly."""
-    parts = codec.decode(header, buffers, DataProtoHeader)
+    parts = codec.decode(header, buffers, DataProtoHeader, aliased="batch")
     if parts.num_rows is None and parts.batch:
         raise WireError("the header does not give the number of rows")
-    lengths = {len(value) if value.ndim else -1 for value in (*parts.batch.values(), *parts.non_tensor_batch.values())}
+    lengths = {
+        len(value) if value.ndim else -1 for value in (*parts.tensors.values(), *parts.non_tensor_batch.values())
+    }
     if len(lengths) > 1 or -1 in lengths or (parts.num_rows is not None and lengths - {parts.num_rows}):
         raise WireError(f"columns with {sorted(lengths)} rows in a batch of {parts.num_rows}")
     return parts

@@ -126,6 +126,8 @@ class Holder:
         """Keep the rows in memory of this process, as a worker's own results are."""
         if isinstance(self.rows, dict):
             self.rows = {key: array.copy() for key, array in self.rows.items()}
+        else:
+            _ = self.rows.batch  # at first use, rlsys copies what lay in the object store
 
     def nothing(self) -> None:
         """An empty call."""

@@ -43,6 +43,10 @@ class Worker:
         rows.non_tensor_batch["n"].fill(0)
         return {**seen, "written": float(rows.batch["x"].sum())}
 
+    def forward(self, rows: DataProto) -> DataProto:
+        """The rows as they came, whose batch is not used."""
+        return rows
+
     def resolve(self, future: DataProtoFuture) -> tuple[int, list[float]]:
         rows = future.get(scaled_s(WAIT_S))
         return len(rows), rows.batch["x"].flatten().tolist()
@@ -77,6 +81,17 @@ def test_a_receiver_may_write_to_what_others_receive_too(workers: list[Any], num
         assert seen["objects"][-1] == {"k": (num_rows - 1, None)}
     assert torch.equal(ray.get(ref).batch["x"], data.batch["x"])
     assert ray.get(ref).non_tensor_batch["n"].tolist() == data.non_tensor_batch["n"].tolist()
+
+
+def test_rows_sent_on_or_joined_unused_belong_to_each_who_has_them(workers: list[Any]) -> None:
+    data = big_batch()
+    refs = [worker.forward.remote(part) for worker, part in zip(workers, data.chunk(2), strict=True)]
+    for _ in range(2):
+        joined = DataProto.concat(ray.get(refs, timeout=scaled_s(WAIT_S)))
+        assert torch.equal(joined.batch["x"], data.batch["x"])
+        joined.batch["x"].zero_()
+        joined.non_tensor_batch["n"].fill(0)
+    assert ray.get(refs[1]).non_tensor_batch["n"].tolist() == list(range(50, 100))
 
 
 def test_later_writes_of_the_sender_do_not_arrive(workers: list[Any]) -> None:

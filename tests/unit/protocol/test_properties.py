@@ -125,6 +125,28 @@ def test_chunks_concat_to_the_whole(data: DataProto, chunks: int) -> None:
 
 
 @properties
+@given(batches(min_rows=1), st.integers(1, 3))
+def test_received_rows_do_what_the_sent_ones_do_and_leave_their_memory_alone(data: DataProto, chunks: int) -> None:
+    header, buffers = data.to_buffers()
+    memory = [bytes(buffer) for buffer in buffers]
+    for change in (
+        lambda rows: DataProto.concat([rows] * 2),
+        lambda rows: DataProtoFuture.concat([rows] * chunks).chunk(chunks)[-1].get(),
+        lambda rows: rows.select_idxs([-1]),
+        lambda rows: rows.repeat(chunks).chunk(chunks)[0],
+        lambda rows: rows.union(rows[:]),
+        lambda rows: DataProto.from_buffers(*rows.to_buffers()),
+        copy.deepcopy,
+        copy.copy,
+    ):
+        changed = change(DataProto.from_buffers(header, memory))
+        assert same(changed, change(data))
+        for tensor in () if changed.batch is None else changed.batch.values():
+            tensor.zero_()
+        assert memory == [bytes(buffer) for buffer in buffers]
+
+
+@properties
 @given(batches(min_rows=1), st.integers(1, 5))
 def test_chunks_are_equal_and_in_order(data: DataProto, chunks: int) -> None:
     data = data.repeat(chunks)

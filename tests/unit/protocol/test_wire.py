@@ -250,6 +250,18 @@ def test_pickled_batches_are_writable_and_copied_where_their_memory_is_read_only
     assert np.frombuffer(out_of_band[0], np.float32).tolist() == [0, 0, 0]
 
 
+def test_received_rows_share_with_their_parts_and_names_what_the_sent_ones_share() -> None:
+    tensor = torch.ones(4, 1 << 20)
+    header, buffers = batch_of(x=tensor, same=tensor, y=torch.ones(4)).to_buffers()
+    received = DataProto.from_buffers(header, [bytes(buffer) for buffer in buffers])
+    received[1:2].batch["x"].zero_()
+    received.select(["y"]).batch["y"][3] = 5
+    assert received.batch["same"][:, 0].tolist() == [1, 0, 1, 1]
+    assert received.batch["y"].tolist() == [1, 1, 1, 5]
+    received.batch = None
+    assert len(received) == 0
+
+
 def test_pickle_calls_nothing_but_the_decoder() -> None:
     names = {
         str(arg) for op, arg, _ in __import__("pickletools").genops(pickle.dumps(batch_of(x=torch.ones(2)), 5)) if arg
