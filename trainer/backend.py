@@ -30,7 +30,8 @@ Pools = Mapping[str, list[int]]
 class WorkerBackend:
     """The device, the classes that start workers there, and what to close at the end.
 
-    `num_threads` is a process's share of the host's cores on a CPU, None on GPUs.
+    `num_threads` is a process's share of the host's cores on a CPU, None on GPUs. `node_size` is the number of
+    processes that the largest node has room for.
     """
 
     device: str
@@ -38,6 +39,7 @@ class WorkerBackend:
     worker_cls: Callable[..., ClassWithInitArgs]
     make_manager: Callable[[Pools, Mapping[Any, str]], ResourcePoolManager]
     num_threads: int | None
+    node_size: int
     close: Callable[[], None]
 
 
@@ -72,14 +74,15 @@ def start_backend(run: RunConfig, ray_kwargs: RayKwargsConfig, *, num_ranks: int
     worker_env = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     worker_env |= {"OMP_NUM_THREADS": str(num_threads)} if num_threads else {}
 
+    node_size = on_ray.node_size(use_gpu=device != "cpu")
     manager = partial(on_ray.ResourcePoolManager, use_gpu=device != "cpu", max_colocate_count=1)
     group = partial(on_ray.RayWorkerGroup, worker_env=worker_env)
-    return WorkerBackend(device, group, on_ray.RayClassWithInitArgs, manager, num_threads, cluster.close)
+    return WorkerBackend(device, group, on_ray.RayClassWithInitArgs, manager, num_threads, node_size, cluster.close)
 
 
 def _local_backend(device: str, threads: int) -> WorkerBackend:
     num_threads = threads if device == "cpu" else None
-    return WorkerBackend(device, LocalWorkerGroup, ClassWithInitArgs, ResourcePoolManager, num_threads, lambda: None)
+    return WorkerBackend(device, LocalWorkerGroup, ClassWithInitArgs, ResourcePoolManager, num_threads, 1, lambda: None)
 
 
 def _device(wanted: str, has_gpus: bool) -> str:

@@ -103,7 +103,7 @@ def _build(
     start: PreparedRun, backend: WorkerBackend, trainer_cls: type[RayPPOTrainer] = RayPPOTrainer
 ) -> RayPPOTrainer:
     config, plan, model = start.config, start.plan, start.config.actor_rollout_ref.model
-    mapping, pools = place_roles(config, plan)
+    mapping, pools = place_roles(config, plan, backend.node_size)
     actor_steps, critic = start.num_steps - config.trainer.critic_warmup, plan.critic
     for_workers = EngineRun(
         device=backend.device,
@@ -169,7 +169,7 @@ def check_megatron_models(config: PPOConfig, plan: BatchPlan) -> None:
         check_megatron_model("critic.megatron", critic.model, critic.megatron)
 
 
-def place_roles(config: PPOConfig, plan: BatchPlan) -> tuple[dict[Role, str], dict[str, list[int]]]:
+def place_roles(config: PPOConfig, plan: BatchPlan, node_size: int) -> tuple[dict[Role, str], dict[str, list[int]]]:
     """Each role's pool, and each pool's processes by node; roles the algorithm does not need are left out."""
     mapping = {Role.Actor: "train"}
     if plan.pools.colocated:
@@ -182,4 +182,4 @@ def place_roles(config: PPOConfig, plan: BatchPlan) -> tuple[dict[Role, str], di
         mapping[Role.RefPolicy] = "train"
     if config.reward.reward_model.enable:
         mapping[Role.RewardModel] = "reward_model" if plan.pools.reward_model_ranks else "train"
-    return mapping, process_pools(config)
+    return mapping, process_pools(config, node_size)

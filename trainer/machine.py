@@ -73,10 +73,12 @@ def _check_cluster(config: Any) -> None:
     from rlsys.single_controller import ray as on_ray
 
     run = config.trainer
-    pools = process_pools(config) if isinstance(config, PPOConfig) else {"train": [run.n_gpus_per_node] * run.nnodes}
     with on_ray.connect({"address": config.ray_kwargs.ray_init.address}):
         has_gpus = any(node.num_gpus for node in on_ray.cluster_nodes())
         use_gpu = run.device == "cuda" or (run.device == "auto" and has_gpus)
+        pools = {"train": [run.n_gpus_per_node] * run.nnodes}
+        if isinstance(config, PPOConfig):
+            pools = process_pools(config, on_ray.node_size(use_gpu))
         on_ray.ResourcePoolManager(pools, {}, use_gpu=use_gpu).create_resource_pool()
 
 

@@ -61,10 +61,11 @@ def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) ->
     in_process = rollout_backend(policy.rollout.name).weights_in == "process"
     local = engine.backend == "local" or (engine.backend == "auto" and colocated and alone and in_process)
     disk = engine.backend == "disk"
+    over_nodes = engine.backend == "auto" and colocated and cfg.trainer.nnodes > 1
     manager = ShardingManager(
         groups.actor,
         groups.actor if local else groups.rollout,
-        executor="local" if local else engine.backend,
+        executor="local" if local else "gather" if over_nodes else engine.backend,
         deadline_s=cfg.trainer.deadlines.weights_s,
         report_dir=policy.rollout.validate_save_dir,
         disk_root=Path(cfg.trainer.default_local_dir) / "served_weights" if disk else None,

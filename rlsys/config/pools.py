@@ -43,13 +43,17 @@ def resolve_pools(cfg: PPOConfig) -> Pools:
     )
 
 
-def process_pools(cfg: PPOConfig) -> dict[str, list[int]]:
-    """The processes of each pool by node. Each copy of a rollout engine may be on another node."""
+def process_pools(cfg: PPOConfig, node_size: int) -> dict[str, list[int]]:
+    """The processes of each pool by node, where the largest node has room for `node_size` of them.
+
+    Each copy of a rollout engine may be on another node; one that is larger than a node is spread over whole nodes.
+    """
     pools, trainer, grader = resolve_pools(cfg), cfg.trainer, cfg.reward.reward_model
     by_node = {"train": [trainer.n_gpus_per_node] * trainer.nnodes}
     if not pools.colocated and not pools.external:
         per_copy = cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
-        by_node["rollout"] = [per_copy] * (pools.rollout_ranks // per_copy)
+        copy = [min(node_size, per_copy - at) for at in range(0, per_copy, node_size)]
+        by_node["rollout"] = copy * (pools.rollout_ranks // per_copy)
     if pools.reward_model_ranks:
         by_node["reward_model"] = [grader.n_gpus_per_node] * grader.nnodes
     return by_node

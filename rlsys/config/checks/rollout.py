@@ -50,6 +50,11 @@ def _replicas(cfg: PPOConfig | EvalConfig, name: str, ranks: int) -> Iterator[st
     elif ranks % size:
         why = f"the {ranks} rollout processes cannot hold whole copies of the model; set a divisor of {ranks}"
         yield wrong(cfg, key, why)
+    elif isinstance(cfg, EvalConfig) or cfg.trainer.rollout_workers == 0:
+        node = cfg.trainer.n_gpus_per_node
+        if cfg.trainer.nnodes > 1 and node % size and size % node:
+            why = f"copies of the model would straddle nodes of {node} processes; set a divisor of {node}"
+            yield wrong(cfg, key, why)
 
 
 def _aligned(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:

@@ -114,6 +114,8 @@ def _start(arguments: dict[str, Any], settings: SchedulerSettings) -> Any:
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores_by_rank(arguments["tp_size"]))
     if arguments["tp_size"] > 1:
         os.environ["SYNC_TOKEN_IDS_ACROSS_TP"] = "1"  # the first rank's tokens are the logged ones
+        # Ranks share their GPUs with stages of unlike size, so SGLang must not compare their free memory.
+        os.environ["SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK"] = "0"
     os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"
     os.environ["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"
     from sglang.srt.entrypoints.engine import Engine

@@ -3,7 +3,7 @@
 import sys
 
 from rlsys.single_controller.colocate import create_colocated_worker_cls
-from rlsys.single_controller.ray.cluster import Cluster, cluster_nodes, connect
+from rlsys.single_controller.ray.cluster import Cluster, cluster_nodes, connect, node_size
 from rlsys.single_controller.ray.group import RayClassWithInitArgs, RayWorkerGroup
 from rlsys.single_controller.ray.pool import RayResourcePool, RayResourcePoolManager
 from rlsys.single_controller.resource_pool import merge_resource_pool, split_resource_pool
@@ -23,5 +23,6 @@ __all__ = [
     "create_colocated_worker_cls",
     "create_colocated_worker_cls_fused",
     "merge_resource_pool",
+    "node_size",
     "split_resource_pool",
 ]

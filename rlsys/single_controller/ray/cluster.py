@@ -20,6 +20,7 @@ from ray import exceptions as ray_exceptions
 from ray._private import ray_constants
 from ray._private import utils as ray_utils
 from ray._private import worker as ray_worker
+from ray._private.services import get_ray_address_from_environment
 from ray.runtime_env import RuntimeEnv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -124,10 +125,18 @@ def _log_first_lines(data: Mapping[str, Any], ignore_prefix: bool) -> None:
 
 
 def _check_answers(address: str) -> None:
-    """ConfigError, within ANSWER_S, unless a Ray cluster that takes our token answers at host:port."""
-    if "://" in address or address == "auto":
-        return
+    """ConfigError, within ANSWER_S for each question, unless a Ray cluster that takes our token answers at host:port.
+
+    For "auto" that is the address that Ray finds, which may be of a cluster that has ended.
+    """
     set_another = "; correct RAY_ADDRESS (ray_kwargs.ray_init.address), or unset it to start a cluster here"
+    if address == "auto":
+        try:
+            address = str(get_ray_address_from_environment("auto", None))
+        except ConnectionError as error:
+            raise ConfigError(f"no Ray cluster runs on this machine (address auto){set_another}") from error
+    if address.startswith("ray://"):
+        raise ConfigError(f"{address}: jobs do not run through Ray's client; use `ray job submit`, or host:port there")
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()):
         raise ConfigError(f"the Ray address {address!r} is not host:port{set_another}")
@@ -145,6 +154,12 @@ def _check_answers(address: str) -> None:
             f"the Ray cluster at {address} refuses our token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or "
             "RAY_AUTH_TOKEN_PATH) as for its head"
         )
+    if done.returncode:
+        raise ConfigError(f"what listens at {address} is not a Ray cluster: {_last_line(done.stderr)}{set_another}")
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1]
 
 
 def cluster_address() -> str:
@@ -220,6 +235,11 @@ def cluster_nodes() -> list[NodeCapacity]:
     """What the living nodes have in all."""
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     return [NodeCapacity(has.get("CPU", 0.0), has.get("GPU", 0.0)) for has in alive]
+
+
+def node_size(use_gpu: bool) -> int:
+    """The number of processes that the largest node has room for, by its GPUs or CPUs."""
+    return max(int(node.num_gpus if use_gpu else node.num_cpus) for node in cluster_nodes())
 
 
 def on_node(node_id: str, function: Callable[[ProcessInfo], Any], info: ProcessInfo, timeout_s: float = 10.0) -> Any:

@@ -1,7 +1,8 @@
 """The slow path: full tensors gathered bucket by bucket and loaded through the engine's own loader.
 
-The trainer's ranks gather together, the first one puts each bucket into shared memory, every engine of the host loads
-it. It needs nothing but `weights()` and `load()`, so it is the oracle of all other executors and their fallback.
+The trainer's ranks gather together, the first one of each host puts each bucket into shared memory, every engine of the
+host loads it. It needs nothing but `weights()` and `load()`, so it is the oracle
+of all other executors and their fallback.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.checksum import digest, tensor_checksum
-from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, TransferStats
+from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, TransferStats, wait_all
 from rlsys.weights.layout import shard_view, view_of
 from rlsys.weights.plan import resolve_names, source_dtypes
 from rlsys.weights.shared_memory import SharedMemory, TensorHandle, pack_tensors, unpack_tensors
@@ -24,12 +25,15 @@ from rlsys.weights.shared_memory import SharedMemory, TensorHandle, pack_tensors
 
 @dataclass(frozen=True)
 class GatherSpec:
-    """The engines' dtypes by the trainer's names (tensors without one are not wanted); `rank` is the trainer's."""
+    """The engines' dtypes by the trainer's names (tensors without one are not wanted).
+
+    A trainer rank that `writes` shares its buckets.
+    """
 
     dtypes: Mapping[str, str]
     names: Mapping[str, str]
     bucket_bytes: int
-    rank: int = -1
+    writes: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,9 @@ class GatherSender:
 
     @torch.no_grad()
     def bucket(self, version: int) -> Bucket | bool:
-        """Rank 0: the next bucket, other ranks: True; False when there are no more."""
+        """The next bucket, True from a rank that does not write; False when there are no more."""
         gathered = next(self._buckets, None)
-        if gathered is None or self.spec.rank:
+        if gathered is None or not self.spec.writes:
             return gathered is not None
         wanted = {name: tensor for name, tensor in gathered if name in self.spec.dtypes}
         packed, num_bytes = pack_tensors((n, tuple(t.shape), self.spec.dtypes[n]) for n, t in wanted.items())
@@ -142,16 +146,25 @@ class GatherExecutor(Executor):
     def connect(self, sources: Layouts, destinations: Layouts, remaining_s: RemainingTime) -> None:
         names = resolve_names(sources, destinations)
         spec = GatherSpec(source_dtypes(names, destinations), names, self.options.bucket_bytes)
-        self.open(self.source, [replace(spec, rank=rank) for rank in range(self.source.world_size)], remaining_s)
+        writers = {layout.host: layout.rank for layout in reversed(sources)}
+        if alone := sorted({layout.host for layout in destinations} - {*writers}):
+            raise WeightTransferError(f"gather needs a trainer rank on every rollout host; there is none on {alone}")
+        self.writers = [writers[layout.host] for layout in destinations]
+        specs = [replace(spec, writes=rank in writers.values()) for rank in range(self.source.world_size)]
+        self.open(self.source, specs, remaining_s)
         self.open(self.destination, [spec] * self.destination.world_size, remaining_s)
 
     def push(self, version: int, remaining_s: RemainingTime) -> list[TransferStats]:
         self.send(version, remaining_s)
         self.receive(version, remaining_s)
         checksums: dict[str, int] = {}
-        while bucket := self.step(self.source, remaining_s, "bucket", version)[0]:
-            checksums |= dict(zip(bucket.tensors, bucket.checksums, strict=True))
-            self.step(self.destination, remaining_s, "bucket", version, bucket)
+        while (buckets := self.step(self.source, remaining_s, "bucket", version))[0]:
+            loads = [
+                self.destination.execute_rank_async(rank, "weight_step", "bucket", version, buckets[writer])
+                for rank, writer in enumerate(self.writers)
+            ]
+            checksums |= dict(zip(buckets[0].tensors, buckets[0].checksums, strict=True))
+            wait_all(loads, remaining_s)
         checksum = digest(checksums)
         stats = self.step(self.destination, remaining_s, "finish", version)
         return [replace(part, checksum=checksum) for part in stats]

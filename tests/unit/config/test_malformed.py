@@ -435,7 +435,11 @@ RUNS = [
     bad(["trainer.rollout_workers=1", f"{R}.checkpoint_engine.backend=local"], "checkpoint_engine.backend", "auto"),
     bad([f"{R}.name=sglang", f"{R}.checkpoint_engine.backend=local"], "checkpoint_engine.backend", "auto"),
     bad(f"{R}.checkpoint_engine.backend=nccl", "checkpoint_engine.backend", "trainer.rollout_workers=1"),
-    bad([f"{R}.name=sglang_async", "trainer.nnodes=2"], f"{R}.name", "trainer.rollout_workers"),
+    bad(
+        [f"{R}.name=vllm", f"{R}.tensor_model_parallel_size=2", "trainer.nnodes=2", "trainer.n_gpus_per_node=3"],
+        f"{R}.tensor_model_parallel_size",
+        "straddle nodes of 3 processes",
+    ),
     bad(["trainer.val_only=true", "data.train_files=./rows.jsonl"], "trainer.val_only", "data.val_files"),
     bad(f"{A}.checkpoint.load_contents=[model,hf_model]", f"{A}.checkpoint.load_contents", "hf_model"),
     bad(f"{A}.checkpoint.save_contents=[model,model]", f"{A}.checkpoint.save_contents", "listed twice"),

@@ -225,6 +225,7 @@ for options in (
     {"address": f"127.0.0.1:{ports[0]}"},
     {"address": f"127.0.0.1:{ports[1]}"},
     {"address": "nowhere"},
+    {"address": "ray://127.0.0.1:10001"},
     {"runtime_env": {"workingdir": "."}},
     {"runtime_env": {"working_dir": "/no/such/folder"}},
 ):
@@ -239,11 +240,12 @@ def test_a_cluster_that_does_not_answer_and_wrong_arguments_are_refused_in_one_l
     done = subprocess.run(
         [sys.executable, "-c", REFUSED, str(scaled_s(2.0))], capture_output=True, text=True, timeout=scaled_s(60)
     )
-    unreachable, silent, nonsense, unknown, missing = done.stdout.splitlines()
+    unreachable, silent, nonsense, client, unknown, missing = done.stdout.splitlines()
     assert unreachable.startswith("no Ray cluster listens at 127.0.0.1:0 (")
     assert "unset it to start a cluster here" in unreachable
     assert "did not answer as a Ray cluster within" in silent
     assert nonsense.startswith("the Ray address 'nowhere' is not host:port")
+    assert client.startswith("ray://127.0.0.1:10001: jobs do not run through Ray's client")
     assert unknown.startswith("ray_kwargs.ray_init.runtime_env has no field workingdir; Ray's are ")
     assert "/no/such/folder is not a valid path" in missing
 

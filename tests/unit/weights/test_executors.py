@@ -80,7 +80,7 @@ class Engine:
                     shard_view(self.tensors, shard).copy_(part * 2 if name == LOADER_ONLY else part)
 
     def weight_layout(self) -> WeightLayout:
-        return replace(self.learned.layout, rank=self.secret.rank, host="here")
+        return replace(self.learned.layout, rank=self.secret.rank, host=self.secret.host)
 
     def local_tensors(self) -> Mapping[str, Tensor]:
         return self.learned.tensors(self.tensors)
@@ -117,7 +117,13 @@ def sides() -> tuple[list[Trainer], list[Engine]]:
     layouts = megatron_layouts(CONFIG, sizes, dtype="float32", ranks_per_host=99)
     trainers = [Trainer(replace(layout, host="here")) for layout in layouts]
     secrets = engine_layouts(SHAPES, EngineSizes(tp_size=2, vocab_multiple=8), num_kv_heads=4)
-    return trainers, [Engine(secret) for secret in secrets]
+    return trainers, [Engine(replace(secret, host="here")) for secret in secrets]
+
+
+def over_two_hosts(trainers: Sequence[Trainer], engines: Sequence[Engine]) -> None:
+    for trainer in trainers[2:]:
+        trainer.layout = replace(trainer.layout, host="there")
+    engines[1].secret = replace(engines[1].secret, host="there")
 
 
 @pytest.mark.parametrize("executor", ["shm", "ipc", "nccl", "disk", "gather"])
@@ -125,6 +131,8 @@ def test_megatron_to_a_learned_engine(
     executor: ExecutorName, sides: tuple[list[Trainer], list[Engine]], tmp_path: Path
 ) -> None:
     trainers, engines = sides
+    if executor == "gather":
+        over_two_hosts(trainers, engines)
     assert {engine.learned.layout.loader for engine in engines} == {(LOADER_ONLY,)}
     senders = ThreadGroup([WeightSender(trainer) for trainer in trainers])  # pyrefly: ignore
     receivers = ThreadGroup([WeightReceiver(engine) for engine in engines])  # pyrefly: ignore
@@ -151,6 +159,15 @@ def test_megatron_to_a_learned_engine(
     assert checksums[0] == checksums[2] != checksums[1]
     assert all(check.equal for check in manager.validate())
     manager.close()
+
+
+def test_gathering_needs_a_trainer_rank_on_every_host(sides: tuple[list[Trainer], list[Engine]]) -> None:
+    trainers, engines = sides
+    engines[1].secret = replace(engines[1].secret, host="there")
+    ends = [ThreadGroup([*map(WeightSender, trainers)]), ThreadGroup([*map(WeightReceiver, engines)])]
+    manager = MegatronSGLangShardingManager(*ends, executor="gather", deadline_s=scaled_s(30.0))
+    with pytest.raises(WeightTransferError, match=r"there is none on \['there'\]"):
+        manager.connect()
 
 
 def test_weights_changed_during_a_push_are_detected(sides: tuple[list[Trainer], list[Engine]]) -> None:
