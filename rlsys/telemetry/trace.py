@@ -13,6 +13,7 @@ import time
 import zlib
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -128,18 +129,23 @@ class Timeline:
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
-    """The events, calls of JOINED on one track that follow each other closely as one span."""
+    """The events by time; calls of JOINED with nothing else on their track between them, and close, as one span."""
     kept: list[Event] = []
-    last: dict[tuple[Any, ...], Event] = {}
-    for event in events:
-        key = event["name"], event.get("pid"), event.get("tid")
-        before = last.get(key)
-        if before is not None and event["ts"] - before["ts"] - before["dur"] < JOIN_WITHIN_US:
+    last: dict[tuple[int, int], Event] = {}
+    for event in sorted(events, key=lambda event: event.get("ts", 0)):
+        track = event.get("pid", 0), event.get("tid", 0)
+        before = last.get(track)
+        if event.get("ph") != "X":
+            kept.append(event)
+        elif (
+            before is not None
+            and before["name"] == event["name"] in JOINED
+            and event["ts"] - before["ts"] - before["dur"] < JOIN_WITHIN_US
+        ):
             before["dur"] = event["ts"] + event["dur"] - before["ts"]
-            continue
-        if event["name"] in JOINED and event.get("ph") == "X":
-            event = last[key] = dict(event)
-        kept.append(event)
+        else:
+            last[track] = dict(event)
+            kept.append(last[track])
     return kept
 
 
@@ -163,7 +169,10 @@ def add_arguments(events: Iterable[Event], controller: int, step: int, tokens: M
 
 
 def arrows(events: Iterable[Event], controller: int) -> list[Event]:
-    """Flow events from each of the controller's stages to the first call of a method on every worker inside it."""
+    """Flow events from each of the controller's stages to the first call of a method on every worker inside it.
+
+    Their ids are hexadecimal: Perfetto drops others.
+    """
     spans = [event for event in events if event["ph"] == "X"]
     stages = [span for span in spans if span["pid"] == controller and span["name"] not in ("step", "source")]
     flows: dict[tuple[Any, ...], tuple[Event, Event]] = {}
@@ -173,7 +182,8 @@ def arrows(events: Iterable[Event], controller: int) -> list[Event]:
         if call["pid"] == controller or not around:
             continue
         stage = min(around, key=lambda span: span["dur"])
-        shared = {"name": stage["name"], "cat": "call", "id": f"{call['pid']:x}.{call['tid']:x}.{call['ts']:x}"}
+        flow = blake2b(f"{call['pid']}.{call['tid']}.{call['ts']}".encode(), digest_size=7).hexdigest()
+        shared = {"name": stage["name"], "cat": "call", "id": flow}
         start = {**shared, "ph": "s", "ts": stage["ts"], "pid": stage["pid"], "tid": stage["tid"]}
         end = {**shared, "ph": "f", "bp": "e", "ts": call["ts"], "pid": call["pid"], "tid": call["tid"]}
         flows.setdefault((stage["tid"], stage["ts"], call["pid"], call["name"]), (start, end))

@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from rlsys.rollout.hf.engine import HFRollout
+from tests import trace_format
 from tests.e2e.conftest import Toy
 from trainer.main_ppo import main
 
@@ -27,6 +28,7 @@ def metrics_of(out: Path) -> list[dict[str, Any]]:
 def spans_by_track(out: Path) -> dict[str, dict[str, list[tuple[int, int]]]]:
     """(start, end) of every span of a timeline in microseconds, by track and name."""
     events = json.loads((out / "timeline.json").read_text())
+    assert trace_format.problems(events) == []
     tracks = {e["pid"]: e["args"]["name"].split(" @ ")[0] for e in events if e["name"] == "process_name"}
     spans: dict[str, dict[str, list[tuple[int, int]]]] = {name: {} for name in tracks.values()}
     for e in events:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from rlsys.telemetry.jsonl import read_jsonl
+from tests import trace_format
 from tests.timing import scaled_s
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -84,3 +85,4 @@ def test_timeline_has_steps_speed_memory_and_arrows(tmp_path: Path) -> None:
     updates = [e["args"] for e in events if e["name"] == "update_actor" and e["ph"] == "X"]
     assert [args["step"] for args in updates] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
     assert sum("tokens" in args for args in updates) == 6
+    assert trace_format.problems(events) == []
