@@ -11,18 +11,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from types import FrameType
-from typing import TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config
 from rlsys.data.first_rows import check_first_rows
 from rlsys.telemetry.log import FILE_ONLY, get_logger, setup_logging
 from rlsys.utils import errors
-from trainer.machine import check_machine
+from trainer.machine import check_machine, device_memory
 from trainer.summary import summary_lines
 
 C = TypeVar("C", PPOConfig, SFTConfig, RMConfig, DPOConfig, EvalConfig)
@@ -34,7 +34,7 @@ FILE_ERRNOS = (*DISK_ERRNOS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 
 def checked_config(argv: Sequence[str] | None, schema: type[C]) -> C:
     """The configuration of the command line, printed with its plan; exits with 2 and a message if it is wrong."""
-    return main_config(sys.argv[1:] if argv is None else argv, schema, check=_check)
+    return main_config(sys.argv[1:] if argv is None else argv, schema, check=_check, choose=_choose)
 
 
 def _check(config: C, dry_run: bool) -> tuple[list[str], dict[str, str]]:
@@ -56,6 +56,16 @@ def _check(config: C, dry_run: bool) -> tuple[list[str], dict[str, str]]:
     from rlsys.planning.advice import memory_line
 
     return notes, first.plan | {"memory": memory_line(config)}
+
+
+def _choose(config: C, given: Collection[str]) -> tuple[Mapping[str, Any], str]:
+    """The sizes that are not set, for the device of this machine."""
+    if not isinstance(config, PPOConfig):
+        return {}, ""
+    from rlsys.planning.advice import facts_of
+    from rlsys.planning.sizes import choose_sizes
+
+    return choose_sizes(config, given, facts_of(config, *device_memory(config)))
 
 
 def run_job(config: C, job: str) -> int:

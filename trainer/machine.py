@@ -5,10 +5,13 @@ from __future__ import annotations
 import glob
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
+
+import psutil
 
 from rlsys.config import EvalConfig, PPOConfig
 from rlsys.config.checks.files import no_score_head
@@ -23,7 +26,7 @@ TABLES = {"vllm": VLLM, "sglang": SGLANG}
 OWN_ENVIRONMENT = ("pip", "uv", "conda", "py_executable", "container", "image_uri")
 """Fields of Ray's runtime_env that give workers other packages than this process has."""
 MODELS = ("actor_rollout_ref.model.path", "critic.model.path", "model.path", "reward.reward_model.model_path")
-ANSWER_S = 2.0
+ANSWER_S, SMI_S = 2.0, 20.0
 
 
 def check_machine(config: Any, *, dry_run: bool) -> list[str]:
@@ -108,6 +111,22 @@ def visible_gpus() -> int:
     if visible is None:
         return num_gpus
     return min(num_gpus, sum(name.strip() not in ("", "-1", "NoDevFiles") for name in visible.split(",")))
+
+
+def device_memory(config: PPOConfig) -> tuple[Literal["cuda", "cpu"], int]:
+    """The kind of device that a process of the job has, and its bytes: the smallest GPU here, or its share of the host.
+
+    A cluster is taken to have this machine's GPUs; where there are none here, GPUs have 0 bytes.
+    """
+    device = config.trainer.device
+    if device == "cpu" or (device == "auto" and not visible_gpus() and not _joins_a_cluster(config)):
+        return "cpu", psutil.virtual_memory().total // max(1, resolve_pools(config).total_ranks)
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SMI_S, check=True)
+        return "cuda", min(int(float(line)) for line in done.stdout.split("\n") if line.strip()) << 20
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return "cuda", 0
 
 
 def _check_servers(config: PPOConfig) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from rlsys.config.schema.model import ModelFolderConfig
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.engines.mesh import ensure_process_group
@@ -71,6 +73,7 @@ class RolloutWorker(Worker, WeightReceiver):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wake(self, tags: tuple[str, ...]) -> None:
+        torch.cuda.empty_cache()  # what training in this process has freed, which the engine cannot use otherwise
         self.engine.wake(tags)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

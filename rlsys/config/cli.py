@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rlsys.config.arguments import parse_arguments
 from rlsys.config.introspect import default_of, leaves, nest, shown, value_at
@@ -25,12 +26,14 @@ def main_config(
     schema: type[S],
     *,
     check: Callable[[S, bool], tuple[Sequence[str], Mapping[str, str]]] | None = None,
+    choose: Callable[[S, Collection[str]], tuple[Mapping[str, Any], str]] | None = None,
 ) -> S:
     """The configuration of a job, after printing its headline, notes and plan.
 
     `check`, called with the configuration and whether it is a dry run, returns notes on what settings name and facts
-    for `plan_text`, and raises ConfigError or DataError. Exits with 2 and a message on stderr if a setting is wrong,
-    and with 0 after --help, --version, --print-config and --dry-run.
+    for `plan_text`, and raises ConfigError or DataError. `choose`, called with the configuration and the keys that are
+    set, returns values of others and what the plan says about them. Exits with 2 and a message on stderr if a setting
+    is wrong, and with 0 after --help, --version, --print-config and --dry-run.
     """
     try:
         arguments = parse_arguments(argv)
@@ -40,7 +43,10 @@ def main_config(
             from rlsys.config.help import help_text
 
             _print_and_exit(help_text(schema, *arguments.help))
-        loaded = load(arguments, schema)
+        loaded, sizes = load(arguments, schema), ""
+        if choose is not None and not arguments.print_config:
+            chosen, sizes = choose(loaded.config, loaded.settings.keys())
+            loaded = replace(loaded, config=load(arguments, schema, chosen=chosen).config)
         notes, facts = check(loaded.config, arguments.dry_run) if check and not arguments.print_config else ((), {})
     except (ConfigError, DataError) as error:
         print(f"rlsys: {error}", file=sys.stderr)
@@ -49,7 +55,7 @@ def main_config(
         print(f"rlsys: note: {note}", file=sys.stderr, flush=True)
     if arguments.print_config:
         _print_and_exit(as_yaml(loaded))
-    text = "\n".join(filter(None, (f"rlsys: {loaded.headline}", plan_text(loaded.config, facts))))
+    text = "\n".join(filter(None, (f"rlsys: {loaded.headline}", plan_text(loaded.config, {**facts, "sizes": sizes}))))
     if arguments.dry_run:
         _print_and_exit(f"{text}\nrlsys: --dry-run: nothing was started")
     print(text, flush=True)

@@ -12,10 +12,24 @@ from rlsys.config.merge import Given
 from rlsys.utils.errors import ConfigError
 
 MODE = "trainer.allocation_mode"
+CHOICE = "from the plan"
+"""The origin of what a job chooses."""
+_POLICY, _TOKENS = "actor_rollout_ref", "max_token_len_per_gpu"
+BUDGETS = (f"{_POLICY}.actor.ppo_{_TOKENS}", f"critic.ppo_{_TOKENS}", f"reward.reward_model.forward_{_TOKENS}")
+CHOSEN = frozenset(
+    {
+        *(*BUDGETS, f"{_POLICY}.rollout.log_prob_{_TOKENS}", f"{_POLICY}.ref.log_prob_{_TOKENS}"),
+        *(f"critic.forward_{_TOKENS}", f"{_POLICY}.model.enable_gradient_checkpointing"),
+        *("critic.model.enable_gradient_checkpointing", f"{_POLICY}.rollout.max_num_seqs"),
+        f"{_POLICY}.rollout.gpu_memory_utilization",
+    }
+)
+"""Keys that a job chooses where they are not set, or `auto` (`rlsys.planning.sizes`)."""
 DERIVED = ("from ", "follows ")
 """How the origins of settings begin that follow from others."""
 ESTIMATOR = "algorithm.adv_estimator"
 MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
+MICRO_BATCH, DYNAMIC = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.actor.use_dynamic_bsz"
 BUDGET = "data.max_token_len_per_gpu"
 
 
@@ -30,7 +44,7 @@ def derived_settings(
     longest, budget = values.get("data.max_length", 0), values.get(BUDGET, 0)
     if BUDGET not in given and is_count(longest) and longest > budget:
         settings[BUDGET] = Given(longest, "follows data.max_length", BUDGET)
-    settings |= _expert_tensor(values)
+    settings |= _expert_tensor(values) | _micro_batches(values, given)
     made = settings | _kl_loss(values)
     problems += [
         f"{key} = {shown(values[key])}: conflicts with {rule.origin.removeprefix('from ')}; "
@@ -39,6 +53,21 @@ def derived_settings(
         if key in given and values[key] != rule.value
     ]
     return made | _areal_estimator(values, given), problems
+
+
+def _micro_batches(values: Mapping[str, Any], given: Mapping[str, Given]) -> dict[str, Given]:
+    """Packs of tokens where no number of samples is set, which hold the longest sequence."""
+    if DYNAMIC not in values:
+        return {}
+    made = {}
+    if DYNAMIC not in given and values[MICRO_BATCH] is None:
+        made[DYNAMIC] = Given(True, f"follows {MICRO_BATCH}", DYNAMIC)
+    parts = ("data.max_prompt_length", "data.max_response_length")
+    if all(is_count(values[part]) for part in parts):
+        longest = sum(values[part] for part in parts)
+        short = [key for key in BUDGETS if key not in given and is_count(values[key]) and values[key] < longest]
+        made |= {key: Given(longest, f"follows {' + '.join(parts)}", key) for key in short}
+    return made
 
 
 def _expert_tensor(values: Mapping[str, Any]) -> dict[str, Given]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Generic, TypeVar
@@ -20,9 +20,9 @@ from rlsys.config.arguments import Arguments, parse_arguments
 from rlsys.config.checks.all import check
 from rlsys.config.checks.rules import unknown_names, unused_settings
 from rlsys.config.compat.reader import prefixes
-from rlsys.config.derive import DERIVED, derived_settings
+from rlsys.config.derive import CHOICE, CHOSEN, DERIVED, derived_settings
 from rlsys.config.introspect import allowed, choices, default_of, leaves, nest, shown
-from rlsys.config.merge import Layers
+from rlsys.config.merge import Given, Layers
 from rlsys.config.presets import Preset, default_preset, model_key, read_preset
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import PPOConfig
@@ -59,8 +59,8 @@ def load_config(argv: Sequence[str] = (), schema: type[S] = PPOConfig) -> S:
     return loaded.config
 
 
-def load(arguments: Arguments, schema: type[S]) -> Loaded[S]:
-    """Like `load_config`, but also returns the notes and the headline."""
+def load(arguments: Arguments, schema: type[S], *, chosen: Mapping[str, Any] | None = None) -> Loaded[S]:
+    """Like `load_config`, but also returns the notes and the headline; `chosen` are values of keys that are not set."""
     layers, typed = Layers(schema), Layers(schema)
     problems = list(arguments.problems)
     typed.add_overrides(arguments.overrides)
@@ -69,6 +69,8 @@ def load(arguments: Arguments, schema: type[S]) -> Loaded[S]:
     for name, tree in read_preset(preset):
         layers.add_tree(tree, name)
     layers.add_overrides(arguments.overrides)
+    layers.given = {key: one for key, one in layers.given.items() if key not in CHOSEN or one.value != "auto"}
+    layers.given |= {key: Given(value, CHOICE, key) for key, value in (chosen or {}).items()}
     values, more = _values(layers)
     config, wrong = _validated(values, layers, schema)
     problems += more + wrong

@@ -107,17 +107,18 @@ def total_steps(num_rows: int, batch_size: int, total_epochs: int, total_trainin
 def plan_text(cfg: Section, facts: Mapping[str, str] = MappingProxyType({})) -> str:
     """The plan of any job as people read it, a line for each subject.
 
-    `facts` are what no setting says: "data" and "validation", and the "memory" of a PPO job.
+    `facts` are what no setting says: "data" and "validation", and of a PPO job "memory" and the
+    "sizes" that were chosen.
     """
     lines = [(name, facts.get(name, "")) for name in ("data", "validation")]
     if isinstance(cfg, PPOConfig):
-        lines += _ppo_lines(cfg, facts.get("memory", ""))
+        lines += _ppo_lines(cfg, facts)
     if isinstance(cfg, SupervisedConfig):
         lines += _supervised_lines(cfg)
     return "\n".join(f"  {name:<11}{words}" for name, words in lines if words)
 
 
-def _ppo_lines(cfg: PPOConfig, memory: str) -> list[tuple[str, str]]:
+def _ppo_lines(cfg: PPOConfig, facts: Mapping[str, str]) -> list[tuple[str, str]]:
     plan, data, trainer, answers = plan_batches(cfg), cfg.data, cfg.trainer, cfg.actor_rollout_ref.rollout.n
     tokens = f"{data.max_prompt_length} + {data.max_response_length} tokens at most"
     generated = f", generated {data.gen_batch_size} prompts at a time" if cfg.algorithm.filter_groups.enable else ""
@@ -133,7 +134,7 @@ def _ppo_lines(cfg: PPOConfig, memory: str) -> list[tuple[str, str]]:
         ("advantages", f"{cfg.algorithm.adv_estimator}; loss {cfg.actor_rollout_ref.actor.policy_loss.loss_mode}"),
         ("length", _length_words(trainer.total_training_steps, trainer.total_epochs, data.train_batch_size)),
         ("workers", _worker_words(trainer, plan.pools)),
-        ("memory", memory),
+        *((name, facts.get(name, "")) for name in ("memory", "sizes")),
         ("weights", _weights_words(trainer.max_staleness, trainer.sync_freq) + by),
         ("output", trainer.default_local_dir),
     ]

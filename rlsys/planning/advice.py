@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rlsys.config import PPOConfig
 from rlsys.config.checks.files import model_facts
 from rlsys.planning.footprint import decoder_of
-from rlsys.planning.memory import CACHE, Device, Facts, MemoryPlan, Stage, plan_memory
+from rlsys.planning.memory import CACHE, Device, MemoryPlan, Stage
 from rlsys.planning.roles import together
+from rlsys.planning.sizes import Machine, plan_with
 from rlsys.utils.errors import ConfigError
 
 GIB = 1 << 30
@@ -24,22 +26,13 @@ def memory_line(cfg: PPOConfig) -> str:
     Empty where the model's config.json is not on this machine. An engine that takes a share of the device for its
     cache is counted without it.
     """
-    policy, grader = cfg.actor_rollout_ref, cfg.reward.reward_model
-    actor = _facts(policy.model.path)
-    if not actor:
+    policy, device = cfg.actor_rollout_ref, _device(cfg)
+    machine = facts_of(cfg, device, 0)
+    if not machine.actor:
         return ""
-    actor = {**actor, **policy.model.override_config}
-    device = _device(cfg)
     try:
-        plan = plan_memory(
-            cfg,
-            actor,
-            critic=_facts(cfg.critic.model.path) if cfg.critic.model.path != policy.model.path else None,
-            reward_model=_facts(grader.model_path) if grader.enable else None,
-            device=device,
-            device_bytes=0,
-        )
-        parameters = decoder_of(actor).parameters
+        plan = plan_with(cfg, machine)
+        parameters = decoder_of(machine.actor).parameters
     except (ConfigError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         return f"cannot be planned: {error}"
     stages = {stage.name: stage for stage in plan.train}
@@ -56,7 +49,20 @@ def memory_line(cfg: PPOConfig) -> str:
     return f"{parameters / 1e6:.1f}M parameters; GiB on a {kind}: {', '.join(figures)}"
 
 
-def _facts(path: str | None) -> Facts:
+def facts_of(cfg: PPOConfig, device: Device, device_bytes: int) -> Machine:
+    """A device of a job, with what is on this machine of the config.json of its models."""
+    policy, grader = cfg.actor_rollout_ref, cfg.reward.reward_model
+    actor = _facts(policy.model.path)
+    return Machine(
+        device,
+        device_bytes,
+        actor={**actor, **policy.model.override_config} if actor else {},
+        critic=_facts(cfg.critic.model.path) if cfg.critic.model.path != policy.model.path else None,
+        reward_model=_facts(grader.model_path) if grader.enable else None,
+    )
+
+
+def _facts(path: str | None) -> dict[str, Any]:
     return model_facts(Path(path)) if path else {}
 
 

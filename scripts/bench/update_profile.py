@@ -8,8 +8,8 @@ Random weights, answers of one length to prompts of several, as the head-to-head
 log-probs with entropy and updates once, as in a run of GRPO; medians of several repeats after two of warm-up. A
 profile of fewer rows gives the kernels that take most and the share of time in which no kernel runs. `--variants` are
 measured one after the other: `ours`; ours with keys and values repeated (`repeat`) or with the statistics of logits
-as separate kernels (`plain_head`); and what ours might do, torch's fused RMSNorm (`norm`) or compiled layers
-(`compile`). Gradient norms and mean log-probs say whether they compute the same.
+as separate kernels (`plain_head`); and what ours might do, torch's fused RMSNorm (`norm`) or, by
+`use_torch_compile`, compiled layers (`compile`). Gradient norms and mean log-probs say whether they compute the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rlsys.config.schema.actor import ActorConfig
-from rlsys.config.schema.model import ModelConfig, OptimConfig
+from rlsys.config.schema.model import ModelConfig, OptimConfig, ShardConfig
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.models import attention, logprobs
@@ -125,12 +125,10 @@ def kernels_of(variant: str) -> AbstractContextManager[object]:
 
 
 def change_modules(variant: str, model: Any) -> None:
-    """Give the modules of a model fused norms, or compile its layers."""
+    """Give the modules of a model fused norms."""
     for module in model.modules():
         if variant == "norm" and type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(_fused_norm, module)
-        if variant == "compile" and type(module).__name__.endswith("DecoderLayer"):
-            module.forward = torch.compile(module.forward)
 
 
 def _fused_norm(module: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -142,7 +140,8 @@ def measure(shape: str, variant: str, folder: Path, args: argparse.Namespace) ->
     model = ModelConfig(path=str(folder), enable_gradient_checkpointing=args.recompute)
     size = MicroBatches(max_tokens=args.max_tokens)
     optim = OptimConfig(lr=1e-6)
-    engine = FSDPEngine(model, device=args.device, optim=optim, grad_clip=1.0, training=size, scoring=size)
+    shard = ShardConfig(use_torch_compile=variant == "compile")
+    engine = FSDPEngine(model, device=args.device, optim=optim, shard=shard, training=size, scoring=size)
     change_modules(variant, engine.model.model)
     config = read_config(model)
     rows = make_rows(args.rows, args.prompt, args.response, config.vocab_size)
@@ -158,9 +157,11 @@ def measure(shape: str, variant: str, folder: Path, args: argparse.Namespace) ->
     lengths = rows.tensors["attention_mask"].sum(1).tolist()
     flops = ModelFlops(config).forward(lengths, num_head_tokens=int(rows.tensors["response_mask"].sum()))
     peak = measured_flops(torch.device(args.device), **({"size": 8192} if cuda else {}))
+    started_s = perf_counter()
     rows = rows.union(score(rows))
     result["mean_log_prob"] = float(rows.tensors["old_log_probs"].double().mean())
     result["grad_norm"] = update(rows)["actor/grad_norm"]
+    result["first_s"] = round(perf_counter() - started_s, 1)
     few = rows[: args.profiled]
     for name, work, times in (("old_log_prob", score, 1), ("update", update, 3)):
         if cuda:
@@ -182,7 +183,8 @@ def measure(shape: str, variant: str, folder: Path, args: argparse.Namespace) ->
 def show(result: dict[str, Any]) -> None:
     print(
         f"\n== {result['case']}: micro-batches of {result['max_tokens']} tokens, recompute={result['recompute']}, "
-        f"mean log-prob {result['mean_log_prob']:.6f}, gradient norm {result['grad_norm']:.6f}"
+        f"mean log-prob {result['mean_log_prob']:.6f}, gradient norm {result['grad_norm']:.6f}, "
+        f"first pass and update {result['first_s']} s"
     )
     for name in ("old_log_prob", "update"):
         part, inside = result[name], result[name]["profile"]

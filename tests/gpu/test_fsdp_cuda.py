@@ -66,6 +66,10 @@ def exact_engine(model: Mapping[str, Any], head: str, case: Case) -> FSDPEngine:
     return cuda_engine(model, head, case, dtype="float32")
 
 
+def compiled_engine(model: Mapping[str, Any], head: str, case: Case) -> FSDPEngine:
+    return cuda_engine(model, head, case, use_torch_compile=True)
+
+
 def distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
@@ -99,6 +103,14 @@ def test_loss_and_gradients_on_cuda(
         assert rank["metrics"]["loss"] == pytest.approx(loss, rel=10 * tolerance, abs=tolerance)
         assert rank["report"].applied
         assert distance(torch.cat([rank["gradients"][n].flatten() for n in gradients]), whole) < tolerance
+
+
+def test_compiled_layers_compute_the_same() -> None:
+    _, loss, gradients = reference("qwen2-tied", "lm")
+    (rank,) = run_ranks(1, one_step, compiled_engine, "qwen2-tied", "lm", Case(max_tokens=30), backend=BACKEND)
+    assert rank["metrics"]["loss"] == pytest.approx(loss, rel=0.5, abs=0.05)
+    whole = torch.cat([g.flatten() for g in gradients.values()])
+    assert distance(torch.cat([rank["gradients"][name].flatten() for name in gradients]), whole) < 0.05
 
 
 def train(engine: FSDPEngine) -> Any:

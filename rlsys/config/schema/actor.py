@@ -59,11 +59,11 @@ class TrainedRoleConfig(Section):
     """Prompts per optimizer step (each with rollout.n samples); unless set, data.train_batch_size if 256 does not
     divide that."""
     ppo_micro_batch_size_per_gpu: t.Count | None = None
-    """Samples per forward and backward pass on a rank; null without use_dynamic_bsz is the rank's whole share."""
+    """Samples per forward and backward pass on a rank; null with use_dynamic_bsz=false is the rank's whole share."""
     use_dynamic_bsz: t.Flag = False
-    """Fill micro-batches up to a number of tokens instead of samples."""
+    """Fill micro-batches up to a number of tokens instead of samples; unless set, true if no number of samples is."""
     ppo_max_token_len_per_gpu: t.Count = 16384
-    """Tokens per micro-batch on a rank, with use_dynamic_bsz."""
+    """Tokens per micro-batch on a rank, with use_dynamic_bsz; not set, or auto, a job chooses by its memory plan."""
     ppo_epochs: t.Count = 1
     """PPO epochs per step."""
     shuffle: t.Flag = False
@@ -132,7 +132,15 @@ class RefConfig(LogProbConfig):
     fsdp_config: RoleShardConfig = section(
         RoleShardConfig,
         follows=f"{_ACTOR}.fsdp_config",
-        only=("fsdp_size", "reshard_after_forward", "forward_prefetch", "model_dtype", "dtype", "full_determinism"),
+        only=(
+            "fsdp_size",
+            "reshard_after_forward",
+            "forward_prefetch",
+            "use_torch_compile",
+            "model_dtype",
+            "dtype",
+            "full_determinism",
+        ),
     )
     megatron: Annotated[MegatronRoleConfig, IF_ACTOR_MEGATRON] = section(
         MegatronRoleConfig, follows=f"{_ACTOR}.megatron"
@@ -181,7 +189,7 @@ class CriticConfig(TrainedRoleConfig):
     forward_micro_batch_size_per_gpu: t.Count | None = linked(".ppo_micro_batch_size_per_gpu")
     """Samples per forward pass when values are computed."""
     ppo_max_token_len_per_gpu: t.Count = 32768
-    """Tokens per micro-batch on a rank, with use_dynamic_bsz."""
+    """Tokens per micro-batch on a rank, with use_dynamic_bsz; not set, or auto, a job chooses by its memory plan."""
     forward_max_token_len_per_gpu: t.Count = linked(".ppo_max_token_len_per_gpu")
     """Tokens per forward pass when values are computed."""
     cliprange_value: t.Positive = 0.5

@@ -56,7 +56,8 @@ class ModelConfig(ModelFolderConfig):
     override_config: t.OpenDict = open_dict()
     """Values that replace those of config.json, e.g. {attention_dropout: 0}."""
     enable_gradient_checkpointing: t.Flag = True
-    """Recompute activations in the backward pass instead of storing them."""
+    """Recompute activations in the backward pass instead of storing them; not set, or auto, a job on GPUs does so only
+    where its memory plan needs it."""
     use_remove_padding: t.Flag = True
     """Pack sequences without padding in training and in log-prob passes."""
     lora_rank: t.CountOrZero = 0
@@ -121,6 +122,8 @@ class ShardConfig(Section):
     """Free gathered parameters after each layer's forward pass."""
     forward_prefetch: t.Flag = False
     """Gather the next layer's parameters during the forward pass of a layer."""
+    use_torch_compile: t.Flag = False
+    """Compile the layers: faster steps after a first one that takes up to a minute longer."""
     model_dtype: MasterDType = "float32"
     """dtype of the weights."""
     dtype: AnyDType = "auto"

@@ -71,7 +71,8 @@ class GenerationConfig(Section):
     tensor_model_parallel_size: t.Count = 1
     """Processes that share one copy of the model."""
     gpu_memory_utilization: TopP = 0.5
-    """Fraction of GPU memory for the weights and KV cache of vLLM or SGLang."""
+    """Fraction of GPU memory for the weights and KV cache of vLLM or SGLang; not set, or auto, a job chooses it by its
+    memory plan."""
     kv_cache_gib: t.Count = 1
     """Size of vLLM's or SGLang's KV cache on CPU, in GiB."""
     enforce_eager: t.Flag = False
@@ -97,7 +98,7 @@ class GenerationConfig(Section):
     dtype: AnyDType = "auto"
     """dtype of the engine; auto is bfloat16 on CUDA and float32 on CPU."""
     max_num_seqs: t.Count = 256
-    """Largest number of sequences decoded together."""
+    """Largest number of sequences decoded together; not set, or auto, a job chooses it by its rows and memory."""
     max_num_batched_tokens: t.Count = 8192
     """Largest number of prompt tokens prefilled together."""
     on_update: Literal["keep", "recompute"] = "keep"

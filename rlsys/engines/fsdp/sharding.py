@@ -35,6 +35,8 @@ def shard_model(model: TokenModel, ranks: Ranks, shard: ShardConfig, *, compute_
     layers: list[Any] = layer_modules(model.model)
     for layer in layers:
         fully_shard(layer, mp_policy=policy, reshard_after_forward=shard.reshard_after_forward, **options)
+        if shard.use_torch_compile:
+            layer.forward = torch.compile(layer.forward)
     if not model.is_lm:
         exact = MixedPrecisionPolicy(param_dtype=reduce_dtype, reduce_dtype=reduce_dtype)
         fully_shard(model.model.score, mp_policy=exact, **options)

@@ -128,7 +128,7 @@ VERL_DEFAULTS = {
     f"{A}.strategy": "fsdp",
     f"{A}.ppo_mini_batch_size": 256,
     f"{A}.ppo_micro_batch_size_per_gpu": None,
-    f"{A}.use_dynamic_bsz": False,
+    f"{A}.use_dynamic_bsz": True,
     f"{A}.ppo_max_token_len_per_gpu": 16384,
     f"{A}.ppo_epochs": 1,
     f"{A}.shuffle": False,

@@ -1,0 +1,259 @@
+"""The same GRPO job by rlsys, verl and TRL on one GPU, several times in rotated order: seconds by phase.
+
+    python scripts/bench/head_to_head.py --shape 0.5B --out runs/h2h                     # rlsys, and peers if installed
+    python scripts/bench/head_to_head.py --shape 1.5B --systems rlsys-sglang rlsys-vllm --steps 12 --repeats 3
+    python scripts/bench/head_to_head.py --shape tiny --systems rlsys-hf --steps 3 --skip 1 --repeats 1 --prompts 4
+
+Random weights with a byte-level tokenizer, 64 prompts of 64 to 192 characters, 8 answers each, forced to `--new` tokens
+or `--natural`, a cheap reward that differs within a group; packs of 16,384 tokens, no recomputation, bfloat16 over
+float32 masters in all systems (`rlsys-auto` chooses its own sizes). verl runs with free_cache_engine=False, fsdp2 and
+fused kernels, TRL in the vLLM of its process with and without sleep (`trl`, `trl-sleep`). A peer runs in this
+interpreter or the one of `--python NAME=PATH`; where it cannot be imported it is left out, and named. The table is
+over all runs whose results lie in `--out`, so that a call may make one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.model_shapes import SHAPES
+
+ROOT = Path(__file__).resolve().parents[2]
+PHASES = ("wall", "gen", "old_log_prob", "update_actor", "update_weights", "switch", "rest")
+POLICY, ANSWERS = "actor_rollout_ref", 8
+WORDS = ("what is the sum of", "product value when a train", "leaves city at noon and how many", "apples are left")
+REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_):\n    {body}\n"
+TRL_CODE = Path(__file__).with_name("trl_job.py")
+
+
+def write_rows(folder: Path, count: int) -> None:
+    """Prompts as parquet in verl's form, and the reward function."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    draw, rows = random.Random(7), []
+    for number in range(count):
+        size, text = draw.randint(64, 192), f"Q{number}: "
+        while len(text) < size:
+            text += draw.choice(WORDS) + " "
+        prompt = [{"role": "user", "content": f"{text[: size - 1]}?"}]
+        grading = {"style": "rule", "ground_truth": "0"}
+        extra = {"index": number, "split": "train"}
+        rows.append({"data_source": "h2h", "prompt": prompt, "reward_model": grading, "extra_info": extra})
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    pq.write_table(pa.Table.from_pylist(rows[:8]), folder / "test.parquet")
+    body = "return (sum(map(ord, solution_str[:200])) % 11) / 10.0"
+    folder.joinpath("reward.py").write_text(REWARD.format(body=body))
+
+
+def write_model(folder: Path, shape: str) -> None:
+    """Random weights of a known shape and a tokenizer in which a character is a token."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from scripts.bench.train_step import write_checkpoint
+
+    folder.mkdir(parents=True)
+    size = SHAPES[shape]["vocab_size"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: size - 4]
+    vocab = {letter: number for number, letter in enumerate(letters)}
+    vocab |= {f"<d{number}>": number for number in range(len(vocab), size)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, "model_max_length": 32768}
+    ends = {"eos_token": f"<d{size - 1}>", "pad_token": f"<d{size - 2}>"}
+    folder.joinpath("tokenizer_config.json").write_text(json.dumps(settings | ends))
+    folder.joinpath("generation_config.json").write_text(json.dumps({"eos_token_id": [size - 1], "do_sample": True}))
+    write_checkpoint(shape, folder, "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def common(args: argparse.Namespace) -> list[str]:
+    """The settings that rlsys and verl share, under verl's keys."""
+    job, model = args.out / "job", args.out / args.shape
+    return [
+        *(
+            "algorithm.adv_estimator=grpo",
+            f"data.train_files={job}/train.parquet",
+            f"data.val_files={job}/test.parquet",
+        ),
+        *(f"data.train_batch_size={args.prompts}", "data.max_prompt_length=192", "data.shuffle=False"),
+        "algorithm.adv_estimator=grpo",
+        *(f"data.max_response_length={args.new}", f"{POLICY}.model.path={model}", f"{POLICY}.rollout.n={ANSWERS}"),
+        *(f"{POLICY}.actor.ppo_mini_batch_size={args.prompts}", f"{POLICY}.actor.optim.lr=1e-6"),
+        f"{POLICY}.rollout.ignore_eos={not args.natural}",
+        f"{POLICY}.rollout.max_model_len={192 + args.new}",
+        f"reward.custom_reward_function.path={job}/reward.py",
+        *("trainer.n_gpus_per_node=1", "trainer.nnodes=1", f"trainer.total_training_steps={args.steps}"),
+        *("trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.save_freq=-1"),
+        "trainer.resume_mode=disable",
+    ]
+
+
+SIZES = (
+    *(f"{POLICY}.model.enable_gradient_checkpointing=False", f"{POLICY}.actor.use_dynamic_bsz=True"),
+    *(f"{POLICY}.actor.ppo_max_token_len_per_gpu=16384", f"{POLICY}.rollout.gpu_memory_utilization=0.5"),
+    f"{POLICY}.rollout.max_num_seqs=512",
+)
+VERL = (
+    *(f"{POLICY}.model.use_remove_padding=True", f"{POLICY}.model.use_fused_kernels=True"),
+    *(f"{POLICY}.actor.strategy=fsdp2", f"{POLICY}.rollout.free_cache_engine=False", f"{POLICY}.rollout.name=vllm"),
+    *("trainer.logger=['console','file']", "algorithm.use_kl_in_reward=False", f"{POLICY}.actor.use_kl_loss=False"),
+)
+
+
+def command_of(system: str, args: argparse.Namespace, folder: Path) -> list[str]:
+    """How a system is started; it leaves metrics.jsonl in `folder`."""
+    python = dict(pair.split("=", 1) for pair in args.python).get(system.split("-")[0], sys.executable)
+    if system.startswith("trl"):
+        given = [str(args.out), args.shape, str(folder), str(args.steps), str(args.new), str(args.prompts)]
+        return [python, str(TRL_CODE), *given, *["--sleep"] * system.endswith("sleep"), *["--natural"] * args.natural]
+    out = f"trainer.default_local_dir={folder}"
+    if system == "verl":
+        return [python, "-m", "verl.trainer.main_ppo", *common(args), *SIZES, *VERL, out, f"hydra.run.dir={folder}"]
+    engine = system.split("-")[-1]
+    sizes = [] if "auto" in system else [*SIZES]
+    name = f"{POLICY}.rollout.name={engine}"
+    return [python, "-m", "trainer.main_ppo", *common(args), *sizes, name, "trainer.logger=[jsonl]", out, *args.more]
+
+
+def is_there(system: str, args: argparse.Namespace) -> bool:
+    peer = system.split("-")[0]
+    return peer == "rlsys" or f"{peer}=" in " ".join(args.python) or importlib.util.find_spec(peer) is not None
+
+
+@contextmanager
+def gpu_samples(samples: list[int]) -> Iterator[None]:
+    """MiB in use on the first GPU, several times a second."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-lms", "250"]
+    try:
+        process = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        yield
+        return
+    reader = threading.Thread(target=lambda: samples.extend(int(line) for line in process.stdout or () if line.strip()))
+    reader.start()
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+        reader.join()
+
+
+def run(system: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """One run: seconds of every step by phase, peak memory of the GPU, and seconds to the first finished step."""
+    folder.mkdir(parents=True)
+    metrics, arrived, samples = folder / "metrics.jsonl", list[float](), list[int]()
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    environment["VERL_FILE_LOGGER_PATH"] = str(metrics)
+    started_s = time.perf_counter()
+    with (folder / "log.txt").open("w") as log, gpu_samples(samples):
+        command = command_of(system, args, folder)
+        job = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
+        )
+        while job.poll() is None and time.perf_counter() - started_s < args.deadline_s:
+            time.sleep(0.02)
+            lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+            arrived += [time.perf_counter() - started_s] * (lines - len(arrived))
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGTERM)
+            job.wait(30)
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    lines = [line.get("data", line) for line in lines]
+    steps = [phases(line, after - before) for line, before, after in zip(lines[1:], arrived, arrived[1:], strict=False)]
+    kept = steps[max(0, args.skip - 1) :]
+    if job.returncode or not kept:
+        print(f"{system}: exit code {job.returncode}, {len(lines)} steps:", file=sys.stderr)
+        print((folder / "log.txt").read_text()[-2500:], file=sys.stderr)
+    return {"system": system, "steps": kept, "first_s": arrived[:1], "peak_gib": max(samples, default=0) / 1024}
+
+
+def phases(line: Mapping[str, Any], wall: float) -> dict[str, float]:
+    """Seconds of a step by phase, with TRL's own timers under the same names."""
+    parts = {phase: float(line.get(f"timing_s/{phase}", 0.0)) for phase in PHASES[1:-1]}
+    return {"wall": wall, **parts, "rest": wall - sum(parts.values())}
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Median (lowest-highest) over the steps of all repeats, a column for each system."""
+    systems = list(dict.fromkeys(result["system"] for result in results if result["steps"]))
+    rows = [["seconds", *systems], ["---"] * (len(systems) + 1)]
+    of = {
+        name: [step for result in results if result["system"] == name for step in result["steps"]] for name in systems
+    }
+    for phase in PHASES:
+        values = [[step[phase] for step in of[name]] for name in systems]
+        rows.append([phase, *(f"{statistics.median(v):.2f} ({min(v):.2f}-{max(v):.2f})" for v in values)])
+    for key, digits in (("first_s", 0), ("peak_gib", 1)):
+        cells = []
+        for name in systems:
+            values = [value for one in results if one["system"] == name for value in _listed(one[key])]
+            cells.append(f"{statistics.median(values):.{digits}f}" if values else "")
+        rows.append([key, *cells])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _listed(value: Any) -> list[float]:
+    return value if isinstance(value, list) else [value]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5B")
+    parser.add_argument("--systems", nargs="*", default=["rlsys-vllm", "rlsys-auto-vllm", "verl", "trl", "trl-sleep"])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--skip", type=int, default=3, help="first steps that are not counted")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--new", type=int, default=256, help="tokens of an answer")
+    parser.add_argument("--natural", action="store_true", help="answers end where the model ends them")
+    parser.add_argument("--python", action="append", default=[], metavar="PEER=PATH")
+    parser.add_argument("--deadline-s", type=float, default=400.0, help="longest one run may take")
+    parser.add_argument("--out", type=Path, default=Path("runs/head_to_head"))
+    parser.add_argument("more", nargs="*", metavar="key=value", help="settings of rlsys only")
+    args = parser.parse_intermixed_args()
+    args.out = args.out.absolute()
+    if not (args.out / args.shape).exists():
+        (args.out / "job").mkdir(parents=True, exist_ok=True)
+        write_rows(args.out / "job", args.prompts * args.steps)
+        write_model(args.out / args.shape, args.shape)
+    here = [system for system in args.systems if is_there(system, args)]
+    if missing := [system for system in args.systems if system not in here]:
+        print(f"not installed, and so not measured: {', '.join(missing)}", flush=True)
+    saved = args.out / "head_to_head.json"
+    results = json.loads(saved.read_text()) if saved.exists() else []
+    for repeat in range(args.repeats):
+        turn = repeat % len(here)
+        for system in here[turn:] + here[:turn]:
+            results.append(run(system, args, args.out / f"{repeat}-{system}-{time.time_ns()}"))
+            walls = [round(step["wall"], 2) for step in results[-1]["steps"]]
+            print(
+                f"repeat {repeat + 1}, {system}: first step after {results[-1]['first_s']} s, then {walls}", flush=True
+            )
+    print(f"\n{args.shape}, {args.prompts} x {ANSWERS} answers of {args.new} tokens, {len(results)} runs")
+    print(table(results))
+    return 0 if all(result["steps"] for result in results) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

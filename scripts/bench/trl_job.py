@@ -1,0 +1,113 @@
+"""The job of head_to_head.py by TRL's public API, with the seconds of its phases under verl's names.
+
+TRL's own profiling contexts report to trackers only, so their times are taken here, with the device synchronised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import torch
+import trl.extras.profiling as profiling  # pyrefly: ignore[missing-import]
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer  # pyrefly: ignore[missing-import]
+
+PARTS = {"vLLM.generate": "gen", "sync_weights": "update_weights", "_get_per_token_logps_and_entropies": "old_log_prob"}
+spent: defaultdict[str, float] = defaultdict(float)
+preparing = [False]
+
+
+def enter(context: Any) -> Any:
+    """Start the clock of one of TRL's profiling contexts."""
+    torch.cuda.synchronize()
+    context.part = context.name.removeprefix("GRPOTrainer.")
+    preparing[0] = preparing[0] or context.part == "_prepare_inputs"
+    context.started_s = time.perf_counter()
+    return context
+
+
+def leave(context: Any, *_: object) -> None:
+    """Book its seconds; log-probs count as old ones only while a batch is prepared."""
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - context.started_s
+    if context.part == "_prepare_inputs":
+        preparing[0], spent["prepare"] = False, spent["prepare"] + seconds
+    elif context.part in PARTS and (preparing[0] or PARTS[context.part] != "old_log_prob"):
+        spent[PARTS[context.part]] += seconds
+
+
+class Steps(TrainerCallback):
+    """Writes a line of metrics after each step."""
+
+    def __init__(self, path: Path) -> None:
+        self.file, self.last_s = path.open("w", buffering=1), time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        torch.cuda.synchronize()
+        step_s, self.last_s = time.perf_counter() - self.last_s, time.perf_counter()
+        update_s = step_s - spent.pop("prepare", 0.0)
+        line = {f"timing_s/{name}": seconds for name, seconds in {**spent, "update_actor": update_s}.items()}
+        self.file.write(json.dumps(line) + "\n")
+        spent.clear()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("work", "shape", "out"):
+        parser.add_argument(name, type=Path)
+    for name in ("steps", "new", "prompts"):
+        parser.add_argument(name, type=int)
+    parser.add_argument("--sleep", action="store_true")
+    parser.add_argument("--natural", action="store_true")
+    args = parser.parse_args()
+    profiling.ProfilingContext.__enter__, profiling.ProfilingContext.__exit__ = enter, leave
+    spec: Any = importlib.util.spec_from_file_location("reward", args.work / "job" / "reward.py")
+    reward = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(reward)
+    rows = pq.read_table(args.work / "job" / "train.parquet").to_pylist()
+    config = GRPOConfig(
+        output_dir=str(args.out),
+        max_steps=args.steps,
+        per_device_train_batch_size=32,
+        gradient_accumulation_steps=args.prompts * 8 // 32,
+        num_generations=8,
+        max_completion_length=args.new,
+        beta=0.0,
+        learning_rate=1e-6,
+        weight_decay=0.01,
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        bf16=True,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        shuffle_dataset=False,
+        disable_tqdm=True,
+        generation_kwargs=None if args.natural else {"ignore_eos": True},
+        model_init_kwargs={"attn_implementation": "flash_attention_2", "dtype": "float32"},
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=0.5,
+        vllm_enable_sleep_mode=args.sleep,
+        vllm_max_model_length=192 + args.new,
+    )
+    GRPOTrainer(
+        model=str(args.work / args.shape),
+        reward_funcs=lambda completions, **_: [reward.compute_score("h2h", text, "0") for text in completions],
+        args=config,
+        train_dataset=Dataset.from_list([{"prompt": row["prompt"][0]["content"]} for row in rows]),
+        callbacks=[Steps(args.out / "metrics.jsonl")],
+    ).train()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Sizes that a job chooses: by the arithmetic of the memory plan, for devices of several sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+from rlsys.config import PPOConfig
+from rlsys.config.arguments import parse_arguments
+from rlsys.config.cli import as_yaml
+from rlsys.config.load import Loaded, load
+from rlsys.planning.memory import Device, MemoryPlan
+from rlsys.planning.sizes import GIB, Machine, choose_sizes, plan_with
+from rlsys.utils.errors import ConfigError
+from scripts.model_shapes import SHAPES
+
+FILES = ("data.train_files=null", "data.val_files=null", "actor_rollout_ref.model.path=null")
+POLICY = "actor_rollout_ref"
+TOKENS, SEQS = f"{POLICY}.actor.ppo_max_token_len_per_gpu", f"{POLICY}.rollout.max_num_seqs"
+SCORED = f"{POLICY}.rollout.log_prob_max_token_len_per_gpu"
+RECOMPUTE, SHARE = f"{POLICY}.model.enable_gradient_checkpointing", f"{POLICY}.rollout.gpu_memory_utilization"
+VLLM = f"{POLICY}.rollout.name=vllm"
+
+
+def loaded(*settings: str, preset: str = "gsm8k_grpo", **chosen: Any) -> Loaded[PPOConfig]:
+    return load(parse_arguments(["--config-name", preset, *FILES, *settings]), PPOConfig, **chosen)
+
+
+def chosen(
+    shape: str, gib: float, *settings: str, device: Device = "cuda", preset: str = "gsm8k_grpo"
+) -> tuple[dict[str, Any], str, MemoryPlan, Machine]:
+    """What is chosen, the line of the plan, the memory plan of the job that has it, and the machine."""
+    machine = Machine(device, int(gib * GIB), SHAPES[shape])
+    job = loaded(*settings, preset=preset)
+    sizes, text = choose_sizes(job.config, job.settings.keys(), machine)
+    after = loaded(*settings, preset=preset, chosen=sizes).config
+    return sizes, text, plan_with(after, machine), machine
+
+
+def highest(plan: MemoryPlan, but: Collection[str] = ()) -> int:
+    return max(stage.total for stage in plan.train if stage.name not in but)
+
+
+@pytest.mark.parametrize(
+    ("shape", "gib", "gpus", "recompute"),
+    [("0.5B", 23.5, 1, True), ("1.5B", 79.2, 8, False), ("7B", 79.2, 8, True), ("7B", 139.8, 8, False)],
+)
+def test_every_stage_fits_and_the_next_budget_would_not(shape: str, gib: float, gpus: int, recompute: bool) -> None:
+    settings = (VLLM, f"trainer.n_gpus_per_node={gpus}")
+    sizes, text, plan, machine = chosen(shape, gib, *settings)
+    assert sizes[RECOMPUTE] is recompute
+    assert highest(plan, but=("update_weights", "save_checkpoint")) <= machine.room_bytes
+    assert machine.room_bytes == int(0.92 * machine.device_bytes) - 3 * GIB
+    tokens = sizes[TOKENS]
+    assert tokens >= 8192 or recompute
+    if tokens < 65536:
+        job = loaded(*settings, chosen={**sizes, TOKENS: tokens * 4 // 3 + 256}).config
+        assert highest(plan_with(job, machine)) > machine.room_bytes
+    assert f"{TOKENS.removeprefix(POLICY + '.')}={tokens}" in text
+
+
+def test_a_share_that_holds_all_sequences_by_hand() -> None:
+    sizes, _, _, machine = chosen("7B", 139.8, VLLM)
+    rows = 1024 * 5 // 8  # prompts, answers, GPUs
+    assert sizes[SEQS] == rows
+    weights = 2 * 7_615_616_512
+    cache = 2 * 28 * rows * (512 + 1024) * 512 * 2
+    drawing = rows * 152_064 * 14
+    needed = (weights + cache + drawing + 4 * GIB) / machine.device_bytes
+    assert needed <= sizes[SHARE] < needed + 0.05
+
+
+def test_what_is_set_is_never_changed() -> None:
+    given = (VLLM, f"{TOKENS}=2048", f"{SHARE}=0.4", f"{SEQS}=7", f"{RECOMPUTE}=true")
+    sizes, text, plan, _ = chosen("7B", 79.2, *given)
+    assert not sizes
+    assert text == ""
+    auto, *_ = chosen("7B", 79.2, VLLM, f"{TOKENS}=auto", f"{SHARE}=auto", f"{SEQS}=auto", f"{RECOMPUTE}=auto")
+    assert {TOKENS, SHARE, SEQS, RECOMPUTE} <= auto.keys()
+    rows, *_ = chosen("7B", 79.2, VLLM, f"{POLICY}.actor.ppo_micro_batch_size_per_gpu=4")
+    assert not {TOKENS, SCORED} & rows.keys()
+    assert plan.train
+
+
+def test_a_model_that_fits_in_no_way_is_refused_with_the_arithmetic() -> None:
+    with pytest.raises(ConfigError, match=r"one sequence at a time needs 154\.0 GiB \(parameters 56\.7 \+ optimizer"):
+        chosen("7B", 79.2, VLLM, "trainer.n_gpus_per_node=1")
+    sizes, *_ = chosen("7B", 79.2, VLLM, "trainer.n_gpus_per_node=1", f"{TOKENS}=1536")
+    assert TOKENS not in sizes
+
+
+def test_cpus_keep_small_budgets_and_recompute_as_configured() -> None:
+    sizes, *_ = chosen("135M", 20, device="cpu", preset="smollm2")
+    assert sizes == {SEQS: 16 * 8, TOKENS: 4096, SCORED: 4096}
+    unknown = Machine("cpu", 20 * GIB, {})
+    job = loaded(preset="smollm2")
+    assert choose_sizes(job.config, job.settings.keys(), unknown)[0][TOKENS] == 4096
+    assert choose_sizes(job.config, job.settings.keys(), Machine("cuda", 80 * GIB, {})) == ({}, "")
+
+
+def test_a_critic_and_a_reference_have_budgets_of_their_own() -> None:
+    sizes, _, plan, machine = chosen("7B", 79.2, VLLM, "algorithm.adv_estimator=gae")
+    keys = ("critic.ppo_max_token_len_per_gpu", "critic.forward_max_token_len_per_gpu")
+    assert {*keys, f"{POLICY}.ref.log_prob_max_token_len_per_gpu"} <= sizes.keys()
+    fitting = [stage.name for stage in plan.train if stage.total <= machine.room_bytes]
+    assert {"update_critic", "values", "ref", "update_actor"} <= set(fitting)
+
+
+def test_links_follow_what_was_chosen_and_the_saved_settings_do_not_have_it() -> None:
+    job = loaded(chosen={TOKENS: 12345, RECOMPUTE: False})
+    assert job.config.actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu == 12345
+    assert job.config.critic.model.enable_gradient_checkpointing is False
+    assert "12345" not in as_yaml(job).replace("#", "")[: as_yaml(job).index("# ")]
+
+
+def test_budgets_grow_with_the_longest_sequence_and_micro_batches_are_filled_by_tokens() -> None:
+    config = loaded("data.max_response_length=40000").config
+    assert config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 40512
+    assert config.actor_rollout_ref.actor.use_dynamic_bsz
+    assert not loaded(f"{POLICY}.actor.ppo_micro_batch_size_per_gpu=4").config.actor_rollout_ref.actor.use_dynamic_bsz
+    assert not loaded(f"{POLICY}.actor.use_dynamic_bsz=false").config.actor_rollout_ref.actor.use_dynamic_bsz
