@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from rlsys.protocol import DataProto
     from rlsys.types import ModelRequest, ResponseDelta, StepReport, TransferReport, WeightLayout
 
-Output = Literal["log_probs", "entropy", "values", "scores", "sum_pi_squared"]
-"""Of each response token; `values` is the scalar head on the state before the token, `scores` on the token itself."""
+Output = Literal["log_probs", "entropy", "values", "scores", "sum_pi_squared", "topk_log_probs", "topk_ids"]
+"""Of each response token; `values` is the scalar head on the state before the token, `scores` on the token itself.
+`topk_log_probs` and `topk_ids` (B, R, K) are of the rows' `teacher_ids`, else of the `topk` most likely tokens."""
 Part = Literal["params", "grads", "optimizer"]
 
 
@@ -53,8 +54,10 @@ class TrainEngine(Protocol):
     def is_collect(self) -> bool:
         """Whether this rank's results are the ones to collect (one rank per data-parallel group)."""
 
-    def forward(self, batch: DataProto, outputs: Sequence[Output], *, temperature: float = 1.0) -> dict[str, Tensor]:
-        """Per-token outputs (B, R) of this rank's rows in their order, float32, zero at padding."""
+    def forward(
+        self, batch: DataProto, outputs: Sequence[Output], *, temperature: float = 1.0, topk: int = 0
+    ) -> dict[str, Tensor]:
+        """Per-token outputs (B, R) or (B, R, topk) of this rank's rows in their order, float32, zero at padding."""
 
     def forward_backward(
         self,

@@ -76,7 +76,9 @@ class TinyEngine:
         }
         return {name: computed[name] * mask for name in outputs}
 
-    def forward(self, batch: DataProto, outputs: Sequence[Output], *, temperature: float = 1.0) -> dict[str, Tensor]:
+    def forward(
+        self, batch: DataProto, outputs: Sequence[Output], *, temperature: float = 1.0, topk: int = 0
+    ) -> dict[str, Tensor]:
         with torch.no_grad():
             return self._outputs(batch, outputs, temperature)
 

@@ -6,7 +6,6 @@ from rlsys.algorithms.kl import KLController
 from rlsys.algorithms.mismatch import probs_diff_metrics
 from rlsys.algorithms.stages import (
     add_selected_tokens,
-    apply_distillation,
     apply_kl_penalty,
     apply_rollout_correction,
     compute_advantage,
@@ -37,9 +36,6 @@ def rewards_to_advantages(
     seed = actor.data_loader_seed
     step = int(batch.meta_info.get("global_steps", 0))
     batch = compute_advantage(batch, algorithm, num_repeat=rollout_n, seed=seed + step)
-    if cfg.distillation.enabled:
-        batch, distilled = apply_distillation(batch, cfg.distillation.distillation_loss)
-        metrics |= distilled
     return add_selected_tokens(batch, actor, seed=seed), metrics
 
 

@@ -185,6 +185,7 @@ def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, *, coloca
         (Resident.ACTOR, groups.actor, _offloaded(actor)),
         (Resident.CRITIC, groups.critic, _offloaded(critic)),
         (Resident.REFERENCE, groups.ref, ("params",) * ref.param_offload),
+        (Resident.TEACHER, groups.teacher, ("params",) * ref.param_offload),
     )
     moves = {
         resident: Moves(partial(group.move, parts, device), partial(group.move, parts, "cpu"))

@@ -28,12 +28,13 @@ from trainer.prompts import num_steps, prompt_datasets
 from trainer.rewards import check_data_sources
 from trainer.run_folder import run_folder
 from trainer.start_model import with_start_assets
+from trainer.steps import teacher_numbers
 from trainer.weight_push import drops_weights_on_sleep
 from workers.actor import ActorWorker
 from workers.build import EngineRun, check_megatron_model
 from workers.critic import CriticWorker
 from workers.megatron import MegatronPPOWorker
-from workers.reference import ReferenceWorker
+from workers.reference import ReferenceWorker, TeacherWorker
 from workers.reward_model import RewardModelWorker
 
 
@@ -95,6 +96,8 @@ def prepare(config: PPOConfig) -> PreparedRun:
     load_agents(config, tokenizer)
     train_rows, val_rows = prompt_datasets(config, tokenizer)
     check_data_sources(config.reward, train_rows.data_sources + (val_rows.data_sources if val_rows else ()))
+    if len(config.teachers) > 1 and config.distillation.teacher_key == config.data.reward_fn_key:
+        teacher_numbers(config, train_rows.data_sources)
     steps = num_steps(config, train_rows)
     return PreparedRun(config, plan, libraries, tokenizer, train_rows, val_rows, steps)
 
@@ -118,11 +121,14 @@ def _build(
     )
     actor = MegatronPPOWorker if config.actor_rollout_ref.actor.strategy == "megatron" else ActorWorker
     rollout = config.actor_rollout_ref.rollout
+    loss = config.distillation.distillation_loss if config.distillation.enabled else None
+    teachers = (tuple(config.teachers.values()), config.actor_rollout_ref, loss.topk if loss and loss.is_topk else 0)
     worker_args: dict[Role, tuple[Any, ...]] = {
-        Role.Actor: (actor, config.actor_rollout_ref, config.algorithm, for_workers),
+        Role.Actor: (actor, config.actor_rollout_ref, config.algorithm, for_workers, loss),
         Role.Rollout: (None if plan.pools.external else worker_class(rollout.name), model, rollout, for_workers),
         Role.Critic: (CriticWorker, config.critic, for_workers),
         Role.RefPolicy: (ReferenceWorker, config.actor_rollout_ref, for_workers),
+        Role.Teacher: (TeacherWorker, *teachers, for_workers),
         Role.RewardModel: (RewardModelWorker, config.reward.reward_model, for_workers),
     }
     return trainer_cls(
@@ -138,11 +144,13 @@ def _build(
 
 
 def check_vocabularies(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """ConfigError for a reference or a reward model that reads the policy's token ids as other tokens."""
+    """ConfigError for a reference, a teacher or a reward model that reads the policy's token ids as other tokens."""
     policy, grader = config.actor_rollout_ref, config.reward.reward_model
     if config.use_reference and policy.reference_model is not policy.model:
         key = "actor_rollout_ref.ref.model.path"
         _check_vocabulary(key, policy.reference_model, tokenizer, "set one that shares it")
+    for teacher in config.teachers.values():
+        _check_vocabulary("distillation.teacher_models", teacher, tokenizer, "set teachers that share it")
     if grader.enable and grader.input_tokenizer is None:
         fix = f"set reward.reward_model.input_tokenizer={policy.model.tokenizer_path or policy.model.path}"
         _check_vocabulary("reward.reward_model.model_path", grader.model, tokenizer, fix)
@@ -165,6 +173,8 @@ def check_megatron_models(config: PPOConfig, plan: BatchPlan) -> None:
         check_megatron_model("actor_rollout_ref.actor.megatron", policy.model, policy.actor.megatron)
         if plan.use_reference:
             check_megatron_model("actor_rollout_ref.ref.megatron", policy.reference_model, policy.ref.megatron)
+        for teacher in config.teachers.values():
+            check_megatron_model("actor_rollout_ref.ref.megatron", teacher, policy.ref.megatron)
     if plan.critic is not None and critic.strategy == "megatron":
         check_megatron_model("critic.megatron", critic.model, critic.megatron)
 
@@ -180,6 +190,8 @@ def place_roles(config: PPOConfig, plan: BatchPlan, node_size: int) -> tuple[dic
         mapping[Role.Critic] = "train"
     if plan.use_reference and config.actor_rollout_ref.has_reference_weights:
         mapping[Role.RefPolicy] = "train"
+    if config.distillation.enabled:
+        mapping[Role.Teacher] = "teacher" if plan.pools.teacher_ranks else "train"
     if config.reward.reward_model.enable:
         mapping[Role.RewardModel] = "reward_model" if plan.pools.reward_model_ranks else "train"
     return mapping, process_pools(config, node_size)

@@ -32,6 +32,7 @@ class Role(Enum):
     Critic = "critic"
     RefPolicy = "ref"
     RewardModel = "rm"
+    Teacher = "teacher"
 
     def __str__(self) -> str:
         return self.value
@@ -64,6 +65,12 @@ class ReferenceGroup(EngineGroup, Protocol):
     """The frozen policy."""
 
     def compute_ref_log_prob(self, data: DataProto) -> DataProto: ...
+
+
+class TeacherGroup(EngineGroup, Protocol):
+    """The models of a distillation."""
+
+    def compute_teacher_log_prob(self, data: DataProto) -> DataProto: ...
 
 
 class ActorGroup(ReferenceGroup, Protocol):
@@ -113,6 +120,7 @@ class WorkerGroups:
     critic: CriticGroup | None = None
     ref: ReferenceGroup | None = None
     rm: RewardModelGroup | None = None
+    teacher: TeacherGroup | None = None
 
     @property
     def trained(self) -> Mapping[str, EngineGroup]:
@@ -121,7 +129,8 @@ class WorkerGroups:
 
     @property
     def all(self) -> list[Group]:
-        return [group for group in (self.actor, self.rollout, self.critic, self.ref, self.rm) if group is not None]
+        groups = (self.actor, self.rollout, self.critic, self.ref, self.rm, self.teacher)
+        return [group for group in groups if group is not None]
 
     def save(self, folder: Path) -> None:
         """Write the trained roles' parts of a checkpoint."""

@@ -32,7 +32,8 @@ def with_local_files(config: ConfigT) -> ConfigT:
         local = tuple(map(_local_rows, tree["data"][name]))
         is_changed |= local != tree["data"][name]
         tree["data"][name] = local
-    for section in SECTIONS:
+    teachers = tree.get("distillation", {}).get("teacher_models", {})
+    for section in (*SECTIONS, *(f"distillation.teacher_models.{name}" for name in teachers)):
         settings: Any = tree
         for part in section.split("."):
             settings = settings.get(part, {})

@@ -44,7 +44,8 @@ def check_machine(config: Any, *, dry_run: bool) -> list[str]:
         _check_cluster(config)
     if dry_run:
         settings = flat_settings(config.model_dump())
-        for name, key in {settings.get(key): key for key in reversed(MODELS)}.items():
+        teachers = [key for key in settings if key.startswith("distillation.") and key.endswith(".model_path")]
+        for name, key in {settings.get(key): key for key in reversed((*MODELS, *teachers))}.items():
             if name and is_hub_id(name) and (why := model_problem(name)):
                 raise ConfigError(f"{key} = {name}: {why}")
     grader = config.reward.reward_model.model_path if isinstance(config, PPOConfig) else None

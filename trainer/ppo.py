@@ -151,6 +151,7 @@ class RayPPOTrainer(CheckpointedLoop):
         batch = steps.balance(batch, self.global_step)
         batch = steps.old_log_probs(batch)
         batch = steps.reference_log_probs(batch)
+        batch = steps.teacher_log_probs(batch)
         batch = steps.reward_model_scores(batch)
         batch = steps.values(batch)
         batch = steps.advantages(batch)

@@ -25,9 +25,10 @@ class Resident(StrEnum):
     CRITIC = "critic"
     REFERENCE = "reference"
     REWARD_MODEL = "reward_model"
+    TEACHER = "teacher"
 
 
-TRAINED = (Resident.ACTOR, Resident.CRITIC, Resident.REFERENCE, Resident.REWARD_MODEL)
+TRAINED = (Resident.ACTOR, Resident.CRITIC, Resident.REFERENCE, Resident.TEACHER, Resident.REWARD_MODEL)
 
 
 def _nothing() -> None:

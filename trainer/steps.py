@@ -14,6 +14,7 @@ from rlsys.batching import balance_rows, seqlen_metrics
 from rlsys.config import PPOConfig
 from rlsys.config.plan import BatchPlan
 from rlsys.protocol import DataProto
+from rlsys.utils.errors import DataError
 from trainer.advantages import rewards_to_advantages
 from trainer.groups import WorkerGroups
 from trainer.reporting import Reporter
@@ -23,6 +24,7 @@ ROWS = ["input_ids", "attention_mask", "position_ids", "responses", "prompts", "
 ACTOR_ROWS = [*ROWS, "old_log_probs", "advantages"]
 CRITIC_ROWS = [*ROWS, "values", "returns"]
 OPTIONAL = ["ref_log_prob", "rollout_log_probs", "rollout_is_weights", "selected_tokens"]
+TAUGHT = [*OPTIONAL, "teacher_log_probs", "teacher_ids"]
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,16 @@ class Steps:
         with self.residency.hold(resident, "ref"):
             return batch.union(group.compute_ref_log_prob(_only(batch, ROWS)))
 
+    def teacher_log_probs(self, batch: DataProto) -> DataProto:
+        """Log-probabilities under each row's teacher, in a distillation; DataError for a row that none teaches."""
+        if self.groups.teacher is None:
+            return batch
+        keys = batch.non_tensor_batch.get(self.cfg.distillation.teacher_key, [None] * len(batch))
+        rows = _only(batch, ROWS)
+        rows.tensors["teacher"] = torch.tensor(teacher_numbers(self.cfg, list(keys)))
+        with self.residency.hold(Resident.TEACHER, "teacher"):
+            return batch.union(self.groups.teacher.compute_teacher_log_prob(rows))
+
     def reward_model_scores(self, batch: DataProto) -> DataProto:
         """Add the reward model's score to the graders', where there is one."""
         if self.groups.rm is not None:
@@ -107,8 +119,17 @@ class Steps:
 
     def update_actor(self, batch: DataProto) -> None:
         with self.residency.hold(Resident.ACTOR, "update_actor"):
-            updated = self.groups.actor.update_actor(_only(batch, ACTOR_ROWS, OPTIONAL))
+            updated = self.groups.actor.update_actor(_only(batch, ACTOR_ROWS, TAUGHT))
         self.reporter.add_lists(updated.meta_info["metrics"])
+
+
+def teacher_numbers(cfg: PPOConfig, keys: Sequence[object]) -> list[int]:
+    """The number of each row's teacher by its key; a single teacher takes all. DataError for a key that none has."""
+    teachers = list(cfg.teachers)
+    if unknown := [key for key in keys if len(teachers) > 1 and key not in teachers]:
+        where = f"distillation.teacher_key={cfg.distillation.teacher_key}"
+        raise DataError(f"{where}: no teacher has the key {unknown[0]!r}, only {', '.join(teachers)}")
+    return [teachers.index(str(key)) if len(teachers) > 1 else 0 for key in keys]
 
 
 def _only(batch: DataProto, names: Sequence[str], optional: Sequence[str] = ()) -> DataProto:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlsys.config.schema.actor import ActorRolloutRefConfig
-from rlsys.config.schema.algorithm import AlgorithmConfig
+from rlsys.config.schema.algorithm import AlgorithmConfig, DistillationLossConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.actor import PPOActor
 from rlsys.single_controller.dispatch import Dispatch, register
@@ -19,8 +19,14 @@ from workers.colocated import local_rollout
 class ActorWorker(EngineWorker, WeightSender):
     """One rank of the actor."""
 
-    def __init__(self, config: ActorRolloutRefConfig, algorithm: AlgorithmConfig, run: EngineRun) -> None:
-        self.cfg, self.algorithm, self.run = config, algorithm, run
+    def __init__(
+        self,
+        config: ActorRolloutRefConfig,
+        algorithm: AlgorithmConfig,
+        run: EngineRun,
+        distillation: DistillationLossConfig | None = None,
+    ) -> None:
+        self.cfg, self.algorithm, self.run, self.distillation = config, algorithm, run, distillation
         self.saves_hf_model = "hf_model" in config.actor.checkpoint.save_contents
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -32,6 +38,7 @@ class ActorWorker(EngineWorker, WeightSender):
             self.cfg.actor,
             rollout_n=self.run.rollout_n,
             rollout_correction=self.algorithm.rollout_correction,
+            distillation=self.distillation,
         )
         self.mfu = make_mfu_meter(self.cfg.model, self.engine, self.run)
 

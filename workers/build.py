@@ -14,7 +14,7 @@ from rlsys.config import DPOConfig, RMConfig, SFTConfig
 from rlsys.config.schema.actor import ActorRolloutRefConfig, CriticConfig
 from rlsys.config.schema.algorithm import RewardModelConfig
 from rlsys.config.schema.megatron import MegatronShardConfig
-from rlsys.config.schema.model import ModelConfig, ShardConfig
+from rlsys.config.schema.model import ModelConfig, PolicyModelConfig, ShardConfig
 from rlsys.engines import rng
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.mesh import ensure_process_group
@@ -132,11 +132,13 @@ def build_actor_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> Engine:
     )
 
 
-def build_reference_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> Engine:
-    """The reference's engine, which only computes."""
+def build_reference_engine(
+    cfg: ActorRolloutRefConfig, run: EngineRun, model: PolicyModelConfig | None = None
+) -> Engine:
+    """The engine of the reference, or of another frozen `model`, which only computes."""
     ref = cfg.ref
     return _engine(
-        cfg.reference_model,
+        model or cfg.reference_model,
         ref.megatron if cfg.actor.strategy == "megatron" else ref.fsdp_config,
         run,
         sp_size=ref.ulysses_sequence_parallel_size,

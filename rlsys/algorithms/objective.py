@@ -1,13 +1,14 @@
-"""The whole objective of an actor: policy loss, entropy bonus and KL loss as one sum with one count."""
+"""The whole objective of an actor: policy loss, entropy bonus, KL loss and distillation as one sum with one count."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from rlsys.algorithms.aggregate import agg_loss
+from rlsys.algorithms.distillation import TeacherScores, divergence
 from rlsys.algorithms.kl import kl_penalty
-from rlsys.algorithms.masked import to_loss_sum
-from rlsys.algorithms.policy_loss import call_policy_loss
+from rlsys.algorithms.masked import TensorSums, masked_sum, to_loss_sum
+from rlsys.algorithms.policy_loss import PolicyLoss, call_policy_loss
 from rlsys.config.schema.actor import ActorConfig
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 from rlsys.interfaces import LossSum
@@ -26,9 +27,11 @@ def actor_loss(
     ref_log_prob: Tensor | None = None,
     entropy: Tensor | None = None,
     batch_rows: int | None = None,
+    teacher: TeacherScores | None = None,
 ) -> LossSum:
     """`policy + kl_loss_coef * KL(policy || reference) - entropy_coeff * entropy` over the rows of a micro-batch.
 
+    With a `teacher` its loss is added, or takes the place of all other terms with `use_task_rewards=False`.
     All tensors are (b, R); `batch_rows` as in `agg_loss`. `entropy_coeff=0` and `use_kl_loss=False` leave those terms
     out. All terms are aggregated alike: by `loss_agg_mode`, or by the aggregation that the policy loss is defined for
     (sapo, geo_mean). With `rollout_correction.bypass_mode` the policy loss is `bypass_mode`.
@@ -75,4 +78,30 @@ def actor_loss(
         kl_sum, _ = aggregate(kl_penalty(log_prob, ref_log_prob, config.kl_loss_type), response_mask)
         total = total + config.kl_loss_coef * kl_sum
         metrics["actor/kl_loss"] = (kl_sum, count)
+    if teacher is not None:
+        inputs = {"log_prob": log_prob, "old_log_prob": old_log_prob, "response_mask": response_mask}
+        taught, sizes = _teacher_loss(teacher, config, rollout_is_weights=rollout_is_weights, **inputs)
+        teacher_sum, _ = aggregate(taught.per_token, taught.mask)
+        total = (total if teacher.config.use_task_rewards else 0.0 * total) + teacher.config.weight * teacher_sum
+        metrics |= {"distillation/loss": (teacher_sum, count), **sizes}
     return to_loss_sum(total, count, metrics)
+
+
+def _teacher_loss(
+    teacher: TeacherScores, config: ActorConfig, *, response_mask: Tensor, **inputs: Tensor | None
+) -> tuple[PolicyLoss, TensorSums]:
+    """The divergence itself, or PPO's loss with its negative as advantages; and its metrics."""
+    values, sizes = divergence(teacher)
+    taught = PolicyLoss(values, response_mask)
+    if teacher.config.use_policy_gradient:
+        clipped = config.model_copy(update=teacher.config.clipping)
+        taught = call_policy_loss(
+            teacher.config.policy_loss_mode,
+            advantages=-values.detach(),
+            response_mask=response_mask,
+            config=clipped,
+            **inputs,
+        )
+    tokens = response_mask.bool().sum()
+    metrics = {f"distillation/{name}": (masked_sum(size, response_mask), tokens) for name, size in sizes.items()}
+    return taught, metrics | {name.replace("actor", "distillation"): pair for name, pair in taught.metrics.items()}

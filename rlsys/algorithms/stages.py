@@ -20,13 +20,13 @@ from rlsys.algorithms.correction import rollout_correction
 from rlsys.algorithms.covariance_loss import select_tokens
 from rlsys.algorithms.filters import informative_groups, pf_ppo_rows
 from rlsys.algorithms.groups import group_ids_of
-from rlsys.algorithms.kl import KLController, kl_in_reward, kl_penalty
-from rlsys.algorithms.masked import at_last_token, masked_mean
+from rlsys.algorithms.kl import KLController, kl_in_reward
+from rlsys.algorithms.masked import at_last_token
 from rlsys.algorithms.normalize import normalize, shape_rewards
 from rlsys.algorithms.registry import SectionView
 from rlsys.algorithms.turns import spread_turns, turn_inputs
 from rlsys.config.schema.actor import ActorConfig
-from rlsys.config.schema.algorithm import AlgorithmConfig, DistillationLossConfig, RolloutCorrectionConfig
+from rlsys.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from rlsys.protocol import DataProto
 from rlsys.protocol.columns import tensors_of
 
@@ -160,26 +160,6 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig, *, num_repeat: 
     if not config.use_pf_ppo:
         return batch
     return batch.select_idxs(pf_ppo_rows(column(batch, "token_level_scores").sum(dim=1), config.pf_ppo, seed=seed))
-
-
-def apply_distillation(batch: DataProto, config: DistillationLossConfig) -> tuple[DataProto, dict[str, float]]:
-    """advantages := those of the task, or 0, minus each token's divergence from the teacher with `use_policy_gradient`.
-
-    The teacher's log-probs are `ref_log_prob`; the divergence is that of `old_log_probs`. Metrics: distillation/loss
-    and distillation/abs_loss, means over tokens. Source: thinkingmachines.ai/blog/on-policy-distillation.
-    """
-    mask, advantages = column(batch, "response_mask"), column(batch, "advantages")
-    divergence = kl_penalty(column(batch, "old_log_probs"), column(batch, "ref_log_prob"), config.loss_mode)
-    if config.loss_max_clamp is not None:
-        divergence = divergence.clamp(-config.loss_max_clamp, config.loss_max_clamp)
-    divergence = torch.where(mask.bool(), divergence, 0.0)
-    if not config.use_task_rewards:
-        advantages = torch.zeros_like(advantages)
-    if config.use_policy_gradient:
-        advantages = advantages - config.weight * divergence
-    sizes = {"loss": divergence, "abs_loss": divergence.abs()}
-    metrics = {f"distillation/{name}": masked_mean(values, mask).item() for name, values in sizes.items()}
-    return with_columns(batch, advantages=advantages), metrics
 
 
 def _components(batch: DataProto, keys: Sequence[str]) -> Tensor:

@@ -45,14 +45,13 @@ def derived_settings(
     if BUDGET not in given and is_count(longest) and longest > budget:
         settings[BUDGET] = Given(longest, "follows data.max_length", BUDGET)
     settings |= _expert_tensor(values) | _micro_batches(values, given)
-    made = settings | _kl_loss(values)
     problems += [
         f"{key} = {shown(values[key])}: conflicts with {rule.origin.removeprefix('from ')}; "
         f"set {key}={shown(rule.value)} or remove it"
-        for key, rule in made.items()
+        for key, rule in settings.items()
         if key in given and values[key] != rule.value
     ]
-    return made | _areal_estimator(values, given), problems
+    return settings | _areal_estimator(values, given), problems
 
 
 def _micro_batches(values: Mapping[str, Any], given: Mapping[str, Given]) -> dict[str, Given]:
@@ -94,16 +93,6 @@ def _areal_estimator(values: Mapping[str, Any], given: Mapping[str, Given]) -> d
     by_std = values["algorithm.reward_norm.std_level"] == "group"
     sets = {ESTIMATOR: "grpo", "algorithm.norm_adv_by_std_in_grpo": by_std}
     return {key: Given(value, "from actor.reward_norm", key) for key, value in sets.items()}
-
-
-def _kl_loss(values: Mapping[str, Any]) -> dict[str, Given]:
-    """The KL loss of a distillation that does not go into the advantages."""
-    loss, actor = "distillation.distillation_loss.", "actor_rollout_ref.actor."
-    if values.get("distillation.enabled") is not True or values[f"{loss}use_policy_gradient"]:
-        return {}
-    weight = values[f"{loss}distillation_loss_coef"] if values[f"{loss}use_task_rewards"] else 1.0
-    sets = {"use_kl_loss": True, "kl_loss_type": values[f"{loss}loss_mode"], "kl_loss_coef": weight}
-    return {f"{actor}{key}": Given(value, "from distillation.enabled", f"{actor}{key}") for key, value in sets.items()}
 
 
 def _from_allocation(

@@ -131,6 +131,7 @@ def _ppo_lines(cfg: PPOConfig, facts: Mapping[str, str]) -> list[tuple[str, str]
         ("actor", _role_words(plan.actor, "actor_rollout_ref.actor")),
         ("critic", _role_words(plan.critic, "critic") if plan.critic else "none"),
         ("reference", "yes, for the KL term" if plan.use_reference else "none"),
+        ("teachers", ", ".join(model.path or "" for model in cfg.teachers.values())),
         ("advantages", f"{cfg.algorithm.adv_estimator}; loss {cfg.actor_rollout_ref.actor.policy_loss.loss_mode}"),
         ("length", _length_words(trainer.total_training_steps, trainer.total_epochs, data.train_batch_size)),
         ("workers", _worker_words(trainer, plan.pools)),
@@ -191,6 +192,7 @@ def _worker_words(trainer: RunConfig, pools: Pools | None = None) -> str:
         servers = "external servers" if pools.external else pools.rollout_ranks
         more = " and generate" if pools.colocated else f", {servers} generate"
         more += f", {pools.reward_model_ranks} run the reward model" if pools.reward_model_ranks else ""
+        more += f", {pools.teacher_ranks} the teachers" if pools.teacher_ranks else ""
     backend = "Ray actors" if trainer.backend == "ray" else "in this process"
     return f"{trainer.nnodes} x {trainer.n_gpus_per_node} train{more} ({where}; {backend})"
 

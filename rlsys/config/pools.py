@@ -12,9 +12,10 @@ from rlsys.config.schema.jobs import PPOConfig
 class Pools:
     """The numbers of processes by task. Actor, critic and reference share the training processes.
 
+    `teacher_ranks` and `reward_model_ranks` are 0 where there is none, or where it shares the training processes.
+
     `colocated`: the training processes also generate, and `rollout_ranks` is their number. Otherwise `rollout_ranks`
-    separate processes generate, or with `external` none: servers outside of the run do. `reward_model_ranks` is 0 if
-    the reward model shares the training processes.
+    separate processes generate, or with `external` none: servers outside of the run do.
     """
 
     train_ranks: int
@@ -22,10 +23,12 @@ class Pools:
     colocated: bool
     reward_model_ranks: int
     external: bool = False
+    teacher_ranks: int = 0
 
     @property
     def total_ranks(self) -> int:
-        return self.train_ranks + (0 if self.colocated else self.rollout_ranks) + self.reward_model_ranks
+        generating = 0 if self.colocated else self.rollout_ranks
+        return self.train_ranks + generating + self.reward_model_ranks + self.teacher_ranks
 
 
 def resolve_pools(cfg: PPOConfig) -> Pools:
@@ -40,6 +43,7 @@ def resolve_pools(cfg: PPOConfig) -> Pools:
         colocated=trainer.rollout_workers == 0 and not external,
         reward_model_ranks=grader.nnodes * grader.n_gpus_per_node if own_pool else 0,
         external=external,
+        teacher_ranks=cfg.distillation.nnodes * cfg.distillation.n_gpus_per_node if cfg.distillation.enabled else 0,
     )
 
 
@@ -56,6 +60,8 @@ def process_pools(cfg: PPOConfig, node_size: int) -> dict[str, list[int]]:
         by_node["rollout"] = copy * (pools.rollout_ranks // per_copy)
     if pools.reward_model_ranks:
         by_node["reward_model"] = [grader.n_gpus_per_node] * grader.nnodes
+    if pools.teacher_ranks:
+        by_node["teacher"] = [cfg.distillation.n_gpus_per_node] * cfg.distillation.nnodes
     return by_node
 
 

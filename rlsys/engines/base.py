@@ -36,10 +36,10 @@ CONTENTS = frozenset({"model", "optimizer", "extra"})
 
 RanksT = TypeVar("RanksT", bound=EngineRanks)
 OptimizerT = TypeVar("OptimizerT", bound=BaseAdamW)
-TokenOutputs = Mapping[str, Tensor]
-"""Outputs (M,) of the response tokens of a pack, by name."""
-Visit = Callable[[Pack, Callable[[Sequence[Output], float], TokenOutputs]], Tensor | None]
-"""Takes a pack and what computes its outputs at a temperature; in training it returns the loss sum to differentiate."""
+Compute = Callable[[Sequence[Output], float, int], Mapping[str, Tensor]]
+"""(outputs, temperature, topk) -> outputs (M,) or (M, topk) of the response tokens of a pack, by name."""
+Visit = Callable[[Pack, Compute], Tensor | None]
+"""Takes a pack and what computes its outputs; in training it returns the loss sum to differentiate."""
 
 
 def compute_dtype(name: str, device: str) -> torch.dtype:
@@ -90,14 +90,17 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         return self.ranks.is_collect
 
     @torch.no_grad()
-    def forward(self, batch: DataProto, outputs: Sequence[Output], *, temperature: float = 1.0) -> dict[str, Tensor]:
-        """Per-token outputs (B, R) of this rank's rows, float32 on the rows' device, zero at padding."""
+    def forward(
+        self, batch: DataProto, outputs: Sequence[Output], *, temperature: float = 1.0, topk: int = 0
+    ) -> dict[str, Tensor]:
+        """Per-token outputs (B, R) or (B, R, topk) of this rank's rows, float32 on their device, zero at padding."""
         rows = batch.tensors
-        shape, device = rows["responses"].shape, self.ranks.device
-        results: dict[str, Tensor] = {name: torch.zeros(shape, device=device) for name in outputs}
+        shape, device = tuple(rows["responses"].shape), self.ranks.device
+        shapes = {name: (*shape, topk) if name.startswith("topk") else shape for name in outputs}
+        results: dict[str, Tensor] = {name: torch.zeros(whole, device=device) for name, whole in shapes.items()}
 
-        def collect(pack: Pack, compute: Callable[[Sequence[Output], float], TokenOutputs]) -> None:
-            for name, values in compute(outputs, temperature).items():
+        def collect(pack: Pack, compute: Compute) -> None:
+            for name, values in compute(outputs, temperature, topk).items():
                 if pack.index is not None:
                     results[name][pack.index] = pack.tokens.scatter(values).to(results[name])
 
@@ -116,8 +119,8 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         rows = batch.tensors
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
 
-        def loss_of(pack: Pack, compute: Callable[[Sequence[Output], float], TokenOutputs]) -> Tensor:
-            token_outputs = compute(outputs, temperature)
+        def loss_of(pack: Pack, compute: Compute) -> Tensor:
+            token_outputs = compute(outputs, temperature, 0)
             connected = torch.stack([values.sum() for values in token_outputs.values()]).sum() * 0.0
             if pack.index is None:
                 return connected

@@ -1,7 +1,8 @@
 """Log-probability, entropy and collision probability of given tokens, without ever holding all logits.
 
-M positions, H hidden size, V vocabulary. Only `chunk_elements` logits exist at a time, in forward and in backward,
-where they are recomputed; the results are float32 (float64 in a float64 model) whatever the model computes in.
+M positions, H hidden size, V vocabulary, K most likely tokens. Only `chunk_elements` logits exist at a time, in forward
+and in backward, where they are recomputed; the results are float32 (float64 in a float64 model) whatever the model
+computes in.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ def token_stats(
     outputs: Collection[str] = ("log_probs",),
     chunk_elements: int | None = None,
     part: VocabularyPart | None = None,
+    topk_ids: Tensor | None = None,
+    topk: int = 0,
 ) -> dict[str, Tensor]:
     """Statistics (M,) of softmax(hidden @ weight.T / temperature), differentiable in `hidden` and `weight`.
 
     hidden (M, H), weight (V, H), targets (M,) int64. `outputs` picks among `log_probs` (of the targets, always there),
-    `entropy` (-sum_v p_v log p_v, nats) and `sum_pi_squared` (sum_v p_v^2). ValueError unless the temperature is > 0.
+    `entropy` (-sum_v p_v log p_v, nats), `sum_pi_squared` (sum_v p_v^2) and, both (M, K), `topk_log_probs` of
+    `topk_ids`, which unless given are those of the `topk` most likely tokens. ValueError unless the temperature is > 0.
     With `part`, `weight` is this rank's rows of the vocabulary, the ranks exchange numbers of (M,) only, and the
     gradient of `hidden` is this rank's part of a sum over the group.
     """
@@ -50,9 +54,34 @@ def token_stats(
     limit = chunk_elements or LOGITS_CHUNK_ELEMENTS.get(hidden.device.type, 1 << 26)
     rows = max(1, limit // max(1, weight.shape[0]))
     wanted = ("entropy" in outputs, "sum_pi_squared" in outputs)
-    stats = _TokenStats.apply(hidden, weight, targets, 1.0 / temperature, rows, *wanted, part)
-    named = zip(("log_probs", "entropy", "sum_pi_squared"), stats, strict=True)
-    return {name: value for name, value in named if value is not None}
+    if topk_ids is None:
+        topk_ids = _most_likely(hidden, weight, rows, topk, part)
+    columns = torch.cat([targets[:, None], topk_ids], dim=1)
+    log_probs, entropy, squares = _TokenStats.apply(hidden, weight, columns, 1.0 / temperature, rows, *wanted, part)
+    stats = {"log_probs": log_probs[:, 0], "entropy": entropy, "sum_pi_squared": squares}
+    if "topk_log_probs" in outputs:
+        stats |= {"topk_log_probs": log_probs[:, 1:], "topk_ids": topk_ids.to(log_probs)}
+    return {name: value for name, value in stats.items() if value is not None}
+
+
+@torch.no_grad()
+def _most_likely(hidden: Tensor, weight: Tensor, rows: int, topk: int, part: VocabularyPart | None) -> Tensor:
+    """Ids (M, topk) of the most likely tokens of the whole vocabulary, the most likely first."""
+    ids = torch.zeros(len(hidden), topk, dtype=torch.long, device=hidden.device)
+    if not topk:
+        return ids
+    scores_of = _Scores(hidden, weight, 1.0, rows)
+    best = torch.full(ids.shape, -torch.inf, dtype=scores_of.dtype, device=hidden.device)
+    own = min(topk, len(weight))
+    for chunk in scores_of.parts():
+        best[chunk, :own], ids[chunk, :own] = scores_of.of(chunk).topk(own)
+    if part is None:
+        return ids
+    held = [(torch.empty_like(best), torch.empty_like(ids)) for _ in range(dist.get_world_size(part.group))]
+    dist.all_gather([scores for scores, _ in held], best, group=part.group)
+    dist.all_gather([numbers for _, numbers in held], ids + part.start, group=part.group)
+    winners = torch.cat([scores for scores, _ in held], dim=1).topk(topk).indices
+    return torch.cat([numbers for _, numbers in held], dim=1).gather(1, winners)
 
 
 FUSED_FROM = 4096
@@ -128,15 +157,16 @@ class _TokenStats(torch.autograd.Function):
         scores_of = _Scores(hidden, weight, scale, rows)
         reduced = _fused(moments_of) if hidden.is_cuda and len(weight) >= FUSED_FROM else moments_of
         target_of = _Targets(targets, vocabulary, len(weight))
-        log_norm, log_probs, mean, square_sum = (
-            torch.zeros(len(hidden), dtype=scores_of.dtype, device=hidden.device) for _ in range(4)
+        log_norm, mean, square_sum = (
+            torch.zeros(len(hidden), dtype=scores_of.dtype, device=hidden.device) for _ in range(3)
         )
+        log_probs = torch.zeros(targets.shape, dtype=scores_of.dtype, device=hidden.device)
         for part in scores_of.parts():
             scores = scores_of.of(part)
             log_norm[part], *moments = reduced(scores, entropy or squares)
             log_probs[part] = target_of.scores(scores, part)
             if vocabulary is None:
-                log_probs[part] -= log_norm[part]
+                log_probs[part] -= log_norm[part, None]
             if moments:
                 mean[part], square_sum[part] = moments
         if vocabulary is not None:
@@ -153,7 +183,8 @@ class _TokenStats(torch.autograd.Function):
         hidden, weight, log_norm, mean, square_sum = ctx.saved_tensors
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         scores_of = _Scores(hidden, weight, ctx.scale, ctx.rows)
-        is_fused = hidden.is_cuda and len(weight) >= FUSED_FROM and d_entropy is None and d_squares is None
+        is_alone = d_log_probs is not None and d_log_probs.shape[1] == 1 and d_entropy is None and d_squares is None
+        is_fused = hidden.is_cuda and len(weight) >= FUSED_FROM and is_alone
         d_hidden = torch.empty_like(hidden) if need_hidden else None
         d_weight = torch.zeros_like(weight, dtype=scores_of.dtype) if need_weight else None
         for part in scores_of.parts():
@@ -185,19 +216,19 @@ class _Targets:
 
     def scores(self, scores: Tensor, part: slice) -> Tensor:
         if self.size == 0:
-            return scores.new_zeros(len(scores))
-        picked = scores.gather(1, self.column[part, None])[:, 0]
+            return scores.new_zeros(self.column[part].shape)
+        picked = scores.gather(1, self.column[part])
         return picked if self.here is None else picked * self.here[part]
 
     def add(self, slope: Tensor, part: slice, values: Tensor) -> None:
-        """Add `values` (M,) of the rows of `part` to the targets' columns of `slope`."""
+        """Add `values` (M, 1 + K) of the rows of `part` to the targets' columns of `slope`."""
         if self.size:
-            slope.scatter_add_(1, self.column[part, None], self._own(values, part)[:, None])
+            slope.scatter_add_(1, self.column[part], self._own(values, part))
 
     def slope(self, scores: Tensor, log_norm: Tensor, part: slice, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """`log_prob_slope` of the rows of `part`, of which `values` (M,) are the gradients."""
-        own = self._own(values, part)
-        return _fused(log_prob_slope)(scores, log_norm[part], self.column[part], values[part], own, dtype)
+        """`log_prob_slope` of the rows of `part`, of which `values` (M, 1) are the gradients."""
+        own = self._own(values, part)[:, 0]
+        return _fused(log_prob_slope)(scores, log_norm[part], self.column[part, 0], values[part, 0], own, dtype)
 
     def _own(self, values: Tensor, part: slice) -> Tensor:
         return values[part] if self.here is None else values[part] * self.here[part]
@@ -212,10 +243,10 @@ def _combine(
     """
     own, highest = log_norm.clone(), log_norm.clone()
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    sums = torch.stack([(own - highest).exp_(), log_probs])
+    sums = torch.cat([(own - highest).exp_()[:, None], log_probs], dim=1)
     dist.all_reduce(sums, group=group)
-    torch.add(highest, sums[0].log_(), out=log_norm)
-    torch.sub(sums[1], log_norm, out=log_probs)
+    torch.add(highest, sums[:, 0].log_(), out=log_norm)
+    torch.sub(sums[:, 1:], log_norm[:, None], out=log_probs)
     if moments:
         share = (own - log_norm).exp_()
         weighted = torch.stack([mean * share, square_sum * share * share])
@@ -234,14 +265,14 @@ def _slope(
     d_log_probs, d_entropy, d_squares = grads
     probs = (scores - log_norm[part, None]).exp_()
     if d_entropy is None and d_squares is None and d_log_probs is not None:
-        return probs.mul_(-d_log_probs[part, None])
+        return probs.mul_(-d_log_probs[part].sum(dim=1, keepdim=True))
     factor = torch.zeros_like(probs)
     if d_entropy is not None:
         factor.sub_(scores.sub_(mean[part, None]).mul_(d_entropy[part, None]))
     if d_squares is not None:
         factor.add_((probs - square_sum[part, None]).mul_(2 * d_squares[part, None]))
     if d_log_probs is not None:
-        factor.sub_(d_log_probs[part, None])
+        factor.sub_(d_log_probs[part].sum(dim=1, keepdim=True))
     return factor.mul_(probs)
 
 

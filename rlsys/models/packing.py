@@ -25,23 +25,27 @@ class TokenRows:
     targets: Tensor
     cells: Tensor
     shape: tuple[int, int]
+    topk_ids: Tensor | None = None
+    """(M, K): the tokens beside each target whose log-probs are asked for."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
     def to(self, device: torch.device) -> TokenRows:
-        names = ("token_ids", "position_ids", "before", "at", "targets", "cells")
-        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+        names = ("token_ids", "position_ids", "before", "at", "targets", "cells", "topk_ids")
+        held = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: x.to(device, non_blocking=True) for name, x in held.items() if x is not None})
 
     def scatter(self, values: Tensor) -> Tensor:
-        """(M,) -> (B, R), zero at padding; differentiable."""
-        cells = values.new_zeros(self.shape[0] * self.shape[1])
-        return cells.index_put((self.cells,), values).view(self.shape)
+        """(M, ...) -> (B, R, ...), zero at padding; differentiable."""
+        cells = values.new_zeros(self.shape[0] * self.shape[1], *values.shape[1:])
+        return cells.index_put((self.cells,), values).view(*self.shape, *values.shape[1:])
 
 
 def token_rows(batch: Mapping[str, Tensor]) -> TokenRows:
-    """Find the real tokens of rows with input_ids, attention_mask, position_ids (B, L) and responses (B, R).
+    """Find the real tokens of rows with input_ids, attention_mask, position_ids (B, L), responses (B, R), and if
+    they have it teacher_ids (B, R, K).
 
     ValueError if a row has a response but no token before it, for then nothing predicts its first token.
     """
@@ -56,7 +60,7 @@ def token_rows(batch: Mapping[str, Tensor]) -> TokenRows:
     at = index[:, mask.shape[1] - response_length :][response]
     if not mask.any():
         return empty_rows(mask.device, len(mask), response_length)
-    token_ids = batch["input_ids"][mask]
+    token_ids, teacher_ids = batch["input_ids"][mask], batch.get("teacher_ids")
     return TokenRows(
         token_ids=token_ids,
         position_ids=batch["position_ids"][mask],
@@ -66,6 +70,7 @@ def token_rows(batch: Mapping[str, Tensor]) -> TokenRows:
         targets=token_ids[at],
         cells=response.flatten().nonzero()[:, 0],
         shape=(len(mask), response_length),
+        topk_ids=None if teacher_ids is None else teacher_ids[response].long(),
     )
 
 

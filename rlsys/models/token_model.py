@@ -15,7 +15,7 @@ from rlsys.models.packing import TokenRows, left_aligned, padded_to_multiple
 from rlsys.models.ulysses import sum_over
 from rlsys.utils.errors import ConfigError
 
-LM_OUTPUTS = ("log_probs", "entropy", "sum_pi_squared")
+LM_OUTPUTS = ("log_probs", "entropy", "sum_pi_squared", "topk_log_probs", "topk_ids")
 SCALAR_OUTPUTS = ("values", "scores")
 
 
@@ -40,15 +40,17 @@ class TokenModel(nn.Module):
     def is_lm(self) -> bool:
         return not hasattr(self.model, "score")
 
-    def forward(self, rows: TokenRows, outputs: Sequence[str], temperature: float = 1.0) -> dict[str, Tensor]:
-        """Numbers of the M response tokens (M,), float32. `values` are of the state before each token, `scores` of the
-        token itself; the head decides which outputs exist, others raise ValueError."""
+    def forward(
+        self, rows: TokenRows, outputs: Sequence[str], temperature: float = 1.0, topk: int = 0
+    ) -> dict[str, Tensor]:
+        """Numbers of the M response tokens (M,) or (M, topk), float32. `values` are of the state before each token,
+        `scores` of the token itself; the head decides which outputs exist, others raise ValueError."""
         known = LM_OUTPUTS if self.is_lm else SCALAR_OUTPUTS
         if unknown := [name for name in outputs if name not in known]:
             raise ValueError(f"this model gives {', '.join(known)}, not {', '.join(unknown)}")
         hidden, local = self._hidden(rows)
         if self.is_lm:
-            results = self._stats(hidden, rows, local, outputs, temperature)
+            results = self._stats(hidden, rows, local, outputs=outputs, temperature=temperature, topk=topk)
         else:
             results = {name: self._scalars(hidden, rows, local, name) for name in outputs}
         return {name: results[name] for name in outputs}
@@ -74,17 +76,15 @@ class TokenModel(nn.Module):
         ).last_hidden_state
         return states[0], (mine.start, mine.stop)
 
-    def _stats(
-        self, hidden: Tensor, rows: TokenRows, local: tuple[int, int], outputs: Sequence[str], temperature: float
-    ) -> dict[str, Tensor]:
+    def _stats(self, hidden: Tensor, rows: TokenRows, local: tuple[int, int], **options: Any) -> dict[str, Tensor]:
         here, states = self._select(hidden, rows.before, local)
         stats = token_stats(
             states,
             self.model.get_output_embeddings().weight,
             rows.targets if here is None else rows.targets[here],
-            temperature=temperature,
-            outputs=outputs,
             chunk_elements=self.chunk_elements,
+            topk_ids=rows.topk_ids if here is None or rows.topk_ids is None else rows.topk_ids[here],
+            **options,
         )
         return {name: self._everywhere(value, here, len(rows.targets)) for name, value in stats.items()}
 
@@ -103,7 +103,7 @@ class TokenModel(nn.Module):
     def _everywhere(self, values: Tensor, here: Tensor | None, count: int) -> Tensor:
         if self.group is None or here is None:
             return values
-        return sum_over(values.new_zeros(count).index_put((here,), values), self.group)
+        return sum_over(values.new_zeros(count, *values.shape[1:]).index_put((here,), values), self.group)
 
 
 def _flash_arguments(packing: Packing) -> dict[str, Any]:

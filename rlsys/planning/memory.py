@@ -45,7 +45,7 @@ RESIDENT = (PARAMETERS, GRADIENTS, MASTERS, OPTIMIZER, ROLLOUT_WEIGHTS)
 CHECKSUM_WORDS_BYTES = 64 << 20
 """What the checksum of a tensor takes beside a copy of it on a GPU (`rlsys.weights.checksum`)."""
 ORDER = (
-    *("start", "rollout", "old_log_prob", "ref", "reward_model", "values"),
+    *("start", "rollout", "old_log_prob", "ref", "teacher", "reward_model", "values"),
     *("update_critic", "update_actor", "update_weights", "save_checkpoint"),
 )
 Facts = Mapping[str, Any]
@@ -268,10 +268,9 @@ def _actor(job: PlanInputs, facts: Facts) -> DeviceRole:
 
 def _reference(job: PlanInputs, facts: Facts) -> Iterator[DeviceRole]:
     policy, ref = job.cfg.actor_rollout_ref, job.cfg.actor_rollout_ref.ref
-    if not job.plan.use_reference or not policy.has_reference_weights:
-        return
-    if policy.reference_model is not policy.model:
-        facts = model_facts(Path(policy.reference_model.path or "")) or facts
+    models = [("ref", policy.reference_model)] if job.plan.use_reference and policy.has_reference_weights else []
+    if not job.plan.pools.teacher_ranks:
+        models += [("teacher", model) for model in job.cfg.teachers.values()]
     megatron = policy.actor.strategy == "megatron"
     settings = ref.megatron if megatron else ref.fsdp_config
     scored = _pass(
@@ -282,7 +281,9 @@ def _reference(job: PlanInputs, facts: Facts) -> Iterator[DeviceRole]:
         sharing=ref.megatron.context_parallel_size if megatron else ref.ulysses_sequence_parallel_size,
     )
     leaves = frozenset([PARAMETERS] * settings.param_offload)
-    yield DeviceRole(_role(job, facts, settings, trained=False), leaves, (("ref", False, scored),))
+    for name, model in models:
+        own = facts if model is policy.model else model_facts(Path(model.path or "")) or facts
+        yield DeviceRole(_role(job, own, settings, trained=False), leaves, ((name, False, scored),))
 
 
 def _critic(job: PlanInputs, plan: RolePlan, facts: Facts) -> DeviceRole:

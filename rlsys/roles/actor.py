@@ -8,10 +8,11 @@ from pathlib import Path
 from tensordict import TensorDict
 from torch import Tensor
 
+from rlsys.algorithms.distillation import TeacherScores
 from rlsys.algorithms.objective import actor_loss
 from rlsys.algorithms.stages import add_selected_tokens, compute_advantage
 from rlsys.config.schema.actor import ActorConfig
-from rlsys.config.schema.algorithm import RolloutCorrectionConfig
+from rlsys.config.schema.algorithm import DistillationLossConfig, RolloutCorrectionConfig
 from rlsys.interfaces import LossFn, LossSum, Output, TrainEngine
 from rlsys.protocol import DataProto
 from rlsys.roles.update import MiniBatch, global_step, mini_batches, ppo_mini_batches, run_updates
@@ -21,7 +22,8 @@ from rlsys.types import WeightUpdateMeta
 class PPOActor:
     """A policy on an engine. Every method is collective over the engine's ranks and takes this rank's rows.
 
-    `rollout_n` are the rows of a prompt, for the size of mini-batches; `rollout_correction` is used in bypass mode.
+    `rollout_n` are the rows of a prompt, for the size of mini-batches; `rollout_correction` is used in bypass mode;
+    with `distillation` it is trained towards a teacher.
     meta_info["temperature"] of a batch divides the logits; 1 where it is missing.
     """
 
@@ -35,11 +37,13 @@ class PPOActor:
         *,
         rollout_n: int = 1,
         rollout_correction: RolloutCorrectionConfig | None = None,
+        distillation: DistillationLossConfig | None = None,
     ) -> None:
         self.engine = engine
         self.config = config
         self.rollout_n = rollout_n
         self.rollout_correction = rollout_correction
+        self.distillation = distillation
         self.version = 0
 
     def compute_logp(
@@ -57,8 +61,8 @@ class PPOActor:
     def ppo_update(self, batch: DataProto) -> dict[str, float]:
         """Train on the rows in mini-batches; returns verl's `actor/*` metrics, means over the optimizer steps.
 
-        Needs old_log_probs, advantages, response_mask; ref_log_prob with use_kl_loss. Uses rollout_is_weights and
-        selected_tokens if the batch has them.
+        Needs old_log_probs, advantages, response_mask; ref_log_prob with use_kl_loss; teacher_log_probs with
+        `distillation`, and teacher_ids for forward_kl_topk. Uses rollout_is_weights and selected_tokens if there.
         """
         parts = ppo_mini_batches(batch, self.config, rollout_n=self.rollout_n, dp_size=self.engine.dp_size)
         return self._update(batch, parts)
@@ -79,7 +83,10 @@ class PPOActor:
         return self._update(batch, mini_batches(batch))
 
     def _update(self, batch: DataProto, parts: Iterator[MiniBatch]) -> dict[str, float]:
-        config = self._config_for(batch)
+        config, distillation = self._config_for(batch), self.distillation
+        taught: Output = "topk_log_probs" if distillation is not None and distillation.is_topk else "log_probs"
+        wanted: dict[Output, bool] = {"log_probs": True, taught: True}
+        wanted["entropy"] = config.calculate_entropy or config.entropy_coeff != 0
         first_seed = config.data_loader_seed * 1_000_003 + global_step(batch) * 1009
 
         def make_loss(part: MiniBatch) -> tuple[DataProto, LossFn]:
@@ -88,6 +95,9 @@ class PPOActor:
                 rows = add_selected_tokens(rows, config, seed=first_seed + part.index)
 
             def loss(outputs: Mapping[str, Tensor], rows: TensorDict) -> LossSum:
+                teacher = None
+                if distillation is not None:
+                    teacher = TeacherScores(distillation, outputs[taught], rows["teacher_log_probs"])
                 return actor_loss(
                     config,
                     log_prob=outputs["log_probs"],
@@ -100,6 +110,7 @@ class PPOActor:
                     ref_log_prob=rows.get("ref_log_prob", None),
                     entropy=outputs.get("entropy"),
                     batch_rows=len(part.rows) * self.engine.dp_size,
+                    teacher=teacher,
                 )
 
             return rows, loss
@@ -108,7 +119,7 @@ class PPOActor:
             self.engine,
             parts,
             make_loss,
-            outputs=("log_probs", "entropy") if config.calculate_entropy or config.entropy_coeff else ("log_probs",),
+            outputs=[name for name in wanted if wanted[name]],
             prefix="actor",
             temperature=_temperature(batch),
         )

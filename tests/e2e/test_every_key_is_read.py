@@ -157,7 +157,10 @@ def ppo_runs(toy: Toy, folder: Path) -> list[list[str]]:
         ],
         [
             *("distillation.enabled=true", f"distillation.teacher_models.teacher_model.model_path={teacher}"),
-            "distillation.distillation_loss.use_policy_gradient=true",
+            *("distillation.distillation_loss.use_policy_gradient=true", "distillation.distillation_loss.topk=4"),
+            *("distillation.distillation_loss.loss_mode=forward_kl_topk", "distillation.nnodes=1"),
+            *("distillation.n_gpus_per_node=1", f"{ACTOR}use_kl_loss=true"),
+            f"actor_rollout_ref.ref.model.path={teacher}",
         ],
         ["--config-name=ppo_megatron_trainer", "trainer.device=cpu", *critic, f"{ACTOR}use_kl_loss=true"],
     ]

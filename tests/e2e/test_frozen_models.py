@@ -44,13 +44,47 @@ def test_a_reference_of_its_own_is_scored_also_beside_adapters(toy: Toy, teacher
     assert other[-1]["actor/kl_loss"] > 0.1
 
 
-@pytest.mark.parametrize("how", [("loss_mode=k1", "use_policy_gradient=true"), ("loss_mode=k3",)])
-def test_a_student_comes_closer_to_its_teacher(toy: Toy, teacher: Path, tmp_path: Path, how: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("steps", "how"),
+    [
+        (40, ("loss_mode=k1", "use_policy_gradient=true")),
+        (30, ("loss_mode=k3",)),
+        (12, ("loss_mode=forward_kl_topk", "topk=4", "log_prob_min_clamp=-10.0")),
+    ],
+)
+def test_a_student_comes_closer_to_its_teacher(
+    toy: Toy, teacher: Path, tmp_path: Path, steps: int, how: tuple[str, ...]
+) -> None:
     settings = (f"{LOSS}{setting}" for setting in (*how, "use_task_rewards=false"))
-    long = ("trainer.total_training_steps=30", "actor_rollout_ref.actor.optim.lr=1e-2")
+    long = (f"trainer.total_training_steps={steps}", "actor_rollout_ref.actor.optim.lr=1e-2")
     lines = run(toy, tmp_path, "distillation.enabled=true", f"{TEACHER}{teacher}", *settings, *long)
     divergence = [line["distillation/loss"] for line in lines]
     assert sum(divergence[-5:]) < 0.9 * sum(divergence[:5])
+    if "topk=4" in how:
+        assert 0 < lines[-1]["distillation/student_mass"] <= 1 + 1e-6
+        assert lines[0]["distillation/student_mass"] < lines[-1]["distillation/student_mass"]
+
+
+def test_each_of_several_teachers_scores_its_own_rows(
+    toy: Toy, teacher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half of the rows are taught by the student itself, from which it does not differ."""
+    rows = [json.loads(line) for line in toy.train.read_text().splitlines()]
+    mixed = tmp_path / "mixed.jsonl"
+    named = [row | {"data_source": ("own", "other")[number % 2]} for number, row in enumerate(rows)]
+    mixed.write_text("\n".join(map(json.dumps, named)))
+    common = (f"data.train_files={mixed}", "data.shuffle=false", "trainer.total_training_steps=1")
+    common += ("distillation.enabled=true", "actor_rollout_ref.actor.ppo_mini_batch_size=8", f"{LOSS}loss_mode=abs")
+    alone = run(toy, tmp_path / "alone", *common, f"{TEACHER}{teacher}")
+    both = [f"+distillation.teacher_models.{name}.key={name}" for name in ("own", "other")]
+    both += [f"+distillation.teacher_models.own.model_path={toy.model}", "distillation.nnodes=1"]
+    both += [f"+distillation.teacher_models.other.model_path={teacher}", "distillation.n_gpus_per_node=1"]
+    pair = run(toy, tmp_path / "pair", *common, *both)
+    assert pair[-1]["distillation/abs_loss"] == pytest.approx(alone[-1]["distillation/abs_loss"] / 2, rel=0.3)
+    unknown = [setting.replace("key=own", "key=mine") for setting in both]
+    graded = f"reward.custom_reward_function.path={toy.grader}"
+    assert main_ppo.main(toy.overrides(tmp_path / "unknown", "trainer.backend=local", graded, *common, *unknown)) == 1
+    assert "no teacher has the key 'own'" in capsys.readouterr().err
 
 
 def words(folder: Path) -> Path:

@@ -25,6 +25,8 @@ def check_algorithm(cfg: PPOConfig) -> Iterator[str]:
     yield from _correction(cfg)
     yield from _overlong(cfg)
     yield from _input_tokenizer(cfg)
+    if cfg.distillation.enabled:
+        yield from _teachers(cfg)
 
 
 def _groups(cfg: PPOConfig) -> Iterator[str]:
@@ -103,6 +105,22 @@ def _input_tokenizer(cfg: PPOConfig) -> Iterator[str]:
         yield wrong(cfg, key, "answers are decoded by the policy's tokenizer", policy.tokenizer_path or policy.path)
     if given is not None and cfg.actor_rollout_ref.rollout.has_workflow:
         yield wrong(cfg, key, "the turns of an episode cannot be rendered by another template", "null")
+
+
+def _teachers(cfg: PPOConfig) -> Iterator[str]:
+    teachers, key = cfg.distillation.teacher_models, "distillation.teacher_models"
+    keys, is_single = [teacher.key for teacher in teachers.values()], len(teachers) == 1
+    for name, teacher in teachers.items():
+        if teacher.model_path is None:
+            yield wrong(cfg, key, f"no model; set {key}.{name}.model_path=<model>", value=name)
+        elif name == "teacher_model" and not is_single:
+            yield wrong(cfg, key, "verl drops this name beside others; give the teacher another one", value=name)
+        elif not is_single and (teacher.key is None or keys.count(teacher.key) > 1):
+            why = f"several teachers need different keys, values of the column {cfg.distillation.teacher_key}"
+            yield wrong(cfg, key, f"{why}; set {key}.{name}.key=<value>", value=name)
+    if any(teacher.inference or teacher.num_replicas for teacher in teachers.values()):
+        why = "inference and num_replicas: teachers are scored by a training engine, as actor_rollout_ref.ref sets"
+        yield note(cfg, key, why)
 
 
 def _overlong(cfg: PPOConfig) -> Iterator[str]:

@@ -24,8 +24,8 @@ def check_ppo_batches(cfg: PPOConfig) -> Iterator[str]:
         critic = cfg.critic
         yield from _role(cfg, CRITIC, critic)
         yield from _divides(cfg, CRITIC, "fsdp", critic.ulysses_sequence_parallel_size, critic.fsdp, ranks)
-    if cfg.use_reference:
-        yield from _divides(cfg, REF, "fsdp_config", ref.ulysses_sequence_parallel_size, ref.fsdp_config, ranks)
+    for own in {ranks, resolve_pools(cfg).teacher_ranks or ranks} if cfg.use_ref_settings else ():
+        yield from _divides(cfg, REF, "fsdp_config", ref.ulysses_sequence_parallel_size, ref.fsdp_config, own)
     yield from _budgets(cfg)
     batch = cfg.data.train_batch_size
     if cfg.data.gen_batch_size != batch and not cfg.algorithm.filter_groups.enable:
@@ -70,7 +70,7 @@ def _budgets(cfg: PPOConfig) -> Iterator[str]:
         (f"{ACTOR}.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu, actor.use_dynamic_bsz, shared),
         (f"{ROLLOUT}.{LOG_PROB}", rollout.log_prob_max_token_len_per_gpu, rollout.log_prob_use_dynamic_bsz, shared),
     ]
-    if cfg.use_reference:
+    if cfg.use_ref_settings:
         cp, ulysses = ref.megatron.context_parallel_size, ref.ulysses_sequence_parallel_size
         dynamic, sequence = ref.log_prob_use_dynamic_bsz, cp if actor.strategy == "megatron" else ulysses
         budgets.append((f"{REF}.{LOG_PROB}", ref.log_prob_max_token_len_per_gpu, dynamic, sequence))

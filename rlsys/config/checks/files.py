@@ -44,6 +44,11 @@ def check_files(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]
         frozen = cfg.actor_rollout_ref.reference_model if isinstance(cfg, PPOConfig) and cfg.use_reference else policy
         if frozen.path != policy.path:
             yield from _model(cfg, "actor_rollout_ref.ref.model", frozen, longest, ANSWERED)
+        teachers = cfg.distillation.teacher_models if isinstance(cfg, PPOConfig) and cfg.distillation.enabled else {}
+        for name, teacher in teachers.items():
+            why = _no_folder(teacher.model_path) if teacher.model_path else ""
+            if why:
+                yield wrong(cfg, f"distillation.teacher_models.{name}.model_path", why, value=teacher.model_path)
         yield from _reward(cfg)
     yield from _output(cfg)
 

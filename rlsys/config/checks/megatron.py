@@ -26,8 +26,8 @@ def check_megatron(cfg: PPOConfig | SupervisedConfig) -> Iterator[str]:
     policy, ranks = cfg.actor_rollout_ref, resolve_pools(cfg).train_ranks
     if policy.actor.strategy == "megatron":
         yield from _role(cfg, ACTOR, policy.actor, "actor_rollout_ref.model", policy.model, ranks)
-        if cfg.use_reference:
-            yield from _sizes(cfg, f"{REF}.megatron", policy.ref.megatron, ranks)
+        for own in {ranks, resolve_pools(cfg).teacher_ranks or ranks} if cfg.use_ref_settings else ():
+            yield from _sizes(cfg, f"{REF}.megatron", policy.ref.megatron, own)
     if cfg.use_critic and cfg.critic.strategy == "megatron":
         yield from _role(cfg, CRITIC, cfg.critic, "critic.model", cfg.critic.model, ranks)
 

@@ -163,10 +163,12 @@ class ActorRolloutRefConfig(Section):
     def reference_model(self) -> PolicyModelConfig:
         """The reference's model: the actor's own section unless ref.model.path names another one."""
         ref = self.ref.model
-        if ref.path in (None, self.model.path):
-            return self.model
+        return self.model if ref.path in (None, self.model.path) else self.frozen_model(ref.path, ref.trust_remote_code)
+
+    def frozen_model(self, path: str | None, trust_remote_code: bool) -> PolicyModelConfig:
+        """Another model that reads the policy's rows."""
         packed = self.model.use_remove_padding
-        return PolicyModelConfig(path=ref.path, trust_remote_code=ref.trust_remote_code, use_remove_padding=packed)
+        return PolicyModelConfig(path=path, trust_remote_code=trust_remote_code, use_remove_padding=packed)
 
     @property
     def has_reference_weights(self) -> bool:

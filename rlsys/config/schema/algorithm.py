@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, Strict
 
 from rlsys.config.schema import types as t
-from rlsys.config.schema.base import ActiveIf, Registered, Requires, Section, open_dict, section
+from rlsys.config.schema.base import ActiveIf, Registered, Requires, Section, linked, open_dict, section
 from rlsys.config.schema.model import ServedModelConfig
 from rlsys.config.vocabulary import ADV_ESTIMATORS, REWARD_MANAGERS, KLEstimator
 
@@ -24,11 +24,11 @@ ONLY_CUSTOM = Requires(".path", why="there is no custom function", to="<file>")
 GRADER_NEEDS_MODEL = Requires(".model_path", why="it needs a model", to="<folder of the reward model>")
 POOL_NEEDS_NODES = Requires(".nnodes", why="its own pool needs nodes", to="1")
 ZERO_NEEDS_LOCAL = Requires("trainer.backend", ("local",), given=(0,), why="it grades in this process", to="local")
-NEEDS_TEACHER = Requires("actor_rollout_ref.ref.model.path", why="there is no teacher", to="<model>")
-TEACHER_ALONE = Requires("algorithm.use_kl_in_reward", (False,), why="the teacher takes the place of the reference")
-NO_KL_LOSS = Requires("actor_rollout_ref.actor.use_kl_loss", (False,), why="the teacher is in the advantages")
+FIX_TEACHER = "set distillation.teacher_models.teacher_model.model_path=<model>"
+NEEDS_TEACHER = Requires(".teacher_models", why="there is no teacher", fix=FIX_TEACHER)
 ONLY_GRADIENT = Requires(".use_policy_gradient", given=("kl", "k1"), why="its gradient ignores the teacher")
-CLAMP_NEEDS_GRADIENT = Requires(".use_policy_gradient", why="the KL loss is not clamped; k3 is at most 10")
+IF_TOPK = ActiveIf(".loss_mode", ("forward_kl_topk",))
+IF_GRADIENT = ActiveIf(".use_policy_gradient")
 IMPORT_NEEDS_PATH = Requires(".module.path", given=("importlib",), why="it loads a file", to="<file>")
 
 
@@ -115,18 +115,42 @@ class PFPPOConfig(Section):
 
 
 class DistillationLossConfig(Section):
-    """How the divergence from the teacher is trained, from the log-probs of the sampled tokens."""
+    """How the divergence from the teacher is trained."""
 
-    loss_mode: Annotated[KLEstimator, ONLY_GRADIENT] = "k3"
-    """Estimator of the reverse KL; k1 is only for use_policy_gradient, k3 is the usual one without."""
-    use_policy_gradient: Annotated[t.Flag, NO_KL_LOSS] = False
-    """Subtract it from the advantage of each token, instead of adding it to the loss."""
+    loss_mode: Annotated[Literal[KLEstimator, "forward_kl_topk"], ONLY_GRADIENT] = "k3"
+    """Estimator of the reverse KL from the sampled tokens (k1 only with use_policy_gradient), or the forward KL over
+    the teacher's most likely tokens."""
+    topk: Annotated[t.Count, IF_TOPK] = 32
+    """forward_kl_topk: number of those tokens."""
+    log_prob_min_clamp: Annotated[t.Number | None, IF_TOPK] = None
+    """forward_kl_topk: log-probs below count as this."""
+    use_policy_gradient: t.Flag = False
+    """Train on its negative as advantages of a loss of their own, instead of on the divergence itself."""
+    policy_loss_mode: Annotated[Literal["vanilla"], IF_GRADIENT] = "vanilla"
+    """use_policy_gradient: the policy loss."""
+    clip_ratio: Annotated[t.Coefficient, IF_GRADIENT] = 0.2
+    """use_policy_gradient: PPO's clip range on both sides."""
+    clip_ratio_low: Annotated[t.Coefficient, IF_GRADIENT] = linked(".clip_ratio")
+    """use_policy_gradient: clip range below 1."""
+    clip_ratio_high: Annotated[t.Coefficient, IF_GRADIENT] = linked(".clip_ratio")
+    """use_policy_gradient: clip range above 1."""
     use_task_rewards: t.Flag = True
     """Train on the rewards too; else on the teacher alone."""
     distillation_loss_coef: Annotated[t.Coefficient, ActiveIf(".use_task_rewards")] = 1.0
     """Weight of the divergence beside the rewards."""
-    loss_max_clamp: Annotated[t.Positive | None, CLAMP_NEEDS_GRADIENT] = None
+    loss_max_clamp: t.Positive | None = None
     """Largest magnitude of a token's divergence."""
+
+    @property
+    def is_topk(self) -> bool:
+        """Whether the teacher's most likely tokens are compared, not the sampled ones."""
+        return self.loss_mode == "forward_kl_topk"
+
+    @property
+    def clipping(self) -> dict[str, float]:
+        """The clip range in the actor's keys."""
+        names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def weight(self) -> float:
@@ -134,11 +158,34 @@ class DistillationLossConfig(Section):
         return self.distillation_loss_coef if self.use_task_rewards else 1.0
 
 
-class DistillationConfig(Section):
-    """On-policy distillation: a teacher scores what the policy samples."""
+class TeacherConfig(Section):
+    """A teacher's model, with the policy's vocabulary."""
 
-    enabled: Annotated[t.Flag, NEEDS_TEACHER, TEACHER_ALONE] = False
-    """Distil the model of actor_rollout_ref.ref.model.path."""
+    key: t.Text | None = None
+    """Which rows it scores: those with this value in the column teacher_key. A single teacher scores all."""
+    model_path: t.LocalPath | None = None
+    """Hugging Face model: a folder, a hub id, or a run or checkpoint."""
+    trust_remote_code: t.Flag = False
+    """Allow Python code in the model folder to run."""
+    num_replicas: t.CountOrZero | None = None
+    """verl's number of copies; here the processes of the teachers share each model."""
+    inference: t.OpenDict = open_dict()
+    """verl's settings of the engine that serves it; here actor_rollout_ref.ref sets how it is computed."""
+
+
+class DistillationConfig(Section):
+    """On-policy distillation: teachers score what the policy samples."""
+
+    enabled: Annotated[t.Flag, NEEDS_TEACHER] = False
+    """Train towards teachers."""
+    teacher_models: dict[str, TeacherConfig] = open_dict()
+    """Teachers by a name of yours, each with model_path, trust_remote_code and, of several, the key of its rows."""
+    teacher_key: t.Text = "data_source"
+    """Column that says which of several teachers scores a row."""
+    n_gpus_per_node: t.Count = 8
+    """Processes per node that teachers have of their own."""
+    nnodes: t.CountOrZero = 0
+    """Nodes of those processes; 0 scores on the training processes."""
     distillation_loss: DistillationLossConfig = section(DistillationLossConfig)
 
 

@@ -102,7 +102,7 @@ def open_dict() -> Any:
 
 IF_CRITIC = ActiveIf("use_critic", why="no critic is trained; set critic.enable=true to train one")
 IF_REFERENCE = ActiveIf(
-    "use_reference",
+    "use_ref_settings",
     why="no reference is used; set actor_rollout_ref.actor.use_kl_loss=true or algorithm.use_kl_in_reward=true",
 )
 IF_MEGATRON = ActiveIf(".strategy", ("megatron",))

@@ -72,9 +72,21 @@ class PPOConfig(Section):
 
     @property
     def use_reference(self) -> bool:
-        """Whether a frozen reference is needed, for a KL loss, a KL penalty in the reward or as a teacher."""
-        uses = (self.actor_rollout_ref.actor.use_kl_loss, self.algorithm.use_kl_in_reward, self.distillation.enabled)
-        return any(uses)
+        """Whether a frozen reference is needed, for a KL loss or a KL penalty in the reward."""
+        return self.actor_rollout_ref.actor.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def teachers(self) -> dict[str, PolicyModelConfig]:
+        """The models that teach, by the value of `distillation.teacher_key` in their rows; empty without any."""
+        models, policy = self.distillation.teacher_models.values(), self.actor_rollout_ref
+        if not self.distillation.enabled:
+            return {}
+        return {model.key or "": policy.frozen_model(model.model_path, model.trust_remote_code) for model in models}
+
+    @property
+    def use_ref_settings(self) -> bool:
+        """Whether a model runs as `actor_rollout_ref.ref` sets: a reference or a teacher."""
+        return self.use_reference or self.distillation.enabled
 
 
 class SupervisedMegatronConfig(MegatronTrainConfig):

@@ -146,10 +146,10 @@ class TokenGPT(GPTModel):
         return not isinstance(self.output_layer, nn.Linear)
 
     def token_outputs(
-        self, hidden: Tensor, rows: TokenRows, outputs: Sequence[str], temperature: float
+        self, hidden: Tensor, rows: TokenRows, outputs: Sequence[str], temperature: float, topk: int = 0
     ) -> dict[str, Tensor]:
-        """Numbers (M,) of the response tokens from hidden states (T or this rank's share, 1, H); equal on all ranks of
-        tensor and context parallelism. ValueError for outputs that the head does not give."""
+        """Numbers (M,) or (M, topk) of the response tokens from hidden states (T or this rank's share, 1, H); equal on
+        all ranks of tensor and context parallelism. ValueError for outputs that the head does not give."""
         known = LM_OUTPUTS if self.is_lm else SCALAR_OUTPUTS
         if unknown := [name for name in outputs if name not in known]:
             raise ValueError(f"this model gives {', '.join(known)}, not {', '.join(unknown)}")
@@ -165,8 +165,10 @@ class TokenGPT(GPTModel):
         weight, part = self._vocabulary_part()
 
         def stats(here: Tensor, numbers: Any) -> dict[str, Tensor]:
-            options = {"temperature": temperature, "outputs": outputs, "chunk_elements": self.chunk_elements}
-            made = token_stats(whole[here], weight, rows.targets[numbers], part=part, **options)
+            ids = None if rows.topk_ids is None else rows.topk_ids[numbers]
+            options: dict[str, Any] = {"temperature": temperature, "outputs": outputs, "topk_ids": ids, "topk": topk}
+            options |= {"chunk_elements": self.chunk_elements, "part": part}
+            made = token_stats(whole[here], weight, rows.targets[numbers], **options)
             return {name: made[name] for name in outputs}
 
         return _at(rows.before, rows, stats)
@@ -200,9 +202,8 @@ def _at(places: Tensor, rows: TokenRows, compute: Callable[[Tensor, Any], dict[s
         return compute(places, slice(None))
     numbers, here = own_among(places, rows.lengths, group.rank(), group.size())
     made = compute(here, numbers)
-    values = torch.stack(list(made.values()))
-    spread = values.new_zeros(len(values), len(places)).index_copy(1, numbers, values)
-    return dict(zip(made, sum_over(spread, group), strict=True))
+    spread = {name: x.new_zeros(len(places), *x.shape[1:]).index_copy(0, numbers, x) for name, x in made.items()}
+    return {name: sum_over(values, group) for name, values in spread.items()}
 
 
 def packed_arguments(rows: TokenRows, device: torch.device) -> dict[str, Any]:

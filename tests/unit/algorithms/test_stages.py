@@ -13,7 +13,6 @@ from rlsys.algorithms.advantage import adv_estimator_names
 from rlsys.algorithms.kl import get_kl_controller
 from rlsys.algorithms.stages import (
     add_selected_tokens,
-    apply_distillation,
     apply_kl_penalty,
     apply_rollout_correction,
     compute_advantage,
@@ -25,7 +24,6 @@ from rlsys.algorithms.stages import (
 from rlsys.config.schema.actor import ActorConfig, PolicyLossConfig
 from rlsys.config.schema.algorithm import (
     AlgorithmConfig,
-    DistillationLossConfig,
     KLControlConfig,
     NormConfig,
     PFPPOConfig,
@@ -225,32 +223,3 @@ def test_gae_over_turns_discounts_by_turns_and_gives_all_tokens_of_one_the_same(
     torch.testing.assert_close(out["returns"], whole + values)
     centred = (whole - torch.tensor([first, second, 0.25]).mean()) * batch.batch["response_mask"]
     torch.testing.assert_close(out["advantages"] / out["advantages"][0, 0], centred / centred[0, 0])
-
-
-@pytest.mark.parametrize(
-    ("settings", "advantages"),
-    [
-        ({"loss_mode": "k1", "use_policy_gradient": True}, [[1.5, 0.0], [-2.0, -3.0]]),
-        ({"loss_mode": "k1", "use_policy_gradient": True, "distillation_loss_coef": 2.0}, [[2.0, 0.0], [-3.0, -5.0]]),
-        ({"loss_mode": "k1", "use_policy_gradient": True, "use_task_rewards": False}, [[0.5, 0.0], [-1.0, -2.0]]),
-        ({"loss_mode": "k1", "use_policy_gradient": True, "loss_max_clamp": 1.5}, [[1.5, 0.0], [-2.0, -2.5]]),
-        ({"loss_mode": "k3"}, [[1.0, 0.0], [-1.0, -1.0]]),
-        ({"loss_mode": "k3", "use_task_rewards": False}, [[0.0, 0.0], [0.0, 0.0]]),
-    ],
-)
-def test_a_teacher_moves_the_advantage_of_each_token_by_its_log_ratio(
-    settings: dict[str, Any], advantages: list[list[float]]
-) -> None:
-    batch = DataProto.from_dict(
-        {
-            "response_mask": torch.tensor([[1, 0], [1, 1]]),
-            "advantages": torch.tensor([[1.0, 0.0], [-1.0, -1.0]]),
-            "old_log_probs": torch.tensor([[-2.0, -9.0], [-1.0, -1.0]]),
-            "ref_log_prob": torch.tensor([[-1.5, 0.0], [-2.0, -3.0]]),
-        }
-    )
-    distilled, metrics = apply_distillation(batch, DistillationLossConfig(**settings))
-    assert distilled.tensors["advantages"].tolist() == advantages
-    if settings["loss_mode"] == "k1" and "loss_max_clamp" not in settings:
-        assert metrics["distillation/loss"] == pytest.approx(2.5 / 3)
-        assert metrics["distillation/abs_loss"] == pytest.approx(3.5 / 3)

@@ -58,6 +58,25 @@ def test_values_and_gradients_equal_the_unchunked_ones(
     torch.testing.assert_close(stats["d_weight"], expected["d_weight"], rtol=1e-8, atol=1e-11)
 
 
+@given(num=st.integers(0, 6), vocab=st.integers(3, 17), chunk=st.integers(1, 60), named=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_log_probs_of_several_tokens_and_their_gradients(num: int, vocab: int, chunk: int, named: bool) -> None:
+    hidden, weight, targets = case(num, 4, vocab, seed=vocab + num)
+    scores = torch.log_softmax(hidden @ weight.t() / 0.7, dim=-1)
+    ids = torch.randint(0, vocab, (num, 3)) if named else scores.topk(3).indices
+    which = {"topk_ids": ids} if named else {"topk": 3}
+    wanted = ("log_probs", "entropy", "topk_log_probs")
+    stats = token_stats(hidden, weight, targets, temperature=0.7, outputs=wanted, chunk_elements=chunk, **which)
+    assert torch.equal(stats["topk_ids"].long(), ids)
+    picked = torch.cat([stats["log_probs"][:, None], stats["topk_log_probs"]], dim=1)
+    expected = scores.gather(1, torch.cat([targets[:, None], ids], dim=1))
+    torch.testing.assert_close(picked, expected)
+    factors = torch.randn(num, 4, dtype=torch.float64)
+    grads = (torch.autograd.grad((values * factors).sum(), (hidden, weight)) for values in (picked, expected))
+    for grad, other in zip(*grads, strict=True):
+        torch.testing.assert_close(grad, other)
+
+
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_one_output_alone_has_its_own_gradient(output: str) -> None:
     hidden, weight, targets = case(6, 5, 11, seed=1)
@@ -134,7 +153,8 @@ def by_part(starts: list[int]) -> dict[str, Tensor]:
     begin, end = starts[rank], [*starts, 13][rank + 1]
     own = weight.detach()[begin:end].clone().requires_grad_()
     part = VocabularyPart(begin, dist.group.WORLD)
-    stats = token_stats(hidden, own, targets, temperature=0.7, outputs=OUTPUTS, chunk_elements=10, part=part)
+    wanted = (*OUTPUTS, "topk_log_probs")
+    stats = token_stats(hidden, own, targets, temperature=0.7, outputs=wanted, chunk_elements=10, part=part, topk=8)
     torch.stack([(number + 0.5) * stats[name].sum() for number, name in enumerate(OUTPUTS)]).sum().backward()
     dist.all_reduce(hidden.grad)
     return {**{name: value.detach() for name, value in stats.items()}, "d_hidden": hidden.grad, "d_weight": own.grad}
@@ -145,9 +165,11 @@ def test_a_vocabulary_in_parts_gives_what_the_whole_gives(starts: list[int]) -> 
     hidden, weight, targets = case(7, 4, 13, seed=3)
     expected = plain(hidden, weight, targets, 0.7)
     torch.stack([(number + 0.5) * expected[name].sum() for number, name in enumerate(OUTPUTS)]).sum().backward()
+    likely = torch.log_softmax(hidden @ weight.t() / 0.7, dim=-1).topk(8)
+    expected |= {"topk_log_probs": likely.values, "topk_ids": likely.indices.double()}
     ranks = run_ranks(len(starts), by_part, starts)
     for rank in ranks:
-        for name in OUTPUTS:
+        for name in expected:
             torch.testing.assert_close(rank[name], expected[name].detach(), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(rank["d_hidden"], hidden.grad, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(torch.cat([rank["d_weight"] for rank in ranks]), weight.grad, rtol=1e-10, atol=1e-12)
