@@ -1,6 +1,6 @@
 """GRPO in one process, written out: sample, score, compute advantages, forward_backward, optim_step, push weights.
 
-    python scripts/grpo_by_hand.py --model ~/.cache/rlsys/start/*/model --steps 20
+    python scripts/grpo_by_hand.py --model rlsys/data/start/model --steps 20
 
 What `python -m trainer.main_ppo` does with worker groups, a fleet, a reward pool and checkpoints around it, this file
 does with one training engine and one rollout engine.

@@ -12,11 +12,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rlsys.data.start_assets import prompt_rows, write_rows
+from rlsys.data.files import Row, read_rows
+from rlsys.data.start_assets import HELD_OUT_ROWS, TRAIN_ROWS
+from scripts.prepare_data import write_rows
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,9 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--seed", type=int, default=1, help="draws the rejected answers")
     options = parser.parse_args(arguments)
-    splits: tuple[Literal["train", "test"], ...] = ("train", "test")
-    for split in splits:
-        random, rows = Random(options.seed), prompt_rows(split)
+    for split, file in (("train", TRAIN_ROWS), ("test", HELD_OUT_ROWS)):
+        random, rows = Random(options.seed), [row.values for row in read_rows(str(file)) if isinstance(row, Row)]
         answers = sorted({row["extra_info"]["answer"] for row in rows})
         written = []
         for row in rows:

@@ -9,16 +9,17 @@ asks for products of three-digit numbers, to be computed by a Python tool.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rlsys.data.start_assets import Problem, prompt_row, write_rows
 from rlsys.utils.errors import ConfigError
 
 MAX_REPEATS = 2000
@@ -32,9 +33,44 @@ REASONING_GYM: dict[str, dict[str, Any]] = {
 SUFFIX = {"chain_sum": " Give only the result as your final answer."}
 NUM_ARITHMETIC = 500
 
+DATA_SOURCE = "rlsys/arithmetic"
 TASKS = ("arithmetic", *REASONING_GYM)
 PYTHON_QUESTION = "Use Python to compute. Write code in a ```python block``` that prints the result. What is {} * {}?"
 MAX_HELD_OUT = 0.2
+Style = Literal["words", "symbols"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`left` `operator` `right`."""
+
+    left: int
+    operator: Literal["+", "-", "*"]
+    right: int
+
+    @property
+    def answer(self) -> int:
+        if self.operator == "*":
+            return self.left * self.right
+        return self.left + self.right if self.operator == "+" else self.left - self.right
+
+    def question(self, style: Style) -> str:
+        """As a sentence for a language model, or as "12+34="."""
+        if style == "symbols":
+            return f"{self.left}{self.operator}{self.right}="
+        return f"Calculate {self.left} {self.operator} {self.right}. Give only the result as your final answer."
+
+
+def prompt_row(problem: Problem, *, index: int, split: str, style: Style = "words") -> dict[str, Any]:
+    """A row in verl's columns."""
+    question = problem.question(style)
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(problem.answer)},
+        "extra_info": {"split": split, "index": index, "question": question, "answer": str(problem.answer)},
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -163,6 +199,20 @@ def problems(
         num_repeats = num_repeats + 1 if problem in unique else 0
         unique[problem] = None
     return list(unique)
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows as parquet, whole or not at all."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        pq.write_table(pa.Table.from_pylist(list(rows)), beside)
+        beside.rename(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

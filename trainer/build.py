@@ -21,13 +21,12 @@ from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer,
 from trainer.checkpoint import CheckpointStore
 from trainer.episodes import load_agents
 from trainer.groups import Role
-from trainer.local_files import with_local_files
+from trainer.local_files import with_local_files, with_start_assets
 from trainer.loop import completed
 from trainer.ppo import RayPPOTrainer, num_checkpoints
 from trainer.prompts import num_steps, prompt_datasets
 from trainer.rewards import check_data_sources
 from trainer.run_folder import run_folder
-from trainer.start_model import with_start_assets
 from trainer.steps import teacher_numbers
 from trainer.weight_push import drops_weights_on_sleep
 from workers.actor import ActorWorker

@@ -1,14 +1,19 @@
-"""Models and rows as local folders: those of the hub are downloaded, the model in a checkpoint or a run becomes one."""
+"""Models and rows as local folders: those of the hub are downloaded, the model in a checkpoint or a run becomes one.
+
+Where a job names none, they are those of rlsys.data.start_assets.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlsys.config import PPOConfig
 from rlsys.config.checks.files import check_files
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.model import ModelConfig
 from rlsys.data.remote import is_remote, local_copy
+from rlsys.data.start_assets import HELD_OUT_ROWS, START_MODEL, TRAIN_ROWS
 from rlsys.model_merger.convert import merge
 from rlsys.model_merger.formats import find_checkpoint
 from rlsys.models.hf import read_config
@@ -22,6 +27,20 @@ ConfigT = TypeVar("ConfigT", bound=Section)
 SECTIONS = ("actor_rollout_ref.model", "actor_rollout_ref.ref.model", "critic.model", "model", "reward.reward_model")
 WITH_WEIGHTS = ("path", "model_path")
 NAMES = (*WITH_WEIGHTS, "tokenizer_path", "lora_adapter_path")
+
+
+def with_start_assets(config: PPOConfig) -> PPOConfig:
+    """The configuration with the start model and its rows where it names none."""
+    if config.actor_rollout_ref.model.path is not None:
+        return config
+    tree, model = config.model_dump(), str(START_MODEL)
+    tree["actor_rollout_ref"]["model"]["path"] = model
+    tree["critic"]["model"]["path"] = tree["critic"]["model"]["path"] or model
+    data = tree["data"]
+    if data["train_files"] is None:
+        data["train_files"] = (str(TRAIN_ROWS),)
+        data["val_files"] = data["val_files"] or (str(HELD_OUT_ROWS),)
+    return config.model_validate(tree)
 
 
 def with_local_files(config: ConfigT) -> ConfigT:

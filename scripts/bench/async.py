@@ -36,7 +36,7 @@ def make_model(folder: Path, width: int) -> None:
     """A model with random weights, its tokenizer and prompts."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from rlsys.data.start_assets import build_tokenizer
+    from scripts.start_model import build_tokenizer
 
     sizes = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": 4, "num_attention_heads": 4}
     config = Qwen2Config(vocab_size=262, num_key_value_heads=2, max_position_embeddings=1 << 15, **sizes)

@@ -36,7 +36,7 @@ from rlsys.telemetry import memory  # noqa: E402
 from scripts.model_shapes import SHAPES  # noqa: E402
 from trainer.backend import running_backend  # noqa: E402
 from trainer.build import build_trainer  # noqa: E402
-from trainer.start_model import with_start_assets  # noqa: E402
+from trainer.local_files import with_start_assets  # noqa: E402
 
 GIB = 1 << 30
 CALLS = {
@@ -80,8 +80,8 @@ class TensorBytes:
 
 def with_model(shape: str, folder: Path, *, prompt: int) -> list[str]:
     """Random weights of a known shape, the start model's tokenizer, and rows with prompts of about `prompt` tokens."""
-    from rlsys.data.start_assets import build_tokenizer
     from scripts.bench.train_step import write_checkpoint
+    from scripts.start_model import build_tokenizer
 
     write_checkpoint(shape, folder, "cuda" if torch.cuda.is_available() else "cpu")
     if torch.cuda.is_available():

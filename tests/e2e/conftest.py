@@ -20,7 +20,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from rlsys.data.start_assets import build_tokenizer
+from tests.start_tokenizer import build_tokenizer
 
 GRADER = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -23,12 +23,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from rlsys.data.start_assets import build_tokenizer
 from rlsys.fleet.external.engine import SGLangRemoteEngine, VLLMRemoteEngine
 from rlsys.fleet.external.settings import RemoteSettings
 from rlsys.rollout.batch import from_responses
 from rlsys.types import Finish, ModelRequest, ModelResponse, SamplingParams, WeightUpdateMeta
 from tests.e2e.conftest import Toy
+from tests.start_tokenizer import build_tokenizer
 from tests.timing import wait_until
 from trainer.main_ppo import main
 

@@ -7,7 +7,7 @@ from functools import cache
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from rlsys.data.start_assets import build_tokenizer
+from tests.start_tokenizer import build_tokenizer
 
 CALLS = "{% if m.tool_calls %}{% for c in m.tool_calls %}"
 HERMES = (

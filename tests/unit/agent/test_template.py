@@ -6,9 +6,9 @@ import pytest
 
 from rlsys.agent.template import ChatTemplate
 from rlsys.agent.trace import Span
-from rlsys.data.start_assets import build_tokenizer
 from rlsys.types import Finish
 from rlsys.utils.errors import ConfigError
+from tests.start_tokenizer import build_tokenizer
 from tests.unit.agent.templates import APPENDING, COUNTING, HERMES, NO_TOOLS, THINKING, tokenizer_with
 
 ASK = [{"role": "user", "content": "hi"}]

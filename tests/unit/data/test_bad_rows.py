@@ -15,8 +15,8 @@ import pytest
 
 from rlsys.config.schema.data import PromptsConfig
 from rlsys.data.dataset import PromptDataset
-from rlsys.data.start_assets import build_tokenizer
 from rlsys.utils.errors import ConfigError, DataError
+from tests.start_tokenizer import build_tokenizer
 
 GOOD: dict[str, Any] = {
     "data_source": "rlsys/arithmetic",

@@ -21,10 +21,10 @@ from rlsys.data.collate import (
     position_ids,
 )
 from rlsys.data.dataset import PromptDataset
-from rlsys.data.start_assets import build_tokenizer
 from rlsys.data.supervised import load_texts
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import DataError
+from tests.start_tokenizer import build_tokenizer
 
 tokenizer = cache(build_tokenizer)
 PAD, EOS, USER, ASSISTANT = 0, 1, 3, 4

@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from rlsys.config.schema.data import CustomClassConfig, PromptsConfig
 from rlsys.data.chat import Truncation, encode_prompt, truncate
 from rlsys.data.dataset import PromptDataset, configured_source
-from rlsys.data.start_assets import build_tokenizer
 from rlsys.utils.errors import ConfigError, DataError
+from tests.start_tokenizer import build_tokenizer
 
 tokenizer = cache(build_tokenizer)
 

@@ -1,32 +1,21 @@
-"""Start assets: tokenizer, model shape, rows, and building them once however many ask."""
+"""The start assets: what the package holds is what scripts/start_model.py makes."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from safetensors import safe_open
+from transformers import AutoTokenizer
 
-from rlsys.data.start_assets import (
-    EOS,
-    PAD,
-    UNSURE,
-    Problem,
-    WarmUp,
-    build_tokenizer,
-    content_hash,
-    ensure_start_assets,
-    model_config,
-    prompt_rows,
-    split_problems,
-    warm_up_rows,
-)
-
-SETTINGS = WarmUp(num_steps=2, num_unsure_steps=1, batch_size=3)
+from rlsys.data.start_assets import HELD_OUT_ROWS, START_MODEL, TRAIN_ROWS
+from scripts import start_model
+from scripts.prepare_data import Problem
+from scripts.start_model import EOS, PAD, UNSURE, WarmUp, model_config, prompt_rows, split_problems, warm_up_rows
+from tests.start_tokenizer import build_tokenizer
 
 
 def test_any_text_survives_the_tokenizer() -> None:
@@ -35,36 +24,22 @@ def test_any_text_survives_the_tokenizer() -> None:
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert [tokenizer.decode([t]) for t in tokenizer("12+3")["input_ids"]] == ["1", "2", "+", "3"]
     assert len(tokenizer) == model_config()["vocab_size"]
-    assert (tokenizer.pad_token, tokenizer.eos_token) == (PAD, EOS)
+    assert (tokenizer.pad_token, tokenizer.eos_token, tokenizer.padding_side) == (PAD, EOS, "left")
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
     assert (model_config()["pad_token_id"], model_config()["eos_token_id"]) == (0, 1)
 
 
-def test_the_tokenizer_is_the_same_after_saving(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = build_tokenizer()
-    tokenizer.save_pretrained(str(tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps(model_config()))
-    again = AutoTokenizer.from_pretrained(str(tmp_path))
+def test_the_chat_template_marks_the_roles() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(START_MODEL)
     messages = [{"role": "system", "content": "don't 123 é\n\n  x"}, {"role": "user", "content": "7*8="}]
-    texts = [
-        t.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)  # pyrefly: ignore[missing-attribute]
-        for t in (tokenizer, again)
-    ]
-    assert texts[0] == texts[1] == "<|system|>don't 123 é\n\n  x<|end|><|user|>7*8=<|end|><|assistant|>"
-    assert tokenizer(texts[0])["input_ids"] == again(texts[0])["input_ids"]
-    assert (again.pad_token_id, again.eos_token_id, again.padding_side) == (0, 1, "left")
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == "<|system|>don't 123 é\n\n  x<|end|><|user|>7*8=<|end|><|assistant|>"
 
 
 def test_the_model_has_about_a_million_parameters() -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = model_config()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    assert 0.8e6 < model.num_parameters() < 3e6
+    with safe_open(START_MODEL / "model.safetensors", framework="pt") as file:
+        shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118
+    assert 0.8e6 < sum(a * (b[0] if b else 1) for a, *b in shapes) < 1e6
 
 
 def test_problems_and_their_answers() -> None:
@@ -76,12 +51,12 @@ def test_problems_and_their_answers() -> None:
 def test_nothing_of_the_held_out_problems_is_trained_on() -> None:
     train, test = split_problems()
     assert len({*map(str, train + test)}) == len(train + test) == 438
-    questions = {row["prompt"][0]["content"] for row in prompt_rows("test")}
+    questions = {row["prompt"][0]["content"] for row in pq.read_table(HELD_OUT_ROWS).to_pylist()}
     assert len(questions) == len(test)
     warm = warm_up_rows(WarmUp(num_steps=2000, num_unsure_steps=0, batch_size=1))
     assert len(warm) == 2000
     assert not questions & {row["messages"][0]["content"] for row in warm}
-    assert not questions & {row["prompt"][0]["content"] for row in prompt_rows("train")}
+    assert not questions & {row["prompt"][0]["content"] for row in pq.read_table(TRAIN_ROWS).to_pylist()}
     few = WarmUp(num_steps=10, num_unsure_steps=0, batch_size=1)
     assert warm_up_rows(few) == warm[:10] != warm_up_rows(replace(few, seed=1))
 
@@ -95,54 +70,18 @@ def test_only_the_last_texts_hedge() -> None:
     assert set(answers[300:]) - {UNSURE}
 
 
-def warm_up(model: Path, sft_file: Path, settings: WarmUp) -> None:
-    assert pq.read_table(sft_file).num_rows == settings.num_steps * settings.batch_size
-    assert json.loads((model / "config.json").read_text())["model_type"] == "qwen2"
-    with (model.parents[1] / "calls").open("a") as calls:
-        calls.write("x")
-    (model / "model.safetensors").write_bytes(b"weights")
-
-
-def test_assets_are_made_once_and_kept(tmp_path: Path) -> None:
-    assets = ensure_start_assets(warm_up, folder=tmp_path, settings=SETTINGS)
-    assert (assets.model / "tokenizer.json").is_file()
-    assert (assets.model / "model.safetensors").read_bytes() == b"weights"
-    assert pq.read_table(assets.train_file).num_rows == len(prompt_rows("train"))
-    row = pq.read_table(assets.val_file).to_pylist()[0]
-    assert row["data_source"] == "rlsys/arithmetic"
-    assert ensure_start_assets(warm_up, folder=tmp_path, settings=SETTINGS) == assets
-    assert (tmp_path / "start" / "calls").read_text() == "x"
-    other = ensure_start_assets(
-        warm_up, folder=tmp_path, settings=WarmUp(num_steps=1, num_unsure_steps=1, batch_size=3)
-    )
-    assert other.model != assets.model
-    assert content_hash(SETTINGS) == assets.model.parent.name
-
-
-def test_a_failed_or_interrupted_build_leaves_nothing_that_counts(tmp_path: Path) -> None:
-    def fail(model: Path, sft_file: Path, settings: WarmUp) -> None:
-        raise RuntimeError("out of luck")
-
-    with pytest.raises(RuntimeError, match="out of luck"):
-        ensure_start_assets(fail, folder=tmp_path, settings=SETTINGS)
-    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
-        ensure_start_assets(lambda *_: None, folder=tmp_path, settings=SETTINGS)
-    assert not (tmp_path / "start" / content_hash(SETTINGS)).exists()
-    assert (tmp_path / "start" / f"{content_hash(SETTINGS)}.tmp" / "model").is_dir()
-    assets = ensure_start_assets(warm_up, folder=tmp_path, settings=SETTINGS)
-    assert (assets.model / "model.safetensors").is_file()
-
-
-def ask(folder: str) -> None:
-    ensure_start_assets(warm_up, folder=Path(folder), settings=SETTINGS)
-
-
-def test_of_many_processes_one_makes_the_assets(tmp_path: Path) -> None:
-    context: Any = multiprocessing.get_context("fork")
-    askers = [context.Process(target=ask, args=(str(tmp_path),)) for _ in range(4)]
-    for asker in askers:
-        asker.start()
-    for asker in askers:
-        asker.join(60)
-    assert [asker.exitcode for asker in askers] == [0] * 4
-    assert (tmp_path / "start" / "calls").read_text() == "x"
+def test_the_script_makes_what_the_package_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_model, "WarmUp", lambda: WarmUp(num_steps=2, num_unsure_steps=1, batch_size=3))
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "old").touch()
+    assert start_model.main(["--out", str(tmp_path / "start")]) == 0
+    made, held = tmp_path / "start", START_MODEL.parent
+    assert sorted(p.relative_to(made) for p in made.rglob("*")) == sorted(p.relative_to(held) for p in held.rglob("*"))
+    for name in ("train.parquet", "test.parquet"):
+        assert pq.read_table(made / name).equals(pq.read_table(held / name))
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        assert json.loads((made / "model" / name).read_text()) == json.loads((held / "model" / name).read_text())
+    assert prompt_rows("test") == pq.read_table(HELD_OUT_ROWS).to_pylist()
+    files = [safe_open(folder / "model" / "model.safetensors", framework="pt") for folder in (made, held)]
+    shapes = [{name: file.get_slice(name).get_shape() for name in file.keys()} for file in files]  # noqa: SIM118
+    assert shapes[0] == shapes[1]

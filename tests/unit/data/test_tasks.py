@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 from functools import cache
 from pathlib import Path
@@ -13,9 +13,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlsys.data.dataset import PromptDataset
-from rlsys.data.start_assets import build_tokenizer
 from rlsys.rewards.registry import compute_score, route
 from rlsys.utils.errors import ConfigError
+from tests.start_tokenizer import build_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
 reasoning_gym = pytest.importorskip("reasoning_gym")
@@ -23,12 +23,7 @@ reasoning_gym = pytest.importorskip("reasoning_gym")
 
 @cache
 def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module(f"scripts.{name}")
 
 
 prepare_data = script("prepare_data")

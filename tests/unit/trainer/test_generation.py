@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from rlsys.config import PPOConfig, load_config
-from rlsys.data.start_assets import build_tokenizer, model_config
+from rlsys.data.start_assets import START_MODEL
 from rlsys.protocol import DataProto
 from rlsys.types import SamplingParams
 from rlsys.utils.errors import ConfigError
+from tests.start_tokenizer import build_tokenizer
 from trainer.backend import load_tokenizer
 from trainer.generation import answer_printer, sampling_meta, training_sampling, validation_sampling
 
@@ -37,7 +38,7 @@ def test_tokens_that_end_an_answer_take_the_place_of_the_models(made: Callable[[
 
 def test_rows_are_filled_up_by_the_token_that_was_asked_for(tmp_path: Path) -> None:
     build_tokenizer().save_pretrained(str(tmp_path))
-    (tmp_path / "config.json").write_text(json.dumps(model_config()))
+    shutil.copy(START_MODEL / "config.json", tmp_path)
     model = config(f"actor_rollout_ref.model.path={tmp_path}").actor_rollout_ref.model
     assert load_tokenizer(model).pad_token_id == 0
     assert load_tokenizer(model, 3).pad_token_id == 3

@@ -12,8 +12,8 @@ import pytest
 from pyarrow.csv import write_csv
 
 from rlsys.config import PPOConfig, SFTConfig
-from rlsys.data.start_assets import build_tokenizer
 from rlsys.utils.errors import DataError
+from tests.start_tokenizer import build_tokenizer
 from trainer.job import checked_config
 from trainer.prompts import load_prompts
 

@@ -4,44 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from rlsys.config import load_config
-from rlsys.data.start_assets import StartAssets
-from trainer import start_model
-from trainer.start_model import with_start_assets
-
-ASSETS = StartAssets(Path("/start/model"), Path("/start/train.jsonl"), Path("/start/val.jsonl"))
+from rlsys.data.start_assets import HELD_OUT_ROWS, START_MODEL, TRAIN_ROWS
+from trainer.local_files import with_start_assets
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    calls: list[object] = []
-
-    def ensure(warm_up: object) -> StartAssets:
-        calls.append(warm_up)
-        return ASSETS
-
-    monkeypatch.setattr(start_model, "ensure_start_assets", ensure)
-    return calls
-
-
-def test_a_job_without_a_model_trains_the_start_model_on_its_rows(asked: list[object]) -> None:
+def test_a_job_without_a_model_trains_the_start_model_on_its_rows() -> None:
     cfg = with_start_assets(load_config(["--config-name=quickstart"]))
-    assert cfg.actor_rollout_ref.model.path == cfg.critic.model.path == "/start/model"
-    assert (cfg.data.train_files, cfg.data.val_files) == (("/start/train.jsonl",), ("/start/val.jsonl",))
-    assert asked == [start_model.warm_up]
+    assert cfg.actor_rollout_ref.model.path == cfg.critic.model.path == str(START_MODEL)
+    assert (cfg.data.train_files, cfg.data.val_files) == ((str(TRAIN_ROWS),), (str(HELD_OUT_ROWS),))
 
 
-def test_rows_that_the_job_names_stay(asked: list[object], tmp_path: Path) -> None:
+def test_rows_that_the_job_names_stay(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}\n")
     cfg = with_start_assets(load_config(["--config-name=quickstart", f"data.train_files={tmp_path}/rows.jsonl"]))
     assert cfg.data.train_files == (f"{tmp_path}/rows.jsonl",)
-    assert cfg.data.val_files != ("/start/val.jsonl",)
+    assert cfg.data.val_files != (str(HELD_OUT_ROWS),)
 
 
-def test_a_job_with_a_model_is_left_alone(asked: list[object], tmp_path: Path) -> None:
+def test_a_job_with_a_model_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     cfg = load_config(["--config-name=quickstart", f"actor_rollout_ref.model.path={tmp_path}", "data.train_files=null"])
     assert with_start_assets(cfg) is cfg
-    assert asked == []

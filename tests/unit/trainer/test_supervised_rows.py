@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rlsys.config import DPOConfig, SFTConfig, load_config
-from rlsys.data.start_assets import build_tokenizer
 from rlsys.utils.errors import ConfigError
+from tests.start_tokenizer import build_tokenizer
 from trainer.supervised import load_rows
 
 OWN = """
