@@ -19,9 +19,12 @@ if TYPE_CHECKING:
     from rlsys.protocol import DataProto
     from rlsys.types import ModelRequest, ResponseDelta, StepReport, TransferReport, WeightLayout
 
-Output = Literal["log_probs", "entropy", "values", "scores", "sum_pi_squared", "topk_log_probs", "topk_ids"]
+Output = Literal[
+    "log_probs", "entropy", "values", "scores", "sum_pi_squared", "topk_log_probs", "topk_ids", "routed_experts"
+]
 """Of each response token; `values` is the scalar head on the state before the token, `scores` on the token itself.
-`topk_log_probs` and `topk_ids` (B, R, K) are of the rows' `teacher_ids`, else of the `topk` most likely tokens."""
+`topk_log_probs` and `topk_ids` (B, R, K) are of the rows' `teacher_ids`, else of the `topk` most likely tokens;
+`routed_experts` (B, P + R, layers, experts of a token), int16, -1 at padding, of every token."""
 Part = Literal["params", "grads", "optimizer"]
 
 

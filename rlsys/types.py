@@ -102,6 +102,8 @@ class ModelResponse:
     sampled_logprobs: tuple[float, ...]
     output_versions: tuple[int, ...]
     stop_reason: Finish
+    routed_experts: Any = field(default=None, compare=False)
+    """An array (tokens of prompt and completion but the last, layers, experts of a token) where they are returned."""
 
     @property
     def version(self) -> int:
@@ -147,6 +149,7 @@ class ResponseDelta:
     sampled_logprobs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
     finish: Finish | None = None
+    routed_experts: Any = field(default=None, compare=False)
     error: str = ""
     refused: bool = False
 

@@ -223,7 +223,9 @@ class PromptGroups:
             tokens, full, sampled, versions = (tensors[name][row, : lengths[row]].tolist() for name in names)
             finish = Finish(rows.non_tensor_batch["finish_reason"][row])
             ended = None if finish is Finish.ABORT else finish
-            drafts.append(PartialResponse(request, tokens, full, sampled, versions, ended))
+            routes = tensors.get("routed_experts", None)
+            routes = None if routes is None or ended is None else routes[row][rows.tensors["attention_mask"][row] == 1]
+            drafts.append(PartialResponse(request, tokens, full, sampled, versions, ended, routes))
         return drafts
 
 

@@ -14,6 +14,7 @@ from rlsys.batching import balance_rows, seqlen_metrics
 from rlsys.config import PPOConfig
 from rlsys.config.plan import BatchPlan
 from rlsys.protocol import DataProto
+from rlsys.roles.actor import ROUTES
 from rlsys.utils.errors import DataError
 from trainer.advantages import rewards_to_advantages
 from trainer.groups import WorkerGroups
@@ -59,7 +60,7 @@ class Steps:
             batch.tensors["old_log_probs"] = batch.tensors["rollout_log_probs"]
             return batch
         with self.residency.hold(Resident.ACTOR, "old_log_prob"):
-            scored = self.groups.actor.compute_log_prob(_only(batch, ROWS))
+            scored = self.groups.actor.compute_log_prob(_only(batch, ROWS, [ROUTES]))
         self.reporter.add_lists(scored.meta_info.pop("metrics", {}))
         if "entropys" in scored.tensors:
             self.reporter.add_entropy(scored.tensors["entropys"], batch.tensors["response_mask"])
@@ -119,7 +120,7 @@ class Steps:
 
     def update_actor(self, batch: DataProto) -> None:
         with self.residency.hold(Resident.ACTOR, "update_actor"):
-            updated = self.groups.actor.update_actor(_only(batch, ACTOR_ROWS, TAUGHT))
+            updated = self.groups.actor.update_actor(_only(batch, ACTOR_ROWS, [*TAUGHT, ROUTES]))
         self.reporter.add_lists(updated.meta_info["metrics"])
 
 

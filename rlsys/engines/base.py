@@ -36,6 +36,8 @@ CONTENTS = frozenset({"model", "optimizer", "extra"})
 
 RanksT = TypeVar("RanksT", bound=EngineRanks)
 OptimizerT = TypeVar("OptimizerT", bound=BaseAdamW)
+Counted = Mapping[str, tuple[float, float]]
+"""Metrics as (sum, count) of the rows of this rank, the same on all ranks that share them."""
 Compute = Callable[[Sequence[Output], float, int], Mapping[str, Tensor]]
 """(outputs, temperature, topk) -> outputs (M,) or (M, topk) of the response tokens of a pack, by name."""
 Visit = Callable[[Pack, Compute], Tensor | None]
@@ -132,7 +134,8 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
             return loss.total if loss.total.requires_grad else connected + loss.total
 
         with self._own_groups():
-            self._run(rows, self.training, loss_of, backward=True)
+            counted = self._run(rows, self.training, loss_of, backward=True)
+            sums |= {name: list(both) for name, both in counted.items()}
             totals = sum_over_ranks(gather_json(sums if self.ranks.reports_loss else {}, self.ranks.loss_group))
         self._count += totals["loss"][1] if "loss" in totals else 0.0
         return {name: value / count if count else 0.0 for name, (value, count) in totals.items()}
@@ -209,8 +212,8 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
     def _weight_dtype(self) -> torch.dtype: ...
 
     @abstractmethod
-    def _run(self, rows: TensorDict, size: MicroBatches, visit: Visit, *, backward: bool) -> None:
-        """Visit every micro-batch; with `backward` add up the gradients of what `visit` returns."""
+    def _run(self, rows: TensorDict, size: MicroBatches, visit: Visit, *, backward: bool) -> Counted:
+        """Visit every micro-batch; with `backward` add up the gradients of what `visit` returns. Returns metrics."""
 
     @abstractmethod
     def _state(self, contents: frozenset[str]) -> checkpoint.Contents: ...

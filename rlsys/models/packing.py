@@ -15,7 +15,8 @@ from torch import Tensor
 @dataclass(frozen=True)
 class TokenRows:
     """Rows without their padding. `before` and `at` index the N tokens: the one that predicts each response token, and
-    the response token itself; `cells` is the response tokens' place in the flattened (B, R) outputs."""
+    the response token itself; `cells` is the response tokens' place in the flattened (B, R) outputs, `columns` the N
+    tokens' place in the flattened (B, L) rows, -1 for pad tokens."""
 
     token_ids: Tensor
     position_ids: Tensor
@@ -24,6 +25,7 @@ class TokenRows:
     at: Tensor
     targets: Tensor
     cells: Tensor
+    columns: Tensor
     shape: tuple[int, int]
     topk_ids: Tensor | None = None
     """(M, K): the tokens beside each target whose log-probs are asked for."""
@@ -33,7 +35,7 @@ class TokenRows:
         return len(self.token_ids)
 
     def to(self, device: torch.device) -> TokenRows:
-        names = ("token_ids", "position_ids", "before", "at", "targets", "cells", "topk_ids")
+        names = ("token_ids", "position_ids", "before", "at", "targets", "cells", "columns", "topk_ids")
         held = {name: getattr(self, name) for name in names}
         return replace(self, **{name: x.to(device, non_blocking=True) for name, x in held.items() if x is not None})
 
@@ -69,6 +71,7 @@ def token_rows(batch: Mapping[str, Tensor]) -> TokenRows:
         at=at,
         targets=token_ids[at],
         cells=response.flatten().nonzero()[:, 0],
+        columns=mask.flatten().nonzero()[:, 0],
         shape=(len(mask), response_length),
         topk_ids=None if teacher_ids is None else teacher_ids[response].long(),
     )
@@ -78,7 +81,8 @@ def empty_rows(device: torch.device, num_rows: int = 0, response_length: int = 0
     """Two tokens and no response: what a rank runs while others still have rows, so that their collectives match."""
     none = torch.zeros(0, dtype=torch.long, device=device)
     two = torch.arange(2, device=device)
-    return TokenRows(torch.zeros_like(two), two, (2,), none, none, none, none, (num_rows, response_length))
+    ids, nowhere = torch.zeros_like(two), torch.full_like(two, -1)
+    return TokenRows(ids, two, (2,), none, none, none, none, nowhere, (num_rows, response_length))
 
 
 def padded_to_multiple(rows: TokenRows, multiple: int) -> TokenRows:
@@ -98,6 +102,7 @@ def padded_to(rows: TokenRows, num_tokens: int) -> TokenRows:
         token_ids=torch.cat([rows.token_ids, rows.token_ids.new_zeros(extra)]),
         position_ids=torch.cat([rows.position_ids, positions]),
         lengths=(*rows.lengths, *pads),
+        columns=torch.cat([rows.columns, rows.columns.new_full((extra,), -1)]),
     )
 
 
@@ -119,6 +124,7 @@ def padded_each(rows: TokenRows, multiple: int) -> TokenRows:
         lengths=tuple(length + pad for length, pad in zip(rows.lengths, extra, strict=True)),
         before=place[rows.before],
         at=place[rows.at],
+        columns=rows.columns.new_full((total,), -1).index_copy(0, place, rows.columns),
     )
 
 

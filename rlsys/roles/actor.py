@@ -18,6 +18,9 @@ from rlsys.protocol import DataProto
 from rlsys.roles.update import MiniBatch, global_step, mini_batches, ppo_mini_batches, run_updates
 from rlsys.types import WeightUpdateMeta
 
+ROUTES = "routed_experts"
+"""Column (B, P + R, layers, experts of a token) of the experts that routers take."""
+
 
 class PPOActor:
     """A policy on an engine. Every method is collective over the engine's ranks and takes this rank's rows.
@@ -49,12 +52,15 @@ class PPOActor:
     def compute_logp(
         self, batch: DataProto, *, name: str = "old_log_probs", entropy: bool = False, sum_pi_squared: bool = False
     ) -> DataProto:
-        """Log-probabilities (B, R) of the responses as column `name`, on request `entropys` and `sum_pi_squared`."""
+        """Log-probabilities (B, R) of the responses as column `name`, on request `entropys` and `sum_pi_squared`; with
+        router_replay.mode=R2 also `routed_experts`, for the update."""
         columns: dict[Output, str] = {"log_probs": name}
         if entropy:
             columns["entropy"] = "entropys"
         if sum_pi_squared:
             columns["sum_pi_squared"] = "sum_pi_squared"
+        if self.config.router_replay.mode == "R2" and name == "old_log_probs":
+            columns["routed_experts"] = ROUTES
         outputs = self.engine.forward(batch, tuple(columns), temperature=_temperature(batch))
         return DataProto.from_dict(tensors={columns[output]: outputs[output] for output in columns})
 

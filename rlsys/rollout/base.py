@@ -10,8 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.partial import complete
@@ -20,7 +22,6 @@ from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta, Samp
 from rlsys.utils.errors import RolloutError, WeightTransferError
 
 if TYPE_CHECKING:
-    import numpy as np
     from torch import Tensor
 
     from rlsys.protocol import DataProto
@@ -68,6 +69,8 @@ class RunningRequest:
     max_new_tokens: int
     num_delivered: int = 0
     is_cancelled: bool = False
+    routes: list[Any] = field(default_factory=list)
+    """Arrays (tokens, layers, experts of a token) of the experts that its tokens took, one after another."""
 
     @property
     def rid(self) -> str:
@@ -105,6 +108,8 @@ class BaseRolloutEngine(ABC):
     A subclass decodes (`_decode`), logs what it samples, scores, exposes tensors, moves memory and frees itself.
     Requests are checked against `vocab_size`, `max_model_len` (prompt and completion together) and `eos_token_ids`.
     """
+
+    config: GenerationConfig
 
     def __init__(
         self, context: EngineContext, *, vocab_size: int, max_model_len: int, eos_token_ids: Sequence[int]
@@ -285,6 +290,8 @@ class BaseRolloutEngine(ABC):
                 raise RolloutError(f"the engine returned other tokens than were sampled for request {one.rid}")
             if end is None and not self._stopped():
                 raise RolloutError(f"the engine ended request {one.rid} after {len(returned)} tokens, before its end")
+            if end is not None and self.config.enable_rollout_routing_replay and not one.routes:
+                raise RolloutError("this version of the engine returns no routes of experts: set router_replay.mode=R2")
             deltas.append(self._delta(one, sampled, end or Finish.ABORT))
         self._deliver(deltas)
 
@@ -292,8 +299,11 @@ class BaseRolloutEngine(ABC):
         """What was sampled, by the weights served now; RolloutError if a token's logits were not finite."""
         if not sampled.finite:
             raise RolloutError(f"logits are not finite for request {one.rid}: check the weights that were loaded")
-        versions = (self.version,) * len(sampled.tokens)
-        return ResponseDelta(one.rid, sampled.tokens, sampled.full_logprobs, sampled.sampled_logprobs, versions, finish)
+        versions, routes = (self.version,) * len(sampled.tokens), None
+        if one.routes and finish in (Finish.STOP, Finish.LENGTH):
+            routes = np.concatenate(one.routes)
+        full, drawn = sampled.full_logprobs, sampled.sampled_logprobs
+        return ResponseDelta(one.rid, sampled.tokens, full, drawn, versions, finish, routes)
 
     def _queued(self, request: ModelRequest) -> RunningRequest:
         params, ids = request.gconfig, request.input_ids

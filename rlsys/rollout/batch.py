@@ -45,7 +45,8 @@ def generate_sequences(engine: RolloutEngine, batch: DataProto) -> DataProto:
     `global_steps` unless the rows have `request_seeds`.
 
     Returns prompts, responses, input_ids, attention_mask, position_ids, response_mask, rollout_log_probs (of the full
-    distribution), rollout_sampled_log_probs, weight_versions (-1 at pads) and, as objects, finish_reason.
+    distribution), rollout_sampled_log_probs, weight_versions (-1 at pads) and, as objects, finish_reason; where the
+    engine returns them, routed_experts.
     """
     return from_responses(batch, complete(engine, to_requests(batch)))
 
@@ -90,8 +91,20 @@ def from_responses(batch: DataProto, responses: Sequence[ModelResponse]) -> Data
         "rollout_sampled_log_probs": column((r.sampled_logprobs for r in responses), 0.0, torch.float32),
         "weight_versions": column((r.output_versions for r in responses), -1, torch.int64),
     }
+    if any(response.routed_experts is not None for response in responses):
+        tensors["routed_experts"] = _routes(prompt_mask, responses, width)
     reasons = {"finish_reason": object_array([response.stop_reason.value for response in responses])}
     return DataProto.from_dict(tensors, reasons, dict(batch.meta_info))
+
+
+def _routes(prompt_mask: Tensor, responses: Sequence[ModelResponse], width: int) -> Tensor:
+    """The experts (B, P + R, layers, k) of each token, -1 where none are known, as of a response's last token."""
+    known = [(row, r.routed_experts) for row, r in enumerate(responses) if r.routed_experts is not None]
+    routes = torch.full((*prompt_mask.shape, *known[0][1].shape[1:]), -1, dtype=torch.int16)
+    routes = torch.cat([routes, routes.new_full((len(routes), width, *routes.shape[2:]), -1)], 1)
+    for (row, taken), first in zip(known, (prompt_mask == 0).sum(1)[[row for row, _ in known]].tolist(), strict=True):
+        routes[row, first : first + len(taken)] = torch.from_numpy(np.asarray(taken, np.int16))
+    return routes
 
 
 def prompts_of(batch: DataProto) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,11 @@ def max_positions_of(path: str | Path) -> int:
     return int(_text_config(path).max_position_embeddings)  # type: ignore[attr-defined]
 
 
+def num_layers_of(path: str | Path) -> int:
+    """The number of layers."""
+    return int(_text_config(path).num_hidden_layers)  # type: ignore[attr-defined]
+
+
 def has_latent_attention(path: str | Path) -> bool:
     """Whether keys and values are made from a latent vector (as in DeepSeek-V3)."""
     return bool(getattr(_text_config(path), "kv_lora_rank", None))

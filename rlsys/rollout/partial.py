@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from rlsys.interfaces import RolloutEngine
 from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta
@@ -23,6 +24,7 @@ class PartialResponse:
     sampled_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish: Finish | None = None
+    routed_experts: Any = field(default=None, compare=False)
 
     @classmethod
     def of(cls, request: ModelRequest, response: ModelResponse) -> PartialResponse:
@@ -56,7 +58,7 @@ class PartialResponse:
         self.logprobs += delta.logprobs
         self.sampled_logprobs += delta.sampled_logprobs
         self.versions += delta.versions
-        self.finish = delta.finish
+        self.finish, self.routed_experts = delta.finish, delta.routed_experts
         if delta.finish is Finish.ABORT:
             self.finish = None if self.room > 0 else Finish.LENGTH
 
@@ -69,7 +71,8 @@ class PartialResponse:
     def response(self) -> ModelResponse:
         tokens, versions, end = tuple(self.tokens), tuple(self.versions), self.finish or Finish.ABORT
         full, sampled = tuple(self.logprobs), tuple(self.sampled_logprobs)
-        return ModelResponse(self.request.rid, self.request.input_ids, tokens, full, sampled, versions, end)
+        given, routes = self.request, self.routed_experts
+        return ModelResponse(given.rid, given.input_ids, tokens, full, sampled, versions, end, routes)
 
 
 def complete(engine: RolloutEngine, requests: Sequence[ModelRequest]) -> list[ModelResponse]:

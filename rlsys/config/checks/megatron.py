@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 
 from rlsys.config.checks.findings import note, wrong
+from rlsys.config.engines import rollout_backend
 from rlsys.config.pools import resolve_pools
 from rlsys.config.schema.actor import TrainedRoleConfig
 from rlsys.config.schema.base import Section
@@ -28,8 +29,23 @@ def check_megatron(cfg: PPOConfig | SupervisedConfig) -> Iterator[str]:
         yield from _role(cfg, ACTOR, policy.actor, "actor_rollout_ref.model", policy.model, ranks)
         for own in {ranks, resolve_pools(cfg).teacher_ranks or ranks} if cfg.use_ref_settings else ():
             yield from _sizes(cfg, f"{REF}.megatron", policy.ref.megatron, own)
+    yield from _router_replay(cfg)
     if cfg.use_critic and cfg.critic.strategy == "megatron":
         yield from _role(cfg, CRITIC, cfg.critic, "critic.model", cfg.critic.model, ranks)
+
+
+def _router_replay(cfg: PPOConfig) -> Iterator[str]:
+    """Whether the routes that the actor replays are there."""
+    rollout, mode = cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.actor.router_replay.mode
+    key, returned = f"{ACTOR}.router_replay.mode", "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+    if rollout.enable_rollout_routing_replay != (mode == "R3"):
+        yield wrong(cfg, returned, f"routes of the rollout are replayed with {key}=R3, and only then", mode == "R3")
+    if mode != "disabled" and cfg.actor_rollout_ref.actor.strategy != "megatron":
+        yield wrong(cfg, key, f"only Megatron replays routes; set {ACTOR}.strategy=megatron")
+    if mode == "R2" and cfg.algorithm.rollout_correction.bypass_mode:
+        yield wrong(cfg, key, "in bypass mode nothing computes old_log_probs, whose routes R2 replays", "R3")
+    if mode == "R3" and (rollout.has_workflow or rollout_backend(rollout.name).is_external):
+        yield wrong(cfg, key, "episodes and external servers return no routes; set R2")
 
 
 def _role(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
@@ -48,6 +48,14 @@ class PolicyLossConfig(Section):
     """kl_cov: weight of that penalty."""
     dro_beta: Annotated[t.Positive | None, ActiveIf(".loss_mode", ("dro",))] = None
     """dro: weight of the squared log-ratio; must be set for it."""
+
+
+class RouterReplayConfig(Section):
+    """The experts that the actor's routers choose are replayed."""
+
+    mode: Literal["disabled", "R2", "R3"] = "disabled"
+    """R2: the update takes the experts that old_log_probs took; R3: both take those of the rollout, which needs
+    rollout.enable_rollout_routing_replay."""
 
 
 class TrainedRoleConfig(Section):
@@ -112,6 +120,7 @@ class ActorConfig(TrainedRoleConfig):
     kl_loss_type: Annotated[KLEstimator, ActiveIf(".use_kl_loss")] = "low_var_kl"
     """Estimator of the KL loss; + is its straight-through form."""
     fsdp_config: FSDPConfig = section(FSDPConfig)
+    router_replay: RouterReplayConfig = section(RouterReplayConfig)
 
 
 class RefModelConfig(Section):

@@ -110,6 +110,8 @@ class GenerationConfig(Section):
     """Ids of the tokens that end a response; null takes them from the model's generation config."""
     padding: t.CountOrZero | None = None
     """Id of the padding token; null takes the tokenizer's."""
+    enable_rollout_routing_replay: t.Flag = False
+    """Return the experts that each token took, for actor.router_replay.mode=R3."""
     print_outputs: t.Flag = False
     """Print the text and token ids of each answer."""
     workflow: t.Text | None = None

@@ -11,7 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig, ShardConfig
-from rlsys.engines.base import BaseTrainEngine, Visit, compute_dtype
+from rlsys.engines.base import BaseTrainEngine, Counted, Visit, compute_dtype
 from rlsys.engines.fsdp.optim import ShardedAdamW
 from rlsys.engines.fsdp.sharding import (
     HFWeights,
@@ -115,7 +115,7 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedAdamW]):
             else:
                 yield Pack(None, empty_rows(self.ranks.device))
 
-    def _run(self, rows: TensorDict, size: MicroBatches, visit: Visit, *, backward: bool) -> None:
+    def _run(self, rows: TensorDict, size: MicroBatches, visit: Visit, *, backward: bool) -> Counted:
         self.model.train(backward)
         for pack in self._packs(rows, size):
             loss = visit(pack, partial(self.model, pack.tokens))
@@ -123,6 +123,7 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedAdamW]):
                 loss.backward()
         if not backward:
             reshard(self.model)
+        return {}
 
     def adapters_disabled(self) -> AbstractContextManager[None]:
         return lora.adapters_off(self.model)

@@ -20,7 +20,7 @@ from rlsys.models.megatron import shim  # noqa: F401
 
 from megatron.core import parallel_state as mpu
 
-from rlsys.engines.base import BaseTrainEngine, Visit, compute_dtype
+from rlsys.engines.base import BaseTrainEngine, Counted, Visit, compute_dtype
 from rlsys.engines.megatron.groups import MegatronRanks, current, make_ranks
 from rlsys.engines.megatron.offload import HostOffload
 from rlsys.engines.megatron.optim import MegatronAdamW
@@ -28,12 +28,14 @@ from rlsys.engines.megatron.run import make_packs, run
 from rlsys.engines.megatron.state import MegatronState
 from rlsys.engines.megatron.weights import MergedTensors, ModelShards
 from rlsys.engines.micro_batches import MicroBatches, Pack
-from rlsys.interfaces import Part
+from rlsys.interfaces import Output, Part
 from rlsys.models.hf import Head, TensorSource, check_names, open_weights, read_config, read_whole
 from rlsys.models.megatron.adapters import adapters_off, add_adapters
 from rlsys.models.megatron.build import TokenGPT, build_chunks
 from rlsys.models.megatron.family import family_of
 from rlsys.models.megatron.parallel import ParallelSizes
+from rlsys.models.megatron.router_replay import NO_ROUTE, RouterReplay
+from rlsys.protocol import DataProto
 from rlsys.types import EXPORT_FILE_BYTES, WeightLayout
 from rlsys.utils.errors import ConfigError
 
@@ -98,6 +100,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
                 dtype = self._weight_dtype
                 self.optimizer = MegatronAdamW(chunks, optim, dtype=dtype, grad_clip=grad_clip, total_steps=total_steps)
                 self._state().fill_masters(weights)
+        self._recorder: RouterReplay | None = None
         self._carried = base if model.path is not None else {}
         self._offload = HostOffload()
 
@@ -115,7 +118,25 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
     def _on_device(self) -> AbstractContextManager[None]:
         return self._offload.restored()
 
-    def _run(self, rows: TensorDict, size: MicroBatches, visit: Visit, *, backward: bool) -> None:
+    def forward(
+        self, batch: DataProto, outputs: Sequence[Output], *, temperature: float = 1.0, topk: int = 0
+    ) -> dict[str, Tensor]:
+        """As TrainEngine's; `routed_experts` are the routes that the routers choose, see rlsys.interfaces.Output."""
+        numbers = [name for name in outputs if name != "routed_experts"]
+        if len(numbers) == len(outputs):
+            return super().forward(batch, outputs, temperature=temperature, topk=topk)
+        config = self.chunks[0].config
+        shape = (*batch.tensors["input_ids"].shape, config.num_layers, config.moe_router_topk)
+        routes = torch.full(shape, NO_ROUTE, dtype=torch.int16, device=self.ranks.device)
+        self._recorder = RouterReplay(self.chunks, routes, record=True)
+        try:
+            results = super().forward(batch, numbers, temperature=temperature, topk=topk)
+            with self._own_groups():
+                return {**results, "routed_experts": self._recorder.recorded().to(batch.tensors.device or "cpu")}
+        finally:
+            self._recorder = None
+
+    def _run(self, rows: TensorDict, size: MicroBatches, visit: Visit, *, backward: bool) -> Counted:
         chunks = self.optimizer.chunks if backward and self.optimizer is not None else self.chunks
         for chunk in chunks:
             chunk.train(backward)
@@ -123,7 +144,14 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         def visit_hidden(pack: Pack, hidden: Tensor) -> Tensor | None:
             return visit(pack, partial(self.chunks[-1].token_outputs, hidden, pack.tokens))
 
-        run(chunks, self._packs(rows, size), visit_hidden, backward=backward)
+        packs, routes = self._packs(rows, size), rows.get("routed_experts", None)
+        replay = self._recorder if routes is None else RouterReplay(chunks, routes)
+        if replay is None:
+            run(chunks, packs, visit_hidden, backward=backward)
+            return {}
+        with replay.installed():
+            run(chunks, packs, visit_hidden, backward=backward, replay=replay)
+            return {"actor/routes_differ": replay.different(self.ranks.device)}
 
     def _packs(self, rows: TensorDict, size: MicroBatches) -> list[Pack]:
         config, sizes = self.chunks[0].config, self.ranks.sizes

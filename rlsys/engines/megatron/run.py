@@ -6,6 +6,7 @@ b rows of a micro-batch, B rows of this rank, R response tokens, T tokens of a p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -25,6 +26,7 @@ from rlsys.engines.mesh import max_over_ranks
 from rlsys.engines.micro_batches import MicroBatches, Pack, split_rows
 from rlsys.models.context import pack_multiple
 from rlsys.models.megatron.build import packed_arguments
+from rlsys.models.megatron.router_replay import RouterReplay
 from rlsys.models.packing import empty_rows, padded_each, padded_to, token_rows
 
 
@@ -60,9 +62,13 @@ def run(
     on_hidden: Callable[[Pack, Tensor], Tensor | None],
     *,
     backward: bool,
+    replay: RouterReplay | None = None,
 ) -> None:
-    """Run every pack through all chunks. On the last stage `on_hidden` gets each pack's hidden states; with `backward`
-    it returns the loss sum, whose gradients are added to those already accumulated."""
+    """Run every pack through all chunks, whose routers take the routes of `replay`.
+
+    On the last stage `on_hidden` gets each pack's hidden states; with `backward` it returns the loss sum, whose
+    gradients are added to those already accumulated.
+    """
     if not packs:
         return
 
@@ -72,7 +78,8 @@ def run(
 
     def forward(iterator: Iterator[Pack], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
         pack = next(iterator)
-        return chunk(**packed_arguments(pack.tokens, pack.tokens.token_ids.device)), partial(after, pack)
+        with nullcontext() if replay is None else replay.forward(chunk, pack.index, pack.tokens):
+            return chunk(**packed_arguments(pack.tokens, pack.tokens.token_ids.device)), partial(after, pack)
 
     iterators = [iter(packs) for _ in chunks]
     tokens = packs[0].tokens.num_tokens

@@ -36,6 +36,8 @@ class DecodeLoop:
         engine.sampler = RowSampler(self.config.seed, self.device)
         self.rows = RunningRows(engine.sampler, self.device)
         self.cache = ColumnCache(self.model.config.get_text_config().num_hidden_layers)
+        if engine.routes is not None:
+            engine.routes.clear()
 
     @torch.inference_mode()
     def run(self) -> bool:
@@ -110,6 +112,11 @@ class DecodeLoop:
         limit = self.config.max_num_batched_tokens
         *_, (_, last) = prompt_passes(self.model, cache, ids.to(self.device), starts, rows, max_tokens=limit, keep=1)
         firsts = [(i, queue[0]) for i, queue in enumerate(groups.values())]
+        if self.engine.routes is not None:
+            taken = self.engine.routes.take(len(groups))
+            for routes, (prompt, queue) in zip(taken, groups.items(), strict=True):
+                for queued in queue:
+                    queued.routes = [routes[width - len(prompt) :]]
         copies = [(i, queued) for i, queue in enumerate(groups.values()) for queued in queue[1:]]
         source = torch.tensor([i for i, _ in firsts + copies], device=self.device)
         if copies:
@@ -134,6 +141,9 @@ class DecodeLoop:
             use_cache=True,
         ).logits
         cache.column += 1
+        if self.engine.routes is not None:
+            for one, routes in zip(rows.requests, self.engine.routes.take(rows.count), strict=True):
+                one.routes.append(routes)
         self._sample(logits[:, -1], live)
 
     def _sample(self, logits: Tensor, which: slice) -> None:

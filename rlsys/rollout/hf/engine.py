@@ -27,6 +27,7 @@ from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.engine_weights import copy_by_name, whole_layout
 from rlsys.rollout.hf.decode import DecodeLoop
 from rlsys.rollout.hf.kv_cache import ATTENTION, ColumnCache, prompt_passes
+from rlsys.rollout.hf.routes import RouteRecorder
 from rlsys.rollout.sampling.hook import RowSampler
 from rlsys.types import WeightLayout
 from rlsys.utils.errors import RolloutError
@@ -70,6 +71,7 @@ class HFRollout(BaseRolloutEngine):
         )
         self.model, self.config = model.eval().requires_grad_(False), config
         self.sampler: RowSampler
+        self.routes = RouteRecorder(model) if config.enable_rollout_routing_replay else None
         if config.full_determinism:
             _unrounded_logits(model)
         _use_grouped_attention(model, self.max_model_len)

@@ -104,6 +104,7 @@ def server_arguments(
         **(_cpu_arguments(path, dtype, config.kv_cache_gib) if on_cpu else gpu_arguments),
         **({"enable_fp32_lm_head": True} if config.full_determinism else {}),
         **({"enable_deterministic_inference": True} if config.full_determinism and not on_cpu else {}),
+        **({"enable_return_routed_experts": True} if config.enable_rollout_routing_replay else {}),
         **engine_kwargs,
     }
 

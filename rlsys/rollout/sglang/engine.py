@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from base64 import b64decode
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ALL_COMPLETED, Future, wait
 from dataclasses import replace
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +33,7 @@ from rlsys.rollout.base import (
     RunningRequest,
 )
 from rlsys.rollout.batch import score_sequences
-from rlsys.rollout.hf_files import eos_ids_of, max_positions_of, vocab_size_of
+from rlsys.rollout.hf_files import eos_ids_of, max_positions_of, num_layers_of, vocab_size_of
 from rlsys.rollout.sampling.hook import UNUSED, SampleSpec
 from rlsys.rollout.sglang.arguments import SINGLE_RANK, ReplicaRank, server_arguments
 from rlsys.rollout.sglang.launch import EngineThread
@@ -42,8 +44,6 @@ from rlsys.types import ModelRequest, ResponseDelta, WeightLayout
 from rlsys.utils.errors import ConfigError, RolloutError, WeightTransferError
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from rlsys.protocol import DataProto
 
 POLL_S = 0.02
@@ -84,7 +84,7 @@ class SGLangRollout(BaseRolloutEngine):
             max_model_len=length,
             eos_token_ids=eos_ids_of(path),
         )
-        self.config, self.replica = config, replica
+        self.config, self.replica, self._num_layers = config, replica, num_layers_of(path)
         self._folder = tempfile.TemporaryDirectory(prefix="rlsys-sglang-")
         socket = Path(self._folder.name) / "scheduler"
         settings = SchedulerSettings(str(socket), str(path), dtype, config.seed, self.is_leader, methods)
@@ -137,8 +137,10 @@ class SGLangRollout(BaseRolloutEngine):
                 done, _ = wait(pending, timeout=POLL_S, return_when=ALL_COMPLETED)
                 self.remote.check_alive()
                 if done:
-                    tokens = [future.result()["output_ids"] for future in done]
-                    self._end([pending.pop(future) for future in done], tokens)
+                    answers, ended = [future.result() for future in done], [pending.pop(future) for future in done]
+                    for one, answer in zip(ended, answers, strict=True):
+                        one.routes = self._routes(answer, len(one.request.input_ids))
+                    self._end(ended, [answer["output_ids"] for answer in answers])
                 if self._report_due():
                     self._report()
         except BaseException:
@@ -155,15 +157,25 @@ class SGLangRollout(BaseRolloutEngine):
 
         params: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": max_tokens}
         params |= {"stop_token_ids": list(spec.stop_ids)} if spec.stop_ids else {"ignore_eos": True}
-        scored: dict[str, Any] = {"return_logprob": True, "logprob_start_len": score_from} if score_from >= 0 else {}
+        more: dict[str, Any] = {"return_logprob": True, "logprob_start_len": score_from} if score_from >= 0 else {}
+        if self.config.enable_rollout_routing_replay and score_from < 0:
+            more["return_routed_experts"] = True
         request = GenerateReqInput(
-            input_ids=list(ids), sampling_params=params, rid=request_id(spec), extra_key=str(self.version), **scored
+            input_ids=list(ids), sampling_params=params, rid=request_id(spec), extra_key=str(self.version), **more
         )
 
         async def answer() -> Mapping[str, Any]:
             return await anext(self._engine_thread.engine.tokenizer_manager.generate_request(request, None))
 
         return self._engine_thread.submit(answer())
+
+    def _routes(self, answer: Mapping[str, Any], prompt_length: int) -> list[np.ndarray]:
+        """The experts of every token but the last, if SGLang returned them."""
+        encoded = answer["meta_info"].get("routed_experts")
+        if encoded is None:
+            return []
+        num_tokens = prompt_length + len(answer["output_ids"]) - 1
+        return [np.frombuffer(b64decode(encoded), np.int32).reshape(num_tokens, self._num_layers, -1)]
 
     def _abort_all(self, stop_by_s: float) -> None:
         """Repeated at every poll, since a request may still be on its way to the scheduler."""

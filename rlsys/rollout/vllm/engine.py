@@ -119,9 +119,12 @@ class VLLMRollout(BaseRolloutEngine):
 
     def _take(self, outputs: Sequence[Any]) -> None:
         """Deliver the requests that vLLM has ended."""
-        if ended := {int(output.request_id): output.outputs[0].token_ids for output in outputs if output.finished}:
+        if ended := {int(output.request_id): output.outputs[0] for output in outputs if output.finished}:
             requests = {one.number: one for one in self._running.values() if one.number in ended}
-            self._end(list(requests.values()), [ended[number] for number in requests])
+            for number, one in requests.items():
+                routes = getattr(ended[number], "routed_experts", None)
+                one.routes = [] if routes is None else [routes]
+            self._end(list(requests.values()), [ended[number].token_ids for number in requests])
             self._take_samples([number for number in ended if number not in requests])  # delivered before a stop
 
     def _take_samples(self, numbers: list[int], starts: list[int] | None = None) -> tuple[np.ndarray, np.ndarray]:

@@ -44,6 +44,7 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
         **({} if on_cpu else {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": True}),
         "max_cudagraph_capture_size": config.cuda_graph_max_bs,
         "cudagraph_capture_sizes": config.cudagraph_capture_sizes and sorted(config.cudagraph_capture_sizes),
+        **({"enable_return_routed_experts": True} if config.enable_rollout_routing_replay else {}),
         **(CPU_LATENT_ATTENTION if on_cpu and has_latent_attention(path) else {}),
         **config.engine_kwargs.vllm,
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 def pack_again(model: Any) -> None:
@@ -21,7 +20,7 @@ def pack_again(model: Any) -> None:
 
 @torch.no_grad()
 def derive_again(model: Any, dtype: torch.dtype) -> None:
-    """Have attention layers derive again what they keep beside their weights, in the memory that CUDA graphs read.
+    """Have attention layers derive again what they keep beside their weights, in place, where CUDA graphs read it.
 
     These are the matrices that latent attention absorbs, copies where `kv_b_proj` is quantized, and sinks in float32.
     """
@@ -29,13 +28,4 @@ def derive_again(model: Any, dtype: torch.dtype) -> None:
 
     for layer in model.modules():
         if isinstance(layer, AttentionLayerBase) and hasattr(layer, "process_weights_after_loading"):
-            before = [(owner, name, tensor) for owner in (layer, layer.impl) for name, tensor in _tensors_of(owner)]
             layer.process_weights_after_loading(dtype)
-            for owner, name, tensor in before:
-                tensor.copy_(getattr(owner, name))
-                setattr(owner, name, tensor)
-
-
-def _tensors_of(owner: Any) -> list[tuple[str, Tensor]]:
-    held = {**vars(owner), **getattr(owner, "_parameters", {}), **getattr(owner, "_buffers", {})}
-    return [(name, value) for name, value in held.items() if isinstance(value, Tensor)]

@@ -242,7 +242,7 @@ FOREIGN = [
     bad("distillation.distillation_loss.policy_loss_mode=gspo", "policy_loss_mode = gspo", "must be vanilla"),
     bad("trainer.default_hdfs_dir=hdfs://x", "trainer.default_hdfs_dir", "trainer.default_local_dir"),
     bad("trainer.del_local_ckpt_after_load=true", "del_local_ckpt_after_load", "max_actor_ckpt_to_keep"),
-    bad(f"{A}.router_replay.mode=R2", "router_replay.mode", "not replayed"),
+    bad(f"{A}.router_replay.mode=R2", "router_replay.mode", "only Megatron"),
     bad(f"{A}.optim.optimizer=Muon", f"{A}.optim.optimizer", "AdamW"),
     bad("reward.sandbox_fusion.url=sandbox:8080", "reward.sandbox_fusion.url", "http"),
     bad("ray_kwargs.ray_init.num_gpus=8", "num_gpus", "CUDA_VISIBLE_DEVICES"),

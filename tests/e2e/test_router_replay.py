@@ -1,0 +1,147 @@
+"""Router replay in whole runs: routes of the log-probs (R2) or of the rollout (R3) are those of the update."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from rlsys.config import load_config
+from rlsys.utils.errors import ConfigError
+from tests.e2e.conftest import Toy, with_model
+from trainer.main_ppo import main
+
+ACTOR = "actor_rollout_ref.actor"
+MEGATRON, REPLAY = f"{ACTOR}.megatron", f"{ACTOR}.router_replay.mode"
+LOCAL = ("trainer.backend=local", "trainer.device=cpu")
+RETURNED = "actor_rollout_ref.rollout.enable_rollout_routing_replay=true"
+
+
+@pytest.fixture(scope="module")
+def sparse(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    return with_model(
+        toy,
+        tmp_path_factory.mktemp("sparse"),
+        Qwen3MoeConfig,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        initializer_range=0.3,
+    )
+
+
+@pytest.fixture(scope="module")
+def served(toy: Toy, tmp_path_factory: pytest.TempPathFactory) -> Toy:
+    """A model with the sizes that the kernels of vLLM and SGLang have."""
+    return with_model(
+        toy,
+        tmp_path_factory.mktemp("served"),
+        Qwen3MoeConfig,
+        hidden_size=256,
+        intermediate_size=256,
+        moe_intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=16,
+        num_experts_per_tok=4,
+        norm_topk_prob=True,
+        initializer_range=0.1,
+    )
+
+
+def run(toy: Toy, out: Path, *more: str) -> list[dict[str, Any]]:
+    argv = toy.overrides(
+        out,
+        *("--config-name=ppo_megatron_trainer", "trainer.total_training_steps=2"),
+        *(f"reward.custom_reward_function.path={toy.grader}", "algorithm.rollout_correction.rollout_is=token", *more),
+    )
+    assert main(argv) == 0
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def least_likely(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A router of an engine that rounds very differently: it takes the least likely experts."""
+    logits = torch.nn.functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+    scores, taken = logits.softmax(-1).topk(self.top_k, largest=False)
+    return logits, scores / scores.sum(-1, keepdim=True), taken
+
+
+def test_the_update_replays_routes_of_the_rollout(sparse: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Qwen3MoeTopKRouter, "forward", least_likely)
+    alone = run(sparse, tmp_path / "alone", *LOCAL)
+    replayed = run(sparse, tmp_path / "replayed", *LOCAL, f"{REPLAY}=R3", RETURNED)
+    assert all(line["rollout_corr/k3_kl"] > 0.01 for line in alone)
+    assert all(abs(line["rollout_corr/k3_kl"]) < 1e-6 for line in replayed)
+    assert all(line["training/rollout_probs_diff_max"] < 1e-5 for line in replayed)
+    assert all(line["actor/routes_differ"] > 0.8 and line["actor/grad_norm"] > 0 for line in replayed)
+
+
+def replays_what_the_engine_returns(engine: str, toy: Toy, out: Path, *more: str) -> None:
+    """With the engine's routes the trainer's log-probs are at least as near to the engine's as without."""
+    argv = (f"actor_rollout_ref.rollout.name={engine}", "actor_rollout_ref.rollout.enforce_eager=true", *more)
+    alone, replayed = run(toy, out / "alone", *argv), run(toy, out / "replayed", *argv, f"{REPLAY}=R3", RETURNED)
+    assert all(line["actor/routes_differ"] < 0.1 and line["actor/grad_norm"] > 0 for line in replayed)
+    assert replayed[0]["rollout_corr/k3_kl"] <= alone[0]["rollout_corr/k3_kl"] + 1e-6
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(find_spec("sglang") is None, reason="needs SGLang")
+def test_sglang_returns_routes(served: Toy, tmp_path: Path) -> None:
+    replays_what_the_engine_returns("sglang", served, tmp_path, "trainer.device=cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_engines_on_a_gpu_return_routes(engine: str, served: Toy, tmp_path: Path) -> None:
+    if find_spec(engine) is None:
+        pytest.skip(f"needs {engine}")
+    replays_what_the_engine_returns(engine, served, tmp_path, "actor_rollout_ref.rollout.gpu_memory_utilization=0.3")
+
+
+@pytest.mark.slow
+def test_two_stages_replay_their_own_routes_in_the_second_epoch(sparse: Toy, tmp_path: Path) -> None:
+    stages = (
+        "trainer.backend=ray",
+        "trainer.device=cpu",
+        "trainer.n_gpus_per_node=2",
+        f"{MEGATRON}.pipeline_model_parallel_size=2",
+    )
+    first, second = run(sparse, tmp_path, *stages, f"{MEGATRON}.router_replay.mode=R2", f"{ACTOR}.ppo_epochs=2")
+    assert first["training/rollout_probs_diff_max"] < 1e-5
+    assert 0 < first["actor/routes_differ"] < 0.5
+    assert 0 < second["actor/routes_differ"] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ((f"{REPLAY}=R3",), "enable_rollout_routing_replay"),
+        ((RETURNED,), "enable_rollout_routing_replay"),
+        ((f"{REPLAY}=R2", "algorithm.rollout_correction.bypass_mode=true"), "in bypass mode nothing computes"),
+        ((f"{REPLAY}=R3", RETURNED, "actor_rollout_ref.rollout.multi_turn.enable=true"), "return no routes"),
+        ((f"{REPLAY}=R2", f"{ACTOR}.strategy=fsdp"), "router_replay"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(settings: tuple[str, ...], says: str, sparse: Toy, tmp_path: Path) -> None:
+    argv = sparse.overrides(tmp_path, "--config-name=ppo_megatron_trainer", "trainer.device=cpu", *settings)
+    with pytest.raises(ConfigError, match=says):
+        load_config(argv)
