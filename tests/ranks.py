@@ -21,6 +21,8 @@ import torch.distributed as dist
 from tests.timing import scaled_s
 
 DEADLINE_S = 120.0
+MODELS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "qwen3"))
+"""What most tests build: imported once instead of by every rank."""
 
 
 def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, backend: str = "gloo") -> list[Any]:
@@ -28,7 +30,7 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, backend: st
     deadline_s = scaled_s(DEADLINE_S)
     context: Any = multiprocessing.get_context("forkserver" if "nccl" in backend else "fork")
     if "nccl" in backend:
-        context.set_forkserver_preload(["torch", "rlsys.protocol"])  # nothing that may touch CUDA
+        context.set_forkserver_preload(["torch", "rlsys.engines.fsdp.engine", *MODELS])  # nothing that may touch CUDA
     with tempfile.TemporaryDirectory() as place:
         ranks = [
             context.Process(

@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
-from rlsys.config.schema.trainer import DeadlinesConfig, RunConfig
+from rlsys.config.schema.trainer import DeadlinesConfig, ProfilerConfig, RunConfig
 from rlsys.protocol import DataProto
 from rlsys.roles.lm import RankSums
 from rlsys.single_controller.base import ClassWithInitArgs, WorkerGroup
@@ -59,6 +59,8 @@ class EngineGroup(Group, Protocol):
     def save_checkpoint(self, path: str) -> None: ...
     def load_checkpoint(self, path: str) -> None: ...
     def export(self, path: str, what: Literal["export", "adapter"] = "export") -> None: ...
+    def start_profile(self, config: ProfilerConfig, step: int) -> None: ...
+    def stop_profile(self) -> None: ...
 
 
 class ReferenceGroup(EngineGroup, Protocol):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
+from rlsys.config.schema.trainer import ProfilerConfig
 from rlsys.interfaces import Part, TrainEngine
 from rlsys.single_controller.base import Worker
 from rlsys.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from rlsys.telemetry.profiler import profiled
 from rlsys.utils.run_folders import HUGGINGFACE
 
 MESH = "engine"
@@ -21,6 +24,18 @@ class EngineWorker(Worker):
     engine: TrainEngine
     saves_hf_model = False
     """Whether a Hugging Face folder is written beside each checkpoint."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_profile(self, config: ProfilerConfig, step: int) -> None:
+        """Profile this process, if it is one of the ranks, until `stop_profile`."""
+        self._profile = ExitStack()
+        if config.ranks is None or self.rank in config.ranks:
+            self._profile.enter_context(profiled(config, f"step{step}_rank{self.rank}"))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_profile(self) -> None:
+        """Write the profile."""
+        self._profile.close()
 
     def use_engine(self, engine: TrainEngine) -> None:
         """Keep the engine and register with the group which rows this rank gets."""

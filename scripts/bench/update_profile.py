@@ -8,8 +8,9 @@ Random weights, answers of one length to prompts of several, as the head-to-head
 log-probs with entropy and updates once, as in a run of GRPO; medians of several repeats after two of warm-up. A
 profile of fewer rows gives the kernels that take most and the share of time in which no kernel runs. `--variants` are
 measured one after the other: `ours`; ours with keys and values repeated (`repeat`) or with the statistics of logits
-as separate kernels (`plain_head`); and what ours might do, torch's fused RMSNorm (`norm`) or, by
-`use_torch_compile`, compiled layers (`compile`). Gradient norms and mean log-probs say whether they compute the same.
+as separate kernels (`plain_head`); and what ours might do: torch's fused RMSNorm (`norm`), by `use_torch_compile`
+compiled layers (`compile`), what one micro-batch gathered kept for the next (`keep`), or together (`compile+keep`).
+Gradient norms and mean log-probs say whether they compute the same.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -37,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from rlsys.config.schema.actor import ActorConfig
 from rlsys.config.schema.model import ModelConfig, OptimConfig, ShardConfig
 from rlsys.engines.fsdp.engine import FSDPEngine
+from rlsys.engines.fsdp.sharding import reshard
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.models import attention, logprobs
 from rlsys.models.flops import ModelFlops, measured_flops
@@ -124,10 +127,21 @@ def kernels_of(variant: str) -> AbstractContextManager[object]:
     return patch.object(logprobs, "_fused", lambda made: made) if variant == "plain_head" else nullcontext()
 
 
-def change_modules(variant: str, model: Any) -> None:
-    """Give the modules of a model fused norms."""
-    for module in model.modules():
-        if variant == "norm" and type(module).__name__.endswith("RMSNorm"):
+def change_engine(variant: str, engine: FSDPEngine) -> None:
+    """Give the model fused norms, or keep what is gathered from one micro-batch to the next."""
+    run = engine._run
+
+    def keep_gathered(*args: Any, **options: Any) -> None:
+        run(*args, **options)
+        reshard(engine.model)
+
+    if "keep" in variant:
+        engine._run = keep_gathered  # pyrefly: ignore
+    for module in engine.model.modules():
+        if "keep" in variant and isinstance(module, FSDPModule):
+            module.set_reshard_after_forward(False, recurse=False)
+            module.set_reshard_after_backward(False, recurse=False)
+        if "norm" in variant and type(module).__name__.endswith("RMSNorm"):
             module.forward = partial(_fused_norm, module)
 
 
@@ -140,9 +154,9 @@ def measure(shape: str, variant: str, folder: Path, args: argparse.Namespace) ->
     model = ModelConfig(path=str(folder), enable_gradient_checkpointing=args.recompute)
     size = MicroBatches(max_tokens=args.max_tokens)
     optim = OptimConfig(lr=1e-6)
-    shard = ShardConfig(use_torch_compile=variant == "compile")
+    shard = ShardConfig(use_torch_compile="compile" in variant)
     engine = FSDPEngine(model, device=args.device, optim=optim, shard=shard, training=size, scoring=size)
-    change_modules(variant, engine.model.model)
+    change_engine(variant, engine)
     config = read_config(model)
     rows = make_rows(args.rows, args.prompt, args.response, config.vocab_size)
     actor = PPOActor(engine, ActorConfig())

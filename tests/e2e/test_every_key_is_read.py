@@ -113,6 +113,7 @@ def ppo_runs(toy: Toy, folder: Path) -> list[list[str]]:
         [
             "trainer.save_freq=1",
             "trainer.total_training_steps=2",
+            "global_profiler.steps=[2]",
             f"data.custom_cls.path={extensions}",
             "data.custom_cls.name=Rows",
             f"{loss}vanilla",

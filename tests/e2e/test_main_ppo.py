@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,11 @@ def test_a_run_leaves_metrics_checkpoint_timeline_and_rollouts(
 ) -> None:
     out = tmp_path / "out"
     rollouts = f"trainer.rollout_data_dir={out}/rollouts"
-    assert main(toy.overrides(out, LOCAL, rollouts, "trainer.test_freq=2")) == 0
+    assert main(toy.overrides(out, LOCAL, rollouts, "trainer.test_freq=2", "trainer.profile_steps=[2]")) == 0
+    (trace,) = (out / "profile").iterdir()
+    kernels = {event["name"] for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]}
+    assert trace.name == "step2_rank0.json.gz"
+    assert {"aten::mm", "aten::embedding", "Optimizer.step#AdamW.step"} <= kernels
     printed, log = capsys.readouterr().out, (out / "train.log").read_text()
     assert {"config.yaml", "starts.jsonl"} <= {path.name for path in out.iterdir()}
     for line in printed[printed.index("rlsys: done in") :].splitlines():

@@ -187,9 +187,16 @@ def trained(model: dict[str, Any], case: Case, steps: int = 3) -> list[tuple[flo
     return losses
 
 
+@cache
+def trained_alone(*, sparse: bool = False, adapters: bool = False) -> list[tuple[float, float]]:
+    """Losses and gradient norms on one GPU."""
+    case = Case(max_tokens=2048, lora=ALL_LINEAR if adapters else None)
+    return run_ranks(1, trained, SPARSE if sparse else EVEN, case, backend=BACKEND)[0]
+
+
 @pytest.mark.parametrize(("model", "world", "case"), LAYOUTS)
 def test_every_layout_trains_as_one_gpu_does(model: dict[str, Any], world: int, case: Case) -> None:
-    (alone,) = run_ranks(1, trained, model, Case(max_tokens=2048), backend=BACKEND)
+    alone = trained_alone(sparse=model is SPARSE)
     for losses in run_ranks(world, trained, model, case, backend=BACKEND):
         for (loss, norm), (loss_alone, norm_alone) in zip(losses, alone, strict=True):
             assert loss == pytest.approx(loss_alone, rel=0.02, abs=0.02)
@@ -303,7 +310,7 @@ def test_adapters_have_the_gradients_of_the_float64_reference(
 
 @pytest.mark.parametrize(("model", "world", "case"), LAYOUTS)
 def test_every_layout_trains_the_same_adapters(model: dict[str, Any], world: int, case: Case) -> None:
-    (alone,) = run_ranks(1, trained, model, Case(max_tokens=2048, lora=ALL_LINEAR), backend=BACKEND)
+    alone = trained_alone(sparse=model is SPARSE, adapters=True)
     for losses in run_ranks(world, trained, model, replace(case, lora=ALL_LINEAR), backend=BACKEND):
         print(losses, alone)
         for (loss, norm), (loss_alone, norm_alone) in zip(losses, alone, strict=True):
@@ -402,7 +409,7 @@ def test_a_resumed_run_continues_like_the_uninterrupted_one(tmp_path: Path) -> N
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine")
 def test_fp8_trains() -> None:
     (result,) = run_ranks(1, trained_in_fp8, backend=BACKEND)
-    (exact,) = run_ranks(1, trained, EVEN, Case(max_tokens=2048), backend=BACKEND)
+    exact = trained_alone()
     assert result[0][0] == pytest.approx(exact[0][0], rel=0.05)
     assert result[-1][0] < result[0][0] or exact[-1][0] >= exact[0][0]
 

@@ -61,14 +61,18 @@ class Trainer:
         return self.rollout.local_tensors()
 
 
-def serve(path: Path, offload_on_sleep: bool) -> dict[str, Any]:
+def serve(path: Path, first_one: bool) -> dict[str, Any]:
+    """The life of an engine; the first one begins steps ahead and keeps its weights while it sleeps."""
     from rlsys.rollout.vllm.engine import VLLMRollout
     from workers.colocated import learn_engine_layout
 
-    first, second = model_of(0).cuda(), model_of(1).cuda()
-    config = GenerationConfig(seed=3, enforce_eager=True, gpu_memory_utilization=0.1, max_num_seqs=16)
+    first, second, offload_on_sleep = model_of(0).cuda(), model_of(1).cuda(), first_one
+    kwargs = EngineKwargsConfig(vllm={"async_scheduling": first_one})
+    config = GenerationConfig(
+        seed=3, enforce_eager=True, gpu_memory_utilization=0.1, max_num_seqs=16, engine_kwargs=kwargs
+    )
     engine = VLLMRollout(path, config, EngineContext("cuda", offload_on_sleep=offload_on_sleep))
-    result: dict[str, Any] = {"before": apart(first, engine.generate(requests_of(8)))}
+    result: dict[str, Any] = {"before": apart(first, engine.generate(requests_of(8))), "drawn": drawn(engine)}
     learn_engine_layout(engine.weights, keep=True)  # type: ignore[arg-type]
     result["kept"] = apart(first, engine.generate(requests_of(8)))
     report: TransferReport | Any = reshard_local(Trainer(second), engine, version=7)  # type: ignore[arg-type]
@@ -89,15 +93,8 @@ def serve(path: Path, offload_on_sleep: bool) -> dict[str, Any]:
     return result
 
 
-def drawn(path: Path, ahead: bool) -> list[tuple[tuple[int, ...], str]]:
-    """Answers of an engine that begins steps ahead, or does not."""
-    from rlsys.rollout.vllm.engine import VLLMRollout
-
-    kwargs = EngineKwargsConfig(vllm={"async_scheduling": ahead})
-    config = GenerationConfig(
-        seed=3, enforce_eager=True, gpu_memory_utilization=0.1, max_num_seqs=8, engine_kwargs=kwargs
-    )
-    engine = VLLMRollout(path, config, EngineContext("cuda"))
+def drawn(engine: Any) -> list[tuple[tuple[int, ...], str]]:
+    """More answers than the engine draws together, of several lengths and ends."""
     stops = tuple(range(100, 160))
     requests = [
         ModelRequest(
@@ -105,14 +102,19 @@ def drawn(path: Path, ahead: bool) -> list[tuple[tuple[int, ...], str]]:
         )
         for i in range(40)
     ]
-    answers = [(answer.output_tokens, answer.stop_reason.value) for answer in engine.generate(requests)]
-    engine.close()
-    return answers
+    return [(answer.output_tokens, answer.stop_reason.value) for answer in engine.generate(requests)]
 
 
-def test_steps_begun_ahead_change_no_token(tmp_path: Path) -> None:
-    model_of(0).save_pretrained(tmp_path)
-    (ahead,), (plain,) = (run_ranks(1, drawn, tmp_path, begin, backend=BACKEND) for begin in (True, False))
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two engines did, each in a process of its own, whose start takes most of the time."""
+    path = tmp_path_factory.mktemp("model")
+    model_of(0).save_pretrained(path)
+    return [run_ranks(1, serve, path, first_one, backend=BACKEND)[0] for first_one in (True, False)]
+
+
+def test_steps_begun_ahead_change_no_token(served: list[dict[str, Any]]) -> None:
+    ahead, plain = (result["drawn"] for result in served)
     assert sum(a == b for a, b in zip(ahead, plain, strict=True)) >= 38, "bf16 may round a draw apart, not more"
     assert {why for _, why in ahead} == {"stop", "length"}
     assert all(tokens[-1] in range(100, 160) for tokens, why in ahead if why == "stop")
@@ -120,9 +122,8 @@ def test_steps_begun_ahead_change_no_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("offload_on_sleep", [True, False])
-def test_vllm_serves_what_is_pushed(tmp_path: Path, offload_on_sleep: bool) -> None:
-    model_of(0).save_pretrained(tmp_path)
-    (result,) = run_ranks(1, serve, tmp_path, offload_on_sleep, backend=BACKEND)
+def test_vllm_serves_what_is_pushed(served: list[dict[str, Any]], offload_on_sleep: bool) -> None:
+    result = served[not offload_on_sleep]
     assert result["before"] < 0.03
     assert result["kept"] < 0.03
     assert result["pushed"] < 0.03

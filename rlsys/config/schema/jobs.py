@@ -38,7 +38,14 @@ from rlsys.config.schema.model import (
     ShardConfig,
 )
 from rlsys.config.schema.rollout import GenerationConfig, ValKwargsConfig
-from rlsys.config.schema.trainer import EvalRunConfig, RayKwargsConfig, SupervisedRunConfig, TrainerConfig
+from rlsys.config.schema.trainer import (
+    IF_PROFILED,
+    EvalRunConfig,
+    ProfilerConfig,
+    RayKwargsConfig,
+    SupervisedRunConfig,
+    TrainerConfig,
+)
 
 IF_DISTILLED = ActiveIf("distillation.enabled", besides=("enabled",))
 LabelNoise = Annotated[float, Strict(), Field(ge=0, lt=0.5)]
@@ -63,6 +70,7 @@ class PPOConfig(Section):
     distillation: Annotated[DistillationConfig, IF_DISTILLED] = section(DistillationConfig)
     reward: RewardConfig = section(RewardConfig)
     trainer: TrainerConfig = section(TrainerConfig)
+    global_profiler: Annotated[ProfilerConfig, IF_PROFILED] = section(ProfilerConfig)
     ray_kwargs: RayKwargsConfig = section(RayKwargsConfig)
 
     @property

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import BeforeValidator
+
 from rlsys.config.schema import types as t
 from rlsys.config.schema.base import IF_CRITIC, ActiveIf, Requires, Section, open_dict, section
 
@@ -60,6 +62,26 @@ class RunConfig(Section):
     default_local_dir: t.LocalPath = "checkpoints/${trainer.project_name}/${trainer.experiment_name}"
     """Folder for checkpoints, metrics and reports."""
     deadlines: DeadlinesConfig = section(DeadlinesConfig)
+
+
+Ranks = Annotated[tuple[t.CountOrZero, ...], BeforeValidator(t.as_tuple)]
+IF_PROFILED = ActiveIf(
+    "global_profiler.steps", why="no step is profiled; set global_profiler.steps", besides=("steps",)
+)
+
+
+class ProfilerConfig(Section):
+    """Profiles of some steps on the processes that train."""
+
+    tool: Literal["torch", "nsys", "torch_memory"] = "torch"
+    """torch: a trace of kernels for each step and rank; nsys: ranges for an nsys that runs the job; torch_memory: the
+    history of CUDA's allocations."""
+    steps: t.Counts | None = None
+    """Steps that are profiled."""
+    ranks: Ranks | None = (0,)
+    """Ranks that are profiled; null is all."""
+    save_path: t.LocalPath = "${trainer.default_local_dir}/profile"
+    """Folder of the traces."""
 
 
 class TrainingConfig(RunConfig):
