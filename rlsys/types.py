@@ -166,13 +166,16 @@ class WeightUpdateMeta:
 
 @dataclass(frozen=True)
 class TransferReport:
-    """What a weight push moved. `checksum` is over all HF tensors and does not depend on how they were sharded."""
+    """What a weight push moved, as a whole or for one rank.
+
+    `checksum` is over all HF tensors and does not depend on how they were sharded; "" where a rank does not know it.
+    """
 
     version: int
     num_bytes: int
     seconds: float
     checksum: str
-    executor: str
+    executor: str = ""
 
 
 @dataclass(frozen=True)

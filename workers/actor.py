@@ -7,8 +7,8 @@ from rlsys.config.schema.algorithm import AlgorithmConfig, DistillationLossConfi
 from rlsys.protocol import DataProto
 from rlsys.roles.actor import PPOActor
 from rlsys.single_controller.dispatch import Dispatch, register
+from rlsys.types import TransferReport
 from rlsys.weights.endpoints import WeightSender
-from rlsys.weights.executors.base import TransferStats
 from rlsys.weights.executors.in_process import local_checksums, reshard_local
 from rlsys.weights.verify import LayoutChecksums
 from workers.base import BY_MESH, EngineWorker
@@ -67,7 +67,7 @@ class ActorWorker(EngineWorker, WeightSender):
         return DataProto(meta_info={"metrics": metrics | mfu})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def reshard_weights(self, version: int) -> TransferStats:
+    def reshard_weights(self, version: int) -> TransferReport:
         """Copy the weights into the rollout engine of the same process."""
         bucket_bytes = self.cfg.rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
         return reshard_local(self.engine, local_rollout(), version=version, bucket_bytes=bucket_bytes)

@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rlsys.algorithms.advantage import call_adv_estimator, estimator_takes
+from rlsys.algorithms.advantage import INPUTS, call_adv_estimator, estimator_takes
 from rlsys.algorithms.correction import rollout_correction
 from rlsys.algorithms.covariance_loss import select_tokens
 from rlsys.algorithms.filters import informative_groups, pf_ppo_rows
@@ -29,16 +29,6 @@ from rlsys.config.schema.actor import ActorConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from rlsys.protocol import DataProto
 from rlsys.protocol.columns import tensors_of
-
-_COLUMNS = (
-    "token_level_rewards",
-    "response_mask",
-    "values",
-    "reward_baselines",
-    "old_log_probs",
-    "sum_pi_squared",
-    "rollout_is_weights",
-)
 
 
 def with_columns(batch: DataProto, **columns: Tensor) -> DataProto:
@@ -140,7 +130,7 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig, *, num_repeat: 
     by their reward, drawn from `seed`.
     """
     ids, tensors = group_ids(batch, num_repeat=num_repeat), tensors_of(batch.batch)
-    inputs: dict[str, Any] = {name: tensors.get(name) for name in _COLUMNS}
+    inputs: dict[str, Any] = {name: tensors.get(name) for name in INPUTS}
     inputs |= {"group_ids": ids, "gamma": config.gamma, "lam": config.lam, "whiten": not config.adv_norm.enabled}
     inputs["norm_adv_by_std_in_grpo"] = config.norm_adv_by_std_in_grpo
     inputs |= {"index": batch.non_tensor_batch.get("uid", ids.numpy()), "config": SectionView(config)}

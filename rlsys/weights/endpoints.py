@@ -8,10 +8,9 @@ from hashlib import blake2b
 from typing import Any
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
-from rlsys.types import WeightLayout
+from rlsys.types import TransferReport, WeightLayout
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.engine_update import with_staging
-from rlsys.weights.executors.base import TransferStats
 from rlsys.weights.executors.cuda_ipc import IpcExporter, IpcExportSpec, IpcImporter, IpcImportSpec
 from rlsys.weights.executors.disk import DiskReader, DiskSpec, DiskWriter
 from rlsys.weights.executors.external import Broadcaster, BroadcastSpec
@@ -97,6 +96,6 @@ class WeightReceiver(WeightEndpoint):
 
     _sides = RECEIVERS
 
-    def receive_weights(self, version: int, *args: Any) -> TransferStats:
+    def receive_weights(self, version: int, *args: Any) -> TransferReport:
         """Write a version into the engine; `args` are what the executor passes on from the senders."""
         return self._opened().receive(version, *args)

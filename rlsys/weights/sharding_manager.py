@@ -12,14 +12,7 @@ from typing import Literal
 
 from rlsys.types import TransferReport, WeightLayout
 from rlsys.utils.errors import WeightTransferError
-from rlsys.weights.executors.base import (
-    Executor,
-    RemainingTime,
-    TransferOptions,
-    TransferStats,
-    WeightGroup,
-    wait_all,
-)
+from rlsys.weights.executors.base import Executor, RemainingTime, TransferOptions, WeightGroup, wait_all
 from rlsys.weights.executors.cuda_ipc import IpcExecutor, SharedMemoryExecutor
 from rlsys.weights.executors.disk import DiskExecutor
 from rlsys.weights.executors.gather import GatherExecutor
@@ -189,7 +182,7 @@ def _by_group_rank(layouts: Sequence[WeightLayout]) -> list[WeightLayout]:
     return [replace(layout, rank=rank) for rank, layout in enumerate(layouts)]
 
 
-def _common_checksum(stats: Sequence[TransferStats]) -> str:
+def _common_checksum(stats: Sequence[TransferReport]) -> str:
     checksums = {part.checksum for part in stats}
     if len(checksums) != 1:
         raise WeightTransferError(f"the rollout ranks report different checksums: {sorted(checksums)}")

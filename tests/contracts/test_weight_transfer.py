@@ -31,7 +31,6 @@ from rlsys.rollout.hf.engine import HFRollout
 from rlsys.types import Box, ModelRequest, SamplingParams, Shard, TransferReport, WeightLayout
 from rlsys.utils.errors import DeadlineError, WeightTransferError
 from rlsys.weights.endpoints import WeightReceiver, WeightSender
-from rlsys.weights.executors.base import TransferStats
 from rlsys.weights.executors.in_process import local_checksums, reshard_local
 from rlsys.weights.sharding_manager import FSDPHFShardingManager, ShardingManager, choose
 from tests.timing import scaled_s
@@ -178,7 +177,7 @@ class ColocatedWorker(Worker):
         context = EngineContext(load_format="dummy", rank=rank, host="here")
         self.rollout = HFRollout(tiny_model(999, dtype), context=context)
 
-    def reshard_weights(self, version: int) -> TransferStats:
+    def reshard_weights(self, version: int) -> TransferReport:
         return reshard_local(self.trainer, self.rollout, version=version, bucket_bytes=1000)  # pyrefly: ignore
 
     def weight_sums(self) -> Any:

@@ -22,6 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Literal
@@ -151,7 +152,7 @@ def _watched(spec: Mapping[str, object], stdin: str, folder: Path, limits: Sandb
                 status = "time limit"
             elif _folder_bytes(folder) > limits.folder_bytes:
                 status = "disk limit"
-            elif _num_threads(process.pid) > limits.num_threads:
+            elif len(glob(f"/proc/{process.pid}/task/*")) > limits.num_threads:
                 status = "thread limit"
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -162,13 +163,6 @@ def _watched(spec: Mapping[str, object], stdin: str, folder: Path, limits: Sandb
             os.pread(file.fileno(), limits.output_bytes, 0).decode("utf-8", "replace") for file in (out, err)
         )
     return SandboxRun(status or ("failed" if process.returncode else "exit"), stdout, stderr)
-
-
-def _num_threads(pid: int) -> int:
-    try:
-        return len(os.listdir(f"/proc/{pid}/task"))
-    except OSError:
-        return 0
 
 
 def _folder_bytes(folder: Path) -> int:

@@ -7,22 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlsys.types import WeightLayout
+from rlsys.types import TransferReport, WeightLayout
 from rlsys.utils.errors import WeightTransferError
 
 RemainingTime = Callable[[], float]
 """The seconds left until the deadline of the running stage."""
 Layouts = Sequence[WeightLayout]
-
-
-@dataclass(frozen=True)
-class TransferStats:
-    """What one rank did for a push; `checksum` is over all pushed tensors, "" from a rank that does not know it."""
-
-    version: int
-    num_bytes: int
-    seconds: float
-    checksum: str
 
 
 @dataclass(frozen=True)
@@ -72,7 +62,7 @@ class Executor:
         """Plan the transfer and let all ranks join it."""
         raise NotImplementedError
 
-    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferStats]:
+    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferReport]:
         """Bring all engines to a version; the statistics of their ranks."""
         raise NotImplementedError
 
@@ -97,7 +87,7 @@ class Executor:
     def send(self, version: int, remaining_s: RemainingTime) -> list[Any]:
         return wait_all(self.source.execute_all_async("send_weights", version), remaining_s)
 
-    def receive(self, version: int, remaining_s: RemainingTime, *args: Any) -> list[TransferStats]:
+    def receive(self, version: int, remaining_s: RemainingTime, *args: Any) -> list[TransferReport]:
         return wait_all(self.destination.execute_all_async("receive_weights", version, *args), remaining_s)
 
     def reopen(self, rank: int, version: int, spec: Any, remaining_s: RemainingTime) -> None:

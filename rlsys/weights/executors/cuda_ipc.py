@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
+from rlsys.types import TransferReport
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.batched_copy import BatchedCopy
 from rlsys.weights.engine_update import EngineUpdate
-from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, TransferStats
+from rlsys.weights.executors.base import Executor, Layouts, RemainingTime
 from rlsys.weights.layout import check_complete, device_of, element_bytes, view_of
 from rlsys.weights.plan import Copy, make_plan
 from rlsys.weights.rank_plan import (
@@ -256,7 +257,7 @@ class IpcImporter:
         self._handles = dict(spec.handles)
         self._imported: dict[int, ImportedTensors] = {}
 
-    def receive(self, version: int, new_handles: Mapping[int, IpcHandle] | None = None) -> TransferStats:
+    def receive(self, version: int, new_handles: Mapping[int, IpcHandle] | None = None) -> TransferReport:
         """Quarantine the engine and copy; it stays quarantined until `finish`."""
         started_s = time.monotonic()
         self.received = None
@@ -265,7 +266,7 @@ class IpcImporter:
         copy.run()
         _synchronize(tensors)
         self.received = version
-        return TransferStats(version, copy.num_bytes, time.monotonic() - started_s, "")
+        return TransferReport(version, copy.num_bytes, time.monotonic() - started_s, "")
 
     def finish(self, version: int, checksums: np.ndarray | None) -> None:
         """Check what was received and release the engine."""
@@ -336,7 +337,7 @@ class IpcExecutor(Executor):
         imports = [self._import_spec(rank) for rank in range(self.destination.world_size)]
         self.open(self.destination, imports, remaining_s)
 
-    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferStats]:
+    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferReport]:
         self.pushed = None
         exported: list[ExportedVersion] = self.send(version, remaining_s)
         new_handles = {rank: part.handle for rank, part in enumerate(exported) if part.handle is not None}

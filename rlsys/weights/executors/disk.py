@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
-from rlsys.types import Shard, WeightLayout
+from rlsys.types import Shard, TransferReport, WeightLayout
 from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_text_durable
 from rlsys.utils.errors import WeightTransferError
 from rlsys.utils.safetensors_header import DTYPES, header
 from rlsys.weights.checksum import add_checksums, box_checksum, digest, tensor_checksum
 from rlsys.weights.engine_update import EngineUpdate
-from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, TransferStats
+from rlsys.weights.executors.base import Executor, Layouts, RemainingTime
 from rlsys.weights.layout import check_complete, element_bytes, shard_view, view_of, whole_box
 from rlsys.weights.plan import Copy, full_shapes, make_plan, resolve_names, source_dtypes
 from rlsys.weights.shared_memory import SharedMemory, TensorHandle, pack_tensors, unpack_tensors
@@ -119,7 +119,7 @@ class DiskReader:
     def __init__(self, spec: DiskSpec, engine: RolloutEngine) -> None:
         self.spec, self.update = spec, EngineUpdate(engine)
 
-    def receive(self, version: int) -> TransferStats:
+    def receive(self, version: int) -> TransferReport:
         """Bring the engine to a committed version: quarantine, copy, check, release."""
         started_s = time.monotonic()
         local = self.update.begin()
@@ -135,7 +135,7 @@ class DiskReader:
             num_bytes = self._read(tensors, local, checksums)
             tensors.clear()
         self.update.finish(version)
-        return TransferStats(version, num_bytes, time.monotonic() - started_s, digest(checksums))
+        return TransferReport(version, num_bytes, time.monotonic() - started_s, digest(checksums))
 
     @torch.no_grad()
     def _read(self, tensors: Mapping[str, Tensor], local: Mapping[str, Tensor], checksums: Mapping[str, int]) -> int:
@@ -183,7 +183,7 @@ class DiskExecutor(Executor):
         self.open(self.source, writers, remaining_s)
         self.open(self.destination, [self.reader] * self.destination.world_size, remaining_s)
 
-    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferStats]:
+    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferReport]:
         call_first = self.source.execute_rank_async
         call_first(0, "weight_step", "prepare", version).get(remaining_s())
         parts: list[Mapping[str, int]] = self.send(version, remaining_s)

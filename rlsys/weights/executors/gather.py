@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
+from rlsys.types import TransferReport
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.checksum import digest, tensor_checksum
-from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, TransferStats, wait_all
+from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, wait_all
 from rlsys.weights.layout import shard_view, view_of
 from rlsys.weights.plan import resolve_names, source_dtypes
 from rlsys.weights.shared_memory import SharedMemory, TensorHandle, pack_tensors, unpack_tensors
@@ -92,11 +93,11 @@ class GatherLoader:
         self.loaded: set[str] = set()
         self.num_bytes = 0
 
-    def receive(self, version: int) -> TransferStats:
+    def receive(self, version: int) -> TransferReport:
         """Quarantine the engine; the weights come by `bucket`."""
         self.engine.begin_update()
         self.version, self.loaded, self.num_bytes = version, set(), 0
-        return TransferStats(version, 0, 0.0, "")
+        return TransferReport(version, 0, 0.0, "")
 
     @torch.no_grad()
     def bucket(self, version: int, bucket: Bucket) -> None:
@@ -127,14 +128,14 @@ class GatherLoader:
             self.loaded.add(shard.box.tensor)
             self.num_bytes += held.nbytes
 
-    def finish(self, version: int) -> TransferStats:
+    def finish(self, version: int) -> TransferReport:
         """Release the engine; WeightTransferError where a tensor is missing."""
         missing = {shard.box.tensor for shard in self.engine.weight_layout().shards} - self.loaded
         if self.version != version or missing:
             raise WeightTransferError(f"weight version {version} is incomplete: missing {sorted(missing)[:5]}")
         started_s = time.monotonic()
         self.engine.finish_update(version)
-        return TransferStats(version, self.num_bytes, time.monotonic() - started_s, "")
+        return TransferReport(version, self.num_bytes, time.monotonic() - started_s, "")
 
     def close(self) -> None:
         self.version = None
@@ -154,7 +155,7 @@ class GatherExecutor(Executor):
         self.open(self.source, specs, remaining_s)
         self.open(self.destination, [spec] * self.destination.world_size, remaining_s)
 
-    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferStats]:
+    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferReport]:
         self.send(version, remaining_s)
         self.receive(version, remaining_s)
         checksums: dict[str, int] = {}

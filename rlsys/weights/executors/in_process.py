@@ -12,10 +12,11 @@ from collections.abc import Mapping
 import torch
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
+from rlsys.types import TransferReport
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.checksum import box_checksums, digest
 from rlsys.weights.engine_update import EngineUpdate
-from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, TransferStats, wait_all
+from rlsys.weights.executors.base import Executor, Layouts, RemainingTime, wait_all
 from rlsys.weights.layout import dtype_of, missing_boxes, view_of
 from rlsys.weights.plan import make_plan, resolve_names, source_dtypes
 from rlsys.weights.verify import LayoutChecksums, layout_checksums, merge_rank_checksums
@@ -26,7 +27,7 @@ BUCKET_BYTES = 256 << 20
 @torch.no_grad()
 def reshard_local(
     engine: TrainEngine, rollout: RolloutEngine, *, version: int, bucket_bytes: int = BUCKET_BYTES
-) -> TransferStats:
+) -> TransferReport:
     """Bring the rollout engine of this process to the trainer's weights and verify them by checksum.
 
     Raises WeightTransferError, and leaves the rollout engine quarantined, when a tensor does not fit or arrive.
@@ -58,7 +59,7 @@ def reshard_local(
     else:
         rollout.finish_update(version)
     seconds = time.monotonic() - started_s
-    return TransferStats(version, num_bytes, seconds, digest({name: sent[name] for name in dtypes}))
+    return TransferReport(version, num_bytes, seconds, digest({name: sent[name] for name in dtypes}))
 
 
 def local_checksums(engine: TrainEngine, rollout: RolloutEngine) -> tuple[LayoutChecksums, LayoutChecksums]:
@@ -91,5 +92,5 @@ class LocalExecutor(Executor):
     def connect(self, sources: Layouts, destinations: Layouts, remaining_s: RemainingTime) -> None:
         """Nothing has to be prepared."""
 
-    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferStats]:
+    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferReport]:
         return wait_all(self.source.execute_all_async("reshard_weights", version), remaining_s)

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine, TrainEngine
 from rlsys.ipc.process_group import LOOPBACK, PeerLostError, ProcessGroup, Rendezvous
+from rlsys.types import TransferReport
 from rlsys.utils.boxes import buckets
 from rlsys.utils.errors import WeightTransferError
 from rlsys.weights.engine_update import EngineUpdate
-from rlsys.weights.executors.base import Executor, Layouts, RankFuture, RemainingTime, TransferStats
+from rlsys.weights.executors.base import Executor, Layouts, RankFuture, RemainingTime
 from rlsys.weights.layout import device_of, dtype_of, element_bytes, view_of
 from rlsys.weights.plan import Copy, Plan, make_plan
 from rlsys.weights.rank_plan import (
@@ -163,7 +164,7 @@ class NcclReceiver:
         self.group.join(device_of(self.update.tensors()))
 
     @torch.no_grad()
-    def receive(self, version: int) -> TransferStats:
+    def receive(self, version: int) -> TransferReport:
         started_s = time.monotonic()
         self.received = None
         with self.group.guarded(f"version {version}"):
@@ -183,7 +184,7 @@ class NcclReceiver:
             raise WeightTransferError(f"the trainer sent weight version {int(stamp)} instead of {version}")
         self.received = version
         num_bytes = sum(copy.num_bytes for copy in self.spec.plan.copies)
-        return TransferStats(version, num_bytes, time.monotonic() - started_s, "")
+        return TransferReport(version, num_bytes, time.monotonic() - started_s, "")
 
     def finish(self, version: int, checksums: np.ndarray) -> None:
         """Check what was received and release the engine."""
@@ -222,7 +223,7 @@ class NcclExecutor(Executor):
         self.listen_at = LOOPBACK if len(hosts) == 1 else ""
         self._join(remaining_s)
 
-    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferStats]:
+    def push(self, version: int, remaining_s: RemainingTime) -> list[TransferReport]:
         if not self.joined:
             self._join(remaining_s)
         self.joined = False
@@ -230,7 +231,7 @@ class NcclExecutor(Executor):
         received = self.destination.execute_all_async("receive_weights", version)
         results = _wait_for_peers([*sent, *received], remaining_s)
         checksums = self.plans.merge(results[: len(sent)])
-        stats: list[TransferStats] = results[len(sent) :]
+        stats: list[TransferReport] = results[len(sent) :]
         self.step(self.destination, remaining_s, "finish", version, checksums)
         self.joined = True
         checksum = self.plans.digest(checksums)
