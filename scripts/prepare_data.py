@@ -87,11 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    for name, rows in (("train", train), ("test", val)):
+    for name, rows, wanted in (("train", train, options.train), ("test", val, options.val)):
         path = options.out / f"{name}.parquet"
         write_rows(path, rows)
         num_different = len({row["extra_info"]["question"] for row in rows})
-        print(f"{path}: {len(rows)} rows, {num_different} different questions")
+        fewer = f" (not {wanted}: the task has too few different questions)" if len(rows) < wanted else ""
+        print(f"{path}: {len(rows)} rows{fewer}, {num_different} different questions")
     return 0
 
 

@@ -33,8 +33,13 @@ FILE_ERRNOS = (*DISK_ERRNOS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 
 
 def checked_config(argv: Sequence[str] | None, schema: type[C]) -> C:
-    """The configuration of the command line, printed with its plan; exits with 2 and a message if it is wrong."""
-    return main_config(sys.argv[1:] if argv is None else argv, schema, check=_check, choose=_choose)
+    """The configuration of the command line, printed with its plan; exits with 2 and a message if it is wrong.
+
+    An interrupt while it is checked, or another error, is reported as in `run_job`.
+    """
+    with exit_on_sigterm(), report_errors(sys.stderr) as outcome:
+        return main_config(sys.argv[1:] if argv is None else argv, schema, check=_check, choose=_choose)
+    raise SystemExit(outcome.exit_code)
 
 
 def _check(config: C, dry_run: bool) -> tuple[list[str], dict[str, str]]:
@@ -73,10 +78,10 @@ def run_job(config: C, job: str) -> int:
 
     It is called with the configuration; what it returns replaces the first line of the summary.
     """
-    setup_logging()
     start = time.perf_counter()
     with exit_on_sigterm(), ExitStack() as stack:
         with report_errors(sys.stderr) as outcome:
+            setup_logging()
             from trainer.run_folder import run_folder
 
             stack.enter_context(run_folder(config))

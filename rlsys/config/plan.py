@@ -96,7 +96,8 @@ def check_enough_rows(num_rows: int, batch_size: int) -> None:
     """ConfigError if the training files have fewer usable rows than a batch."""
     if num_rows < batch_size:
         fix = "set data.train_batch_size (and data.gen_batch_size, if you set it) lower, or add rows"
-        raise ConfigError(f"data.train_files have {num_rows} usable rows, fewer than a batch of {batch_size}: {fix}")
+        rows = _many(num_rows, "usable row")
+        raise ConfigError(f"data.train_files have {rows}, fewer than a batch of {batch_size}: {fix}")
 
 
 def total_steps(num_rows: int, batch_size: int, total_epochs: int, total_training_steps: int | None) -> int:

@@ -122,7 +122,8 @@ def truncate(token_ids: Sequence[int], max_tokens: int, how: Truncation) -> list
     if len(token_ids) <= max_tokens:
         return list(token_ids)
     if how == "error":
-        raise ValueError(f"{len(token_ids)} tokens are more than max_prompt_length={max_tokens}")
+        fix = "raise it, or set data.filter_overlong_prompts=true or data.truncation=left"
+        raise ValueError(f"{len(token_ids)} tokens are more than data.max_prompt_length={max_tokens} ({fix})")
     return [token_ids[i] for i in kept_positions(len(token_ids), max_tokens, how)]
 
 

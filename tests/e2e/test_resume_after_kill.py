@@ -17,7 +17,6 @@ import pytest
 
 from tests.e2e.conftest import Toy
 from tests.e2e.fork_server import ForkServer, Kill, Patches
-from trainer.checkpoint import load_state
 
 WALL_CLOCK = ("timing", "perf/", "weights/seconds", "reward/seconds")
 SET_ASIDE = re.compile(r"metrics\.\d+\.jsonl|staleness\.txt")
@@ -220,10 +219,8 @@ def assert_same(out: Path, whole: Path, *, ignored: tuple[str, ...] = (), last: 
     assert files_of(out) == files_of(whole)
     assert metrics_of(out, ignored) == metrics_of(whole, ignored)
     for name in sorted(files_of(whole)):
-        if name.startswith("rollouts/") or "/actor/" in name or "/critic/" in name:
+        if name.startswith(("rollouts/", "global_step_")):
             assert (out / name).read_bytes() == (whole / name).read_bytes(), name
-    for step in whole.glob("global_step_*"):
-        assert load_state(out / step.name) == load_state(step)
     assert (out / "latest_checkpointed_iteration.txt").read_text() == str(last)
 
 

@@ -154,7 +154,7 @@ def test_every_truncation_is_alive(how: Any, text: str, tmp_path: Path) -> None:
 
 def test_overlong_prompts_are_refused_or_filtered_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = jsonl(tmp_path / "a.jsonl", LONG)
-    with pytest.raises(DataError, match=r"a\.jsonl, line 2: 23 tokens are more than max_prompt_length=10"):
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: 23 tokens are more than data\.max_prompt_length=10"):
         PromptDataset.load(file, tokenizer(), PromptsConfig(max_prompt_length=10))
     for num_threads in (1, 3):
         config = PromptsConfig(

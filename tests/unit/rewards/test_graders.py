@@ -10,7 +10,7 @@ import pytest
 
 from rlsys.rewards import gsm8k, text
 from rlsys.rewards import math as math_rewards
-from rlsys.rewards.pool.pool import RewardItem, RewardPool
+from rlsys.rewards.pool.pool import RewardItem, RewardPool, reward_metrics
 from rlsys.rewards.registry import ROUTES, check_sources, compute_score, route
 from rlsys.utils.errors import ConfigError
 from tests.timing import scaled_s
@@ -90,8 +90,21 @@ def test_mathematics_that_never_ends_is_killed_and_is_a_timeout() -> None:
         endless = RewardItem("lighteval/MATH", r"\boxed{\sum_{n=1}^{\infty} \frac{7^{7^{7^{7}}}}{n!}}", "1")
         start = time.monotonic()
         results = pool.score([endless, RewardItem("lighteval/MATH", r"\boxed{2}", "2")])
-    assert [result.status for result in results] == ["timeout", "ok"]
+    assert [(result.status, result.score) for result in results] == [("timeout", 0.0), ("ok", 1.0)]
+    assert results[0].seconds < scaled_s(2.0)
+    assert reward_metrics(results)["reward/timeouts"] == 1.0
     assert time.monotonic() - start < scaled_s(6.0)
+
+
+def test_a_sympy_call_deaf_to_signals_costs_its_deadline_and_no_neighbour() -> None:
+    endless = RewardItem("lighteval/MATH", r"\boxed{\binom{10^{12}}{10^{9}} \cdot 3}", "7")
+    with RewardPool(num_workers=2, timeout_s=scaled_s(1.0)) as pool:
+        pool.start()
+        results = pool.score([endless, *[RewardItem("lighteval/MATH", r"\boxed{\frac{4}{2}}", "2")] * 20, endless])
+    assert [result.status for result in results] == ["timeout", *["ok"] * 20, "timeout"]
+    assert all(result.score == 1.0 for result in results[1:-1])
+    assert max(result.seconds for result in results) < scaled_s(3.0)
+    assert reward_metrics(results)["reward/timeouts"] == 2.0
 
 
 @pytest.mark.parametrize(

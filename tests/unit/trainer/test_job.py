@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from rlsys.utils.errors import ConfigError, DataError
 from tests.timing import scaled_s
 from trainer.job import report_errors
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(
@@ -70,3 +73,26 @@ def test_an_unexpected_error_is_one_line_after_its_traceback(caplog: pytest.LogC
 def test_an_exit_is_left_alone() -> None:
     with pytest.raises(SystemExit, match="3"), report_errors(io.StringIO()):
         raise SystemExit(3)
+
+
+INTERRUPTED = """
+import os, signal, sys
+from trainer import job
+from trainer.main_ppo import main
+job.check_first_rows = lambda config: os.kill(os.getpid(), signal.SIGINT)
+sys.exit(main(["--dry-run", "--config-name=quickstart"]))
+"""
+
+
+def test_ctrl_c_while_the_settings_are_checked_is_one_line() -> None:
+    command = [sys.executable, "-c", INTERRUPTED]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=scaled_s(30), cwd=ROOT)
+    assert (ended.returncode, ended.stderr) == (130, "rlsys: interrupted (Ctrl-C)\n")
+
+
+def test_ctrl_c_while_modules_are_imported_is_one_line() -> None:
+    module = "import os, signal, sys; sys.argv = ['-m']; import trainer; os.kill(os.getpid(), signal.SIGINT)"
+    ended = subprocess.run(
+        [sys.executable, "-c", module], capture_output=True, text=True, timeout=scaled_s(30), cwd=ROOT
+    )
+    assert (ended.returncode, ended.stderr) == (-2, "rlsys: interrupted (Ctrl-C)\n")
