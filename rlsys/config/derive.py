@@ -16,15 +16,8 @@ CHOICE = "from the plan"
 """The origin of what a job chooses."""
 _POLICY, _TOKENS = "actor_rollout_ref", "max_token_len_per_gpu"
 BUDGETS = (f"{_POLICY}.actor.ppo_{_TOKENS}", f"critic.ppo_{_TOKENS}", f"reward.reward_model.forward_{_TOKENS}")
-CHOSEN = frozenset(
-    {
-        *(*BUDGETS, f"{_POLICY}.rollout.log_prob_{_TOKENS}", f"{_POLICY}.ref.log_prob_{_TOKENS}"),
-        *(f"critic.forward_{_TOKENS}", f"{_POLICY}.model.enable_gradient_checkpointing"),
-        *("critic.model.enable_gradient_checkpointing", f"{_POLICY}.rollout.max_num_seqs"),
-        f"{_POLICY}.rollout.gpu_memory_utilization",
-    }
-)
-"""Keys that a job chooses where they are not set, or `auto` (`rlsys.planning.sizes`)."""
+CHOSEN = (_TOKENS, "enable_gradient_checkpointing", "max_num_seqs", "gpu_memory_utilization")
+"""Ends of the keys that a PPO job chooses where they are not set, or `auto` (`rlsys.planning.sizes`)."""
 DERIVED = ("from ", "follows ")
 """How the origins of settings begin that follow from others."""
 ESTIMATOR = "algorithm.adv_estimator"

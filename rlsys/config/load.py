@@ -69,7 +69,9 @@ def load(arguments: Arguments, schema: type[S], *, chosen: Mapping[str, Any] | N
     for name, tree in read_preset(preset):
         layers.add_tree(tree, name)
     layers.add_overrides(arguments.overrides)
-    layers.given = {key: one for key, one in layers.given.items() if key not in CHOSEN or one.value != "auto"}
+    if schema is PPOConfig:
+        is_auto = {key for key, one in layers.given.items() if one.value == "auto" and key.endswith(CHOSEN)}
+        layers.given = {key: one for key, one in layers.given.items() if key not in is_auto}
     layers.given |= {key: Given(value, CHOICE, key) for key, value in (chosen or {}).items()}
     values, more = _values(layers)
     config, wrong = _validated(values, layers, schema)

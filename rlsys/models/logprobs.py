@@ -8,9 +8,11 @@ computes in.
 from __future__ import annotations
 
 import shutil
+import sysconfig
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,7 +93,8 @@ FUSED_FROM = 4096
 @cache
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` compiled to kernels that read each logit once or twice; itself where nothing can compile them."""
-    return torch.compile(function) if has_triton() and shutil.which("cc") else function
+    can_build = has_triton() and shutil.which("cc") and Path(sysconfig.get_path("include"), "Python.h").exists()
+    return torch.compile(function) if can_build else function
 
 
 def moments_of(scores: Tensor, moments: bool) -> tuple[Tensor, ...]:

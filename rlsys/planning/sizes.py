@@ -152,6 +152,8 @@ def _share(job: _Job) -> Chosen:
     percent = min(90, 5 * round(20 * wanted + 0.49))
     while percent > 5 and not _fits_rollout(job, SHARE, percent / 100):
         percent -= 5
+    if percent / 100 * machine.device_bytes < c * d.parameters // rollout.tensor_model_parallel_size:
+        raise _refusal(f"{rollout.name} beside what trains", job.with_value(SHARE, 0.01).needs("start"), machine, SHARE)
     yield SHARE, percent / 100, f" (all sequences need {needed / GIB:.1f} GiB)"
 
 
@@ -201,9 +203,14 @@ def _update(job: _Job, *, of: TrainedRoleConfig, plan: RolePlan, model: str, key
     needs = job.with_value(key, size or least).needs(stage)
     total = sum(needs.values())
     if total > job.machine.device_bytes:
-        parts = " + ".join(f"{owner} {one / GIB:.1f}" for owner, one in needs.items() if one)
-        raise ConfigError(
-            f"{stage} does not fit: one sequence at a time needs {total / GIB:.1f} GiB ({parts}), and the device "
-            f"has {job.machine.device_bytes / GIB:.1f}; docs/oom.md says what needs less, or set {key} to try it"
-        )
+        raise _refusal(f"{stage} with one sequence at a time", needs, job.machine, key)
     yield key, size or least, f" ({total / GIB:.1f} GiB)" if needs else ""
+
+
+def _refusal(what: str, needs: Mapping[str, int], machine: Machine, key: str) -> ConfigError:
+    parts = " + ".join(f"{owner} {one / GIB:.1f}" for owner, one in needs.items() if one)
+    room = f"tensors have {machine.room_bytes / GIB:.1f} of {machine.device_bytes / GIB:.1f}"
+    return ConfigError(
+        f"{what} does not fit: it needs {sum(needs.values()) / GIB:.1f} GiB ({parts}), and {room}; "
+        f"docs/oom.md says what needs less, or set {key} to try it"
+    )

@@ -85,10 +85,16 @@ def test_what_is_set_is_never_changed() -> None:
 
 
 def test_a_model_that_fits_in_no_way_is_refused_with_the_arithmetic() -> None:
-    with pytest.raises(ConfigError, match=r"one sequence at a time needs 154\.0 GiB \(parameters 56\.7 \+ optimizer"):
-        chosen("7B", 79.2, VLLM, "trainer.n_gpus_per_node=1")
-    sizes, *_ = chosen("7B", 79.2, VLLM, "trainer.n_gpus_per_node=1", f"{TOKENS}=1536")
+    alone = "trainer.n_gpus_per_node=1"
+    with pytest.raises(ConfigError, match=r"at a time does not fit: it needs 154\.0 GiB \(parameters 56\.7 \+ opt"):
+        chosen("7B", 79.2, alone)
+    with pytest.raises(ConfigError, match=r"and tensors have 69\.9 of 79\.2; docs/oom\.md"):
+        chosen("7B", 79.2, VLLM, alone)
+    sizes, *_ = chosen("7B", 79.2, VLLM, alone, f"{TOKENS}=1536", f"{SHARE}=0.2")
     assert TOKENS not in sizes
+    megatron = (f"{POLICY}.actor.strategy=megatron", f"{POLICY}.actor.megatron.expert_model_parallel_size=8")
+    with pytest.raises(ConfigError, match=r"vllm beside what trains does not fit: .* \+ rollout weights 56\.9\)"):
+        chosen("30B-A3B", 139.8, VLLM, *megatron)
 
 
 def test_cpus_keep_small_budgets_and_recompute_as_configured() -> None:
