@@ -11,26 +11,7 @@ from transformers import AutoConfig
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.base import EngineContext
-from rlsys.utils.errors import ConfigError
 
-RESERVED = {
-    "base_gpu_id",
-    "device",
-    "dist_init_addr",
-    "dp_size",
-    "enable_dp_attention",
-    "load_format",
-    "model_path",
-    "nnodes",
-    "node_rank",
-    "pp_size",
-    "skip_tokenizer_init",
-    "speculative_algorithm",
-    "tensor_parallel_size",
-    "tokenizer_worker_num",
-    "tp_size",
-}
-"""Arguments that the adapter sets itself or does not support."""
 MAX_GRAPH_SEQS = 512
 SPARE_TOKENS = 8
 """SGLang ends a request a few tokens before its context is full."""
@@ -59,14 +40,12 @@ def server_arguments(
     max_model_len: int,
     replica: ReplicaRank,
 ) -> dict[str, Any]:
-    """The arguments; `config.engine_kwargs.sglang` overrides the others, ConfigError for reserved ones.
+    """The arguments; `config.engine_kwargs.sglang` overrides the others.
 
     With `full_determinism` logits are not rounded to the model's type, and on GPUs kernels are batch-invariant. CUDA
     graphs are captured for up to `max_num_seqs` sequences; SGLang's own limit is 256 on most GPUs.
     """
     engine_kwargs, on_cpu = config.engine_kwargs.sglang, context.device == "cpu"
-    if taken := sorted(RESERVED & set(engine_kwargs)):
-        raise ConfigError(f"actor_rollout_ref.rollout.engine_kwargs.sglang may not set {', '.join(taken)}")
     dtype = context.dtype_name(config.dtype)
     gpu_arguments = {
         "mem_fraction_static": config.gpu_memory_utilization,
