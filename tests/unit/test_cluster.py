@@ -1,0 +1,126 @@
+"""scripts/cluster.py on hosts behind a fake ssh, and the examples for SLURM and Kubernetes."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from jsonschema import Draft202012Validator
+
+ROOT = Path(__file__).resolve().parents[2]
+SSH = """#!/bin/bash
+host="${@: -2:1}"
+[ "$host" = broken ] && { echo "no route to host" >&2; exit 255; }
+HOST="$host" bash -c "${@: -1}"
+"""
+RAY = """#!/bin/bash
+echo "$HOST mode=$RAY_AUTH_MODE token=$RAY_AUTH_TOKEN: ray $*" >> "$CALLS"
+"""
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the fake hosts were asked to do; their shell is this machine's."""
+    for name, text in (("ssh", SSH), ("ray", RAY)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "secret" / "token"))
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "calls"
+
+
+def cluster(folder: Path, hosts: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (folder / "hosts.txt").write_text(hosts)
+    action, *rest = arguments
+    command = [sys.executable, str(ROOT / "scripts/cluster.py"), action, str(folder / "hosts.txt"), *rest]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_ray_starts_with_one_token_on_all_hosts_and_stops(calls: Path, tmp_path: Path) -> None:
+    hosts = "me@node0  # the head\n\nnode1\n"
+    printed = cluster(tmp_path, hosts, "up")
+    assert not calls.exists()
+    done = cluster(tmp_path, hosts, "up", "--run", "--setup", "export SET=up", "--port", "7000")
+    assert done.returncode == 0, done.stderr
+    token_file = tmp_path / "secret" / "token"
+    token = token_file.read_text()
+    assert stat.S_IMODE(token_file.stat().st_mode) == 0o600
+    assert token not in done.stdout + printed.stdout
+    given = f"mode=token token={token}: ray start"
+    assert calls.read_text().splitlines() == [
+        f"me@node0 {given} --head --port=7000 --dashboard-host=127.0.0.1 --disable-usage-stats",
+        f"node1 {given} --address=node0:7000 --disable-usage-stats",
+    ]
+    assert "RAY_ADDRESS=node0:7000" in done.stdout
+    calls.unlink()
+    assert cluster(tmp_path, hosts, "down", "--run").returncode == 0
+    assert sorted(line.split()[0] for line in calls.read_text().splitlines()) == ["me@node0", "node1"]
+
+
+def test_a_host_that_fails_is_named(calls: Path, tmp_path: Path) -> None:
+    done = cluster(tmp_path, "node0\nbroken\nnode2", "up", "--run")
+    assert done.returncode == 1
+    assert done.stderr.strip() == "broken failed with exit code 255: no route to host"
+    assert len(calls.read_text().splitlines()) == 2
+    assert "once" in cluster(tmp_path, "node0\nnode0", "up").stderr
+    assert "names no host" in cluster(tmp_path, "# nothing", "up").stderr
+
+
+def test_the_slurm_script_is_valid_bash_with_known_options() -> None:
+    path = ROOT / "docs/cluster/slurm.sh"
+    assert subprocess.run(["bash", "-n", str(path)], capture_output=True, check=False).returncode == 0
+    options = {
+        line.split()[1].partition("=")[0] for line in path.read_text().splitlines() if line.startswith("#SBATCH")
+    }
+    per_node = {"--ntasks-per-node", "--gpus-per-node", "--cpus-per-task", "--exclusive"}
+    assert options == {"--job-name", "--nodes", "--time", *per_node}
+
+
+def only(required: str, **properties: Any) -> dict[str, Any]:
+    keys = required.split()
+    return {"type": "object", "required": keys, "properties": properties, "additionalProperties": False}
+
+
+TEXT, WHOLE, FLAG = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
+POD = only("spec", spec=only("containers", containers={"type": "array", "minItems": 1}, volumes={"type": "array"}))
+PARAMS = {"type": "object", "additionalProperties": TEXT}
+HEAD = only("rayStartParams template", rayStartParams=PARAMS, template=POD)
+NUMBERS = {"replicas": WHOLE, "minReplicas": WHOLE, "maxReplicas": WHOLE}
+WORKERS = only("groupName template", groupName=TEXT, rayStartParams=PARAMS, template=POD, **NUMBERS)
+RAY_CLUSTER = only(
+    "headGroupSpec",
+    rayVersion=TEXT,
+    authOptions=only("mode", mode={"enum": ["disabled", "token"]}),
+    enableInTreeAutoscaling=FLAG,
+    headGroupSpec=HEAD,
+    workerGroupSpecs={"type": "array", "items": WORKERS},
+)
+RAY_JOB = only(
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "ray.io/v1"},
+    kind={"const": "RayJob"},
+    metadata=only("name", name=TEXT),
+    spec=only(
+        "entrypoint rayClusterSpec",
+        entrypoint=TEXT,
+        shutdownAfterJobFinishes=FLAG,
+        backoffLimit=WHOLE,
+        rayClusterSpec=RAY_CLUSTER,
+    ),
+)
+"""What the example uses of the schema of RayJob in KubeRay's ray.io_rayjobs.yaml."""
+
+
+def test_the_ray_job_follows_the_schema_of_kuberay() -> None:
+    job = yaml.safe_load((ROOT / "docs/cluster/rayjob.yaml").read_text())
+    Draft202012Validator(RAY_JOB).validate(job)
+    assert job["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
