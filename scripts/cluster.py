@@ -28,7 +28,7 @@ TAKE_TOKEN = "IFS= read -r RAY_AUTH_TOKEN && export RAY_AUTH_TOKEN RAY_AUTH_MODE
 
 
 def read_hosts(path: Path) -> list[str]:
-    """The hosts of a file, the head first; SystemExit for none, for one that is there twice, and for an option."""
+    """The hosts of a file, the head first; SystemExit for none, for a duplicated one, and for an option."""
     hosts = [host for line in path.read_text().splitlines() if (host := line.partition("#")[0].strip())]
     if not hosts:
         raise SystemExit(f"{path} names no host: write one on each line, the head first")

@@ -19,6 +19,7 @@ from rlsys.config.schema.megatron import MegatronConfig
 from rlsys.config.schema.model import FSDPConfig
 from rlsys.data.collate import collate_answers
 from rlsys.data.dataset import PromptDataset
+from rlsys.fleet.elastic import ElasticFleet
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.fleet.group import group_fleet
 from rlsys.interfaces import ExperienceSource
@@ -89,16 +90,17 @@ def assemble(
             scorer: Scorer = fleet
         else:
             assert groups.rollout is not None
-            scorer = groups.rollout
             transfer = connect_weights(groups, cfg, colocated=pools.colocated)  # the workers hold its resources
             fleet = group_fleet(
                 groups.rollout,
                 rollout,
                 cfg.trainer.deadlines,
-                restore=transfer.restore,
+                manager=transfer,
                 num_rows=_rows_per_call(cfg, plan),
                 restartable=not pools.colocated,
+                min_replicas=rollout.min_replicas,
             )
+            scorer = fleet if isinstance(fleet, ElasticFleet) else groups.rollout
         stack.callback(fleet.close)
         reporter.count("gen", lambda: (fleet.ledger.answered, fleet.ledger.issued))
         graded = graded_rollout(cfg, fleet, inputs.tokenizer, pool, stack, reporter.stage)

@@ -37,7 +37,7 @@ class WorkerBackend:
     device: str
     group_cls: Callable[..., WorkerGroup]
     worker_cls: Callable[..., ClassWithInitArgs]
-    make_manager: Callable[[Pools, Mapping[Any, str]], ResourcePoolManager]
+    make_manager: Callable[..., ResourcePoolManager]
     num_threads: int | None
     node_size: int
     close: Callable[[], None]

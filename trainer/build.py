@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.engines import worker_class
 from rlsys.config.plan import BatchPlan
-from rlsys.config.pools import process_pools
+from rlsys.config.pools import min_nodes, process_pools
 from rlsys.config.schema.model import ServedModelConfig
 from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.external.settings import settings_of
@@ -134,7 +134,7 @@ def _build(
         config,
         start.tokenizer,
         {role: backend.worker_cls(*worker_args[role]) for role in mapping},
-        backend.make_manager(pools, mapping),
+        backend.make_manager(pools, mapping, min_nodes=min_nodes(config)),
         backend.group_cls,
         train_dataset=start.train_rows,
         val_dataset=start.val_rows,

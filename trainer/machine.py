@@ -15,7 +15,7 @@ import psutil
 
 from rlsys.config import EvalConfig, PPOConfig
 from rlsys.config.checks.files import no_score_head
-from rlsys.config.pools import is_external, process_pools, resolve_pools
+from rlsys.config.pools import is_external, min_nodes, process_pools, resolve_pools
 from rlsys.fleet.external.settings import settings_of
 from rlsys.rollout.versions import SGLANG, VLLM
 from rlsys.telemetry.tracker_adapters import flat_settings
@@ -80,10 +80,10 @@ def _check_cluster(config: Any) -> None:
     with on_ray.connect({"address": config.ray_kwargs.ray_init.address}):
         has_gpus = any(node.num_gpus for node in on_ray.cluster_nodes())
         use_gpu = run.device == "cuda" or (run.device == "auto" and has_gpus)
-        pools = {"train": [run.n_gpus_per_node] * run.nnodes}
+        pools, least = {"train": [run.n_gpus_per_node] * run.nnodes}, dict[str, int]()
         if isinstance(config, PPOConfig):
-            pools = process_pools(config, on_ray.node_size(use_gpu))
-        on_ray.ResourcePoolManager(pools, {}, use_gpu=use_gpu).create_resource_pool()
+            pools, least = process_pools(config, on_ray.node_size(use_gpu)), min_nodes(config)
+        on_ray.ResourcePoolManager(pools, {}, use_gpu=use_gpu, min_nodes=least).create_resource_pool()
 
 
 def _capacity(config: Any) -> Iterator[str]:

@@ -7,15 +7,19 @@ from pathlib import Path
 
 from rlsys.config import PPOConfig
 from rlsys.config.engines import rollout_backend, worker_class
+from rlsys.fleet.elastic import ElasticFleet
 from rlsys.fleet.external.engine import RemoteEngine
 from rlsys.fleet.external.settings import settings_of
 from rlsys.fleet.external.transfer import BroadcastTransfer, ExternalTransfer
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.interfaces import WeightTransfer
+from rlsys.telemetry.log import get_logger
 from rlsys.types import TransferReport
-from rlsys.utils.errors import ConfigError
+from rlsys.utils.errors import ConfigError, DeadlineError, WeightTransferError, WorkerError
 from rlsys.weights.sharding_manager import ShardingManager
 from trainer.groups import ActorGroup, WorkerGroups
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,19 @@ class WeightPush:
     validate: bool
 
     def push(self, version: int) -> TransferReport:
-        """Bring the engines to the actor's weights; unfinished answers continue with them."""
+        """Bring the engines to the actor's weights; unfinished answers continue with them.
+
+        A replica of an elastic fleet that is lost meanwhile is left out of a second push.
+        """
+        try:
+            return self._push(version)
+        except (WorkerError, DeadlineError, WeightTransferError) as error:
+            if not isinstance(self.fleet, ElasticFleet):
+                raise
+            log.warning("version %d is pushed again: %s", version, error)
+            return self._push(version)
+
+    def _push(self, version: int) -> TransferReport:
         with self.fleet.pushing(version):
             report = self.transfer.push(version)
             if self.validate:
@@ -72,7 +88,8 @@ def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) ->
         disk_assets=(policy.model.path or "") if disk else "",
         bucket_bytes=engine.update_weights_bucket_megabytes << 20,
     )
-    manager.connect()
+    if policy.rollout.min_replicas is None:  # else its fleet connects it to those that serve
+        manager.connect()
     return manager
 
 

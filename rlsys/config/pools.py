@@ -65,6 +65,12 @@ def process_pools(cfg: PPOConfig, node_size: int) -> dict[str, list[int]]:
     return by_node
 
 
+def min_nodes(cfg: PPOConfig) -> dict[str, int]:
+    """The pools of `process_pools` that start with fewer of their nodes, and with how many."""
+    least = cfg.actor_rollout_ref.rollout.min_replicas
+    return {} if least is None else {"rollout": least}
+
+
 def generates_ahead(cfg: PPOConfig) -> bool:
     """Whether prompts start before their step; if not, samples are only as old as trainer.sync_freq makes them."""
     trainer = cfg.trainer

@@ -203,11 +203,11 @@ class RolloutFleet:
         """
         with self._change:
             entry.idle_from_s = None if entry.load else time.monotonic()
-            self._change.wait_for(lambda: self._closed or self._has_work(entry))
+            self._change.wait_for(lambda: self._closed or entry.state == "away" or self._has_work(entry))
             entry.heard_s = entry.heard_s if entry.idle_from_s is None else time.monotonic()
             entry.idle_s, entry.idle_from_s = entry.idle_until(time.monotonic()), None
-            if self._closed:
-                return False
+            if self._closed or entry.state == "away":
+                return not self._closed
             since_s = entry.exchanged_s if entry.running else None
             new, cancel = self._hand_in(entry), entry.cancelled
             entry.cancelled, entry.is_exchanging = set(), True

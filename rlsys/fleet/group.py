@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.config.schema.trainer import GradingDeadlinesConfig
+from rlsys.fleet.elastic import ElasticFleet
 from rlsys.fleet.fleet import FleetDeadlines, RolloutFleet
+from rlsys.protocol import DataProto
 from rlsys.types import ModelRequest, ResponseDelta
+from rlsys.utils.errors import WeightTransferError
+from rlsys.weights.sharding_manager import ShardingManager
 
 MAX_RESTARTS = 3
 
@@ -41,9 +45,30 @@ class GroupReplica:
     def health(self, deadline_s: float) -> Mapping[str, Any]:
         return self.group.execute_rank(self.rank, "health", deadline_s=deadline_s)
 
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        return self.group.execute_rank(self.rank, "compute_log_prob", data)
+
     def restart(self, deadline_s: float) -> None:
         self.group.restart_rank(self.rank, deadline_s)
         self.group.execute_rank(self.rank, "init_model", deadline_s=deadline_s)
+
+
+@dataclass(frozen=True)
+class RanksOfGroup:
+    """Some ranks of a worker group, numbered from 0, as a sharding manager calls them."""
+
+    group: Any
+    ranks: tuple[int, ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    def execute_rank_async(self, rank: int, method: str, *args: Any) -> Any:
+        return self.group.execute_rank_async(self.ranks[rank], method, *args)
+
+    def execute_all_async(self, method: str, *args: Any) -> list[Any]:
+        return [self.execute_rank_async(rank, method, *args) for rank in range(self.world_size)]
 
 
 def group_fleet(
@@ -53,19 +78,33 @@ def group_fleet(
     *,
     num_rows: int,
     restartable: bool,
-    restore: Callable[[int], None] | None = None,
+    manager: ShardingManager | None = None,
+    min_replicas: int | None = None,
 ) -> RolloutFleet:
     """A fleet over the ranks of a rollout worker group, for calls of about `num_rows` rows.
 
-    A replica of one rank that dies is restarted if `restartable`, and `restore(rank)` brings its weights back.
+    A replica of one rank that dies is restarted if `restartable`, and `manager` brings its weights back. With
+    `min_replicas` some ranks may have no process yet, and the manager is connected to those that serve.
     """
     size = rollout.tensor_model_parallel_size
     replicas = [GroupReplica(group, rank, size) for rank in range(0, group.world_size, size)]
-    ranks = {replica.name: replica.rank for replica in replicas}
-    return RolloutFleet(
-        replicas,
-        chunk_rows=min(-(-num_rows // len(replicas)), rollout.max_num_seqs),
-        deadlines=FleetDeadlines(generate_s=deadlines.generate_s, restart_s=deadlines.start_s),
-        on_restart=None if restore is None else lambda replica: restore(ranks[replica.name]),
-        max_restarts=MAX_RESTARTS if restartable and size == 1 else 0,
-    )
+
+    def restore(replica: Any) -> None:
+        assert manager is not None
+        ranks = getattr(manager.destination, "ranks", range(group.world_size))
+        if replica.rank not in ranks:
+            raise WeightTransferError(f"{replica.name} took no part in the last push")
+        manager.restore(ranks.index(replica.rank))
+
+    options: dict[str, Any] = {
+        "chunk_rows": min(-(-num_rows // len(replicas)), rollout.max_num_seqs),
+        "deadlines": FleetDeadlines(generate_s=deadlines.generate_s, restart_s=deadlines.start_s),
+        "on_restart": None if manager is None else restore,
+    }
+    if manager is not None and min_replicas is not None:
+
+        def connect(ranks: tuple[int, ...]) -> None:
+            manager.connect(RanksOfGroup(group, ranks))
+
+        return ElasticFleet(replicas, places=group.backend, min_replicas=min_replicas, connect=connect, **options)
+    return RolloutFleet(replicas, max_restarts=MAX_RESTARTS if restartable and size == 1 else 0, **options)

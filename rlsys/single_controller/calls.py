@@ -137,6 +137,11 @@ class Backend(ABC):
         return merged([self.reports.popleft() for _ in range(len(self.reports))])
 
     @property
+    def present(self) -> Sequence[int]:
+        """The ranks that have a process."""
+        return range(self.world_size)
+
+    @property
     @abstractmethod
     def workers(self) -> list[Any]: ...
     @abstractmethod

@@ -144,12 +144,14 @@ def _no_room(needs: Sequence[PoolNeed], nodes: Sequence[NodeCapacity]) -> str:
 class ResourcePoolManager:
     """Makes the pools of a plan by name and assigns one to each role.
 
-    `resource_pool_spec` maps a pool's name to its processes on nodes, `mapping` a role to a pool's name.
+    `resource_pool_spec` maps a pool's name to its processes on nodes, `mapping` a role to a pool's name. A pool in
+    `min_nodes` starts with so many of its nodes.
     """
 
     resource_pool_spec: Mapping[str, Sequence[int]]
     mapping: Mapping[Hashable, str]
     max_colocate_count: int | None = None
+    min_nodes: Mapping[str, int] = field(default_factory=dict, kw_only=True)
     resource_pool_dict: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

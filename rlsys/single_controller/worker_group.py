@@ -59,6 +59,11 @@ class WorkerGroup:
         return self._backend.world_size
 
     @property
+    def backend(self) -> Any:
+        """The processes behind the group."""
+        return self._backend
+
+    @property
     def workers(self) -> list[Any]:
         """One handle per rank: Ray actors, or the worker objects themselves on the local backend."""
         return self._backend.workers
@@ -184,7 +189,7 @@ class WorkerGroup:
     def _start(self, method: str, split: SplitArguments) -> list[Pending]:
         names = tuple(split.kwargs)
         calls = []
-        for rank in range(self.world_size):
+        for rank in self._backend.present:
             num_padding = split.num_padding[rank] if split.num_padding else 0
             values = tuple(value[rank] for value in (*split.args, *split.kwargs.values()))
             spec = CallSpec(method, self.role, self._target, names, num_padding)
@@ -193,7 +198,7 @@ class WorkerGroup:
 
     def _results(self, pending: Sequence[Pending], collect: Callable[[Sequence[Pending]], object] | None = None) -> Any:
         busy = {one.rank for one in pending}
-        finish(pending, idle=[rank for rank in range(self.world_size) if rank not in busy])
+        finish(pending, idle=[rank for rank in self._backend.present if rank not in busy])
         return [one.value() for one in pending] if collect is None else collect(pending)
 
 

@@ -63,6 +63,7 @@ class ShardingManager:
             raise ValueError("set disk_root with executor='disk', and only with it")
         self.source, self.destination = source, destination
         self.executor: ExecutorName = "local" if executor == "auto" and source is destination else executor
+        self._is_auto = self.executor == "auto"
         self.deadline_s = deadline_s
         self.report_dir = None if report_dir is None else Path(report_dir)
         self.version: int | None = None
@@ -72,15 +73,19 @@ class ShardingManager:
         self._transport: Executor | None = None
         self._layouts: tuple[list[WeightLayout], list[WeightLayout]] = ([], [])
 
-    def connect(self) -> None:
-        """Exchange layouts, plan and join; WeightTransferError when the two groups' layouts do not fit."""
+    def connect(self, destination: WeightGroup | None = None) -> None:
+        """Exchange layouts, plan and join, with another rollout group if given.
+
+        WeightTransferError when the two groups' layouts do not fit.
+        """
+        self.destination = destination or self.destination
         with self._stage("connect") as remaining_s:
             if self.executor != "local":
                 self._layouts = (
                     _by_group_rank(wait_all(self.source.execute_all_async("weight_layout"), remaining_s)),
                     _by_group_rank(wait_all(self.destination.execute_all_async("weight_layout"), remaining_s)),
                 )
-            if self.executor == "auto":
+            if self._is_auto:
                 self.executor = choose(*self._layouts)
             transport = EXECUTORS[self.executor](self.source, self.destination, self._options)
             transport.connect(*self._layouts, remaining_s)

@@ -57,6 +57,18 @@ def _replicas(cfg: PPOConfig | EvalConfig, name: str, ranks: int) -> Iterator[st
             yield wrong(cfg, key, why)
 
 
+def check_elastic(cfg: PPOConfig) -> Iterator[str]:
+    """Whether replicas can join and leave."""
+    rollout, workers, key = cfg.actor_rollout_ref.rollout, cfg.trainer.rollout_workers, f"{KEY}.min_replicas"
+    if rollout.min_replicas is None:
+        return
+    if workers < rollout.min_replicas:
+        yield wrong(cfg, key, f"there are {workers} processes that only generate; set trainer.rollout_workers to more")
+    if rollout.tensor_model_parallel_size > 1:
+        why = "the processes of a copy share process groups that are made at the start"
+        yield wrong(cfg, key, f"{why}; set {KEY}.tensor_model_parallel_size=1, or {key}=null")
+
+
 def _aligned(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
     """What the aligned mode means for external servers, and for hf, which has no batch-invariant kernels."""
     why, backend = "", rollout_backend(name)

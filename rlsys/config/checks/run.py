@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from rlsys.config.checks.findings import note, wrong
-from rlsys.config.checks.rollout import check_rollout
+from rlsys.config.checks.rollout import check_elastic, check_rollout
 from rlsys.config.engines import rollout_backend
 from rlsys.config.pools import generates_ahead, resolve_pools
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
@@ -45,6 +45,7 @@ def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:
     """Pools and staleness, checkpoints of both roles, validation and adapters."""
     trainer, policy, data = cfg.trainer, cfg.actor_rollout_ref, cfg.data
     yield from check_rollout(cfg, resolve_pools(cfg).rollout_ranks)
+    yield from check_elastic(cfg)
     yield from _pools(cfg)
     yield from _staleness(cfg)
     yield from _weights(cfg)

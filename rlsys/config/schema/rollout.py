@@ -181,6 +181,9 @@ class RolloutConfig(GenerationConfig, LogProbConfig):
     them, false saves the time of the moves."""
     name: Annotated[Engine, Registered(tuple(backend.name for backend in rollout_backends()))] = "hf"
     """Engine: hf (transformers), sglang, vllm, external servers (sglang_remote, vllm_remote), or one you registered."""
+    min_replicas: t.Count | None = None
+    """Elastic rollout: the run starts, and continues, with this many of trainer.rollout_workers. The others join where
+    the cluster has room, and one that is lost or drained is started on another node. null needs all of them."""
     n_gpus_per_node: t.Count = linked("trainer.n_gpus_per_node")
     """With verl's rollout.nnodes, processes on each of these nodes; together they are trainer.rollout_workers."""
     temperature: Annotated[float, Strict(), Field(gt=0, le=100)] = 1.0

@@ -12,6 +12,8 @@ from uuid import uuid4
 
 import ray
 from ray import exceptions as ray_exceptions
+from ray._private.state import state as ray_state
+from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlsys.single_controller import diagnosis
@@ -59,6 +61,10 @@ class RayBackend(Backend):
     def workers(self) -> list[Any]:
         return list(self._actors)
 
+    @property
+    def present(self) -> list[int]:
+        return [rank for rank, actor in enumerate(self._actors) if actor is not None]
+
     def start(self, pool: RayResourcePool, bin_pack: bool, name_prefix: str, detached: bool) -> None:
         """Make an actor on every slot, set its rank, build the workers; all ranks at once."""
         self.world_size = pool.world_size
@@ -73,16 +79,15 @@ class RayBackend(Backend):
                 **import_options(),
                 **getattr(self._cls_with_init, "options", {}),
             }
-            strategies = [PlacementGroupSchedulingStrategy(placed, index) for placed, index in bundles]
-            self._options = [{**common, "scheduling_strategy": strategy} for strategy in strategies]
+            self._options = [{**common, "scheduling_strategy": _in_bundle(bundle)} for bundle in bundles]
             self.names = [f"{name_prefix}{rank}" for rank in range(self.world_size)]
-            self._actors = [self._actor(rank) for rank in range(self.world_size)]
-            _log.info("starting workers of %s: %d processes", self._role, self.world_size)
-            self._locate(range(self.world_size))
+            self._actors = [None if bundle is None else self._actor(rank) for rank, bundle in enumerate(bundles)]
+            _log.info("starting workers of %s: %d processes", self._role, len(self.present))
+            self._locate(self.present)
             for rank, (info, _, _) in sorted(self._places.items())[:MAX_LOGGED]:
                 _log.info("%s %d: pid %d on %s, log %s", self._role, rank, info.pid, info.host, " ".join(info.logs))
             self._environments = self._rank_environments()
-            self._build(range(self.world_size))
+            self._build(self.present)
         except BaseException:
             self.close()
             raise
@@ -135,6 +140,22 @@ class RayBackend(Backend):
     def diagnose(self, rank: int) -> str:
         return self._ask_node(rank, diagnosis.diagnose) or "it never reported where it runs"
 
+    def vacate(self, rank: int) -> None:
+        """End a rank and let the cluster find another place for it, where `restart` starts it once `is_placed`."""
+        assert self._pool is not None
+        self._end([rank])
+        self._actors[rank] = None
+        self._options[rank]["scheduling_strategy"] = _in_bundle((self._pool.place_again(rank), 0))
+
+    def is_placed(self, rank: int) -> bool:
+        """Whether the cluster has found a place for a rank that was vacated."""
+        placed = self._options[rank]["scheduling_strategy"].placement_group
+        return placement_group_table(placed)["state"] == "CREATED"
+
+    def is_draining(self, rank: int) -> bool:
+        """Whether the node of a rank is about to leave the cluster."""
+        return self._places[rank][1] in ray_state.get_draining_nodes()
+
     def restart(self, rank: int, deadline_s: float | None) -> None:
         self._end([rank])
         self.names[rank] = f"{self.names[rank].split('~')[0]}~{uuid4().hex[:4]}"
@@ -166,8 +187,8 @@ class RayBackend(Backend):
 
     def _rank_environments(self) -> list[dict[str, str]]:
         """The variables of every rank; local ranks count along the ranks of one node."""
-        nodes = [self._places[rank][1] for rank in range(self.world_size)]
-        info, _, port = self._places[0]
+        nodes = [self._places[rank][1] if rank in self._places else "" for rank in range(self.world_size)]
+        info, _, port = self._places[self.present[0]]
         common = dict(self._worker_env)
         if info.address.startswith("127."):
             common.setdefault("GLOO_SOCKET_IFNAME", "lo0" if os.uname().sysname == "Darwin" else "lo")
@@ -212,12 +233,17 @@ class RayBackend(Backend):
 
     def _end(self, ranks: Sequence[int]) -> None:
         """Kill actors and wait until their processes are gone."""
+        ranks = [rank for rank in ranks if self._actors[rank] is not None]
         for rank in ranks:
             ray.kill(self._actors[rank], no_restart=True)
         for rank in ranks:
             if rank in self._places:
                 info, node_id, _ = self._places[rank]
                 on_node(node_id, _make_sure_gone, info)
+
+
+def _in_bundle(bundle: tuple[PlacementGroup, int] | None) -> PlacementGroupSchedulingStrategy | None:
+    return None if bundle is None else PlacementGroupSchedulingStrategy(*bundle)
 
 
 def _make_sure_gone(info: ProcessInfo) -> None:

@@ -40,12 +40,14 @@ class RayResourcePool(ResourcePool):
         self.use_gpu, self.detached = use_gpu, detached
         self.accelerator_type, self.num_cpus = accelerator_type, num_cpus
         self.name_prefix = name_prefix or f"pool_{uuid4().hex[:6]}"
-        self._placed: list[PlacementGroup] = []
+        self.num_reserved = len(self.store)
+        """The nodes that are reserved with the first group; further ones by `place_again`."""
+        self._placed: dict[int, PlacementGroup] = {}
         self._users: Counter[Slot] = Counter()
 
     def need(self) -> PoolNeed:
         """What this pool asks of a cluster, for `check_capacity`."""
-        return PoolNeed(self.name_prefix, tuple(self.store), self.num_cpus, float(self.use_gpu))
+        return PoolNeed(self.name_prefix, tuple(self.store[: self.num_reserved]), self.num_cpus, float(self.use_gpu))
 
     def share(self) -> dict[str, float]:
         """The resources of one worker, rounded down so that all shares of a slot fit."""
@@ -61,17 +63,9 @@ class RayResourcePool(ResourcePool):
     def _reserve(self, bin_pack: bool, deadline_s: float) -> list[PlacementGroup]:
         if not self._placed:
             check_capacity([self.need()], cluster_nodes())
-            bundle = {"CPU": self.num_cpus, "GPU": 1.0} if self.use_gpu else {"CPU": self.num_cpus}
-            if self.accelerator_type:
-                bundle[f"accelerator_type:{self.accelerator_type}"] = 1e-4
-            strategy, lifetime = "STRICT_PACK" if bin_pack else "PACK", "detached" if self.detached else None
-            self._placed = [
-                placement_group([bundle] * count, strategy, f"{self.name_prefix}_{uuid4().hex[:6]}", lifetime)
-                for count in self.store
-            ]
-            _, waiting = ray.wait(
-                [one.ready() for one in self._placed], num_returns=len(self._placed), timeout=deadline_s
-            )
+            placed = [self._ask_for(count, bin_pack) for count in self.store[: self.num_reserved]]
+            self._placed = dict(enumerate(placed))
+            _, waiting = ray.wait([one.ready() for one in placed], num_returns=len(placed), timeout=deadline_s)
             if waiting:
                 self._remove()
                 free = {name: amount for name, amount in ray.available_resources().items() if name in ("CPU", "GPU")}
@@ -81,11 +75,26 @@ class RayResourcePool(ResourcePool):
                 )
             if len(set(self.store)) == 1:
                 addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-                self._placed.sort(key=lambda one: addresses[placement_group_table(one)["bundles_to_node_id"][0]])
-        return self._placed
+                placed.sort(key=lambda one: addresses[placement_group_table(one)["bundles_to_node_id"][0]])
+                self._placed = dict(enumerate(placed))
+        return [*self._placed.values()]
 
-    def acquire(self, bin_pack: bool, deadline_s: float) -> list[tuple[PlacementGroup, int]]:
-        """Count one more group on this pool and give the placement group and bundle of each slot.
+    def _ask_for(self, count: int, bin_pack: bool = True) -> PlacementGroup:
+        bundle = {"CPU": self.num_cpus, "GPU": 1.0} if self.use_gpu else {"CPU": self.num_cpus}
+        if self.accelerator_type:
+            bundle[f"accelerator_type:{self.accelerator_type}"] = 1e-4
+        strategy, lifetime = "STRICT_PACK" if bin_pack else "PACK", "detached" if self.detached else None
+        return placement_group([bundle] * count, strategy, f"{self.name_prefix}_{uuid4().hex[:6]}", lifetime)
+
+    def place_again(self, slot: int) -> PlacementGroup:
+        """Ask for another place for a slot that is alone on its node; Ray gives one when there is a node with room."""
+        if slot in self._placed:
+            remove_placement_group(self._placed[slot])
+        self._placed[slot] = self._ask_for(1)
+        return self._placed[slot]
+
+    def acquire(self, bin_pack: bool, deadline_s: float) -> list[tuple[PlacementGroup, int] | None]:
+        """Count one more group on this pool and give the placement group and bundle of each slot, if it is reserved.
 
         ConfigError when the pool is shared by as many groups as planned, and as `get_placement_groups`.
         """
@@ -99,7 +108,8 @@ class RayResourcePool(ResourcePool):
             origin._reserve(bin_pack, deadline_s)
         for slot in self.slots:
             _origin(slot)._users[slot] += 1
-        return [(_origin(slot)._placed[slot.node], slot.index) for slot in self.slots]
+        placed = [_origin(slot)._placed.get(slot.node) for slot in self.slots]
+        return [None if node is None else (node, slot.index) for node, slot in zip(placed, self.slots, strict=True)]
 
     def release(self) -> None:
         """Count one group less; a reservation ends with its last group."""
@@ -112,9 +122,9 @@ class RayResourcePool(ResourcePool):
                 origin._remove()
 
     def _remove(self) -> None:
-        for one in self._placed:
+        for one in self._placed.values():
             remove_placement_group(one)
-        self._placed = []
+        self._placed = {}
 
 
 def _origin(slot: Slot) -> RayResourcePool:
@@ -135,4 +145,6 @@ class RayResourcePoolManager(ResourcePoolManager):
 
     def create_resource_pool(self) -> None:
         super().create_resource_pool()
+        for name, least in self.min_nodes.items():
+            self.resource_pool_dict[name].num_reserved = least
         check_capacity([pool.need() for pool in self.resource_pool_dict.values()], cluster_nodes())

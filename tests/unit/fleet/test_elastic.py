@@ -1,0 +1,152 @@
+"""Replicas join and leave an elastic fleet: no request is lost, and none is served by weights that are not current."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from rlsys.fleet.elastic import ElasticFleet
+from rlsys.utils.errors import RolloutError, WeightTransferError
+from tests.timing import scaled_s, wait_until
+from tests.unit.fleet.test_fleet import Scripted, assert_answered, quick, requests_of, results
+
+
+class Elastic(Scripted):
+    """A replica whose node the test places, drains and loses."""
+
+    def __init__(self, rank: int, *, running: bool = True) -> None:
+        super().__init__(f"replica {rank}")
+        self.rank, self.alive = rank, running
+        self.placed = self.draining = False
+
+
+class Nodes:
+    """Where the replicas are."""
+
+    def __init__(self, replicas: Sequence[Elastic]) -> None:
+        self.replicas = replicas
+
+    @property
+    def present(self) -> list[int]:
+        return [replica.rank for replica in self.replicas if replica.alive]
+
+    def is_draining(self, rank: int) -> bool:
+        return self.replicas[rank].draining
+
+    def vacate(self, rank: int) -> None:
+        self.replicas[rank].alive = self.replicas[rank].draining = False
+
+    def is_placed(self, rank: int) -> bool:
+        return self.replicas[rank].placed
+
+
+class Weights:
+    """Pushes reach the replicas that were connected last; a restart is not restored."""
+
+    def __init__(self) -> None:
+        self.connected: list[tuple[int, ...]] = []
+
+    def push(self, fleet: ElasticFleet, version: int, *, breaks: bool = False) -> None:
+        with fleet.pushing(version):
+            for rank in self.connected[-1]:
+                fleet.places.replicas[rank].version = version
+            if breaks:
+                raise WeightTransferError("a rank is lost")
+
+
+def no_restore(replica: Any) -> None:
+    raise WeightTransferError("push again")
+
+
+@contextmanager
+def elastic(replicas: Sequence[Elastic], weights: Weights, min_replicas: int = 1) -> Iterator[ElasticFleet]:
+    fleet = ElasticFleet(
+        replicas,
+        min_replicas=min_replicas,
+        places=Nodes(replicas),
+        connect=weights.connected.append,
+        on_restart=no_restore,
+        chunk_rows=3,
+        deadlines=quick(),
+    )
+    try:
+        yield fleet
+    finally:
+        fleet.close()
+
+
+def ready(fleet: ElasticFleet) -> float:
+    return fleet.metrics()["rollout/replicas_ready"]
+
+
+def test_a_newcomer_serves_from_the_push_after_its_start() -> None:
+    here, late, weights = Elastic(0), Elastic(1, running=False), Weights()
+    with elastic([here, late], weights) as fleet:
+        weights.push(fleet, 1)
+        assert_answered(requests_of(9), results(fleet.submit(requests_of(9))))
+        assert (late.calls, late.restarts) == (0, 0)
+        late.placed = True
+        assert wait_until(lambda: late.restarts, 10)
+        assert late.version == -100
+        assert ready(fleet) == 1
+        weights.push(fleet, 2)
+        assert ready(fleet) == 2
+        weights.push(fleet, 3)
+        assert weights.connected == [(0,), (0, 1)]
+        assert_answered(requests_of(40), results(fleet.submit(requests_of(40))))
+    assert late.served
+    assert sorted(here.served[9:] + late.served) == sorted(request.rid for request in requests_of(40))
+
+
+def test_a_newcomer_without_the_current_weights_is_not_admitted() -> None:
+    here, late, weights = Elastic(0), Elastic(1, running=False), Weights()
+    late.placed = True
+    with elastic([here, late], weights) as fleet:
+        assert wait_until(lambda: late.restarts, 10)
+        with fleet.pushing(1):
+            here.version = 1
+        assert ready(fleet) == 1
+        assert late.calls == 0
+
+
+def test_requests_of_a_drained_and_of_a_lost_replica_continue() -> None:
+    replicas, weights = [Elastic(rank) for rank in range(3)], Weights()
+    with elastic(replicas, weights) as fleet:
+        weights.push(fleet, 1)
+        requests = requests_of(60, num_tokens=300)
+        answers = fleet.submit(requests)
+        replicas[0].draining, replicas[1].alive = True, False
+        weights.push(fleet, 2)
+        assert_answered(requests, results(answers))
+        counts = fleet.metrics()
+        assert [counts[f"rollout/{name}"] for name in ("issued", "answered", "dropped", "left")] == [60, 60, 0, 2]
+        assert weights.connected[-1] == (2,)
+        replicas[0].placed = True
+        assert wait_until(lambda: replicas[0].restarts, 10)
+        weights.push(fleet, 3)
+        assert weights.connected[-1] == (0, 2)
+
+
+def test_too_few_replicas_end_the_push() -> None:
+    replicas, weights = [Elastic(0), Elastic(1)], Weights()
+    with elastic(replicas, weights, min_replicas=2) as fleet:
+        weights.push(fleet, 1)
+        fleet.deadlines = quick().__class__(generate_s=scaled_s(5), restart_s=0.2)
+        replicas[1].alive = False
+        with pytest.raises(RolloutError, match=r"min_replicas=2, and no node with room for replica 1 for 0\.2 s"):
+            weights.push(fleet, 2)
+
+
+def test_a_push_after_one_that_failed_connects_again() -> None:
+    replicas, weights = [Elastic(0), Elastic(1)], Weights()
+    with elastic(replicas, weights) as fleet:
+        weights.push(fleet, 1)
+        with pytest.raises(WeightTransferError):
+            weights.push(fleet, 2, breaks=True)
+        replicas[0].alive = False
+        weights.push(fleet, 2)
+        assert weights.connected == [(0, 1), (1,)]
+        assert_answered(requests_of(9), results(fleet.submit(requests_of(9))))
