@@ -1,7 +1,9 @@
-"""Draw the two figures of the docs from the code: the layers from the import rules, one step from a run's timeline.
+"""Draw the figures of the docs: the layers from the import rules, the others from the files of a real run.
 
 python scripts/docs_figures.py architecture
 python scripts/docs_figures.py step RUN_FOLDER/timeline.json
+python scripts/docs_figures.py timeline RUN_FOLDER/timeline.json
+python scripts/docs_figures.py terminal OUTPUT_OF_THE_RUN.txt
 """
 
 from __future__ import annotations
@@ -9,12 +11,17 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from io import StringIO
 from pathlib import Path
 from textwrap import wrap
+
+from rich.console import Console
+from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "docs" / "figures"
@@ -115,6 +122,41 @@ def step(timeline: Path) -> str:
     return svg(y + 12, [*heads, *rules, *body])
 
 
+def timeline(path: Path) -> str:
+    """The first two steps of a run: a lane for each process, a box for each call, its stages one below another."""
+    spans = spans_of(json.loads(path.read_text()))
+    steps = [span for span in spans if span.name == "step" and span.lane == "controller"][:2]
+    first, last = steps[0].start, steps[-1].end
+    shown = [span for span in spans if first <= span.start and span.end <= last]
+    margin, body, y = 110, [], 34
+    scale = (WIDTH - margin - SIDE) / (last - first)
+    for tenth in range(0, (last - first) // 100_000 + 1, 2):
+        x = margin + tenth * 100_000 * scale
+        body.append(f'<text x="{x:.1f}" y="18" class="note">{tenth / 10:g} s</text>')
+        body.append(f'<path class="lane" d="M{x:.1f} 24 V{{bottom}}"/>')
+    for lane in dict.fromkeys(span.lane for span in shown):
+        ends: list[list[int]] = []
+        body.append(f'<text x="{SIDE}" y="{y + 17}" class="name">{escape(lane)}</text>')
+        for span in (span for span in shown if span.lane == lane):
+            depth = next((row for row, busy in enumerate(ends) if busy[-1] <= span.start), len(ends))
+            ends[depth : depth + 1] = [[span.end]]
+            x, width = margin + (span.start - first) * scale, max((span.end - span.start) * scale, 1)
+            kind, top = "call" if lane == "controller" else "work", y + depth * 26
+            body.append(f'<rect x="{x:.1f}" y="{top}" width="{width:.1f}" height="24" rx="3" class="{kind}"/>')
+            if width > 6.2 * len(span.name) + 6:
+                body.append(f'<text x="{x + 4:.1f}" y="{top + 16}" class="note">{escape(span.name)}</text>')
+        y += 26 * len(ends) + 14
+    return svg(y, [line.replace("{bottom}", str(y - 8)) for line in body])
+
+
+def terminal(output: Path) -> str:
+    """What a run prints, as a picture of the terminal; without the fonts that rich would load from the network."""
+    console = Console(record=True, width=116, file=StringIO(), force_terminal=True)
+    console.print(Text.from_ansi(output.read_text()), soft_wrap=False)
+    picture = console.export_svg(title="python -m trainer.main_ppo ...", unique_id="terminal")
+    return re.sub(r"@font-face \{.*?\}\n?", "", picture, flags=re.DOTALL)
+
+
 def _box(x: float, y: float, width: float, name: str, kind: str) -> str:
     return (
         f'<rect x="{x - width / 2:g}" y="{y}" width="{width:g}" height="30" rx="4" class="{kind}"/>'
@@ -124,14 +166,15 @@ def _box(x: float, y: float, width: float, name: str, kind: str) -> str:
 
 def main() -> None:
     """Write the figure that the command line names."""
+    drawn: dict[str, Callable[[Path], str]] = {"step": step, "timeline": timeline, "terminal": terminal}
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("figure", choices=["architecture", "step"])
-    parser.add_argument("timeline", type=Path, nargs="?", help="timeline.json of a run of at least two steps")
+    parser.add_argument("figure", choices=["architecture", *drawn])
+    parser.add_argument("file", type=Path, nargs="?", help="the file of a run that shows what is drawn")
     args = parser.parse_args()
-    if args.figure == "step" and args.timeline is None:
-        parser.error("step needs the timeline.json of a run")
+    if args.figure in drawn and args.file is None:
+        parser.error(f"{args.figure} needs a file of a run")
     FIGURES.mkdir(exist_ok=True)
-    picture = architecture() if args.figure == "architecture" else step(args.timeline)
+    picture = drawn[args.figure](args.file) if args.figure in drawn else architecture()
     (FIGURES / f"{args.figure}.svg").write_text(picture)
     print(FIGURES / f"{args.figure}.svg")
 

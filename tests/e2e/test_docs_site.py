@@ -44,6 +44,15 @@ def test_the_step_figure_has_a_box_for_each_call_of_the_second_step(tmp_path: Pa
     picture = docs_figures.step(tmp_path / "timeline.json")
     assert picture.count(">update_actor<") == 2
     assert "warm_up_only" not in picture
+    assert docs_figures.timeline(tmp_path / "timeline.json").count("<rect") == 1 + 5
+
+
+def test_the_picture_of_the_terminal_needs_no_network(tmp_path: Path) -> None:
+    (tmp_path / "out.txt").write_text("rlsys: done\n")
+    picture = docs_figures.terminal(tmp_path / "out.txt")
+    assert "rlsys:" in picture
+    assert "font-face" not in picture
+    assert "cdn" not in picture
 
 
 def test_grpo_by_hand_trains_and_exports(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
