@@ -25,7 +25,7 @@ from rlsys.fleet.group import group_fleet
 from rlsys.interfaces import ExperienceSource
 from trainer.async_source import AsyncSource
 from trainer.backend import load_tokenizer
-from trainer.episodes import EpisodeRollout, EpisodeSource, graded_rollout
+from trainer.episodes import EpisodeEpochSource, EpisodeRollout, EpisodeSource, graded_rollout
 from trainer.epochs import EpochSource
 from trainer.evaluation import OnValidation, Validation
 from trainer.generation import GradedRollout
@@ -157,11 +157,13 @@ def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet
     groups = PromptGroups(window, prompts, graded, group_filter=group_filter, failures=run)
     deadline_s = deadlines.generate_s + deadlines.reward_s
     if run.reproducible:
-        return EpochSource(
+        is_agent = isinstance(graded, EpisodeRollout)
+        source = partial(EpisodeEpochSource, rollout=graded) if is_agent else EpochSource
+        return source(
             groups,
             fleet,
             max_response_tokens=cfg.data.max_response_length,
-            deadline_s=deadline_s,
+            deadline_s=graded.deadline_s if is_agent else deadline_s,
             probe=partial(check_repeatable, fleet, len(inputs.tokenizer)),
         )
     if isinstance(graded, EpisodeRollout):

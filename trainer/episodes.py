@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -20,14 +22,13 @@ from rlsys.agent.presets import Workflow, load_workflow
 from rlsys.agent.programs import command_workflow, function_workflow
 from rlsys.agent.rounds import Rounds
 from rlsys.agent.runner import FAILED, EpisodeResult, EpisodeRunner, EpisodeStart, episode_metrics
-from rlsys.agent.session import EpisodeLimits, Grade, Score, SessionSettings
+from rlsys.agent.session import Grade, Score, SessionSettings
 from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tool_config import tools_of_yaml
 from rlsys.agent.tool_pool import ToolPool
 from rlsys.agent.tools import Tool, tools_of_file
 from rlsys.config import EvalConfig, PPOConfig
 from rlsys.config.pools import generates_ahead
-from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.protocol import DataProto
 from rlsys.rewards.pool.pool import RewardItem, RewardPool
@@ -36,6 +37,7 @@ from rlsys.telemetry.metrics import StageTimer
 from rlsys.types import SamplingParams
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError
 from trainer.async_source import AsyncSource
+from trainer.epochs import EpochSource
 from trainer.generation import (
     GradedRollout,
     answer_printer,
@@ -109,48 +111,111 @@ class EpisodeRollout(GradedRollout):
             write_episodes(path, (start.to_dict() for start in starts), max_mb=cfg.trainer.rollout_data_max_mb)
 
 
+class OpenEpisodes:
+    """The episodes of open groups: those that a checkpoint has continue from their logs."""
+
+    def __init__(self, groups: PromptGroups, rollout: EpisodeRollout) -> None:
+        self._groups, self.rollout = groups, rollout
+        self.starts: dict[PromptGroup, list[EpisodeStart]] = {}
+        self._saved: dict[str, dict[str, Any]] = {}
+
+    def save(self, folder: Path) -> None:
+        write_episodes(folder / EPISODES, [start.to_dict() for starts in self.starts.values() for start in starts])
+
+    def load(self, folder: Path) -> None:
+        self._saved = read_episodes(folder / EPISODES)
+
+    def add(self, groups: Sequence[PromptGroup]) -> None:
+        """Make the episodes of groups, which `submit` starts."""
+        for group in groups:
+            self.starts[group] = episode_starts(group.rows, self._saved, name=f"{group.number:09d}")
+
+    def submit(
+        self, groups: Sequence[PromptGroup], rooms: Mapping[str, float] | None = None
+    ) -> list[list[Future[EpisodeResult]]]:
+        """Start the episodes of groups, all at once; `rooms` as in `EpisodeRunner.submit`."""
+        starts = [start for group in groups for start in self.starts[group]]
+        futures = iter(self.rollout.runner.submit(starts, self.rollout.sampling, rooms))
+        return [[next(futures) for _ in self.starts[group]] for group in groups]
+
+    def finish(self, group: PromptGroup, results: Sequence[EpisodeResult]) -> None:
+        """Make a group's batch of its episodes, which have all ended."""
+        step = group.number // self._groups.window.groups_per_step + 1
+        self.rollout.keep(self.starts.pop(group), self.rollout.sampling, step)
+        if any(result.rows for result in results):
+            group.graded = self.rollout.collate(results, group.rows)
+            self._groups.finish(group)
+        else:
+            causes = {result.error or result.end for result in results}
+            self._groups.fail(group, RolloutError(f"no episode has an answer: {', '.join(sorted(causes))}"))
+        self._groups.add(episode_metrics(results))
+
+
 class EpisodeSource(AsyncSource):
-    """An AsyncSource whose answers are episodes; those that are open at a checkpoint continue from their logs."""
+    """An AsyncSource whose answers are episodes."""
 
     def __init__(self, groups: PromptGroups, fleet: Fleet, rollout: EpisodeRollout, *, deadline_s: float) -> None:
-        self._rollout = rollout
-        self._starts: dict[PromptGroup, list[EpisodeStart]] = {}
-        self._saved: dict[str, dict[str, Any]] = {}
+        self._episodes = OpenEpisodes(groups, rollout)
         super().__init__(groups, fleet, deadline_s=deadline_s)
 
     def save(self, folder: Path) -> dict[str, Any]:
         """Keep finished groups and the logs of open episodes beside a checkpoint."""
         with self._change:
-            episodes = [start.to_dict() for starts in self._starts.values() for start in starts]
-            write_episodes(folder / EPISODES, episodes)
+            self._episodes.save(folder)
             return self._groups.save(folder)
 
     def load(self, state: Mapping[str, Any], folder: Path) -> None:
         super().load(state, folder)
-        self._saved = read_episodes(folder / EPISODES)
+        self._episodes.load(folder)
 
     def _submitted(self, groups: Sequence[PromptGroup]) -> list[dict[int, Future[Any]]]:
-        starts = {group: episode_starts(group.rows, self._saved, name=f"{group.number:09d}") for group in groups}
-        self._starts |= starts
-        return [dict(enumerate(self._rollout.runner.submit(some, self._rollout.sampling))) for some in starts.values()]
+        self._episodes.add(groups)
+        return [dict(enumerate(futures)) for futures in self._episodes.submit(groups)]
 
     def _settle(self, groups: Sequence[PromptGroup]) -> None:
         with self._change:
             for group in groups:
-                starts = self._starts.pop(group, [])
                 futures = list(self._running.pop(group, {}).values())
-                if not futures or any(future.cancelled() for future in futures):
-                    continue
-                results: list[EpisodeResult] = [future.result() for future in futures]
-                step = group.number // self._groups.window.groups_per_step + 1
-                self._rollout.keep(starts, self._rollout.sampling, step)
-                if any(result.rows for result in results):
-                    group.graded = self._rollout.collate(results, group.rows)
-                    self._groups.finish(group)
-                else:
-                    causes = {result.error or result.end for result in results}
-                    self._groups.fail(group, RolloutError(f"no episode has an answer: {', '.join(sorted(causes))}"))
-                self._groups.add(episode_metrics(results))
+                if futures and not any(future.cancelled() for future in futures):
+                    self._episodes.finish(group, [future.result() for future in futures])
+
+
+class EpisodeEpochSource(EpochSource):
+    """An EpochSource whose answers are episodes: the draws of an epoch are made in rounds, each turn as a whole.
+
+    A turn is drawn in the first epoch in which its episode has fewer tokens than the epoch's limit. The epoch ends when
+    all episodes wait for a draw of the next one, so it does not matter how long their tools take.
+    """
+
+    def __init__(self, groups: PromptGroups, fleet: Fleet, rollout: EpisodeRollout, **epochs: Any) -> None:
+        super().__init__(groups, fleet, **epochs)
+        self._episodes = OpenEpisodes(groups, rollout)
+        self._futures: dict[PromptGroup, list[Future[EpisodeResult]]] = {}
+
+    def save(self, folder: Path) -> dict[str, Any]:
+        self.settle()
+        self._episodes.save(folder)
+        return super().save(folder)
+
+    def load(self, state: Mapping[str, Any], folder: Path) -> None:
+        super().load(state, folder)
+        self._episodes.load(folder)
+
+    def _advance(self, work: Sequence[tuple[PromptGroup, int]]) -> None:
+        new = [group for group, _ in work if group.graded is None and group not in self._futures]
+        self._episodes.add(new)
+        limits = {group: math.inf if limit >= self._max_tokens else limit for group, limit in work}
+        rooms = {
+            start.name: limits.get(group, 0) - start.log.num_drawn
+            for group, starts in self._episodes.starts.items()
+            for start in starts
+        }
+        self._futures |= zip(new, self._episodes.submit(new, rooms), strict=True)
+        self._episodes.rollout.runner.end_epoch().result()
+        for group, _ in work:
+            if group in self._futures and all(future.done() for future in self._futures[group]):
+                self._episodes.finish(group, [future.result() for future in self._futures.pop(group)])
+        self._groups.add(self._meter.new_counts())
 
 
 def episode_starts(rows: DataProto, saved: Mapping[str, Any], *, name: str) -> list[EpisodeStart]:
@@ -201,22 +266,20 @@ def graded_rollout(
     if loaded is None:
         return rollout
     agent, turns = cfg.actor_rollout_ref.rollout.agent, cfg.actor_rollout_ref.rollout.multi_turn
-    tool_pool = ToolPool(
-        num_workers=agent.num_workers,
-        timeout_s=agent.tool_timeout_s,
-        max_chars=turns.max_tool_response_length,
-        side=turns.tool_response_truncate_side,
-    )
+    tool_pool = ToolPool(agent, turns)
     stack.callback(tool_pool.close)
-    is_free = isinstance(cfg, PPOConfig) and generates_ahead(cfg)
-    rounds = None if is_free else Rounds(fleet.generate, max_concurrent=agent.max_concurrent)
+    is_async = isinstance(cfg, PPOConfig) and generates_ahead(cfg)
+    is_repeatable = isinstance(cfg, PPOConfig) and is_async and cfg.trainer.reproducible
+    slots = sys.maxsize if is_repeatable else agent.max_concurrent  # episodes wait in theirs for the next epoch
+    rounds = None if is_async and not is_repeatable else Rounds(fleet.generate, max_concurrent=slots)
     settings = SessionSettings(
         fleet.sample if rounds is None else rounds.sample,
         loaded.template,
         rollout.sampling,
-        _limits(cfg, agent, turns),
-        agent.history,
-        turns.format,
+        cfg.data.max_prompt_length,
+        cfg.data.max_response_length,
+        agent,
+        turns,
         _grade(pool, cfg.data.reward_fn_key),
     )
     runner = EpisodeRunner(
@@ -226,8 +289,8 @@ def graded_rollout(
         tools=loaded.tools,
         agents=loaded.by_name,
         rounds=rounds,
-        max_concurrent=agent.max_concurrent,
-        deadline_s=agent.episode_timeout_s,
+        max_concurrent=slots,
+        deadline_s=None if is_repeatable else agent.episode_timeout_s,
     )
     stack.callback(runner.close)
     return EpisodeRollout(**vars(rollout), runner=runner, cfg=cfg)
@@ -277,19 +340,6 @@ def load_agents(cfg: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase)
     kwargs = cfg.data.apply_chat_template_kwargs
     template = ChatTemplate(tokenizer, template_kwargs=kwargs, kinds=("tool",) if uses_tools else ())
     return LoadedAgents(workflow, by_name, tools, template)
-
-
-def _limits(cfg: PPOConfig | EvalConfig, agent: AgentConfig, turns: MultiTurnConfig) -> EpisodeLimits:
-    unlimited = 1 << 30
-    user_turns = unlimited if turns.max_user_turns is None else turns.max_user_turns + 1
-    return EpisodeLimits(
-        cfg.data.max_prompt_length,
-        cfg.data.max_response_length,
-        max_turns=min(turns.max_assistant_turns or unlimited, user_turns),
-        max_tokens_per_turn=agent.max_tokens_per_turn or unlimited,
-        max_tool_s=agent.max_tool_seconds or float("inf"),
-        max_parallel_calls=turns.max_parallel_calls,
-    )
 
 
 def _grade(pool: RewardPool, reward_fn_key: str) -> Grade:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from rlsys.agent.collate import first_rows, with_branches
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.schema.trainer import TrainerConfig
 from rlsys.data.dataset import PromptDataset
@@ -153,7 +154,8 @@ class RayPPOTrainer(CheckpointedLoop):
     def next_batch(self) -> DataProto:
         """The next graded batch from the rollouts."""
         with self.parts.residency.hold(Resident.ROLLOUT, "source"):
-            return self.source.next()
+            batch = self.source.next()
+        return with_branches(batch, max_rows=self.cfg.actor_rollout_ref.rollout.agent.max_rows)
 
     def step(self, batch: DataProto) -> DataProto:
         """Train on one batch and push the new weights; returns the batch with everything computed on it."""
@@ -173,7 +175,8 @@ class RayPPOTrainer(CheckpointedLoop):
             self.push_weights()
         if self.due(self.cfg.actor_rollout_ref.rollout.parity.freq) and self.weight_version == self.global_step:
             self.parity_probe()
-        self.reporter.batch_metrics(batch)
+        self.reporter.token_counts(batch)
+        self.reporter.batch_metrics(first_rows(batch))
         if self.parts.advisor is not None:
             advise = partial(self.parts.advisor.add, batch, time.monotonic() - start_s)
             self.reporter.best_effort("staleness.txt", advise)
@@ -181,7 +184,7 @@ class RayPPOTrainer(CheckpointedLoop):
             self.reporter.add(self.inputs.train_dataset.metrics())
         if self.due(self.cfg.trainer.rollout_data_freq):
             with self.stage("dump_rollouts"):
-                self.reporter.best_effort("rollouts", partial(self.dumps.write, batch, self.global_step))
+                self.reporter.best_effort("rollouts", partial(self.dumps.write, first_rows(batch), self.global_step))
         return batch
 
     def finish_step(self) -> None:

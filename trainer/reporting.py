@@ -113,7 +113,6 @@ class Reporter:
     def batch_metrics(self, batch: DataProto) -> None:
         """Add the metrics of the trained batch."""
         rows = batch.tensors
-        self.token_counts(batch)
         self.add(data_metrics(rows))
         self._learning_signal(batch)
         versions = rows["weight_versions"][rows["weight_versions"] >= 0]

@@ -122,4 +122,4 @@ def too_few_kept(calls: int, num_kept: int, num_wanted: int) -> str:
 
 def is_time(name: str) -> bool:
     """Whether a metric is a measured time."""
-    return "/seconds" in name or name.startswith("timing")
+    return "seconds" in name or name.startswith("timing")

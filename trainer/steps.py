@@ -47,9 +47,12 @@ class Steps:
         lengths = batch.tensors["attention_mask"].sum(-1).tolist()
         batch.meta_info |= {"global_token_num": lengths, "global_steps": step}
         ranks, rows = self.plan.actor.dp_size, self.plan.actor.mini_batch_samples
+        size = batch.meta_info.get("rows_per_episode", 1)
         order = np.arange(len(batch))
         if self.cfg.trainer.balance_batch and ranks > 1:
-            order = balance_rows(lengths, num_ranks=ranks, mini_batch_rows=rows)
+            of_episodes = np.reshape(lengths, (-1, size)).sum(1).tolist()
+            order = balance_rows(of_episodes, num_ranks=ranks, mini_batch_rows=rows)
+            order = (order[:, None] * size + np.arange(size)).ravel()
             batch.reorder(torch.from_numpy(order))
         self.reporter.add(seqlen_metrics(lengths, np.array_split(order, ranks)))
         return batch

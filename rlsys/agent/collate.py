@@ -1,4 +1,4 @@
-"""Episodes as a batch to train on: one row for each, in verl's columns.
+"""Episodes as a batch to train on: a row for each, in verl's columns, and then one for each of their branches.
 
 B episodes, P prompt columns (padded left), R response columns (padded right).
 """
@@ -6,10 +6,12 @@ B episodes, P prompt columns (padded left), R response columns (padded right).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rlsys.agent.runner import EpisodeResult
 from rlsys.agent.trace import TraceRow
@@ -23,18 +25,69 @@ def collate_episodes(
 ) -> DataProto:
     """The rows that `generate_sequences` and a reward manager give, and `turn_ids` (B, R), -1 on given tokens.
 
-    Row i belongs to row i of `prompts`, whose columns it keeps. Of an episode with branches the row with most drawn
-    tokens, the first of several, is trained. An episode without rows gets one that counts nothing (mask 0) in a group
-    of its own.
+    Row i belongs to row i of `prompts`, whose columns it keeps. Of an episode with branches it is the one with most
+    drawn tokens; the column `branches` has the others, for `with_branches`. An episode without rows gets one that
+    counts nothing (mask 0) in a group of its own.
     """
-    rows = [max(result.rows, key=lambda row: sum(row.mask), default=_empty_row(pad_token_id)) for result in results]
+    ranked = [sorted(result.rows, key=lambda row: -sum(row.mask)) or [_empty_row(pad_token_id)] for result in results]
+    rows = [first for first, *_ in ranked]
+    tensors = _tensors(rows, pad_token_id, prompt_length, response_length)
+    uids = prompts.non_tensor_batch["uid"]
+    columns: dict[str, Any] = {
+        **prompts.non_tensor_batch,
+        "uid": object_array(
+            [uid if result.rows else f"{uid}/{n}" for n, (uid, result) in enumerate(zip(uids, results))]
+        ),
+        "finish_reason": object_array([row.finish.value for row in rows]),
+        "episode_end": object_array([result.end for result in results]),
+        "__num_turns__": object_array([result.num_turns for result in results]),
+        "branches": object_array([[asdict(row) for row in others] for _, *others in ranked]),
+    }
+    names = dict.fromkeys(name for result in results for name in result.extra)
+    values = {name: [result.extra.get(name, 0.0) for result in results] for name in names}
+    numbers = {name: column for name, column in values.items() if all(isinstance(v, int | float) for v in column)}
+    extra = {name: object_array([*map(float, column)]) for name, column in numbers.items()}
+    return DataProto.from_dict(tensors, columns | extra, {**prompts.meta_info, "reward_extra_keys": sorted(extra)})
+
+
+def with_branches(batch: DataProto, *, max_rows: int) -> DataProto:
+    """A batch with a row for every branch of its episodes, at most `max_rows` each; without branches it is returned.
+
+    All have as many rows, `meta_info["rows_per_episode"]`, as the episode with most of them, side by side, that of
+    `batch` first; those that are missing count nothing (mask 0).
+    """
+    branches = batch.non_tensor_batch.get("branches", ())
+    size = min(max_rows, 1 + max(map(len, branches), default=0))
+    if size == 1:
+        return batch
+    whole, pad_token_id = batch.repeat(size), batch.meta_info["pad_token_id"]
+    filled = [[TraceRow(**row) for row in others] + [_empty_row(pad_token_id)] * size for others in branches]
+    rows = [row for others in filled for row in others[: size - 1]]
+    widths = (batch.tensors["prompts"].shape[1], batch.tensors["responses"].shape[1])
+    for name, values in _tensors(rows, pad_token_id, *widths).items():
+        whole.tensors[name].unflatten(0, (-1, size))[:, 1:] = values.unflatten(0, (-1, size - 1))
+    whole.meta_info["rows_per_episode"] = size
+    dropped = {"agent/untrained_rows": float(sum(max(0, len(others) + 1 - size) for others in branches))}
+    whole.meta_info["source_metrics"] = {**whole.meta_info.get("source_metrics", {}), **dropped}
+    return whole
+
+
+def first_rows(batch: DataProto) -> DataProto:
+    """The row of each episode that `with_branches` was given."""
+    size = batch.meta_info.get("rows_per_episode", 1)
+    return batch if size == 1 else batch.select_idxs(torch.arange(0, len(batch), size))
+
+
+def _tensors(
+    rows: Sequence[TraceRow], pad_token_id: int, prompt_length: int, response_length: int
+) -> dict[str, Tensor]:
     left = partial(pad_rows, length=prompt_length, side="left")
     prompt_ids = left([row.prompt_ids for row in rows], value=pad_token_id)
     prompt_mask = left([[1] * len(row.prompt_ids) for row in rows], value=0)
     right = partial(pad_rows, length=response_length)
     responses = right([row.response_ids for row in rows], value=pad_token_id)
     attention = torch.cat([prompt_mask, right([[1] * len(row.mask) for row in rows], value=0)], -1)
-    tensors = {
+    return {
         "prompts": prompt_ids,
         "responses": responses,
         "input_ids": torch.cat([prompt_ids, responses], -1),
@@ -46,22 +99,8 @@ def collate_episodes(
         "token_level_scores": right([row.rewards for row in rows], value=0.0),
         "rollout_log_probs": right([row.log_probs for row in rows], value=0.0),
         "rollout_sampled_log_probs": right([row.sampled_log_probs for row in rows], value=0.0),
+        "row_weights": torch.tensor([row.weight for row in rows]),
     }
-    uids = prompts.non_tensor_batch["uid"]
-    columns: dict[str, Any] = {
-        **prompts.non_tensor_batch,
-        "uid": object_array(
-            [uid if result.rows else f"{uid}/{n}" for n, (uid, result) in enumerate(zip(uids, results))]
-        ),
-        "finish_reason": object_array([row.finish.value for row in rows]),
-        "episode_end": object_array([result.end for result in results]),
-        "__num_turns__": object_array([result.num_turns for result in results]),
-    }
-    names = dict.fromkeys(name for result in results for name in result.extra)
-    values = {name: [result.extra.get(name, 0.0) for result in results] for name in names}
-    numbers = {name: column for name, column in values.items() if all(isinstance(v, int | float) for v in column)}
-    extra = {name: object_array([*map(float, column)]) for name, column in numbers.items()}
-    return DataProto.from_dict(tensors, columns | extra, {**prompts.meta_info, "reward_extra_keys": sorted(extra)})
 
 
 def _empty_row(pad_token_id: int) -> TraceRow:

@@ -89,10 +89,12 @@ class Endpoint:
         given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         if episode is None:
             return _error(404, "not_found", "there is no open episode at this URL; it may have ended")
-        if not hmac.compare_digest(given.encode(), episode.key.encode()):
+        is_key = hmac.compare_digest(given.encode(), episode.key.encode())
+        if not is_key or "Origin" in request.headers:
+            episode.session.counts["refused_requests"] += 1
+            if is_key:
+                return _error(403, "forbidden", "requests of web pages are not answered")
             return _error(401, "invalid_api_key", "wrong key; use the OPENAI_API_KEY that the program was given")
-        if "Origin" in request.headers:
-            return _error(403, "forbidden", "requests of web pages are not answered")
         try:
             return await handler(request)
         except EpisodeEnd as ended:

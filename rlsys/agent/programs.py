@@ -27,16 +27,16 @@ def _workflow(call: Call) -> Workflow:
     """An episode of one run of a program; its reward is returned, posted to /reward, or the last answer's grade."""
     endpoint = Endpoint()
 
-    async def run(row: Row, session: Session) -> float | Score | None:
+    async def run(row: Row, session: Session) -> float | Score:
         episode = await endpoint.open(session)
         try:
             reward = await call(row, episode)
         finally:
             endpoint.end(episode)
         reward = episode.reward if reward is None else reward
-        if reward is not None or episode.last is None:
+        if reward is not None:
             return reward
-        return await session.grade(episode.last)
+        return 0.0 if episode.last is None else await session.grade(episode.last)
 
     return Workflow(run, close=endpoint.close)
 

@@ -90,14 +90,24 @@ class EpisodeRunner:
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
 
-    def submit(self, starts: Sequence[EpisodeStart], sampling: SamplingParams) -> list[Future[EpisodeResult]]:
-        """Start episodes, each once there is room for it; cancelling a future ends its episode."""
+    def submit(
+        self, starts: Sequence[EpisodeStart], sampling: SamplingParams, rooms: Mapping[str, float] | None = None
+    ) -> list[Future[EpisodeResult]]:
+        """Start episodes, each once there is room for it; cancelling a future ends its episode.
+
+        With `rooms` an epoch begins, in which each of these episodes draws while it has room in tokens, in whole turns.
+        """
         if self._rounds is not None:
-            self._loop.call_soon_threadsafe(self._rounds.add, len(starts))
+            self._loop.call_soon_threadsafe(self._rounds.add, len(starts), rooms)
         futures = [asyncio.run_coroutine_threadsafe(self._run(start, sampling), self._loop) for start in starts]
         for future in futures:
             future.add_done_callback(self._ended)
         return futures
+
+    def end_epoch(self) -> Future[None]:
+        """Done when all open episodes have ended or wait for the room of another epoch."""
+        assert self._rounds is not None
+        return asyncio.run_coroutine_threadsafe(self._rounds.end_epoch(), self._loop)
 
     def _ended(self, _: Future[EpisodeResult]) -> None:
         if self._rounds is not None and not self._loop.is_closed():
@@ -175,18 +185,11 @@ def _result(session: Session, outcome: Outcome, end: str, seconds: float, error:
     else:
         score = outcome if isinstance(outcome, Score) else Score(float(outcome or 0.0))
         rows = () if outcome is None else session.trace.rows(score.reward, score.turn_rewards)
-    return EpisodeResult(
-        rows,
-        score.reward if score.turn_rewards is None else sum(score.turn_rewards),
-        end if rows or end != "stop" else "no_draw",
-        session.trace.num_turns,
-        session.counts,
-        seconds,
-        session.tool_s,
-        {**score.extra, **({"tool_reward": session.tool_reward} if session.tool_reward else {})},
-        session.messages,
-        error,
-    )
+    reward = score.reward if score.turn_rewards is None else sum(score.turn_rewards)
+    end = end if rows or end != "stop" else "no_draw"
+    extra = {**score.extra, **({"tool_reward": session.tool_reward} if session.tool_reward else {})}
+    num_turns, tool_s, talk = session.trace.num_turns, session.tool_s, session.messages
+    return EpisodeResult(rows, reward, end, num_turns, session.counts, seconds, tool_s, extra, talk, error)
 
 
 def episode_metrics(results: Sequence[EpisodeResult]) -> dict[str, float]:
@@ -198,7 +201,7 @@ def episode_metrics(results: Sequence[EpisodeResult]) -> dict[str, float]:
     return {
         **{f"agent/end/{reason}": float(count) for reason, count in sorted(ends.items())},
         **{f"agent/{name}": float(count) for name, count in sorted(counts.items()) if name != "ids"},
-        "agent/untrained_rows": float(sum(max(0, len(result.rows) - 1) for result in results)),
+        "agent/rows": float(sum(len(result.rows) for result in results)),
         "agent/num_turns/mean": sum(result.num_turns for result in results) / n,
         "agent/episode_seconds/mean": sum(result.seconds for result in results) / n,
         "agent/tool_seconds/mean": sum(result.tool_s for result in results) / n,

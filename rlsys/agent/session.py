@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any
 
 from rlsys.agent.episode_log import EpisodeEnd, EpisodeLog
 from rlsys.agent.template import ChatTemplate, call_id, tool_call, with_arguments
 from rlsys.agent.tool_calls import ToolCall, parse_tool_calls
 from rlsys.agent.tool_pool import EpisodeTools, result_text
 from rlsys.agent.trace import Span, Trace
+from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
 from rlsys.rewards.pool.pool import failed
 from rlsys.types import Finish, ModelResponse, SamplingParams
 
-History = Literal["as_drawn", "as_rendered"]
 Sample = Callable[[Sequence[int], SamplingParams, str], Awaitable[ModelResponse]]
 """(token ids, sampling, session) -> response, as `RolloutFleet.sample`."""
 Grade = Callable[[Mapping[str, Any], str, Mapping[str, Any]], Awaitable["Score"]]
@@ -37,27 +38,19 @@ class Score:
 
 
 @dataclass(frozen=True)
-class EpisodeLimits:
-    """Budgets of one episode in tokens, turns and seconds; a prompt and what follows it are what one row may hold."""
-
-    max_prompt_tokens: int
-    max_response_tokens: int
-    max_turns: int = 1 << 30
-    max_tokens_per_turn: int = 1 << 30
-    max_tool_s: float = float("inf")
-    max_parallel_calls: int = 1 << 30
-
-
-@dataclass(frozen=True)
 class SessionSettings:
-    """What all episodes of a job share: the engine, the template, sampling, budgets and how answers are read."""
+    """What all episodes of a job share: the engine, the template, sampling, budgets and how answers are read.
+
+    A prompt and what follows it are what one row may hold.
+    """
 
     sample: Sample
     template: ChatTemplate
     sampling: SamplingParams
-    limits: EpisodeLimits
-    history: History = "as_drawn"
-    tool_format: str = "hermes"
+    max_prompt_tokens: int
+    max_response_tokens: int
+    agent: AgentConfig
+    turns: MultiTurnConfig
     grade: Grade | None = None
 
 
@@ -125,7 +118,7 @@ class Session:
     async def call(self, tool: str | ToolCall, **arguments: Any) -> str:
         """What a tool returns, as text for the model; errors and timeouts are texts too, and are counted."""
         call = ToolCall(tool, arguments) if isinstance(tool, str) else tool
-        if self.tool_s >= self.settings.limits.max_tool_s:
+        if self.tool_s >= (self.settings.agent.max_tool_seconds or math.inf):
             raise self._ended("tool")
         if self.tools is None or call.error:
             result = failed("error", 0.0, call.error or "there are no tools")
@@ -138,7 +131,7 @@ class Session:
 
     async def call_tools(self, answer: Answer) -> None:
         """Run an answer's tool calls, at most `max_parallel_calls` together, and add their results in order."""
-        limit = asyncio.Semaphore(self.settings.limits.max_parallel_calls)
+        limit = asyncio.Semaphore(self.settings.turns.max_parallel_calls)
 
         async def result(number: int, call: ToolCall) -> Mapping[str, Any]:
             async with limit:
@@ -181,7 +174,7 @@ class Session:
             key = message_key(message, key)
             if (span := self._drawn.get(key)) is not None:
                 last, rest = span, conversation[number + 1 :]
-        rendered = self.settings.history == "as_rendered"
+        rendered = self.settings.agent.history == "as_rendered"
         branch = None if last is None or rendered else last
         cached = self._given.get((id(branch), key))
         if cached is not None:
@@ -199,23 +192,23 @@ class Session:
         return span, key
 
     async def _sample(self, parent: Span, changes: Mapping[str, Any]) -> ModelResponse:
-        limits = self.settings.limits
-        if parent.next_turn >= limits.max_turns:
+        settings = self.settings
+        if parent.next_turn >= settings.turns.max_turns:
             raise self._ended("turns")
         path = parent.path
         num_prompt = next((s.parent.num_tokens for s in path if s.is_drawn and s.parent), parent.num_tokens)
-        if num_prompt > limits.max_prompt_tokens:
+        if num_prompt > settings.max_prompt_tokens:
             raise self._ended("context")
-        room = limits.max_response_tokens - (parent.num_tokens - num_prompt)
+        room = settings.max_response_tokens - (parent.num_tokens - num_prompt)
         if room < 1:
             raise self._ended("length")
-        ids, sampling = parent.context, replace(self.settings.sampling, **changes)
-        most = min(sampling.max_new_tokens, limits.max_tokens_per_turn, room)
+        ids, sampling = parent.context, replace(settings.sampling, **changes)
+        most = min(sampling.max_new_tokens, settings.agent.max_tokens_per_turn or room, room)
         seed = _seed(self.seed, self._num_draws[id(parent)], ids)
         self._num_draws[id(parent)] += 1
         params = replace(sampling, max_new_tokens=most, seed=seed)
         request = {"num_prompt_tokens": len(ids), **asdict(params)}
-        draw = partial(self.settings.sample, ids, params, self.name)
+        draw = partial(settings.sample, ids, params, self.name)
         return await self.log.result(request, draw, partial(_response, ids))
 
     def _answer(self, span: Span) -> Answer:
@@ -223,7 +216,7 @@ class Session:
         ends = {tokenizer.eos_token_id, *self.settings.sampling.stop_token_ids}
         ids = span.ids[:-1] if span.ids[-1:] and span.ids[-1] in ends else span.ids
         text = str(tokenizer.decode(list(ids), skip_special_tokens=False))
-        content, calls = parse_tool_calls(text, self.settings.tool_format)
+        content, calls = parse_tool_calls(text, self.settings.turns.format)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
             first = self.counts["ids"]

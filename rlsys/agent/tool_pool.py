@@ -13,6 +13,7 @@ from typing import Any
 from rlsys.agent.episode_log import EpisodeLog
 from rlsys.agent.tool_process import CREATE, LOST
 from rlsys.agent.tools import Tool
+from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
 from rlsys.rewards.pool.pool import Grader, RewardItem, RewardPool, RewardResult, failed
 from rlsys.utils.errors import ConfigError
 
@@ -22,14 +23,12 @@ PROCESS = str(Path(__file__).with_name("tool_process.py"))
 class ToolPool:
     """`num_workers` processes for functions, as many for objects (each hosts many), and one for async functions.
 
-    They start when they are first needed. A call takes at most `timeout_s`; texts longer than `max_chars` are cut.
+    They start when they are first needed. A call takes at most `tool_timeout_s`; longer texts are cut.
     """
 
-    def __init__(
-        self, *, num_workers: int = 8, timeout_s: float = 30.0, max_chars: int = 4096, side: str = "middle"
-    ) -> None:
-        self._num_workers, self._timeout_s = num_workers, timeout_s
-        self._cut = {"max_chars": max_chars, "side": side}
+    def __init__(self, agent: AgentConfig, turns: MultiTurnConfig) -> None:
+        self._num_workers, self._timeout_s = agent.num_workers, agent.tool_timeout_s
+        self._cut = {"max_chars": turns.max_tool_response_length, "side": turns.tool_response_truncate_side}
         self._pools: dict[str, RewardPool] = {}
         self._num_objects = 0
 

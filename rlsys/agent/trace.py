@@ -61,7 +61,8 @@ class TraceRow:
     """A path as a training row: `prompt_ids` up to the first drawn span, then R response tokens.
 
     All but the first tuple have R entries: `mask` is 1 on tokens drawn and not trained in an earlier row, `turn_ids`
-    and `versions` are -1 on given tokens, log-probs 0. `rewards` are on the last token of a turn or of the row.
+    and `versions` are -1 on given tokens, log-probs 0. `rewards` are on the last token of a turn or of the row;
+    `weight` is what they count in the episode's reward.
     """
 
     prompt_ids: tuple[int, ...]
@@ -90,17 +91,8 @@ class Trace:
         """Add what the engine drew behind `parent`. ValueError if it was given other tokens than that path."""
         if tuple(response.input_tokens) != parent.context:
             raise ValueError(f"response {response.rid} continues other tokens than the path of its episode")
-        return self._add(
-            Span(
-                response.output_tokens,
-                parent,
-                parent.next_turn,
-                response.output_logprobs,
-                response.sampled_logprobs,
-                response.output_versions,
-                response.stop_reason,
-            )
-        )
+        drawn = (response.output_logprobs, response.sampled_logprobs, response.output_versions, response.stop_reason)
+        return self._add(Span(response.output_tokens, parent, parent.next_turn, *drawn))
 
     def _add(self, span: Span) -> Span:
         if span.parent is not None and span.parent not in self.spans:
@@ -113,10 +105,11 @@ class Trace:
         return sum(span.is_drawn for span in self.spans)
 
     def rows(self, reward: float = 0.0, turn_rewards: Sequence[float] | None = None) -> list[TraceRow]:
-        """One row for every path that ends in a drawn span without drawn spans behind it, each of weight 1/rows.
+        """One row for every path that ends in a drawn span without drawn spans behind it.
 
-        A drawn span counts in the first row that contains it. `reward` is put on the last drawn token of each row;
-        `turn_rewards`, one for each draw in the order of the draws, go to the last tokens of their turns instead.
+        A drawn span counts in the first row that contains it. `reward` is put on the last drawn token of each row, of
+        weight 1/rows; `turn_rewards`, one for each draw in the order of the draws, go to the last tokens of their turns
+        instead, in rows of weight 1.
         """
         drawn = [span for span in self.spans if span.is_drawn and span.ids]
         if turn_rewards is not None and len(turn_rewards) != self.num_turns:
@@ -127,8 +120,10 @@ class Trace:
         trained: set[int] = set()
         rows = []
         for leaf in leaves:
-            rewards = by_turn if turn_rewards is not None else {id(leaf): reward}
-            rows.append(_row(leaf.path, trained, rewards, 1.0 / len(leaves)))
+            if turn_rewards is not None:
+                rows.append(_row(leaf.path, trained, by_turn, 1.0))
+            else:
+                rows.append(_row(leaf.path, trained, {id(leaf): reward}, 1.0 / len(leaves)))
             trained |= {id(span) for span in leaf.path}
         return rows
 
@@ -138,20 +133,11 @@ def _row(path: list[Span], trained: set[int], rewards: dict[int, float], weight:
     spans = path[first:]
     columns = []
     for span in spans:
-        counts = int(span.is_drawn and id(span) not in trained)
-        zeros = (0.0,) * len(span.ids)
-        reward = rewards.get(id(span), 0.0) if counts else 0.0
-        columns.append(
-            zip(
-                span.ids,
-                [counts] * len(span.ids),
-                span.log_probs or zeros,
-                span.sampled_log_probs or zeros,
-                span.versions or (-1,) * len(span.ids),
-                [span.turn] * len(span.ids),
-                (*zeros[1:], reward),
-            )
-        )
+        counts, size = span.is_drawn and id(span) not in trained, len(span.ids)
+        zeros = (0.0,) * size
+        drawn = (span.log_probs or zeros, span.sampled_log_probs or zeros, span.versions or (-1,) * size)
+        placed = (*zeros[1:], rewards.get(id(span), 0.0) if counts else 0.0)
+        columns.append(zip(span.ids, [int(counts)] * size, *drawn, [span.turn] * size, placed))
     ids, mask, log_probs, sampled, versions, turns, placed = zip(*(token for column in columns for token in column))
     prompt = tuple(token for span in path[:first] for token in span.ids)
     assert path[-1].finish is not None

@@ -24,7 +24,7 @@ from rlsys.algorithms.kl import KLController, kl_in_reward
 from rlsys.algorithms.masked import at_last_token
 from rlsys.algorithms.normalize import normalize, shape_rewards
 from rlsys.algorithms.registry import SectionView
-from rlsys.algorithms.turns import spread_turns, turn_inputs
+from rlsys.algorithms.turns import episode_inputs, spread_turns, turn_inputs
 from rlsys.config.schema.actor import ActorConfig
 from rlsys.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from rlsys.protocol import DataProto
@@ -96,7 +96,9 @@ def shape_batch_rewards(batch: DataProto, config: AlgorithmConfig, *, num_repeat
         return batch
     scores, ids = column(batch, "token_level_scores").sum(dim=1), group_ids(batch, num_repeat=num_repeat)
     truncated = is_truncated(batch) if config.mask_no_eos_with_zero else torch.zeros(len(batch), dtype=torch.bool)
-    shaped = shape_rewards(scores, config, group_ids=ids, truncated=truncated)
+    size = batch.meta_info.get("rows_per_episode", 1)
+    shaped = shape_rewards(scores[::size], config, group_ids=ids[::size], truncated=truncated[::size])
+    shaped = shaped.repeat_interleave(size)
     return with_columns(batch, token_level_scores=at_last_token(shaped, column(batch, "response_mask")))
 
 
@@ -126,8 +128,9 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig, *, num_repeat: 
     Needs token_level_rewards and response_mask; `uid` for estimators with groups (else every `num_repeat` rows are
     one); values for gae; reward_baselines (B,) for remax; old_log_probs and sum_pi_squared for the optimal token
     baselines; the non-tensor columns `gdpo_reward_keys` for gdpo. ValueError naming what is missing.
-    `adv_norm` replaces the estimator's own whitening by AReaL's normalisation. With `use_pf_ppo` the rows are resampled
-    by their reward, drawn from `seed`.
+    In a group an episode of several rows counts once, their rewards weighted by `row_weights`. `adv_norm` replaces the
+    estimator's own whitening by AReaL's normalisation. With `use_pf_ppo` the rows are resampled by their reward, drawn
+    from `seed`.
     """
     ids, tensors = group_ids(batch, num_repeat=num_repeat), tensors_of(batch.batch)
     inputs: dict[str, Any] = {name: tensors.get(name) for name in INPUTS}
@@ -137,13 +140,18 @@ def compute_advantage(batch: DataProto, config: AlgorithmConfig, *, num_repeat: 
     if "component_scores" in estimator_takes(config.adv_estimator):
         inputs["component_scores"] = _components(batch, config.gdpo_reward_keys or ())
         inputs["component_weights"] = _weights(config.gdpo_reward_keys or (), config.gdpo_reward_weights)
-    turn_ids = tensors.get("turn_ids")
-    by_turn = config.adv_estimator == "gae" and config.gae_unit == "turn" and turn_ids is not None
-    estimated = call_adv_estimator(config.adv_estimator, turn_inputs(inputs, turn_ids) if by_turn else inputs)
-    if by_turn:
-        mask, dtype = inputs["response_mask"], inputs["token_level_rewards"].dtype
-        estimated = tuple(spread_turns(values, mask, turn_ids, dtype) for values in estimated)
-    advantages, returns = estimated
+    in_groups = bool(estimator_takes(config.adv_estimator) & {"group_ids", "index"})
+    size = batch.meta_info.get("rows_per_episode", 1) if in_groups else 1
+    inputs["turn_ids"] = tensors.get("turn_ids") if config.adv_unit == "turn" else None
+    if size > 1:
+        inputs = episode_inputs(inputs, column(batch, "row_weights"), size)
+    turn_ids, mask, rewards = inputs.pop("turn_ids"), inputs["response_mask"], inputs["token_level_rewards"]
+    if turn_ids is not None:
+        inputs = turn_inputs(inputs, turn_ids, in_groups=in_groups)
+    estimated = call_adv_estimator(config.adv_estimator, inputs)
+    if turn_ids is not None:
+        estimated = tuple(spread_turns(values, mask, turn_ids, rewards.dtype) for values in estimated)
+    advantages, returns = (values.reshape(len(batch), -1) for values in estimated)
     if config.adv_norm.enabled:
         advantages = normalize(advantages, config.adv_norm, group_ids=ids, mask=column(batch, "response_mask"))
     batch = with_columns(batch, advantages=advantages, returns=returns)

@@ -55,8 +55,8 @@ def mini_batches(
 def ppo_mini_batches(
     batch: DataProto, config: ActorConfig | CriticConfig, *, rollout_n: int, dp_size: int
 ) -> Iterator[MiniBatch]:
-    """This rank's share of each mini-batch: `ppo_mini_batch_size` prompts of `rollout_n` rows by `dp_size` ranks."""
-    num_rows = config.ppo_mini_batch_size * rollout_n // dp_size
+    """This rank's share of each mini-batch: `ppo_mini_batch_size` prompts of `rollout_n` answers by `dp_size` ranks."""
+    num_rows = config.ppo_mini_batch_size * rollout_n * batch.meta_info.get("rows_per_episode", 1) // dp_size
     if num_rows < 1:
         raise ValueError(f"ppo_mini_batch_size={config.ppo_mini_batch_size} gives {dp_size} ranks no row each")
     return mini_batches(

@@ -69,7 +69,11 @@ class LocalHost(WorkerHost):
 
 
 class LocalBackend(Backend):
-    """Worker objects of this process, each with the environment of its rank while its code runs."""
+    """Worker objects of this process, each with the environment of its rank while its code runs.
+
+    A worker that is alone only has it while it is built: threads that read variables meanwhile (tokenizers do) crash
+    when another one changes them, and its methods need none.
+    """
 
     def __init__(self, cls_with_init: ClassWithInitArgs, role: str, world_size: int, deadlines: Deadlines) -> None:
         super().__init__(world_size, deadlines)
@@ -90,7 +94,8 @@ class LocalBackend(Backend):
     def submit(self, role: str, stage: str, calls: Sequence[RankCall]) -> list[Pending]:
         pending = []
         for call in calls:
-            answered = self._in_rank(call.rank, partial(self._hosts[call.rank].call, call.spec, *call.values))
+            run = partial(self._hosts[call.rank].call, call.spec, *call.values)
+            answered = run() if self.world_size == 1 else self._in_rank(call.rank, run)
             pending.append(Pending(self, role, call.rank, stage, answered))
         return pending
 

@@ -61,6 +61,12 @@ def test_every_rank_knows_its_place(group: WorkerGroup) -> None:
     assert group.world_size == NUM_RANKS == len(group.workers)
 
 
+def test_calls_of_a_local_worker_that_is_alone_change_no_variables() -> None:
+    with _make("local", Calculator, 7, num_ranks=1) as group:
+        assert group.whoami()[0]["RANK"] is None
+        assert group.execute_all_sync("plain", 1) == [(0, 8)]
+
+
 def test_variables_of_a_rank_cannot_be_overridden(ray_cluster: object) -> None:
     env, pool = {"WORLD_SIZE": "100", "MASTER_PORT": "1", "MINE": "2"}, RayResourcePool([1], use_gpu=False)
     with pytest.raises(ValueError, match="worker_env sets MASTER_PORT, WORLD_SIZE"):

@@ -36,6 +36,8 @@ async def two_turns(row, session):
     length = await session.call("add", a=len(answer.text), b=1)
     session.add({"role": "tool", "name": "add", "tool_call_id": "call00000", "content": length})
     answer = await session.draw(max_new_tokens=6)
+    for n in range(int(session.seed) % 3):
+        await session.draw([{"role": "user", "content": f"{n}"}], max_new_tokens=3)
     return (sum(answer.text.encode()) % 7) / 6
 
 
@@ -106,6 +108,9 @@ def test_a_run_trains_on_episodes_with_a_tool_and_repeats_bit_for_bit(
     steps = [record for record in read_jsonl(out / "metrics.jsonl") if "agent/end/stop" in record]
     assert [step["agent/end/stop"] for step in steps] == [32.0, 32.0]
     assert all(step["agent/tool_ok"] == 32.0 for step in steps)
+    assert all(32.0 < step["agent/rows"] <= 96.0 for step in steps), "branches are rows of their own"
+    assert all(step["agent/untrained_rows"] == 0.0 for step in steps)
+    assert [len(rows.splitlines()) for rows in rollouts] == [32, 32]
     assert all(step["training/rollout_probs_diff_max"] < 1e-3 for step in steps)
     assert len({json.loads(row)["score"] for row in rollouts[0].splitlines()}) > 2
     episodes = read_jsonl(out / "rollouts" / "episodes" / "2.jsonl")
@@ -113,8 +118,9 @@ def test_a_run_trains_on_episodes_with_a_tool_and_repeats_bit_for_bit(
     for episode, row in zip(episodes, rollouts[0].splitlines()[:3]):
         assert replay.main([f"{out}/rollouts/episodes/2.jsonl", "--name", episode["name"]]) == 0
         printed = capsys.readouterr().out
-        assert f"reward {json.loads(row)['score']:g}, 2 turns, end stop" in printed
-        assert "--- tool" in printed
+        turns = sum("num_prompt_tokens" in entry["request"] for entry in episode["log"])
+        assert f"reward {json.loads(row)['score']:g}, {turns} turns, end stop" in printed
+        assert "--- tool" in printed or turns > 2
     other = out / "other.jsonl"
     other.write_text((out / "rollouts" / "episodes" / "2.jsonl").read_text().replace('"b": 1', '"b": 2'))
     assert replay.main([str(other)]) == 1

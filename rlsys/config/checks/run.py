@@ -85,10 +85,8 @@ def _staleness(cfg: PPOConfig) -> Iterator[str]:
     in_process = trainer.backend == "local" and trainer.device == "cpu" and rollout.name == "hf"
     if pools.colocated and not in_process:
         yield wrong(cfg, STALENESS, "generating ahead needs separate rollout processes; set trainer.rollout_workers=1")
-    is_remax = cfg.algorithm.adv_estimator == "remax"
-    if is_remax or (rollout.has_workflow and trainer.reproducible):
-        both = "the baselines of adv_estimator=remax" if is_remax else "a workflow's episodes with trainer.reproducible"
-        yield wrong(cfg, STALENESS, f"{both} are not generated ahead", 0)
+    if cfg.algorithm.adv_estimator == "remax":
+        yield wrong(cfg, STALENESS, "the baselines of adv_estimator=remax are not generated ahead", 0)
     if 0 < trainer.lookahead >= trainer.max_staleness:
         yield wrong(cfg, "trainer.lookahead", f"must be below {STALENESS}={trainer.max_staleness}", 0)
     if trainer.reproducible:

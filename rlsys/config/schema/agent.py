@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from rlsys.config.schema import types as t
@@ -39,6 +40,8 @@ class AgentConfig(Section):
     """Seconds after which a tool call is killed."""
     episode_timeout_s: t.Seconds = 600.0
     """Seconds after which an episode is given up."""
+    max_rows: t.Count = 8
+    """Rows to train on of an episode with branches (rewritten histories, parallel conversations), the longest first."""
     max_failed_share: t.Fraction = 0.5
     """Share of a batch's episodes that may fail with an error or their timeout before the run stops."""
 
@@ -64,3 +67,9 @@ class MultiTurnConfig(Section):
     """Longest tool result, in characters."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = "middle"
     """Part of a longer result that is left out: its end (left), middle or start (right)."""
+
+    @property
+    def max_turns(self) -> float:
+        """Largest number of turns of the model."""
+        user_turns = math.inf if self.max_user_turns is None else self.max_user_turns + 1
+        return min(self.max_assistant_turns or math.inf, user_turns)

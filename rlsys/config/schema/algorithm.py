@@ -20,6 +20,7 @@ REINFORCE_NEEDS_BYPASS = Requires(".bypass_mode", given=("reinforce",), why="it 
 GDPO_NEEDS_KEYS = Requires(".gdpo_reward_keys", given=("gdpo",), why="it normalizes keys", to="[correct,format]")
 ONLY_GDPO = Requires(".adv_estimator", ("gdpo",), why="only gdpo uses it")
 IF_GRPO = ActiveIf(".adv_estimator", ("grpo", "grpo_vectorized", "grpo_passk", "gdpo"))
+HAS_TURNS = Requires(".adv_estimator", ("gae", "grpo", "rloo", "rloo_vectorized"), why="others ignore turns", to="grpo")
 ONLY_CUSTOM = Requires(".path", why="there is no custom function", to="<file>")
 GRADER_NEEDS_MODEL = Requires(".model_path", why="it needs a model", to="<folder of the reward model>")
 POOL_NEEDS_NODES = Requires(".nnodes", why="its own pool needs nodes", to="1")
@@ -198,8 +199,9 @@ class AlgorithmConfig(Section):
     """Discount."""
     lam: Annotated[t.Fraction, ActiveIf(".adv_estimator", ("gae",))] = 1.0
     """GAE's lambda."""
-    gae_unit: Annotated[Literal["token", "turn"], ActiveIf(".adv_estimator", ("gae",))] = "token"
-    """What GAE discounts by: tokens, or the turns of a response, of which all tokens share the advantage."""
+    adv_unit: Annotated[Literal["token", "turn"], HAS_TURNS] = "token"
+    """What GAE discounts by (token, turn) and groups compare (answers, turns of episodes); a turn's tokens share its
+    advantage."""
     norm_adv_by_std_in_grpo: Annotated[t.Flag, IF_GRPO] = True
     """Divide GRPO advantages by the group's standard deviation; false is Dr. GRPO."""
     use_kl_in_reward: t.Flag = False

@@ -7,8 +7,10 @@ from random import Random
 
 from transformers import PreTrainedTokenizerBase
 
-from rlsys.agent.session import EpisodeLimits, SessionSettings
+from rlsys.agent.session import SessionSettings
 from rlsys.agent.template import ChatTemplate
+from rlsys.agent.tool_pool import ToolPool
+from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
 from rlsys.types import Finish, ModelResponse, SamplingParams
 
 
@@ -37,5 +39,12 @@ class RandomEngine:
 
 def settings_for(engine: RandomEngine, template: ChatTemplate, **changes) -> SessionSettings:
     """Settings with wide budgets and temperature 1."""
-    limits = changes.pop("limits", EpisodeLimits(100_000, 100_000))
-    return SessionSettings(engine.sample, template, SamplingParams(512), limits, **changes)
+    limits = changes.pop("limits", (100_000, 100_000))
+    changes = {"agent": AgentConfig(), "turns": MultiTurnConfig(), **changes}
+    return SessionSettings(engine.sample, template, SamplingParams(512), *limits, **changes)
+
+
+def tool_pool(*, num_workers: int = 8, timeout_s: float = 30.0, max_chars: int = 256) -> ToolPool:
+    """A pool with these settings."""
+    agent = AgentConfig(num_workers=num_workers, tool_timeout_s=timeout_s)
+    return ToolPool(agent, MultiTurnConfig(max_tool_response_length=max_chars))

@@ -26,7 +26,7 @@ from rlsys.agent.tools import target_of, tools_of_class
 from rlsys.types import SamplingParams
 from rlsys.utils.errors import ConfigError
 from tests.timing import scaled_s, wait_until
-from tests.unit.agent.engine import RandomEngine, settings_for
+from tests.unit.agent.engine import RandomEngine, settings_for, tool_pool
 from tests.unit.agent.templates import HERMES, tokenizer_with
 
 SERVER = Path(__file__).with_name("mcp_server.py")
@@ -34,7 +34,7 @@ SERVER = Path(__file__).with_name("mcp_server.py")
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ToolPool]:
-    pool = ToolPool(num_workers=1, timeout_s=scaled_s(20.0), max_chars=1000)
+    pool = tool_pool(num_workers=1, timeout_s=scaled_s(20.0), max_chars=1000)
     yield pool
     pool.close()
 
@@ -180,7 +180,7 @@ def test_an_environment_of_verifiers_scores_its_rollout(tmp_path, monkeypatch):
     template = ChatTemplate(tokenizer_with(HERMES), kinds=("user", "tool"))
     engine = RandomEngine(template.tokenizer, lambda _: "ok")
     workflow = command_workflow(f"{sys.executable} -m rlsys.agent.verifiers")
-    runner = EpisodeRunner(settings_for(engine, template), workflow, ToolPool(), deadline_s=scaled_s(60.0))
+    runner = EpisodeRunner(settings_for(engine, template), workflow, tool_pool(), deadline_s=scaled_s(60.0))
     row = {
         "prompt": [{"role": "user", "content": "Reverse ko."}],
         "reward_model": {"ground_truth": "ok"},

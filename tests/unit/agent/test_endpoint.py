@@ -16,12 +16,11 @@ import pytest
 from rlsys.agent.endpoint import Endpoint
 from rlsys.agent.programs import command_workflow, function_workflow
 from rlsys.agent.runner import EpisodeRunner, EpisodeStart
-from rlsys.agent.session import EpisodeLimits, Score, Session
+from rlsys.agent.session import Score, Session
 from rlsys.agent.template import ChatTemplate
-from rlsys.agent.tool_pool import ToolPool
 from rlsys.types import SamplingParams
 from tests.timing import scaled_s, wait_until
-from tests.unit.agent.engine import RandomEngine, settings_for
+from tests.unit.agent.engine import RandomEngine, settings_for, tool_pool
 from tests.unit.agent.templates import HERMES, tokenizer_with
 from tests.unit.agent.test_exact_tokens import check_rows
 
@@ -57,7 +56,7 @@ class Client:
 async def episode():
     """(client, engine, session) of an open episode whose model writes `ok`, or tool calls where there are tools."""
     engine = RandomEngine(TEMPLATE.tokenizer, lambda text: CALL + CALL if "<|im_start|>system\nTools" in text else "ok")
-    session = Session(settings_for(engine, TEMPLATE, limits=EpisodeLimits(2000, 2000)), seed=1)
+    session = Session(settings_for(engine, TEMPLATE, limits=(2000, 2000)), seed=1)
     endpoint = Endpoint()
     opened = await endpoint.open(session)
     async with aiohttp.ClientSession() as http:
@@ -172,13 +171,13 @@ async def test_what_other_apis_cannot_ask_for_is_answered_and_counted(episode, p
 
 
 async def test_wrong_keys_origins_and_ended_episodes_get_nothing(episode):
-    client, engine, _ = episode
+    client, engine, session = episode
     body = {"messages": [user("a")]}
     assert (await client.post(body, Authorization="Bearer x"))[0] == 401
     assert (await client.post(body, Origin="http://evil.example"))[0] == 403
     client.url = client.url.replace("/e/", "/e/x")
     assert (await client.post(body))[0] == 404
-    assert engine.draws == []
+    assert (engine.draws, session.counts["refused_requests"]) == ([], 2)
 
 
 async def test_a_budget_that_is_used_up_is_an_error_that_is_not_retried(episode):
@@ -190,7 +189,7 @@ async def test_a_budget_that_is_used_up_is_an_error_that_is_not_retried(episode)
 def run_program(workflow, **changes):
     engine = RandomEngine(TEMPLATE.tokenizer, lambda _: "ok")
     settings = settings_for(engine, TEMPLATE, grade=grade)
-    runner = EpisodeRunner(settings, workflow, ToolPool(), **changes)
+    runner = EpisodeRunner(settings, workflow, tool_pool(), **changes)
     try:
         return runner.submit([EpisodeStart(ROW, 3)], SamplingParams(64))[0].result(scaled_s(30.0))
     finally:
@@ -222,7 +221,7 @@ def test_a_program_that_fails_or_hangs_is_an_episode_that_failed():
     hung = run_program(command_workflow(command), deadline_s=0.5)
     assert hung.end == "deadline"
     assert wait_until(lambda: command.split() not in [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])])
-    assert run_program(command_workflow("true")).end == "rejected"
+    assert run_program(command_workflow("true")).end == "no_draw"
 
 
 def test_a_function_gets_what_it_names(tmp_path):

@@ -15,12 +15,11 @@ from rlsys.agent.episode_log import EpisodeLog, read_episodes, write_episodes
 from rlsys.agent.presets import load_workflow
 from rlsys.agent.runner import EpisodeRunner, EpisodeStart, episode_metrics
 from rlsys.agent.template import ChatTemplate
-from rlsys.agent.tool_pool import ToolPool
 from rlsys.agent.tools import tool_of
 from rlsys.types import SamplingParams
 from tests.timing import scaled_s, wait_until
 from tests.unit.agent import user_tools
-from tests.unit.agent.engine import RandomEngine, settings_for
+from tests.unit.agent.engine import RandomEngine, settings_for, tool_pool
 from tests.unit.agent.templates import HERMES, tokenizer_with
 
 TOKENIZER = tokenizer_with(HERMES)
@@ -67,7 +66,7 @@ class StoppingEngine(RandomEngine):
 
 def run(starts, engine, *, workflow=agent, until=None):
     """The results of episodes in new tool processes; with `until` they are killed once it holds."""
-    pool = ToolPool(num_workers=2, timeout_s=scaled_s(10.0))
+    pool = tool_pool(num_workers=2, timeout_s=scaled_s(10.0))
     tools = [*WORKFLOW.tools, tool_of(user_tools.log_call)]
     settings = settings_for(engine, TEMPLATE)
     runner = EpisodeRunner(settings, replace(WORKFLOW, run=workflow, tools=tools), pool, max_concurrent=8)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rlsys.agent.session import Session
 from rlsys.agent.template import ChatTemplate, call_id
 from rlsys.agent.trace import Trace
+from rlsys.config.schema.agent import AgentConfig
 from tests.unit.agent.engine import RandomEngine, settings_for
 from tests.unit.agent.templates import APPENDING, tokenizer_with
 
@@ -30,7 +31,7 @@ async def random_episode(seed: int, name: str, history: str) -> tuple[RandomEngi
     random, template = Random(seed), template_of(name)
     writes = (lambda _: random.choice(["ok", CALL, f"so {CALL}{CALL}"])) if random.random() < 0.5 else None
     engine = RandomEngine(template.tokenizer, writes)
-    session = Session(settings_for(engine, template, history=history), seed=seed)
+    session = Session(settings_for(engine, template, agent=AgentConfig(history=history)), seed=seed)
     session.add({"role": "system", "content": "be brief"}, f"question {seed}")
     is_append_only = history == "as_drawn"
     answer = await session.draw()

@@ -11,10 +11,9 @@ from rlsys.agent.programs import command_workflow
 from rlsys.agent.runner import EpisodeRunner, EpisodeStart
 from rlsys.agent.session import Score
 from rlsys.agent.template import ChatTemplate
-from rlsys.agent.tool_pool import ToolPool
 from rlsys.types import SamplingParams
 from tests.timing import scaled_s
-from tests.unit.agent.engine import RandomEngine, settings_for
+from tests.unit.agent.engine import RandomEngine, settings_for, tool_pool
 from tests.unit.agent.templates import HERMES, tokenizer_with
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -41,7 +40,7 @@ def test_a_program_of_another_library_is_an_agent_with_exact_tokens(program):
     engine = RandomEngine(TEMPLATE.tokenizer, calculator)
     settings = settings_for(engine, TEMPLATE, grade=grade)
     workflow = command_workflow(f"{sys.executable} {PROGRAMS / program}.py")
-    runner = EpisodeRunner(settings, workflow, ToolPool(), deadline_s=scaled_s(60.0))
+    runner = EpisodeRunner(settings, workflow, tool_pool(), deadline_s=scaled_s(60.0))
     try:
         result = runner.submit([EpisodeStart(ROW, 3)], SamplingParams(512))[0].result(scaled_s(90.0))
     finally:

@@ -10,18 +10,19 @@ import pytest
 
 from rlsys.agent.builtin_tools import SearchTool, calculator, python
 from rlsys.agent.tool_config import tools_of_yaml
-from rlsys.agent.tool_pool import EpisodeTools, ToolPool, result_text
+from rlsys.agent.tool_pool import EpisodeTools, result_text
 from rlsys.agent.tools import as_text, tool_of, tools_of_class, tools_of_file
 from rlsys.utils.errors import ConfigError
 from tests.timing import scaled_s, wait_until
 from tests.unit.agent import user_tools
+from tests.unit.agent.engine import tool_pool
 
 FILE = user_tools.__file__
 
 
 @pytest.fixture(scope="module")
 def pool():
-    pool = ToolPool(num_workers=2, timeout_s=scaled_s(2.0), max_chars=100)
+    pool = tool_pool(num_workers=2, timeout_s=scaled_s(2.0), max_chars=100)
     yield pool
     pool.close()
 
@@ -60,7 +61,7 @@ async def test_huge_and_binary_results_are_cut_to_text(pool):
 
 
 async def test_a_hung_tool_costs_its_deadline_and_no_neighbour(tmp_path):
-    pool, pid_file = ToolPool(num_workers=2, timeout_s=2.0), tmp_path / "pid"
+    pool, pid_file = tool_pool(num_workers=2, timeout_s=2.0), tmp_path / "pid"
     tools = tools_with(pool, user_tools.fork_and_hang, user_tools.add)
     await tools.call("add", {"a": 0, "b": 0})  # the processes have started
     start_s = time.monotonic()
@@ -131,7 +132,7 @@ def test_functions_of_a_file_that_are_marked_are_tools():
         (lambda: tool_of(lambda: 1), "top level|type hints|docstring"),
         (lambda: tool_of("no.module:f"), "tools=no.module:f cannot be loaded"),
         (lambda: tools_of_yaml("/no/file", key="k"), "k=/no/file: local file not found"),
-        (lambda: EpisodeTools(ToolPool(), [tool_of(user_tools.add)] * 2), "more than one tool"),
+        (lambda: EpisodeTools(tool_pool(), [tool_of(user_tools.add)] * 2), "more than one tool"),
     ],
 )
 def test_a_tool_that_cannot_be_used_is_a_config_error(make, message):

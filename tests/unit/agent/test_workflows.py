@@ -16,16 +16,16 @@ from rlsys.agent.collate import collate_episodes
 from rlsys.agent.presets import load_workflow
 from rlsys.agent.rounds import Rounds
 from rlsys.agent.runner import EpisodeRunner, EpisodeStart, episode_metrics
-from rlsys.agent.session import EpisodeLimits, Score
+from rlsys.agent.session import Score
 from rlsys.agent.template import ChatTemplate
-from rlsys.agent.tool_pool import ToolPool
 from rlsys.agent.tools import tool_of
+from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
 from rlsys.protocol import DataProto, object_array
 from rlsys.types import GenerationHyperparameters, ModelRequest, SamplingParams
 from rlsys.utils.errors import ConfigError, RolloutError
 from tests.timing import scaled_s
 from tests.unit.agent import user_tools
-from tests.unit.agent.engine import RandomEngine, settings_for
+from tests.unit.agent.engine import RandomEngine, settings_for, tool_pool
 from tests.unit.agent.templates import HERMES, tokenizer_with
 
 TOKENIZER = tokenizer_with(HERMES)
@@ -39,7 +39,7 @@ async def grade(row, answer, extra_info):
 
 @pytest.fixture(scope="module")
 def pool():
-    pool = ToolPool(num_workers=1, timeout_s=scaled_s(3.0))
+    pool = tool_pool(num_workers=1, timeout_s=scaled_s(3.0))
     yield pool
     pool.close()
 
@@ -169,21 +169,21 @@ def test_an_episode_ends_at_its_deadline(episode):
 
 
 @pytest.mark.parametrize(
-    ("limits", "end", "turns"),
+    ("changes", "end", "turns"),
     [
-        (EpisodeLimits(1000, 1000, max_turns=3), "turns", 3),
-        (EpisodeLimits(1000, 60), "length", 2),
-        (EpisodeLimits(10, 60), "context", 0),
+        ({"turns": MultiTurnConfig(max_assistant_turns=3)}, "turns", 3),
+        ({"limits": (1000, 60)}, "length", 2),
+        ({"limits": (10, 60)}, "context", 0),
     ],
 )
-def test_a_budget_that_is_used_up_ends_the_episode(episode, limits, end, turns):
-    result = episode(talks_on, lambda _: "x" * 10, limits=limits)
+def test_a_budget_that_is_used_up_ends_the_episode(episode, changes, end, turns):
+    result = episode(talks_on, lambda _: "x" * 10, **changes)
     assert (result.end, result.num_turns) == (end if turns else "context", turns)
-    assert sum(len(row.response_ids) for row in result.rows) <= limits.max_response_tokens
+    assert sum(len(row.response_ids) for row in result.rows) <= changes.get("limits", (1000, 1000))[1]
 
 
 def test_turns_are_cut_at_their_own_limit(episode):
-    result = episode("RLVRWorkflow", lambda _: "x" * 50, limits=EpisodeLimits(100, 100, max_tokens_per_turn=7))
+    result = episode("RLVRWorkflow", lambda _: "x" * 50, agent=AgentConfig(max_tokens_per_turn=7))
     assert len(result.rows[0].response_ids) == 7
 
 
@@ -210,14 +210,14 @@ def test_an_engine_that_fails_is_not_an_episode_that_fails(episode):
     engine = RandomEngine(TOKENIZER)
     engine.sample = broken
     settings = settings_for(engine, TEMPLATE, grade=grade)
-    runner = EpisodeRunner(settings, load_workflow("RLVRWorkflow"), ToolPool())
+    runner = EpisodeRunner(settings, load_workflow("RLVRWorkflow"), tool_pool())
     with pytest.raises(RolloutError, match="gone"):
         runner.submit([EpisodeStart(ROW, 0)], SamplingParams(512))[0].result(scaled_s(10.0))
     runner.close()
 
 
 def test_equal_seeds_give_equal_episodes(episode):
-    one, two = (episode(talks_on, None, limits=EpisodeLimits(1000, 1000, max_turns=4)) for _ in range(2))
+    one, two = (episode(talks_on, None, turns=MultiTurnConfig(max_user_turns=3)) for _ in range(2))
     assert one.rows == two.rows
 
 
@@ -269,7 +269,7 @@ def test_a_branch_is_a_row_of_its_own(episode):
     result = episode(branches, lambda _: "ok")
     assert [row.weight for row in result.rows] == [0.5, 0.5]
     assert [sum(row.rewards) for row in result.rows] == [1.0, 1.0]
-    assert episode_metrics([result, replace(result, rows=())])["agent/untrained_rows"] == 1
+    assert episode_metrics([result, replace(result, rows=())])["agent/rows"] == 2
 
 
 async def waits_its_time(row, session):

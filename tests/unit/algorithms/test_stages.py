@@ -214,7 +214,7 @@ def test_gae_over_turns_discounts_by_turns_and_gives_all_tokens_of_one_the_same(
             "turn_ids": torch.tensor([[0, 0, -1, 1, 1, -1], [0, -1, -1, -1, -1, -1]]),
         }
     )
-    config = AlgorithmConfig(gamma=0.9, lam=0.8, gae_unit="turn")
+    config = AlgorithmConfig(gamma=0.9, lam=0.8, adv_unit="turn")
     out = compute_advantage(batch, config).batch
     second = 2.0 - 0.3
     first = 1.0 + 0.9 * 0.3 - 0.1 + 0.9 * 0.8 * second

@@ -1,0 +1,109 @@
+"""Episodes with branches as a batch: every drawn token is trained once, and an episode counts once in its group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlsys.agent.collate import collate_episodes, first_rows, with_branches
+from rlsys.agent.runner import EpisodeResult
+from rlsys.agent.trace import Span, Trace
+from rlsys.algorithms.stages import compute_advantage, rewards_from_scores, shape_batch_rewards
+from rlsys.config.schema.algorithm import AlgorithmConfig, NormConfig
+from rlsys.protocol import DataProto, object_array
+from rlsys.types import Finish, ModelResponse
+
+REWARDS = [1.0, 0.0, 0.5, 1.0, 0.25, 0.0]
+NUM_ROWS = [1, 3, 2, 1, 0, 2]
+UIDS = ["a", "a", "a", "b", "b", "b"]
+
+
+def draw(trace: Trace, parent: Span, ids: tuple[int, ...]) -> Span:
+    logs, versions = (-0.5,) * len(ids), (3,) * len(ids)
+    return trace.draw(parent, ModelResponse("r", parent.context, ids, logs, logs, versions, Finish.STOP))
+
+
+def episode(num_rows: int, reward: float, turn_rewards: list[float] | None = None) -> EpisodeResult:
+    """A main conversation of two turns, and `num_rows - 1` histories that were rewritten."""
+    trace = Trace()
+    for row in range(num_rows):
+        prompt = trace.give((10 + row, 11))
+        answer = draw(trace, prompt, (20 + row, 21))
+        if row == 0:
+            draw(trace, trace.give((30,), answer), (40,))
+    return EpisodeResult(trace.rows(reward, turn_rewards), reward, "stop")
+
+
+def batch_of(results: list[EpisodeResult]) -> DataProto:
+    prompts = DataProto.from_dict({}, {"uid": object_array(UIDS[: len(results)])}, {"pad_token_id": 0})
+    return collate_episodes(results, prompts, pad_token_id=0, prompt_length=3, response_length=5)
+
+
+@pytest.fixture
+def whole() -> DataProto:
+    results = [episode(rows, reward) for rows, reward in zip(NUM_ROWS, REWARDS)]
+    return with_branches(batch_of(results), max_rows=8)
+
+
+def test_every_branch_is_a_row_and_every_drawn_token_is_trained_once(whole: DataProto) -> None:
+    assert len(whole) == 6 * 3
+    assert whole.meta_info["rows_per_episode"] == 3
+    trained = whole.tensors["response_mask"].sum(-1).reshape(6, 3)
+    assert trained.tolist() == [[3, 0, 0], [3, 2, 2], [3, 2, 0], [3, 0, 0], [0, 0, 0], [3, 2, 0]]
+    weights = torch.where(trained > 0, whole.tensors["row_weights"].reshape(6, 3), 0.0).sum(-1)
+    torch.testing.assert_close(weights, torch.tensor([1.0, 1.0, 1.0, 1.0, 0.0, 1.0]))
+    assert whole.tensors["responses"][4].tolist() == [21, 21, 0, 0, 0]
+    assert whole.tensors["prompts"][4].tolist() == [0, 11, 11]
+    assert [len(part.tensors) for part in (first_rows(whole), whole)] == [6, 18]
+
+
+def test_a_batch_without_branches_is_left_alone_and_too_many_rows_are_counted() -> None:
+    single = batch_of([episode(1, 1.0), episode(0, 0.0)])
+    assert with_branches(single, max_rows=8) is single
+    several = with_branches(batch_of([episode(4, 1.0), episode(2, 0.0)]), max_rows=2)
+    assert len(several) == 4
+    assert several.meta_info["source_metrics"] == {"agent/untrained_rows": 2.0}
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "grpo_passk"])
+def test_an_episode_counts_once_in_its_group(whole: DataProto, name: str) -> None:
+    config = AlgorithmConfig(adv_estimator=name)
+    single = [replace(episode(min(n, 1), r)) for n, r in zip(NUM_ROWS, REWARDS)]
+    expected = compute_advantage(rewards_from_scores(batch_of(single)), config).tensors["advantages"][:, 0]
+    advantages = compute_advantage(rewards_from_scores(whole), config).tensors["advantages"]
+    mask = whole.tensors["response_mask"].bool()
+    assert (advantages[~mask] == 0).all()
+    for number, rows in enumerate(advantages.reshape(6, 3, 5)):
+        drawn = rows[mask.reshape(6, 3, 5)[number]]
+        torch.testing.assert_close(drawn, expected[number].expand_as(drawn))
+
+
+def test_rewards_are_shaped_by_episodes() -> None:
+    results = [episode(rows, reward) for rows, reward in zip([1, 2, 2], [1.0, 0.0, 0.5])]
+    config = AlgorithmConfig(reward_norm=NormConfig(mean_level="group", std_level="batch"), reward_scaling=2.0)
+    shaped = shape_batch_rewards(with_branches(batch_of(results), max_rows=8), config)
+    single = shape_batch_rewards(batch_of([replace(r, rows=r.rows[:1]) for r in results]), config)
+    sums = shaped.tensors["token_level_scores"].sum(-1).reshape(3, 2)
+    torch.testing.assert_close(sums[:, 0], single.tensors["token_level_scores"].sum(-1))
+    torch.testing.assert_close(sums[1:, 0], sums[1:, 1])
+
+
+def test_groups_compare_turns_by_the_rewards_from_them_on() -> None:
+    rewards = [[1.0, 0.0], [0.0, 1.0], [0.5, 0.25]]
+    batch = rewards_from_scores(batch_of([episode(1, sum(turns), turns) for turns in rewards]))
+    out = compute_advantage(batch, AlgorithmConfig(adv_estimator="rloo", adv_unit="turn")).tensors["advantages"]
+    first = [1.0 - (1.0 + 0.75) / 2, 1.0 - (1.0 + 0.75) / 2, 0.75 - 1.0]
+    second = [0.0 - (1.0 + 0.25) / 2, 1.0 - (0.0 + 0.25) / 2, 0.25 - 0.5]
+    expected = torch.tensor([[a, a, 0.0, b, 0.0] for a, b in zip(first, second)])
+    torch.testing.assert_close(out, expected)
+
+
+def test_a_turn_that_no_other_episode_of_the_group_has_is_not_compared() -> None:
+    trace = Trace()
+    draw(trace, trace.give((10, 11)), (20, 21))
+    short = EpisodeResult(trace.rows(0.5), 0.5, "stop")
+    batch = rewards_from_scores(batch_of([episode(1, 1.0), short]))
+    out = compute_advantage(batch, AlgorithmConfig(adv_estimator="rloo", adv_unit="turn")).tensors["advantages"]
+    assert out.tolist() == [[0.5, 0.5, 0.0, 0.0, 0.0], [-0.5, -0.5, 0.0, 0.0, 0.0]]
