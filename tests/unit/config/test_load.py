@@ -370,9 +370,9 @@ def test_a_section_of_nulls_from_an_old_file_sets_nothing(folder: Path) -> None:
 
 
 def test_ignored_settings_are_noted_in_one_line_for_each_reason() -> None:
-    printed = notes(["trainer.worker_nsight_options={a: 1}", "trainer.npu_profile=true", "trainer.v1.sampler=x"])
+    printed = notes(["trainer.controller_nsight_options=x", "trainer.npu_profile=true", "trainer.v1.sampler=x"])
     assert printed.count("\n") == 1
-    assert "ignored: trainer.worker_nsight_options, trainer.npu_profile (" in printed
+    assert "ignored: trainer.controller_nsight_options, trainer.npu_profile (" in printed
     assert "trainer.v1.sampler" in printed
 
 
