@@ -98,7 +98,8 @@ def commands(script: Path, folder: Path) -> list[list[str]]:
             unset = UNSET.search(done.stderr.decode(errors="replace"))
             if unset is None or unset[1] in environment or unset[1].isdigit():
                 break
-            environment[unset[1]] = "8" if re.search("NUM|SIZE|N_|NNODES", unset[1]) else str(folder / "model")
+            value = unset[1] if unset[1] in ("True", "False") else str(folder / "model")
+            environment[unset[1]] = "8" if re.search("NUM|SIZE|N_|NNODES", unset[1]) else value
     return []
 
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
+from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
 
 from rlsys.algorithms.kl import get_kl_controller
@@ -51,7 +52,7 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     train_dataset: PromptDataset
     val_dataset: PromptDataset | None
-    sampler: Prompts | None
+    sampler: Prompts | Sampler[int] | None
     device: str
 
 
@@ -138,7 +139,9 @@ def assemble(
 def training_source(cfg: PPOConfig, inputs: Inputs, graded: GradedRollout, fleet: RolloutFleet) -> ExperienceSource:
     """Where training batches come from, as trainer.max_staleness and trainer.reproducible ask."""
     run, deadlines = cfg.trainer, cfg.trainer.deadlines
-    prompts = inputs.sampler or training_prompts(cfg.data, inputs.train_dataset, pad_token_id=graded.pad_token_id)
+    prompts = inputs.sampler
+    if prompts is None or isinstance(prompts, Sampler):
+        prompts = training_prompts(cfg.data, inputs.train_dataset, prompts, pad_token_id=graded.pad_token_id)
     group_filter = _group_filter(cfg.algorithm.filter_groups)
     if not generates_ahead(cfg):
         return RolloutSource(

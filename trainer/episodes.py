@@ -7,7 +7,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlsys.agent.collate import collate_episodes
 from rlsys.agent.episode_log import EpisodeLog, read_episodes, write_episodes
+from rlsys.agent.interactions import InteractionWorkflow
 from rlsys.agent.presets import Workflow, load_workflow
 from rlsys.agent.programs import command_workflow, function_workflow
 from rlsys.agent.rounds import Rounds
@@ -79,9 +80,9 @@ class EpisodeRollout(GradedRollout):
         rows = with_request_seeds(self._sampled(rows, sampling, step=step, call=call))
         with self.stage("gen"):
             starts = episode_starts(rows, {}, name=f"{call:03d}")
-            futures = self.runner.submit(starts, sampling)
+            futures = self.runner.submit(starts, sampling, num_spare=self._num_spare(len(starts), sampling))
             try:
-                results = [future.result(self.deadline_s) for future in futures]
+                results = [self._result(future) for future in futures]
             except TimeoutError as error:
                 raise DeadlineError("the episodes", "generate", self.deadline_s) from error
             finally:
@@ -90,6 +91,19 @@ class EpisodeRollout(GradedRollout):
         self.keep(starts, sampling, step)
         check_episodes(results, self.cfg.actor_rollout_ref.rollout.agent.max_failed_share)
         return self.collate(results, rows), episode_metrics(results)
+
+    def _num_spare(self, num_episodes: int, sampling: SamplingParams) -> int:
+        """How many episodes of a step are not waited for; none of validation or a baseline, whose sampling differs."""
+        cfg = self.cfg
+        if not isinstance(cfg, PPOConfig) or sampling != training_sampling(cfg):
+            return 0
+        return num_episodes - int(num_episodes * (1 - cfg.actor_rollout_ref.rollout.over_sample_rate))
+
+    def _result(self, future: Future[EpisodeResult]) -> EpisodeResult:
+        try:
+            return future.result(self.deadline_s)
+        except CancelledError:
+            return EpisodeResult((), 0.0, "over_sampled")
 
     def collate(self, results: Sequence[EpisodeResult], rows: DataProto) -> DataProto:
         """The episodes of rows as a graded batch; its meta_info has no seed, which differs between calls."""
@@ -313,6 +327,9 @@ def load_agents(cfg: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase)
     if not generation.has_workflow:
         return None
     by_name = {name: load_workflow(workflow) for name, workflow in AGENTS.items()}
+    turns, key = generation.multi_turn, "actor_rollout_ref.rollout.multi_turn"
+    if (path := turns.interaction_config_path) is not None:
+        by_name["tool_agent"] = load_workflow(InteractionWorkflow(path, key=f"{key}.interaction_config_path"))
     if agent.agent_loop_config_path is not None:
         entries: Any = OmegaConf.to_container(OmegaConf.load(agent.agent_loop_config_path), resolve=True)
         for entry in entries:
@@ -330,8 +347,7 @@ def load_agents(cfg: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase)
     else:
         key = "actor_rollout_ref.rollout.agent.default_agent_loop"
         raise ConfigError(f"{key}={name}: choose from {', '.join(by_name)}, or add it to agent_loop_config_path")
-    turns, tools = generation.multi_turn, list[Tool]()
-    key = "actor_rollout_ref.rollout.multi_turn"
+    tools = list[Tool]()
     if turns.tool_config_path is not None:
         tools += tools_of_yaml(turns.tool_config_path, key=f"{key}.tool_config_path")
     if turns.function_tool_path is not None:

@@ -12,12 +12,14 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
 
 from rlsys.agent.collate import first_rows, with_branches
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.schema.trainer import TrainerConfig
 from rlsys.data.dataset import PromptDataset
+from rlsys.data.sampler import AbstractCurriculumSampler, create_rl_sampler
 from rlsys.interfaces import ExperienceSource
 from rlsys.protocol import DataProto
 from rlsys.single_controller.base import ClassWithInitArgs, WorkerGroup
@@ -59,10 +61,11 @@ class RayPPOTrainer(CheckpointedLoop):
         train_dataset: PromptDataset | None = None,
         val_dataset: PromptDataset | None = None,
         collate_fn: object = None,
-        train_sampler: Prompts | None = None,
+        train_sampler: Prompts | Sampler[int] | None = None,
         device_name: str | None = None,
     ) -> None:
-        """verl's signature. `train_sampler` is a cursor over `train_dataset`; None takes the configured one.
+        """verl's signature. `train_sampler` is a PyTorch sampler of `train_dataset` or a cursor over it; None takes the
+        configured one.
 
         ConfigError without a `train_dataset`, and for a `processor` or a `collate_fn`: rows are text, and datasets
         give prompts, not batches.
@@ -81,6 +84,7 @@ class RayPPOTrainer(CheckpointedLoop):
             keep=num_checkpoints(run, has_critic=self.plan.critic is not None),
         )
         self.cfg = config
+        train_sampler = train_sampler or create_rl_sampler(config.data, train_dataset)
         self.inputs = Inputs(tokenizer, train_dataset, val_dataset, train_sampler, device_name or "cpu")
         self._start_groups = lambda: start_groups(
             role_worker_mapping,
@@ -185,6 +189,8 @@ class RayPPOTrainer(CheckpointedLoop):
         if self.due(self.cfg.trainer.rollout_data_freq):
             with self.stage("dump_rollouts"):
                 self.reporter.best_effort("rollouts", partial(self.dumps.write, first_rows(batch), self.global_step))
+        if isinstance(self.inputs.sampler, AbstractCurriculumSampler):
+            self.inputs.sampler.update(first_rows(batch))
         return batch
 
     def finish_step(self) -> None:

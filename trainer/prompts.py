@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
 
 from rlsys.config import EvalConfig, PPOConfig
@@ -16,6 +17,7 @@ from rlsys.data.collate import collate_prompts
 from rlsys.data.cursor import Cursor
 from rlsys.data.dataset import PromptDataset, configured_source
 from rlsys.data.rows import PromptRow, default_source
+from rlsys.data.sampler import SamplerCursor
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import DataError
 
@@ -43,9 +45,12 @@ class CollatedPrompts:
         self.cursor.load_state_dict(state)
 
 
-def training_prompts(data: DataConfig, dataset: PromptDataset, *, pad_token_id: int) -> CollatedPrompts:
-    """Training batches in the order that the data section asks for."""
-    cursor = Cursor(
+def training_prompts(
+    data: DataConfig, dataset: PromptDataset, sampler: Sampler[int] | None = None, *, pad_token_id: int
+) -> CollatedPrompts:
+    """Training batches in the order that the data section asks for, or that of a sampler."""
+    make_cursor = Cursor if sampler is None else partial(SamplerCursor, sampler)
+    cursor = make_cursor(
         len(dataset),
         batch_size=data.gen_batch_size,
         seed=data.seed,

@@ -18,21 +18,22 @@ Generate = Callable[[Sequence[ModelRequest]], Sequence[ModelResponse]]
 class Rounds:
     """`sample` for episodes that run at most `max_concurrent` at once; belongs to one event loop.
 
-    `generate` blocks and runs in a thread. `add` says how many more episodes there are, `end` that one has ended. With
-    `rooms` an epoch begins: these episodes only draw while they have room in tokens.
+    `generate` blocks and runs in a thread. `add` says how many more episodes there are, of which the last `num_spare` are
+    cancelled, `end` that one has ended. With `rooms` an epoch begins: these episodes only draw while they have room in
+    tokens.
     """
 
     def __init__(self, generate: Generate, *, max_concurrent: int) -> None:
         self._generate, self._max_concurrent = generate, max_concurrent
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rounds")
-        self._num_left = 0
+        self._num_left = self._num_spare = 0
         self._waiting: list[tuple[ModelRequest, asyncio.Future[ModelResponse]]] = []
         self._running: asyncio.Task[None] | None = None
         self._rooms: dict[str, float] = {}
         self._epoch: asyncio.Future[None] | None = None
 
-    def add(self, num_episodes: int, rooms: Mapping[str, float] | None = None) -> None:
-        self._num_left += num_episodes
+    def add(self, num_episodes: int, rooms: Mapping[str, float] | None = None, num_spare: int = 0) -> None:
+        self._num_left, self._num_spare = self._num_left + num_episodes, num_spare
         self._rooms = self._rooms if rooms is None else dict(rooms)
 
     def end(self) -> None:
@@ -56,6 +57,10 @@ class Rounds:
         self._waiting = [(request, response) for request, response in self._waiting if not response.done()]
         num_waiting = len({request.session for request, _ in self._waiting})
         if self._running is not None or num_waiting < min(self._num_left, self._max_concurrent):
+            return
+        if self._num_left <= self._num_spare:
+            for _, response in self._waiting:
+                response.cancel()
             return
         round_ = [draw for draw in self._waiting if self._rooms.get(draw[0].session, 1) > 0]
         if round_:

@@ -91,14 +91,20 @@ class EpisodeRunner:
         self._thread.start()
 
     def submit(
-        self, starts: Sequence[EpisodeStart], sampling: SamplingParams, rooms: Mapping[str, float] | None = None
+        self,
+        starts: Sequence[EpisodeStart],
+        sampling: SamplingParams,
+        rooms: Mapping[str, float] | None = None,
+        *,
+        num_spare: int = 0,
     ) -> list[Future[EpisodeResult]]:
         """Start episodes, each once there is room for it; cancelling a future ends its episode.
 
         With `rooms` an epoch begins, in which each of these episodes draws while it has room in tokens, in whole turns.
+        In rounds, the last `num_spare` that are still open are cancelled.
         """
         if self._rounds is not None:
-            self._loop.call_soon_threadsafe(self._rounds.add, len(starts), rooms)
+            self._loop.call_soon_threadsafe(self._rounds.add, len(starts), rooms, num_spare)
         futures = [asyncio.run_coroutine_threadsafe(self._run(start, sampling), self._loop) for start in starts]
         for future in futures:
             future.add_done_callback(self._ended)

@@ -1,7 +1,7 @@
 """Tool calls in the text of an answer, in the formats that models write; a malformed call carries its error.
 
-Formats: hermes (also Qwen and SmolLM2), llama3, mistral, deepseek, json (objects or a fenced block), python (a fenced
-block is a call of the tool `python`).
+Formats: hermes (also Qwen and SmolLM2), llama3, mistral, deepseek, json (objects or a fenced block), gpt-oss
+(harmony), python (a fenced block is a call of the tool `python`).
 """
 
 from __future__ import annotations
@@ -111,6 +111,14 @@ PARSERS: dict[str, Callable[[str], Parsed]] = {
         re.compile(
             r"(?:<｜tool▁calls▁begin｜>)?<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>)?([^\n<]+)"
             r"(?:\n```json\n|<｜tool▁sep｜>)(.*?)(?:\n```)?\s*<｜tool▁call▁end｜>\s*(?:<｜tool▁calls▁end｜>)?",
+            re.DOTALL,
+        ),
+        _named,
+    ),
+    "gpt-oss": _fenced(
+        re.compile(
+            r"(?:<\|start\|>assistant)?\s*(?:<\|channel\|>\w+)?\s*to=functions\.([\w.-]+)"
+            r"\s*(?:<\|channel\|>\w+)?[^<]*(?:<\|constrain\|>\w+)?<\|message\|>(.*?)(?:<\|call\|>|\Z)",
             re.DOTALL,
         ),
         _named,

@@ -120,13 +120,18 @@ class EpisodeTools:
             raise ConfigError(f"tools: {', '.join(repeated)} is defined by more than one tool; rename one")
         self._pool, self._tools = pool, {tool.name: tool for tool in tools}
         self._kwargs, self._log = tools_kwargs or {}, log or EpisodeLog()
-        self.environment = pool.new_object(environment, log=self._log) if environment else None
-        self._objects = {self.environment.target: self.environment} if self.environment else {}
+        self._objects: dict[str, ToolObject] = {}
+        self.environment = self.add_object(environment) if environment else None
         self._lock = asyncio.Lock()
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
         return [tool.schema for tool in self._tools.values()]
+
+    def add_object(self, target: str, config: Mapping[str, Any] | None = None) -> ToolObject:
+        """An object of this class, which is released with the episode."""
+        made = self._objects[target] = self._pool.new_object(target, config, log=self._log)
+        return made
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> RewardResult:
         """The result of one call, which `result_text` reads; its score is the reward that verl's tools return."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlsys.agent.tools import as_text, load_target
 
-CREATE, LOST = "create", "lost"
+CREATE, LOST, RESPOND = "create", "lost", "generate_response"
 _OBJECTS: dict[str, Any] = {}
 
 
@@ -30,6 +30,9 @@ def call(
         return _answer(load_target(data_source, key="tools")(**ground_truth), cut)
     if solution_str == CREATE:
         made = _OBJECTS[key] = load_target(data_source, key="tools")(**extra_info["config"])
+        if hasattr(made, "start_interaction"):
+            _wait(made.start_interaction(key, **ground_truth))
+            return _answer(None, cut)
         if "tool_schema" not in extra_info["config"]:
             return _answer(_method(made, "reset", ground_truth), cut)
         _wait(made.create(key, **ground_truth))
@@ -38,7 +41,12 @@ def call(
         return {"score": 0.0, "status": LOST}
     if solution_str == "close":
         owner = _OBJECTS.pop(key)
+        if hasattr(owner, "finalize_interaction"):
+            return _answer(_wait(owner.finalize_interaction(key)), cut)
         return _answer(_wait(owner.release(key)) if hasattr(owner, "release") else _method(owner, "close", {}), cut)
+    if solution_str == RESPOND:
+        ends, text, score, _ = _wait(_OBJECTS[key].generate_response(key, **ground_truth))
+        return {"score": float(score or 0.0), "text": text, "ends": bool(ends)}
     if solution_str == "execute":
         return _answer(_wait(_OBJECTS[key].execute(key, dict(ground_truth))), cut)
     return _answer(_method(_OBJECTS[key], solution_str, ground_truth), cut)

@@ -16,6 +16,7 @@ from typing import Any
 from rlsys.utils.errors import ConfigError
 
 IMPORT_S = 60.0
+PACKAGE = "pkg://"
 NAMESAKES = ("trainer.py", "workers.py")
 
 
@@ -71,7 +72,10 @@ def _import_deadline() -> Iterator[None]:
 
 
 def _module_of_file(path: str, key: str) -> ModuleType:
-    """The module of a Python file, under the same name in every process."""
+    """The module of a Python file, under the same name in every process; pkg://module is imported by its name."""
+    if path.startswith(PACKAGE):
+        import_libraries([(key, path.removeprefix(PACKAGE))])
+        return sys.modules[path.removeprefix(PACKAGE)]
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError(f"{key}={path}: not a local file")

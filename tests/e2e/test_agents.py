@@ -41,6 +41,14 @@ async def two_turns(row, session):
     return (sum(answer.text.encode()) % 7) / 6
 
 
+async def uneven(row, session):
+    session.add(*row["prompt"])
+    for _ in range(1 + session.seed % 4):
+        await session.draw(max_new_tokens=2)
+        session.add("go on")
+    return session.seed % 2
+
+
 async def slow_turns(row, session):
     session.add(*row["prompt"])
     await session.draw(max_new_tokens=6)
@@ -125,6 +133,14 @@ def test_a_run_trains_on_episodes_with_a_tool_and_repeats_bit_for_bit(
     other.write_text((out / "rollouts" / "episodes" / "2.jsonl").read_text().replace('"b": 1', '"b": 2'))
     assert replay.main([str(other)]) == 1
     assert replay.main([str(other), "--name", "none"]) == 2
+
+
+def test_the_last_episodes_of_a_step_are_not_waited_for(toy: Toy, agent: Path, tmp_path: Path) -> None:
+    argv = [*arguments(toy, tmp_path, agent, "uneven"), f"{ROLLOUT}over_sample_rate=0.5"]
+    assert main_ppo.main([*argv, "trainer.total_training_steps=1"]) == 0
+    *_, step = read_jsonl(tmp_path / "metrics.jsonl")
+    assert 0 < step["agent/end/over_sampled"] <= 16
+    assert step["agent/end/over_sampled"] + step["agent/end/stop"] == 32.0
 
 
 def test_an_environment_class_trains_and_evaluates(toy: Toy, agent: Path, tmp_path: Path) -> None:

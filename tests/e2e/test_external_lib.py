@@ -16,6 +16,7 @@ from trainer.main_ppo import main
 
 ENGINE = """
 from rlsys.config.engines import RolloutBackend, register_rollout_backend
+from rlsys.data.sampler import AbstractCurriculumSampler
 from rlsys.rollout.hf.engine import HFRollout
 from workers.rollout import RolloutWorker
 
@@ -27,6 +28,23 @@ class ToyRollout(HFRollout):
 class ToyRolloutWorker(RolloutWorker):
     def build_engine(self, path, context):
         return ToyRollout.from_path(path, self.cfg, context)
+
+
+class Backwards(AbstractCurriculumSampler):
+    updates = []
+
+    def __init__(self, data_source, data_config):
+        self.num_rows = len(data_source)
+
+    def __len__(self):
+        return self.num_rows
+
+    def __iter__(self):
+        return iter(reversed(range(self.num_rows)))
+
+    def update(self, batch):
+        rows = {info["index"] - self.num_rows for info in batch.non_tensor_batch["extra_info"]}
+        self.updates.append((sorted(rows), "advantages" in batch.batch.keys()))
 
 
 register_rollout_backend(RolloutBackend("toy", "toy_engine:ToyRolloutWorker"))
@@ -130,12 +148,16 @@ if __name__ == "__main__":
 ENGINE_KEY, LIBRARY_KEY = "actor_rollout_ref.rollout.name", "actor_rollout_ref.model.external_lib"
 
 
-def test_a_registered_engine_trains_a_step(toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_engine_trains_a_step_in_a_samplers_order(
+    toy: Toy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "toy_engine.py").write_text(ENGINE)
     monkeypatch.syspath_prepend(tmp_path)
     out = tmp_path / "out"
     engine = (f"{ENGINE_KEY}=toy", f"{LIBRARY_KEY}=toy_engine")
-    assert main(toy.overrides(out, "trainer.backend=local", "trainer.total_training_steps=1", *engine)) == 0
+    sampler = ("data.sampler.class_path=pkg://toy_engine", "data.sampler.class_name=Backwards")
+    assert main(toy.overrides(out, "trainer.backend=local", "trainer.total_training_steps=1", *engine, *sampler)) == 0
+    assert sys.modules["toy_engine"].Backwards.updates == [(list(range(-8, 0)), True)]
     line = json.loads((out / "metrics.jsonl").read_text())
     assert line["rollout/answered"] > 0
     assert line["training/rollout_probs_diff_max"] < 1e-5

@@ -17,6 +17,7 @@ from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
 from rlsys.config.schema.model import ModelFolderConfig
 from rlsys.config.vocabulary import ROW_FILES
 from rlsys.utils.hub import is_hub_id, is_rows_id
+from rlsys.utils.plugins import PACKAGE
 from rlsys.utils.run_folders import config_folder
 
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -190,6 +191,8 @@ def no_score_head(folder: Path) -> str:
 def _python(cfg: Section, section: str, file: str, name: str, kind: str) -> Iterator[str]:
     """Whether a Python file can be parsed and defines a name; nothing in it is executed."""
     path, key = Path(file), f"{section}.path"
+    if file.startswith(PACKAGE):
+        return
     if not path.is_file():
         yield wrong(cfg, key, f"file not found{_nearby(path)}", "<file.py>")
         return

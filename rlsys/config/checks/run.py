@@ -87,6 +87,8 @@ def _staleness(cfg: PPOConfig) -> Iterator[str]:
         yield wrong(cfg, STALENESS, "generating ahead needs separate rollout processes; set trainer.rollout_workers=1")
     if cfg.algorithm.adv_estimator == "remax":
         yield wrong(cfg, STALENESS, "the baselines of adv_estimator=remax are not generated ahead", 0)
+    if rollout.over_sample_rate:
+        yield wrong(cfg, f"{ROLLOUT}.over_sample_rate", "an asynchronous run waits for no batch as a whole", 0)
     if 0 < trainer.lookahead >= trainer.max_staleness:
         yield wrong(cfg, "trainer.lookahead", f"must be below {STALENESS}={trainer.max_staleness}", 0)
     if trainer.reproducible:

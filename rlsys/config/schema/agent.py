@@ -8,7 +8,7 @@ from typing import Literal
 from rlsys.config.schema import types as t
 from rlsys.config.schema.base import Section, open_dict
 
-ToolFormat = Literal["hermes", "llama3", "mistral", "deepseek", "json", "python"]
+ToolFormat = Literal["hermes", "llama3", "mistral", "deepseek", "json", "gpt-oss", "python"]
 
 
 class AgentConfig(Section):
@@ -57,6 +57,9 @@ class MultiTurnConfig(Section):
     """YAML of tool classes: tools, a list of {class_name, config, tool_schema}."""
     function_tool_path: t.LocalPath | None = None
     """Python file whose functions marked with @function_tool are tools."""
+    interaction_config_path: t.LocalPath | None = None
+    """YAML of verl's interactions, which answer the model as its user: interaction, a list of {name, class_name,
+    config}; a row chooses one by extra_info.interaction_kwargs.name."""
     max_assistant_turns: t.Count | None = None
     """Largest number of turns of the model; null has no limit."""
     max_user_turns: t.Count | None = None

@@ -20,6 +20,15 @@ class CustomClassConfig(Section):
     """Name of the class: __init__(data_files, tokenizer, config, processor, max_samples)."""
 
 
+class SamplerConfig(Section):
+    """A custom order of the training rows."""
+
+    class_path: Annotated[t.LocalPath | None, Requires(".class_name", why="no class is named", to="<class>")] = None
+    """Python file of the class, or pkg:// and its module."""
+    class_name: Annotated[t.Text | None, Requires(".class_path", why="its file is not set", to="<file>")] = None
+    """Name of the class: a Sampler, __init__(data_source, data_config), whose `update` gets each trained batch."""
+
+
 class RowsConfig(Section):
     """Validation rows and how rows are read, for every job."""
 
@@ -81,6 +90,7 @@ class DataConfig(PromptsConfig, TrainingRowsConfig):
     """Prompts per step; each gets actor_rollout_ref.rollout.n answers."""
     gen_batch_size: t.Count = linked(".train_batch_size")
     """Prompts generated at a time; more than train_batch_size needs algorithm.filter_groups."""
+    sampler: SamplerConfig = section(SamplerConfig)
     validation_shuffle: t.Flag = False
     """Shuffle validation rows, once, by seed."""
 

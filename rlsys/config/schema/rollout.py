@@ -196,6 +196,8 @@ class RolloutConfig(GenerationConfig, LogProbConfig):
     """Sample; false is greedy."""
     n: t.Count = 1
     """Responses per prompt."""
+    over_sample_rate: Annotated[t.Fraction, IF_WORKFLOW] = 0.0
+    """Share of a step's episodes that are not waited for: the last ones are ended and not trained on."""
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig)
     checkpoint_engine: CheckpointEngineConfig = section(CheckpointEngineConfig)
     validate_weight: t.Flag = False

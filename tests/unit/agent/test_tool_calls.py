@@ -14,6 +14,8 @@ ARGUMENTS = {"a": 1, "text": 'x "}</b'}
 JSON = json.dumps(ARGUMENTS)
 CALL = ToolCall("add", ARGUMENTS)
 DEEPSEEK = "<｜tool▁call▁begin｜>{}add{}{}<｜tool▁call▁end｜>"
+THOUGHT = "<|channel|>analysis<|message|>I add.<|end|>"
+HARMONY = "<|channel|>commentary to=functions.add "
 
 WRITTEN = [
     ("hermes", f'Let me see.\n<tool_call>\n{{"name": "add", "arguments": {JSON}}}\n</tool_call>', "Let me see."),
@@ -24,6 +26,8 @@ WRITTEN = [
     ("mistral", f"[TOOL_CALLS]add[ARGS]{JSON}", ""),
     ("deepseek", DEEPSEEK.format("function<｜tool▁sep｜>", "\n```json\n", JSON + "\n```"), ""),
     ("deepseek", "<｜tool▁calls▁begin｜>" + DEEPSEEK.format("", "<｜tool▁sep｜>", JSON) + "<｜tool▁calls▁end｜>", ""),
+    ("gpt-oss", f"{THOUGHT}<|start|>assistant{HARMONY}<|constrain|>json<|message|>{JSON}<|call|>", THOUGHT),
+    ("gpt-oss", f"<|start|>assistant to=functions.add<|channel|>commentary json<|message|>{JSON}", ""),
     ("json", f'First:\n```json\n{{"name": "add", "arguments": {JSON}}}\n```', "First:"),
 ]
 
@@ -57,6 +61,7 @@ def test_a_python_block_is_a_call_of_python():
         ("hermes", '<tool_call>{"name": "f", "arguments": "{1"}</tool_call>', "arguments are not JSON"),
         ("json", '{"name": "f", "arguments": {', "not JSON"),
         ("mistral", "[TOOL_CALLS]f[ARGS]{1", "not JSON"),
+        ("gpt-oss", f"{HARMONY}<|message|>{{1<|call|>", "arguments are not JSON"),
         ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "not JSON"),
     ],
 )

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import re
+from concurrent.futures import wait
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from rlsys.agent.collate import collate_episodes
+from rlsys.agent.interactions import InteractionWorkflow
 from rlsys.agent.presets import load_workflow
 from rlsys.agent.rounds import Rounds
 from rlsys.agent.runner import EpisodeRunner, EpisodeStart, episode_metrics
@@ -115,6 +117,23 @@ class ArealRetry:
             ids += list(response.output_tokens)
         tensors = {"input_ids": [ids], "attention_mask": [[1] * len(ids)], "rewards": [2.0]}
         return {name: torch.tensor(value) for name, value in tensors.items()}
+
+
+def test_verls_interaction_answers_as_the_user_until_it_ends(episode, tmp_path):
+    path = tmp_path / "interactions.yaml"
+    entry = "{class_name: tests.unit.agent.user_tools.TeacherInteraction, config: {mark: no, ended: %s}}"
+    path.write_text(f"interaction: [{entry % (tmp_path / 'ended')}]".replace("mark: no", "mark: 'no'"))
+    asked = {"name": "teacher", "ground_truth": "42"}
+    row = {**ROW, "extra_info": {"interaction_kwargs": asked}}
+    workflow = InteractionWorkflow(str(path), key="multi_turn.interaction_config_path")
+    result = episode(workflow, lambda text: "42" if "nono" in text else "41", row=row)
+    assert [message["content"] for message in result.messages] == ["6*7?", "41", "no" * 300, "42"]
+    assert [message["role"] for message in result.messages] == ["user", "assistant", "user", "assistant"]
+    assert (result.reward, result.num_turns, result.end) == (1.0, 2, "stop")
+    assert result.extra == {"turns": 2, "interaction_score": 1.5}
+    assert (tmp_path / "ended").read_text() == "teacher 42"
+    with pytest.raises(ConfigError, match=r"interaction_kwargs\.name=None: choose from teacher"):
+        episode(workflow, lambda text: "41")
 
 
 def test_areals_workflow_class_runs_unchanged(episode):
@@ -281,6 +300,22 @@ async def waits_its_time(row, session):
             break
         session.add("more")
     return 1.0
+
+
+def test_the_last_episodes_are_not_waited_for(pool):
+    engine = RandomEngine(TOKENIZER)
+    rounds = Rounds(lambda rs: [asyncio.run(engine.sample(r.input_ids, r.gconfig)) for r in rs], max_concurrent=5)
+    settings = replace(settings_for(engine, TEMPLATE), sample=rounds.sample)
+    runner = EpisodeRunner(settings, load_workflow(waits_its_time), pool, rounds=rounds, max_concurrent=5)
+    for num_spare, num_cancelled in ((4, 4), (0, 0)):
+        starts = [EpisodeStart(ROW, seed, f"{seed:03d}") for seed in range(13)]
+        futures = runner.submit(starts, SamplingParams(64), num_spare=num_spare)
+        wait(futures, scaled_s(20.0))
+        cancelled = [start.seed for start, future in zip(starts, futures) if future.cancelled()]
+        assert bool(cancelled) == bool(num_cancelled)
+        assert len(cancelled) <= num_cancelled
+        assert all(future.cancelled() or future.result().rows for future in futures)
+    runner.close()
 
 
 @pytest.mark.parametrize("max_concurrent", [4, 100])

@@ -7,6 +7,7 @@ import os
 import time
 from pathlib import Path
 
+from rlsys.agent.interactions import BaseInteraction
 from rlsys.agent.tools import BaseTool, function_tool
 
 
@@ -127,3 +128,22 @@ class Notes(BaseTool):
 
     async def release(self, instance_id, **kwargs):
         Path(self.config["released"]).write_text(instance_id)
+
+
+class TeacherInteraction(BaseInteraction):
+    """verl's interaction class: says whether an answer is right, and ends when it is."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.truths = {}
+
+    async def start_interaction(self, instance_id=None, ground_truth=None, **kwargs):
+        self.truths[instance_id] = ground_truth
+        return instance_id
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        right = messages[-1]["content"] == self.truths[instance_id]
+        return right, self.config["mark"] * 300, float(right) + 0.25, {}
+
+    async def finalize_interaction(self, instance_id, **kwargs):
+        Path(self.config["ended"]).write_text(f"{self.name} {self.truths.pop(instance_id)}")

@@ -218,7 +218,7 @@ FOREIGN = [
     bad(f"{A}.megatron.mixed_precision={{param_dtype: bf16}}", "mixed_precision", "set dtype"),
     bad(f"{A}.megatron.dist_checkpointing_path=x", "dist_checkpointing_path", "model.path"),
     bad(f"{R}.pipeline_parallel_size=2", "pipeline_parallel_size", "trainer.rollout_workers"),
-    bad(f"{R}.multi_turn.interaction_config_path=x.yaml", "interaction_config_path", "set rollout.workflow"),
+    bad("data.sampler.class_name=Mine", "data.sampler.class_path=<file>", "its file is not set"),
     bad(f"{R}.engine_kwargs.vllm.quantization=fp8", "engine_kwargs.vllm.quantization", "not supported"),
     bad(f"{R}.engine_kwargs.sglang.dp_size=2", "engine_kwargs.sglang.dp_size", "trainer.rollout_workers"),
     bad(f"{R}.engine_kwargs.sglang.tp_size=2", "engine_kwargs.sglang.tp_size", "tensor_model_parallel_size"),

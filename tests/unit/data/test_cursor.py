@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import RandomSampler
 
+from rlsys.config.schema.data import DataConfig
 from rlsys.data.cursor import BatchRows, Cursor, permutation
+from rlsys.data.sampler import AbstractSampler, SamplerCursor, create_rl_sampler
 from rlsys.utils.errors import CheckpointError, ConfigError
 
 sizes = st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))
@@ -88,3 +93,53 @@ def test_a_position_in_other_data_is_refused(change: dict[str, Any], message: st
     with pytest.raises(CheckpointError, match=message):
         cursor.load_state_dict({**cursor.state_dict(), **change})
     assert cursor.next().epoch == 0
+
+
+class Squares(AbstractSampler):
+    """Rows in an order of its own; it can say where it is."""
+
+    def __init__(self, data_source: Any, data_config: Any) -> None:
+        self.num_rows, self.num_passes, self.drawn = len(data_source), 0, 0
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __iter__(self) -> Any:
+        while self.drawn < self.num_rows:
+            self.drawn += 1
+            yield (self.drawn + self.num_passes) ** 2 % self.num_rows
+        self.num_passes, self.drawn = self.num_passes + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_passes": self.num_passes, "drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_passes, self.drawn = state["num_passes"], state["drawn"]
+
+
+@pytest.mark.parametrize("kind", [RandomSampler, lambda rows: Squares(rows, None)])
+@pytest.mark.parametrize("done", [0, 2, 3, 7])
+def test_a_resumed_sampler_continues_as_if_nothing_happened(kind: Any, done: int) -> None:
+    def new(state_of_the_process: int) -> SamplerCursor:
+        torch.manual_seed(state_of_the_process)
+        return SamplerCursor(kind(range(11)), 11, batch_size=3, seed=5, dataset="d")
+
+    whole = take(new(1), done + 4)
+    first = new(2)
+    take(first, done)
+    resumed = new(3)
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert take(resumed, 4) == whole[done:]
+    assert [batch.epoch for batch in whole[:4]] == [0, 0, 0, 1]
+    assert len({batch.rows for batch in whole[:4]}) == 4
+
+
+def test_a_sampler_that_does_not_fit_the_rows_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text("class Own(list):\n    def __init__(self, data_source, data_config): pass\n")
+    config = DataConfig.model_validate({"sampler": {"class_path": str(file), "class_name": "Own"}})
+    with pytest.raises(ConfigError, match="class_name=Own: it must be an rlsys"):
+        create_rl_sampler(config, range(3))
+    assert create_rl_sampler(DataConfig(), range(3)) is None
+    with pytest.raises(ConfigError, match=r"RandomSampler yields .* at least 2 positions below 3"):
+        SamplerCursor(RandomSampler(range(900)), 3, batch_size=2, seed=1).next()

@@ -1,0 +1,94 @@
+"""verl's interactions: where the model calls no tool, an object of the user's answers it as its user.
+
+A row chooses its interaction by `extra_info.interaction_kwargs`, whose `name` is one of the configuration's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from rlsys.agent.session import EpisodeEnd, Score, Session
+from rlsys.agent.tool_process import CREATE, RESPOND
+from rlsys.agent.tools import load_target
+from rlsys.rewards.pool.pool import RewardResult
+from rlsys.utils.errors import ConfigError
+
+
+class BaseInteraction:
+    """verl's interface: one `start_interaction` for an episode, `generate_response` for each answer, then the end."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config, self.name = config, config.get("name", "interaction_agent")
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> Any:
+        return instance_id
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        """(whether the episode ends, the user's message, the score of this turn, more)."""
+        raise NotImplementedError
+
+    async def calculate_score(self, *args: Any, **kwargs: Any) -> float:
+        return 0.0
+
+    async def finalize_interaction(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+class InteractionWorkflow:
+    """Answers, tool calls and the user's messages until the interaction ends; the last answer is graded.
+
+    Grading gets the scores of the turns as `turn_scores`; their sum is the metric `interaction_score`.
+    """
+
+    def __init__(self, path: str, *, key: str) -> None:
+        if not Path(path).is_file():
+            raise ConfigError(f"{key}={path}: local file not found")
+        entries: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+        self._classes: dict[str, tuple[str, dict[str, Any]]] = {}
+        for entry in (entries or {}).get("interaction") or ():
+            target = str(entry.get("class_name", ""))
+            load_target(target, key=key)
+            short = target.rpartition(".")[2].removesuffix("Interaction").lower()
+            name = entry.get("name") or short
+            if name in self._classes:
+                raise ConfigError(f"{key}={path}: two interactions are named {name}")
+            self._classes[name] = target, {"config": {**(entry.get("config") or {}), "name": name}}
+
+    async def run(self, row: Mapping[str, Any], session: Session) -> Score:
+        kwargs = (row.get("extra_info") or {}).get("interaction_kwargs") or {}
+        if kwargs.get("name") not in self._classes:
+            known = ", ".join(self._classes)
+            raise ConfigError(f"extra_info.interaction_kwargs.name={kwargs.get('name')}: choose from {known}")
+        assert session.tools is not None
+        user = session.tools.add_object(*self._classes[kwargs["name"]])
+        _checked(await user.call(CREATE, kwargs))
+        session.add(*row["prompt"])
+        scores, answer = [], None
+        with suppress(EpisodeEnd):
+            while True:
+                answer = await session.draw()
+                if answer.tool_calls:
+                    await session.call_tools(answer)
+                    continue
+                reply = _checked(await user.call(RESPOND, {"messages": session.messages, **kwargs}))
+                scores.append(reply.score)
+                if reply.extra["ends"]:
+                    break
+                session.add(reply.extra["text"])
+        if answer is None:
+            return Score(0.0)
+        graded = await session.grade(answer, turn_scores=scores)
+        return Score(graded.reward, graded.turn_rewards, {**graded.extra, "interaction_score": sum(scores)})
+
+
+def _checked(result: RewardResult) -> RewardResult:
+    if result.status != "ok":
+        raise RuntimeError(f"the interaction failed: {result.message}")
+    return result
