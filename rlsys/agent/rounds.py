@@ -18,9 +18,9 @@ Generate = Callable[[Sequence[ModelRequest]], Sequence[ModelResponse]]
 class Rounds:
     """`sample` for episodes that run at most `max_concurrent` at once; belongs to one event loop.
 
-    `generate` blocks and runs in a thread. `add` says how many more episodes there are, of which the last `num_spare` are
-    cancelled, `end` that one has ended. With `rooms` an epoch begins: these episodes only draw while they have room in
-    tokens.
+    `generate` blocks and runs in a thread. `add` says how many more episodes there are, of which the last `num_spare`
+    are cancelled, `end` that one has ended. With `rooms` an epoch begins: these episodes only draw while they have room
+    in tokens.
     """
 
     def __init__(self, generate: Generate, *, max_concurrent: int) -> None:
@@ -58,7 +58,7 @@ class Rounds:
         num_waiting = len({request.session for request, _ in self._waiting})
         if self._running is not None or num_waiting < min(self._num_left, self._max_concurrent):
             return
-        if self._num_left <= self._num_spare:
+        if 0 < self._num_left <= self._num_spare:
             for _, response in self._waiting:
                 response.cancel()
             return
