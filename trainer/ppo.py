@@ -19,7 +19,7 @@ from rlsys.agent.collate import first_rows, with_branches
 from rlsys.config import PPOConfig, plan_batches
 from rlsys.config.schema.trainer import TrainerConfig
 from rlsys.data.dataset import PromptDataset
-from rlsys.data.sampler import AbstractCurriculumSampler, create_rl_sampler
+from rlsys.data.rl_sampler import AbstractCurriculumSampler, create_rl_sampler
 from rlsys.interfaces import ExperienceSource
 from rlsys.protocol import DataProto
 from rlsys.single_controller.base import ClassWithInitArgs, WorkerGroup

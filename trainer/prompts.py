@@ -16,8 +16,8 @@ from rlsys.config.schema.data import DataConfig
 from rlsys.data.collate import collate_prompts
 from rlsys.data.cursor import Cursor
 from rlsys.data.dataset import PromptDataset, configured_source
+from rlsys.data.rl_sampler import SamplerCursor
 from rlsys.data.rows import PromptRow, default_source
-from rlsys.data.sampler import SamplerCursor
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import DataError
 

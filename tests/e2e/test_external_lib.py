@@ -16,7 +16,7 @@ from trainer.main_ppo import main
 
 ENGINE = """
 from rlsys.config.engines import RolloutBackend, register_rollout_backend
-from rlsys.data.sampler import AbstractCurriculumSampler
+from rlsys.data.rl_sampler import AbstractCurriculumSampler
 from rlsys.rollout.hf.engine import HFRollout
 from workers.rollout import RolloutWorker
 

@@ -14,7 +14,7 @@ from torch.utils.data import RandomSampler
 
 from rlsys.config.schema.data import DataConfig
 from rlsys.data.cursor import BatchRows, Cursor, permutation
-from rlsys.data.sampler import AbstractSampler, SamplerCursor, create_rl_sampler
+from rlsys.data.rl_sampler import AbstractSampler, SamplerCursor, create_rl_sampler
 from rlsys.utils.errors import CheckpointError, ConfigError
 
 sizes = st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n)))

@@ -88,7 +88,7 @@ def create_rl_sampler(data_config: DataConfig, dataset: Sized) -> Sampler[int] |
     sampler = load_from_file(path, name, key="data.sampler")(data_source=dataset, data_config=data_config)
     if not isinstance(sampler, Sampler) or not isinstance(sampler, Sized):
         raise ConfigError(
-            f"data.sampler.class_name={name}: it must be an rlsys.data.sampler.AbstractSampler with a length"
+            f"data.sampler.class_name={name}: it must be an rlsys.data.rl_sampler.AbstractSampler with a length"
         )
     if len(sampler) != len(dataset):
         lengths = f"its length is {len(sampler)}, that of the rows {len(dataset)}"
