@@ -1,4 +1,4 @@
-"""verl's interactions: where the model calls no tool, an object of the user's answers it as its user.
+"""verl's interactions: where the model calls no tool, a user-defined object answers it as its user.
 
 A row chooses its interaction by `extra_info.interaction_kwargs`, whose `name` is one of the configuration's.
 """

@@ -1,4 +1,4 @@
-"""Samplers of verl's interface: a class of the user's gives the order of the training rows."""
+"""Samplers of verl's interface: a user-defined class gives the order of the training rows."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ async def uneven(row, session):
     session.add(*row["prompt"])
     for _ in range(1 + session.seed % 4):
         await session.draw(max_new_tokens=2)
-        session.add("go on")
+        session.add("more")
     return session.seed % 2
 
 
