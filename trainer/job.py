@@ -49,18 +49,18 @@ def _check(config: C, dry_run: bool) -> tuple[list[str], dict[str, str]]:
     """
     if sys.flags.optimize > 1:
         raise errors.ConfigError("PYTHONOPTIMIZE=2 removes docstrings that transformers needs; unset it")
-    first = check_first_rows(config)
+    data_sources, facts = check_first_rows(config)
     if isinstance(config, PPOConfig | EvalConfig):
         from trainer.rewards import check_data_sources, check_reward_function
 
         check_reward_function(config.reward)
-        check_data_sources(config.reward, first.data_sources)
+        check_data_sources(config.reward, data_sources)
     notes = check_machine(config, dry_run=dry_run)
     if not isinstance(config, PPOConfig):
-        return notes, first.plan
+        return notes, facts
     from rlsys.planning.advice import memory_line
 
-    return notes, first.plan | {"memory": memory_line(config)}
+    return notes, facts | {"memory": memory_line(config)}
 
 
 def _choose(config: C, given: Collection[str]) -> tuple[Mapping[str, Any], str]:

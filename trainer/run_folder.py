@@ -21,8 +21,8 @@ from typing import Any
 
 import yaml
 
-from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig
 from rlsys.config.schema.trainer import RunConfig, TrainingConfig
+from rlsys.data.first_rows import JobConfig
 from rlsys.telemetry.log import FILE_ONLY, get_logger, log_to_file, redact, redact_tree
 from rlsys.telemetry.tracker_adapters import flat_settings
 from rlsys.utils.atomic import write_text_atomic
@@ -46,7 +46,6 @@ MEANING = (
 )
 """Prefixes of keys whose change blocks a resume unless the user confirms it."""
 MAX_SHOWN = 20
-JobConfig = PPOConfig | SFTConfig | RMConfig | DPOConfig | EvalConfig
 Begin = Callable[[], None]
 
 log = get_logger(__name__)

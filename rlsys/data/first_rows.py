@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,22 +26,14 @@ SHOWN_CHARS = 100
 JobConfig = PPOConfig | SFTConfig | RMConfig | DPOConfig | EvalConfig
 
 
-@dataclass(frozen=True)
-class FirstRows:
-    """The data sources of the first prompts, and lines of the plan by name: "data" and "validation"."""
-
-    data_sources: set[str] = field(default_factory=set)
-    plan: dict[str, str] = field(default_factory=dict)
-
-
-def check_first_rows(config: JobConfig) -> FirstRows:
-    """What the files start with, and how many rows they have.
+def check_first_rows(config: JobConfig) -> tuple[set[str], dict[str, str]]:
+    """The data sources of the first prompts, and what the plan shows of the files: "data" and "validation".
 
     ConfigError for files without the columns that the settings name or with fewer rows than a batch, DataError for
     other bad rows at their start. Rows of a dataset class of your own, and what only the tokenizer shows, are checked
     later.
     """
-    first = FirstRows()
+    first: tuple[set[str], dict[str, str]] = set(), {}
     if config.data.custom_cls.path is not None:
         return first
     if not isinstance(config, EvalConfig):
@@ -54,9 +45,10 @@ def check_first_rows(config: JobConfig) -> FirstRows:
 
 
 def _check_files(
-    config: JobConfig, name: str, files: Sequence[str] | None, max_samples: int, first: FirstRows
+    config: JobConfig, name: str, files: Sequence[str] | None, max_samples: int, first: tuple[set[str], dict[str, str]]
 ) -> int | None:
     """Read the start of each file into `first`; returns how many rows are used at most, None if that is not known."""
+    data_sources, plan = first
     local = [file for file in files or () if not (is_rows_id(file) or is_remote(file))]
     shown = ""
     for file in local:
@@ -72,7 +64,7 @@ def _check_files(
                     bad = BadRow(row.file, row.place, str(error))
                     raise DataError(f"{bad}{bad.fix}") from error
             else:
-                first.data_sources.update(source)
+                data_sources.update(source)
                 shown = shown or f"{_short(_rendered(config, messages))} -> {_short(str(answer))}"
         if missing and (config.data.bad_rows == "refuse" or len(missing) == len(rows)):
             raise ConfigError(missing[0])
@@ -81,7 +73,7 @@ def _check_files(
     num_rows = sum(map(count_rows, local))
     used = num_rows if max_samples < 0 else min(num_rows, max_samples)
     of = f" of {num_rows}" if used < num_rows else ""
-    first.plan[name] = f"{used}{of} rows of {', '.join(local)}" + (f"; the first: {shown}" if shown else "")
+    plan[name] = f"{used}{of} rows of {', '.join(local)}" + (f"; the first: {shown}" if shown else "")
     return used
 
 
