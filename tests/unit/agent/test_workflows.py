@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import re
 from concurrent.futures import wait
@@ -340,3 +341,33 @@ def test_rounds_are_the_same_however_long_tools_take(pool, max_concurrent):
         runner.close()
     assert seen[0] == seen[1]
     assert max(map(len, seen[0][1])) == min(13, max_concurrent)
+
+
+def test_in_an_epoch_episodes_draw_while_they_have_room_however_long_tools_take(pool):
+    engine = RandomEngine(TOKENIZER)
+    seen = []
+    for _ in range(2):
+        batches: list[list[tuple[int, ...]]] = []
+
+        def generate(requests, batches=batches):
+            batches.append([request.input_ids for request in requests])
+            return [asyncio.run(engine.sample(r.input_ids, r.gconfig)) for r in requests]
+
+        rounds = Rounds(generate, max_concurrent=100)
+        settings = replace(settings_for(engine, TEMPLATE), sample=rounds.sample)
+        runner = EpisodeRunner(settings, load_workflow(waits_its_time), pool, rounds=rounds, max_concurrent=100)
+        starts = [EpisodeStart(ROW, seed, f"{seed:03d}") for seed in range(13)]
+        futures, sizes = [], []
+        for limit in (1, 1, 8, math.inf):
+            before = [start.log.num_drawn for start in starts]
+            rooms = {start.name: limit - drawn for start, drawn in zip(starts, before)}
+            futures += runner.submit([] if futures else starts, SamplingParams(64), rooms)
+            runner.end_epoch().result(scaled_s(20.0))
+            drawn = [start.log.num_drawn - was for start, was in zip(starts, before)]
+            assert all(was < limit or not now for was, now in zip(before, drawn))
+            sizes.append(sum(map(bool, drawn)))
+        assert sizes[:2] == [13, 0], "the room of the first epoch is used up by one turn"
+        assert all(future.done() for future in futures)
+        seen.append(([future.result().rows for future in futures], batches))
+        runner.close()
+    assert seen[0] == seen[1]
