@@ -14,7 +14,6 @@ from rlsys.batching import balance_rows, seqlen_metrics
 from rlsys.config import PPOConfig
 from rlsys.config.plan import BatchPlan
 from rlsys.protocol import DataProto
-from rlsys.roles.actor import ROUTES
 from rlsys.utils.errors import DataError
 from trainer.advantages import rewards_to_advantages
 from trainer.groups import WorkerGroups
@@ -25,7 +24,7 @@ ROWS = ["input_ids", "attention_mask", "position_ids", "responses", "prompts", "
 ACTOR_ROWS = [*ROWS, "old_log_probs", "advantages"]
 CRITIC_ROWS = [*ROWS, "values", "returns"]
 OPTIONAL = ["ref_log_prob", "rollout_log_probs", "rollout_is_weights", "selected_tokens"]
-TAUGHT = [*OPTIONAL, "teacher_log_probs", "teacher_ids"]
+ACTOR_OPTIONAL = [*OPTIONAL, "teacher_log_probs", "teacher_ids", "routed_experts"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Steps:
             batch.tensors["old_log_probs"] = batch.tensors["rollout_log_probs"]
             return batch
         with self.residency.hold(Resident.ACTOR, "old_log_prob"):
-            scored = self.groups.actor.compute_log_prob(_only(batch, ROWS, [ROUTES]))
+            scored = self.groups.actor.compute_log_prob(_only(batch, ROWS, ["routed_experts"]))
         self.reporter.add_lists(scored.meta_info.pop("metrics", {}))
         if "entropys" in scored.tensors:
             self.reporter.add_entropy(scored.tensors["entropys"], batch.tensors["response_mask"])
@@ -123,7 +122,7 @@ class Steps:
 
     def update_actor(self, batch: DataProto) -> None:
         with self.residency.hold(Resident.ACTOR, "update_actor"):
-            updated = self.groups.actor.update_actor(_only(batch, ACTOR_ROWS, [*TAUGHT, ROUTES]))
+            updated = self.groups.actor.update_actor(_only(batch, ACTOR_ROWS, ACTOR_OPTIONAL))
         self.reporter.add_lists(updated.meta_info["metrics"])
 
 

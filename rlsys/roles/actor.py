@@ -18,9 +18,6 @@ from rlsys.protocol import DataProto
 from rlsys.roles.update import MiniBatch, global_step, mini_batches, ppo_mini_batches, run_updates
 from rlsys.types import WeightUpdateMeta
 
-ROUTES = "routed_experts"
-"""Column (B, P + R, layers, experts of a token) of the experts that routers take."""
-
 
 class PPOActor:
     """A policy on an engine. Every method is collective over the engine's ranks and takes this rank's rows.
@@ -60,7 +57,7 @@ class PPOActor:
         if sum_pi_squared:
             columns["sum_pi_squared"] = "sum_pi_squared"
         if self.config.router_replay.mode == "R2" and name == "old_log_probs":
-            columns["routed_experts"] = ROUTES
+            columns["routed_experts"] = "routed_experts"
         outputs = self.engine.forward(batch, tuple(columns), temperature=_temperature(batch))
         return DataProto.from_dict(tensors={columns[output]: outputs[output] for output in columns})
 

@@ -120,10 +120,17 @@ def attention_settings(hf_config: HFConfig) -> dict[str, Any]:
     }
 
 
-def expert_dims(hf_config: HFConfig, *, expert_ffn: str) -> dict[str, int]:
-    """The dimensions of a decoder with experts, whose width is the key `expert_ffn` of config.json."""
-    experts = first_of(hf_config, "num_experts", "num_local_experts")
-    return {**attention_dims(hf_config), "experts": experts, "expert_ffn": hf_config[expert_ffn]}
+def expert_dims(hf_config: HFConfig, *, expert_ffn: str = "moe_intermediate_size") -> dict[str, int]:
+    """The dimensions of a decoder with experts, whose width is the key `expert_ffn` of config.json, shared ones and
+    layers for multi-token prediction included."""
+    return {
+        **attention_dims(hf_config),
+        "experts": first_of(hf_config, "num_experts", "n_routed_experts", "num_local_experts"),
+        "expert_ffn": hf_config[expert_ffn],
+        "shared_ffn": hf_config[expert_ffn] * (hf_config.get("n_shared_experts") or 0),
+        "mtp_layers": hf_config.get("num_nextn_predict_layers") or hf_config.get("num_mtp_layers") or 0,
+        "two_hidden": 2 * hf_config["hidden_size"],
+    }
 
 
 def expert_settings(hf_config: HFConfig, dims: Mapping[str, int], *, normalised: bool) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from rlsys.utils.errors import ConfigError
 Head = Literal["lm", "value", "score"]
 
 NEEDS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+SPARSE_NEEDS = (*NEEDS, "moe_intermediate_size", "num_experts_per_tok")
 
 EMBEDDING = Rule("embedding.word_embeddings.weight", padded_rows, ("model.embed_tokens.weight [vocab, hidden]",))
 FINAL_NORM = Rule("decoder.final_layernorm.weight", whole, ("model.norm.weight [hidden]",))

@@ -10,11 +10,12 @@ from rlsys.models.megatron.blocks import (
     SPARSE_NORM,
     HFConfig,
     attention_settings,
+    expert_dims,
     expert_settings,
     first_of,
     rope_of,
 )
-from rlsys.models.megatron.family import NEEDS, Family
+from rlsys.models.megatron.family import SPARSE_NEEDS, Family
 from rlsys.models.megatron.rules import Rule, columns, rows, stacked, whole, within
 from rlsys.utils.errors import ConfigError
 
@@ -61,12 +62,7 @@ def dims(hf_config: HFConfig) -> dict[str, int]:
     heads, q_lora = hf_config["num_attention_heads"], hf_config.get("q_lora_rank") or 0
     nope, rope, v = (hf_config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     return {
-        "layers": hf_config["num_hidden_layers"],
-        "vocab": hf_config["vocab_size"],
-        "hidden": hf_config["hidden_size"],
-        "two_hidden": 2 * hf_config["hidden_size"],
-        "ffn": hf_config["intermediate_size"],
-        "heads": heads,
+        **expert_dims(hf_config),
         "groups": heads,
         "full_q": 0 if q_lora else 1,
         "q_lora": q_lora,
@@ -75,10 +71,6 @@ def dims(hf_config: HFConfig) -> dict[str, int]:
         "q": heads * (nope + rope),
         "kv": heads * (nope + v),
         "v": heads * v,
-        "experts": first_of(hf_config, "n_routed_experts", "num_local_experts"),
-        "expert_ffn": hf_config["moe_intermediate_size"],
-        "shared_ffn": hf_config["moe_intermediate_size"] * (hf_config.get("n_shared_experts") or 0),
-        "mtp_layers": hf_config.get("num_nextn_predict_layers") or hf_config.get("num_mtp_layers") or 0,
     }
 
 
@@ -151,9 +143,7 @@ FAMILY = Family(
     settings=settings,
     rope=lambda hf_config: {"rotary_base": rope_of(hf_config)["rope_theta"]},
     needs=(
-        *NEEDS,
-        "moe_intermediate_size",
-        "num_experts_per_tok",
+        *SPARSE_NEEDS,
         "kv_lora_rank",
         "qk_nope_head_dim",
         "qk_rope_head_dim",

@@ -13,17 +13,12 @@ from rlsys.models.megatron.blocks import (
     expert_dims,
     expert_settings,
 )
-from rlsys.models.megatron.family import NEEDS, Family
-
-
-def dims(hf_config: HFConfig) -> dict[str, int]:
-    """The model's dimensions by the names that the tables use."""
-    return expert_dims(hf_config, expert_ffn="moe_intermediate_size")
+from rlsys.models.megatron.family import SPARSE_NEEDS, Family
 
 
 def settings(hf_config: HFConfig) -> dict[str, Any]:
     """Keyword arguments of Megatron's transformer configuration."""
-    experts = expert_settings(hf_config, dims(hf_config), normalised=bool(hf_config.get("norm_topk_prob", False)))
+    experts = expert_settings(hf_config, expert_dims(hf_config), normalised=bool(hf_config.get("norm_topk_prob")))
     return {**attention_settings(hf_config), **experts, "qk_layernorm": True}
 
 
@@ -36,9 +31,9 @@ def is_sparse(hf_config: HFConfig, layer: int) -> bool:
 FAMILY = Family(
     architectures=("Qwen3MoeForCausalLM",),
     model_types=("qwen3_moe",),
-    dims=dims,
+    dims=expert_dims,
     settings=settings,
-    needs=(*NEEDS, "moe_intermediate_size", "num_experts_per_tok"),
+    needs=SPARSE_NEEDS,
     layer=(*ATTENTION, *QK_NORM),
     is_sparse=is_sparse,
     sparse=(SPARSE_NORM, ROUTER),

@@ -21,7 +21,7 @@ from rlsys.models.megatron.family import Family, family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.utils.errors import ConfigError
 from tests.unit.models.megatron_families.assemble import full_tensors
-from tests.unit.models.megatron_families.tiny import CONFIGS, DENSE
+from tests.unit.models.megatron_families.tiny import CONFIGS, DENSE, YARN
 
 MODELS = [name for name in CONFIGS if name not in ("llama-linear-rope", "qwen3-moe-unnormalised")]
 
@@ -308,6 +308,63 @@ def test_published_sizes_are_met() -> None:
     assert round(sum(map(prod, extra.values())) / 1e9, 1) == 13.5
     assert extra["model.layers.61.eh_proj.weight"] == (7168, 14336)
     assert extra["model.layers.61.mlp.experts.255.up_proj.weight"] == (2048, 7168)
+
+
+KIMI: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "hidden_act": "silu",
+    "vocab_size": 163840,
+    "num_nextn_predict_layers": 0,
+    "attention_bias": False,
+    "rope_theta": 50000.0,
+}
+MOONLIGHT = {
+    **KIMI,
+    "model_type": "deepseek_v3",
+    "hidden_size": 2048,
+    "intermediate_size": 11264,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "q_lora_rank": None,
+    "routed_scaling_factor": 2.446,
+}
+KIMI_K2 = {
+    **KIMI,
+    "model_type": "kimi_k2",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 64,
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "q_lora_rank": 1536,
+    "routed_scaling_factor": 2.827,
+    "rope_scaling": {**YARN, "factor": 32.0, "beta_fast": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
+
+
+@pytest.mark.parametrize(("config", "billions"), [(MOONLIGHT, 16), (KIMI_K2, 1026)])
+def test_moonlight_and_kimi_k2_have_the_shape_of_deepseek_v3(config: dict[str, Any], billions: int) -> None:
+    family = family_of(config)
+    family.check(config, RankPlace(ParallelSizes()))
+    assert round(sum(map(prod, family.hf_shapes(config).values())) / 1e9) == billions
 
 
 def _filled(config: dict[str, Any], model: dict[str, Tensor], place: RankPlace, **flags: Any) -> dict[str, Tensor]:
