@@ -19,7 +19,8 @@ from rlsys.config.schema.base import Section
 from rlsys.utils.errors import ConfigError
 
 COMMAND_LINE = "command line"
-_YIELDING = (("data.train_batch_size", 0), ("async_training", True), ("actor.use_lora", True))
+_LORA_OF_AREAL = ("actor.use_lora", "${rollout.use_lora}")
+_YIELDING = (("data.train_batch_size", 0), ("async_training", True), ("actor.use_lora", True), _LORA_OF_AREAL)
 """What verl's and AReaL's asynchronous trainers want beside the setting that counts."""
 
 

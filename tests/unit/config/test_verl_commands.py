@@ -123,8 +123,9 @@ def test_adapters_are_scaled_by_more_than_0_and_use_lora_of_areal_switches_them(
     ranks = {"true": 32, "false": 0}
     for flag, rank in ranks.items():
         assert load_config([*PPO, f"actor.use_lora={flag}"]).actor_rollout_ref.model.lora_rank == rank
-    both = load_config([*PPO, "actor.use_lora=true", "actor.lora_rank=8"])
-    assert both.actor_rollout_ref.model.lora_rank == 8
+    for flag in ("true", "${rollout.use_lora}"):
+        both = load_config([*PPO, f"actor.use_lora={flag}", "actor.lora_rank=8"])
+        assert both.actor_rollout_ref.model.lora_rank == 8
 
 
 def test_columns_and_conversations_of_older_sft_commands_are_read(folder: Path) -> None:
