@@ -31,6 +31,7 @@ from trainer.epochs import EpochSource
 from trainer.evaluation import OnValidation, Validation
 from trainer.generation import GradedRollout
 from trainer.groups import WorkerGroups
+from trainer.judge import serve_judge
 from trainer.parity import ParityProbe, Scorer
 from trainer.prompt_groups import PromptGroups
 from trainer.prompts import num_steps, training_prompts
@@ -85,7 +86,8 @@ def assemble(
     """Connect weights, rollouts, rewards and data to running groups."""
     rollout, pools = cfg.actor_rollout_ref.rollout, plan.pools
     with ExitStack() as stack:
-        pool = stack.enter_context(reward_pool(cfg.reward))
+        judge = serve_judge(cfg, groups.judge, stack) if groups.judge is not None else ""
+        pool = stack.enter_context(reward_pool(cfg.reward, judge=judge))
         if pools.external:
             fleet, transfer = connect_servers(cfg, groups.actor)
             scorer: Scorer = fleet
@@ -206,8 +208,11 @@ def residency_moves(cfg: PPOConfig, groups: WorkerGroups, device: str, *, coloca
         after_sync.append(partial(groups.actor.move, ("params",), "cpu"))
     if colocated and device.startswith("cuda") and policy.rollout.free_cache_engine:
         assert groups.rollout is not None
-        sleep, wake, everything = groups.rollout.sleep, groups.rollout.wake, ("weights", "kv_cache")
-        moves[Resident.ROLLOUT] = Moves(partial(wake, everything), partial(sleep, everything))
+        wake, everything = groups.rollout.wake, ("weights", "kv_cache")
+        own_pool = cfg.reward.reward_model.enable_resource_pool
+        engines = [engine for engine in (groups.rollout, None if own_pool else groups.judge) if engine is not None]
+        wakes, sleeps = ([partial(getattr(e, verb), everything) for e in engines] for verb in ("wake", "sleep"))
+        moves[Resident.ROLLOUT] = Moves(partial(_call_all, wakes), partial(_call_all, sleeps))
         before_sync.append(partial(wake, ("weights",)))
     if before_sync:
         moves[Resident.SYNC] = Moves(partial(_call_all, before_sync), partial(_call_all, after_sync))

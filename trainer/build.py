@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,9 @@ def train(config: PPOConfig) -> str | None:
     start = prepare(config)
     run = config.trainer
     store = CheckpointStore(
-        Path(run.default_local_dir), keep=num_checkpoints(run, has_critic=start.plan.critic is not None)
+        Path(run.default_local_dir),
+        keep=num_checkpoints(run, has_critic=start.plan.critic is not None),
+        remote=run.default_hdfs_dir,
     )
     if not run.val_only and (message := completed(store, run, start.num_steps)):
         return message
@@ -120,6 +122,8 @@ def _build(
     )
     actor = MegatronPPOWorker if config.actor_rollout_ref.actor.strategy == "megatron" else ActorWorker
     rollout = config.actor_rollout_ref.rollout
+    grader = config.reward.reward_model
+    judge = (grader.model, grader.rollout.generation, replace(for_workers, offload_on_sleep=True), "auto")
     loss = config.distillation.distillation_loss if config.distillation.enabled else None
     teachers = (tuple(config.teachers.values()), config.actor_rollout_ref, loss.topk if loss and loss.is_topk else 0)
     worker_args: dict[Role, tuple[Any, ...]] = {
@@ -127,6 +131,7 @@ def _build(
         Role.Rollout: (None if plan.pools.external else worker_class(rollout.name), model, rollout, for_workers),
         Role.Critic: (CriticWorker, config.critic, for_workers),
         Role.RefPolicy: (ReferenceWorker, config.actor_rollout_ref, for_workers),
+        Role.Judge: (grader.rollout.name and worker_class(grader.rollout.name), *judge),
         Role.Teacher: (TeacherWorker, *teachers, for_workers),
         Role.RewardModel: (RewardModelWorker, config.reward.reward_model, for_workers),
     }
@@ -150,7 +155,7 @@ def check_vocabularies(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) ->
         _check_vocabulary(key, policy.reference_model, tokenizer, "set one that shares it")
     for teacher in config.teachers.values():
         _check_vocabulary("distillation.teacher_models", teacher, tokenizer, "set teachers that share it")
-    if grader.enable and grader.input_tokenizer is None:
+    if grader.enable and grader.input_tokenizer is None and not config.reward.has_judge:
         fix = f"set reward.reward_model.input_tokenizer={policy.model.tokenizer_path or policy.model.path}"
         _check_vocabulary("reward.reward_model.model_path", grader.model, tokenizer, fix)
 
@@ -192,5 +197,6 @@ def place_roles(config: PPOConfig, plan: BatchPlan, node_size: int) -> tuple[dic
     if config.distillation.enabled:
         mapping[Role.Teacher] = "teacher" if plan.pools.teacher_ranks else "train"
     if config.reward.reward_model.enable:
-        mapping[Role.RewardModel] = "reward_model" if plan.pools.reward_model_ranks else "train"
+        role = Role.Judge if config.reward.has_judge else Role.RewardModel
+        mapping[role] = "reward_model" if plan.pools.reward_model_ranks else "train"
     return mapping, process_pools(config, node_size)

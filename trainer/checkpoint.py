@@ -21,6 +21,7 @@ import torch
 from rlsys.utils.atomic import commit_dir, fsync_file, read_checked_json, write_checked_json, write_text_atomic
 from rlsys.utils.errors import CheckpointError, ConfigError, DeadlineError
 from rlsys.utils.run_folders import LATEST, latest_step, pointer_text
+from trainer.remote_checkpoints import RemoteCheckpoints
 
 STATE = "trainer.json"
 DATA = "data.pt"
@@ -39,14 +40,20 @@ class TrainerState:
 class CheckpointStore:
     """The checkpoints under one folder."""
 
-    def __init__(self, root: Path, *, keep: Mapping[str, int | None]) -> None:
-        """`keep` maps a role's folder name to how many of its latest checkpoints stay (None: all)."""
+    def __init__(self, root: Path, *, keep: Mapping[str, int | None], remote: str | None = None) -> None:
+        """`keep` maps a role's folder name to how many of its latest checkpoints stay (None: all); `remote` is where
+        their copies are."""
         self.root = root
         self._keep = dict(keep)
+        self.remote = None if remote is None else RemoteCheckpoints(remote)
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, or None where there is none."""
-        step = self._pointed_at()
+        """The newest complete checkpoint, downloaded where the remote one is newer, or None where there is none."""
+        step, there = self._pointed_at(), self.remote.latest_step() if self.remote else None
+        if self.remote is not None and there is not None and (step is None or there > step):
+            self.remote.download(f"global_step_{there}", self.root)
+            write_text_atomic(self.root / LATEST, str(there))
+            step = there
         return None if step is None else self._existing(self.path(step))
 
     def path(self, step: int) -> Path:
@@ -65,6 +72,9 @@ class CheckpointStore:
             )
         if not _STEP_DIR.fullmatch(Path(path).name):
             raise ConfigError(f"trainer.resume_from_path={path} must end in global_step_N")
+        if "://" in path:
+            parent, _, name = path.rpartition("/")
+            return self._existing(RemoteCheckpoints(parent).download(name, self.root))
         return self._existing(Path(path))
 
     def sweep(self) -> None:

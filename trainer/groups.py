@@ -33,6 +33,7 @@ class Role(Enum):
     RefPolicy = "ref"
     RewardModel = "rm"
     Teacher = "teacher"
+    Judge = "judge"
 
     def __str__(self) -> str:
         return self.value
@@ -123,6 +124,7 @@ class WorkerGroups:
     ref: ReferenceGroup | None = None
     rm: RewardModelGroup | None = None
     teacher: TeacherGroup | None = None
+    judge: RolloutGroup | None = None
 
     @property
     def trained(self) -> Mapping[str, EngineGroup]:
@@ -131,7 +133,7 @@ class WorkerGroups:
 
     @property
     def all(self) -> list[Group]:
-        groups = (self.actor, self.rollout, self.critic, self.ref, self.rm, self.teacher)
+        groups = (self.actor, self.rollout, self.critic, self.ref, self.rm, self.teacher, self.judge)
         return [group for group in groups if group is not None]
 
     def save(self, folder: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from rlsys.config.schema.trainer import TrainingConfig
 from rlsys.telemetry.log import get_logger
 from trainer.checkpoint import CheckpointStore, TrainerState, load_state, save_state
+from trainer.remote_checkpoints import RemoteCheckpoints
 from trainer.reporting import Reporter
 from trainer.run_folder import Begin
 
@@ -41,7 +42,8 @@ class CheckpointedLoop(ABC):
         self.stage = reporter.stage
         self.folder = ExitStack()
         self.begin: Begin = lambda: None
-        self.store = CheckpointStore(Path(run.default_local_dir), keep=keep)
+        self.store = CheckpointStore(Path(run.default_local_dir), keep=keep, remote=run.default_hdfs_dir)
+        self._num_failed_uploads = 0
         self.global_step = 0
         self.total_steps = 0
         self.steps_per_epoch = 0
@@ -59,7 +61,20 @@ class CheckpointedLoop(ABC):
         self.begin()
         with self.stage("save_checkpoint"), self.store.writing(self.global_step) as folder:
             save_state(folder, self.save_parts(folder))
-        return self.store.path(self.global_step)
+        saved = self.store.path(self.global_step)
+        if self.store.remote is not None:
+            with self.stage("upload_checkpoint"):
+                self._upload(self.store.remote, saved)
+        return saved
+
+    def _upload(self, remote: RemoteCheckpoints, saved: Path) -> None:
+        """Copy a checkpoint; what fails is counted and logged, and the next one is tried again."""
+        try:
+            remote.upload(saved)
+        except Exception as error:  # object stores raise errors of their own libraries
+            self._num_failed_uploads += 1
+            log.warning("%s was not uploaded to %s: %r", saved, remote.url, error)
+        self.reporter.add({"checkpoint/failed_uploads": float(self._num_failed_uploads)})
 
     def resume(self) -> None:
         """Load the checkpoint that trainer.resume_mode asks for, if there is one, and open the trackers."""

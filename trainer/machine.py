@@ -48,7 +48,8 @@ def check_machine(config: Any, *, dry_run: bool) -> list[str]:
         for name, key in {settings.get(key): key for key in reversed((*MODELS, *teachers))}.items():
             if name and is_hub_id(name) and (why := model_problem(name)):
                 raise ConfigError(f"{key} = {name}: {why}")
-    grader = config.reward.reward_model.model_path if isinstance(config, PPOConfig) else None
+    scores = isinstance(config, PPOConfig) and not config.reward.has_judge
+    grader = config.reward.reward_model.model_path if scores else None
     if grader and is_hub_id(grader) and (folder := download_config(grader)) and (why := no_score_head(folder)):
         raise ConfigError(f"reward.reward_model.model_path = {grader}: {why}")
     if dry_run and isinstance(config, PPOConfig) and is_external(config.actor_rollout_ref.rollout.name):

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from rlsys.rewards.manager import RewardManager
 
 
-def reward_pool(reward: GradingConfig, *, num_workers: int | None = None) -> RewardPool:
-    """The pool of the configured grader; its processes start with the first items."""
+def reward_pool(reward: GradingConfig, *, num_workers: int | None = None, judge: str = "") -> RewardPool:
+    """The pool of the configured grader; its processes start with the first items. `judge` is HOST:PORT of one."""
     custom, fusion = reward.custom_reward_function, reward.sandbox_fusion
     num_workers = reward.num_workers if num_workers is None else num_workers
     share = max(1, fusion.max_concurrent // max(1, num_workers))
@@ -24,7 +24,11 @@ def reward_pool(reward: GradingConfig, *, num_workers: int | None = None) -> Rew
     kwargs: dict[str, Any] = {"sandbox": sandbox}
     if _has_reward_model(reward):
         kwargs["unknown_score"] = 0.0
-    grader = Grader(custom.path, custom.name, kwargs if custom.path is None else custom.reward_kwargs)
+    if custom.path is not None:
+        kwargs = dict(custom.reward_kwargs)
+    if isinstance(reward, RewardConfig) and reward.has_judge:
+        kwargs |= {"reward_router_address": judge, "reward_model_tokenizer": reward.reward_model.model_path}
+    grader = Grader(custom.path, custom.name, kwargs)
     return RewardPool(grader, num_workers=num_workers, timeout_s=reward.timeout_s)
 
 

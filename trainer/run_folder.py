@@ -96,7 +96,10 @@ def _compared(config: JobConfig, root: Path) -> list[str]:
         if (root / "metrics.jsonl").exists():
             raise ConfigError(f"trainer.default_local_dir={root} has a training run: set another one for an evaluation")
         return []
-    resumed = CheckpointStore(root, keep={}).to_resume(run.resume_mode, run.resume_from_path)
+    store = CheckpointStore(root, keep={}, remote=run.default_hdfs_dir)
+    if store.remote is not None:
+        store.remote.check()
+    resumed = store.to_resume(run.resume_mode, run.resume_from_path)
     if resumed is None or not (resumed.parent / CONFIG).is_file():
         return []
     before, now = _before(resumed.parent), flat_settings(_settings(config)) | _code(config)

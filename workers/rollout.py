@@ -54,7 +54,8 @@ class RolloutWorker(Worker, WeightReceiver):
         self._register_dispatch_collect_info(MESH, self.rank // size, self.rank % size == 0)
         context = EngineContext(self.run.device, self.load_format, self.run.offload_on_sleep, self.rank)
         self.engine = self.build_engine(self.model_cfg.path, context)
-        set_local_rollout(self.engine)
+        if self.load_format == "dummy":
+            set_local_rollout(self.engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def exchange(self, new: list[ModelRequest], wait_s: float, cancel: list[str]) -> list[ResponseDelta]:

@@ -11,7 +11,7 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -26,6 +26,8 @@ from rlsys.agent.template import with_arguments
 
 MAX_BODY_BYTES = 64 << 20
 MAX_CHOICES = 16
+FREE = ("temperature", "top_p", "top_k")
+"""What requests outside of episodes sample by."""
 
 
 @dataclass(eq=False)
@@ -41,9 +43,13 @@ class OpenEpisode:
 
 
 class Endpoint:
-    """The HTTP server of all open episodes; belongs to one event loop."""
+    """The HTTP server of all open episodes; belongs to one event loop.
 
-    def __init__(self) -> None:
+    With `make_session` requests outside of episodes are answered too, without a key, each by a session of its own.
+    """
+
+    def __init__(self, make_session: Callable[[], Session] | None = None) -> None:
+        self._make_session = make_session
         self._episodes: dict[str, OpenEpisode] = {}
         self._runner: web.AppRunner | None = None
         self._lock = asyncio.Lock()
@@ -51,11 +57,9 @@ class Endpoint:
 
     async def open(self, session: Session) -> OpenEpisode:
         """Give an episode its URL; the server starts with the first one."""
-        async with self._lock:
-            if self._runner is None:
-                await self._start()
+        address = await self.start()
         name, key = secrets.token_urlsafe(9), secrets.token_urlsafe(24)
-        episode = OpenEpisode(session, f"http://127.0.0.1:{self._port}/e/{name}/v1", key)
+        episode = OpenEpisode(session, f"http://{address}/e/{name}/v1", key)
         self._episodes[name] = episode
         return episode
 
@@ -69,9 +73,17 @@ class Endpoint:
             await self._runner.cleanup()
             self._runner = None
 
+    async def start(self) -> str:
+        """Start the server unless it runs; its HOST:PORT."""
+        async with self._lock:
+            if self._runner is None:
+                await self._start()
+        return f"127.0.0.1:{self._port}"
+
     async def _start(self) -> None:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._checked])
-        app.router.add_post("/e/{episode}/v1/chat/completions", self._complete)
+        for path in ("/e/{episode}/v1/chat/completions", "/v1/chat/completions"):
+            app.router.add_post(path, self._complete)
         app.router.add_post("/e/{episode}/v1/responses", partial(self._translate, responses_api))
         app.router.add_post("/e/{episode}/v1/messages", partial(self._translate, anthropic_messages))
         app.router.add_get("/e/{episode}/v1/models", self._models)
@@ -82,14 +94,20 @@ class Endpoint:
         await site.start()
         self._port = self._runner.addresses[0][1]
 
+    def _episode(self, request: web.Request) -> OpenEpisode | None:
+        name = request.match_info.get("episode", "")
+        if self._make_session is not None and not name:
+            return OpenEpisode(self._make_session(), "", "")
+        return self._episodes.get(name)
+
     @web.middleware
     async def _checked(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """The answer of a handler to a program that may ask; errors in OpenAI's form."""
-        episode = self._episodes.get(request.match_info.get("episode", ""))
+        episode = self._episode(request)
         given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
         if episode is None:
             return _error(404, "not_found", "there is no open episode at this URL; it may have ended")
-        is_key = hmac.compare_digest(given.encode(), episode.key.encode())
+        is_key = not episode.key or hmac.compare_digest(given.encode(), episode.key.encode())
         if not is_key or "Origin" in request.headers:
             episode.session.counts["refused_requests"] += 1
             if is_key:
@@ -126,7 +144,8 @@ class Endpoint:
         return web.json_response(response)
 
     async def _completion(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, Any]:
-        episode = self._episodes[request.match_info["episode"]]
+        episode = self._episode(request)
+        assert episode is not None, "checked before"
         answers = await self._drawn(episode, body, is_retry=request.headers.get("x-stainless-retry-count", "0") != "0")
         episode.last = answers[0]
         parent = answers[0].span.parent
@@ -148,20 +167,21 @@ class Endpoint:
         """The answers to a request; a client's repetition of one gets the same answers."""
         key = blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
         if not (is_retry and key in episode.answers):
-            episode.answers[key] = asyncio.create_task(_draw(episode.session, body))
+            episode.answers[key] = asyncio.create_task(_draw(episode.session, body, () if episode.key else FREE))
         else:
             episode.session.counts["retries"] += 1
         return await asyncio.shield(episode.answers[key])
 
 
-async def _draw(session: Session, body: Mapping[str, Any]) -> list[Answer]:
-    """Draw the answers that a request asks for. Temperature and truncation stay the job's."""
+async def _draw(session: Session, body: Mapping[str, Any], sampled: Sequence[str]) -> list[Answer]:
+    """Draw the answers that a request asks for. Of `sampled` it has its own, the rest of the sampling is the job's."""
     messages, num_choices = body["messages"], int(body.get("n") or 1)
     if not isinstance(messages, list) or not messages or not 1 <= num_choices <= MAX_CHOICES:
         raise ValueError(f"messages must be a list that is not empty, n from 1 to {MAX_CHOICES}")
     tools = None if body.get("tool_choice") == "none" else body.get("tools")
     most = body.get("max_completion_tokens") or body.get("max_tokens")
-    limit = {"max_new_tokens": int(most)} if most else {}
+    limit: dict[str, Any] = {"max_new_tokens": int(most)} if most else {}
+    limit |= {name: body[name] for name in sampled if body.get(name) is not None}
     return [await session.draw(messages, tools=tools or [], **limit) for _ in range(num_choices)]
 
 

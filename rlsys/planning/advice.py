@@ -58,7 +58,7 @@ def facts_of(cfg: PPOConfig, device: Device, device_bytes: int) -> Machine:
         device_bytes,
         actor={**actor, **policy.model.override_config} if actor else {},
         critic=_facts(cfg.critic.model.path) if cfg.critic.model.path != policy.model.path else None,
-        reward_model=_facts(grader.model_path) if grader.enable else None,
+        reward_model=_facts(grader.model_path) if grader.enable and not cfg.reward.has_judge else None,
     )
 
 

@@ -16,10 +16,14 @@ def pointer_text(root: Path) -> str:
     return pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
 
 
+def step_of(text: str) -> int | None:
+    """The step that the text of a pointer names, if it does."""
+    return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else None
+
+
 def latest_step(root: Path) -> int | None:
     """The step of the latest checkpoint of a run's folder, if its pointer holds one."""
-    text = pointer_text(root)
-    return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else None
+    return step_of(pointer_text(root))
 
 
 def step_folder(path: Path) -> Path:

@@ -116,12 +116,17 @@ def ppo_runs(toy: Toy, folder: Path) -> list[list[str]]:
             "global_profiler.steps=[2]",
             f"data.custom_cls.path={extensions}",
             "data.custom_cls.name=Rows",
-            f"{loss}vanilla",
+            *(f"{loss}vanilla", "trainer.default_hdfs_dir=memory://every/key"),
         ],
         [
             *(*critic, f"{ACTOR}use_kl_loss=true", "critic.model.lora_rank=2", "trainer.val_before_train=true"),
             *(f"{ROLLOUT}val_kwargs.do_sample=true", f"{ACTOR}clip_ratio=0.1", f"{ROLLOUT}parity.freq=1"),
-            f"{ROLLOUT}workflow=RLVRWorkflow",
+            *(
+                f"{ROLLOUT}workflow=RLVRWorkflow",
+                "reward.reward_model.enable=true",
+                "reward.reward_model.rollout.name=hf",
+            ),
+            f"reward.reward_model.model_path={toy.model}",
         ],
         [
             *(*critic, "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"),

@@ -109,3 +109,31 @@ def test_a_reward_model_with_another_tokenizer_is_named_and_reads_text(
     assert main_ppo.main(toy.overrides(tmp_path / "wrong", *more, *model)) == 2
     assert f"set reward.reward_model.input_tokenizer={toy.model}" in capsys.readouterr().err
     run(toy, tmp_path / "right", *more, *model, f"reward.reward_model.input_tokenizer={toy.model}")
+
+
+JUDGE = """
+import aiohttp
+async def compute_score(
+    data_source, solution_str, ground_truth, extra_info, reward_router_address, reward_model_tokenizer
+):
+    question = "?" * (40 if extra_info["index"] % 8 == 0 else 4) + ground_truth
+    body = {"messages": [{"role": "user", "content": question}], "max_tokens": 3, "temperature": 0.0}
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"http://{reward_router_address}/v1/chat/completions", json=body) as answer:
+            text = (await answer.json())["choices"][0]["message"]["content"]
+    return {"score": len(text) / 3, "answer_tokens": len(reward_model_tokenizer.encode(text, add_special_tokens=False))}
+"""
+
+
+@pytest.mark.parametrize("place", ["colocated", "own"])
+def test_a_reward_function_asks_a_judge_that_the_job_serves(toy: Toy, tmp_path: Path, place: str) -> None:
+    (tmp_path / "judge.py").write_text(JUDGE)
+    common = ["trainer.backend=local", f"reward.custom_reward_function.path={tmp_path}/judge.py", "data.shuffle=false"]
+    common += ["reward.reward_model.enable=true", f"reward.reward_model.model_path={toy.model}"]
+    common += ["reward.reward_model.rollout.name=hf", "reward.reward_model.rollout.prompt_length=32"]
+    if place == "own":
+        common += ["reward.reward_model.enable_resource_pool=true", "reward.reward_model.nnodes=1"]
+    assert main_ppo.main(toy.overrides(tmp_path / "out", *common, "trainer.total_training_steps=2")) == 0
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["reward/errors"] for line in lines] == [4, 4]
+    assert lines[0]["critic/rewards/mean"] > 0

@@ -17,7 +17,7 @@ from trainer.main_ppo import main
 
 LOCAL = "trainer.backend=local"
 CORRUPTED = "model.layers.1.mlp.up_proj.weight"
-WALL_CLOCK = ("timing", "perf/", "weights/seconds", "reward/seconds")
+WALL_CLOCK = ("timing", "perf/", "weights/seconds", "reward/seconds", "checkpoint/failed_uploads")
 
 
 def metrics_of(out: Path) -> list[dict[str, Any]]:
@@ -90,12 +90,16 @@ def test_a_run_leaves_metrics_checkpoint_timeline_and_rollouts(
 def test_a_resumed_run_is_bitwise_the_uninterrupted_one(toy: Toy, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert main(toy.overrides(whole, LOCAL, "trainer.save_freq=1")) == 0
-    assert main(toy.overrides(parts, LOCAL, "trainer.save_freq=1", "trainer.total_training_steps=2")) == 0
+    copies = f"trainer.default_hdfs_dir=memory://bucket/{tmp_path.name}"
+    assert main(toy.overrides(parts, LOCAL, copies, "trainer.save_freq=1", "trainer.total_training_steps=2")) == 0
+    assert main(toy.overrides(tmp_path / "second", LOCAL, copies, "trainer.save_freq=1")) == 0
     assert main(toy.overrides(parts, LOCAL, "trainer.save_freq=1")) == 0
-    ours, theirs = weights_of(parts, 3), weights_of(whole, 3)
-    assert ours.keys() == theirs.keys()
-    assert all(ours[name].equal(theirs[name]) for name in theirs)
+    theirs = weights_of(whole, 3)
+    for ours in (weights_of(parts, 3), weights_of(tmp_path / "second", 3)):
+        assert ours.keys() == theirs.keys()
+        assert all(ours[name].equal(theirs[name]) for name in theirs)
     assert metrics_of(parts) == metrics_of(whole)
+    assert metrics_of(tmp_path / "second") == metrics_of(whole)[2:]
 
 
 def weight_checks(*more: str) -> tuple[str, ...]:

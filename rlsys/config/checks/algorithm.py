@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from rlsys.config.bounds import KEY as CORRECTION
 from rlsys.config.bounds import rejection_bounds, weight_bounds
 from rlsys.config.checks.findings import note, wrong
+from rlsys.config.pools import resolve_pools
 from rlsys.config.schema.jobs import PPOConfig
 from rlsys.config.vocabulary import ADV_ESTIMATORS, GROUP_ESTIMATORS
 
@@ -27,6 +28,8 @@ def check_algorithm(cfg: PPOConfig) -> Iterator[str]:
     yield from _input_tokenizer(cfg)
     if cfg.distillation.enabled:
         yield from _teachers(cfg)
+    if cfg.reward.has_judge:
+        yield from _judge(cfg)
 
 
 def _groups(cfg: PPOConfig) -> Iterator[str]:
@@ -105,6 +108,16 @@ def _input_tokenizer(cfg: PPOConfig) -> Iterator[str]:
         yield wrong(cfg, key, "answers are decoded by the policy's tokenizer", policy.tokenizer_path or policy.path)
     if given is not None and cfg.actor_rollout_ref.rollout.has_workflow:
         yield wrong(cfg, key, "the turns of an episode cannot be rendered by another template", "null")
+
+
+def _judge(cfg: PPOConfig) -> Iterator[str]:
+    pools, grader = resolve_pools(cfg), cfg.reward.reward_model
+    if not pools.reward_model_ranks and not pools.colocated:
+        why = "the training processes are busy while answers are graded; it needs processes of its own"
+        yield wrong(cfg, "reward.reward_model.enable_resource_pool", why, True)
+    ranks, size = pools.reward_model_ranks or pools.train_ranks, grader.rollout.tensor_model_parallel_size
+    if ranks % size:
+        yield wrong(cfg, "reward.reward_model.rollout.tensor_model_parallel_size", f"does not divide {ranks} processes")
 
 
 def _teachers(cfg: PPOConfig) -> Iterator[str]:

@@ -61,7 +61,8 @@ def _rows(cfg: Section, key: str, files: tuple[str, ...] | None) -> Iterator[str
         if is_rows_id(name):
             continue
         local = "://" not in name
-        why = rows_problem(Path(name)) if local else _address_problem(name)
+        kinds = "" if local or name.endswith(ROW_FILES) else f"rows are read from {', '.join(ROW_FILES)}"
+        why = rows_problem(Path(name)) if local else kinds or _address_problem(name)
         if why or (local and not Path(name).stat().st_size):
             yield wrong(cfg, key, why or "the file is empty", value=name)
     if doubled := [name for name in files or () if (files or ()).count(name) > 1]:
@@ -88,11 +89,9 @@ def rows_problem(path: Path) -> str:
 
 
 def _address_problem(url: str) -> str:
-    """Why rows cannot be at an address: an unknown kind of file, or of file system, or one whose package is missing."""
+    """Why nothing can be at an address: an unknown file system, or one whose package is missing."""
     import fsspec
 
-    if not url.endswith(ROW_FILES):
-        return f"rows are read from {', '.join(ROW_FILES)}"
     try:
         fsspec.get_filesystem_class(url.partition("://")[0])
     except (ImportError, ValueError) as error:
@@ -172,10 +171,10 @@ def _reward(cfg: PPOConfig | EvalConfig) -> Iterator[str]:
         yield from _python(cfg, "reward.custom_reward_function", custom.path, custom.name, "function")
     if manager.source == "importlib" and manager.module.path is not None:
         yield from _python(cfg, "reward.reward_manager.module", manager.module.path, manager.module.name, "class")
-    model = (
-        cfg.reward.reward_model.model_path if isinstance(cfg, PPOConfig) and cfg.reward.reward_model.enable else None
-    )
-    if model and (why := _no_folder(model) or no_score_head(Path(model))):
+    if not isinstance(cfg, PPOConfig) or not cfg.reward.reward_model.enable:
+        return
+    model, is_judge = cfg.reward.reward_model.model_path, cfg.reward.has_judge
+    if model and (why := _no_folder(model) or ("" if is_judge else no_score_head(Path(model)))):
         yield wrong(cfg, "reward.reward_model.model_path", why)
 
 
@@ -184,8 +183,8 @@ def no_score_head(folder: Path) -> str:
     kinds = model_facts(folder).get("architectures")
     if not isinstance(kinds, list) or not any(str(kind).endswith("ForCausalLM") for kind in kinds):
         return ""
-    why = "a language model without a score head; train one with trainer.main_rm, or call a generative judge"
-    return f"{why} from reward.custom_reward_function"
+    why = "a language model without a score head; train one with trainer.main_rm, or let a reward function ask it"
+    return f"{why}: set reward.custom_reward_function.path and reward.reward_model.rollout.name"
 
 
 def _python(cfg: Section, section: str, file: str, name: str, kind: str) -> Iterator[str]:
@@ -212,8 +211,17 @@ def _python(cfg: Section, section: str, file: str, name: str, kind: str) -> Iter
 def _output(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
     """Whether the folders that a run writes exist or can be created, and the one it resumes from exists."""
     trainer = cfg.trainer
+    for key in ("default_hdfs_dir", "resume_from_path"):
+        url = getattr(trainer, key, None) or ""
+        if why := _address_problem(url) if "://" in url else "":
+            yield wrong(cfg, f"trainer.{key}", why)
+    if "://" not in (getattr(trainer, "default_hdfs_dir", None) or "://"):
+        yield wrong(cfg, "trainer.default_hdfs_dir", "not an address", "s3://BUCKET/RUN")
     for key in ("default_local_dir", "rollout_data_dir", "validation_data_dir"):
-        if name := getattr(trainer, key, None):
+        if "://" in (name := getattr(trainer, key, None) or ""):
+            why = "it must be a folder of this machine; to copy checkpoints set trainer.default_hdfs_dir"
+            yield wrong(cfg, f"trainer.{key}", why)
+        elif name:
             path = Path(name).absolute()
             standing = next((parent for parent in (path, *path.parents) if os.path.exists(parent)), Path("/"))
             if any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in path.parts):
@@ -223,5 +231,5 @@ def _output(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
             elif not os.access(standing, os.W_OK):
                 yield wrong(cfg, f"trainer.{key}", f"{standing} is not writable", "<folder>")
     resumed = getattr(trainer, "resume_from_path", None)
-    if resumed and not Path(resumed).is_dir():
+    if resumed and "://" not in resumed and not Path(resumed).is_dir():
         yield wrong(cfg, "trainer.resume_from_path", "folder not found")

@@ -6,9 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
+from rlsys.config.engines import rollout_backends
 from rlsys.config.schema import types as t
 from rlsys.config.schema.base import ActiveIf, Registered, Requires, Section, linked, open_dict, section
 from rlsys.config.schema.model import ServedModelConfig
+from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.config.vocabulary import ADV_ESTIMATORS, REWARD_MANAGERS, KLEstimator
 
 Level = Literal["batch", "group"]
@@ -22,6 +24,8 @@ ONLY_GDPO = Requires(".adv_estimator", ("gdpo",), why="only gdpo uses it")
 IF_GRPO = ActiveIf(".adv_estimator", ("grpo", "grpo_vectorized", "grpo_passk", "gdpo"))
 HAS_TURNS = Requires(".adv_estimator", ("gae", "grpo", "rloo", "rloo_vectorized"), why="others ignore turns", to="grpo")
 ONLY_CUSTOM = Requires(".path", why="there is no custom function", to="<file>")
+IN_JOB_ENGINES = tuple(backend.name for backend in rollout_backends() if not backend.is_external)
+IF_FUNCTION = ActiveIf("reward.custom_reward_function.path")
 GRADER_NEEDS_MODEL = Requires(".model_path", why="it needs a model", to="<folder of the reward model>")
 POOL_NEEDS_NODES = Requires(".nnodes", why="its own pool needs nodes", to="1")
 ZERO_NEEDS_LOCAL = Requires("trainer.backend", ("local",), given=(0,), why="it grades in this process", to="local")
@@ -287,6 +291,35 @@ class RewardKwargsConfig(Section):
     """Longest length for the penalty; null is data.max_response_length."""
 
 
+class JudgeRolloutConfig(Section):
+    """The engine of a generative reward model, which the reward function asks."""
+
+    name: Annotated[t.Text | None, Registered(IN_JOB_ENGINES), IF_FUNCTION] = None
+    """Engine that serves the model to reward.custom_reward_function: hf, sglang or vllm; null if it is a classifier."""
+    tensor_model_parallel_size: t.Count = 1
+    """Processes that share one copy of the model."""
+    gpu_memory_utilization: t.Fraction = 0.5
+    """Fraction of GPU memory for the weights and KV cache of vLLM or SGLang."""
+    enforce_eager: t.Flag = False
+    """Run vLLM and SGLang without compilation and CUDA graphs."""
+    dtype: t.DType = "auto"
+    """dtype of the engine; auto is bfloat16 on CUDA and float32 on CPU."""
+    max_num_seqs: t.Count = 256
+    """Largest number of sequences decoded together."""
+    max_model_len: t.Count | None = None
+    """Longest question and answer together; null is as many as the model has positions."""
+    prompt_length: t.Count = 2048
+    """Longest question, in tokens; a longer one is answered with an error."""
+    response_length: t.Count = 2048
+    """Longest answer, in tokens; a request may ask for less."""
+
+    @property
+    def generation(self) -> GenerationConfig:
+        """The engine's section."""
+        names = type(self).model_fields.keys() & GenerationConfig.model_fields.keys()
+        return GenerationConfig(**{name: getattr(self, name) for name in sorted(names)})
+
+
 class RewardModelConfig(Section):
     """Grading by a trained reward model."""
 
@@ -315,6 +348,7 @@ class RewardModelConfig(Section):
     """Tokens per forward pass on a rank, with use_dynamic_bsz."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """dtype of the computation."""
+    rollout: JudgeRolloutConfig = section(JudgeRolloutConfig)
 
     @property
     def model(self) -> ServedModelConfig:
@@ -352,3 +386,9 @@ class RewardConfig(GradingConfig):
     """Grading by functions and by a reward model."""
 
     reward_model: RewardModelConfig = section(RewardModelConfig)
+
+    @property
+    def has_judge(self) -> bool:
+        """Whether the reward model answers questions of the reward function, instead of scoring by a head."""
+        asked = self.custom_reward_function.path is not None and self.reward_model.rollout.name is not None
+        return self.reward_model.enable and asked

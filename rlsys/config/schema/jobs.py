@@ -6,10 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Strict
 
-from rlsys.config.engines import rollout_backends
 from rlsys.config.schema import types as t
 from rlsys.config.schema.actor import ActorRolloutRefConfig, CriticConfig
-from rlsys.config.schema.algorithm import AlgorithmConfig, DistillationConfig, GradingConfig, RewardConfig
+from rlsys.config.schema.algorithm import (
+    IN_JOB_ENGINES,
+    AlgorithmConfig,
+    DistillationConfig,
+    GradingConfig,
+    RewardConfig,
+)
 from rlsys.config.schema.base import (
     IF_CRITIC,
     IF_MEGATRON,
@@ -49,7 +54,6 @@ from rlsys.config.schema.trainer import (
 
 IF_DISTILLED = ActiveIf("distillation.enabled", besides=("enabled",))
 LabelNoise = Annotated[float, Strict(), Field(ge=0, lt=0.5)]
-IN_JOB_ENGINES = tuple(backend.name for backend in rollout_backends() if not backend.is_external)
 
 
 FOLLOWED_BY_CRITIC = (

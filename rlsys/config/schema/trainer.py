@@ -87,6 +87,8 @@ class ProfilerConfig(Section):
 class TrainingConfig(RunConfig):
     """Keys of every job that trains."""
 
+    default_hdfs_dir: t.Text | None = None
+    """Address that complete checkpoints are copied to, as s3://bucket/run, gs:// or hf://; the newest is resumed."""
     logger: t.Texts = ("console",)
     """Trackers: console, tensorboard, trackio, wandb, mlflow; a JSONL file is always written."""
     total_epochs: t.Count = 30

@@ -34,6 +34,7 @@ from rlsys.rewards.pool.messages import (
 )
 from rlsys.utils.plugins import load_from_file
 
+OF_JUDGE = ("reward_router_address", "reward_model_tokenizer")
 MAX_EXTRA_BYTES = 1 << 20
 
 ComputeScore = Callable[..., Any]
@@ -87,6 +88,7 @@ def load_grader(grader: Grader) -> ComputeScore:
         compute_score("text/number", "1.0", "1")  # imports what takes long, so that no item is charged for it
         return partial(compute_score, **kwargs)
     grade = load_from_file(grader.path, name, key="custom_reward_function")
+    kwargs = _of_judge(grade, kwargs)
     if not callable(grade) or inspect.isclass(grade):
         raise TypeError(f"{name} is not a function")
     if "data_sources" in inspect.signature(grade).parameters:
@@ -97,6 +99,19 @@ def load_grader(grader: Grader) -> ComputeScore:
         given = ", ".join(("data_source", "solution_str", "ground_truth", "extra_info", *kwargs))
         raise TypeError(f"{name}{inspect.signature(grade)} is called with {given}: {error}") from None
     return partial(grade, **kwargs)
+
+
+def _of_judge(grade: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments about a judge that a function takes; of its tokenizer, whose path came, the tokenizer itself."""
+    if "reward_model_tokenizer" not in kwargs or not callable(grade):
+        return kwargs
+    from transformers import AutoTokenizer
+
+    takes = inspect.signature(grade).parameters
+    kwargs = {name: value for name, value in kwargs.items() if name in takes or name not in OF_JUDGE}
+    if "reward_model_tokenizer" in kwargs:
+        kwargs["reward_model_tokenizer"] = AutoTokenizer.from_pretrained(kwargs["reward_model_tokenizer"])
+    return kwargs
 
 
 def _one_row(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
+from fsspec import register_implementation
+from fsspec.implementations.memory import MemoryFileSystem
 
 from rlsys.utils.errors import CheckpointError, ConfigError
 from trainer.checkpoint import LATEST, STATE, CheckpointStore, TrainerState, load_state, save_state
@@ -117,3 +120,47 @@ def test_which_checkpoint_is_resumed(tmp_path: Path) -> None:
     (tmp_path / LATEST).mkdir()
     with pytest.raises(CheckpointError, match="should hold a step number"):
         store.latest()
+
+
+class FullBucket(MemoryFileSystem):
+    """An object store that takes what is small only."""
+
+    protocol = "full"
+    store: ClassVar[dict[str, object]] = {}
+    pseudo_dirs: ClassVar[list[str]] = [""]
+
+    def put_file(self, lpath: str, rpath: str, **kwargs: Any) -> None:
+        raise OSError("507 Insufficient Storage")
+
+
+register_implementation("full", FullBucket)
+
+
+def test_the_newest_remote_checkpoint_is_resumed_where_no_newer_one_is_here(tmp_path: Path) -> None:
+    url = f"memory://bucket/{tmp_path.name}"
+    first = CheckpointStore(tmp_path / "first", keep={}, remote=url)
+    first.remote.check()
+    assert first.latest() is None
+    for step in (1, 2):
+        first.remote.upload(save(first, step))
+    second = CheckpointStore(tmp_path / "second", keep={}, remote=url)
+    assert second.latest() == tmp_path / "second" / "global_step_2"
+    assert load_state(second.latest()).source == {"position": 2}
+    assert folders(tmp_path / "second") == {"global_step_2": set()}  # object stores have no empty folders
+    given = CheckpointStore(tmp_path / "third", keep={}).to_resume("resume_path", f"{url}/global_step_1")
+    assert load_state(given).global_step == 1
+    save(second, 5)
+    assert second.latest().name == "global_step_5"
+    save(first, 3)
+    first.remote.files.pipe_file(f"{first.remote.root}/global_step_9/actor/part", b"cut off")
+    assert second.remote.latest_step() == 2
+
+
+def test_an_address_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"checkpoints at file://.*cannot be read or written.*credentials"):
+        CheckpointStore(tmp_path, keep={}, remote=f"file://{tmp_path}/file/run").remote.check()
+    with pytest.raises(OSError, match="507"):
+        CheckpointStore(tmp_path, keep={}, remote="full://bucket").remote.upload(
+            save(CheckpointStore(tmp_path, keep={}), 1)
+        )
