@@ -48,6 +48,9 @@ def with_local_files(config: ConfigT) -> ConfigT:
     files or folders for its rows."""
     tree, is_changed = config.model_dump(), False
     for name in (name for name in ("train_files", "val_files") if tree["data"].get(name)):
+        streams = tree["data"].get("streaming", False)
+        if streams and (name == "train_files" or any(map(is_rows_id, tree["data"][name]))):
+            continue
         local = tuple(map(_local_rows, tree["data"][name]))
         is_changed |= local != tree["data"][name]
         tree["data"][name] = local

@@ -15,18 +15,20 @@ from rlsys.config.plan import check_enough_rows, total_steps
 from rlsys.config.schema.data import DataConfig
 from rlsys.data.collate import collate_prompts
 from rlsys.data.cursor import Cursor
-from rlsys.data.dataset import PromptDataset, configured_source
+from rlsys.data.dataset import PromptDataset, configured_source, parse_prompt
 from rlsys.data.rl_sampler import SamplerCursor
 from rlsys.data.rows import PromptRow, default_source
+from rlsys.data.stream import PromptStream, first_rows
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import DataError
+from rlsys.utils.hub import is_rows_id
 
 
 @dataclass(frozen=True)
 class CollatedPrompts:
     """Padded batches of a dataset in the order of a cursor."""
 
-    cursor: Cursor
+    cursor: Cursor | PromptStream
     dataset: PromptDataset
     max_prompt_tokens: int
     pad_token_id: int
@@ -49,6 +51,8 @@ def training_prompts(
     data: DataConfig, dataset: PromptDataset, sampler: Sampler[int] | None = None, *, pad_token_id: int
 ) -> CollatedPrompts:
     """Training batches in the order that the data section asks for, or that of a sampler."""
+    if isinstance(dataset, PromptStream):
+        return CollatedPrompts(dataset, dataset, data.max_prompt_length, pad_token_id)
     make_cursor = Cursor if sampler is None else partial(SamplerCursor, sampler)
     cursor = make_cursor(
         len(dataset),
@@ -63,6 +67,8 @@ def training_prompts(
 def num_steps(cfg: PPOConfig, dataset: PromptDataset) -> int:
     """Steps of the whole run; ConfigError if there are fewer rows than in a batch."""
     run = cfg.trainer
+    if run.total_training_steps is not None and cfg.data.streaming:
+        return run.total_training_steps
     check_enough_rows(len(dataset), cfg.data.gen_batch_size)
     return total_steps(len(dataset), cfg.data.gen_batch_size, run.total_epochs, run.total_training_steps)
 
@@ -73,7 +79,12 @@ def prompt_datasets(
     """Training and validation prompts."""
     data, load = config.data, partial(load_prompts, config, tokenizer)
     assert data.train_files is not None
-    train = load(data.train_files, max_samples=data.train_max_samples, seed=data.seed if data.shuffle else None)
+    if data.streaming:
+        source = default_source(config.reward)
+        train = PromptStream(data.train_files, data, lambda row: parse_prompt(row.values, tokenizer, data, source))
+        _check_agents(config, train)
+    else:
+        train = load(data.train_files, max_samples=data.train_max_samples, seed=data.seed if data.shuffle else None)
     if not data.val_files:
         return train, None
     seed = data.seed if data.validation_shuffle else None
@@ -94,14 +105,20 @@ def load_prompts(
     """
     data = config.data
     source = configured_source(data, files, tokenizer=tokenizer, max_samples=max_samples)
+    if isinstance(data, DataConfig) and data.streaming and any(map(is_rows_id, files)):
+        source = first_rows(files, max_samples)
     load = partial(PromptDataset.load, source, tokenizer, data, default_source=default_source(config.reward))
     own = data.custom_cls.path is not None
     rows = load() if own else load(max_samples=max_samples, seed=seed)
+    _check_agents(config, rows)
+    return rows
+
+
+def _check_agents(config: PPOConfig | EvalConfig, rows: PromptDataset) -> None:
     for row in () if config.actor_rollout_ref.rollout.has_workflow else rows:
         if name := _agent_column(row):
             fix = "set actor_rollout_ref.rollout.multi_turn.enable=true or remove it"
             raise DataError(f"row {row.index}: {name} asks for tools, but each prompt is answered by one draw; {fix}")
-    return rows
 
 
 def _agent_column(row: PromptRow) -> str | None:

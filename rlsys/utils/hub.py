@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from rlsys.utils.atomic import commit_dir, staging_dir
 from rlsys.utils.errors import ConfigError
@@ -73,8 +77,26 @@ def is_rows_id(name: str) -> bool:
     return _ROWS.fullmatch(name) is not None
 
 
-def download_rows(name: str) -> str:
-    """A split of a dataset as a folder that `datasets` saved, in its cache; ConfigError that says why there is none."""
+def open_rows(names: Sequence[str]) -> Any:
+    """Splits of datasets and files, one after another, as a stream of rows; ConfigError that says why there is none.
+
+    The IterableDataset has `state_dict` and `load_state_dict`.
+    """
+    with _dataset_errors(", ".join(names)) as datasets:
+        return datasets.concatenate_datasets([_load(datasets, name, streaming=True) for name in names])
+
+
+def _load(datasets: ModuleType, name: str, *, streaming: bool) -> Any:
+    if (parts := _ROWS.fullmatch(name)) is not None:
+        repo, revision, config, split = parts.groups()
+        return datasets.load_dataset(repo, config, split=split, revision=revision, streaming=streaming)
+    kind = {".parquet": "parquet", ".csv": "csv"}.get(Path(name).suffix, "json")
+    return datasets.load_dataset(kind, data_files=[name], split="train", streaming=streaming)
+
+
+@contextmanager
+def _dataset_errors(name: str) -> Iterator[ModuleType]:
+    """The module `datasets`; what it and the hub raise becomes a ConfigError."""
     try:
         import datasets
         from datasets.exceptions import DatasetNotFoundError, DatasetsError
@@ -82,21 +104,27 @@ def download_rows(name: str) -> str:
         raise ConfigError(f"{name} is read by datasets, which is missing: pip install -e '.[datasets]'") from error
     from huggingface_hub import errors
 
-    repo, revision, config, split = _ROWS.fullmatch(name).groups()  # type: ignore[union-attr]
-    cache = Path(datasets.config.HF_DATASETS_CACHE)
     try:
-        rows = datasets.load_dataset(repo, config, split=split, revision=revision)
+        yield datasets
+    except (DatasetNotFoundError, ValueError, StopIteration) as error:
+        raise ConfigError(f"{name}: {' '.join(str(error).split()) or 'there are no rows'}") from error
+    except (OSError, errors.HTTPError, DatasetsError) as error:
+        cache = str(datasets.config.HF_DATASETS_CACHE)
+        raise ConfigError(f"{name} cannot be downloaded: {_reason(error, name, cache)}") from error
+
+
+def download_rows(name: str) -> str:
+    """A split of a dataset as a folder that `datasets` saved, in its cache; ConfigError that says why there is none."""
+    with _dataset_errors(name) as datasets:
+        rows, (repo, _, _, split) = _load(datasets, name, streaming=False), _ROWS.fullmatch(name).groups()  # type: ignore[union-attr]
+        cache = Path(datasets.config.HF_DATASETS_CACHE)
         origin = blake2b(str(rows.cache_files).encode(), digest_size=8).hexdigest()
         folder = cache / "rlsys" / f"{repo.replace('/', '___')}-{split}-{origin}"
         if not folder.is_dir():
             staging = staging_dir(folder)
             rows.save_to_disk(staging)
             commit_dir(staging, folder)
-    except (DatasetNotFoundError, ValueError) as error:
-        raise ConfigError(f"{name}: {' '.join(str(error).split())}") from error
-    except (OSError, errors.HTTPError, DatasetsError) as error:
-        raise ConfigError(f"{name} cannot be downloaded: {_reason(error, repo, str(cache))}") from error
-    return str(folder)
+        return str(folder)
 
 
 def ensure_downloaded(path: str | None) -> None:

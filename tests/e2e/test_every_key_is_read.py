@@ -160,6 +160,7 @@ def ppo_runs(toy: Toy, folder: Path) -> list[list[str]]:
         [
             *("reward.reward_manager.name=dapo", "reward.reward_kwargs.overlong_buffer_cfg.enable=true"),
             *("reward.reward_kwargs.overlong_buffer_cfg.len=3", f"{CORRECTION}bypass_mode=true"),
+            *("data.streaming=true", "data.shuffle_buffer_size=16"),
         ],
         [
             *("distillation.enabled=true", f"distillation.teacher_models.teacher_model.model_path={teacher}"),

@@ -13,6 +13,7 @@ from rlsys.config.pools import generates_ahead, resolve_pools
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig
 from rlsys.config.vocabulary import ALWAYS_WRITTEN, TRACKERS
+from rlsys.utils.hub import is_rows_id
 
 ROLLOUT, WORKERS, STALENESS = "actor_rollout_ref.rollout", "trainer.rollout_workers", "trainer.max_staleness"
 ENGINE = f"{ROLLOUT}.checkpoint_engine.backend"
@@ -36,6 +37,11 @@ def check_run(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
     if trainer.backend == "local" and trainer.nnodes * trainer.n_gpus_per_node > 1:
         why = "everything runs in this one process; set trainer.n_gpus_per_node=1 or trainer.backend=ray"
         yield wrong(cfg, "trainer.backend", why)
+    if isinstance(cfg, PPOConfig) and cfg.data.streaming:
+        for key in (key for key in ("save_freq", "test_freq") if isinstance(getattr(trainer, key), str)):
+            yield wrong(cfg, f"trainer.{key}", "a stream has no epochs of a known length", "<steps>")
+        if cfg.data.val_files and cfg.data.val_max_samples < 1 and any(map(is_rows_id, cfg.data.val_files)):
+            yield wrong(cfg, "data.val_max_samples", "a stream has no length; its first rows are taken", "<rows>")
     path = None if isinstance(cfg, EvalConfig) else cfg.trainer.resume_from_path
     if path is not None and not re.search(r"global_step_\d+/*$", path):
         yield wrong(cfg, "trainer.resume_from_path", "set the folder of one checkpoint; it ends in global_step_<N>")

@@ -56,6 +56,12 @@ class TrainingRowsConfig(RowsConfig):
     """Seed of that shuffling."""
 
 
+STREAM_NEEDS_STEPS = Requires("trainer.total_training_steps", why="a stream has no length", to="<steps>")
+STREAM_NEEDS_FILES = Requires(
+    ".custom_cls.path", (None,), why="a dataset class is not read as a stream", fix="remove data.custom_cls"
+)
+
+
 class PromptsConfig(RowsConfig):
     """Prompts to generate from."""
 
@@ -93,6 +99,11 @@ class DataConfig(PromptsConfig, TrainingRowsConfig):
     sampler: SamplerConfig = section(SamplerConfig)
     validation_shuffle: t.Flag = False
     """Shuffle validation rows, once, by seed."""
+    streaming: Annotated[t.Flag, STREAM_NEEDS_STEPS, STREAM_NEEDS_FILES] = False
+    """Read training rows during training, and of datasets of the hub for validation the first
+    val_max_samples."""
+    shuffle_buffer_size: Annotated[t.Count, ActiveIf(".streaming")] = 10000
+    """Rows that are read, and with shuffle permuted, at a time."""
 
 
 class SupervisedDataConfig(TrainingRowsConfig):

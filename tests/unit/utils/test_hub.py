@@ -163,3 +163,13 @@ def test_rows_that_cannot_be_downloaded_are_one_line(hub: Hub, tmp_path: Path, n
     message = download(hub, tmp_path, name, by="download_rows")
     assert message.startswith(f"ERROR {name}")
     assert why in message
+
+
+def test_a_split_is_streamed_without_being_stored(hub: Hub, tmp_path: Path) -> None:
+    program = (
+        "from rlsys.utils.hub import open_rows\n"
+        "rows = open_rows(['org/rows:train', 'org/rows:test'])\n"
+        "print([row['answer'] for row in rows])"
+    )
+    assert in_a_process(hub, tmp_path, program) == "['2', '3', '3']"
+    assert not list(tmp_path.rglob("*.arrow"))

@@ -1,0 +1,103 @@
+"""Prompts of datasets that are read during training: splits of the hub, files here or at addresses."""
+
+from __future__ import annotations
+
+from collections import UserList
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from rlsys.config.schema.data import DataConfig
+from rlsys.data.bad_rows import parse_rows
+from rlsys.data.cursor import BatchRows, permutation
+from rlsys.data.dataset import PromptDataset
+from rlsys.data.files import Row
+from rlsys.data.rows import PromptRow
+from rlsys.utils.errors import CheckpointError, DataError
+from rlsys.utils.hub import open_rows
+
+
+class PromptStream(PromptDataset):
+    """Endless prompts in the order of their sources, and the cursor over them; as a dataset, the rows now in memory.
+
+    Blocks of `shuffle_buffer_size` rows are read at a time, with `shuffle` each permuted by the seed and its number. A
+    state holds where the block began in the sources and how much of it was used, so a resume is exact.
+    """
+
+    def __init__(self, names: Sequence[str], data: DataConfig, parse: Callable[[Row], PromptRow | None]) -> None:
+        self._names, self._data, self._parse = list(names), data, parse
+        self._epoch, self._block, self._position = 0, -1, 0
+        self._picked: dict[int, PromptRow] = {}
+        super().__init__([])
+        self._open(None)
+        self._read()
+
+    def next(self) -> BatchRows:
+        """The numbers of the next batch's rows, which `self[number]` gives until the next batch."""
+        picked: list[PromptRow] = []
+        while len(picked) < self._data.gen_batch_size:
+            if self._position == len(self._rows):
+                self._read()
+            rows = self._rows[self._position : self._position + self._data.gen_batch_size - len(picked)]
+            picked += rows
+            self._position += len(rows)
+        self._picked = {row.index: row for row in picked}
+        return BatchRows(self._epoch, tuple(self._picked))
+
+    def __getitem__(self, index: int) -> PromptRow:
+        return self._picked[index] if index in self._picked else self._rows[index]
+
+    def _open(self, state: Mapping[str, Any] | None) -> None:
+        self._source = open_rows(self._names)
+        if state is not None:
+            self._source.load_state_dict(dict(state))
+        self._iterator = iter(self._source)
+
+    def _read(self) -> None:
+        """Read the next block, from the start of the sources again at their end."""
+        self._start, self._block, self._position = self._source.state_dict(), self._block + 1, 0
+        values = list(islice(self._iterator, self._data.shuffle_buffer_size))
+        if not values:
+            self._open(None)
+            self._epoch += 1
+            self._start = self._source.state_dict()
+            values = list(islice(self._iterator, self._data.shuffle_buffer_size))
+        if not values:
+            raise DataError(f"{', '.join(self._names)} have no rows")
+        if self._data.shuffle:
+            order = permutation(len(values), seed=self._data.seed, epoch=self._block)
+            values = [values[number] for number in order]
+        first = self._block * self._data.shuffle_buffer_size
+        rows = (Row(",".join(self._names), f"row {first + at}", row) for at, row in enumerate(values))
+        parsed, bad = parse_rows(rows, self._parse, bad_rows=self._data.bad_rows)
+        self._rows = [replace(row, index=first + at) for at, row in enumerate(parsed) if row is not None]
+        self.bad_rows += tuple(bad)
+        self.num_overlong += len(parsed) - len(self._rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values, with what the order depends on."""
+        place = {"source": self._start, "block": self._block, "position": self._position, "epoch": self._epoch}
+        return {**place, **self._order()}
+
+    def _order(self) -> dict[str, Any]:
+        data = self._data
+        given = {"seed": data.seed, "shuffle": data.shuffle, "shuffle_buffer_size": data.shuffle_buffer_size}
+        return {**given, "train_files": self._names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a stream of the same sources was. CheckpointError for others, or another order."""
+        for name, value in self._order().items():
+            if state.get(name) != value:
+                back = f"set data.{name}={state.get(name)}, or start over with trainer.resume_mode=disable"
+                raise CheckpointError(f"data.{name} is {value}, but the checkpoint's differs: {back}")
+        self._open(state["source"])
+        self._block, self._epoch = state["block"] - 1, state["epoch"]
+        self._read()
+        self._position = state["position"]
+
+
+def first_rows(names: Sequence[str], count: int) -> UserList[Mapping[str, Any]]:
+    """The first rows of sources, as a dataset of plain rows."""
+    rows: Iterable[Mapping[str, Any]] = open_rows(names)
+    return UserList(islice(rows, count))

@@ -1,0 +1,76 @@
+"""Prompts of a stream: their order, and a resume at any batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlsys.config.schema.data import DataConfig
+from rlsys.data.files import Row
+from rlsys.data.rows import PromptRow
+from rlsys.data.stream import PromptStream, first_rows
+from rlsys.utils.errors import CheckpointError, ConfigError
+
+
+def parse(row: Row) -> PromptRow | None:
+    text = row.values["prompt"]
+    return None if text == "4" else PromptRow(text, "mine", {}, {}, token_ids=[int(text)])
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("rows")
+    for name, numbers in {"a": range(7), "b": range(7, 11)}.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(json.dumps({"prompt": str(n)}) for n in numbers))
+    return str(folder / "a.jsonl"), str(folder / "b.jsonl")
+
+
+def stream(files: tuple[str, ...], *, state: Mapping[str, Any] | None = None, **settings: Any) -> PromptStream:
+    data = DataConfig(train_files=files, streaming=True, **{"train_batch_size": 3, "shuffle_buffer_size": 4} | settings)
+    made = PromptStream(files, data, parse)
+    if state is not None:
+        made.load_state_dict(json.loads(json.dumps(state)))
+    return made
+
+
+def texts(source: PromptStream) -> list[int]:
+    return [int(str(source[index].raw_prompt)) for index in source.next().rows]
+
+
+def test_rows_come_in_order_over_and_over_without_those_that_are_too_long(files: tuple[str, str]) -> None:
+    source = stream(files, shuffle=False)
+    assert source.data_sources == ("mine",)
+    once = [0, 1, 2, 3, 5, 6, 7, 8, 9, 10]
+    assert [number for _ in range(7) for number in texts(source)] == [*once, *once, 0]
+    assert source.next().epoch == 2
+    assert source.metrics()["data/overlong_prompts"] == 2
+    assert [row["prompt"] for row in first_rows(files, 8)] == [str(n) for n in range(8)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_resume_at_any_batch_continues_exactly(files: tuple[str, str], shuffle: bool) -> None:
+    whole, states = stream(files, shuffle=shuffle), []
+    batches = []
+    for _ in range(9):
+        states.append(whole.state_dict())
+        batches.append(texts(whole))
+    for at, state in enumerate(states):
+        resumed = stream(files, shuffle=shuffle, state=state)
+        assert [texts(resumed) for _ in range(9 - at)] == batches[at:]
+    if shuffle:
+        assert sorted(number for batch in batches for number in batch)[:9] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+        assert [texts(stream(files, seed=seed)) for seed in (1, 1, 2)].count(batches[0]) == 2
+
+
+def test_other_rows_or_another_order_are_refused(files: tuple[str, str], tmp_path: Path) -> None:
+    state = stream(files).state_dict()
+    for other in (stream(files[:1]), stream(files, seed=7), stream(files, shuffle_buffer_size=5)):
+        with pytest.raises(CheckpointError, match=r"trainer\.resume_mode=disable"):
+            other.load_state_dict(state)
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="there are no rows"):
+        stream((str(tmp_path / "empty.jsonl"),))
