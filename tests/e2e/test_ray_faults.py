@@ -141,6 +141,20 @@ def test_a_driver_that_gets_sigterm_shuts_down_cleanly(toy: Toy, tmp_path: Path)
     assert run.log.rstrip().splitlines()[-1].startswith("  next        the same command continues ")
 
 
+@pytest.mark.parametrize("later_s", [0.5, 1.5, 2.5, 3.5, 4.5])
+def test_sigterm_while_ray_starts_ends_the_run_in_order(toy: Toy, tmp_path: Path, later_s: float) -> None:
+    run = RayRun(toy, tmp_path / "out")
+    end_s = time.monotonic() + scaled_s(STARTED_S)
+    while "starting Ray" not in run.log:
+        assert run.process.poll() is None, run.log
+        assert time.monotonic() < end_s, run.log
+        time.sleep(0.02)
+    time.sleep(later_s)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end(ENDED_S) == 128 + signal.SIGTERM, run.log
+    assert "rlsys: stopped by SIGTERM" in run.log
+
+
 def test_a_cluster_that_is_too_small_is_reported(toy: Toy, tmp_path: Path) -> None:
     small = RayRun(toy, tmp_path / "out", "trainer.rollout_workers=7")
     assert small.end(ENDED_S + STARTED_S) == 2, small.log

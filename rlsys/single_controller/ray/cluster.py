@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -94,8 +96,10 @@ def connect(ray_init: Mapping[str, Any] | None = None, *, timeline_json_file: st
     try:
         with _loopback(), environment({MARK: mark}):
             context = _init("local", env, options)
-    except BaseException:
+    except BaseException as error:
         guard.close()
+        if isinstance(error, SystemExit):
+            atexit.register(_exit_now, 128 + signal.SIGTERM)
         raise
     guard.watch(context.address_info["session_dir"])
     return Cluster(cluster_address(), True, timeline_json_file, guard)
@@ -116,6 +120,13 @@ def _init(address: str, env: dict[str, Any], options: Mapping[str, Any]) -> Any:
         raise ConfigError(f"ray_kwargs.ray_init (address {address}): {str(error).strip().splitlines()[0]}") from error
     finally:
         ray_utils.set_sigterm_handler = set_handler
+
+
+def _exit_now(code: int) -> None:
+    """End the process without Ray's own end, which crashes in a driver whose ray.init was cut short."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _log_first_lines(data: Mapping[str, Any], ignore_prefix: bool) -> None:
