@@ -64,19 +64,6 @@ def disk_read_only_at_second_checkpoint() -> None:
     _refuse_mkdir(errno.EROFS)
 
 
-def port_taken() -> None:
-    """Another process takes the rendezvous port of the training ranks after it was chosen."""
-    import socket
-
-    from rlsys.single_controller import local, worker
-
-    taken = socket.socket()
-    taken.bind(("127.0.0.1", 0))
-    taken.listen()
-    worker.kept_by_the_test = taken  # pyrefly: ignore[missing-attribute]
-    local.free_port = lambda *_: taken.getsockname()[1]
-
-
 def disk_full_for_metrics() -> None:
     """The disk is full when the metrics of a step are written."""
     from rlsys.telemetry import jsonl

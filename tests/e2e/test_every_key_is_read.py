@@ -65,13 +65,16 @@ READERS = {
     **{f"{ROLLOUT}servers.{name}": PUSH for name in ("lora_name", "weights_dir")},
     f"{ROLLOUT}parity.policy": "trainer/ppo.py:parity_probe",
     f"{ROLLOUT}on_update": "rlsys/rollout/vllm/engine.py:_stop",
+    f"{ROLLOUT}agent.max_tool_seconds": "rlsys/agent/session.py:call",
+    f"{ROLLOUT}multi_turn.max_parallel_calls": "rlsys/agent/session.py:call_tools",
+    f"{ROLLOUT}agent.max_rows": "trainer/ppo.py:next_batch",
     "trainer.resume_changed": "trainer/run_folder.py:_compared",
     **{f"trainer.max_failed_{name}": "trainer/prompt_groups.py:fail" for name in ("in_a_row", "share")},
     **{f"reward.reward_model.{name}": "rlsys/config/pools.py:process_pools" for name in ("n_gpus_per_node", "nnodes")},
     **{f"ray_kwargs.ray_init.{name}": RAY for name in ("num_cpus", "address", "runtime_env")},
     "ray_kwargs.timeline_json_file": RAY,
 }
-"""Keys that other engines, GPUs, servers, Ray, several ranks or failures alone read -> file and function that does."""
+"""Keys that other engines, GPUs, servers, Ray, several ranks, tools or failures alone read -> file and function."""
 EXTENSIONS = """
 class Rows:
     def __init__(self, data_files, tokenizer, config, processor, max_samples):

@@ -219,12 +219,6 @@ def test_a_gradient_that_is_not_a_number_is_not_applied(job: Job) -> None:
     assert not all(second[name].equal(third[name]) for name in first)
 
 
-def test_a_port_taken_by_another_process_is_reported_with_the_worker(job: Job) -> None:
-    ended = job.run(patches=Patches(inject=("port_taken",)))
-    assert_one_error(ended, 1, "WorkerError", "actor rank 0", "'init_model'", "Address already in use")
-    assert job.run().status == 0
-
-
 def test_fewer_rows_than_a_batch_is_a_configuration_error(job: Job) -> None:
     few = job.folder / "few.jsonl"
     few.write_text("".join(job.toy.train.read_text().splitlines(keepends=True)[:5]))

@@ -11,6 +11,7 @@ import pytest
 from transformers import Qwen2Config
 
 from rlsys.config import load_config
+from rlsys.rollout.base import EngineContext
 from tests.e2e.conftest import Toy, with_model
 from trainer.main_ppo import main
 from workers.build import EngineRun
@@ -87,9 +88,7 @@ def test_settings_reach_vllms_real_arguments(wide: Toy, tmp_path: Path) -> None:
     argv = wide.overrides(tmp_path, *(f"{ROLLOUT}.{setting}" for setting in settings), "trainer.device=cpu")
     cfg = load_config(argv).actor_rollout_ref
     worker = VLLMRolloutWorker(cfg.model, cfg.rollout, EngineRun(device="cpu", nccl_timeout_s=60.0), "auto")
-    common = {"load_format": "auto", "dtype": "float32", "device": "cpu", "seed": cfg.rollout.seed}
-    common |= {key: getattr(cfg.rollout, key) for key in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")}
-    engine: Any = worker.build_engine(str(wide.model), common)
+    engine: Any = worker.build_engine(str(wide.model), EngineContext())
     try:
         vllm_config = engine.engine.vllm_config
         assert (vllm_config.scheduler_config.max_num_seqs, vllm_config.scheduler_config.max_num_batched_tokens) == (

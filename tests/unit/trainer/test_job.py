@@ -75,8 +75,10 @@ def test_an_exit_is_left_alone() -> None:
         raise SystemExit(3)
 
 
-INTERRUPTED = """
-import os, signal, sys
+NOT_IGNORED = "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
+"""What a terminal gives; processes in the background of a script ignore the signal."""
+INTERRUPTED = f"""
+{NOT_IGNORED}
 from trainer import job
 from trainer.main_ppo import main
 job.check_first_rows = lambda config: os.kill(os.getpid(), signal.SIGINT)
@@ -91,7 +93,7 @@ def test_ctrl_c_while_the_settings_are_checked_is_one_line() -> None:
 
 
 def test_ctrl_c_while_modules_are_imported_is_one_line() -> None:
-    module = "import os, signal, sys; sys.argv = ['-m']; import trainer; os.kill(os.getpid(), signal.SIGINT)"
+    module = f"{NOT_IGNORED}; sys.argv = ['-m']; import trainer; os.kill(os.getpid(), signal.SIGINT)"
     ended = subprocess.run(
         [sys.executable, "-c", module], capture_output=True, text=True, timeout=scaled_s(30), cwd=ROOT
     )
