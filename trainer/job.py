@@ -126,7 +126,7 @@ def report_errors(out: TextIO) -> Iterator[Outcome]:
     except KeyboardInterrupt:
         outcome.report("interrupted (Ctrl-C)", 130, out)
     except SystemExit as stop:
-        if stop.code != signal.SIGTERM:
+        if stop.code != signal.SIGTERM and signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
             raise
         outcome.report("stopped by SIGTERM", 128 + signal.SIGTERM, out)
 
@@ -143,6 +143,10 @@ def exit_on_sigterm() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, _stop)
     try:
         yield
+    except SystemExit as stop:
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+            raise
+        raise SystemExit(signal.SIGTERM) from stop  # where the signal came in a call of Ray, Ray exits with 1
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -40,10 +40,12 @@ import os, signal, sys, time
 from trainer import job
 job.STOP_S = 1.0
 before = signal.getsignal(signal.SIGTERM)
-with job.report_errors(sys.stdout) as outcome, job.exit_on_sigterm():
+with {contexts}:
     try:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
+    except SystemExit:
+        raise SystemExit({raised})
     finally:
         os.kill(os.getpid(), signal.SIGTERM)
         print("cleaned up")
@@ -53,9 +55,23 @@ sys.exit(outcome.exit_code)
 """
 
 
-@pytest.mark.parametrize(("cleanup_s", "last"), [(0, "rlsys: stopped by SIGTERM"), (60, "cleaned up")])
-def test_sigterm_ends_a_job_in_order_and_in_time(cleanup_s: int, last: str) -> None:
-    code = STOPPED.replace("{cleanup_s}", str(cleanup_s))
+NESTED = ("job.report_errors(sys.stdout) as outcome", "job.exit_on_sigterm()")
+
+
+@pytest.mark.parametrize(
+    ("cleanup_s", "raised", "contexts", "last"),
+    [
+        (0, 15, NESTED, "rlsys: stopped by SIGTERM"),
+        (0, 1, NESTED, "rlsys: stopped by SIGTERM"),
+        (0, 1, NESTED[::-1], "rlsys: stopped by SIGTERM"),
+        (60, 15, NESTED, "cleaned up"),
+    ],
+    ids=["alone", "in a call of Ray", "in a call of Ray that starts", "hangs"],
+)
+def test_sigterm_ends_a_job_in_order_and_in_time(
+    cleanup_s: int, raised: int, contexts: tuple[str, str], last: str
+) -> None:
+    code = STOPPED.format(cleanup_s=cleanup_s, raised=raised, contexts=", ".join(contexts))
     ended = subprocess.run([sys.executable, "-u", "-c", code], capture_output=True, text=True, timeout=scaled_s(30))
     assert (ended.returncode, ended.stderr) == (143, "SIGTERM: stopping\n")
     assert ended.stdout.splitlines()[0] == "cleaned up"
