@@ -202,9 +202,10 @@ def test_no_items_need_no_children() -> None:
     assert RewardPool().score([]) == []
 
 
-def test_a_large_item_passes(faults: RewardPool) -> None:
+def test_a_large_item_passes(grader_file: Callable[[str], str]) -> None:
     big = "x" * (8 << 20)
-    results = faults.score([RewardItem("any", "1", big) for _ in range(6)])
+    with RewardPool(Grader(path=grader_file(FAULTS)), num_workers=2, timeout_s=scaled_s(30)) as pool:
+        results = pool.score([RewardItem("any", "1", big) for _ in range(6)])
     assert [r.score for r in results] == [1.0] * 6
 
 
