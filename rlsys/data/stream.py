@@ -56,13 +56,12 @@ class PromptStream(PromptDataset):
 
     def _read(self) -> None:
         """Read the next block, from the start of the sources again at their end."""
-        self._start, self._block, self._position = self._source.state_dict(), self._block + 1, 0
-        values = list(islice(self._iterator, self._data.shuffle_buffer_size))
+        self._block, self._position = self._block + 1, 0
+        values = self._next_rows()
         if not values:
             self._open(None)
             self._epoch += 1
-            self._start = self._source.state_dict()
-            values = list(islice(self._iterator, self._data.shuffle_buffer_size))
+            values = self._next_rows()
         if not values:
             raise DataError(f"{', '.join(self._names)} have no rows")
         if self._data.shuffle:
@@ -74,6 +73,11 @@ class PromptStream(PromptDataset):
         self._rows = [replace(row, index=first + at) for at, row in enumerate(parsed) if row is not None]
         self.bad_rows += tuple(bad)
         self.num_overlong += len(parsed) - len(self._rows)
+
+    def _next_rows(self) -> list[Any]:
+        """The next rows of the sources, a block at most, noting where they begin."""
+        self._start = self._source.state_dict()
+        return list(islice(self._iterator, self._data.shuffle_buffer_size))
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, with what the order depends on."""

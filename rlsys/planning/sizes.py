@@ -192,11 +192,10 @@ def _update(job: _Job, *, of: TrainedRoleConfig, plan: RolePlan, model: str, key
     if key in job.given or not of.use_dynamic_bsz:
         return
     recompute, stage = f"{model}.enable_gradient_checkpointing", f"update_{key.split('.')[-2]}"
-    enough, size = min(plan.rank_samples * least, max(ENOUGH_TOKENS, least)), None
+    enough = min(plan.rank_samples * least, max(ENOUGH_TOKENS, least))
     if recompute not in job.given and job.machine.device == "cuda":
         kept = job.with_value(recompute, False)
-        size = kept.largest(key, stage, least)
-        keeps = size is not None and size >= enough
+        keeps = (kept.largest(key, stage, least) or 0) >= enough
         job = kept if keeps else job.with_value(recompute, True)
         yield recompute, not keeps, ""
     size = job.largest(key, stage, least)
