@@ -16,7 +16,7 @@ from rlsys.models.megatron.blocks import (
     rope_of,
 )
 from rlsys.models.megatron.family import SPARSE_NEEDS, Family
-from rlsys.models.megatron.rules import Rule, columns, rows, stacked, whole, within
+from rlsys.models.megatron.rules import Dims, Rule, columns, rows, stacked, whole, within
 from rlsys.utils.errors import ConfigError
 
 LORA_NORM, SHARED = "linear_{}_up_proj.layer_norm_weight", "shared_ffn"
@@ -77,17 +77,9 @@ def dims(hf_config: HFConfig) -> dict[str, int]:
 def settings(hf_config: HFConfig) -> dict[str, Any]:
     """Keyword arguments of Megatron's transformer configuration."""
     own = dims(hf_config)
-    groups = {"moe_router_num_groups": hf_config.get("n_group"), "moe_router_group_topk": hf_config.get("topk_group")}
     return {
         **attention_settings({**hf_config, "num_key_value_heads": None, "head_dim": hf_config["v_head_dim"]}),
-        **expert_settings(hf_config, own, normalised=True),
-        "moe_router_score_function": "sigmoid",
-        "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,
-        "moe_router_topk_scaling_factor": hf_config.get("routed_scaling_factor") or 1.0,
-        "moe_router_dtype": "fp32",
-        "moe_shared_expert_intermediate_size": own["shared_ffn"] or None,
-        **(groups if grouped_routing(hf_config) else {}),
+        **sparse_settings(hf_config, own),
         "multi_latent_attention": True,
         "qk_layernorm": True,
         "q_lora_rank": hf_config.get("q_lora_rank"),
@@ -96,6 +88,21 @@ def settings(hf_config: HFConfig) -> dict[str, Any]:
         "qk_pos_emb_head_dim": hf_config["qk_rope_head_dim"],
         "v_head_dim": hf_config["v_head_dim"],
         **rope_settings(hf_config),
+    }
+
+
+def sparse_settings(hf_config: HFConfig, own: Dims) -> dict[str, Any]:
+    """Megatron's settings of shared experts, and of experts chosen by sigmoid scores plus a bias within groups."""
+    groups = {"moe_router_num_groups": hf_config.get("n_group"), "moe_router_group_topk": hf_config.get("topk_group")}
+    return {
+        **expert_settings(hf_config, own, normalised=True),
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": hf_config.get("routed_scaling_factor") or 1.0,
+        "moe_router_dtype": "fp32",
+        "moe_shared_expert_intermediate_size": own["shared_ffn"] or None,
+        **(groups if grouped_routing(hf_config) else {}),
     }
 
 

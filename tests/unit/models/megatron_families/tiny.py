@@ -40,6 +40,12 @@ LATENT = {
     "num_nextn_predict_layers": 0,
     "num_key_value_heads": 8,
 }
+GLM = {
+    **{name: value for name, value in LATENT.items() if "_rank" not in name and "_head_dim" not in name},
+    "model_type": "glm4_moe",
+    "num_key_value_heads": 4,
+    "attention_bias": True,
+}
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -81,6 +87,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3-moe-unnormalised": {**DENSE, **EXPERTS, "model_type": "qwen3_moe", "num_experts": 8},
     "mixtral": {**DENSE, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2},
     "deepseek-v3": {**LATENT, "model_type": "deepseek_v3", "rope_parameters": YARN},
+    "glm4-moe": {**GLM, "head_dim": 8, "use_qk_norm": True},
+    "glm4-moe-air": {**GLM, "n_group": 1, "topk_group": 1},
     "deepseek-v3-full-q": {**LATENT, "model_type": "deepseek_v3", "q_lora_rank": None, "n_group": 1, "topk_group": 1},
 }
 
