@@ -1,0 +1,152 @@
+"""Images of rows and messages, in any form that they come in, decoded to RGB within limits."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import unquote, unquote_to_bytes
+
+from rlsys.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+MAX_IMAGE_BYTES = 64 * 2**20
+MAX_IMAGE_PIXELS = 50_000_000
+MAX_ASPECT = 200
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+"""Formats that Pillow decodes; others start programs (EPS) or hold what is not an image (HDF5)."""
+
+KEYS = ("bytes", "image", "image_url", "url", "path")
+_BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]{64,}={0,2}\s*")
+
+
+class ImageError(ValueError):
+    """An image that cannot be used; the message says what is wrong with it."""
+
+
+def load_image(value: Any, *, root: str | Path | None = None) -> Image.Image:
+    """The first frame of an image as upright 8-bit RGB, on white where it is transparent.
+
+    `value` is a PIL image, the bytes of a file, a path (from `root` unless it is absolute), a file:// or data: URL,
+    base64, or a mapping that has one of these under one of KEYS. Nothing is fetched. Raises ImageError.
+    """
+    try:
+        from PIL import Image, ImageOps
+    except ImportError as error:
+        raise ConfigError("images need Pillow: pip install 'rlsys[vision]'") from error
+
+    try:
+        value = _unwrapped(value)
+        image = value if isinstance(value, Image.Image) else _opened(_encoded(value, root))
+        _check_size(*image.size)
+        image.load()
+        return _rgb(ImageOps.exif_transpose(image))
+    except ImageError:
+        raise
+    except Exception as error:  # decoders raise whatever a broken file makes them run into
+        raise ImageError(f"the image cannot be decoded: {type(error).__name__}: {error}") from error
+
+
+def image_hash(image: Image.Image) -> str:
+    """32 hexadecimal digits that depend on the mode, size and pixels of an image, and not on its file."""
+    digest = hashlib.sha256(f"{image.mode} {image.width} {image.height} ".encode())
+    digest.update(image.tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _unwrapped(value: Any) -> Any:
+    """What is inside of {"bytes": ..., "path": ...} or {"type": "image_url", "image_url": {"url": ...}}."""
+    for _ in KEYS:
+        if not isinstance(value, Mapping):
+            return value
+        held = [value[key] for key in KEYS if value.get(key) is not None]
+        if not held:
+            names = ", ".join(map(repr, value)) or "nothing"
+            raise ImageError(f"an image must have one of {', '.join(KEYS)} that is not null, this has {names}")
+        value = held[0]
+    raise ImageError("the image is nested too deeply")
+
+
+def _encoded(value: Any, root: str | Path | None) -> bytes:
+    """The bytes of an image file."""
+    if isinstance(value, str | os.PathLike):
+        value = _bytes_of_text(os.fspath(value), root)
+    if not isinstance(value, bytes | bytearray | memoryview):
+        name = "null" if value is None else f"a {type(value).__name__}"
+        raise ImageError(f"an image must be bytes, a path, a data URL or a PIL image, this is {name}")
+    if not value:
+        raise ImageError("the image has no bytes")
+    if len(value) > MAX_IMAGE_BYTES:
+        raise ImageError(f"the image has {len(value)} bytes, more than {MAX_IMAGE_BYTES}")
+    return bytes(value)
+
+
+def _bytes_of_text(text: str, root: str | Path | None) -> bytes:
+    if text.startswith("data:"):
+        head, comma, data = text.partition(",")
+        if not comma:
+            raise ImageError("a data URL must have a comma before its data")
+        return _base64_bytes(unquote(data)) if head.endswith(";base64") else unquote_to_bytes(data)
+    name = unquote(text.removeprefix("file://")) if text.startswith("file://") else text
+    if "://" in name:
+        raise ImageError(f"{name[:200]}: images are not fetched; store them as bytes or as paths of local files")
+    path = os.path.join(root or "", name)
+    if os.path.isfile(path):
+        if os.path.getsize(path) > MAX_IMAGE_BYTES:
+            raise ImageError(f"{path} has {os.path.getsize(path)} bytes, more than {MAX_IMAGE_BYTES}")
+        return Path(path).read_bytes()
+    if _BASE64.fullmatch(text):
+        return _base64_bytes(text)
+    raise ImageError(f"{path[:200]!r}: {'not a file' if os.path.exists(path) else 'file not found'}")
+
+
+def _base64_bytes(text: str) -> bytes:
+    text = "".join(text.split()).rstrip("=").replace("-", "+").replace("_", "/")
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), validate=True)
+    except ValueError as error:
+        raise ImageError(f"its base64 cannot be decoded: {error}") from error
+
+
+def _opened(data: bytes) -> Image.Image:
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        return Image.open(io.BytesIO(data), formats=FORMATS)
+    except UnidentifiedImageError as error:
+        start = f"it starts with {data[:16]!r}, and {', '.join(FORMATS)} are read"
+        raise ImageError(f"it is not a readable image: {start}") from error
+
+
+def _check_size(width: int, height: int) -> None:
+    if not width or not height:
+        raise ImageError(f"the image is {width} x {height}: it has no pixels")
+    if width * height > MAX_IMAGE_PIXELS:
+        raise ImageError(f"the image is {width} x {height}: more than {MAX_IMAGE_PIXELS} pixels")
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise ImageError(f"the image is {width} x {height}: one side is more than {MAX_ASPECT} times the other")
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """An image of any mode as 8-bit RGB; greys of 16 bits are scaled."""
+    from PIL import Image
+
+    if image.mode == "F":
+        raise ImageError("its pixels are floating-point numbers, of no known range: save it with 8 bits")
+    if image.mode.startswith("I"):
+        image = image.convert("I")
+        lowest, highest = cast(tuple[int, int], image.getextrema())
+        if lowest < 0 or highest > 65535:
+            raise ImageError(f"its pixels are numbers from {lowest} to {highest}: save it with 8 or 16 bits")
+        return image.point(lambda value: value * (1 / 257)).convert("RGB")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
