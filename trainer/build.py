@@ -30,7 +30,7 @@ from trainer.run_folder import run_folder
 from trainer.steps import teacher_numbers
 from trainer.weight_push import drops_weights_on_sleep
 from workers.actor import ActorWorker
-from workers.build import EngineRun, check_megatron_model
+from workers.build import EngineRun, check_model
 from workers.critic import CriticWorker
 from workers.megatron import MegatronPPOWorker
 from workers.reference import ReferenceWorker, TeacherWorker
@@ -91,7 +91,7 @@ def prepare(config: PPOConfig) -> PreparedRun:
         settings_of(policy.rollout, run.deadlines, max_staleness=run.max_staleness)
     critic_model = {"critic.model": config.critic.model} if plan.critic is not None else {}
     libraries = import_external_libs({"actor_rollout_ref.model": policy.model, **critic_model})
-    check_megatron_models(config, plan)
+    check_models(config, plan)
     tokenizer = load_tokenizer(policy.model, policy.rollout.padding)
     check_vocabularies(config, tokenizer)
     load_agents(config, tokenizer)
@@ -170,17 +170,19 @@ def _check_vocabulary(key: str, model: ServedModelConfig, tokenizer: PreTrainedT
             raise ConfigError(f"{key}={model.path}: {why}; {fix}")
 
 
-def check_megatron_models(config: PPOConfig, plan: BatchPlan) -> None:
-    """ConfigError, before any worker starts, for a model that Megatron does not know or cannot split as configured."""
-    policy, critic = config.actor_rollout_ref, config.critic
+def check_models(config: PPOConfig, plan: BatchPlan) -> None:
+    """ConfigError, before any worker starts, for a model that its engine cannot train as configured."""
+    policy, critic, section = config.actor_rollout_ref, config.critic, "fsdp_config"
+    engines: tuple[Any, Any] = (policy.actor.fsdp_config, policy.ref.fsdp_config)
     if policy.actor.strategy == "megatron":
-        check_megatron_model("actor_rollout_ref.actor.megatron", policy.model, policy.actor.megatron)
-        if plan.use_reference:
-            check_megatron_model("actor_rollout_ref.ref.megatron", policy.reference_model, policy.ref.megatron)
-        for teacher in config.teachers.values():
-            check_megatron_model("actor_rollout_ref.ref.megatron", teacher, policy.ref.megatron)
+        section, engines = "megatron", (policy.actor.megatron, policy.ref.megatron)
+    check_model(f"actor_rollout_ref.actor.{section}", policy.model, engines[0])
+    for model in [policy.reference_model] * plan.use_reference + list(config.teachers.values()):
+        check_model(f"actor_rollout_ref.ref.{section}", model, engines[1])
     if plan.critic is not None and critic.strategy == "megatron":
-        check_megatron_model("critic.megatron", critic.model, critic.megatron)
+        check_model("critic.megatron", critic.model, critic.megatron, head="scalar")
+    elif plan.critic is not None:
+        check_model("critic.fsdp", critic.model, critic.fsdp, head="scalar")
 
 
 def place_roles(config: PPOConfig, plan: BatchPlan, node_size: int) -> tuple[dict[Role, str], dict[str, list[int]]]:

@@ -24,7 +24,7 @@ from trainer.local_files import with_local_files
 from trainer.loop import CheckpointedLoop, completed
 from trainer.reporting import Reporter
 from trainer.run_folder import run_folder
-from workers.build import EngineRun, check_megatron_model
+from workers.build import EngineRun, check_model
 from workers.sft import SupervisedWorker
 
 Config = SFTConfig | RMConfig | DPOConfig
@@ -78,8 +78,8 @@ class SupervisedTrainer(CheckpointedLoop):
         self.cfg = config
         self.group: SupervisedGroup | None = None
         self.external_libs = import_external_libs({"model": config.model})
-        if config.engine.strategy == "megatron":
-            check_megatron_model("engine.megatron", config.model, config.engine.megatron)
+        engine, head = config.engine, "scalar" if isinstance(config, RMConfig) else "lm"
+        check_model("engine", config.model, engine.megatron if engine.strategy == "megatron" else engine, head=head)
         self.tokenizer = load_tokenizer(config.model)
         self.train_rows, self.val_rows = load_rows(config, self.tokenizer)
         num_rows, size = len(self.train_rows), data.train_batch_size

@@ -21,7 +21,7 @@ from rlsys.engines.mesh import ensure_process_group
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import TrainEngine
 from rlsys.models.flops import peak_flops
-from rlsys.models.hf import read_config
+from rlsys.models.hf import Head, build, read_config
 from rlsys.models.megatron.family import family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.utils.errors import ConfigError
@@ -99,12 +99,17 @@ def _engine(
     return FSDPEngine(model, device=device, shard=section, sp_size=sp_size, **options)
 
 
-def check_megatron_model(key: str, model: ModelConfig, megatron: MegatronShardConfig) -> None:
-    """ConfigError that names `key` unless Megatron knows the model and can cut it so; reads config.json only."""
+def check_model(key: str, model: ModelConfig, section: ShardConfig | MegatronShardConfig, *, head: Head = "lm") -> None:
+    """ConfigError that names `key` unless the engine of `section` trains the model as configured; reads config.json
+    only."""
     assert model.path is not None, "the start model is resolved before workers start"
-    hf_config = json.loads((Path(model.path) / "config.json").read_text()) | model.override_config
     try:
-        family_of(hf_config).check(hf_config, RankPlace(ParallelSizes.from_config(megatron)))
+        if isinstance(section, MegatronShardConfig):
+            hf_config = json.loads((Path(model.path) / "config.json").read_text()) | model.override_config
+            family_of(hf_config).check(hf_config, RankPlace(ParallelSizes.from_config(section)))
+        else:
+            config, packed = read_config(model), model.use_remove_padding
+            build(config, head=head, packed=packed, trust_remote_code=model.trust_remote_code)
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
 

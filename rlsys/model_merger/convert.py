@@ -28,7 +28,17 @@ from rlsys.model_merger.safetensors_writer import (
     write_file,
     write_model_files,
 )
-from rlsys.models.hf import StoredTensor, TensorSource, build, check_names, open_model_dir, read_config, read_whole
+from rlsys.models.hf import (
+    StoredTensor,
+    TensorSource,
+    build,
+    check_names,
+    open_model_dir,
+    read_config,
+    read_whole,
+    saved_names,
+    saved_tensors_of,
+)
 from rlsys.models.megatron.convert import fill
 from rlsys.models.megatron.family import Head, family_of, find_family, tied
 from rlsys.models.megatron.rules import by_local
@@ -165,7 +175,7 @@ def _expected(config_dir: Path, hf_config: Mapping[str, Any], weights: TensorSou
     if family is not None:
         return family.hf_shapes(hf_config, head=head)
     model = build(read_config(ModelConfig(path=str(config_dir))), head="scalar" if scalar else "lm", packed=False)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return {name: tuple(tensor.shape) for name, tensor in saved_names(model, saved_tensors_of(model)).items()}
 
 
 def _kept(name: str, stored: str, wanted: str | None) -> str:

@@ -16,13 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed import get_rank as group_rank
 from torch.distributed import get_world_size as group_size
 from transformers import AttentionInterface
 
 from rlsys.models.ulysses import heads_to_tokens, kv_repeats, tokens_to_heads
+from rlsys.utils.errors import ConfigError
 
 ATTENTION = "rlsys_packed"
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+_UNSUPPORTED = ("softcap", "position_bias")
+
+
+class PackReachedError(Exception):
+    """A pack has reached the attention of a model on the meta device, which computes nothing."""
 
 
 class Packing:
@@ -43,27 +49,34 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packing: Packing,
+    packing: Packing | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Attend within each sequence of `packing`: query (1, heads, tokens, dim) -> (1, tokens, heads, dim).
 
-    Raises NotImplementedError for what it would otherwise silently leave out: dropout, logit caps, sinks, biases.
+    `s_aux` (heads,) are sinks: logits of a key without a value. ConfigError for what would otherwise be left out:
+    dropout, logit caps, biases, or the packing itself, which some models do not pass on.
     """
     odd = [name for name in _UNSUPPORTED if options.get(name) is not None]
-    if odd or dropout or attention_mask is not None:
-        what = odd or ["dropout" if dropout else "attention_mask"]
-        raise NotImplementedError(f"packed attention has no {', '.join(what)}: set use_remove_padding=false")
+    if packing is None or odd or dropout or attention_mask is not None:
+        what = odd or ["packing" if packing is None else "dropout" if dropout else "attention_mask"]
+        raise ConfigError(f"packed rows do not go with the attention's {what[0]}: set use_remove_padding=false")
+    if query.is_meta:
+        raise PackReachedError
     group = packing.group
     if group is not None:
         repeats = kv_repeats(query.shape[1], key.shape[1], group_size(group))
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
         query, key, value = (tokens_to_heads(x, group) for x in (query, key, value))
-    attend = _varlen if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else _sequence_by_sequence
-    out = attend(query, key, value, packing, scaling, sliding_window)
+        s_aux = None if s_aux is None else s_aux.chunk(group_size(group))[group_rank(group)]
+    if s_aux is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        out = _varlen(query, key, value, packing, scaling, sliding_window)
+    else:
+        out = _sequence_by_sequence(query, key, value, packing, scaling, sliding_window, s_aux)
     if group is not None:
         out = heads_to_tokens(out, group)
     return out.transpose(1, 2).contiguous(), None
@@ -85,15 +98,26 @@ def _varlen(
 
 
 def _sequence_by_sequence(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scaling: float | None,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     gqa = query.shape[1] != key.shape[1]
     outs = []
     for q, k, v in zip(*(x.split(packing.lengths, dim=2) for x in (query, key, value)), strict=True):
         mask = None
-        if window is not None and window < q.shape[2]:
+        if sinks is not None or (window is not None and window < q.shape[2]):
             behind = torch.arange(q.shape[2], device=q.device).unsqueeze(1) - torch.arange(q.shape[2], device=q.device)
-            mask = (behind >= 0) & (behind < window)
+            mask = (behind >= 0) & (behind < (window or q.shape[2]))
+        if sinks is not None and mask is not None:
+            k, v = (F.pad(x, (0, 0, 1, 0)) for x in (k, v))
+            bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+            columns = sinks.to(q.dtype).view(-1, 1, 1).expand(-1, q.shape[2], 1)
+            mask = torch.cat([columns, bias.expand(len(sinks), -1, -1)], dim=-1)[None]
         outs.append(
             F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa

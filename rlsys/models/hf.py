@@ -23,14 +23,16 @@ from transformers import (
 )
 
 from rlsys.config.schema.model import ModelConfig
-from rlsys.models.attention import ATTENTION
+from rlsys.models.attention import ATTENTION, Packing, PackReachedError
 from rlsys.utils.boxes import slices
 from rlsys.utils.errors import CheckpointError, ConfigError
 from rlsys.utils.safetensors_header import DTYPES
 
 Head = Literal["lm", "scalar"]
 LOGIT_CHANGERS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "final_logit_scale")
+ROUTER_NOISE = ("router_jitter_noise", "input_jitter_noise")
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+NOT_PACKED = "cannot take packed rows: set use_remove_padding=false"
 UNUSED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
@@ -88,19 +90,38 @@ def build(config: PretrainedConfig, *, head: Head, packed: bool, trust_remote_co
         raise ConfigError(f"packed rows do not go with {', '.join(sorted(odd))} layers: set use_remove_padding=false")
     if packed and getattr(config, "attention_dropout", 0.0):
         raise ConfigError("packed rows do not go with attention_dropout: set use_remove_padding=false or dropout 0")
-    options = {"attn_implementation": ATTENTION if packed else "sdpa", "trust_remote_code": trust_remote_code}
+    if noise := [name for name in ROUTER_NOISE if getattr(config, name, None)]:
+        raise ConfigError(f"{config.model_type} adds noise to its router: set override_config.{noise[0]}=0")
+    options = {"attn_implementation": ATTENTION if packed else None, "trust_remote_code": trust_remote_code}
     try:
         with torch.device("meta"):
             model = _construct(config, head, options)
     except (KeyError, ValueError, TypeError, AttributeError) as error:
+        if ATTENTION in str(error):
+            raise ConfigError(f"{config.model_type} {NOT_PACKED}") from error
         why = f"config.json: {type(error).__name__}: {' '.join(str(error).split())}"
         raise CheckpointError(f"transformers cannot build this {config.model_type} model, {why}") from error
-    if packed and not getattr(model, "_supports_attention_backend", False):
-        raise ConfigError(f"{config.model_type} cannot take packed rows: set use_remove_padding=false")
+    if packed and not (getattr(model, "_supports_attention_backend", False) and _passes_packs(model)):
+        raise ConfigError(f"{config.model_type} {NOT_PACKED}")
     if head == "lm" and getattr(model.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"{config.model_type} adds a bias to its logits, which this engine does not do")
     _fill_buffers(model)
     return model
+
+
+def _passes_packs(model: PreTrainedModel) -> bool:
+    """Whether a pack given to the model, which is on the meta device, reaches its attention."""
+    two = torch.arange(2, device="meta")[None]
+    backbone = getattr(model, model.base_model_prefix)
+    try:
+        backbone(two, position_ids=two, use_cache=False, packing=Packing([2], two.device))
+    except PackReachedError:
+        return True
+    except (ConfigError, TypeError):
+        return False
+    except (RuntimeError, NotImplementedError):  # the model computes what has no result on the meta device
+        return True
+    return False
 
 
 def _construct(config: PretrainedConfig, head: Head, options: Mapping[str, Any]) -> PreTrainedModel:
@@ -125,21 +146,26 @@ def _fill_buffers(model: PreTrainedModel) -> None:
             raise ConfigError(f"{type(module).__name__}.{bad[0]}: a buffer whose value is not known")
 
 
-def open_weights(
-    model: ModelConfig, config: PretrainedConfig, *, head: Head, seed: int = 0, buffers: bool = False
-) -> TensorSource:
+def open_weights(model: ModelConfig, config: PretrainedConfig, *, head: Head, seed: int = 0) -> TensorSource:
     """The model's tensors by the names they are saved by. A scalar head that a checkpoint lacks is drawn from `seed`
-    (normal, bias zero); without a path all parameters are, and with `buffers` what else a checkpoint has."""
+    (normal, bias zero); without a path all parameters are."""
     if model.path is not None:
         return {**(_new_head(config, seed) if head == "scalar" else {}), **open_model_dir(Path(model.path))}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         random_model = _construct(config, head, {"trust_remote_code": model.trust_remote_code})
-    tensors = {name: tensor.detach() for name, tensor in random_model.named_parameters()}
-    if buffers:
-        state = random_model.state_dict()
-        tensors |= {name: buffer for name, buffer in random_model.named_buffers() if name in state}
+    tensors = {name: tensor.detach() for name, tensor in saved_tensors_of(random_model).items()}
     return in_memory(saved_names(random_model, tensors))
+
+
+def saved_tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters, a tied one once, and the buffers that checkpoints have, by their names in the model."""
+    held: dict[str, Tensor] = dict(model.named_parameters())
+    for path, module in model.named_modules():
+        apart = module._non_persistent_buffers_set
+        own = {f"{path}.{name}": b for name, b in module._buffers.items() if b is not None and name not in apart}
+        held |= {name.removeprefix("."): buffer for name, buffer in own.items()}
+    return held
 
 
 def saved_names(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -106,6 +106,7 @@ def check_step(ranks: list[dict[str, Any]], model: str, head: str) -> None:
         ("fsdp", "llama-6-heads-3-kv", 2, Case(rows=3, sp_size=2)),
         ("fsdp", "llama-1-kv", 2, Case(rows=3, sp_size=2)),
         ("fsdp", "qwen2-tied", 4, Case(rows=3, sp_size=4)),
+        ("fsdp", "gpt-oss", 2, Case(rows=3, sp_size=2)),
         ("megatron", "llama-1-kv", 2, Case(rows=3, megatron=ParallelSizes(tp=2))),
         pytest.param("megatron", "llama-1-kv", 4, Case(rows=3, megatron=TP2_SP), marks=pytest.mark.slow),
     ],

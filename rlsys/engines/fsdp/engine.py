@@ -36,7 +36,6 @@ from rlsys.models.stacked import by_stack, saved_parts
 from rlsys.models.token_model import TokenModel
 from rlsys.models.ulysses import kv_repeats
 from rlsys.types import WeightLayout
-from rlsys.utils.errors import ConfigError
 
 
 class FSDPEngine(BaseTrainEngine[Ranks, ShardedAdamW]):
@@ -91,10 +90,6 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedAdamW]):
         base = {lora.hf_name(name): p for name, p in parameters.items() if not lora.is_adapter(name)}
         shapes = {saved: s for name, p in base.items() for saved, s in shapes_as_saved(name, p, self._stacks).items()}
         weights = open_weights(self.model_config, self.config, head=self.head, seed=self.shard.seed)
-        buffers = {name.removeprefix("model.") for name, _ in self.model.named_buffers()}
-        if untrained := sorted(buffers & weights.keys()):
-            kind = self.config.model_type
-            raise ConfigError(f"{kind} saves buffers ({untrained[0]}): set strategy=megatron, FSDP cannot train it")
         check_names(shapes, weights, aliases=tied_names(self.model))
         fill(base, weights, self.ranks, self._stacks)
         if self.lora is not None:

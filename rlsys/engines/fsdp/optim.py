@@ -21,7 +21,7 @@ class ShardedAdamW(BaseAdamW):
 
     def __init__(
         self,
-        parameters: Mapping[str, nn.Parameter],
+        parameters: Mapping[str, Tensor],
         optim: OptimConfig,
         group: dist.ProcessGroup,
         *,

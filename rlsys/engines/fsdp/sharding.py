@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from rlsys.config.schema.model import ShardConfig
 from rlsys.engines.fsdp.optim import local_of
 from rlsys.engines.mesh import Ranks
-from rlsys.models.hf import TensorSource, layer_modules
+from rlsys.models.hf import TensorSource, layer_modules, saved_tensors_of
 from rlsys.models.lora import AdaptedWeight, hf_name, is_adapter
 from rlsys.models.stacked import Stacks, part_of, saved_shapes, shards_of
 from rlsys.models.token_model import TokenModel
@@ -65,10 +65,11 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def parameters_by_name(model: TokenModel) -> dict[str, nn.Parameter]:
-    """Sharded parameters by their name in the transformers model; a tied one appears once."""
+def parameters_by_name(model: TokenModel) -> dict[str, Tensor]:
+    """Sharded parameters by their name in the transformers model, a tied one once, and the buffers that are saved with
+    them, which every rank has whole."""
     reshard(model)
-    return {name.removeprefix("model."): p for name, p in model.named_parameters()}
+    return {name.removeprefix("model."): p for name, p in saved_tensors_of(model).items()}
 
 
 def tied_names(model: TokenModel) -> dict[str, str]:
@@ -85,6 +86,8 @@ def tied_names(model: TokenModel) -> dict[str, str]:
 
 def held_box(name: str, parameter: Tensor, ranks: Ranks) -> Box:
     """The rows of `parameter` on this rank: FSDP2 cuts dimension 0 into ceil(n / ranks); last parts may be empty."""
+    if not isinstance(parameter, DTensor):
+        return Box(name, (0,) * parameter.ndim, tuple(parameter.shape))
     rows = parameter.shape[0]
     start = min(ranks.shard_rank * -(-rows // ranks.shard_size), rows)
     held = local_of(parameter).shape[0]

@@ -87,7 +87,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
             )
             self.held = ModelShards(family, hf_config, head == "scalar", ranks, chunks, settings)
             add_adapters(chunks, self.held.factors)
-            base = open_weights(model, config, head=head, seed=seed, buffers=True)
+            base = open_weights(model, config, head=head, seed=seed)
             unused = [*family.carried(hf_config), *family.aliases(hf_config)]
             check_names(self.held.base_shapes, base, aliases=unused)
             self.held.gather_dtypes()

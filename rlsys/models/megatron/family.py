@@ -38,6 +38,13 @@ OUTPUT = Rule("output_layer.weight", padded_rows, ("lm_head.weight [vocab, hidde
 TIED_OUTPUT = Rule("output_layer.weight", padded_rows, ("model.embed_tokens.weight [vocab, hidden]",))
 SCORE = Rule("output_layer.weight", whole, ("score.weight [1, hidden]",))
 SCORE_BIAS = Rule("output_layer.bias", whole, ("score.bias [1]",))
+WITHOUT_TABLE = {
+    "GptOss": " (its experts' gate and up columns are interleaved, which no parameter of Megatron is)",
+    "Gemma3": " (it has norms after attention and MLP and two rotary bases, which Megatron-Core 0.16 has not)",
+    "Qwen3Next": " (Megatron-Core 0.16 has gated delta layers for rows that are not packed only)",
+    "Qwen3_5": " (Megatron-Core 0.16 has gated delta layers for rows that are not packed only)",
+}
+"""Why a family has no table, by the beginning of its architecture."""
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -233,7 +240,8 @@ def family_of(hf_config: HFConfig) -> Family:
         return family
     asked = ", ".join(sorted(hf_config.get("architectures") or ())) or hf_config.get("model_type")
     known = ", ".join(sorted(a for family in known_families() for a in family.architectures))
-    raise ConfigError(f"Megatron has no table for {asked}: known are {known}")
+    why = next((why for start, why in WITHOUT_TABLE.items() if str(asked).startswith(start)), "")
+    raise ConfigError(f"Megatron has no table for {asked}{why}: known are {known}; set strategy=fsdp for others")
 
 
 def known_families() -> list[Family]:

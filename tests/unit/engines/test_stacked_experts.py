@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rlsys.config.schema.model import ModelConfig
 from rlsys.engines.fsdp.engine import FSDPEngine
+from rlsys.model_merger.convert import merge
 from rlsys.weights.layout import shard_view
 from tests.ranks import run_ranks
 
@@ -53,6 +54,7 @@ def held(model: Path, out: Path) -> int:
     assert whole.keys() == saved.keys()
     assert all(torch.equal(tensor, saved[name]) for name, tensor in whole.items())
     engine.save(out, "export")
+    engine.save(out.with_name(f"{out.name}_resume"), "resume")
     return sum(shard_view(local, shard).numel() for shard in layout.shards)
 
 
@@ -66,25 +68,27 @@ def test_experts_come_and_go_by_the_names_they_are_saved_by(model: Path, tmp_pat
     assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
 
 
-def test_models_that_save_buffers_are_for_megatron(tmp_path: Path) -> None:
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+
+
+@pytest.mark.parametrize(("kind", "own"), [("deepseek_v3", LATENT), ("dots1", {"head_dim": 8})])
+def test_buffers_that_are_saved_come_and_go_and_are_merged(kind: str, own: dict[str, int], tmp_path: Path) -> None:
     torch.manual_seed(0)
-    config = DeepseekV3Config(
-        **SIZES,
-        num_key_value_heads=2,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        q_lora_rank=8,
-        kv_lora_rank=8,
-        qk_rope_head_dim=4,
-        qk_nope_head_dim=4,
-        v_head_dim=4,
-    )
-    DeepseekV3ForCausalLM(config).save_pretrained(tmp_path)
-    why = r"ConfigError: deepseek_v3 saves buffers \(.*e_score_correction_bias\): .*megatron"
-    with pytest.raises(AssertionError, match=why):
-        run_ranks(1, held, tmp_path, tmp_path / "out")
+    own = {**own, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+    own |= {"num_key_value_heads": 2, "first_k_dense_replace": 1}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **own))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_()
+    model.save_pretrained(tmp_path / "model")
+    run_ranks(2, held, tmp_path / "model", tmp_path / "out")
+    merge(tmp_path / "out_resume", tmp_path / "merged", config_dir=tmp_path / "model")
+    saved = load_file(tmp_path / "model" / FILE)
+    assert saved["model.layers.1.mlp.gate.e_score_correction_bias"].any()
+    for folder in ("out", "merged"):
+        exported = load_file(tmp_path / folder / FILE)
+        assert exported.keys() == saved.keys()
+        assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
 
 
 @pytest.mark.parametrize(

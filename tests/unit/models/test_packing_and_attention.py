@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rlsys.models.attention import Packing, packed_attention
 from rlsys.models.packing import empty_rows, left_aligned, padded_to_multiple, token_rows
+from rlsys.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
 
@@ -70,7 +71,9 @@ def test_padding_to_a_multiple_is_a_sequence_of_its_own() -> None:
     assert padded_to_multiple(empty_rows(CPU), 2).lengths == (2,)
 
 
-def one_by_one(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None) -> Tensor:
+def one_by_one(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None, sinks: Tensor | None = None
+) -> Tensor:
     """(1, tokens, heads, dim) in float64, with loops."""
     outs, start = [], 0
     groups = query.shape[1] // key.shape[1]
@@ -82,21 +85,28 @@ def one_by_one(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], wi
             for j in range(length):
                 if j > i or (window is not None and i - j >= window):
                     scores[:, i, j] = -math.inf
-        outs.append(torch.softmax(scores, dim=-1) @ v)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, length, 1)], dim=-1)
+        outs.append(torch.softmax(scores, dim=-1)[..., :length] @ v)
         start += length
     return torch.cat(outs, dim=1).transpose(0, 1)[None]
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_packed_attention_is_causal_within_each_sequence(kv_heads: int, window: int | None) -> None:
+@pytest.mark.parametrize("sinks", [None, torch.tensor([-1.0, 0.0, 2.0, 5.0])], ids=["plain", "sinks"])
+def test_packed_attention_is_causal_within_each_sequence(
+    kv_heads: int, window: int | None, sinks: Tensor | None
+) -> None:
     torch.manual_seed(0)
     lengths = [3, 1, 7, 2]
     query, key, value = (torch.randn(1, heads, sum(lengths), 8) for heads in (4, kv_heads, kv_heads))
     packing = Packing(lengths, CPU)
-    out, weights = packed_attention(nn.Module(), query, key, value, None, packing=packing, sliding_window=window)
+    options = {"sliding_window": window, "s_aux": sinks}
+    out, weights = packed_attention(nn.Module(), query, key, value, None, packing=packing, **options)
     assert weights is None
-    torch.testing.assert_close(out.double(), one_by_one(query, key, value, lengths, window), rtol=1e-5, atol=1e-6)
+    expected = one_by_one(query, key, value, lengths, window, sinks)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_sequence_has_the_same_digits_whatever_it_is_packed_with() -> None:
@@ -108,8 +118,8 @@ def test_a_sequence_has_the_same_digits_whatever_it_is_packed_with() -> None:
     assert torch.equal(packed[:, 5:14], alone)
 
 
-@pytest.mark.parametrize("odd", [{"softcap": 30.0}, {"s_aux": torch.zeros(2)}, {"dropout": 0.1}])
+@pytest.mark.parametrize("odd", [{"softcap": 30.0}, {"packing": None}, {"dropout": 0.1}])
 def test_what_packed_attention_does_not_do_it_refuses(odd: dict[str, object]) -> None:
     x = torch.randn(1, 2, 4, 8)
-    with pytest.raises(NotImplementedError, match=next(iter(odd))):
-        packed_attention(nn.Module(), x, x, x, None, packing=Packing([4], CPU), **odd)
+    with pytest.raises(ConfigError, match=next(iter(odd))):
+        packed_attention(nn.Module(), x, x, x, None, **{"packing": Packing([4], CPU), **odd})

@@ -1,4 +1,4 @@
-"""A model that Megatron cannot take is refused before any worker starts."""
+"""A model that its training engine cannot take is refused before any worker starts."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from rlsys.config.schema.megatron import MegatronConfig
-from rlsys.config.schema.model import ModelConfig
+from rlsys.config.schema.model import ModelConfig, ShardConfig
+from rlsys.models.megatron.family import family_of
 from rlsys.utils.errors import ConfigError
-from tests.contracts.train_engine import MODELS
-from workers.build import check_megatron_model
+from tests.contracts.train_engine import HEADS, MODELS, SHAPE
+from workers.build import check_model
 
 
 @pytest.mark.parametrize(
@@ -27,13 +28,40 @@ from workers.build import check_megatron_model
 def test_what_cannot_be_cut_is_refused(model: str, sizes: dict[str, Any], says: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
     with pytest.raises(ConfigError, match=says) as error:
-        check_megatron_model(
-            "critic.megatron", ModelConfig(path=str(tmp_path)), MegatronConfig(full_determinism=False, **sizes)
-        )
+        check_model("critic.megatron", ModelConfig(path=str(tmp_path)), MegatronConfig(full_determinism=False, **sizes))
     assert str(error.value).startswith("critic.megatron: ")
 
 
 def test_what_can_be_cut_passes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen3-moe"]))
     sizes = MegatronConfig(full_determinism=False, tensor_model_parallel_size=2, expert_model_parallel_size=4)
-    check_megatron_model("critic.megatron", ModelConfig(path=str(tmp_path)), sizes)
+    check_model("critic.megatron", ModelConfig(path=str(tmp_path)), sizes)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "qwen3_next", "num_experts": 4}, "packed rows do not go with linear_attention layers"),
+        ({"model_type": "falcon"}, "falcon cannot take packed rows: set use_remove_padding=false"),
+        ({"model_type": "nemotron"}, "nemotron cannot take packed rows: set use_remove_padding=false"),
+        ({"model_type": "gemma2"}, "gemma2 changes its logits"),
+        ({"model_type": "phimoe"}, "phimoe adds noise to its router: set override_config.router_jitter_noise=0"),
+    ],
+)
+def test_what_fsdp_would_compute_otherwise_is_refused(config: dict[str, Any], says: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**config, **SHAPE, **HEADS}))
+    with pytest.raises(ConfigError, match=f"^critic.fsdp: .*{says}"):
+        check_model("critic.fsdp", ModelConfig(path=str(tmp_path)), ShardConfig())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "says"),
+    [
+        ("GptOssForCausalLM", "its experts' gate and up columns are interleaved"),
+        ("Gemma3ForCausalLM", "norms after attention and MLP"),
+        ("Qwen3NextForCausalLM", "gated delta"),
+    ],
+)
+def test_models_without_blocks_in_megatron_are_refused_with_the_reason(architecture: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"Megatron has no table for {architecture}.*{says}.*strategy=fsdp"):
+        family_of({"architectures": [architecture]})

@@ -1,0 +1,52 @@
+"""One training step of many architectures: packed rows and padded ones give what transformers gives in float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contracts.train_engine import ENGINES, Case, all_steps, reference
+from tests.ranks import run_ranks
+
+NAMES = (
+    "qwen3-window",
+    "qwen3-moe",
+    "mixtral",
+    "deepseek-v3",
+    "glm4-moe",
+    "gpt-oss",
+    "gemma3",
+    "mistral",
+    "phi3",
+    "olmo2",
+    "granite",
+)
+CASES = [Case(rows=3), Case(max_tokens=15, packed=False)]
+
+
+@pytest.fixture(scope="module")
+def steps() -> dict[str, dict[Case, dict[str, Any]]]:
+    return run_ranks(1, _every_step)[0]
+
+
+def _every_step() -> dict[str, dict[Case, dict[str, Any]]]:
+    return {name: all_steps(ENGINES["fsdp"], name, "lm", CASES) for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_packed_step_equals_an_unpacked_one(name: str, steps: dict[str, dict[Case, dict[str, Any]]]) -> None:
+    outputs, loss, gradients = reference(name, "lm")
+    packed, padded = (steps[name][case] for case in CASES)
+    for made in (packed, padded):
+        for output, expected in outputs.items():
+            torch.testing.assert_close(made["outputs"][output].double(), expected, rtol=0, atol=2e-5)
+    assert math.isclose(packed["metrics"]["loss"], loss, rel_tol=1e-5, abs_tol=1e-6)
+    for key, gradient in packed["gradients"].items():
+        torch.testing.assert_close(gradient, padded["gradients"][key], rtol=1e-4, atol=1e-6)
+    squares = sum(float(gradient.square().sum()) for gradient in gradients.values())
+    assert math.isclose(packed["report"].grad_norm, math.sqrt(squares), rel_tol=1e-4)
+    for key, weight in packed["weights"].items():
+        torch.testing.assert_close(weight, padded["weights"][key], rtol=0, atol=1e-4)
