@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
-from importlib.metadata import version
 from pathlib import Path
-
-from rlsys.utils.plugins import search_last_beside_namesakes
 
 MERGER = "rlsys.model_merger"
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,14 +28,28 @@ SCRIPTS = {
 
 
 def main() -> None:
-    """Run the command of `sys.argv`, which exits with its own code, or with 2 for a command that does not exist."""
-    name, *rest = sys.argv[1:] or ["--help"]
+    """Run the command of `sys.argv`, which exits with its own code, or with 2 for a command that does not exist.
+
+    Commands import heavy modules, so an interrupt may come before they handle it themselves.
+    """
+    try:
+        _run(*(sys.argv[1:] or ["--help"]))
+    except KeyboardInterrupt:
+        print("rlsys: interrupted (Ctrl-C)", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def _run(name: str, *rest: str) -> None:
     program = str(Path(sys.executable).with_name("rlsys"))  # Ray's workers look for modules beside it
     if name in ("--version", "-V"):
+        from importlib.metadata import version
+
         print(f"rlsys {version('rlsys')}")
     elif name in ("--help", "-h", "help"):
         print(_help())
     elif name in MODULES:
+        from rlsys.utils.plugins import search_last_beside_namesakes
+
         search_last_beside_namesakes()
         module, _ = MODULES[name]
         sys.argv = [program, *([name] if module == MERGER else []), *rest]

@@ -47,8 +47,14 @@ def curves(out: Path) -> dict[str, dict[str, list[float]]]:
     return by_job
 
 
+def smooth(scores: Sequence[float], width: int = 5) -> list[float]:
+    """The mean of each step and the few before it."""
+    windows = (scores[max(0, end - width) : end] for end in range(1, len(scores) + 1))
+    return [sum(window) / len(window) for window in windows]
+
+
 def plot(by_job: dict[str, dict[str, list[float]]], picture: Path) -> None:
-    """A panel a job: each seed thin, their mean thick."""
+    """A panel a job: the mean over seeds, a band from the lowest to the highest, and each step's mean as points."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -57,15 +63,17 @@ def plot(by_job: dict[str, dict[str, list[float]]], picture: Path) -> None:
 
     figure, panels = plt.subplots(1, len(by_job), figsize=(5.2 * len(by_job), 3.6), squeeze=False, sharey=True)
     for panel, (job, seeds) in zip(panels[0], by_job.items()):
-        for seed, scores in seeds.items():
-            panel.plot(range(1, len(scores) + 1), scores, linewidth=0.8, alpha=0.5, label=f"seed {seed}")
-        shortest = min(len(scores) for scores in seeds.values())
-        mean = np.mean([scores[:shortest] for scores in seeds.values()], axis=0)
-        panel.plot(range(1, shortest + 1), mean, color="black", linewidth=1.8, label="mean")
+        steps = range(1, min(map(len, seeds.values())) + 1)
+        scores = np.array([scores[: len(steps)] for scores in seeds.values()])
+        smoothed = np.array([smooth(row) for row in scores.tolist()])
+        panel.plot(steps, scores.mean(0), "C0o", markersize=2, alpha=0.5)
+        band = f"lowest to highest of {len(seeds)} seeds"
+        panel.fill_between(steps, smoothed.min(0), smoothed.max(0), color="C0", alpha=0.2, linewidth=0, label=band)
+        panel.plot(steps, smoothed.mean(0), "C0", linewidth=1.8, label="mean of 5 steps and all seeds")
         panel.set(title=job, xlabel="step")
         panel.grid(alpha=0.25)
     panels[0][0].set_ylabel("mean score of the training batch")
-    panels[0][-1].legend(frameon=False, fontsize=8)
+    panels[0][-1].legend(frameon=False, fontsize=8, loc="lower right")
     figure.tight_layout()
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=110)

@@ -34,6 +34,23 @@ def test_python_without_docstrings_is_refused(tmp_path: Path) -> None:
     assert (done.returncode, "PYTHONOPTIMIZE=2 removes docstrings" in done.stderr) == (2, True), done.stderr
 
 
+INTERRUPTED = """
+import os, runpy, signal, sys
+from rlsys.__main__ import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module = lambda *_, **__: os.kill(os.getpid(), signal.SIGINT)
+sys.argv = ["rlsys", "train"]
+main()
+"""
+
+
+def test_ctrl_c_while_a_command_is_imported_is_one_line() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=scaled_s(30), cwd=ROOT
+    )
+    assert (ended.returncode, ended.stderr) == (130, "rlsys: interrupted (Ctrl-C)\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "printed"),
     [

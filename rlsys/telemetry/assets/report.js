@@ -279,7 +279,8 @@ function renderTools() {
   if (document.activeElement !== $("q")) $("q").value = state.q;
   $("reset").hidden = state.from === "";
   $("runs").replaceChildren(...(runs.length < 2 ? [] : runs).map((r, at) => el("span", { className: "run" },
-    svg("svg", {}, svg("line", { x1: 0, x2: 26, y1: 4, y2: 4, stroke: `var(--c${at})`, "stroke-width": 2, ...(at ? { "stroke-dasharray": "5 3" } : {}) })), r.title,
+    svg("svg", {}, svg("line", { x1: 0, x2: 26, y1: 4, y2: 4, stroke: `var(--c${at})`, "stroke-width": 2, ...(at ? { "stroke-dasharray": "5 3" } : {}) })),
+    at ? el("input", { value: r.title, size: Math.max(4, r.title.length), title: "name of the run", onchange: event => { r.title = event.target.value; render(); } }) : r.title,
     ...(at ? [el("button", { textContent: "✕", aria: { label: "remove " + r.title }, onclick: () => { runs.splice(at, 1); render(); } })] : []))));
 }
 

@@ -54,6 +54,15 @@ def test_a_task_with_few_questions_keeps_most_for_training() -> None:
     assert not {r["extra_info"]["question"] for r in train} & {r["extra_info"]["question"] for r in val}
 
 
+def test_fewer_rows_than_asked_for_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--task", "gcd", "--train", "30", "--val", "500", "--out", str(tmp_path)]
+    assert prepare_data.main(argv) == 0
+    train, val = capsys.readouterr().out.splitlines()
+    assert train.startswith(f"{tmp_path}/train.parquet: 30 rows, ")
+    rows = pq.read_table(tmp_path / "test.parquet").num_rows
+    assert val.startswith(f"{tmp_path}/test.parquet: {rows} rows (not 500: the task has too few different questions), ")
+
+
 @pytest.mark.parametrize("task", REASONING_GYM)
 def test_our_grades_agree_with_those_of_reasoning_gym(task: str) -> None:
     dataset = reasoning_gym.create_dataset(task, size=25, seed=11, **REASONING_GYM[task])

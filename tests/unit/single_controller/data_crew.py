@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from typing import Any
 
@@ -41,3 +42,16 @@ class DataWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def kind_of(self, value: Any) -> str:
         return type(value).__name__
+
+
+class Joiner(Worker):
+    """Joins the process group of its ranks."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def join_where_the_port_is_taken(self) -> None:
+        address, port = self.get_master_addr_port()
+        if self.rank == 0:
+            self.taken = socket.create_server((address, int(port)))
+        from rlsys.engines.mesh import ensure_process_group
+
+        ensure_process_group("cpu")

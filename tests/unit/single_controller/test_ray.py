@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -30,7 +31,7 @@ from rlsys.single_controller.ray import (
 from rlsys.utils.errors import ConfigError, DeadlineError, WorkerError
 from tests.timing import scaled_s, wait_until
 from tests.unit.single_controller.crew import Calculator
-from tests.unit.single_controller.data_crew import DataWorker
+from tests.unit.single_controller.data_crew import DataWorker, Joiner
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.usefixtures("ray_cluster")
@@ -262,6 +263,20 @@ def test_threads_and_variables_are_set_before_the_worker_is_built() -> None:
             lambda names: {n: os.environ.get(n) for n in names}, ["OMP_NUM_THREADS", "RLSYS_TEST", "LOCAL_RANK"]
         )
     assert environment == {"OMP_NUM_THREADS": "3", "RLSYS_TEST": "here", "LOCAL_RANK": "0"}
+
+
+@pytest.mark.slow
+def test_a_rendezvous_port_that_is_taken_ends_all_ranks_and_is_named() -> None:
+    group = RayWorkerGroup(_pool([2]), RayClassWithInitArgs(Joiner), role="actor", deadlines=scaled_s(60.0))
+    with group:
+        start_s = time.monotonic()
+        with pytest.raises(WorkerError) as raised:
+            group.join_where_the_port_is_taken()
+    first = str(raised.value).splitlines()[0]
+    assert time.monotonic() - start_s < scaled_s(30.0)
+    assert "actor rank 0" in first
+    assert "'join_where_the_port_is_taken'" in first
+    assert "Address already in use (while attempting to bind on address ('127.0.0.1', " in first
 
 
 @pytest.mark.slow

@@ -158,7 +158,12 @@ def test_a_second_run_is_laid_over_the_first(report: Browser) -> None:
     lines = "\n".join(json.dumps({"step": s, "critic/score/mean": 0.5}) for s in (1, 2, 3)) + '\n{"step": 4, "cri'
     drop = f"const t = new DataTransfer(); t.items.add(new File([{json.dumps(lines)}], 'metrics.jsonl'));"
     report.run(f"(() => {{ {drop} document.dispatchEvent(new DragEvent('drop', {{ dataTransfer: t }})); }})()")
-    report.wait_for("document.getElementById('runs').textContent.includes('metrics.jsonl')")
+    report.wait_for("document.querySelector('#runs input')?.value === 'metrics.jsonl'")
+    report.run(
+        "(e => { e.value = 'lr 1e-5'; e.dispatchEvent(new Event('change')); })(document.querySelector('#runs input'))"
+    )
+    assert report.run("document.querySelector('#runs input').value") == "lr 1e-5"
+    assert "lr 1e-5" in report.run("document.querySelector('th:last-child').textContent")
     assert legend(report, "Reward").split() == ["score", "0.6", "0.5"]
     assert legend(report, "Entropy").split() == ["entropy", "0.08333"]
     report.run("document.querySelector('#runs button').click()")
