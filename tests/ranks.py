@@ -30,6 +30,7 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, backend: st
     deadline_s = scaled_s(DEADLINE_S)
     context: Any = multiprocessing.get_context("forkserver" if "nccl" in backend else "fork")
     if "nccl" in backend:
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # so that imports may ask whether there are GPUs
         context.set_forkserver_preload(["torch", "rlsys.engines.fsdp.engine", *MODELS])  # nothing that may touch CUDA
     with tempfile.TemporaryDirectory() as place:
         ranks = [
