@@ -67,6 +67,11 @@ class GenerationHyperparameters(SamplingParams):
         """A copy with other values."""
         return replace(self, **changes)
 
+    def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> GenerationHyperparameters:
+        """A copy that also stops at the tokenizer's end and padding tokens."""
+        ids = {tokenizer.pad_token_id, tokenizer.eos_token_id, *self.stop_token_ids} - {None}
+        return self.new(stop_token_ids=tuple(sorted(ids)))
+
 
 @dataclass(frozen=True)
 class ModelRequest:

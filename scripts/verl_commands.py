@@ -103,13 +103,19 @@ def commands(script: Path, folder: Path) -> list[list[str]]:
     return []
 
 
-def replaced(argv: list[str], folder: Path, module: str, schema: type[Section]) -> list[str]:
-    """The overrides with our model, data and tracker instead of theirs."""
+def stand_ins(folder: Path) -> tuple[Path, Path]:
+    """A model and rows that exist, as far as a configuration looks at them."""
     model, data = folder / "model", folder / "rows.parquet"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 1 << 20}))
     (model / "adapter_config.json").write_text("{}")
     data.write_bytes(b"PAR1")
+    return model, data
+
+
+def replaced(argv: list[str], folder: Path, module: str, schema: type[Section]) -> list[str]:
+    """The overrides with our model, data and tracker instead of theirs."""
+    model, data = stand_ins(folder)
     folders = re.compile(r"^(\+*\S*(model[._]path|_pretrain|adapter_path|tokenizer_path))=.*")
     argv = [folders.sub(rf"\1={model}", word) for word in argv if word not in ARGUMENTS]
     argv = [f"{word}{folder}" if word == "trainer.default_local_dir=" else word for word in argv]

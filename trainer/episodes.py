@@ -35,7 +35,7 @@ from rlsys.protocol import DataProto
 from rlsys.rewards.pool.pool import RewardItem, RewardPool
 from rlsys.rollout.batch import SEEDS, with_request_seeds
 from rlsys.telemetry.metrics import StageTimer
-from rlsys.types import SamplingParams
+from rlsys.types import GenerationHyperparameters, SamplingParams
 from rlsys.utils.errors import ConfigError, DeadlineError, RolloutError
 from trainer.async_source import AsyncSource
 from trainer.epochs import EpochSource
@@ -337,7 +337,10 @@ def load_agents(cfg: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase)
             by_name[entry["name"]] = load_workflow(entry["_target_"], kwargs)
     name = "tool_agent" if generation.multi_turn.enable else agent.default_agent_loop
     if generation.workflow is not None:
-        workflow = load_workflow(generation.workflow, agent.workflow_kwargs)
+        sampling = training_sampling(cfg) if isinstance(cfg, PPOConfig) else validation_sampling(cfg)
+        gconfig = GenerationHyperparameters(**vars(sampling), greedy=sampling.greedy)
+        of_areal = {"gconfig": gconfig, "tokenizer": tokenizer}
+        workflow = load_workflow(generation.workflow, agent.workflow_kwargs, of_areal=of_areal)
     elif agent.command is not None:
         workflow = command_workflow(agent.command)
     elif agent.path is not None:

@@ -12,7 +12,9 @@ from rlsys.agent.trace import TraceRow
 from rlsys.types import ModelRequest, ModelResponse
 
 
-async def run_areal_episode(workflow: Any, row: Mapping[str, Any], session: Session) -> list[TraceRow] | None:
+async def run_areal_episode(
+    workflow: Any, gconfig: Any, row: Mapping[str, Any], session: Session
+) -> list[TraceRow] | None:
     """The rows of one `arun_episode`; None where it rejects the row. Its `data` also has `messages` and `answer`.
 
     Of the tensors `input_ids` (n, T), `rewards` (n,) and `attention_mask` are used; masks, log-probs and versions are
@@ -20,9 +22,12 @@ async def run_areal_episode(workflow: Any, row: Mapping[str, Any], session: Sess
     """
 
     async def agenerate(req: ModelRequest) -> ModelResponse:
-        """Complete a request; its sampling parameters take the place of the job's, but for the seed."""
+        """Complete a request; its sampling parameters take the place of the job's, but for the seed and for those
+        that are still the job's `gconfig`."""
         names = ("max_new_tokens", "temperature", "top_p", "top_k")
-        return await session.draw_ids(req.input_ids, **{name: getattr(req.gconfig, name) for name in names})
+        own = {name: getattr(req.gconfig, name) for name in names}
+        changed = {name: value for name, value in own.items() if gconfig is None or value != getattr(gconfig, name)}
+        return await session.draw_ids(req.input_ids, **changed)
 
     truth = (row.get("reward_model") or {}).get("ground_truth")
     tensors = await workflow.arun_episode(

@@ -116,8 +116,13 @@ async def converse(session: Session) -> Answer | None:
     return answer
 
 
-def load_workflow(spec: str | Any, kwargs: Mapping[str, Any] | None = None) -> Workflow:
-    """A workflow by name: one of this module, module.Class, module:function or file.py:name. ConfigError."""
+def load_workflow(
+    spec: str | Any, kwargs: Mapping[str, Any] | None = None, *, of_areal: Mapping[str, Any] | None = None
+) -> Workflow:
+    """A workflow by name: one of this module, module.Class, module:function or file.py:name. ConfigError.
+
+    `of_areal` are arguments that AReaL's scripts pass to their classes, for those that take them.
+    """
     key = "actor_rollout_ref.rollout.workflow"
     if isinstance(spec, str):
         spec = globals().get(spec) or load_target(spec, key=key)
@@ -126,12 +131,14 @@ def load_workflow(spec: str | Any, kwargs: Mapping[str, Any] | None = None) -> W
             raise ConfigError(f"{key}: {spec.__name__} has none of run, arun_episode and reset")
         return Workflow(run_environment, tools_of_class(spec), target_of(spec))
     if inspect.isclass(spec):
+        takes = inspect.signature(spec).parameters if hasattr(spec, "arun_episode") else ()
+        given = {name: value for name, value in (of_areal or {}).items() if name in takes}
         try:
-            spec = spec(**(kwargs or {}))
+            spec = spec(**{**given, **(kwargs or {})})
         except TypeError as error:
             raise ConfigError(f"{key}: {error}; set actor_rollout_ref.rollout.agent.workflow_kwargs") from error
     if hasattr(spec, "arun_episode"):
-        return Workflow(partial(run_areal_episode, spec))
+        return Workflow(partial(run_areal_episode, spec, (of_areal or {}).get("gconfig")))
     call = spec.run if hasattr(spec, "run") else spec
     if not inspect.iscoroutinefunction(call):
         raise ConfigError(f"{key}: {spec!r} must be an async function run(row, session)")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from rlsys.algorithms.correction import rollout_correction as correct
-from rlsys.algorithms.policy_loss import PolicyLoss, over_tokens, register_policy_loss, vanilla
+from rlsys.algorithms.policy_loss import PolicyLoss, call_policy_loss, over_tokens, register_policy_loss
 from rlsys.config.schema.actor import ActorConfig
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 
@@ -21,14 +23,15 @@ def bypass_mode(
     config: ActorConfig,
     rollout_is_weights: Tensor | None = None,
     rollout_correction: RolloutCorrectionConfig | None = None,
+    selected: Tensor | None = None,
 ) -> PolicyLoss:
     """The loss against the rollout policy itself: `old_log_prob` must be the rollout's log-probabilities.
 
-    `loss_type=ppo_clip`: PPO's clip on policy / rollout. `reinforce`: `-sg(w) A log pi` with the importance weights w
-    of `rollout_correction` (1 without `rollout_is`). Rejection removes tokens from the sum, not from the count.
-    `rollout_is_weights` are not used: the weights are those of the current policy. Metrics are those of
-    `rollout_correction` over these rows, weighted by their tokens. `rollout_is_batch_normalize` makes the mean
-    of the weights over these rows 1.
+    `loss_type=ppo_clip`: the loss `policy_loss.loss_mode` on policy / rollout, by default PPO's clip. `reinforce`:
+    `-sg(w) A log pi` with the importance weights w of `rollout_correction` (1 without `rollout_is`). Rejection removes
+    tokens from the sum, not from the count. `rollout_is_weights` are not used: the weights are those of the current
+    policy. Metrics are those of `rollout_correction` over these rows, weighted by their tokens.
+    `rollout_is_batch_normalize` makes the mean of the weights over these rows 1.
     """
     correction = rollout_correction or RolloutCorrectionConfig()
     reinforce = correction.loss_type == "reinforce"
@@ -42,10 +45,17 @@ def bypass_mode(
     metrics = {name: (value * num_tokens, num_tokens) for name, value in corrected.metrics.items()}
     kept = corrected.response_mask * response_mask
     if not reinforce:
-        clipped = vanilla(
-            log_prob=log_prob, old_log_prob=old_log_prob, advantages=advantages, response_mask=kept, config=config
+        mode = config.policy_loss.loss_mode
+        clipped = call_policy_loss(
+            "vanilla" if mode == "bypass_mode" else mode,
+            log_prob=log_prob,
+            old_log_prob=old_log_prob,
+            advantages=advantages,
+            response_mask=kept,
+            config=config,
+            selected=selected,
         )
-        return PolicyLoss(clipped.per_token, kept, {**clipped.metrics, **metrics})
+        return replace(clipped, metrics={**clipped.metrics, **metrics})
     per_token = -advantages * log_prob
     if corrected.weights is not None:
         per_token = per_token * corrected.weights

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
-from rlsys.config.compat.allocation import allocation_settings
+from rlsys.config.compat.allocation import allocation_settings, supervised_settings
 from rlsys.config.introspect import is_count, shown
 from rlsys.config.merge import Given
 from rlsys.utils.errors import ConfigError
@@ -24,6 +24,9 @@ ESTIMATOR = "algorithm.adv_estimator"
 MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
 MICRO_BATCH, DYNAMIC = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.actor.use_dynamic_bsz"
 BUDGET = "data.max_token_len_per_gpu"
+_NODES, _RANKS = "trainer.nnodes", "trainer.n_gpus_per_node"
+_ADAPTED = ("cluster.n_nodes", "cluster.n_gpus_per_node", "actor.mb_spec.max_tokens_per_mb")
+"""What AReaL's files say of the cluster and of packs of tokens: other keys may ask for other values."""
 
 
 def derived_settings(
@@ -42,7 +45,7 @@ def derived_settings(
         f"{key} = {shown(values[key])}: conflicts with {rule.origin.removeprefix('from ')}; "
         f"set {key}={shown(rule.value)} or remove it"
         for key, rule in settings.items()
-        if key in given and values[key] != rule.value
+        if key in given and values[key] != rule.value and given[key].spelling not in _ADAPTED
     ]
     return settings | _areal_estimator(values, given), problems
 
@@ -57,7 +60,8 @@ def _micro_batches(values: Mapping[str, Any], given: Mapping[str, Given]) -> dic
     parts = ("data.max_prompt_length", "data.max_response_length")
     if all(is_count(values[part]) for part in parts):
         longest = sum(values[part] for part in parts)
-        short = [key for key in BUDGETS if key not in given and is_count(values[key]) and values[key] < longest]
+        free = [key for key in BUDGETS if key not in given or given[key].spelling in _ADAPTED]
+        short = [key for key in free if is_count(values[key]) and values[key] < longest]
         made |= {key: Given(longest, f"follows {' + '.join(parts)}", key) for key in short}
     return made
 
@@ -76,7 +80,7 @@ def _expert_tensor(values: Mapping[str, Any]) -> dict[str, Given]:
 
 def _areal_estimator(values: Mapping[str, Any], given: Mapping[str, Given]) -> dict[str, Given]:
     """The estimator that computes what AReaL's actor does without a critic: from normalized rewards or advantages."""
-    is_areal = any(setting.spelling.startswith("actor.") for setting in given.values())
+    is_areal = ESTIMATOR in values and any(setting.spelling.startswith("actor.") for setting in given.values())
     if not is_areal or any(key == ESTIMATOR or key.startswith("critic.") for key in given):
         return {}
     if values["algorithm.adv_norm.mean_level"] == values["algorithm.adv_norm.std_level"] == "batch":
@@ -92,11 +96,13 @@ def _from_allocation(
     values: Mapping[str, Any], given: Mapping[str, Given], engines: Iterable[str]
 ) -> tuple[dict[str, Given], list[str]]:
     """The counts of an allocation, also of one in two parts; counts that are also set must agree with it."""
-    text, nnodes = values.get(MODE) or "+".join(engines) or None, values["trainer.nnodes"]
-    if not isinstance(text, str) or not is_count(nnodes):
+    text, nnodes, node_size = values.get(MODE) or "+".join(engines) or None, values[_NODES], values[_RANKS]
+    if not isinstance(text, str) or not is_count(nnodes) or not is_count(node_size):
         return {}, []
+    if _NODES not in given or given[_NODES].spelling not in _ADAPTED:
+        node_size = 0
     try:
-        counts = allocation_settings(text, nnodes)
+        counts = (allocation_settings if MODE in values else supervised_settings)(text, nnodes, node_size)
     except ConfigError as error:
         return {}, [f"{MODE}: {error}"]
     return {key: Given(count, f"from {MODE}={text}", key) for key, count in counts.items()}, []

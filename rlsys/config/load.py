@@ -93,7 +93,7 @@ def _values(layers: Layers) -> tuple[dict[str, Any], list[str]]:
     values = layers.resolve()
     settings, problems = derived_settings(values, layers.given, layers.engines.values())
     if settings:
-        layers.given |= settings
+        layers.adapt(settings)
         values = layers.resolve()
     return values, layers.problems + problems
 

@@ -20,8 +20,12 @@ from rlsys.utils.errors import ConfigError
 
 COMMAND_LINE = "command line"
 _LORA_OF_AREAL = ("actor.use_lora", "${rollout.use_lora}")
-_YIELDING = (("data.train_batch_size", 0), ("async_training", True), ("actor.use_lora", True), _LORA_OF_AREAL)
-"""What verl's and AReaL's asynchronous trainers want beside the setting that counts."""
+_EPOCHS = (("saver.freq_epochs", 1), ("evaluator.freq_epochs", 1))
+_YIELDING = (
+    *(("data.train_batch_size", 0), ("async_training", True), ("actor.use_lora", True), _LORA_OF_AREAL),
+    *_EPOCHS,
+)
+"""What verl's and AReaL's trainers want beside the setting that counts."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,15 @@ class Given:
     @property
     def yields(self) -> bool:
         """Whether it leaves the value to another setting of the same key."""
-        return (self.spelling, self.value if self.written is None else self.written) in _YIELDING
+        return self.pair in _YIELDING
+
+    @property
+    def pair(self) -> tuple[str, Any]:
+        """Key and value as they were written."""
+        return self.spelling, self.value if self.written is None else self.written
 
     def __str__(self) -> str:
-        return f"{self.spelling} = {shown(self.value if self.written is None else self.written)}"
+        return f"{self.spelling} = {shown(self.pair[1])}"
 
 
 class Layers:
@@ -73,6 +82,14 @@ class Layers:
                 self._remove(override)
             else:
                 self._place(override.key, override.value, COMMAND_LINE)
+
+    def adapt(self, settings: dict[str, Given]) -> None:
+        """Take derived settings; a note for each that takes the place of another value."""
+        for key, rule in settings.items():
+            before = self.given.get(key, rule)
+            if before.value != rule.value:
+                self._ignored.setdefault(f"{key}={shown(rule.value)} {rule.origin}", []).append(before.spelling)
+        self.given |= settings
 
     def notes(self) -> tuple[str, ...]:
         """One line for each reason why settings of other projects are ignored."""
@@ -180,7 +197,10 @@ class Layers:
 
     def _set(self, path: str, given: Given) -> None:
         before, earlier = self._layer.get(path), self.given.get(path)
-        if earlier and earlier.spelling != given.spelling and given.yields:
+        names = [given, earlier] if earlier and earlier.spelling != given.spelling else []
+        if epochs := [one.spelling for one in names if one.pair in _EPOCHS]:
+            self._ignored.setdefault("saving and validation have one frequency each, here in steps", []).extend(epochs)
+        if names and given.yields:
             return
         if before and before.spelling != given.spelling and before.value != given.value and not before.yields:
             one = "one setting" if path in (before.spelling, given.spelling) else path
@@ -206,7 +226,7 @@ class Layers:
             self.problems.append(f"{given.spelling} ({given.origin}): {self._unknown(given.spelling, path)}")
         elif foreign.accepts(given.value):
             return
-        elif foreign.refused:
+        elif foreign.refused and given.value not in foreign.noted:
             self.problems.append(f"{given} ({given.origin}): {foreign.why}")
         else:
             self._ignored.setdefault(foreign.why, []).append(given.spelling)

@@ -11,7 +11,6 @@ from rlsys.config.schema.model import OptimConfig
 from rlsys.types import StepReport
 from rlsys.utils.errors import ConfigError
 
-EPS = 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 

@@ -206,6 +206,22 @@ def test_a_step_without_a_finite_gradient_or_a_count_changes_nothing(factory: Fa
         assert result["equal"]
 
 
+def scaled_update(factory: Factory) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients, and the first step of AdamW without decay, times eps: lr g / (|g| + eps) is proportional to g."""
+    engine = factory(MODELS["llama-untied"], "lm", Case(rows=2, lr=10.0, eps=100.0))
+    before = whole(engine)
+    engine.forward_backward(my_rows(engine), loss_of, outputs=("log_probs",), temperature=TEMPERATURE)
+    before_step = gradients(engine)
+    engine.optim_step()
+    return before_step, {name: before[name] * (1 - 10 * 0.01) - tensor for name, tensor in whole(engine).items()}
+
+
+def test_eps_is_added_to_adamws_denominator(factory: Factory) -> None:
+    ((grads, update),) = run_ranks(1, scaled_update, factory)
+    for name, gradient in grads.items():
+        assert distance(update[name] / update[name].norm(), gradient / gradient.norm()) < 1e-2
+
+
 def accumulation(factory: Factory) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     engine = factory(MODELS["llama-untied"], "lm", Case(rows=2))
     rows = my_rows(engine)

@@ -153,6 +153,7 @@ class Case:
     megatron: ParallelSizes = ParallelSizes()  # noqa: RUF009
     overrides: tuple[tuple[str, Any], ...] = ()
     lr: float = 1e-3
+    eps: float = 1e-8
     chunk_elements: int | None = 3 * VOCAB
     lora: Lora | None = None
 
@@ -201,7 +202,7 @@ def fsdp_engine(model: Mapping[str, Any], head: str, case: Case) -> FSDPEngine:
     engine = FSDPEngine(
         model_config(model, case),
         head=head,  # type: ignore[arg-type]
-        optim=OptimConfig(lr=case.lr),
+        optim=OptimConfig(lr=case.lr, eps=case.eps),
         training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
         shard=ShardConfig(fsdp_size=case.fsdp_size, seed=SEED),
         sp_size=case.sp_size,
@@ -217,7 +218,7 @@ def megatron_engine(model: Mapping[str, Any], head: str, case: Case) -> Any:
     engine = MegatronEngine(
         model_config(model, case),
         head=head,  # type: ignore[arg-type]
-        optim=OptimConfig(lr=case.lr),
+        optim=OptimConfig(lr=case.lr, eps=case.eps),
         training=MicroBatches(rows=case.rows, max_tokens=case.max_tokens),
         megatron=megatron_section(case.megatron, **section),
     )

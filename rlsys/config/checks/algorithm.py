@@ -82,8 +82,8 @@ def _policy_loss(cfg: PPOConfig) -> Iterator[str]:
     if loss.clip_cov_lb > loss.clip_cov_ub:
         why = f"more than clip_cov_ub={loss.clip_cov_ub:g}; set a smaller number"
         yield wrong(cfg, f"{ACTOR}.policy_loss.clip_cov_lb", why)
-    if cfg.algorithm.rollout_correction.bypass_mode and loss.loss_mode not in ("vanilla", "bypass_mode"):
-        why = f"in bypass mode {CORRECTION}.loss_type selects the loss"
+    if cfg.algorithm.rollout_correction.loss_type == "reinforce" and loss.loss_mode not in ("vanilla", "bypass_mode"):
+        why = f"{CORRECTION}.loss_type=reinforce is a loss of its own"
         yield wrong(cfg, f"{ACTOR}.policy_loss.loss_mode", why, "vanilla")
 
 

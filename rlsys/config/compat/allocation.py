@@ -33,10 +33,11 @@ class Part:
     expert_tensor: int | None = None
 
 
-def allocation_settings(text: str, nnodes: int) -> dict[str, Any]:
+def allocation_settings(text: str, nnodes: int, node_size: int = 0) -> dict[str, Any]:
     """The keys that an allocation sets: training processes per node, rollout workers, engine and parallel sizes.
 
-    ConfigError names the wrong part and the right form.
+    With a `node_size`, in processes, training takes as many nodes as it needs, not `nnodes`. ConfigError names the
+    wrong part and the right form.
     """
     parts = [_part(part) for part in re.split(r"[+|](?![^(]*\))", re.sub(r"\s+", "", text))]
     train = [part for part in parts if part.engine in _TRAINING]
@@ -48,16 +49,27 @@ def allocation_settings(text: str, nnodes: int) -> dict[str, Any]:
     if is_shared and trains.world != generates.world:
         each = f"{generates.text} has {generates.world} and {trains.text} has {trains.world}"
         raise ConfigError(f"'{text}': engines joined by | share processes, so they need equal numbers, but {each}")
-    if trains.world % nnodes:
-        raise ConfigError(f"'{trains.text}': {trains.world} processes do not divide evenly over {nnodes} nodes")
-    settings: dict[str, Any] = {
-        "trainer.n_gpus_per_node": trains.world // nnodes,
-        "trainer.rollout_workers": 0 if is_shared else generates.world,
-    }
+    settings = _nodes(trains, nnodes, node_size)
+    settings["trainer.rollout_workers"] = 0 if is_shared else generates.world
     if generates.engine != "hf":
         settings[f"{_ROLLOUT}.name"] = generates.engine
         settings[f"{_ROLLOUT}.tensor_model_parallel_size"] = generates.sizes.get("t", 1)
     return settings | _training_settings(trains)
+
+
+def supervised_settings(text: str, nnodes: int, node_size: int = 0) -> dict[str, Any]:
+    """The keys that the allocation of a supervised job sets, e.g. fsdp:d8. ConfigError as in `allocation_settings`."""
+    part = _part(text)
+    if part.engine not in _TRAINING:
+        raise ConfigError(f"'{text}': set an engine that trains, e.g. fsdp:d8")
+    return _nodes(part, nnodes, node_size) | _training_settings(part, "engine")
+
+
+def _nodes(part: Part, nnodes: int, node_size: int) -> dict[str, Any]:
+    nodes = math.ceil(part.world / node_size) if node_size else nnodes
+    if part.world % nodes:
+        raise ConfigError(f"'{part.text}': {part.world} processes do not divide evenly over {nodes} nodes")
+    return {"trainer.n_gpus_per_node": part.world // nodes} | ({"trainer.nnodes": nodes} if node_size else {})
 
 
 def _part(text: str) -> Part:
@@ -67,6 +79,7 @@ def _part(text: str) -> Part:
     letters = _TRAINING | {backend.name: backend.dims for backend in rollout_backends() if not backend.is_external}
     both, attn, ffn = match["sizes"], match[5], match[6]
     engine = match["engine"] or ("megatron" if re.search(r"[pe](?!1(?!\d))", both) else "fsdp")
+    engine = "fsdp" if engine == "archon" else engine  # AReaL's FSDP2 with models of its own
     if engine not in letters:
         raise ConfigError(f"'{text}': unknown engine '{engine}'; choose from {', '.join(letters)}")
     if attn is None:
@@ -94,18 +107,18 @@ def _sizes(text: str, engine: str, sizes: str, letters: str) -> dict[str, int]:
     return {letter: int(size) for letter, size in pairs}
 
 
-def _training_settings(part: Part) -> dict[str, Any]:
+def _training_settings(part: Part, section: str = _ACTOR) -> dict[str, Any]:
     sizes = part.sizes
     if part.engine == "fsdp":
         if sizes.get("t", 1) > 1:
             raise ConfigError(f"'{part.text}': tensor parallelism is not supported in fsdp; set fsdp:d{part.world}")
-        return {f"{_ACTOR}.ulysses_sequence_parallel_size": sizes.get("c", 1)}
+        return {f"{section}.ulysses_sequence_parallel_size": sizes.get("c", 1)}
     experts = sizes.get("e", 1)
     if part.world // sizes.get("p", 1) % experts:
         raise ConfigError(f"'{part.text}': e{experts} does not divide the ranks of a pipeline stage")
     return {
-        f"{_ACTOR}.strategy": "megatron",
-        **{f"{_ACTOR}.megatron.{name}": sizes.get(letter, 1) for letter, name in _SIZES.items()},
-        f"{_ACTOR}.megatron.expert_model_parallel_size": experts,
-        **({f"{_ACTOR}.megatron.expert_tensor_parallel_size": part.expert_tensor} if part.expert_tensor else {}),
+        f"{section}.strategy": "megatron",
+        **{f"{section}.megatron.{name}": sizes.get(letter, 1) for letter, name in _SIZES.items()},
+        f"{section}.megatron.expert_model_parallel_size": experts,
+        **({f"{section}.megatron.expert_tensor_parallel_size": part.expert_tensor} if part.expert_tensor else {}),
     }

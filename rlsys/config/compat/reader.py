@@ -8,13 +8,14 @@ jobs (`under`), of:
 - `engines`: the two parts of trainer.allocation_mode.
 - `groups`: choices of Hydra's config groups that change nothing here.
 - `expansions`: settings that set several keys: for each key a table from the value set to the key's value, `otherwise`
-  for values that are not in it, whose `{}` is replaced by the value; without `otherwise` the value is passed on. A
-  value may refer to keys, `${key}`, and compute: `${divide:a,b,...}` of whole numbers without rest, `${ratio:a,b}`,
-  `${product:a,b}`, `${quotient:a,b}` without the rest, `${staleness:share,steps}`.
+  for values that are not in it, whose `{}` is replaced by the value, in a list also an element `"{}"`; without
+  `otherwise` the value is passed on. A value may refer to keys, `${key}`, and compute: `${divide:a,b,...}` of whole
+  numbers without rest, `${ratio:a,b}`, `${product:a,b}`, `${quotient:a,b}` without the rest,
+  `${staleness:share,steps}`.
 - `meanings`: words of other trainers, and the keys to suggest for them.
 - `refused` and `ignored`: keys that do not exist here, with the reason and what to set instead. A key that would change
-  results if it were ignored is refused. Values listed in `unless`, and null, ask for what happens anyway; they are
-  accepted silently.
+  results if it were ignored is refused, but for values in `noted`. Values listed in `unless`, and null, ask for what
+  happens anyway; they are accepted silently.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
 @dataclass(frozen=True)
 class ForeignKey:
-    """Why a key of another project is refused or ignored. Values in `unless` are accepted silently."""
+    """Why a key of another project is refused or ignored. Values in `unless` are accepted silently, those in `noted`
+    are ignored although others are refused."""
 
     why: str
     refused: bool
     unless: Sequence[Any] = ()
+    noted: Sequence[Any] = ()
 
     def accepts(self, value: Any) -> bool:
         return value is None or any(type(value) is type(known) and value == known for known in self.unless)
@@ -126,6 +129,8 @@ def _translated(value: Any, values: dict[Any, Any]) -> Any:
         if known == value and isinstance(known, bool) == isinstance(value, bool):
             return meaning
     meaning = values.get("otherwise", value)
+    if isinstance(meaning, list):
+        return [value if part == "{}" else part for part in meaning]
     return meaning.replace("{}", str(value)) if isinstance(meaning, str) else meaning
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 from rlsys.config.schema import types as t
-from rlsys.config.schema.base import Section, open_dict
+from rlsys.config.schema.base import Requires, Section, open_dict
 
 ToolFormat = Literal["hermes", "llama3", "mistral", "deepseek", "json", "gpt-oss", "python"]
+KWARGS_NEED_CLASS = Requires("actor_rollout_ref.rollout.workflow", why="no class takes them", to="module.Class")
 
 
 class AgentConfig(Section):
     """How episodes run, with rollout.workflow or multi_turn.enable."""
 
-    workflow_kwargs: t.OpenDict = open_dict()
+    workflow_kwargs: Annotated[t.OpenDict, KWARGS_NEED_CLASS] = open_dict()
     """Arguments of the workflow's class."""
     command: t.Text | None = None
     """Program that answers a prompt: it gets OPENAI_BASE_URL, OPENAI_API_KEY and RLSYS_ROW (JSON)."""

@@ -92,6 +92,8 @@ class OptimConfig(Section):
     """Decoupled weight decay."""
     betas: t.Betas = (0.9, 0.999)
     """AdamW's two decay rates."""
+    eps: t.Positive = 1e-8
+    """Added to AdamW's denominator."""
     lr_warmup_steps: t.CountOrOff = -1
     """Optimizer steps of linear warm-up; -1 uses lr_warmup_steps_ratio."""
     lr_warmup_steps_ratio: t.Fraction = 0.0

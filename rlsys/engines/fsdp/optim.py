@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rlsys.config.schema.model import OptimConfig
-from rlsys.engines.adamw import EPS, MOMENTS, BaseAdamW
+from rlsys.engines.adamw import MOMENTS, BaseAdamW
 from rlsys.engines.mesh import exchange_device
 
 
@@ -37,7 +37,7 @@ class ShardedAdamW(BaseAdamW):
             list(self._local.values()),
             lr=optim.lr,
             betas=optim.betas,
-            eps=EPS,
+            eps=optim.eps,
             weight_decay=optim.weight_decay,
             fused=True,
         )

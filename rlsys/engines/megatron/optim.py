@@ -20,7 +20,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from rlsys.config.schema.model import OptimConfig
-from rlsys.engines.adamw import EPS, MOMENTS, BaseAdamW
+from rlsys.engines.adamw import MOMENTS, BaseAdamW
 from rlsys.models.megatron.adapters import sum_shared_gradients
 from rlsys.models.megatron.build import TokenGPT
 
@@ -62,7 +62,7 @@ class MegatronAdamW(BaseAdamW):
             weight_decay=optim.weight_decay,
             adam_beta1=optim.betas[0],
             adam_beta2=optim.betas[1],
-            adam_eps=EPS,
+            adam_eps=optim.eps,
             clip_grad=grad_clip,
             bf16=dtype == torch.bfloat16,
             params_dtype=dtype,

@@ -20,8 +20,10 @@ class RandomEngine:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], str] | None = None) -> None:
         self.tokenizer, self.write = tokenizer, write
         self.draws: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        self.params: list[SamplingParams] = []
 
     async def sample(self, ids: Sequence[int], params: SamplingParams, session: str = "") -> ModelResponse:
+        self.params.append(params)
         random = Random(params.seed)
         eos = int(self.tokenizer.eos_token_id)
         if self.write is not None:

@@ -53,7 +53,7 @@ def episode(pool):
     runners = []
 
     def run(workflow, write, *, kwargs=None, row=ROW, tools=(), deadline_s=60.0, **changes):
-        engine = RandomEngine(TOKENIZER, write)
+        run.engine = engine = RandomEngine(TOKENIZER, write)
         settings = settings_for(engine, TEMPLATE, grade=grade, **changes)
         runner = EpisodeRunner(settings, load_workflow(workflow, kwargs), pool, tools=tools, deadline_s=deadline_s)
         runners.append(runner)
@@ -141,6 +141,28 @@ def test_areals_workflow_class_runs_unchanged(episode):
     result = episode(ArealRetry(), lambda _: "42")
     assert text_of(result) == "6*7?42<|im_end|>42<|im_end|>"
     assert (result.reward, result.rows[0].mask) == (2.0, (1,) * 6)
+
+
+class ArealScripted:
+    """Its arguments are those that AReaL's scripts pass."""
+
+    def __init__(self, gconfig, tokenizer, max_turns):
+        self.gconfig, self.tokenizer = gconfig.new_with_stop_and_pad_token_ids(tokenizer), tokenizer
+        self.max_turns = max_turns
+
+    async def arun_episode(self, engine, data):
+        ids = self.tokenizer(data["messages"][0]["content"], add_special_tokens=False)["input_ids"]
+        answer = await engine.agenerate(ModelRequest(input_ids=ids, gconfig=self.gconfig.new(top_p=0.5)))
+        tokens = [*ids, *answer.output_tokens]
+        return {"input_ids": torch.tensor([tokens]), "rewards": torch.tensor([float(self.max_turns)])}
+
+
+def test_areals_class_gets_what_its_script_passes_and_the_sampling_of_the_batch(episode):
+    job = GenerationHyperparameters(max_new_tokens=16, temperature=0.25)  # the batch is drawn at 1
+    of_areal = {"gconfig": job, "tokenizer": TOKENIZER, "reward_fn": None}
+    result = episode(load_workflow(ArealScripted, {"max_turns": 3}, of_areal=of_areal), lambda _: "42")
+    (drawn,) = episode.engine.params
+    assert (result.reward, drawn.temperature, drawn.top_p, drawn.max_new_tokens) == (3.0, 1.0, 0.5, 512)
 
 
 async def rejects(row, session):

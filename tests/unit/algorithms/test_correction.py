@@ -12,7 +12,8 @@ from torch import Tensor
 from rlsys.algorithms.bypass_loss import bypass_mode
 from rlsys.algorithms.correction import Corrected, rollout_correction
 from rlsys.algorithms.mismatch import mismatch_metrics, probs_diff_metrics
-from rlsys.config.schema.actor import ActorConfig
+from rlsys.algorithms.policy_loss import call_policy_loss
+from rlsys.config.schema.actor import ActorConfig, PolicyLossConfig
 from rlsys.config.schema.algorithm import RolloutCorrectionConfig
 from rlsys.config.vocabulary import REJECTION_MODES
 
@@ -147,6 +148,16 @@ def test_bypass_mode_normalises_the_weights_over_its_rows() -> None:
     loss = bypass_mode(**inputs, advantages=torch.ones_like(RATIO), config=ActorConfig(), rollout_correction=correction)
     weights = loss.per_token / -inputs["log_prob"]
     assert rows(weights * MASK) == rows(torch.tensor([[1.0, 2.0, 0.2], [1.5, 1.0, 0.0]]) / (5.7 / 5))
+
+
+def test_bypass_mode_trains_the_loss_that_is_set_against_the_rollout() -> None:
+    inputs = {"log_prob": RATIO.log() - 1, "old_log_prob": torch.full_like(RATIO, -1.0), "response_mask": MASK}
+    config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode="sapo"))
+    loss = bypass_mode(**inputs, advantages=torch.ones_like(RATIO), config=config)
+    direct = call_policy_loss("sapo", **inputs, advantages=torch.ones_like(RATIO), config=config)
+    assert (loss.per_token * MASK).tolist() == (direct.per_token * MASK).tolist()
+    assert (loss.agg_mode, direct.metrics.items() <= loss.metrics.items()) == (direct.agg_mode, True)
+    assert loss.agg_mode is not None
 
 
 def test_verls_older_bounds_and_veto() -> None:

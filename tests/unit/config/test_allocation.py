@@ -25,6 +25,7 @@ ACCEPTED = {
     "sglang[rollout]:d8|fsdp[actor]:d8": {TRAINS: 8, GENERATES: 0},
     "vllm:d2t2|fsdp:d4": {TRAINS: 4, GENERATES: 0, TENSOR: 2},
     "hf:d2+fsdp:d2": {TRAINS: 2, GENERATES: 2},
+    "hf:d2+archon:d2": {TRAINS: 2, GENERATES: 2},
     "hf:d1+megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)": {
         TRAINS: 32,
         f"{ACTOR}.megatron.tensor_model_parallel_size": 2,
@@ -58,7 +59,7 @@ REFUSED = {
     "hf:d1+megatron:d2e3": "e3 does not divide",
     "hf:d1+fsdp:d2d2": "given twice",
     "deepspeed:d4+hf:d1": "unknown engine 'deepspeed'; choose from fsdp, megatron, hf, sglang, vllm",
-    "hf:d2+archon:d2": "unknown engine 'archon'",
+    "hf:d2+archon:d2t2": "tensor parallelism is not supported in fsdp",
     "hf:d99999999999+fsdp:d1": "takes letters with sizes",
 }
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from rlsys.config import PPOConfig, load_config
+from rlsys.config import DPOConfig, PPOConfig, RMConfig, SFTConfig, load_config
 from rlsys.config.arguments import parse_arguments
 from rlsys.config.introspect import value_at
 from rlsys.config.load import load
 from rlsys.utils.errors import ConfigError
+from tests.timing import scaled_s
 
+ROOT = Path(__file__).resolve().parents[3]
 GRPO = """
 experiment_name: gsm8k-grpo
 trial_name: trial0
@@ -124,11 +128,16 @@ def test_what_has_no_meaning_here_is_noted() -> None:
 @pytest.mark.parametrize(
     ("argument", "says"),
     [
-        ("actor.optimizer.beta2=0.95", f"{ACTOR}.optim.betas"),
+        ("actor.optimizer.beta1=0.8", "betas"),
+        ("saver.freq_epochs=2", "trainer.save_freq"),
+        ("max_turns=3", "set actor_rollout_ref.rollout.workflow=module.Class"),
+        ("teacher.path=other", "gradient does not depend on the teacher"),
+        ("judge_engine.backend=sglang:d1", "reward.reward_model"),
+        ("actor.prox_logp_method=loglinear", "not approximated"),
+        ("dynamic_bs=true", "filter_groups"),
         ("actor_rollout_ref.rollout.agent.turn_discount=0.5", "discount it in the workflow"),
-        ("critic.optimizer.beta2=0.95", "critic.optim.betas"),
+        ("critic.optimizer.beta1=0.8", "critic.optim.betas"),
         ("actor.rejection_sampling.metric=kl", "only the ratio"),
-        ("ref.path=other", "before training"),
         ("actor.ppo_n_minibatches=3", "256 does not divide evenly by 3"),
         ("gconfig.min_new_tokens=5", "any token"),
     ],
@@ -169,6 +178,14 @@ NAMES = {
     "eval_dataset.batch_size=3": ("data.val_batch_size", 3),
     "gconfig.stop_token_ids=[7]": ("actor_rollout_ref.rollout.eos", (7,)),
     "gconfig.ignore_eos=true": ("actor_rollout_ref.rollout.ignore_eos", True),
+    "actor.optimizer.beta2=0.95": ("actor_rollout_ref.actor.optim.betas", (0.9, 0.95)),
+    "actor.optimizer.eps=1e-5": ("actor_rollout_ref.actor.optim.eps", 1e-5),
+    "actor.megatron.fp8_config.mode=hybrid": ("actor_rollout_ref.actor.megatron.fp8", "hybrid"),
+    "actor.megatron.moe_router_dtype=fp32": (
+        "actor_rollout_ref.actor.megatron.override_transformer_config",
+        {"moe_router_dtype": "fp32"},
+    ),
+    "ref.path=model": ("actor_rollout_ref.ref.model.path", "model"),
 }
 
 
@@ -187,3 +204,100 @@ def test_asynchronous_training_is_one_step_off_or_as_many_as_are_set(arguments: 
     for argv in (["async_training=true", *arguments], [*arguments, "async_training=true"]):
         cfg = load_config(["actor.path=model", "data.train_files=rows.jsonl", "trainer.rollout_workers=1", *argv])
         assert cfg.trainer.max_staleness == versions
+
+
+def test_settings_of_areals_scripts_are_arguments_of_the_workflow() -> None:
+    own = ["max_turns=3", "max_tokens_per_trajectory=900", "econfig={domain: airline, max_steps: 50}"]
+    agent = load_config(["--config-name=./grpo.yaml", "workflow=my.Workflow", *own]).actor_rollout_ref.rollout.agent
+    assert agent.workflow_kwargs == {
+        "max_turns": 3,
+        "max_tokens": 900,
+        "econfig": {"domain": "airline", "max_steps": 50},
+    }
+
+
+def test_training_takes_the_nodes_of_areals_cluster_that_it_needs() -> None:
+    two = ["cluster.n_nodes=5", "rollout.backend=sglang:d16", "actor.backend=archon:d24"]
+    loaded = load(parse_arguments(["--config-name=./grpo.yaml", *two, "train_dataset.batch_size=192"]), PPOConfig)
+    trainer = loaded.config.trainer
+    assert (trainer.nnodes, trainer.n_gpus_per_node, trainer.rollout_workers) == (3, 8, 16)
+    assert any("cluster.n_nodes (trainer.nnodes=3 from" in note for note in loaded.notes)
+
+
+def test_what_only_adds_to_a_setting_of_areal_is_noted() -> None:
+    more = ["saver.freq_steps=10", "saver.freq_secs=3600", "actor.prox_logp_method=metrics"]
+    packs = ["actor.mb_spec.max_tokens_per_mb=1000", "actor.megatron.fp8_config.param=true"]
+    loaded = load(parse_arguments(["--config-name=./grpo.yaml", *more, *packs]), PPOConfig)
+    assert loaded.config.trainer.save_freq == 10
+    assert loaded.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu == 1724  # the longest prompt and response
+    notes = "\n".join(loaded.notes)
+    for key in ("saver.freq_epochs", "saver.freq_secs", "prox_logp_method", "max_tokens_per_mb", "fp8_config.param"):
+        assert key in notes
+
+
+SUPERVISED = """
+experiment_name: sft
+trial_name: trial0
+seed: 3
+total_train_epochs: 2
+tokenizer_path: ${actor.path}
+cluster: {n_nodes: 1, n_gpus_per_node: 8, fileroot: experiments}
+actor:
+  backend: "megatron:d2t2p2"
+  path: model
+  gradient_checkpointing: true
+  dtype: bfloat16
+  mb_spec: {max_tokens_per_mb: 4096, granularity: 2}
+  optimizer: {type: adam, lr: 2e-5, weight_decay: 0.05, beta1: 0.9, beta2: 0.95, eps: 1e-5, gradient_clipping: 0.5}
+  %s
+train_dataset: {batch_size: 128, shuffle: true, path: rows.jsonl, type: %s, max_length: 700}
+valid_dataset: {batch_size: 128, path: rows.jsonl, type: %s}
+saver: {freq_epochs: 1}
+evaluator: {freq_epochs: null, freq_steps: 20}
+"""
+JOBS = {
+    "sft": (SFTConfig, "is_critic: false"),
+    "rw": (RMConfig, "is_critic: true"),
+    "dpo": (DPOConfig, "{beta: 0.2, loss_type: ipo}"),
+}
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_supervised_files_are_read_as_they_stand(folder: Path, kind: str) -> None:
+    schema, more = JOBS[kind]
+    text = SUPERVISED % (more.strip("{}").replace(", ", "\n  "), kind, kind)
+    (folder / "job.yaml").write_text(text)
+    cfg = load_config(["--config-name=./job.yaml"], schema)
+    megatron, optim, trainer = cfg.engine.megatron, cfg.optim, cfg.trainer
+    assert (cfg.engine.strategy, cfg.engine.dtype, trainer.n_gpus_per_node) == ("megatron", "bfloat16", 8)
+    assert (megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size) == (2, 2)
+    assert (optim.lr, optim.weight_decay, optim.betas, optim.eps, optim.clip_grad) == (
+        2e-5,
+        0.05,
+        (0.9, 0.95),
+        1e-5,
+        0.5,
+    )
+    assert (cfg.data.train_files, cfg.data.val_files, cfg.data.max_length) == (("rows.jsonl",), ("rows.jsonl",), 700)
+    assert (cfg.data.train_batch_size, cfg.data.max_token_len_per_gpu, cfg.data.seed) == (128, 4096, 3)
+    assert (trainer.save_freq, trainer.test_freq, trainer.total_epochs) == ("after_each_epoch", 20, 2)
+    if isinstance(cfg, DPOConfig):
+        assert (cfg.dpo.beta, cfg.dpo.loss_type) == (0.2, "ipo")
+    with pytest.raises(ConfigError, match="other types"):
+        load_config(["--config-name=./job.yaml", "train_dataset.type=rl"], schema)
+    with pytest.raises(ConfigError, match="set an engine that trains"):
+        load_config(["--config-name=./job.yaml", "actor.backend=sglang:d8"], schema)
+
+
+def test_the_share_of_accepted_files_is_printed_with_the_reasons(folder: Path) -> None:
+    (folder / "bad.yaml").write_text(f"{GRPO}dynamic_bs: true\n")
+    (folder / "tir").mkdir()
+    (folder / "tir" / "tir.yaml").write_text(f"{GRPO}tir: {{max_turns: 2}}\n")
+    (folder / "tir" / "train.py").write_text('trainer.train(workflow="tir.workflow.TIRWorkflow")\n')
+    (folder / "vlm.yaml").write_text(GRPO)
+    command = [sys.executable, ROOT / "scripts/areal_files.py", folder]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled_s(60), check=True)
+    share, kinds, reason, apart = done.stdout.splitlines()
+    assert (share, kinds) == ("2 of 3 files are accepted (67%)", "by kind: rl 2 of 3")
+    assert reason.startswith("    1 dynamic_bs: a step has")
+    assert apart == "not counted: 1 images"

@@ -351,7 +351,9 @@ ALGORITHMS = [
     bad(f"{A}.policy_loss.clip_cov_lb=9", "clip_cov_lb", "clip_cov_ub"),
     bad(f"{A}.loss_scale_factor=100", f"{A}.loss_agg_mode", "seq-mean-token-sum-norm"),
     bad(f"{C}.loss_type=reinforce", f"{C}.loss_type", "bypass_mode=true"),
-    bad([f"{C}.bypass_mode=true", f"{A}.policy_loss.loss_mode=gspo"], "loss_mode", "vanilla"),
+    bad(
+        [f"{C}.bypass_mode=true", f"{C}.loss_type=reinforce", f"{A}.policy_loss.loss_mode=gspo"], "loss_mode", "vanilla"
+    ),
     bad([f"{C}.rollout_is=token", f"{C}.rollout_is_threshold=-2"], f"{C}.rollout_is_threshold", "above 0"),
     bad([f"{C}.rollout_is=token", f"{C}.rollout_is_threshold=5.0_0.5"], f"{C}.rollout_is_threshold", "low_high"),
     bad([f"{C}.rollout_is=token", f"{C}.rollout_is_threshold=nan"], f"{C}.rollout_is_threshold", "above 0"),
@@ -477,7 +479,7 @@ RUNS = [
         f"{R}.tensor_model_parallel_size",
         "divisor of 3",
     ),
-    bad("trainer.allocation_mode=hf:d2+archon:d2", "trainer.allocation_mode", "unknown engine 'archon'", "fsdp"),
+    bad("trainer.allocation_mode=hf:d2+nemo:d2", "trainer.allocation_mode", "unknown engine 'nemo'", "fsdp"),
     *(
         bad(["engine=megatron", "trainer.n_gpus_per_node=2", *argv], *says, schema=SFTConfig)
         for argv, says in [
