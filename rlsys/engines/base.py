@@ -19,9 +19,9 @@ from transformers import PretrainedConfig
 
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig, PolicyModelConfig
 from rlsys.engines import checkpoint, export
-from rlsys.engines.adamw import BaseAdamW
 from rlsys.engines.mesh import EngineRanks, gather_json, sum_over_ranks
 from rlsys.engines.micro_batches import MicroBatches, Pack
+from rlsys.engines.optimizer import BaseOptimizer
 from rlsys.interfaces import LossFn, Output, TrainEngine
 from rlsys.models.hf import Head, read_config
 from rlsys.models.lora import LoraSettings, adapter_config, to_saved_name
@@ -35,7 +35,7 @@ CONTENTS = frozenset({"model", "optimizer", "extra"})
 
 
 RanksT = TypeVar("RanksT", bound=EngineRanks)
-OptimizerT = TypeVar("OptimizerT", bound=BaseAdamW)
+OptimizerT = TypeVar("OptimizerT", bound=BaseOptimizer)
 Counted = Mapping[str, tuple[float, float]]
 """Metrics as (sum, count) of the rows of this rank, the same on all ranks that share them."""
 Compute = Callable[[Sequence[Output], float, int], Mapping[str, Tensor]]
@@ -153,7 +153,8 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         """Write a checkpoint atomically; a CheckpointError leaves the one that was there unchanged."""
         path = Path(path)
         if what == "resume":
-            header = {"num_updates": self.optimizer.num_steps if self.optimizer is not None else 0}
+            num_updates = self.optimizer.num_steps if self.optimizer is not None else 0
+            header = {"num_updates": num_updates, "optimizer": self._optimizer_kind}
             with self._on_device():
                 checkpoint.save(path, self._state(self.save_contents), header, settings=self._write_settings)
             return
@@ -163,6 +164,10 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
         """Write the weights in Hugging Face format to `meta.weights_path`, where servers read them."""
         self.save(Path(meta.weights_path), "export")
+
+    @property
+    def _optimizer_kind(self) -> str | None:
+        return self.optimizer.kind if self.optimizer is not None else None
 
     def _write_settings(self, folder: Path) -> None:
         """Write config.json, generation_config.json and the tokenizer's files, as they go with the weights."""
@@ -174,7 +179,8 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
     def load(self, path: Path) -> None:
         """Restore what `save(path, "resume")` wrote, on any number of ranks and any layout."""
         with self._on_device():
-            header = checkpoint.load(Path(path), self._state(self.load_contents))
+            kind = self._optimizer_kind if "optimizer" in self.load_contents else None
+            header = checkpoint.load(Path(path), self._state(self.load_contents), optimizer=kind)
         if self.optimizer is not None and "optimizer" in self.load_contents:
             self.optimizer.set_num_updates(int(header["num_updates"]))
 

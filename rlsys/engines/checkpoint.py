@@ -128,10 +128,16 @@ def verify(path: Path, *, part: int = 0, parts: int = 1) -> dict[str, Any]:
     return manifest
 
 
-def load(path: Path, state: Contents) -> dict[str, Any]:
+def load(path: Path, state: Contents, *, optimizer: str | None = None) -> dict[str, Any]:
     """Restore `state` in place; returns the header that was saved. CheckpointError, before anything is changed, if a
-    file is damaged or the checkpoint is another model's."""
+    file is damaged or the checkpoint is of another model or another kind of `optimizer`."""
     manifest = together(lambda: verify(path, part=dist.get_rank(), parts=dist.get_world_size()))
+    saved = manifest.get("optimizer") or "AdamW"
+    if optimizer is not None and saved != optimizer:
+        raise CheckpointError(
+            f"{path} has the state of {saved}, and this run's optimizer is {optimizer}: continue with the same "
+            "optim.optimizer and number of processes, or without that state by load_contents=[model,extra]"
+        )
     together(lambda: _check_same_model(path, state.shapes()))
     together(lambda: state.read(path))
     if state.extra:

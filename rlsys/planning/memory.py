@@ -17,7 +17,7 @@ from rlsys.config.checks.files import model_facts
 from rlsys.config.engines import rollout_backend
 from rlsys.config.plan import BatchPlan, RolePlan
 from rlsys.config.schema.megatron import MegatronConfig, MegatronRoleConfig
-from rlsys.config.schema.model import FSDPConfig, ModelConfig, ShardConfig
+from rlsys.config.schema.model import FSDPConfig, ModelConfig, OptimConfig, ShardConfig
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.planning import footprint as fp
 from rlsys.planning.roles import (
@@ -262,6 +262,7 @@ def _actor(job: PlanInputs, facts: Facts) -> DeviceRole:
         recompute=model.enable_gradient_checkpointing,
         entropy=actor.entropy_coeff != 0 or actor.calculate_entropy,
         lora=_lora(model),
+        optim=actor.optim,
     )
     return DeviceRole(role, _leaving(settings), tuple(stages))
 
@@ -297,7 +298,8 @@ def _critic(job: PlanInputs, plan: RolePlan, facts: Facts) -> DeviceRole:
         sharing=sequence_ranks(critic),
     )
     recompute = critic.model.enable_gradient_checkpointing
-    role = _role(job, facts, settings, lm=False, recompute=recompute, lora=_lora(critic.model))
+    lora = _lora(critic.model)
+    role = _role(job, facts, settings, lm=False, recompute=recompute, lora=lora, optim=critic.optim)
     trained = _training(job, plan, sequence_ranks(critic))
     return DeviceRole(role, _leaving(settings), (("values", False, scored), ("update_critic", True, trained)))
 
@@ -336,6 +338,7 @@ def _role(
     recompute: bool = False,
     entropy: bool = False,
     lora: LoraSettings | None = None,
+    optim: OptimConfig = OptimConfig(),  # noqa: B008
 ) -> Role:
     head, ranks = "lm" if lm else "value", job.plan.pools.train_ranks
     how = Computing(width_of(settings.dtype, job.device), job.device, recompute and trained, entropy)
@@ -360,6 +363,7 @@ def _role(
         lm=lm,
         on_host=settings.offload_policy and job.device == "cuda",
         lora_rank=lora.rank if lora is not None else 0,
+        optim=optim,
     )
 
 

@@ -8,9 +8,10 @@ gradients for good, and masters and moments spread over its data-parallel ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rlsys.config.schema.model import OptimConfig
 from rlsys.models.megatron.family import Head
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.planning import footprint as fp
@@ -66,6 +67,7 @@ class FsdpRole:
     lm: bool
     on_host: bool = False
     lora_rank: int = 0
+    optim: OptimConfig = field(default_factory=OptimConfig)
 
     @property
     def _adapters(self) -> int:
@@ -75,8 +77,18 @@ class FsdpRole:
         """Between calls; nothing on the device where FSDP2 itself keeps it on the host."""
         if self.on_host:
             return {}
-        moments = 2 * self.master * self._num_trained // self.ranks if self.trained else 0
+        moments = self._moments_bytes() // self.ranks if self.trained else 0
         return {PARAMETERS: self.master * (self.model.parameters + self._adapters) // self.ranks, OPTIMIZER: moments}
+
+    def _moments_bytes(self) -> int:
+        """Of all ranks; 8-bit moments have two scales for every 256 elements, Muon one moment in the layers."""
+        count, optim = self._num_trained, self.optim
+        if optim.override_optimizer_config.optimizer_cpu_offload:
+            return 0
+        if optim.optimizer == "AdamW8bit":
+            return 2 * count + 2 * fp.WIDE * count // 256
+        outer = 0 if self._adapters else self.model.outer
+        return self.master * (count + outer if optim.optimizer == "Muon" else 2 * count)
 
     @property
     def _num_trained(self) -> int:

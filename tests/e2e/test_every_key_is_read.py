@@ -28,6 +28,7 @@ READ_WHILE_LOADING = {
     "actor_rollout_ref.actor.clip_ratio": "the default of clip_ratio_low and clip_ratio_high",
     "actor_rollout_ref.hybrid_engine": "follows from the pools, and a contradiction is refused",
     "actor_rollout_ref.rollout.n_gpus_per_node": "with verl's rollout.nnodes becomes trainer.rollout_workers",
+    **{f"{role}optim.optimizer_impl": "where optim.optimizer is, or refused" for role in (ACTOR, "critic.", "")},
     "trainer.project_name": "the middle of trainer.default_local_dir",
     "trainer.experiment_name": "the end of trainer.default_local_dir",
     "trainer.allocation_mode": "becomes trainer.n_gpus_per_node, trainer.rollout_workers and the parallel sizes",
@@ -129,7 +130,11 @@ def ppo_runs(toy: Toy, folder: Path) -> list[list[str]]:
                 "reward.reward_model.enable=true",
                 "reward.reward_model.rollout.name=hf",
             ),
-            f"reward.reward_model.model_path={toy.model}",
+            *(
+                f"reward.reward_model.model_path={toy.model}",
+                f"{ACTOR}optim.optimizer=Muon",
+                "critic.optim.optimizer=Muon",
+            ),
         ],
         [
             *(*critic, "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive"),
@@ -191,7 +196,7 @@ def supervised_runs(toy: Toy, folder: Path, job: ModuleType) -> list[list[str]]:
     files = [f"data.{part}_files={folder}/labelled.jsonl" for part in ("train", "val")]
     columns = [] if job in PAIRED else ["data.messages_key=null"]
     runs = [
-        [f"data.train_files={folder}/short.jsonl"],
+        [f"data.train_files={folder}/short.jsonl", "optim.optimizer=Muon"],
         [f"data.train_files={folder}/short.jsonl", *custom],
         [
             f"data.train_files={folder}/long.jsonl",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlsys.config.schema.model import OptimConfig, ShardConfig
+from rlsys.config.schema.model import OptimConfig, OverrideOptimizerConfig, ShardConfig
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.protocol import DataProto
@@ -111,6 +112,45 @@ def test_compiled_layers_compute_the_same() -> None:
     assert rank["metrics"]["loss"] == pytest.approx(loss, rel=0.5, abs=0.05)
     whole = torch.cat([g.flatten() for g in gradients.values()])
     assert distance(torch.cat([rank["gradients"][name].flatten() for name in gradients]), whole) < 0.05
+
+
+OPTIMIZERS = {
+    "Muon": OptimConfig(lr=1e-3, optimizer="Muon"),
+    "AdamW8bit": OptimConfig(lr=1e-3, optimizer="AdamW8bit", optimizer_impl="bitsandbytes.optim"),
+    "host": OptimConfig(lr=1e-3, override_optimizer_config=OverrideOptimizerConfig(optimizer_cpu_offload=True)),
+    "AdamW": OptimConfig(lr=1e-3),
+}
+
+
+def optimizer_steps(kind: str, path: Path) -> tuple[dict[str, Tensor], int, bool]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    device, options = f"cuda:{dist.get_rank()}", {"shard": ShardConfig(seed=SEED, dtype="float32")}
+    model = model_config(WIDE, Case(rows=2))
+    build = partial(FSDPEngine, model, device=device, optim=OPTIMIZERS[kind], training=MicroBatches(rows=2), **options)
+    engine = build()
+    before = torch.cuda.memory_allocated()
+    engine.move(("optimizer",), "cpu")
+    moments = before - torch.cuda.memory_allocated()
+    engine.move(("optimizer",), device)
+    train(engine)
+    engine.save(path, "resume")
+    again = build()
+    again.load(path)
+    train(engine)
+    train(again)
+    return whole(engine), moments, same(whole(engine), whole(again))
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=needs(2))])
+@pytest.mark.parametrize("kind", ["Muon", "AdamW8bit", "host"])
+def test_optimizers_step_and_continue_on_cuda(kind: str, world: int, tmp_path: Path) -> None:
+    adamw, adamw_bytes, _ = run_ranks(world, optimizer_steps, "AdamW", tmp_path / "adamw", backend=BACKEND)[0]
+    weights, moments_bytes, equal = run_ranks(world, optimizer_steps, kind, tmp_path / kind, backend=BACKEND)[0]
+    assert equal
+    assert moments_bytes < {"Muon": 0.9, "AdamW8bit": 0.3, "host": 0.01}[kind] * adamw_bytes
+    if kind != "Muon":
+        apart = torch.cat([(weights[name] - adamw[name]).abs().flatten() for name in adamw])
+        assert float(apart.mean()) < 5e-5  # of two steps of 1e-3
 
 
 def train(engine: FSDPEngine) -> Any:

@@ -11,7 +11,7 @@ from rlsys.config.checks.rollout import check_elastic, check_rollout
 from rlsys.config.engines import rollout_backend
 from rlsys.config.pools import generates_ahead, resolve_pools
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
-from rlsys.config.schema.model import CheckpointConfig, ModelConfig
+from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig
 from rlsys.config.vocabulary import ALWAYS_WRITTEN, TRACKERS
 from rlsys.utils.hub import is_rows_id
 
@@ -57,9 +57,11 @@ def check_ppo_run(cfg: PPOConfig) -> Iterator[str]:
     yield from _weights(cfg)
     yield from _servers(cfg)
     yield from check_checkpoint(cfg, "actor_rollout_ref.actor.checkpoint", policy.actor.checkpoint)
+    yield from check_optimizer(cfg, "actor_rollout_ref.actor.optim", policy.actor.optim, policy.actor.strategy)
     yield from _adapters(cfg, "actor_rollout_ref.model", policy.model)
     if cfg.use_critic:
         yield from check_checkpoint(cfg, "critic.checkpoint", cfg.critic.checkpoint)
+        yield from check_optimizer(cfg, "critic.optim", cfg.critic.optim, cfg.critic.strategy)
         yield from _adapters(cfg, "critic.model", cfg.critic.model)
     if (
         data.val_files is None
@@ -174,6 +176,20 @@ def check_checkpoint(cfg: PPOConfig | SupervisedConfig, key: str, checkpoint: Ch
     if mode != "disable" and not missing and {"model", "optimizer", "extra"} - set(saved):
         why = "a resumed run will differ from an uninterrupted one; for equal runs save model, optimizer and extra"
         yield note(cfg, f"{key}.save_contents", why)
+
+
+def check_optimizer(cfg: PPOConfig | SupervisedConfig, key: str, optim: OptimConfig, strategy: str) -> Iterator[str]:
+    """Whether the optimizer is installed, and steps the parameters of the training engine."""
+    impl = "bitsandbytes.optim" if optim.optimizer == "AdamW8bit" else "torch.optim"
+    if optim.optimizer_impl != impl:
+        yield wrong(cfg, f"{key}.optimizer_impl", f"{optim.optimizer} is in {impl}", impl)
+    elif optim.optimizer == "AdamW8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        yield wrong(cfg, f"{key}.optimizer", "bitsandbytes is not installed; pip install -e '.[bitsandbytes]'", "AdamW")
+    why = "Megatron's distributed optimizer is AdamW, on the device; for others set strategy=fsdp"
+    if strategy == "megatron" and optim.optimizer != "AdamW":
+        yield wrong(cfg, f"{key}.optimizer", why, "AdamW")
+    if strategy == "megatron" and optim.override_optimizer_config.optimizer_cpu_offload:
+        yield wrong(cfg, f"{key}.override_optimizer_config.optimizer_cpu_offload", why, False)
 
 
 def _adapters(cfg: PPOConfig, key: str, model: ModelConfig) -> Iterator[str]:

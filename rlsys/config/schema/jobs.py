@@ -123,7 +123,7 @@ class SupervisedEngineConfig(ShardConfig):
 
 
 class SupervisedOptimConfig(OptimConfig):
-    """AdamW for SFT and reward models."""
+    """The optimizer of SFT and reward models."""
 
     lr: t.Positive = 1e-5
     """Peak learning rate."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, Strict
 
 from rlsys.config.schema import types as t
-from rlsys.config.schema.base import ActiveIf, Requires, Section, linked, open_dict
+from rlsys.config.schema.base import ActiveIf, Requires, Section, linked, open_dict, section
 
 _SHORT_DTYPES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
@@ -83,9 +83,35 @@ class PolicyModelConfig(ModelConfig, ServedModelConfig):
     """A language model, and how it is loaded and wrapped for training."""
 
 
-class OptimConfig(Section):
-    """AdamW and its learning-rate schedule."""
+class OverrideOptimizerConfig(Section):
+    """What only some optimizers have."""
 
+    optimizer_cpu_offload: t.Flag = False
+    """Keep the moments in host memory and step there: no device memory for them, a slower step."""
+    momentum: t.Fraction = 0.95
+    """Muon's decay rate of the momentum."""
+    nesterov: t.Flag = True
+    """Whether Muon orthogonalises Nesterov's momentum."""
+    ns_steps: t.Count = 5
+    """Muon's steps of Newton and Schulz."""
+    adjust_lr_fn: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
+    """How Muon scales lr by the shape of a matrix; match_rms_adamw takes a learning rate of AdamW's."""
+
+
+class OptimConfig(Section):
+    """The optimizer and its learning-rate schedule."""
+
+    optimizer: Annotated[
+        Literal["AdamW", "AdamW8bit", "Muon"],
+        BeforeValidator(lambda name: "AdamW" if name in ("adam", "adamw") else name),
+    ] = "AdamW"
+    """AdamW8bit keeps moments in 8 bits; Muon steps the matrices of the layers, and AdamW everything else."""
+    optimizer_impl: Literal["torch.optim", "bitsandbytes.optim"] = "torch.optim"
+    """Where the optimizer is from: bitsandbytes.optim for AdamW8bit, torch.optim for the others."""
+    override_optimizer_config: Annotated[
+        OverrideOptimizerConfig, ActiveIf(".optimizer", ("Muon",), besides=("optimizer_cpu_offload",))
+    ] = section(OverrideOptimizerConfig)
+    """Settings of one optimizer alone."""
     lr: Annotated[float, Strict(), Field(ge=0, le=10)] = 1e-6
     """Peak learning rate."""
     weight_decay: t.Coefficient = 0.01
@@ -107,7 +133,7 @@ class OptimConfig(Section):
 
 
 class CriticOptimConfig(OptimConfig):
-    """AdamW for the critic."""
+    """The optimizer of the critic."""
 
     lr: Annotated[float, Strict(), Field(ge=0, le=10)] = 1e-5
     """Peak learning rate."""

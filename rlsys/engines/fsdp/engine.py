@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig, ShardConfig
 from rlsys.engines.base import BaseTrainEngine, Counted, Visit, compute_dtype
-from rlsys.engines.fsdp.optim import ShardedAdamW
+from rlsys.engines.fsdp.optim import ShardedOptimizer
 from rlsys.engines.fsdp.sharding import (
     HFWeights,
     fill,
@@ -30,7 +30,7 @@ from rlsys.engines.mesh import Ranks, make_ranks, max_over_ranks
 from rlsys.engines.micro_batches import MicroBatches, Pack, split_rows
 from rlsys.interfaces import Part
 from rlsys.models import lora
-from rlsys.models.hf import Head, build, check_names, open_weights
+from rlsys.models.hf import Head, build, check_names, layer_modules, open_weights
 from rlsys.models.packing import empty_rows, token_rows
 from rlsys.models.stacked import by_stack, saved_parts
 from rlsys.models.token_model import TokenModel
@@ -38,7 +38,7 @@ from rlsys.models.ulysses import kv_repeats
 from rlsys.types import WeightLayout
 
 
-class FSDPEngine(BaseTrainEngine[Ranks, ShardedAdamW]):
+class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
     """A TrainEngine over all ranks of the default process group; every method is collective.
 
     `sp_size` ranks share each sequence (Ulysses). Gradient checkpointing and LoRA of `model` apply where `optim` is
@@ -76,14 +76,22 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedAdamW]):
             lora.add_adapters(plain, self.lora)
         if optim is not None and model.enable_gradient_checkpointing:
             plain.gradient_checkpointing_enable({"use_reentrant": False})
+        inside = {id(p) for layer in layer_modules(plain) for p in layer.parameters() if p.ndim == 2}
+        matrices = [name for name, p in plain.named_parameters() if id(p) in inside]
         self.model = TokenModel(plain, packed=packed, group=self.ranks.sp_group)
         shard_model(self.model, self.ranks, shard, compute_dtype=compute_dtype(shard.dtype, device))
         materialise(self.model, torch.device("cpu") if shard.offload_policy else self.ranks.device)
         self._load_initial_weights()
         if optim is not None:
             trained = {name: p for name, p in parameters_by_name(self.model).items() if p.requires_grad}
-            group = self.ranks.shard_group
-            self.optimizer = ShardedAdamW(trained, optim, group, grad_clip=grad_clip, total_steps=total_steps)
+            self.optimizer = ShardedOptimizer(
+                trained,
+                optim,
+                self.ranks.shard_group,
+                matrices=matrices,
+                grad_clip=grad_clip,
+                total_steps=total_steps,
+            )
 
     def _load_initial_weights(self) -> None:
         parameters = parameters_by_name(self.model)

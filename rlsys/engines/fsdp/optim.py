@@ -1,9 +1,10 @@
-"""AdamW on this rank's shards of FSDP parameters."""
+"""Optimizers of this rank's shards of FSDP parameters."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,13 +12,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rlsys.config.schema.model import OptimConfig
-from rlsys.engines.adamw import MOMENTS, BaseAdamW
+from rlsys.engines.fsdp.muon import ShardedMuon
 from rlsys.engines.mesh import exchange_device
+from rlsys.engines.optimizer import MOMENTS, BaseOptimizer
+
+SAVED = (*MOMENTS, "momentum_buffer", "state1", "state2", "absmax1", "absmax2")
+"""Names of AdamW, of Muon, and of bitsandbytes' codes and the scales of their blocks."""
+BLOCK_ELEMENTS = 256
+MIN_8BIT_ELEMENTS = 4096
+"""Elements from which a parameter's moments are kept in 8 bits."""
 
 
-class ShardedAdamW(BaseAdamW):
-    """AdamW over the local shards of FSDP parameters. The optimizer sees plain tensors that share their storage, so a
-    step is one fused kernel; `group` is the ranks that hold the other shards."""
+class ShardedOptimizer(BaseOptimizer):
+    """The chosen optimizer over the local shards of FSDP parameters; what it does not apply to is stepped by AdamW.
+
+    It sees plain tensors that share the parameters' storage, so that a step of AdamW is one fused kernel, or copies in
+    host memory with `optimizer_cpu_offload`. `group` is the ranks that hold the other shards, `matrices` names the
+    parameters that Muon may step.
+    """
 
     def __init__(
         self,
@@ -25,25 +37,31 @@ class ShardedAdamW(BaseAdamW):
         optim: OptimConfig,
         group: dist.ProcessGroup,
         *,
+        matrices: Collection[str] = (),
         grad_clip: float = 1.0,
         total_steps: int = -1,
     ) -> None:
         super().__init__(optim, grad_clip=grad_clip, total_steps=total_steps)
         self._group = group
+        self._on_host = optim.override_optimizer_config.optimizer_cpu_offload
         self._parameters = dict(parameters)
-        self._local = {name: nn.Parameter(local_of(p)) for name, p in self._parameters.items()}
+        self._local = {name: nn.Parameter(self._stepped(p)) for name, p in self._parameters.items()}
         self._grads: list[Tensor] = []
-        self._adamw = torch.optim.AdamW(
-            list(self._local.values()),
-            lr=optim.lr,
-            betas=optim.betas,
-            eps=optim.eps,
-            weight_decay=optim.weight_decay,
-            fused=True,
-        )
-        for local in self._local.values():
-            moments = {name: torch.zeros_like(local) for name in MOMENTS}
-            self._adamw.state[local] = {"step": torch.zeros((), device=local.device), **moments}
+        self.kind = optim.optimizer
+        large = {name for name, p in self._parameters.items() if p.numel() >= MIN_8BIT_ELEMENTS}
+        chosen = {"AdamW": (), "AdamW8bit": large, "Muon": matrices}[optim.optimizer]
+        own: dict[Any, Any] = {self._local[name]: self._parameters[name] for name in self._local if name in chosen}
+        others = [local for local in self._local.values() if local not in own]
+        self._optimizers: list[torch.optim.Optimizer] = [adamw(others, optim)] if others else []
+        if own and optim.optimizer == "Muon":
+            self._optimizers.append(ShardedMuon(own, optim))
+        elif own:
+            self.kind += f" sharded over {dist.get_world_size(group)}"  # no block crosses shards
+            self._optimizers.append(adamw_8bit(list(own), optim))
+
+    def _stepped(self, parameter: Tensor) -> Tensor:
+        """What the optimizer steps for a parameter."""
+        return local_of(parameter).to("cpu" if self._on_host else parameter.device)
 
     def _gradient_norm(self, count: float) -> float:
         self._grads = self._take_gradients()
@@ -58,9 +76,12 @@ class ShardedAdamW(BaseAdamW):
     def _update(self, count: float, clip: float, lr: float) -> None:
         if self._grads:
             torch._foreach_mul_(self._grads, clip / count)
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
-        self._adamw.step()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+        for name, stepped in self._local.items() if self._on_host else ():
+            local_of(self._parameters[name]).copy_(stepped)
 
     def zero_grad(self) -> None:
         self._grads = []
@@ -74,29 +95,59 @@ class ShardedAdamW(BaseAdamW):
         for name, local in self._local.items():
             parameter = self._parameters[name]
             if parameter.grad is not None:
-                local.grad = local_of(parameter.grad).to(local.dtype)
+                local.grad = local_of(parameter.grad).to(local)
                 grads.append(local.grad)
         return grads
 
+    def _states(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        states = {local: state for optimizer in self._optimizers for local, state in optimizer.state.items()}
+        return ((name, states[local]) for name, local in self._local.items())
+
     def moments(self) -> dict[str, Tensor]:
         """The optimizer's local tensors as `<moment>.<parameter>`, live."""
-        return {f"{m}.{name}": self._adamw.state[p][m] for name, p in self._local.items() for m in MOMENTS}
+        return {f"{kind}.{name}": state[kind] for name, state in self._states() for kind in SAVED if kind in state}
 
     def set_num_updates(self, count: int) -> None:
         self.num_steps = count
-        for state in self._adamw.state.values():
-            state["step"].fill_(count)
+        for _, state in self._states():
+            if "step" in state:
+                state["step"] = count if isinstance(state["step"], int) else state["step"].fill_(count)
 
     def rebind(self) -> None:
-        """Share storage with the parameters again after they were moved."""
+        """Take the parameters' values again after they were moved or loaded."""
         for name, local in self._local.items():
-            local.data = local_of(self._parameters[name])
+            local.data = self._stepped(self._parameters[name])
 
     def move(self, device: str) -> None:
         """Take the moments to `device`."""
-        for state in self._adamw.state.values():
-            for name, value in state.items():
-                state[name] = value.to(device, non_blocking=True)
+        for _, state in self._states() if not self._on_host else ():
+            state |= {name: v.to(device, non_blocking=True) for name, v in state.items() if isinstance(v, Tensor)}
+
+
+def adamw(parameters: list[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
+    """torch's fused AdamW with its state made."""
+    optimizer = torch.optim.AdamW(
+        parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=True
+    )
+    for parameter in parameters:
+        moments = {name: torch.zeros_like(parameter) for name in MOMENTS}
+        optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+    return optimizer
+
+
+def adamw_8bit(parameters: list[nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
+    """bitsandbytes' AdamW, whose moments are 8-bit codes in blocks, with its state made.
+
+    Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
+    """
+    from bitsandbytes.optim import AdamW8bit
+
+    optimizer = AdamW8bit(
+        parameters, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, min_8bit_size=0
+    )
+    for index, parameter in enumerate(parameters):
+        optimizer.init_state(optimizer.param_groups[0], parameter, 0, index)
+    return optimizer
 
 
 def local_of(tensor: Tensor) -> Tensor:

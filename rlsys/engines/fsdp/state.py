@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlsys.engines.fsdp.optim import local_of
+from rlsys.engines.fsdp.optim import BLOCK_ELEMENTS, local_of
 from rlsys.engines.fsdp.sharding import held_shards, shapes_as_saved
 from rlsys.engines.mesh import Ranks
 from rlsys.engines.tensor_files import read_tensor_index, saved_tensors, write_tensors
@@ -25,7 +26,10 @@ from rlsys.utils.boxes import slices
 @dataclass(frozen=True)
 class FSDPState:
     """A Contents of rlsys.engines.checkpoint: sharded parameters by name, this rank's parts of the optimizer's moments
-    by `<moment>.<name>`, and whether the random generators are included. `parameters` also has those not saved."""
+    by `<moment>.<name>`, and whether the random generators are included. `parameters` also has those not saved.
+
+    What is named absmax are the scales of the blocks of a rank's 8-bit moments: a row of a matrix for each rank.
+    """
 
     ranks: Ranks
     stacks: Stacks
@@ -45,20 +49,32 @@ class FSDPState:
             yield "model.", name, local_of(parameter)
         for key, local in self.moments.items():
             moment, _, name = key.partition(".")
-            yield f"optim.{moment}.", name, local
+            if not moment.startswith("absmax"):
+                yield f"optim.{moment}.", name, local
+
+    def _scales(self) -> Iterator[tuple[str, Tensor]]:
+        return ((key, local) for key, local in self.moments.items() if key.startswith("absmax"))
 
     def shapes(self) -> dict[str, Sequence[int]]:
-        return {
+        shapes: dict[str, Sequence[int]] = {
             prefix + saved: shape
             for prefix, name, _ in self._tensors()
             for saved, shape in shapes_as_saved(name, self.parameters[name], self.stacks).items()
         }
+        for key, _ in self._scales():
+            rows, *sizes = self.parameters[key.partition(".")[2]].shape
+            num_elements = -(-rows // self.ranks.shard_size) * prod(sizes)
+            shapes[f"optim.{key}"] = (self.ranks.shard_size, -(-num_elements // BLOCK_ELEMENTS))
+        return shapes
 
     def _boxes(self) -> Iterator[tuple[str, Box, Tensor]]:
         """What this rank holds of each key, and its values, live."""
         for prefix, name, local in self._tensors():
             for shard in held_shards(name, self.parameters[name], self.ranks, self.stacks):
                 yield prefix + shard.box.tensor, shard.box, local[slices(shard.local_start, shard.box.shape)]
+        for key, scales in self._scales():
+            if scales.numel():
+                yield f"optim.{key}", Box(key, (self.ranks.shard_rank, 0), (1, len(scales))), scales[None]
 
     def write(self, staging: Path) -> list[str]:
         first_copy = self.ranks.rank < self.ranks.shard_size

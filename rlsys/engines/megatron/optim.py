@@ -20,7 +20,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from rlsys.config.schema.model import OptimConfig
-from rlsys.engines.adamw import MOMENTS, BaseAdamW
+from rlsys.engines.optimizer import MOMENTS, BaseOptimizer
 from rlsys.models.megatron.adapters import sum_shared_gradients
 from rlsys.models.megatron.build import TokenGPT
 
@@ -36,7 +36,7 @@ class OptimizerRange:
     tensors: Mapping[str, Tensor]
 
 
-class MegatronAdamW(BaseAdamW):
+class MegatronAdamW(BaseOptimizer):
     """AdamW on this rank's range of the parameters of `chunks`, which it wraps for data parallelism.
 
     Gradients are sums in float32; weight decay is on every trained parameter, as in torch's AdamW.

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlsys.engines.adamw import MOMENTS
 from rlsys.engines.megatron.optim import OptimizerRange
 from rlsys.engines.megatron.weights import ModelShards, region
+from rlsys.engines.optimizer import MOMENTS
 from rlsys.engines.tensor_files import read_tensor_index, saved_tensors, write_tensors
 from rlsys.models.hf import TensorSource
 from rlsys.models.lora import hf_name

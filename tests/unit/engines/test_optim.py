@@ -14,8 +14,8 @@ from transformers import (
 )
 
 from rlsys.config.schema.model import OptimConfig
-from rlsys.engines.adamw import lr_at, num_warmup_steps
-from rlsys.engines.fsdp.optim import ShardedAdamW
+from rlsys.engines.fsdp.optim import ShardedOptimizer
+from rlsys.engines.optimizer import lr_at, num_warmup_steps
 from rlsys.utils.errors import ConfigError
 
 THEIRS: dict[str, Callable[[Any, int, int], Any]] = {
@@ -59,4 +59,4 @@ SCHEDULES = [{"lr_scheduler_type": "cosine"}, {"lr_scheduler_type": "linear"}, {
 @pytest.mark.parametrize("settings", SCHEDULES)
 def test_a_schedule_that_needs_the_total_says_so(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="total number of optimizer steps"):
-        ShardedAdamW({}, OptimConfig(**settings), group=None)  # type: ignore[arg-type]
+        ShardedOptimizer({}, OptimConfig(**settings), group=None)  # type: ignore[arg-type]

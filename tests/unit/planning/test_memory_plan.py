@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rlsys.config import PPOConfig, load_config
+from rlsys.config.schema.model import OptimConfig, OverrideOptimizerConfig
 from rlsys.models.megatron.parallel import ParallelSizes
 from rlsys.planning import footprint as fp
 from rlsys.planning.advice import remedies, table, too_large
@@ -198,6 +199,18 @@ def test_half_a_billion_parameters_on_either_engine_on_one_h200() -> None:
     for role, measured_gib in ((megatron, 15.0), (fsdp, 16.0)):
         total = sum(role.held().values()) + sum(role.training(size).values())
         assert total / GIB == pytest.approx(measured_gib, rel=0.06)
+
+
+def test_optimizers_of_less_memory_are_planned() -> None:
+    d, how = fp.decoder_of(SHAPES["0.5B"]), Computing(2, "cuda", recompute=False)
+    on_host = OptimConfig(override_optimizer_config=OverrideOptimizerConfig(optimizer_cpu_offload=True))
+    kinds = {name: OptimConfig(optimizer=name) for name in ("AdamW", "AdamW8bit", "Muon")} | {"host": on_host}
+    held = {name: FsdpRole(d, how, 2, 4, trained=True, lm=True, optim=optim).held() for name, optim in kinds.items()}
+    moments = {name: by_owner["optimizer"] * 2 / d.parameters for name, by_owner in held.items()}
+    assert moments["AdamW"] == pytest.approx(8)
+    assert moments["AdamW8bit"] == pytest.approx(2 + 8 / 256)
+    assert moments["Muon"] == pytest.approx(4 + 4 * d.outer / d.parameters)
+    assert moments["host"] == 0
 
 
 def test_ppo_of_smollm2_with_everything_in_one_process() -> None:

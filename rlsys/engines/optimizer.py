@@ -1,4 +1,4 @@
-"""AdamW as every training engine steps it: the learning-rate schedule, clipping, and refusal of what is not finite."""
+"""An optimizer step as every training engine does it: the learning-rate schedule, clipping, refusal of NaN."""
 
 from __future__ import annotations
 
@@ -36,8 +36,13 @@ def lr_at(step: int, optim: OptimConfig, total_steps: int) -> float:
     return optim.lr * (floor + (1 - floor) * shape)
 
 
-class BaseAdamW(ABC):
-    """AdamW over gradients that are sums: one step divides them by a count. `grad_clip` 0 never clips."""
+class BaseOptimizer(ABC):
+    """An optimizer of gradients that are sums: one step divides them by a count. `grad_clip` 0 never clips.
+
+    `kind` is written into checkpoints, which only an optimizer of the same kind loads.
+    """
+
+    kind = "AdamW"
 
     def __init__(self, optim: OptimConfig, *, grad_clip: float, total_steps: int) -> None:
         by_ratio = optim.lr_warmup_steps < 0 and optim.lr_warmup_steps_ratio > 0
@@ -80,4 +85,4 @@ class BaseAdamW(ABC):
 
     @abstractmethod
     def set_num_updates(self, count: int) -> None:
-        """Set AdamW's own step number (bias correction) and the schedule's."""
+        """Set the optimizer's own step number (Adam's bias correction) and the schedule's."""
