@@ -7,11 +7,12 @@ The model is a known shape (0.5B, 7B, 32B, 30B-A3B, 671B, tiny, tiny-moe) or a c
 TPnxPPnxEPnxETPnxDPn or FSDPn (LASTn: layers of the last stage), the engine TPnxPPnxEPnxDPn with fused parameters.
 Rank n of both sides is on device n.
 
-    python scripts/plan.py --memory smollm2 --model 7B trainer.n_gpus_per_node=8 --device-gib 80
-    python scripts/plan.py --memory run.yaml actor_rollout_ref.rollout.n=16
+    python scripts/plan.py --job smollm2 --model 7B trainer.n_gpus_per_node=8 --gpu H100
+    python scripts/plan.py --job run.yaml actor_rollout_ref.rollout.n=16 --device-gib 80
 
-prints GiB of every stage on one device by owner, what does not fit, and what would change that (docs/oom.md). Settings
-are those of the job; `--model` stands for a folder that is not here.
+prints GiB of every stage on one device by owner, what does not fit, and what would change that (docs/oom.md); with
+`--gpu` also seconds of a step by phase and cause. Settings are those of the job; `--model` stands for a folder that is
+not here. With `--layouts 5`, or `--gpus 64 128`, it prints the fastest layouts that fit (docs/scaling.md).
 """
 
 from __future__ import annotations
@@ -23,15 +24,24 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 
+from rlsys.config import PPOConfig, load_config, plan_batches  # noqa: E402
+from rlsys.config.introspect import shown, value_at  # noqa: E402
 from rlsys.models.megatron.family import family_of  # noqa: E402
 from rlsys.models.megatron.parallel import ParallelSizes  # noqa: E402
+from rlsys.planning.advice import GIB, aligned, remedies, step_table, table, too_large  # noqa: E402
+from rlsys.planning.layouts import propose_layouts  # noqa: E402
+from rlsys.planning.memory import Lengths  # noqa: E402
+from rlsys.planning.sizes import Machine, plan_with  # noqa: E402
+from rlsys.planning.step_time import GpuCluster, plan_step, step_seconds  # noqa: E402
 from rlsys.types import WeightLayout  # noqa: E402
 from rlsys.utils.errors import ConfigError, WeightTransferError  # noqa: E402
+from rlsys.utils.gpus import GPUS  # noqa: E402
 from rlsys.weights.plan import Plan, make_plan  # noqa: E402
 from scripts.model_shapes import SHAPES, sizes_of  # noqa: E402
 from scripts.weight_layouts import EngineSizes, engine_layouts, fsdp_layouts, megatron_layouts  # noqa: E402
@@ -165,51 +175,107 @@ def plan_transfer() -> None:
 
 
 def plan_job() -> None:
-    """The table of `--memory`; exit code 1 where a stage does not fit."""
-    from rlsys.config import load_config
-    from rlsys.planning.advice import GIB, remedies, table, too_large
-    from rlsys.planning.memory import MemoryPlan, plan_memory
-
+    """The tables of `--job`; exit code 1 where a stage does not fit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--memory", metavar="CONFIG", required=True, help="preset or YAML file")
+    parser.add_argument("--job", "--memory", metavar="CONFIG", required=True, help="preset or YAML file")
     parser.add_argument("--model", help="a known shape or a config.json instead of actor_rollout_ref.model.path")
-    parser.add_argument("--device-gib", type=float, default=141.0, help="memory of a device")
+    parser.add_argument("--gpu", choices=sorted(GPUS), help="also plan seconds, on GPUs of this type")
+    parser.add_argument("--device-gib", type=float, help="memory of a device; else that of --gpu, or 141")
     parser.add_argument("--reserve-gib", type=float, default=4.0, help="for the CUDA context, NCCL and fragments")
+    parser.add_argument("--mean-prompt", type=int, help="tokens; else prompts are as long as they may be")
+    parser.add_argument("--mean-response", type=int, help="tokens; else responses are as long as they may be")
+    parser.add_argument("--sigma", type=float, default=0.8, help="of lognormal lengths, with --mean-response")
+    parser.add_argument("--layouts", type=int, default=0, metavar="N", help="the N fastest layouts that fit")
+    parser.add_argument("--gpus", type=int, nargs="+", help="with --gpu: the fastest layout on each of these numbers")
     parser.add_argument("settings", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args()
-    files = ["data.train_files=null", "data.val_files=null"]
-    files += ["actor_rollout_ref.model.path=null", "critic.model.path=null"] if args.model else []
-    given = ["--config-name", args.memory, *args.settings, *files]
-
-    def planned(more: Sequence[str] = ()) -> MemoryPlan:
-        cfg = load_config([*given, *more])
-        path, critic, grader = cfg.actor_rollout_ref.model.path, cfg.critic.model.path, cfg.reward.reward_model
-        if args.model is None and path is None:
-            raise ConfigError("no model is named: write --model 7B, or actor_rollout_ref.model.path=<folder>")
-        actor = hf_config_of(args.model or path or "") | cfg.actor_rollout_ref.model.override_config
-        return plan_memory(
-            cfg,
-            actor,
-            critic=hf_config_of(critic) if critic is not None and critic != path else None,
-            reward_model=hf_config_of(grader.model_path) if grader.enable and grader.model_path else None,
-            device_bytes=int(args.device_gib * GIB),
-        )
-
+    args.device_gib = args.device_gib or (GPUS[args.gpu].memory_gib if args.gpu else 141.0)
     try:
-        room = int((args.device_gib - args.reserve_gib) * GIB)
-        plan = planned()
-        print(f"GiB on a device of {args.device_gib:g}, {args.reserve_gib:g} of them reserved")
-        print(table(plan.train, room_bytes=room))
-        if plan.rollout:
-            print(f"\non a device that only generates\n{table(plan.rollout, room_bytes=room)}")
-        if wrong := too_large(plan, room_bytes=room):
-            print(f"\ndoes not fit: {', '.join(stage.name for stage in wrong)}; any one of these changes helps:")
-            for line in remedies(load_config(given), planned, room_bytes=room):
-                print(f"  {line}")
-            raise SystemExit(1)
+        if args.gpu and (args.gpus or args.layouts):
+            print(layouts_table(args))
+        else:
+            print_job(args)
     except ConfigError as error:
         raise SystemExit(str(error)) from None
 
 
+def machine_of(args: argparse.Namespace, more: Sequence[str] = ()) -> tuple[PPOConfig, Machine]:
+    """The configuration of a job without its files, and a device of it."""
+    files = ["data.train_files=null", "data.val_files=null"]
+    files += ["actor_rollout_ref.model.path=null"] if args.model else []
+    cfg = load_config(["--config-name", args.job, *args.settings, *files, *more])
+    path, critic, grader = cfg.actor_rollout_ref.model.path, cfg.critic.model.path, cfg.reward.reward_model
+    if args.model is None and path is None:
+        raise ConfigError("no model is named: write --model 7B, or actor_rollout_ref.model.path=<folder>")
+    return cfg, Machine(
+        "cuda",
+        int(args.device_gib * GIB),
+        hf_config_of(args.model or path or "") | cfg.actor_rollout_ref.model.override_config,
+        critic=hf_config_of(critic) if critic is not None and critic != path else None,
+        reward_model=hf_config_of(grader.model_path) if grader.enable and grader.model_path else None,
+    )
+
+
+def lengths_of(args: argparse.Namespace, cfg: PPOConfig) -> tuple[Lengths, float]:
+    """Tokens of rows, and the sigma of their lengths."""
+    most = Lengths.longest(cfg)
+    mean_response = args.mean_response or most.response
+    lengths = replace(most, mean_prompt=args.mean_prompt or most.prompt, mean_response=mean_response)
+    return lengths, args.sigma if args.mean_response else 0.0
+
+
+def print_job(args: argparse.Namespace) -> None:
+    """Memory and seconds of a job as it stands."""
+    room = int((args.device_gib - args.reserve_gib) * GIB)
+    cfg, machine = machine_of(args)
+    plan = plan_with(cfg, machine)
+    if args.gpu:
+        lengths, sigma = lengths_of(args, cfg)
+        cluster = GpuCluster(GPUS[args.gpu], cfg.trainer.n_gpus_per_node)
+        phases = plan_step(cfg, machine.actor, cluster, critic=machine.critic, lengths=lengths, sigma=sigma)
+        print(f"{step_table(phases)}\na step: {step_seconds(cfg, phases):.1f} s\n")
+    print(f"GiB on a device of {args.device_gib:g}, {args.reserve_gib:g} of them reserved")
+    print(table(plan.train, room_bytes=room))
+    if plan.rollout:
+        print(f"\non a device that only generates\n{table(plan.rollout, room_bytes=room)}")
+    if wrong := too_large(plan, room_bytes=room):
+        print(f"\ndoes not fit: {', '.join(stage.name for stage in wrong)}; any one of these changes helps:")
+        for line in remedies(cfg, lambda more: plan_with(*machine_of(args, more)), room_bytes=room):
+            print(f"  {line}")
+        raise SystemExit(1)
+
+
+def layouts_table(args: argparse.Namespace) -> str:
+    """A line for each of the fastest layouts, on the job's own number of GPUs or on those of `--gpus`."""
+    lines = [["GPUs", "layout", "step s", "rollout", "log-probs", "update", "GiB", "tokens/s a GPU"]]
+    notes = list[str]()
+    for number in args.gpus or [None]:
+        size = (
+            [] if number is None else [f"trainer.nnodes={-(-number // 8)}", f"trainer.n_gpus_per_node={min(8, number)}"]
+        )
+        cfg, machine = machine_of(args, size)
+        cluster, (lengths, sigma) = GpuCluster(GPUS[args.gpu], cfg.trainer.n_gpus_per_node), lengths_of(args, cfg)
+        most = args.layouts or 1
+        proposals = propose_layouts(cfg, machine, cluster, lengths=lengths, sigma=sigma, most=most)
+        batches = plan_batches(cfg)
+        gpus = batches.pools.total_ranks
+        tokens = batches.samples * (lengths.mean_prompt + lengths.mean_response) / gpus
+        for one in proposals:
+            seconds = {phase.name: phase.total for phase in one.phases}
+            scored = sum(seconds.get(name, 0.0) for name in ("old_log_prob", "ref", "values"))
+            updated = sum(seconds.get(name, 0.0) for name in ("update_actor", "update_critic"))
+            times = [f"{time:.1f}" for time in (one.seconds, seconds.get("rollout", 0.0), scored, updated)]
+            rest = [f"{one.peak_bytes / GIB:.0f}", f"{tokens / one.seconds:,.0f}"]
+            lines.append([str(gpus), one.name, *times, *rest])
+        if not proposals:
+            lines.append([str(gpus), "none fits", *[""] * 6])
+        if proposals and args.layouts:
+            settings = [
+                f"{key}={shown(value)}" for key, value in proposals[0].settings.items() if value != value_at(cfg, key)
+            ]
+            notes.append(f"{gpus} GPUs, the first: {' '.join(settings)}")
+    return "\n".join([aligned(lines), *notes])
+
+
 if __name__ == "__main__":
-    plan_job() if any(text.startswith("--memory") for text in sys.argv[1:]) else plan_transfer()
+    plan_job() if any(text.startswith(("--memory", "--job")) for text in sys.argv[1:]) else plan_transfer()

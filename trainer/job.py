@@ -16,14 +16,19 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from types import FrameType
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig, main_config
+from rlsys.config.arguments import Arguments
 from rlsys.data.first_rows import check_first_rows
 from rlsys.telemetry.log import FILE_ONLY, get_logger, setup_logging
 from rlsys.utils import errors
+from rlsys.utils.gpus import GPUS
 from trainer.machine import check_machine, device_memory
 from trainer.summary import summary_lines
+
+if TYPE_CHECKING:
+    from rlsys.planning.sizes import Machine
 
 C = TypeVar("C", PPOConfig, SFTConfig, RMConfig, DPOConfig, EvalConfig)
 EXPECTED_ERRORS = tuple(one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, Exception))
@@ -42,8 +47,9 @@ def checked_config(argv: Sequence[str] | None, schema: type[C]) -> C:
     raise SystemExit(outcome.exit_code)
 
 
-def _check(config: C, dry_run: bool) -> tuple[list[str], dict[str, str]]:
-    """Read the first rows, load the reward function, see that something grades these rows, and look at the machine.
+def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
+    """Read the first rows, load the reward function, see that something grades these rows, and look at the machine,
+    unless the plan is for another one.
 
     Returns notes, and facts for the plan.
     """
@@ -55,22 +61,35 @@ def _check(config: C, dry_run: bool) -> tuple[list[str], dict[str, str]]:
 
         check_reward_function(config.reward)
         check_data_sources(config.reward, data_sources)
-    notes = check_machine(config, dry_run=dry_run)
+    notes = check_machine(config, dry_run=arguments.dry_run) if arguments.gpu is None else []
     if not isinstance(config, PPOConfig):
         return notes, facts
-    from rlsys.planning.advice import memory_line
+    from rlsys.planning.advice import layout_lines, memory_line, time_line
+    from rlsys.planning.step_time import GpuCluster
 
-    return notes, facts | {"memory": memory_line(config)}
+    machine = _machine(config, arguments)
+    facts |= {"memory": memory_line(config, machine)}
+    if arguments.gpu is not None and machine.actor:
+        cluster = GpuCluster(GPUS[arguments.gpu], config.trainer.n_gpus_per_node)
+        facts |= {"time": time_line(config, machine, cluster), "layouts": layout_lines(config, machine, cluster)}
+    return notes, facts
 
 
-def _choose(config: C, given: Collection[str]) -> tuple[Mapping[str, Any], str]:
-    """The sizes that are not set, for the device of this machine."""
+def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Mapping[str, Any], str]:
+    """The sizes that are not set, for the device of this machine or the one that is planned for."""
     if not isinstance(config, PPOConfig):
         return {}, ""
-    from rlsys.planning.advice import facts_of
     from rlsys.planning.sizes import choose_sizes
 
-    return choose_sizes(config, given, facts_of(config, *device_memory(config)))
+    return choose_sizes(config, given, _machine(config, arguments))
+
+
+def _machine(config: PPOConfig, arguments: Arguments) -> Machine:
+    from rlsys.planning.advice import facts_of
+
+    if arguments.gpu is not None:
+        return facts_of(config, "cuda", GPUS[arguments.gpu].memory_bytes)
+    return facts_of(config, *device_memory(config))
 
 
 def run_job(config: C, job: str) -> int:

@@ -9,19 +9,23 @@ from difflib import get_close_matches
 
 from rlsys.config.overrides import Override, parse_override
 from rlsys.utils.errors import ConfigError
+from rlsys.utils.gpus import GPUS
 
 _PARSER = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
 _PARSER.add_argument("--config-name", "-cn")
 _PARSER.add_argument("--config-path", "-cp", "--config-dir", "-cd")
+_PARSER.add_argument("--gpu")
 _PARSER.add_argument("--help", "-h", nargs="*")
 for _flag in ("--print-config", "--dry-run", "--version"):
     _PARSER.add_argument(_flag, action="store_true")
-_OPTIONS = ("--config-name", "--config-path", "--config-dir", "--print-config", "--dry-run", "--help", "--version")
+_OPTIONS = ("--config-name", "--config-path", "--config-dir", "--print-config", "--dry-run", "--gpu", "--help")
+_OPTIONS += ("--version",)
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """A parsed command line; `problems` are overrides that cannot be parsed, `help` the words after --help."""
+    """A parsed command line; `problems` are overrides that cannot be parsed, `help` the words after --help, `gpu` the
+    type that a dry run plans for."""
 
     overrides: tuple[Override, ...] = ()
     problems: tuple[str, ...] = ()
@@ -31,6 +35,7 @@ class Arguments:
     version: bool = False
     print_config: bool = False
     dry_run: bool = False
+    gpu: str | None = None
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
@@ -41,6 +46,8 @@ def parse_arguments(argv: Sequence[str]) -> Arguments:
         raise ConfigError(f"{error.argument_name} needs a value, e.g. --config-name=ppo_trainer") from None
     if "" in (options.config_name, options.config_path):
         raise ConfigError("--config-name and --config-path need a value, e.g. --config-name=ppo_trainer")
+    if options.gpu is not None and (not options.dry_run or options.gpu not in GPUS):
+        raise ConfigError(f"--gpu={options.gpu}: a dry run plans for {', '.join(GPUS)}, e.g. --dry-run --gpu=H100")
     overrides: list[Override] = []
     problems: list[str] = []
     for text in (text for text in rest if not text.isspace()):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, TypeVar
 
-from rlsys.config.arguments import parse_arguments
+from rlsys.config.arguments import Arguments, parse_arguments
 from rlsys.config.introspect import default_of, leaves, nest, shown, value_at
 from rlsys.config.load import Loaded, load
 from rlsys.config.plan import plan_text
@@ -25,15 +25,15 @@ def main_config(
     argv: Sequence[str],
     schema: type[S],
     *,
-    check: Callable[[S, bool], tuple[Sequence[str], Mapping[str, str]]] | None = None,
-    choose: Callable[[S, Collection[str]], tuple[Mapping[str, Any], str]] | None = None,
+    check: Callable[[S, Arguments], tuple[Sequence[str], Mapping[str, str]]] | None = None,
+    choose: Callable[[S, Collection[str], Arguments], tuple[Mapping[str, Any], str]] | None = None,
 ) -> S:
     """The configuration of a job, after printing its headline, notes and plan.
 
-    `check`, called with the configuration and whether it is a dry run, returns notes on what settings name and facts
-    for `plan_text`, and raises ConfigError or DataError. `choose`, called with the configuration and the keys that are
-    set, returns values of others and what the plan says about them. Exits with 2 and a message on stderr if a setting
-    is wrong, and with 0 after --help, --version, --print-config and --dry-run.
+    `check`, called with the configuration and the arguments, returns notes on what settings name and facts for
+    `plan_text`, and raises ConfigError or DataError. `choose`, called with the configuration, the keys that are set and
+    the arguments, returns values of others and what the plan says about them. Exits with 2 and a message on stderr if a
+    setting is wrong, and with 0 after --help, --version, --print-config and --dry-run.
     """
     try:
         arguments = parse_arguments(argv)
@@ -45,9 +45,9 @@ def main_config(
             _print_and_exit(help_text(schema, *arguments.help))
         loaded, sizes = load(arguments, schema), ""
         if choose is not None and not arguments.print_config:
-            chosen, sizes = choose(loaded.config, loaded.settings.keys())
+            chosen, sizes = choose(loaded.config, loaded.settings.keys(), arguments)
             loaded = replace(loaded, config=load(arguments, schema, chosen=chosen).config)
-        notes, facts = check(loaded.config, arguments.dry_run) if check and not arguments.print_config else ((), {})
+        notes, facts = check(loaded.config, arguments) if check and not arguments.print_config else ((), {})
     except (ConfigError, DataError) as error:
         print(f"rlsys: {error}", file=sys.stderr)
         raise SystemExit(EXIT_CONFIG_ERROR) from None

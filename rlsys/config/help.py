@@ -27,6 +27,7 @@ Options
   --config-path FOLDER  where to look for it first
   --print-config        print the settings as YAML, with derived values as comments
   --dry-run             check everything, print the plan and exit
+  --dry-run --gpu=H100  plan for GPUs of this type, which need not be here: seconds of a step, layouts that fit
   --help                this text
   --help WORD ...       the keys of a section, one key with its type and other names, or the keys that hold a word
   --help all            every key

@@ -108,8 +108,8 @@ def total_steps(num_rows: int, batch_size: int, total_epochs: int, total_trainin
 def plan_text(cfg: Section, facts: Mapping[str, str] = MappingProxyType({})) -> str:
     """The plan of any job as people read it, a line for each subject.
 
-    `facts` are what no setting says: "data" and "validation", and of a PPO job "memory" and the
-    "sizes" that were chosen.
+    `facts` are what no setting says: "data" and "validation", and of a PPO job "memory", "time",
+    "layouts" and the "sizes" that were chosen.
     """
     lines = [(name, facts.get(name, "")) for name in ("data", "validation")]
     if isinstance(cfg, PPOConfig):
@@ -136,7 +136,7 @@ def _ppo_lines(cfg: PPOConfig, facts: Mapping[str, str]) -> list[tuple[str, str]
         ("advantages", f"{cfg.algorithm.adv_estimator}; loss {cfg.actor_rollout_ref.actor.policy_loss.loss_mode}"),
         ("length", _length_words(trainer.total_training_steps, trainer.total_epochs, data.train_batch_size)),
         ("workers", _worker_words(trainer, plan.pools)),
-        *((name, facts.get(name, "")) for name in ("memory", "sizes")),
+        *((name, facts.get(name, "")) for name in ("memory", "sizes", "time", "layouts")),
         ("weights", _weights_words(trainer.max_staleness, trainer.sync_freq) + by),
         ("output", trainer.default_local_dir),
     ]

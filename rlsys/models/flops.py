@@ -15,15 +15,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-DENSE_PEAK = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100": 989e12,
+from rlsys.utils.gpus import GPUS, find_by_name
+
+DENSE_PEAK = {name: gpu.flops for name, gpu in GPUS.items()} | {
     "H100 PCIE": 756e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
     "A800": 312e12,
     "L40S": 362e12,
     "L40": 181e12,
@@ -76,9 +71,7 @@ class ModelFlops:
 
 def data_sheet_flops(device_name: str) -> float | None:
     """Dense half-precision FLOP/s of a device by its marketing name, None when it is not in the table."""
-    words = set(device_name.upper().replace("-", " ").split())
-    known = [name for name in DENSE_PEAK if set(name.split()) <= words]
-    return DENSE_PEAK[max(known, key=len)] if known else None
+    return find_by_name(DENSE_PEAK, device_name)
 
 
 @cache

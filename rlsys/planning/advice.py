@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,24 +9,25 @@ from typing import Any
 from rlsys.config import PPOConfig
 from rlsys.config.checks.files import model_facts
 from rlsys.planning.footprint import decoder_of
-from rlsys.planning.memory import CACHE, Device, MemoryPlan, Stage
+from rlsys.planning.layouts import propose_layouts
+from rlsys.planning.memory import CACHE, Device, Lengths, MemoryPlan, Stage
 from rlsys.planning.roles import together
 from rlsys.planning.sizes import Machine, plan_with
+from rlsys.planning.step_time import GpuCluster, Phase, plan_step, step_seconds
 from rlsys.utils.errors import ConfigError
 
 GIB = 1 << 30
-WORTH = 0.99
+WORTH, HARDLY_ANY_S = 0.99, 0.005
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
 
-def memory_line(cfg: PPOConfig) -> str:
+def memory_line(cfg: PPOConfig, machine: Machine) -> str:
     """The plan of a configuration in a line: GiB on one device to start, to generate, and at most in the other stages.
 
     Empty where the model's config.json is not on this machine. An engine that takes a share of the device for its
-    cache is counted without it.
+    cache is counted without it where the device's size is not known.
     """
-    policy, device = cfg.actor_rollout_ref, _device(cfg)
-    machine = facts_of(cfg, device, 0)
+    policy, device = cfg.actor_rollout_ref, machine.device
     if not machine.actor:
         return ""
     try:
@@ -66,15 +66,6 @@ def _facts(path: str | None) -> dict[str, Any]:
     return model_facts(Path(path)) if path else {}
 
 
-def _device(cfg: PPOConfig) -> Device:
-    """The device that workers will find, as far as can be known before they start: a cluster is taken to have GPUs."""
-    run = cfg.trainer
-    if run.device != "auto":
-        return run.device
-    joins = run.backend == "ray" and bool(cfg.ray_kwargs.ray_init.address or os.environ.get("RAY_ADDRESS"))
-    return "cuda" if joins or Path("/dev/nvidiactl").exists() else "cpu"
-
-
 def _gib(stage: Stage) -> str:
     return f"{stage.total / GIB:.1f}"
 
@@ -87,9 +78,42 @@ def table(stages: Sequence[Stage], *, room_bytes: int) -> str:
         sizes, left = [*(stage.bytes.get(owner, 0) for owner in owners), stage.total], room_bytes - stage.total
         cells = [f"{size / GIB:.2f}" if size else "" for size in sizes]
         lines.append([stage.name, *cells, f"{left / GIB:.2f}{' !' if left < 0 else ''}"])
+    return aligned(lines)
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Columns of text, the first to the left and the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rows = (zip(line, widths, strict=True) for line in lines)
     return "\n".join("  ".join([n.ljust(w), *(cell.rjust(w) for cell, w in row)]).rstrip() for (n, w), *row in rows)
+
+
+def step_table(phases: Sequence[Phase]) -> str:
+    """A line for each phase, a column for each cause, in seconds."""
+    causes = sorted({cause for phase in phases for cause, seconds in phase.seconds.items() if seconds >= HARDLY_ANY_S})
+    lines = [["seconds", *causes, "total"]]
+    for phase in phases:
+        seconds = [*(phase.seconds.get(cause, 0.0) for cause in causes), phase.total]
+        lines.append([phase.name, *(f"{one:.2f}" if one >= HARDLY_ANY_S else "" for one in seconds)])
+    return aligned(lines)
+
+
+def time_line(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> str:
+    """Seconds of a step whose rows are as long as they may be, with its phases."""
+    facts = {"critic": machine.critic, "reward_model": machine.reward_model}
+    try:
+        phases = plan_step(cfg, machine.actor, cluster, **facts)
+    except (ConfigError, KeyError, TypeError, ValueError, ArithmeticError) as error:
+        return f"cannot be planned: {error}"
+    parts = ", ".join(f"{phase.name} {phase.total:.1f}" for phase in phases)
+    return f"{step_seconds(cfg, phases):.1f} s a step at full length: {parts}"
+
+
+def layout_lines(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> str:
+    """The fastest layouts that fit, for rows as long as they may be."""
+    proposals = propose_layouts(cfg, machine, cluster, lengths=Lengths.longest(cfg), most=3)
+    lines = [f"{one.seconds:.1f} s, {one.peak_bytes / GIB:.0f} GiB: {one.name}" for one in proposals]
+    return "\n             ".join(lines or ["none fits; use more GPUs, or rollout processes of their own"])
 
 
 def too_large(plan: MemoryPlan, *, room_bytes: int) -> list[Stage]:

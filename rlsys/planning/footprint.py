@@ -6,9 +6,10 @@ queries and of keys (values alike), c bytes of the computing type. Norms are com
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +42,29 @@ class Decoder:
     kv: int
     ffn: int
     routed: int
+    num_experts: int
+    num_sparse: int
+    in_experts: int
+    active: int
+    """Weights of all layers that multiply a token."""
+    attended: int
+    """Multiplications of a token with one that it attends to, in all layers."""
+    cached: int
+    """Elements of a token in the cache of a serving engine, in all layers."""
+    cache_heads: int
+    """Ranks that such a cache can be split over."""
     adaptable: int
     """Sum of inputs and outputs of all linear layers inside the blocks: a rank of adapters on all costs so much."""
 
 
 def decoder_of(hf_config: Mapping[str, Any], *, head: Head = "lm") -> Decoder:
     """The sizes of the model of a config.json; ConfigError for a family without a table."""
+    return _decoder(json.dumps(hf_config), head)
+
+
+@lru_cache
+def _decoder(config: str, head: Head) -> Decoder:
+    hf_config = json.loads(config)
     family = family_of(hf_config)
     shapes, sizes = family.hf_shapes(hf_config, head=head), family.dims(hf_config)
     layers: dict[str, int] = {}
@@ -54,11 +72,15 @@ def decoder_of(hf_config: Mapping[str, Any], *, head: Head = "lm") -> Decoder:
         key = name.split(".")[2] if name.startswith(LAYER) else ""
         layers[key] = layers.get(key, 0) + prod(shape)
     outer = layers.pop("")
-    matrices = [shape for name, shape in shapes.items() if name.startswith(LAYER) and len(shape) == 2]
     routed = int(hf_config.get("num_experts_per_tok") or 0) if sizes.get("experts") else 0
     sparse = routed * sizes.get("expert_ffn", 0) + sizes.get("shared_ffn", 0)
-    dense = any(not family.is_sparse(hf_config, layer) for layer in range(sizes["layers"]))
+    num_sparse = sum(family.is_sparse(hf_config, layer) for layer in range(sizes["layers"]))
+    dense = num_sparse < sizes["layers"]
+    matrices = [(name, shape) for name, shape in shapes.items() if name.startswith(LAYER) and len(shape) == 2]
+    in_experts = sum(prod(shape) for name, shape in matrices if EXPERTS in name)
+    active = sum(prod(shape) for _, shape in matrices) - in_experts
     q, kv = _attention_widths(hf_config, sizes)
+    latent = hf_config.get("kv_lora_rank")
     return Decoder(
         parameters=outer + sum(layers.values()),
         layer=max(layers.values()),
@@ -71,7 +93,14 @@ def decoder_of(hf_config: Mapping[str, Any], *, head: Head = "lm") -> Decoder:
         kv=kv,
         ffn=max(sparse, sizes["ffn"] if dense else 0),
         routed=routed,
-        adaptable=sum(sum(shape) for shape in matrices),
+        num_experts=(experts := sizes.get("experts") or 1),
+        num_sparse=num_sparse,
+        in_experts=in_experts,
+        active=active + in_experts * routed // experts,
+        attended=sizes["layers"] * 2 * (kv if latent else q),
+        cached=sizes["layers"] * (latent + hf_config["qk_rope_head_dim"] if latent else 2 * kv),
+        cache_heads=1 if latent else sizes["groups"],
+        adaptable=sum(sum(shape) for _, shape in matrices),
     )
 
 
@@ -103,6 +132,12 @@ class Held:
 
 def held_at(hf_config: Mapping[str, Any], place: RankPlace, *, head: Head = "lm") -> Held:
     """What Megatron's rank at `place` holds."""
+    return _held(json.dumps(hf_config), place, head)
+
+
+@lru_cache(maxsize=4096)
+def _held(config: str, place: RankPlace, head: Head) -> Held:
+    hf_config = json.loads(config)
     family = family_of(hf_config)
     shards = family.shards(hf_config, place, head=head)
     shapes = family.local_shapes(hf_config, place, shards)

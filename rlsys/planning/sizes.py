@@ -64,7 +64,7 @@ class _Job:
     machine: Machine
 
     def with_value(self, key: str, value: Any) -> _Job:
-        return replace(self, cfg=_replaced(self.cfg, nest({key: value})))
+        return replace(self, cfg=replaced(self.cfg, {key: value}))
 
     def needs(self, *stages: str) -> dict[str, int]:
         """Bytes by owner of the largest of these stages; nothing where they are not known."""
@@ -116,6 +116,11 @@ def plan_with(cfg: PPOConfig, machine: Machine) -> MemoryPlan:
         device=machine.device,
         device_bytes=machine.device_bytes,
     )
+
+
+def replaced(section: Any, settings: dict[str, Any]) -> Any:
+    """A section with other values of some keys, given with their dots."""
+    return _replaced(section, nest(settings))
 
 
 def _replaced(section: Any, tree: Mapping[str, Any]) -> Any:

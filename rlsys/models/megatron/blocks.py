@@ -99,8 +99,6 @@ def attention_dims(hf_config: HFConfig) -> dict[str, int]:
 
 def attention_settings(hf_config: HFConfig) -> dict[str, Any]:
     """Megatron's settings of a decoder with RMSNorm, grouped-query attention and a gated MLP, without dropout."""
-    from torch.nn import functional  # here alone: the rest of the tables is read without torch
-
     dims = attention_dims(hf_config)
     return {
         "num_layers": dims["layers"],
@@ -112,7 +110,6 @@ def attention_settings(hf_config: HFConfig) -> dict[str, Any]:
         "normalization": "RMSNorm",
         "layernorm_epsilon": hf_config.get("rms_norm_eps", 1e-6),
         "gated_linear_unit": True,
-        "activation_func": functional.silu,
         "add_bias_linear": False,
         "init_method_std": hf_config.get("initializer_range", 0.02),
         "hidden_dropout": 0.0,

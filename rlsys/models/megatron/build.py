@@ -49,6 +49,7 @@ def transformer_config(
         raise ConfigError(f"{what} on tensor-parallel ranks: set sequence_parallel=true")
     fused = HAS_TRANSFORMER_ENGINE  # without it fused kernels would be compiled, which takes minutes
     settings: dict[str, Any] = {
+        "activation_func": nn.functional.silu,
         **own,
         "tensor_model_parallel_size": sizes.tp,
         "pipeline_model_parallel_size": sizes.pp,

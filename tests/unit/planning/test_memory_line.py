@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlsys.config import load_config
-from rlsys.planning.advice import memory_line
+from rlsys.planning.advice import facts_of, memory_line
 from rlsys.planning.footprint import decoder_of
 from scripts.model_shapes import SHAPES
 
@@ -41,7 +42,8 @@ def line(folder: Path, *settings: str, shape: dict[str, Any] = LLAMA_7B) -> str:
     (folder / "config.json").write_text(json.dumps(shape))
     given = ["data.train_files=null", "data.val_files=null", f"actor_rollout_ref.model.path={folder}"]
     eight = ["trainer.n_gpus_per_node=8", "trainer.device=cuda", f"{ROLLOUT}.name=vllm", *settings]
-    return memory_line(load_config(["--config-name=quickstart", *given, *eight]))
+    cfg = load_config(["--config-name=quickstart", *given, *eight])
+    return memory_line(cfg, facts_of(cfg, "cuda", 0))
 
 
 def figures(text: str) -> dict[str, float]:
@@ -102,19 +104,22 @@ def test_an_unplannable_model_is_reported_and_a_missing_one_leaves_the_line_out(
     odd = LLAMA_7B | {"architectures": ["Unheard"], "model_type": "unheard"}
     assert line(tmp_path, shape=odd).startswith("cannot be planned: ")
     assert line(tmp_path, shape={"architectures": ["LlamaForCausalLM"]}).startswith("cannot be planned: ")
-    assert memory_line(load_config(["--config-name=quickstart"])) == ""
+    cfg = load_config(["--config-name=quickstart"])
+    assert memory_line(cfg, facts_of(cfg, "cpu", 0)) == ""
 
 
 def test_a_dry_run_plans_without_torch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_7B))
-    code = "import sys, trainer.main_ppo as job\ntry: job.main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
-    argv = [
-        "--dry-run",
-        "--config-name=quickstart",
-        f"actor_rollout_ref.model.path={tmp_path}",
-        "trainer.device=cpu",
-        "data.train_files=null",
-    ]
+    code = (
+        "import contextlib, sys, trainer.main_ppo as job\n"
+        "for own in (['trainer.device=cpu'], ['--gpu=H100', *sys.argv.pop().split()]):\n"
+        "    with contextlib.suppress(SystemExit): job.main([*sys.argv[1:], *own])\n"
+        "print('torch' in sys.modules)"
+    )
+    model = f"actor_rollout_ref.model.path={tmp_path}"
+    rows = ("data.train_batch_size=512", f"{ACTOR}.ppo_mini_batch_size=512", f"{ROLLOUT}.n=4")
+    many = f"trainer.nnodes=64 trainer.n_gpus_per_node=8 {ROLLOUT}.name=vllm"
+    argv = ["--dry-run", "--config-name=quickstart", model, "data.train_files=null", *rows, many]
     done = subprocess.run(
         [sys.executable, "-c", code, *argv],
         cwd=ROOT,
@@ -125,4 +130,7 @@ def test_a_dry_run_plans_without_torch(tmp_path: Path) -> None:
         check=True,
     )
     assert "  memory     6738.4M parameters; GiB on a CPU process: " in done.stdout
+    assert "  memory     6738.4M parameters; GiB on a GPU: " in done.stdout
+    assert re.search(r"  time       [\d.]+ s a step at full length: rollout [\d.]+, update_actor ", done.stdout)
+    assert re.search(r"  layouts    [\d.]+ s, \d+ GiB: .*; rollout TP\d+ x DP\d+\n {13}[\d.]+ s, ", done.stdout)
     assert done.stdout.splitlines()[-1] == "False"

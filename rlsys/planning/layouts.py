@@ -1,0 +1,152 @@
+"""Layouts of a job on the GPUs it has: which fit, and which of them takes the fewest seconds a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from rlsys.config import PPOConfig, plan_batches
+from rlsys.config.engines import rollout_backend
+from rlsys.models.megatron.family import find_family
+from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
+from rlsys.planning import footprint as fp
+from rlsys.planning.memory import Lengths, PlanInputs, device_roles
+from rlsys.planning.sizes import Machine, choose_sizes, plan_with, replaced
+from rlsys.planning.step_time import GpuCluster, Phase, plan_step, rollout_phase, step_seconds, training_phases
+from rlsys.utils.errors import ConfigError
+
+Settings = dict[str, Any]
+ROLLOUT = "actor_rollout_ref.rollout"
+ACTOR, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+ROLES = {ACTOR: "fsdp_config", REF: "fsdp_config", "critic": "fsdp"}
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+NAMES = ("tensor", "pipeline", "context", "expert")
+Timed = tuple[float, str, Settings]
+SIMPLER = 1.02
+"""What a further size must gain."""
+BEST = {f"{ROLLOUT}.gpu_memory_utilization": 0.85, f"{ROLLOUT}.max_num_seqs": 1024}
+"""What an engine has at most; layouts are tried in the order of what they could then reach."""
+MOST_TRIED, SPARE = 200, 4
+"""Layouts whose memory is planned, the fastest first, and how many more must fit than are asked for."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A layout that fits: a name, the settings that ask for it, seconds of a step and bytes of its largest stage."""
+
+    name: str
+    settings: Mapping[str, Any]
+    phases: tuple[Phase, ...]
+    seconds: float
+    peak_bytes: int
+
+
+def propose_layouts(
+    cfg: PPOConfig, machine: Machine, cluster: GpuCluster, *, lengths: Lengths, sigma: float = 0.0, most: int = 5
+) -> list[Proposal]:
+    """At most `most` layouts that fit, the fastest first; token budgets and what is recomputed are chosen for each."""
+    facts, critic = machine.actor, machine.critic
+    serving, training = list[Timed](), list[Timed]()
+    for name, settings in _rollout_layouts(cfg, machine):
+        job = _job(cfg, settings | BEST, lengths)
+        serving.append((rollout_phase(job, facts, cluster, sigma).total, name, settings))
+    for name, settings in _training_layouts(cfg, machine, cluster):
+        job = _job(cfg, settings, lengths)
+        roles = device_roles(job, facts, critic or facts, machine.reward_model)
+        if all(sum(one.role.held().values()) <= machine.room_bytes for one in roles):
+            seconds = sum(phase.total for phase in training_phases(job, roles, facts, cluster))
+            training.append((seconds * SIMPLER ** name.count(","), name, settings))
+    proposals, tried = list[Proposal](), 0
+    for (trains_s, name, trains), (serves_s, copies, serves) in sorted(product(training, serving), key=_both):
+        fastest = sorted(one.seconds for one in proposals)[: most + SPARE]
+        if tried == MOST_TRIED or (len(fastest) == most + SPARE and trains_s + serves_s > fastest[-1]):
+            break
+        settings, tried = trains | serves, tried + 1
+        try:
+            chosen, _ = choose_sizes(replaced(cfg, settings), settings, machine)
+            changed = replaced(cfg, settings | chosen)
+            plan = plan_with(changed, machine)
+        except ConfigError:
+            continue
+        peak = max(stage.total for stage in (*plan.train, *plan.rollout))
+        if peak <= machine.room_bytes:
+            phases = plan_step(changed, facts, cluster, critic=critic, lengths=lengths, sigma=sigma)
+            seconds = step_seconds(changed, phases)
+            proposals.append(Proposal(f"{name}; rollout {copies}", settings | chosen, phases, seconds, peak))
+    return sorted(proposals, key=lambda one: one.seconds)[:most]
+
+
+def _job(cfg: PPOConfig, settings: Settings, lengths: Lengths) -> PlanInputs:
+    changed = replaced(cfg, settings)
+    return PlanInputs(changed, plan_batches(changed), lengths, "cuda", 0)
+
+
+def _both(pair: tuple[Timed, Timed]) -> float:
+    return pair[0][0] + pair[1][0]
+
+
+def _rollout_layouts(cfg: PPOConfig, machine: Machine) -> Iterator[tuple[str, Settings]]:
+    """Tensor-parallel copies of the engine whose weights fit."""
+    ranks, facts = plan_batches(cfg).pools.rollout_ranks, machine.actor
+    weights = 2 * fp.decoder_of(facts).parameters
+    for tp in SIZES if "t" in rollout_backend(cfg.actor_rollout_ref.rollout.name).dims else (1,):
+        fits = weights / tp < machine.room_bytes and not facts["num_attention_heads"] % tp
+        if ranks and not ranks % tp and fits:
+            yield f"TP{tp} x DP{ranks // tp}", {f"{ROLLOUT}.tensor_model_parallel_size": tp}
+
+
+def _training_layouts(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> Iterator[tuple[str, Settings]]:
+    """FSDP over all ranks or over those of some nodes, and Megatron's sizes, with and without offloading."""
+    ranks, facts = plan_batches(cfg).pools.train_ranks, machine.actor
+    rows = [role.ppo_mini_batch_size * cfg.actor_rollout_ref.rollout.n for role in _trained(cfg)]
+    layers = facts["num_hidden_layers"]
+    for share, ulysses in product({ranks, *(n * cluster.node_size for n in (1, 2, 4, 8))}, SIZES[:4]):
+        dp, odd = ranks // ulysses, facts["num_attention_heads"] % ulysses
+        if not ranks % share and share <= ranks and not ranks % ulysses and not odd and _divides(dp, rows):
+            settings = {"strategy": "fsdp", "ulysses_sequence_parallel_size": ulysses}
+            sharding = {"fsdp_size": share if share < ranks else -1}
+            name = f"FSDP{share}" + f" x {ranks // share}" * (share < ranks) + f", Ulysses {ulysses}" * (ulysses > 1)
+            yield from _offloaded(name, settings, "", sharding)
+    if (family := find_family(facts)) is None:
+        return
+    for tp, pp, cp, ep in product(SIZES[:4], SIZES, SIZES[:4], SIZES):
+        sizes = (tp, pp, cp, ep)
+        last = layers - (pp - 1) * -(-layers // pp)
+        uneven = {"num_layers_in_last_pipeline_stage": last} if pp > 1 and layers % pp else {}
+        own_last = last if uneven else None
+        layout = ParallelSizes(tp, pp, cp=cp, ep=ep, etp=1, sequence_parallel=True, last_layers=own_last)
+        try:
+            layout.check(ranks)
+            family.check(facts, RankPlace(layout))
+        except ConfigError:
+            continue
+        if _divides(ranks // (tp * pp * cp), rows):
+            keys = {f"{name}_model_parallel_size": size for name, size in zip(NAMES, sizes, strict=True)}
+            keys["context_parallel_size"] = keys.pop("context_model_parallel_size")
+            keys |= {"expert_tensor_parallel_size": 1, "sequence_parallel": True}
+            name = ", ".join(f"{key[0].upper()}P{size}" for key, size in zip(NAMES, sizes, strict=True) if size > 1)
+            own = keys | ({"override_transformer_config": uneven} if uneven else {})
+            yield from _offloaded(f"Megatron, {name or 'DP'}", {"strategy": "megatron"}, "megatron", own)
+
+
+def _divides(dp: int, rows: list[int]) -> bool:
+    return dp > 0 and not any(number % dp for number in rows)
+
+
+def _trained(cfg: PPOConfig) -> list[Any]:
+    return [cfg.actor_rollout_ref.actor, *([cfg.critic] if cfg.use_critic else [])]
+
+
+def _offloaded(name: str, role: Settings, section: str, sharding: Settings) -> Iterator[tuple[str, Settings]]:
+    """The layout as settings of all roles; the second time with everything on the host while others run."""
+    for away in (False, True):
+        settings: Settings = {}
+        for key, fsdp in ROLES.items():
+            trains = key != REF
+            parts = ("param_offload", *("optimizer_offload", *["grad_offload"] * bool(section)) * trains)
+            own = sharding | dict.fromkeys(parts, away)
+            settings |= {f"{key}.{field}": value for field, value in role.items() if trains or field != "strategy"}
+            settings |= {f"{key}.{section or fsdp}.{field}": value for field, value in own.items()}
+        yield name + ", offloaded" * away, settings

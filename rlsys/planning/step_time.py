@@ -1,0 +1,260 @@
+"""Seconds of a step by phase, from a configuration, the models' config.json and a GPU's data sheet alone.
+
+A roofline: matrix products, memory and links at a share of the data sheet's rates, and what the host needs to launch
+them. The factors were fitted to the runs of docs/performance.md; scripts/bench/step_times.py prints how well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, hypot, inf
+from statistics import NormalDist, mean
+
+from rlsys.config import PPOConfig, plan_batches
+from rlsys.config.checks.batches import sequence_ranks
+from rlsys.config.engines import rollout_backend
+from rlsys.planning import footprint as fp
+from rlsys.planning.memory import DeviceRole, Facts, Lengths, PlanInputs, device_roles, width_of
+from rlsys.planning.roles import OPTIMIZER, FsdpRole, MegatronRole, Pass, Role
+from rlsys.utils.gpus import Gpu
+
+MATMUL = 0.75
+"""Share of the data sheet's FLOP/s that a layer's matrix products reach; an 8192 product alone reaches 0.79."""
+READS = 6.5
+"""How often what a layer saves goes over memory in a pass."""
+LAYER_S = {"fsdp": 1.9e-3, "megatron": 1.3e-3}
+"""Seconds in which the host launches a layer's forward pass; a backward pass counts as two."""
+MEMORY, LINK, NETWORK = 0.87, 0.85, 0.8
+"""Shares of the rates of memory and of NVLink, as plain copies reach them, and of the network, which is assumed."""
+DECODE_S = {"vllm": (3.5e-3, 11.5e-6), "sglang": (5.2e-3, 0.6e-6)}
+"""The least that a decode step takes, and what the host adds to it for each running answer."""
+HF_LAYER_S = 1.5e-3
+"""Seconds of a layer in a decode step of HFRollout."""
+ALL_REDUCE_S, ALL_REDUCE_FAR_S = 15e-6, 60e-6
+"""Of a few rows, inside a node and over the network; assumed."""
+PUSH_S, CHECKSUM_RATE, PCIE_RATE = 0.07, 524e9, 40e9
+TAIL = 1 / 8
+"""Answers that still run when fewer than this share does are the tail."""
+QUANTILES = 64
+
+
+@dataclass(frozen=True)
+class GpuCluster:
+    """GPUs of one kind, `node_size` of them in a node."""
+
+    gpu: Gpu
+    node_size: int
+
+    def ring_s(self, num_bytes: float, ranks: int, stride: int = 1) -> float:
+        """Each rank holds `num_bytes` after an all-gather, or before a reduce-scatter, over `ranks` that are `stride`
+        apart; a node's adapters serve all of its ranks."""
+        rate = LINK * self.gpu.peer_rate
+        if ranks * stride > self.node_size:
+            rate = min(rate, NETWORK * self.gpu.network_rate * max(1, self.node_size // stride))
+        return num_bytes * (ranks - 1) / ranks / rate
+
+    def all_to_all_s(self, num_bytes: float, ranks: int) -> float:
+        """Each rank sends `num_bytes` in equal parts to `ranks`, itself among them; the slower link decides."""
+        near = min(ranks, self.node_size)
+        inside = num_bytes * (near - 1) / ranks / (LINK * self.gpu.peer_rate)
+        return max(inside, num_bytes * (ranks - near) / ranks / (NETWORK * self.gpu.network_rate))
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase of a step and its seconds by cause."""
+
+    name: str
+    seconds: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+def plan_step(
+    cfg: PPOConfig,
+    actor: Facts,
+    cluster: GpuCluster,
+    *,
+    critic: Facts | None = None,
+    reward_model: Facts | None = None,
+    lengths: Lengths | None = None,
+    sigma: float = 0.0,
+) -> tuple[Phase, ...]:
+    """The phases of a step; responses are lognormal with `sigma`, cut at the longest. ConfigError as of plan_memory.
+
+    Adapters are taken to cost what full training does; graders and the controller cost nothing.
+    """
+    given = lengths or Lengths.longest(cfg)
+    job = PlanInputs(cfg, plan_batches(cfg), given, "cuda", 0)
+    rollout = () if job.plan.pools.external else (rollout_phase(job, actor, cluster, sigma),)
+    roles = device_roles(job, actor, critic or actor, reward_model)
+    return (*rollout, *training_phases(job, roles, actor, cluster))
+
+
+def training_phases(job: PlanInputs, roles: Sequence[DeviceRole], actor: Facts, cluster: GpuCluster) -> Iterator[Phase]:
+    """The phases of the ranks that train, where `roles` are (the actor first), and the weight push."""
+    for one in roles:
+        for name, trains, size in one.stages:
+            trained = job.plan.critic if name == "update_critic" and job.plan.critic else job.plan.actor
+            seconds = _passes(job, one.role, size, cluster, trains=trains)
+            steps = trained.optimizer_steps if trains else 1
+            yield Phase(name, {cause: steps * one for cause, one in seconds.items()} | _offloading(one))
+    yield Phase("update_weights", _push(job, actor, roles[0].role, cluster))
+
+
+def step_seconds(cfg: PPOConfig, phases: Sequence[Phase]) -> float:
+    """Seconds of a whole step; where other devices generate ahead, of the side that takes longer."""
+    rollout = sum(phase.total for phase in phases if phase.name == "rollout")
+    others = sum(phase.total for phase in phases) - rollout
+    return max(rollout, others) if cfg.trainer.max_staleness and cfg.trainer.rollout_workers else rollout + others
+
+
+def _passes(job: PlanInputs, role: Role, size: Pass, cluster: GpuCluster, *, trains: bool) -> dict[str, float]:
+    """All micro-batches of a rank, and with `trains` the reduction of gradients and the optimizer."""
+    d, c, row = role.model, role.how.c, job.lengths.mean_prompt + job.lengths.mean_response
+    kind, tp, pp, vp, held = "fsdp", 1, 1, 1, d.parameters
+    if isinstance(role, MegatronRole):
+        kind, tp, pp, vp = "megatron", role.sizes.tp, role.sizes.pp, role.sizes.vp
+        held = role.held_here.parameters
+    again, layers = int(trains and role.how.recompute), d.num_layers / pp
+    blocks = 2.0 * size.tokens * (d.active + d.attended * (row + 1) / 2) / (pp * tp)
+    head = 2.0 * size.responses * d.vocab * d.hidden / tp if role.lm else 0.0
+    passes = 1 + again + 2 * trains
+    compute = (blocks * passes + head * (1 + 2 * trains)) / (MATMUL * _flops(job, role, cluster))
+    saved = layers * fp.layer_saved_bytes(d, size.tokens, c=c, fused=kind == "megatron", tp=tp, shared_norms=tp > 1)
+    logits = fp.WIDE * size.responses * d.vocab / tp if role.lm else 0.0
+    weights = held * (c * passes + 2 * fp.WIDE * trains)
+    memory = (READS * (1 + again + trains) * (saved + logits) + weights) / (MEMORY * cluster.gpu.memory_rate)
+    if isinstance(role, MegatronRole):
+        sent = sum(_communication(role, size, cluster, passes=passes, trains=trains))
+    else:
+        gathered = d.parameters * (c * (1 + trains) + role.master * trains)
+        shared = d.num_layers * 2 * size.tokens * c * (d.q + d.kv)
+        sent = max(0.0, cluster.ring_s(gathered, role.ranks) - compute - memory)
+        sent += passes * cluster.all_to_all_s(shared, sequence_ranks(job.cfg.actor_rollout_ref.actor))
+    busy, host = compute + memory + sent, LAYER_S[kind] * layers * passes
+    times = {"compute": compute, "memory": memory, "communication": sent, "host": hypot(busy, host) - busy}
+    seconds = {cause: size.count * one for cause, one in times.items()}
+    seconds |= {"bubble": (pp - 1) / vp * hypot(busy, host)}
+    if trains:
+        state = 3 * role.held().get(OPTIMIZER, 0)
+        seconds["memory"] += state / (MEMORY * cluster.gpu.memory_rate)
+        seconds["communication"] += sum(_reduction(job, role, cluster))
+    return seconds
+
+
+def _flops(job: PlanInputs, role: Role, cluster: GpuCluster) -> float:
+    """FLOP/s of the data sheet: of FP8 where Megatron's actor computes in it."""
+    megatron = job.cfg.actor_rollout_ref.actor.megatron
+    is_fp8 = isinstance(role, MegatronRole) and role.trained and megatron.fp8
+    return cluster.gpu.fp8_flops if is_fp8 else cluster.gpu.flops
+
+
+def _communication(
+    role: MegatronRole, size: Pass, cluster: GpuCluster, *, passes: int, trains: bool
+) -> Iterator[float]:
+    """Seconds of a micro-batch in which rows, contexts, experts' inputs and stages' outputs are exchanged."""
+    d, c = role.model, role.how.c
+    s, layers, rows = role.sizes, d.num_layers / role.sizes.pp, size.tokens * c * d.hidden
+    yield layers * 4 * passes * cluster.ring_s(rows, s.tp)
+    yield layers * passes * cluster.ring_s(2 * size.tokens * c * d.kv * s.cp / s.tp, s.cp, s.tp)
+    routed = d.num_sparse / s.pp * 2 * d.routed * rows / s.tp
+    yield passes * cluster.all_to_all_s(routed, s.ep * s.expert_tp)
+    if s.pp > 1:
+        yield (1 + trains) * cluster.all_to_all_s(rows / s.tp, 1 << 30 if _stage(role) >= cluster.node_size else 2)
+
+
+def _stage(role: MegatronRole) -> int:
+    """Ranks of a pipeline stage."""
+    return role.dp * role.sizes.tp
+
+
+def _reduction(job: PlanInputs, role: Role, cluster: GpuCluster) -> Iterator[float]:
+    """Seconds in which gradients are added up over data-parallel ranks and parameters come back."""
+    if isinstance(role, FsdpRole):
+        replicas = job.plan.pools.train_ranks // role.ranks
+        yield 2 * cluster.ring_s(role.master * role.model.parameters / role.ranks, replicas, role.ranks)
+        return
+    here, s, width = role.adapters or role.held_here, role.sizes, fp.WIDE + role.how.c
+    yield cluster.ring_s(width * here.dense, role.dp, s.tp)
+    yield cluster.ring_s(width * here.experts, role.expert_dp, s.expert_tp * s.ep)
+
+
+def _offloading(one: DeviceRole) -> dict[str, float]:
+    """What is on the host between stages comes and goes."""
+    away = sum(size for owner, size in one.role.held().items() if owner in one.leaves)
+    return {"offload": 2 * away / PCIE_RATE}
+
+
+def rollout_phase(job: PlanInputs, facts: Facts, cluster: GpuCluster, sigma: float) -> Phase:
+    """A prompt is read once for its answers; answers are decoded together, fewer and fewer of them as they end."""
+    rollout, lengths, d = job.cfg.actor_rollout_ref.rollout, job.lengths, fp.decoder_of(facts)
+    rows = -(-job.plan.samples * rollout.tensor_model_parallel_size // job.plan.pools.rollout_ranks)
+    floor, row_s = DECODE_S.get(rollout.name, DECODE_S["vllm"])
+    if rollout.name == "hf":
+        floor, row_s = HF_LAYER_S * d.num_layers, 0.0
+    read = lengths.mean_prompt * rows / (rollout.n if rollout.enable_prefix_caching else 1)
+    flops = MATMUL * cluster.gpu.flops * rollout.tensor_model_parallel_size
+    seconds = {"compute": 2 * read * (d.active + d.attended * lengths.mean_prompt / 2) / flops}
+    ends = response_quantiles(lengths, sigma)
+    most = max(1.0, min(rows, rollout.max_num_seqs, _cache_rows(job, d, cluster)))
+    spans = [((rows / most - 1) * mean(ends), most, lengths.mean_response / 2)]
+    for number, (before, end) in enumerate(zip((0.0, *ends), ends, strict=False)):
+        spans.append((end - before, most * (1 - number / QUANTILES), (before + end) / 2))
+    for steps, running, drawn in spans:
+        busy = _decode_s(job, d, cluster, running, lengths.mean_prompt + drawn)
+        cause = "tail" if running < TAIL * most else ""
+        for name, one in (("memory", busy), ("host", hypot(floor, busy) - busy + row_s * running)):
+            seconds[cause or name] = seconds.get(cause or name, 0.0) + steps * one
+    return Phase("rollout", seconds)
+
+
+def _cache_rows(job: PlanInputs, d: fp.Decoder, cluster: GpuCluster) -> float:
+    """Answers of mean length that the cache of a serving engine has room for."""
+    rollout, lengths = job.cfg.actor_rollout_ref.rollout, job.lengths
+    c, tp = width_of(rollout.dtype, "cuda"), rollout.tensor_model_parallel_size
+    if rollout_backend(rollout.name).cache_share_of is None:
+        return inf
+    room = rollout.gpu_memory_utilization * cluster.gpu.memory_bytes - c * d.parameters / tp
+    return room * min(tp, d.cache_heads) / (c * d.cached * (lengths.mean_prompt + lengths.mean_response))
+
+
+def _decode_s(job: PlanInputs, d: fp.Decoder, cluster: GpuCluster, running: float, context: float) -> float:
+    """A decode step on the GPU: weights and cache are read once, of experts those that some answer is sent to."""
+    rollout, gpu = job.cfg.actor_rollout_ref.rollout, cluster.gpu
+    tp, c, head = rollout.tensor_model_parallel_size, width_of(rollout.dtype, "cuda"), d.vocab * d.hidden
+    unused = (1 - d.routed / d.num_experts) ** running if d.num_sparse else 0.0
+    weights = (head + d.parameters - d.outer - d.in_experts * unused) / tp
+    cache = running * d.cached * context / min(tp, d.cache_heads)
+    memory = c * (weights + cache) / (MEMORY * gpu.memory_rate)
+    compute = 2 * running * (d.active + head + d.attended * context) / (tp * MATMUL * gpu.flops)
+    reduce_s = ALL_REDUCE_S if tp <= cluster.node_size else ALL_REDUCE_FAR_S
+    sent = 2 * d.num_layers * (reduce_s + 2 * cluster.ring_s(c * running * d.hidden, tp)) if tp > 1 else 0.0
+    return max(memory, compute) + sent
+
+
+def response_quantiles(lengths: Lengths, sigma: float) -> list[float]:
+    """Lengths of responses, shortest first: lognormal with this mean, cut at the longest; all alike without `sigma`."""
+    normal, low, high = NormalDist(), 0.0, 1e3 * lengths.response
+    factors = [exp(sigma * normal.inv_cdf((number + 0.5) / QUANTILES)) for number in range(QUANTILES)]
+    for _ in range(60):
+        middle = (low + high) / 2
+        is_short = mean(min(middle * factor, lengths.response) for factor in factors) < lengths.mean_response
+        low, high = (middle, high) if is_short else (low, middle)
+    return [min(high * factor, lengths.response) for factor in factors]
+
+
+def _push(job: PlanInputs, facts: Facts, actor: Role, cluster: GpuCluster) -> dict[str, float]:
+    """Each rollout rank takes its share of the weights, from its own node what is there; both sides take checksums."""
+    rollout = job.cfg.actor_rollout_ref.rollout
+    taken = width_of(rollout.dtype, "cuda") * fp.decoder_of(facts).parameters / rollout.tensor_model_parallel_size
+    if isinstance(actor, FsdpRole):
+        ranks = actor.ranks
+    else:
+        s = actor.sizes
+        ranks = _stage(actor) * s.pp if s.pp > 1 else max(s.tp, s.ep * s.expert_tp)
+    sent = cluster.all_to_all_s(taken, ranks)
+    return {"communication": sent, "memory": taken / CHECKSUM_RATE, "host": PUSH_S}

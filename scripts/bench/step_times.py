@@ -1,0 +1,139 @@
+"""The step-time planner against runs that were measured: seconds by phase, planned / measured, and their ratio.
+
+    python scripts/bench/step_times.py
+
+The runs are those of docs/performance.md and one of a comparison of trainers on one H200. The factors of
+rlsys/planning/step_time.py were fitted to them: the table shows how well one set of factors describes all of them, not
+how well it predicts what was never measured. What switching memory took is left out of the measured steps.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+
+from rlsys.config import load_config  # noqa: E402
+from rlsys.planning.advice import aligned  # noqa: E402
+from rlsys.planning.memory import Lengths  # noqa: E402
+from rlsys.planning.step_time import GpuCluster, plan_step, step_seconds  # noqa: E402
+from rlsys.utils.gpus import GPUS  # noqa: E402
+from scripts.model_shapes import SHAPES  # noqa: E402
+
+ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+FILES = ("data.train_files=null", "data.val_files=null", f"{MODEL}.path=null", "algorithm.adv_estimator=remax")
+PHASES = ("rollout", "old_log_prob", "update_actor", "update_weights", "step")
+WITHIN = 0.15
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run: its shape and GPU, tokens of prompts and responses on average and at most, and seconds of PHASES.
+
+    0 seconds were not measured. `sigma` is that of lengths that the model chose itself.
+    """
+
+    name: str
+    model: str
+    tokens: tuple[int, int, int]
+    settings: tuple[str, ...]
+    seconds: tuple[float, float, float, float, float]
+    sigma: float = 0.0
+
+
+def job(prompts: int, answers: int, *more: str, tokens: int = 16384, kept: bool = False) -> tuple[str, ...]:
+    """Settings of a job; with `kept` activations are not computed again."""
+    rows = (f"data.train_batch_size={prompts}", f"{ACTOR}.ppo_mini_batch_size={prompts}", f"{ROLLOUT}.n={answers}")
+    micro = (f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu={tokens}")
+    recompute = f"{MODEL}.enable_gradient_checkpointing={str(not kept).lower()}"
+    return (*rows, *micro, recompute, f"{ROLLOUT}.max_num_seqs=512", *more)
+
+
+def layout(text: str) -> str:
+    return f"trainer.allocation_mode={text}"
+
+
+VLLM, SGLANG, HF = (f"{ROLLOUT}.name={name}" for name in ("vllm", "sglang", "hf"))
+MEGATRON, TWO = f"{ACTOR}.strategy=megatron", "trainer.n_gpus_per_node=2"
+FULL, FORCED, SHORT = (55, 512, 512), (128, 256, 256), (40, 27, 64)
+LONG = {"tokens": 4096, "kept": True}
+RUNS = (
+    Measured(
+        "TP2 PP2, vLLM", "7B H200", FULL, job(64, 4, layout("vllm:d2t2|megatron:t2p2")), (3.03, 1.27, 4.38, 0.127, 9.6)
+    ),
+    Measured(
+        "TP2 PP2, SGLang",
+        "7B H200",
+        FULL,
+        job(64, 4, layout("sglang:d2t2|megatron:t2p2")),
+        (3.27, 1.28, 4.32, 0.073, 9.2),
+    ),
+    Measured("TP2, vLLM", "7B H200", FULL, job(32, 4, layout("vllm:t2|megatron:t2")), (3.20, 1.09, 3.89, 0.077, 8.3)),
+    Measured(
+        "TP2, SGLang", "7B H200", FULL, job(32, 4, layout("sglang:t2|megatron:t2")), (2.90, 1.09, 3.87, 0.083, 8.0)
+    ),
+    Measured("FSDP2, vLLM", "7B H200", FULL, job(32, 4, layout("vllm:t2|fsdp:d2")), (2.76, 1.22, 4.21, 0.099, 8.34)),
+    Measured(
+        "FSDP2, SGLang", "7B H200", FULL, job(32, 4, layout("sglang:t2|fsdp:d2")), (2.64, 1.23, 4.20, 0.111, 8.25)
+    ),
+    Measured("FSDP, vLLM", "0.5B H200", FORCED, job(64, 8, VLLM, kept=True), (4.34, 1.25, 3.38, 0.09, 9.48)),
+    Measured("FSDP", "0.5B H100", FORCED, job(64, 8, VLLM, kept=True), (0, 1.01, 3.12, 0, 0)),
+    Measured(
+        "FSDP, SGLang", "135M H200", (50, 256, 256), job(64, 8, SGLANG, tokens=12288), (1.40, 0, 3.40, 0.038, 5.89)
+    ),
+    Measured(
+        "FSDP, vLLM, natural",
+        "135M H200",
+        (50, 47, 256),
+        job(64, 8, VLLM, tokens=12288),
+        (1.23, 0.31, 1.30, 0.063, 3.26),
+        sigma=1.0,
+    ),
+    Measured("FSDP, vLLM, short", "135M H200", SHORT, job(32, 8, VLLM), (0.27, 0, 0.38, 0.086, 0.97), sigma=0.6),
+    Measured(
+        "Megatron, vLLM, short", "135M H200", SHORT, job(32, 8, VLLM, MEGATRON), (0.34, 0, 0.33, 0.093, 1.03), sigma=0.6
+    ),
+    Measured("FSDP, HF, short", "135M H200", SHORT, job(32, 8, HF), (2.91, 0.116, 0.42, 0.089, 3.90), sigma=0.6),
+    Measured(
+        "Megatron DP2, 8 x 4096", "7B H200", (1, 4095, 4095), job(8, 1, TWO, MEGATRON, **LONG), (0, 0, 2.01, 0, 0)
+    ),
+    Measured(
+        "Megatron TP2, 8 x 4096",
+        "7B H200",
+        (1, 4095, 4095),
+        job(8, 1, TWO, MEGATRON, f"{ACTOR}.megatron.tensor_model_parallel_size=2", **LONG),
+        (0, 0, 3.42, 0, 0),
+    ),
+    Measured("Megatron, 8 x 4096", "0.5B H200", (1, 4095, 4095), job(8, 1, MEGATRON, **LONG), (0, 0, 0.67, 0, 0)),
+    Measured("FSDP, 8 x 4096", "0.5B H200", (1, 4095, 4095), job(8, 1, **LONG), (0, 0, 0.80, 0, 0)),
+)
+
+
+def planned(run: Measured) -> dict[str, float]:
+    """Seconds of PHASES by the planner."""
+    prompt, response, longest = run.tokens
+    lengths, (shape, gpu) = Lengths(prompt, longest, prompt, response), run.model.split()
+    cfg = load_config(["--config-name", "quickstart", *FILES, *run.settings])
+    phases = plan_step(cfg, SHAPES[shape], GpuCluster(GPUS[gpu], 8), lengths=lengths, sigma=run.sigma)
+    return {phase.name: phase.total for phase in phases} | {"step": step_seconds(cfg, phases)}
+
+
+def main() -> None:
+    """Print a row for each run and phase."""
+    lines, ratios = [["run", *PHASES]], list[float]()
+    for run in RUNS:
+        cells, seconds = [f"{run.model}, {run.name}"], planned(run)
+        for name, measured in zip(PHASES, run.seconds, strict=True):
+            ratio = seconds[name] / (measured or 1.0)
+            cells.append(f"{seconds[name]:.2f} / {measured:.2f} {ratio:.2f}" if measured else "")
+            ratios += [ratio] * bool(measured)
+        lines.append(cells)
+    print(aligned(lines))
+    near = sum(abs(ratio - 1) <= WITHIN for ratio in ratios)
+    print(f"{near} of {len(ratios)} within {WITHIN:.0%}; the others {min(ratios):.2f} to {max(ratios):.2f}")
+
+
+if __name__ == "__main__":
+    main()
