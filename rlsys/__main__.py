@@ -28,18 +28,8 @@ SCRIPTS = {
 
 
 def main() -> None:
-    """Run the command of `sys.argv`, which exits with its own code, or with 2 for a command that does not exist.
-
-    Commands import heavy modules, so an interrupt may come before they handle it themselves.
-    """
-    try:
-        _run(*(sys.argv[1:] or ["--help"]))
-    except KeyboardInterrupt:
-        print("rlsys: interrupted (Ctrl-C)", file=sys.stderr)
-        raise SystemExit(130) from None
-
-
-def _run(name: str, *rest: str) -> None:
+    """Run the command of `sys.argv`, which exits with its own code, or with 2 for a command that does not exist."""
+    name, *rest = sys.argv[1:] or ["--help"]
     program = str(Path(sys.executable).with_name("rlsys"))  # Ray's workers look for modules beside it
     if name in ("--version", "-V"):
         from importlib.metadata import version

@@ -277,7 +277,7 @@ def graded_rollout(
         on_answers=answer_printer(cfg.actor_rollout_ref.rollout, tokenizer),
     )
     loaded = load_agents(cfg, tokenizer)
-    if loaded is None:
+    if loaded is None or loaded.template is None:
         return rollout
     agent, turns = cfg.actor_rollout_ref.rollout.agent, cfg.actor_rollout_ref.rollout.multi_turn
     tool_pool = ToolPool(agent, turns)
@@ -312,16 +312,20 @@ def graded_rollout(
 
 @dataclass(frozen=True)
 class LoadedAgents:
-    """The configured workflow, those that rows may choose by `agent_name`, the tools, and the proved chat template."""
+    """The configured workflow, those that rows may choose by `agent_name`, the tools, and the proved chat template, if
+    there is a tokenizer.
+    """
 
     workflow: Workflow
     by_name: Mapping[str, Workflow]
     tools: Sequence[Tool]
-    template: ChatTemplate
+    template: ChatTemplate | None
 
 
-def load_agents(cfg: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase) -> LoadedAgents | None:
-    """The configured workflow, tools and chat template, None where each prompt is answered by one draw. ConfigError."""
+def load_agents(cfg: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> LoadedAgents | None:
+    """The configured workflow, tools and chat template, None where each prompt is answered by one draw. ConfigError,
+    also for a class that cannot be imported.
+    """
     generation = cfg.actor_rollout_ref.rollout
     agent = generation.agent
     if not generation.has_workflow:
@@ -356,8 +360,8 @@ def load_agents(cfg: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase)
     if turns.function_tool_path is not None:
         tools += tools_of_file(turns.function_tool_path, key=f"{key}.function_tool_path")
     uses_tools = tools or any(one.tools or one.environment for one in (workflow, *by_name.values()))
-    kwargs = cfg.data.apply_chat_template_kwargs
-    template = ChatTemplate(tokenizer, template_kwargs=kwargs, kinds=("tool",) if uses_tools else ())
+    kinds, kwargs = ("tool",) if uses_tools else (), cfg.data.apply_chat_template_kwargs
+    template = ChatTemplate(tokenizer, template_kwargs=kwargs, kinds=kinds) if tokenizer else None
     return LoadedAgents(workflow, by_name, tools, template)
 
 

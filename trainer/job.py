@@ -37,6 +37,15 @@ DISK_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG, errno.EIO, 
 FILE_ERRNOS = (*DISK_ERRNOS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
 
 
+def job_main(schema: type[C], job: str) -> Callable[..., int]:
+    """`main(argv=None)` of a job's command; its exit code is 0, 1 for a failed run or 2 for a wrong configuration."""
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        return run_job(checked_config(argv, schema), job)
+
+    return main
+
+
 def checked_config(argv: Sequence[str] | None, schema: type[C]) -> C:
     """The configuration of the command line, printed with its plan; exits with 2 and a message if it is wrong.
 
@@ -61,6 +70,10 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
 
         check_reward_function(config.reward)
         check_data_sources(config.reward, data_sources)
+        if arguments.dry_run and config.actor_rollout_ref.rollout.has_workflow:
+            from trainer.episodes import load_agents
+
+            load_agents(config)
     notes = check_machine(config, dry_run=arguments.dry_run) if arguments.gpu is None else []
     if not isinstance(config, PPOConfig):
         return notes, facts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -36,14 +37,15 @@ def summary_lines(run: RunConfig, *, finished: bool) -> list[str]:
     if checkpoint is not None:
         lines.append(("checkpoint", str(checkpoint)))
     lines += [(name, str(path)) for name, path in paths.items() if path.exists()]
-    lines += [("next", f"{command}{root / name}") for name, command in VIEWERS.items() if (root / name).exists()]
+    written = {root / name: command for name, command in VIEWERS.items() if (root / name).exists()}
+    lines += [("next", f"{command}{shlex.quote(str(path))}") for path, command in written.items()]
     if not finished:
         kept = f"from step {checkpoint.name.rpartition('_')[2]}" if checkpoint else "at step 1: nothing was saved yet"
         lines.append(("next", f"the same command continues {kept}"))
     elif checkpoint is not None:
         for model in filter(Path.is_dir, (checkpoint / "actor", checkpoint / "model")):
-            merged = f"--local_dir {model} --target_dir {root / f'merged_{checkpoint.name}'}"
-            lines.append(("next", f"python -m rlsys.model_merger merge {merged}"))
+            merged = ["--local_dir", str(model), "--target_dir", str(root / f"merged_{checkpoint.name}")]
+            lines.append(("next", shlex.join(["python", "-m", "rlsys.model_merger", "merge", *merged])))
     return [f"  {name:<11} {text}" for name, text in lines]
 
 

@@ -40,7 +40,7 @@ def tools_of_servers(path: str, selected: Collection[str] = (), *, key: str) -> 
         try:
             offered = _offered(json.dumps(server))
         except ImportError as error:
-            raise ConfigError(f"{key}: MCP servers need pip install 'rlsys[mcp]'") from error
+            raise ConfigError(f"{key}: MCP servers need the package mcp: pip install -e '.[mcp]'") from error
         except Exception as error:  # whatever a server or its transport may raise
             raise ConfigError(f"{key}: MCP server {name} of {path} does not list its tools: {error!r}") from error
         for tool in offered:

@@ -141,6 +141,8 @@ class Layers:
         compat = self._compat
         path = compat.canonical(spelling)
         if (path != spelling and value is None) or value in compat.groups.get(path, ()):
+            if path in self.given and self.given[path].spelling == spelling:
+                self._remove(Override(path, removes=True))
             return
         if isinstance(value, str) and compat.canonical_references(value) == f"${{{path}}}":
             return

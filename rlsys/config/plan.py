@@ -161,7 +161,7 @@ def _supervised_lines(cfg: SupervisedConfig) -> list[tuple[str, str]]:
 
 
 def _many(count: int, noun: str) -> str:
-    plural = "es" if noun.endswith("batch") else "s"
+    plural = "es" if noun.endswith(("batch", "process")) else "s"
     return f"{count} {noun}{'' if count == 1 else plural}"
 
 
@@ -191,14 +191,15 @@ def _worker_words(trainer: RunConfig, pools: Pools | None = None) -> str:
     more = ""
     if pools:
         servers = "external servers" if pools.external else pools.rollout_ranks
-        more = " and generate" if pools.colocated else f", {servers} generate"
-        more += f", {pools.reward_model_ranks} run the reward model" if pools.reward_model_ranks else ""
-        more += f", {pools.teacher_ranks} the teachers" if pools.teacher_ranks else ""
+        more = " and generation" if pools.colocated else f", {servers} for generation"
+        more += f", {pools.reward_model_ranks} for the reward model" if pools.reward_model_ranks else ""
+        more += f", {pools.teacher_ranks} for the teachers" if pools.teacher_ranks else ""
     backend = "Ray actors" if trainer.backend == "ray" else "in this process"
-    return f"{trainer.nnodes} x {trainer.n_gpus_per_node} train{more} ({where}; {backend})"
+    processes = f"{_many(trainer.nnodes, 'node')} x {_many(trainer.n_gpus_per_node, 'process')}"
+    return f"{processes} for training{more} ({where}; {backend})"
 
 
 def _weights_words(max_staleness: int, sync_freq: int) -> str:
     pushed = "after every step" if sync_freq == 1 else f"every {sync_freq} steps"
-    behind = "samples are always of the newest weights" if max_staleness == 0 else f"at most {max_staleness} behind"
+    behind = "samples always come from the newest weights" if max_staleness == 0 else f"at most {max_staleness} behind"
     return f"pushed to the rollout {pushed}; {behind if sync_freq == 1 or max_staleness else 'then held'}"

@@ -84,8 +84,8 @@ class Cursor:
         for name, new in {"seed": self._seed, **self._rows()}.items():
             if (old := state[name]) != new:
                 is_setting = name in ("seed", "shuffle")
-                what = f"data.{name} is {new}" if is_setting else f"the training rows are others: {name} is {new}"
-                back = f"set data.{name}={old}" if is_setting else "take those rows again"
+                what = f"data.{name} is {new}" if is_setting else f"the training rows have changed: {name} is {new}"
+                back = f"set data.{name}={old}" if is_setting else "train on the same rows"
                 start_over = "or start over with trainer.resume_mode=disable"
                 raise CheckpointError(f"{what}, but the checkpoint was saved with {old}; {back}, {start_over}")
         if not (0 <= state["position"] <= self._num_rows and state["epoch"] >= 0):

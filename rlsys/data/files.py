@@ -88,8 +88,8 @@ def _read_json_lines(path: Path) -> Iterator[Row | BadRow]:
             try:
                 yield Row(str(path), place, _object(_parse(text)))
             except ValueError as error:
-                cut = "" if line.endswith(b"\n") else " (the file ends within this line)"
-                yield BadRow(str(path), place, f"{error}{cut}")
+                is_cut = isinstance(error.__cause__, json.JSONDecodeError) and not line.endswith(b"\n")
+                yield BadRow(str(path), place, f"{error}{' (the file ends within this line)' if is_cut else ''}")
 
 
 def _read_json(path: Path) -> Iterator[Row | BadRow]:
@@ -139,7 +139,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _object(value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise ValueError(f"a row must be an object, this is {type_name(value)}")
+        hint = "; a file that is one JSON array must end in .json" if isinstance(value, list) else ""
+        raise ValueError(f"a row must be an object, this is {type_name(value)}{hint}")
     return value
 
 
@@ -154,6 +155,9 @@ def _read_csv(path: Path) -> Iterator[Row | BadRow]:
             names = next(reader, [])
         except csv.Error as error:
             yield BadRow(str(path), "whole file", f"its first line is not CSV: {error}")
+            return
+        if len(names) == 1 and any(mark in names[0] for mark in ";\t"):
+            yield BadRow(str(path), "whole file", f"its columns must be separated by commas: {names[0]!r}", fix="")
             return
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             yield BadRow(str(path), "whole file", f"the column {repeated[0]!r} occurs twice")

@@ -40,7 +40,7 @@ def load_image(value: Any, *, root: str | Path | None = None) -> Image.Image:
     try:
         from PIL import Image, ImageOps
     except ImportError as error:
-        raise ConfigError("images need Pillow: pip install 'rlsys[vision]'") from error
+        raise ConfigError("images need Pillow: pip install -e '.[vision]'") from error
 
     try:
         value = _unwrapped(value)

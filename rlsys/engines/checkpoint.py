@@ -150,7 +150,7 @@ def _check_same_model(path: Path, shapes: Mapping[str, Sequence[int]]) -> None:
     index = read_tensor_index(path) if shapes else {}
     saved = {key: tuple(entry["shape"]) for key, entry in index.items() if key.partition(".")[0] in kinds}
     if differences := differing_tensors(shapes, saved, whose="this model's"):
-        raise CheckpointError(f"{path} is of another model: {differences}")
+        raise CheckpointError(f"{path} was saved from a different model: {differences}")
 
 
 def _restore_rng(path: Path, saved_world: int) -> None:

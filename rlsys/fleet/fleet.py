@@ -417,7 +417,8 @@ class RolloutFleet:
         self._announce()
 
     def _all_gone(self) -> str:
-        return f"all {len(self._replicas)} replicas failed after {self.max_restarts} restarts each"
+        how = f"after {self.max_restarts} restarts each" if self.max_restarts else "and restarts are off"
+        return f"all {len(self._replicas)} rollout replicas failed {how}"
 
     def check_health(self) -> None:
         """Check the health of serving replicas that have not answered just now; one that fails is restarted."""

@@ -148,7 +148,7 @@ class _Encoder:
             return _nested(Tag.RECORD, [kind.__name__, named])
         if isinstance(value, Mapping):
             return self._pack_dict(dict(value))
-        raise TypeError(f"a {kind.__module__}.{kind.__qualname__} cannot travel; send plain values or arrays")
+        raise TypeError(f"a {kind.__module__}.{kind.__qualname__} cannot be sent; send plain values or arrays")
 
     def _pack_list(self, items: Sequence[Any]) -> Sequence[Any]:
         return items if set(map(type, items)) <= self._plain else [self._pack(item) for item in items]
@@ -193,19 +193,19 @@ def _pack_scalar(value: np.generic) -> Ext:
     if isinstance(value, np.bytes_):
         return _ext(Tag.NP_BYTES, bytes(value))
     if value.dtype.kind not in NUMBER_KINDS:
-        raise TypeError(f"a numpy {value.dtype} scalar cannot travel")
+        raise TypeError(f"a numpy {value.dtype} scalar cannot be sent")
     return _nested(Tag.SCALAR, [value.dtype.str, value.tobytes()])
 
 
 def _array_memory(value: np.ndarray) -> tuple[Tag, str, memoryview]:
     if value.dtype.kind not in NUMBER_KINDS:
-        raise TypeError(f"an array of dtype {value.dtype} cannot travel")
+        raise TypeError(f"an array of dtype {value.dtype} cannot be sent")
     return Tag.ARRAY, value.dtype.str, _memory_of(np.ascontiguousarray(value).reshape(-1))
 
 
 def _tensor_memory(value: Tensor) -> tuple[Tag, str, memoryview]:
     if value.layout != torch.strided or value.is_nested or value.dtype not in DTYPE_NAMES:
-        raise TypeError(f"a {value.layout} tensor of {value.dtype} cannot travel")
+        raise TypeError(f"a {value.layout} tensor of {value.dtype} cannot be sent")
     plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return Tag.TENSOR, DTYPE_NAMES[value.dtype], _memory_of(plain.view(-1).view(torch.uint8).numpy())
 

@@ -63,7 +63,7 @@ class _Connection:
         return decode(body, buffers, MethodCall | MethodResult | MethodError)
 
     def send(self, message: MethodCall | MethodResult | MethodError) -> None:
-        """Send a message; TypeError before any byte of it if a value cannot travel."""
+        """Send a message; TypeError before any byte of it if a value cannot be sent."""
         body, buffers = encode(message)
         send(self.link, [body, *buffers])
 

@@ -287,7 +287,7 @@ def check_names(expected: Mapping[str, Sequence[int]], source: TensorSource, *, 
         if name in expected or not (name in spare or name.endswith(UNUSED))
     }
     if differences := differing_tensors(expected, there):
-        raise CheckpointError(f"these weights belong to another model: {differences}")
+        raise CheckpointError(f"these weights are those of a different model: {differences}")
 
 
 def differing_tensors(

@@ -43,7 +43,7 @@ class DataProtoHeader(Struct, tag="DataProto/2", forbid_unknown_fields=True):
 def encode(
     batch: TensorDict | None, non_tensor_batch: Mapping[str, np.ndarray], meta_info: Mapping[str, Any]
 ) -> tuple[bytes, list[memoryview]]:
-    """(header, buffers); TypeError naming the key whose value cannot travel."""
+    """(header, buffers); TypeError naming the key whose value cannot be sent."""
     num_rows, device = (None, None) if batch is None else (batch.batch_size[0], batch.device and "cpu")
     tensors = {} if batch is None else dict(batch.items())
     for key in (*tensors, *non_tensor_batch, *meta_info):
@@ -51,10 +51,10 @@ def encode(
             raise TypeError(f"{key!r} is not a string, so it cannot name a column on the wire")
     for key, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"batch '{key}': a {type(tensor).__name__} cannot travel as a tensor")
+            raise TypeError(f"batch '{key}': a {type(tensor).__name__} cannot be sent as a tensor")
     for key, array in non_tensor_batch.items():
         if not array.ndim:
-            raise TypeError(f"non_tensor_batch '{key}': an array without rows cannot travel")
+            raise TypeError(f"non_tensor_batch '{key}': an array without rows cannot be sent")
     header = DataProtoHeader(num_rows, device, tensors, dict(non_tensor_batch), dict(meta_info))  # pyrefly: ignore
     return codec.encode(header)
 

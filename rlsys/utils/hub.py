@@ -101,7 +101,7 @@ def _dataset_errors(name: str) -> Iterator[ModuleType]:
         import datasets
         from datasets.exceptions import DatasetNotFoundError, DatasetsError
     except ImportError as error:
-        raise ConfigError(f"{name} is read by datasets, which is missing: pip install -e '.[datasets]'") from error
+        raise ConfigError(f"reading {name} needs the package datasets: pip install -e '.[datasets]'") from error
     from huggingface_hub import errors
 
     try:

@@ -185,7 +185,7 @@ def make_plan(sources: Sequence[WeightLayout], destinations: Sequence[WeightLayo
     if len(missing := parts.incomplete_tensors()):
         incomplete = {list(ids.tensors)[n] for n in missing.tolist()}
         box = next(box for box in missing_boxes(sources) if box.tensor in incomplete)
-        raise WeightTransferError(f"no rank of the trainer holds {box}, which the rollout engines want")
+        raise WeightTransferError(f"no rank of the trainer holds {box}, which the rollout engines need")
     distances = np.array([[distance_by_host(source, layout) for source in sources] for layout in destinations])
     distances = distances.reshape(len(destinations), -1)
     selector = _SourceSelector(source_shards, source_template, holder_box, holder_shard, distances)

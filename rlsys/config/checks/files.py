@@ -103,8 +103,8 @@ def _nearby(path: Path) -> str:
     """A similar file where a missing file was expected."""
     if not path.parent.is_dir():
         return f" ({path.parent} does not exist)"
-    names = sorted(item.name for item in path.parent.iterdir() if item.suffix == path.suffix)
-    near = get_close_matches(path.name, names, n=1, cutoff=0.5) or names[:1]
+    names = sorted(item.name for item in path.parent.iterdir() if path.suffix in ("", item.suffix) and item.is_file())
+    near = get_close_matches(path.name, names, n=1, cutoff=0.5) or names[: bool(path.suffix)]
     return f" ({path.parent.absolute()} has {near[0]})" if near else ""
 
 
@@ -127,7 +127,7 @@ def _model(cfg: Section, key: str, model: ModelFolderConfig, longest: int, lengt
     elif why := _wrong_facts(facts):
         yield wrong(cfg, f"{key}.path", f"config.json: {why}")
     elif isinstance(limit, int) and limit < longest:
-        why = f"the model takes {limit} positions, but {lengths} is {longest}; set shorter lengths"
+        why = f"the model supports {limit} tokens, but {lengths} is {longest}; set shorter lengths"
         yield wrong(cfg, f"{key}.path", why)
 
 

@@ -73,11 +73,11 @@ def _role(
 def _sizes(cfg: Section, key: str, section: MegatronShardConfig, ranks: int) -> Iterator[str]:
     tensor, stages = section.tensor_model_parallel_size, section.pipeline_model_parallel_size
     context, experts = section.context_parallel_size, section.expert_model_parallel_size
-    why = f"x {{}}pipeline {stages} does not divide the {ranks} training processes"
+    why = f"tensor {tensor} x pipeline {stages}{{}} does not divide the {ranks} training processes"
     if ranks % (tensor * stages):
-        yield wrong(cfg, f"{key}.tensor_model_parallel_size", why.format(""), 1)
-    elif ranks % (tensor * stages * context):
-        yield wrong(cfg, f"{key}.context_parallel_size", why.format(f"tensor {tensor} x "), 1)
+        yield wrong(cfg, f"{key}.tensor_model_parallel_size", why.format(f" = {tensor * stages}"), 1)
+    elif ranks % (size := tensor * stages * context):
+        yield wrong(cfg, f"{key}.context_parallel_size", why.format(f" x context {context} = {size}"), 1)
     expert_tensor = section.expert_tensor_parallel_size or tensor
     if ranks % (expert_tensor * experts * stages):
         yield wrong(cfg, f"{key}.expert_model_parallel_size", why.format(f"expert tensor {expert_tensor} x "), 1)

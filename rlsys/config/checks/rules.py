@@ -31,7 +31,7 @@ def unknown_names(values: Mapping[str, Any], schema: type[Section]) -> list[str]
     problems = []
     for key, _, rule in rules(schema):
         if isinstance(rule, Registered) and isinstance(name := values[key], str) and name not in rule.names:
-            near = get_close_matches(name.replace("-", "_"), rule.names, n=1)
+            near = get_close_matches(name.lower().replace("-", "_"), rule.names, n=1)
             hint = f"set {key}={near[0]}; " if near else ""
             problems.append(f"{key} = {shown(name)}: unknown name; {hint}choose from {', '.join(rule.names)}, or {own}")
     return problems

@@ -295,7 +295,7 @@ def _stamps(about: Mapping[str, Any], start: int, end: int) -> list[str]:
     spans = about.get("weight_versions")
     for span in spans if isinstance(spans, list) else ():
         if not isinstance(span, dict) or not isinstance(span.get("start"), int) or not isinstance(span.get("end"), int):
-            raise BadResponseError("weight_versions holds something else than spans")
+            raise BadResponseError("weight_versions is not a list of spans")
         for at in range(max(span["start"], start), min(span["end"], end)):
             stamps[at - start] = str(span.get("version", ""))
     return stamps

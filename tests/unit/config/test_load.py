@@ -478,6 +478,12 @@ def test_a_script_written_for_verl_runs_with_the_engine_changed() -> None:
     assert notes(shlex.split(VERL_SCRIPT)).count("\n") == 0
 
 
+def test_null_takes_back_what_was_set_under_another_name() -> None:
+    set_before = "custom_reward_function.path=train.parquet"
+    cfg = load_config([set_before, "custom_reward_function.path=null"])
+    assert cfg.reward.custom_reward_function.path is None
+
+
 # References, files and presets
 
 

@@ -97,7 +97,13 @@ def test_split_and_shared_pools() -> None:
 
 def test_the_plan_names_what_matters() -> None:
     text = plan_text(load_config(["trainer.rollout_workers=2", "trainer.max_staleness=1"]))
-    for words in ("48 prompts x 8 = 384 samples", "1 optimizer step;", "2 generate", "at most 1 behind", "25 steps"):
+    for words in (
+        "48 prompts x 8 = 384 samples",
+        "1 optimizer step;",
+        "2 for generation",
+        "at most 1 behind",
+        "25 steps",
+    ):
         assert words in text
     assert "4 epochs of (rows / 256) steps" in plan_text(load_config([], SFTConfig))
 

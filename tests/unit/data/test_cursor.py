@@ -79,7 +79,7 @@ def test_a_dataset_smaller_than_a_batch_is_a_config_error_that_names_both() -> N
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_rows": 7}, "the training rows are others: num_rows is 6, but the checkpoint was saved with 7"),
+        ({"num_rows": 7}, "the training rows have changed: num_rows is 6, but the checkpoint was saved with 7"),
         ({"dataset": "other"}, "dataset is d, but the checkpoint was saved with other"),
         ({"seed": 9}, "data.seed is 1, but the checkpoint was saved with 9; set data.seed=9, or start over"),
         ({"shuffle": False}, "data.shuffle is True, but the checkpoint was saved with False"),

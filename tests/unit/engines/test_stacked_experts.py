@@ -115,5 +115,5 @@ def test_a_checkpoint_without_all_experts_is_refused(
         tensors[name] = torch.zeros(change)
     save_file(tensors, tmp_path / FILE, metadata={"format": "pt"})
     (tmp_path / "config.json").write_text((model / "config.json").read_text())
-    with pytest.raises(AssertionError, match=f"CheckpointError: these weights belong to another model: .*{why}"):
+    with pytest.raises(AssertionError, match=f"CheckpointError: these weights are those of a different model: .*{why}"):
         run_ranks(1, held, tmp_path, tmp_path / "out")

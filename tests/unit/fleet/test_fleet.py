@@ -280,7 +280,7 @@ def test_a_silent_replica_is_taken_out_by_its_deadline() -> None:
 def test_replicas_that_cannot_be_restarted_end_the_call() -> None:
     replicas = [Scripted(f"replica {i}", lambda call: "die") for i in range(2)]
     with fleet_of(replicas, max_attempts=50, max_restarts=2) as fleet:
-        with pytest.raises(RolloutError, match="all 2 replicas failed after 2 restarts each"):
+        with pytest.raises(RolloutError, match="all 2 rollout replicas failed after 2 restarts each"):
             fleet.generate(requests_of(30))
         assert fleet.metrics()["rollout/pending"] == 0
         assert fleet.metrics()["rollout/replicas_ready"] == 0

@@ -52,7 +52,7 @@ def test_calls_return_raise_and_call_back(connect: Callable[..., RpcClient]) -> 
         client.call("refuse", deadline_s=scaled_s(10))
     with pytest.raises(RolloutError, match="LookupError: nothing there"):
         client.call("fail", deadline_s=scaled_s(10))
-    with pytest.raises(RolloutError, match=r"TypeError: value: a builtins\.set cannot travel"):
+    with pytest.raises(RolloutError, match=r"TypeError: value: a builtins\.set cannot be sent"):
         client.call("odd", deadline_s=scaled_s(10))
     with pytest.raises(ValueError, match="no method 'nothing'"):
         client.call("nothing", deadline_s=scaled_s(10))

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from rlsys.config import PPOConfig
 from rlsys.utils.errors import ConfigError, DataError
 from tests.timing import scaled_s
-from trainer.job import report_errors
+from trainer.job import checked_config, report_errors
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -114,3 +115,20 @@ def test_ctrl_c_while_modules_are_imported_is_one_line() -> None:
         [sys.executable, "-c", module], capture_output=True, text=True, timeout=scaled_s(30), cwd=ROOT
     )
     assert (ended.returncode, ended.stderr) == (-2, "rlsys: interrupted (Ctrl-C)\n")
+
+
+TOOLS = """
+tools:
+- class_name: verl.tools.gsm8k_tool.Gsm8kTool
+  tool_schema: {type: function, function: {name: calc, description: d, parameters: {type: object, properties: {}}}}
+"""
+
+
+def test_a_dry_run_imports_the_classes_of_tools(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tools.yaml").write_text(TOOLS)
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    settings = [f"{turns}.enable=true", f"{turns}.tool_config_path={tmp_path}/tools.yaml"]
+    with pytest.raises(SystemExit, match="2"):
+        checked_config(["--dry-run", "--config-name=quickstart", *settings], PPOConfig)
+    problem = f"{turns}.tool_config_path=verl.tools.gsm8k_tool.Gsm8kTool cannot be loaded: No module named 'verl'"
+    assert problem in capsys.readouterr().err
