@@ -3,7 +3,8 @@
 python scripts/prepare_data.py --task mix --train 4096 --val 256 --out data/mix --seed 1
 
 Tasks: arithmetic of our own, and products, gcd and chain_sum of reasoning-gym; `mix` has equal parts of these. `python`
-asks for products of three-digit numbers, to be computed by a Python tool.
+asks for products of three-digit numbers, to be computed by a Python tool. `shapes` asks about pictures of coloured
+shapes: how many, where, which is larger.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def prompt_row(problem: Problem, *, index: int, split: str, style: Style = "word
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write both files and say what is in them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=[*TASKS, "python", "mix"], default="mix")
+    parser.add_argument("--task", choices=[*TASKS, "python", "shapes", "mix"], default="mix")
     parser.add_argument("--train", type=int, default=4096, metavar="N", help="rows to train on")
     parser.add_argument("--val", type=int, default=256, metavar="M", help="rows to validate on")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
@@ -129,6 +130,11 @@ def _different_rows(task: str, num_rows: int, *, seed: int) -> Iterator[dict[str
         random = Random(seed)
         pairs = {(random.randint(100, 999), random.randint(100, 999)): None for _ in range(num_rows)}
         yield from (python_row(*pair) for pair in pairs)
+        return
+    if task == "shapes":
+        from scripts.shapes import rows
+
+        yield from islice(rows(seed=seed), num_rows)
         return
     if task not in REASONING_GYM:
         raise ConfigError(f"--task {task}: must be one of {', '.join((*TASKS, 'mix'))}")

@@ -34,6 +34,7 @@ ROUTES: dict[str, str] = {
     "reasoning_gym/products": "text:numeric",
     "reasoning_gym/gcd": "text:numeric",
     "reasoning_gym/chain_sum": "text:numeric",
+    "rlsys/shapes*": "text:exact",
     "text/exact": "text:exact",
     "text/regex": "text:regex",
     "text/number": "text:numeric",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import math
 import random
@@ -24,6 +25,7 @@ _SHARE_WITH_TOKENS = 0.3  # of the room, for rows with a number per token; the o
 _BYTES_FOR_THE_PAGE = 1.8  # what a row takes in all, for each byte of its line in the JSONL file
 _EXTREMES = 8
 _PROMPT_END_CHARS = 160
+_PICTURE_SIDE = 256
 
 
 def dump_rollouts(
@@ -46,17 +48,20 @@ def dump_rollouts(
     `{directory}/{step}.jsonl` has one line per sample: input, output, gts, score, step, the `extras` (reward parts),
     `about` (e.g. data_source, finish_reason) and the `token_values`, lists with one number per response token, e.g.
     token_ids, log_probs, advantages. The page colours the pieces in `token_texts` by them, and shows a prompt by its
-    `messages` where they are given. With `max_mb` the files of a step take about that much at most: the rows that
-    `sampled_order` puts first are kept, 30 % of the room with values per token; the page still knows the scores of
-    all. Columns may be decoded lazily: only rows that are kept are read from `outputs` and `token_texts`. Files appear
-    whole or not at all. Returns the JSONL path; raises ValueError when the columns differ in length.
+    `messages` where they are given; parts {"type": "image", "sha": ..., "image": PNG} of their contents become files of
+    at most 256 x 256 pixels in `{directory}/images`. With `max_mb` the files of a step take about that much at most:
+    the rows that `sampled_order` puts first are kept, 30 % of the room with values per token; the page still knows the
+    scores of all. Columns may be decoded lazily: only rows that are kept are read from `outputs` and `token_texts`.
+    Files appear whole or not at all. Returns the JSONL path; raises ValueError when the columns differ in length.
     """
     extras, about, token_values = extras or {}, about or {}, token_values or {}
     for name, column in {"outputs": outputs, "gts": gts, "scores": scores, **extras, **about, **token_values}.items():
         if len(column) != len(inputs):
             raise ValueError(f"'{name}' has {len(column)} values for {len(inputs)} samples")
-    numbers = {text: number for number, text in enumerate(dict.fromkeys(inputs))}
-    groups = [numbers[text] for text in inputs]
+    talks = messages if messages is not None else [()] * len(inputs)
+    prompts = [(text, *(part["sha"] for part in _image_parts(talk))) for text, talk in zip(inputs, talks, strict=True)]
+    numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompts))}
+    groups = [numbers[prompt] for prompt in prompts]
     room, used = math.inf if max_mb is None else max_mb * 1e6 / _BYTES_FOR_THE_PAGE, 0
     kept: dict[int, tuple[bytes, dict[str, Any]]] = {}
     for row in sampled_order(groups, scores, seed=step):
@@ -69,6 +74,8 @@ def dump_rollouts(
         if used + len(line) > room:
             break
         used += len(line)
+        for part in _image_parts(talks[row]):
+            used += _write_picture(Path(directory) / "images", part)
         pieces = token_texts[row] if values and token_texts and row < len(token_texts) else None
         shown = {"output": sample["output"], "gts": gts[row], "extras": {name: c[row] for name, c in extras.items()}}
         shown |= {"values": {name: _short(column, 3) for name, column in values.items()}, "tokens": pieces}
@@ -78,12 +85,12 @@ def dump_rollouts(
     path = Path(directory) / f"{step}.jsonl"
     write_whole(path, b"".join(kept[row][0] for row in sorted(kept)))
     first = {group: row for row, group in reversed(list(enumerate(groups)))}
-    talks = {group: messages[row] for group, row in first.items()} if messages is not None else {}
-    write_whole(browser / f"{step}.texts.js", _texts(step, list(numbers), talks, kept))
+    named = {group: [_without_pixels(message) for message in talks[row]] for group, row in first.items() if talks[row]}
+    write_whole(browser / f"{step}.texts.js", _texts(step, [text for text, *_ in numbers], named, kept))
     lengths = token_values.get("token_ids")
     index = {
         "step": step,
-        "prompts": [[_digest(text), text[-_PROMPT_END_CHARS:]] for text in numbers],
+        "prompts": [[_digest(" ".join(prompt)), prompt[0][-_PROMPT_END_CHARS:]] for prompt in numbers],
         "prompt": groups,
         "score": scores,
         "length": [len(lengths[row] if lengths else outputs[row]) for row in range(len(inputs))],
@@ -96,6 +103,35 @@ def dump_rollouts(
     _list_step(browser / "steps.js", step, scores, len(kept))
     write_whole(Path(directory) / "index.html", page("rollouts").encode())
     return path
+
+
+def _image_parts(messages: Any) -> list[Mapping[str, Any]]:
+    """The image parts of a conversation."""
+    contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
+    return [part for content in contents if isinstance(content, list) for part in content if part["type"] == "image"]
+
+
+def _without_pixels(message: Any) -> Any:
+    """A message whose image parts only have a name."""
+    if not _image_parts([message]):
+        return message
+    return {**message, "content": [{k: v for k, v in part.items() if k != "image"} for part in message["content"]]}
+
+
+def _write_picture(folder: Path, part: Mapping[str, Any]) -> int:
+    """Write a small copy of an image, whose bytes are returned; 0 where it is there."""
+    path = folder / f"{part['sha']}.png"
+    if path.exists():
+        return 0
+    from PIL import Image
+
+    folder.mkdir(exist_ok=True)
+    with Image.open(io.BytesIO(part["image"])) as image:
+        image.thumbnail((_PICTURE_SIDE, _PICTURE_SIDE))
+        small = io.BytesIO()
+        image.save(small, "PNG")
+    write_whole(path, small.getvalue())
+    return len(small.getvalue())
 
 
 def sampled_order(groups: Sequence[int], scores: Sequence[float], *, seed: int) -> list[int]:

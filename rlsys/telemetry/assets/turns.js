@@ -26,8 +26,11 @@ function plainText(text) {
   });
 }
 
+const picture = sha => el("img", { className: "picture", src: `images/${encodeURIComponent(sha)}.png`, alt: "image", title: sha, onerror: event => event.target.replaceWith("[image not kept]") });
+
 function messageText(message) {
   const { content } = message;
+  if (Array.isArray(content) && content.some(part => part.sha)) return content.flatMap(part => part.sha ? [picture(part.sha)] : plainText(part.text ?? ""));
   const text = typeof content === "string" ? content : (content || []).map(part => typeof part === "string" ? part : part.text ?? `[${part.type}]`).join("");
   const calls = (message.tool_calls || []).map(call => fold("tool call", (call.function || call).name, JSON.stringify((call.function || call).arguments, null, 1)));
   return [...(message.reasoning_content ? [fold("thinking", "", message.reasoning_content)] : []), ...(message.role === "tool" ? [fold("tool result", message.name, text)] : plainText(text)), ...calls];
@@ -36,7 +39,7 @@ function messageText(message) {
 const turn = (role, ...children) => el("div", { className: `turn ${role}` }, el("span", { className: "role", textContent: role }), ...children);
 
 function promptNodes(text, messages) {
-  if (!messages || messages.length < 2 && messages[0]?.role === "user") return plainText(text);
+  if (!messages || messages.length < 2 && messages[0]?.role === "user" && !Array.isArray(messages[0].content)) return plainText(text);
   return messages.map(message => turn(message.role, ...messageText(message)));
 }
 

@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rlsys.data.dataset import PromptDataset
+from rlsys.data.images import load_image
 from rlsys.rewards.registry import compute_score, route
 from rlsys.utils.errors import ConfigError
 from tests.start_tokenizer import build_tokenizer
@@ -150,3 +151,37 @@ def test_smollm2_is_converted_once_and_answers(tmp_path: Path) -> None:
         output = model.generate(**inputs, max_new_tokens=24, do_sample=False)
         answer = tokenizer.decode(output[0][inputs["input_ids"].shape[1] :], skip_special_tokens=True)
         assert expected in answer, answer
+
+
+def cells_of(row: dict[str, Any]) -> list[set[str]]:
+    """The colours in each cell of a row's picture, read from its pixels."""
+    shapes = script("shapes")
+    names = {value: name for name, value in shapes.COLOURS.items()}
+    image = load_image(row["images"][0])
+    boxes = [(x, y, x + shapes.CELL, y + shapes.CELL) for y in (0, 28) for x in (0, 28, 56)]
+    return [{names[p] for p in image.crop(box).get_flattened_data() if p in names} for box in boxes]
+
+
+def test_questions_about_shapes_have_the_answer_that_their_pixels_give(tmp_path: Path) -> None:
+    assert prepare_data.main(["--task=shapes", "--train=60", "--val=12", f"--out={tmp_path}"]) == 0
+    train, val = (pq.read_table(tmp_path / f"{name}.parquet").to_pylist() for name in ("train", "test"))
+    assert (len(train), len(val)) == (60, 12)
+    pictures = [{row["images"][0]["bytes"] for row in rows} for rows in (train, val)]
+    assert len(pictures[0] | pictures[1]) == 72
+    places = [f"{y} {x}" for y in ("top", "bottom") for x in ("left", "middle", "right")]
+    for row in train + val:
+        question, answer = row["extra_info"]["question"], row["reward_model"]["ground_truth"]
+        assert row["prompt"] == [{"role": "user", "content": f"<image>{question}"}]
+        cells, pixels = cells_of(row), list(load_image(row["images"][0]).get_flattened_data())
+        words = question.rstrip("?").replace(",", "").split()
+        if words[0] == "Where":
+            right = next(place for place, colours in zip(places, cells) if words[3] in colours)
+        elif words[0] == "How":
+            right = str(len(set().union(*cells)))
+        else:
+            colours = script("shapes").COLOURS
+            right = max((words[3], words[5]), key=lambda colour: pixels.count(colours[colour]))
+        assert answer == right, question
+        assert compute_score(row["data_source"], f" {answer}\n", answer)["score"] == 1.0
+        assert compute_score(row["data_source"], "?", answer)["score"] == 0.0
+    assert {row["data_source"] for row in val} == {f"rlsys/shapes-{kind}" for kind in ("where", "count", "larger")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import math
 import random
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from rlsys.telemetry.page import page as page_of
 from rlsys.telemetry.rollouts import dump_rollouts, sampled_order, token_texts_of
@@ -242,6 +244,33 @@ def test_page_opens_on_the_last_step_and_shows_a_sample(page: Browser) -> None:
         assert part in aside
     assert page.run("document.querySelectorAll('#trend circle').length") == 1
     assert page.console == []
+
+
+def image_part(colour: str, side: int) -> dict[str, Any]:
+    stream = io.BytesIO()
+    Image.new("RGB", (side, side // 2), colour).save(stream, "PNG")
+    return {"type": "image", "sha": f"{colour}{side}".encode().hex(), "image": stream.getvalue()}
+
+
+def test_a_prompt_shows_its_images_at_most_256_pixels_wide(browser: Browser, tmp_path: Path) -> None:
+    images = [image_part("red", 60), image_part("blue", 60), image_part("red", 900)]
+    parts = [[images[0]], [images[1]], [images[2], images[0]], []]
+    asked = {"type": "text", "text": "Where is it?"}
+    talks: list[Any] = [[{"role": "user", "content": [*part, asked]}] for part in parts]
+    dump(tmp_path, 1, inputs=["Where is it?"] * 4, messages=talks)
+    files = {path.name: Image.open(path).size for path in (tmp_path / "images").iterdir()}
+    assert files == {f"{part['sha']}.png": size for part, size in zip(images, [(60, 30), (60, 30), (256, 128)])}
+    assert read_script(tmp_path / "browser" / "1.js")["prompt"] == [0, 1, 2, 3]  # one text, other images
+    (tmp_path / "images" / f"{images[1]['sha']}.png").unlink()
+    opened(browser, tmp_path)
+    loaded = "[...document.querySelectorAll('#prompt img')].map(e => e.complete && e.naturalWidth)"
+    browser.wait_for(f"{loaded}.join() === '60'")
+    assert browser.run("document.getElementById('prompt').textContent").endswith("Where is it?")
+    browser.press("j")
+    browser.wait_for("document.getElementById('prompt').textContent.includes('[image not kept]')")
+    browser.press("j")
+    browser.wait_for(f"{loaded}.join() === '256,60'")
+    assert "blocked" not in " ".join(map(str, browser.console))
 
 
 def test_tokens_are_coloured_by_log_prob_or_advantage(page: Browser) -> None:
