@@ -63,7 +63,9 @@ def start_backend(run: RunConfig, ray_kwargs: RayKwargsConfig, *, num_ranks: int
     """
     threads = max(1, (os.cpu_count() or 1) // (num_ranks or run.nnodes * run.n_gpus_per_node))
     if run.backend == "local":
-        return _local_backend(_device(run.device, torch.cuda.is_available()), threads)
+        device = _device(run.device, torch.cuda.is_available())
+        own = threads if device == "cpu" else None
+        return WorkerBackend(device, LocalWorkerGroup, ClassWithInitArgs, ResourcePoolManager, own, 1, lambda: None)
     from rlsys.single_controller import ray as on_ray
 
     cluster = on_ray.connect(
@@ -78,11 +80,6 @@ def start_backend(run: RunConfig, ray_kwargs: RayKwargsConfig, *, num_ranks: int
     manager = partial(on_ray.ResourcePoolManager, use_gpu=device != "cpu", max_colocate_count=1)
     group = partial(on_ray.RayWorkerGroup, worker_env=worker_env)
     return WorkerBackend(device, group, on_ray.RayClassWithInitArgs, manager, num_threads, node_size, cluster.close)
-
-
-def _local_backend(device: str, threads: int) -> WorkerBackend:
-    num_threads = threads if device == "cpu" else None
-    return WorkerBackend(device, LocalWorkerGroup, ClassWithInitArgs, ResourcePoolManager, num_threads, 1, lambda: None)
 
 
 def _device(wanted: str, has_gpus: bool) -> str:

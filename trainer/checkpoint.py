@@ -18,8 +18,15 @@ from typing import Any
 
 import torch
 
-from rlsys.utils.atomic import commit_dir, fsync_file, read_checked_json, write_checked_json, write_text_atomic
-from rlsys.utils.errors import CheckpointError, ConfigError, DeadlineError
+from rlsys.utils.atomic import (
+    commit_dir,
+    fsync_file,
+    read_checked_json,
+    staging_dir,
+    write_checked_json,
+    write_text_atomic,
+)
+from rlsys.utils.errors import CheckpointError, DeadlineError
 from rlsys.utils.run_folders import LATEST, latest_step, pointer_text
 from trainer.remote_checkpoints import RemoteCheckpoints
 
@@ -66,12 +73,7 @@ class CheckpointStore:
             return None
         if mode == "auto":
             return self.latest()
-        if path is None:
-            raise ConfigError(
-                "trainer.resume_mode=resume_path needs a checkpoint: set trainer.resume_from_path=.../global_step_N"
-            )
-        if not _STEP_DIR.fullmatch(Path(path).name):
-            raise ConfigError(f"trainer.resume_from_path={path} must end in global_step_N")
+        assert path is not None, "checked with the configuration"
         if "://" in path:
             parent, _, name = path.rpartition("/")
             return self._existing(RemoteCheckpoints(parent).download(name, self.root))
@@ -97,16 +99,13 @@ class CheckpointStore:
     def writing(self, step: int) -> Iterator[Path]:
         """A folder to fill; on leaving without error it becomes checkpoint `step` and the pointer names it."""
         final = self.path(step)
-        tmp = final.with_name(final.name + ".tmp")
         try:
-            if tmp.exists():
-                shutil.rmtree(tmp)
-            tmp.mkdir(parents=True)
+            tmp = staging_dir(final)
             yield tmp
             commit_dir(tmp, final)
             write_text_atomic(self.root / LATEST, str(step))
         except Exception as error:
-            shutil.rmtree(tmp, ignore_errors=True)
+            shutil.rmtree(final.with_name(final.name + ".tmp"), ignore_errors=True)
             if not isinstance(error, OSError) or isinstance(error, DeadlineError):
                 raise
             raise CheckpointError(

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
 from transformers import PreTrainedTokenizerBase
 
 from rlsys.agent.collate import collate_episodes
@@ -25,7 +24,7 @@ from rlsys.agent.rounds import Rounds
 from rlsys.agent.runner import FAILED, EpisodeResult, EpisodeRunner, EpisodeStart, episode_metrics
 from rlsys.agent.session import Grade, Score, SessionSettings
 from rlsys.agent.template import ChatTemplate
-from rlsys.agent.tool_config import tools_of_yaml
+from rlsys.agent.tool_config import read_entries, tools_of_yaml
 from rlsys.agent.tool_pool import ToolPool
 from rlsys.agent.tools import Tool, tools_of_file
 from rlsys.config import EvalConfig, PPOConfig
@@ -335,8 +334,9 @@ def load_agents(cfg: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase 
     if (path := turns.interaction_config_path) is not None:
         by_name["tool_agent"] = load_workflow(InteractionWorkflow(path, key=f"{key}.interaction_config_path"))
     if agent.agent_loop_config_path is not None:
-        entries: Any = OmegaConf.to_container(OmegaConf.load(agent.agent_loop_config_path), resolve=True)
-        for entry in entries:
+        for entry in read_entries(
+            agent.agent_loop_config_path, key="actor_rollout_ref.rollout.agent.agent_loop_config_path"
+        ):
             kwargs = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
             by_name[entry["name"]] = load_workflow(entry["_target_"], kwargs)
     name = "tool_agent" if generation.multi_turn.enable else agent.default_agent_loop

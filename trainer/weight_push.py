@@ -15,7 +15,7 @@ from rlsys.fleet.fleet import RolloutFleet
 from rlsys.interfaces import WeightTransfer
 from rlsys.telemetry.log import get_logger
 from rlsys.types import TransferReport
-from rlsys.utils.errors import ConfigError, DeadlineError, WeightTransferError, WorkerError
+from rlsys.utils.errors import DeadlineError, WeightTransferError, WorkerError
 from rlsys.weights.sharding_manager import ShardingManager
 from trainer.groups import ActorGroup, WorkerGroups
 
@@ -68,11 +68,6 @@ def connect_weights(groups: WorkerGroups, cfg: PPOConfig, *, colocated: bool) ->
     assert groups.rollout is not None, "external servers take weights from files"
     policy = cfg.actor_rollout_ref
     engine = policy.rollout.checkpoint_engine
-    if engine.backend == "local" and not colocated:
-        raise ConfigError(
-            "actor_rollout_ref.rollout.checkpoint_engine.backend=local needs actor and rollout in one process; "
-            "set it to auto for a rollout with processes of its own"
-        )
     alone = groups.actor.world_size == 1 or cfg.trainer.nnodes > 1
     in_process = rollout_backend(policy.rollout.name).weights_in == "process"
     local = engine.backend == "local" or (engine.backend == "auto" and colocated and alone and in_process)

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from rlsys.agent.session import EpisodeEnd, Score, Session
+from rlsys.agent.tool_config import read_entries
 from rlsys.agent.tool_process import CREATE, RESPOND
 from rlsys.agent.tools import load_target
 from rlsys.rewards.pool.pool import RewardResult
@@ -48,11 +46,8 @@ class InteractionWorkflow:
     """
 
     def __init__(self, path: str, *, key: str) -> None:
-        if not Path(path).is_file():
-            raise ConfigError(f"{key}={path}: local file not found")
-        entries: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
         self._classes: dict[str, tuple[str, dict[str, Any]]] = {}
-        for entry in (entries or {}).get("interaction") or ():
+        for entry in read_entries(path, key=key).get("interaction") or ():
             target = str(entry.get("class_name", ""))
             load_target(target, key=key)
             short = target.rpartition(".")[2].removesuffix("Interaction").lower()

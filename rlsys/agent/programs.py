@@ -17,6 +17,7 @@ from rlsys.agent.presets import Row, Workflow
 from rlsys.agent.session import Score, Session
 from rlsys.agent.tools import load_target
 from rlsys.telemetry.jsonl import plain_json
+from rlsys.utils.plugins import named_arguments
 
 TAIL_BYTES = 2000
 MAX_THREADS = 1024
@@ -79,9 +80,7 @@ def function_workflow(path: str) -> Workflow:
 
     async def call(row: Row, episode: OpenEpisode) -> float | None:
         given = {"row": row, "data": row, "prompt": row["prompt"], "base_url": episode.base_url, "api_key": episode.key}
-        parameters = inspect.signature(function).parameters
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        arguments = {name: value for name, value in given.items() if takes_all or name in parameters}
+        arguments = named_arguments(function, given)
         if inspect.iscoroutinefunction(function):
             return await function(**arguments)
         return await asyncio.get_running_loop().run_in_executor(threads, lambda: function(**arguments))

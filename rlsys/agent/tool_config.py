@@ -12,16 +12,20 @@ from rlsys.agent.tools import Tool, load_target
 from rlsys.utils.errors import ConfigError
 
 
+def read_entries(path: str, *, key: str) -> Any:
+    """What is in the YAML file that the setting `key` names, with its references resolved; ConfigError without one."""
+    if not Path(path).is_file():
+        raise ConfigError(f"{key}={path}: local file not found")
+    return OmegaConf.to_container(OmegaConf.load(path), resolve=True) or {}
+
+
 def tools_of_yaml(path: str, *, key: str) -> list[Tool]:
     """The tools of verl's tool configuration: `tools`, a list of {class_name, config, tool_schema}.
 
     An entry with `mcp` stands for the tools that the servers of its `mcp_servers_config_path` offer.
     """
-    if not Path(path).is_file():
-        raise ConfigError(f"{key}={path}: local file not found")
-    entries: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     tools = []
-    for number, entry in enumerate((entries or {}).get("tools") or ()):
+    for number, entry in enumerate(read_entries(path, key=key).get("tools") or ()):
         if servers := entry.get("mcp"):
             selected = servers.get("tool_selected_list") or ()
             tools += tools_of_servers(servers["mcp_servers_config_path"], selected, key=key)

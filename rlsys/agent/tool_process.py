@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlsys.agent.tools import as_text, load_target
+from rlsys.utils.plugins import named_arguments
 
 CREATE, LOST, RESPOND = "create", "lost", "generate_response"
 _OBJECTS: dict[str, Any] = {}
@@ -64,14 +65,11 @@ async def call_async(
 
 
 def _method(owner: Any, name: str, arguments: Mapping[str, Any]) -> Any:
-    """What a method returns; one that takes no **kwargs gets only the arguments that `reset` names."""
+    """What a method returns; `reset` gets only the arguments that it names."""
     method = getattr(owner, name, None)
     if method is None:
         return None
-    parameters = inspect.signature(method).parameters
-    if name == "reset" and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        arguments = {key: value for key, value in arguments.items() if key in parameters}
-    return _wait(method(**arguments))
+    return _wait(method(**(named_arguments(method, arguments) if name == "reset" else arguments)))
 
 
 def _wait(result: Any) -> Any:

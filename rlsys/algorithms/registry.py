@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
 
 from rlsys.config.schema.base import Section
+from rlsys.utils.plugins import named_arguments
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -73,10 +74,8 @@ class Registry(Generic[F]):
         ValueError naming the missing arguments.
         """
         function = self.get(name)
-        parameters = inspect.signature(function).parameters
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        given = {k: value for k, value in inputs.items() if (takes_all or k in parameters) and value is not None}
-        required = [p.name for p in parameters.values() if _is_required(p)]
+        given = named_arguments(function, {name: value for name, value in inputs.items() if value is not None})
+        required = [p.name for p in inspect.signature(function).parameters.values() if _is_required(p)]
         if missing := [key for key in required if key not in given]:
             raise ValueError(f"{self.what} '{name}' needs {', '.join(missing)}")
         return function(**given)

@@ -6,9 +6,11 @@ One tensor is in memory at a time, and what it is made of. Output is there wholl
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +19,10 @@ import torch
 from torch import Tensor
 
 from rlsys.config.schema.model import ModelConfig
-from rlsys.engines.export import KEPT_FLOATS, copy_tokenizer
+from rlsys.engines.export import KEPT_FLOATS, copy_tokenizer, name_parts
 from rlsys.engines.tensor_files import PiecedTensor
 from rlsys.model_merger.formats import SPLIT, SplitLayout, find_checkpoint, is_split, open_checkpoint
 from rlsys.model_merger.model_card import write_model_card
-from rlsys.model_merger.safetensors_writer import (
-    DTYPES,
-    TensorSpec,
-    torch_dtype,
-    write_file,
-    write_model_files,
-)
 from rlsys.models.hf import (
     StoredTensor,
     TensorSource,
@@ -44,9 +39,15 @@ from rlsys.models.megatron.family import Head, family_of, find_family, tied
 from rlsys.models.megatron.rules import by_local
 from rlsys.types import EXPORT_FILE_BYTES, Shard
 from rlsys.utils.atomic import commit_dir, staging_dir, write_text_durable
+from rlsys.utils.boxes import buckets
 from rlsys.utils.errors import CheckpointError
 from rlsys.utils.run_folders import HUGGINGFACE
 from rlsys.utils.safetensors_header import DTYPES as SAFETENSORS_DTYPES
+from rlsys.utils.safetensors_header import header
+
+DTYPES = {stored: getattr(torch, name) for name, stored in SAFETENSORS_DTYPES.items()}
+"""Torch's types by safetensors' names of them."""
+TensorSpec = tuple[str, tuple[int, ...]]
 
 
 def merge(
@@ -232,3 +233,43 @@ def _write_directory(target: Path, write: Callable[[Path], None], *, overwrite: 
     except (OSError, CheckpointError) as error:
         shutil.rmtree(staging, ignore_errors=True)
         raise CheckpointError(f"cannot write {target}: {error}") from error
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch type of safetensors' name for it; CheckpointError for one torch lacks."""
+    if name not in DTYPES:
+        raise CheckpointError(f"stored type {name} is not known: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def num_bytes(spec: TensorSpec) -> int:
+    """Bytes of a tensor of this type and shape."""
+    dtype, shape = spec
+    return torch_dtype(dtype).itemsize * prod(shape)
+
+
+def write_file(path: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[Tensor]) -> None:
+    """Write one file and force it to disk. `tensors` come in the order of `specs`, names to (stored type, shape)."""
+    given = iter(tensors)
+    with path.open("wb") as file:
+        entries = ((name, spec[0], spec[1], num_bytes(spec)) for name, spec in specs.items())
+        file.write(header(entries))
+        for name, (dtype, shape) in specs.items():
+            tensor = next(given)
+            assert (tensor.dtype, tuple(tensor.shape)) == (torch_dtype(dtype), tuple(shape)), name
+            if tensor.numel():
+                file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_model_files(
+    directory: Path, specs: Mapping[str, TensorSpec], tensors: Iterable[Tensor], *, file_bytes: int = EXPORT_FILE_BYTES
+) -> None:
+    """The safetensors files of a model directory: one, or numbered ones of about `file_bytes` with their index."""
+    given, files = iter(tensors), dict[str, list[str]]()
+    for number, names in enumerate(buckets({name: num_bytes(spec) for name, spec in specs.items()}, file_bytes)):
+        file = f"part-{number:05d}.safetensors"
+        write_file(directory / file, {name: specs[name] for name in names}, given)
+        files[file] = names
+    name_parts(directory, files)

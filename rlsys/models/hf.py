@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -166,6 +166,12 @@ def saved_tensors_of(model: nn.Module) -> dict[str, Tensor]:
         own = {f"{path}.{name}": b for name, b in module._buffers.items() if b is not None and name not in apart}
         held |= {name.removeprefix("."): buffer for name, buffer in own.items()}
     return held
+
+
+def shared_names(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Each name of a tensor that came under another name before, and that name."""
+    first: dict[int, str] = {}
+    return {name: held for name, t in named if (held := first.setdefault(id(t), name)) != name}
 
 
 def saved_names(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

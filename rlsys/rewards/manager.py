@@ -7,7 +7,6 @@ either of verl's forms: `__call__(data, return_dict)` or `async run_single(data)
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,7 +23,7 @@ from rlsys.protocol import DataProto, object_array, response_lengths
 from rlsys.rewards.pool.pool import RewardItem, RewardPool, RewardResult, reward_metrics
 from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import ConfigError, RewardError
-from rlsys.utils.plugins import load_from_file
+from rlsys.utils.plugins import load_from_file, named_arguments
 
 log = get_logger(__name__)
 
@@ -94,9 +93,7 @@ def build_reward_manager(
         "overlong_buffer_cfg": kwargs.overlong_buffer_cfg,
         "max_resp_len": kwargs.max_resp_len or max_response_length,
     }
-    parameters = inspect.signature(cls).parameters.values()
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    manager = cls(**{k: v for k, v in arguments.items() if takes_all or k in {p.name for p in parameters}})
+    manager = cls(**named_arguments(cls, arguments))
     if hasattr(manager, "grade"):
         return manager
     if hasattr(manager, "run_single") or callable(manager):

@@ -3,42 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from rlsys.models.hf import saved_names
+from rlsys.models.hf import saved_names, shared_names
 
 
-def _text_config(path: str | Path) -> object:
+def text_config(path: str | Path) -> Any:
+    """The configuration of the language model."""
     return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).get_text_config()
-
-
-def vocab_size_of(path: str | Path) -> int:
-    """The size of the vocabulary."""
-    return int(_text_config(path).vocab_size)  # type: ignore[attr-defined]
-
-
-def max_positions_of(path: str | Path) -> int:
-    """The largest number of tokens that the model's positions allow."""
-    return int(_text_config(path).max_position_embeddings)  # type: ignore[attr-defined]
-
-
-def num_layers_of(path: str | Path) -> int:
-    """The number of layers."""
-    return int(_text_config(path).num_hidden_layers)  # type: ignore[attr-defined]
-
-
-def has_latent_attention(path: str | Path) -> bool:
-    """Whether keys and values are made from a latent vector (as in DeepSeek-V3)."""
-    return bool(getattr(_text_config(path), "kv_lora_rank", None))
 
 
 def eos_ids_of(path: str | Path) -> tuple[int, ...]:
     """The ids that end a completion, from generation_config.json or else config.json."""
-    eos = getattr(_text_config(path), "eos_token_id", None)
+    eos = getattr(text_config(path), "eos_token_id", None)
     if (Path(path) / "generation_config.json").exists():
         eos = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id or eos
     return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
@@ -54,8 +36,8 @@ def hf_tensors(
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    state, first = model.state_dict(keep_vars=True), dict[int, str]()
-    aliases = {name: held for name, t in state.items() if (held := first.setdefault(id(t), name)) != name}
+    state = model.state_dict(keep_vars=True)
+    aliases = shared_names(state.items())
     kind, device = getattr(torch, dtype), "cpu" if has_memory else "meta"
     saved = saved_names(model, {n: t.detach() for n, t in state.items() if n not in aliases})
     tensors = {n: torch.zeros(t.shape, dtype=kind, device=device) for n, t in saved.items()}

@@ -8,15 +8,13 @@ from typing import ClassVar
 from rlsys.single_controller.worker import Worker
 from rlsys.single_controller.worker_group import ClassWithInitArgs
 
-InitArguments = Mapping[str, tuple[tuple[object, ...], Mapping[str, object]]]
-
 
 class ColocatedWorker(Worker):
     """Builds the workers of all roles in the order of their names' appearance; they share the rank and its process."""
 
     roles: ClassVar[Mapping[str, type]] = {}
 
-    def __init__(self, arguments: InitArguments) -> None:
+    def __init__(self, arguments: Mapping[str, tuple[tuple[object, ...], Mapping[str, object]]]) -> None:
         self._workers = {name: self.roles[name](*args, **kwargs) for name, (args, kwargs) in arguments.items()}
 
     def close(self) -> None:
@@ -29,20 +27,11 @@ class ColocatedWorker(Worker):
         return self._workers[name]
 
 
-def colocated_class(
-    class_dict: Mapping[str, ClassWithInitArgs],
-) -> tuple[type, InitArguments]:
-    """A class that plays all roles, and what it is built with."""
-    if not class_dict:
-        raise ValueError("create_colocated_worker_cls needs at least one role")
-    classes = {name: entry.cls for name, entry in class_dict.items()}
-    name = "Colocated_" + "_".join(class_dict)
-    cls = type(name, (ColocatedWorker,), {"roles": classes, "__module__": __name__})
-    return cls, {role: (entry.args, entry.kwargs) for role, entry in class_dict.items()}
-
-
 def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> ClassWithInitArgs:
     """One class with init args for several roles; `group.spawn(class_dict)` gives a group for each."""
-    cls, arguments = colocated_class(class_dict)
+    if not class_dict:
+        raise ValueError("create_colocated_worker_cls needs at least one role")
+    roles = {name: entry.cls for name, entry in class_dict.items()}
+    cls = type("Colocated_" + "_".join(class_dict), (ColocatedWorker,), {"roles": roles, "__module__": __name__})
     first = next(iter(class_dict.values()))
-    return type(first)(cls, arguments)
+    return type(first)(cls, {role: (entry.args, entry.kwargs) for role, entry in class_dict.items()})

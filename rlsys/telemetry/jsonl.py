@@ -58,11 +58,11 @@ class JsonlWriter:
 
 def encode_line(record: Mapping[str, Any]) -> bytes:
     """One line of strict JSON; NumPy and torch numbers become plain ones, unknown objects their text."""
-    plain = {name: _plain(value) for name, value in record.items()}
-    non_finite = {k: str(v) for k, v in plain.items() if isinstance(v, float) and not isfinite(v)}
+    held = {name: plain(value, is_strict=True) for name, value in record.items()}
+    non_finite = {k: str(v) for k, v in held.items() if isinstance(v, float) and not isfinite(v)}
     if non_finite:
-        plain |= dict.fromkeys(non_finite) | {NON_FINITE: non_finite}
-    return (json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
+        held |= dict.fromkeys(non_finite) | {NON_FINITE: non_finite}
+    return (json.dumps(held, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
@@ -89,20 +89,22 @@ def _free_name(path: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _plain(value: Any) -> Any:
-    """Plain JSON types; inside lists and dicts a non-finite number becomes its text."""
+def plain(value: Any, *, is_strict: bool = False) -> Any:
+    """`value` as JSON can hold it: NumPy and torch values become numbers and lists, other types text.
+
+    In strict JSON the non-finite numbers inside lists and dicts become text too.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    inner = plain_json if is_strict else plain
     if isinstance(value, Mapping):
-        return {str(k): plain_json(v) for k, v in value.items()}
+        return {str(k): inner(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [
-            v if type(v) in (int, str, bool) or (type(v) is float and isfinite(v)) else plain_json(v) for v in value
-        ]
-    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+        return [v if type(v) in (int, str, bool) or (type(v) is float and isfinite(v)) else inner(v) for v in value]
+    return plain(value.tolist(), is_strict=is_strict) if hasattr(value, "tolist") else str(value)
 
 
 def plain_json(value: Any) -> Any:
-    """The value as strict JSON: NumPy and torch numbers as plain ones, non-finite and unknown values as text."""
-    plain = _plain(value)
-    return str(plain) if isinstance(plain, float) and not isfinite(plain) else plain
+    """The value as strict JSON: as `plain`, and non-finite numbers as text."""
+    held = plain(value, is_strict=True)
+    return str(held) if isinstance(held, float) and not isfinite(held) else held

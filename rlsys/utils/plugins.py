@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -18,6 +19,13 @@ from rlsys.utils.errors import ConfigError
 IMPORT_S = 60.0
 PACKAGE = "pkg://"
 NAMESAKES = ("trainer.py", "workers.py")
+
+
+def named_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the given arguments that a function or a class names, all of them where it takes **kwargs."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name: value for name, value in given.items() if takes_all or name in parameters}
 
 
 def load_from_file(path: str, name: str, *, key: str) -> Any:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from rlsys.config.schema.model import ShardConfig
 from rlsys.engines.fsdp.optim import local_of
 from rlsys.engines.mesh import Ranks
-from rlsys.models.hf import TensorSource, layer_modules, saved_tensors_of
+from rlsys.models.hf import TensorSource, layer_modules, saved_tensors_of, shared_names
 from rlsys.models.lora import AdaptedWeight, hf_name, is_adapter
 from rlsys.models.stacked import Stacks, part_of, saved_shapes, shards_of
 from rlsys.models.token_model import TokenModel
@@ -75,13 +75,8 @@ def parameters_by_name(model: TokenModel) -> dict[str, Tensor]:
 def tied_names(model: TokenModel) -> dict[str, str]:
     """Names whose data lives under another name."""
     reshard(model)
-    first: dict[int, str] = {}
-    aliases = {}
-    for full, parameter in model.named_parameters(remove_duplicate=False):
-        name = full.removeprefix("model.")
-        if (held := first.setdefault(id(parameter), name)) != name:
-            aliases[hf_name(name)] = hf_name(held)
-    return aliases
+    named = ((name.removeprefix("model."), p) for name, p in model.named_parameters(remove_duplicate=False))
+    return {hf_name(name): hf_name(held) for name, held in shared_names(named).items()}
 
 
 def held_box(name: str, parameter: Tensor, ranks: Ranks) -> Box:

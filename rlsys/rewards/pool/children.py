@@ -27,9 +27,9 @@ from rlsys.rewards.pool.messages import (
     WorkerEnded,
     failed,
     pack,
-    plain,
     unpack,
 )
+from rlsys.telemetry.jsonl import plain
 from rlsys.utils.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from rlsys.ipc.framing import WireError
+from rlsys.telemetry.jsonl import plain
 
 MAX_LINE_BYTES = 256 << 20
 RewardStatus = Literal["ok", "timeout", "error"]
@@ -134,16 +135,3 @@ def unpack(line: bytes, kind: type[T]) -> T:
         return msgspec.convert(json.loads(line), kind)
     except (ValueError, RecursionError) as error:
         raise WireError(f"a line does not hold a message: {error}") from error
-
-
-def plain(value: Any) -> Any:
-    """`value` as JSON can hold it: numpy and torch values become numbers and lists, other types text."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(v) for v in value]
-    if hasattr(value, "tolist"):
-        return plain(value.tolist())
-    return str(value)

@@ -29,9 +29,9 @@ from rlsys.rewards.pool.messages import (
     RewardResult,
     failed,
     pack,
-    plain,
     unpack,
 )
+from rlsys.telemetry.jsonl import plain
 from rlsys.utils.plugins import load_from_file
 
 OF_JUDGE = ("reward_router_address", "reward_model_tokenizer")

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.models.hf import shared_names
 from rlsys.models.logprobs import wide_product
 from rlsys.models.stacked import StackRows, part_of, saved_parts
 from rlsys.rollout.base import (
@@ -104,9 +105,7 @@ class HFRollout(BaseRolloutEngine):
         return saved_parts(self.model)
 
     def _aliases(self) -> dict[str, str]:
-        first: dict[int, str] = {}
-        state = self.model.state_dict(keep_vars=True)
-        return {name: held for name, t in state.items() if (held := first.setdefault(id(t), name)) != name}
+        return shared_names(self.model.state_dict(keep_vars=True).items())
 
     def _load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         copy_by_name(self.local_tensors(), self._aliases(), bucket)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.base import EngineContext
+from rlsys.rollout.hf_files import text_config
 
 MAX_GRAPH_SEQS = 512
 SPARE_TOKENS = 8
@@ -90,7 +90,7 @@ def server_arguments(
 
 def _cpu_arguments(path: str | Path, dtype: str, cache_gib: float) -> dict[str, Any]:
     """The arguments of a CPU, whose cache holds as many tokens' keys and values as fit into `cache_gib`."""
-    text: Any = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).get_text_config()
+    text = text_config(path)
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     width = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head
     token_bytes = 2 * text.num_hidden_layers * width * getattr(torch, dtype).itemsize

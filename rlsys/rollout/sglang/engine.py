@@ -33,7 +33,7 @@ from rlsys.rollout.base import (
     RunningRequest,
 )
 from rlsys.rollout.batch import score_sequences
-from rlsys.rollout.hf_files import eos_ids_of, max_positions_of, num_layers_of, vocab_size_of
+from rlsys.rollout.hf_files import eos_ids_of, text_config
 from rlsys.rollout.sampling.hook import UNUSED, SampleSpec
 from rlsys.rollout.sglang.arguments import SINGLE_RANK, ReplicaRank, server_arguments
 from rlsys.rollout.sglang.launch import EngineThread
@@ -75,16 +75,17 @@ class SGLangRollout(BaseRolloutEngine):
         replica: ReplicaRank = SINGLE_RANK,
         methods: Callable[[SchedulerEngine], Mapping[str, Method]] = no_methods,
     ) -> None:
-        length, dtype = config.max_model_len or max_positions_of(path), context.dtype_name(config.dtype)
+        text, dtype = text_config(path), context.dtype_name(config.dtype)
+        length = config.max_model_len or text.max_position_embeddings
         SGLANG.installed_features()
         arguments = server_arguments(path, config, context, max_model_len=length, replica=replica)
         super().__init__(
             replace(context, offload_on_sleep=arguments["enable_weights_cpu_backup"]),
-            vocab_size=vocab_size_of(path),
+            vocab_size=text.vocab_size,
             max_model_len=length,
             eos_token_ids=eos_ids_of(path),
         )
-        self.config, self.replica, self._num_layers = config, replica, num_layers_of(path)
+        self.config, self.replica, self._num_layers = config, replica, text.num_hidden_layers
         self._folder = tempfile.TemporaryDirectory(prefix="rlsys-sglang-")
         socket = Path(self._folder.name) / "scheduler"
         settings = SchedulerSettings(str(socket), str(path), dtype, config.seed, self.is_leader, methods)

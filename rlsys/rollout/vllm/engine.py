@@ -28,7 +28,7 @@ from rlsys.rollout.base import (
 )
 from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.engine_weights import EngineWeights, HostWeights
-from rlsys.rollout.hf_files import eos_ids_of, hf_tensors, vocab_size_of
+from rlsys.rollout.hf_files import eos_ids_of, hf_tensors, text_config
 from rlsys.rollout.sampling.hook import SPEC_KEY, UNUSED, SampleSpec
 from rlsys.rollout.vllm.determinism import restored_torch
 from rlsys.rollout.vllm.engine_args import engine_arguments
@@ -66,7 +66,7 @@ class VLLMRollout(BaseRolloutEngine):
         self.config = config
         super().__init__(
             context,
-            vocab_size=vocab_size_of(path),
+            vocab_size=text_config(path).vocab_size,
             max_model_len=arguments["max_model_len"],
             eos_token_ids=eos_ids_of(path),
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.base import EngineContext
-from rlsys.rollout.hf_files import has_latent_attention, max_positions_of
+from rlsys.rollout.hf_files import text_config
 from rlsys.rollout.versions import VLLM
 from rlsys.rollout.vllm.determinism import aligned_arguments
 
@@ -24,7 +24,8 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
     switch for batch-invariant kernels is set too.
     """
     features, on_cpu = VLLM.installed_features(), context.device == "cpu"
-    size = config.tensor_model_parallel_size
+    size, text = config.tensor_model_parallel_size, text_config(path)
+    has_latent_attention = bool(getattr(text, "kv_lora_rank", None))
     arguments = {
         "model": str(path),
         "load_format": context.load_format,
@@ -32,7 +33,7 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
         "seed": config.seed,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
-        "max_model_len": config.max_model_len or max_positions_of(path),
+        "max_model_len": config.max_model_len or text.max_position_embeddings,
         "enforce_eager": config.enforce_eager,
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "enable_prefix_caching": config.enable_prefix_caching,
@@ -45,7 +46,7 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
         "max_cudagraph_capture_size": config.cuda_graph_max_bs,
         "cudagraph_capture_sizes": config.cudagraph_capture_sizes and sorted(config.cudagraph_capture_sizes),
         **({"enable_return_routed_experts": True} if config.enable_rollout_routing_replay else {}),
-        **(CPU_LATENT_ATTENTION if on_cpu and has_latent_attention(path) else {}),
+        **(CPU_LATENT_ATTENTION if on_cpu and has_latent_attention else {}),
         **config.engine_kwargs.vllm,
     }
     return arguments | aligned_arguments(arguments, device=context.device) if config.full_determinism else arguments

@@ -19,12 +19,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlsys.single_controller import diagnosis
 from rlsys.single_controller.calls import Backend, Deadlines, Failure, Header, Pending, RankCall, deadline_for, finish
 from rlsys.single_controller.diagnosis import ProcessInfo
-from rlsys.single_controller.ray.actor import death_of, host_class
+from rlsys.single_controller.host import WorkerHost
 from rlsys.single_controller.ray.cluster import NAMESPACE, import_options, on_node
 from rlsys.single_controller.ray.pool import RayResourcePool
-from rlsys.single_controller.worker import RANK_VARIABLES, rank_environment
+from rlsys.single_controller.worker import RANK_VARIABLES, free_port, rank_environment
 from rlsys.single_controller.worker_group import ClassWithInitArgs
+from rlsys.telemetry.log import setup_logging
 from rlsys.utils.errors import FailedWorker, WorkerError
+from rlsys.utils.plugins import search_last_beside_namesakes
 
 START = "start"
 NODE_S = 20.0
@@ -262,3 +264,42 @@ def _values_once(values: Sequence[tuple[object, ...]]) -> list[tuple[object, ...
             if times[id(value)] > 1 and id(value) not in stored:
                 stored[id(value)] = ray.put(value)
     return [tuple(stored.get(id(value), value) for value in of_rank) for of_rank in values]
+
+
+class RayHost(WorkerHost):
+    """The actor around a worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        search_last_beside_namesakes()
+        diagnosis.dump_stacks_on_signal()
+
+    def build(self, made: tuple[type, Sequence[object], Mapping[str, object]]) -> tuple[Header, None]:
+        setup_logging(role=made[0].__name__, rank=int(os.environ.get("RANK", 0)))
+        return super().build(made)
+
+    def describe(self) -> tuple[Header, tuple[ProcessInfo, str, int]]:
+        """Where this process runs: itself, its node, and a free port there."""
+        address, node_id = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
+        return Header(), (diagnosis.here(address), node_id, free_port(address))
+
+
+def host_class(cls: type) -> Any:
+    """An actor class named after the worker's, whose handles also have the worker's public methods."""
+
+    def forward(name: str) -> Callable[..., Any]:
+        def call(host: RayHost, *args: object, **kwargs: object) -> Any:
+            return getattr(host.worker, name)(*args, **kwargs)
+
+        return call
+
+    public = [name for name in dir(cls) if not name.startswith("_") and callable(getattr(cls, name))]
+    methods = {name: forward(name) for name in public if not hasattr(RayHost, name)}
+    return ray.remote(type(cls.__name__, (RayHost,), {**methods, "__module__": __name__}))
+
+
+def death_of(error: ray_exceptions.RayActorError) -> str:
+    """Ray's message of an actor's death without the advice that it always appends."""
+    text = str(error)
+    start = max(text.find("The actor is dead because"), 0)
+    return "the worker process died: " + text[start:].split(" Some common causes")[0]

@@ -166,11 +166,8 @@ def _check_answers(address: str) -> None:
             "RAY_AUTH_TOKEN_PATH) as for its head"
         )
     if done.returncode:
-        raise ConfigError(f"what listens at {address} is not a Ray cluster: {_last_line(done.stderr)}{set_another}")
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or [""])[-1]
+        why = done.stderr.strip().rpartition("\n")[2]
+        raise ConfigError(f"what listens at {address} is not a Ray cluster: {why}{set_another}")
 
 
 def cluster_address() -> str:

@@ -47,7 +47,7 @@ print(peak_of(lambda: split(model, ranks, SplitLayout(tp=2, ep=2, pp=2))), peak_
 def test_memory_is_a_few_tensors(tmp_path: Path) -> None:
     import torch
 
-    from rlsys.model_merger.safetensors_writer import write_model_files
+    from rlsys.model_merger.convert import write_model_files
     from rlsys.models.megatron.family import family_of
     from tests.unit.models.megatron_families.tiny import CONFIGS
 

@@ -13,11 +13,10 @@ from rlsys.algorithms.kl import KLController
 from rlsys.config import PPOConfig, load_config, plan_batches
 from rlsys.protocol import DataProto
 from rlsys.telemetry.metrics import StageTimer
-from trainer.advantages import rewards_to_advantages
 from trainer.groups import WorkerGroups
 from trainer.reporting import Reporter
 from trainer.residency import Residency, Resident
-from trainer.steps import Steps
+from trainer.steps import Steps, rewards_to_advantages
 
 SMALL = ("data.train_batch_size=2", "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2")
 

@@ -16,8 +16,7 @@ from rlsys.fleet.external.transfer import BroadcastTransfer, ExternalTransfer
 from rlsys.fleet.fleet import RolloutFleet
 from rlsys.types import TransferReport
 from rlsys.utils.errors import ConfigError
-from trainer.groups import WorkerGroups
-from trainer.weight_push import WeightPush, connect_servers, connect_weights
+from trainer.weight_push import WeightPush, connect_servers
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ENGINE = f"{ROLLOUT}.checkpoint_engine"
@@ -114,10 +113,3 @@ def test_the_process_group_of_external_servers_is_chosen_by_the_checkpoint_engin
 def test_what_servers_cannot_take_is_refused(tmp_path: Path, setting: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         external(tmp_path, "vllm_remote", *setting.split())
-
-
-def test_the_local_executor_needs_a_shared_process() -> None:
-    cfg = load_config(["--config-name=quickstart", f"{ROLLOUT}.checkpoint_engine.backend=local"])
-    groups = WorkerGroups(actor=cast(Any, SimpleNamespace()), rollout=cast(Any, SimpleNamespace()))
-    with pytest.raises(ConfigError, match="set it to auto"):
-        connect_weights(groups, cfg, colocated=False)
