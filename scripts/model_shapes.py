@@ -98,6 +98,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
     },
+    "8B": {
+        **_qwen2(32, 4096, 14336, 32, 8, 128256, tied=False),
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+    },
     "0.5B": _qwen2(24, 896, 4864, 14, 2, 151936, tied=True),
     "1.5B": _qwen2(28, 1536, 8960, 12, 2, 151936, tied=True),
     "7B": _qwen2(28, 3584, 18944, 28, 4, 152064, tied=False),

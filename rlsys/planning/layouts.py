@@ -102,7 +102,7 @@ def _training_layouts(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> 
     ranks, facts = plan_batches(cfg).pools.train_ranks, machine.actor
     rows = [role.ppo_mini_batch_size * cfg.actor_rollout_ref.rollout.n for role in _trained(cfg)]
     layers = facts["num_hidden_layers"]
-    for share, ulysses in product({ranks, *(n * cluster.node_size for n in (1, 2, 4, 8))}, SIZES[:4]):
+    for share, ulysses in product(sorted({ranks, *(n * cluster.node_size for n in SIZES[:4])}), SIZES[:4]):
         dp, odd = ranks // ulysses, facts["num_attention_heads"] % ulysses
         if not ranks % share and share <= ranks and not ranks % ulysses and not odd and _divides(dp, rows):
             settings = {"strategy": "fsdp", "ulysses_sequence_parallel_size": ulysses}

@@ -5,6 +5,9 @@
 The runs are those of docs/performance.md and one of a comparison of trainers on one H200. The factors of
 rlsys/planning/step_time.py were fitted to them: the table shows how well one set of factors describes all of them, not
 how well it predicts what was never measured. What switching memory took is left out of the measured steps.
+
+The second table is no fit: steps on many H100s that NeMo-RL published (v0.4, docs/about/performance-summary.md), other
+code with the same engines (Megatron-Core and vLLM), beside the plan for the same sizes and tokens.
 """
 
 from __future__ import annotations
@@ -111,6 +114,53 @@ RUNS = (
 )
 
 
+@dataclass(frozen=True)
+class Published:
+    """Seconds of a step, mean and largest tokens of a row, rows, (TP, CP, EP, PP) of training, TP of the rollout."""
+
+    model: str
+    gpus: int
+    seconds: float
+    tokens: tuple[int, int]
+    rows: int
+    training: tuple[int, int, int, int]
+    rollout: int
+    last_layers: int | None = None
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        names = ("tensor_model_parallel_size", "context_parallel_size", "expert_model_parallel_size")
+        names += ("pipeline_model_parallel_size", "expert_tensor_parallel_size")
+        sizes = [f"{ACTOR}.megatron.{name}={size}" for name, size in zip(names, (*self.training, 1), strict=True)]
+        last = f"{ACTOR}.megatron.override_transformer_config.num_layers_in_last_pipeline_stage={self.last_layers}"
+        return (
+            *(VLLM, MEGATRON, *sizes, *([last] if self.last_layers else [])),
+            *(f"{ROLLOUT}.tensor_model_parallel_size={self.rollout}", f"{ROLLOUT}.max_num_seqs=1024"),
+            *(f"{ROLLOUT}.gpu_memory_utilization=0.6", f"{ROLLOUT}.n=16", f"data.train_batch_size={self.rows // 16}"),
+            *("data.max_prompt_length=512", f"data.max_response_length={self.tokens[1] - 512}"),
+            *(f"{ACTOR}.ppo_mini_batch_size=32", f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.use_dynamic_bsz=true"),
+            *(f"{ACTOR}.ppo_max_token_len_per_gpu={self.tokens[1]}", f"trainer.nnodes={self.gpus // 8}"),
+            "trainer.n_gpus_per_node=8",
+        )
+
+
+PUBLISHED = (
+    Published("8B", 16, 97.7, (1060, 4096), 2048, (1, 1, 1, 2), 1),
+    Published("32B", 32, 393.0, (3206, 4096), 2048, (4, 1, 1, 4), 4),
+    Published("30B-A3B", 32, 225.0, (3154, 4096), 2048, (2, 1, 8, 1), 4),
+    Published("235B-A22B", 128, 506.0, (5671, 8192), 512, (2, 2, 16, 8), 16, 10),
+    Published("671B", 256, 154.0, (745, 1536), 512, (1, 1, 16, 16), 32, 1),
+)
+
+
+def planned_as_published(run: Published) -> float:
+    """Seconds of a step by the planner."""
+    mean, longest = run.tokens
+    cfg = load_config(["--config-name", "quickstart", *FILES, *run.settings])
+    lengths = Lengths(512, longest - 512, 120, mean - 120)
+    return step_seconds(cfg, plan_step(cfg, SHAPES[run.model], GpuCluster(GPUS["H100"], 8), lengths=lengths, sigma=0.8))
+
+
 def planned(run: Measured) -> dict[str, float]:
     """Seconds of PHASES by the planner."""
     prompt, response, longest = run.tokens
@@ -132,7 +182,14 @@ def main() -> None:
         lines.append(cells)
     print(aligned(lines))
     near = sum(abs(ratio - 1) <= WITHIN for ratio in ratios)
-    print(f"{near} of {len(ratios)} within {WITHIN:.0%}; the others {min(ratios):.2f} to {max(ratios):.2f}")
+    print(f"{near} of {len(ratios)} within {WITHIN:.0%}; the others {min(ratios):.2f} to {max(ratios):.2f}\n")
+    lines = [["NeMo-RL v0.4, H100", "GPUs", "planned s", "published s", "ratio"]]
+    for other in PUBLISHED:
+        step = planned_as_published(other)
+        lines.append(
+            [other.model, str(other.gpus), f"{step:.1f}", f"{other.seconds:.1f}", f"{step / other.seconds:.2f}"]
+        )
+    print(aligned(lines))
 
 
 if __name__ == "__main__":

@@ -209,3 +209,22 @@ def _acts(node: ast.stmt) -> bool:
 def _undefined_names(block: str) -> bool:
     command = [Path(sys.executable).with_name("ruff"), "check", "--isolated", "--no-cache", "--select", "F821", "-"]
     return bool(subprocess.run(command, input=block, capture_output=True, text=True, check=False).returncode)
+
+
+@pytest.mark.parametrize(
+    "shown_by",
+    [
+        "--model 7B",
+        *(pytest.param(f"--model {name}", marks=pytest.mark.slow) for name in ("30B-A3B", "235B-A22B", "671B")),
+        pytest.param("scripts/bench/step_times.py", marks=pytest.mark.slow),
+    ],
+)
+def test_tables_of_planned_steps_are_what_their_commands_print(shown_by: str) -> None:
+    text = (ROOT / "docs" / "scaling.md").read_text().replace("\\\n", "")
+    shown = re.search(
+        rf"`(python [^`]*{re.escape(shown_by)}[^`]*)`.*?```\n(.*?)\n```", text.replace("```bash\n", "`"), re.DOTALL
+    )
+    assert shown is not None
+    command = [sys.executable, *shlex.split(shown[1])[1:]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled_s(120), check=True)
+    assert done.stdout.strip() == shown[2]
