@@ -232,7 +232,7 @@ def print_job(args: argparse.Namespace) -> None:
     if args.gpu:
         lengths, sigma = lengths_of(args, cfg)
         cluster = GpuCluster(GPUS[args.gpu], cfg.trainer.n_gpus_per_node)
-        phases = plan_step(cfg, machine.actor, cluster, critic=machine.critic, lengths=lengths, sigma=sigma)
+        phases = plan_step(cfg, machine, cluster, lengths=lengths, sigma=sigma)
         print(f"{step_table(phases)}\na step: {step_seconds(cfg, phases):.1f} s\n")
     print(f"GiB on a device of {args.device_gib:g}, {args.reserve_gib:g} of them reserved")
     print(table(plan.train, room_bytes=room))

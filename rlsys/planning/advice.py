@@ -100,9 +100,8 @@ def step_table(phases: Sequence[Phase]) -> str:
 
 def time_line(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> str:
     """Seconds of a step whose rows are as long as they may be, with its phases."""
-    facts = {"critic": machine.critic, "reward_model": machine.reward_model}
     try:
-        phases = plan_step(cfg, machine.actor, cluster, **facts)
+        phases = plan_step(cfg, machine, cluster)
     except (ConfigError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         return f"cannot be planned: {error}"
     parts = ", ".join(f"{phase.name} {phase.total:.1f}" for phase in phases)

@@ -12,9 +12,17 @@ from rlsys.config.engines import rollout_backend
 from rlsys.models.megatron.family import find_family
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
 from rlsys.planning import footprint as fp
-from rlsys.planning.memory import Lengths, PlanInputs, device_roles
+from rlsys.planning.memory import Lengths, PlanInputs
 from rlsys.planning.sizes import Machine, choose_sizes, plan_with, replaced
-from rlsys.planning.step_time import GpuCluster, Phase, plan_step, rollout_phase, step_seconds, training_phases
+from rlsys.planning.step_time import (
+    GpuCluster,
+    Phase,
+    plan_step,
+    roles_of,
+    rollout_phase,
+    step_seconds,
+    training_phases,
+)
 from rlsys.utils.errors import ConfigError
 
 Settings = dict[str, Any]
@@ -47,14 +55,13 @@ def propose_layouts(
     cfg: PPOConfig, machine: Machine, cluster: GpuCluster, *, lengths: Lengths, sigma: float = 0.0, most: int = 5
 ) -> list[Proposal]:
     """At most `most` layouts that fit, the fastest first; token budgets and what is recomputed are chosen for each."""
-    facts, critic = machine.actor, machine.critic
-    serving, training = list[Timed](), list[Timed]()
+    facts, serving, training = machine.actor, list[Timed](), list[Timed]()
     for name, settings in _rollout_layouts(cfg, machine):
         job = _job(cfg, settings | BEST, lengths)
         serving.append((rollout_phase(job, facts, cluster, sigma).total, name, settings))
     for name, settings in _training_layouts(cfg, machine, cluster):
         job = _job(cfg, settings, lengths)
-        roles = device_roles(job, facts, critic or facts, machine.reward_model)
+        roles = roles_of(job, machine)
         if all(sum(one.role.held().values()) <= machine.room_bytes for one in roles):
             seconds = sum(phase.total for phase in training_phases(job, roles, facts, cluster))
             training.append((seconds * SIMPLER ** name.count(","), name, settings))
@@ -72,7 +79,7 @@ def propose_layouts(
             continue
         peak = max(stage.total for stage in (*plan.train, *plan.rollout))
         if peak <= machine.room_bytes:
-            phases = plan_step(changed, facts, cluster, critic=critic, lengths=lengths, sigma=sigma)
+            phases = plan_step(changed, machine, cluster, lengths=lengths, sigma=sigma)
             seconds = step_seconds(changed, phases)
             proposals.append(Proposal(f"{name}; rollout {copies}", settings | chosen, phases, seconds, peak))
     return sorted(proposals, key=lambda one: one.seconds)[:most]

@@ -17,6 +17,7 @@ from rlsys.config.engines import rollout_backend
 from rlsys.planning import footprint as fp
 from rlsys.planning.memory import DeviceRole, Facts, Lengths, PlanInputs, device_roles, width_of
 from rlsys.planning.roles import OPTIMIZER, FsdpRole, MegatronRole, Pass, Role
+from rlsys.planning.sizes import Machine
 from rlsys.utils.gpus import Gpu
 
 MATMUL = 0.75
@@ -74,34 +75,32 @@ class Phase:
 
 
 def plan_step(
-    cfg: PPOConfig,
-    actor: Facts,
-    cluster: GpuCluster,
-    *,
-    critic: Facts | None = None,
-    reward_model: Facts | None = None,
-    lengths: Lengths | None = None,
-    sigma: float = 0.0,
+    cfg: PPOConfig, machine: Machine, cluster: GpuCluster, *, lengths: Lengths | None = None, sigma: float = 0.0
 ) -> tuple[Phase, ...]:
     """The phases of a step; responses are lognormal with `sigma`, cut at the longest. ConfigError as of plan_memory.
 
     Adapters are taken to cost what full training does; graders and the controller cost nothing.
     """
-    given = lengths or Lengths.longest(cfg)
-    job = PlanInputs(cfg, plan_batches(cfg), given, "cuda", 0)
-    rollout = () if job.plan.pools.external else (rollout_phase(job, actor, cluster, sigma),)
-    roles = device_roles(job, actor, critic or actor, reward_model)
-    return (*rollout, *training_phases(job, roles, actor, cluster))
+    job = PlanInputs(cfg, plan_batches(cfg), lengths or Lengths.longest(cfg), "cuda", 0)
+    rollout = () if job.plan.pools.external else (rollout_phase(job, machine.actor, cluster, sigma),)
+    return (*rollout, *training_phases(job, roles_of(job, machine), machine.actor, cluster))
+
+
+def roles_of(job: PlanInputs, machine: Machine) -> list[DeviceRole]:
+    """All roles of a training device, the actor first."""
+    return device_roles(job, machine.actor, machine.critic or machine.actor, machine.reward_model)
 
 
 def training_phases(job: PlanInputs, roles: Sequence[DeviceRole], actor: Facts, cluster: GpuCluster) -> Iterator[Phase]:
-    """The phases of the ranks that train, where `roles` are (the actor first), and the weight push."""
+    """The phases of the ranks that train, where `roles` are, and the weight push."""
     for one in roles:
         for name, trains, size in one.stages:
             trained = job.plan.critic if name == "update_critic" and job.plan.critic else job.plan.actor
             seconds = _passes(job, one.role, size, cluster, trains=trains)
             steps = trained.optimizer_steps if trains else 1
-            yield Phase(name, {cause: steps * one for cause, one in seconds.items()} | _offloading(one))
+            away = sum(size for owner, size in one.role.held().items() if owner in one.leaves)
+            offload = {"offload": 2 * away / PCIE_RATE}
+            yield Phase(name, {cause: steps * one for cause, one in seconds.items()} | offload)
     yield Phase("update_weights", _push(job, actor, roles[0].role, cluster))
 
 
@@ -181,12 +180,6 @@ def _reduction(job: PlanInputs, role: Role, cluster: GpuCluster) -> Iterator[flo
     here, s, width = role.adapters or role.held_here, role.sizes, fp.WIDE + role.how.c
     yield cluster.ring_s(width * here.dense, role.dp, s.tp)
     yield cluster.ring_s(width * here.experts, role.expert_dp, s.expert_tp * s.ep)
-
-
-def _offloading(one: DeviceRole) -> dict[str, float]:
-    """What is on the host between stages comes and goes."""
-    away = sum(size for owner, size in one.role.held().items() if owner in one.leaves)
-    return {"offload": 2 * away / PCIE_RATE}
 
 
 def rollout_phase(job: PlanInputs, facts: Facts, cluster: GpuCluster, sigma: float) -> Phase:

@@ -21,6 +21,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
 from rlsys.config import load_config  # noqa: E402
 from rlsys.planning.advice import aligned  # noqa: E402
 from rlsys.planning.memory import Lengths  # noqa: E402
+from rlsys.planning.sizes import Machine  # noqa: E402
 from rlsys.planning.step_time import GpuCluster, plan_step, step_seconds  # noqa: E402
 from rlsys.utils.gpus import GPUS  # noqa: E402
 from scripts.model_shapes import SHAPES  # noqa: E402
@@ -158,7 +159,8 @@ def planned_as_published(run: Published) -> float:
     mean, longest = run.tokens
     cfg = load_config(["--config-name", "quickstart", *FILES, *run.settings])
     lengths = Lengths(512, longest - 512, 120, mean - 120)
-    return step_seconds(cfg, plan_step(cfg, SHAPES[run.model], GpuCluster(GPUS["H100"], 8), lengths=lengths, sigma=0.8))
+    machine, cluster = Machine("cuda", 0, SHAPES[run.model]), GpuCluster(GPUS["H100"], 8)
+    return step_seconds(cfg, plan_step(cfg, machine, cluster, lengths=lengths, sigma=0.8))
 
 
 def planned(run: Measured) -> dict[str, float]:
@@ -166,7 +168,8 @@ def planned(run: Measured) -> dict[str, float]:
     prompt, response, longest = run.tokens
     lengths, (shape, gpu) = Lengths(prompt, longest, prompt, response), run.model.split()
     cfg = load_config(["--config-name", "quickstart", *FILES, *run.settings])
-    phases = plan_step(cfg, SHAPES[shape], GpuCluster(GPUS[gpu], 8), lengths=lengths, sigma=run.sigma)
+    machine, cluster = Machine("cuda", 0, SHAPES[shape]), GpuCluster(GPUS[gpu], 8)
+    phases = plan_step(cfg, machine, cluster, lengths=lengths, sigma=run.sigma)
     return {phase.name: phase.total for phase in phases} | {"step": step_seconds(cfg, phases)}
 
 

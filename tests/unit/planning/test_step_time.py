@@ -34,6 +34,10 @@ def config(*more: str) -> PPOConfig:
     return load_config(["--config-name", "smollm2", *FILES, *rows, *budget, *tokens, *more])
 
 
+def machine(model: str) -> Machine:
+    return Machine("cuda", GPUS["H100"].memory_bytes, SHAPES[model])
+
+
 def megatron(tp: int = 1, pp: int = 1, ep: int = 1, *more: str) -> tuple[str, ...]:
     sizes = {"tensor_model": tp, "pipeline_model": pp, "expert_model": ep}
     keys = [f"{ACTOR}.megatron.{name}_parallel_size={size}" for name, size in sizes.items()]
@@ -41,7 +45,7 @@ def megatron(tp: int = 1, pp: int = 1, ep: int = 1, *more: str) -> tuple[str, ..
 
 
 def phases(model: str, *more: str, cluster: GpuCluster = H100) -> dict[str, Phase]:
-    return {phase.name: phase for phase in plan_step(config(*more), SHAPES[model], cluster)}
+    return {phase.name: phase for phase in plan_step(config(*more), machine(model), cluster)}
 
 
 def test_work_of_known_models_by_hand() -> None:
@@ -151,14 +155,14 @@ def test_lengths_have_their_mean_and_their_limit(mean_response: int, factor: int
 
 def test_a_long_tail_costs_time_with_the_same_tokens() -> None:
     cfg, lengths = config("trainer.n_gpus_per_node=8"), Lengths(1024, 3072, 1024, 800)
-    even, tailed = (plan_step(cfg, SHAPES["7B"], H100, lengths=lengths, sigma=sigma)[0] for sigma in (0.0, 1.0))
+    even, tailed = (plan_step(cfg, machine("7B"), H100, lengths=lengths, sigma=sigma)[0] for sigma in (0.0, 1.0))
     assert tailed.total > 1.5 * even.total
     assert tailed.seconds["tail"] > 0.2 * tailed.total
 
 
 def test_generation_ahead_hides_the_shorter_side() -> None:
     cfg = config("trainer.n_gpus_per_node=8", "trainer.rollout_workers=8", "trainer.max_staleness=2")
-    plan = plan_step(cfg, SHAPES["7B"], H100)
+    plan = plan_step(cfg, machine("7B"), H100)
     rollout, others = plan[0].total, sum(phase.total for phase in plan[1:])
     assert step_seconds(cfg, plan) == pytest.approx(max(rollout, others))
 
@@ -172,20 +176,19 @@ def test_seven_billion_parameter_steps_that_were_measured_are_met() -> None:
 def test_layouts_fit_come_fastest_first_and_can_be_set_on_the_command_line() -> None:
     """A proposal's settings, loaded like a user's, give the memory and the seconds that it was proposed with."""
     size = ("trainer.nnodes=4", "trainer.n_gpus_per_node=8")
-    lengths, machine = Lengths(1024, 3072, 512, 1500), Machine("cuda", GPUS["H100"].memory_bytes, SHAPES["7B"])
-    proposals = propose_layouts(config(*size), machine, H100, lengths=lengths, sigma=0.8, most=3)
+    lengths, h100 = Lengths(1024, 3072, 512, 1500), machine("7B")
+    proposals = propose_layouts(config(*size), h100, H100, lengths=lengths, sigma=0.8, most=3)
     assert [one.seconds for one in proposals] == sorted(one.seconds for one in proposals)
     for one in proposals:
-        assert one.peak_bytes <= machine.room_bytes
+        assert one.peak_bytes <= h100.room_bytes
         own = {key: value for key, value in one.settings.items() if not key.startswith("critic.")}
         cfg = config(*size, *(f"{key}={shown(value)}" for key, value in own.items()))
-        plan = plan_memory(cfg, SHAPES["7B"], device_bytes=machine.device_bytes)
+        plan = plan_memory(cfg, SHAPES["7B"], device_bytes=h100.device_bytes)
         assert max(stage.total for stage in (*plan.train, *plan.rollout)) == one.peak_bytes
-        assert step_seconds(cfg, plan_step(cfg, machine.actor, H100, lengths=lengths, sigma=0.8)) == one.seconds
+        assert step_seconds(cfg, plan_step(cfg, h100, H100, lengths=lengths, sigma=0.8)) == one.seconds
     assert "update_actor" in step_table(proposals[0].phases)
 
 
 def test_nothing_is_proposed_where_nothing_fits() -> None:
-    machine = Machine("cuda", GPUS["H100"].memory_bytes, SHAPES["32B"])
     cfg = config("trainer.n_gpus_per_node=2")
-    assert propose_layouts(cfg, machine, H100, lengths=Lengths.longest(cfg)) == []
+    assert propose_layouts(cfg, machine("32B"), H100, lengths=Lengths.longest(cfg)) == []
