@@ -241,13 +241,14 @@ def response_quantiles(lengths: Lengths, sigma: float) -> list[float]:
 
 
 def _push(job: PlanInputs, facts: Facts, actor: Role, cluster: GpuCluster) -> dict[str, float]:
-    """Each rollout rank takes its share of the weights, from its own node what is there; both sides take checksums."""
-    rollout = job.cfg.actor_rollout_ref.rollout
-    taken = width_of(rollout.dtype, "cuda") * fp.decoder_of(facts).parameters / rollout.tensor_model_parallel_size
-    if isinstance(actor, FsdpRole):
-        ranks = actor.ranks
-    else:
-        s = actor.sizes
-        ranks = _stage(actor) * s.pp if s.pp > 1 else max(s.tp, s.ep * s.expert_tp)
-    sent = cluster.all_to_all_s(taken, ranks)
-    return {"communication": sent, "memory": taken / CHECKSUM_RATE, "host": PUSH_S}
+    """Each rollout rank takes its share of the weights; beside an actor on several nodes it gathers whole tensors."""
+    rollout, pools, parameters = job.cfg.actor_rollout_ref.rollout, job.plan.pools, fp.decoder_of(facts).parameters
+    c, host = width_of(rollout.dtype, "cuda"), PUSH_S
+    taken = c * parameters / rollout.tensor_model_parallel_size
+    sent = cluster.all_to_all_s(taken, pools.total_ranks)
+    if pools.colocated and job.cfg.trainer.nnodes > 1:
+        taken = c * parameters
+        width = actor.master if isinstance(actor, FsdpRole) else actor.how.c
+        sent = cluster.ring_s(width * parameters, pools.train_ranks)
+        host += taken / PCIE_RATE if rollout_backend(rollout.name).weights_in != "process" else 0.0
+    return {"communication": sent, "memory": taken / CHECKSUM_RATE, "host": host}
