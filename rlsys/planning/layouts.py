@@ -65,12 +65,13 @@ def propose_layouts(
         if all(sum(one.role.held().values()) <= machine.room_bytes for one in roles):
             seconds = sum(phase.total for phase in training_phases(job, roles, facts, cluster))
             training.append((seconds * SIMPLER ** name.count(","), name, settings))
-    proposals, tried = list[Proposal](), 0
-    for (trains_s, name, trains), (serves_s, copies, serves) in sorted(product(training, serving), key=_both):
+    proposals = list[Proposal]()
+    pairs = sorted(product(training, serving), key=lambda pair: pair[0][0] + pair[1][0])
+    for tried, ((trains_s, name, trains), (serves_s, copies, serves)) in enumerate(pairs):
         fastest = sorted(one.seconds for one in proposals)[: most + SPARE]
         if tried == MOST_TRIED or (len(fastest) == most + SPARE and trains_s + serves_s > fastest[-1]):
             break
-        settings, tried = trains | serves, tried + 1
+        settings = trains | serves
         try:
             chosen, _ = choose_sizes(replaced(cfg, settings), settings, machine)
             changed = replaced(cfg, settings | chosen)
@@ -90,10 +91,6 @@ def _job(cfg: PPOConfig, settings: Settings, lengths: Lengths) -> PlanInputs:
     return PlanInputs(changed, plan_batches(changed), lengths, "cuda", 0)
 
 
-def _both(pair: tuple[Timed, Timed]) -> float:
-    return pair[0][0] + pair[1][0]
-
-
 def _rollout_layouts(cfg: PPOConfig, machine: Machine) -> Iterator[tuple[str, Settings]]:
     """Tensor-parallel copies of the engine whose weights fit."""
     ranks, facts = plan_batches(cfg).pools.rollout_ranks, machine.actor
@@ -106,12 +103,15 @@ def _rollout_layouts(cfg: PPOConfig, machine: Machine) -> Iterator[tuple[str, Se
 
 def _training_layouts(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> Iterator[tuple[str, Settings]]:
     """FSDP over all ranks or over those of some nodes, and Megatron's sizes, with and without offloading."""
-    ranks, facts = plan_batches(cfg).pools.train_ranks, machine.actor
-    rows = [role.ppo_mini_batch_size * cfg.actor_rollout_ref.rollout.n for role in _trained(cfg)]
-    layers = facts["num_hidden_layers"]
+    plan, facts, layers = plan_batches(cfg), machine.actor, machine.actor["num_hidden_layers"]
+    ranks, trained = plan.pools.train_ranks, [role for role in (plan.actor, plan.critic) if role is not None]
+
+    def divides(shared_by: int) -> bool:
+        dp = ranks // shared_by
+        return not ranks % shared_by and not any(role.mini_batch_samples % dp for role in trained)
+
     for share, ulysses in product(sorted({ranks, *(n * cluster.node_size for n in SIZES[:4])}), SIZES[:4]):
-        dp, odd = ranks // ulysses, facts["num_attention_heads"] % ulysses
-        if not ranks % share and share <= ranks and not ranks % ulysses and not odd and _divides(dp, rows):
+        if share <= ranks and not (ranks % share or facts["num_attention_heads"] % ulysses) and divides(ulysses):
             settings = {"strategy": "fsdp", "ulysses_sequence_parallel_size": ulysses}
             sharding = {"fsdp_size": share if share < ranks else -1}
             name = f"FSDP{share}" + f" x {ranks // share}" * (share < ranks) + f", Ulysses {ulysses}" * (ulysses > 1)
@@ -129,21 +129,13 @@ def _training_layouts(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> 
             family.check(facts, RankPlace(layout))
         except ConfigError:
             continue
-        if _divides(ranks // (tp * pp * cp), rows):
+        if divides(tp * pp * cp):
             keys = {f"{name}_model_parallel_size": size for name, size in zip(NAMES, sizes, strict=True)}
             keys["context_parallel_size"] = keys.pop("context_model_parallel_size")
             keys |= {"expert_tensor_parallel_size": 1, "sequence_parallel": True}
             name = ", ".join(f"{key[0].upper()}P{size}" for key, size in zip(NAMES, sizes, strict=True) if size > 1)
             own = keys | ({"override_transformer_config": uneven} if uneven else {})
             yield from _offloaded(f"Megatron, {name or 'DP'}", {"strategy": "megatron"}, "megatron", own)
-
-
-def _divides(dp: int, rows: list[int]) -> bool:
-    return dp > 0 and not any(number % dp for number in rows)
-
-
-def _trained(cfg: PPOConfig) -> list[Any]:
-    return [cfg.actor_rollout_ref.actor, *([cfg.critic] if cfg.use_critic else [])]
 
 
 def _offloaded(name: str, role: Settings, section: str, sharding: Settings) -> Iterator[tuple[str, Settings]]:

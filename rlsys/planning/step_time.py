@@ -114,15 +114,20 @@ def step_seconds(cfg: PPOConfig, phases: Sequence[Phase]) -> float:
 def _passes(job: PlanInputs, role: Role, size: Pass, cluster: GpuCluster, *, trains: bool) -> dict[str, float]:
     """All micro-batches of a rank, and with `trains` the reduction of gradients and the optimizer."""
     d, c, row = role.model, role.how.c, job.lengths.mean_prompt + job.lengths.mean_response
-    kind, tp, pp, vp, held = "fsdp", 1, 1, 1, d.parameters
+    kind, tp, pp, vp, held, flops = "fsdp", 1, 1, 1, d.parameters, cluster.gpu.flops
     if isinstance(role, MegatronRole):
         kind, tp, pp, vp = "megatron", role.sizes.tp, role.sizes.pp, role.sizes.vp
         held = role.held_here.parameters
+        flops = (
+            cluster.gpu.fp8_flops
+            if role.trained and role.lm and job.cfg.actor_rollout_ref.actor.megatron.fp8
+            else flops
+        )
     again, layers = int(trains and role.how.recompute), d.num_layers / pp
     blocks = 2.0 * size.tokens * (d.active + d.attended * (row + 1) / 2) / (pp * tp)
     head = 2.0 * size.responses * d.vocab * d.hidden / tp if role.lm else 0.0
     passes = 1 + again + 2 * trains
-    compute = (blocks * passes + head * (1 + 2 * trains)) / (MATMUL * _flops(job, role, cluster))
+    compute = (blocks * passes + head * (1 + 2 * trains)) / (MATMUL * flops)
     saved = layers * fp.layer_saved_bytes(d, size.tokens, c=c, fused=kind == "megatron", tp=tp, shared_norms=tp > 1)
     logits = fp.WIDE * size.responses * d.vocab / tp if role.lm else 0.0
     weights = held * (c * passes + 2 * fp.WIDE * trains)
@@ -143,13 +148,6 @@ def _passes(job: PlanInputs, role: Role, size: Pass, cluster: GpuCluster, *, tra
         seconds["memory"] += state / (MEMORY * cluster.gpu.memory_rate)
         seconds["communication"] += sum(_reduction(job, role, cluster))
     return seconds
-
-
-def _flops(job: PlanInputs, role: Role, cluster: GpuCluster) -> float:
-    """FLOP/s of the data sheet: of FP8 where Megatron's actor computes in it."""
-    megatron = job.cfg.actor_rollout_ref.actor.megatron
-    is_fp8 = isinstance(role, MegatronRole) and role.trained and megatron.fp8
-    return cluster.gpu.fp8_flops if is_fp8 else cluster.gpu.flops
 
 
 def _communication(
