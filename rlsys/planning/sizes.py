@@ -151,8 +151,9 @@ def _share(job: _Job) -> Chosen:
         return
     d, c, rows = fp.decoder_of(machine.actor), width_of(rollout.dtype, "cuda"), rollout.max_num_seqs
     columns = cfg.data.max_prompt_length + cfg.data.max_response_length
-    split = c * d.parameters + fp.cache_bytes(d, rows, columns, c=c)
-    needed = split // rollout.tensor_model_parallel_size + fp.drawing_bytes(d, rows, c=c) + ENGINE_EXTRA
+    tp = rollout.tensor_model_parallel_size
+    split = d.parameters // tp + rows * columns * d.cached // min(tp, d.cache_heads)
+    needed = c * split + fp.drawing_bytes(d, rows, c=c) + ENGINE_EXTRA
     wanted = max(LEAST_SHARE, needed / machine.device_bytes) if plan_batches(cfg).pools.colocated else 1.0
     percent = min(90, 5 * round(20 * wanted + 0.49))
     while percent > 5 and not _fits_rollout(job, SHARE, percent / 100):

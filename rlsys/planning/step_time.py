@@ -118,11 +118,8 @@ def _passes(job: PlanInputs, role: Role, size: Pass, cluster: GpuCluster, *, tra
     if isinstance(role, MegatronRole):
         kind, tp, pp, vp = "megatron", role.sizes.tp, role.sizes.pp, role.sizes.vp
         held = role.held_here.parameters
-        flops = (
-            cluster.gpu.fp8_flops
-            if role.trained and role.lm and job.cfg.actor_rollout_ref.actor.megatron.fp8
-            else flops
-        )
+        is_fp8 = role.trained and role.lm and job.cfg.actor_rollout_ref.actor.megatron.fp8
+        flops = cluster.gpu.fp8_flops if is_fp8 else flops
     again, layers = int(trains and role.how.recompute), d.num_layers / pp
     blocks = 2.0 * size.tokens * (d.active + d.attended * (row + 1) / 2) / (pp * tp)
     head = 2.0 * size.responses * d.vocab * d.hidden / tp if role.lm else 0.0
