@@ -75,17 +75,17 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
 
             load_agents(config)
     notes = check_machine(config, dry_run=arguments.dry_run) if arguments.gpu is None else []
-    if not isinstance(config, PPOConfig):
+    machine = _machine(config, arguments) if isinstance(config, PPOConfig) else None
+    if arguments.gpu is not None and not (machine and machine.actor):
+        raise errors.ConfigError("--gpu plans PPO jobs whose model's config.json is on this machine; remove it")
+    if machine is None:
         return notes, facts
-    from rlsys.planning.advice import layout_lines, memory_line, time_line
+    from rlsys.planning.advice import memory_line, time_facts
     from rlsys.planning.step_time import GpuCluster
 
-    machine = _machine(config, arguments)
-    facts |= {"memory": memory_line(config, machine)}
-    if arguments.gpu is not None and machine.actor:
-        cluster = GpuCluster(GPUS[arguments.gpu], config.trainer.n_gpus_per_node)
-        facts |= {"time": time_line(config, machine, cluster), "layouts": layout_lines(config, machine, cluster)}
-    return notes, facts
+    if arguments.gpu is not None:
+        facts |= time_facts(config, machine, GpuCluster(GPUS[arguments.gpu], config.trainer.n_gpus_per_node))
+    return notes, facts | {"memory": memory_line(config, machine)}
 
 
 def _choose(config: C, given: Collection[str], arguments: Arguments) -> tuple[Mapping[str, Any], str]:

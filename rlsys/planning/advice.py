@@ -98,21 +98,18 @@ def step_table(phases: Sequence[Phase]) -> str:
     return aligned(lines)
 
 
-def time_line(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> str:
-    """Seconds of a step whose rows are as long as they may be, with its phases."""
+def time_facts(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> dict[str, str]:
+    """Lines of the plan for rows as long as they may be: seconds of a step, and the fastest layouts that fit."""
     try:
         phases = plan_step(cfg, machine, cluster)
+        proposals = propose_layouts(cfg, machine, cluster, lengths=Lengths.longest(cfg), most=3)
     except (ConfigError, KeyError, TypeError, ValueError, ArithmeticError) as error:
-        return f"cannot be planned: {error}"
+        return {"time": f"cannot be planned: {error}"}
     parts = ", ".join(f"{phase.name} {phase.total:.1f}" for phase in phases)
-    return f"{step_seconds(cfg, phases):.1f} s a step at full length: {parts}"
-
-
-def layout_lines(cfg: PPOConfig, machine: Machine, cluster: GpuCluster) -> str:
-    """The fastest layouts that fit, for rows as long as they may be."""
-    proposals = propose_layouts(cfg, machine, cluster, lengths=Lengths.longest(cfg), most=3)
     lines = [f"{one.seconds:.1f} s, {one.peak_bytes / GIB:.0f} GiB: {one.name}" for one in proposals]
-    return "\n             ".join(lines or ["none fits; use more GPUs, or rollout processes of their own"])
+    layouts = lines or ["none fits; use more GPUs, or rollout processes of their own"]
+    step = f"{step_seconds(cfg, phases):.1f} s a step at full length: {parts}"
+    return {"time": step, "layouts": "\n             ".join(layouts)}
 
 
 def too_large(plan: MemoryPlan, *, room_bytes: int) -> list[Stage]:

@@ -63,6 +63,8 @@ UNREADABLE = [
     bad("--confg-name=dapo", "--confg-name", "did you mean --config-name"),
     bad("--config-name", "--config-name", "needs a value"),
     bad("--data.seed=1", "no dashes: data.seed=1"),
+    bad("--gpu=H100", "--gpu=H100", "--dry-run --gpu=H100"),
+    bad(["--dry-run", "--gpu=H1000"], "--gpu=H1000", "H100, H800"),
     bad("-x", "unknown option -x", "--help"),
     bad("--config-name=dappo", "dappo", "did you mean dapo"),
     bad("--config-name=nothing_like_it", "nothing_like_it", "quickstart"),

@@ -7,15 +7,19 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlsys.config import load_config
-from rlsys.planning.advice import facts_of, memory_line
+from rlsys.config import PPOConfig, load_config
+from rlsys.planning.advice import facts_of, memory_line, time_facts
 from rlsys.planning.footprint import decoder_of
+from rlsys.planning.step_time import GpuCluster
+from rlsys.utils.gpus import GPUS
 from scripts.model_shapes import SHAPES
+from trainer.job import checked_config
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 1 << 30
@@ -100,12 +104,21 @@ def test_experts_count_and_rollout_devices_have_their_own_figure(tmp_path: Path)
     assert f"{2 * decoder_of(shape).parameters / GIB:.1f} + vllm's cache to generate (on a rollout device)" in text
 
 
-def test_an_unplannable_model_is_reported_and_a_missing_one_leaves_the_line_out(tmp_path: Path) -> None:
+def test_an_unplannable_model_is_reported_and_a_missing_one_leaves_the_line_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     odd = LLAMA_7B | {"architectures": ["Unheard"], "model_type": "unheard"}
     assert line(tmp_path, shape=odd).startswith("cannot be planned: ")
     assert line(tmp_path, shape={"architectures": ["LlamaForCausalLM"]}).startswith("cannot be planned: ")
     cfg = load_config(["--config-name=quickstart"])
     assert memory_line(cfg, facts_of(cfg, "cpu", 0)) == ""
+    h100 = facts_of(cfg, "cuda", 80 * GIB)
+    assert time_facts(cfg, replace(h100, actor=odd), GpuCluster(GPUS["H100"], 8))["time"].startswith(
+        "cannot be planned: "
+    )
+    with pytest.raises(SystemExit):
+        checked_config(["--config-name=quickstart", "--dry-run", "--gpu=H100", "data.train_files=null"], PPOConfig)
+    assert "config.json is on this machine" in capsys.readouterr().err
 
 
 def test_a_dry_run_plans_without_torch(tmp_path: Path) -> None:
