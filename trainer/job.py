@@ -75,16 +75,16 @@ def _check(config: C, arguments: Arguments) -> tuple[list[str], dict[str, str]]:
 
             load_agents(config)
     notes = check_machine(config, dry_run=arguments.dry_run) if arguments.gpu is None else []
-    machine = _machine(config, arguments) if isinstance(config, PPOConfig) else None
-    if arguments.gpu is not None and not (machine and machine.actor):
+    gpu, machine = arguments.gpu, _machine(config, arguments) if isinstance(config, PPOConfig) else None
+    if gpu is not None and not (machine and machine.actor):
         raise errors.ConfigError("--gpu plans PPO jobs whose model's config.json is on this machine; remove it")
-    if machine is None:
+    if not isinstance(config, PPOConfig) or machine is None:
         return notes, facts
     from rlsys.planning.advice import memory_line, time_facts
     from rlsys.planning.step_time import GpuCluster
 
-    if arguments.gpu is not None:
-        facts |= time_facts(config, machine, GpuCluster(GPUS[arguments.gpu], config.trainer.n_gpus_per_node))
+    if gpu is not None:
+        facts |= time_facts(config, machine, GpuCluster(GPUS[gpu], config.trainer.n_gpus_per_node))
     return notes, facts | {"memory": memory_line(config, machine)}
 
 

@@ -226,7 +226,10 @@ class RolloutFleet:
                 self._measure(deltas, entry.exchanged_s - since_s)
             if problem is not None:
                 entry.cancelled |= cancel
-                self._give_up(entry, problem)
+                if entry.state == "ready":
+                    self._give_up(entry, problem)
+                else:  # a health check has taken it out
+                    problem = None
             self._place()
         self._announce()
         if problem is not None:

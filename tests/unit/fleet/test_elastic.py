@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -128,6 +129,23 @@ def test_requests_of_a_drained_and_of_a_lost_replica_continue() -> None:
         assert wait_until(lambda: replicas[0].restarts, 10)
         weights.push(fleet, 3)
         assert weights.connected[-1] == (0, 2)
+
+
+def test_a_replica_that_a_health_check_takes_out_in_an_exchange_leaves_once() -> None:
+    here, lost, weights = Elastic(0), Elastic(1), Weights()
+    entered, release = threading.Event(), threading.Event()
+    with elastic([here, lost], weights) as fleet:
+        weights.push(fleet, 1)
+        lost.plan = lambda call: "die" if entered.set() or release.wait(scaled_s(10)) else "ok"
+        answers = fleet.submit(requests_of(6, num_tokens=30))
+        assert entered.wait(scaled_s(10))
+        lost.alive = False
+        fleet.check_health()
+        release.set()
+        assert_answered(requests_of(6, num_tokens=30), results(answers))
+        lost.placed = True
+        assert wait_until(lambda: lost.restarts, 10)
+        assert fleet.metrics()["rollout/left"] == 1
 
 
 def test_too_few_replicas_end_the_push() -> None:
