@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import resource
 import sys
 import time
@@ -36,9 +37,17 @@ from rlsys.models.megatron.family import family_of  # noqa: E402
 from rlsys.models.megatron.parallel import ParallelSizes  # noqa: E402
 from rlsys.planning.advice import GIB, aligned, remedies, step_table, table, too_large  # noqa: E402
 from rlsys.planning.layouts import propose_layouts  # noqa: E402
-from rlsys.planning.memory import Lengths  # noqa: E402
-from rlsys.planning.sizes import Machine, plan_with  # noqa: E402
-from rlsys.planning.step_time import GpuCluster, plan_step, step_seconds  # noqa: E402
+from rlsys.planning.memory import Lengths, PlanInputs  # noqa: E402
+from rlsys.planning.sizes import Machine, plan_with, replaced  # noqa: E402
+from rlsys.planning.staleness_forecast import MeasuredRun, fitted_pace, staleness_advice  # noqa: E402
+from rlsys.planning.step_time import (  # noqa: E402
+    GpuCluster,
+    Phase,
+    plan_step,
+    response_quantiles,
+    rollout_phase,
+    step_seconds,
+)
 from rlsys.types import WeightLayout  # noqa: E402
 from rlsys.utils.errors import ConfigError, WeightTransferError  # noqa: E402
 from rlsys.utils.gpus import GPUS  # noqa: E402
@@ -234,6 +243,9 @@ def print_job(args: argparse.Namespace) -> None:
         cluster = GpuCluster(GPUS[args.gpu], cfg.trainer.n_gpus_per_node)
         phases = plan_step(cfg, machine, cluster, lengths=lengths, sigma=sigma)
         print(f"{step_table(phases)}\na step: {step_seconds(cfg, phases):.1f} s\n")
+        if cfg.trainer.rollout_workers:
+            run = planned_run(cfg, machine, cluster, lengths, sigma, phases)
+            print(f"{staleness_advice(run, cfg.trainer.max_staleness)}\n")
     print(f"GiB on a device of {args.device_gib:g}, {args.reserve_gib:g} of them reserved")
     print(table(plan.train, room_bytes=room))
     if plan.rollout:
@@ -243,6 +255,25 @@ def print_job(args: argparse.Namespace) -> None:
         for line in remedies(cfg, lambda more: plan_with(*machine_of(args, more)), room_bytes=room):
             print(f"  {line}")
         raise SystemExit(1)
+
+
+def planned_run(
+    cfg: PPOConfig, machine: Machine, cluster: GpuCluster, lengths: Lengths, sigma: float, phases: Sequence[Phase]
+) -> MeasuredRun:
+    """What a run with rollout devices of its own would measure in its first steps, from planned speeds."""
+    rollout, plan, loads = cfg.actor_rollout_ref.rollout, plan_batches(cfg), []
+    copies = plan.pools.rollout_ranks // rollout.tensor_model_parallel_size
+    rows, ends = plan.samples / copies, response_quantiles(lengths, sigma)
+    for seqs in (rollout.max_num_seqs, max(1, rollout.max_num_seqs // 4)):
+        changed = replaced(cfg, {"actor_rollout_ref.rollout.max_num_seqs": seqs})
+        inputs = PlanInputs(changed, plan, replace(lengths, response=lengths.mean_response), "cuda", 0)
+        seconds, running = rollout_phase(inputs, machine.actor, cluster, 0.0).total, min(rows, seqs)
+        loads.append((seconds, rows / running * lengths.mean_response, rows * lengths.mean_response))
+    decode_s, answer_s = fitted_pace(loads)
+    draw = random.Random(0)
+    groups = [[max(1, round(draw.choice(ends))) for _ in range(rollout.n)] for _ in range(64)]
+    train_s = sum(phase.total for phase in phases if phase.name != "rollout") / plan.samples / lengths.mean_response
+    return MeasuredRun(groups, plan.samples // rollout.n, copies, rollout.max_num_seqs, decode_s, answer_s, train_s)
 
 
 def layouts_table(args: argparse.Namespace) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -252,8 +253,12 @@ def test_the_table_and_what_would_help() -> None:
 
 def test_the_script_plans_a_model_that_is_not_here() -> None:
     command = [sys.executable, "scripts/plan.py", "--memory", "smollm2", "--model", "7B", "--device-gib", "80"]
-    argv = [*command, "trainer.n_gpus_per_node=1"]
+    times = ["--gpu", "H100", "--mean-response", "40", "trainer.rollout_workers=1", "trainer.max_staleness=4"]
+    argv = [*command, *times, "trainer.n_gpus_per_node=1"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     assert "does not fit: " in done.stdout
+    tokens_s = float(re.search(r"^ +4 +([\d.]+)", done.stdout, re.MULTILINE)[1])  # type: ignore[index]
+    step_s = float(re.search(r"a step: ([\d.]+) s", done.stdout)[1])  # type: ignore[index]
+    assert tokens_s == pytest.approx(16 * 8 * 40 / step_s, rel=0.1)
     assert "trainer.n_gpus_per_node=2: " in done.stdout
