@@ -86,6 +86,9 @@ class TrainEngine(Protocol):
         """The same as an export has them, in the types of the checkpoint that the model came from."""
 
     def save(self, path: Path, what: Literal["resume", "export", "adapter"]) -> None: ...
+    def begin_save(self, path: Path) -> Any:
+        """Save to resume from in the background: `finish()` of the result commits it, `is_written` does not wait."""
+
     def load(self, path: Path) -> None: ...
     def move(self, parts: Sequence[Part], device: str) -> None: ...
     def adapters_disabled(self) -> AbstractContextManager[None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -57,7 +57,9 @@ class EngineGroup(Group, Protocol):
     """A role on a training engine."""
 
     def move(self, parts: Sequence[str], device: str) -> None: ...
-    def save_checkpoint(self, path: str) -> None: ...
+    def save_checkpoint(self, path: str, background: bool = False) -> None: ...
+    def is_saved(self) -> list[bool]: ...
+    def finish_save(self) -> None: ...
     def load_checkpoint(self, path: str) -> None: ...
     def export(self, path: str, what: Literal["export", "adapter"] = "export") -> None: ...
     def start_profile(self, config: ProfilerConfig, step: int) -> None: ...
@@ -136,10 +138,10 @@ class WorkerGroups:
         groups = (self.actor, self.rollout, self.critic, self.ref, self.rm, self.teacher, self.judge)
         return [group for group in groups if group is not None]
 
-    def save(self, folder: Path) -> None:
-        """Write the trained roles' parts of a checkpoint."""
+    def save(self, folder: Path, *, background: Collection[EngineGroup] = ()) -> None:
+        """Write the trained roles' parts of a checkpoint, those of some groups in the background."""
         for name, group in self.trained.items():
-            group.save_checkpoint(str(folder / name))
+            group.save_checkpoint(str(folder / name), group in background)
 
     def load(self, folder: Path) -> None:
         """Read the trained roles' parts of a checkpoint."""
@@ -172,6 +174,7 @@ def stage_deadlines(deadlines: DeadlinesConfig) -> dict[str, float]:
         "update_critic": update,
         "train_batch": update,
         "save_checkpoint": save,
+        "finish_save": save,
         "load_checkpoint": save,
         "open_weight_transfer": weights,
         "send_weights": weights,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from rlsys.config.schema.trainer import TrainingConfig
 from rlsys.telemetry.log import get_logger
+from rlsys.utils.errors import CheckpointError, DeadlineError, WorkerError
 from trainer.checkpoint import CheckpointStore, TrainerState, load_state, save_state
+from trainer.groups import EngineGroup
 from trainer.remote_checkpoints import RemoteCheckpoints
 from trainer.reporting import Reporter
 from trainer.run_folder import Begin
@@ -44,28 +46,59 @@ class CheckpointedLoop(ABC):
         self.begin: Begin = lambda: None
         self.store = CheckpointStore(Path(run.default_local_dir), keep=keep, remote=run.default_hdfs_dir)
         self._num_failed_uploads = 0
+        self._pending: tuple[Path, ExitStack] | None = None
         self.global_step = 0
         self.total_steps = 0
         self.steps_per_epoch = 0
 
     @abstractmethod
     def save_parts(self, folder: Path) -> TrainerState:
-        """Write everything but the returned state into the folder of a checkpoint."""
+        """Write everything but the returned state into the folder of a checkpoint, or begin to."""
+
+    @abstractmethod
+    def saving_groups(self) -> Sequence[EngineGroup]:
+        """The groups that save in the background."""
 
     @abstractmethod
     def load_parts(self, folder: Path, state: TrainerState) -> None:
         """Take up what `save_parts` wrote and returned."""
 
     def save(self) -> Path:
-        """Write checkpoint `global_step`; the pointer names it only when it is complete."""
+        """Write checkpoint `global_step`; the pointer names it only when it is complete.
+
+        Where a role saves in the background that is at the end of a later step; the last checkpoint is waited for.
+        """
+        self.finish_save()
         self.begin()
-        with self.stage("save_checkpoint"), self.store.writing(self.global_step) as folder:
+        with self.stage("save_checkpoint"), ExitStack() as stack:
+            folder = stack.enter_context(self.store.writing(self.global_step))
             save_state(folder, self.save_parts(folder))
-        saved = self.store.path(self.global_step)
+            self._pending = self.store.path(self.global_step), stack.pop_all()
+        if self.is_last or not self.saving_groups():
+            self.finish_save()
+        return self.store.path(self.global_step)
+
+    def finish_save(self, *, wait: bool = True) -> None:
+        """Complete the checkpoint that is being written; without `wait` only if the workers have written their files.
+
+        CheckpointError if they could not.
+        """
+        if self._pending is None or not (wait or all(all(group.is_saved()) for group in self.saving_groups())):
+            return
+        (saved, stack), self._pending = self._pending, None
+        with self.stage("finish_checkpoint"), stack:
+            for group in self.saving_groups():
+                group.finish_save()
         if self.store.remote is not None:
             with self.stage("upload_checkpoint"):
                 self._upload(self.store.remote, saved)
-        return saved
+
+    def close_save(self) -> None:
+        """Complete a checkpoint that is being written when the run ends; what fails is logged, earlier ones stay."""
+        try:
+            self.finish_save()
+        except (CheckpointError, DeadlineError, WorkerError) as error:
+            log.warning("the last checkpoint is not complete: %s", error)
 
     def _upload(self, remote: RemoteCheckpoints, saved: Path) -> None:
         """Copy a checkpoint; what fails is counted and logged, and the next one is tried again."""

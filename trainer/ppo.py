@@ -30,7 +30,7 @@ from rlsys.utils.errors import ConfigError, ParityError, RolloutError
 from trainer.assembly import Inputs, TrainerParts, assemble
 from trainer.checkpoint import TrainerState
 from trainer.dumps import BackgroundDumps, dump, sample_rows
-from trainer.groups import Role, WorkerGroups, stage_deadlines, start_groups
+from trainer.groups import EngineGroup, Role, WorkerGroups, stage_deadlines, start_groups
 from trainer.loop import CheckpointedLoop
 from trainer.parity import ParityReport
 from trainer.prompts import num_steps
@@ -195,6 +195,7 @@ class RayPPOTrainer(CheckpointedLoop):
 
     def finish_step(self) -> None:
         """Evaluate, report and save what is due after a step."""
+        self.finish_save(wait=False)
         if self.test_due:
             self.evaluate()
         self.reporter.add_stages(self.groups.drain_stages())
@@ -248,9 +249,13 @@ class RayPPOTrainer(CheckpointedLoop):
         self.reporter.report_validation(metrics, self.global_step)
         return metrics
 
+    def saving_groups(self) -> list[EngineGroup]:
+        sections = {"actor": self.cfg.actor_rollout_ref.actor, "critic": self.cfg.critic}
+        return [group for name, group in self.groups.trained.items() if sections[name].checkpoint.async_save]
+
     def save_parts(self, folder: Path) -> TrainerState:
         self.reporter.best_effort("rollouts", self.dumps.settle)
-        self.groups.save(folder)
+        self.groups.save(folder, background=self.saving_groups())
         return TrainerState(self.global_step, self.parts.steps.kl_ctrl.state_dict(), self.source.save(folder))
 
     def load_parts(self, folder: Path, state: TrainerState) -> None:
@@ -273,6 +278,7 @@ class RayPPOTrainer(CheckpointedLoop):
 
     def close(self) -> None:
         """Stop everything this trainer started; safe to call twice."""
+        self.close_save()
         parts, self._parts = self._parts, None
         groups, self._groups = self._groups, None
         with self.folder as stack:

@@ -19,7 +19,7 @@ from rlsys.utils.errors import ConfigError
 from rlsys.utils.run_folders import HUGGINGFACE
 from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer, running_backend
 from trainer.checkpoint import TrainerState
-from trainer.groups import SupervisedGroup, start_group
+from trainer.groups import EngineGroup, SupervisedGroup, start_group
 from trainer.local_files import with_local_files
 from trainer.loop import CheckpointedLoop, completed
 from trainer.reporting import Reporter
@@ -121,6 +121,7 @@ class SupervisedTrainer(CheckpointedLoop):
                     updated = self.workers.train_batch(batch)
                 self.reporter.add_lists(updated.meta_info["metrics"])
                 self.reporter.token_counts(batch)
+            self.finish_save(wait=False)
             if self.due(self.run.test_freq) or self.is_last:
                 self.evaluate()
             self.reporter.add_stages(self.workers.drain_stages())
@@ -147,9 +148,12 @@ class SupervisedTrainer(CheckpointedLoop):
         """A batch of the usual layout."""
         return collate_texts(rows, pad_token_id=self.tokenizer.pad_token_id)
 
+    def saving_groups(self) -> list[EngineGroup]:
+        return [self.workers] if self.cfg.checkpoint.async_save else []
+
     def save_parts(self, folder: Path) -> TrainerState:
         """The state to resume from, with the model as a Hugging Face folder beside it."""
-        self.workers.save_checkpoint(str(folder / "model"))
+        self.workers.save_checkpoint(str(folder / "model"), self.cfg.checkpoint.async_save)
         self.workers.export(str(folder / HUGGINGFACE))
         return TrainerState(self.global_step, source={"cursor": self.cursor.state_dict()})
 
@@ -159,6 +163,7 @@ class SupervisedTrainer(CheckpointedLoop):
 
     def close(self) -> None:
         """End the workers; safe to call twice."""
+        self.close_save()
         with self.folder:
             if self.group is not None:
                 self.group.close()

@@ -43,11 +43,24 @@ class EngineWorker(Worker):
         self._register_dispatch_collect_info(MESH, engine.dp_rank, engine.is_collect)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str) -> None:
-        """Save what a resumed run needs, and the Hugging Face folder if configured."""
-        self.engine.save(Path(path), "resume")
+    def save_checkpoint(self, path: str, background: bool = False) -> None:
+        """Save what a resumed run needs, or begin to in the `background`, and the Hugging Face folder if configured."""
+        if background:
+            self._saving = self.engine.begin_save(Path(path))
+        else:
+            self.engine.save(Path(path), "resume")
         if self.saves_hf_model:
             self.engine.save(Path(path) / HUGGINGFACE, "export")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def is_saved(self) -> bool:
+        """Whether this rank has written its files in the background, or failed to."""
+        return self._saving.is_written
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def finish_save(self) -> None:
+        """Wait for what is written in the background and commit it."""
+        self._saving.finish()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig, PolicyModelConfig
 from rlsys.engines import checkpoint, export
+from rlsys.engines.checkpoint import Saving
 from rlsys.engines.mesh import EngineRanks, gather_json, sum_over_ranks
 from rlsys.engines.micro_batches import MicroBatches, Pack
 from rlsys.engines.optimizer import BaseOptimizer
@@ -59,6 +60,8 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
     """
 
     optimizer: OptimizerT | None = None
+    moves_in_place = False
+    """Whether `move` frees the memory of tensors that others hold."""
 
     def __init__(
         self,
@@ -78,6 +81,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         self.save_contents = CONTENTS if checkpoint is None else CONTENTS.intersection(checkpoint.save_contents)
         self.load_contents = CONTENTS if checkpoint is None else CONTENTS.intersection(checkpoint.load_contents)
         self._count = 0.0
+        self._saving: Saving | None = None
 
     @property
     def dp_rank(self) -> int:
@@ -144,6 +148,8 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         """Divide the gradients by the global count since the last step, clip, refuse what is not finite, step."""
         if self.optimizer is None:
             raise ValueError("this engine has no optimizer: it only computes")
+        if self._saving is not None:
+            self._saving.copied.wait()
         with self._own_groups():
             report = self.optimizer.step(self._count)
         self._count = 0.0
@@ -153,13 +159,25 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         """Write a checkpoint atomically; a CheckpointError leaves the one that was there unchanged."""
         path = Path(path)
         if what == "resume":
-            num_updates = self.optimizer.num_steps if self.optimizer is not None else 0
-            header = {"num_updates": num_updates, "optimizer": self._optimizer_kind}
             with self._on_device():
-                checkpoint.save(path, self._state(self.save_contents), header, settings=self._write_settings)
+                self._begin_save(path).finish()
             return
         weights = iter(()) if what == "adapter" else self._exported()
         export.write(path, weights, self._write_settings, adapter=self._exported_adapter())
+
+    def _begin_save(self, path: Path, *, copies: bool = False) -> Saving:
+        num_updates = self.optimizer.num_steps if self.optimizer is not None else 0
+        header = {"num_updates": num_updates, "optimizer": self._optimizer_kind}
+        state = self._state(self.save_contents)
+        return Saving(path, state, header, settings=self._write_settings, copies=copies)
+
+    def begin_save(self, path: Path) -> Saving:
+        """Write a checkpoint to resume from in the background; what `finish` of the result commits is of now."""
+        with self._on_device():
+            self._saving = self._begin_save(Path(path), copies=True)
+            if self.moves_in_place:
+                self._saving.copied.wait()
+        return self._saving
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
         """Write the weights in Hugging Face format to `meta.weights_path`, where servers read them."""

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from hashlib import blake2b, file_digest
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch import Tensor
 
 from rlsys.engines import rng
 from rlsys.engines.mesh import gather_json, together
-from rlsys.engines.tensor_files import METADATA, read_tensor_index
+from rlsys.engines.tensor_files import METADATA, Entries, StoredBoxes, read_tensor_index, write_files, write_index
 from rlsys.models.hf import differing_tensors
 from rlsys.utils.atomic import commit_dir, read_checked_json, staging_dir, write_checked_json, write_text_durable
 from rlsys.utils.errors import CheckpointError
@@ -43,40 +47,84 @@ class Contents(Protocol):
         """Full shape of every tensor that is loaded, by its key in the checkpoint; the same on all ranks."""
         ...
 
-    def write(self, staging: Path) -> list[str]:
-        """Write this rank's tensors, collectively; returns the names of its files."""
+    def boxes(self) -> StoredBoxes:
+        """This rank's tensors, live."""
         ...
 
     def read(self, path: Path) -> None: ...
 
 
-def save(path: Path, state: Contents, header: Mapping[str, Any], *, settings: Callable[[Path], None]) -> None:
-    """Write `path`; on any failure CheckpointError on all ranks, and what was at `path` before is untouched.
+class Saving:
+    """A checkpoint on its way: a thread writes this rank's files, `finish` commits them; both ends are collective.
 
-    `settings` writes the model's configuration and tokenizer into `huggingface/`.
+    On any failure there is a CheckpointError on all ranks, and what was at `path` before is untouched. With `copies`
+    the tensors may change as soon as `copied` is set. `settings` writes the model's configuration and tokenizer into
+    `huggingface/`.
     """
-    try:
-        together(lambda: staging_dir(path), only_first=True)
-        staging = path.with_name(path.name + ".tmp")
-        names = state.write(staging)
-        files = together(lambda: _fingerprints(staging, names, extra=state.extra))
-        everyone = {name: entry for part in gather_json(files) for name, entry in part.items()}
-        together(lambda: settings(staging / HUGGINGFACE), only_first=True)
-        together(lambda: _commit(staging, path, everyone, state.layout, header), only_first=True)
-    except CheckpointError as error:
-        if dist.get_rank() == 0:
-            shutil.rmtree(path.with_name(path.name + ".tmp"), ignore_errors=True)
-        raise CheckpointError(f"cannot save {path}: {error}") from error
 
+    def __init__(
+        self,
+        path: Path,
+        state: Contents,
+        header: Mapping[str, Any],
+        *,
+        settings: Callable[[Path], None],
+        copies: bool = False,
+    ) -> None:
+        self.copied = Event()
+        self._path, self._state, self._header, self._settings = path, state, header, settings
+        self._staging = path.with_name(path.name + ".tmp")
+        self._name_end = f"world_size_{dist.get_world_size()}_rank_{dist.get_rank()}"
+        self._extra = json.dumps(rng.capture()) if state.extra else None
+        self._files: Future[tuple[Entries, dict[str, Any]]] = Future()
+        with self._failing():
+            together(lambda: staging_dir(path), only_first=True)
+        boxes = list(state.boxes())
+        Thread(target=self._run, args=(boxes, copies), name="checkpoint", daemon=True).start()
 
-def _fingerprints(staging: Path, names: list[str], *, extra: bool) -> dict[str, dict[str, Any]]:
-    """Write what accompanies this rank's tensors; returns sizes and checksums of all its files by name."""
-    if extra:
-        names.append(_extra_file(dist.get_world_size(), dist.get_rank()))
-        write_text_durable(staging / names[-1], json.dumps(rng.capture()))
-    if dist.get_rank() == 0 and (staging / METADATA).exists():
-        names.append(METADATA)
-    return {name: _fingerprint(staging / name) for name in names if (staging / name).exists()}
+    def _run(self, boxes: Sequence[tuple[str, Sequence[int], Tensor]], copies: bool) -> None:
+        try:
+            if copies:
+                boxes = [(key, start, tensor.to("cpu", copy=True)) for key, start, tensor in boxes]
+            self.copied.set()
+            self._files.set_result(self._write(boxes))
+        except BaseException as error:
+            self._files.set_exception(error)
+        finally:
+            self.copied.set()
+
+    def _write(self, boxes: Sequence[tuple[str, Sequence[int], Tensor]]) -> tuple[Entries, dict[str, Any]]:
+        """This rank's entries of the index, and size and checksum of its files by name."""
+        names, entries = write_files(self._staging, self._name_end, boxes)
+        if self._extra is not None:
+            names.append(f"extra_state_{self._name_end}.json")
+            write_text_durable(self._staging / names[-1], self._extra)
+        return entries, {name: _fingerprint(self._staging / name) for name in names}
+
+    @property
+    def is_written(self) -> bool:
+        """Whether this rank's files are there, or cannot be written."""
+        return self._files.done()
+
+    def finish(self) -> None:
+        """Wait for all ranks' files and commit the checkpoint."""
+        staging = self._staging
+        with self._failing():
+            entries, files = together(self._files.result)
+            write_index(staging, entries, self._state.shapes())
+            everyone = {name: entry for part in gather_json(files) for name, entry in part.items()}
+            together(lambda: self._settings(staging / HUGGINGFACE), only_first=True)
+            commit = (staging, self._path, everyone, self._state.layout, self._header)
+            together(lambda: _commit(*commit), only_first=True)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError as error:
+            if dist.get_rank() == 0:
+                shutil.rmtree(self._staging, ignore_errors=True)
+            raise CheckpointError(f"cannot save {self._path}: {error}") from error
 
 
 def _commit(
@@ -86,14 +134,11 @@ def _commit(
     if unseen:
         raise OSError(f"{unseen[0]} of another rank is not visible here: all ranks need one shared directory")
     write_text_durable(staging / layout[0], json.dumps(layout[1]))
-    files = {**files, layout[0]: _fingerprint(staging / layout[0])}
+    own = [layout[0], METADATA] if (staging / METADATA).exists() else [layout[0]]
+    files = {**files, **{name: _fingerprint(staging / name) for name in own}}
     manifest = {"format": FORMAT, "world_size": dist.get_world_size(), **header, "files": dict(sorted(files.items()))}
     write_checked_json(staging / MANIFEST, manifest)
     commit_dir(staging, path)
-
-
-def _extra_file(world_size: int, rank: int) -> str:
-    return f"extra_state_world_size_{world_size}_rank_{rank}.json"
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
@@ -156,7 +201,8 @@ def _check_same_model(path: Path, shapes: Mapping[str, Sequence[int]]) -> None:
 def _restore_rng(path: Path, saved_world: int) -> None:
     rank = dist.get_rank()
     same = saved_world == dist.get_world_size()
-    state = json.loads((path / _extra_file(saved_world, rank if same else 0)).read_text())
+    saved = path / f"extra_state_world_size_{saved_world}_rank_{rank if same else 0}.json"
+    state = json.loads(saved.read_text())
     if same:
         rng.restore(state)
     else:

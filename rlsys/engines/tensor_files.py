@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -33,28 +32,30 @@ StoredBoxes = Iterable[tuple[str, Sequence[int], Tensor]]
 """(key, offset in the whole tensor, values)."""
 
 
-def write_tensors(directory: Path, boxes: StoredBoxes, shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """Write this rank's boxes, and on rank 0 the index; returns the names of this rank's files. Collective.
+Entries = Sequence[tuple[str, str, Mapping[str, Any]]]
+"""(key, dtype, chunk) of the boxes that a rank has written."""
 
-    `shapes` are the whole tensors'; no element may be written twice. CheckpointError on every rank if one fails.
+
+def write_index(directory: Path, entries: Entries, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Write on rank 0 where each rank's boxes are. Collective.
+
+    `shapes` are the whole tensors'; no element may be written twice.
     """
-    files, entries = together(lambda: _write_files(directory, boxes))
     tensors: dict[str, dict[str, Any]] = {}
     for key, dtype, chunk in (entry for part in gather_json(entries) for entry in part):
         tensor = tensors.setdefault(key, {"dtype": dtype, "shape": list(shapes[key]), "chunks": []})
         tensor["chunks"].append(chunk)
     index = json.dumps(dict(sorted(tensors.items())), indent=1)
     together(lambda: write_text_durable(directory / METADATA, index) if tensors else None, only_first=True)
-    return files
 
 
-def _write_files(directory: Path, boxes: StoredBoxes) -> tuple[list[str], list[tuple[str, str, dict[str, Any]]]]:
-    """Names of this rank's files, and (key, dtype, chunk) of what they hold."""
+def write_files(directory: Path, name_end: str, boxes: StoredBoxes) -> tuple[list[str], Entries]:
+    """Write this rank's boxes into a file for each kind; returns the names of the files, and what they hold."""
     files: dict[str, dict[str, Tensor]] = defaultdict(dict)
     entries = []
     for key, start, tensor in boxes:
         kind, name = key.partition(".")[0], f"{key}@{','.join(map(str, start))}"
-        file = f"{kind}_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.safetensors"
+        file = f"{kind}_{name_end}.safetensors"
         files[file][name] = tensor.detach().contiguous()
         chunk = {"offset": list(start), "shape": list(tensor.shape), "file": file, "name": name}
         entries.append((key, str(tensor.dtype).removeprefix("torch."), chunk))

@@ -2,6 +2,7 @@
 
     python scripts/bench/head_to_head.py --shape 0.5B --out runs/h2h                     # rlsys, and peers if installed
     python scripts/bench/head_to_head.py --shape 1.5B --systems rlsys-sglang rlsys-vllm --steps 12 --repeats 3
+    python scripts/bench/head_to_head.py --dry-run            # the command of every system, and nothing is started
     python scripts/bench/head_to_head.py --shape tiny --systems rlsys-hf --steps 3 --skip 1 --repeats 1 --prompts 4
 
 Random weights with a byte-level tokenizer, 64 prompts of 64 to 192 characters, 8 answers each, forced to `--new` tokens
@@ -19,6 +20,7 @@ import importlib.util
 import json
 import os
 import random
+import shlex
 import signal
 import statistics
 import subprocess
@@ -96,7 +98,6 @@ def common(args: argparse.Namespace) -> list[str]:
             f"data.val_files={job}/test.parquet",
         ),
         *(f"data.train_batch_size={args.prompts}", "data.max_prompt_length=192", "data.shuffle=False"),
-        "algorithm.adv_estimator=grpo",
         *(f"data.max_response_length={args.new}", f"{POLICY}.model.path={model}", f"{POLICY}.rollout.n={ANSWERS}"),
         *(f"{POLICY}.actor.ppo_mini_batch_size={args.prompts}", f"{POLICY}.actor.optim.lr=1e-6"),
         f"{POLICY}.rollout.ignore_eos={not args.natural}",
@@ -178,14 +179,27 @@ def run(system: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGTERM)
             job.wait(30)
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
-    lines = [line.get("data", line) for line in lines]
-    steps = [phases(line, after - before) for line, before, after in zip(lines[1:], arrived, arrived[1:], strict=False)]
-    kept = steps[max(0, args.skip - 1) :]
+    kept = read_steps(metrics, arrived, args.skip)
     if job.returncode or not kept:
-        print(f"{system}: exit code {job.returncode}, {len(lines)} steps:", file=sys.stderr)
+        print(f"{system}: exit code {job.returncode}, {len(arrived)} steps:", file=sys.stderr)
         print((folder / "log.txt").read_text()[-2500:], file=sys.stderr)
     return {"system": system, "steps": kept, "first_s": arrived[:1], "peak_gib": max(samples, default=0) / 1024}
+
+
+def read_steps(metrics: Path, arrived: list[float], skip: int) -> list[dict[str, float]]:
+    """Seconds by phase of the steps after the first `skip`, from a file of metrics and when its lines were there.
+
+    A last line that was cut while it was written does not count; verl has its metrics under `data`.
+    """
+    lines = []
+    for text in metrics.read_text().splitlines() if metrics.exists() else ():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            break
+        lines.append(line.get("data", line))
+    steps = [phases(line, after - before) for line, before, after in zip(lines[1:], arrived, arrived[1:])]
+    return steps[max(0, skip - 1) :]
 
 
 def phases(line: Mapping[str, Any], wall: float) -> dict[str, float]:
@@ -195,7 +209,7 @@ def phases(line: Mapping[str, Any], wall: float) -> dict[str, float]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Median (lowest-highest) over the steps of all repeats, a column for each system."""
+    """Lowest / median / highest over the steps of all repeats, a column for each system."""
     systems = list(dict.fromkeys(result["system"] for result in results if result["steps"]))
     rows = [["seconds", *systems], ["---"] * (len(systems) + 1)]
     of = {
@@ -203,7 +217,7 @@ def table(results: list[dict[str, Any]]) -> str:
     }
     for phase in PHASES:
         values = [[step[phase] for step in of[name]] for name in systems]
-        rows.append([phase, *(f"{statistics.median(v):.2f} ({min(v):.2f}-{max(v):.2f})" for v in values)])
+        rows.append([phase, *(f"{min(v):.2f} / {statistics.median(v):.2f} / {max(v):.2f}" for v in values)])
     for key, digits in (("first_s", 0), ("peak_gib", 1)):
         cells = []
         for name in systems:
@@ -229,10 +243,14 @@ def main() -> int:
     parser.add_argument("--natural", action="store_true", help="answers end where the model ends them")
     parser.add_argument("--python", action="append", default=[], metavar="PEER=PATH")
     parser.add_argument("--deadline-s", type=float, default=400.0, help="longest one run may take")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands")
     parser.add_argument("--out", type=Path, default=Path("runs/head_to_head"))
     parser.add_argument("more", nargs="*", metavar="key=value", help="settings of rlsys only")
     args = parser.parse_intermixed_args()
     args.out = args.out.absolute()
+    if args.dry_run:
+        print("\n".join(f"{name}: {shlex.join(command_of(name, args, args.out / name))}" for name in args.systems))
+        return 0
     if not (args.out / args.shape).exists():
         (args.out / "job").mkdir(parents=True, exist_ok=True)
         write_rows(args.out / "job", args.prompts * args.steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,43 @@ def disk_full_at_second_checkpoint() -> None:
 def disk_read_only_at_second_checkpoint() -> None:
     """The file system was remounted read-only before checkpoint 2."""
     _refuse_mkdir(errno.EROFS)
+
+
+def device_fails_for_the_second_checkpoint() -> None:
+    """The thread that writes checkpoint 2 gets EIO from fsync."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Path) -> None:
+            if "global_step_2" in str(path):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            original(path)
+
+        return call
+
+    wrap("rlsys.engines.tensor_files:fsync_file", make)
+
+
+def interrupted_while_the_disk_is_slow() -> None:
+    """Ctrl-C in step 2, while the thread that writes checkpoint 1 still waits for the disk."""
+
+    def slow(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Path) -> None:
+            time.sleep(2)
+            original(path)
+
+        return call
+
+    def interrupting(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            if batch.meta_info["global_steps"] == 2:
+                signal.raise_signal(signal.SIGINT)
+            return original(batch, *args, **kwargs)
+
+        return call
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    wrap("rlsys.engines.tensor_files:fsync_file", slow)
+    wrap("trainer.steps:rewards_to_advantages", interrupting)
 
 
 def disk_full_for_metrics() -> None:

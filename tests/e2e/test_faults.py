@@ -93,6 +93,26 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_next_run_conti
     assert [line["step"] for line in job.metrics()] == [1, 2, 3]
 
 
+def test_a_disk_that_fails_beside_a_step_ends_the_run_at_the_end_of_that_step(job: Job) -> None:
+    """Also where the thread fails between two saves: nothing of the checkpoint stays, and the one before does."""
+    in_background = "actor_rollout_ref.actor.checkpoint.async_save=true"
+    ended = job.run(in_background, patches=Patches(inject=("device_fails_for_the_second_checkpoint",)))
+    assert_one_error(ended, 1, "CheckpointError", "global_step_2", "Input/output error")
+    assert sorted(path.name for path in job.out.glob("global_step_*")) == ["global_step_1"]
+    assert (job.out / POINTER).read_text() == "1"
+    assert [line["step"] for line in job.metrics()][:2] == [1, 2]
+    assert job.run(in_background).status == 0
+    assert (job.out / POINTER).read_text() == "3"
+
+
+def test_an_interrupted_run_completes_the_checkpoint_that_is_being_written(job: Job) -> None:
+    in_background = "actor_rollout_ref.actor.checkpoint.async_save=true"
+    ended = job.run(in_background, patches=Patches(inject=("interrupted_while_the_disk_is_slow",)))
+    assert ended.status == 130, ended.log
+    assert (job.out / POINTER).read_text() == "1"
+    assert job.run(in_background).status == 0
+
+
 def test_a_full_disk_ends_the_run_and_with_more_space_the_next_run_continues(job: Job, small_disk: Path) -> None:
     here = f"trainer.default_local_dir={small_disk}/out"
     assert_one_error(job.run(here), 1, "CheckpointError", "global_step_2", "No space left on device")

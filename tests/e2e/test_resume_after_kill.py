@@ -32,6 +32,8 @@ METRICS = "rlsys.telemetry.jsonl:JsonlWriter.write"
 ENGINE_COMMIT = "rlsys.engines.checkpoint:_commit"
 SAVE_ACTOR = "workers.actor:ActorWorker.save_checkpoint"
 SAVE_CRITIC = "workers.critic:CriticWorker.save_checkpoint"
+BEGIN_SAVE = "rlsys.engines.base:BaseTrainEngine.begin_save"
+FINISH_SAVE = "workers.base:EngineWorker.finish_save"
 SAVE_STATE = "trainer.loop:save_state"
 COMMIT = "trainer.checkpoint:commit_dir"
 POINTER = "trainer.checkpoint:write_text_atomic"
@@ -149,6 +151,17 @@ def test_killed_while_batches_are_made_again_for_dynamic_sampling(runs: Runs) ->
     saved = Patches(Kill(POINTER, when="after"))
     points = [second_batch, saved, second_batch, saved, second_batch]
     assert_same(runs.killed("dapo", overrides, points), runs.uninterrupted("dapo", overrides))
+
+
+def test_killed_while_a_thread_writes_the_checkpoint_of_the_step_before(runs: Runs) -> None:
+    """What is written beside the next step is what a run without async_save writes; a kill leaves the one before."""
+    overrides = ("actor_rollout_ref.actor.checkpoint.async_save=true",)
+    thread = "rlsys.engines.checkpoint:Saving._write"
+    first = [Patches(Kill(BEGIN_SAVE, when="after")), Patches(Kill(thread)), Patches(Kill(thread, when="after"))]
+    later = [Kill(FINISH_SAVE), Kill(ENGINE_COMMIT), Kill(FINISH_SAVE, when="after"), Kill(COMMIT, when="after")]
+    saved = Patches(Kill(POINTER, when="after"))
+    points = [*first, *map(Patches, later), saved, *first, *map(Patches, later), saved]
+    assert_same(runs.killed("async_save", overrides, points), runs.uninterrupted("grpo", ()))
 
 
 PPO = (

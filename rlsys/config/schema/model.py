@@ -196,3 +196,6 @@ class CheckpointConfig(Section):
     """Parts to save; hf_model adds a Hugging Face folder for other tools."""
     load_contents: CheckpointParts = linked(".save_contents")
     """Parts to load from a checkpoint on resume."""
+    async_save: t.Flag = False
+    """Write checkpoints beside the next step, which waits for a copy in host memory at most; a Hugging Face folder is
+    written at once."""

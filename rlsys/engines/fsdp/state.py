@@ -17,7 +17,7 @@ from torch import Tensor
 from rlsys.engines.fsdp.optim import BLOCK_ELEMENTS, local_of
 from rlsys.engines.fsdp.sharding import held_shards, shapes_as_saved
 from rlsys.engines.mesh import Ranks
-from rlsys.engines.tensor_files import read_tensor_index, saved_tensors, write_tensors
+from rlsys.engines.tensor_files import StoredBoxes, read_tensor_index, saved_tensors
 from rlsys.models.stacked import Stacks
 from rlsys.types import Box
 from rlsys.utils.boxes import slices
@@ -76,10 +76,9 @@ class FSDPState:
             if scales.numel():
                 yield f"optim.{key}", Box(key, (self.ranks.shard_rank, 0), (1, len(scales))), scales[None]
 
-    def write(self, staging: Path) -> list[str]:
+    def boxes(self) -> StoredBoxes:
         first_copy = self.ranks.rank < self.ranks.shard_size
-        boxes = ((key, box.start, values) for key, box, values in self._boxes() if first_copy)
-        return write_tensors(staging, boxes, self.shapes())
+        return ((key, box.start, values) for key, box, values in self._boxes() if first_copy)
 
     @torch.no_grad()
     def read(self, path: Path) -> None:

@@ -47,6 +47,8 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
     ConfigError, before any memory is allocated, for a model that has no family or that `megatron` cannot split.
     """
 
+    moves_in_place = True
+
     def __init__(
         self,
         model: ModelConfig,

@@ -18,7 +18,7 @@ from torch import Tensor
 from rlsys.engines.megatron.optim import OptimizerRange
 from rlsys.engines.megatron.weights import ModelShards, region
 from rlsys.engines.optimizer import MOMENTS
-from rlsys.engines.tensor_files import read_tensor_index, saved_tensors, write_tensors
+from rlsys.engines.tensor_files import read_tensor_index, saved_tensors
 from rlsys.models.hf import TensorSource
 from rlsys.models.lora import hf_name
 from rlsys.models.megatron.rules import by_local
@@ -60,10 +60,7 @@ class MegatronState:
     def _saved_name(self, name: str) -> str:
         return name if self.held.adapters is None else self.held.adapters.saved_name(name)
 
-    def write(self, staging: Path) -> list[str]:
-        return write_tensors(staging, self._saved(), self.shapes())
-
-    def _saved(self) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
+    def boxes(self) -> Iterator[tuple[str, tuple[int, ...], Tensor]]:
         """(key, offset, values) of everything this rank writes; no element is written twice."""
         kinds = self._kinds()
         for box, tensors in self._boxes(given_only=True):

@@ -1,0 +1,84 @@
+"""The bench beside verl and TRL, without a GPU: its commands, and its reading of what the systems write."""
+
+from __future__ import annotations
+
+import ast
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlsys.config import PPOConfig, load_config
+from scripts.bench.head_to_head import read_steps, table
+
+ROOT = Path(__file__).resolve().parents[2]
+SYSTEMS = ("rlsys-vllm", "rlsys-auto-vllm", "verl", "trl", "trl-sleep")
+
+
+def commands(out: Path, *arguments: str) -> dict[str, list[str]]:
+    bench = [sys.executable, "scripts/bench/head_to_head.py", "--dry-run", "--out", str(out), *arguments]
+    done = subprocess.run(bench, cwd=ROOT, capture_output=True, text=True, check=True)
+    return {name: shlex.split(words) for name, _, words in (line.partition(": ") for line in done.stdout.splitlines())}
+
+
+def test_every_system_gets_the_same_job_under_its_own_names(tmp_path: Path) -> None:
+    of = commands(tmp_path, "--steps", "7", "--new", "64", "--prompts", "16", "--natural", "--python", "verl=/v/python")
+    assert tuple(of) == SYSTEMS
+    assert not list(tmp_path.iterdir())
+    assert of["verl"][:3] == ["/v/python", "-m", "verl.trainer.main_ppo"]
+    shared = {word for word in of["rlsys-vllm"] if "=" in word} & set(of["verl"])
+    policy = "actor_rollout_ref"
+    for setting in ("trainer.total_training_steps=7", "data.max_response_length=64", "data.train_batch_size=16"):
+        assert setting in shared
+    assert {f"{policy}.rollout.n=8", f"{policy}.rollout.ignore_eos=False"} <= shared
+    assert {f"{policy}.rollout.free_cache_engine=False", f"{policy}.actor.strategy=fsdp2"} <= set(of["verl"])
+    assert not [word for word in of["rlsys-auto-vllm"] if "max_token_len" in word]
+    job, *given = of["trl"][1:]
+    assert given == [str(tmp_path), "0.5B", str(tmp_path / "trl"), "7", "64", "16", "--natural"]
+    assert of["trl-sleep"][-2:] == ["--sleep", "--natural"]
+    options = {node.value for node in ast.walk(ast.parse(Path(job).read_text())) if isinstance(node, ast.Constant)}
+    assert {"work", "shape", "out", "steps", "new", "prompts", "--sleep", "--natural"} <= options
+
+
+def test_settings_shared_with_verl_are_settings_of_ours(tmp_path: Path) -> None:
+    words = commands(tmp_path, "--systems", "rlsys-hf")["rlsys-hf"]
+    files = ("data.train_files", "data.val_files", "actor_rollout_ref.model.path", "reward.custom_reward_function.path")
+    settings = [word for word in words if "=" in word and not word.startswith(files)]
+    cfg = load_config(settings, PPOConfig)
+    assert (cfg.trainer.total_training_steps, cfg.actor_rollout_ref.rollout.n) == (12, 8)
+
+
+VERL = {"timing_s/gen": 4.0, "timing_s/old_log_prob": 1.0, "timing_s/update_actor": 2.0, "actor/entropy": 0.5}
+TRL = {"timing_s/gen": 3.0, "timing_s/old_log_prob": 0.5, "timing_s/update_weights": 0.25, "timing_s/update_actor": 3.0}
+
+
+@pytest.mark.parametrize("system", ["verl", "trl"])
+def test_steps_are_read_from_recorded_logs(system: str, tmp_path: Path) -> None:
+    record = [{"step": step, "data": VERL} if system == "verl" else TRL for step in range(1, 5)]
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("\n".join(map(json.dumps, record)) + '\n{"step": 5, "da')
+    steps = read_steps(log, [10.0, 18.0, 27.0, 35.0], skip=2)
+    assert [step["wall"] for step in steps] == [9.0, 8.0]
+    phases = (4.0, 1.0, 2.0, 0.0) if system == "verl" else (3.0, 0.5, 3.0, 0.25)
+    for step in steps:
+        assert tuple(step[p] for p in ("gen", "old_log_prob", "update_actor", "update_weights")) == phases
+        assert step["rest"] == step["wall"] - sum(phases)
+    assert read_steps(tmp_path / "none.jsonl", [], skip=2) == []
+
+
+def test_the_table_has_lowest_median_and_highest_of_all_repeats_by_phase(tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("\n".join(map(json.dumps, [TRL] * 4)) + "\n")
+    runs = [
+        {"system": "trl", "steps": read_steps(log, times, skip=1), "first_s": times[:1], "peak_gib": peak}
+        for times, peak in (([10.0, 18.0, 27.0, 35.0], 80.0), ([12.0, 19.0, 29.0, 40.0], 82.0))
+    ]
+    failed = {"system": "verl", "steps": [], "first_s": [], "peak_gib": 1.0}
+    lines = table([*runs, failed]).splitlines()
+    assert lines[0] == "| seconds | trl |"
+    assert "| wall | 7.00 / 8.50 / 11.00 |" in lines
+    assert "| update_actor | 3.00 / 3.00 / 3.00 |" in lines
+    assert lines[-2:] == ["| first_s | 11 |", "| peak_gib | 81.0 |"]
