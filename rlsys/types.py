@@ -75,7 +75,8 @@ class GenerationHyperparameters(SamplingParams):
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """A prompt to complete: token ids in. `session` keeps the turns of one episode on one server.
+    """A prompt to complete: token ids in, and the ImageInputs whose placeholders are among them. `session` keeps the
+    turns of one episode on one server.
 
     `tokenizer` and `metadata` are arguments of AReaL's and not kept: tokens are neither decoded nor encoded.
     """
@@ -84,6 +85,7 @@ class ModelRequest:
     gconfig: SamplingParams
     rid: str = field(default_factory=lambda: uuid4().hex)
     session: str = ""
+    images: tuple[Any, ...] = ()
     tokenizer: InitVar[Any] = None
     metadata: InitVar[Any] = None
 

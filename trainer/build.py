@@ -17,7 +17,14 @@ from rlsys.config.schema.model import ServedModelConfig
 from rlsys.data.dataset import PromptDataset
 from rlsys.fleet.external.settings import settings_of
 from rlsys.utils.errors import ConfigError
-from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer, running_backend, start_backend
+from trainer.backend import (
+    WorkerBackend,
+    import_external_libs,
+    load_processor,
+    load_tokenizer,
+    running_backend,
+    start_backend,
+)
 from trainer.checkpoint import CheckpointStore
 from trainer.episodes import load_agents
 from trainer.groups import Role
@@ -95,7 +102,7 @@ def prepare(config: PPOConfig) -> PreparedRun:
     tokenizer = load_tokenizer(policy.model, policy.rollout.padding)
     check_vocabularies(config, tokenizer)
     load_agents(config, tokenizer)
-    train_rows, val_rows = prompt_datasets(config, tokenizer)
+    train_rows, val_rows = prompt_datasets(config, tokenizer, load_processor(config, tokenizer))
     check_data_sources(config.reward, train_rows.data_sources + (val_rows.data_sources if val_rows else ()))
     if len(config.teachers) > 1 and config.distillation.teacher_key == config.data.reward_fn_key:
         teacher_numbers(config, train_rows.data_sources)

@@ -23,7 +23,7 @@ from rlsys.telemetry.metrics import StageTimer
 from rlsys.telemetry.progress import Progress
 from rlsys.telemetry.report import RunReport
 from rlsys.telemetry.validation_metrics import validation_metrics
-from trainer.backend import import_external_libs, load_tokenizer, running_backend
+from trainer.backend import import_external_libs, load_processor, load_tokenizer, running_backend
 from trainer.dumps import dump, sample_rows
 from trainer.episodes import graded_rollout, load_agents
 from trainer.generation import GradedRollout, validation_sampling
@@ -118,7 +118,13 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     load_agents(config, tokenizer)
     data = config.data
     assert data.val_files is not None, "checked with the configuration"
-    dataset = load_prompts(config, tokenizer, data.val_files, max_samples=data.val_max_samples)
+    dataset = load_prompts(
+        config,
+        tokenizer,
+        data.val_files,
+        max_samples=data.val_max_samples,
+        processor=load_processor(config, tokenizer),
+    )
     check_data_sources(config.reward, dataset.data_sources)
     log.info("evaluating %s: %d prompts, %d answers each", model.path, len(dataset), rollout.val_kwargs.n)
     with ExitStack() as stack:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from rlsys.config import EvalConfig, PPOConfig
 from rlsys.config.schema.rollout import GenerationConfig, RolloutConfig, ValKwargsConfig
 from rlsys.fleet.fleet import RolloutFleet
-from rlsys.protocol import DataProto
+from rlsys.protocol import IMAGES, DataProto
 from rlsys.rewards.manager import RewardManager
 from rlsys.telemetry.metrics import StageTimer
 from rlsys.types import SamplingParams
@@ -83,7 +83,7 @@ def fleet_generate(fleet: RolloutFleet) -> Generate:
 
     def generate(rows: DataProto) -> tuple[DataProto, dict[str, float]]:
         before = fleet.metrics()
-        prompts = rows.select(batch_keys=["prompts", "attention_mask"], non_tensor_batch_keys=[])
+        prompts = rows.select(batch_keys=["prompts", "attention_mask"], non_tensor_batch_keys=[IMAGES])
         completed = fleet.generate_sequences(prompts)
         columns = {**rows.non_tensor_batch, **completed.non_tensor_batch}
         return DataProto(completed.batch, columns, dict(rows.meta_info)), new_counts(fleet.metrics(), before)

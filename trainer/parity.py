@@ -15,7 +15,7 @@ from rlsys.algorithms.parity import Parity, compare_log_probs
 from rlsys.config.schema.rollout import ParityConfig
 from rlsys.data.collate import collate_prompts
 from rlsys.data.dataset import PromptDataset
-from rlsys.protocol import DataProto, DataProtoConfig
+from rlsys.protocol import IMAGES, DataProto, DataProtoConfig
 from rlsys.telemetry.log import get_logger
 from rlsys.utils.errors import DeadlineError, RolloutError, WorkerError
 from trainer.generation import GradedRollout, sampling_meta
@@ -82,7 +82,7 @@ class ParityProbe:
         with self.residency.hold(Resident.ROLLOUT, "parity"):
             rows, _ = self.graded.generate(self._prompts())
             seen = rows.tensors["rollout_log_probs"]
-            rows = rows.select(batch_keys=ROWS, non_tensor_batch_keys=[])
+            rows = rows.select(batch_keys=ROWS, non_tensor_batch_keys=[IMAGES])
             rows.meta_info[DataProtoConfig.auto_padding_key] = True
             theirs = self._engine_scores(rows)
         with self.residency.hold(Resident.ACTOR, "parity"):

@@ -19,6 +19,7 @@ from rlsys.data.dataset import PromptDataset, configured_source, parse_prompt
 from rlsys.data.rl_sampler import SamplerCursor
 from rlsys.data.rows import PromptRow, default_source
 from rlsys.data.stream import PromptStream, first_rows
+from rlsys.data.vision import VisionProcessor
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import DataError
 from rlsys.utils.hub import is_rows_id
@@ -74,14 +75,14 @@ def num_steps(cfg: PPOConfig, dataset: PromptDataset) -> int:
 
 
 def prompt_datasets(
-    config: PPOConfig, tokenizer: PreTrainedTokenizerBase
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, processor: VisionProcessor | None = None
 ) -> tuple[PromptDataset, PromptDataset | None]:
     """Training and validation prompts."""
-    data, load = config.data, partial(load_prompts, config, tokenizer)
+    data, load = config.data, partial(load_prompts, config, tokenizer, processor=processor)
     assert data.train_files is not None
     if data.streaming:
         source = default_source(config.reward)
-        train = PromptStream(data.train_files, data, lambda row: parse_prompt(row.values, tokenizer, data, source))
+        train = PromptStream(data.train_files, data, lambda row: parse_prompt(row, tokenizer, data, source, processor))
         _check_agents(config, train)
     else:
         train = load(data.train_files, max_samples=data.train_max_samples, seed=data.seed if data.shuffle else None)
@@ -98,6 +99,7 @@ def load_prompts(
     *,
     max_samples: int,
     seed: int | None = None,
+    processor: VisionProcessor | None = None,
 ) -> PromptDataset:
     """The rows of `files`, or of the dataset class of data.custom_cls; `seed` draws those of a sample.
 
@@ -107,7 +109,9 @@ def load_prompts(
     source = configured_source(data, files, tokenizer=tokenizer, max_samples=max_samples)
     if isinstance(data, DataConfig) and data.streaming and any(map(is_rows_id, files)):
         source = first_rows(files, max_samples)
-    load = partial(PromptDataset.load, source, tokenizer, data, default_source=default_source(config.reward))
+    load = partial(
+        PromptDataset.load, source, tokenizer, data, default_source=default_source(config.reward), processor=processor
+    )
     own = data.custom_cls.path is not None
     rows = load() if own else load(max_samples=max_samples, seed=seed)
     _check_agents(config, rows)
@@ -115,6 +119,9 @@ def load_prompts(
 
 
 def _check_agents(config: PPOConfig | EvalConfig, rows: PromptDataset) -> None:
+    if config.actor_rollout_ref.rollout.has_workflow and (seen := next((row for row in rows if row.images), None)):
+        fix = "set actor_rollout_ref.rollout.workflow=null and multi_turn.enable=false"
+        raise DataError(f"row {seen.index}: its images are shown to the model in single draws only; {fix}")
     for row in () if config.actor_rollout_ref.rollout.has_workflow else rows:
         if name := _agent_column(row):
             fix = "set actor_rollout_ref.rollout.multi_turn.enable=true or remove it"

@@ -22,7 +22,7 @@ from rlsys.algorithms.stages import (
 from rlsys.batching import balance_rows, seqlen_metrics
 from rlsys.config import PPOConfig
 from rlsys.config.plan import BatchPlan
-from rlsys.protocol import DataProto
+from rlsys.protocol import IMAGES, DataProto
 from rlsys.utils.errors import DataError
 from trainer.groups import WorkerGroups
 from trainer.reporting import Reporter
@@ -144,9 +144,10 @@ def teacher_numbers(cfg: PPOConfig, keys: Sequence[object]) -> list[int]:
 
 
 def _only(batch: DataProto, names: Sequence[str], optional: Sequence[str] = ()) -> DataProto:
-    """The columns that a role needs, so that no others travel, and those of `optional` that the batch has."""
+    """The columns that a role needs, so that no others travel, those of `optional` that the batch has, and images."""
     present = set(batch.tensors.keys())
-    return batch.select(batch_keys=[*names, *(name for name in optional if name in present)], non_tensor_batch_keys=[])
+    columns = [*names, *(name for name in optional if name in present)]
+    return batch.select(batch_keys=columns, non_tensor_batch_keys=[IMAGES])
 
 
 def rewards_to_advantages(

@@ -117,6 +117,7 @@ def check_model(key: str, model: ModelConfig, section: ShardConfig | MegatronSha
 def build_actor_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> Engine:
     """The actor's engine with its optimizer."""
     actor, rollout = cfg.actor, cfg.rollout
+    tower = {"freeze_vision_tower": True} if actor.freeze_vision_tower else {}
     return _engine(
         cfg.model,
         actor.megatron if actor.strategy == "megatron" else actor.fsdp_config,
@@ -134,6 +135,7 @@ def build_actor_engine(cfg: ActorRolloutRefConfig, run: EngineRun) -> Engine:
             rollout.log_prob_max_token_len_per_gpu,
         ),
         checkpoint=actor.checkpoint,
+        **tower,
     )
 
 

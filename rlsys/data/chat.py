@@ -13,6 +13,9 @@ from rlsys.config.schema.data import Truncation
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+IMAGE_MARKER = "<image>"
+"""Where an image stands in the text of a message."""
+
 Message = Mapping[str, Any]
 """A role, a content, and what else the chat template reads: name, tool_calls, reasoning_content, ..."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from rlsys.data.chat import as_messages, encode_conversation
 from rlsys.data.rows import PromptRow
 from rlsys.data.supervised import TokenizedText
-from rlsys.protocol import DataProto, object_array
+from rlsys.protocol import IMAGES, DataProto, ImageInputs, object_array
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -64,7 +64,8 @@ def collate_prompts(
     """Prompts to generate from: tensors prompts, attention_mask, position_ids (B, P).
 
     P is `prompt_length`, or that of the longest prompt. Columns: uid, index, data_source, ability, reward_model,
-    extra_info, tools_kwargs, interaction_kwargs, raw_prompt, and all other columns of the rows.
+    extra_info, tools_kwargs, interaction_kwargs, raw_prompt, and all other columns of the rows; with a vision-language
+    model also multi_modal_inputs.
     """
     prompts, mask = _padded_prompts([row.token_ids for row in rows], pad_token_id, prompt_length)
     columns: dict[str, list[Any]] = {
@@ -81,6 +82,10 @@ def collate_prompts(
         "interaction_kwargs": [row.extra_info.get("interaction_kwargs") or {} for row in rows],
         "raw_prompt": [[dict(message) for message in as_messages(row.raw_prompt)] for row in rows],
     }
+    if all(row.load_images is not None for row in rows):
+        shared: dict[ImageInputs, ImageInputs] = {}
+        loaded = [row.load_images() for row in rows if row.load_images is not None]
+        columns[IMAGES] = [tuple(shared.setdefault(one, one) for one in images) for images in loaded]
     tensors = {"prompts": prompts, "attention_mask": mask, "position_ids": position_ids(mask)}
     return DataProto.from_dict(tensors, {name: object_array(values) for name, values in columns.items()})
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
+from os.path import dirname
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from rlsys.config.schema.data import PromptsConfig, RowsConfig
@@ -19,6 +21,8 @@ from rlsys.data.chat import encode_prompt, truncate
 from rlsys.data.cursor import permutation
 from rlsys.data.files import BadRow, Row, read_rows
 from rlsys.data.rows import PromptRow, read_prompt_row
+from rlsys.data.vision import VisionProcessor
+from rlsys.protocol import ImageInputs
 from rlsys.utils.errors import ConfigError, DataError
 from rlsys.utils.plugins import load_from_file
 
@@ -61,7 +65,7 @@ class PromptDataset:
         """Identifies the prompts and their order, so that a resume with other data is refused."""
         digest = sha256()
         for row in self._rows:
-            digest.update(array("q", row.token_ids).tobytes() + b"|")
+            digest.update(array("q", row.token_ids).tobytes() + b"|" + "".join(row.image_shas).encode())
         return digest.hexdigest()[:16]
 
     def metrics(self) -> dict[str, float]:
@@ -82,17 +86,18 @@ class PromptDataset:
         max_samples: int = -1,
         seed: int | None = None,
         default_source: str | None = None,
+        processor: VisionProcessor | None = None,
     ) -> Self:
         """The rows of all files in order, or of a dataset object, read as `config` says.
 
-        `default_source` is the data source of rows without one. `max_samples` keeps at most that many rows, drawn by
-        `seed`, or the first for None; -1 keeps all. Raises DataError with file and row, ConfigError for wrong
-        settings and missing files.
+        `default_source` is the data source of rows without one, `processor` that of a vision-language model.
+        `max_samples` keeps at most that many rows, drawn by `seed`, or the first for None; -1 keeps all. Raises
+        DataError with file and row, ConfigError for wrong settings and missing files.
         """
         config = config or PromptsConfig()
         parsed, bad = parse_rows(
             sample_rows(source_rows(source, config.prompt_key), max_samples, seed=seed),
-            lambda row: parse_prompt(row.values, tokenizer, config, default_source),
+            lambda row: parse_prompt(row, tokenizer, config, default_source, processor),
             bad_rows=config.bad_rows,
             num_threads=config.filter_overlong_prompts_workers,
         )
@@ -106,16 +111,49 @@ class PromptDataset:
 
 
 def parse_prompt(
-    values: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, config: PromptsConfig, source: str | None = None
+    values: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    config: PromptsConfig,
+    source: str | None = None,
+    processor: VisionProcessor | None = None,
 ) -> PromptRow | None:
     """The prompt of one row, or None if it is too long and filtered. Raises ValueError for a bad row."""
-    row = read_prompt_row(values, config, source=source)
-    ids = encode_prompt(tokenizer, row.raw_prompt, template_kwargs=config.apply_chat_template_kwargs)
+    row = read_prompt_row(values.values, config, source=source)
+    if processor is not None:
+        encode = partial(_encode_images, processor, row, config, dirname(values.file))
+        ids, inputs = encode()
+        shas = tuple(sha for one in inputs for sha in one.shas)
+        row = replace(row, image_shas=shas, load_images=partial(_load_images, encode, shas, values))
+    elif row.images:
+        raise ValueError("it has images, but the model takes text only: choose a vision-language model")
+    else:
+        ids = encode_prompt(tokenizer, row.raw_prompt, template_kwargs=config.apply_chat_template_kwargs)
     if not ids:
         raise ValueError("the prompt has no tokens")
     if config.filter_overlong_prompts and len(ids) > config.max_prompt_length:
         return None
-    return replace(row, token_ids=array("i", truncate(ids, config.max_prompt_length, config.truncation)))
+    truncation = "error" if row.images else config.truncation
+    return replace(row, token_ids=array("i", truncate(ids, config.max_prompt_length, truncation)))
+
+
+def _encode_images(
+    processor: VisionProcessor, row: PromptRow, config: PromptsConfig, root: str
+) -> tuple[list[int], tuple[ImageInputs, ...]]:
+    images = processor.load(row.images, root)
+    return processor.encode(row.raw_prompt, images, template_kwargs=config.apply_chat_template_kwargs)
+
+
+def _load_images(
+    encode: Callable[[], tuple[list[int], tuple[ImageInputs, ...]]], shas: tuple[str, ...], row: Row
+) -> tuple[ImageInputs, ...]:
+    """The images of a row again; DataError if their files have changed."""
+    try:
+        _, inputs = encode()
+    except ValueError as error:
+        raise DataError(f"{row.file}, {row.place}: {error}") from error
+    if tuple(sha for one in inputs for sha in one.shas) != shas:
+        raise DataError(f"{row.file}, {row.place}: an image has changed since the start of the run")
+    return inputs
 
 
 def configured_source(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time
 from decimal import Decimal
@@ -11,11 +11,15 @@ from typing import Any
 
 from rlsys.config.schema.algorithm import GradingConfig
 from rlsys.config.schema.data import PromptsConfig
-from rlsys.data.chat import Message
+from rlsys.data.chat import IMAGE_MARKER, Message
+from rlsys.protocol import ImageInputs
 
 ROLES = ("system", "user", "assistant", "tool", "developer", "ipython")
 MAX_PROMPT_CHARS = 4_000_000
-MEDIA = ("images", "videos", "audios")
+OTHER_MEDIA = ("videos", "audios")
+OWN_COLUMNS = ("data_source", "reward_model", "extra_info", "ability")
+INLINE_IMAGES = {"image": "image", "image_url": "image_url", "input_image": "image_url"}
+"""The types of content parts that are images, and the key of the image in each."""
 QUESTIONS = ("question", "problem", "query", "instruction", "input", "text")
 ANSWERS = ("answer", "solution", "target", "label", "completion", "output", "response")
 SOURCES = ("source", "dataset", "task")
@@ -26,7 +30,8 @@ ONE_FUNCTION = ", or reward.custom_reward_function.path=<file> to grade all rows
 class PromptRow:
     """A prompt to be answered and what its grader needs. `fields` are the row's other columns.
 
-    Its dataset sets `token_ids` and `index`, the position in the dataset.
+    Its dataset sets `token_ids` and `index`, the position in the dataset, and for a vision-language model the hashes of
+    its `images` and `load_images`, which decodes and processes them.
     """
 
     raw_prompt: str | Sequence[Message]
@@ -37,6 +42,9 @@ class PromptRow:
     fields: Mapping[str, Any] = field(default_factory=dict)
     index: int = -1
     token_ids: Sequence[int] = ()
+    images: Sequence[Any] = ()
+    image_shas: Sequence[str] = ()
+    load_images: Callable[[], tuple[ImageInputs, ...]] | None = None
 
 
 class MissingColumns(ValueError):
@@ -81,17 +89,19 @@ def read_prompt_row(
 
     The column `data.answer_key`, or `ground_truth`, stands for a rule-based `reward_model`.
     """
-    config, values = config or PromptsConfig(), plain_values(values)
+    config = config or PromptsConfig()
+    values, images = take_images(values, config.prompt_key, config.image_key)
+    values = plain_values(values)
     prompt_key, source_key, answer_key = config.prompt_key, config.reward_fn_key, config.answer_key
     truth = Need((answer_key,) if answer_key else ("reward_model", "ground_truth"), "data.answer_key", ANSWERS)
     needs = [Need((prompt_key,), "data.prompt_key", QUESTIONS), truth]
     if source is None:
         needs.append(Need((source_key,), "data.reward_fn_key", SOURCES, ONE_FUNCTION))
     check_columns(values, needs)
-    for name in MEDIA:
+    for name in OTHER_MEDIA:
         if values.get(name) is not None and len(values[name]) > 0:
-            raise ValueError(f"column {name!r}: rows with {name} are not supported, only text")
-    known = {prompt_key, source_key, "data_source", "reward_model", "extra_info", "ability", *truth.columns, *MEDIA}
+            raise ValueError(f"column {name!r}: rows with {name} are not supported, only text and images")
+    known = {prompt_key, source_key, *truth.columns, *OWN_COLUMNS, *OTHER_MEDIA}
     data_source: Any = source
     if source is None or source_key in values:
         data_source = _typed(_required(values, source_key), source_key, str)
@@ -104,7 +114,52 @@ def read_prompt_row(
         extra_info=_typed(values.get("extra_info", {}), "extra_info", Mapping, default={}),
         ability=_typed(values.get("ability"), "ability", str, default=""),
         fields={name: value for name, value in values.items() if name not in known},
+        images=images,
     )
+
+
+def take_images(values: Mapping[str, Any], prompt_key: str, image_key: str) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """The row without its images, and these in the order of the prompt, in whose text each is `<image>`.
+
+    They are those of the column `image_key` and of the content parts of messages. ValueError unless there is a marker
+    for each image of the column.
+    """
+    rest = {name: value for name, value in values.items() if name != image_key}
+    column = values.get(image_key)
+    column = [] if column is None else list(column) if isinstance(column, list | tuple) else [column]
+    prompt, inline = rest.get(prompt_key), list[Any]()
+    if isinstance(prompt, str):
+        inline += [None] * prompt.count(IMAGE_MARKER)
+    elif isinstance(prompt, list | tuple) and all(isinstance(message, Mapping) for message in prompt):
+        rest[prompt_key] = [{**message, "content": _text_of(message.get("content"), inline)} for message in prompt]
+    if not column and all(value is None for value in inline):
+        return rest, ()
+    if (num_markers := inline.count(None)) != len(column):
+        raise ValueError(
+            f"column {image_key!r} has {len(column)} images and the prompt {num_markers} times {IMAGE_MARKER}: "
+            f"put {IMAGE_MARKER} where each image stands"
+        )
+    left = iter(column)
+    return rest, tuple(next(left) if value is None else value for value in inline)
+
+
+def _text_of(content: Any, inline: list[Any]) -> Any:
+    """A message's content as text; for each `<image>` in it `inline` gets the image, None for one of the column."""
+    if isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content):
+        texts = []
+        for part in content:
+            kind = part.get("type")
+            if kind in INLINE_IMAGES:
+                texts.append(IMAGE_MARKER)
+                inline.append(part.get(INLINE_IMAGES[kind]))
+            elif kind in ("text", "input_text"):
+                texts.append(_text_of(part.get("text") or "", inline))
+            else:
+                raise ValueError(f"a content part of type {kind!r} is not supported, only text and images")
+        return "".join(texts)
+    if isinstance(content, str):
+        inline += [None] * content.count(IMAGE_MARKER)
+    return content
 
 
 def read_prompt(prompt: Any, name: str) -> str | list[Message]:

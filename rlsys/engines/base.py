@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -111,7 +110,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
                     results[name][pack.index] = pack.tokens.scatter(values).to(results[name])
 
         with self._own_groups():
-            self._run(rows, self.scoring, collect, backward=False)
+            self._run(batch, self.scoring, collect, backward=False)
             for values in results.values():
                 self._share(values)
         return {name: values.to(rows.device or "cpu") for name, values in results.items()}
@@ -138,7 +137,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
             return loss.total if loss.total.requires_grad else connected + loss.total
 
         with self._own_groups():
-            counted = self._run(rows, self.training, loss_of, backward=True)
+            counted = self._run(batch, self.training, loss_of, backward=True)
             sums |= {name: list(both) for name, both in counted.items()}
             totals = sum_over_ranks(gather_json(sums if self.ranks.reports_loss else {}, self.ranks.loss_group))
         self._count += totals["loss"][1] if "loss" in totals else 0.0
@@ -236,7 +235,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
     def _weight_dtype(self) -> torch.dtype: ...
 
     @abstractmethod
-    def _run(self, rows: TensorDict, size: MicroBatches, visit: Visit, *, backward: bool) -> Counted:
+    def _run(self, batch: DataProto, size: MicroBatches, visit: Visit, *, backward: bool) -> Counted:
         """Visit every micro-batch; with `backward` add up the gradients of what `visit` returns. Returns metrics."""
 
     @abstractmethod

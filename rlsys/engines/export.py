@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig
 
 from rlsys.engines.mesh import together
-from rlsys.models.hf import Head
+from rlsys.models.hf import Head, auto_model
 from rlsys.utils.atomic import commit_dir, fsync_file, staging_dir, write_text_durable
 from rlsys.utils.errors import CheckpointError
 
@@ -31,7 +31,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template*",
     "generation_config.json",
-    "preprocessor_config.json",
+    "*processor_config.json",
 )
 
 
@@ -126,11 +126,8 @@ def name_parts(staging: Path, files: Mapping[str, Sequence[str]]) -> None:
 
 def exported_config(config: PretrainedConfig, head: Head, dtype: torch.dtype) -> PretrainedConfig:
     """The configuration to write: which class loads it, and the dtype of its weights."""
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
-
     own = type(config).from_dict(config.to_dict())
-    mapping = (AutoModelForCausalLM if head == "lm" else AutoModelForTokenClassification)._model_mapping
-    own.architectures, own.dtype = [mapping[type(config)].__name__], dtype
+    own.architectures, own.dtype = [auto_model(config, head)._model_mapping[type(config)].__name__], dtype
     if head == "scalar":
         own.num_labels, own.classifier_dropout = 1, 0.0
     return own

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
+from rlsys.models.hf import auto_model
+from rlsys.models.vision import is_tower
 from rlsys.utils.gpus import GPUS, find_by_name
 
 DENSE_PEAK = {name: gpu.flops for name, gpu in GPUS.items()} | {
@@ -34,12 +36,12 @@ class ModelFlops:
     """FLOPs of a causal language model, counted on the matrices that transformers builds for `config`.
 
     So latent attention, MLPs with and without gate, shared experts and dense layers count as they are, and of routed
-    experts those that a token is sent to.
+    experts those that a token is sent to. The image encoder does not count.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = auto_model(config).from_config(config)
         text: Any = config.get_text_config()
         looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         output: Any = model.get_output_embeddings()
@@ -49,7 +51,11 @@ class ModelFlops:
         self.blocks = sum(
             p.numel() * (routed if ".experts." in name else 1)
             for name, p in model.named_parameters()
-            if p.ndim > 1 and id(p) not in looked_up and p is not output.weight and not name.endswith("bias")
+            if p.ndim > 1
+            and not is_tower(name)
+            and id(p) not in looked_up
+            and p is not output.weight
+            and not name.endswith("bias")
         )
         """Weights of all blocks that multiply a token."""
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads

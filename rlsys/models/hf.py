@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForTokenClassification,
     PretrainedConfig,
     PreTrainedModel,
@@ -24,6 +25,7 @@ from transformers import (
 
 from rlsys.config.schema.model import ModelConfig
 from rlsys.models.attention import ATTENTION, Packing, PackReachedError
+from rlsys.models.vision import has_images
 from rlsys.utils.boxes import slices
 from rlsys.utils.errors import CheckpointError, ConfigError
 from rlsys.utils.safetensors_header import DTYPES
@@ -84,15 +86,19 @@ def build(config: PretrainedConfig, *, head: Head, packed: bool, trust_remote_co
     A scalar head is `score`, Linear(hidden, 1), in the layout of transformers' token classification models.
     ConfigError if packed rows were asked of an architecture that cannot keep them apart.
     """
-    if head == "lm" and (odd := [name for name in LOGIT_CHANGERS if getattr(config, name, None) not in (None, 1, 1.0)]):
+    text = config.get_text_config()
+    if head == "lm" and (odd := [name for name in LOGIT_CHANGERS if getattr(text, name, None) not in (None, 1, 1.0)]):
         raise ConfigError(f"{config.model_type} changes its logits ({', '.join(odd)}), which this engine does not do")
-    if packed and (odd := set(getattr(config, "layer_types", None) or ()) - PACKABLE_LAYERS):
+    if packed and (odd := set(getattr(text, "layer_types", None) or ()) - PACKABLE_LAYERS):
         raise ConfigError(f"packed rows do not go with {', '.join(sorted(odd))} layers: set use_remove_padding=false")
-    if packed and getattr(config, "attention_dropout", 0.0):
+    if packed and getattr(text, "attention_dropout", 0.0):
         raise ConfigError("packed rows do not go with attention_dropout: set use_remove_padding=false or dropout 0")
     if noise := [name for name in ROUTER_NOISE if getattr(config, name, None)]:
         raise ConfigError(f"{config.model_type} adds noise to its router: set override_config.{noise[0]}=0")
-    options = {"attn_implementation": ATTENTION if packed else None, "trust_remote_code": trust_remote_code}
+    attention: Any = ATTENTION if packed else None
+    if packed and has_images(config):
+        attention = {"text_config": ATTENTION, "vision_config": "sdpa"}
+    options = {"attn_implementation": attention, "trust_remote_code": trust_remote_code}
     try:
         with torch.device("meta"):
             model = _construct(config, head, options)
@@ -112,7 +118,7 @@ def build(config: PretrainedConfig, *, head: Head, packed: bool, trust_remote_co
 def _passes_packs(model: PreTrainedModel) -> bool:
     """Whether a pack given to the model, which is on the meta device, reaches its attention."""
     two = torch.arange(2, device="meta")[None]
-    backbone = getattr(model, model.base_model_prefix)
+    backbone: Any = model.get_decoder() if has_images(model.config) else getattr(model, model.base_model_prefix)
     try:
         backbone(two, position_ids=two, use_cache=False, packing=Packing([2], two.device))
     except PackReachedError:
@@ -125,10 +131,18 @@ def _passes_packs(model: PreTrainedModel) -> bool:
 
 
 def _construct(config: PretrainedConfig, head: Head, options: Mapping[str, Any]) -> PreTrainedModel:
+    if head == "scalar":
+        config.num_labels, config.classifier_dropout = 1, 0.0
+    return auto_model(config, head).from_config(config, dtype=torch.float32, **options)
+
+
+def auto_model(config: PretrainedConfig, head: Head = "lm") -> Any:
+    """transformers' auto class of a model; ConfigError for a scalar head on a vision-language model."""
     if head == "lm":
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
-    config.num_labels, config.classifier_dropout = 1, 0.0
-    return AutoModelForTokenClassification.from_config(config, dtype=torch.float32, **options)
+        return AutoModelForImageTextToText if has_images(config) else AutoModelForCausalLM
+    if has_images(config):
+        raise ConfigError(f"{config.model_type} has no scalar head: use a text model, or an estimator without a critic")
+    return AutoModelForTokenClassification
 
 
 def _fill_buffers(model: PreTrainedModel) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from rlsys.models.vision import PackedImages
+
 
 @dataclass(frozen=True)
 class TokenRows:
@@ -29,15 +31,17 @@ class TokenRows:
     shape: tuple[int, int]
     topk_ids: Tensor | None = None
     """(M, K): the tokens beside each target whose log-probs are asked for."""
+    images: PackedImages | None = None
+    """Of a vision-language model, whose `position_ids` may be (3, N)."""
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
     def to(self, device: torch.device) -> TokenRows:
-        names = ("token_ids", "position_ids", "before", "at", "targets", "cells", "columns", "topk_ids")
+        names = ("token_ids", "position_ids", "before", "at", "targets", "cells", "columns", "topk_ids", "images")
         held = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: x.to(device, non_blocking=True) for name, x in held.items() if x is not None})
+        return replace(self, **{name: x.to(device) for name, x in held.items() if x is not None})
 
     def scatter(self, values: Tensor) -> Tensor:
         """(M, ...) -> (B, R, ...), zero at padding; differentiable."""
@@ -100,7 +104,7 @@ def padded_to(rows: TokenRows, num_tokens: int) -> TokenRows:
     return replace(
         rows,
         token_ids=torch.cat([rows.token_ids, rows.token_ids.new_zeros(extra)]),
-        position_ids=torch.cat([rows.position_ids, positions]),
+        position_ids=torch.cat([rows.position_ids, positions.expand(*rows.position_ids.shape[:-1], -1)], -1),
         lengths=(*rows.lengths, *pads),
         columns=torch.cat([rows.columns, rows.columns.new_full((extra,), -1)]),
     )
@@ -129,10 +133,13 @@ def padded_each(rows: TokenRows, multiple: int) -> TokenRows:
 
 
 def left_aligned(rows: TokenRows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows (b, longest) padded on the right: ids, positions, mask, and each token's place in b*longest."""
+    """Rows (b, longest) padded on the right: ids, positions (also (3, b, longest)), mask, and each token's place in
+    b*longest."""
     device = rows.token_ids.device
     lengths = torch.tensor(rows.lengths, device=device)
     columns = torch.arange(max(rows.lengths), device=device)
     mask = columns[None, :] < lengths[:, None]
-    ids, positions = (x.new_zeros(mask.shape).masked_scatter(mask, x) for x in (rows.token_ids, rows.position_ids))
+    ids, positions = (
+        x.new_zeros(*x.shape[:-1], *mask.shape).masked_scatter(mask, x) for x in (rows.token_ids, rows.position_ids)
+    )
     return ids, positions, mask.long(), mask.flatten().nonzero()[:, 0]

@@ -21,11 +21,15 @@ Stacks = Mapping[str, Parts]
 
 @dataclass(frozen=True)
 class StackRows:
-    """A saved tensor: `num_rows` rows from `start` on of the tensor `held`, whose stack counts as (all rows, width)."""
+    """A saved tensor: `num_rows` rows from `start` on of the tensor `held`, whose stack counts as (all rows, width).
+
+    `is_whole`: it is that tensor under another name, in its shape.
+    """
 
     held: str
     start: int
     num_rows: int
+    is_whole: bool = False
 
 
 def by_stack(parts: Parts) -> Stacks:
@@ -36,6 +40,11 @@ def by_stack(parts: Parts) -> Stacks:
     return stacks
 
 
+def saved_aliases(shared: Mapping[str, str], stacks: Stacks) -> dict[str, str]:
+    """Names of tensors that are held under other names, which are given as they are saved."""
+    return {name: next(iter(stacks.get(held, (held,)))) for name, held in shared.items()}
+
+
 def rows_of(shape: Sequence[int]) -> int:
     """Rows of each entry of a stack; a tensor that is none has one row an entry."""
     return shape[1] if len(shape) == STACK_DIMS else 1
@@ -44,7 +53,7 @@ def rows_of(shape: Sequence[int]) -> int:
 def saved_shapes(parts: Parts, held: Sequence[int]) -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors that a stack of shape `held` is saved as."""
     width = tuple(held[-1:]) if len(held) > 1 else ()
-    return {saved: (part.num_rows, *width) for saved, part in parts.items()}
+    return {saved: tuple(held) if part.is_whole else (part.num_rows, *width) for saved, part in parts.items()}
 
 
 def shards_of(parts: Parts, held: Box) -> Iterator[Shard]:
@@ -52,6 +61,9 @@ def shards_of(parts: Parts, held: Box) -> Iterator[Shard]:
     rows, width = rows_of(held.shape), held.shape[-1:] if len(held.shape) > 1 else ()
     first, end = held.start[0] * rows, (held.start[0] + held.shape[0]) * rows
     for saved, part in parts.items():
+        if part.is_whole and held.shape[0]:
+            yield Shard(Box(saved, held.start, held.shape), held.tensor, (0,) * len(held.shape))
+            continue
         at = max(part.start, first)
         while at < (stop := min(part.start + part.num_rows, end)):
             count = min(stop - at, rows - at % rows) if len(held.shape) == STACK_DIMS else stop - at
@@ -64,6 +76,8 @@ def shards_of(parts: Parts, held: Box) -> Iterator[Shard]:
 
 def part_of(tensor: Tensor, part: StackRows) -> Tensor:
     """The saved tensor inside the held one, sharing its memory."""
+    if part.is_whole:
+        return tensor
     flat = tensor.view(-1, tensor.shape[-1]) if tensor.ndim == STACK_DIMS else tensor
     return flat[part.start : part.start + part.num_rows]
 
@@ -91,5 +105,6 @@ def saved_parts(model: Any) -> dict[str, StackRows]:
         source, start = names[at], int(run[0]) - starts[at]
         is_run = torch.equal(run, torch.arange(len(run)) + run[0]) and start + len(run) <= coded[source].numel()
         if saved != source and is_run:
-            parts[saved] = StackRows(source, start, len(run))
+            is_whole = start == 0 and part.shape == coded[source].shape
+            parts[saved] = StackRows(source, start, len(run), is_whole)
     return parts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from rlsys.models.attention import Packing
 from rlsys.models.logprobs import token_stats
 from rlsys.models.packing import TokenRows, left_aligned, padded_to_multiple
 from rlsys.models.ulysses import sum_over
+from rlsys.models.vision import embed
 from rlsys.utils.errors import ConfigError
 
 LM_OUTPUTS = ("log_probs", "entropy", "sum_pi_squared", "topk_log_probs", "topk_ids")
@@ -57,19 +59,27 @@ class TokenModel(nn.Module):
 
     def _hidden(self, rows: TokenRows) -> tuple[Tensor, tuple[int, int]]:
         """Last hidden states (n, H) of this rank's tokens and their range among the N of the pack."""
-        backbone = getattr(self.model, self.model.base_model_prefix)
+        images = rows.images
+        backbone = getattr(self.model, self.model.base_model_prefix) if images is None else self.model.get_decoder()
         if not self.packed:
             ids, positions, mask, places = left_aligned(rows)
-            states = backbone(ids, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
+            given: dict[str, Any] = {"input_ids": ids}
+            if images is not None:
+                whole = embed(self.model, ids.flatten(), replace(images, places=places[images.places]))
+                given = whole.arguments((ids.shape[0], ids.shape[1]))
+            states = backbone(**given, attention_mask=mask, position_ids=positions, use_cache=False).last_hidden_state
             return states.flatten(0, 1)[places], (0, rows.num_tokens)
         size, rank = (dist.get_world_size(self.group), dist.get_rank(self.group)) if self.group else (1, 0)
         whole = padded_to_multiple(rows, size)
         share = whole.num_tokens // size
         mine = slice(rank * share, (rank + 1) * share)
         packing = Packing(whole.lengths, whole.token_ids.device, self.group)
+        given = {"input_ids": whole.token_ids[None, mine]}
+        if images is not None:
+            given = embed(self.model, whole.token_ids, images).arguments((1, whole.num_tokens), mine)
         states = backbone(
-            whole.token_ids[None, mine],
-            position_ids=whole.position_ids[None, mine],
+            **given,
+            position_ids=whole.position_ids[..., None, mine],
             use_cache=False,
             packing=packing,
             **_flash_arguments(packing),

@@ -5,6 +5,7 @@ from rlsys.protocol.columns import object_array, union_numpy_dict, union_tensor_
 from rlsys.protocol.data import DataProto, DataProtoConfig, DataProtoItem
 from rlsys.protocol.future import DataProtoFuture
 from rlsys.protocol.gather import all_gather_data_proto
+from rlsys.protocol.images import IMAGES, ImageInputs
 from rlsys.protocol.rows import (
     collate_fn,
     fold_batch_dim,
@@ -15,10 +16,12 @@ from rlsys.protocol.rows import (
 )
 
 __all__ = [
+    "IMAGES",
     "DataProto",
     "DataProtoConfig",
     "DataProtoFuture",
     "DataProtoItem",
+    "ImageInputs",
     "WireError",
     "all_gather_data_proto",
     "collate_fn",

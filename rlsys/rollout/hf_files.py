@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 
-from rlsys.models.hf import saved_names, shared_names
+from rlsys.models.hf import auto_model, saved_names, shared_names
+from rlsys.models.stacked import by_stack, saved_aliases, saved_parts
 
 
 def text_config(path: str | Path) -> Any:
@@ -35,9 +36,10 @@ def hf_tensors(
     """
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model = auto_model(config).from_config(config, trust_remote_code=False)
     state = model.state_dict(keep_vars=True)
-    aliases = shared_names(state.items())
+    shared = shared_names(state.items())
+    aliases = saved_aliases(shared, by_stack(saved_parts(model)))
     kind, device = getattr(torch, dtype), "cpu" if has_memory else "meta"
     saved = saved_names(model, {n: t.detach() for n, t in state.items() if n not in aliases})
     tensors = {n: torch.zeros(t.shape, dtype=kind, device=device) for n, t in saved.items()}

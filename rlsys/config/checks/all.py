@@ -12,6 +12,7 @@ from rlsys.config.checks.megatron import check_megatron
 from rlsys.config.checks.rollout import check_rollout, check_sampling
 from rlsys.config.checks.rules import check_rules
 from rlsys.config.checks.run import check_checkpoint, check_optimizer, check_ppo_run, check_run
+from rlsys.config.checks.vision import check_vision
 from rlsys.config.schema.base import Section
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig, SupervisedConfig
 
@@ -42,3 +43,5 @@ def _findings(cfg: Section) -> Iterator[str]:
         yield from check_checkpoint(cfg, "checkpoint", cfg.checkpoint)
         yield from check_optimizer(cfg, "optim", cfg.optim, cfg.engine.strategy)
     yield from check_files(cfg)
+    if isinstance(cfg, PPOConfig | EvalConfig):
+        yield from check_vision(cfg)

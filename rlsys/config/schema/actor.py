@@ -96,6 +96,8 @@ class TrainedRoleConfig(Section):
 class ActorConfig(TrainedRoleConfig):
     """The trained policy."""
 
+    freeze_vision_tower: t.Flag = False
+    """Do not train the image encoder of a vision-language model."""
     clip_ratio: t.Coefficient = 0.2
     """PPO's clip range on both sides."""
     clip_ratio_low: t.Coefficient = linked(".clip_ratio")

@@ -73,6 +73,10 @@ class PromptsConfig(RowsConfig):
     """Longest response, in tokens."""
     prompt_key: t.Text = "prompt"
     """Column of the prompt: a list of {role, content}, or text."""
+    image_key: t.Text = "images"
+    """Column of a prompt's images, for vision-language models: each <image> of the prompt stands for the next one."""
+    mm_processor_kwargs: t.OpenDict = open_dict()
+    """Settings of the model's image processor, e.g. {max_pixels: 401408}."""
     answer_key: t.Text | None = None
     """Column of the ground truth; null takes reward_model.ground_truth, or the column ground_truth."""
     reward_fn_key: t.Text = "data_source"

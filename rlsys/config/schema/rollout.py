@@ -112,6 +112,8 @@ class GenerationConfig(Section):
     """Id of the padding token; null takes the tokenizer's."""
     enable_rollout_routing_replay: t.Flag = False
     """Return the experts that each token took, for actor.router_replay.mode=R3."""
+    limit_images: t.Count | None = None
+    """Most images of a prompt; a row with more cannot be used. null is any number."""
     print_outputs: t.Flag = False
     """Print the text and token ids of each answer."""
     workflow: t.Text | None = None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from rlsys.config.schema.model import CheckpointConfig, ModelConfig, OptimConfig, ShardConfig
@@ -35,6 +35,8 @@ from rlsys.models.packing import empty_rows, token_rows
 from rlsys.models.stacked import by_stack, saved_parts
 from rlsys.models.token_model import TokenModel
 from rlsys.models.ulysses import kv_repeats
+from rlsys.models.vision import has_images, is_tower, pack_images
+from rlsys.protocol import IMAGES, DataProto
 from rlsys.types import WeightLayout
 
 
@@ -55,6 +57,7 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
         grad_clip: float = 1.0,
         total_steps: int = -1,
         shard: ShardConfig = ShardConfig(),  # noqa: B008
+        freeze_vision_tower: bool = False,
         sp_size: int = 1,
         checkpoint: CheckpointConfig | None = None,
         training: MicroBatches = MicroBatches(rows=1),  # noqa: B008
@@ -64,13 +67,15 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
         super().__init__(model, ranks, head=head, checkpoint=checkpoint, training=training, scoring=scoring)
         self.shard = shard
         if sp_size > 1:
-            kv_repeats(self.config.num_attention_heads, self.config.num_key_value_heads, sp_size)
+            text = self.config.get_text_config()
+            kv_repeats(text.num_attention_heads, text.num_key_value_heads, sp_size)
         packed = model.use_remove_padding
         plain = build(self.config, head=head, packed=packed, trust_remote_code=model.trust_remote_code)
         self._stacks = by_stack(saved_parts(plain))
-        for parameter in plain.parameters():
+        self.is_vision = has_images(self.config)
+        for name, parameter in plain.named_parameters():
             parameter.data = parameter.data.to(self._weight_dtype)
-            parameter.requires_grad_(optim is not None)
+            parameter.requires_grad_(optim is not None and not (freeze_vision_tower and is_tower(name)))
         self.lora = lora.lora_settings(model, seed=shard.seed) if optim is not None else None
         if self.lora is not None:
             lora.add_adapters(plain, self.lora)
@@ -98,7 +103,7 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
         base = {lora.hf_name(name): p for name, p in parameters.items() if not lora.is_adapter(name)}
         shapes = {saved: s for name, p in base.items() for saved, s in shapes_as_saved(name, p, self._stacks).items()}
         weights = open_weights(self.model_config, self.config, head=self.head, seed=self.shard.seed)
-        check_names(shapes, weights, aliases=tied_names(self.model))
+        check_names(shapes, weights, aliases=tied_names(self.model, self._stacks))
         fill(base, weights, self.ranks, self._stacks)
         if self.lora is not None:
             factors = {name: p for name, p in parameters.items() if lora.is_adapter(name)}
@@ -109,18 +114,21 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
     def _weight_dtype(self) -> torch.dtype:
         return getattr(torch, self.shard.model_dtype)
 
-    def _packs(self, rows: TensorDict, size: MicroBatches) -> Iterator[Pack]:
+    def _packs(self, batch: DataProto, size: MicroBatches) -> Iterator[Pack]:
+        rows, images = batch.tensors, batch.non_tensor_batch.get(IMAGES, [()] * len(batch))
         lengths = rows["attention_mask"].sum(dim=1).tolist()
         for part in split_rows(lengths, size, agree=max_over_ranks, num_sharing=self.ranks.sp_size):
-            if part:
-                index = torch.tensor(part)
-                yield Pack(index, token_rows(rows[index]).to(self.ranks.device))
-            else:
-                yield Pack(None, empty_rows(self.ranks.device))
+            index = torch.tensor(part) if part else None
+            tokens = empty_rows(torch.device("cpu")) if index is None else token_rows(rows[index])
+            if self.is_vision:
+                own = [images[row] for row in part if lengths[row]] or [()]
+                packed, positions = pack_images(self.model.model, tokens.token_ids, tokens.lengths, own)
+                tokens = replace(tokens, images=packed, position_ids=positions)
+            yield Pack(index, tokens.to(self.ranks.device))
 
-    def _run(self, rows: TensorDict, size: MicroBatches, visit: Visit, *, backward: bool) -> Counted:
+    def _run(self, batch: DataProto, size: MicroBatches, visit: Visit, *, backward: bool) -> Counted:
         self.model.train(backward)
-        for pack in self._packs(rows, size):
+        for pack in self._packs(batch, size):
             loss = visit(pack, partial(self.model, pack.tokens))
             if loss is not None:
                 loss.backward()
@@ -136,7 +144,7 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
         return HFWeights(parameters_by_name(self.model), adapted, self._stacks)
 
     def weight_layout(self) -> WeightLayout:
-        return weight_layout(self._held().base, self.ranks, tied_names(self.model), self._stacks)
+        return weight_layout(self._held().base, self.ranks, tied_names(self.model, self._stacks), self._stacks)
 
     def local_tensors(self) -> Mapping[str, Tensor]:
         return self._held().local()

@@ -17,7 +17,7 @@ from rlsys.engines.fsdp.optim import local_of
 from rlsys.engines.mesh import Ranks
 from rlsys.models.hf import TensorSource, layer_modules, saved_tensors_of, shared_names
 from rlsys.models.lora import AdaptedWeight, hf_name, is_adapter
-from rlsys.models.stacked import Stacks, part_of, saved_shapes, shards_of
+from rlsys.models.stacked import Stacks, part_of, saved_aliases, saved_shapes, shards_of
 from rlsys.models.token_model import TokenModel
 from rlsys.types import Box, Shard, WeightLayout
 from rlsys.utils.boxes import buckets, slices
@@ -72,11 +72,11 @@ def parameters_by_name(model: TokenModel) -> dict[str, Tensor]:
     return {name.removeprefix("model."): p for name, p in saved_tensors_of(model).items()}
 
 
-def tied_names(model: TokenModel) -> dict[str, str]:
-    """Names whose data lives under another name."""
+def tied_names(model: TokenModel, stacks: Stacks) -> dict[str, str]:
+    """Names whose data lives under another name, as both are saved."""
     reshard(model)
-    named = ((name.removeprefix("model."), p) for name, p in model.named_parameters(remove_duplicate=False))
-    return {hf_name(name): hf_name(held) for name, held in shared_names(named).items()}
+    named = [(name.removeprefix("model."), p) for name, p in model.named_parameters(remove_duplicate=False)]
+    return saved_aliases({hf_name(name): hf_name(held) for name, held in shared_names(named).items()}, stacks)
 
 
 def held_box(name: str, parameter: Tensor, ranks: Ranks) -> Box:

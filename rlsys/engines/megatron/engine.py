@@ -138,7 +138,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         finally:
             self._recorder = None
 
-    def _run(self, rows: TensorDict, size: MicroBatches, visit: Visit, *, backward: bool) -> Counted:
+    def _run(self, batch: DataProto, size: MicroBatches, visit: Visit, *, backward: bool) -> Counted:
         chunks = self.optimizer.chunks if backward and self.optimizer is not None else self.chunks
         for chunk in chunks:
             chunk.train(backward)
@@ -146,6 +146,7 @@ class MegatronEngine(BaseTrainEngine[MegatronRanks, MegatronAdamW]):
         def visit_hidden(pack: Pack, hidden: Tensor) -> Tensor | None:
             return visit(pack, partial(self.chunks[-1].token_outputs, hidden, pack.tokens))
 
+        rows = batch.tensors
         packs, routes = self._packs(rows, size), rows.get("routed_experts", None)
         replay = self._recorder if routes is None else RouterReplay(chunks, routes)
         if replay is None:

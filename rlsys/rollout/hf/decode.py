@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from rlsys.rollout.base import RunningRequest
-from rlsys.rollout.hf.kv_cache import ColumnCache, hidden_score, prompt_passes
+from rlsys.rollout.hf.kv_cache import ColumnCache, hidden_score
+from rlsys.rollout.hf.prompts import LeftPadded, next_logits, prompt_passes
 from rlsys.rollout.hf.running import RunningRows
 from rlsys.rollout.sampling.hook import RowSampler
 
@@ -23,7 +24,12 @@ if TYPE_CHECKING:
 
 COLUMN_STEP = 256
 
-Prompt = tuple[int, ...]
+
+class Prompt(NamedTuple):
+    """What requests have in common that are read once."""
+
+    ids: tuple[int, ...]
+    images: tuple[Any, ...]
 
 
 class DecodeLoop:
@@ -72,9 +78,9 @@ class DecodeLoop:
         taken = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
         groups: dict[Prompt, list[RunningRequest]] = {}
         for queued in taken:
-            groups.setdefault(queued.request.input_ids, []).append(queued)
-        prompts = sorted(groups, key=len)
-        self._reserve(len(taken), front=len(prompts[-1]), back=max(t.max_new_tokens for t in taken))
+            groups.setdefault(Prompt(queued.request.input_ids, queued.request.images), []).append(queued)
+        prompts = sorted(groups, key=lambda prompt: len(prompt.ids))
+        self._reserve(len(taken), front=len(prompts[-1].ids), back=max(t.max_new_tokens for t in taken))
         for some in _prefill_batches(prompts, self.config.max_num_batched_tokens):
             self._prefill({prompt: groups[prompt] for prompt in some})
 
@@ -104,25 +110,24 @@ class DecodeLoop:
     def _prefill(self, groups: dict[Prompt, list[RunningRequest]]) -> None:
         """Run each distinct prompt once, copy its row for every further request, and sample the first tokens."""
         cache, first_row = self.cache, self.rows.count
-        lengths = torch.tensor([len(prompt) for prompt in groups])
-        width = int(lengths.max())
-        ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in groups])
-        starts = (cache.column - lengths).to(self.device)
+        prompts = LeftPadded(self.model, [prompt.ids for prompt in groups], [prompt.images for prompt in groups])
+        width = prompts.ids.shape[1]
+        starts = (cache.column - prompts.lengths).to(self.device)
         rows = slice(first_row, first_row + len(groups))
         limit = self.config.max_num_batched_tokens
-        *_, (_, last) = prompt_passes(self.model, cache, ids.to(self.device), starts, rows, max_tokens=limit, keep=1)
+        *_, (_, last) = prompt_passes(self.model, cache, prompts, rows, max_tokens=limit, keep=1)
         firsts = [(i, queue[0]) for i, queue in enumerate(groups.values())]
         if self.engine.routes is not None:
             taken = self.engine.routes.take(len(groups))
             for routes, (prompt, queue) in zip(taken, groups.items(), strict=True):
                 for queued in queue:
-                    queued.routes = [routes[width - len(prompt) :]]
+                    queued.routes = [routes[width - len(prompt.ids) :]]
         copies = [(i, queued) for i, queue in enumerate(groups.values()) for queued in queue[1:]]
         source = torch.tensor([i for i, _ in firsts + copies], device=self.device)
         if copies:
             targets = slice(rows.stop, rows.stop + len(copies))
             cache.copy_rows(source[len(firsts) :] + first_row, targets, cache.column - width)
-        self.rows.add([queued for _, queued in firsts + copies], starts[source])
+        self.rows.add([queued for _, queued in firsts + copies], starts[source], prompts.shifts[source])
         self.rows.set_mask(cache.window.num_columns, hidden_score(self.dtype), self.dtype)
         self._sample(last[source, -1], slice(first_row, self.rows.count))
 
@@ -132,14 +137,16 @@ class DecodeLoop:
         if cache.column == cache.window.num_columns:
             self._relayout(cache.window.num_rows, front=0, back=min(int(rows.tensors["num_left"].max()), COLUMN_STEP))
         live, read = slice(0, rows.count), slice(0, cache.column + 1)
-        ids, positions = rows.tensors["last_tokens"][:, None], rows.tensors["positions"][:, None]
-        logits = self.model(
-            input_ids=ids,
+        positions = (rows.tensors["positions"] + rows.tensors["shifts"])[:, None]
+        logits = next_logits(
+            self.model,
+            1,
+            input_ids=rows.tensors["last_tokens"][:, None],
             position_ids=positions,
             attention_mask=rows.mask[live, :, :, read],
             past_key_values=cache.look(live, read, slice(cache.column, cache.column + 1)),
             use_cache=True,
-        ).logits
+        )
         cache.column += 1
         if self.engine.routes is not None:
             for one, routes in zip(rows.requests, self.engine.routes.take(rows.count), strict=True):
@@ -162,7 +169,7 @@ def _prefill_batches(prompts: Sequence[Prompt], max_tokens: int) -> Iterator[lis
     """Batches of prompts sorted by length, whose padded size is at most `max_tokens` or that are a single prompt."""
     batch: list[Prompt] = []
     for prompt in prompts:
-        if batch and (len(batch) + 1) * len(prompt) > max_tokens:
+        if batch and (len(batch) + 1) * len(prompt.ids) > max_tokens:
             yield batch
             batch = []
         batch.append(prompt)

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from rlsys.config.schema.rollout import GenerationConfig
-from rlsys.models.hf import shared_names
+from rlsys.models.hf import auto_model, shared_names
 from rlsys.models.logprobs import wide_product
-from rlsys.models.stacked import StackRows, part_of, saved_parts
+from rlsys.models.stacked import StackRows, by_stack, part_of, saved_aliases, saved_parts
+from rlsys.models.vision import has_images
 from rlsys.rollout.base import (
     DEFAULT_CONFIG,
     DEFAULT_CONTEXT,
@@ -27,7 +28,8 @@ from rlsys.rollout.base import (
 from rlsys.rollout.batch import score_sequences
 from rlsys.rollout.engine_weights import copy_by_name, whole_layout
 from rlsys.rollout.hf.decode import DecodeLoop
-from rlsys.rollout.hf.kv_cache import ATTENTION, ColumnCache, prompt_passes
+from rlsys.rollout.hf.kv_cache import ATTENTION, ColumnCache
+from rlsys.rollout.hf.prompts import LeftPadded, prompt_passes
 from rlsys.rollout.hf.routes import RouteRecorder
 from rlsys.rollout.sampling.hook import RowSampler
 from rlsys.types import WeightLayout
@@ -41,17 +43,16 @@ MAX_LOGITS = 1 << 26
 
 
 def load_causal_lm(path: str | Path, *, load_format: LoadFormat, dtype: str, device: str) -> Any:
-    """A causal language model from an HF directory, or with random weights of its config.json for "dummy".
+    """A language or vision-language model from an HF directory, or with random weights of its config.json for "dummy".
 
     Runs no code from the directory: other weights than safetensors are read as tensors only.
     """
     kind = getattr(torch, dtype)
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    auto = auto_model(config)
     if load_format == "dummy":
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        return AutoModelForCausalLM.from_config(config, dtype=kind, trust_remote_code=False).to(device)
-    return AutoModelForCausalLM.from_pretrained(path, dtype=kind, local_files_only=True, trust_remote_code=False).to(
-        device
-    )
+        return auto.from_config(config, dtype=kind, trust_remote_code=False).to(device)
+    return auto.from_pretrained(path, dtype=kind, local_files_only=True, trust_remote_code=False).to(device)
 
 
 class HFRollout(BaseRolloutEngine):
@@ -105,7 +106,7 @@ class HFRollout(BaseRolloutEngine):
         return saved_parts(self.model)
 
     def _aliases(self) -> dict[str, str]:
-        return shared_names(self.model.state_dict(keep_vars=True).items())
+        return saved_aliases(shared_names(self.model.state_dict(keep_vars=True).items()), by_stack(self._parts))
 
     def _load(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
         copy_by_name(self.local_tensors(), self._aliases(), bucket)
@@ -123,17 +124,22 @@ class HFRollout(BaseRolloutEngine):
 
     @torch.inference_mode()
     def _log_probs(
-        self, temperature: float, sequences: Sequence[Sequence[int]], lengths: Sequence[int]
+        self,
+        temperature: float,
+        sequences: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        images: Sequence[tuple[Any, ...]],
     ) -> Iterator[tuple[int, list[float]]]:
         """Of each sequence's last tokens; one sequence after another, in passes of bounded size."""
         text, device = self.model.config.get_text_config(), self.model.device
         step = max(1, min(self.config.max_num_batched_tokens, MAX_LOGITS // text.vocab_size))
         for row, length in enumerate(lengths):
-            ids, starts = torch.tensor([sequences[row]], device=device), torch.zeros(1, device=device)
+            ids = torch.tensor([sequences[row]], device=device)
+            prompts = LeftPadded(self.model, [sequences[row][:-1]], [images[row]])
             last, scores = ids.shape[1] - 1, list[float]()
             cache = ColumnCache(text.num_hidden_layers, num_rows=1, num_columns=last)
             cache.column = last
-            passes = prompt_passes(self.model, cache, ids[:, :-1], starts, slice(0, 1), max_tokens=step, keep=0)
+            passes = prompt_passes(self.model, cache, prompts, slice(0, 1), max_tokens=step, keep=0)
             for write, logits in passes:
                 scaled = torch.log_softmax(logits.float() / temperature, dim=-1)
                 scores += scaled.gather(2, ids[:, write.start + 1 : write.stop + 1, None]).flatten().tolist()
@@ -175,4 +181,6 @@ def _use_grouped_attention(model: Any, max_model_len: int) -> None:
             "or use another rollout engine"
         )
     capped = getattr(text, "attn_logit_softcapping", None)
-    model.set_attn_implementation("eager" if capped or not model._supports_sdpa else ATTENTION)
+    ours = "eager" if capped or not model._supports_sdpa else ATTENTION
+    is_vision = has_images(model.config)
+    model.set_attn_implementation({"text_config": ours, "vision_config": "sdpa"} if is_vision else ours)

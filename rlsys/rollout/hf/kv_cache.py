@@ -6,7 +6,6 @@ and rows come and go by copying single rows. Letters: N rows, H key-value heads,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -114,29 +113,6 @@ def causal_mask(starts: Tensor, queries: slice, keys: slice, dtype: torch.dtype)
     query = torch.arange(queries.start, queries.stop, device=starts.device)
     seen = (key >= starts[:, None, None]) & (key <= query[:, None])
     return torch.where(seen, 0.0, hidden_score(dtype)).to(dtype)[:, None]
-
-
-def prompt_passes(
-    model: Any, cache: ColumnCache, ids: Tensor, starts: Tensor, rows: slice, *, max_tokens: int, keep: int
-) -> Iterator[tuple[slice, Tensor]]:
-    """Run left-padded sequences (N, P) that end at the cache's column and begin at `starts` (N,), a few columns a pass.
-
-    Yields the columns written and the logits of the last `keep` of them (all with 0); a pass has at most `max_tokens`.
-    """
-    begin = cache.column - ids.shape[1]
-    for at in range(begin, cache.column, max(1, max_tokens // ids.shape[0])):
-        write = slice(at, min(at + max(1, max_tokens // ids.shape[0]), cache.column))
-        read = slice(begin, write.stop)
-        positions = torch.arange(write.start, write.stop, device=ids.device) - starts[:, None]
-        logits = model(
-            input_ids=ids[:, write.start - begin : write.stop - begin],
-            position_ids=positions.clamp(min=0),
-            attention_mask=causal_mask(starts, write, read, model.dtype),
-            past_key_values=cache.look(rows, read, write),
-            use_cache=True,
-            logits_to_keep=keep,
-        ).logits
-        yield write, logits
 
 
 def grouped_attention(

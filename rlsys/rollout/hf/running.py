@@ -15,7 +15,8 @@ class RunningRows:
     """Dense rows: new ones are appended, and the last ones replace removed ones.
 
     Tensors (N,): last_tokens and positions (the last token of each sequence and its absolute position), starts (its
-    first cache column), num_left (tokens that it may still get). `mask` (N, 1, 1, C) hides the columns before starts.
+    first cache column), shifts (what the model's position has beside the absolute one), num_left (tokens that it may
+    still get). `mask` (N, 1, 1, C) hides the columns before starts.
     """
 
     def __init__(self, sampler: RowSampler, device: torch.device) -> None:
@@ -29,14 +30,15 @@ class RunningRows:
     def count(self) -> int:
         return len(self.requests)
 
-    def add(self, requests: Sequence[RunningRequest], starts: Tensor) -> None:
+    def add(self, requests: Sequence[RunningRequest], starts: Tensor, shifts: Tensor) -> None:
         """Append rows whose prompts are in the cache and whose first token is not sampled yet."""
         columns = {
             "last_tokens": [0] * len(requests),
             "positions": [len(one.request.input_ids) - 1 for one in requests],
             "num_left": [one.max_new_tokens for one in requests],
         }
-        new = {name: torch.tensor(values, device=self.device) for name, values in columns.items()} | {"starts": starts}
+        new = {name: torch.tensor(values, device=self.device) for name, values in columns.items()}
+        new |= {"starts": starts, "shifts": shifts}
         self.tensors = {name: torch.cat([self.tensors[name], new[name]]) for name in new} if self.requests else new
         self.requests += requests
 

@@ -1,0 +1,33 @@
+"""Whether what the configuration chooses can take the images of a vision-language model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from rlsys.config.checks.files import model_facts
+from rlsys.config.checks.findings import wrong
+from rlsys.config.schema.jobs import EvalConfig, PPOConfig
+
+IMAGE_ENGINES = ("hf",)
+POLICY = "actor_rollout_ref"
+
+
+def check_vision(cfg: PPOConfig | EvalConfig) -> Iterator[str]:
+    """Engines and roles beside a vision-language model, and settings of images beside a model of text."""
+    path, engine = cfg.actor_rollout_ref.model.path, cfg.actor_rollout_ref.rollout.name
+    facts = model_facts(Path(path)) if path is not None and Path(path).is_dir() else {}
+    actor = cfg.actor_rollout_ref.actor if isinstance(cfg, PPOConfig) else None
+    if facts and not facts.get("vision_config"):
+        if actor is not None and actor.freeze_vision_tower:
+            yield wrong(cfg, f"{POLICY}.actor.freeze_vision_tower", "the model has no image encoder", "false")
+        return
+    if not facts:
+        return
+    if engine not in IMAGE_ENGINES:
+        yield wrong(cfg, f"{POLICY}.rollout.name", "it is not given images here", IMAGE_ENGINES[0])
+    if actor is not None and actor.strategy == "megatron":
+        yield wrong(cfg, f"{POLICY}.actor.strategy", "Megatron trains models of text; images need FSDP", "fsdp")
+    if isinstance(cfg, PPOConfig) and cfg.use_critic:
+        why = "the value function of a vision-language model is not trained"
+        yield wrong(cfg, "algorithm.adv_estimator", why, "grpo")

@@ -1,0 +1,146 @@
+"""Vision-language models: the families that are known, and where an image's features stand among a row's tokens.
+
+A row's images are placeholder tokens among its ids: the first ones, as many as the images have features. Later ones
+were drawn by the model, which has nothing to show for them. N tokens, F features, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlsys.utils.errors import ConfigError
+
+GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Images of any size, cut into a grid of patches; positions have three axes (M-RoPE)."""
+TILES = ("idefics3", "smolvlm")
+"""Images cut into tiles of one size, each of which has as many features; positions are plain."""
+
+
+def has_images(config: Any) -> bool:
+    """Whether this is the configuration of a vision-language model; ConfigError for a family that is not known."""
+    if getattr(config, "vision_config", None) is None:
+        return False
+    if config.model_type not in (*GRIDS, *TILES):
+        known = ", ".join((*GRIDS, *TILES))
+        raise ConfigError(f"vision-language models of type {config.model_type} are not supported, only {known}")
+    return True
+
+
+def num_features(config: Any, tensors: Mapping[str, Tensor]) -> list[int]:
+    """How many features the model makes of each grid, or of each tile."""
+    if config.model_type in GRIDS:
+        return (tensors["image_grid_thw"].prod(-1) // config.vision_config.spatial_merge_size**2).tolist()
+    vision = config.vision_config
+    per_tile = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
+    return [per_tile] * len(tensors["pixel_values"])
+
+
+def is_tower(name: str) -> bool:
+    """Whether a parameter belongs to the image encoder."""
+    return name.startswith(("model.visual.", "model.vision_model."))
+
+
+@dataclass(frozen=True)
+class PackedImages:
+    """The images of a pack: `places` (F,) of their features among its tokens, and what the model takes of them.
+
+    A pack of text has an image without places, which no token sees: every rank must run the image encoder, or the
+    collectives of its shards would not match.
+    """
+
+    places: Tensor
+    tensors: Mapping[str, Tensor]
+
+    def to(self, device: torch.device) -> PackedImages:
+        return PackedImages(self.places.to(device), {name: t.to(device) for name, t in self.tensors.items()})
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """Tokens (N, H) with the features of images in their places, and what the first layers add there, each (F, H)."""
+
+    tokens: Tensor
+    places: Tensor
+    deep: Sequence[Tensor] = ()
+
+    def arguments(self, shape: tuple[int, int], columns: slice = slice(None)) -> dict[str, Any]:
+        """Those of the language model for some columns of tokens in rows of this shape."""
+        given: dict[str, Any] = {"inputs_embeds": self.tokens.view(*shape, -1)[:, columns]}
+        if self.deep:
+            number = torch.full((shape[0] * shape[1],), -1, device=self.places.device)
+            number[self.places] = torch.arange(len(self.places), device=self.places.device)
+            number = number.view(shape)[:, columns]
+            here = number >= 0
+            given |= {"visual_pos_masks": here, "deepstack_visual_embeds": [x[number[here]] for x in self.deep]}
+        return given
+
+
+def pack_images(
+    model: Any, token_ids: Tensor, lengths: Sequence[int], images: Sequence[Sequence[Any]]
+) -> tuple[PackedImages, Tensor]:
+    """The images of the sequences of a pack, and the positions of its tokens: (N,), or (3, N) for grids.
+
+    `images` are the ImageInputs of each sequence. ValueError for a sequence with fewer placeholders than features.
+    """
+    config, places, positions, first = model.config, list[Tensor](), list[Tensor](), 0
+    for ids, own in zip(token_ids.split(list(lengths)), images, strict=True):
+        tensors = joined_images(own)
+        wanted = sum(num_features(config, tensors)) if own else 0
+        own_places = (ids == config.image_token_id).nonzero()[:wanted, 0]
+        if len(own_places) < wanted:
+            raise ValueError(f"{len(own_places)} image tokens in a row for {wanted} features of its images")
+        places.append(own_places + first)
+        positions.append(_positions(model, ids, own_places, tensors))
+        first += len(ids)
+    tensors = joined_images([one for own in images for one in own]) or _unseen(config)
+    return PackedImages(torch.cat(places), tensors), torch.cat(positions, -1)
+
+
+def _positions(model: Any, ids: Tensor, places: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    if model.config.model_type in TILES:
+        return torch.arange(len(ids))
+    kinds = torch.zeros_like(ids)
+    kinds[places] = 1
+    grid = tensors.get("image_grid_thw")
+    return model.model.get_rope_index(ids[None], mm_token_type_ids=kinds[None], image_grid_thw=grid)[0][:, 0]
+
+
+def _unseen(config: Any) -> dict[str, Tensor]:
+    """The smallest image."""
+    vision = config.vision_config
+    if config.model_type in TILES:
+        return {"pixel_values": torch.ones(1, 3, vision.image_size, vision.image_size)}
+    side = vision.spatial_merge_size
+    width = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return {"pixel_values": torch.zeros(side * side, width), "image_grid_thw": torch.tensor([[1, side, side]])}
+
+
+def embed(model: Any, token_ids: Tensor, images: PackedImages) -> Embedded:
+    """The embeddings of N tokens, those of placeholders replaced by features of the images."""
+    given = dict(images.tensors)
+    if model.config.model_type in TILES:
+        given = {name: tensor[None] for name, tensor in given.items()}
+    output = model.model.get_image_features(**given, return_dict=True)
+    features, *deep = (
+        _flat(part) for part in (output.pooler_output, *(getattr(output, "deepstack_features", None) or ()))
+    )
+    tokens, count = model.get_input_embeddings()(token_ids), len(images.places)
+    if not count:
+        unused = sum((part.sum() for part in deep), features.sum()) * 0.0
+        return Embedded(tokens + unused.to(tokens.dtype), images.places)
+    tokens = tokens.index_put((images.places,), features.to(tokens.dtype))
+    return Embedded(tokens, images.places, deep)
+
+
+def _flat(features: Any) -> Tensor:
+    return features.flatten(0, 1) if isinstance(features, Tensor) else torch.cat(features)
+
+
+def joined_images(images: Sequence[Any]) -> dict[str, Tensor]:
+    """The tensors of several ImageInputs, one after another; none of no images."""
+    return {name: torch.cat([one.tensors[name] for one in images]) for name in (images[0].tensors if images else ())}
