@@ -136,14 +136,14 @@ def vision_rows(config: dict[str, Any], sizes: Sequence[Sequence[tuple[int, int]
     return DataProto.from_dict(tensors, {IMAGES: object_array(images)})
 
 
-def random_model(config: dict[str, Any], *, seed: int = 1) -> Any:
-    """transformers' model, with the weights of an engine of this seed but for TWIN."""
+def random_model(config: dict[str, Any], *, seed: int = 1, has_twin: bool = False) -> Any:
+    """transformers' model, with the weights of an engine of this seed but for TWIN, if it `has_twin`."""
     settings = AutoConfig.for_model(**config)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = auto_model(settings).from_config(settings).eval()
     embedding = model.get_input_embeddings().weight.data
-    embedding[TWIN] = embedding[IMAGE]
+    embedding[TWIN] = embedding[IMAGE if has_twin else TWIN]
     return model
 
 

@@ -21,13 +21,14 @@ from rlsys.data.chat import encode_prompt, truncate
 from rlsys.data.cursor import permutation
 from rlsys.data.files import BadRow, Row, read_rows
 from rlsys.data.rows import PromptRow, read_prompt_row
-from rlsys.data.vision import VisionProcessor
-from rlsys.protocol import ImageInputs
 from rlsys.utils.errors import ConfigError, DataError
 from rlsys.utils.plugins import load_from_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rlsys.data.vision import VisionProcessor
+    from rlsys.protocol import ImageInputs
 
 
 log = logging.getLogger(__name__)

@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time
 from decimal import Decimal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlsys.config.schema.algorithm import GradingConfig
 from rlsys.config.schema.data import PromptsConfig
 from rlsys.data.chat import IMAGE_MARKER, Message
-from rlsys.protocol import ImageInputs
+
+if TYPE_CHECKING:
+    from rlsys.protocol import ImageInputs
 
 ROLES = ("system", "user", "assistant", "tool", "developer", "ipython")
 MAX_PROMPT_CHARS = 4_000_000
@@ -134,24 +136,26 @@ def take_images(values: Mapping[str, Any], prompt_key: str, image_key: str) -> t
         rest[prompt_key] = [{**message, "content": _text_of(message.get("content"), inline)} for message in prompt]
     if not column and all(value is None for value in inline):
         return rest, ()
-    if (num_markers := inline.count(None)) != len(column):
+    if (num_markers := sum(value is None or value is ... for value in inline)) != len(column):
         raise ValueError(
             f"column {image_key!r} has {len(column)} images and the prompt {num_markers} times {IMAGE_MARKER}: "
             f"put {IMAGE_MARKER} where each image stands"
         )
     left = iter(column)
-    return rest, tuple(next(left) if value is None else value for value in inline)
+    return rest, tuple(next(left) if value is None or value is ... else value for value in inline)
 
 
 def _text_of(content: Any, inline: list[Any]) -> Any:
-    """A message's content as text; for each `<image>` in it `inline` gets the image, None for one of the column."""
+    """A message's content as text. For each image in it `inline` gets the image, or for one of the column None where
+    the text has `<image>`, `...` where it is a content part."""
     if isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content):
         texts = []
         for part in content:
             kind = part.get("type")
             if kind in INLINE_IMAGES:
                 texts.append(IMAGE_MARKER)
-                inline.append(part.get(INLINE_IMAGES[kind]))
+                value = part.get(INLINE_IMAGES[kind])
+                inline.append(... if value is None else value)
             elif kind in ("text", "input_text"):
                 texts.append(_text_of(part.get("text") or "", inline))
             else:

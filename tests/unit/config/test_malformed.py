@@ -228,7 +228,7 @@ FOREIGN = [
     bad(f"{R}.engine_kwargs.vllm.distributed_executor_backend=mp", "distributed_executor_backend", "places"),
     bad(f"{R}.engine_kwargs.vllm.speculative_config={{method: mtp}}", "speculative_config", "one at a time"),
     bad(f"{R}.quantization=fp8", "quantization", "not supported"),
-    bad("data.image_key=pictures", "data.image_key", "trains on text"),
+    bad("data.video_key=clips", "data.video_key", "trains on text and images"),
     bad(f"{A}.optim.num_cycles=1", "num_cycles", "falls once"),
     bad("distillation.enabled=true", "there is no teacher", "teacher_models.teacher_model.model_path=<model>"),
     bad("distillation.distillation_loss.loss_mode=k1", "gradient ignores the teacher", "use_policy_gradient=true"),

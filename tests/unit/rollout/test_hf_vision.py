@@ -19,7 +19,7 @@ META = {"response_length": 6, "pad_token_id": 0, "temperature": 1.0, "ignore_eos
 
 def completed(family: str, **config: Any) -> tuple[Any, DataProto, DataProto]:
     """The engine and the answers to the prompts of `vision_rows`, twice each."""
-    engine = HFRollout(random_model(MODELS[family]), GenerationConfig(**config))
+    engine = HFRollout(random_model(MODELS[family], has_twin=True), GenerationConfig(**config))
     rows = vision_rows(MODELS[family]).repeat(2)
     prompts = rows.select(["prompts", "attention_mask"], [IMAGES])
     prompts.meta_info = dict(META)
