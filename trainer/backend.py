@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from rlsys.config import EvalConfig, PPOConfig
 from rlsys.config.schema.model import ModelFolderConfig, ServedModelConfig
 from rlsys.config.schema.trainer import RayKwargsConfig, RunConfig
-from rlsys.data.vision import VisionProcessor
+from rlsys.data.vision_processor import VisionProcessor
 from rlsys.single_controller.base import ClassWithInitArgs, WorkerGroup
 from rlsys.single_controller.local import LocalWorkerGroup
 from rlsys.single_controller.resource_pool import ResourcePoolManager

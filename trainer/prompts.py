@@ -19,7 +19,7 @@ from rlsys.data.dataset import PromptDataset, configured_source, parse_prompt
 from rlsys.data.rl_sampler import SamplerCursor
 from rlsys.data.rows import PromptRow, default_source
 from rlsys.data.stream import PromptStream, first_rows
-from rlsys.data.vision import VisionProcessor
+from rlsys.data.vision_processor import VisionProcessor
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import DataError
 from rlsys.utils.hub import is_rows_id

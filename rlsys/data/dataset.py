@@ -27,7 +27,7 @@ from rlsys.utils.plugins import load_from_file
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rlsys.data.vision import VisionProcessor
+    from rlsys.data.vision_processor import VisionProcessor
     from rlsys.protocol import ImageInputs
 
 
