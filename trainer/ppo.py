@@ -67,7 +67,7 @@ class RayPPOTrainer(CheckpointedLoop):
         """verl's signature. `train_sampler` is a PyTorch sampler of `train_dataset` or a cursor over it; None takes the
         configured one.
 
-        ConfigError without a `train_dataset`, and for a `processor` or a `collate_fn`: rows are text, and datasets
+        ConfigError without a `train_dataset`, and for a `processor` or a `collate_fn`: the datasets have them, and
         give prompts, not batches.
         """
         for name, value in (("processor", processor), ("collate_fn", collate_fn)):

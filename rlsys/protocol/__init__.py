@@ -5,7 +5,7 @@ from rlsys.protocol.columns import object_array, union_numpy_dict, union_tensor_
 from rlsys.protocol.data import DataProto, DataProtoConfig, DataProtoItem
 from rlsys.protocol.future import DataProtoFuture
 from rlsys.protocol.gather import all_gather_data_proto
-from rlsys.protocol.images import IMAGES, ImageInputs
+from rlsys.protocol.images import IMAGES, ImageInputs, images_of
 from rlsys.protocol.rows import (
     collate_fn,
     fold_batch_dim,
@@ -26,6 +26,7 @@ __all__ = [
     "all_gather_data_proto",
     "collate_fn",
     "fold_batch_dim",
+    "images_of",
     "object_array",
     "pad_dataproto_to_divisor",
     "response_lengths",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlsys.ipc.codec import allow_records
+
+if TYPE_CHECKING:
+    from rlsys.protocol.data import DataProto
 
 IMAGES = "multi_modal_inputs"
 """The column of images: per row a tuple of ImageInputs in the order of the prompt, () for a row without images."""
@@ -23,6 +26,11 @@ class ImageInputs:
     shas: tuple[str, ...]
     pictures: tuple[Any, ...] = field(compare=False)
     tensors: Mapping[str, Any] = field(compare=False)
+
+
+def images_of(batch: DataProto) -> list[tuple[ImageInputs, ...]]:
+    """The images of each row."""
+    return list(batch.non_tensor_batch.get(IMAGES, [()] * len(batch)))
 
 
 allow_records(ImageInputs)

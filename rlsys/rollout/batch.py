@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from rlsys.interfaces import RolloutEngine
-from rlsys.protocol import IMAGES, DataProto, object_array
+from rlsys.protocol import DataProto, images_of, object_array
 from rlsys.protocol.columns import tensors_of
 from rlsys.rollout.partial import complete
 from rlsys.rollout.sampling.sample import combine_seeds
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams
 
 SEEDS = "request_seeds"
-ScoreFn = Callable[[list[list[int]], list[int], Sequence[tuple[Any, ...]]], Iterable[tuple[int, Sequence[float]]]]
+ScoreFn = Callable[[list[list[int]], list[int]], Iterable[tuple[int, Sequence[float]]]]
 
 
 def with_request_seeds(batch: DataProto) -> DataProto:
@@ -57,7 +57,7 @@ def to_requests(batch: DataProto) -> list[ModelRequest]:
     lengths = attention.sum(1).tolist()
     make = _params_of(batch.meta_info)
     seeds = tensors_of(with_request_seeds(batch).batch)[SEEDS].tolist()
-    rows, images = prompts.tolist(), batch.non_tensor_batch.get(IMAGES, [()] * len(batch))
+    rows, images = prompts.tolist(), images_of(batch)
     return [
         ModelRequest(tuple(row[len(row) - length :]), make(seed), rid=f"{number}", images=images[number])
         for number, (row, length, seed) in enumerate(zip(rows, lengths, seeds, strict=True))
@@ -117,15 +117,15 @@ def prompts_of(batch: DataProto) -> tuple[Tensor, Tensor]:
 def score_sequences(batch: DataProto, score_fn: ScoreFn) -> Tensor:
     """Log-probabilities (B, R) of `responses`, zero where `response_mask` (or else the attention mask) is 0.
 
-    `score_fn` gets each row's tokens without pads, its number of response tokens and its images, and yields row numbers
-    with the log-probabilities of these last tokens.
+    `score_fn` gets each row's tokens without pads and its number of response tokens, and yields row numbers with the
+    log-probabilities of these last tokens.
     """
     rows = tensors_of(batch.batch)
     attention, num_columns = rows["attention_mask"].cpu(), rows["responses"].shape[1]
     sequences = [ids[mask.bool()].tolist() for ids, mask in zip(rows["input_ids"].cpu(), attention, strict=True)]
     lengths = attention[:, -num_columns:].sum(1).tolist()
     scores = torch.zeros(len(sequences), num_columns)
-    for row, log_probs in score_fn(sequences, lengths, batch.non_tensor_batch.get(IMAGES, [()] * len(batch))):
+    for row, log_probs in score_fn(sequences, lengths):
         scores[row, : lengths[row]] = torch.tensor(log_probs)
     counted = rows.get("response_mask", attention[:, -num_columns:]).cpu()
     return torch.where(counted > 0, scores, 0.0)

@@ -36,7 +36,7 @@ from rlsys.models.stacked import by_stack, saved_parts
 from rlsys.models.token_model import TokenModel
 from rlsys.models.ulysses import kv_repeats
 from rlsys.models.vision import has_images, is_tower, pack_images
-from rlsys.protocol import IMAGES, DataProto
+from rlsys.protocol import DataProto, images_of
 from rlsys.types import WeightLayout
 
 
@@ -115,7 +115,7 @@ class FSDPEngine(BaseTrainEngine[Ranks, ShardedOptimizer]):
         return getattr(torch, self.shard.model_dtype)
 
     def _packs(self, batch: DataProto, size: MicroBatches) -> Iterator[Pack]:
-        rows, images = batch.tensors, batch.non_tensor_batch.get(IMAGES, [()] * len(batch))
+        rows, images = batch.tensors, images_of(batch)
         lengths = rows["attention_mask"].sum(dim=1).tolist()
         for part in split_rows(lengths, size, agree=max_over_ranks, num_sharing=self.ranks.sp_size):
             index = torch.tensor(part) if part else None

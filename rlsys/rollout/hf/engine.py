@@ -18,6 +18,7 @@ from rlsys.models.hf import auto_model, shared_names
 from rlsys.models.logprobs import wide_product
 from rlsys.models.stacked import StackRows, by_stack, part_of, saved_aliases, saved_parts
 from rlsys.models.vision import has_images
+from rlsys.protocol import images_of
 from rlsys.rollout.base import (
     DEFAULT_CONFIG,
     DEFAULT_CONTEXT,
@@ -120,15 +121,15 @@ class HFRollout(BaseRolloutEngine):
         self.model = None
 
     def _score(self, batch: DataProto, temperature: float) -> Tensor:
-        return score_sequences(batch, partial(self._log_probs, temperature))
+        return score_sequences(batch, partial(self._log_probs, temperature, images_of(batch)))
 
     @torch.inference_mode()
     def _log_probs(
         self,
         temperature: float,
+        images: Sequence[tuple[Any, ...]],
         sequences: Sequence[Sequence[int]],
         lengths: Sequence[int],
-        images: Sequence[tuple[Any, ...]],
     ) -> Iterator[tuple[int, list[float]]]:
         """Of each sequence's last tokens; one sequence after another, in passes of bounded size."""
         text, device = self.model.config.get_text_config(), self.model.device

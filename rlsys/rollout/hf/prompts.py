@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.models.vision import Embedded, embed, has_images, pack_images
+from rlsys.models.vision import Embedded, PackedImages, embed, has_images, pack_images
 from rlsys.rollout.hf.kv_cache import ColumnCache, causal_mask
 
 
@@ -29,15 +29,16 @@ class LeftPadded:
         real = torch.arange(width) >= width - self.lengths[:, None]
         ids = torch.tensor([token for prompt in prompts for token in prompt])
         positions = torch.cat([torch.arange(length) for length in lengths])
-        self._embedded: Embedded | None = None
-        if is_vision := has_images(model.config):
+        packed: PackedImages | None = None
+        if has_images(model.config):
             packed, positions = pack_images(model, ids, lengths, images)
         self.ids, self.positions = (
             x.new_zeros(*x.shape[:-1], *real.shape).masked_scatter(real, x).to(model.device) for x in (ids, positions)
         )
         last = self.positions.amax(-1)
         self.shifts = (last if last.ndim == 1 else last.amax(0)) + 1 - self.lengths.to(model.device)
-        if is_vision:
+        self._embedded: Embedded | None = None
+        if packed is not None:
             places = real.flatten().nonzero()[:, 0][packed.places]
             self._embedded = embed(model, self.ids.flatten(), replace(packed, places=places).to(model.device))
 

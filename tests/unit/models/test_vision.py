@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from rlsys.config.schema.model import ModelConfig, OptimConfig, ShardConfig
 from rlsys.engines.fsdp.engine import FSDPEngine
 from rlsys.engines.micro_batches import MicroBatches
-from rlsys.protocol import DataProto
+from rlsys.models.vision import pack_images
+from rlsys.protocol import IMAGES, DataProto
 from tests.engine_gradients import gradients
 from tests.ranks import run_ranks
-from tests.tiny_vision import MODELS, random_model, reference, vision_rows
-from tests.unit.engines.common import nll
+from tests.tiny_vision import IMAGE, MODELS, QWEN3, random_model, reference, vision_rows
+from tests.unit.engines.common import nll, same, whole
 
 
 def engine_of(config: dict[str, Any], rows: int = 4, *, lora: int = 0, **options: Any) -> FSDPEngine:
@@ -48,12 +52,85 @@ def grads(config: dict[str, Any], rows: int, sp_size: int = 1, **options: Any) -
     return gradients(engine)
 
 
-@pytest.mark.parametrize("family", MODELS)
+SOME = [pytest.param(family, marks=[] if family == "qwen3_vl" else [pytest.mark.slow]) for family in MODELS]
+
+
+@pytest.mark.parametrize("family", SOME)
 def test_gradients_depend_neither_on_the_packs_nor_on_the_ranks(family: str) -> None:
-    (whole,) = run_ranks(1, grads, MODELS[family], 4)
-    assert any("vision" in name or "visual" in name for name in whole)
+    (expected,) = run_ranks(1, grads, MODELS[family], 4)
+    assert any("vision" in name or "visual" in name for name in expected)
     for world, rows, sp in ((1, 1, 1), (2, 1, 1), (2, 4, 2)):
         (other, _) = (*run_ranks(world, grads, MODELS[family], rows, sp), None)[:2]
-        assert other.keys() == whole.keys()
-        for name, tensor in whole.items():
+        assert other.keys() == expected.keys()
+        for name, tensor in expected.items():
             torch.testing.assert_close(other[name], tensor, rtol=0, atol=1e-6, msg=lambda text: f"{name}: {text}")  # noqa: B023
+
+
+TOWER = ("model.visual.", "model.vision_model.")
+
+
+def trained_names(config: dict[str, Any], options: dict[str, Any]) -> set[str]:
+    return set(grads(config, 4, **options))
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "smolvlm"])
+def test_a_frozen_tower_and_excluded_modules_are_not_trained(family: str) -> None:
+    (trained,) = run_ranks(1, trained_names, MODELS[family], {"freeze_vision_tower": True})
+    assert trained
+    assert not any(name.startswith(TOWER) for name in trained)
+    lora = {"lora": 2, "model": {"exclude_modules": r".*(visual|vision_model)\..*"}}
+    (adapted,) = run_ranks(1, trained_names, MODELS[family], lora)
+    assert any("lora_A" in name for name in adapted)
+    assert not any(name.startswith(TOWER) for name in adapted)
+
+
+def resumed(config: dict[str, Any], folder: Path) -> bool:
+    """Whether an engine that is loaded between two steps takes the second one as the first engine does."""
+    rows, engine = vision_rows(config), engine_of(config)
+    for step in range(2):
+        if step:
+            engine.save(folder / "checkpoint", "resume")
+        engine.forward_backward(rows, nll)
+        assert engine.optim_step().applied
+    other = engine_of(config)
+    other.load(folder / "checkpoint")
+    other.forward_backward(rows, nll)
+    other.optim_step()
+    return same(whole(engine), whole(other))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])
+def test_a_resumed_engine_continues_bit_for_bit(family: str, tmp_path: Path) -> None:
+    assert run_ranks(1, resumed, MODELS[family], tmp_path) == [True]
+
+
+def test_a_row_without_its_image_is_refused() -> None:
+    rows = vision_rows(MODELS["qwen3_vl"])
+    rows.non_tensor_batch[IMAGES] = rows.non_tensor_batch[IMAGES][[3, 2, 1, 0]]
+    with pytest.raises(AssertionError, match="image tokens in a row for"):
+        run_ranks(1, scored, MODELS["qwen3_vl"], rows, True)
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), max_size=3), min_size=1, max_size=4),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=25, deadline=None)
+def test_features_of_packed_grids_stand_where_each_row_alone_has_them(grids: Any, order: Any) -> None:
+    sizes = [[(2 * height, 2 * width) for height, width in row] for row in grids]
+    order.shuffle(sizes)
+    rows = vision_rows(QWEN3, sizes)
+    model = random_model(QWEN3)
+    tokens = [
+        ids[mask] for ids, mask in zip(rows.tensors["input_ids"], rows.tensors["attention_mask"] == 1, strict=True)
+    ]
+    images, lengths = rows.non_tensor_batch[IMAGES].tolist(), list(map(len, tokens))
+    packed, positions = pack_images(model, torch.cat(tokens), lengths, images)
+    first = 0
+    for ids, own, length in zip(tokens, images, lengths, strict=True):
+        alone, its_positions = pack_images(model, ids, [length], [own])
+        here = (packed.places >= first) & (packed.places < first + length)
+        torch.testing.assert_close(packed.places[here] - first, alone.places)
+        torch.testing.assert_close(positions[:, first : first + length], its_positions)
+        assert (ids[alone.places] == IMAGE).all()
+        first += length

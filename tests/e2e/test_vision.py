@@ -1,0 +1,84 @@
+"""Whole runs on rows with images: local and on Ray, with validation, a checkpoint and what follows from it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlsys.model_merger.convert import merge
+from rlsys.rollout.hf.engine import HFRollout
+from tests.e2e.conftest import GRADER
+from tests.tiny_vision import MODELS, write_model, write_rows
+from trainer.main_ppo import main
+
+
+def arguments(place: Path, *more: str, family: str = "qwen2_5_vl") -> list[str]:
+    """Arguments of a run of two steps in `place`/out."""
+    (place / "grader.py").write_text(GRADER)
+    rows = write_rows(place / "rows.parquet")
+    return [
+        f"actor_rollout_ref.model.path={write_model(place / 'model', MODELS[family])}",
+        f"data.train_files={rows}",
+        f"data.val_files={rows}",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.rollout.n=4",
+        "data.max_prompt_length=128",
+        "data.max_response_length=4",
+        "algorithm.adv_estimator=grpo",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "reward.num_workers=1",
+        f"reward.custom_reward_function.path={place}/grader.py",
+        "trainer.total_training_steps=2",
+        "trainer.test_freq=2",
+        "actor_rollout_ref.rollout.parity.freq=1",
+        "actor_rollout_ref.rollout.parity.policy=stop",
+        f"trainer.default_local_dir={place}/out",
+        *more,
+    ]
+
+
+def metrics_of(place: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (place / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_on_images_validates_and_leaves_a_model_with_its_processor(tmp_path: Path) -> None:
+    assert main(arguments(tmp_path, "trainer.backend=local")) == 0
+    lines = metrics_of(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2]
+    assert max(line["parity/max_abs"] for line in lines) < 1e-4
+    assert any(name.startswith("val-core/toy/") for name in lines[1])
+    merge(tmp_path / "out", tmp_path / "merged")
+    assert (tmp_path / "merged" / "preprocessor_config.json").is_file()
+    HFRollout.from_path(tmp_path / "merged").close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        (["actor_rollout_ref.rollout.name=vllm"], "actor_rollout_ref.rollout.name=hf"),
+        (["actor_rollout_ref.actor.strategy=megatron"], "actor_rollout_ref.actor.strategy=fsdp"),
+        (["algorithm.adv_estimator=gae"], "algorithm.adv_estimator=grpo"),
+        (["actor_rollout_ref.rollout.workflow=RLVRWorkflow"], "its images are shown to the model in single draws"),
+        (["data.mm_processor_kwargs={max_pixel: 4}"], "max_pixel is not among"),
+    ],
+)
+def test_what_takes_no_images_is_refused_before_a_worker_starts(
+    tmp_path: Path, settings: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments(tmp_path, "trainer.backend=local", *settings)) == 2
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_vl"])
+def test_two_ranks_on_ray_freeze_the_tower_and_continue_a_checkpoint(tmp_path: Path, family: str) -> None:
+    more = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.freeze_vision_tower=true", "trainer.save_freq=1"]
+    given = arguments(tmp_path, "trainer.backend=ray", *more, family=family)
+    assert main(given) == 0
+    assert max(line["parity/max_abs"] for line in metrics_of(tmp_path)) < 1e-4
+    assert main([*given, "trainer.total_training_steps=3"]) == 0
+    assert [line["step"] for line in metrics_of(tmp_path)] == [1, 2, 3]
