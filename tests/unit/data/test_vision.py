@@ -65,7 +65,7 @@ def test_each_image_stands_for_as_many_tokens_as_it_has_features(load: Any, proc
     assert num_features(processor.config, inputs.tensors) == [4, 8]
     text = processor.tokenizer.decode(list(dataset[0].token_ids))
     start, image, end = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
-    assert text == f"{start}{image * 4}{end} and {start}{image * 8}{end}?\n"
+    assert text == f"{start}{image * 4}{end} and {start}{image * 8}{end}?"
     assert dataset[1].load_images() == ()
 
 
