@@ -81,8 +81,6 @@ class CheckpointStore:
                 old.rename(old.with_suffix(""))
         for left in self.root.glob("global_step_*.tmp"):
             shutil.rmtree(left)
-        for left in self.root.glob(f".{LATEST}.*.tmp"):
-            left.unlink()
         with suppress(CheckpointError):  # to_resume reports a damaged pointer, where it matters
             newest = self._pointed_at()
             if newest is not None:

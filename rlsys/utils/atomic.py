@@ -65,7 +65,7 @@ def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
     """Replace the content of a file: readers see the old one or the new one, never a mixture; what could not be
     finished is removed. `durable` forces it to disk.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside = path.with_name(f"{path.name}.tmp")  # one name, so that what a killed process leaves is written over
     try:
         beside.write_bytes(content)
         if durable:
