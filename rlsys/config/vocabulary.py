@@ -32,3 +32,7 @@ TRACKERS = {"console": "", "tensorboard": "trackers", "trackio": "trackers", "wa
 ALWAYS_WRITTEN = ("file", "jsonl")
 """Names in trainer.logger for the JSONL file, which is always written."""
 ROW_FILES = (".parquet", ".json", ".jsonl", ".csv")
+GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Vision-language models (model_type) that cut images of any size into a grid; positions have three axes (M-RoPE)."""
+TILES = ("idefics3", "smolvlm")
+"""Those that cut images into tiles of one size, each with as many features; positions are plain."""

@@ -16,6 +16,7 @@ from os.path import dirname
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from rlsys.config.schema.data import PromptsConfig, RowsConfig
+from rlsys.config.vocabulary import GRIDS, TILES
 from rlsys.data.bad_rows import parse_rows
 from rlsys.data.chat import encode_prompt, truncate
 from rlsys.data.cursor import permutation
@@ -126,7 +127,8 @@ def parse_prompt(
         shas = tuple(sha for one in inputs for sha in one.shas)
         row = replace(row, image_shas=shas, load_images=partial(_load_images, encode, shas, values))
     elif row.images:
-        raise ValueError("it has images, but the model takes text only: choose a vision-language model")
+        known = ", ".join((*GRIDS, *TILES))
+        raise ValueError(f"it has images, which only models of type {known} take")
     else:
         ids = encode_prompt(tokenizer, row.raw_prompt, template_kwargs=config.apply_chat_template_kwargs)
     if not ids:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from transformers import AutoConfig, AutoImageProcessor
 
+from rlsys.config.checks.files import model_facts
+from rlsys.config.vocabulary import GRIDS, TILES
 from rlsys.data.chat import IMAGE_MARKER, Message, as_messages, encode_text, render
 from rlsys.data.images import ImageError, image_hash, load_image
-from rlsys.models.vision import GRIDS, has_images, num_features
+from rlsys.models.vision import num_features
 from rlsys.protocol import ImageInputs
 from rlsys.utils.errors import ConfigError
 
@@ -51,8 +54,7 @@ class VisionProcessor:
         limit_images: int | None = None,
     ) -> VisionProcessor | None:
         """That of the model in a folder, None for a model of text; `settings` replace those of its image processor."""
-        config = AutoConfig.from_pretrained(path)
-        if not has_images(config):
+        if model_facts(Path(path)).get("model_type") not in (*GRIDS, *TILES):
             if settings:
                 raise ConfigError(f"data.mm_processor_kwargs: the model {path} has no image processor; remove them")
             return None
@@ -63,7 +65,7 @@ class VisionProcessor:
         if unknown := sorted(settings.keys() - processor.valid_kwargs.__annotations__.keys()):
             known = ", ".join(sorted(processor.valid_kwargs.__annotations__))
             raise ConfigError(f"data.mm_processor_kwargs: {unknown[0]} is not among {known}")
-        return cls(config, processor, tokenizer, limit_images=limit_images)
+        return cls(AutoConfig.from_pretrained(path), processor, tokenizer, limit_images=limit_images)
 
     def load(self, values: Sequence[Any], root: str | None = None) -> list[Image.Image]:
         """Decode a prompt's images; ValueError naming the one that cannot be, or if there are too many."""

@@ -13,22 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlsys.utils.errors import ConfigError
-
-GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Images of any size, cut into a grid of patches; positions have three axes (M-RoPE)."""
-TILES = ("idefics3", "smolvlm")
-"""Images cut into tiles of one size, each of which has as many features; positions are plain."""
+from rlsys.config.vocabulary import GRIDS, TILES
 
 
 def has_images(config: Any) -> bool:
-    """Whether this is the configuration of a vision-language model; ConfigError for a family that is not known."""
-    if getattr(config, "vision_config", None) is None:
-        return False
-    if config.model_type not in (*GRIDS, *TILES):
-        known = ", ".join((*GRIDS, *TILES))
-        raise ConfigError(f"vision-language models of type {config.model_type} are not supported, only {known}")
-    return True
+    """Whether this is the configuration of a vision-language model whose images are taken."""
+    return config.model_type in (*GRIDS, *TILES)
 
 
 def num_features(config: Any, tensors: Mapping[str, Tensor]) -> list[int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from rlsys.config.checks.files import model_facts
 from rlsys.config.checks.findings import wrong
 from rlsys.config.schema.jobs import EvalConfig, PPOConfig
+from rlsys.config.vocabulary import GRIDS, TILES
 
 IMAGE_ENGINES = ("hf",)
 POLICY = "actor_rollout_ref"
@@ -18,9 +19,9 @@ def check_vision(cfg: PPOConfig | EvalConfig) -> Iterator[str]:
     path, engine = cfg.actor_rollout_ref.model.path, cfg.actor_rollout_ref.rollout.name
     facts = model_facts(Path(path)) if path is not None and Path(path).is_dir() else {}
     actor = cfg.actor_rollout_ref.actor if isinstance(cfg, PPOConfig) else None
-    if facts and not facts.get("vision_config"):
+    if facts and facts.get("model_type") not in (*GRIDS, *TILES):
         if actor is not None and actor.freeze_vision_tower:
-            yield wrong(cfg, f"{POLICY}.actor.freeze_vision_tower", "the model has no image encoder", "false")
+            yield wrong(cfg, f"{POLICY}.actor.freeze_vision_tower", "images of this model are not taken", "false")
         return
     if not facts:
         return
