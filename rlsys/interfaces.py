@@ -136,6 +136,16 @@ class WeightTransfer(Protocol):
     def validate(self) -> object: ...
 
 
+class StoredTensor(Protocol):
+    """A tensor of which boxes are read from where it is stored; `dtype` is safetensors' name of its type, as BF16."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+    def read(self, start: Sequence[int], shape: Sequence[int]) -> Tensor: ...
+
+
 class ExperienceSource(Protocol):
     """Where training batches come from; trainer.source, trainer.async_source and trainer.epochs implement it."""
 

@@ -21,6 +21,7 @@ from rlsys.engines.mesh import ensure_process_group
 from rlsys.engines.micro_batches import MicroBatches
 from rlsys.interfaces import TrainEngine
 from rlsys.models.flops import peak_flops
+from rlsys.models.fp8 import without_fp8
 from rlsys.models.hf import Head, build, read_config
 from rlsys.models.megatron.family import family_of
 from rlsys.models.megatron.parallel import ParallelSizes, RankPlace
@@ -105,7 +106,8 @@ def check_model(key: str, model: ModelConfig, section: ShardConfig | MegatronSha
     assert model.path is not None, "the start model is resolved before workers start"
     try:
         if isinstance(section, MegatronShardConfig):
-            hf_config = json.loads((Path(model.path) / "config.json").read_text()) | model.override_config
+            written = json.loads((Path(model.path) / "config.json").read_text())
+            hf_config = without_fp8(written, model.path) | model.override_config
             family_of(hf_config).check(hf_config, RankPlace(ParallelSizes.from_config(section)))
         else:
             config, packed = read_config(model), model.use_remove_padding

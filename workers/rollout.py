@@ -15,6 +15,7 @@ from rlsys.rollout.base import EngineContext, LoadFormat
 from rlsys.single_controller.base import Worker
 from rlsys.single_controller.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from rlsys.types import ModelRequest, ResponseDelta
+from rlsys.utils.errors import ConfigError
 from rlsys.utils.hub import ensure_downloaded
 from rlsys.weights.endpoints import WeightReceiver
 from workers.build import EngineRun
@@ -49,6 +50,8 @@ class RolloutWorker(Worker, WeightReceiver):
         assert self.model_cfg.path is not None, "the start model is resolved before workers start"
         ensure_downloaded(self.model_cfg.path)
         size = self.cfg.tensor_model_parallel_size
+        if self.cfg.expert_parallel_size > 1 and self.run.device == "cpu":
+            raise ConfigError("the engines' kernels for CPUs need all experts: set rollout.expert_parallel_size=1")
         if size > 1:
             ensure_process_group(self.run.device, timeout_s=self.run.nccl_timeout_s)
         self._register_dispatch_collect_info(MESH, self.rank // size, self.rank % size == 0)

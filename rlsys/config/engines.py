@@ -22,7 +22,7 @@ class RolloutBackend:
 
     `worker`: "module:Class" of its RolloutWorker, or for external servers of the RemoteEngine that is made from
     RemoteSettings. `weights_in`: the worker's process, a child process of it, or a server. `dims`: its parallel sizes
-    in an allocation (d data, t tensor). `settings`: those of ENGINE_SETTINGS that it reads.
+    in an allocation (d data, t tensor, e expert). `settings`: those of ENGINE_SETTINGS that it reads.
     `cache_share_of`: it allocates its cache at start, as a share of the device's memory or of the free memory.
     `drops_weights`: its weights can be dropped while it sleeps.
     """
@@ -41,7 +41,7 @@ class RolloutBackend:
         return self.weights_in == "server"
 
 
-_serving = partial(RolloutBackend, dims="dt", settings=ENGINE_SETTINGS, batch_invariant=True, drops_weights=True)
+_serving = partial(RolloutBackend, dims="dte", settings=ENGINE_SETTINGS, batch_invariant=True, drops_weights=True)
 _external = partial(RolloutBackend, weights_in="server", settings=())
 _BACKENDS = {
     backend.name: backend
@@ -68,7 +68,7 @@ def rollout_backends() -> tuple[RolloutBackend, ...]:
 
 def rollout_backend(name: str) -> RolloutBackend:
     """The engine of this name; one that is not registered yet is assumed to support every setting."""
-    return _BACKENDS.get(name) or RolloutBackend(name, None, dims="dt", settings=ENGINE_SETTINGS, batch_invariant=True)
+    return _BACKENDS.get(name) or RolloutBackend(name, None, dims="dte", settings=ENGINE_SETTINGS, batch_invariant=True)
 
 
 def worker_class(name: str) -> Any:

@@ -23,6 +23,7 @@ from rlsys.engines.export import KEPT_FLOATS, copy_tokenizer, name_parts
 from rlsys.engines.tensor_files import PiecedTensor
 from rlsys.model_merger.formats import SPLIT, SplitLayout, find_checkpoint, is_split, open_checkpoint
 from rlsys.model_merger.model_card import write_model_card
+from rlsys.models.fp8 import without_fp8
 from rlsys.models.hf import (
     StoredTensor,
     TensorSource,
@@ -63,31 +64,33 @@ def merge(
 ) -> int:
     """Write a checkpoint as a model directory; returns the number of tensors.
 
-    `local_dir` is any path that `find_checkpoint` understands. `config_dir` has config.json and the tokenizer (by
-    default `huggingface/` in the checkpoint), `carry_from` is a model directory to take tensors from that training does
-    not hold (multi-token prediction). Floats are converted to `dtype`, a safetensors name such as BF16; by default
-    those of training to the type that config.json names. CheckpointError for anything missing, superfluous or
-    misshapen; nothing is left behind then.
+    `local_dir` is any path that `find_checkpoint` understands, or a model directory, whose FP8 weights become bfloat16.
+    `config_dir` has config.json and the tokenizer (by default `huggingface/` in the checkpoint), `carry_from` is a
+    model directory to take tensors from that training does not hold (multi-token prediction). Floats are converted to
+    `dtype`, a safetensors name such as BF16; by default those of training to the type that config.json names.
+    CheckpointError for anything missing, superfluous or misshapen; nothing is left behind then.
     """
-    checkpoint = find_checkpoint(local_dir)
-    config_dir = config_dir or checkpoint / HUGGINGFACE
+    is_model = _is_model(local_dir)
+    checkpoint = local_dir if is_model else find_checkpoint(local_dir)
+    config_dir = config_dir or (checkpoint if is_model else checkpoint / HUGGINGFACE)
     if not (config_dir / "config.json").is_file():
         raise CheckpointError(
             f"{config_dir} has no config.json: set --hf_model_config_path to the folder of the model that was trained"
         )
     hf_config = read_config_json(config_dir)
-    stored = open_checkpoint(checkpoint, hf_config, backend)
-    if not is_split(checkpoint):
+    pieced: dict[str, PiecedTensor] = {} if is_model else open_checkpoint(checkpoint, hf_config, backend)
+    stored: TensorSource = open_model_dir(checkpoint) if is_model else pieced
+    if not is_model and not is_split(checkpoint):
         dtype = dtype or SAFETENSORS_DTYPES.get(str(hf_config.get("dtype") or hf_config.get("torch_dtype")))
     carried = _carried(hf_config)
-    weights: TensorSource = stored
+    weights = stored
     if carry_from is not None:
         lacking = [name for name in _expected(config_dir, hf_config, stored) if name.endswith(KEPT_FLOATS)]
         given = open_model_dir(carry_from)
         weights = {**{name: given[name] for name in (*carried, *lacking) if name in given}, **stored}
     expected = _expected(config_dir, hf_config, weights)
     check_names(expected, weights, aliases=carried)
-    if lines := list(differing_copies(stored)):
+    if lines := list(differing_copies(pieced)):
         raise CheckpointError(f"ranks disagree on {len(lines)} tensors: {'; '.join(lines[:3])}")
     shapes = {**expected, **{name: shape for name, shape in carried.items() if name in weights}}
     specs = {name: (_kept(name, weights[name].dtype, dtype), tuple(shape)) for name, shape in shapes.items()}
@@ -136,7 +139,7 @@ def compare(local_dir: Path, model_dir: Path, *, backend: str | None = None) -> 
     tensor, none when they are equal. Tensors the checkpoint does not hold but carries may be missing there."""
     hf_config = read_config_json(model_dir)
     theirs, lines = open_model_dir(model_dir), list[str]()
-    if any(local_dir.glob("*.safetensors")) and (local_dir / "config.json").is_file():
+    if _is_model(local_dir):
         ours = open_model_dir(local_dir)
     else:
         ours = open_checkpoint(find_checkpoint(local_dir), hf_config, backend)
@@ -149,10 +152,14 @@ def compare(local_dir: Path, model_dir: Path, *, backend: str | None = None) -> 
     return lines + [line for name in both if (line := _difference(name, ours[name], theirs[name]))]
 
 
+def _is_model(directory: Path) -> bool:
+    return any(directory.glob("*.safetensors")) and (directory / "config.json").is_file()
+
+
 def read_config_json(directory: Path) -> dict[str, Any]:
-    """The config.json of a directory; CheckpointError if it cannot be read."""
+    """The config.json of a directory, of an FP8 checkpoint as it is read; CheckpointError if it cannot be read."""
     try:
-        return json.loads((directory / "config.json").read_text())
+        return without_fp8(json.loads((directory / "config.json").read_text()), directory)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {directory / 'config.json'}: {error}") from error
 

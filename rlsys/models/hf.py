@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -24,6 +24,8 @@ from transformers import (
 )
 
 from rlsys.config.schema.model import ModelConfig
+from rlsys.interfaces import StoredTensor
+from rlsys.models import fp8
 from rlsys.models.attention import ATTENTION, Packing, PackReachedError
 from rlsys.models.vision import has_images
 from rlsys.utils.boxes import slices
@@ -36,16 +38,6 @@ ROUTER_NOISE = ("router_jitter_noise", "input_jitter_noise")
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 NOT_PACKED = "cannot take packed rows: set use_remove_padding=false"
 UNUSED = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
-
-
-class StoredTensor(Protocol):
-    """A tensor of which boxes are read from where it is stored; `dtype` is safetensors' name of its type, as BF16."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> str: ...
-    def read(self, start: Sequence[int], shape: Sequence[int]) -> Tensor: ...
 
 
 TensorSource = Mapping[str, StoredTensor]
@@ -70,8 +62,9 @@ def read_config(model: ModelConfig) -> PretrainedConfig:
         raise CheckpointError(f"cannot read {model.path}/config.json: {' '.join(str(error).split())}") from error
     if not isinstance(config.dtype, torch.dtype | None):
         raise CheckpointError(f"{model.path}/config.json: dtype={config.dtype!r} is not a type; set one as bfloat16")
-    if getattr(config, "quantization_config", None):
-        raise CheckpointError(f"{model.path} is quantised: training needs unquantised weights")
+    if quantised := getattr(config, "quantization_config", None):
+        fp8.check_blocks(quantised, model.path)
+        del config.quantization_config
     for name, value in model.override_config.items():
         if not hasattr(config, name):
             raise ConfigError(f"override_config.{name}: {config.model_type} has no such setting")
@@ -260,6 +253,8 @@ def open_model_dir(path: Path) -> TensorSource:
     tensors = {name: TensorInFile(file, name) for file in files for name in file.keys()}  # noqa: SIM118
     if lost := _indexed(path / "model.safetensors.index.json") - tensors.keys():
         raise CheckpointError(f"{path} lacks files: {len(lost)} tensors of its index are missing, as {min(lost)}")
+    if any(name.endswith(fp8.SCALE) for name in tensors):
+        return fp8.unscaled(tensors, json.loads((path / "config.json").read_text()))
     return tensors
 
 

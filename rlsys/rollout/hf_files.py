@@ -19,6 +19,11 @@ def text_config(path: str | Path) -> Any:
     return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False).get_text_config()
 
 
+def is_quantised(path: str | Path) -> bool:
+    """Whether config.json says that weights are quantised. They are trained, and pushed, as bfloat16."""
+    return bool(getattr(text_config(path), "quantization_config", None))
+
+
 def eos_ids_of(path: str | Path) -> tuple[int, ...]:
     """The ids that end a completion, from generation_config.json or else config.json."""
     eos = getattr(text_config(path), "eos_token_id", None)

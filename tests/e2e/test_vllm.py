@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
+import torch
 from transformers import Qwen2Config
 
 from rlsys.config import load_config
+from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.base import EngineContext
+from rlsys.rollout.vllm.engine import VLLMRollout
 from tests.e2e.conftest import Toy, with_model
 from trainer.main_ppo import main
 from workers.build import EngineRun
@@ -101,5 +105,19 @@ def test_settings_reach_vllms_real_arguments(wide: Toy, tmp_path: Path) -> None:
         assert engine.engine.log_stats is True
         assert vllm_config.parallel_config.tensor_parallel_size == 1
         assert vllm_config.compilation_config.max_cudagraph_capture_size == 4
+    finally:
+        engine.close()
+
+
+def test_the_engine_of_an_fp8_checkpoint_waits_for_bfloat16(wide: Toy, tmp_path: Path) -> None:
+    copytree(wide.model, tmp_path / "fp8")
+    written = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    (tmp_path / "fp8" / "config.json").write_text(json.dumps({**written, "quantization_config": quantised}))
+    rollout = GenerationConfig(enforce_eager=True, max_model_len=64, dtype="float32")
+    engine: Any = VLLMRollout(tmp_path / "fp8", rollout, EngineContext(load_format="dummy"))
+    try:
+        assert engine.engine.vllm_config.model_config.quantization is None
+        assert {parameter.dtype for parameter in engine._model().parameters()} == {torch.float32}
     finally:
         engine.close()

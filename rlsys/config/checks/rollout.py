@@ -42,7 +42,14 @@ def _idle(cfg: PPOConfig | EvalConfig, name: str) -> Iterator[str]:
 def _replicas(cfg: PPOConfig | EvalConfig, name: str, ranks: int) -> Iterator[str]:
     """Whether the rollout processes hold whole copies of the model."""
     key, size = f"{KEY}.tensor_model_parallel_size", cfg.actor_rollout_ref.rollout.tensor_model_parallel_size
-    backend = rollout_backend(name)
+    backend, experts = rollout_backend(name), cfg.actor_rollout_ref.rollout.expert_parallel_size
+    whole, why = f"{KEY}.expert_parallel_size", f"{name} divides whole experts among the {size} processes of a copy"
+    if experts > 1 and "e" in backend.dims and (size % experts or (name == "vllm" and size != experts)):
+        yield wrong(cfg, whole, f"{why}; set {size}, or 1 to divide each expert")
+    elif experts > 1 and "e" in backend.dims and cfg.trainer.device == "cpu":
+        yield wrong(cfg, whole, f"the kernels of {name} for CPUs have no experts in other processes", 1)
+    elif experts > 1 and "e" not in backend.dims and not backend.is_external:
+        yield wrong(cfg, whole, f"the {name} engine runs a model in one process", 1)
     if size > 1 and backend.is_external:
         yield note(cfg, key, "external servers keep the parallel sizes they were started with")
     elif size > 1 and "t" not in backend.dims:

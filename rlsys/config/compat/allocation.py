@@ -54,6 +54,8 @@ def allocation_settings(text: str, nnodes: int, node_size: int = 0) -> dict[str,
     if generates.engine != "hf":
         settings[f"{_ROLLOUT}.name"] = generates.engine
         settings[f"{_ROLLOUT}.tensor_model_parallel_size"] = generates.sizes.get("t", 1)
+        if "e" in generates.sizes:
+            settings[f"{_ROLLOUT}.expert_parallel_size"] = generates.sizes["e"]
     return settings | _training_settings(trains)
 
 

@@ -70,6 +70,9 @@ class GenerationConfig(Section):
 
     tensor_model_parallel_size: t.Count = 1
     """Processes that share one copy of the model."""
+    expert_parallel_size: t.Count = 1
+    """Processes of a copy among which its experts are divided whole: all of them, or for sglang a divisor; 1 divides
+    each expert among all."""
     gpu_memory_utilization: TopP = 0.5
     """Fraction of GPU memory for the weights and KV cache of vLLM or SGLang; not set, or auto, a job chooses it by its
     memory plan."""

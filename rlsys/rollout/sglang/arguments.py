@@ -10,7 +10,7 @@ import torch
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.base import EngineContext
-from rlsys.rollout.hf_files import text_config
+from rlsys.rollout.hf_files import is_quantised, text_config
 
 MAX_GRAPH_SEQS = 512
 SPARE_TOKENS = 8
@@ -46,7 +46,7 @@ def server_arguments(
     graphs are captured for up to `max_num_seqs` sequences; SGLang's own limit is 256 on most GPUs.
     """
     engine_kwargs, on_cpu = config.engine_kwargs.sglang, context.device == "cpu"
-    dtype = context.dtype_name(config.dtype)
+    dtype, pushed = context.dtype_name(config.dtype), context.load_format == "dummy"
     gpu_arguments = {
         "mem_fraction_static": config.gpu_memory_utilization,
         "disable_cuda_graph": config.enforce_eager,
@@ -79,11 +79,13 @@ def server_arguments(
         "sleep_on_idle": True,
         "log_level": "error" if config.disable_log_stats else "info",
         "enable_weights_cpu_backup": context.offload_on_sleep and not on_cpu,
+        **({"ep_size": config.expert_parallel_size} if config.expert_parallel_size > 1 else {}),
         **(parallel_arguments if replica.size > 1 else single_arguments),
         **(_cpu_arguments(path, dtype, config.kv_cache_gib) if on_cpu else gpu_arguments),
         **({"enable_fp32_lm_head": True} if config.full_determinism else {}),
         **({"enable_deterministic_inference": True} if config.full_determinism and not on_cpu else {}),
         **({"enable_return_routed_experts": True} if config.enable_rollout_routing_replay else {}),
+        **({"json_model_override_args": '{"quantization_config": null}'} if pushed and is_quantised(path) else {}),
         **engine_kwargs,
     }
 

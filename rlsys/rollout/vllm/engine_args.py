@@ -7,7 +7,7 @@ from typing import Any
 
 from rlsys.config.schema.rollout import GenerationConfig
 from rlsys.rollout.base import EngineContext
-from rlsys.rollout.hf_files import text_config
+from rlsys.rollout.hf_files import is_quantised, text_config
 from rlsys.rollout.versions import VLLM
 from rlsys.rollout.vllm.determinism import aligned_arguments
 
@@ -26,6 +26,7 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
     features, on_cpu = VLLM.installed_features(), context.device == "cpu"
     size, text = config.tensor_model_parallel_size, text_config(path)
     has_latent_attention = bool(getattr(text, "kv_lora_rank", None))
+    waits = context.load_format == "dummy" and is_quantised(path)
     arguments = {
         "model": str(path),
         "load_format": context.load_format,
@@ -38,6 +39,7 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "enable_prefix_caching": config.enable_prefix_caching,
         "tensor_parallel_size": size,
+        "enable_expert_parallel": config.expert_parallel_size > 1,
         "distributed_executor_backend": "external_launcher" if size > 1 else "uni",
         "disable_custom_all_reduce": True,  # it queries devices that a worker with one visible GPU cannot see
         "disable_log_stats": config.disable_log_stats,
@@ -46,6 +48,7 @@ def engine_arguments(path: str | Path, config: GenerationConfig, context: Engine
         "max_cudagraph_capture_size": config.cuda_graph_max_bs,
         "cudagraph_capture_sizes": config.cudagraph_capture_sizes and sorted(config.cudagraph_capture_sizes),
         **({"enable_return_routed_experts": True} if config.enable_rollout_routing_replay else {}),
+        **({"hf_overrides": {"quantization_config": None}} if waits else {}),
         **(CPU_LATENT_ATTENTION if on_cpu and has_latent_attention else {}),
         **config.engine_kwargs.vllm,
     }

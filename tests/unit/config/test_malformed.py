@@ -216,10 +216,29 @@ CHOICES = [
     bad("reward.reward_manager.name=collabllm", "reward.reward_manager.name", "naive, dapo"),
 ]
 
+DEVICES = ("trainer.device=cpu", "trainer.n_gpus_per_node=2")
 FOREIGN = [
     bad(f"{A}.megatron.mixed_precision={{param_dtype: bf16}}", "mixed_precision", "set dtype"),
     bad(f"{A}.megatron.dist_checkpointing_path=x", "dist_checkpointing_path", "model.path"),
-    bad(f"{R}.pipeline_parallel_size=2", "pipeline_parallel_size", "trainer.rollout_workers"),
+    bad(f"{R}.pipeline_parallel_size=2", "pipeline_parallel_size", "set tensor_model_parallel_size"),
+    bad(f"{R}.data_parallel_size=2", "data_parallel_size", "trainer.rollout_workers"),
+    bad(f"{R}.engine_kwargs.vllm.enable_expert_parallel=true", "enable_expert_parallel", "expert_parallel_size"),
+    bad(f"{R}.expert_parallel_size=2", f"{R}.expert_parallel_size", "the hf engine runs a model in one process"),
+    bad(
+        [f"{R}.name=vllm", f"{R}.expert_parallel_size=2", "trainer.device=cuda"],
+        f"{R}.expert_parallel_size",
+        "whole experts among the 1 processes",
+    ),
+    bad(
+        [
+            f"{R}.name=vllm",
+            *DEVICES,
+            f"{R}.tensor_model_parallel_size=2",
+            f"{R}.expert_parallel_size=2",
+        ],
+        f"{R}.expert_parallel_size",
+        "kernels of vllm for CPUs",
+    ),
     bad("data.sampler.class_name=Mine", "data.sampler.class_path=<file>", "its file is not set"),
     bad(f"{R}.engine_kwargs.vllm.quantization=fp8", "engine_kwargs.vllm.quantization", "not supported"),
     bad(f"{R}.engine_kwargs.sglang.dp_size=2", "engine_kwargs.sglang.dp_size", "trainer.rollout_workers"),

@@ -1,0 +1,76 @@
+"""FP8 checkpoints as DeepSeek-V3 was published: float8 weights, and a float32 scale for every block of 128 x 128.
+
+They are read as bfloat16, box by box. Arithmetic: an element times the scale of its block in float32, rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlsys.interfaces import StoredTensor
+from rlsys.utils.errors import CheckpointError
+
+SCALE = "_scale_inv"
+"""What the name of a weight's scales ends with."""
+
+
+@dataclass(frozen=True)
+class BlockScaledTensor:
+    """Float8 `elements` with one of `scales` for each `block`, as a bfloat16 tensor of which boxes are read."""
+
+    elements: StoredTensor
+    scales: StoredTensor
+    block: tuple[int, ...]
+    dtype: str = "BF16"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.elements.shape)
+
+    def read(self, start: Sequence[int], shape: Sequence[int]) -> Tensor:
+        first = [at // n for at, n in zip(start, self.block, strict=True)]
+        ends = [-(-(at + size) // n) for at, size, n in zip(start, shape, self.block, strict=True)]
+        scales = self.scales.read(first, [end - at for at, end in zip(first, ends, strict=True)]).float()
+        for dim, (at, size, n) in enumerate(zip(start, shape, self.block, strict=True)):
+            scales = scales.index_select(dim, torch.arange(at, at + size) // n - first[dim])
+        return (self.elements.read(start, shape).float() * scales).to(torch.bfloat16)
+
+
+def unscaled(tensors: Mapping[str, StoredTensor], hf_config: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint with its config.json, FP8 weights with their scales as bfloat16 tensors.
+
+    CheckpointError for scales without a weight, or not of its blocks.
+    """
+    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith(SCALE)}
+    block = tuple((hf_config.get("quantization_config") or {}).get("weight_block_size") or (128, 128))
+    for name in (name for name in tensors if name.endswith(SCALE)):
+        weight = name.removesuffix(SCALE)
+        if weight not in plain:
+            raise CheckpointError(f"{name} scales a tensor that is not there")
+        shape = tuple(plain[weight].shape)
+        sizes = (*(1,) * (len(shape) - len(block)), *block)
+        if tuple(tensors[name].shape) != tuple(-(-size // n) for size, n in zip(shape, sizes, strict=True)):
+            raise CheckpointError(f"{name} is {tuple(tensors[name].shape)}: not a scale for each {block} of {shape}")
+        plain[weight] = BlockScaledTensor(plain[weight], tensors[name], sizes)
+    return plain
+
+
+def check_blocks(quantised: Mapping[str, Any], path: str | Path) -> None:
+    """CheckpointError for a quantization_config of other weights than these, which are not read."""
+    method, is_dynamic = quantised.get("quant_method"), quantised.get("activation_scheme", "dynamic") == "dynamic"
+    if not (method == "fp8" and quantised.get("weight_block_size") and is_dynamic):
+        why = "only fp8 with a scale for each block of weights is read; take a bfloat16 checkpoint of the model"
+        raise CheckpointError(f"{path} is quantised ({method}): {why}")
+
+
+def without_fp8(hf_config: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
+    """The config.json of the bfloat16 model that an FP8 checkpoint is read as; CheckpointError as of `check_blocks`."""
+    if quantised := hf_config.get("quantization_config"):
+        check_blocks(quantised, path)
+    return {name: value for name, value in hf_config.items() if name != "quantization_config"}
