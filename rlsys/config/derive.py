@@ -20,7 +20,7 @@ CHOSEN = (_TOKENS, "enable_gradient_checkpointing", "max_num_seqs", "gpu_memory_
 """Ends of the keys that a PPO job chooses where they are not set, or `auto` (`rlsys.planning.sizes`)."""
 DERIVED = ("from ", "follows ")
 """How the origins of settings begin that follow from others."""
-ESTIMATOR = "algorithm.adv_estimator"
+ESTIMATOR, CORRECTION = "algorithm.adv_estimator", "algorithm.rollout_correction"
 MINI_BATCH = "actor_rollout_ref.actor.ppo_mini_batch_size"
 MICRO_BATCH, DYNAMIC = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.actor.use_dynamic_bsz"
 BUDGET = "data.max_token_len_per_gpu"
@@ -40,7 +40,7 @@ def derived_settings(
     longest, budget = values.get("data.max_length", 0), values.get(BUDGET, 0)
     if BUDGET not in given and is_count(longest) and longest > budget:
         settings[BUDGET] = Given(longest, "follows data.max_length", BUDGET)
-    settings |= _expert_tensor(values) | _micro_batches(values, given)
+    settings |= _expert_tensor(values) | _micro_batches(values, given) | _old_answers(values, given)
     problems += [
         f"{key} = {shown(values[key])}: conflicts with {rule.origin.removeprefix('from ')}; "
         f"set {key}={shown(rule.value)} or remove it"
@@ -64,6 +64,20 @@ def _micro_batches(values: Mapping[str, Any], given: Mapping[str, Given]) -> dic
         short = [key for key in free if is_count(values[key]) and values[key] < longest]
         made |= {key: Given(longest, f"follows {' + '.join(parts)}", key) for key in short}
     return made
+
+
+def _old_answers(values: Mapping[str, Any], given: Mapping[str, Given]) -> dict[str, Given]:
+    """PPO's clipping around the policies that drew the answers, where they may be old and no correction is chosen.
+
+    With one optimizer step a batch nothing is clipped around log-probs of the weights that are about to be trained.
+    """
+    if any(key.startswith(f"{CORRECTION}.") for key in given) or values.get("trainer.max_staleness", 0) in (0, None):
+        return {}
+    uses_own = values[f"{_POLICY}.actor.policy_loss.loss_mode"] != "vanilla" or "baseline" in f"{values[ESTIMATOR]}"
+    if uses_own or values[f"{_POLICY}.actor.router_replay.mode"] == "R2" or values["trainer.sync_freq"] != 1:
+        return {}
+    keys = (f"{CORRECTION}.bypass_mode", f"{_POLICY}.actor.calculate_entropy")
+    return {key: Given(True, "follows trainer.max_staleness", key) for key in keys if key not in given}
 
 
 def _expert_tensor(values: Mapping[str, Any]) -> dict[str, Given]:

@@ -166,7 +166,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
 
     def _begin_save(self, path: Path, *, copies: bool = False) -> Saving:
         num_updates = self.optimizer.num_steps if self.optimizer is not None else 0
-        header = {"num_updates": num_updates, "optimizer": self._optimizer_kind}
+        header = {"num_updates": num_updates, "optimizer": getattr(self.optimizer, "kind", None)}
         state = self._state(self.save_contents)
         return Saving(path, state, header, settings=self._write_settings, copies=copies)
 
@@ -182,10 +182,6 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
         """Write the weights in Hugging Face format to `meta.weights_path`, where servers read them."""
         self.save(Path(meta.weights_path), "export")
 
-    @property
-    def _optimizer_kind(self) -> str | None:
-        return self.optimizer.kind if self.optimizer is not None else None
-
     def _write_settings(self, folder: Path) -> None:
         """Write config.json, generation_config.json and the tokenizer's files, as they go with the weights."""
         model = self.model_config
@@ -196,7 +192,7 @@ class BaseTrainEngine(TrainEngine, ABC, Generic[RanksT, OptimizerT]):
     def load(self, path: Path) -> None:
         """Restore what `save(path, "resume")` wrote, on any number of ranks and any layout."""
         with self._on_device():
-            kind = self._optimizer_kind if "optimizer" in self.load_contents else None
+            kind = getattr(self.optimizer, "kind", None) if "optimizer" in self.load_contents else None
             header = checkpoint.load(Path(path), self._state(self.load_contents), optimizer=kind)
         if self.optimizer is not None and "optimizer" in self.load_contents:
             self.optimizer.set_num_updates(int(header["num_updates"]))

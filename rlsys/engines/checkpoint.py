@@ -9,13 +9,14 @@ model's configuration and tokenizer. All ranks must see one directory.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from hashlib import blake2b, file_digest
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, get_native_id
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -85,6 +86,7 @@ class Saving:
     def _run(self, boxes: Sequence[tuple[str, Sequence[int], Tensor]], copies: bool) -> None:
         try:
             if copies:
+                os.setpriority(os.PRIO_PROCESS, get_native_id(), 19)  # the step beside it goes first
                 boxes = [(key, start, tensor.to("cpu", copy=True)) for key, start, tensor in boxes]
             self.copied.set()
             self._files.set_result(self._write(boxes))

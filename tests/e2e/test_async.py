@@ -13,7 +13,7 @@ import pytest
 from rlsys.protocol import DataProto
 from tests.e2e.conftest import Toy
 from tests.e2e.fork_server import ForkServer, Kill, Patches
-from tests.e2e.test_resume_after_kill import COMMIT, LOG_PROB, POINTER, Runs, assert_same
+from tests.e2e.test_resume_after_kill import COMMIT, OPTIM_STEP, POINTER, Runs, assert_same
 from trainer.main_ppo import main
 
 LOCAL = ("trainer.backend=local", "trainer.device=cpu", "data.max_response_length=12")
@@ -72,7 +72,7 @@ STAGES = [
     Kill(f"{EPOCH}._advance", 2),
     Kill(f"{EPOCH}._advance", 2, "after"),
     Kill("rlsys.rollout.hf.decode:DecodeLoop._step", 18),  # the probe takes 14
-    Kill(LOG_PROB, when="after"),
+    Kill(OPTIM_STEP),
     Kill(f"{EPOCH}.save"),
     Kill(COMMIT, when="after"),
 ]
@@ -87,7 +87,7 @@ def test_a_reproducible_run_killed_at_any_point_ends_in_the_same_bits(runs: Runs
 
 def test_a_free_run_that_is_killed_loses_no_prompt_and_no_answer(runs: Runs, tmp_path: Path) -> None:
     more = (*AHEAD[2:], "trainer.max_staleness=2")
-    points = [Patches(kill) for kill in (SAVED, Kill(LOG_PROB, when="after"), SAVED)]
+    points = [Patches(kill) for kill in (SAVED, Kill(OPTIM_STEP), SAVED)]
     out = runs.killed("free", more, points)
     prompts = [[prompt for prompt, _, _ in step] for step in trained_on(out)]
     whole = runs.uninterrupted("ahead", AHEAD)

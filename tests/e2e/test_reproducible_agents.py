@@ -14,7 +14,7 @@ from rlsys.agent.episode_log import read_episodes
 from tests.e2e.conftest import Toy
 from tests.e2e.fork_server import ForkServer, Kill, Patches
 from tests.e2e.test_async import SAVED, metrics_of, trained_on
-from tests.e2e.test_resume_after_kill import LOG_PROB, Runs, assert_same
+from tests.e2e.test_resume_after_kill import OPTIM_STEP, Runs, assert_same
 from trainer.main_ppo import main
 
 AGENT = '''
@@ -92,7 +92,7 @@ def test_killed_runs_with_sleeping_tools_end_in_the_same_bits_and_repeat_no_reco
     assert set(made.values()) == {1}
     assert len(made) > 40
     calls.unlink()
-    killed = runs.killed("agents", more, [Patches(SAVED), Patches(Kill(LOG_PROB, when="after")), SAVE])
+    killed = runs.killed("agents", more, [Patches(SAVED), Patches(Kill(OPTIM_STEP)), SAVE])
     for one, other in zip(episodes_of(killed), episodes_of(whole), strict=True):
         assert one["name"] == other["name"]
         assert one["log"] == other["log"]

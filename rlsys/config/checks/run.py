@@ -102,9 +102,10 @@ def _staleness(cfg: PPOConfig) -> Iterator[str]:
     if trainer.reproducible:
         yield from _reproducible(cfg)
     correction = cfg.algorithm.rollout_correction
-    if not correction.corrects:
-        why = "the loss ignores that samples are of older weights; set algorithm.rollout_correction.rollout_is=token"
-        yield note(cfg, STALENESS, f"{why} for decoupled PPO")
+    if not correction.corrects and not correction.bypass_mode:
+        ways = "bypass_mode=true to clip around those, or rollout_is=token for decoupled PPO"
+        why = f"the loss ignores that samples are of older weights; set algorithm.rollout_correction.{ways}"
+        yield note(cfg, STALENESS, why)
 
 
 def _reproducible(cfg: PPOConfig) -> Iterator[str]:

@@ -444,6 +444,19 @@ def test_settings_that_ask_for_what_happens_anyway_are_silent(argument: str) -> 
     assert notes([argument]) == ""
 
 
+def test_old_answers_are_clipped_around_their_own_policies_unless_a_correction_is_chosen() -> None:
+    ahead, key = ["trainer.max_staleness=4", "trainer.rollout_workers=1"], "algorithm.rollout_correction"
+    cfg = load_config(ahead)
+    assert cfg.algorithm.rollout_correction.bypass_mode
+    assert cfg.actor_rollout_ref.actor.calculate_entropy
+    assert "older weights" not in notes(ahead)
+    assert not load_config([]).algorithm.rollout_correction.bypass_mode
+    assert not load_config([*ahead, f"{key}.rollout_is=token"]).algorithm.rollout_correction.bypass_mode
+    for without in (f"{key}.bypass_mode=false", f"{A}.policy_loss.loss_mode=gspo"):
+        assert not load_config([*ahead, without]).algorithm.rollout_correction.bypass_mode
+        assert f"older weights; set {key}.bypass_mode=true" in notes([*ahead, without])
+
+
 def test_notes_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         load_config(["transfer_queue.enable=true"])
