@@ -41,7 +41,7 @@ class TokenRows:
     def to(self, device: torch.device) -> TokenRows:
         names = ("token_ids", "position_ids", "before", "at", "targets", "cells", "columns", "topk_ids", "images")
         held = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: x.to(device) for name, x in held.items() if x is not None})
+        return replace(self, **{name: x.to(device, non_blocking=True) for name, x in held.items() if x is not None})
 
     def scatter(self, values: Tensor) -> Tensor:
         """(M, ...) -> (B, R, ...), zero at padding; differentiable."""

@@ -46,8 +46,9 @@ class PackedImages:
     places: Tensor
     tensors: Mapping[str, Tensor]
 
-    def to(self, device: torch.device) -> PackedImages:
-        return PackedImages(self.places.to(device), {name: t.to(device) for name, t in self.tensors.items()})
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> PackedImages:
+        tensors = {name: t.to(device, non_blocking=non_blocking) for name, t in self.tensors.items()}
+        return PackedImages(self.places.to(device, non_blocking=non_blocking), tensors)
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ def embed(model: Any, token_ids: Tensor, images: PackedImages) -> Embedded:
 
 
 def _flat(features: Any) -> Tensor:
-    return features.flatten(0, 1) if isinstance(features, Tensor) else torch.cat(features)
+    return features.flatten(0, -2) if isinstance(features, Tensor) else torch.cat(features)
 
 
 def joined_images(images: Sequence[Any]) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ def test_compiled_layers_compute_the_same() -> None:
     assert distance(torch.cat([rank["gradients"][name].flatten() for name in gradients]), whole) < 0.05
 
 
+NEEDS_8BIT = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 OPTIMIZERS = {
     "Muon": OptimConfig(lr=1e-3, optimizer="Muon"),
     "AdamW8bit": OptimConfig(lr=1e-3, optimizer="AdamW8bit", optimizer_impl="bitsandbytes.optim"),
@@ -142,7 +144,7 @@ def optimizer_steps(kind: str, path: Path) -> tuple[dict[str, Tensor], int, bool
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=needs(2))])
-@pytest.mark.parametrize("kind", ["Muon", "AdamW8bit", "host"])
+@pytest.mark.parametrize("kind", ["Muon", pytest.param("AdamW8bit", marks=NEEDS_8BIT), "host"])
 def test_optimizers_step_and_continue_on_cuda(kind: str, world: int, tmp_path: Path) -> None:
     adamw, adamw_bytes, _ = run_ranks(world, optimizer_steps, "AdamW", tmp_path / "adamw", backend=BACKEND)[0]
     weights, moments_bytes, equal = run_ranks(world, optimizer_steps, kind, tmp_path / kind, backend=BACKEND)[0]

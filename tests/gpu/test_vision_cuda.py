@@ -1,0 +1,59 @@
+"""Vision-language models on a GPU: HFRollout and FSDP give the log-probabilities of transformers' own forward pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rlsys.config.schema.model import ModelConfig, ShardConfig
+from rlsys.config.schema.rollout import GenerationConfig
+from rlsys.engines.fsdp.engine import FSDPEngine
+from rlsys.engines.micro_batches import MicroBatches
+from rlsys.protocol import IMAGES, DataProto
+from rlsys.rollout.batch import generate_sequences
+from rlsys.rollout.hf.engine import HFRollout
+from tests.ranks import run_ranks
+from tests.tiny_vision import MODELS, random_model, reference, vision_rows
+
+pytestmark = pytest.mark.gpu
+BACKEND = "cpu:gloo,cuda:nccl"
+META = {"response_length": 6, "pad_token_id": 0, "temperature": 1.0, "ignore_eos": True, "seed": 3}
+
+
+def apart(scores: torch.Tensor, rows: DataProto, family: str, *, has_twin: bool) -> float:
+    """Largest difference to the log-probs of a float32 forward pass on the CPU."""
+    expected = reference(random_model(MODELS[family], has_twin=has_twin), rows)
+    return float((scores.cpu().float() - expected).abs().max())
+
+
+def drawn(family: str) -> float:
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    engine = HFRollout(random_model(MODELS[family], has_twin=True).cuda(), GenerationConfig(max_num_seqs=3))
+    rows = vision_rows(MODELS[family]).repeat(2)
+    prompts = rows.select(["prompts", "attention_mask"], [IMAGES])
+    prompts.meta_info = dict(META)
+    answers = generate_sequences(engine, prompts)
+    answers.non_tensor_batch[IMAGES] = rows.non_tensor_batch[IMAGES]
+    return apart(answers.tensors["rollout_log_probs"], answers, family, has_twin=True)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_drawn_tokens_have_the_log_probs_of_the_cpu(family: str) -> None:
+    ((difference),) = run_ranks(1, drawn, family, backend=BACKEND)
+    assert difference < 1e-4
+
+
+def scored(family: str, dtype: str) -> float:
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    rows = vision_rows(MODELS[family])
+    model = ModelConfig(override_config=MODELS[family], enable_gradient_checkpointing=False, use_remove_padding=True)
+    shard = ShardConfig(seed=1).model_copy(update={"dtype": dtype, "model_dtype": "float32"})
+    engine = FSDPEngine(model, shard=shard, training=MicroBatches(rows=4), device="cuda:0")
+    return apart(engine.forward(rows, ("log_probs",))["log_probs"], rows, family, has_twin=False)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-4), ("bfloat16", 0.05)])
+@pytest.mark.parametrize("family", MODELS)
+def test_packed_rows_on_cuda_have_the_log_probs_of_the_cpu(family: str, dtype: str, limit: float) -> None:
+    ((difference),) = run_ranks(1, scored, family, dtype, backend=BACKEND)
+    assert difference < limit
