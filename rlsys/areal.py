@@ -7,35 +7,23 @@ from typing import Any
 
 from rlsys.config.schema.megatron import MegatronConfig
 from rlsys.fleet.external.engine import SGLangRemoteEngine, VLLMRemoteEngine
-from rlsys.interfaces import RolloutEngine, TrainEngine
+from rlsys.interfaces import RolloutEngine
+from rlsys.interfaces import TrainEngine as TrainEngine
 from rlsys.roles.actor import PPOActor
 from rlsys.roles.lm import LMEngine
-from rlsys.types import (
-    GenerationHyperparameters,
-    LLMRequest,
-    LLMResponse,
-    ModelRequest,
-    ModelResponse,
-    WeightUpdateMeta,
-)
+from rlsys.types import GenerationHyperparameters as GenerationHyperparameters
+from rlsys.types import LLMRequest as LLMRequest
+from rlsys.types import LLMResponse as LLMResponse
+from rlsys.types import ModelRequest as ModelRequest
+from rlsys.types import ModelResponse as ModelResponse
+from rlsys.types import WeightUpdateMeta as WeightUpdateMeta
 
 FSDPPPOActor, FSDPLMEngine, InferenceEngine = PPOActor, LMEngine, RolloutEngine
 RemoteSGLangEngine, RemotevLLMEngine = SGLangRemoteEngine, VLLMRemoteEngine
-__all__ = [
-    "FSDPLMEngine",
-    "FSDPPPOActor",
-    "GenerationHyperparameters",
-    "InferenceEngine",
-    "LLMRequest",
-    "LLMResponse",
-    "ModelRequest",
-    "ModelResponse",
-    "ParallelStrategy",
-    "RemoteSGLangEngine",
-    "RemotevLLMEngine",
-    "TrainEngine",
-    "WeightUpdateMeta",
-]
+
+
+class RolloutWorkflow:
+    """The base of AReaL's workflows: `async arun_episode(engine, data)` returns tensors, or None to reject the row."""
 
 
 @dataclass(frozen=True)
