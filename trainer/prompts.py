@@ -18,7 +18,7 @@ from rlsys.data.cursor import Cursor
 from rlsys.data.dataset import PromptDataset, configured_source, parse_prompt
 from rlsys.data.rl_sampler import SamplerCursor
 from rlsys.data.rows import PromptRow, default_source
-from rlsys.data.stream import PromptStream, first_rows
+from rlsys.data.stream import RowStream, first_rows
 from rlsys.data.vision_processor import VisionProcessor
 from rlsys.protocol import DataProto
 from rlsys.utils.errors import DataError
@@ -29,7 +29,7 @@ from rlsys.utils.hub import is_rows_id
 class CollatedPrompts:
     """Padded batches of a dataset in the order of a cursor."""
 
-    cursor: Cursor | PromptStream
+    cursor: Cursor | RowStream
     dataset: PromptDataset
     max_prompt_tokens: int
     pad_token_id: int
@@ -52,7 +52,7 @@ def training_prompts(
     data: DataConfig, dataset: PromptDataset, sampler: Sampler[int] | None = None, *, pad_token_id: int
 ) -> CollatedPrompts:
     """Training batches in the order that the data section asks for, or that of a sampler."""
-    if isinstance(dataset, PromptStream):
+    if isinstance(dataset, RowStream):
         return CollatedPrompts(dataset, dataset, data.max_prompt_length, pad_token_id)
     make_cursor = Cursor if sampler is None else partial(SamplerCursor, sampler)
     cursor = make_cursor(
@@ -82,7 +82,8 @@ def prompt_datasets(
     assert data.train_files is not None
     if data.streaming:
         source = default_source(config.reward)
-        train = PromptStream(data.train_files, data, lambda row: parse_prompt(row, tokenizer, data, source, processor))
+        parse = partial(parse_prompt, tokenizer=tokenizer, config=data, source=source, processor=processor)
+        train = RowStream(data.train_files, data, parse, data.gen_batch_size)
         _check_agents(config, train)
     else:
         train = load(data.train_files, max_samples=data.train_max_samples, seed=data.seed if data.shuffle else None)

@@ -12,10 +12,12 @@ from rlsys.config.plan import shared_by, total_steps
 from rlsys.data.collate import collate_texts
 from rlsys.data.cursor import Cursor
 from rlsys.data.dataset import configured_source
-from rlsys.data.supervised import TokenizedText, fingerprint, load_texts
+from rlsys.data.stream import RowStream, first_rows
+from rlsys.data.supervised import TokenizedText, fingerprint, load_texts, parse_row
 from rlsys.protocol import DataProto, pad_dataproto_to_divisor
 from rlsys.roles.lm import RankSums, mean_over_ranks
 from rlsys.utils.errors import ConfigError
+from rlsys.utils.hub import is_rows_id
 from rlsys.utils.run_folders import HUGGINGFACE
 from trainer.backend import WorkerBackend, import_external_libs, load_tokenizer, running_backend
 from trainer.checkpoint import TrainerState
@@ -45,13 +47,14 @@ def train(config: Config) -> str | None:
     return None
 
 
-def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Texts, Texts | None]:
-    """Training and validation rows of the configured files or dataset class."""
+def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Texts | RowStream, Texts | None]:
+    """Training and validation rows of the configured files or dataset class, the former as a stream if it is set."""
     data = config.data
     assert data.train_files is not None
 
     def rows(files: Sequence[str], max_samples: int, *, shuffle: bool) -> Texts:
         source = configured_source(data, files, tokenizer=tokenizer, max_samples=max_samples)
+        source = first_rows(files, max_samples) if data.streaming and any(map(is_rows_id, files)) else source
         loaded = load_texts(source, tokenizer, data, max_samples=max_samples, shuffle=shuffle)
         kind = config.dpo.loss_type if isinstance(config, DPOConfig) else None
         if kind and any((text.is_desirable is None) == (kind == "kto") for text, *_ in loaded):
@@ -59,7 +62,12 @@ def load_rows(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[Texts
             raise ConfigError(f"dpo.loss_type={kind} needs rows of {needed}")
         return loaded
 
-    train = rows(data.train_files, data.train_max_samples, shuffle=data.shuffle)
+    if data.streaming:
+        train = RowStream(
+            data.train_files, data, lambda row: parse_row(row.values, tokenizer, data), data.train_batch_size
+        )
+    else:
+        train = rows(data.train_files, data.train_max_samples, shuffle=data.shuffle)
     return train, rows(data.val_files, data.val_max_samples, shuffle=False) if data.val_files else None
 
 
@@ -82,10 +90,12 @@ class SupervisedTrainer(CheckpointedLoop):
         check_model("engine", config.model, engine.megatron if engine.strategy == "megatron" else engine, head=head)
         self.tokenizer = load_tokenizer(config.model)
         self.train_rows, self.val_rows = load_rows(config, self.tokenizer)
-        num_rows, size = len(self.train_rows), data.train_batch_size
-        self.cursor = Cursor(
-            num_rows, batch_size=size, seed=data.seed, shuffle=data.shuffle, dataset=fingerprint(self.train_rows)
-        )
+        rows, num_rows, size = self.train_rows, len(self.train_rows), data.train_batch_size
+        if isinstance(rows, RowStream):
+            self.cursor: Cursor | RowStream = rows
+        else:
+            dataset = fingerprint(rows)
+            self.cursor = Cursor(num_rows, batch_size=size, seed=data.seed, shuffle=data.shuffle, dataset=dataset)
         self.steps_per_epoch = num_rows // size
         self.total_steps = total_steps(num_rows, size, run.total_epochs, run.total_training_steps)
         self.dp_size = num_ranks // shared_by(config.engine)

@@ -1,4 +1,4 @@
-"""Prompts of datasets that are read during training: splits of the hub, files here or at addresses."""
+"""Rows of datasets that are read during training: splits of the hub, files here or at addresses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from rlsys.config.schema.data import DataConfig
+from rlsys.config.schema.data import TrainingRowsConfig
 from rlsys.data.bad_rows import parse_rows
 from rlsys.data.cursor import BatchRows, permutation
 from rlsys.data.dataset import PromptDataset
@@ -18,34 +18,35 @@ from rlsys.utils.errors import CheckpointError, DataError
 from rlsys.utils.hub import open_rows
 
 
-class PromptStream(PromptDataset):
-    """Endless prompts in the order of their sources, and the cursor over them; as a dataset, the rows now in memory.
+class RowStream(PromptDataset):
+    """Endless rows in the order of their sources, and the cursor over them; as a dataset, the rows now in memory.
 
+    `parse` makes a prompt or the texts of a row, or None to leave it out; batches have `batch_size` rows.
     Blocks of `shuffle_buffer_size` rows are read at a time, with `shuffle` each permuted by the seed and its number. A
     state holds where the block began in the sources and how much of it was used, so a resume is exact.
     """
 
-    def __init__(self, names: Sequence[str], data: DataConfig, parse: Callable[[Row], PromptRow | None]) -> None:
-        self._names, self._data, self._parse = list(names), data, parse
+    def __init__(self, names: Sequence[str], data: TrainingRowsConfig, parse: Callable[[Row], Any], batch_size: int):
+        self._names, self._data, self._parse, self._batch_size = list(names), data, parse, batch_size
         self._epoch, self._block, self._position = 0, -1, 0
-        self._picked: dict[int, PromptRow] = {}
+        self._picked: dict[int, Any] = {}
         super().__init__([])
         self._open(None)
         self._read()
 
     def next(self) -> BatchRows:
         """The numbers of the next batch's rows, which `self[number]` gives until the next batch."""
-        picked: list[PromptRow] = []
-        while len(picked) < self._data.gen_batch_size:
+        picked: dict[int, Any] = {}
+        while len(picked) < self._batch_size:
             if self._position == len(self._rows):
                 self._read()
-            rows = self._rows[self._position : self._position + self._data.gen_batch_size - len(picked)]
-            picked += rows
-            self._position += len(rows)
-        self._picked = {row.index: row for row in picked}
-        return BatchRows(self._epoch, tuple(self._picked))
+            end = self._position + self._batch_size - len(picked)
+            picked |= zip(self._numbers[self._position : end], self._rows[self._position : end], strict=True)
+            self._position = min(end, len(self._rows))
+        self._picked = picked
+        return BatchRows(self._epoch, tuple(picked))
 
-    def __getitem__(self, index: int) -> PromptRow:
+    def __getitem__(self, index: int) -> Any:
         return self._picked[index] if index in self._picked else self._rows[index]
 
     def _open(self, state: Mapping[str, Any] | None) -> None:
@@ -70,7 +71,9 @@ class PromptStream(PromptDataset):
         first = self._block * self._data.shuffle_buffer_size
         rows = (Row(",".join(self._names), f"row {first + at}", row) for at, row in enumerate(values))
         parsed, bad = parse_rows(rows, self._parse, bad_rows=self._data.bad_rows)
-        self._rows = [replace(row, index=first + at) for at, row in enumerate(parsed) if row is not None]
+        kept = {first + at: row for at, row in enumerate(parsed) if row is not None}
+        self._numbers = list(kept)
+        self._rows = [replace(row, index=at) if isinstance(row, PromptRow) else row for at, row in kept.items()]
         self.bad_rows += tuple(bad)
         self.num_overlong += len(parsed) - len(self._rows)
 

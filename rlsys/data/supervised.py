@@ -78,6 +78,8 @@ def parse_row(
     num_prompt = 0 if isinstance(config, SFTDataConfig) else _num_shared(conversations)
     texts = [encode(tokenizer, messages, config, num_prompt) for messages in conversations]
     if isinstance(config, DPODataConfig) and len(texts) == 1:
+        if config.streaming:
+            raise ValueError("a response with a label is for dpo.loss_type=kto, without data.streaming")
         return [replace(texts[0], is_desirable=bool(values[config.label_key]))]
     if isinstance(config, RMDataConfig) and list(texts[0].response_ids) == list(texts[1].response_ids):
         raise ValueError(f"columns {config.chosen_key!r} and {config.rejected_key!r} are the same")

@@ -28,7 +28,8 @@ ROWS["kto"] = [
     for number, (q, right) in enumerate(ANSWERS)
 ]
 MAINS: dict[str, Callable[[list[str]], int]] = {"sft": main_sft.main, "rm": main_rm.main}
-MORE = {"dpo": [], "dpo on adapters": ["model.lora_rank=4"], "kto": ["dpo.loss_type=kto"]}
+STREAM = ["data.streaming=true", "data.shuffle_buffer_size=3", "trainer.test_freq=2"]
+MORE = {"dpo": STREAM, "dpo on adapters": ["model.lora_rank=4"], "kto": ["dpo.loss_type=kto"]}
 
 
 def run(toy: Toy, job: str, rows: Path, out: Path, num_steps: int, *more: str) -> list[dict[str, Any]]:

@@ -37,7 +37,7 @@ def check_run(cfg: PPOConfig | SupervisedConfig | EvalConfig) -> Iterator[str]:
     if trainer.backend == "local" and trainer.nnodes * trainer.n_gpus_per_node > 1:
         why = "everything runs in this one process; set trainer.n_gpus_per_node=1 or trainer.backend=ray"
         yield wrong(cfg, "trainer.backend", why)
-    if isinstance(cfg, PPOConfig) and cfg.data.streaming:
+    if not isinstance(cfg, EvalConfig) and cfg.data.streaming:
         for key in (key for key in ("save_freq", "test_freq") if isinstance(getattr(trainer, key), str)):
             yield wrong(cfg, f"trainer.{key}", "a stream has no epochs of a known length", "<steps>")
         if cfg.data.val_files and cfg.data.val_max_samples < 1 and any(map(is_rows_id, cfg.data.val_files)):

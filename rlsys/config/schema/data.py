@@ -43,6 +43,12 @@ class RowsConfig(Section):
     """Stop at a row that cannot be used, with its file and number (refuse), or skip and count it."""
 
 
+STREAM_NEEDS_STEPS = Requires("trainer.total_training_steps", why="a stream has no length", to="<steps>")
+STREAM_NEEDS_FILES = Requires(
+    ".custom_cls.path", (None,), why="a dataset class is not read as a stream", fix="remove data.custom_cls"
+)
+
+
 class TrainingRowsConfig(RowsConfig):
     """Training rows, for every job that trains."""
 
@@ -54,12 +60,11 @@ class TrainingRowsConfig(RowsConfig):
     """Shuffle training rows every epoch."""
     seed: t.Seed = 1
     """Seed of that shuffling."""
-
-
-STREAM_NEEDS_STEPS = Requires("trainer.total_training_steps", why="a stream has no length", to="<steps>")
-STREAM_NEEDS_FILES = Requires(
-    ".custom_cls.path", (None,), why="a dataset class is not read as a stream", fix="remove data.custom_cls"
-)
+    streaming: Annotated[t.Flag, STREAM_NEEDS_STEPS, STREAM_NEEDS_FILES] = False
+    """Read training rows during training, and of datasets of the hub for validation the first
+    val_max_samples."""
+    shuffle_buffer_size: Annotated[t.Count, ActiveIf(".streaming")] = 10000
+    """Rows that are read, and with shuffle permuted, at a time."""
 
 
 class PromptsConfig(RowsConfig):
@@ -103,11 +108,6 @@ class DataConfig(PromptsConfig, TrainingRowsConfig):
     sampler: SamplerConfig = section(SamplerConfig)
     validation_shuffle: t.Flag = False
     """Shuffle validation rows, once, by seed."""
-    streaming: Annotated[t.Flag, STREAM_NEEDS_STEPS, STREAM_NEEDS_FILES] = False
-    """Read training rows during training, and of datasets of the hub for validation the first
-    val_max_samples."""
-    shuffle_buffer_size: Annotated[t.Count, ActiveIf(".streaming")] = 10000
-    """Rows that are read, and with shuffle permuted, at a time."""
 
 
 class SupervisedDataConfig(TrainingRowsConfig):

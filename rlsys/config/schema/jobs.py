@@ -20,6 +20,7 @@ from rlsys.config.schema.base import (
     IF_MEGATRON,
     ActiveIf,
     Registered,
+    Requires,
     Section,
     linked,
     resolve_links_from,
@@ -52,6 +53,7 @@ from rlsys.config.schema.trainer import (
     TrainerConfig,
 )
 
+KTO_NEEDS_ROWS = Requires("data.streaming", (False,), given=("kto",), why="responses are paired over all rows")
 IF_DISTILLED = ActiveIf("distillation.enabled", besides=("enabled",))
 LabelNoise = Annotated[float, Strict(), Field(ge=0, lt=0.5)]
 
@@ -163,7 +165,7 @@ class RMConfig(SupervisedConfig):
 class DPOLossConfig(Section):
     """The loss on preferences, by TRL's names."""
 
-    loss_type: Literal["sigmoid", "ipo", "kto"] = "sigmoid"
+    loss_type: Annotated[Literal["sigmoid", "ipo", "kto"], KTO_NEEDS_ROWS] = "sigmoid"
     """sigmoid: DPO on pairs; ipo: IPO on pairs; kto: KTO on single responses with a label."""
     beta: t.Positive = 0.1
     """How strongly the policy is held to the reference; more is closer."""

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from rlsys.config.schema.data import DataConfig
+from rlsys.config.schema.data import DataConfig, SFTDataConfig
 from rlsys.data.files import Row
 from rlsys.data.rows import PromptRow
-from rlsys.data.stream import PromptStream, first_rows
+from rlsys.data.stream import RowStream, first_rows
+from rlsys.data.supervised import TokenizedText
 from rlsys.utils.errors import CheckpointError, ConfigError
 
 
@@ -29,15 +30,22 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(folder / "a.jsonl"), str(folder / "b.jsonl")
 
 
-def stream(files: tuple[str, ...], *, state: Mapping[str, Any] | None = None, **settings: Any) -> PromptStream:
+def stream(files: tuple[str, ...], *, state: Mapping[str, Any] | None = None, **settings: Any) -> RowStream:
     data = DataConfig(train_files=files, streaming=True, **{"train_batch_size": 3, "shuffle_buffer_size": 4} | settings)
-    made = PromptStream(files, data, parse)
+    made = RowStream(files, data, parse, data.gen_batch_size)
     if state is not None:
         made.load_state_dict(json.loads(json.dumps(state)))
     return made
 
 
-def texts(source: PromptStream) -> list[int]:
+def test_texts_are_streamed_as_prompts_are(files: tuple[str, str]) -> None:
+    data = SFTDataConfig(train_files=files, streaming=True, train_batch_size=4, shuffle_buffer_size=3, shuffle=False)
+    source = RowStream(files, data, lambda row: [TokenizedText([1], [int(row.values["prompt"])], [1])], 4)
+    batches = [[source[number][0].response_ids for number in source.next().rows] for _ in range(3)]
+    assert batches == [[[n % 11] for n in range(start, start + 4)] for start in (0, 4, 8)]
+
+
+def texts(source: RowStream) -> list[int]:
     return [int(str(source[index].raw_prompt)) for index in source.next().rows]
 
 
