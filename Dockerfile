@@ -6,6 +6,7 @@ ARG BASE=ubuntu:24.04
 FROM ${BASE}
 ARG LOCK=cpu
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# hadolint ignore=DL3008  the versions of build tools are those of the base image
 RUN apt-get update \
     && apt-get install -y --no-install-recommends build-essential curl git python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*

@@ -1,10 +1,14 @@
-"""Write generated, verifiable tasks as verl-style parquet: OUT/train.parquet and OUT/test.parquet.
+"""Write verifiable tasks, generated or of the hub, as verl-style parquet: OUT/train.parquet and OUT/test.parquet.
 
 python scripts/prepare_data.py --task mix --train 4096 --val 256 --out data/mix --seed 1
 
 Tasks: arithmetic of our own, and products, gcd and chain_sum of reasoning-gym; `mix` has equal parts of these. `python`
 asks for products of three-digit numbers, to be computed by a Python tool. `shapes` asks about pictures of coloured
 shapes: how many, where, which is larger.
+
+gsm8k, math, dapo, geo3k and countdown are datasets of the hub in the rows that verl's own scripts make of them (needs
+`pip install -e '.[datasets]'`): all of their rows, unless --train or --val says how many. HF_ENDPOINT, HF_HOME and
+HF_TOKEN count. countdown, whose first 1024 rows are for validation, needs a reward function of yours.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import cycle, islice
 from pathlib import Path
 from random import Random
@@ -21,6 +26,7 @@ from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from rlsys.rewards.math import last_boxed
 from rlsys.utils.errors import ConfigError
 
 MAX_REPEATS = 2000
@@ -33,6 +39,25 @@ REASONING_GYM: dict[str, dict[str, Any]] = {
 
 SUFFIX = {"chain_sum": " Give only the result as your final answer."}
 NUM_ARITHMETIC = 500
+HUB = {
+    "gsm8k": ("openai/gsm8k:main:train", "openai/gsm8k:main:test"),
+    "math": ("DigitalLearningGmbH/MATH-lighteval:train", "DigitalLearningGmbH/MATH-lighteval:test"),
+    "dapo": ("BytedTsinghua-SIA/DAPO-Math-17k:train", "BytedTsinghua-SIA/AIME-2024:train"),
+    "geo3k": ("hiyouga/geometry3k:train", "hiyouga/geometry3k:test"),
+    "countdown": ("Jiayi-Pan/Countdown-Tasks-3to4:train", ""),
+}
+"""Task -> the splits to train on and to validate on; "" takes the first rows of the former."""
+FOUR_HASHES = ' Let\'s think step by step and output the final answer after "####".'
+BOXED = " Let's think step by step and output the final answer within \\boxed{}."
+GEOMETRY = (
+    " You FIRST think about the reasoning process as an internal monologue and then provide the final answer. The "
+    "reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST BE put in \\boxed{}."
+)
+COUNTDOWN = (
+    "Using the numbers {}, create an equation that equals {}. You can use basic arithmetic operations (+, -, *, /) and "
+    "each number can only be used once. Show your work in <think> </think> tags and return the final answer in "
+    "<answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>."
+)
 
 DATA_SOURCE = "rlsys/arithmetic"
 TASKS = ("arithmetic", *REASONING_GYM)
@@ -77,13 +102,21 @@ def prompt_row(problem: Problem, *, index: int, split: str, style: Style = "word
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write both files and say what is in them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=[*TASKS, "python", "shapes", "mix"], default="mix")
-    parser.add_argument("--train", type=int, default=4096, metavar="N", help="rows to train on")
-    parser.add_argument("--val", type=int, default=256, metavar="M", help="rows to validate on")
+    parser.add_argument("--task", choices=[*TASKS, "python", "shapes", "mix", *HUB], default="mix")
+    parser.add_argument("--train", type=int, metavar="N", help="rows to train on (4096, of the hub all)")
+    parser.add_argument("--val", type=int, metavar="M", help="rows to validate on (256, of the hub all)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
+    if options.task not in HUB:
+        options.train, options.val = options.train or 4096, options.val or 256
     try:
+        if options.task in HUB:
+            train, val = hub_splits(options.task, options.train, options.val)
+            for name, rows in (("train", train), ("test", val)):
+                write_rows(options.out / f"{name}.parquet", rows)
+                print(f"{options.out / name}.parquet: {len(rows)} rows of {rows[0]['data_source']}")
+            return 0
         train, val = make_split(options.task, num_train=options.train, num_val=options.val, seed=options.seed)
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -95,6 +128,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fewer = f" (not {wanted}: the task has too few different questions)" if len(rows) < wanted else ""
         print(f"{path}: {len(rows)} rows{fewer}, {num_different} different questions")
     return 0
+
+
+def hub_splits(task: str, num_train: int | None, num_val: int | None) -> tuple[list[Any], list[Any]]:
+    """Rows of a dataset of the hub in verl's columns, for training and validation. ConfigError that says why not."""
+    from rlsys.utils.hub import open_rows
+
+    train, val = HUB[task]
+    held_out = 0 if val else num_val or 1024
+
+    def rows(name: str, split: str, first: int, count: int | None) -> list[dict[str, Any]]:
+        taken = islice(open_rows([name]), first, first + count if count else None)
+        return [hub_row(task, row, split=split, index=index) for index, row in enumerate(taken)]
+
+    return rows(train, "train", held_out, num_train), rows(val or train, "test", 0, num_val or held_out)
+
+
+def hub_row(task: str, row: Mapping[str, Any], *, split: str, index: int) -> dict[str, Any]:
+    """One row in verl's columns."""
+    if task == "dapo":
+        return dict(row)
+    more: dict[str, Any] = {}
+    truth: Any
+    if task == "gsm8k":
+        question, truth = row["question"] + FOUR_HASHES, row["answer"].rpartition("####")[2].strip().replace(",", "")
+    elif task == "math":
+        question, truth = row["problem"] + BOXED, last_boxed(row["solution"]) or ""
+    elif task == "countdown":
+        question = COUNTDOWN.format(list(row["nums"]), row["target"])
+        truth = {"target": row["target"], "numbers": list(row["nums"])}
+    else:
+        question, truth, more = row["problem"] + GEOMETRY, row["answer"], {"images": list(map(_png, row["images"]))}
+    return {
+        "data_source": "countdown" if task == "countdown" else HUB[task][0].partition(":")[0],
+        "prompt": [{"role": "user", "content": question}],
+        **more,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {
+            "split": split,
+            "index": index,
+            "question": row.get("question", row.get("problem", question)),
+        },
+    }
+
+
+def _png(image: Any) -> dict[str, bytes]:
+    buffer = BytesIO()
+    image.save(buffer, format="PNG")
+    return {"bytes": buffer.getvalue()}
 
 
 def make_split(

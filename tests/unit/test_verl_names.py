@@ -41,7 +41,7 @@ SAME = (
     "single_controller.ray.base.merge_resource_pool",
 )
 """Below rlsys as below verl."""
-ELSEWHERE = {
+PLACES = {
     "trainer.main_ppo.main": "trainer.main_ppo.main",
     "trainer.main_ppo.run_ppo": "trainer.build.train",
     "trainer.main_ppo.create_rl_dataset": "rlsys.data.dataset.PromptDataset",
@@ -143,9 +143,9 @@ def test_names_of_verl_are_below_rlsys(name: str) -> None:
     assert value_at_path(f"rlsys.{name}")
 
 
-@pytest.mark.parametrize("name", ELSEWHERE)
+@pytest.mark.parametrize("name", PLACES)
 def test_names_of_verl_under_another_path_are_listed_and_there(name: str) -> None:
-    place = ELSEWHERE[name]
+    place = PLACES[name]
     assert value_at_path(place)
     module, _, own = place.rpartition(".")
     words = (

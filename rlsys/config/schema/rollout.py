@@ -15,7 +15,6 @@ from rlsys.config.schema.model import AnyDType, LogProbConfig
 Temperature = Annotated[float, Strict(), Field(ge=0, le=100)]
 TopP = Annotated[float, Strict(), Field(gt=0, le=1)]
 TopK = Annotated[t.CountOrAll, BeforeValidator(lambda v: -1 if v == 0 else v)]
-Engine = Annotated[t.Text, BeforeValidator(lambda v: "sglang" if v == "sglang_async" else v)]
 Executor = Annotated[
     Literal["auto", "local", "shm", "ipc", "nccl", "disk", "gather"],
     BeforeValidator(lambda v: "auto" if v == "naive" else v),
@@ -184,7 +183,7 @@ class RolloutConfig(GenerationConfig, LogProbConfig):
     free_cache_engine: t.Flag = True
     """Release the rollout's weights and KV cache on the GPU while other roles run. If the GPU has room for all of
     them, false saves the time of the moves."""
-    name: Annotated[Engine, Registered(tuple(backend.name for backend in rollout_backends()))] = "hf"
+    name: Annotated[t.Text, Registered(tuple(backend.name for backend in rollout_backends()))] = "hf"
     """Engine: hf (transformers), sglang, vllm, external servers (sglang_remote, vllm_remote), or one you registered."""
     min_replicas: t.Count | None = None
     """Elastic rollout: the run starts, and continues, with this many of trainer.rollout_workers. The others join where

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rlsys.config import EvalConfig, PPOConfig, RMConfig, SFTConfig, load_config, main_config
+from rlsys.config import DPOConfig, EvalConfig, PPOConfig, RMConfig, SFTConfig, load_config, main_config
 from rlsys.config.compat.reader import compat_table
 from rlsys.config.introspect import leaves
 from rlsys.config.plan import plan_text
@@ -597,6 +597,12 @@ FILES = [
 
 OTHER_JOBS = [
     bad("data.train_batch_size=0", "data.train_batch_size", "at least 1", schema=SFTConfig),
+    bad(f"{A}.megatron.use_megatron_fsdp=true", "use_megatron_fsdp", "strategy=fsdp"),
+    bad("actor_rollout_ref.model.mtp.enable_train=true", "mtp.enable_train", "mtp.detach_encoder=true"),
+    bad("trainer.v1.trainer_mode=colocate_async", "trainer_mode", "separate_async"),
+    bad([f"{A}.ppo_mini_batch_size=5", "data.train_batch_size=12"], f"{A}.ppo_mini_batch_size", "12"),
+    bad("data.streaming=true", "data.streaming", "trainer.total_training_steps", schema=SFTConfig),
+    bad(["data.streaming=true", "dpo.loss_type=kto"], "dpo.loss_type", "data.streaming=false", schema=DPOConfig),
     bad("data.max_lenght=9", "data.max_lenght", "data.max_length", schema=SFTConfig),
     bad(
         "data.max_token_len_per_gpu=9",

@@ -77,6 +77,12 @@ def test_asynchronous_settings_of_verl_become_steps_and_versions(folder: Path) -
         load_config([*PPO, *ASYNC.split(), "trainer.rollout_workers=3"])
 
 
+def test_sglang_async_is_sglang(folder: Path) -> None:
+    argv = [*PPO, "actor_rollout_ref.rollout.name=sglang_async", "actor_rollout_ref.rollout.multi_turn.enable=true"]
+    rollout = load_config(argv).actor_rollout_ref.rollout
+    assert (rollout.name, rollout.has_workflow) == ("sglang", True)
+
+
 def test_one_step_off_policy_is_a_preset(folder: Path) -> None:
     argv = ["--config-name=one_step_off_ppo_trainer", *PPO, "rollout.nnodes=1", "rollout.n_gpus_per_node=2"]
     cfg = load_config([*argv, "algorithm.rollout_correction.rollout_is_threshold=null"])

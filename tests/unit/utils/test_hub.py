@@ -10,15 +10,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from rlsys.data.files import read_rows
 from rlsys.utils.hub import is_hub_id, is_rows_id
+from scripts.prepare_data import hub_row
 from tests.hub import COMMIT, Hub
 from tests.timing import scaled_s
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = json.dumps({"model_type": "llama"}).encode()
 WEIGHTS = os.urandom(20_000)
+SPLITS = b"""---
+configs:
+- config_name: main
+  data_files:
+  - {split: train, path: main/train.jsonl}
+  - {split: test, path: main/test.jsonl}
+---"""
 MODELS = {
     "org/model": {
         "config.json": CONFIG,
@@ -28,14 +37,13 @@ MODELS = {
         "model.gguf": b"x",
     },
     "org/pickled": {"config.json": CONFIG, "pytorch_model.bin": WEIGHTS},
+    "openai/gsm8k": {
+        "main/train.jsonl": b'{"question": "Ann has 1,000 + 1?", "answer": "It is 1,001\\n#### 1,001"}\n' * 3,
+        "main/test.jsonl": b'{"question": "1 + 2?", "answer": "#### 3"}\n',
+        "README.md": SPLITS,
+    },
     "org/rows": {
-        "README.md": b"""---
-configs:
-- config_name: main
-  data_files:
-  - {split: train, path: main/train.jsonl}
-  - {split: test, path: main/test.jsonl}
----""",
+        "README.md": SPLITS,
         "main/train.jsonl": b'{"question": "1 + 1?", "answer": "2"}\n{"question": "2 + 1?", "answer": "3"}\n',
         "main/test.jsonl": b'{"question": "1 + 2?", "answer": "3"}\n',
     },
@@ -173,3 +181,35 @@ def test_a_split_is_streamed_without_being_stored(hub: Hub, tmp_path: Path) -> N
     )
     assert in_a_process(hub, tmp_path, program) == "['2', '3', '3']"
     assert not list(tmp_path.rglob("*.arrow"))
+
+
+def test_a_task_of_the_hub_becomes_verls_rows(hub: Hub, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    program = (
+        "from scripts.prepare_data import main\n"
+        f"assert main(['--task', 'gsm8k', '--train', '2', '--out', {str(out)!r}]) == 0"
+    )
+    printed = in_a_process(hub, tmp_path, program)
+    assert printed.splitlines()[0].endswith("train.parquet: 2 rows of openai/gsm8k")
+    first, second = (row.values for row in read_rows(str(out / "train.parquet")))  # type: ignore[union-attr]
+    assert first["reward_model"] == {"style": "rule", "ground_truth": "1001"}
+    (message,) = first["prompt"]
+    asked = 'Let\'s think step by step and output the final answer after "####".'
+    assert message == {"role": "user", "content": f"Ann has 1,000 + 1? {asked}"}
+    assert (second["extra_info"]["index"], second["extra_info"]["split"], second["ability"]) == (1, "train", "math")
+    assert len(list(read_rows(str(out / "test.parquet")))) == 1
+
+
+def test_rows_of_other_tasks_are_verls_too() -> None:
+    row = hub_row("math", {"problem": "x?", "solution": r"so \boxed{\frac{1}{2}}."}, split="test", index=3)
+    assert row["reward_model"]["ground_truth"] == r"\frac{1}{2}"
+    assert row["data_source"] == "DigitalLearningGmbH/MATH-lighteval"
+    assert row["prompt"][0]["content"].endswith(r"output the final answer within \boxed{}.")
+    ready = {"data_source": "math_dapo", "prompt": [], "reward_model": {"ground_truth": "1"}}
+    assert hub_row("dapo", ready, split="train", index=0) == ready
+    row = hub_row("countdown", {"nums": [3, 4], "target": 12}, split="train", index=0)
+    assert row["reward_model"]["ground_truth"] == {"target": 12, "numbers": [3, 4]}
+    assert "numbers [3, 4]" in row["prompt"][0]["content"]
+    image = Image.new("RGB", (2, 3))
+    row = hub_row("geo3k", {"problem": "<image>x?", "answer": "4", "images": [image]}, split="train", index=0)
+    assert (row["data_source"], row["images"][0]["bytes"][:4]) == ("hiyouga/geometry3k", b"\x89PNG")
