@@ -4,7 +4,7 @@ Each shell script of the checkout, its end-to-end tests included, runs in bash w
 command only records its arguments; variables that a script wants set get a value. Of the commands that start verl's
 jobs, model, data and trackers are replaced by files that exist, and the configuration is resolved in this process, as
 `--dry-run` does. Prints the share that is accepted by kind of job and, for the rest, how many commands meet each
-reason. Only images, other hardware, other engines and trainers that verl's recipes write themselves are left out.
+reason. Only audio, video, other hardware, other engines and trainers that verl's recipes write themselves are left out.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ PRESETS = {
 APART = {
     "other hardware": r"npu|ascend|rocm|amd",
     "other engines": r"veomni|automodel|torchtitan|mindspeed|mlite|megatron_lite|trtllm",
-    "images, audio or video": r"data\.(image|video|audio)_key|[-_](vl|VL)[-_]|vlm|Vision|omni|limit_images|geo3k",
+    "audio or video": r"data\.(video|audio)_key|omni|minicpmo",
 }
+IMAGES = r"data\.image_key|[-_](vl|VL)[-_]|vlm|Vision|limit_images|geo3k"
 KINDS = {
+    "images": IMAGES,
     "several turns": r"multi_turn\.enable=True|tool_config_path|default_agent_loop|agent_loop_config|multiturn",
     "asynchronous": r"async_training\.|fully_async|one_step_off|trainer_mode=",
     "distillation": r"distillation\.enabled=True",
@@ -103,11 +105,12 @@ def commands(script: Path, folder: Path) -> list[list[str]]:
     return []
 
 
-def stand_ins(folder: Path) -> tuple[Path, Path]:
+def stand_ins(folder: Path, *, has_images: bool = False) -> tuple[Path, Path]:
     """A model and rows that exist, as far as a configuration looks at them."""
-    model, data = folder / "model", folder / "rows.parquet"
+    model, data = folder / ("vision_model" if has_images else "model"), folder / "rows.parquet"
     model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 1 << 20}))
+    config = {"max_position_embeddings": 1 << 20} | ({"vision_config": {"depth": 2}} if has_images else {})
+    (model / "config.json").write_text(json.dumps(config))
     (model / "adapter_config.json").write_text("{}")
     data.write_bytes(b"PAR1")
     return model, data
@@ -115,7 +118,7 @@ def stand_ins(folder: Path) -> tuple[Path, Path]:
 
 def replaced(argv: list[str], folder: Path, module: str, schema: type[Section]) -> list[str]:
     """The overrides with our model, data and tracker instead of theirs."""
-    model, data = stand_ins(folder)
+    model, data = stand_ins(folder, has_images=re.search(IMAGES, " ".join(argv)) is not None)
     folders = re.compile(r"^(\+*\S*(model[._]path|_pretrain|adapter_path|tokenizer_path))=.*")
     argv = [folders.sub(rf"\1={model}", word) for word in argv if word not in ARGUMENTS]
     argv = [f"{word}{folder}" if word == "trainer.default_local_dir=" else word for word in argv]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlsys.config.schema.trainer import TrainerConfig
-from rlsys.protocol import DataProto, response_lengths
+from rlsys.data.chat import with_parts
+from rlsys.protocol import IMAGES, DataProto, response_lengths
 from rlsys.telemetry.rollouts import dump_rollouts, token_texts_of
 from rlsys.utils.errors import DeadlineError
 
@@ -82,11 +83,19 @@ def dump(
         scores=rows["token_level_scores"].sum(-1).tolist(),
         extras={name: list(columns[name]) for name in batch.meta_info.get("reward_extra_keys", ())},
         about={name: list(columns[name]) for name in ("data_source", "finish_reason") if name in columns},
-        messages=list(columns["raw_prompt"]) if "raw_prompt" in columns else None,
+        messages=[_messages(columns, row) for row in range(size)] if "raw_prompt" in columns else None,
         token_texts=_Lazy(size, pieces),
         token_values={"token_ids": tokens, **shown},
         max_mb=max_mb,
     )
+
+
+def _messages(columns: Mapping[str, Any], row: int) -> list[Any]:
+    """The messages of a prompt, in which its images stand at their `<image>`."""
+    messages, images = list(columns["raw_prompt"][row]), columns[IMAGES][row] if IMAGES in columns else ()
+    pictures = [picture for one in images for picture in zip(one.shas, one.pictures, strict=True)]
+    parts = iter([{"type": "image", "sha": sha, "image": data} for sha, data in pictures])
+    return [with_parts(message, parts) for message in messages] if pictures else messages
 
 
 class BackgroundDumps:

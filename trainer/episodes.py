@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from rlsys.agent.collate import collate_episodes
 from rlsys.agent.episode_log import EpisodeLog, read_episodes, write_episodes
 from rlsys.agent.interactions import InteractionWorkflow
+from rlsys.agent.message_images import image_part, png_url
 from rlsys.agent.presets import Workflow, load_workflow
 from rlsys.agent.programs import command_workflow, function_workflow
 from rlsys.agent.rounds import Rounds
@@ -29,8 +30,10 @@ from rlsys.agent.tool_pool import ToolPool
 from rlsys.agent.tools import Tool, tools_of_file
 from rlsys.config import EvalConfig, PPOConfig
 from rlsys.config.pools import generates_ahead
+from rlsys.data.chat import with_parts
+from rlsys.data.vision_processor import VisionProcessor
 from rlsys.fleet.fleet import RolloutFleet
-from rlsys.protocol import DataProto
+from rlsys.protocol import IMAGES, DataProto
 from rlsys.rewards.pool.pool import RewardItem, RewardPool
 from rlsys.rollout.batch import SEEDS, with_request_seeds
 from rlsys.telemetry.metrics import StageTimer
@@ -234,14 +237,23 @@ class EpisodeEpochSource(EpochSource):
 def episode_starts(rows: DataProto, saved: Mapping[str, Any], *, name: str) -> list[EpisodeStart]:
     """An episode for each row, by its `request_seeds`; those that are `saved` continue from their logs.
 
-    A workflow gets the columns of its row, and `prompt` as messages.
+    A workflow gets the columns of its row, and `prompt` as messages with its images.
     """
-    columns = {**rows.non_tensor_batch, "prompt": rows.non_tensor_batch["raw_prompt"]}
+    columns = rows.non_tensor_batch
     starts = []
     for number, seed in enumerate(rows.tensors[SEEDS].tolist()):
         row, episode = {key: column[number] for key, column in columns.items()}, f"{name}-{number:09d}"
+        row["prompt"] = prompt_of_row(row)
+        row.pop(IMAGES, None)
         starts.append(EpisodeStart(row, seed, episode, EpisodeLog(saved.get(episode, {}).get("log", ()))))
     return starts
+
+
+def prompt_of_row(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The messages of a row of a batch, in which the images stand at their `<image>`."""
+    pictures = [image_part(png_url(data)) for images in row.get(IMAGES) or () for data in images.pictures]
+    parts = iter(pictures)
+    return [with_parts(message, parts) for message in row["raw_prompt"]] if pictures else list(row["raw_prompt"])
 
 
 def check_episodes(results: Sequence[EpisodeResult], max_failed_share: float) -> None:
@@ -361,7 +373,11 @@ def load_agents(cfg: PPOConfig | EvalConfig, tokenizer: PreTrainedTokenizerBase 
         tools += tools_of_file(turns.function_tool_path, key=f"{key}.function_tool_path")
     uses_tools = tools or any(one.tools or one.environment for one in (workflow, *by_name.values()))
     kinds, kwargs = ("tool",) if uses_tools else (), cfg.data.apply_chat_template_kwargs
-    template = ChatTemplate(tokenizer, template_kwargs=kwargs, kinds=kinds) if tokenizer else None
+    if tokenizer is None:
+        return LoadedAgents(workflow, by_name, tools, None)
+    path, settings, limit = cfg.actor_rollout_ref.model.path, cfg.data.mm_processor_kwargs, generation.limit_images
+    processor = VisionProcessor.from_path(str(path), tokenizer, settings=settings, limit_images=limit)
+    template = ChatTemplate(tokenizer, template_kwargs=kwargs, kinds=kinds, processor=processor)
     return LoadedAgents(workflow, by_name, tools, template)
 
 

@@ -46,23 +46,29 @@ def with_start_assets(config: PPOConfig) -> PPOConfig:
 def with_local_files(config: ConfigT) -> ConfigT:
     """The configuration with a folder of config.json, weights and tokenizer for every model that it names, and with
     files or folders for its rows."""
-    tree = config.model_dump()
+    tree, is_changed = config.model_dump(), False
     for name in (name for name in ("train_files", "val_files") if tree["data"].get(name)):
         streams = tree["data"].get("streaming", False)
         if streams and (name == "train_files" or any(map(is_rows_id, tree["data"][name]))):
             continue
-        tree["data"][name] = tuple(map(_local_rows, tree["data"][name]))
+        local = tuple(map(_local_rows, tree["data"][name]))
+        is_changed |= local != tree["data"][name]
+        tree["data"][name] = local
     teachers = tree.get("distillation", {}).get("teacher_models", {})
     for section in (*SECTIONS, *(f"distillation.teacher_models.{name}" for name in teachers)):
         settings: Any = tree
         for part in section.split("."):
             settings = settings.get(part, {})
         for name in (name for name in NAMES if settings.get(name)):
-            settings[name] = local_model(settings[name], weights=name in WITH_WEIGHTS)
+            folder = local_model(settings[name], weights=name in WITH_WEIGHTS)
+            is_changed |= folder != settings[name]
             if name in WITH_WEIGHTS:
-                read_config(ModelConfig(path=settings[name], trust_remote_code=settings["trust_remote_code"]))
+                read_config(ModelConfig(path=folder, trust_remote_code=settings["trust_remote_code"]))
+            settings[name] = folder
+    if not is_changed:
+        return config
     resolved: Any = config.model_validate(tree)
-    if resolved != config and (problems := list(check_files(resolved))):
+    if problems := list(check_files(resolved)):
         raise ConfigError("\n".join(problems))
     return resolved
 

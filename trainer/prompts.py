@@ -120,9 +120,6 @@ def load_prompts(
 
 
 def _check_agents(config: PPOConfig | EvalConfig, rows: PromptDataset) -> None:
-    if config.actor_rollout_ref.rollout.has_workflow and (seen := next((row for row in rows if row.images), None)):
-        fix = "set actor_rollout_ref.rollout.workflow=null and multi_turn.enable=false"
-        raise DataError(f"row {seen.index}: its images are shown to the model in single draws only; {fix}")
     for row in () if config.actor_rollout_ref.rollout.has_workflow else rows:
         if name := _agent_column(row):
             fix = "set actor_rollout_ref.rollout.multi_turn.enable=true or remove it"

@@ -12,7 +12,7 @@ STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tok
 
 
 def chat_request(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat completion that a message asks for. ValueError for content other than text and tools."""
+    """The chat completion that a message asks for. ValueError for content other than text, images and tools."""
     messages = [{"role": "system", "content": body["system"]}] if body.get("system") else []
     for message in body["messages"]:
         messages += _chat_messages(message)
@@ -73,8 +73,20 @@ def _chat_messages(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     for block in blocks:
         if block["type"] == "tool_result":
-            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": block.get("content", "")}
+            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": _parts(block.get("content", ""))}
     calls = [tool_call(b["id"], b["name"], b["input"]) for b in blocks if b["type"] == "tool_use"]
     texts = [block for block in blocks if block["type"] not in ("tool_use", "tool_result")]
     if texts or calls:
-        yield {"role": message["role"], "content": texts} | ({"tool_calls": calls} if calls else {})
+        yield {"role": message["role"], "content": _parts(texts)} | ({"tool_calls": calls} if calls else {})
+
+
+def _parts(content: Any) -> Any:
+    """Content with its images as OpenAI's parts."""
+    if isinstance(content, str):
+        return content
+    return [
+        {"type": "image_url", "image_url": f"data:{source.get('media_type')};base64,{source.get('data', '')}"}
+        if block["type"] == "image" and (source := block.get("source") or {}).get("type") == "base64"
+        else block
+        for block in content
+    ]

@@ -6,7 +6,6 @@ B episodes, P prompt columns (padded left), R response columns (padded right).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from rlsys.agent.runner import EpisodeResult
 from rlsys.agent.trace import TraceRow
 from rlsys.data.collate import pad_rows, position_ids
-from rlsys.protocol import DataProto, object_array
+from rlsys.protocol import IMAGES, DataProto, object_array
 from rlsys.types import Finish
 
 
@@ -41,8 +40,10 @@ def collate_episodes(
         "finish_reason": object_array([row.finish.value for row in rows]),
         "episode_end": object_array([result.end for result in results]),
         "__num_turns__": object_array([result.num_turns for result in results]),
-        "branches": object_array([[asdict(row) for row in others] for _, *others in ranked]),
+        "branches": object_array([[dict(vars(row)) for row in others] for _, *others in ranked]),
     }
+    if IMAGES in columns:
+        columns[IMAGES] = object_array([row.images for row in rows])
     names = dict.fromkeys(name for result in results for name in result.extra)
     values = {name: [result.extra.get(name, 0.0) for result in results] for name in names}
     numbers = {name: column for name, column in values.items() if all(isinstance(v, int | float) for v in column)}
@@ -66,6 +67,9 @@ def with_branches(batch: DataProto, *, max_rows: int) -> DataProto:
     widths = (batch.tensors["prompts"].shape[1], batch.tensors["responses"].shape[1])
     for name, values in _tensors(rows, pad_token_id, *widths).items():
         whole.tensors[name].unflatten(0, (-1, size))[:, 1:] = values.unflatten(0, (-1, size - 1))
+    if IMAGES in whole.non_tensor_batch:
+        images = object_array([row.images for row in rows]).reshape(-1, size - 1)
+        whole.non_tensor_batch[IMAGES].reshape(-1, size)[:, 1:] = images
     whole.meta_info["rows_per_episode"] = size
     dropped = {"agent/untrained_rows": float(sum(max(0, len(others) + 1 - size) for others in branches))}
     whole.meta_info["source_metrics"] = {**whole.meta_info.get("source_metrics", {}), **dropped}

@@ -14,6 +14,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+from rlsys.agent.message_images import image_urls
 from rlsys.agent.session import Answer, EpisodeEnd, Score, Session
 from rlsys.agent.tool_process import CREATE
 from rlsys.agent.tools import Tool, load_target, target_of, tool_of, tools_of_class
@@ -42,6 +43,15 @@ class RLVRWorkflow:
     async def run(self, row: Row, session: Session) -> Score:
         session.add(*row["prompt"])
         return await session.grade(await session.draw())
+
+
+class VisionRLVRWorkflow(RLVRWorkflow):
+    """RLVRWorkflow for prompts with images; ValueError for a row without one."""
+
+    async def run(self, row: Row, session: Session) -> Score:
+        if not image_urls(row["prompt"]):
+            raise ValueError("the prompt has no image: use RLVRWorkflow for rows of text")
+        return await super().run(row, session)
 
 
 class MultiTurnWorkflow:
@@ -98,7 +108,9 @@ async def run_environment(row: Row, session: Session) -> Outcome:
     if opened.status != "ok":
         raise RuntimeError(f"reset failed: {opened.message}")
     *before, last = row["prompt"]
-    session.add(*before, {**last, "content": last["content"] + opened.extra["text"]})
+    content, text = last["content"], opened.extra["text"]
+    more = text if isinstance(content, str) else [{"type": "text", "text": text}]
+    session.add(*before, {**last, "content": content + more})
     answer = await converse(session)
     reward = (await environment.call("get_reward")).extra.get("value")
     if reward is not None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
 from rlsys.types import ModelRequest, ModelResponse, SamplingParams
 
@@ -46,10 +48,12 @@ class Rounds:
         self._start()
         await self._epoch
 
-    async def sample(self, ids: Sequence[int], params: SamplingParams, session: str = "") -> ModelResponse:
+    async def sample(
+        self, ids: Sequence[int], params: SamplingParams, session: str = "", images: Sequence[Any] = ()
+    ) -> ModelResponse:
         """Complete a prompt with the next round; the order of sessions is that of the batch."""
         response: asyncio.Future[ModelResponse] = asyncio.get_running_loop().create_future()
-        self._waiting.append((ModelRequest(tuple(ids), params, session=session), response))
+        self._waiting.append((ModelRequest(tuple(ids), params, session=session, images=tuple(images)), response))
         self._start()
         return await response
 
@@ -71,7 +75,7 @@ class Rounds:
     async def _run(self, round_: list[tuple[ModelRequest, asyncio.Future[ModelResponse]]]) -> None:
         round_.sort(key=lambda draw: draw[0].session)
         self._waiting = [draw for draw in self._waiting if draw not in round_]
-        requests = [ModelRequest(r.input_ids, r.gconfig, rid=f"{n}") for n, (r, _) in enumerate(round_)]
+        requests = [replace(request, rid=f"{n}", session="") for n, (request, _) in enumerate(round_)]
         try:
             responses = await asyncio.get_running_loop().run_in_executor(self._thread, self._generate, requests)
             for (request, future), response in zip(round_, responses, strict=True):

@@ -14,16 +14,17 @@ from hashlib import blake2b
 from typing import Any
 
 from rlsys.agent.episode_log import EpisodeEnd, EpisodeLog
+from rlsys.agent.message_images import image_part, plain_content
 from rlsys.agent.template import ChatTemplate, call_id, tool_call, with_arguments
 from rlsys.agent.tool_calls import ToolCall, parse_tool_calls
 from rlsys.agent.tool_pool import EpisodeTools, result_text
 from rlsys.agent.trace import Span, Trace
 from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
-from rlsys.rewards.pool.pool import failed
+from rlsys.rewards.pool.pool import RewardResult, failed
 from rlsys.types import Finish, ModelResponse, SamplingParams
 
-Sample = Callable[[Sequence[int], SamplingParams, str], Awaitable[ModelResponse]]
-"""(token ids, sampling, session) -> response, as `RolloutFleet.sample`."""
+Sample = Callable[..., Awaitable[ModelResponse]]
+"""(token ids, sampling, session) and `images` where there are some -> response, as `RolloutFleet.sample`."""
 Grade = Callable[[Mapping[str, Any], str, Mapping[str, Any]], Awaitable["Score"]]
 """(row, answer, extra_info) -> score by the job's reward function."""
 
@@ -87,7 +88,7 @@ class Session:
         self._num_draws: Counter[int] = Counter()
 
     def add(self, *messages: str | Mapping[str, Any]) -> None:
-        """Append messages to the conversation; a text is a user message. ValueError for parts that are not text."""
+        """Append messages to the conversation; a text is a user message. ValueError for parts but texts and images."""
         self.messages += [{"role": "user", "content": m} if isinstance(m, str) else plain_message(m) for m in messages]
 
     async def draw(
@@ -117,7 +118,9 @@ class Session:
 
     async def call(self, tool: str | ToolCall, **arguments: Any) -> str:
         """What a tool returns, as text for the model; errors and timeouts are texts too, and are counted."""
-        call = ToolCall(tool, arguments) if isinstance(tool, str) else tool
+        return result_text(await self._call(ToolCall(tool, arguments) if isinstance(tool, str) else tool))
+
+    async def _call(self, call: ToolCall) -> RewardResult:
         if self.tool_s >= (self.settings.agent.max_tool_seconds or math.inf):
             raise self._ended("tool")
         if self.tools is None or call.error:
@@ -127,7 +130,7 @@ class Session:
         self.counts.update({"tool_calls": 1, f"tool_{result.status}": 1})
         self.tool_s += result.seconds
         self.tool_reward += result.score
-        return result_text(result)
+        return result
 
     async def call_tools(self, answer: Answer) -> None:
         """Run an answer's tool calls, at most `max_parallel_calls` together, and add their results in order."""
@@ -135,9 +138,12 @@ class Session:
 
         async def result(number: int, call: ToolCall) -> Mapping[str, Any]:
             async with limit:
-                text = await self.call(call)
+                result = await self._call(call)
+            content: Any = result_text(result)
+            if images := result.extra.get("images"):
+                content = [*map(image_part, images), {"type": "text", "text": content}]
             sent = answer.message["tool_calls"][number]
-            return {"role": "tool", "name": call.name or "unknown", "tool_call_id": sent["id"], "content": text}
+            return {"role": "tool", "name": call.name or "unknown", "tool_call_id": sent["id"], "content": content}
 
         self.add(*await asyncio.gather(*(result(n, call) for n, call in enumerate(answer.tool_calls))))
 
@@ -181,13 +187,16 @@ class Session:
             return cached, key
         template = self.settings.template
         if branch is not None and rest:
-            span = self.trace.give(template.append(branch, rest, tools), branch)
+            ids, images = template.with_images(branch, rest, tools)
+            if images and template.has_drawn_placeholders(branch):
+                raise self._ended("image_token")
+            span = self.trace.give(ids, branch, images)
         else:
-            ids = template.start(conversation, tools)
-            before = last.context if last is not None and rendered else ()
+            ids, images = template.with_images(None, conversation, tools)
+            before = last.context if last is not None and rendered and not images else ()
             prefix = last if before and ids[: len(before)] == before else None
             self.counts["branches"] += bool(self.trace.spans) and prefix is None
-            span = self.trace.give(ids[len(before) :] if prefix else ids, prefix)
+            span = self.trace.give(ids[len(before) :] if prefix else ids, prefix, images)
         self._given[(id(branch), key)] = span
         return span, key
 
@@ -208,7 +217,8 @@ class Session:
         self._num_draws[id(parent)] += 1
         params = replace(sampling, max_new_tokens=most, seed=seed)
         request = {"num_prompt_tokens": len(ids), **asdict(params)}
-        draw = partial(settings.sample, ids, params, self.name)
+        images = {"images": parent.all_images} if parent.all_images else {}
+        draw = partial(settings.sample, ids, params, self.name, **images)
         return await self.log.result(request, draw, partial(_response, ids))
 
     def _answer(self, span: Span) -> Answer:
@@ -228,13 +238,14 @@ class Session:
 
 
 def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as chat templates take it: text, and arguments of calls as objects. ValueError for other parts."""
+    """A message with arguments of calls as objects, and as content text or, with images, text and image_url parts.
+
+    ValueError for other parts.
+    """
     plain = {key: value for key, value in message.items() if value is not None}
     content = plain.setdefault("content", "")
     if isinstance(content, list):
-        if other := {part.get("type") for part in content} - {"text", "input_text", "output_text"}:
-            raise ValueError(f"content of type {', '.join(map(str, other))} is not supported, only text")
-        plain["content"] = "".join(part["text"] for part in content)
+        plain["content"] = plain_content(content)
     if plain["role"] == "developer":
         plain["role"] = "system"
     return with_arguments(plain, lambda given: json.loads(given or "{}") if isinstance(given, str) else given)
@@ -243,7 +254,8 @@ def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
 def message_key(message: Mapping[str, Any], before: str) -> str:
     """Identifies a conversation up to this message, by role, text and tool calls; `before` is that of those before."""
     calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls") or ()]
-    text = json.dumps([before, message["role"], message["content"].strip(), calls], sort_keys=True, ensure_ascii=False)
+    content = message["content"].strip() if isinstance(message["content"], str) else message["content"]
+    text = json.dumps([before, message["role"], content, calls], sort_keys=True, ensure_ascii=False)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 

@@ -12,12 +12,17 @@ from functools import lru_cache
 from random import Random
 from typing import TYPE_CHECKING, Any, Literal
 
+from rlsys.agent.message_images import image_urls, with_placeholders
 from rlsys.agent.trace import Span
 from rlsys.data.chat import encode_text, render
+from rlsys.models.vision import num_features
 from rlsys.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from rlsys.data.vision_processor import VisionProcessor
+    from rlsys.protocol import ImageInputs
 
 Kind = Literal["user", "tool"]
 Messages = Sequence[Mapping[str, Any]]
@@ -47,7 +52,12 @@ def tool_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def _in_parts(messages: Messages) -> list[Mapping[str, Any]]:
-    return [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message["content"], str)
+        else message
+        for message in messages
+    ]
 
 
 def with_arguments(message: Mapping[str, Any], write: Callable[[Any], Any]) -> dict[str, Any]:
@@ -69,7 +79,7 @@ class ChatTemplate:
     """Token ids of the start of a conversation and of what is appended to it, by the tokenizer's own template.
 
     `kinds` of messages are proved at once (ConfigError naming the kind that the template cannot append), others when
-    they are first appended. `template_kwargs` go to the template.
+    they are first appended. `template_kwargs` go to the template; `processor` is that of a vision-language model.
     """
 
     def __init__(
@@ -79,10 +89,13 @@ class ChatTemplate:
         template_kwargs: Mapping[str, Any] | None = None,
         kinds: Sequence[Kind] = (),
         num_proofs: int = NUM_PROOFS,
+        processor: VisionProcessor | None = None,
     ) -> None:
         self.tokenizer, self._kwargs, self._num_proofs = tokenizer, dict(template_kwargs or {}), num_proofs
         self._forms: dict[Kind, Form] = {}
+        self.processor = processor
         self._encode_appended = lru_cache(maxsize=4096)(self._encode)
+        self._encode_images = lru_cache(maxsize=256)(self._read_images)
         for kind in kinds:
             self.prove(kind)
 
@@ -95,11 +108,37 @@ class ChatTemplate:
 
         ConfigError if the template cannot append messages of their kind, ValueError if it rejects these.
         """
+        return _behind(last, self._encode_appended(self._appended_text(messages, tools)))
+
+    def with_images(
+        self, last: Span | None, messages: Messages, tools: Tools | None = None
+    ) -> tuple[tuple[int, ...], tuple[ImageInputs, ...]]:
+        """What `append` gives, or `start` for None, and the messages' images. ValueError for a model of text."""
+        if not (urls := image_urls(messages)):
+            return (self.append(last, messages, tools) if last else self.start(messages, tools)), ()
+        if last and self.processor is not None:
+            self.processor.check_limit(len(urls) + sum(len(one.shas) for one in last.all_images))
+        messages = with_placeholders(messages)
+        text = self._appended_text(messages, tools) if last else self._start_text(messages, tools)
+        ids, images = self._encode_images(text, urls)
+        return (_behind(last, ids) if last else ids), images
+
+    def _read_images(self, text: str, urls: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[ImageInputs, ...]]:
+        if self.processor is None:
+            raise ValueError("the messages have images, but the model takes text only")
+        text, images = self.processor.expand(text, self.processor.load(urls))
+        return self._encode(text), images
+
+    def has_drawn_placeholders(self, span: Span) -> bool:
+        """Whether there are more placeholders up to a span than its images have; later images would be put there."""
+        config = self.processor.config if self.processor else None
+        num_wanted = sum(sum(num_features(config, one.tensors)) for one in span.all_images)
+        return config is not None and span.context.count(config.image_token_id) != num_wanted
+
+    def _appended_text(self, messages: Messages, tools: Tools | None) -> str:
         kind: Kind = "tool" if any(m["role"] in ("tool", "ipython") for m in messages) else "user"
         self.prove(kind)
-        text = self._suffix(self._forms[kind], _HISTORY, kind, messages, tools)
-        ids = self._encode_appended(text)
-        return ids[1:] if ids and last.ids[-1:] == ids[:1] else ids
+        return self._suffix(self._forms[kind], _HISTORY, kind, messages, tools)
 
     def _start_text(self, messages: Messages, tools: Tools | None) -> str:
         """The text of a conversation in the first form of which the template takes the contents."""
@@ -204,6 +243,11 @@ class ChatTemplate:
 
 
 _HISTORY = ({"role": "user", "content": "hello"},)
+
+
+def _behind(last: Span, ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens of a turn's end and what follows, without the end where it was drawn."""
+    return ids[1:] if ids and last.ids[-1:] == ids[:1] else ids
 
 
 def _word(random: Random) -> str:

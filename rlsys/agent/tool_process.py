@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from rlsys.agent.message_images import image_part
 from rlsys.agent.tools import as_text, load_target
 from rlsys.utils.plugins import named_arguments
 
@@ -79,9 +80,23 @@ def _wait(result: Any) -> Any:
 def _answer(result: Any, cut: Mapping[str, Any]) -> dict[str, Any]:
     """The result as text; of verl's (text, reward, metrics) the reward too, and a number also as `value`."""
     result, reward, *_ = (*result, None, None) if isinstance(result, tuple) else (result, None)
-    shown = getattr(result, "text", result)
+    shown, images = _without_images(result)
     return {
+        **({"images": [image_part(image)["image_url"]["url"] for image in images]} if images else {}),
         "score": float(reward or 0.0),
         "text": "" if shown is None else as_text(shown, **cut),
         "value": float(result) if isinstance(result, int | float) else None,
     }
+
+
+def _without_images(result: Any) -> tuple[Any, list[Any]]:
+    """What a tool returned besides images, and these: PIL images, also in a list, or those of verl's ToolResponse."""
+    if not isinstance(result, list) and not _is_image(result):
+        return getattr(result, "text", result), list(getattr(result, "image", None) or ())
+    items = result if isinstance(result, list) else [result]
+    images, rest = [item for item in items if _is_image(item)], [item for item in items if not _is_image(item)]
+    return (result, []) if not images else (rest if len(rest) > 1 else next(iter(rest), None), images)
+
+
+def _is_image(value: Any) -> bool:
+    return type(value).__module__.startswith("PIL.")

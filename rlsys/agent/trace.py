@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
+from rlsys.protocol import ImageInputs
 from rlsys.types import Finish, ModelResponse
 
 
 @dataclass(frozen=True, eq=False)
 class Span:
-    """Token ids behind `parent`. Drawn spans have log-probs and weight versions for each id, a finish and a turn >= 0.
+    """Token ids behind `parent`. Drawn spans have log-probs and weight versions for each id, a finish and a turn >= 0;
+    given ones may have images.
 
     `num_tokens` counts the path up to the end of this span; `next_turn` is the turn of a draw behind it.
     """
@@ -28,6 +30,7 @@ class Span:
     sampled_log_probs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
     finish: Finish | None = None
+    images: tuple[ImageInputs, ...] = ()
     num_tokens: int = field(init=False)
     next_turn: int = field(init=False)
 
@@ -55,6 +58,11 @@ class Span:
         """The token ids from the root to the end of this span: what the engine is given to draw behind it."""
         return tuple(chain.from_iterable(span.ids for span in self.path))
 
+    @property
+    def all_images(self) -> tuple[ImageInputs, ...]:
+        """The images from the root to the end of this span."""
+        return tuple(chain.from_iterable(span.images for span in self.path))
+
 
 @dataclass(frozen=True)
 class TraceRow:
@@ -75,6 +83,7 @@ class TraceRow:
     rewards: tuple[float, ...]
     weight: float
     finish: Finish
+    images: tuple[ImageInputs, ...] = ()
 
 
 class Trace:
@@ -83,9 +92,9 @@ class Trace:
     def __init__(self) -> None:
         self.spans: list[Span] = []
 
-    def give(self, ids: Sequence[int], parent: Span | None = None) -> Span:
-        """Add tokens that the model did not draw."""
-        return self._add(Span(tuple(ids), parent))
+    def give(self, ids: Sequence[int], parent: Span | None = None, images: Sequence[ImageInputs] = ()) -> Span:
+        """Add tokens that the model did not draw, and the images in them."""
+        return self._add(Span(tuple(ids), parent, images=tuple(images)))
 
     def draw(self, parent: Span, response: ModelResponse) -> Span:
         """Add what the engine drew behind `parent`. ValueError if it was given other tokens than that path."""
@@ -140,5 +149,6 @@ def _row(path: list[Span], trained: set[int], rewards: dict[int, float], weight:
         columns.append(zip(span.ids, [int(counts)] * size, *drawn, [span.turn] * size, placed))
     ids, mask, log_probs, sampled, versions, turns, placed = zip(*(token for column in columns for token in column))
     prompt = tuple(token for span in path[:first] for token in span.ids)
-    assert path[-1].finish is not None
-    return TraceRow(prompt, ids, mask, log_probs, sampled, versions, turns, placed, weight, path[-1].finish)
+    last, images = path[-1], path[-1].all_images
+    assert last.finish is not None
+    return TraceRow(prompt, ids, mask, log_probs, sampled, versions, turns, placed, weight, last.finish, images)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,17 @@ Message = Mapping[str, Any]
 def as_messages(prompt: str | Sequence[Message]) -> list[Message]:
     """The messages of a prompt; a text is one user message."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+def with_parts(message: Message, parts: Iterator[Mapping[str, Any]]) -> Message:
+    """A message whose content is a list of parts, each `<image>` the next one of `parts`; without any it stays text."""
+    first, *others = message["content"].split(IMAGE_MARKER)
+    if not others:
+        return message
+    content: list[Mapping[str, Any]] = [{"type": "text", "text": first}] if first else []
+    for text in others:
+        content += [next(parts), *([{"type": "text", "text": text}] if text else [])]
+    return {**message, "content": content}
 
 
 def render(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from transformers import AutoConfig, AutoImageProcessor
 
 from rlsys.config.checks.files import model_facts
 from rlsys.config.vocabulary import GRIDS, TILES
-from rlsys.data.chat import IMAGE_MARKER, Message, as_messages, encode_text, render
+from rlsys.data.chat import IMAGE_MARKER, Message, as_messages, encode_text, render, with_parts
 from rlsys.data.images import ImageError, image_hash, load_image
 from rlsys.models.vision import num_features
 from rlsys.protocol import ImageInputs
@@ -67,11 +68,15 @@ class VisionProcessor:
             raise ConfigError(f"data.mm_processor_kwargs: {unknown[0]} is not among {known}")
         return cls(AutoConfig.from_pretrained(path), processor, tokenizer, limit_images=limit_images)
 
+    def check_limit(self, num_images: int) -> None:
+        """ValueError for more images than a prompt may have."""
+        if self.limit_images is not None and num_images > self.limit_images:
+            limit = f"actor_rollout_ref.rollout.limit_images={self.limit_images}"
+            raise ValueError(f"{num_images} images are more than {limit}")
+
     def load(self, values: Sequence[Any], root: str | None = None) -> list[Image.Image]:
         """Decode a prompt's images; ValueError naming the one that cannot be, or if there are too many."""
-        if self.limit_images is not None and len(values) > self.limit_images:
-            limit = f"actor_rollout_ref.rollout.limit_images={self.limit_images}"
-            raise ValueError(f"{len(values)} images are more than {limit}")
+        self.check_limit(len(values))
         images = []
         for number, value in enumerate(values, 1):
             try:
@@ -112,15 +117,12 @@ class VisionProcessor:
         whole = "".join(part + replacement for part, replacement in zip(before, replacements, strict=True)) + after
         return whole, (inputs,)
 
-    def _with_parts(self, message: Message) -> dict[str, Any]:
+    def _with_parts(self, message: Message) -> Message:
         """A message as chat templates take it: content parts where it has `<image>`."""
         content = message["content"]
         if IMAGE_MARKER not in content or not self.tokenizer.chat_template:
             return {**message, "content": content.replace(IMAGE_MARKER, self.image_token)}
-        parts: list[dict[str, str]] = []
-        for number, text in enumerate(content.split(IMAGE_MARKER)):
-            parts += [{"type": "image"}] * (number > 0) + [{"type": "text", "text": text}] * bool(text)
-        return {**message, "content": parts}
+        return with_parts(message, repeat({"type": "image"}))
 
     def _process(self, images: Sequence[Image.Image]) -> tuple[ImageInputs, list[str]]:
         """The images as the model takes them, and the text that stands for each in a prompt."""

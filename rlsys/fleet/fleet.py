@@ -36,10 +36,8 @@ from rlsys.types import Finish, ModelRequest, ModelResponse, ResponseDelta, Samp
 from rlsys.utils.errors import DeadlineError, RolloutError, WeightTransferError
 
 log = logging.getLogger(__name__)
-
 MAX_SESSIONS = 100_000
-EXCHANGED_S = 1.0
-"""A replica that answered an exchange in these seconds is healthy."""
+EXCHANGED_S = 1.0  # a replica that answered an exchange in these seconds is healthy
 COUNTS = ("failures", "retries", "restarts", "refused_versions", "continued")
 
 
@@ -130,10 +128,12 @@ class RolloutFleet:
         seeded = with_request_seeds(batch)
         return from_responses(batch, self.generate(to_requests(seeded)))
 
-    async def sample(self, token_ids: Sequence[int], params: SamplingParams, session: str = "") -> ModelResponse:
+    async def sample(
+        self, token_ids: Sequence[int], params: SamplingParams, session: str = "", images: Sequence[object] = ()
+    ) -> ModelResponse:
         """Complete one prompt; requests of one session go to the same replica while it serves."""
-        [answer] = self.submit([ModelRequest(tuple(token_ids), params, session=session)])
-        return await asyncio.wrap_future(answer)
+        request = ModelRequest(tuple(token_ids), params, session=session, images=tuple(images))
+        return await asyncio.wrap_future(self.submit([request])[0])
 
     def unfinished(self) -> list[PartialResponse]:
         """Copies of all requests that are not answered, with their tokens so far; `submit` continues them."""

@@ -11,6 +11,7 @@ from rlsys.agent.session import SessionSettings
 from rlsys.agent.template import ChatTemplate
 from rlsys.agent.tool_pool import ToolPool
 from rlsys.config.schema.agent import AgentConfig, MultiTurnConfig
+from rlsys.protocol import ImageInputs
 from rlsys.types import Finish, ModelResponse, SamplingParams
 
 
@@ -21,9 +22,13 @@ class RandomEngine:
         self.tokenizer, self.write = tokenizer, write
         self.draws: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
         self.params: list[SamplingParams] = []
+        self.images: list[tuple[ImageInputs, ...]] = []
 
-    async def sample(self, ids: Sequence[int], params: SamplingParams, session: str = "") -> ModelResponse:
+    async def sample(
+        self, ids: Sequence[int], params: SamplingParams, session: str = "", images: Sequence[ImageInputs] = ()
+    ) -> ModelResponse:
         self.params.append(params)
+        self.images.append(tuple(images))
         random = Random(params.seed)
         eos = int(self.tokenizer.eos_token_id)
         if self.write is not None:

@@ -31,17 +31,22 @@ torchrun --nproc_per_node=$1 -m verl.trainer.sft_trainer engine=fsdp optim=fsdp 
 
 
 def test_the_share_of_accepted_commands_is_printed_with_the_reasons(tmp_path: Path) -> None:
-    scripts = {"good": "", "bad": "trainer.total_epoch=1", "images": "data.image_key=images"}
+    scripts = {
+        "good": "",
+        "bad": "trainer.total_epoch=1",
+        "images": "data.image_key=images actor_rollout_ref.actor.freeze_vision_tower=True",
+        "audio": "data.audio_key=audios",
+    }
     for name, override in scripts.items():
         (tmp_path / f"{name}.sh").write_text(LAUNCHER % override)
     (tmp_path / "sft.sh").write_text(SFT)
     command = [sys.executable, ROOT / "scripts/verl_commands.py", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=scaled_s(60), check=True)
-    share, kinds, reason, apart = done.stdout.splitlines()
-    assert share == "2 of 3 commands are accepted (67%)"
-    assert kinds == "by kind: FSDP 1 of 2, SFT 1 of 1"
-    assert reason.startswith("    1 trainer.total_epoch (command line): no such key")
-    assert apart == "not counted: 1 images, audio or video"
+    share, kinds, *reasons, apart = done.stdout.splitlines()
+    assert share == "3 of 4 commands are accepted (75%)"
+    assert kinds == "by kind: FSDP 1 of 2, images 1 of 1, SFT 1 of 1"
+    assert reasons[0].startswith("    1 trainer.total_epoch (command line): no such key")
+    assert apart == "not counted: 1 audio or video"
 
 
 @pytest.fixture
